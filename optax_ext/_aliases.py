@@ -1,0 +1,80 @@
+"""Ready-made compositions, named as in the papers."""
+
+from typing import Any
+
+import optax
+
+from optax_ext._sparse_allreduce import sparse_allreduce
+from sparse_collectives import Selector, allreduce, select
+from sparse_collectives._types import AxisName
+
+
+def ok_topk(
+    density: float,
+    *,
+    axis: AxisName,
+    axis_size: int | None = None,
+    selector: Selector | None = None,
+    nonfinite: str = "skip",
+    learning_rate: optax.ScalarOrSchedule | None = None,
+    **allreduce_options: Any,
+) -> optax.GradientTransformation:
+    """Ok-Topk: O(k) words for each worker and step, whatever the number of workers.
+
+    Args:
+      density: k / n, the share of the gradient that is sent, in (0, 1]. 0.01 is
+        what the paper uses for BERT, 0.02 for an LSTM.
+      axis: the mesh axis (or a tuple of them) of the data-parallel workers.
+      axis_size: P, to call ``init`` outside of the mapped function.
+      selector: the local selection; by default ``select.topk(density=density)``,
+        which is exact at every step. The paper's is
+        ``select.threshold_reuse(density=density)``.
+      nonfinite: see :func:`sparse_allreduce`.
+      learning_rate: see :func:`sparse_allreduce`.
+      **allreduce_options: see :func:`sparse_collectives.allreduce.ok_topk`.
+
+    Returns:
+      An ``optax.GradientTransformation`` to chain before an optimizer.
+
+    Example:
+      >>> import optax
+      >>> tx = optax.chain(ok_topk(density=0.01, axis="data"), optax.adam(1e-3))
+    """
+    if selector is None:
+        selector = select.topk(density=density)
+    return sparse_allreduce(
+        selector,
+        allreduce.ok_topk(density=density, **allreduce_options),
+        axis=axis,
+        axis_size=axis_size,
+        learning_rate=learning_rate,
+        nonfinite=nonfinite,
+    )
+
+
+def ok_topk_sgd(
+    learning_rate: optax.ScalarOrSchedule, density: float, *, axis: AxisName, **options: Any
+) -> optax.GradientTransformation:
+    r"""Ok-Topk SGD (Algorithm 2 of the paper).
+
+    .. math::
+
+      acc_t = \epsilon_{t-1} + \alpha_t g_t, \quad
+      w_t = w_{t-1} - \tfrac{1}{P} u_t
+
+    The learning rate enters before the accumulation: a residual keeps the rate of
+    the step it comes from, also when a schedule has moved on.
+
+    Args:
+      learning_rate: a number, or a schedule of the step count.
+      density: k / n.
+      axis: the mesh axis of the workers.
+      **options: see :func:`ok_topk`.
+
+    Returns:
+      An ``optax.GradientTransformation`` whose updates are ready for
+      ``optax.apply_updates``.
+    """
+    return optax.chain(
+        ok_topk(density, axis=axis, learning_rate=learning_rate, **options), optax.scale(-1.0)
+    )

@@ -1,0 +1,92 @@
+"""Finding, making and placing the state of :func:`sparse_allreduce` in a chain."""
+
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh, PartitionSpec
+
+from optax_ext._sparse_allreduce import SparseAllreduceState, StepInfo
+from sparse_collectives import _compat
+from sparse_collectives._types import AxisName
+
+
+def _is_state(node: Any) -> bool:
+    return isinstance(node, SparseAllreduceState)
+
+
+def get_state(opt_state: Any) -> SparseAllreduceState | None:
+    """The first :class:`SparseAllreduceState` anywhere in ``opt_state``, or None."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=_is_state)
+    return next((node for node in nodes if _is_state(node)), None)
+
+
+def get_info(opt_state: Any) -> StepInfo | None:
+    """What the last step did, from anywhere in a chain; None without a sparse one.
+
+    Outside of the mapped function the per-worker fields have a leading axis of P.
+    """
+    state = get_state(opt_state)
+    return None if state is None else state.info
+
+
+def state_specs(opt_state: Any, axis: AxisName) -> Any:
+    """The PartitionSpec of each leaf of an optimizer state, as a pytree.
+
+    For ``in_specs`` and ``out_specs`` of ``jax.shard_map``: what belongs to one
+    worker is split over ``axis`` along its leading dimension, all else is
+    replicated.
+
+    Args:
+      opt_state: the state, or anything of its structure (as from
+        ``jax.eval_shape``).
+      axis: the mesh axis (or a tuple of them) given to the transformation.
+    """
+    split, whole = PartitionSpec(axis), PartitionSpec()
+
+    def specs(node):
+        if not _is_state(node):
+            return whole
+        everywhere = jax.tree.map(lambda _: whole, node)
+        return everywhere._replace(
+            residual=split,
+            selector=jax.tree.map(lambda _: split, node.selector),
+            info=everywhere.info._replace(selected=split, overflow=split, local_threshold=split),
+        )
+
+    return jax.tree.map(specs, opt_state, is_leaf=_is_state)
+
+
+def init_state(tx: optax.GradientTransformation, params: Any, mesh: Mesh, axis: AxisName) -> Any:
+    """``tx.init(params)`` on a mesh, each worker's part on its own device.
+
+    Args:
+      tx: a transformation with :func:`sparse_allreduce` anywhere in it.
+      params: the parameters, replicated.
+      mesh: the mesh.
+      axis: the mesh axis (or a tuple of them) given to the transformation.
+
+    Returns:
+      The optimizer state, sharded as :func:`state_specs` says.
+
+    Raises:
+      ValueError: the mesh has no such axis.
+    """
+    check_axis(mesh, axis)
+    structure = tx.init
+    for name in reversed(_compat.axis_names(axis)):
+        structure = jax.vmap(structure, in_axes=None, axis_name=name, axis_size=mesh.shape[name])
+    specs = state_specs(jax.eval_shape(structure, params), axis)
+    init = jax.shard_map(tx.init, mesh=mesh, in_specs=PartitionSpec(), out_specs=specs)
+    return jax.jit(init)(params)
+
+
+def check_axis(mesh: Mesh, axis: AxisName) -> None:
+    """Every name of ``axis`` is an axis of ``mesh``."""
+    missing = [name for name in _compat.axis_names(axis) if name not in mesh.axis_names]
+    if missing:
+        raise ValueError(
+            f"axis={axis!r} is not an axis of the mesh, whose axes are {mesh.axis_names}. Make the "
+            f"mesh with jax.make_mesh(({jax.device_count()},), ({missing[0]!r},)), or name one of "
+            "its axes."
+        )

@@ -1,0 +1,104 @@
+"""The training step of a data-parallel loop, for the most common case."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from optax_ext import _state
+from sparse_collectives import _compat
+from sparse_collectives._types import AxisName
+
+
+def make_train_step(
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    mesh: Mesh,
+    axis: AxisName,
+    *,
+    has_aux: bool = False,
+    check_vma: bool = True,
+    donate: bool = True,
+) -> Callable[[Any, Any, Any], tuple[Any, ...]]:
+    """A jitted ``step(params, opt_state, batch) -> (params, opt_state, loss)``.
+
+    Each worker differentiates the loss of its part of the batch; ``tx`` turns the
+    local gradients into one update for all. Parameters stay replicated.
+
+    Args:
+      loss_fn: ``loss_fn(params, batch) -> scalar``, the mean over the batch it is
+        given; with ``has_aux``, ``(scalar, aux)``.
+      tx: a transformation that starts with :func:`sparse_allreduce` or
+        :func:`dense`, on the same axis.
+      mesh: the mesh.
+      axis: the mesh axis (or a tuple of them) of the workers. The leaves of a
+        batch are split over it along their leading dimension.
+      has_aux: whether the loss returns auxiliary values too; their mean over the
+        workers is returned as a fourth result.
+      check_vma: as in ``jax.shard_map``. It proves at trace time that the new
+        parameters are the same on every worker.
+      donate: whether params and opt_state are donated: updated in place, and not
+        to be used again by the caller.
+
+    Returns:
+      The step. The loss is the mean over the workers.
+
+    Raises:
+      ValueError: an axis that the mesh does not have; at the first call of a
+        shape, a batch whose leading dimension P does not divide.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optax_ext
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> tx = optax.chain(optax_ext.ok_topk(density=0.5, axis="data"), optax.sgd(0.1))
+      >>> params = {"w": jnp.array([1.0, -2.0])}
+      >>> opt_state = optax_ext.init_state(tx, params, mesh, "data")
+      >>> step = make_train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), tx, mesh, "data")
+      >>> params, opt_state, loss = step(params, opt_state, jnp.eye(2))
+      >>> float(loss), params["w"].tolist()
+      (2.5, [1.0, -1.7999999523162842])
+    """
+    _state.check_axis(mesh, axis)
+    workers = 1
+    for name in _compat.axis_names(axis):
+        workers *= mesh.shape[name]
+
+    def local_step(params, opt_state, batch):
+        # Varying parameters have local gradients; replicated ones would have
+        # gradients that autodiff has already summed, densely.
+        local_params = _compat.to_varying(params, axis)
+        loss, gradients = jax.value_and_grad(loss_fn, has_aux=has_aux)(local_params, batch)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        loss = jax.tree.map(lambda x: jax.lax.pmean(x, axis), loss)
+        return (params, opt_state, *loss) if has_aux else (params, opt_state, loss)
+
+    def step(params, opt_state, batch):
+        _check_batch(batch, workers, axis)
+        specs = _state.state_specs(opt_state, axis)
+        whole = PartitionSpec()
+        return jax.shard_map(
+            local_step,
+            mesh=mesh,
+            in_specs=(whole, specs, PartitionSpec(axis)),
+            out_specs=(whole, specs, whole, whole)[: 4 if has_aux else 3],
+            check_vma=check_vma,
+        )(params, opt_state, batch)
+
+    # Pinned, so that the arrays of the first call, wherever they are, do not make
+    # it another program than the second.
+    whole, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(axis))
+    return jax.jit(step, in_shardings=(whole, None, split), donate_argnums=(0, 1) if donate else ())
+
+
+def _check_batch(batch: Any, workers: int, axis: AxisName) -> None:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
+        shape = jax.numpy.shape(leaf)
+        if not shape or shape[0] % workers:
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)} has shape {shape}: its leading dimension must "
+                f"be a multiple of the {workers} workers of axis {axis!r}. Drop or pad the last "
+                "examples."
+            )

@@ -1,0 +1,36 @@
+"""Sparse allreduce for JAX: selections, wires, transports and algorithms.
+
+Everything is a factory that returns a NamedTuple of pure functions, runs inside
+a mapped function (shard_map, pmap, vmap), and compiles under ``jax.jit``.
+"""
+
+from sparse_collectives import allreduce, select, traffic, transport, wire
+from sparse_collectives._simulate import simulate
+from sparse_collectives._types import (
+    AxisName,
+    Codec,
+    ReduceInfo,
+    SelectInfo,
+    Selector,
+    SparseAllreduce,
+)
+from sparse_collectives.padded_coo import PaddedCOO
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AxisName",
+    "Codec",
+    "PaddedCOO",
+    "ReduceInfo",
+    "SelectInfo",
+    "Selector",
+    "SparseAllreduce",
+    "__version__",
+    "allreduce",
+    "select",
+    "simulate",
+    "traffic",
+    "transport",
+    "wire",
+]

@@ -1,0 +1,86 @@
+"""The contracts: what a selector, an allreduce and a codec are.
+
+Each is a NamedTuple of pure functions made by a factory, as in optax. All that
+changes from step to step is in a state; nothing prints and nothing is global.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import jax
+
+State = Any
+AxisName = Hashable | tuple[Hashable, ...]
+
+
+class Selector(NamedTuple):
+    """Chooses which entries of a worker's accumulator are sent.
+
+    Attributes:
+      init: ``init(size) -> state``, for a buffer of ``size`` components.
+      select: ``select(acc f[size], state) -> (PaddedCOO, state, SelectInfo)``.
+        The values of the PaddedCOO are ``acc`` at its indices, unchanged.
+    """
+
+    init: Callable[..., State]
+    select: Callable[..., tuple[Any, State, "SelectInfo"]]
+
+
+class SelectInfo(NamedTuple):
+    """What one worker's selection did.
+
+    Attributes:
+      selected: ``i32[]``, entries in the returned buffer.
+      overflow: ``i32[]``, entries that passed the threshold and found no slot.
+      threshold: ``f32[]``, the magnitude that was used.
+    """
+
+    selected: jax.Array
+    overflow: jax.Array
+    threshold: jax.Array
+
+
+class SparseAllreduce(NamedTuple):
+    """Sums the selections of all workers on a mesh axis.
+
+    Attributes:
+      init: ``init(size, axis_size) -> state``. The state holds the same values on
+        every worker.
+      reduce: ``reduce(coo, state, *, axis) -> (total, undelivered, state, info)``.
+        ``total`` (a PaddedCOO, or ``f[size]`` where the result is dense) is the
+        same bits on every worker. ``undelivered`` is a PaddedCOO of what this
+        worker must keep. Conservation: over the workers, the sum of ``coo``
+        equals ``total`` plus the sum of ``undelivered``.
+    """
+
+    init: Callable[..., State]
+    reduce: Callable[..., tuple[Any, Any, State, "ReduceInfo"]]
+
+
+class ReduceInfo(NamedTuple):
+    """What one call of an allreduce did.
+
+    Attributes:
+      delivered: ``i32[]``, entries in the total; equal on all workers.
+      overflow: ``i32[]``, entries of this worker that found no slot on the way.
+      threshold: ``f32[]``, the global threshold; equal on all workers.
+      words: ``f32[]``, 4-byte words each worker received, padding included;
+        equal on all workers.
+    """
+
+    delivered: jax.Array
+    overflow: jax.Array
+    threshold: jax.Array
+    words: jax.Array
+
+
+class Codec(NamedTuple):
+    """How value-index pairs are encoded for an exchange.
+
+    Attributes:
+      encode: ``encode(PaddedCOO[..., c]) -> i32[..., words]``.
+      decode: ``decode(i32[..., words], size, dtype) -> PaddedCOO[..., c]``.
+    """
+
+    encode: Callable[..., jax.Array]
+    decode: Callable[..., Any]

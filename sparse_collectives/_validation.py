@@ -1,0 +1,103 @@
+"""Checks of arguments, made at trace time and before anything is computed.
+
+Each message names the argument, what came, what was expected and what to write
+instead.
+"""
+
+import numbers
+from typing import Any
+
+import jax.numpy as jnp
+from jax import core as jax_core
+
+MAX_SIZE = 2**31 - 1
+
+
+def check_density(density: Any) -> float:
+    """A density in (0, 1] as a Python float."""
+    if isinstance(density, jax_core.Tracer):
+        raise TypeError(
+            "density must be a Python number, but a traced value was given: it fixes the shapes of "
+            "the buffers. Pass it as a static argument, or close over a Python float."
+        )
+    if isinstance(density, bool) or not isinstance(density, numbers.Real):
+        raise TypeError(
+            f"density must be a number in (0, 1], got {density!r} of type "
+            f"{type(density).__name__}. Write for example density=0.01 to send 1 % of the entries."
+        )
+    value = float(density)
+    if not 0.0 < value <= 1.0:
+        raise ValueError(
+            f"density must be in (0, 1], got {density!r}. It is the share k/n of the entries that "
+            "are sent: write density=0.01 for 1 %."
+        )
+    return value
+
+
+def check_positive_int(name: str, value: Any, *, minimum: int = 1) -> int:
+    """A static integer of at least ``minimum``."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < minimum:
+        raise ValueError(f"{name} must be an integer of at least {minimum}, got {value!r}.")
+    return int(value)
+
+
+def check_number(name: str, value: Any, low: float, high: float) -> float:
+    """A static number in [low, high]."""
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not number or not low <= float(value) <= high:
+        raise ValueError(f"{name} must be a number in [{low}, {high}], got {value!r}.")
+    return float(value)
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
+    """One of a few words."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+    return value
+
+
+def check_size(size: int) -> int:
+    """The length of a buffer, which an int32 index must reach."""
+    if size < 1:
+        raise ValueError(
+            f"size must be at least 1, got {size}. An empty buffer has nothing to select."
+        )
+    if size > MAX_SIZE:
+        raise ValueError(
+            f"size must be below 2**31 = {MAX_SIZE + 1} entries in one buffer, got {size}: indices "
+            "are int32. Split the parameters into several buffers."
+        )
+    return size
+
+
+def check_vector(name: str, x: Any, size: int | None = None) -> None:
+    """A one-dimensional array of a float type that fits a 32-bit word."""
+    if x.ndim != 1:
+        raise ValueError(f"{name} must have one dimension, got shape {x.shape}. Ravel it first.")
+    check_float(name, x.dtype)
+    check_size(x.shape[0])
+    if size is not None and x.shape[0] != size:
+        raise ValueError(
+            f"{name} must have the {size} entries that the state was made for, got {x.shape[0]}. "
+            "Make a new state with init."
+        )
+
+
+def check_float(name: str, dtype: Any) -> None:
+    """float32, bfloat16 or float16."""
+    dtype = jnp.dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"{name} must be of a real floating type, got {dtype}. Leave such leaves out with "
+            "optax.masked, or cast them to float32."
+        )
+    if dtype.itemsize not in (2, 4):
+        raise TypeError(
+            f"{name} must be float32, bfloat16 or float16, got {dtype}: values travel in 32-bit "
+            "words. Cast it to float32."
+        )
+
+
+def count_from_density(density: float, size: int) -> int:
+    """K = max(1, round(density * n)), at most n."""
+    return min(size, max(1, round(density * check_size(size))))

@@ -1,0 +1,7 @@
+"""Allreduces: who sends what to whom, and what of it reaches everyone."""
+
+from sparse_collectives.allreduce._dense import dense as dense
+from sparse_collectives.allreduce.ok_topk import OkTopkState as OkTopkState
+from sparse_collectives.allreduce.ok_topk import ok_topk as ok_topk
+
+__all__ = ["OkTopkState", "dense", "ok_topk"]

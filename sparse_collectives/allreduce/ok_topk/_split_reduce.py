@@ -1,0 +1,150 @@
+"""Split and reduce: every region's entries go to its owner, who adds them up.
+
+Ok-Topk, section 3.1.1. Each worker sends to each owner one block with a fixed
+number of slots. Entries that do not fit wait in the residual of their worker.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sparse_collectives import _bitset, _words, transport
+from sparse_collectives._types import AxisName, Codec
+from sparse_collectives.compaction import windowed_rank
+from sparse_collectives.padded_coo import PaddedCOO
+
+
+class Blocks(NamedTuple):
+    """A selection split by region.
+
+    Attributes:
+      coo: PaddedCOO with ``[P, capacity]`` slots; row j is for the owner of
+        region j.
+      sent: ``bool[c]`` over the slots of the selection: whether it is in a block.
+    """
+
+    coo: PaddedCOO
+    sent: jax.Array
+
+
+def split(coo: PaddedCOO, boundaries: jax.Array, capacity: int, turn: jax.Array) -> Blocks:
+    """Cuts an ascending selection into one block of ``capacity`` slots a region.
+
+    Args:
+      coo: the selection, c slots.
+      boundaries: ``i32[P + 1]``.
+      capacity: slots of a block.
+      turn: ``i32[]``, the step: in a region with more entries than slots the ones
+        that wait change from step to step.
+    """
+    edges = jnp.searchsorted(coo.indices, boundaries).astype(jnp.int32)
+    start, counts = edges[:-1, None], jnp.diff(edges)[:, None]
+    slot = jnp.arange(capacity, dtype=jnp.int32)
+    rank = windowed_rank(slot[None], counts, capacity, turn)
+    source = jnp.where(slot[None] < counts, start + rank, coo.capacity)
+    values = coo.values.at[source].get(mode="fill", fill_value=0)
+    indices = coo.indices.at[source].get(mode="fill", fill_value=coo.size)
+    sent = jnp.zeros((coo.capacity,), jnp.bool_).at[source.reshape(-1)].set(True, mode="drop")
+    return Blocks(PaddedCOO(values, indices, coo.size), sent)
+
+
+def exchange(
+    words: jax.Array, axis: AxisName, *, schedule: str, bucket_size: int
+) -> Iterator[jax.Array]:
+    """Sends row j of ``words[P, w]`` to worker j; yields what came, in buckets.
+
+    Each item is ``i32[b, w]``, rows in the order of the distance from the sender:
+    own block first, then that of the worker before, and so on around the ring.
+    That order is the same for both schedules, so they give the same bits.
+
+    ``rotation`` (Figure 2 of the paper): at distance s worker i sends to worker
+    i + s, so no worker is the target of two messages at once; the messages of a
+    bucket do not depend on one another and may be in flight together, and the
+    reduction of one bucket overlaps the exchange of the next.
+    ``all_to_all``: one collective, one bucket.
+    """
+    workers = words.shape[0]
+    me = transport.axis_index(axis)
+    if schedule == "all_to_all":
+        received = transport.all_to_all(words, axis)
+        yield received[(me - jnp.arange(workers)) % workers]
+        return
+    yield lax.dynamic_slice_in_dim(words, me, 1)
+    distances = range(1, workers)
+    for first in range(0, len(distances), bucket_size):
+        bucket = []
+        for distance in distances[first : first + bucket_size]:
+            block = lax.dynamic_slice_in_dim(words, (me + distance) % workers, 1)
+            pairs = [(source, (source + distance) % workers) for source in range(workers)]
+            bucket.append(transport.ppermute(block, axis, pairs))
+        yield jnp.concatenate(bucket)
+
+
+def reduce_blocks(received: list[PaddedCOO], size: int, dtype) -> PaddedCOO:
+    """Adds up blocks with common indices.
+
+    The members of the union are numbered by a bitset of n bits, and values are
+    added into the slot of their number: no sort, and O(slots) random accesses.
+
+    Args:
+      received: PaddedCOOs of ``[b, c]`` slots; the indices of each row are unique.
+      size: n.
+      dtype: of the result; sums are made in float32.
+
+    Returns:
+      An ascending PaddedCOO with as many slots as were received, n at most.
+    """
+
+    def insert_row(row, members):
+        return _bitset.insert(members, row, size)
+
+    slots = sum(block.indices.size for block in received)
+    members = _bitset.empty(size)
+    for block in received:
+        # The scan's carry has to have the type of its result from the start.
+        members = members + jnp.zeros_like(block.indices[0, 0], jnp.uint32)
+        members, _ = lax.scan(lambda m, row: (insert_row(row, m), None), members, block.indices)
+    ranked = _bitset.rank_index(members)
+    capacity = min(slots, size)
+    indices = jnp.full((capacity,), size, jnp.int32)
+    values = jnp.zeros((capacity,), jnp.float32)
+    for block in received:
+        flat = block.indices.reshape(-1)
+        slot = jnp.where(flat < size, _bitset.rank(ranked, flat), capacity)
+        indices = indices.at[slot].set(flat, mode="drop")
+        values = values.at[slot].add(block.values.reshape(-1).astype(jnp.float32), mode="drop")
+    return PaddedCOO(values.astype(dtype), indices, size)
+
+
+def split_and_reduce(
+    coo: PaddedCOO,
+    boundaries: jax.Array,
+    turn: jax.Array,
+    *,
+    axis: AxisName,
+    codec: Codec,
+    capacity: int,
+    schedule: str,
+    bucket_size: int,
+) -> tuple[PaddedCOO, jax.Array]:
+    """Algorithm 1, line 8.
+
+    Returns:
+      The reduced entries of the region that this worker owns, and ``bool[c]``:
+      which slots of ``coo`` were sent to an owner.
+    """
+    blocks = split(coo, boundaries, capacity, turn)
+    words = codec.encode(blocks.coo)
+    received = [
+        codec.decode(bucket, coo.size, coo.values.dtype)
+        for bucket in exchange(words, axis, schedule=schedule, bucket_size=bucket_size)
+    ]
+    return reduce_blocks(received, coo.size, coo.values.dtype), blocks.sent
+
+
+def words_received(block_words: int, workers: int) -> float:
+    """Words that the exchange makes each worker receive, padding included."""
+    return _words.all_to_all(block_words * workers, workers)

@@ -1,0 +1,155 @@
+"""Threshold compaction: from a mask over n entries to the indices that are set.
+
+``jnp.nonzero(size=k)`` runs a prefix sum over all n entries. Here the mask is
+packed 32 entries to a word in the same pass that compares, so the prefix sum
+runs over n / 32 words, and each output slot finds its word by binary search and
+its bit by halving. The indices come out ascending.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from sparse_collectives import _bits
+from sparse_collectives.padded_coo import PaddedCOO
+
+
+def mask_words(mask_of, size: int) -> jax.Array:
+    """Packs a mask over ``size`` entries, ``u32[ceil(size / 32)]``.
+
+    Args:
+      mask_of: ``mask_of(start, stop) -> bool[stop - start]``, called for the part
+        that fills whole words and for the rest, so that no n-sized buffer is
+        padded (that would be a copy of it).
+      size: the number of entries, n >= 1.
+    """
+    main = size // 32 * 32
+    parts = []
+    if main:
+        parts.append(_bits.pack_mask(mask_of(0, main)))
+    if main < size:
+        parts.append(_bits.pack_mask(jnp.pad(mask_of(main, size), (0, 32 - size % 32))))
+    return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def set_positions(
+    words: jax.Array, capacity: int, size: int, turn: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The ascending positions of the set bits, in ``capacity`` slots.
+
+    Args:
+      words: ``u32[ceil(size / 32)]``.
+      capacity: the number of slots.
+      size: what to write in the slots that stay empty.
+      turn: ``i32[]``. With more set bits than slots, some must wait: by default
+        the last ones. With ``turn`` (a step count) the slots take a window of
+        consecutive set bits that moves on by ``capacity`` at each turn, so that
+        no index waits for ever.
+
+    Returns:
+      ``(i32[capacity], i32[])``: the positions, and the number of set bits, which
+      may be more than ``capacity``.
+
+    Cost: two passes over n / 32 words, then O(capacity log n) gathers.
+    """
+    inclusive = jnp.cumsum(_bits.popcount(words), dtype=jnp.int32)
+    count = inclusive[-1]
+    slot = jnp.arange(capacity, dtype=jnp.int32)
+    rank = slot if turn is None else windowed_rank(slot, count, capacity, turn)
+    position = _position_of_rank(words, inclusive, rank)
+    return jnp.where(rank < count, position, size), count
+
+
+def nth_position(words: jax.Array, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The position of the set bit number ``rank`` (from 0), and the number of bits.
+
+    Where there are not so many the position means nothing.
+    """
+    inclusive = jnp.cumsum(_bits.popcount(words), dtype=jnp.int32)
+    return _position_of_rank(words, inclusive, rank), inclusive[-1]
+
+
+def _position_of_rank(words: jax.Array, inclusive: jax.Array, rank: jax.Array) -> jax.Array:
+    word = jnp.searchsorted(inclusive, rank, side="right", method="scan").astype(jnp.int32)
+    bits = words.at[word].get(mode="clip")
+    before = inclusive.at[word].get(mode="clip") - _bits.popcount(bits)
+    return 32 * word + _bits.select_bit(bits, rank - before)
+
+
+def windowed_rank(slot: jax.Array, count: jax.Array, capacity: int, turn: jax.Array) -> jax.Array:
+    """Which of ``count`` entries each slot takes when only ``capacity`` fit.
+
+    The window ``[turn * capacity, (turn + 1) * capacity)``, modulo ``count``, in
+    ascending order. With ``count <= capacity`` slot j takes entry j.
+
+    Args:
+      slot: ``i32[..., capacity]``, 0 to capacity - 1.
+      count: ``i32[...]``, broadcastable to ``slot``.
+      capacity: static number of slots.
+      turn: ``i32[]``.
+    """
+    # Unsigned arithmetic wraps modulo 2**32: any turn is a valid start.
+    moved = turn.astype(jnp.uint32) * jnp.uint32(capacity)
+    start = (moved % jnp.maximum(count, 1).astype(jnp.uint32)).astype(jnp.int32)
+    start = jnp.where(count > capacity, start, 0)
+    wrapped = jnp.maximum(start - (count - capacity), 0)
+    wrapped = jnp.where(count > capacity, wrapped, 0)
+    return jnp.where(slot < wrapped, slot, start + slot - wrapped)
+
+
+def compact(
+    x: jax.Array,
+    threshold_bits: jax.Array,
+    *,
+    capacity: int,
+    tie_cutoff: jax.Array | None = None,
+    turn: jax.Array | None = None,
+) -> tuple[PaddedCOO, jax.Array]:
+    """The entries of ``x`` whose magnitude reaches a threshold.
+
+    Args:
+      x: ``f[n]``.
+      threshold_bits: ``i32[]``, the bit pattern of the smallest magnitude to take
+        (:func:`sparse_collectives._bits.magnitude_bits`). Zeros are never taken.
+      capacity: static number of slots of the result.
+      tie_cutoff: ``i32[]``; entries exactly at the threshold are taken only below
+        this index. By default all are.
+      turn: see :func:`set_positions`.
+
+    Returns:
+      The PaddedCOO (ascending), and ``i32[]``, the number of entries that passed;
+      those beyond ``capacity`` are not in the result.
+
+    Cost: one read of n entries, n / 32 words of scratch, O(capacity log n).
+    """
+    size = x.shape[0]
+    threshold_bits = jnp.maximum(threshold_bits, 1)
+
+    def mask_of(start, stop):
+        bits = _bits.magnitude_bits(x[start:stop])
+        if tie_cutoff is None:
+            return bits >= threshold_bits
+        index = jnp.arange(start, stop, dtype=jnp.int32)
+        return bits >= threshold_bits + (index >= tie_cutoff)
+
+    indices, count = set_positions(mask_words(mask_of, size), capacity, size, turn)
+    values = x.at[indices].get(mode="fill", fill_value=0)
+    return PaddedCOO(values, indices, size), count
+
+
+def compact_mask(coo: PaddedCOO, mask: jax.Array, *, capacity: int) -> tuple[PaddedCOO, jax.Array]:
+    """The slots of ``coo`` where ``mask`` holds, moved to the front, in order.
+
+    Args:
+      coo: with c slots.
+      mask: ``bool[c]``.
+      capacity: slots of the result; later entries that do not fit are left out.
+
+    Returns:
+      The PaddedCOO, and ``i32[]``, the number of slots where ``mask`` holds.
+    """
+    slots = coo.capacity
+    words = mask_words(lambda start, stop: mask[start:stop], slots)
+    position, count = set_positions(words, capacity, slots)
+    values = coo.values.at[position].get(mode="fill", fill_value=0)
+    indices = coo.indices.at[position].get(mode="fill", fill_value=coo.size)
+    return PaddedCOO(values, indices, coo.size), count

@@ -1,0 +1,57 @@
+"""A sparse vector in coordinate (COO) format with a static number of slots."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PaddedCOO:
+    """Value-index pairs of a vector of length ``size`` in ``capacity`` slots.
+
+    XLA needs static shapes, so the number of slots is fixed and unused slots are
+    padding: index ``size`` (one past the end) and value 0. A scatter with
+    ``mode='drop'`` ignores them, and a sum is not changed by them.
+
+    The indices of a selection are unique and ascending, with the padding last.
+    The indices of an allreduce's total are unique, but padding may stand between
+    them.
+
+    Attributes:
+      values: ``f[..., capacity]``.
+      indices: ``i32[..., capacity]``, in ``[0, size]``; ``size`` marks padding.
+      size: static ``int``, the length n of the vector.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> coo = PaddedCOO(jnp.array([3.0, -1.0, 0.0]), jnp.array([1, 4, 5]), 5)
+      >>> coo.to_dense().tolist()
+      [0.0, 3.0, 0.0, 0.0, -1.0]
+      >>> int(coo.count())
+      2
+    """
+
+    values: jax.Array
+    indices: jax.Array
+    size: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def capacity(self) -> int:
+        """The static number of slots."""
+        return self.indices.shape[-1]
+
+    def count(self) -> jax.Array:
+        """The number of slots in use, ``i32[...]``."""
+        return jnp.sum(self.indices < self.size, axis=-1, dtype=jnp.int32)
+
+    def to_dense(self) -> jax.Array:
+        """The vector itself, ``f[size]``. Cost: one n-sized write and a scatter."""
+        dense = jnp.zeros((self.size,), self.values.dtype)
+        return dense.at[self.indices].add(self.values, mode="drop")
+
+
+def empty(size: int, capacity: int, dtype=jnp.float32) -> PaddedCOO:
+    """A PaddedCOO of padding only."""
+    return PaddedCOO(jnp.zeros((capacity,), dtype), jnp.full((capacity,), size, jnp.int32), size)

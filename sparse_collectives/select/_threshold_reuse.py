@@ -1,0 +1,165 @@
+"""Threshold reuse: an exact threshold every so many steps, followed in between.
+
+Ok-Topk, section 3.1.3. The statistics of the accumulator change slowly, so the
+paper computes the exact k-th magnitude every tau' steps and selects by plain
+comparison with it in between.
+
+Deviation: a threshold that is only reused drifts, since the residual keeps
+growing under it, and the count with it. A servo moves the threshold by what the
+count shows: near the k-th magnitude the count falls as a power of the
+threshold, count ~ threshold^-s, so t <- t (count / k)^(1/s). The exponent starts
+as that of an exponential tail, log(n / k), and is then measured from pairs of
+thresholds and counts. A step whose count is off is counted again before
+anything is selected.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sparse_collectives import _bits, _validation, compaction
+from sparse_collectives._types import SelectInfo, Selector
+from sparse_collectives.kth_magnitude import kth_magnitude_bits
+
+_MAX_RECOUNTS = 4
+_STEEPEST = 100.0
+
+
+class ThresholdReuseState(NamedTuple):
+    """State of :func:`threshold_reuse`.
+
+    Attributes:
+      count: ``i32[]``, steps taken.
+      threshold: ``f32[]``, the magnitude for the next step; 0 when it is not known
+        and the next step has to evaluate it exactly.
+      steepness: ``f32[]``, the exponent s of the tail; 0 before the first step.
+    """
+
+    count: jax.Array
+    threshold: jax.Array
+    steepness: jax.Array
+
+
+class _Trial(NamedTuple):
+    """A threshold with the mask and the count that it gives."""
+
+    threshold: jax.Array
+    words: jax.Array
+    count: jax.Array
+
+
+def threshold_reuse(
+    *,
+    density: float,
+    period: int = 32,
+    servo: bool = True,
+    tolerance: float = 0.03,
+    headroom: float = 0.25,
+) -> Selector:
+    """Selects by a threshold that is exact every ``period`` steps.
+
+    Args:
+      density: the wanted k / n, in (0, 1].
+      period: tau', steps between two exact evaluations (32 for VGG-16 and LSTM,
+        128 for BERT in the paper).
+      servo: whether the threshold follows the count in between. Without it this
+        is the selection of the paper.
+      tolerance: with the servo, a step whose count is further than this share
+        from k is counted again with a corrected threshold, up to four times.
+        ``math.inf`` never counts again.
+      headroom: slots beyond k, as a share of k. Entries that pass the threshold
+        and find no slot stay with the caller; which ones changes from step to
+        step, so that none waits for ever.
+
+    Returns:
+      A :class:`Selector` whose buffers have ``ceil((1 + headroom) k)`` slots.
+
+    Raises:
+      ValueError: an argument out of its range.
+
+    Cost: one pass over n entries; every ``period`` steps and at each recount one
+    more.
+    """
+    density = _validation.check_density(density)
+    period = _validation.check_positive_int("period", period)
+    tolerance = _validation.check_number("tolerance", tolerance, 0.0, math.inf)
+    headroom = _validation.check_number("headroom", headroom, 0.0, math.inf)
+
+    def init(size: int) -> ThresholdReuseState:
+        _validation.check_size(size)
+        zero = jnp.zeros((), jnp.float32)
+        return ThresholdReuseState(jnp.zeros((), jnp.int32), zero, zero)
+
+    def select(acc: jax.Array, state: ThresholdReuseState):
+        _validation.check_vector("acc", acc)
+        size = acc.shape[0]
+        k = _validation.count_from_density(density, size)
+        capacity = min(size, math.ceil((1 + headroom) * k))
+
+        def exact():
+            return _bits.magnitude_from_bits(kth_magnitude_bits(acc, k))
+
+        due = (state.count % period == 0) | (state.threshold <= 0)
+        trial = _try(acc, lax.cond(due, exact, lambda: state.threshold))
+        steepness = jnp.where(state.steepness > 0, state.steepness, max(math.log(size / k), 1.0))
+        following = trial.threshold
+        if servo:
+            trial, steepness = _recount(acc, trial, steepness, k, tolerance)
+            # Off by a factor of two still: evaluate exactly at the next step.
+            lost = (trial.count > 2 * k) | (2 * trial.count < k)
+            following = jnp.where(lost, 0.0, _follow(trial, steepness, k))
+        indices, _ = compaction.set_positions(trial.words, capacity, size, state.count)
+        values = acc.at[indices].get(mode="fill", fill_value=0)
+        selected = jnp.minimum(trial.count, capacity)
+        return (
+            compaction.PaddedCOO(values, indices, size),
+            ThresholdReuseState(state.count + 1, following, steepness),
+            SelectInfo(selected, trial.count - selected, trial.threshold),
+        )
+
+    return Selector(init, select)
+
+
+def _try(acc: jax.Array, threshold: jax.Array) -> _Trial:
+    """The entries that reach ``threshold``; zeros never do."""
+    bits = jnp.maximum(_bits.magnitude_bits(threshold), 1)
+    words = compaction.mask_words(
+        lambda start, stop: _bits.magnitude_bits(acc[start:stop]) >= bits, acc.shape[0]
+    )
+    return _Trial(threshold, words, jnp.sum(_bits.popcount(words), dtype=jnp.int32))
+
+
+def _follow(trial: _Trial, steepness: jax.Array, k: int) -> jax.Array:
+    """The threshold that k entries reach, to first order."""
+    # Bounded: an empty or a flooded step says which way to go, not how far.
+    ratio = jnp.clip(trial.count / k, 1 / 16, 16.0)
+    return trial.threshold * ratio ** (1 / steepness)
+
+
+def _recount(
+    acc: jax.Array, trial: _Trial, steepness: jax.Array, k: int, tolerance: float
+) -> tuple[_Trial, jax.Array]:
+    """Corrects the threshold until the count is within ``tolerance`` of k."""
+
+    def off(carry):
+        turn, trial, _ = carry
+        return (turn < _MAX_RECOUNTS) & (jnp.abs(trial.count - k) > tolerance * k)
+
+    def correct(carry):
+        turn, old, steepness = carry
+        # Tied to the carry, or XLA moves |acc| out of the loop into n words.
+        here, threshold = lax.optimization_barrier((acc, _follow(old, steepness, k)))
+        new = _try(here, threshold)
+        # The secant through both trials, where they differ enough to have one.
+        rise = jnp.log(jnp.maximum(old.count, 1) / jnp.maximum(new.count, 1))
+        run = jnp.log(new.threshold / old.threshold)
+        usable = (jnp.abs(run) > 1e-6) & (rise * run > 0)
+        measured = jnp.clip(rise / jnp.where(usable, run, 1.0), 0.5, _STEEPEST)
+        return turn + 1, new, jnp.where(usable, measured, steepness)
+
+    start = (jnp.zeros_like(trial.count), trial, steepness)
+    _, trial, steepness = lax.while_loop(off, correct, start)
+    return trial, steepness

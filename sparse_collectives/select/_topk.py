@@ -1,0 +1,167 @@
+"""Exact top-k: the k largest magnitudes, ties broken by index.
+
+A magnitude that somewhat more than k entries reach is known from the step
+before. One pass compacts these candidates, and the exact selection is made
+among them. Where the guess fails, and the count shows it, the next one comes
+from a sample of this step's entries, and the last resort is the exact k-th
+magnitude of all n entries.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sparse_collectives import _bits, _validation, compaction, kth_magnitude
+from sparse_collectives._types import SelectInfo, Selector
+from sparse_collectives.padded_coo import PaddedCOO
+
+# Candidates aimed at and slots for them, as multiples of k.
+_AIM = 1.15
+_ROOM = 1.4
+_INFINITY_BITS = 0x7F800000
+_NONE_BITS = 0x7FFFFFFF
+
+
+def topk(*, density: float) -> Selector:
+    r"""Selects exactly the ``k = max(1, round(density * n))`` largest magnitudes.
+
+    Of several entries of the k-th magnitude those with the smallest indices are
+    taken. Zeros are never selected, so with fewer than k nonzeros the count is
+    the number of nonzeros. NaN counts as larger than infinity.
+
+    Cost: one pass over n entries and O(k log n) work at most steps. The state
+    holds the guess for the next step; the result does not depend on it.
+
+    Args:
+      density: k / n, in (0, 1].
+
+    Returns:
+      A :class:`Selector` whose buffers have k slots and whose state is ``f32[]``,
+      a magnitude, 0 where none is known.
+
+    Raises:
+      ValueError: density is not in (0, 1].
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> selector = topk(density=0.5)
+      >>> coo, _, info = selector.select(jnp.array([1.0, -3.0, 0.5, 2.0]), selector.init(4))
+      >>> coo.indices.tolist(), coo.values.tolist()
+      ([1, 3], [-3.0, 2.0])
+    """
+    density = _validation.check_density(density)
+
+    def init(size: int) -> jax.Array:
+        _validation.check_size(size)
+        return jnp.zeros((), jnp.float32)
+
+    def select(acc: jax.Array, state: jax.Array):
+        _validation.check_vector("acc", acc)
+        size = acc.shape[0]
+        k = _validation.count_from_density(density, size)
+        capacity = math.ceil(_ROOM * k) + 32
+        if size <= kth_magnitude.DIRECT_SIZE or 2 * capacity >= size:
+            coo, threshold_bits = _select_directly(acc, k)
+            guess = state
+        else:
+            coo, threshold_bits, guess = _select_among_candidates(acc, k, capacity, state)
+        info = SelectInfo(
+            selected=coo.count(),
+            overflow=jnp.zeros_like(threshold_bits),
+            threshold=_bits.magnitude_from_bits(threshold_bits),
+        )
+        return coo, guess, info
+
+    return Selector(init, select)
+
+
+def _select_directly(acc: jax.Array, k: int) -> tuple[PaddedCOO, jax.Array]:
+    """The exact k-th magnitude, then compaction."""
+    threshold_bits = kth_magnitude.kth_magnitude_bits(acc, k)
+    coo, count = compaction.compact(acc, threshold_bits, capacity=k)
+    # More than k entries pass only where several have the k-th magnitude.
+    coo = lax.cond(count > k, lambda: _break_ties(acc, threshold_bits, k), lambda: coo)
+    return coo, threshold_bits
+
+
+def _select_among_candidates(
+    acc: jax.Array, k: int, capacity: int, guess: jax.Array
+) -> tuple[PaddedCOO, jax.Array, jax.Array]:
+    """The selection, the bits of the k-th magnitude, and the next guess."""
+    candidates, count = _candidates(acc, k, capacity, guess)
+    bits = _bits.magnitude_bits(candidates.values)
+    threshold_bits = kth_magnitude.bisect(bits, k)
+    above = bits > threshold_bits
+    tied = (bits == threshold_bits) & (bits > 0)
+    wanted = k - jnp.sum(above, dtype=jnp.int32)
+    chosen = above | (tied & (jnp.cumsum(tied, dtype=jnp.int32) <= wanted))
+    coo, _ = compaction.compact_mask(candidates, chosen, capacity=k)
+    # Candidates that do not fit even at the exact magnitude: it has many ties.
+    flooded = count > capacity
+    coo = lax.cond(flooded, lambda: _break_ties(acc, threshold_bits, k), lambda: coo)
+    guess = _next_guess(_lowest(bits), count, _bits.magnitude_from_bits(threshold_bits), k)
+    return coo, threshold_bits, guess
+
+
+def _lowest(bits: jax.Array) -> jax.Array:
+    """The smallest nonzero magnitude among the candidates, ``f32[]``."""
+    return _bits.magnitude_from_bits(jnp.min(jnp.where(bits > 0, bits, _INFINITY_BITS)))
+
+
+def _next_guess(low: jax.Array, count: jax.Array, threshold: jax.Array, k: int) -> jax.Array:
+    """The magnitude that 1.15 k entries reach, if the tail stays as it is.
+
+    Two points of the tail are known: ``count`` entries reach ``low``, k reach
+    ``threshold``. Between and near them the count is taken as a power of the
+    magnitude. 0, which asks for a sample, where they do not determine one.
+    """
+    steepness = jnp.log(count / k) / jnp.log(threshold / low)
+    guess = low * (count / (_AIM * k)) ** (1 / steepness)
+    known = (count > k) & (low < threshold) & jnp.isfinite(guess)
+    return jnp.where(known, guess, 0.0)
+
+
+def _candidates(
+    acc: jax.Array, k: int, capacity: int, guess: jax.Array
+) -> tuple[PaddedCOO, jax.Array]:
+    """All entries from some magnitude on, k or more, and their count.
+
+    Three attempts: the guess, a sample, the exact k-th magnitude. The count is
+    below k only where there are no more nonzeros, and above ``capacity`` only
+    where many entries have the k-th magnitude.
+    """
+
+    def failed(carry):
+        attempt, low, _, count = carry
+        enough = ((count >= k) | (low <= 1)) & (count <= capacity)
+        return (attempt < 3) & ~enough
+
+    def again(carry):
+        # Tied to the carry, or XLA moves |acc| out of the loop into n words.
+        here, attempt = lax.optimization_barrier((acc, carry[0]))
+        sampled = kth_magnitude.sampled_magnitude_bits(here, k)
+        low = kth_magnitude.bisect_all(here, k, sampled, attempt == 2)
+        return (attempt + 1, low, *compaction.compact(here, low, capacity=capacity))
+
+    # Without a guess nothing passes, and the first attempt fails.
+    low = jnp.where(guess > 0, _bits.magnitude_bits(guess), _NONE_BITS)
+    first = compaction.compact(acc, low, capacity=capacity)
+    carry = (jnp.ones_like(first[1]), low, *first)
+    _, _, candidates, count = lax.while_loop(failed, again, carry)
+    return candidates, count
+
+
+def _break_ties(acc: jax.Array, threshold_bits: jax.Array, k: int) -> PaddedCOO:
+    """All above the threshold, and the first of those equal to it."""
+    above = jnp.sum(_bits.popcount(_words(acc, lambda b: b > threshold_bits)), dtype=jnp.int32)
+    tied = _words(acc, lambda bits: bits == threshold_bits)
+    cutoff, _ = compaction.nth_position(tied, k - above - 1)
+    return compaction.compact(acc, threshold_bits, capacity=k, tie_cutoff=cutoff + 1)[0]
+
+
+def _words(acc: jax.Array, predicate) -> jax.Array:
+    return compaction.mask_words(
+        lambda start, stop: predicate(_bits.magnitude_bits(acc[start:stop])), acc.shape[0]
+    )

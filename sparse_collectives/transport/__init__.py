@@ -1,0 +1,22 @@
+"""How workers reach each other: the six functions that algorithms are built on."""
+
+from sparse_collectives.transport._mesh import (
+    all_gather as all_gather,
+)
+from sparse_collectives.transport._mesh import (
+    all_to_all as all_to_all,
+)
+from sparse_collectives.transport._mesh import (
+    axis_index as axis_index,
+)
+from sparse_collectives.transport._mesh import (
+    axis_size as axis_size,
+)
+from sparse_collectives.transport._mesh import (
+    ppermute as ppermute,
+)
+from sparse_collectives.transport._mesh import (
+    psum as psum,
+)
+
+__all__ = ["all_gather", "all_to_all", "axis_index", "axis_size", "ppermute", "psum"]

@@ -1,0 +1,53 @@
+"""Transport over the axes of a mesh, inside shard_map, pmap or vmap."""
+
+from collections.abc import Sequence
+
+import jax
+from jax import lax
+
+from sparse_collectives import _compat
+from sparse_collectives._types import AxisName
+
+
+def axis_size(axis: AxisName) -> int:
+    """The static number of workers P.
+
+    Raises:
+      ValueError: ``axis`` is not bound, with what to write instead.
+    """
+    if not _compat.axis_is_bound(axis):
+        raise ValueError(
+            f"axis={axis!r} is not bound here: a sparse allreduce runs inside a mapped function. "
+            f"Call it under jax.shard_map over a mesh with an axis named {axis!r}, under "
+            f"jax.pmap(..., axis_name={axis!r}), or through "
+            f"sparse_collectives.simulate(..., axis={axis!r}, axis_size=P)."
+        )
+    return _compat.axis_size(axis)
+
+
+def axis_index(axis: AxisName) -> jax.Array:
+    """This worker's number, ``i32[]`` in [0, P)."""
+    return lax.axis_index(axis)
+
+
+def psum(x: jax.Array, axis: AxisName) -> jax.Array:
+    """The sum over the workers, the same bits on each. Receives 2 L (P-1)/P words."""
+    return lax.psum(x, axis)
+
+
+def all_gather(x: jax.Array, axis: AxisName) -> jax.Array:
+    """``[P, *x.shape]``, the same on every worker. Receives L (P-1) words."""
+    return _compat.all_gather_replicated(x, axis)
+
+
+def all_to_all(x: jax.Array, axis: AxisName) -> jax.Array:
+    """Block j of ``x[P, ...]`` goes to worker j; row i came from worker i.
+
+    Receives L (P-1)/P words.
+    """
+    return lax.all_to_all(x, axis, split_axis=0, concat_axis=0)
+
+
+def ppermute(x: jax.Array, axis: AxisName, pairs: Sequence[tuple[int, int]]) -> jax.Array:
+    """Worker ``source`` sends ``x`` to ``target`` for each pair. Receives L words."""
+    return lax.ppermute(x, axis, list(pairs))
