@@ -243,9 +243,10 @@ def _as_schedule(
 
 def _all_finite(residual: jax.Array, gradient: jax.Array, axis: AxisName) -> jax.Array:
     """Whether every accumulator of every worker is finite; equal on all."""
-    # x * 0 is 0 where x is finite and NaN elsewhere: one reduction of one read,
+    # x - x is 0 where x is finite and NaN elsewhere: one reduction of one read,
     # several times faster on CPU than reducing isfinite.
-    local = jnp.sum((residual[0] + gradient) * 0.0)
+    acc = residual[0] + gradient
+    local = jnp.sum(acc - acc)
     return transport.psum((local != 0).astype(jnp.int32), axis) == 0
 
 

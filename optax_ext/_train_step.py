@@ -1,5 +1,7 @@
 """The training step of a data-parallel loop, for the most common case."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +23,7 @@ def make_train_step(
     has_aux: bool = False,
     check_vma: bool = True,
     donate: bool = True,
-) -> Callable[[Any, Any, Any], tuple[Any, ...]]:
+) -> TrainStep:
     """A jitted ``step(params, opt_state, batch) -> (params, opt_state, loss)``.
 
     Each worker differentiates the loss of its part of the batch; ``tx`` turns the
@@ -87,10 +89,44 @@ def make_train_step(
             check_vma=check_vma,
         )(params, opt_state, batch)
 
-    # Pinned, so that the arrays of the first call, wherever they are, do not make
-    # it another program than the second.
-    whole, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(axis))
-    return jax.jit(step, in_shardings=(whole, None, split), donate_argnums=(0, 1) if donate else ())
+    return TrainStep(jax.jit(step, donate_argnums=(0, 1) if donate else ()), mesh, axis)
+
+
+class TrainStep:
+    """A jitted training step; see :func:`make_train_step`."""
+
+    def __init__(self, step: Any, mesh: Mesh, axis: AxisName):
+        self._step = step
+        self._mesh = mesh
+        self._axis = axis
+
+    def __call__(self, params: Any, opt_state: Any, batch: Any) -> tuple[Any, ...]:
+        """``(params, opt_state, loss)``, or with aux a fourth."""
+        return self._step(*self._placed(params, opt_state), batch)
+
+    def lower(self, params: Any, opt_state: Any, batch: Any) -> jax.stages.Lowered:
+        """As ``jax.jit(f).lower``, for :mod:`sparse_collectives.traffic` among others."""
+        return self._step.lower(*self._placed(params, opt_state), batch)
+
+    def _placed(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
+        # Where an array is belongs to its type, so arrays that are not on the
+        # mesh at the first call would make it another program than the second.
+        specs = (PartitionSpec(), _state.state_specs(opt_state, self._axis))
+
+        def place(spec, tree):
+            sharding = NamedSharding(self._mesh, spec)
+            return jax.tree.map(lambda x: _place(x, sharding), tree)
+
+        return jax.tree.map(place, specs, (params, opt_state), is_leaf=_is_spec)
+
+
+def _is_spec(node: Any) -> bool:
+    return isinstance(node, PartitionSpec)
+
+
+def _place(x: Any, sharding: NamedSharding) -> Any:
+    here = getattr(x, "sharding", None)
+    return x if here == sharding else jax.device_put(x, sharding)
 
 
 def _check_batch(batch: Any, workers: int, axis: AxisName) -> None:

@@ -48,7 +48,11 @@ class PaddedCOO:
 
     def to_dense(self) -> jax.Array:
         """The vector itself, ``f[size]``. Cost: one n-sized write and a scatter."""
-        dense = jnp.zeros((self.size,), self.values.dtype)
+        # A zero that XLA can't tell from a result of the indices: it would make
+        # the n zeros at the start of a program, and hold them through all that
+        # computes the indices.
+        zero = jnp.sum(jnp.minimum(self.indices[:1], 0)).astype(self.values.dtype)
+        dense = jnp.full((self.size,), zero)
         return dense.at[self.indices].add(self.values, mode="drop")
 
 

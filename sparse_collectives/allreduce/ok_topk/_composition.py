@@ -159,7 +159,7 @@ def ok_topk(
         overflow = coo.count() - jnp.sum(sent, dtype=jnp.int32)
 
         # Lines 9 to 12: the global threshold.
-        bits = jnp.where(reduced.indices < coo.size, _bits.magnitude_bits(reduced.values), 0)
+        bits = _global_selection.deliverable_bits(reduced)
         evaluate = (state.count % global_period == 0) | (state.threshold <= 0)
         with jax.named_scope(f"ok_topk/global_threshold.every{global_period}"):
             if global_period == 1:

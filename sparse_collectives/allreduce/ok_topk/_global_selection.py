@@ -17,10 +17,12 @@ import jax.numpy as jnp
 
 from sparse_collectives import _bits, _words, transport
 from sparse_collectives._types import AxisName
+from sparse_collectives.padded_coo import PaddedCOO
 
 # Digit widths to choose from: wide ones need fewer rounds, and more words.
 _WIDTHS = (11, 8, 4)
 _MAX_SHARE = 1 / 5
+_SMALLEST_NORMAL = 0x00800000
 
 
 def digits(k: int) -> tuple[tuple[int, int], ...]:
@@ -36,11 +38,22 @@ def digits(k: int) -> tuple[tuple[int, int], ...]:
     return plan
 
 
+def deliverable_bits(reduced: PaddedCOO) -> jax.Array:
+    """The magnitudes to select from, ``i32[m]``; 0 for what is never delivered.
+
+    That is padding, sums that cancelled to zero, and subnormal sums: arithmetic
+    on them flushes to zero on some platforms, so they stay in the residuals.
+    """
+    bits = _bits.magnitude_bits(reduced.values)
+    deliverable = (reduced.indices < reduced.size) & (bits >= _SMALLEST_NORMAL)
+    return jnp.where(deliverable, bits, 0)
+
+
 def global_threshold(bits: jax.Array, k: int, axis: AxisName) -> jax.Array:
     """The k-th largest magnitude over all workers, ``i32[]``, equal on all.
 
     Args:
-      bits: ``i32[m]``, this worker's magnitudes; 0 for padding and zeros.
+      bits: ``i32[m]``, from :func:`deliverable_bits`.
       k: how many entries are wanted in all.
       axis: the workers.
 
@@ -94,8 +107,7 @@ def select_global(
     order of the workers, which is that of the indices.
 
     Args:
-      bits: ``i32[m]``, this worker's magnitudes, ascending in index; 0 where there
-        is no entry.
+      bits: ``i32[m]``, from :func:`deliverable_bits`, ascending in index.
       threshold_bits: ``i32[]``, equal on all workers.
       k: how many in all.
       overflow: ``i32[]``, this worker's overflow, which travels along.

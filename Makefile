@@ -1,0 +1,67 @@
+# Everything runs in .venv, which the first target creates. Only Python 3.11 or newer, with its
+# venv module, has to be there. A change of pyproject.toml installs again.
+
+PYTHON ?= python3
+PYTEST_WORKERS ?= 2
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+# Most of a test run is compilation, so what was compiled once is kept.
+CACHE := JAX_COMPILATION_CACHE_DIR=.cache/jax JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.1
+PYTEST := $(CACHE) $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint format types build clean
+
+help:
+	@echo "make demo       train a small model, dense and sparse, and compare them (ARGS='--help')"
+	@echo "make test       run the tests, without the slow ones"
+	@echo "make test-slow  run the slow tests"
+	@echo "make lint       check style and formatting"
+	@echo "make format     apply both"
+	@echo "make types      check types"
+	@echo "make build      build sdist and wheel, and check the wheel"
+	@echo "make clean      remove what these targets made, .venv included"
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "Python 3.11 or newer is needed, and $(PYTHON) is not: set PYTHON=..." >&2; exit 1; }
+	@echo "creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.installed-%: pyproject.toml $(VENV)/.created
+	@echo "installing into $(VENV), extra: $*"
+	@$(PIP) install --editable '.[$*]'
+	@touch $@
+
+demo: $(VENV)/.installed-examples
+	$(BIN)/python examples/train_digits.py $(ARGS)
+
+test: $(VENV)/.installed-test
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/.installed-test
+	$(PYTEST) -m slow $(ARGS)
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.installed-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(VENV)/.installed-test
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+build: $(VENV)/.installed-test
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python tools/check_wheel.py dist
+
+clean:
+	rm -rf $(VENV) dist .cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

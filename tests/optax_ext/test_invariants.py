@@ -1,0 +1,145 @@
+"""200 steps of error feedback: nothing is lost, and the workers never drift apart."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import optax_ext
+import sparse_collectives as sc
+
+STEPS = 200
+SIZE = 2003
+
+
+def gradient(seed, step, worker, dtype):
+    """Noise around a common direction, with a region of large entries that moves."""
+    key = jax.random.fold_in(jax.random.key(seed), step)
+    common = jax.random.normal(key, (SIZE,))
+    own = jax.random.normal(jax.random.fold_in(key, worker + 1), (SIZE,))
+    place = jnp.arange(SIZE) // 100 == (step // 20) % 20
+    return ((common + 2 * own) * jnp.where(place, 10.0, 1.0)).astype(dtype)
+
+
+def run(tx, workers, dtype, steps=STEPS):
+    """The largest errors of conservation and agreement over the steps."""
+
+    def train(worker):
+        params = jnp.zeros((SIZE,), dtype)
+
+        def step(state, i):
+            g = gradient(0, i, worker, dtype)
+            acc = optax_ext.get_state(state).residual[0] + g.astype(jnp.float32)
+            updates, state = tx.update(g, state, params)
+            kept = optax_ext.get_state(state).residual[0]
+            before, after = lax.psum((acc, kept), "w")
+            delivered = workers * updates.astype(jnp.float32)
+            scale = lax.psum(jnp.abs(acc), "w") + 1e-30
+            lost = jnp.max(jnp.abs(before - after - delivered) / scale)
+            everyone = lax.all_gather(updates, "w")
+            agree = jnp.all(everyone == everyone[0])
+            return state, (lost, agree, optax_ext.get_info(state))
+
+        return lax.scan(step, tx.init(params), jnp.arange(steps))
+
+    return sc.simulate(train, axis="w", axis_size=workers)(jnp.arange(workers))
+
+
+GRID = [
+    pytest.param(
+        workers,
+        density,
+        dtype,
+        # Each case compiles for seconds: every value of each parameter is in
+        # the quick set, every combination in the slow one.
+        marks=() if density == 0.01 or (workers in (3, 8) and dtype == "float32") else slow,
+    )
+    for slow in [pytest.mark.slow]
+    for workers in (1, 2, 3, 5, 8)
+    for density in (0.001, 0.01, 0.1, 1.0)
+    for dtype in ("float32", "bfloat16")
+]
+
+
+@pytest.mark.parametrize(("workers", "density", "dtype"), GRID)
+def test_nothing_is_lost_and_all_workers_agree(workers, density, dtype):
+    tx = optax_ext.ok_topk(density=density, axis="w")
+    state, (lost, agree, info) = run(tx, workers, dtype)
+    # float32: rounding of sums of P terms. bfloat16: the update is rounded once
+    # to the dtype of the gradient.
+    assert lost.max() < (2e-6 if dtype == "float32" else 2 * float(jnp.finfo(dtype).eps))
+    assert agree.all()
+    k = max(1, round(density * SIZE))
+    assert (np.asarray(info.delivered) == k).all()
+    assert (np.asarray(info.selected) == k).all()
+    assert (np.asarray(state.count) == STEPS).all()
+    assert (np.asarray(state.skipped) == 0).all()
+
+
+def test_with_threshold_reuse_as_in_the_paper():
+    selector = sc.select.threshold_reuse(density=0.02, period=32)
+    tx = optax_ext.ok_topk(density=0.02, axis="w", selector=selector, global_period=32)
+    _, (lost, agree, info) = run(tx, 4, "float32")
+    assert lost.max() < 2e-6
+    assert agree.all()
+    k = round(0.02 * SIZE)
+    deviation = np.abs(np.asarray(info.selected)[..., 0] - k) / k
+    assert deviation.mean() < 0.05
+    assert (np.asarray(info.delivered) <= k).all()
+
+
+def test_dense_allreduce_keeps_nothing():
+    tx = optax_ext.sparse_allreduce(sc.select.topk(density=1.0), sc.allreduce.dense(), axis="w")
+    state, (lost, agree, _) = run(tx, 3, "float32", steps=5)
+    assert lost.max() < 2e-6
+    assert agree.all()
+    assert (np.asarray(state.residual) == 0).all()
+
+
+def test_a_lost_entry_would_be_noticed():
+    """The check itself: an allreduce that drops what it does not deliver fails it."""
+    honest = sc.allreduce.ok_topk(density=0.01)
+
+    def forgetful(coo, state, *, axis):
+        total, undelivered, state, info = honest.reduce(coo, state, axis=axis)
+        nothing = sc.PaddedCOO(jnp.zeros_like(coo.values), undelivered.indices, coo.size)
+        return total, nothing, state, info
+
+    tx = optax_ext.sparse_allreduce(
+        sc.select.topk(density=0.01), honest._replace(reduce=forgetful), axis="w"
+    )
+    _, (lost, _, _) = run(tx, 3, "float32", steps=5)
+    assert lost.max() > 1e-2
+
+
+def test_ok_topk_sgd_is_algorithm_2_with_a_schedule():
+    """The learning rate of a gradient is that of its own step, also in the residual."""
+    from tests.reference import ok_topk as oracle
+
+    workers, size, density = 3, 200, 0.05
+    schedule = optax.piecewise_constant_schedule(0.5, {2: 0.1})
+    tx = optax_ext.ok_topk_sgd(schedule, density, axis="w", slack=float(workers))
+    rng = np.random.default_rng(0)
+    gradients = rng.standard_normal((5, workers, size)).astype(np.float32)
+
+    def train(gradients):
+        params = jnp.zeros(size)
+
+        def step(carry, g):
+            params, state = carry
+            updates, state = tx.update(g, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        (params, state), _ = lax.scan(step, (params, tx.init(params)), gradients)
+        return params, optax_ext.get_state(state).residual[0]
+
+    params, residual = sc.simulate(train, axis="w", axis_size=workers, in_axes=1)(gradients)
+    expected = np.zeros(size)
+    kept = np.zeros((workers, size), np.float32)
+    for i, g in enumerate(gradients):
+        total, kept = oracle.training_step(kept + np.float32(schedule(i)) * g, 10)
+        expected -= total / workers
+    np.testing.assert_allclose(params[0], expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(residual, kept, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,65 @@
+"""Ok-Topk in plain NumPy, written from the paper, with messages of exact size.
+
+No capacities, no schedules: what Algorithm 1 computes. It shares no code with
+the library.
+"""
+
+import numpy as np
+
+
+def local_topk(acc: np.ndarray, k: int) -> np.ndarray:
+    """Topk(acc): the k largest magnitudes, lowest index first among equals; zeros never."""
+    order = np.lexsort((np.arange(acc.size), -np.abs(acc.astype(np.float64))))[:k]
+    selected = np.zeros(acc.size, bool)
+    selected[order] = True
+    return selected & (acc != 0)
+
+
+def ok_topk(selected: list[dict[int, float]], size: int, k: int):
+    """Topk(sum_i coo_i) for the selections of P workers.
+
+    Args:
+      selected: for each worker its entries, index to value.
+      size: n.
+      k: entries of the result.
+
+    Returns:
+      The total as a dense float64 vector, and for each worker the entries that
+      it keeps, index to value.
+    """
+    total = np.zeros(size, np.float64)
+    for entries in selected:
+        for index, value in entries.items():
+            total[index] += value
+    delivered = set(np.flatnonzero(local_topk(total, k)).tolist())
+    kept = [
+        {index: value for index, value in entries.items() if index not in delivered}
+        for entries in selected
+    ]
+    result = np.zeros(size, np.float64)
+    for index in delivered:
+        result[index] = total[index]
+    return result, kept
+
+
+def training_step(accs: np.ndarray, k: int):
+    """Topk(sum_i Topk(acc_i)) with its residuals (lines 4 to 6 of Algorithm 2).
+
+    Args:
+      accs: ``f[P, n]``.
+      k: entries of each selection and of the result.
+
+    Returns:
+      The total ``f64[n]`` and the residuals ``[P, n]``.
+    """
+    selected = []
+    for acc in accs:
+        indices = np.flatnonzero(local_topk(acc, k))
+        selected.append(dict(zip(indices.tolist(), acc[indices].tolist(), strict=True)))
+    total, kept = ok_topk(selected, accs.shape[1], k)
+    residuals = accs.copy()
+    for residual, entries, keeps in zip(residuals, selected, kept, strict=True):
+        for index in entries:
+            if index not in keeps:
+                residual[index] = 0
+    return total, residuals

@@ -1,0 +1,104 @@
+"""Selection in plain NumPy, and vectors on which it goes wrong.
+
+Magnitudes are compared as float64, which holds every float32, bfloat16 and
+float16 exactly, subnormals included. NaN counts as larger than infinity, all
+NaN as equal. It shares no code with the library.
+"""
+
+import numpy as np
+
+
+def magnitudes(x: np.ndarray) -> np.ndarray:
+    """``|x|`` as float64, without rounding."""
+    return np.abs(x.astype(np.float64))
+
+
+def kth_magnitude(x: np.ndarray, k: int) -> float:
+    """The k-th largest magnitude; 0 where fewer than k entries are nonzero."""
+    # partition puts NaN last, which is to say above infinity.
+    return float(np.partition(magnitudes(x), x.size - k)[x.size - k])
+
+
+def topk(x: np.ndarray, k: int) -> np.ndarray:
+    """The ascending indices of the k largest magnitudes.
+
+    Lowest index first among equals; zeros never.
+    """
+    magnitude = magnitudes(x)
+    nan = np.isnan(magnitude)
+    order = np.lexsort((np.arange(x.size), -np.where(nan, 0, magnitude), ~nan))[:k]
+    return np.sort(order[magnitude[order] != 0])
+
+
+def passing(x: np.ndarray, threshold: float) -> np.ndarray:
+    """The ascending indices whose magnitude reaches ``threshold``; zeros never."""
+    magnitude = magnitudes(x)
+    nan = np.isnan(magnitude)
+    reached = nan if np.isnan(threshold) else nan | (magnitude >= threshold)
+    return np.flatnonzero(reached & (magnitude != 0))
+
+
+def _normal(rng: np.random.Generator, size: int) -> np.ndarray:
+    return rng.standard_normal(size).astype(np.float32)
+
+
+def _one_nonzero(rng: np.random.Generator, size: int) -> np.ndarray:
+    x = np.zeros(size, np.float32)
+    x[rng.integers(size)] = -2.5
+    return x
+
+
+def _signed_zeros(rng: np.random.Generator, size: int) -> np.ndarray:
+    x = np.copysign(np.zeros(size, np.float32), _normal(rng, size))
+    x[rng.random(size) < 0.001] = 1e-3
+    return x
+
+
+def _neighbors(rng: np.random.Generator, size: int) -> np.ndarray:
+    """1, 1 + eps, 1 + 2 eps, and so on, in any order."""
+    return (np.int32(0x3F800000) + rng.permutation(size).astype(np.int32)).view(np.float32)
+
+
+def _not_finite(rng: np.random.Generator, size: int) -> np.ndarray:
+    x = _normal(rng, size)
+    x[rng.random(size) < 0.004] = np.nan
+    x[rng.random(size) < 0.003] = np.inf
+    x[rng.random(size) < 0.003] = -np.inf
+    return x
+
+
+_HARD = {
+    "normal": _normal,
+    "small integers": lambda rng, size: rng.integers(-3, 4, size),
+    "ties at the top": lambda rng, size: np.where(rng.random(size) < 0.6, -7, _normal(rng, size)),
+    "all equal": lambda rng, size: np.full(size, -0.75),
+    "all zero": lambda rng, size: np.zeros(size),
+    "one nonzero": _one_nonzero,
+    "half zeros": lambda rng, size: np.where(rng.random(size) < 0.5, _normal(rng, size), 0),
+    "few nonzeros": lambda rng, size: np.where(rng.random(size) < 0.003, _normal(rng, size), 0),
+    "signed zeros": _signed_zeros,
+    "subnormal": lambda rng, size: _normal(rng, size) * 1e-40,
+    "smallest subnormals": lambda rng, size: rng.integers(-3, 4, size) * 2.0**-149,
+    "all magnitudes": lambda rng, size: np.ldexp(_normal(rng, size), rng.integers(-149, 126, size)),
+    "heavy tail": lambda rng, size: rng.standard_cauchy(size),
+    "neighbors": _neighbors,
+    "ascending": lambda rng, size: np.sort(np.abs(_normal(rng, size))),
+    "descending": lambda rng, size: -np.sort(np.abs(_normal(rng, size)))[::-1],
+    "large at the end": lambda rng, size: (
+        _normal(rng, size) * np.where(np.arange(size) < size - size // 8, 1e-3, 1)
+    ),
+    "not finite": _not_finite,
+    "all NaN": lambda rng, size: np.full(size, np.nan),
+    "all infinite": lambda rng, size: np.full(size, -np.inf),
+}
+HARD_NAMES = tuple(_HARD)
+
+
+def hard_vector(name: str, size: int, seed: int = 0) -> np.ndarray:
+    """A vector on which selections go wrong, ``f32[size]``."""
+    return np.asarray(_HARD[name](np.random.default_rng(seed), size), np.float32)
+
+
+def hard_vectors(size: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """All of them, by name."""
+    return {name: hard_vector(name, size, seed) for name in HARD_NAMES}

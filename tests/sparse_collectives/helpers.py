@@ -1,0 +1,80 @@
+"""What the tests of the allreduces share."""
+
+import functools
+
+import jax
+import numpy as np
+
+import sparse_collectives as sc
+
+# Power of two or not, prime or not.
+WORKERS = (1, 2, 3, 4, 5, 6, 8)
+
+
+@functools.cache
+def simulated_step(selector: sc.Selector, allreduce: sc.SparseAllreduce, workers: int):
+    """One step of select and reduce on P simulated workers, jitted and cached.
+
+    Returns:
+      ``step(acc[P, n], selector_state, allreduce_state) -> dict``; the
+      allreduce's state is one for all workers, the results have a leading axis.
+    """
+
+    def step(acc, selector_state, allreduce_state):
+        coo, selector_state, selection = selector.select(acc, selector_state)
+        total, undelivered, allreduce_state, info = allreduce.reduce(
+            coo, allreduce_state, axis="workers"
+        )
+        dense_total = total.to_dense() if isinstance(total, sc.PaddedCOO) else total
+        return {
+            "total": dense_total,
+            "sent": coo.to_dense(),
+            "kept": undelivered.to_dense(),
+            "selector_state": selector_state,
+            "allreduce_state": allreduce_state,
+            "selection": selection,
+            "info": info,
+        }
+
+    return sc.simulate(step, axis_size=workers, in_axes=(0, 0, None))
+
+
+def run_once(selector, allreduce, acc, allreduce_state=None):
+    """One step from fresh states."""
+    workers, size = acc.shape
+    state = jax.tree.map(lambda x: np.broadcast_to(x, (workers, *np.shape(x))), selector.init(size))
+    if allreduce_state is None:
+        allreduce_state = allreduce.init(size, workers)
+    return simulated_step(selector, allreduce, workers)(acc, state, allreduce_state)
+
+
+def hard_accumulators(workers: int, size: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """Accumulators on which allreduces go wrong, by name, ``f32[P, n]`` each."""
+    rng = np.random.default_rng(seed)
+    shape = (workers, size)
+    normal = rng.standard_normal(shape).astype(np.float32)
+    one_worker = np.zeros(shape, np.float32)
+    one_worker[workers // 2] = normal[workers // 2]
+    one_region = normal * 1e-3
+    one_region[:, : size // 16] *= 1e6
+    cancelling = normal.copy()
+    if workers > 1:
+        cancelling[1] = -cancelling[0]
+    sparse = np.where(rng.random(shape) < 0.003, normal, 0).astype(np.float32)
+    return {
+        "normal": normal,
+        "ties": rng.integers(-3, 4, shape).astype(np.float32),
+        "all equal": np.ones(shape, np.float32),
+        "all zero": np.zeros(shape, np.float32),
+        "one worker": one_worker,
+        "one region": one_region,
+        "last region": one_region[:, ::-1].copy(),
+        "disjoint": (normal * (np.arange(size) % workers == np.arange(workers)[:, None])).astype(
+            np.float32
+        ),
+        "same on all": np.broadcast_to(normal[0], shape).copy(),
+        "cancelling": cancelling,
+        "fewer than k nonzeros": sparse,
+        "subnormal": (normal * np.float32(1e-40)).astype(np.float32),
+        "heavy tail": rng.standard_cauchy(shape).astype(np.float32),
+    }

@@ -1,0 +1,180 @@
+"""What every allreduce must hold, over a table: a new one adds a row."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparse_collectives as sc
+from tests.sparse_collectives import helpers
+
+DENSITY = 0.05
+SIZE = 403
+STEPS = 4
+
+# name: (factory of the allreduce, whether every selected entry is delivered).
+ALLREDUCES = {
+    "dense": (sc.allreduce.dense(), True),
+    "ok_topk": (sc.allreduce.ok_topk(density=DENSITY), False),
+    "ok_topk rotation, bucket 2": (
+        sc.allreduce.ok_topk(density=DENSITY, schedule="rotation", bucket_size=2),
+        False,
+    ),
+    "ok_topk all_to_all": (
+        sc.allreduce.ok_topk(density=DENSITY, schedule="all_to_all"),
+        False,
+    ),
+    "ok_topk, reused global threshold": (
+        sc.allreduce.ok_topk(density=DENSITY, global_period=3, repartition_period=2),
+        False,
+    ),
+    "ok_topk, no slack": (sc.allreduce.ok_topk(density=DENSITY, slack=1.0), False),
+}
+SELECTOR = sc.select.topk(density=DENSITY)
+
+
+@pytest.fixture(params=ALLREDUCES, scope="module")
+def row(request):
+    return ALLREDUCES[request.param]
+
+
+@pytest.fixture(params=helpers.WORKERS, scope="module")
+def workers(request):
+    return request.param
+
+
+def test_nothing_is_lost_and_all_workers_agree(row, workers):
+    allreduce, _ = row
+    for name, acc in helpers.hard_accumulators(workers, SIZE).items():
+        state = allreduce.init(SIZE, workers)
+        for step in range(STEPS):
+            acc = np.roll(acc, 7 * step, axis=1)
+            out = helpers.run_once(SELECTOR, allreduce, acc, state)
+            state = jax.tree.map(lambda x: x[0], out["allreduce_state"])
+            where = f"{name}, step {step}"
+            total = np.asarray(out["total"])
+            np.testing.assert_array_equal(
+                total.view(np.int32), np.broadcast_to(total[:1], total.shape).view(np.int32), where
+            )
+            sent = np.asarray(out["sent"], np.float64)
+            kept = np.asarray(out["kept"], np.float64)
+            scale = np.abs(sent).sum(axis=0) + 1e-38
+            # Sums of up to 8 float32: a few units in the last place of the summands.
+            error = np.abs(sent.sum(axis=0) - kept.sum(axis=0) - total[0]) / scale
+            assert error.max() < 1e-6, where
+            for field in ("delivered", "threshold", "words"):
+                values = np.asarray(getattr(out["info"], field))
+                assert (values == values[0]).all(), where
+
+
+def test_what_is_kept_was_sent(row, workers):
+    allreduce, delivers_all = row
+    acc = helpers.hard_accumulators(workers, SIZE)["normal"]
+    out = helpers.run_once(SELECTOR, allreduce, acc)
+    sent, kept = np.asarray(out["sent"]), np.asarray(out["kept"])
+    assert ((kept == 0) | (kept == sent)).all()
+    if delivers_all:
+        assert (kept == 0).all()
+
+
+def test_density_one_with_room_for_all_is_psum(workers):
+    allreduces = (sc.allreduce.dense(), sc.allreduce.ok_topk(density=1.0, slack=float(workers)))
+    selector = sc.select.topk(density=1.0)
+    acc = helpers.hard_accumulators(workers, 61)["normal"]
+    for allreduce in allreduces:
+        out = helpers.run_once(selector, allreduce, acc)
+        expected = jax.vmap(lambda x: jax.lax.psum(x, "w"), axis_name="w")(jnp.asarray(acc))
+        # The order of the sum differs from psum's.
+        np.testing.assert_allclose(out["total"], expected, rtol=2e-6, atol=1e-6)
+        assert (np.asarray(out["kept"]) == 0).all()
+
+
+def test_one_worker_is_plain_selection(row):
+    allreduce, _ = row
+    for acc in helpers.hard_accumulators(1, SIZE).values():
+        out = helpers.run_once(SELECTOR, allreduce, acc)
+        np.testing.assert_array_equal(out["total"], out["sent"])
+        assert out["info"].words[0] == 0
+
+
+def test_state_keeps_shapes_and_dtypes_and_steps_are_traced_once(row):
+    allreduce, _ = row
+    acc = helpers.hard_accumulators(3, SIZE)["normal"]
+    state = allreduce.init(SIZE, 3)
+    expected = jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    step = helpers.simulated_step(SELECTOR, allreduce, 3)
+    for i in range(3):
+        out = helpers.run_once(SELECTOR, allreduce, acc * (i + 1), state)
+        state = jax.tree.map(lambda x: x[0], out["allreduce_state"])
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == expected
+    before = step._cache_size()
+    helpers.run_once(SELECTOR, allreduce, acc * 9, state)
+    assert step._cache_size() == before
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_sixteen_bit_values(row, dtype):
+    allreduce, _ = row
+    acc = jnp.asarray(helpers.hard_accumulators(4, SIZE)["normal"]).astype(dtype)
+    out = helpers.run_once(SELECTOR, allreduce, acc)
+    assert out["total"].dtype == dtype
+    total, sent, kept = (np.asarray(out[name], np.float64) for name in ("total", "sent", "kept"))
+    # The total is rounded once to the dtype.
+    scale = np.abs(sent).sum(axis=0) + 1e-30
+    error = np.abs(sent.sum(axis=0) - kept.sum(axis=0) - total[0]) / scale
+    assert error.max() <= 4 * float(jnp.finfo(dtype).eps)
+
+
+def test_info_reports_the_words_that_the_program_moves(row):
+    allreduce, _ = row
+    workers, size = 8, 10_000
+    acc = helpers.hard_accumulators(workers, size)["normal"]
+    state = allreduce.init(size, workers)
+    possible = set()
+    for branch in range(3):
+        one_hot = tuple(float(i == branch) for i in range(3))
+        try:
+            traffic = sc.traffic.of_allreduce(
+                allreduce,
+                size=size,
+                capacity=round(DENSITY * size),
+                axis_size=workers,
+                frequencies={"balance": one_hot},
+            )
+        except ValueError:  # an algorithm without this choice
+            traffic = sc.traffic.of_allreduce(
+                allreduce, size=size, capacity=round(DENSITY * size), axis_size=workers
+            )
+        always = sum(r.words * r.weight for r in traffic.collectives if r.weight == 1)
+        periodic = {}
+        for r in traffic.collectives:
+            if r.weight != 1:
+                periodic[r.scope] = periodic.get(r.scope, 0) + r.words
+        for share in itertools.product((0, 1), repeat=len(periodic)):
+            extra = sum(s * w for s, w in zip(share, periodic.values(), strict=True))
+            possible.add(round(always + extra))
+    for _ in range(5):
+        out = helpers.run_once(SELECTOR, allreduce, acc, state)
+        state = jax.tree.map(lambda x: x[0], out["allreduce_state"])
+        assert round(float(out["info"].words[0])) in possible
+        acc = np.roll(acc, 1, axis=1)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_lowers_without_devices(row, platform):
+    allreduce, _ = row
+    size, workers = 1000, 64
+    state = jax.eval_shape(lambda: allreduce.init(size, workers))
+    mesh = jax.sharding.AbstractMesh((workers,), ("w",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def step(acc, state):
+        coo, _, _ = SELECTOR.select(acc, SELECTOR.init(size))
+        return allreduce.reduce(coo, state, axis="w")
+
+    whole = jax.sharding.PartitionSpec()
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    acc = jax.ShapeDtypeStruct((size,), jnp.float32)
+    lowered = jax.jit(mapped).trace(acc, state).lower(lowering_platforms=(platform,))
+    assert "stablehlo" in lowered.as_text()
