@@ -1,8 +1,8 @@
-"""Eight CPU devices for every test, set once and before jax starts."""
+"""Eight CPU devices for every test, set once and before any of them runs."""
 
-import os
+import jax
 
-flags = os.environ.get("XLA_FLAGS", "")
-if "xla_force_host_platform_device_count" not in flags:
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+# Started here, so that no test (an example that sets its own number) starts it otherwise.
+assert jax.device_count() == 8

@@ -1,0 +1,82 @@
+"""The examples run as a user runs them."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import train_digits
+
+
+@pytest.fixture(scope="module")
+def quick_run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("digits")
+    figure, numbers = folder / "sub" / "out.png", folder / "numbers.json"
+    argv = ["--steps", "40", "--workers", "4", "--out", str(figure), "--json", str(numbers)]
+    assert train_digits.main(argv) == 0
+    return figure, json.loads(numbers.read_text())
+
+
+def test_digits_writes_a_figure_and_nothing_else(quick_run):
+    figure, _ = quick_run
+    with Image.open(figure) as image:
+        assert image.width > 600
+        assert len(np.unique(np.asarray(image.convert("L")))) > 20
+    assert [path.name for path in figure.parent.iterdir()] == [figure.name]
+
+
+def test_digits_reports_what_was_sent(quick_run):
+    _, numbers = quick_run
+    sparse, dense = numbers["runs"]["ok_topk"], numbers["runs"]["dense"]
+    assert sparse["delivered"] == numbers["k"]
+    assert 0 < sparse["words"] < numbers["bound"]
+    assert dense["words"] == 2 * numbers["n"] * 3 / 4
+    assert sparse["test_accuracy"] > 0.5
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--density", "0"],
+        ["--density", "much"],
+        ["--workers", "3"],
+        ["--steps", "-1"],
+        ["--out", "figure.txt"],
+        ["--data", "no-such-folder"],
+    ],
+)
+def test_digits_rejects_bad_options_in_one_line(argv, capsys):
+    try:
+        status = train_digits.main(argv)
+    except SystemExit as exit_:
+        status = exit_.code
+    assert status == 2
+    message = capsys.readouterr().err.strip()
+    assert message
+    assert "\n" not in message
+
+
+def test_an_interrupted_run_leaves_no_file(tmp_path, monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("_report.os.replace", interrupt)
+    out = tmp_path / "out.png"
+    assert train_digits.main(["--steps", "2", "--out", str(out)]) == 130
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().err.strip().endswith("interrupted")
+
+
+@pytest.mark.slow
+def test_digits_is_within_a_point_of_dense_over_three_seeds(tmp_path):
+    accuracy = {"dense": [], "ok_topk": []}
+    for seed in range(3):
+        numbers = tmp_path / f"{seed}.json"
+        argv = ["--seed", str(seed), "--out", str(tmp_path / "out.png"), "--json", str(numbers)]
+        assert train_digits.main(argv) == 0
+        for name, run in json.loads(numbers.read_text())["runs"].items():
+            accuracy[name].append(run["test_accuracy"])
+            if name == "ok_topk":
+                assert run["selection_error"] <= 0.05
+    assert np.mean(accuracy["ok_topk"]) >= np.mean(accuracy["dense"]) - 0.01
