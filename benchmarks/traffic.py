@@ -23,7 +23,8 @@ AXIS = "workers"
 # How far the selected entries are from an even spread over the workers.
 CASES = {
     "even": {"conditional": "best"},
-    "neighbours": {"frequencies": {"balance": (0, 1, 0)}},
+    "neighbours": {"frequencies": {"balance": (0, 1, 0, 0)}},
+    "spread": {"frequencies": {"balance": (0, 0, 1, 0)}},
     "worst": {"conditional": "worst"},
 }
 

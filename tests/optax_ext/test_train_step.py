@@ -172,14 +172,14 @@ def test_the_traffic_of_a_whole_train_step_is_that_of_the_allreduce_and_the_loss
     state = optax_ext.init_state(tx, params, mesh(), "data")
     step = optax_ext.make_train_step(loss_fn, tx, mesh(), "data")
     lowered = step.lower(params, state, next(batches))
-    even = sc.traffic.of_lowered(lowered, frequencies={"balance": (1.0, 0.0, 0.0)})
+    even = sc.traffic.of_lowered(lowered, frequencies={"balance": (1.0, 0.0, 0.0, 0.0)})
     n = 16 * 32 + 32 * 4 + 4
     allreduce = sc.traffic.of_allreduce(
         sc.allreduce.ok_topk(density=0.05),
         size=n,
         capacity=round(0.05 * n),
         axis_size=WORKERS,
-        frequencies={"balance": (1.0, 0.0, 0.0)},
+        frequencies={"balance": (1.0, 0.0, 0.0, 0.0)},
     )
     # Beside it: the agreement on non-finite values and the mean loss, a word each.
     assert even.words == pytest.approx(allreduce.words + 2 * 2 * 7 / 8)

@@ -133,8 +133,8 @@ def test_info_reports_the_words_that_the_program_moves(row):
     acc = helpers.hard_accumulators(workers, size)["normal"]
     state = allreduce.init(size, workers)
     possible = set()
-    for branch in range(3):
-        one_hot = tuple(float(i == branch) for i in range(3))
+    for branch in range(4):
+        one_hot = tuple(float(i == branch) for i in range(4))
         try:
             traffic = sc.traffic.of_allreduce(
                 allreduce,

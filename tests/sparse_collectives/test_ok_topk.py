@@ -15,6 +15,7 @@ from sparse_collectives.allreduce.ok_topk import (
     _global_selection,
     _regions,
     _split_reduce,
+    _spread,
 )
 from tests.reference import ok_topk as oracle
 from tests.sparse_collectives import helpers
@@ -323,15 +324,49 @@ def test_balance_moves_to_neighbours_when_they_nearly_fit():
     assert check_balance([15, 25], k=40, slack=1.1) == "neighbours"
 
 
+def test_balance_deals_a_surplus_out_where_the_neighbours_have_no_room():
+    crowd = [18, 18, 18, 18, 2, 2, 2, 2]
+    assert check_balance(crowd, k=80, slack=1.25) == "spread"
+    assert check_balance(crowd[::-1], k=80, slack=1.25) == "spread"
+    assert check_balance([18, 2, 18, 18, 18, 2, 2, 2], k=80, slack=1.25) == "spread"
+
+
 def test_balance_uses_all_to_all_in_the_extreme():
     assert check_balance([40, 0, 0, 0], k=40, slack=1.25) == "all_to_all"
     assert check_balance([0, 0, 0, 40], k=40, slack=1.25) == "all_to_all"
     assert check_balance([20, 20, 0, 0], k=40, slack=1.25) == "all_to_all"
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 12), min_size=6, max_size=6), st.integers(0, 3))
+def test_a_deal_gives_each_free_slot_to_one_entry_at_most(counts, extra):
+    capacity = -(-sum(counts) // 6) + extra
+    if capacity == 0:
+        return
+    counts = np.asarray(counts, np.int32)
+    surplus = np.maximum(counts - capacity, 0)
+    received = np.zeros(6, int)
+    largest = 0
+    for me in range(6):
+        deal = _DEAL(jnp.asarray(counts), me, capacity, jnp.arange(12, dtype=jnp.int32))
+        pairs = [(int(w), int(q)) for w, q in zip(deal.worker, deal.slot, strict=True)][
+            : surplus[me]
+        ]
+        assert len(set(pairs)) == len(pairs)
+        for worker, place in pairs:
+            received[worker] += 1
+            largest = max(largest, place + 1)
+    assert (received + np.minimum(counts, capacity) <= capacity).all()
+    assert largest <= int(_MOST(jnp.asarray(counts), capacity))
+
+
+_DEAL = jax.jit(_spread.deal, static_argnums=2)
+_MOST = jax.jit(_spread.most_per_pair, static_argnums=1)
+
+
 def test_all_to_all_fits_where_the_others_would_do_too():
     for counts in ([10, 10, 10, 10], [0, 0, 0, 0], [1, 0, 39, 0], [13, 9, 2, 1]):
-        check_balance(counts, k=40, slack=1.0, branch=2)
+        check_balance(counts, k=40, slack=1.0, branch=3)
 
 
 @settings(max_examples=60, deadline=None)

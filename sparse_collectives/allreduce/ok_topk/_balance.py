@@ -6,17 +6,20 @@ many to workers that selected few.
 
 Deviation: the paper balances where the largest count is over four times the
 mean. Messages here have a fixed size, so what counts is whether each worker's
-entries fit its slots of the allgather, and there are three cases, chosen by the
+entries fit its slots of the allgather, and there are four cases, chosen by the
 counts that all workers know:
 
 0. all fit: nothing moves;
 1. the surplus fits when each worker passes a few entries to its right
    neighbour: one ``ppermute``;
-2. otherwise entry r of all (in the order of the workers) goes to worker
+2. the surplus is dealt out to all that have room (:mod:`._spread`): one
+   ``all_to_all`` with blocks of a quarter of ceil(k / P);
+3. otherwise entry r of all (in the order of the workers) goes to worker
    r // ceil(k / P): one ``all_to_all``, which fits whatever the counts are.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -25,9 +28,10 @@ from jax import lax
 
 from sparse_collectives import _words, transport
 from sparse_collectives._types import AxisName, Codec
+from sparse_collectives.allreduce.ok_topk import _spread
 from sparse_collectives.padded_coo import PaddedCOO
 
-BRANCHES = ("none", "neighbours", "all_to_all")
+BRANCHES = ("none", "neighbours", "spread", "all_to_all")
 
 
 class BalancePlan(NamedTuple):
@@ -37,12 +41,14 @@ class BalancePlan(NamedTuple):
       workers: P.
       capacity: slots of each worker in the allgather.
       neighbour_capacity: slots of the message to the right neighbour.
-      block_capacity: slots of a block of the all_to_all, ceil(k / P).
+      spread_capacity: slots of a block of the all_to_all of the surplus.
+      block_capacity: slots of a block of the all_to_all of everything, ceil(k / P).
     """
 
     workers: int
     capacity: int
     neighbour_capacity: int
+    spread_capacity: int
     block_capacity: int
 
 
@@ -50,10 +56,10 @@ def make_plan(k: int, workers: int, slack: float) -> BalancePlan:
     """Sizes for k entries over P workers, with ``slack`` times k / P slots each."""
     block = math.ceil(k / workers)
     capacity = min(k, math.ceil(slack * k / workers))
-    # At most k (P-1) / (2 P) words: with the default slacks a step that moves
-    # entries to neighbours stays within 6k (P-1)/P words for every P.
+    # Both messages are at most k (P-1) / (2 P) words: with the default slacks a
+    # step that moves a surplus stays within 6k (P-1)/P words for every P.
     neighbour = min(capacity, max(1, k * (workers - 1) // (4 * workers)))
-    return BalancePlan(workers, max(capacity, block), neighbour, block)
+    return BalancePlan(workers, max(capacity, block), neighbour, max(1, block // 4), block)
 
 
 def ring_flow(counts: jax.Array, capacity: int) -> jax.Array:
@@ -76,7 +82,8 @@ def choose_branch(counts: jax.Array, plan: BalancePlan) -> jax.Array:
     fits = jnp.all(counts <= plan.capacity)
     # An entry moves one hop at most, so a worker passes on only its own.
     near = jnp.all(flow <= jnp.minimum(counts, plan.neighbour_capacity))
-    return jnp.where(fits, 0, jnp.where(near, 1, 2)).astype(jnp.int32)
+    even = _spread.most_per_pair(counts, plan.capacity) <= plan.spread_capacity
+    return jnp.where(fits, 0, jnp.where(near, 1, jnp.where(even, 2, 3))).astype(jnp.int32)
 
 
 def balance(
@@ -110,18 +117,27 @@ def balance(
 
     def to_neighbour():
         flow = ring_flow(counts, capacity)
-        kept, passed, received = counts[me] - flow[me], flow[me], flow[(me - 1) % workers]
+        kept, passed = counts[me] - flow[me], flow[me]
         step = jnp.arange(plan.neighbour_capacity, dtype=jnp.int32)
         outgoing = _take(entries, jnp.where(step < passed, kept + step, entries.capacity))
         pairs = [(source, (source + 1) % workers) for source in range(workers)]
         incoming = _decode(transport.ppermute(codec.encode(outgoing), axis, pairs), entries, codec)
         own = _take(entries, jnp.where(slot < kept, slot, entries.capacity))
-        target = jnp.where(step < received, kept + step, capacity)
-        return PaddedCOO(
-            own.values.at[target].set(incoming.values, mode="drop"),
-            own.indices.at[target].set(incoming.indices, mode="drop"),
-            entries.size,
+        return _append(own, kept, incoming)
+
+    def to_room():
+        block = plan.spread_capacity
+        surplus = jnp.arange(min(entries.capacity, workers * block), dtype=jnp.int32)
+        place = _spread.deal(counts, me, capacity, surplus)
+        target = jnp.where(surplus < counts[me] - capacity, place.worker * block + place.slot, -1)
+        # The entry for each slot of the blocks, by scattering the entries' numbers.
+        source = jnp.full((workers * block,), entries.capacity, jnp.int32)
+        source = source.at[jnp.where(target < 0, workers * block, target)].set(
+            capacity + surplus, mode="drop"
         )
+        outgoing = _take(entries, source.reshape(workers, block))
+        incoming = _decode(transport.all_to_all(codec.encode(outgoing), axis), entries, codec)
+        return _append(_take(entries, slot), jnp.minimum(counts[me], capacity), incoming)
 
     def by_rank():
         block = plan.block_capacity
@@ -140,7 +156,7 @@ def balance(
     # One worker, or slots for all k: nothing can be uneven.
     if workers == 1 or capacity >= entries.capacity:
         return stay()
-    return lax.switch(branch, (stay, to_neighbour, by_rank))
+    return lax.switch(branch, (stay, to_neighbour, to_room, by_rank))
 
 
 def gather(entries: PaddedCOO, *, axis: AxisName, codec: Codec) -> PaddedCOO:
@@ -151,13 +167,28 @@ def gather(entries: PaddedCOO, *, axis: AxisName, codec: Codec) -> PaddedCOO:
 
 
 def words_received(
-    plan: BalancePlan, neighbour_words: int, block_words: int
-) -> tuple[float, float, float]:
-    """Words of each branch, given those of one message and of one block."""
+    plan: BalancePlan, pair_words: Callable[[int], int]
+) -> tuple[float, float, float, float]:
+    """Words of each branch; ``pair_words`` gives those of a message of so many slots."""
+    workers = plan.workers
     return (
         0.0,
-        _words.ppermute(neighbour_words, plan.workers),
-        _words.all_to_all(block_words * plan.workers, plan.workers),
+        _words.ppermute(pair_words(plan.neighbour_capacity), workers),
+        _words.all_to_all(pair_words(plan.spread_capacity) * workers, workers),
+        _words.all_to_all(pair_words(plan.block_capacity) * workers, workers),
+    )
+
+
+def _append(own: PaddedCOO, count: jax.Array, incoming: PaddedCOO) -> PaddedCOO:
+    """``own``, of which ``count`` slots are used, and the entries that came."""
+    indices = incoming.indices.reshape(-1)
+    arrived = indices < own.size
+    order = jnp.cumsum(arrived, dtype=jnp.int32) - 1
+    target = jnp.where(arrived, count + order, own.capacity)
+    return PaddedCOO(
+        own.values.at[target].set(incoming.values.reshape(-1), mode="drop"),
+        own.indices.at[target].set(indices, mode="drop"),
+        own.size,
     )
 
 

@@ -65,12 +65,13 @@ def ok_topk(
     Entries of a worker that are not in the total are in its ``undelivered``.
 
     The words that each worker receives, padding and periodic work included, with
-    the default arguments: at most 2.5 k (P-1)/P in the split and reduce, 2.5 k
-    (P-1)/P in the allgather, 0.2 k (P-1)/P (256 (P-1)/P for small k) for the global
-    threshold, and for the balancing nothing, up to k (P-1)/(2P), or 2 k (P-1)/P. The paper's bound
-    is 6 k (P-1)/P; the lower bound is 2 k (P-1)/P (Theorem 3.1). Latency: P - 1
-    messages (one with ``schedule='all_to_all'``), the allgather, and four to nine
-    small collectives.
+    the default arguments: 2.5 k (P-1)/P in the split and reduce, 2.5 k (P-1)/P in
+    the allgather, at most 0.2 k (P-1)/P (but at least 248 (P-1)/P) for the global
+    threshold, and for the balancing nothing, up to k (P-1)/(2P), or in the extreme
+    2 k (P-1)/P. The paper's bound is 6 k (P-1)/P; the lower bound is 2 k (P-1)/P
+    (Theorem 3.1). Latency: P - 1 messages (one with ``schedule='all_to_all'``), the
+    allgather, up to one exchange of the balancing, and five to ten small
+    collectives.
 
     Args:
       density: k / n of the result, in (0, 1].
@@ -199,9 +200,7 @@ def ok_topk(
             # Over an eighth of all that could be sent.
             crowded=selection.overflow > workers * k // 8,
         )
-        moved = _balance.words_received(
-            plan, pair_words(plan.neighbour_capacity), pair_words(plan.block_capacity)
-        )
+        moved = _balance.words_received(plan, pair_words)
         words = (
             jnp.where(repartition, _regions.words_received(workers), 0.0)
             + _split_reduce.words_received(pair_words(block_capacity), workers)

@@ -1,0 +1,78 @@
+"""Where surplus entries go when their neighbours have no room for them.
+
+Every worker has some surplus or some room. The surplus entries of all workers
+are numbered in the order of the workers, and the free slots level by level: the
+first free slot of each worker that has one, then the second of each, and so on.
+Entry g goes to slot g. The surplus of one worker is so dealt out in turn to all
+that have room, and an all_to_all with small blocks carries it.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from sparse_collectives import compaction
+
+
+class Deal(NamedTuple):
+    """The places of a run of surplus entries.
+
+    Attributes:
+      worker: ``i32[...]``, to whom each goes.
+      slot: ``i32[...]``, which slot of the block for that worker it takes.
+    """
+
+    worker: jax.Array
+    slot: jax.Array
+
+
+def most_per_pair(counts: jax.Array, capacity: int) -> jax.Array:
+    """An upper bound of the entries that any worker deals to any other, ``i32[]``.
+
+    A worker whose surplus spans l levels deals at most l to each. Cost: P^2 log(capacity).
+    """
+    room = jnp.maximum(capacity - counts, 0)
+    surplus = jnp.maximum(counts - capacity, 0)
+    first = jnp.cumsum(surplus) - surplus
+    last = first + surplus - 1
+    levels = _level(last, room, capacity) - _level(first, room, capacity) + 1
+    return jnp.max(jnp.where(surplus > 0, levels, 0))
+
+
+def deal(counts: jax.Array, me: jax.Array, capacity: int, entry: jax.Array) -> Deal:
+    """The places of this worker's surplus.
+
+    Args:
+      counts: ``i32[P]``, how many entries each worker has.
+      me: ``i32[]``, this worker.
+      capacity: how many each may have.
+      entry: ``i32[...]``, numbers of surplus entries of this worker, from 0.
+    """
+    workers = counts.shape[0]
+    surplus = jnp.maximum(counts - capacity, 0)
+    first = jnp.sum(jnp.where(jnp.arange(workers) < me, surplus, 0))
+    level = jnp.arange(capacity, dtype=jnp.int32)[:, None]
+    free = (level < (capacity - counts)[None, :]).reshape(-1)
+    words = compaction.mask_words(lambda start, stop: free[start:stop], free.shape[0])
+    place, _ = compaction.nth_position(words, first + entry)
+    start, _ = compaction.nth_position(words, first[None])
+    worker = place % workers
+    # A worker with room on one level has had room on all levels before: from
+    # where this run started it got one entry a level.
+    passed = (worker < start[0] % workers).astype(jnp.int32)
+    return Deal(worker, place // workers - start[0] // workers - passed)
+
+
+def _level(rank: jax.Array, room: jax.Array, capacity: int) -> jax.Array:
+    """The level of free slot number ``rank[...]``: the largest with that many below."""
+
+    def slots_below(level):
+        return jnp.sum(jnp.minimum(room, level[..., None]), axis=-1)
+
+    low, high = jnp.zeros_like(rank), jnp.full_like(rank, capacity)
+    for _ in range(capacity.bit_length()):
+        middle = (low + high + 1) // 2
+        enough = slots_below(middle) <= rank
+        low, high = jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
+    return low
