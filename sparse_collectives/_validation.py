@@ -7,6 +7,7 @@ instead.
 import numbers
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import core as jax_core
 
@@ -70,17 +71,13 @@ def check_size(size: int) -> int:
     return size
 
 
-def check_vector(name: str, x: Any, size: int | None = None) -> None:
+def as_vector(name: str, x: Any) -> jax.Array:
     """A one-dimensional array of a float type that fits a 32-bit word."""
     if x.ndim != 1:
         raise ValueError(f"{name} must have one dimension, got shape {x.shape}. Ravel it first.")
     check_float(name, x.dtype)
     check_size(x.shape[0])
-    if size is not None and x.shape[0] != size:
-        raise ValueError(
-            f"{name} must have the {size} entries that the state was made for, got {x.shape[0]}. "
-            "Make a new state with init."
-        )
+    return jnp.asarray(x)
 
 
 def check_float(name: str, dtype: Any) -> None:

@@ -122,14 +122,13 @@ def compact(
     Cost: one read of n entries, n / 32 words of scratch, O(capacity log n).
     """
     size = x.shape[0]
-    threshold_bits = jnp.maximum(threshold_bits, 1)
 
     def mask_of(start, stop):
         bits = _bits.magnitude_bits(x[start:stop])
         if tie_cutoff is None:
-            return bits >= threshold_bits
-        index = jnp.arange(start, stop, dtype=jnp.int32)
-        return bits >= threshold_bits + (index >= tie_cutoff)
+            return bits >= jnp.maximum(threshold_bits, 1)
+        first = jnp.arange(start, stop, dtype=jnp.int32) < tie_cutoff
+        return (bits > threshold_bits) | ((bits == threshold_bits) & first & (bits > 0))
 
     indices, count = set_positions(mask_words(mask_of, size), capacity, size, turn)
     values = x.at[indices].get(mode="fill", fill_value=0)

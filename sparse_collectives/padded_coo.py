@@ -53,7 +53,8 @@ class PaddedCOO:
         # computes the indices.
         zero = jnp.sum(jnp.minimum(self.indices[:1], 0)).astype(self.values.dtype)
         dense = jnp.full((self.size,), zero)
-        return dense.at[self.indices].add(self.values, mode="drop")
+        # Set and not added: an addition flushes subnormals on some platforms.
+        return dense.at[self.indices].set(self.values, mode="drop")
 
 
 def empty(size: int, capacity: int, dtype=jnp.float32) -> PaddedCOO:

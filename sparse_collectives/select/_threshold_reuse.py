@@ -94,10 +94,12 @@ def threshold_reuse(
         return ThresholdReuseState(jnp.zeros((), jnp.int32), zero, zero)
 
     def select(acc: jax.Array, state: ThresholdReuseState):
-        _validation.check_vector("acc", acc)
+        acc = _validation.as_vector("acc", acc)
         size = acc.shape[0]
         k = _validation.count_from_density(density, size)
-        capacity = min(size, math.ceil((1 + headroom) * k))
+        capacity = size if math.isinf(headroom) else min(size, math.ceil((1 + headroom) * k))
+        if k == size:
+            return _select_all(acc, state)
 
         def exact():
             return _bits.magnitude_from_bits(kth_magnitude_bits(acc, k))
@@ -107,7 +109,7 @@ def threshold_reuse(
         steepness = jnp.where(state.steepness > 0, state.steepness, max(math.log(size / k), 1.0))
         following = trial.threshold
         if servo:
-            trial, steepness = _recount(acc, trial, steepness, k, tolerance)
+            trial, steepness = _recount(acc, trial, steepness, k, tolerance, due)
             # Off by a factor of two still: evaluate exactly at the next step.
             lost = (trial.count > 2 * k) | (2 * trial.count < k)
             following = jnp.where(lost, 0.0, _follow(trial, steepness, k))
@@ -123,6 +125,13 @@ def threshold_reuse(
     return Selector(init, select)
 
 
+def _select_all(acc: jax.Array, state: ThresholdReuseState):
+    """Density 1: every nonzero."""
+    coo, count = compaction.compact(acc, jnp.int32(0), capacity=acc.shape[0])
+    info = SelectInfo(count, jnp.zeros_like(count), jnp.zeros_like(state.threshold))
+    return coo, state._replace(count=state.count + 1), info
+
+
 def _try(acc: jax.Array, threshold: jax.Array) -> _Trial:
     """The entries that reach ``threshold``; zeros never do."""
     bits = jnp.maximum(_bits.magnitude_bits(threshold), 1)
@@ -132,21 +141,37 @@ def _try(acc: jax.Array, threshold: jax.Array) -> _Trial:
     return _Trial(threshold, words, jnp.sum(_bits.popcount(words), dtype=jnp.int32))
 
 
+def _ratio(count: jax.Array, k: int) -> jax.Array:
+    # Bounded: an empty or a flooded step says which way to go, not how far.
+    return jnp.clip(count.astype(jnp.float32) / k, 1 / 16, 16.0)
+
+
 def _follow(trial: _Trial, steepness: jax.Array, k: int) -> jax.Array:
     """The threshold that k entries reach, to first order."""
-    # Bounded: an empty or a flooded step says which way to go, not how far.
-    ratio = jnp.clip(trial.count / k, 1 / 16, 16.0)
-    return trial.threshold * ratio ** (1 / steepness)
+    return trial.threshold * _ratio(trial.count, k) ** (1 / steepness)
 
 
 def _recount(
-    acc: jax.Array, trial: _Trial, steepness: jax.Array, k: int, tolerance: float
+    acc: jax.Array,
+    trial: _Trial,
+    steepness: jax.Array,
+    k: int,
+    tolerance: float,
+    exact: jax.Array,
 ) -> tuple[_Trial, jax.Array]:
-    """Corrects the threshold until the count is within ``tolerance`` of k."""
+    """Corrects the threshold until the count is within ``tolerance`` of k.
+
+    Of two trials the one whose count is nearer to k, as a ratio, is kept: on tied
+    entries there may be no threshold that k reach, and none at all is worst. An
+    exact threshold is not corrected.
+    """
+
+    def distance(count):
+        return jnp.abs(jnp.log(count.astype(jnp.float32) / k))
 
     def off(carry):
         turn, trial, _ = carry
-        return (turn < _MAX_RECOUNTS) & (jnp.abs(trial.count - k) > tolerance * k)
+        return (turn < _MAX_RECOUNTS) & (jnp.abs(trial.count - k) > tolerance * k) & ~exact
 
     def correct(carry):
         turn, old, steepness = carry
@@ -158,7 +183,9 @@ def _recount(
         run = jnp.log(new.threshold / old.threshold)
         usable = (jnp.abs(run) > 1e-6) & (rise * run > 0)
         measured = jnp.clip(rise / jnp.where(usable, run, 1.0), 0.5, _STEEPEST)
-        return turn + 1, new, jnp.where(usable, measured, steepness)
+        better = distance(new.count) < distance(old.count)
+        kept = jax.tree.map(lambda a, b: jnp.where(better, a, b), new, old)
+        return turn + 1, kept, jnp.where(usable, measured, steepness)
 
     start = (jnp.zeros_like(trial.count), trial, steepness)
     _, trial, steepness = lax.while_loop(off, correct, start)

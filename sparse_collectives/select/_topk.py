@@ -58,7 +58,7 @@ def topk(*, density: float) -> Selector:
         return jnp.zeros((), jnp.float32)
 
     def select(acc: jax.Array, state: jax.Array):
-        _validation.check_vector("acc", acc)
+        acc = _validation.as_vector("acc", acc)
         size = acc.shape[0]
         k = _validation.count_from_density(density, size)
         capacity = math.ceil(_ROOM * k) + 32

@@ -49,6 +49,11 @@ def test_count_and_capacity():
     assert coo.count().dtype == jnp.int32
 
 
+def test_an_entry_of_value_zero_is_an_entry():
+    coo, _ = example()
+    assert dataclasses.replace(coo, values=coo.values * 0).count() == 3
+
+
 def test_padding_that_carries_a_value_is_dropped_all_the_same():
     coo, dense = example()
     carrying = dataclasses.replace(coo, values=jnp.where(coo.indices == SIZE, jnp.nan, coo.values))
