@@ -71,8 +71,8 @@ def test_delivers_exactly_k_or_all_nonzeros(workers):
             assert delivered == min(15, nonzeros), name
 
 
-@pytest.mark.parametrize("workers", [2, 5, 8])
-def test_schedules_and_bucket_sizes_give_the_same_bits(workers):
+def test_schedules_and_bucket_sizes_give_the_same_bits():
+    workers = 5
     acc = helpers.hard_accumulators(workers, 403)["normal"]
     reference = reduced(acc, 0.05, schedule="all_to_all")
     for bucket_size in (1, 2, 100):
