@@ -183,3 +183,26 @@ def test_the_traffic_of_a_whole_train_step_is_that_of_the_allreduce_and_the_loss
     )
     # Beside it: the agreement on non-finite values and the mean loss, a word each.
     assert even.words == pytest.approx(allreduce.words + 2 * 2 * 7 / 8)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+@pytest.mark.parametrize("selector", ["topk", "threshold_reuse"])
+def test_a_step_of_the_size_of_a_model_lowers_for(platform, selector):
+    """For 16 devices that are not there; large enough for the paths of large buffers."""
+    n, workers = 1 << 22, 16
+    choose = getattr(sc.select, selector)(density=0.01)
+    tx = optax_ext.ok_topk(density=0.01, axis="data", axis_size=workers, selector=choose)
+    abstract = jax.sharding.AbstractMesh((workers,), ("data",), axis_types=(AxisType.Auto,))
+    gradient = jax.ShapeDtypeStruct((n,), jnp.float32)
+    state = jax.eval_shape(tx.init, gradient)
+    specs = optax_ext.state_specs(state, "data")
+    step = jax.shard_map(
+        lambda g, s: tx.update(jax.lax.pcast(g, "data", to="varying"), s),
+        mesh=abstract,
+        in_specs=(P(), specs),
+        out_specs=(P(), specs),
+    )
+    lowered = jax.jit(step).trace(gradient, state).lower(lowering_platforms=(platform,))
+    k = round(0.01 * n)
+    words = sc.traffic.of_lowered(lowered, frequencies={"balance": (0.0, 0.0, 1.0, 0.0)}).words
+    assert words <= 6 * k * (workers - 1) / workers
