@@ -31,16 +31,19 @@ def run(tx, workers, dtype, steps=STEPS):
 
         def step(state, i):
             g = gradient(0, i, worker, dtype)
-            acc = optax_ext.get_state(state).residual[0] + g.astype(jnp.float32)
+            residual = optax_ext.get_state(state).residual[0]
+            acc = residual + g.astype(jnp.float32)
             updates, state = tx.update(g, state, params)
             kept = optax_ext.get_state(state).residual[0]
             before, after = lax.psum((acc, kept), "w")
             delivered = workers * updates.astype(jnp.float32)
-            scale = lax.psum(jnp.abs(acc), "w") + 1e-30
+            # Rounding is in proportion to the summands, which may nearly cancel.
+            scale = lax.psum(jnp.abs(residual) + jnp.abs(g.astype(jnp.float32)), "w") + 1e-30
             lost = jnp.max(jnp.abs(before - after - delivered) / scale)
             everyone = lax.all_gather(updates, "w")
             agree = jnp.all(everyone == everyone[0])
-            return state, (lost, agree, optax_ext.get_info(state))
+            nonzeros = jnp.sum(before != 0, dtype=jnp.int32)
+            return state, (lost, agree, optax_ext.get_info(state), nonzeros)
 
         return lax.scan(step, tx.init(params), jnp.arange(steps))
 
@@ -66,14 +69,17 @@ GRID = [
 @pytest.mark.parametrize(("workers", "density", "dtype"), GRID)
 def test_nothing_is_lost_and_all_workers_agree(workers, density, dtype):
     tx = optax_ext.ok_topk(density=density, axis="w")
-    state, (lost, agree, info) = run(tx, workers, dtype)
+    state, (lost, agree, info, nonzeros) = run(tx, workers, dtype)
     # float32: rounding of sums of P terms. bfloat16: the update is rounded once
     # to the dtype of the gradient.
     assert lost.max() < (2e-6 if dtype == "float32" else 2 * float(jnp.finfo(dtype).eps))
     assert agree.all()
     k = max(1, round(density * SIZE))
-    assert (np.asarray(info.delivered) == k).all()
-    assert (np.asarray(info.selected) == k).all()
+    # At density 1 a few sums of bfloat16 gradients are exactly zero.
+    assert (np.asarray(info.delivered) == np.minimum(k, nonzeros)).all()
+    if density < 1:
+        assert (np.asarray(info.delivered) == k).all()
+        assert (np.asarray(info.selected) == k).all()
     assert (np.asarray(state.count) == STEPS).all()
     assert (np.asarray(state.skipped) == 0).all()
 
@@ -81,7 +87,7 @@ def test_nothing_is_lost_and_all_workers_agree(workers, density, dtype):
 def test_with_threshold_reuse_as_in_the_paper():
     selector = sc.select.threshold_reuse(density=0.02, period=32)
     tx = optax_ext.ok_topk(density=0.02, axis="w", selector=selector, global_period=32)
-    _, (lost, agree, info) = run(tx, 4, "float32")
+    _, (lost, agree, info, _) = run(tx, 4, "float32")
     assert lost.max() < 2e-6
     assert agree.all()
     k = round(0.02 * SIZE)
@@ -92,7 +98,7 @@ def test_with_threshold_reuse_as_in_the_paper():
 
 def test_dense_allreduce_keeps_nothing():
     tx = optax_ext.sparse_allreduce(sc.select.topk(density=1.0), sc.allreduce.dense(), axis="w")
-    state, (lost, agree, _) = run(tx, 3, "float32", steps=5)
+    state, (lost, agree, _, _) = run(tx, 3, "float32", steps=5)
     assert lost.max() < 2e-6
     assert agree.all()
     assert (np.asarray(state.residual) == 0).all()
@@ -110,7 +116,7 @@ def test_a_lost_entry_would_be_noticed():
     tx = optax_ext.sparse_allreduce(
         sc.select.topk(density=0.01), honest._replace(reduce=forgetful), axis="w"
     )
-    _, (lost, _, _) = run(tx, 3, "float32", steps=5)
+    _, (lost, _, _, _) = run(tx, 3, "float32", steps=5)
     assert lost.max() > 1e-2
 
 
