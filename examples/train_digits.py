@@ -25,6 +25,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import optax_ext
 from _data import Dataset, InputError, batches, digits, idx_folder
 from _report import FORMATS, Run, draw, make_table, summary, traffic, write_atomically
+from sparse_collectives import select
+
+SELECTORS = {"topk": select.topk, "threshold_reuse": select.threshold_reuse}
 
 
 class Classifier(nn.Module):
@@ -128,6 +131,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--lr", float, 0.05, 1e-9, 1e3, "learning rate")
     add("--seed", int, 0, 0, 2**31 - 1, "of the parameters and of the order of the images")
     parser.add_argument(
+        "--selector",
+        choices=SELECTORS,
+        default="topk",
+        help="how each worker selects: exactly, or by the reused threshold of the paper (topk)",
+    )
+    parser.add_argument(
         "--out", type=Path, default=Path("digits.png"), help="the figure (digits.png)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
@@ -152,9 +161,10 @@ def compare(options: argparse.Namespace) -> None:
     if options.batch > len(data.train_images):
         raise InputError(f"--batch is {options.batch}, of {len(data.train_images)} images")
     mesh = start_workers(options.workers)
+    selector = SELECTORS[options.selector](density=options.density)
     methods = {
         "dense": optax_ext.dense(axis="data"),
-        "ok_topk": optax_ext.ok_topk(density=options.density, axis="data"),
+        "ok_topk": optax_ext.ok_topk(density=options.density, axis="data", selector=selector),
     }
 
     columns = (TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn())
