@@ -28,7 +28,8 @@ class StepInfo(NamedTuple):
       overflow: ``i32[1]`` for each worker: entries that found no slot.
       local_threshold: ``f32[1]`` for each worker: magnitude it selected by.
       global_threshold: ``f32[]``: magnitude of the global selection.
-      words: ``f32[]``: 4-byte words each worker received, padding included.
+      words: ``f32[]``: 4-byte words each worker received in the allreduce, padding
+        included.
     """
 
     selected: jax.Array
