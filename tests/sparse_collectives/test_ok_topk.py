@@ -81,6 +81,22 @@ def test_schedules_and_bucket_sizes_give_the_same_bits():
             np.testing.assert_array_equal(out[name], reference[name])
 
 
+def test_unlimited_slack_has_room_for_everything():
+    acc = helpers.hard_accumulators(4, 300)["one region"]
+    out = reduced(acc, 0.05, slack=float("inf"))
+    assert (np.asarray(out["info"].overflow) == 0).all()
+    total, _ = oracle.training_step(acc, 15)
+    np.testing.assert_allclose(np.asarray(out["total"])[0], total, rtol=1e-5)
+
+
+def test_a_buffer_of_two_thousand_million_entries_lowers():
+    """Sums over workers pass 2**31 where the entries of one do not."""
+    words = sc.traffic.of_allreduce(
+        sc.allreduce.ok_topk(density=0.01), size=2**31 - 1, capacity=21_474_836, axis_size=1024
+    ).words
+    assert words < 7.5 * 21_474_836
+
+
 def test_a_reused_global_threshold_delivers_k_at_most_and_follows_the_count():
     size, density, workers = 2000, 0.05, 4
     selector = sc.select.topk(density=density)

@@ -55,7 +55,7 @@ class BalancePlan(NamedTuple):
 def make_plan(k: int, workers: int, slack: float) -> BalancePlan:
     """Sizes for k entries over P workers, with ``slack`` times k / P slots each."""
     block = math.ceil(k / workers)
-    capacity = min(k, math.ceil(slack * k / workers))
+    capacity = k if slack >= workers else min(k, math.ceil(slack * k / workers))
     # Both messages are at most k (P-1) / (2 P) words: with the default slacks a
     # step that moves a surplus stays within 6k (P-1)/P words for every P.
     neighbour = min(capacity, max(1, k * (workers - 1) // (4 * workers)))

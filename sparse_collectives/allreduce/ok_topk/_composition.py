@@ -82,7 +82,8 @@ def ok_topk(
         threshold. 1, the default, selects exactly min(k, nonzeros) entries at
         every step; larger values reuse the threshold as the paper does, corrected
         by the count, and deliver at most k.
-      slack: slots of a message as a multiple of its share k / P, at least 1.
+      slack: slots of a message as a multiple of its share k / P, at least 1; from P
+        on, or ``math.inf``, there is room for everything.
         Entries that find no slot stay with their worker, and which ones changes
         from step to step.
       schedule: ``'rotation'`` (one message for each distance on the ring, in
@@ -127,7 +128,9 @@ def ok_topk(
         k = _validation.count_from_density(density, coo.size)
         gain = 1 / max(math.log(coo.size / k), 1.0)
         plan = _balance.make_plan(k, workers, slack)
-        block_capacity = min(coo.capacity, math.ceil(slack * k / workers))
+        block_capacity = coo.capacity
+        if slack < workers:
+            block_capacity = min(block_capacity, math.ceil(slack * k / workers))
 
         def pair_words(slots: int) -> int:
             message = padded_coo.empty(coo.size, slots, coo.values.dtype)
@@ -198,7 +201,7 @@ def ok_topk(
             boundaries=boundaries,
             threshold=threshold if global_period == 1 else threshold * ratio**gain,
             # Over an eighth of all that could be sent.
-            crowded=selection.overflow > workers * k // 8,
+            crowded=selection.overflow > workers * k / 8,
         )
         moved = _balance.words_received(plan, pair_words)
         words = (

@@ -88,8 +88,8 @@ class GlobalSelection(NamedTuple):
       mask: ``bool[m]`` over this worker's entries.
       quota: ``i32[P]``, how many each worker delivers; at most k in all.
       passed: ``i32[]``, entries of all workers that reach the threshold.
-      overflow: ``i32[]``, the overflow of all workers. All but the mask are equal
-        on all workers.
+      overflow: ``f32[]``, the overflow of all workers (their sum may pass 2**31). All
+        but the mask are equal on all workers.
     """
 
     mask: jax.Array
@@ -126,7 +126,7 @@ def select_global(
         mask=mask,
         quota=above_quota + tied_quota,
         passed=jnp.sum(above_counts) + jnp.sum(tied_counts),
-        overflow=jnp.sum(overflows),
+        overflow=jnp.sum(overflows.astype(jnp.float32)),
     )
 
 
