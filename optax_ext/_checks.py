@@ -90,3 +90,17 @@ def check_local_gradients(updates: Any, axis: AxisName) -> None:
                 f"    params = jax.lax.pcast(params, {axis!r}, to='varying')\n"
                 "before jax.grad, or use optax_ext.make_train_step, which does it."
             )
+
+
+def check_replicated_updates(updates: Any, axis: AxisName) -> None:
+    """The transformation has reduced the gradients: every worker has the same updates."""
+    if not _compat.checks_varying(axis):
+        return  # Nothing in the types tells.
+    for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
+        if set(_compat.axis_names(axis)) & _compat.varying_axes(leaf):
+            raise ValueError(
+                f"updates{jax.tree_util.keystr(path)} of tx differ between the workers of axis "
+                f"{axis!r}: no transformation in it reduces the gradients over that axis. Put "
+                f"optax_ext.ok_topk(density=..., axis={axis!r}) or optax_ext.dense(axis={axis!r}) "
+                "first in the chain."
+            )

@@ -9,7 +9,7 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from optax_ext import _state
+from optax_ext import _checks, _state
 from sparse_collectives import _compat
 from sparse_collectives._types import AxisName
 
@@ -49,7 +49,8 @@ def make_train_step(
 
     Raises:
       ValueError: an axis that the mesh does not have; at the first call of a
-        shape, a batch whose leading dimension P does not divide.
+        shape, a batch whose leading dimension P does not divide, or a ``tx`` that
+        does not reduce the gradients over the axis.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_ext
@@ -73,6 +74,7 @@ def make_train_step(
         local_params = _compat.to_varying(params, axis)
         loss, gradients = jax.value_and_grad(loss_fn, has_aux=has_aux)(local_params, batch)
         updates, opt_state = tx.update(gradients, opt_state, params)
+        _checks.check_replicated_updates(updates, axis)
         params = optax.apply_updates(params, updates)
         loss = jax.tree.map(lambda x: jax.lax.pmean(x, axis), loss)
         return (params, opt_state, *loss) if has_aux else (params, opt_state, loss)

@@ -2,15 +2,19 @@
 
 ``jnp.nonzero(size=k)`` runs a prefix sum over all n entries. Here the mask is
 packed 32 entries to a word in the same pass that compares, so the prefix sum
-runs over n / 32 words, and each output slot finds its word by binary search and
-its bit by halving. The indices come out ascending.
+runs over n / 32 words; each output slot finds its word by a running maximum or a
+binary search, and its bit by halving. The indices come out ascending.
 """
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from sparse_collectives import _bits
 from sparse_collectives.padded_coo import PaddedCOO
+
+# Fewer slots than this share of the words are found by binary search.
+_SLOTS_PER_WORD = 16
 
 
 def mask_words(mask_of, size: int) -> jax.Array:
@@ -49,14 +53,43 @@ def set_positions(
       ``(i32[capacity], i32[])``: the positions, and the number of set bits, which
       may be more than ``capacity``.
 
-    Cost: two passes over n / 32 words, then O(capacity log n) gathers.
+    Cost: a few passes over n / 32 words and over the slots.
     """
-    inclusive = jnp.cumsum(_bits.popcount(words), dtype=jnp.int32)
+    counts = _bits.popcount(words)
+    inclusive = jnp.cumsum(counts, dtype=jnp.int32)
     count = inclusive[-1]
+    start = wrapped = jnp.zeros_like(count)
+    if turn is not None:
+        start, wrapped = _window(count, capacity, turn)
     slot = jnp.arange(capacity, dtype=jnp.int32)
-    rank = slot if turn is None else windowed_rank(slot, count, capacity, turn)
-    position = _position_of_rank(words, inclusive, rank)
+    rank = jnp.where(slot < wrapped, slot, start + slot - wrapped)
+    if capacity < words.shape[0] // _SLOTS_PER_WORD:
+        word = _word_of_rank(inclusive, rank)
+    else:
+        word = _word_of_slot(inclusive - counts, counts, capacity, start, wrapped)
+    position = _position_in_word(words, inclusive, word, rank)
     return jnp.where(rank < count, position, size), count
+
+
+def _word_of_rank(inclusive: jax.Array, rank: jax.Array) -> jax.Array:
+    """The word of each set bit, by binary search: best for few slots."""
+    return jnp.searchsorted(inclusive, rank, side="right", method="scan").astype(jnp.int32)
+
+
+def _word_of_slot(
+    before: jax.Array, counts: jax.Array, capacity: int, start: jax.Array, wrapped: jax.Array
+) -> jax.Array:
+    """The word of each slot: every word marks its first slot, and marks spread to the right."""
+    word = jnp.arange(before.shape[0], dtype=jnp.int32)
+    in_second = jnp.where(
+        before + counts > start, jnp.maximum(before, start) - start + wrapped, capacity
+    )
+    first_slot = jnp.where(before < wrapped, before, in_second)
+    first_slot = jnp.where(counts > 0, first_slot, capacity)
+    marks = jnp.zeros((capacity,), jnp.int32).at[first_slot].max(word, mode="drop")
+    # A word on both sides of the gap marked only its first slot before it.
+    marks = marks.at[wrapped].max(_word_of_rank(before + counts, start), mode="drop")
+    return lax.cummax(marks)
 
 
 def nth_position(words: jax.Array, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -65,11 +98,13 @@ def nth_position(words: jax.Array, rank: jax.Array) -> tuple[jax.Array, jax.Arra
     Where there are not so many the position means nothing.
     """
     inclusive = jnp.cumsum(_bits.popcount(words), dtype=jnp.int32)
-    return _position_of_rank(words, inclusive, rank), inclusive[-1]
+    word = _word_of_rank(inclusive, rank)
+    return _position_in_word(words, inclusive, word, rank), inclusive[-1]
 
 
-def _position_of_rank(words: jax.Array, inclusive: jax.Array, rank: jax.Array) -> jax.Array:
-    word = jnp.searchsorted(inclusive, rank, side="right", method="scan").astype(jnp.int32)
+def _position_in_word(
+    words: jax.Array, inclusive: jax.Array, word: jax.Array, rank: jax.Array
+) -> jax.Array:
     bits = words.at[word].get(mode="clip")
     before = inclusive.at[word].get(mode="clip") - _bits.popcount(bits)
     return 32 * word + _bits.select_bit(bits, rank - before)
@@ -87,13 +122,18 @@ def windowed_rank(slot: jax.Array, count: jax.Array, capacity: int, turn: jax.Ar
       capacity: static number of slots.
       turn: ``i32[]``.
     """
+    start, wrapped = _window(count, capacity, turn)
+    return jnp.where(slot < wrapped, slot, start + slot - wrapped)
+
+
+def _window(count: jax.Array, capacity: int, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Where the window starts, and how many of its entries came around to the front."""
     # Unsigned arithmetic wraps modulo 2**32: any turn is a valid start.
     moved = turn.astype(jnp.uint32) * jnp.uint32(capacity)
     start = (moved % jnp.maximum(count, 1).astype(jnp.uint32)).astype(jnp.int32)
-    start = jnp.where(count > capacity, start, 0)
-    wrapped = jnp.maximum(start - (count - capacity), 0)
-    wrapped = jnp.where(count > capacity, wrapped, 0)
-    return jnp.where(slot < wrapped, slot, start + slot - wrapped)
+    crowded = count > capacity
+    start = jnp.where(crowded, start, 0)
+    return start, jnp.where(crowded, jnp.maximum(start - (count - capacity), 0), 0)
 
 
 def compact(

@@ -168,6 +168,13 @@ def test_a_batch_that_the_workers_do_not_divide():
         step.lower(PARAMS, state, batch)
 
 
+def test_a_chain_that_does_not_reduce_the_gradients():
+    tx = optax.adam(1e-3)
+    step = optax_ext.make_train_step(lambda p, b: jnp.sum(b @ p["kernel"]), tx, mesh(), "data")
+    with pytest.raises(ValueError, match=r"updates\['bias'\] of tx differ.*first in the chain"):
+        step.lower(PARAMS, tx.init(PARAMS), np.ones((4, 8), np.float32))
+
+
 def test_an_empty_pytree_works_and_does_nothing():
     for tree in ({}, (), {"none": jnp.zeros((0, 3))}):
         tx = optax.chain(ok_topk(), optax.sgd(0.1))

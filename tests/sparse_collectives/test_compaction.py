@@ -251,3 +251,29 @@ def test_a_cutoff_at_the_largest_nan_takes_nothing_below_it():
     x = np.array([largest, 0, 1, largest, largest], np.float32)
     coo, count = compact(5, 7)(x, largest, 4, 0)["cutoff"]
     check_coo(coo, count, x, np.array([0, 3]), 2, 7)
+
+
+@pytest.mark.parametrize("capacity", [1, 40, 333, 900, 2000])
+def test_both_ways_to_find_the_word_of_a_slot_agree(capacity, monkeypatch):
+    """A running maximum over marks, or a binary search, whichever the sizes favour."""
+    size = 1600
+    rng = np.random.default_rng(capacity)
+    dense = [np.zeros(size, bool), np.ones(size, bool)]
+    masks = dense + [rng.random(size) < share for share in (0.02, 0.2, 0.5, 0.6, 0.9)]
+    ways = []
+    for words_per_slot in (1e-9, 1e9):  # always a search, never a search
+        monkeypatch.setattr(compaction, "_SLOTS_PER_WORD", words_per_slot)
+
+        @jax.jit
+        def positions(mask, turn):
+            words = compaction.mask_words(lambda start, stop: mask[start:stop], size)
+            return compaction.set_positions(words, capacity, size, turn)
+
+        ways.append(
+            [
+                np.asarray(positions(mask, jnp.int32(turn))[0])
+                for mask in masks
+                for turn in (0, 1, 2, 5, 77)
+            ]
+        )
+    assert all((a == b).all() for a, b in zip(*ways, strict=True))
