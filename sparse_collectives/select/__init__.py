@@ -1,5 +1,14 @@
 """Selectors: which entries of the accumulator a worker sends."""
 
+from sparse_collectives.select._bucketed import bucketed as bucketed
+from sparse_collectives.select._dgc import dgc as dgc
+from sparse_collectives.select._gaussian_k import gaussian_k as gaussian_k
+from sparse_collectives.select._mstopk import mstopk as mstopk
+from sparse_collectives.select._random_k import random_k as random_k
+from sparse_collectives.select._redsync import redsync as redsync
+from sparse_collectives.select._sidco import SIDCoState as SIDCoState
+from sparse_collectives.select._sidco import sidco as sidco
+from sparse_collectives.select._threshold import threshold as threshold
 from sparse_collectives.select._threshold_reuse import (
     ThresholdReuseState as ThresholdReuseState,
 )
@@ -8,4 +17,17 @@ from sparse_collectives.select._threshold_reuse import (
 )
 from sparse_collectives.select._topk import topk as topk
 
-__all__ = ["ThresholdReuseState", "threshold_reuse", "topk"]
+__all__ = [
+    "SIDCoState",
+    "ThresholdReuseState",
+    "bucketed",
+    "dgc",
+    "gaussian_k",
+    "mstopk",
+    "random_k",
+    "redsync",
+    "sidco",
+    "threshold",
+    "threshold_reuse",
+    "topk",
+]

@@ -63,7 +63,7 @@ def topk(*, density: float) -> Selector:
         k = _validation.count_from_density(density, size)
         capacity = math.ceil(_ROOM * k) + 32
         if size <= kth_magnitude.DIRECT_SIZE or 2 * capacity >= size:
-            coo, threshold_bits = _select_directly(acc, k)
+            coo, threshold_bits = select_directly(acc, k)
             guess = state
         else:
             coo, threshold_bits, guess = _select_among_candidates(acc, k, capacity, state)
@@ -77,7 +77,7 @@ def topk(*, density: float) -> Selector:
     return Selector(init, select)
 
 
-def _select_directly(acc: jax.Array, k: int) -> tuple[PaddedCOO, jax.Array]:
+def select_directly(acc: jax.Array, k: int) -> tuple[PaddedCOO, jax.Array]:
     """The exact k-th magnitude, then compaction."""
     threshold_bits = kth_magnitude.kth_magnitude_bits(acc, k)
     coo, count = compaction.compact(acc, threshold_bits, capacity=k)

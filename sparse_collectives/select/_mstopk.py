@@ -1,0 +1,257 @@
+"""MSTopK: top-k by a fixed number of threshold samplings.
+
+Algorithm 1 of Shi et al. A binary search between the mean and the maximum of
+|acc| keeps the two thresholds that bracket k: the lowest that at most k entries
+reach and the highest that more reach. All above the upper one are taken, and
+the rest of the k from between the two.
+
+What the search compares a threshold with is the number of entries that reach
+it. The paper counts among all n entries at each sampling. Here a sample gives a
+magnitude that somewhat more than k entries reach; these are compacted once, and
+every count is made among them: it is the same for a threshold above that
+magnitude, and for one below it is known to be more than k.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sparse_collectives import _bits, _validation, compaction, kth_magnitude
+from sparse_collectives._types import SelectInfo, Selector
+from sparse_collectives.padded_coo import PaddedCOO
+
+_INFINITY_BITS = 0x7F800000
+_LARGEST_BITS = 0x7FFFFFFF
+_ALL_ONES = 0xFFFFFFFF
+# Slots for the candidates, as a multiple of k.
+_ROOM = 1.75
+
+
+class _Bracket(NamedTuple):
+    """The state of the binary search, after line 6 of Algorithm 1.
+
+    Attributes:
+      left: ``f32[]``, l: more than k entries reach the threshold at this ratio.
+      right: ``f32[]``, r: at most k do.
+      lower: ``i32[]``, bits of thres2, the highest that more than k reach.
+      top: ``i32[]``, the largest bits below thres1, the lowest that at most k
+        reach. Before any is found all that is finite is below it.
+    """
+
+    left: jax.Array
+    right: jax.Array
+    lower: jax.Array
+    top: jax.Array
+
+
+def mstopk(*, density: float, samplings: int = 30) -> Selector:
+    r"""Selects k entries by ``samplings`` thresholds: all of the largest, nearly.
+
+    With :math:`a` the mean and :math:`u` the maximum of |acc|, the thresholds are
+    :math:`a + \rho (u - a)`, the ratio :math:`\rho` found by binary search. Of the
+    entries between the last two thresholds as many as are missing to
+    ``k = max(1, round(density * n))`` are taken: a run of consecutive ones, which
+    begins further on at each step. Always exactly k entries, or all nonzeros
+    where there are fewer; zeros never.
+
+    Deviations: the run begins where the step count says and not at random, and it
+    may wrap around, so that no index waits for ever. Mean and maximum are those
+    of the finite entries; infinities and NaN are above all thresholds. The
+    search compares in float32: magnitudes that the platform flushes to zero
+    (subnormals) fall between the last two thresholds.
+
+    Args:
+      density: k / n, in (0, 1].
+      samplings: N, the halvings of the search. The paper takes 30, which finds
+        the exact top-k unless the maximum is 2**30 times what separates the
+        entries near the k-th; each sampling less doubles the share that is
+        taken by position.
+
+    Returns:
+      A :class:`Selector` whose buffers have k slots and whose state is ``i32[]``,
+      the number of steps. ``info.threshold`` is the lower threshold.
+
+    Raises:
+      ValueError: an argument out of its range.
+
+    Cost: six passes over n entries (maximum, mean, candidates, what is not finite,
+    and the masks of the two thresholds), N over about 1.5 k candidates, O(k log n). Where the
+    sample misleads (the count shows it), and where so many entries are equal that
+    the candidates find no room, N more over n.
+
+    References:
+      Shi et al., Towards Scalable Distributed Training of Deep Learning on Public
+      Cloud Clusters, MLSys 2021, section 3.1.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> selector = mstopk(density=0.5)
+      >>> coo, _, info = selector.select(jnp.array([1.0, -3.0, 0.5, 2.0]), selector.init(4))
+      >>> coo.indices.tolist(), coo.values.tolist()
+      ([1, 3], [-3.0, 2.0])
+    """
+    density = _validation.check_density(density)
+    samplings = _validation.check_positive_int("samplings", samplings)
+
+    def init(size: int) -> jax.Array:
+        _validation.check_size(size)
+        return jnp.zeros((), jnp.int32)
+
+    def select(acc: jax.Array, state: jax.Array):
+        acc = _validation.as_vector("acc", acc)
+        size = acc.shape[0]
+        k = _validation.count_from_density(density, size)
+        bracket = _search(acc, k, samplings)
+        words = _words_between(acc, bracket, k, state)
+        indices, count = compaction.set_positions(words, k, size)
+        values = acc.at[indices].get(mode="fill", fill_value=0)
+        info = SelectInfo(
+            selected=count,
+            overflow=jnp.zeros_like(count),
+            threshold=_bits.magnitude_from_bits(bracket.lower),
+        )
+        return PaddedCOO(values, indices, size), state + 1, info
+
+    return Selector(init, select)
+
+
+def _search(acc: jax.Array, k: int, samplings: int) -> _Bracket:
+    """Lines 1 to 24: the two thresholds after the last sampling."""
+    size = acc.shape[0]
+    mean, maximum = _mean_and_maximum(acc)
+    zero = jnp.zeros_like(mean)
+    bottom = jnp.ones_like(_bits.magnitude_bits(mean))
+    start = _Bracket(zero, zero + 1, bottom, bottom * (_INFINITY_BITS - 1))
+    low, candidates, count = _candidates(acc, k)
+    bits = _bits.magnitude_bits(candidates)
+
+    def sample(bracket: _Bracket, reached_by) -> _Bracket:
+        ratio = bracket.left + (bracket.right - bracket.left) / 2
+        threshold = jnp.minimum(mean + ratio * (maximum - mean), maximum)
+        # Zeros reach no threshold, that of mean 0 included.
+        pattern = jnp.maximum(_bits.magnitude_bits(threshold), 1)
+        more = reached_by(pattern) > k
+        # Thresholds only rise on the left and fall on the right, so the last one
+        # of each side is the best: thres1 and thres2 need no k1 and k2.
+        return _Bracket(
+            jnp.where(more, ratio, bracket.left),
+            jnp.where(more, bracket.right, ratio),
+            jnp.where(more, pattern, bracket.lower),
+            jnp.where(more, bracket.top, pattern - 1),
+        )
+
+    def among_candidates(pattern):
+        return jnp.sum(bits >= pattern, dtype=jnp.int32)
+
+    def unfinished(carry):
+        return carry[0] < samplings
+
+    def among_all(carry):
+        # Tied to the carry, or XLA moves |acc| out of the loop into n words.
+        here, turn = lax.optimization_barrier((acc, carry[0]))
+        return turn + 1, sample(carry[1], lambda pattern: _count(here, pattern))
+
+    if candidates.shape[0] == size:
+        found, usable = start, bottom < 0
+    else:
+        found = lax.fori_loop(0, samplings, lambda _, b: sample(b, among_candidates), start)
+        # Below ``low`` more than k: known only if more than k reach ``low``, or all do.
+        usable = ((count > k) | (low <= 1)) & (count <= candidates.shape[0])
+    # A while loop of no turns and not a ``lax.cond``, which under vmap computes both.
+    begun = jax.tree.map(lambda a, b: jnp.where(usable, a, b), found, start)
+    turn = jnp.where(usable, jnp.int32(samplings), jnp.int32(0))
+    _, bracket = lax.while_loop(unfinished, among_all, (turn, begun))
+    # More than k infinities and NaN: all thresholds were below them.
+    finite = jnp.int32(_INFINITY_BITS - 1)
+    flooded = (bracket.top == finite) & (_count(acc, finite + 1) > k)
+    return bracket._replace(
+        lower=jnp.where(flooded, _INFINITY_BITS, bracket.lower),
+        top=jnp.where(flooded, _LARGEST_BITS, bracket.top),
+    )
+
+
+def _mean_and_maximum(acc: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Lines 2 and 3, of the finite entries, ``f32[]`` each."""
+
+    def finite_bits(x):
+        bits = _bits.magnitude_bits(x)
+        return jnp.where(bits < _INFINITY_BITS, bits, 0)
+
+    maximum = _bits.magnitude_from_bits(_maximum(finite_bits, acc))
+    # Exact powers of two, so that the sum of large magnitudes does not overflow.
+    large = maximum > 1
+    down = jnp.where(large, jnp.float32(2.0**-64), jnp.float32(1))
+    up = jnp.where(large, jnp.float32(2.0**64), jnp.float32(1))
+    total = jnp.sum(_bits.magnitude_from_bits(finite_bits(acc)) * down)
+    return jnp.minimum(total / acc.shape[0] * up, maximum), maximum
+
+
+def _maximum(function, acc: jax.Array) -> jax.Array:
+    """The maximum over n entries of ``function``, whose results are not negative.
+
+    In two stages, or it is one long scalar loop on CPUs.
+    """
+    main = acc.shape[0] // 1024 * 1024
+    rest = jnp.max(function(acc[main:]), initial=0)
+    if not main:
+        return rest
+    parts = jnp.max(function(acc[:main]).reshape(-1, 32, 32), axis=1)
+    return jnp.maximum(rest, jnp.max(lax.optimization_barrier(parts)))
+
+
+def _candidates(acc: jax.Array, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A magnitude's bits, the values that reach it, and their count.
+
+    Where n is small, or k near to it, all values are returned.
+    """
+    size = acc.shape[0]
+    capacity = math.ceil(_ROOM * k) + 32
+    if size <= kth_magnitude.DIRECT_SIZE or 2 * capacity >= size:
+        none = jnp.zeros_like(acc[0], jnp.int32)
+        return none, acc, none + size
+    low = kth_magnitude.sampled_magnitude_bits(acc, k)
+    candidates, count = compaction.compact(acc, low, capacity=capacity)
+    return low, candidates.values, count
+
+
+def _count(acc: jax.Array, pattern: jax.Array) -> jax.Array:
+    """Line 10: how many entries reach a threshold."""
+    words = _words(acc, lambda bits: bits >= pattern)
+    return jnp.sum(_bits.popcount(words), dtype=jnp.int32)
+
+
+def _words_between(acc: jax.Array, bracket: _Bracket, k: int, turn: jax.Array) -> jax.Array:
+    """Lines 25 to 28: all above the bracket, and the missing ones from within it."""
+    above = _words(acc, lambda bits: bits > bracket.top)
+    within = _words(acc, lambda bits: (bits >= bracket.lower) & (bits <= bracket.top))
+    missing = k - jnp.sum(_bits.popcount(above), dtype=jnp.int32)
+    count = jnp.sum(_bits.popcount(within), dtype=jnp.int32)
+    # The ranks of the first and the last of the run: a window of ``missing``.
+    ends = jnp.stack([jnp.zeros_like(missing), missing - 1])
+    moved = turn.astype(jnp.uint32) * missing.astype(jnp.uint32)
+    start = (moved % jnp.maximum(count, 1).astype(jnp.uint32)).astype(jnp.int32)
+    wraps = start + missing > count
+    ranks = (start + ends) % jnp.maximum(count, 1)
+    positions, _ = compaction.nth_position(within, ranks)
+    from_first = ~_bits_below(positions[0], within)
+    to_last = _bits_below(positions[1] + 1, within)
+    run = jnp.where(wraps, from_first | to_last, from_first & to_last)
+    run = jnp.where(count > missing, run, jnp.uint32(_ALL_ONES))
+    return above | jnp.where(missing > 0, within & run, jnp.uint32(0))
+
+
+def _bits_below(position: jax.Array, words: jax.Array) -> jax.Array:
+    """A mask of all entries before ``position``, in the shape of ``words``."""
+    first = 32 * jnp.arange(words.shape[0], dtype=jnp.int32)
+    width = jnp.clip(position - first, 0, 32).astype(jnp.uint32)
+    partial = (jnp.uint32(1) << jnp.minimum(width, 31)) - 1
+    return jnp.where(width < 32, partial, jnp.uint32(_ALL_ONES))
+
+
+def _words(acc: jax.Array, predicate) -> jax.Array:
+    return compaction.mask_words(
+        lambda start, stop: predicate(_bits.magnitude_bits(acc[start:stop])), acc.shape[0]
+    )

@@ -1,0 +1,114 @@
+"""RedSync: a threshold searched between the mean and the maximum.
+
+Fang et al. 2019 place the threshold at ``mean + ratio (maximum - mean)`` of the
+magnitudes and halve the interval of the ratio until the count is in [k, 2k].
+
+Deviation: the search is bounded by rounds and not by the width of the interval,
+and where it ends without success the side on which at least k entries pass is
+taken: on ties the other side may select nothing at all.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sparse_collectives import _bits, _validation, compaction
+from sparse_collectives._types import SelectInfo, Selector
+from sparse_collectives.select import _statistics
+
+
+def redsync(*, density: float, rounds: int = 20, headroom: float = 1.0) -> Selector:
+    """Selects by a threshold that between k and 2k entries reach.
+
+    The threshold is not below the mean magnitude, so fewer than k entries may
+    pass where the density is large or few entries make up the sum. Zeros are
+    never selected.
+
+    NaN and infinity are left out of mean and maximum, are always selected and
+    count. Where all magnitudes are subnormal mean and maximum may vanish; every
+    nonzero entry passes then.
+
+    Args:
+      density: the wanted k / n, in (0, 1]. At 1 every nonzero is selected.
+      rounds: the most thresholds that are tried. A maximum far from the rest (a
+        heavy tail) takes one round for each power of two of the distance.
+      headroom: slots beyond k, as a share of k; 1 holds all that the search aims
+        at. Entries that pass the threshold and find no slot stay with the caller;
+        which ones changes from step to step, so that none waits for ever.
+
+    Returns:
+      A :class:`Selector` whose buffers have ``ceil((1 + headroom) k)`` slots and
+      whose state is ``i32[]``, the steps taken.
+
+    Raises:
+      TypeError: density is not a number.
+      ValueError: an argument out of its range.
+
+    Cost: three passes over n entries (maximum, mean, selection) and one for each
+    round, two to six of them for gradients; three more where some entries are not
+    finite.
+
+    References:
+      Fang et al. 2019, "RedSync: reducing synchronization bandwidth for
+      distributed deep learning training system", threshold binary search.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> selector = redsync(density=0.25)
+      >>> acc = jnp.array([0.1, -3.0, 0.2, 0.0])
+      >>> coo, _, info = selector.select(acc, selector.init(4))
+      >>> coo.indices.tolist(), int(info.selected)
+      ([1, 4], 1)
+    """
+    density = _validation.check_density(density)
+    rounds = _validation.check_positive_int("rounds", rounds)
+    headroom = _validation.check_number("headroom", headroom, 0.0, math.inf)
+
+    def init(size: int) -> jax.Array:
+        _validation.check_size(size)
+        return jnp.zeros((), jnp.int32)
+
+    def select(acc: jax.Array, state: jax.Array):
+        acc = _validation.as_vector("acc", acc)
+        size = acc.shape[0]
+        k = _validation.count_from_density(density, size)
+        capacity = size if math.isinf(headroom) else min(size, math.ceil((1 + headroom) * k))
+        if k == size:
+            capacity, threshold = size, jnp.zeros((), jnp.float32)
+        else:
+            threshold = _searched_threshold(acc, k, rounds)
+        coo, count = compaction.compact(
+            acc, _bits.magnitude_bits(threshold), capacity=capacity, turn=state
+        )
+        selected = jnp.minimum(count, capacity)
+        return coo, state + 1, SelectInfo(selected, count - selected, threshold)
+
+    return Selector(init, select)
+
+
+def _searched_threshold(acc: jax.Array, k: int, rounds: int) -> jax.Array:
+    """The threshold that k to 2k entries reach, or the nearest below that was tried."""
+    extent = _statistics.extent(acc)
+    mean = jnp.minimum(extent.total / extent.count * extent.up, extent.largest)
+
+    def unfinished(carry):
+        turn, _, _, found = carry
+        return (turn < rounds) & ~found
+
+    def halve(carry):
+        turn, low, high, _ = carry
+        # Tied to the carry, or XLA moves |acc| out of the loop into n words.
+        here, ratio = lax.optimization_barrier((acc, (low + high) / 2))
+        threshold = mean + ratio * (extent.largest - mean)
+        count = _statistics.count_reaching(here, _bits.magnitude_bits(threshold))
+        enough = count >= k
+        # Compared as floats: 2k may not fit an int32.
+        found = enough & (count.astype(jnp.float32) <= 2.0 * k)
+        return turn + 1, jnp.where(enough, ratio, low), jnp.where(enough, high, ratio), found
+
+    low = jnp.zeros_like(mean)
+    start = (jnp.zeros((), jnp.int32), low, jnp.ones_like(low), jnp.zeros((), bool))
+    _, ratio, _, _ = lax.while_loop(unfinished, halve, start)
+    return mean + ratio * (extent.largest - mean)

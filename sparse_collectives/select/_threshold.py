@@ -1,0 +1,73 @@
+"""A fixed threshold: all that reaches a given magnitude.
+
+The oldest selection (Strom 2015): no statistics and nothing to adapt, so the
+count is whatever the accumulator makes of it. The static capacity bounds it.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparse_collectives import _bits, _validation, compaction
+from sparse_collectives._types import SelectInfo, Selector
+
+
+def threshold(*, magnitude: float, density: float) -> Selector:
+    """Selects the entries whose magnitude reaches ``magnitude``.
+
+    Zeros are never selected, also with ``magnitude=0``, which takes all that is
+    not zero. NaN counts as larger than infinity.
+
+    Where more entries reach the threshold than there are slots, a window of them
+    is taken which moves on at each step, so that none waits for ever; the others
+    are counted as overflow and stay with the caller.
+
+    Args:
+      magnitude: the threshold, in [0, inf], in the units of the accumulator and
+        rounded to float32. It depends on the learning rate, the loss and the
+        layer, so it has to be found by trial: where that is not wanted, use
+        ``topk`` or ``threshold_reuse``.
+      density: the slots of the buffer as a share of n, in (0, 1]: an upper bound
+        of k / n, not a goal.
+
+    Returns:
+      A :class:`Selector` whose buffers have ``max(1, round(density * n))`` slots
+      and whose state is ``i32[]``, the number of steps.
+
+    Raises:
+      TypeError: density is not a number.
+      ValueError: an argument out of its range.
+
+    Cost: one pass over n entries, O(k log n).
+
+    References:
+      Strom, Scalable Distributed DNN Training Using Commodity GPU Cloud
+      Computing, Interspeech 2015.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> selector = threshold(magnitude=1.0, density=0.75)
+      >>> coo, _, info = selector.select(jnp.array([1.0, -3.0, 0.5, 0.0]), selector.init(4))
+      >>> coo.indices.tolist(), coo.values.tolist()
+      ([0, 1, 4], [1.0, -3.0, 0.0])
+    """
+    magnitude = _validation.check_number("magnitude", magnitude, 0.0, float("inf"))
+    density = _validation.check_density(density)
+    with np.errstate(over="ignore", under="ignore"):
+        # Rounded here: a platform that flushes subnormals would make 0 of them.
+        pattern = int(np.float32(magnitude).view(np.int32))
+
+    def init(size: int) -> jax.Array:
+        _validation.check_size(size)
+        return jnp.zeros((), jnp.int32)
+
+    def select(acc: jax.Array, state: jax.Array):
+        acc = _validation.as_vector("acc", acc)
+        capacity = _validation.count_from_density(density, acc.shape[0])
+        bits = jnp.int32(pattern)
+        coo, count = compaction.compact(acc, bits, capacity=capacity, turn=state)
+        selected = jnp.minimum(count, capacity)
+        info = SelectInfo(selected, count - selected, _bits.magnitude_from_bits(bits))
+        return coo, state + 1, info
+
+    return Selector(init, select)
