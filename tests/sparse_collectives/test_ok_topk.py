@@ -6,16 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import sparse_collectives as sc
 from sparse_collectives.allreduce.ok_topk import (
-    _balance,
     _global_selection,
     _regions,
     _split_reduce,
-    _spread,
 )
 from tests.reference import ok_topk as oracle
 from tests.sparse_collectives import helpers
@@ -278,137 +274,6 @@ def test_global_threshold_with_fewer_than_k_nonzeros_is_the_smallest():
             lambda b: _global_selection.global_threshold(b, 10, "workers"), axis_size=2
         )
         assert find(values).tolist() == [wanted] * 2
-
-
-# Balance.
-
-
-def sequential_flow(counts, capacity):
-    """The same recursion, walked around the ring until it settles."""
-    flow = [0] * len(counts)
-    for _ in range(3):
-        for worker in range(len(counts)):
-            flow[worker] = max(0, flow[worker - 1] + counts[worker] - capacity)
-    return flow
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 12), min_size=6, max_size=6), st.integers(0, 4))
-def test_ring_flow_leaves_each_worker_what_it_has_room_for(counts, extra):
-    capacity = -(-sum(counts) // 6) + extra
-    flow = np.asarray(_RING_FLOW(jnp.asarray(counts, jnp.int32), capacity))
-    assert flow.tolist() == sequential_flow(counts, capacity)
-    remaining = np.asarray(counts) + np.roll(flow, 1) - flow
-    assert (remaining <= capacity).all()
-
-
-_RING_FLOW = jax.jit(_balance.ring_flow)
-
-
-@functools.cache
-def _balancer(workers, k, slack, branch):
-    plan = _balance.make_plan(k, workers, slack)
-
-    def run(values, indices, counts):
-        entries = sc.PaddedCOO(values, indices, 10_000)
-        chosen = _balance.choose_branch(counts, plan)
-        moved = _balance.balance(
-            entries,
-            counts,
-            jnp.int32(branch) if branch is not None else chosen,
-            plan,
-            axis="workers",
-            codec=sc.wire.raw(),
-        )
-        total = _balance.gather(moved, axis="workers", codec=sc.wire.raw())
-        return total.to_dense(), moved.count(), chosen
-
-    return plan, sc.simulate(run, axis_size=workers, in_axes=(0, 0, None))
-
-
-def check_balance(counts, k, slack, branch=None):
-    workers = len(counts)
-    plan, run = _balancer(workers, k, slack, branch)
-    indices = np.full((workers, k), 10_000, np.int32)
-    values = np.zeros((workers, k), np.float32)
-    expected = np.zeros(10_000, np.float32)
-    first = 0
-    for worker, count in enumerate(counts):
-        indices[worker, :count] = 3 * np.arange(first, first + count)
-        values[worker, :count] = 1 + np.arange(first, first + count)
-        expected[indices[worker, :count]] = values[worker, :count]
-        first += count
-    total, moved, chosen = run(values, indices, np.asarray(counts, np.int32))
-    np.testing.assert_array_equal(total, np.broadcast_to(expected, total.shape))
-    assert np.asarray(moved).max() <= plan.capacity
-    assert (np.asarray(chosen) == np.asarray(chosen)[0]).all()
-    return _balance.BRANCHES[int(chosen[0])]
-
-
-def test_balance_moves_nothing_when_all_fit():
-    assert check_balance([10, 10, 12, 8], k=40, slack=1.25) == "none"
-
-
-def test_balance_moves_to_neighbours_when_they_nearly_fit():
-    assert check_balance([14, 10, 8, 8], k=40, slack=1.25) == "neighbours"
-    assert check_balance([8, 8, 10, 14], k=40, slack=1.25) == "neighbours"
-    assert check_balance([15, 25], k=40, slack=1.1) == "neighbours"
-
-
-def test_balance_deals_a_surplus_out_where_the_neighbours_have_no_room():
-    crowd = [18, 18, 18, 18, 2, 2, 2, 2]
-    assert check_balance(crowd, k=80, slack=1.25) == "spread"
-    assert check_balance(crowd[::-1], k=80, slack=1.25) == "spread"
-    assert check_balance([18, 2, 18, 18, 18, 2, 2, 2], k=80, slack=1.25) == "spread"
-
-
-def test_balance_uses_all_to_all_in_the_extreme():
-    assert check_balance([40, 0, 0, 0], k=40, slack=1.25) == "all_to_all"
-    assert check_balance([0, 0, 0, 40], k=40, slack=1.25) == "all_to_all"
-    assert check_balance([20, 20, 0, 0], k=40, slack=1.25) == "all_to_all"
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 12), min_size=6, max_size=6), st.integers(0, 3))
-def test_a_deal_gives_each_free_slot_to_one_entry_at_most(counts, extra):
-    capacity = -(-sum(counts) // 6) + extra
-    if capacity == 0:
-        return
-    counts = np.asarray(counts, np.int32)
-    surplus = np.maximum(counts - capacity, 0)
-    received = np.zeros(6, int)
-    largest = 0
-    for me in range(6):
-        deal = _DEAL(jnp.asarray(counts), me, capacity, jnp.arange(12, dtype=jnp.int32))
-        pairs = [(int(w), int(q)) for w, q in zip(deal.worker, deal.slot, strict=True)][
-            : surplus[me]
-        ]
-        assert len(set(pairs)) == len(pairs)
-        for worker, place in pairs:
-            received[worker] += 1
-            largest = max(largest, place + 1)
-    assert (received + np.minimum(counts, capacity) <= capacity).all()
-    assert largest <= int(_MOST(jnp.asarray(counts), capacity))
-
-
-_DEAL = jax.jit(_spread.deal, static_argnums=2)
-_MOST = jax.jit(_spread.most_per_pair, static_argnums=1)
-
-
-def test_all_to_all_fits_where_the_others_would_do_too():
-    for counts in ([10, 10, 10, 10], [0, 0, 0, 0], [1, 0, 39, 0], [13, 9, 2, 1]):
-        check_balance(counts, k=40, slack=1.0, branch=3)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 40), min_size=5, max_size=5))
-def test_balance_delivers_everything_whatever_the_counts(counts):
-    # At most k = 40 in all, as the global selection guarantees.
-    limited, left = [], 40
-    for count in counts:
-        limited.append(min(count, left))
-        left -= limited[-1]
-    check_balance(limited, k=40, slack=1.25)
 
 
 # Bad input.
