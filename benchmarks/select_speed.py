@@ -93,6 +93,8 @@ def measure(size, density, rounds, seed):
     data = [jnp.asarray(x) for x in host]
     runs = outside(density, k, host[0])
     runs |= {f"select.{name}": stepper(s, data) for name, s in selectors(density).items()}
+    for run in runs.values():  # compile, and touch the memory
+        run()
     times = {name: [] for name in runs}
     selected = {}
     for _ in range(rounds):
@@ -147,13 +149,15 @@ def draw(rows, path):
         1, len(densities), figsize=(5 * len(densities), 4.5), sharey=True, layout="constrained"
     )
     for panel, density in zip(np.atleast_1d(panels), densities, strict=True):
+        panel.set_prop_cycle(color=plt.colormaps["tab20"].colors)
         for name in dict.fromkeys(row["contestant"] for row in rows):
             line = [r for r in rows if r["contestant"] == name and r["density"] == density]
             style = "-" if name.startswith("select.") else "--"
             panel.plot(
                 [r["size"] for r in line], [r["ratio"] for r in line], style, marker=".", label=name
             )
-        panel.set(xscale="log", yscale="log", xlabel="n", title=f"density {density:g}")
+        panel.set_xscale("log", base=2)
+        panel.set(yscale="log", xlabel="n", title=f"density {density:g}")
     np.atleast_1d(panels)[0].set_ylabel("time / time of lax.top_k")
     np.atleast_1d(panels)[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=130)
