@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _bits, _validation, compaction
-from sparse_collectives._types import SelectInfo, Selector
-from sparse_collectives.select import _statistics
+from sparse_collectives import _bits, _validation
+from sparse_collectives._types import Selector
+from sparse_collectives.select import _reaching, _statistics
 
 _FACTOR = 0.8
 _MAX_ROUNDS = 20
@@ -79,18 +79,19 @@ def gaussian_k(*, density: float, adjust: bool = False, headroom: float = 0.25) 
         acc = _validation.as_vector("acc", acc)
         size = acc.shape[0]
         k = _validation.count_from_density(density, size)
-        capacity = size if math.isinf(headroom) else min(size, math.ceil((1 + headroom) * k))
         if k == size:
-            capacity, threshold = size, jnp.zeros((), jnp.float32)
+            threshold = jnp.zeros((), jnp.float32)
         else:
             threshold = _fitted_threshold(acc, k)
             if adjust:
                 threshold = _lowered(acc, threshold, k)
-        coo, count = compaction.compact(
-            acc, _bits.magnitude_bits(threshold), capacity=capacity, turn=state
+        coo, info = _reaching.select_reaching(
+            acc,
+            _bits.magnitude_bits(threshold),
+            capacity=_reaching.slots_for(k, size, headroom),
+            turn=state,
         )
-        selected = jnp.minimum(count, capacity)
-        return coo, state + 1, SelectInfo(selected, count - selected, threshold)
+        return coo, state + 1, info
 
     return Selector(init, select)
 

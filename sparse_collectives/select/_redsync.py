@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _bits, _validation, compaction
-from sparse_collectives._types import SelectInfo, Selector
-from sparse_collectives.select import _statistics
+from sparse_collectives import _bits, _validation
+from sparse_collectives._types import Selector
+from sparse_collectives.select import _reaching, _statistics
 
 
 def redsync(*, density: float, rounds: int = 20, headroom: float = 1.0) -> Selector:
@@ -74,16 +74,17 @@ def redsync(*, density: float, rounds: int = 20, headroom: float = 1.0) -> Selec
         acc = _validation.as_vector("acc", acc)
         size = acc.shape[0]
         k = _validation.count_from_density(density, size)
-        capacity = size if math.isinf(headroom) else min(size, math.ceil((1 + headroom) * k))
         if k == size:
-            capacity, threshold = size, jnp.zeros((), jnp.float32)
+            threshold = jnp.zeros((), jnp.float32)
         else:
             threshold = _searched_threshold(acc, k, rounds)
-        coo, count = compaction.compact(
-            acc, _bits.magnitude_bits(threshold), capacity=capacity, turn=state
+        coo, info = _reaching.select_reaching(
+            acc,
+            _bits.magnitude_bits(threshold),
+            capacity=_reaching.slots_for(k, size, headroom),
+            turn=state,
         )
-        selected = jnp.minimum(count, capacity)
-        return coo, state + 1, SelectInfo(selected, count - selected, threshold)
+        return coo, state + 1, info
 
     return Selector(init, select)
 

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.scipy.special import gammaln
 
-from sparse_collectives import _bits, _validation, compaction
-from sparse_collectives._types import SelectInfo, Selector
-from sparse_collectives.select import _statistics
+from sparse_collectives import _bits, _validation
+from sparse_collectives._types import Selector
+from sparse_collectives.select import _reaching, _statistics
 
 _DISTRIBUTIONS = ("exponential", "gamma", "pareto")
 _STAGE_DENSITY = 0.25
@@ -117,17 +117,19 @@ def sidco(
         acc = _validation.as_vector("acc", acc)
         size = acc.shape[0]
         k = _validation.count_from_density(density, size)
-        capacity = size if math.isinf(headroom) else min(size, math.ceil((1 + headroom) * k))
         if k == size:
-            capacity, threshold = size, jnp.zeros((), jnp.float32)
+            threshold = jnp.zeros((), jnp.float32)
         else:
             threshold = _fitted_threshold(acc, k, distribution, state.stages)
-        coo, count = compaction.compact(
-            acc, _bits.magnitude_bits(threshold), capacity=capacity, turn=state.count
+        coo, info = _reaching.select_reaching(
+            acc,
+            _bits.magnitude_bits(threshold),
+            capacity=_reaching.slots_for(k, size, headroom),
+            turn=state.count,
         )
-        selected = jnp.minimum(count, capacity)
-        state = _adapt(state, count, k, period, tolerance, min(max_stages, _most_stages(k, size)))
-        return coo, state, SelectInfo(selected, count - selected, threshold)
+        passed = info.selected + info.overflow
+        state = _adapt(state, passed, k, period, tolerance, min(max_stages, _most_stages(k, size)))
+        return coo, state, info
 
     return Selector(init, select)
 

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_collectives import _bits, _validation, compaction
-from sparse_collectives._types import SelectInfo, Selector
+from sparse_collectives import _validation
+from sparse_collectives._types import Selector
+from sparse_collectives.select import _reaching
 
 
 def threshold(*, magnitude: float, density: float) -> Selector:
@@ -64,10 +65,9 @@ def threshold(*, magnitude: float, density: float) -> Selector:
     def select(acc: jax.Array, state: jax.Array):
         acc = _validation.as_vector("acc", acc)
         capacity = _validation.count_from_density(density, acc.shape[0])
-        bits = jnp.int32(pattern)
-        coo, count = compaction.compact(acc, bits, capacity=capacity, turn=state)
-        selected = jnp.minimum(count, capacity)
-        info = SelectInfo(selected, count - selected, _bits.magnitude_from_bits(bits))
+        coo, info = _reaching.select_reaching(
+            acc, jnp.int32(pattern), capacity=capacity, turn=state
+        )
         return coo, state + 1, info
 
     return Selector(init, select)

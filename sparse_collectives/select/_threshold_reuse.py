@@ -23,6 +23,7 @@ from jax import lax
 from sparse_collectives import _bits, _validation, compaction
 from sparse_collectives._types import SelectInfo, Selector
 from sparse_collectives.kth_magnitude import kth_magnitude_bits
+from sparse_collectives.select import _reaching
 
 _MAX_RECOUNTS = 4
 _STEEPEST = 100.0
@@ -97,7 +98,7 @@ def threshold_reuse(
         acc = _validation.as_vector("acc", acc)
         size = acc.shape[0]
         k = _validation.count_from_density(density, size)
-        capacity = size if math.isinf(headroom) else min(size, math.ceil((1 + headroom) * k))
+        capacity = _reaching.slots_for(k, size, headroom)
         if k == size:
             return _select_all(acc, state)
 
@@ -127,8 +128,8 @@ def threshold_reuse(
 
 def _select_all(acc: jax.Array, state: ThresholdReuseState):
     """Density 1: every nonzero."""
-    coo, count = compaction.compact(acc, jnp.int32(0), capacity=acc.shape[0])
-    info = SelectInfo(count, jnp.zeros_like(count), jnp.zeros_like(state.threshold))
+    none = jnp.zeros_like(state.count)
+    coo, info = _reaching.select_reaching(acc, none, capacity=acc.shape[0], turn=state.count)
     return coo, state._replace(count=state.count + 1), info
 
 

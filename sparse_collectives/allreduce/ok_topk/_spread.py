@@ -57,11 +57,8 @@ def deal(counts: jax.Array, me: jax.Array, capacity: int, entry: jax.Array) -> D
     words = compaction.mask_words(lambda start, stop: free[start:stop], free.shape[0])
     place, _ = compaction.nth_position(words, first + entry)
     start, _ = compaction.nth_position(words, first[None])
-    worker = place % workers
-    # A worker with room on one level has had room on all levels before: from
-    # where this run started it got one entry a level.
-    passed = (worker < start[0] % workers).astype(jnp.int32)
-    return Deal(worker, place // workers - start[0] // workers - passed)
+    # A worker gets one entry a level at most, so levels are distinct slots.
+    return Deal(place % workers, place // workers - start[0] // workers)
 
 
 def _level(rank: jax.Array, room: jax.Array, capacity: int) -> jax.Array:
