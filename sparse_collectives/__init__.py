@@ -9,6 +9,7 @@ from sparse_collectives._simulate import simulate
 from sparse_collectives._types import (
     AxisName,
     Codec,
+    Encoded,
     ReduceInfo,
     SelectInfo,
     Selector,
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AxisName",
     "Codec",
+    "Encoded",
     "PaddedCOO",
     "ReduceInfo",
     "SelectInfo",

@@ -49,8 +49,9 @@ class SparseAllreduce(NamedTuple):
       reduce: ``reduce(coo, state, *, axis) -> (total, undelivered, state, info)``.
         ``total`` (a PaddedCOO, or ``f[size]`` where the result is dense) is the
         same bits on every worker. ``undelivered`` is a PaddedCOO of what this
-        worker must keep. Conservation: over the workers, the sum of ``coo``
-        equals ``total`` plus the sum of ``undelivered``.
+        worker must keep; an index may occur more than once in it, and its values
+        add. Conservation: over the workers, the sum of ``coo`` equals ``total``
+        plus the sum of ``undelivered``.
     """
 
     init: Callable[..., State]
@@ -75,12 +76,39 @@ class ReduceInfo(NamedTuple):
 
 
 class Codec(NamedTuple):
-    """How value-index pairs are encoded for an exchange.
+    """How value-index pairs, and dense runs of values, are encoded for an exchange.
+
+    A decoded message has the entries of the encoded one, in their order, with
+    values that may be rounded and padding that may lie in between. What that
+    costs is reported to the sender, so that nothing is lost.
 
     Attributes:
-      encode: ``encode(PaddedCOO[..., c]) -> i32[..., words]``.
-      decode: ``decode(i32[..., words], size, dtype) -> PaddedCOO[..., c]``.
+      encode: ``encode(PaddedCOO[..., c], seed) -> Encoded``. ``seed`` is ``u32[]``
+        and fixes the random rounding, where there is one.
+      decode: ``decode(i32[..., w], size, dtype) -> PaddedCOO[..., d]``; d >= c.
+      encode_dense: ``encode_dense(f[..., m], seed) -> (i32[..., w], f[..., m])``:
+        the message, and what the values lose by it.
+      decode_dense: ``decode_dense(i32[..., w], m, dtype) -> f[..., m]``.
+      exact: whether every message is decoded to the bits that were encoded; then
+        ``sent`` is true for all entries and ``error`` is 0.
     """
 
-    encode: Callable[..., jax.Array]
+    encode: Callable[..., "Encoded"]
     decode: Callable[..., Any]
+    encode_dense: Callable[..., tuple[jax.Array, jax.Array]]
+    decode_dense: Callable[..., jax.Array]
+    exact: bool
+
+
+class Encoded(NamedTuple):
+    """A message, and what its receiver will not see.
+
+    Attributes:
+      message: ``i32[..., w]``.
+      sent: ``bool[..., c]``, the entries that are in the message; false for padding.
+      error: ``f[..., c]``, the value minus the decoded one where ``sent``, else 0.
+    """
+
+    message: jax.Array
+    sent: jax.Array
+    error: jax.Array

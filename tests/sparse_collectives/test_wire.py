@@ -16,7 +16,8 @@ DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.f
 UNSIGNED = {2: np.uint16, 4: np.uint32}
 RAW = sc.wire.raw()
 
-encode = jax.jit(RAW.encode)
+SEED = np.uint32(7)
+encode = jax.jit(lambda coo: RAW.encode(coo, SEED).message)
 decode = jax.jit(RAW.decode, static_argnums=(1, 2))
 
 
@@ -64,22 +65,44 @@ def test_raw_is_exact_for_every_bit_pattern(name, seed):
 def test_raw_is_exact_for_all_sixteen_bit_values(name):
     values = np.arange(1 << 16, dtype=np.uint16).view(DTYPES[name])
     coo = sc.PaddedCOO(jnp.asarray(values), jnp.arange(1 << 16, dtype=jnp.int32), 1 << 16)
-    assert_same_bits(RAW.decode(RAW.encode(coo), 1 << 16, DTYPES[name]), coo)
+    assert_same_bits(RAW.decode(encode(coo), 1 << 16, DTYPES[name]), coo)
 
 
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("shape", [(1,), (3, 5), (2, 3, 4), (2, 0), (0, 7)])
 def test_leading_dimensions_stay(name, shape):
     coo = any_coo(name, 0, shape)
-    words = RAW.encode(coo)
+    words = encode(coo)
     assert words.shape == (*shape[:-1], 2 * shape[-1])
     assert_same_bits(RAW.decode(words, SIZE, DTYPES[name]), coo)
 
 
 def test_rows_are_encoded_by_themselves():
     coo = any_coo("float32", 1, (4, 6))
-    by_row = jax.vmap(RAW.encode)(coo)
-    np.testing.assert_array_equal(by_row, RAW.encode(coo))
+    by_row = jax.vmap(encode)(coo)
+    np.testing.assert_array_equal(by_row, encode(coo))
     # A row of the words alone, as after an exchange.
     row = RAW.decode(by_row[2], SIZE, jnp.float32)
     assert_same_bits(row, jax.tree.map(lambda leaf: leaf[2], coo))
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_an_exact_codec_reports_no_error(name):
+    coo = sc.PaddedCOO(any_coo(name, 3).values, jnp.arange(CAPACITY, dtype=jnp.int32), 50)
+    encoded = RAW.encode(coo, SEED)
+    assert RAW.exact
+    np.testing.assert_array_equal(encoded.sent, np.arange(CAPACITY) < 50)
+    assert not bits(encoded.error).any()
+    assert encoded.error.dtype == coo.values.dtype
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("shape", [(1,), (2,), (7,), (3, 5), (2, 0)])
+def test_dense_values_are_exact(name, shape):
+    values = any_coo(name, 4, shape).values
+    message, error = RAW.encode_dense(values, SEED)
+    assert message.dtype == jnp.int32
+    assert message.shape == (*shape[:-1], -(-shape[-1] * values.dtype.itemsize // 4))
+    decoded = RAW.decode_dense(message, shape[-1], DTYPES[name])
+    np.testing.assert_array_equal(bits(decoded), bits(values))
+    assert not bits(error).any()

@@ -121,7 +121,9 @@ def balance(
         step = jnp.arange(plan.neighbour_capacity, dtype=jnp.int32)
         outgoing = _take(entries, jnp.where(step < passed, kept + step, entries.capacity))
         pairs = [(source, (source + 1) % workers) for source in range(workers)]
-        incoming = _decode(transport.ppermute(codec.encode(outgoing), axis, pairs), entries, codec)
+        incoming = _decode(
+            transport.ppermute(_message(outgoing, codec), axis, pairs), entries, codec
+        )
         own = _take(entries, jnp.where(slot < kept, slot, entries.capacity))
         return _append(own, kept, incoming)
 
@@ -136,7 +138,7 @@ def balance(
             capacity + surplus, mode="drop"
         )
         outgoing = _take(entries, source.reshape(workers, block))
-        incoming = _decode(transport.all_to_all(codec.encode(outgoing), axis), entries, codec)
+        incoming = _decode(transport.all_to_all(_message(outgoing, codec), axis), entries, codec)
         return _append(_take(entries, slot), jnp.minimum(counts[me], capacity), incoming)
 
     def by_rank():
@@ -146,7 +148,7 @@ def balance(
         source = jnp.arange(workers * block, dtype=jnp.int32).reshape(workers, block) - first
         mine = (source >= 0) & (source < counts[me])
         outgoing = _take(entries, jnp.where(mine, source, entries.capacity))
-        incoming = _decode(transport.all_to_all(codec.encode(outgoing), axis), entries, codec)
+        incoming = _decode(transport.all_to_all(_message(outgoing, codec), axis), entries, codec)
         # Each slot is filled by one worker at most; the others sent padding.
         indices = jnp.min(incoming.indices, axis=0)
         filled = incoming.indices < entries.size
@@ -161,7 +163,7 @@ def balance(
 
 def gather(entries: PaddedCOO, *, axis: AxisName, codec: Codec) -> PaddedCOO:
     """All workers' slots, on every worker; unique indices, padding in between."""
-    words = transport.all_gather(codec.encode(entries), axis)
+    words = transport.all_gather(_message(entries, codec), axis)
     everyone = codec.decode(words, entries.size, entries.values.dtype)
     return PaddedCOO(everyone.values.reshape(-1), everyone.indices.reshape(-1), entries.size)
 
@@ -197,6 +199,10 @@ def _take(coo: PaddedCOO, slot: jax.Array) -> PaddedCOO:
     values = coo.values.at[slot].get(mode="fill", fill_value=0)
     indices = coo.indices.at[slot].get(mode="fill", fill_value=coo.size)
     return PaddedCOO(values, indices, coo.size)
+
+
+def _message(coo: PaddedCOO, codec: Codec) -> jax.Array:
+    return codec.encode(coo, jnp.uint32(0)).message
 
 
 def _decode(words: jax.Array, like: PaddedCOO, codec: Codec) -> PaddedCOO:

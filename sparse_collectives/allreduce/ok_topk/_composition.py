@@ -111,6 +111,8 @@ def ok_topk(
     schedule = _validation.check_choice("schedule", schedule, ("auto", "rotation", "all_to_all"))
     bucket_size = _validation.check_positive_int("bucket_size", bucket_size)
     codec = wire.raw() if codec is None else codec
+    if not codec.exact:
+        raise ValueError("codec must be exact: use wire.raw().")
 
     def init(size: int, axis_size: int) -> OkTopkState:
         _validation.check_size(size)
@@ -134,7 +136,7 @@ def ok_topk(
 
         def pair_words(slots: int) -> int:
             message = padded_coo.empty(coo.size, slots, coo.values.dtype)
-            return jax.eval_shape(codec.encode, message).size
+            return jax.eval_shape(codec.encode, message, jnp.uint32(0)).message.size
 
         # Lines 5 to 7: agree on the regions.
         with jax.named_scope(f"ok_topk/repartition.every{repartition_period}"):

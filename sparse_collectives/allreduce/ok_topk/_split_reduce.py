@@ -137,7 +137,7 @@ def split_and_reduce(
       which slots of ``coo`` were sent to an owner.
     """
     blocks = split(coo, boundaries, capacity, turn)
-    words = codec.encode(blocks.coo)
+    words = codec.encode(blocks.coo, jnp.uint32(0)).message
     received = [
         codec.decode(bucket, coo.size, coo.values.dtype)
         for bucket in exchange(words, axis, schedule=schedule, bucket_size=bucket_size)
