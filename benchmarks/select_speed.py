@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_collectives import select
+from sparse_collectives import Layout, select
 
 try:
     import torch
@@ -30,8 +30,8 @@ except ImportError:
     torch = None
 
 BASE = "lax.top_k"
-# The arguments of a selector that are not just a density.
-SPECIAL = {"threshold"}
+# Those that do not have a density as their only argument.
+SPECIAL = {"threshold", "adtopk_threshold", "layerwise"}
 
 
 def accumulators(size, seed):
@@ -66,13 +66,24 @@ def selectors(density):
         for name in select.__all__
         if name[0].islower() and name not in SPECIAL
     }
-    return {name: factory(density=density) for name, factory in factories.items()}
+    made = {name: factory(density=density) for name, factory in factories.items()}
+    made["adtopk_threshold"] = select.adtopk_threshold(density=density, steps=10**9, warmup=2)
+    made["layerwise(topk)"] = select.layerwise(select.topk(density=density))
+    return made
+
+
+def layout(size):
+    """Matrices as in a transformer, of at most 2^22 entries, wide and tall in turn."""
+    entries = min(size, 2**22)
+    wide = 2 ** (entries.bit_length() // 2 + 1)
+    shapes = ((entries // wide, wide), (wide, entries // wide))
+    return Layout(tuple(shapes[i % 2] for i in range(size // entries)) or ((size,),))
 
 
 def stepper(selector, data):
     """A function of no argument that takes one step, on the next of the data."""
     step = jax.jit(selector.select)
-    state = selector.init(data[0].shape[0])
+    state = selector.init(layout(data[0].shape[0]))
     turn = 0
 
     def run():

@@ -9,6 +9,7 @@ import optax
 
 from optax_ext import _buffer, _checks
 from sparse_collectives import (
+    Layout,
     PaddedCOO,
     Selector,
     SparseAllreduce,
@@ -144,7 +145,7 @@ def sparse_allreduce(
         lead = 1 if bound else workers
         local = (
             jnp.zeros((layout.size,), jnp.float32),
-            selector.init(layout.size) if layout.size else (),
+            selector.init(Layout(layout.shapes)) if layout.size else (),
             jnp.zeros((), jnp.int32),
             jnp.zeros((), jnp.float32),
         )

@@ -15,6 +15,7 @@ from sparse_collectives._types import (
     Selector,
     SparseAllreduce,
 )
+from sparse_collectives.layout import Layout
 from sparse_collectives.padded_coo import PaddedCOO
 
 __version__ = "0.1.0"
@@ -23,6 +24,7 @@ __all__ = [
     "AxisName",
     "Codec",
     "Encoded",
+    "Layout",
     "PaddedCOO",
     "ReduceInfo",
     "SelectInfo",

@@ -36,6 +36,13 @@ def _bit(indices: jax.Array) -> jax.Array:
     return jnp.uint32(1) << (indices & 31).astype(jnp.uint32)
 
 
+def of_unique(indices: jax.Array, size: int) -> jax.Array:
+    """The set of unique ``indices``, of which ``size`` is padding."""
+    # A sum is an OR as long as no bit is added twice.
+    bits = jnp.where(indices < size, _bit(indices), jnp.uint32(0))
+    return empty(size).at[indices >> 5].add(bits, mode="drop")
+
+
 def contains(words: jax.Array, indices: jax.Array) -> jax.Array:
     """Whether each index is in the set. Indices past the last word are not."""
     found = words.at[indices >> 5].get(mode="fill", fill_value=0)

@@ -17,7 +17,8 @@ class Selector(NamedTuple):
     """Chooses which entries of a worker's accumulator are sent.
 
     Attributes:
-      init: ``init(size) -> state``, for a buffer of ``size`` components.
+      init: ``init(layout) -> state``, for a flat buffer with the layers of a
+        :class:`sparse_collectives.Layout`; a number of entries is one layer.
       select: ``select(acc f[size], state) -> (PaddedCOO, state, SelectInfo)``.
         The values of the PaddedCOO are ``acc`` at its indices, unchanged.
     """

@@ -42,6 +42,13 @@ def check_positive_int(name: str, value: Any, *, minimum: int = 1) -> int:
     return int(value)
 
 
+def check_integer(name: str, value: Any) -> int:
+    """A static integer of any sign."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise ValueError(f"{name} must be an integer, got {value!r}.")
+    return int(value)
+
+
 def check_number(name: str, value: Any, low: float, high: float) -> float:
     """A static number in [low, high]."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool)

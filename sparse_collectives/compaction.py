@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _bits
+from sparse_collectives import _bits, _bitset
 from sparse_collectives.padded_coo import PaddedCOO
 
 # Fewer slots than this share of the words are found by binary search.
@@ -192,3 +192,25 @@ def compact_mask(coo: PaddedCOO, mask: jax.Array, *, capacity: int) -> tuple[Pad
     values = coo.values.at[position].get(mode="fill", fill_value=0)
     indices = coo.indices.at[position].get(mode="fill", fill_value=coo.size)
     return PaddedCOO(values, indices, coo.size), count
+
+
+def compact_indices(
+    x: jax.Array, indices: jax.Array, *, capacity: int
+) -> tuple[PaddedCOO, jax.Array]:
+    """The entries of ``x`` at unique indices that come in any order.
+
+    Args:
+      x: ``f[n]``.
+      indices: ``i32[s]``, n where there is none.
+      capacity: slots of the result; later entries that do not fit are left out.
+
+    Returns:
+      The PaddedCOO (ascending), and ``i32[]``, the number of indices below n.
+
+    Cost: O(s), and a few passes over n / 32 words.
+    """
+    size = x.shape[0]
+    words = _bitset.of_unique(indices, size)
+    ascending, count = set_positions(words, capacity, size)
+    values = x.at[ascending].get(mode="fill", fill_value=0)
+    return PaddedCOO(values, ascending, size), count

@@ -60,3 +60,10 @@ class PaddedCOO:
 def empty(size: int, capacity: int, dtype=jnp.float32) -> PaddedCOO:
     """A PaddedCOO of padding only."""
     return PaddedCOO(jnp.zeros((capacity,), dtype), jnp.full((capacity,), size, jnp.int32), size)
+
+
+def widen(coo: PaddedCOO, capacity: int) -> PaddedCOO:
+    """The same entries in ``capacity`` slots, at least as many as ``coo`` has."""
+    room = (0, capacity - coo.capacity)
+    indices = jnp.pad(coo.indices, room, constant_values=coo.size)
+    return PaddedCOO(jnp.pad(coo.values, room), indices, coo.size)

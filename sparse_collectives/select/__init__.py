@@ -1,8 +1,21 @@
 """Selectors: which entries of the accumulator a worker sends."""
 
+from sparse_collectives.select._adtopk import adtopk as adtopk
+from sparse_collectives.select._adtopk_interleaved import (
+    ADTopkInterleavedState as ADTopkInterleavedState,
+)
+from sparse_collectives.select._adtopk_interleaved import (
+    adtopk_interleaved as adtopk_interleaved,
+)
+from sparse_collectives.select._adtopk_threshold import (
+    ADTopkThresholdState as ADTopkThresholdState,
+)
+from sparse_collectives.select._adtopk_threshold import adtopk_threshold as adtopk_threshold
 from sparse_collectives.select._bucketed import bucketed as bucketed
 from sparse_collectives.select._dgc import dgc as dgc
 from sparse_collectives.select._gaussian_k import gaussian_k as gaussian_k
+from sparse_collectives.select._layers import LayersState as LayersState
+from sparse_collectives.select._layerwise import layerwise as layerwise
 from sparse_collectives.select._mstopk import mstopk as mstopk
 from sparse_collectives.select._random_k import random_k as random_k
 from sparse_collectives.select._redsync import redsync as redsync
@@ -18,11 +31,18 @@ from sparse_collectives.select._threshold_reuse import (
 from sparse_collectives.select._topk import topk as topk
 
 __all__ = [
+    "ADTopkInterleavedState",
+    "ADTopkThresholdState",
+    "LayersState",
     "SIDCoState",
     "ThresholdReuseState",
+    "adtopk",
+    "adtopk_interleaved",
+    "adtopk_threshold",
     "bucketed",
     "dgc",
     "gaussian_k",
+    "layerwise",
     "mstopk",
     "random_k",
     "redsync",

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from sparse_collectives import _bits, _validation, compaction, kth_magnitude
 from sparse_collectives._types import SelectInfo, Selector
+from sparse_collectives.layout import Layout, as_layout
 from sparse_collectives.padded_coo import PaddedCOO
 from sparse_collectives.select import _topk
 
@@ -66,8 +67,8 @@ def dgc(*, density: float, sample_share: float = 0.01, seed: int = 0) -> Selecto
         raise ValueError("sample_share must be above 0, got 0. Write for example 0.01 for 1 %.")
     seed = _validation.check_positive_int("seed", seed, minimum=0)
 
-    def init(size: int) -> jax.Array:
-        _validation.check_size(size)
+    def init(size: int | Layout) -> jax.Array:
+        as_layout(size)
         return jnp.zeros((), jnp.int32)
 
     def select(acc: jax.Array, state: jax.Array):

@@ -16,6 +16,7 @@ from jax import lax
 
 from sparse_collectives import _bits, _validation
 from sparse_collectives._types import Selector
+from sparse_collectives.layout import Layout, as_layout
 from sparse_collectives.select import _reaching, _statistics
 
 _FACTOR = 0.8
@@ -71,8 +72,8 @@ def gaussian_k(*, density: float, adjust: bool = False, headroom: float = 0.25) 
         raise ValueError(f"adjust must be True or False, got {adjust!r}.")
     headroom = _validation.check_number("headroom", headroom, 0.0, math.inf)
 
-    def init(size: int) -> jax.Array:
-        _validation.check_size(size)
+    def init(size: int | Layout) -> jax.Array:
+        as_layout(size)
         return jnp.zeros((), jnp.int32)
 
     def select(acc: jax.Array, state: jax.Array):

@@ -21,6 +21,7 @@ from jax import lax
 
 from sparse_collectives import _bits, _validation, compaction, kth_magnitude
 from sparse_collectives._types import SelectInfo, Selector
+from sparse_collectives.layout import Layout, as_layout
 from sparse_collectives.padded_coo import PaddedCOO
 
 _INFINITY_BITS = 0x7F800000
@@ -96,8 +97,8 @@ def mstopk(*, density: float, samplings: int = 30) -> Selector:
     density = _validation.check_density(density)
     samplings = _validation.check_positive_int("samplings", samplings)
 
-    def init(size: int) -> jax.Array:
-        _validation.check_size(size)
+    def init(size: int | Layout) -> jax.Array:
+        as_layout(size)
         return jnp.zeros((), jnp.int32)
 
     def select(acc: jax.Array, state: jax.Array):

@@ -13,6 +13,7 @@ from jax import lax
 
 from sparse_collectives import _bits, _bitset, _validation, compaction
 from sparse_collectives._types import AxisName, SelectInfo, Selector
+from sparse_collectives.layout import Layout, as_layout
 from sparse_collectives.padded_coo import PaddedCOO
 from sparse_collectives.transport import _mesh
 
@@ -76,8 +77,8 @@ def random_k(
             f"same_on_all_workers={same_on_all_workers} and axis={axis!r}."
         )
 
-    def init(size: int) -> jax.Array:
-        _validation.check_size(size)
+    def init(size: int | Layout) -> jax.Array:
+        as_layout(size)
         return jnp.zeros((), jnp.int32)
 
     def select(acc: jax.Array, state: jax.Array):

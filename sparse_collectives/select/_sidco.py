@@ -17,6 +17,7 @@ from jax.scipy.special import gammaln
 
 from sparse_collectives import _bits, _validation
 from sparse_collectives._types import Selector
+from sparse_collectives.layout import Layout, as_layout
 from sparse_collectives.select import _reaching, _statistics
 
 _DISTRIBUTIONS = ("exponential", "gamma", "pareto")
@@ -108,8 +109,8 @@ def sidco(
     max_stages = _validation.check_positive_int("max_stages", max_stages)
     headroom = _validation.check_number("headroom", headroom, 0.0, math.inf)
 
-    def init(size: int) -> SIDCoState:
-        _validation.check_size(size)
+    def init(size: int | Layout) -> SIDCoState:
+        as_layout(size)
         zero = jnp.zeros((), jnp.int32)
         return SIDCoState(zero, zero + 1, jnp.zeros((), jnp.float32))
 

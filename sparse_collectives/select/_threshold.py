@@ -10,6 +10,7 @@ import numpy as np
 
 from sparse_collectives import _validation
 from sparse_collectives._types import Selector
+from sparse_collectives.layout import Layout, as_layout
 from sparse_collectives.select import _reaching
 
 
@@ -58,8 +59,8 @@ def threshold(*, magnitude: float, density: float) -> Selector:
         # Rounded here: a platform that flushes subnormals would make 0 of them.
         pattern = int(np.float32(magnitude).view(np.int32))
 
-    def init(size: int) -> jax.Array:
-        _validation.check_size(size)
+    def init(size: int | Layout) -> jax.Array:
+        as_layout(size)
         return jnp.zeros((), jnp.int32)
 
     def select(acc: jax.Array, state: jax.Array):

@@ -23,6 +23,7 @@ from jax import lax
 from sparse_collectives import _bits, _validation, compaction
 from sparse_collectives._types import SelectInfo, Selector
 from sparse_collectives.kth_magnitude import kth_magnitude_bits
+from sparse_collectives.layout import Layout, as_layout
 from sparse_collectives.select import _reaching
 
 _MAX_RECOUNTS = 4
@@ -89,8 +90,8 @@ def threshold_reuse(
     tolerance = _validation.check_number("tolerance", tolerance, 0.0, math.inf)
     headroom = _validation.check_number("headroom", headroom, 0.0, math.inf)
 
-    def init(size: int) -> ThresholdReuseState:
-        _validation.check_size(size)
+    def init(size: int | Layout) -> ThresholdReuseState:
+        as_layout(size)
         zero = jnp.zeros((), jnp.float32)
         return ThresholdReuseState(jnp.zeros((), jnp.int32), zero, zero)
 

@@ -15,6 +15,7 @@ from jax import lax
 
 from sparse_collectives import _bits, _validation, compaction, kth_magnitude
 from sparse_collectives._types import SelectInfo, Selector
+from sparse_collectives.layout import Layout, as_layout
 from sparse_collectives.padded_coo import PaddedCOO
 
 # Candidates aimed at and slots for them, as multiples of k.
@@ -53,8 +54,8 @@ def topk(*, density: float) -> Selector:
     """
     density = _validation.check_density(density)
 
-    def init(size: int) -> jax.Array:
-        _validation.check_size(size)
+    def init(size: int | Layout) -> jax.Array:
+        as_layout(size)
         return jnp.zeros((), jnp.float32)
 
     def select(acc: jax.Array, state: jax.Array):

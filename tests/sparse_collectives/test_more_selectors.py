@@ -228,7 +228,7 @@ class TestMstopk:
 
 class TestBucketed:
     @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize(("density", "bucket"), [(0.01, 512), (0.5, 96)])
+    @pytest.mark.parametrize(("density", "bucket"), [(0.01, 512), (0.5, 97)])
     def test_every_bucket_is_exact(self, dtype, density, bucket):
         self.follow(SIZE, density, bucket, dtype)
 
@@ -275,8 +275,8 @@ class TestBucketed:
         indices = check(select(acc, selector.init(SIZE)), acc, 100)
         np.testing.assert_array_equal(indices, selection.topk(acc, 100))
 
-    @pytest.mark.parametrize("bucket", [0, -32, 31, 500, 64.0, True, None])
-    def test_a_bucket_that_fills_no_words(self, bucket):
+    @pytest.mark.parametrize("bucket", [0, -32, 64.0, True, None])
+    def test_a_bucket_that_is_no_positive_integer(self, bucket):
         with pytest.raises(ValueError, match="bucket must be"):
             sc.select.bucketed(density=0.1, bucket=bucket)
 

@@ -1,0 +1,92 @@
+"""ADTopk-i: rows and whole layers take turns."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sparse_collectives import padded_coo
+from sparse_collectives._types import Selector
+from sparse_collectives.layout import Layout
+from sparse_collectives.select import _layers
+from sparse_collectives.select._adtopk import adtopk
+from sparse_collectives.select._layerwise import layerwise
+from sparse_collectives.select._topk import topk
+
+
+class ADTopkInterleavedState(NamedTuple):
+    """State of :func:`adtopk_interleaved`.
+
+    Attributes:
+      count: ``i32[]``, steps taken; rows are selected from where it is even.
+      rows: the state of the selection by row.
+      layers: the state of the selection by layer.
+    """
+
+    count: jax.Array
+    rows: _layers.LayersState
+    layers: _layers.LayersState
+
+
+def adtopk_interleaved(*, density: float, row_axis: int = -1) -> Selector:
+    """Selects by row (:func:`adtopk`) and by layer (exact top-k) in turn.
+
+    Rows train all features, whole layers send what is largest: by turns neither
+    slows the other down. All layers of a step do the same; the first step goes by
+    row.
+
+    Args:
+      density: as for :func:`adtopk`; of each row, and of each layer.
+      row_axis: the axis of a layer's shape that numbers its rows.
+
+    Returns:
+      A :class:`Selector` whose ``init`` takes a
+      :class:`sparse_collectives.Layout`, and whose state is an
+      :class:`ADTopkInterleavedState`.
+
+    Raises:
+      ValueError: as :func:`adtopk`.
+
+    Cost: that of :func:`adtopk` and of :func:`layerwise` of :func:`topk` in turn;
+    under ``vmap`` (in :func:`sparse_collectives.simulate`) both at each step.
+
+    References:
+      Ming et al., ADTopk, HPDC 2024, section 4.2, Algorithm 1.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import sparse_collectives as sc
+      >>> selector = adtopk_interleaved(density=0.5)
+      >>> state, select = selector.init(sc.Layout(((2, 2),))), jax.jit(selector.select)
+      >>> acc = jnp.array([4.0, 1.0, 3.0, 2.0])
+      >>> coo, state, _ = select(acc, state)
+      >>> coo.indices.tolist(), select(acc, state)[0].indices.tolist()
+      ([0, 3], [0, 2])
+    """
+    by_row = adtopk(density=density, row_axis=row_axis)
+    by_layer = layerwise(topk(density=density))
+
+    def init(size: int | Layout) -> ADTopkInterleavedState:
+        return ADTopkInterleavedState(
+            jnp.zeros((), jnp.int32), by_row.init(size), by_layer.init(size)
+        )
+
+    def select(acc: jax.Array, state: ADTopkInterleavedState):
+        capacity = max(
+            jax.eval_shape(selector.select, acc, old)[0].capacity
+            for selector, old in ((by_row, state.rows), (by_layer, state.layers))
+        )
+
+        def rows():
+            coo, new, info = by_row.select(acc, state.rows)
+            return padded_coo.widen(coo, capacity), new, state.layers, info
+
+        def layers():
+            coo, new, info = by_layer.select(acc, state.layers)
+            return padded_coo.widen(coo, capacity), state.rows, new, info
+
+        coo, row_state, layer_state, info = lax.cond(state.count % 2 == 0, rows, layers)
+        return coo, ADTopkInterleavedState(state.count + 1, row_state, layer_state), info
+
+    return Selector(init, select)

@@ -1,0 +1,158 @@
+"""ADTopk-t: exact layers early, a reused threshold between, rows late."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sparse_collectives import _bits, _validation, compaction, padded_coo
+from sparse_collectives._types import SelectInfo, Selector, State
+from sparse_collectives.layout import Layout, as_layout
+from sparse_collectives.select import _layers, _reaching
+from sparse_collectives.select._adtopk import count_of_layer, rows_of_layer
+from sparse_collectives.select._topk import topk
+
+# Changes of the threshold, relative to it, below which the period grows and above
+# which it shrinks: epsilon and 2 epsilon of Algorithm 2.
+_STEADY = 0.1
+_MOVING = 0.2
+
+
+class ADTopkThresholdState(NamedTuple):
+    """State of one layer in :func:`adtopk_threshold`.
+
+    Attributes:
+      count: ``i32[]``, steps taken.
+      threshold: ``f32[]``, the magnitude that is reused.
+      period: ``i32[]``, tau, steps between two evaluations.
+      steady: ``bool[]``, whether the last evaluation changed the threshold by less
+        than a tenth.
+      exact: the state of the exact selection.
+    """
+
+    count: jax.Array
+    threshold: jax.Array
+    period: jax.Array
+    steady: jax.Array
+    exact: State
+
+
+def adtopk_threshold(
+    *,
+    density: float,
+    steps: int,
+    warmup: int = 15,
+    period: int = 5,
+    headroom: float = 0.25,
+    row_axis: int = -1,
+) -> Selector:
+    """Selects by layer, most steps with a reused threshold, and by row at the end.
+
+    For each layer, in step t = 1, 2, and so on:
+
+    1. t < ``warmup``: exact top-k of the layer; its k-th magnitude is kept.
+    2. In the last quarter of ``steps``, once the threshold is steady: by row, as
+       :func:`adtopk`.
+    3. Each ``period`` steps: exact top-k, and the threshold anew. Where it changed
+       by less than a tenth the period grows by one step, where by more than a
+       fifth it shrinks by one.
+    4. Else all that is above the threshold.
+
+    Deviation: Algorithm 2 tests for (2) whether ``thr_reuse < 10 epsilon``. Its
+    epsilon is a tenth of ``thr_reuse`` at every evaluation, so that never holds.
+    The text asks that the change be small, and that is tested here.
+
+    Args:
+      density: of each layer, and of each row; in (0, 1].
+      steps: T, the steps of the whole training.
+      warmup: sigma.
+      period: tau at the beginning; it stays at 1 or more.
+      headroom: slots beyond k for what is above a reused threshold, as a share of
+        k. Entries that find no slot are counted as overflow and stay with the
+        caller; which ones changes from step to step.
+      row_axis: the axis of a layer's shape that numbers its rows.
+
+    Returns:
+      A :class:`Selector` whose ``init`` takes a
+      :class:`sparse_collectives.Layout`, and whose state has an
+      :class:`ADTopkThresholdState` for each layer.
+
+    Raises:
+      ValueError: an argument out of its range.
+
+    Cost: one pass over n entries at most steps, that of :func:`topk` or
+    :func:`adtopk` at the others; under ``vmap`` all three at each step.
+
+    References:
+      Ming et al., ADTopk, HPDC 2024, section 4.3, Algorithm 2.
+    """
+    density = _validation.check_density(density)
+    steps = _validation.check_positive_int("steps", steps)
+    warmup = _validation.check_positive_int("warmup", warmup, minimum=0)
+    period = _validation.check_positive_int("period", period)
+    headroom = _validation.check_number("headroom", headroom, 0.0, math.inf)
+    row_axis = _validation.check_integer("row_axis", row_axis)
+    exact = topk(density=density)
+
+    def init(size: int | Layout) -> _layers.LayersState:
+        return _layers.init_layers(
+            as_layout(size),
+            lambda shape: ADTopkThresholdState(
+                count=jnp.zeros((), jnp.int32),
+                threshold=jnp.zeros((), jnp.float32),
+                period=jnp.full((), period, jnp.int32),
+                steady=jnp.zeros((), jnp.bool_),
+                exact=exact.init(math.prod(shape)),
+            ),
+        )
+
+    def slots_of(shape: tuple[int, ...]) -> int:
+        size = math.prod(shape)
+        if not size:
+            return 0
+        k = _validation.count_from_density(density, size)
+        reused = _reaching.slots_for(k, size, headroom)
+        return max(reused, count_of_layer(shape, density, row_axis))
+
+    def of_layer(layer: jax.Array, shape: tuple[int, ...], state: ADTopkThresholdState):
+        t = state.count + 1
+        capacity = slots_of(shape)
+
+        def by_layer():
+            coo, guess, info = exact.select(layer, state.exact)
+            places = padded_coo.widen(coo, capacity).indices
+            return places, state._replace(exact=guess, threshold=info.threshold), info
+
+        def evaluate():
+            places, new, info = by_layer()
+            change = jnp.abs(new.threshold - state.threshold)
+            steady = change < _STEADY * new.threshold
+            moving = change > _MOVING * new.threshold
+            turn = state.period + jnp.where(steady, 1, jnp.where(moving, -1, 0))
+            return places, new._replace(period=jnp.maximum(turn, 1), steady=steady), info
+
+        def by_row():
+            places, info = rows_of_layer(layer, shape, density, row_axis)
+            coo, _ = compaction.compact_indices(layer, places, capacity=capacity)
+            return coo.indices, state, info
+
+        def reuse():
+            # Strictly above the threshold, as in the paper.
+            bits = _bits.magnitude_bits(state.threshold) + 1
+            coo, count = compaction.compact(layer, bits, capacity=capacity, turn=state.count)
+            selected = jnp.minimum(count, capacity)
+            return coo.indices, state, SelectInfo(selected, count - selected, state.threshold)
+
+        late = (t > 3 * steps // 4) & state.steady
+        branch = jnp.where(
+            t < warmup, 0, jnp.where(late, 1, jnp.where((t - 1) % state.period == 0, 2, 3))
+        )
+        places, state, info = lax.switch(branch, (by_layer, by_row, evaluate, reuse))
+        return places, state._replace(count=t), info
+
+    def select(acc: jax.Array, state: _layers.LayersState):
+        return _layers.select_layers(_validation.as_vector("acc", acc), state, of_layer)
+
+    return Selector(init, select)

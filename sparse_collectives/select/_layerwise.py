@@ -1,0 +1,57 @@
+"""Any selector, layer by layer."""
+
+import math
+
+import jax
+
+from sparse_collectives import _validation
+from sparse_collectives._types import Selector
+from sparse_collectives.layout import Layout, as_layout
+from sparse_collectives.select import _layers
+
+
+def layerwise(selector: Selector) -> Selector:
+    """Gives each layer a selection of its own: k of each layer, not k of all.
+
+    Layers whose gradients are small send as large a share as the others. It is
+    what DGC, RedSync, SIDCo and ADTopk do, while Ok-Topk selects from all layers
+    together; any selector can be used in both ways.
+
+    Args:
+      selector: from :mod:`sparse_collectives.select`; its density is that of each
+        layer, and each layer has a state of its own.
+
+    Returns:
+      A :class:`Selector` whose ``init`` takes a
+      :class:`sparse_collectives.Layout`; :func:`optax_ext.sparse_allreduce` passes
+      that of the parameters. Given a number of entries it is ``selector`` itself.
+      A layer of fewer than 1 / density entries sends one, so that somewhat more
+      than ``density * n`` are selected in a model with many small layers.
+
+    Cost: that of ``selector`` for each layer. Layers of the same size share one
+    compiled loop.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> import sparse_collectives as sc
+      >>> selector = layerwise(sc.select.topk(density=0.25))
+      >>> state = selector.init(sc.Layout(((2, 2), (4,))))
+      >>> acc = jnp.array([9.0, 8.0, 7.0, 6.0, 0.1, 0.2, 0.3, 0.4])
+      >>> jax.jit(selector.select)(acc, state)[0].indices.tolist()
+      [0, 7]
+    """
+
+    def init(size: int | Layout) -> _layers.LayersState:
+        # Only the sizes matter, so layers of one size share a program.
+        flat = Layout(tuple((length,) for length in as_layout(size).sizes))
+        return _layers.init_layers(flat, lambda shape: selector.init(math.prod(shape)))
+
+    def select(acc: jax.Array, state: _layers.LayersState):
+        def of_layer(layer, shape, state):
+            del shape
+            coo, state, info = selector.select(layer, state)
+            return coo.indices, state, info
+
+        return _layers.select_layers(_validation.as_vector("acc", acc), state, of_layer)
+
+    return Selector(init, select)
