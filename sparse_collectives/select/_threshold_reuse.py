@@ -53,6 +53,21 @@ class _Trial(NamedTuple):
     count: jax.Array
 
 
+class _Bracket(NamedTuple):
+    """Two thresholds, one that more than k entries reach and one that fewer do.
+
+    Attributes:
+      low, high: logarithms of the thresholds.
+      excess, lack: logarithms of count / k there, above and below 0; 0 where the
+        end is not known.
+    """
+
+    low: jax.Array
+    excess: jax.Array
+    high: jax.Array
+    lack: jax.Array
+
+
 def threshold_reuse(
     *,
     density: float,
@@ -163,7 +178,9 @@ def _recount(
 ) -> tuple[_Trial, jax.Array]:
     """Corrects the threshold until the count is within ``tolerance`` of k.
 
-    Of two trials the one whose count is nearer to k, as a ratio, is kept: on tied
+    The tail is followed as a power until one count is above k and one below, then
+    k is sought between the two. Of two trials the one whose count is nearer to k,
+    as a ratio, is kept: on tied
     entries there may be no threshold that k reach, and none at all is worst. An
     exact threshold is not corrected.
     """
@@ -172,13 +189,15 @@ def _recount(
         return jnp.abs(jnp.log(count.astype(jnp.float32) / k))
 
     def off(carry):
-        turn, trial, _ = carry
+        turn, trial, _, _ = carry
         return (turn < _MAX_RECOUNTS) & (jnp.abs(trial.count - k) > tolerance * k) & ~exact
 
     def correct(carry):
-        turn, old, steepness = carry
+        turn, old, steepness, bracket = carry
+        closed = (bracket.excess > 0) & (bracket.lack < 0)
+        following = jnp.where(closed, _inside(bracket), _follow(old, steepness, k))
         # Tied to the carry, or XLA moves |acc| out of the loop into n words.
-        here, threshold = lax.optimization_barrier((acc, _follow(old, steepness, k)))
+        here, threshold = lax.optimization_barrier((acc, following))
         new = _try(here, threshold)
         # The secant through both trials, where they differ enough to have one.
         rise = jnp.log(jnp.maximum(old.count, 1) / jnp.maximum(new.count, 1))
@@ -187,8 +206,36 @@ def _recount(
         measured = jnp.clip(rise / jnp.where(usable, run, 1.0), 0.5, _STEEPEST)
         better = distance(new.count) < distance(old.count)
         kept = jax.tree.map(lambda a, b: jnp.where(better, a, b), new, old)
-        return turn + 1, kept, jnp.where(usable, measured, steepness)
+        steepness = jnp.where(usable, measured, steepness)
+        return turn + 1, kept, steepness, _narrowed(bracket, new, k)
 
-    start = (jnp.zeros_like(trial.count), trial, steepness)
-    _, trial, steepness = lax.while_loop(off, correct, start)
+    none = jnp.zeros_like(trial.threshold)
+    bracket = _narrowed(_Bracket(none, none, none, none), trial, k)
+    start = (jnp.zeros_like(trial.count), trial, steepness, bracket)
+    _, trial, steepness, _ = lax.while_loop(off, correct, start)
     return trial, steepness
+
+
+def _narrowed(bracket: _Bracket, trial: _Trial, k: int) -> _Bracket:
+    """The bracket with one end moved to ``trial``.
+
+    An end that stays while the other one moves counts for half the next time (the
+    Illinois rule): where the tail has an edge, as under error feedback, the
+    thresholds would else come near k from one side only, in small steps.
+    """
+    low, excess, high, lack = bracket
+    at, ratio = jnp.log(trial.threshold), jnp.log(_ratio(trial.count, k))
+    over = ratio > 0
+    return _Bracket(
+        jnp.where(over, at, low),
+        jnp.where(over, ratio, jnp.where(lack < 0, excess / 2, excess)),
+        jnp.where(over, high, at),
+        jnp.where(over, jnp.where(excess > 0, lack / 2, lack), ratio),
+    )
+
+
+def _inside(bracket: _Bracket) -> jax.Array:
+    """Where the line through both ends of a closed bracket says that k entries reach."""
+    low, excess, high, lack = bracket
+    span = jnp.where(excess > lack, excess - lack, 1.0)
+    return jnp.exp((high * excess - low * lack) / span)

@@ -1,0 +1,147 @@
+"""Measures of a selection: what it shares with another, and the rows it misses."""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from sparse_collectives import Layout
+from sparse_collectives.select import adtopk
+
+# Of the table of missing rows.
+DENSITIES = (0.001, 0.005, 0.01, 0.02, 0.05)
+
+
+class Leaf(NamedTuple):
+    """One parameter in the flat buffer.
+
+    Attributes:
+      name: its path in the tree of parameters.
+      shape: its shape.
+      start: the index of its first entry in the flat buffer.
+      axis: the axis that counts its rows; a leaf of one dimension is one row.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    axis: int
+
+    @property
+    def size(self) -> int:
+        """The number of entries."""
+        return int(np.prod(self.shape))
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return self.shape[self.axis] if len(self.shape) > 1 else 1
+
+
+def overlap(selected: np.ndarray, exact: np.ndarray) -> float:
+    """The share of the exact selection that was selected, from the indices of both."""
+    return np.intersect1d(selected, exact).size / max(exact.size, 1)
+
+
+def largest(x: np.ndarray, density: float) -> np.ndarray:
+    """The indices of the k largest magnitudes, k = max(1, round(density n)); zeros never."""
+    k = min(x.size, max(1, round(density * x.size)))
+    chosen = np.argpartition(np.abs(x), x.size - k)[x.size - k :]
+    return chosen[x[chosen] != 0]
+
+
+def flat_selection(x: np.ndarray, layout: Sequence[Leaf], density: float) -> np.ndarray:
+    """Plain top-k of the whole buffer."""
+    del layout
+    return largest(x, density)
+
+
+def layer_selection(x: np.ndarray, layout: Sequence[Leaf], density: float) -> np.ndarray:
+    """Plain top-k of each leaf, with the k of the leaf: what ADTopk calls traditional top-k."""
+    parts = [leaf.start + largest(x[leaf.start :][: leaf.size], density) for leaf in layout]
+    return np.concatenate(parts)
+
+
+def missing_rows(selected: np.ndarray, layout: Sequence[Leaf]) -> np.ndarray:
+    """The number of rows of each leaf in which nothing was selected, ``[len(layout)]``.
+
+    Args:
+      selected: indices into the flat buffer; those outside every leaf (padding) are ignored.
+      layout: the leaves.
+    """
+    missing = []
+    for leaf in layout:
+        inside = selected[(selected >= leaf.start) & (selected < leaf.start + leaf.size)]
+        if len(leaf.shape) > 1:
+            row = np.unravel_index(inside - leaf.start, leaf.shape)[leaf.axis]
+        else:
+            row = np.zeros_like(inside)
+        missing.append(leaf.rows - np.unique(row).size)
+    return np.asarray(missing)
+
+
+def row_selection(x: np.ndarray, layout: Sequence[Leaf], density: float) -> np.ndarray:
+    """ADTopk: the k of each row, with the rows that are counted here."""
+    return np.concatenate(
+        [
+            leaf.start + _adtopk(x[leaf.start :][: leaf.size], leaf.shape, leaf.axis, density)
+            for leaf in layout
+        ]
+    )
+
+
+def _adtopk(layer, shape, axis, density) -> np.ndarray:
+    select, state = _compiled_adtopk(shape, axis, density)
+    coo, _, info = select(layer, state)
+    return np.asarray(coo.indices)[: int(info.selected)]
+
+
+@functools.cache
+def _compiled_adtopk(shape, axis, density):
+    selector = adtopk(density=density, row_axis=axis)
+    return jax.jit(selector.select), selector.init(Layout((shape,)))
+
+
+# Further selections to compare go here: functions of (x, layout, density), to flat indices.
+SELECTIONS = {
+    "top-k of each layer": layer_selection,
+    "top-k of all": flat_selection,
+    "adtopk": row_selection,
+    # What nothing can be selected from: rows of zeros, such as characters not seen yet.
+    "every nonzero entry": lambda x, layout, density: np.flatnonzero(x),
+}
+
+
+class MissingRows:
+    """The rows that each of SELECTIONS misses, over the steps of a run."""
+
+    def __init__(self, layout: Sequence[Leaf]):
+        self.layout = layout
+        self.rows = np.array([leaf.rows for leaf in layout])
+        self.counts: dict[tuple[str, str, float], list[np.ndarray]] = {}
+
+    def add(self, **vectors: np.ndarray) -> None:
+        """Takes the vectors of one step by what they are: accumulator, gradient."""
+        for source, x in vectors.items():
+            for selection, choose in SELECTIONS.items():
+                for density in DENSITIES:
+                    missing = missing_rows(choose(x, self.layout, density), self.layout)
+                    self.counts.setdefault((source, selection, density), []).append(missing)
+
+    def rates(self, source: str, selection: str) -> dict[str, list[float]]:
+        """Mean rates over the steps, a number for each density.
+
+        "all rows" is over all leaves, as missing over total; "mean of matrices" weighs each
+        leaf of two or more dimensions alike.
+        """
+        counts = np.array([np.mean(self.counts[source, selection, d], 0) for d in DENSITIES])
+        shares = counts / self.rows
+        matrices = [len(leaf.shape) > 1 for leaf in self.layout]
+        rates = {
+            "all rows": counts.sum(1) / self.rows.sum(),
+            "mean of matrices": shares[:, matrices].mean(1),
+        }
+        rates |= {leaf.name: shares[:, i] for i, leaf in enumerate(self.layout)}
+        return {name: rate.tolist() for name, rate in rates.items()}

@@ -1,0 +1,148 @@
+"""Every selector on the same accumulators: each keeps its own state, its choice is only counted."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparse_collectives import Layout, select
+
+# Drawn in the plot: what predicts how many entries pass. The others take a fixed number.
+ESTIMATORS = {
+    "threshold_reuse, no servo": "C0:",
+    "gaussian_k": "C3-",
+    "gaussian_k, adjusted": "C3:",
+    "redsync": "C4-",
+    "sidco": "C5-",
+    "dgc": "C2-",
+    # Last, above the others that stay near 1.
+    "threshold_reuse": "C0-",
+}
+
+
+def contestants(density: float, first_threshold: float) -> dict[str, Any]:
+    """All selectors and the published variants, by name, in the order of the table.
+
+    Args:
+      density: k / n.
+      first_threshold: the k-th magnitude of the first accumulator, for the fixed threshold.
+    """
+    return {
+        "topk": select.topk(density=density),
+        "mstopk": select.mstopk(density=density),
+        "threshold_reuse": select.threshold_reuse(density=density),
+        "threshold_reuse, no servo": select.threshold_reuse(density=density, servo=False),
+        "gaussian_k": select.gaussian_k(density=density),
+        "gaussian_k, adjusted": select.gaussian_k(density=density, adjust=True),
+        "redsync": select.redsync(density=density),
+        "sidco": select.sidco(density=density),
+        "sidco, gamma": select.sidco(density=density, distribution="gamma"),
+        "sidco, pareto": select.sidco(density=density, distribution="pareto"),
+        "dgc": select.dgc(density=density),
+        "bucketed": select.bucketed(density=density),
+        "layerwise(topk)": select.layerwise(select.topk(density=density)),
+        "adtopk": select.adtopk(density=density),
+        "threshold of step 0": select.threshold(density=density, magnitude=first_threshold),
+        "random_k": select.random_k(density=density),
+    }
+
+
+class Quality(NamedTuple):
+    """One selection beside the exact one, ``f32[]`` each.
+
+    Attributes:
+      selected: entries in the buffer, / k.
+      passed: those and the overflow, / k: what the threshold lets through.
+      overlap: the share of the exact top-k that was selected.
+      captured: the share of the exact top-k's squared norm that was selected.
+    """
+
+    selected: Any
+    passed: Any
+    overlap: Any
+    captured: Any
+
+
+class Shape(NamedTuple):
+    """What a fit to the accumulator meets, ``f32[]`` each.
+
+    Attributes:
+      kurtosis: 3 for normal entries, more for a heavier tail.
+      zeros: the share of entries that are exactly zero.
+      reach: the exact k-th magnitude in standard deviations. A normal fit selects too few where
+        it is below the normal quantile.
+    """
+
+    kurtosis: Any
+    zeros: Any
+    reach: Any
+
+
+class Shadows:
+    """The selectors of :func:`contestants`, run over a sequence of accumulators."""
+
+    def __init__(self, density: float, layout: Layout):
+        self.density = density
+        self.layout = layout
+        self.names: list[str] = []
+        self._measure: Callable[..., Any] | None = None
+        self._states: Any = None
+        self._records: list[Any] = []
+
+    def feed(self, acc: jax.Array) -> None:
+        """Lets every selector take its next step on ``acc``."""
+        k = max(1, round(self.density * acc.size))
+        if self._measure is None:
+            first = float(_top_k(acc, k)[0][-1])
+            selectors = contestants(self.density, first)
+            self.names = list(selectors)
+            self._states = {name: s.init(self.layout) for name, s in selectors.items()}
+            self._measure = _measurement(selectors, k)
+        # Both results whole, in a program of its own: with a part of them XLA sorts all n.
+        magnitudes, indices = _top_k(acc, k)
+        self._states, record = self._measure(acc, magnitudes, indices, self._states)
+        self._records.append(jax.device_get(record))
+
+    def series(self) -> tuple[dict[str, Quality], Shape]:
+        """The qualities by name, and the shapes: ``f32[steps]`` for each number."""
+        qualities, shape = jax.tree.map(lambda *x: np.asarray(x), *self._records)
+        return {name: qualities[name] for name in self.names}, shape
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _top_k(acc: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """The exact selection by JAX, which shares nothing with the selectors."""
+    magnitudes, indices = jax.lax.top_k(jnp.abs(acc), k)
+    return magnitudes, indices
+
+
+def _measurement(selectors: dict[str, Any], k: int) -> Callable[..., Any]:
+    """The compiled step of all selectors on one accumulator."""
+
+    @jax.jit
+    def measure(acc, magnitudes, indices, states):
+        exact = jnp.zeros(acc.size + 1, bool).at[indices].set(magnitudes > 0)
+        count, norm = jnp.sum(magnitudes > 0), jnp.sum(magnitudes**2)
+        qualities, following = {}, {}
+        for name, selector in selectors.items():
+            coo, following[name], info = selector.select(acc, states[name])
+            shared = exact[coo.indices]
+            qualities[name] = Quality(
+                selected=info.selected / k,
+                passed=(info.selected + info.overflow) / k,
+                overlap=jnp.sum(shared) / count,
+                captured=jnp.sum(jnp.where(shared, coo.values, 0) ** 2) / norm,
+            )
+        centred = acc - jnp.mean(acc)
+        deviation = jnp.sqrt(jnp.mean(centred**2))
+        shape = Shape(
+            kurtosis=jnp.mean((centred / deviation) ** 4),
+            zeros=jnp.mean(acc == 0),
+            reach=magnitudes[-1] / deviation,
+        )
+        return following, (qualities, shape)
+
+    return measure
