@@ -4,7 +4,8 @@ Everything is a factory that returns a NamedTuple of pure functions, runs inside
 a mapped function (shard_map, pmap, vmap), and compiles under ``jax.jit``.
 """
 
-from sparse_collectives import allreduce, select, traffic, transport, wire
+from sparse_collectives import allreduce, cost_model, select, traffic, transport, wire
+from sparse_collectives._measure import Measured, measure
 from sparse_collectives._simulate import simulate
 from sparse_collectives._types import (
     AxisName,
@@ -25,6 +26,7 @@ __all__ = [
     "Codec",
     "Encoded",
     "Layout",
+    "Measured",
     "PaddedCOO",
     "ReduceInfo",
     "SelectInfo",
@@ -32,6 +34,8 @@ __all__ = [
     "SparseAllreduce",
     "__version__",
     "allreduce",
+    "cost_model",
+    "measure",
     "select",
     "simulate",
     "traffic",

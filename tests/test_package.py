@@ -14,6 +14,7 @@ import sparse_collectives
 PACKAGES = [
     sparse_collectives,
     sparse_collectives.allreduce,
+    sparse_collectives.cost_model,
     sparse_collectives.select,
     sparse_collectives.transport,
     sparse_collectives.wire,

@@ -1,0 +1,260 @@
+"""Which allreduce is fastest for a model, a network and a number of workers."""
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from sparse_collectives.cost_model import CODECS, Estimate, Network, Workload, predict
+from sparse_collectives.cost_model._implementation import bucket_count
+
+# A sparse step pays in convergence and in memory, and the model is not exact: it has
+# to be faster than a dense one by this much to be recommended.
+MARGIN = 1.1
+# The part of a training step during which gradients appear: a backward pass costs
+# about twice a forward pass.
+BACKWARD_SHARE = 2 / 3
+
+_LOSSY = ("raw", "bf16", "narrow16", "narrow8")
+
+
+class LocalCost(NamedTuple):
+    """What a worker computes besides the exchange.
+
+    Attributes:
+      select: seconds per gradient component, for error feedback, selection and the
+        update.
+      merge: seconds per received pair.
+    """
+
+    select: float
+    merge: float
+
+
+# `benchmarks/step_cost.py`: a whole step with ok_topk takes about 6 ns a component on
+# two CPU cores, n = 14.7M. A scatter-add of pairs into n floats takes 2 to 7 ns a
+# pair on the same machine.
+CPU = LocalCost(6e-9, 6e-9)
+# Not measured: the CPU's costs divided by 100, about the ratio of memory bandwidths.
+GPU = LocalCost(6e-11, 6e-11)
+
+
+class Option(NamedTuple):
+    """An algorithm as the planner offers it.
+
+    Attributes:
+      name: its key in ``cost_model.IMPLEMENTATION``.
+      codecs: the encodings that make sense with it.
+      factory: what to write; ``{density}`` is filled in, and a codec is added as
+        the last argument.
+      dense: whether nothing is selected.
+      two_level: whether it needs workers grouped in nodes.
+      overlaps: whether it can run while the gradients are computed.
+    """
+
+    name: str
+    codecs: tuple[str, ...]
+    factory: str
+    dense: bool = False
+    two_level: bool = False
+    overlaps: bool = False
+
+
+# A new algorithm is one row here and one formula in `cost_model.IMPLEMENTATION`.
+OPTIONS = (
+    Option("dense", ("raw",), "dense()", dense=True),
+    Option("dense_bucketed", ("raw",), "dense_bucketed()", dense=True, overlaps=True),
+    Option("torus_2d", ("raw",), "torus_2d()", dense=True, two_level=True),
+    Option("topk_a", _LOSSY, "topk_a()"),
+    Option("ssar_recursive_double", _LOSSY, "ssar_recursive_double()"),
+    Option("ssar_split_allgather", _LOSSY, "ssar_split_allgather()"),
+    Option("dsar_split_allgather", (*_LOSSY, "qsgd"), "dsar_split_allgather()"),
+    Option("ring_sparse", _LOSSY, "ring_sparse()"),
+    Option("gtopk", _LOSSY, "gtopk(density={density})"),
+    Option("ok_topk", _LOSSY, "ok_topk(density={density})"),
+    Option("hierarchical(topk_a)", _LOSSY, "hierarchical(topk_a())", two_level=True),
+    Option(
+        "hierarchical(ok_topk)", _LOSSY, "hierarchical(ok_topk(density={density}))", two_level=True
+    ),
+)
+
+
+class Prediction(NamedTuple):
+    """What one option is predicted to take.
+
+    Attributes:
+      name: of the algorithm.
+      codec: its encoding.
+      installed: whether this version of the package has both.
+      dense: whether nothing is selected.
+      code: the expression that makes it.
+      estimate: bounds and expectation of the exchange.
+      exchange: seconds of the exchange, expected.
+      local: seconds of selection and merging.
+      hidden: seconds of the exchange that can run behind the computation.
+      step: seconds of a step: computation, local work and what is not hidden.
+      speedup: the step of ``dense`` over this one.
+    """
+
+    name: str
+    codec: str
+    installed: bool
+    dense: bool
+    code: str
+    estimate: Estimate
+    exchange: float
+    local: float
+    hidden: float
+    step: float
+    speedup: float
+
+
+class Plan(NamedTuple):
+    """All predictions, and the choice.
+
+    Attributes:
+      workload: n, k, P.
+      network: alpha and beta.
+      local: costs on the worker.
+      compute: seconds of forward and backward pass.
+      predictions: fastest first.
+      recommended: the fastest installed one; dense unless a sparse one is faster by
+        ``MARGIN``.
+      reason: one sentence.
+    """
+
+    workload: Workload
+    network: Network
+    local: LocalCost
+    compute: float
+    predictions: tuple[Prediction, ...]
+    recommended: Prediction
+    reason: str
+
+
+def make_plan(
+    workload: Workload,
+    network: Network,
+    *,
+    local: LocalCost = CPU,
+    compute: float = 0.0,
+    codecs: Iterable[str] | None = None,
+    names: Iterable[str] | None = None,
+    installed_only: bool = False,
+) -> Plan:
+    """Predicts every option and recommends one.
+
+    Plain numbers in, plain numbers out: workers that call it with the same
+    arguments choose the same. Cost: microseconds per option; no jax.
+
+    Args:
+      workload: n, k, P, and the workers of a node.
+      network: alpha and beta.
+      local: costs on the worker.
+      compute: seconds of forward and backward pass, which a bucketed exchange can
+        hide behind.
+      codecs: names to consider; None: all.
+      names: algorithms to consider, besides ``dense``; None: all.
+      installed_only: leave out what this version of the package does not have.
+
+    Returns:
+      A :class:`Plan`.
+
+    Raises:
+      ValueError: a name is unknown.
+    """
+    known = [option.name for option in OPTIONS]
+    names = known if names is None else ["dense", *names]
+    codecs = tuple(CODECS) if codecs is None else tuple(codecs)
+    _check_known("names", names, known)
+    _check_known("codecs", codecs, list(CODECS))
+    arguments = (workload, network, local, compute)
+    base = _predict(OPTIONS[0], "raw", *arguments, math.nan)
+    predictions = []
+    for option in OPTIONS:
+        if option.name not in names or (option.two_level and workload.inner_size == 1):
+            continue
+        for codec in option.codecs:
+            if codec in codecs or option.dense:
+                row = _predict(option, codec, *arguments, base.step)
+                if row.installed or not installed_only:
+                    predictions.append(row)
+    predictions.sort(key=lambda row: row.step)
+    recommended, reason = _recommend(predictions)
+    return Plan(*arguments, tuple(predictions), recommended, reason)
+
+
+def _predict(
+    option: Option,
+    codec: str,
+    workload: Workload,
+    network: Network,
+    local: LocalCost,
+    compute: float,
+    base: float,
+) -> Prediction:
+    estimate = predict(option.name, workload, codec)
+    exchange = estimate.expected.seconds(network)
+    # Behind a reduce-scatter within the node a worker selects from its shard only.
+    share = workload.inner_size if option.two_level else 1
+    busy = 0.0
+    if not option.dense:
+        busy = local.select * workload.size / share + local.merge * estimate.expected.pairs
+    hidden = 0.0
+    if option.overlaps:
+        # The last bucket is ready when the computation is over.
+        buckets = bucket_count(workload.size)
+        hidden = min(exchange * (buckets - 1) / buckets, compute * BACKWARD_SHARE)
+    step = compute + busy + exchange - hidden
+    return Prediction(
+        name=option.name,
+        codec=codec,
+        installed=_installed(option.name, codec),
+        dense=option.dense,
+        code=_code(option, codec, workload.density),
+        estimate=estimate,
+        exchange=exchange,
+        local=busy,
+        hidden=hidden,
+        step=step,
+        speedup=base / step if step > 0 else 1.0,
+    )
+
+
+def _recommend(predictions: list[Prediction]) -> tuple[Prediction, str]:
+    installed = [row for row in predictions if row.installed]
+    dense = next(row for row in installed if row.dense)
+    sparse = next((row for row in installed if not row.dense), None)
+    if sparse is None:
+        return dense, "there is no sparse algorithm to compare with"
+    if dense.exchange <= 0:
+        return dense, "one worker exchanges nothing"
+    if sparse.step * MARGIN <= dense.step:
+        return sparse, f"{dense.step / sparse.step:.2f} times as fast as {dense.name}"
+    ratio = dense.step / sparse.step
+    return dense, f"{sparse.name} ({sparse.codec}) is only {ratio:.2f} times as fast"
+
+
+def _installed(name: str, codec: str) -> bool:
+    # Here and not above: the allreduces import this module.
+    from sparse_collectives import allreduce, wire
+
+    parts = name.rstrip(")").split("(")
+    return all(hasattr(allreduce, part) for part in parts) and hasattr(wire, codec)
+
+
+def _code(option: Option, codec: str, density: float) -> str:
+    code = option.factory.format(density=f"{density:.6g}")
+    if codec != "raw":
+        # The codec belongs to the innermost call.
+        end = code.index(")")
+        comma = "" if code[end - 1] == "(" else ", "
+        code = f"{code[:end]}{comma}codec=sc.wire.{codec}(){code[end:]}"
+    for name in option.name.rstrip(")").split("("):
+        code = code.replace(f"{name}(", f"sc.allreduce.{name}(")
+    return code
+
+
+def _check_known(name: str, given: Iterable[str], known: list[str]) -> None:
+    for value in given:
+        if value not in known:
+            raise ValueError(f"{name} has {value!r}; pass some of {', '.join(known)}.")

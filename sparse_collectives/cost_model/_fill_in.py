@@ -1,0 +1,125 @@
+"""Fill-in: how the union of the workers' indices grows with their number.
+
+SparCML (Renggli et al., SC 2019, https://arxiv.org/abs/1802.08021), appendix B.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+
+class Overlap(NamedTuple):
+    """A measured union, from which those of other numbers of workers follow.
+
+    Attributes:
+      union: distinct indices in the selections of all workers, as a mean.
+      workers: of how many workers.
+    """
+
+    union: float
+    workers: int
+
+
+def check_counts(size: int, selected: int, workers: int) -> None:
+    """1 <= k <= n and P >= 1."""
+    if size < 1:
+        raise ValueError(f"size is {size}; pass the number of gradient components, at least 1.")
+    if not 1 <= selected <= size:
+        raise ValueError(f"selected is {selected}; pass a count from 1 to size, {size}.")
+    if workers < 1:
+        raise ValueError(f"workers is {workers}; pass a number of at least 1.")
+
+
+def uniform_union(size: float, selected: float, workers: float) -> float:
+    r"""Expected size of the union of P uniform and independent selections.
+
+    .. math:: E[K] = n (1 - (1 - k/n)^P)
+
+    The sum over subsets in the paper's B.1 is this in closed form. ``log1p`` and
+    ``expm1`` keep it exact where k/n is tiny and P large.
+
+    Args:
+      size: n; a fraction is fine, for an effective size.
+      selected: k, at most n.
+      workers: P.
+
+    Returns:
+      E[K], in [k, min(n, k P)] for P >= 1.
+    """
+    if workers == 0:
+        return 0.0
+    if selected >= size:
+        return float(size)
+    return -size * math.expm1(workers * math.log1p(-selected / size))
+
+
+@functools.lru_cache(maxsize=64)
+def effective_size(selected: int, overlap: Overlap) -> float:
+    """The number of places n' among which uniform selections would give this union.
+
+    Selections that overlap more than by chance fill in as if the gradient were
+    shorter. n' is k where all workers select the same, and infinite where no two
+    have an index in common.
+
+    Args:
+      selected: k, when the union was measured.
+      overlap: the measured union.
+
+    Raises:
+      ValueError: the union is not in [k, k P], or one worker measured it.
+    """
+    union, workers = overlap
+    if workers < 2:
+        raise ValueError(f"overlap.workers is {workers}; a union says something from 2 on.")
+    if not selected <= union <= selected * workers:
+        raise ValueError(
+            f"overlap.union is {union:g}; {workers} selections of {selected} have between "
+            f"{selected} and {selected * workers} distinct indices."
+        )
+    if union <= selected:
+        return float(selected)
+    # 1e15: beyond, the difference to no overlap at all is below rounding.
+    low, high = math.log(selected), math.log(selected) + math.log(1e15)
+    if uniform_union(math.exp(high), selected, workers) <= union:
+        return math.inf
+    for _ in range(200):
+        middle = (low + high) / 2
+        if uniform_union(math.exp(middle), selected, workers) < union:
+            low = middle
+        else:
+            high = middle
+    return math.exp((low + high) / 2)
+
+
+def expected_union(
+    size: int, selected: int, workers: int, *, overlap: Overlap | None = None
+) -> float:
+    """Expected number of distinct indices in the selections of P workers.
+
+    Args:
+      size: n.
+      selected: k of each worker.
+      workers: P.
+      overlap: a union measured with this k at another number of workers. It fixes
+        an effective size (:func:`effective_size`) that takes the place of n.
+        None: uniform and independent indices, the worst case that SparCML
+        assumes.
+
+    Returns:
+      E[K], in [k, min(n, k P)].
+
+    Raises:
+      ValueError: a count is out of its range.
+
+    Examples:
+      >>> round(expected_union(512, 64, 4), 6)
+      211.875
+      >>> round(expected_union(10**6, 10**4, 4, overlap=Overlap(15_000, 2)))
+      18750
+    """
+    check_counts(size, selected, workers)
+    if overlap is None:
+        return uniform_union(size, selected, workers)
+    places = effective_size(selected, overlap)
+    union = selected * workers if math.isinf(places) else uniform_union(places, selected, workers)
+    return float(min(size, union))

@@ -1,0 +1,264 @@
+"""The cost model against the papers' tables, brute force, and the lowered programs."""
+
+import math
+
+import numpy as np
+import pytest
+
+import sparse_collectives as sc
+from sparse_collectives import cost_model, traffic
+from sparse_collectives.cost_model import Cost, Network, Overlap, Workload
+
+P_ALL = [1, 2, 3, 4, 5, 6, 8, 12, 100, 256, 1000]
+
+
+def paper(name, n, k, workers, inner=1):
+    return cost_model.paper_cost(name, Workload(n, k, workers, inner))
+
+
+# By hand from Table 1 of Ok-Topk with n = 1000, k = 10, P = 8: log P = 3, (P-1)/P = 7/8.
+TABLE_1 = {
+    "dense": (6, 1750, 1750),
+    "topk_a": (3, 140, 140),
+    "topk_dsa": (14, 35, 892.5),
+    "gtopk": (6, 120, 120),
+    "gaussian_k": (6, 140, 140),
+    "ok_topk": (22, 17.5, 52.5),
+    # SparCML, section 5.3, pairs of 2 words: [3, 7] k; [14/8, 8] k; 875 and 875 + 2k.
+    "ssar_recursive_double": (3, 60, 140),
+    "ssar_split_allgather": (10, 35, 160),
+    "dsar_split_allgather": (10, 875, 895),
+}
+
+
+@pytest.mark.parametrize("name", TABLE_1)
+def test_the_papers_formulas_by_hand(name):
+    messages, lower, upper = TABLE_1[name]
+    estimate = paper(name, 1000, 10, 8)
+    assert estimate.lower.messages == estimate.upper.messages == messages
+    assert (estimate.lower.words, estimate.upper.words) == (lower, upper)
+
+
+def test_the_papers_formula_for_two_levels_by_hand():
+    # d = 800, rho d = 16, m = 4 nodes of n = 2: (7) 400 words, (9) 3*16/2, (10) 16*4/2.
+    cost = paper("hierarchical", 800, 16, 8, inner=2).lower
+    assert (cost.messages, cost.words) == (2, 24)
+    assert (cost.inner_messages, cost.inner_words) == (1 + 1, 400 + 32)
+
+
+def test_folding_of_recursive_doubling():
+    # P = 6: two workers fold into partners, four of them double twice, two get the result.
+    estimate = paper("ssar_recursive_double", 1000, 10, 6)
+    assert estimate.lower.messages == 4
+    assert estimate.lower.words == 2 * 10 * 4
+    # k, then 2k and 4k, then 6k at the end.
+    assert estimate.upper.words == 2 * 10 * (1 + 2 + 4 + 6)
+
+
+@pytest.mark.parametrize("name", cost_model.PAPER)
+@pytest.mark.parametrize("workers", P_ALL)
+def test_the_papers_bounds_are_ordered(name, workers):
+    for k in (1, 7, 500, 1000):
+        lower, _, upper = paper(name, 1000, k, workers)
+        assert 0 <= lower.words <= upper.words
+        if workers == 1:
+            assert upper == Cost()
+        else:
+            assert upper.messages > 0
+
+
+@pytest.mark.parametrize("name", cost_model.IMPLEMENTATION)
+@pytest.mark.parametrize("codec", cost_model.CODECS)
+def test_predictions_are_ordered_and_one_worker_exchanges_nothing(name, codec):
+    for workers in P_ALL:
+        for k in (1, 7, 500, 1000):
+            lower, expected, upper = cost_model.predict(name, Workload(1000, k, workers), codec)
+            assert 0 <= lower.words <= expected.words <= upper.words
+            assert lower.words <= lower.path_words
+            if workers == 1:
+                assert upper.words == upper.messages == upper.pairs == 0
+
+
+@pytest.mark.parametrize("name", ["torus_2d", "hierarchical(topk_a)", "hierarchical(ok_topk)"])
+def test_two_levels_degenerate_to_one(name):
+    load, inner = Workload(1000, 10, 8), Workload(1000, 10, 8, 8)
+    flat = {"torus_2d": "dense"}.get(name, name.rstrip(")").split("(")[-1])
+    assert cost_model.predict(name, load) == cost_model.predict(flat, load)
+    alone = cost_model.predict(name, inner).expected
+    assert alone.words == alone.messages == 0
+    # Reduce-scatter and allgather of all n.
+    assert alone.inner_words == 2 * 1000 * 7 / 8
+
+
+def program_of(name, density):
+    if name == "dense":
+        return sc.allreduce.dense()
+    return getattr(sc.allreduce, name)(density=density)
+
+
+# A row for each algorithm whose words must not drift from the program: add (n, k, P).
+VERIFIED_AT = {
+    "dense": [(1000, 10, 2), (999, 5, 6), (64, 64, 3)],
+    "ok_topk": [(1000, 100, 2), (20_000, 1000, 6), (4000, 1, 3), (100, 100, 4), (10**5, 9000, 20)],
+}
+# The estimate's bounds are those of the meter.
+CASES = {"lower": "best", "upper": "worst"}
+
+
+def test_every_verified_algorithm_is_compared():
+    assert set(VERIFIED_AT) == set(cost_model.VERIFIED)
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "k", "workers"),
+    [(name, *point) for name, points in VERIFIED_AT.items() for point in points],
+)
+def test_words_are_those_of_the_lowered_program(name, n, k, workers):
+    estimate = cost_model.predict(name, Workload(n, k, workers))._asdict()
+    for bound, conditional in CASES.items():
+        measured = traffic.of_allreduce(
+            program_of(name, k / n),
+            size=n,
+            capacity=k,
+            axis_size=workers,
+            conditional=conditional,
+        )
+        assert estimate[bound].words == pytest.approx(measured.words, rel=1e-9), bound
+
+
+def test_the_expected_words_of_ok_topk_are_those_of_the_neighbours():
+    measured = traffic.of_allreduce(
+        sc.allreduce.ok_topk(density=0.05),
+        size=20_000,
+        capacity=1000,
+        axis_size=6,
+        frequencies={"balance": (0, 1, 0, 0)},
+    )
+    expected = cost_model.predict("ok_topk", Workload(20_000, 1000, 6)).expected
+    assert expected.words == pytest.approx(measured.words, rel=1e-9)
+
+
+# Fill-in.
+
+
+@pytest.mark.parametrize(("n", "k", "workers"), [(512, 64, 4), (1000, 3, 50), (2000, 400, 7)])
+def test_expected_union_is_that_of_a_simulation(n, k, workers):
+    rng = np.random.default_rng(0)
+    unions = [
+        np.unique(np.concatenate([rng.choice(n, k, replace=False) for _ in range(workers)])).size
+        for _ in range(400)
+    ]
+    error = 4 * np.std(unions) / math.sqrt(len(unions))
+    assert abs(np.mean(unions) - cost_model.expected_union(n, k, workers)) <= error
+
+
+def test_expected_union_is_the_sum_of_the_papers_appendix():
+    n, k, workers = 512, 100, 12
+    terms = [(-1) ** (i - 1) * math.comb(workers, i) * (k / n) ** i for i in range(1, workers + 1)]
+    assert cost_model.expected_union(n, k, workers) == pytest.approx(n * sum(terms), rel=1e-12)
+
+
+def test_expected_union_limits():
+    union = cost_model.expected_union
+    assert union(10, 10, 1) == union(10, 10, 1000) == 10
+    assert union(1000, 7, 1) == pytest.approx(7, rel=1e-14)
+    # (1 - k/n)^P in float64 would be 1: no digits left.
+    assert union(10**18, 1, 1000) == pytest.approx(1000, rel=1e-12)
+    assert union(10**6, 1, 10**9) == pytest.approx(10**6, rel=1e-12)
+
+
+def test_overlap_interpolates_and_extrapolates_by_an_effective_size():
+    # Selections within 5000 of 10^6 places, as if the gradient were that short.
+    for workers in (2, 16):
+        union = cost_model.expected_union(5000, 1000, workers)
+        overlap = Overlap(union, workers)
+        assert cost_model.effective_size(1000, overlap) == pytest.approx(5000, rel=1e-6)
+        for others in (3, 64):
+            found = cost_model.expected_union(10**6, 1000, others, overlap=overlap)
+            assert found == pytest.approx(cost_model.expected_union(5000, 1000, others), rel=1e-6)
+
+
+def test_overlap_limits():
+    same, disjoint = Overlap(100, 4), Overlap(400, 4)
+    assert cost_model.expected_union(10**4, 100, 64, overlap=same) == pytest.approx(100)
+    assert cost_model.expected_union(10**4, 100, 64, overlap=disjoint) == 6400
+    assert cost_model.expected_union(10**4, 100, 200, overlap=disjoint) == 10**4
+    for bad in (Overlap(99, 4), Overlap(401, 4), Overlap(100, 1)):
+        with pytest.raises(ValueError, match="overlap"):
+            cost_model.expected_union(10**4, 100, 8, overlap=bad)
+
+
+def test_fill_in_orders_ssar_by_overlap():
+    near = Workload(10**6, 10**4, 64, overlap=Overlap(12_000, 2))
+    far = Workload(10**6, 10**4, 64)
+    words = [cost_model.predict("ssar_split_allgather", w).expected.words for w in (near, far)]
+    assert words[0] < words[1]
+
+
+# Codecs.
+
+
+@pytest.mark.parametrize("density", [1e-4, 0.002, 0.01, 0.3])
+def test_escapes_are_those_of_simulated_gaps(density):
+    rng = np.random.default_rng(1)
+    gaps = rng.geometric(density, 400_000) - 1
+    for name in ("narrow8", "narrow16"):
+        cost = cost_model.codec_cost(name)
+        simulated = (gaps // cost.gap_limit).mean()
+        expected = cost.escapes_per_pair(density)
+        assert simulated == pytest.approx(expected, rel=0.05, abs=2e-3)
+
+
+def test_escapes_have_limits():
+    narrow = cost_model.codec_cost("narrow16")
+    assert narrow.escapes_per_pair(1.0) == 0
+    assert narrow.escapes_per_pair(0.5) == 0
+    # A message over m places needs no more than m / L of them.
+    assert narrow.escapes_per_pair(1e-9) <= 1 / (1e-9 * 65535)
+    assert cost_model.codec_cost("raw").escapes_per_pair(1e-9) == 0
+
+
+def test_message_words():
+    words = {name: c.message_words(1280, 0.5) for name, c in cost_model.CODECS.items()}
+    assert (words["raw"], words["bf16"], words["narrow16"]) == (2560, 1920, 1280)
+    assert words["narrow8"] == 1280 / 2 + 1280 / 128
+    assert cost_model.qsgd_cost(4, 512).dense_words == 4 / 32 + 1 / 512
+
+
+def test_the_dense_limit_is_half_for_pairs_of_two_words():
+    assert cost_model.sparse_limit(1000) == 500
+
+
+# Costs and arguments.
+
+
+def test_seconds_count_the_longest_path():
+    cost = Cost(messages=3, words=10, path_words=40, inner_messages=2, inner_words=5)
+    assert cost.seconds(Network(1.0, 0.5, 0.1, 0.01)) == pytest.approx(3 + 20 + 0.2 + 0.05)
+    total = cost + cost
+    assert (total.messages, total.path_words, total.inner_words) == (6, 80, 10)
+
+
+def test_units():
+    net = cost_model.network("5us", "25Gbit", inner_latency="1ms", inner_bandwidth="3GB/s")
+    assert net == pytest.approx((5e-6, 4 * 8 / 25e9, 1e-3, 4 / 3e9))
+    assert cost_model.network(2.0, 4.0) == (2.0, 1.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [((0, 1, 1), "size"), ((10, 11, 1), "selected"), ((10, 0, 1), "selected")]
+    + [((10, 1, 0), "workers"), ((10, 1, 8, 3), "inner_size")],
+)
+def test_bad_workloads_are_named(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        Workload(*arguments)
+
+
+def test_unknown_names_are_answered_with_the_known_ones():
+    load = Workload(10, 1, 2)
+    for call in (cost_model.paper_cost, cost_model.predict):
+        with pytest.raises(ValueError, match="pass one of dense"):
+            call("bogus", load)
+    with pytest.raises(ValueError, match="pass one of raw"):
+        cost_model.predict("dense", load, "bogus")
