@@ -5,6 +5,7 @@ padding and with periodic work averaged in. Nothing runs, so that the numbers
 have no spread and any number of workers works on one machine.
 
     python benchmarks/traffic.py --params 1e6 --density 0.01 --json traffic.json
+    python benchmarks/traffic.py --params 1e8 --workers 16 64 256 1024 --codec narrow8
 """
 
 import argparse
@@ -15,7 +16,7 @@ import sys
 import jax
 
 import sparse_collectives
-from sparse_collectives import traffic
+from sparse_collectives import traffic, wire
 from sparse_collectives.allreduce import ok_topk
 
 AXIS = "workers"
@@ -26,6 +27,16 @@ CASES = {
     "neighbours": {"frequencies": {"balance": (0, 1, 0, 0)}},
     "spread": {"frequencies": {"balance": (0, 0, 1, 0)}},
     "worst": {"conditional": "worst"},
+}
+
+CODECS = {
+    "raw": wire.raw,
+    "bf16": wire.bf16,
+    "narrow16": wire.narrow16,
+    "narrow8": wire.narrow8,
+    "qsgd8": lambda: wire.qsgd(bits=8),
+    "qsgd4": lambda: wire.qsgd(bits=4),
+    "qsgd2": lambda: wire.qsgd(bits=2),
 }
 
 
@@ -39,6 +50,9 @@ def parse_args():
     )
     parser.add_argument("--params", type=float, default=1e6, metavar="N")
     parser.add_argument("--density", type=float, default=0.01)
+    parser.add_argument(
+        "--codec", choices=CODECS, default="raw", help="encoding of the messages of Ok-Topk"
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the numbers here")
     args = parser.parse_args()
     if min(args.workers) < 2:
@@ -50,7 +64,7 @@ def parse_args():
     return args
 
 
-def measure(size, density, workers):
+def measure(size, density, workers, codec):
     """Words received per worker and step, as a nested dictionary."""
     k = max(1, math.ceil(size * density))
     bound = 6 * k * (workers - 1) / workers
@@ -73,11 +87,16 @@ def measure(size, density, workers):
     }
     for case, options in CASES.items():
         measured = traffic.of_allreduce(
-            ok_topk(density=density), size=size, capacity=k, **mesh, **options
+            ok_topk(density=density, codec=CODECS[codec]()),
+            size=size,
+            capacity=k,
+            **mesh,
+            **options,
         )
         row[f"ok_topk_{case}"] = {
             "words": measured.words,
             "of_bound": measured.words / bound,
+            "of_k": measured.words / (bound / 6),
             "of_dense": measured.words / dense.words,
             "of_topk_a": measured.words / topk_a.words,
             "phases": measured.by_scope(depth=2),
@@ -121,6 +140,15 @@ def volumes(rows):
     return head, lines
 
 
+def by_codec(rows):
+    """Words as a multiple of k (P-1)/P: 2 is the lower bound of exact pairs."""
+    lines = [
+        [str(row["workers"]), *(f"{row[f'ok_topk_{case}']['of_k']:.3f}" for case in CASES)]
+        for row in rows
+    ]
+    return ["P", *CASES], lines
+
+
 def phases(rows, case):
     """Each phase as a share of the bound."""
     names = list(dict.fromkeys(p for r in rows for p in r[f"ok_topk_{case}"]["phases"]))
@@ -141,18 +169,20 @@ def main():
     """Measures, prints, and writes the JSON file where one is asked for."""
     args = parse_args()
     size = round(args.params)
-    rows = [measure(size, args.density, workers) for workers in args.workers]
+    rows = [measure(size, args.density, workers, args.codec) for workers in args.workers]
     show(
         f"Words received per worker and step (share of the bound 6k(P-1)/P);"
-        f" n = {size:,}, density {args.density:g}, k = {rows[0]['k']:,}",
+        f" n = {size:,}, density {args.density:g}, k = {rows[0]['k']:,}, codec {args.codec}",
         *volumes(rows),
     )
+    show("Ok-Topk: words as multiples of k(P-1)/P", *by_codec(rows))
     for case in CASES:
         show(f"Ok-Topk, {case}: phases as shares of the bound", *phases(rows, case))
     if args.json:
         report = {
             "params": size,
             "density": args.density,
+            "codec": args.codec,
             "jax": jax.__version__,
             "sparse_collectives": getattr(sparse_collectives, "__version__", None),
             "rows": rows,

@@ -18,6 +18,7 @@ def simulated_step(selector: sc.Selector, allreduce: sc.SparseAllreduce, workers
     Returns:
       ``step(acc[P, n], selector_state, allreduce_state) -> dict``; the
       allreduce's state is one for all workers, the results have a leading axis.
+      What is kept is a PaddedCOO, in which an index may occur more than once.
     """
 
     def step(acc, selector_state, allreduce_state):
@@ -29,7 +30,7 @@ def simulated_step(selector: sc.Selector, allreduce: sc.SparseAllreduce, workers
         return {
             "total": dense_total,
             "sent": coo.to_dense(),
-            "kept": undelivered.to_dense(),
+            "kept": undelivered,
             "selector_state": selector_state,
             "allreduce_state": allreduce_state,
             "selection": selection,
@@ -45,7 +46,20 @@ def run_once(selector, allreduce, acc, allreduce_state=None):
     state = jax.tree.map(lambda x: np.broadcast_to(x, (workers, *np.shape(x))), selector.init(size))
     if allreduce_state is None:
         allreduce_state = allreduce.init(size, workers)
-    return simulated_step(selector, allreduce, workers)(acc, state, allreduce_state)
+    out = simulated_step(selector, allreduce, workers)(acc, state, allreduce_state)
+    return {**out, "kept": added_up(out["kept"])}
+
+
+def added_up(coo):
+    """The vectors ``[P, n]`` of PaddedCOOs; repeated indices add.
+
+    In NumPy: on some platforms XLA flushes subnormals in an addition.
+    """
+    indices = np.asarray(coo.indices)
+    dense = np.zeros((len(indices), coo.size + 1), np.float32)
+    values = np.asarray(coo.values).astype(np.float32)
+    np.add.at(dense, (np.arange(len(indices))[:, None], indices), values)
+    return dense[:, :-1].astype(coo.values.dtype)
 
 
 def hard_accumulators(workers: int, size: int, seed: int = 0) -> dict[str, np.ndarray]:

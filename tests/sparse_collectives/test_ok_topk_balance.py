@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparse_collectives as sc
-from sparse_collectives.allreduce.ok_topk import _balance, _spread
+from sparse_collectives.allreduce.ok_topk import _balance, _gather, _spread
 
 
 def sequential_flow(counts, capacity):
@@ -48,9 +48,12 @@ def _balancer(workers, k, slack, branch):
             plan,
             axis="workers",
             codec=sc.wire.raw(),
+            seed=jnp.uint32(0),
         )
-        total = _balance.gather(moved, axis="workers", codec=sc.wire.raw())
-        return total.to_dense(), moved.count(), chosen
+        gathered = _gather.gather(
+            moved.entries, axis="workers", codec=sc.wire.raw(), seed=jnp.uint32(0)
+        )
+        return gathered.total.to_dense(), moved.entries.count(), chosen
 
     return plan, sc.simulate(run, axis_size=workers, in_axes=(0, 0, None))
 

@@ -1,4 +1,4 @@
-"""Balance and allgather: the selected entries, spread evenly, reach everyone.
+"""Balance: the selected entries, spread evenly over the workers.
 
 Ok-Topk, section 3.1.2. The allgather moves as many slots from each worker as
 the fullest one needs, so entries are first moved from workers that selected
@@ -26,9 +26,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _words, transport
+from sparse_collectives import _compat, _words, transport
 from sparse_collectives._types import AxisName, Codec
 from sparse_collectives.allreduce.ok_topk import _spread
+from sparse_collectives.compaction import windowed_rank
 from sparse_collectives.padded_coo import PaddedCOO
 
 BRANCHES = ("none", "neighbours", "spread", "all_to_all")
@@ -86,6 +87,21 @@ def choose_branch(counts: jax.Array, plan: BalancePlan) -> jax.Array:
     return jnp.where(fits, 0, jnp.where(near, 1, jnp.where(even, 2, 3))).astype(jnp.int32)
 
 
+class Balanced(NamedTuple):
+    """Entries, spread evenly.
+
+    Attributes:
+      entries: ``plan.capacity`` slots.
+      error: ``f[m]`` over the slots of the entries that went in: what the worker
+        that now has an entry misses of it. None with an exact codec.
+      lost: ``i32[]``, entries that this worker could not pass on.
+    """
+
+    entries: PaddedCOO
+    error: jax.Array | None
+    lost: jax.Array
+
+
 def balance(
     entries: PaddedCOO,
     counts: jax.Array,
@@ -94,8 +110,13 @@ def balance(
     *,
     axis: AxisName,
     codec: Codec,
-) -> PaddedCOO:
+    seed: jax.Array,
+    mode: str = "auto",
+    turn: jax.Array | int = 0,
+) -> Balanced:
     """Moves entries so that each worker has at most ``plan.capacity`` of them.
+
+    Ascending entries stay ascending, which the codecs that send gaps profit from.
 
     Args:
       entries: this worker's entries, packed to the front.
@@ -104,28 +125,50 @@ def balance(
       plan: the static sizes.
       axis: the workers.
       codec: how a message is encoded.
-
-    Returns:
-      A PaddedCOO of ``plan.capacity`` slots.
+      seed: ``u32[]``, for the codec.
+      mode: ``'auto'``: by ``branch``; ``'always'``: everything by rank; ``'never'``: each
+        worker takes of its own what fits.
+      turn: ``i32[]``, the step: with ``'never'``, which entries do not fit changes.
     """
     workers, capacity = plan.workers, plan.capacity
     me = transport.axis_index(axis)
     slot = jnp.arange(capacity, dtype=jnp.int32)
 
     def stay():
-        return _take(entries, slot)
+        return _result(_take(entries, slot), entries, codec, axis)
+
+    def what_fits():
+        rank = windowed_rank(slot, counts[me], capacity, jnp.asarray(turn))
+        source = jnp.where(slot < counts[me], rank, entries.capacity)
+        lost = jnp.maximum(counts[me] - capacity, 0)
+        return _result(_take(entries, source), entries, codec, axis)._replace(lost=lost)
+
+    def send(source: jax.Array, move, kept: jax.Array, senders: jax.Array):
+        """Sends the entries at ``source[..., b]``; joins those that came to the ``kept`` first."""
+        outgoing = codec.encode(_take(entries, source), seed)
+        incoming = codec.decode(move(outgoing.message), entries.size, entries.values.dtype)
+        joined = _join(entries, kept, incoming, senders < me, capacity)
+        result = _result(joined, entries, codec, axis)
+        if codec.exact:
+            return result
+        error = jnp.zeros_like(entries.values).at[source].set(outgoing.error, mode="drop")
+        lost = (source < entries.capacity) & ~outgoing.sent
+        return result._replace(error=error, lost=jnp.sum(lost, dtype=jnp.int32))
 
     def to_neighbour():
         flow = ring_flow(counts, capacity)
         kept, passed = counts[me] - flow[me], flow[me]
         step = jnp.arange(plan.neighbour_capacity, dtype=jnp.int32)
-        outgoing = _take(entries, jnp.where(step < passed, kept + step, entries.capacity))
+        source = jnp.where(step < passed, kept + step, entries.capacity)
         pairs = [(source, (source + 1) % workers) for source in range(workers)]
-        incoming = _decode(
-            transport.ppermute(_message(outgoing, codec), axis, pairs), entries, codec
-        )
-        own = _take(entries, jnp.where(slot < kept, slot, entries.capacity))
-        return _append(own, kept, incoming)
+        left = (me - 1)[None] % workers
+        move = lambda message: transport.ppermute(message, axis, pairs)  # noqa: E731
+        return send(source[None], move, kept, left)
+
+    everyone = jnp.arange(workers, dtype=jnp.int32)
+
+    def exchange(message):
+        return transport.all_to_all(message, axis)
 
     def to_room():
         block = plan.spread_capacity
@@ -137,61 +180,76 @@ def balance(
         source = source.at[jnp.where(target < 0, workers * block, target)].set(
             capacity + surplus, mode="drop"
         )
-        outgoing = _take(entries, source.reshape(workers, block))
-        incoming = _decode(transport.all_to_all(_message(outgoing, codec), axis), entries, codec)
-        return _append(_take(entries, slot), jnp.minimum(counts[me], capacity), incoming)
+        kept = jnp.minimum(counts[me], capacity)
+        return send(source.reshape(workers, block), exchange, kept, everyone)
 
     def by_rank():
         block = plan.block_capacity
-        first = jnp.sum(jnp.where(jnp.arange(workers) < me, counts, 0))
+        first = jnp.sum(jnp.where(everyone < me, counts, 0))
         # Slot q of the block for worker d is for entry d * block + q of all.
         source = jnp.arange(workers * block, dtype=jnp.int32).reshape(workers, block) - first
         mine = (source >= 0) & (source < counts[me])
-        outgoing = _take(entries, jnp.where(mine, source, entries.capacity))
-        incoming = _decode(transport.all_to_all(_message(outgoing, codec), axis), entries, codec)
-        # Each slot is filled by one worker at most; the others sent padding.
-        indices = jnp.min(incoming.indices, axis=0)
-        filled = incoming.indices < entries.size
-        values = jnp.sum(jnp.where(filled, incoming.values, 0), axis=0, dtype=entries.values.dtype)
-        return _take(PaddedCOO(values, indices, entries.size), slot)
+        source = jnp.where(mine, source, entries.capacity)
+        return send(source, exchange, jnp.zeros((), jnp.int32), everyone)
 
-    # One worker, or slots for all k: nothing can be uneven.
-    if workers == 1 or capacity >= entries.capacity:
+    if workers == 1:
         return stay()
+    if mode == "always":
+        return by_rank()
+    # Slots for all k: nothing can be uneven.
+    if capacity >= entries.capacity:
+        return stay()
+    if mode == "never":
+        return what_fits()
     return lax.switch(branch, (stay, to_neighbour, to_room, by_rank))
 
 
-def gather(entries: PaddedCOO, *, axis: AxisName, codec: Codec) -> PaddedCOO:
-    """All workers' slots, on every worker; unique indices, padding in between."""
-    words = transport.all_gather(_message(entries, codec), axis)
-    everyone = codec.decode(words, entries.size, entries.values.dtype)
-    return PaddedCOO(everyone.values.reshape(-1), everyone.indices.reshape(-1), entries.size)
-
-
 def words_received(
-    plan: BalancePlan, pair_words: Callable[[int], int]
-) -> tuple[float, float, float, float]:
+    plan: BalancePlan, pair_words: Callable[[int], int], mode: str = "auto"
+) -> tuple[float, ...]:
     """Words of each branch; ``pair_words`` gives those of a message of so many slots."""
     workers = plan.workers
+    by_rank = _words.all_to_all(pair_words(plan.block_capacity) * workers, workers)
+    if mode != "auto":
+        return (by_rank if mode == "always" else 0.0,) * len(BRANCHES)
     return (
         0.0,
         _words.ppermute(pair_words(plan.neighbour_capacity), workers),
         _words.all_to_all(pair_words(plan.spread_capacity) * workers, workers),
-        _words.all_to_all(pair_words(plan.block_capacity) * workers, workers),
+        by_rank,
     )
 
 
-def _append(own: PaddedCOO, count: jax.Array, incoming: PaddedCOO) -> PaddedCOO:
-    """``own``, of which ``count`` slots are used, and the entries that came."""
+def _join(
+    own: PaddedCOO, kept: jax.Array, incoming: PaddedCOO, is_before: jax.Array, capacity: int
+) -> PaddedCOO:
+    """The first ``kept`` slots of ``own`` and the entries that came, in ``capacity`` slots.
+
+    Rows of ``incoming`` where ``is_before`` holds come before them, the others after:
+    a worker's entries are those of a region, and regions ascend with the workers.
+    """
     indices = incoming.indices.reshape(-1)
-    arrived = indices < own.size
-    order = jnp.cumsum(arrived, dtype=jnp.int32) - 1
-    target = jnp.where(arrived, count + order, own.capacity)
+    arrived = incoming.indices < own.size
+    in_front = jnp.sum(arrived & is_before[:, None], dtype=jnp.int32)
+    order = jnp.cumsum(arrived.reshape(-1), dtype=jnp.int32) - 1
+    order = jnp.where(order < in_front, order, order + kept)
+    target = jnp.where(arrived.reshape(-1), order, capacity)
+    slot = jnp.arange(capacity, dtype=jnp.int32) - in_front
+    joined = _take(own, jnp.where((slot >= 0) & (slot < kept), slot, own.capacity))
     return PaddedCOO(
-        own.values.at[target].set(incoming.values.reshape(-1), mode="drop"),
-        own.indices.at[target].set(indices, mode="drop"),
+        joined.values.at[target].set(incoming.values.reshape(-1), mode="drop"),
+        joined.indices.at[target].set(indices, mode="drop"),
         own.size,
     )
+
+
+def _result(moved: PaddedCOO, entries: PaddedCOO, codec: Codec, axis: AxisName) -> Balanced:
+    """Without an error; typed as that of any other branch."""
+    lost = jnp.zeros((), jnp.int32)
+    if codec.exact:
+        return Balanced(moved, None, lost)
+    error, lost = _compat.to_varying((jnp.zeros_like(entries.values), lost), axis)
+    return Balanced(moved, error, lost)
 
 
 def _take(coo: PaddedCOO, slot: jax.Array) -> PaddedCOO:
@@ -199,11 +257,3 @@ def _take(coo: PaddedCOO, slot: jax.Array) -> PaddedCOO:
     values = coo.values.at[slot].get(mode="fill", fill_value=0)
     indices = coo.indices.at[slot].get(mode="fill", fill_value=coo.size)
     return PaddedCOO(values, indices, coo.size)
-
-
-def _message(coo: PaddedCOO, codec: Codec) -> jax.Array:
-    return codec.encode(coo, jnp.uint32(0)).message
-
-
-def _decode(words: jax.Array, like: PaddedCOO, codec: Codec) -> PaddedCOO:
-    return codec.decode(words, like.size, like.values.dtype)

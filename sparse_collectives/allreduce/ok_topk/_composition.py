@@ -9,7 +9,7 @@ from jax import lax
 
 from sparse_collectives import (
     _bits,
-    _bitset,
+    _hash,
     _validation,
     _words,
     compaction,
@@ -20,9 +20,11 @@ from sparse_collectives import (
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
 from sparse_collectives.allreduce.ok_topk import (
     _balance,
+    _gather,
     _global_selection,
     _regions,
     _split_reduce,
+    _undelivered,
 )
 from sparse_collectives.padded_coo import PaddedCOO
 
@@ -56,6 +58,8 @@ def ok_topk(
     slack: float = 1.25,
     schedule: str = "auto",
     bucket_size: int = 4,
+    regions: str = "balanced",
+    balance: str = "auto",
     codec: Codec | None = None,
 ) -> SparseAllreduce:
     r"""The sparse allreduce of Ok-Topk (Algorithm 1; Li and Hoefler, PPoPP 2022).
@@ -90,11 +94,23 @@ def ok_topk(
         buckets), ``'all_to_all'`` (one collective), or ``'auto'``: rotation for
         up to 16 workers. The result has the same bits.
       bucket_size: messages of a rotation that may be in flight together.
-      codec: encoding of the messages, exact by default.
+      regions: ``'balanced'`` (the paper: boundaries that follow the selections), or,
+        to compare with, ``'equal'``: of equal width, never cut anew. Entries then
+        overflow where selections are uneven.
+      balance: ``'auto'`` (as little as the counts require), or, to compare with,
+        ``'always'``: everything by its rank at every step, 2 k (P-1)/P words; or
+        ``'never'``: what does not fit a worker's slots of the allgather is not
+        delivered, counts as overflow of that worker, and stays with all who
+        contributed to it; which entries those are changes from step to step.
+      codec: encoding of the messages, from :mod:`sparse_collectives.wire`; exact by
+        default. What a lossy one loses is in ``undelivered``: the error of an entry
+        with its worker, and that of a sum with the worker that sent it on. A
+        worker's own region, and a single worker's selection, are not encoded.
 
     Returns:
       A :class:`SparseAllreduce`; its total is a PaddedCOO with about ``slack *
-      k`` slots.
+      k`` slots. With a lossy codec an index may occur up to three times in
+      ``undelivered``, and ``overflow`` also counts what the codec had no room for.
 
     Raises:
       ValueError: an argument out of its range; at ``reduce``, an axis that is not
@@ -110,9 +126,9 @@ def ok_topk(
     slack = _validation.check_number("slack", slack, 1.0, math.inf)
     schedule = _validation.check_choice("schedule", schedule, ("auto", "rotation", "all_to_all"))
     bucket_size = _validation.check_positive_int("bucket_size", bucket_size)
-    codec = wire.raw() if codec is None else codec
-    if not codec.exact:
-        raise ValueError("codec must be exact: use wire.raw().")
+    regions = _validation.check_choice("regions", regions, ("balanced", "equal"))
+    balance = _validation.check_choice("balance", balance, ("auto", "always", "never"))
+    chosen_codec = wire.raw() if codec is None else codec
 
     def init(size: int, axis_size: int) -> OkTopkState:
         _validation.check_size(size)
@@ -130,6 +146,8 @@ def ok_topk(
         k = _validation.count_from_density(density, coo.size)
         gain = 1 / max(math.log(coo.size / k), 1.0)
         plan = _balance.make_plan(k, workers, slack)
+        # Between one worker and itself nothing has to be encoded.
+        codec = chosen_codec if workers > 1 else wire.raw()
         block_capacity = coo.capacity
         if slack < workers:
             block_capacity = min(block_capacity, math.ceil(slack * k / workers))
@@ -138,26 +156,33 @@ def ok_topk(
             message = padded_coo.empty(coo.size, slots, coo.values.dtype)
             return jax.eval_shape(codec.encode, message, jnp.uint32(0)).message.size
 
+        def seed(phase: int) -> jax.Array:
+            # Errors of different workers and steps don't add up if they are independent.
+            return _hash.combine(state.count, phase, transport.axis_index(axis))
+
         # Lines 5 to 7: agree on the regions.
-        with jax.named_scope(f"ok_topk/repartition.every{repartition_period}"):
-            repartition = (state.count % repartition_period == 0) | state.crowded
-            boundaries = lax.cond(
-                repartition,
-                lambda: _regions.consensus(coo, workers, axis),
-                lambda: state.boundaries,
-            )
+        repartition, boundaries = jnp.zeros((), jnp.bool_), state.boundaries
+        if regions == "balanced":
+            with jax.named_scope(f"ok_topk/repartition.every{repartition_period}"):
+                repartition = (state.count % repartition_period == 0) | state.crowded
+                boundaries = lax.cond(
+                    repartition,
+                    lambda: _regions.consensus(coo, workers, axis),
+                    lambda: state.boundaries,
+                )
 
         # Line 8: each region's entries to its owner.
         with jax.named_scope("ok_topk/split_reduce"):
             if workers == 1:
-                reduced, sent = coo, coo.indices < coo.size
+                reduced, sent, error = coo, coo.indices < coo.size, None
             else:
-                reduced, sent = _split_reduce.split_and_reduce(
+                reduced, sent, error = _split_reduce.split_and_reduce(
                     coo,
                     boundaries,
                     state.count,
                     axis=axis,
                     codec=codec,
+                    seed=seed(0),
                     capacity=block_capacity,
                     schedule=_schedule_for(schedule, workers),
                     bucket_size=bucket_size,
@@ -185,16 +210,24 @@ def ok_topk(
         # Line 13: spread them evenly, then let everyone have them.
         branch = _balance.choose_branch(selection.quota, plan)
         with jax.named_scope("ok_topk/balance"):
-            mine = _balance.balance(mine, selection.quota, branch, plan, axis=axis, codec=codec)
+            balanced = _balance.balance(
+                mine,
+                selection.quota,
+                branch,
+                plan,
+                axis=axis,
+                codec=codec,
+                seed=seed(1),
+                mode=balance,
+                turn=state.count,
+            )
         with jax.named_scope("ok_topk/allgather"):
-            total = _balance.gather(mine, axis=axis, codec=codec)
+            gathered = _gather.gather(balanced.entries, axis=axis, codec=codec, seed=seed(2))
+        total = gathered.total
 
         # Line 14: what was sent and is in the total is delivered, the rest is kept.
-        in_total = _bitset.insert(_bitset.empty(coo.size), total.indices, coo.size)
-        delivered = sent & _bitset.contains(in_total, coo.indices)
-        undelivered = PaddedCOO(
-            jnp.where(delivered, jnp.zeros_like(coo.values), coo.values), coo.indices, coo.size
-        )
+        later = [(mine, balanced.error), (balanced.entries, gathered.error)]
+        undelivered = _undelivered.undelivered(coo, sent, error, later, total)
 
         threshold = _bits.magnitude_from_bits(threshold_bits)
         ratio = jnp.clip(selection.passed / k, 1 / 16, 16.0)
@@ -205,7 +238,7 @@ def ok_topk(
             # Over an eighth of all that could be sent.
             crowded=selection.overflow > workers * k / 8,
         )
-        moved = _balance.words_received(plan, pair_words)
+        moved = _balance.words_received(plan, pair_words, balance)
         words = (
             jnp.where(repartition, _regions.words_received(workers), 0.0)
             + _split_reduce.words_received(pair_words(block_capacity), workers)
@@ -214,8 +247,12 @@ def ok_topk(
             + jnp.asarray(moved, jnp.float32)[branch]
             + _words.all_gather(pair_words(plan.capacity), workers)
         )
-        delivered_count = jnp.sum(selection.quota, dtype=jnp.int32)
-        info = ReduceInfo(delivered_count, overflow, threshold, words.astype(jnp.float32))
+        info = ReduceInfo(
+            delivered=total.count(),
+            overflow=overflow + balanced.lost + gathered.lost,
+            threshold=threshold,
+            words=words.astype(jnp.float32),
+        )
         return total, undelivered, new_state, info
 
     return SparseAllreduce(init, reduce)

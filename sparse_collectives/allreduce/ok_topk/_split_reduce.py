@@ -23,11 +23,27 @@ class Blocks(NamedTuple):
     Attributes:
       coo: PaddedCOO with ``[P, capacity]`` slots; row j is for the owner of
         region j.
-      sent: ``bool[c]`` over the slots of the selection: whether it is in a block.
+      source: ``i32[P, capacity]``, the slot of the selection that each came from;
+        c for padding.
     """
 
     coo: PaddedCOO
+    source: jax.Array
+
+
+class Reduced(NamedTuple):
+    """What the split and reduce did.
+
+    Attributes:
+      entries: the sums of the region that this worker owns, ascending.
+      sent: ``bool[c]`` over the slots of the selection: whether its owner has it.
+      error: ``f[c]``, what the owner misses of an entry that was sent; None with an
+        exact codec.
+    """
+
+    entries: PaddedCOO
     sent: jax.Array
+    error: jax.Array | None
 
 
 def split(coo: PaddedCOO, boundaries: jax.Array, capacity: int, turn: jax.Array) -> Blocks:
@@ -47,8 +63,7 @@ def split(coo: PaddedCOO, boundaries: jax.Array, capacity: int, turn: jax.Array)
     source = jnp.where(slot[None] < counts, start + rank, coo.capacity)
     values = coo.values.at[source].get(mode="fill", fill_value=0)
     indices = coo.indices.at[source].get(mode="fill", fill_value=coo.size)
-    sent = jnp.zeros((coo.capacity,), jnp.bool_).at[source.reshape(-1)].set(True, mode="drop")
-    return Blocks(PaddedCOO(values, indices, coo.size), sent)
+    return Blocks(PaddedCOO(values, indices, coo.size), source)
 
 
 def exchange(
@@ -57,8 +72,9 @@ def exchange(
     """Sends row j of ``words[P, w]`` to worker j; yields what came, in buckets.
 
     Each item is ``i32[b, w]``, rows in the order of the distance from the sender:
-    own block first, then that of the worker before, and so on around the ring.
-    That order is the same for both schedules, so they give the same bits.
+    first that of the worker before, and so on around the ring. That order is the
+    same for both schedules, so they give the same bits. A worker's own row is left
+    out.
 
     ``rotation`` (Figure 2 of the paper): at distance s worker i sends to worker
     i + s, so no worker is the target of two messages at once; the messages of a
@@ -70,9 +86,8 @@ def exchange(
     me = transport.axis_index(axis)
     if schedule == "all_to_all":
         received = transport.all_to_all(words, axis)
-        yield received[(me - jnp.arange(workers)) % workers]
+        yield received[(me - jnp.arange(1, workers)) % workers]
         return
-    yield lax.dynamic_slice_in_dim(words, me, 1)
     distances = range(1, workers)
     for first in range(0, len(distances), bucket_size):
         bucket = []
@@ -126,23 +141,35 @@ def split_and_reduce(
     *,
     axis: AxisName,
     codec: Codec,
+    seed: jax.Array,
     capacity: int,
     schedule: str,
     bucket_size: int,
-) -> tuple[PaddedCOO, jax.Array]:
-    """Algorithm 1, line 8.
-
-    Returns:
-      The reduced entries of the region that this worker owns, and ``bool[c]``:
-      which slots of ``coo`` were sent to an owner.
-    """
+) -> Reduced:
+    """Algorithm 1, line 8, for two workers or more."""
     blocks = split(coo, boundaries, capacity, turn)
-    words = codec.encode(blocks.coo, jnp.uint32(0)).message
-    received = [
+    encoded = codec.encode(blocks.coo, seed)
+    me = transport.axis_index(axis)
+    # A worker's own block takes no part in the exchange, so nothing is rounded.
+    own = jax.tree.map(lambda rows: lax.dynamic_slice_in_dim(rows, me, 1), blocks.coo)
+    received = [own] + [
         codec.decode(bucket, coo.size, coo.values.dtype)
-        for bucket in exchange(words, axis, schedule=schedule, bucket_size=bucket_size)
+        for bucket in exchange(encoded.message, axis, schedule=schedule, bucket_size=bucket_size)
     ]
-    return reduce_blocks(received, coo.size, coo.values.dtype), blocks.sent
+    sent = blocks.source < coo.capacity
+    error = None
+    if not codec.exact:
+        is_own = jnp.arange(sent.shape[0])[:, None] == me
+        sent = sent & (encoded.sent | is_own)
+        error = _to_slots(jnp.where(is_own, 0, encoded.error), blocks.source, coo.capacity)
+    sent = _to_slots(sent, blocks.source, coo.capacity)
+    return Reduced(reduce_blocks(received, coo.size, coo.values.dtype), sent, error)
+
+
+def _to_slots(rows: jax.Array, source: jax.Array, slots: int) -> jax.Array:
+    """From blocks back to the slots that they were cut from; 0 for those not in a block."""
+    flat = jnp.zeros((slots,), rows.dtype)
+    return flat.at[source.reshape(-1)].set(rows.reshape(-1), mode="drop")
 
 
 def words_received(block_words: int, workers: int) -> float:

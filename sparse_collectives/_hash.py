@@ -1,0 +1,47 @@
+"""Random numbers without a state: a hash of a seed and a position.
+
+Random rounding needs one number for each value, the same on every platform, and
+no key to pass around. Two rounds of a mixing function of 32 bits give that for
+about ten integer operations each.
+"""
+
+import jax
+import jax.numpy as jnp
+
+# 2**32 divided by the golden ratio: seeds that follow one another end up far apart.
+_GOLDEN = 0x9E3779B9
+
+
+def mix(x: jax.Array) -> jax.Array:
+    """A bijection of ``u32`` in which every bit of the result depends on every bit of ``x``.
+
+    The construction is murmur's finalizer, with the constants of C. Wellons'
+    search for the least bias (``lowbias32``, public domain).
+    """
+    x = x ^ (x >> 16)
+    x = x * jnp.uint32(0x7FEB352D)
+    x = x ^ (x >> 15)
+    x = x * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def combine(*parts: jax.Array | int) -> jax.Array:
+    """One seed, ``u32[]``, of several integers; their order counts."""
+    seed = jnp.uint32(_GOLDEN)
+    for part in parts:
+        seed = mix(seed + jnp.uint32(_GOLDEN) + jnp.asarray(part).astype(jnp.uint32))
+    return seed
+
+
+def random_bits(seed: jax.Array, position: jax.Array) -> jax.Array:
+    """``u32[...]``, a number for each ``position i32[...]`` under ``seed u32[]``."""
+    key = mix(jnp.asarray(seed).astype(jnp.uint32) + jnp.uint32(_GOLDEN))
+    # A second round under another key: after one alone, two seeds would give the
+    # same numbers in another order.
+    return mix(mix(position.astype(jnp.uint32) ^ key) + mix(key))
+
+
+def uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
+    """``f32[...]`` in [0, 1), a multiple of 2**-24."""
+    bits = random_bits(seed, position) >> 8
+    return bits.astype(jnp.int32).astype(jnp.float32) * jnp.float32(2.0**-24)

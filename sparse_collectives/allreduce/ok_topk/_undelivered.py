@@ -1,0 +1,56 @@
+"""What a worker keeps: line 14 of Algorithm 1, with what the encodings cost.
+
+With P workers, an entry is lost on its way to a sum, or a sum on its way to the
+total, or their rounding is. Whatever is not in the total, all keep as a whole who
+contributed to it. What is in the total differs from what was sent by the errors of
+the encodings; each is kept by the worker that encoded.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from sparse_collectives import _bitset
+from sparse_collectives.padded_coo import PaddedCOO
+
+
+def undelivered(
+    coo: PaddedCOO,
+    sent: jax.Array,
+    error: jax.Array | None,
+    later: list[tuple[PaddedCOO, jax.Array | None]],
+    total: PaddedCOO,
+) -> PaddedCOO:
+    """The entries that this worker must keep.
+
+    Args:
+      coo: its selection, c slots.
+      sent: ``bool[c]``, which of them the owners of their regions have.
+      error: ``f[c]``, what the owners miss of those, or None with an exact codec.
+      later: for each later exchange the entries that this worker held and what
+        their receivers miss of them.
+      total: the result, the same on every worker.
+
+    Returns:
+      With an exact codec an answer to each slot of ``coo``, with the very indices.
+      Otherwise the slots of ``later`` follow, and an index may occur again.
+    """
+    members = _bitset.insert(_bitset.empty(coo.size), total.indices, coo.size)
+    delivered = sent & _bitset.contains(members, coo.indices)
+    missing = jnp.zeros_like(coo.values) if error is None else error
+    kept = PaddedCOO(jnp.where(delivered, missing, coo.values), coo.indices, coo.size)
+    parts = [kept] + [
+        _where(_bitset.contains(members, entries.indices) & (lost != 0), lost, entries)
+        for entries, lost in later
+        if lost is not None
+    ]
+    if len(parts) == 1:
+        return kept
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+
+
+def _where(mask: jax.Array, values: jax.Array, entries: PaddedCOO) -> PaddedCOO:
+    return PaddedCOO(
+        jnp.where(mask, values, jnp.zeros_like(values)),
+        jnp.where(mask, entries.indices, entries.size),
+        entries.size,
+    )

@@ -1,0 +1,63 @@
+"""One word for an entry: a bfloat16 and a gap of 16 bits."""
+
+import jax
+import jax.numpy as jnp
+
+from sparse_collectives import _validation
+from sparse_collectives._types import Codec, Encoded
+from sparse_collectives.padded_coo import PaddedCOO
+from sparse_collectives.wire import _bf16, _gaps, _values
+
+# 65535 is an escape; one with 16 bits reaches everywhere.
+_FORMAT = _gaps.GapFormat(base=65535, digit_bits=16, digits=1)
+
+
+def narrow16(*, escapes: float = 1 / 16) -> Codec:
+    """Values as bfloat16 and indices as gaps, one word for an entry.
+
+    A message is the first index of its row, and then one word for each slot: the
+    value in the upper 16 bits, and in the lower ones the gap from the entry
+    before. Where the gap is 65535 or more, a word with the lower bits 65535 comes
+    first, whose upper bits are the multiple of 65535 to move on by. Rounding is
+    that of :func:`bf16`.
+
+    Args:
+      escapes: how many such words a message has room for, as a share of its slots
+        (two more are added; unused slots serve as well). Entries without room
+        are reported as not sent, and which ones those are depends on the seed.
+        The default is ample down to a density of about 1/10,000.
+
+    Returns:
+      A :class:`Codec`; ``c`` pairs take ``1 + c + min(escapes c + 2, n / 65535 + 1, c - 1)``
+      words, ``m`` dense values ``ceil(m / 2)``. The indices of a row may have any order, but
+      each step back takes an escape. Cost: two prefix sums, and a few scatters and
+      gathers, of c entries.
+
+    Raises:
+      ValueError: ``escapes`` is not in [0, 1].
+      TypeError: at ``encode``, values that are not float32, bfloat16 or float16.
+    """
+    escapes = _validation.check_number("escapes", escapes, 0.0, 1.0)
+
+    def encode(coo: PaddedCOO, seed: jax.Array) -> Encoded:
+        _validation.check_float("values", coo.values.dtype)
+        rows = _gaps.as_rows(coo)
+        capacity = rows.capacity
+        count = capacity + _FORMAT.room(capacity, coo.size, escapes)
+        slots = _gaps.lay_out(rows, count, _FORMAT, seed)
+        pattern = _values.to_bf16_bits(rows.values)
+        of_slot = _gaps.row_gather(pattern, slots.entry, 0)
+        words = ((of_slot | slots.digit) << 16) | slots.code
+        message = jnp.concatenate([slots.first[:, None], words], axis=1)
+        sent = slots.place < count
+        error = _values.error_of(rows.values, _values.from_bf16_bits(pattern, rows.values.dtype))
+        return _gaps.encoded(message, sent, error, coo)
+
+    def decode(message: jax.Array, size: int, dtype) -> PaddedCOO:
+        first, words = message[..., 0], message[..., 1:]
+        code, digit = words & 0xFFFF, (words >> 16) & 0xFFFF
+        indices = _gaps.read(first, code, digit, size, _FORMAT)
+        values = _values.from_bf16_bits(jnp.where(indices < size, digit, 0), dtype)
+        return PaddedCOO(values, indices, size)
+
+    return Codec(encode, decode, _bf16.encode_dense, _bf16.decode_dense, exact=False)

@@ -1,0 +1,66 @@
+"""What the lossy codecs have in common: rounding, range, and the error they report.
+
+The error has to be exact, or what is sent and what is kept would not add up.
+A difference of two float32 is, where both are normal and within a factor of two;
+but platforms flush subnormal differences to zero. So magnitudes below 2**-100
+travel as zero and stay whole with their sender: then no difference is subnormal.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sparse_collectives import _bits
+
+TINY_BITS = (127 - 100) << 23
+INFINITY_BITS = 0x7F800000
+_QUIET_BIT = 0x0040
+
+
+def encoded_magnitude(values: jax.Array) -> jax.Array:
+    """The bits of ``|values|`` as ``i32``, 0 for what travels as zero."""
+    bits = _bits.magnitude_bits(values)
+    return jnp.where(bits < TINY_BITS, 0, bits)
+
+
+def is_negative(values: jax.Array) -> jax.Array:
+    """The sign bit, ``bool``; also that of a zero or a NaN."""
+    return lax.bitcast_convert_type(values.astype(jnp.float32), jnp.int32) < 0
+
+
+def error_of(values: jax.Array, decoded: jax.Array) -> jax.Array:
+    """What a receiver of ``decoded`` misses; 0 where a value is not finite."""
+    bits = _bits.magnitude_bits(values)
+    # As they are, and not through a subtraction, which may flush them.
+    error = jnp.where(bits < TINY_BITS, values, values - decoded)
+    return jnp.where(bits >= INFINITY_BITS, jnp.zeros_like(values), error)
+
+
+def with_range_of(values: jax.Array, dtype) -> jax.Array:
+    """``f32`` as ``dtype``; what is finite but out of its range becomes its largest value."""
+    largest = np.float32(jnp.finfo(dtype).max)
+    return jnp.clip(values, -largest, largest).astype(dtype)
+
+
+def to_bf16_bits(values: jax.Array) -> jax.Array:
+    """The nearest bfloat16 as ``i32`` in [0, 2**16), ties to even, never from finite to infinite.
+
+    Args:
+      values: float32, bfloat16 or float16. A float16 is also kept in its own
+        range, so that the receiver can turn the bfloat16 back.
+    """
+    magnitude = encoded_magnitude(values)
+    rounded = (magnitude + 0x7FFF + ((magnitude >> 16) & 1)) >> 16
+    # The largest bfloat16 that the dtype of the values has room for.
+    largest = int(np.float32(jnp.finfo(values.dtype).max).view(np.int32)) >> 16
+    rounded = jnp.minimum(rounded, largest)
+    special = magnitude >> 16
+    special = jnp.where(magnitude > INFINITY_BITS, special | _QUIET_BIT, special)
+    pattern = jnp.where(magnitude >= INFINITY_BITS, special, rounded)
+    return pattern | jnp.where(is_negative(values), 0x8000, 0)
+
+
+def from_bf16_bits(pattern: jax.Array, dtype) -> jax.Array:
+    """The inverse of :func:`to_bf16_bits`; higher bits of ``pattern`` are ignored."""
+    return lax.bitcast_convert_type(pattern.astype(jnp.int32) << 16, jnp.float32).astype(dtype)
