@@ -6,9 +6,10 @@ varies, and a result that is to be replicated must be typed so. ``pmap``,
 the casts between them. These helpers do what the context needs.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 AxisName = Hashable | tuple[Hashable, ...]
@@ -73,3 +74,24 @@ def all_gather_replicated(x: jax.Array, axis: AxisName) -> jax.Array:
     if is_varying(x, axis):
         return lax.all_gather(x, axis, to="invarying")
     return lax.all_gather(x, axis)
+
+
+def ppermute(x: jax.Array, axis: AxisName, pairs: Sequence[tuple[int, int]]) -> jax.Array:
+    """``lax.ppermute`` where some workers may send or receive nothing; these get zeros."""
+    pairs = list(pairs)
+    try:
+        return lax.ppermute(x, axis, pairs)
+    except AssertionError:
+        # vmap asks every worker to send and to receive.
+        if len(pairs) == axis_size(axis):
+            raise
+    sources, targets = (tuple(ends) for ends in zip(*pairs, strict=True))
+    workers = range(axis_size(axis))
+    idle = zip(
+        [worker for worker in workers if worker not in sources],
+        [worker for worker in workers if worker not in targets],
+        strict=True,
+    )
+    received = lax.ppermute(x, axis, pairs + list(idle))
+    is_target = jnp.any(jnp.asarray(targets) == lax.axis_index(axis))
+    return jnp.where(is_target, received, jnp.zeros_like(received))

@@ -49,5 +49,9 @@ def all_to_all(x: jax.Array, axis: AxisName) -> jax.Array:
 
 
 def ppermute(x: jax.Array, axis: AxisName, pairs: Sequence[tuple[int, int]]) -> jax.Array:
-    """Worker ``source`` sends ``x`` to ``target`` for each pair. Receives L words."""
-    return lax.ppermute(x, axis, list(pairs))
+    """Worker ``source`` sends ``x`` to ``target`` for each pair. Receives L words.
+
+    Each worker is a source once at most and a target once at most; those that are no
+    target get zeros.
+    """
+    return _compat.ppermute(x, axis, pairs)

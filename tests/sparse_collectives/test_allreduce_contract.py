@@ -1,6 +1,7 @@
 """What every allreduce must hold, over a table: a new one adds a row."""
 
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -31,15 +32,31 @@ ALLREDUCES = {
         False,
     ),
     "ok_topk, no slack": (sc.allreduce.ok_topk(density=DENSITY, slack=1.0), False),
+    "ssar_recursive_double": (sc.allreduce.ssar_recursive_double(), True),
+    "ssar_split_allgather": (sc.allreduce.ssar_split_allgather(), False),
+    "ssar_split_allgather, room for all": (
+        sc.allreduce.ssar_split_allgather(slack=math.inf, fill=math.inf),
+        True,
+    ),
+    "dsar_split_allgather": (sc.allreduce.dsar_split_allgather(), False),
+    "ring_sparse": (sc.allreduce.ring_sparse(slack=math.inf, fill=math.inf), True),
 }
 SELECTOR = sc.select.topk(density=DENSITY)
 
 
 # Every number of workers for each algorithm, a few for its variants.
+ALGORITHMS = (
+    "dense",
+    "ok_topk",
+    "ssar_recursive_double",
+    "ssar_split_allgather",
+    "dsar_split_allgather",
+    "ring_sparse",
+)
 CASES = [
     (name, workers)
     for name in ALLREDUCES
-    for workers in (helpers.WORKERS if name in ("dense", "ok_topk") else (3, 8))
+    for workers in (helpers.WORKERS if name in ALGORITHMS else (3, 8))
 ]
 
 

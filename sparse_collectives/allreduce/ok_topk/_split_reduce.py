@@ -11,24 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _bitset, _words, transport
+from sparse_collectives import _words, transport
+from sparse_collectives._merge import reduce_blocks, split
 from sparse_collectives._types import AxisName, Codec
-from sparse_collectives.compaction import windowed_rank
 from sparse_collectives.padded_coo import PaddedCOO
-
-
-class Blocks(NamedTuple):
-    """A selection split by region.
-
-    Attributes:
-      coo: PaddedCOO with ``[P, capacity]`` slots; row j is for the owner of
-        region j.
-      source: ``i32[P, capacity]``, the slot of the selection that each came from;
-        c for padding.
-    """
-
-    coo: PaddedCOO
-    source: jax.Array
 
 
 class Reduced(NamedTuple):
@@ -44,26 +30,6 @@ class Reduced(NamedTuple):
     entries: PaddedCOO
     sent: jax.Array
     error: jax.Array | None
-
-
-def split(coo: PaddedCOO, boundaries: jax.Array, capacity: int, turn: jax.Array) -> Blocks:
-    """Cuts an ascending selection into one block of ``capacity`` slots a region.
-
-    Args:
-      coo: the selection, c slots.
-      boundaries: ``i32[P + 1]``.
-      capacity: slots of a block.
-      turn: ``i32[]``, the step: in a region with more entries than slots the ones
-        that wait change from step to step.
-    """
-    edges = jnp.searchsorted(coo.indices, boundaries).astype(jnp.int32)
-    start, counts = edges[:-1, None], jnp.diff(edges)[:, None]
-    slot = jnp.arange(capacity, dtype=jnp.int32)
-    rank = windowed_rank(slot[None], counts, capacity, turn)
-    source = jnp.where(slot[None] < counts, start + rank, coo.capacity)
-    values = coo.values.at[source].get(mode="fill", fill_value=0)
-    indices = coo.indices.at[source].get(mode="fill", fill_value=coo.size)
-    return Blocks(PaddedCOO(values, indices, coo.size), source)
 
 
 def exchange(
@@ -96,42 +62,6 @@ def exchange(
             pairs = [(source, (source + distance) % workers) for source in range(workers)]
             bucket.append(transport.ppermute(block, axis, pairs))
         yield jnp.concatenate(bucket)
-
-
-def reduce_blocks(received: list[PaddedCOO], size: int, dtype) -> PaddedCOO:
-    """Adds up blocks with common indices.
-
-    The members of the union are numbered by a bitset of n bits, and values are
-    added into the slot of their number: no sort, and O(slots) random accesses.
-
-    Args:
-      received: PaddedCOOs of ``[b, c]`` slots; the indices of each row are unique.
-      size: n.
-      dtype: of the result; sums are made in float32.
-
-    Returns:
-      An ascending PaddedCOO with as many slots as were received, n at most.
-    """
-
-    def insert_row(row, members):
-        return _bitset.insert(members, row, size)
-
-    slots = sum(block.indices.size for block in received)
-    members = _bitset.empty(size)
-    for block in received:
-        # The scan's carry has to have the type of its result from the start.
-        members = members + jnp.zeros_like(block.indices[0, 0], jnp.uint32)
-        members, _ = lax.scan(lambda m, row: (insert_row(row, m), None), members, block.indices)
-    ranked = _bitset.rank_index(members)
-    capacity = min(slots, size)
-    indices = jnp.full((capacity,), size, jnp.int32)
-    values = jnp.zeros((capacity,), jnp.float32)
-    for block in received:
-        flat = block.indices.reshape(-1)
-        slot = jnp.where(flat < size, _bitset.rank(ranked, flat), capacity)
-        indices = indices.at[slot].set(flat, mode="drop")
-        values = values.at[slot].add(block.values.reshape(-1).astype(jnp.float32), mode="drop")
-    return PaddedCOO(values.astype(dtype), indices, size)
 
 
 def split_and_reduce(

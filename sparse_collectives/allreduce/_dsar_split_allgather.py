@@ -1,0 +1,170 @@
+"""DSAR_Split_allgather of SparCML: the sums go out sparse or dense, as is shorter."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sparse_collectives import _merge, _validation, _words, transport, wire
+from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
+from sparse_collectives.allreduce import _equal_regions, _messages, _replicas, _step
+from sparse_collectives.padded_coo import PaddedCOO
+
+
+def dsar_split_allgather(
+    *,
+    slack: float = 1.25,
+    sparse_sizes: int = 3,
+    codec: Codec | None = None,
+    dense_codec: Codec | None = None,
+) -> SparseAllreduce:
+    r"""The dynamic sparse allreduce of SparCML (section 5.3.3).
+
+    The split is that of :func:`ssar_split_allgather`. Then the owners send their sums
+    to everyone: as pairs where all unions are small, and as dense regions where one is
+    not. The switch is at the count for which both messages have the same number of
+    words: with 4-byte values and indices ``delta = n / 2`` (``n isize / (c + isize)``
+    in section 5.1), and with other codecs what their messages take. It is decided at
+    run time from the counts of all workers, so all decide the same, and nothing that
+    reached its owner is left out.
+
+    Deviation: a message has a fixed number of slots, so one sparse form would always
+    cost what the dense one does. There are several, each of half the slots of the one
+    before, and the shortest that fits is taken.
+
+    Cost in the alpha-beta model, in words of ``raw``: ``2 slack c (P-1)/P`` words
+    received in the split and P - 1 for the counts; then ``n (P-1)/P`` in the dense
+    form, or ``n (P-1)/P / 2^j`` in the sparse form j; P - 1 + 2 log2(P) latencies.
+
+    Args:
+      slack: slots of a block of the split as a multiple of its share c / P, at least
+        1; from P on, or ``math.inf``, there is room for everything. Entries that find
+        no slot stay with their worker, and which ones changes from step to step.
+      sparse_sizes: how many sparse forms there are at most.
+      codec: encoding of value-index pairs, exact by default.
+      dense_codec: encoding of dense regions, by default that of ``codec``. What an
+        owner's sums lose by it is kept by the owner.
+
+    Returns:
+      A :class:`SparseAllreduce` with a :class:`StepState`; its total is ``f[n]``.
+
+    Raises:
+      ValueError: an argument out of its range; at ``reduce``, an axis that is not
+        bound.
+
+    References:
+      Renggli et al., `SparCML: High-Performance Sparse Communication for Machine
+      Learning <https://doi.org/10.1145/3295500.3356222>`_, SC 2019.
+    """
+    slack = _validation.check_number("slack", slack, 1.0, math.inf)
+    sparse_sizes = _validation.check_positive_int("sparse_sizes", sparse_sizes)
+    codec = wire.raw() if codec is None else codec
+    dense_codec = codec if dense_codec is None else dense_codec
+    exact = codec.exact and dense_codec.exact
+
+    def reduce(coo: PaddedCOO, state: _step.StepState, *, axis: AxisName):
+        workers = transport.axis_size(axis)
+        next_state = _step.StepState(state.count + 1)
+        if workers == 1:
+            total, undelivered, info = _replicas.of_one_worker(coo, axis)
+            return total.to_dense(), undelivered, next_state, info
+        me = transport.axis_index(axis)
+        dtype = coo.values.dtype
+        regions = _equal_regions.make_regions(coo.size, workers)
+        width = regions.width
+        capacity = _equal_regions.block_slots(coo.capacity, regions, slack)
+
+        # The split: each region's entries to its owner, who adds them up.
+        blocks = _equal_regions.split(coo, regions, capacity, state.count)
+        encoded = codec.encode(blocks.coo, _step.seed(state, 0, me))
+        received = transport.all_to_all(encoded.message, axis)
+        reduced = _merge.reduce_blocks(
+            [codec.decode(received, width, dtype)], width, dtype, capacity=workers * capacity
+        )
+        sent, error = blocks.sent, jnp.zeros_like(coo.values)
+        if not codec.exact:
+            sent = sent.at[blocks.source].set(encoded.sent, mode="drop")
+            error = error.at[blocks.source].set(encoded.error, mode="drop")
+
+        nothing = jnp.zeros((0,), dtype)
+
+        def sparse(slots):
+            def run():
+                mine = PaddedCOO(reduced.values[:slots], reduced.indices[:slots], width)
+                outgoing = codec.encode(mine, _step.seed(state, 1, me))
+                total = _equal_regions.gather(
+                    outgoing.message, regions, dtype, axis=axis, codec=codec
+                )
+                lost = nothing if exact else _messages.lost(mine, outgoing).to_dense()
+                return total.to_dense(), total.count(), lost
+
+            return run
+
+        def dense():
+            message, lost = dense_codec.encode_dense(reduced.to_dense(), _step.seed(state, 1, me))
+            everyone = dense_codec.decode_dense(transport.all_gather(message, axis), width, dtype)
+            total = everyone.reshape(-1)[: coo.size]
+            return total, jnp.sum(counts, dtype=jnp.int32), nothing if exact else lost
+
+        # The shortest form that has room for the sums of every owner.
+        counts = transport.all_gather(reduced.count(), axis)
+        dense_words = _messages.dense_words(dense_codec, width, dtype)
+        ladder = _sparse_slots(codec, dense_words, reduced, coo.capacity // workers, sparse_sizes)
+        forms = [sparse(slots) for slots in ladder]
+        form_words = [_messages.pair_words(codec, slots, width, dtype) for slots in ladder]
+        if not ladder or ladder[-1] < reduced.capacity:
+            forms.append(dense)
+            form_words.append(dense_words)
+        form = jnp.sum(jnp.max(counts) > jnp.asarray(ladder, jnp.int32), dtype=jnp.int32)
+        with jax.named_scope("dsar/form"):
+            total, delivered, lost = lax.switch(form, forms) if len(forms) > 1 else forms[0]()
+
+        undelivered = PaddedCOO(jnp.where(sent, error, coo.values), coo.indices, coo.size)
+        if not exact:
+            lost = PaddedCOO(lost, jnp.arange(width, dtype=jnp.int32), width)
+            own_region = _merge.only_where(lost.values != 0, lost)
+            own_region = _equal_regions.from_region(own_region, regions, me)
+            undelivered = _merge.concatenate([undelivered, own_region])
+
+        block_words = _messages.pair_words(codec, capacity, width, dtype)
+        gather_words = [_words.all_gather(words, workers) for words in form_words]
+        words = (
+            _words.all_to_all(workers * block_words, workers)
+            + _words.all_gather(1, workers)
+            + jnp.asarray(gather_words, jnp.float32)[form]
+        )
+        info = ReduceInfo(
+            delivered=delivered,
+            overflow=coo.count() - jnp.sum(sent, dtype=jnp.int32),
+            threshold=jnp.zeros((), jnp.float32),
+            words=words.astype(jnp.float32),
+        )
+        return total, undelivered, next_state, info
+
+    return SparseAllreduce(_step.init, reduce)
+
+
+def _sparse_slots(
+    codec: Codec, dense_words: int, reduced: PaddedCOO, least: int, sizes: int
+) -> list[int]:
+    """The slots of the sparse forms, ascending; each is as long as the dense one at most.
+
+    Args:
+      codec: of the pairs.
+      dense_words: words of the dense message of a region.
+      reduced: the sums of a region; a form with room for all its slots is the longest.
+      least: no form has fewer slots.
+      sizes: how many there are at most.
+    """
+
+    def fits(slots):
+        words = _messages.pair_words(codec, slots, reduced.size, reduced.values.dtype)
+        return words <= dense_words
+
+    low, high = 0, reduced.capacity
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    slots = {-(-low // 2**halvings) for halvings in range(sizes)}
+    return sorted(s for s in slots if s >= max(1, min(least, low)))

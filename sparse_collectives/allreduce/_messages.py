@@ -1,0 +1,30 @@
+"""How long a message is, and what of its entries the receivers will not see."""
+
+import jax
+import jax.numpy as jnp
+
+from sparse_collectives import padded_coo
+from sparse_collectives._types import Codec, Encoded
+from sparse_collectives.padded_coo import PaddedCOO
+
+
+def pair_words(codec: Codec, slots: int, size: int, dtype) -> int:
+    """Words of a message of ``slots`` value-index pairs of a vector of length ``size``."""
+    message = jax.eval_shape(
+        lambda: codec.encode(padded_coo.empty(size, slots, dtype), jnp.uint32(0)).message
+    )
+    return message.size
+
+
+def dense_words(codec: Codec, length: int, dtype) -> int:
+    """Words of a message of ``length`` dense values."""
+    message, _ = jax.eval_shape(
+        lambda: codec.encode_dense(jnp.zeros((length,), dtype), jnp.uint32(0))
+    )
+    return message.size
+
+
+def lost(entries: PaddedCOO, encoded: Encoded) -> PaddedCOO:
+    """What the sender has to keep: entries that were not sent, and errors of the others."""
+    values = jnp.where(encoded.sent, encoded.error, entries.values)
+    return PaddedCOO(values, entries.indices, entries.size)

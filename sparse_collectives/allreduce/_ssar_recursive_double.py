@@ -1,0 +1,167 @@
+"""SSAR_Recursive_double of SparCML: partners exchange all that they have."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from sparse_collectives import _compat, _merge, _validation, _words, transport, wire
+from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
+from sparse_collectives.allreduce import _messages, _replicas, _step
+from sparse_collectives.padded_coo import PaddedCOO
+
+
+def ssar_recursive_double(
+    *, capacity: int | None = None, codec: Codec | None = None
+) -> SparseAllreduce:
+    r"""The sparse allreduce for small data of SparCML (section 5.3.1).
+
+    In round t workers at distance 2^t exchange what they have summed so far and add
+    what comes, so that after log2(P) rounds everyone has the sum of all. With Q, the
+    largest power of two up to P, the last P - Q workers first send theirs to the first
+    ones and get the result at the end (appendix A).
+
+    Messages grow with the union: round t has ``min(2^t c, n)`` slots (up to twice that
+    where P is not a power of two), c being the slots of the selection, or ``capacity``
+    where that is less. What finds no slot, or is lost by the codec, is kept by one of
+    the workers that hold the sum, and which entries wait changes from step to step.
+
+    Cost in the alpha-beta model, in words of ``raw``: ``2 c (P-1)`` words received at
+    most, ``2 capacity log2(P)`` with a bound; log2(P) latencies. Where P is not a
+    power of two, two more latencies and messages, the last as long as the total.
+
+    Under ``shard_map(check_vma=True)`` the total has to be typed as replicated, which
+    takes an allgather of its slots in Q parts: ``L (P-1)/Q`` words more, L being those
+    of the total, and without the message at the end where P is not a power of two. With
+    ``check_vma=False`` nothing is added.
+
+    Args:
+      capacity: the most slots of a message and of the total. By default there is
+        room for everything.
+      codec: encoding of the messages, exact by default.
+
+    Returns:
+      A :class:`SparseAllreduce` with a :class:`StepState`; its total is a PaddedCOO
+      with ``min(P c, n)`` slots, or ``capacity``.
+
+    Raises:
+      ValueError: an argument out of its range; at ``reduce``, an axis that is not
+        bound.
+
+    References:
+      Renggli et al., `SparCML: High-Performance Sparse Communication for Machine
+      Learning <https://doi.org/10.1145/3295500.3356222>`_, SC 2019.
+    """
+    if capacity is not None:
+        capacity = _validation.check_positive_int("capacity", capacity)
+    codec = wire.raw() if codec is None else codec
+
+    def reduce(coo: PaddedCOO, state: _step.StepState, *, axis: AxisName):
+        workers = transport.axis_size(axis)
+        next_state = _step.StepState(state.count + 1)
+        if workers == 1:
+            total, undelivered, info = _replicas.of_one_worker(coo, axis)
+            return total, undelivered, next_state, info
+        me = transport.axis_index(axis)
+        members = 1 << (workers.bit_length() - 1)
+        surplus = workers - members
+        most_slots = coo.size if capacity is None else min(capacity, coo.size)
+        kept = []
+        words = 0.0
+
+        def one_of(group, entries):
+            """The entries that this one of the ``group`` workers that hold them keeps."""
+            # By index, so that what is left of an index adds up in one residual.
+            mine = me % group == entries.indices % group
+            return _merge.only_where((me < members) & mine, entries)
+
+        def bound(entries, group):
+            """The entries in the slots that there are, and how many find none."""
+            entries, left = _merge.bounded(entries, most_slots, state.count)
+            left = one_of(group, left) if group else left
+            kept.extend([left] if left.capacity else [])
+            return entries, left.count()
+
+        def encode(entries, stage, sender, keeper):
+            """The message, and what each receiver makes of it."""
+            encoded = codec.encode(entries, _step.seed(state, stage, sender))
+            if codec.exact:
+                return encoded.message, entries
+            kept.append(keeper(_messages.lost(entries, encoded)))
+            return encoded.message, _decode(encoded.message, entries, codec)
+
+        def send(message, like, pairs):
+            """What comes; padding for those that are sent nothing."""
+            received = _decode(transport.ppermute(message, axis, pairs), like, codec)
+            targets = jnp.asarray([target for _, target in pairs], jnp.int32)
+            return _merge.only_where(jnp.any(targets == me), received)
+
+        entries, overflow = bound(coo, None)
+
+        # Appendix A: the surplus workers hand over what they have.
+        fold = [(members + worker, worker) for worker in range(surplus)]
+        if surplus:
+            own_part = functools.partial(_merge.only_where, me >= members)
+            message, _ = encode(entries, 0, me, own_part)
+            words += _words.ppermute(message.size, workers, fold)
+            entries = _add(entries, send(message, entries, fold), 2 * coo.capacity)
+            entries, left = bound(entries, 1)
+            overflow += left
+
+        # Round t: the two halves of each group of 2^(t+1) workers exchange their sums.
+        for stage in range(members.bit_length() - 1):
+            half = 1 << stage
+            pairs = [(worker, worker ^ half) for worker in range(members)]
+            # All workers of a half hold the same sum and send the same bits.
+            part = functools.partial(one_of, half)
+            message, own = encode(entries, stage + 1, me // half, part)
+            words += _words.ppermute(message.size, workers, pairs)
+            other = send(message, entries, pairs)
+            # In the order of the workers, so that both halves have the same bits.
+            is_lower = (me & half) == 0
+            lower, upper = _choose(is_lower, own, other), _choose(is_lower, other, own)
+            sources = 2 * half + min(surplus, 2 * half)
+            entries, left = bound(_add(lower, upper, sources * coo.capacity), 2 * half)
+            overflow += left
+
+        # Appendix A: the surplus workers get the result.
+        total = entries
+        if _compat.checks_varying(axis):
+            words += _replicas.words_received(
+                total.capacity, total.size, total.values.dtype, members, workers
+            )
+            total = _replicas.share(total, axis, members)
+        elif surplus:
+            part = functools.partial(one_of, members)
+            message, own = encode(total, members.bit_length(), jnp.zeros_like(me), part)
+            back = [(target, source) for source, target in fold]
+            words += _words.ppermute(message.size, workers, back)
+            total = _choose(me < members, own, send(message, total, back))
+
+        # Slot by slot where nothing can be left on the way.
+        undelivered = PaddedCOO(jnp.zeros_like(coo.values), coo.indices, coo.size)
+        if kept:
+            undelivered = _merge.concatenate(kept)
+        info = ReduceInfo(
+            delivered=total.count(),
+            overflow=overflow,
+            threshold=jnp.zeros((), jnp.float32),
+            words=jnp.float32(words),
+        )
+        return total, undelivered, next_state, info
+
+    return SparseAllreduce(_step.init, reduce)
+
+
+def _decode(message: jax.Array, like: PaddedCOO, codec: Codec) -> PaddedCOO:
+    return codec.decode(message, like.size, like.values.dtype)
+
+
+def _choose(condition: jax.Array, chosen: PaddedCOO, otherwise: PaddedCOO) -> PaddedCOO:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), chosen, otherwise)
+
+
+def _add(first: PaddedCOO, second: PaddedCOO, most: int) -> PaddedCOO:
+    """The sum, ascending, of vectors that have at most ``most`` indices between them."""
+    rows = [PaddedCOO(x.values[None], x.indices[None], x.size) for x in (first, second)]
+    return _merge.reduce_blocks(rows, first.size, first.values.dtype, capacity=most)
