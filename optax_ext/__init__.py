@@ -1,22 +1,31 @@
 """Sparse allreduce with error feedback as optax gradient transformations."""
 
-from optax_ext._aliases import ok_topk, ok_topk_sgd
+from optax_ext._aliases import gaussian_k, gtopk, ok_topk, ok_topk_sgd, topk_a
 from optax_ext._dense import dense
-from optax_ext._sparse_allreduce import SparseAllreduceState, StepInfo, sparse_allreduce
+from optax_ext._sparse_allreduce import (
+    ShardState,
+    SparseAllreduceState,
+    StepInfo,
+    sparse_allreduce,
+)
 from optax_ext._state import get_info, get_state, init_state, state_specs
 from optax_ext._train_step import TrainStep, make_train_step
 
 __all__ = [
+    "ShardState",
     "SparseAllreduceState",
     "StepInfo",
     "TrainStep",
     "dense",
+    "gaussian_k",
     "get_info",
     "get_state",
+    "gtopk",
     "init_state",
     "make_train_step",
     "ok_topk",
     "ok_topk_sgd",
     "sparse_allreduce",
     "state_specs",
+    "topk_a",
 ]

@@ -5,7 +5,7 @@ from typing import Any
 import optax
 
 from optax_ext._sparse_allreduce import sparse_allreduce
-from sparse_collectives import Selector, allreduce, select
+from sparse_collectives import Codec, Selector, allreduce, select
 from sparse_collectives._types import AxisName
 
 
@@ -77,4 +77,100 @@ def ok_topk_sgd(
     """
     return optax.chain(
         ok_topk(density, axis=axis, learning_rate=learning_rate, **options), optax.scale(-1.0)
+    )
+
+
+def topk_a(
+    density: float,
+    *,
+    axis: AxisName,
+    axis_size: int | None = None,
+    selector: Selector | None = None,
+    codec: Codec | None = None,
+    nonfinite: str = "skip",
+    learning_rate: optax.ScalarOrSchedule | None = None,
+) -> optax.GradientTransformation:
+    """TopkA: everyone receives everyone's top k. The volume grows with P.
+
+    Args:
+      density: k / n of each worker's selection, in (0, 1].
+      axis: the mesh axis (or a tuple of them) of the data-parallel workers.
+      axis_size: P, to call ``init`` outside of the mapped function.
+      selector: the local selection; by default ``select.topk(density=density)``.
+      codec: see :func:`sparse_collectives.allreduce.topk_a`.
+      nonfinite: see :func:`sparse_allreduce`.
+      learning_rate: see :func:`sparse_allreduce`.
+
+    Returns:
+      An ``optax.GradientTransformation`` to chain before an optimizer.
+
+    Example:
+      >>> import optax
+      >>> tx = optax.chain(topk_a(density=0.01, axis="data"), optax.adam(1e-3))
+    """
+    return sparse_allreduce(
+        select.topk(density=density) if selector is None else selector,
+        allreduce.topk_a(codec=codec),
+        axis=axis,
+        axis_size=axis_size,
+        learning_rate=learning_rate,
+        nonfinite=nonfinite,
+    )
+
+
+def gaussian_k(density: float, *, axis: AxisName, **options: Any) -> optax.GradientTransformation:
+    """Gaussiank: :func:`topk_a` with a threshold from a normal distribution.
+
+    The selection costs a few passes over the gradient and no sort.
+
+    Args:
+      density: k / n of each worker's selection, in (0, 1].
+      axis: the mesh axis (or a tuple of them) of the data-parallel workers.
+      **options: see :func:`topk_a`.
+
+    Returns:
+      An ``optax.GradientTransformation`` to chain before an optimizer.
+
+    Example:
+      >>> import optax
+      >>> tx = optax.chain(gaussian_k(density=0.01, axis="data"), optax.adam(1e-3))
+    """
+    return topk_a(density, axis=axis, **{"selector": select.gaussian_k(density=density), **options})
+
+
+def gtopk(
+    density: float,
+    *,
+    axis: AxisName,
+    axis_size: int | None = None,
+    selector: Selector | None = None,
+    codec: Codec | None = None,
+    nonfinite: str = "skip",
+    learning_rate: optax.ScalarOrSchedule | None = None,
+) -> optax.GradientTransformation:
+    """gTop-k: a tree that keeps k entries at each level; 4 k log2(P) words.
+
+    Args:
+      density: k / n, of each worker's selection and of the update, in (0, 1].
+      axis: the mesh axis (or a tuple of them) of the data-parallel workers.
+      axis_size: P, to call ``init`` outside of the mapped function.
+      selector: the local selection; by default ``select.topk(density=density)``.
+      codec: see :func:`sparse_collectives.allreduce.gtopk`.
+      nonfinite: see :func:`sparse_allreduce`.
+      learning_rate: see :func:`sparse_allreduce`.
+
+    Returns:
+      An ``optax.GradientTransformation`` to chain before an optimizer.
+
+    Example:
+      >>> import optax
+      >>> tx = optax.chain(gtopk(density=0.01, axis="data"), optax.adam(1e-3))
+    """
+    return sparse_allreduce(
+        select.topk(density=density) if selector is None else selector,
+        allreduce.gtopk(density=density, codec=codec),
+        axis=axis,
+        axis_size=axis_size,
+        learning_rate=learning_rate,
+        nonfinite=nonfinite,
     )

@@ -7,6 +7,7 @@ import jax
 from optax_ext import _buffer
 from sparse_collectives import _compat, transport
 from sparse_collectives._types import AxisName
+from sparse_collectives.allreduce import _hierarchical
 
 
 def workers_at_init(axis: AxisName, axis_size: int | None, bound: bool) -> int:
@@ -31,6 +32,22 @@ def workers_at_update(axis: AxisName, axis_size: int | None) -> int:
             f"axis_size={workers}, or leave it out."
         )
     return workers
+
+
+def check_hierarchy(axis: AxisName, inner_axis: AxisName) -> None:
+    """``axis`` names the workers of a node, by ``inner_axis``, and the nodes."""
+    _hierarchical.outer_axis(axis, inner_axis)
+
+
+def check_bound_for_hierarchy(axis: AxisName, bound: bool) -> None:
+    """A hierarchical allreduce takes the number of workers in a node from the axis."""
+    if not bound:
+        raise ValueError(
+            f"axis={axis!r} is not bound where init is called, and axis_size does not say how many "
+            "workers a node has. Call init inside a function mapped over all of these axes "
+            "(jax.shard_map or sparse_collectives.simulate; jax.pmap has one axis only), or use "
+            f"optax_ext.init_state(tx, params, mesh, {axis!r}) with the same axis."
+        )
 
 
 def check_layout(expected: _buffer.Layout, got: _buffer.Layout) -> None:

@@ -1,5 +1,6 @@
 """Error feedback around a selector and an allreduce, as an optax transformation."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -18,6 +19,7 @@ from sparse_collectives import (
     transport,
 )
 from sparse_collectives._types import AxisName
+from sparse_collectives.allreduce import Hierarchical, _hierarchical
 
 
 class StepInfo(NamedTuple):
@@ -52,9 +54,11 @@ class SparseAllreduceState(NamedTuple):
     Attributes:
       count: ``i32[]``, steps taken, skipped ones left out.
       skipped: ``i32[]``, steps skipped because of a non-finite gradient.
-      residual: ``f32[1, n]`` for each worker: what it has not delivered yet.
+      residual: ``f32[1, n]`` for each worker: what it has not delivered yet. With
+        :func:`~sparse_collectives.allreduce.hierarchical` it is that of its shard,
+        ``f32[1, ceil(n / w)]`` for w workers in a node.
       selector: the selector's state, for each worker.
-      allreduce: the allreduce's state.
+      allreduce: the allreduce's state; a :class:`ShardState` with ``hierarchical``.
       info: :class:`StepInfo` of the last step.
       layout: the tree, shapes and dtypes that the state was made for; it is
         static and has no arrays.
@@ -69,9 +73,25 @@ class SparseAllreduceState(NamedTuple):
     layout: _buffer.Layout
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ShardState:
+    """The state of the allreduce between nodes, one for each shard of the buffer.
+
+    Attributes:
+      state: its arrays have a leading axis, of size 1 inside the mapped function and
+        outside of size w, the workers of a node, sharded over ``inner_axis``. They are
+        the same on every node.
+      inner_axis: static, the mesh axis of the workers of a node.
+    """
+
+    state: Any
+    inner_axis: AxisName = dataclasses.field(metadata={"static": True})
+
+
 def sparse_allreduce(
     selector: Selector,
-    allreduce: SparseAllreduce,
+    allreduce: SparseAllreduce | Hierarchical,
     *,
     axis: AxisName,
     axis_size: int | None = None,
@@ -97,8 +117,11 @@ def sparse_allreduce(
 
     Args:
       selector: from :mod:`sparse_collectives.select`.
-      allreduce: from :mod:`sparse_collectives.allreduce`.
-      axis: the mesh axis (or a tuple of them) over which gradients are averaged.
+      allreduce: from :mod:`sparse_collectives.allreduce`. With ``hierarchical`` the
+        gradients are summed inside the node first, and residual, selection and
+        density are those of a shard.
+      axis: the mesh axis (or a tuple of them) over which gradients are averaged;
+        with ``hierarchical`` both that of the nodes and its ``inner_axis``.
       axis_size: P. Needed to call ``init`` outside of the mapped function, where
         it makes the state of all workers; checked inside it.
       learning_rate: a number or a schedule of ``count``, applied to the gradient
@@ -137,15 +160,24 @@ def sparse_allreduce(
     if axis_size is not None:
         axis_size = _validation.check_positive_int("axis_size", axis_size)
     scale = _as_schedule(learning_rate)
+    hierarchy = allreduce if isinstance(allreduce, Hierarchical) else None
+    if hierarchy is not None:
+        _checks.check_hierarchy(axis, hierarchy.inner_axis)
 
     def init(params: Any) -> SparseAllreduceState:
         layout = _buffer.layout_of(params, "params")
         bound = _compat.axis_is_bound(axis)
         workers = _checks.workers_at_init(axis, axis_size, bound)
         lead = 1 if bound else workers
+        size = layout.size
+        selector_layout = Layout(layout.shapes) if size else None
+        if hierarchy is not None:
+            _checks.check_bound_for_hierarchy(axis, bound)
+            # A shard cuts through layers: to the selector it is one.
+            selector_layout = size = _shard_size(hierarchy, size)
         local = (
-            jnp.zeros((layout.size,), jnp.float32),
-            selector.init(Layout(layout.shapes)) if layout.size else (),
+            jnp.zeros((size,), jnp.float32),
+            selector.init(selector_layout) if size else (),
             jnp.zeros((), jnp.int32),
             jnp.zeros((), jnp.float32),
         )
@@ -158,7 +190,7 @@ def sparse_allreduce(
             skipped=jnp.zeros((), jnp.int32),
             residual=residual,
             selector=selector_state,
-            allreduce=allreduce.init(layout.size, workers) if layout.size else (),
+            allreduce=_init_allreduce(allreduce, layout.size, workers) if size else (),
             info=StepInfo(
                 selected=no_entries,
                 delivered=jnp.zeros((), jnp.int32),
@@ -177,12 +209,15 @@ def sparse_allreduce(
         _checks.check_layout(state.layout, layout)
         if not layout.size:
             return updates, state._replace(count=state.count + 1)
-        _checks.check_residual(state.residual, layout.size, workers, axis)
+        size = layout.size if hierarchy is None else _shard_size(hierarchy, layout.size)
+        _checks.check_residual(state.residual, size, workers, axis)
         _checks.check_local_gradients(updates, axis)
 
         gradient = _buffer.ravel(updates)
         if scale is not None:
             gradient = gradient * jnp.asarray(scale(state.count), jnp.float32)
+        if hierarchy is not None:
+            gradient = hierarchy.scatter(gradient)
         finite = jnp.bool_(True)
         if nonfinite == "skip":
             finite = _all_finite(state.residual, gradient, axis)
@@ -199,9 +234,14 @@ def sparse_allreduce(
             coo = PaddedCOO(
                 jnp.where(finite, coo.values, 0), jnp.where(finite, coo.indices, coo.size), coo.size
             )
+        allreduce_state = state.allreduce
+        if hierarchy is not None:
+            allreduce_state = jax.tree.map(lambda x: x[0], allreduce_state.state)
         total, undelivered, allreduce_state, reduction = allreduce.reduce(
-            coo, state.allreduce, axis=axis
+            coo, allreduce_state, axis=axis
         )
+        if hierarchy is not None:
+            allreduce_state = _shard_state(allreduce_state, hierarchy)
         stepped = SparseAllreduceState(
             count=state.count + 1,
             skipped=state.skipped,
@@ -226,13 +266,28 @@ def sparse_allreduce(
                 skipped,
             )
         residual = _keep_undelivered(accumulated, coo, undelivered)
-        return (
-            _buffer.unravel(_mean(total, workers), layout),
-            stepped._replace(residual=residual),
-        )
+        mean = _mean(total, workers)
+        if hierarchy is not None:
+            mean = hierarchy.gather(mean, layout.size)
+        return _buffer.unravel(mean, layout), stepped._replace(residual=residual)
 
     # optax types a state as any pytree, which NamedTuples of arrays are at run time.
     return optax.GradientTransformation(cast(Any, init), cast(Any, update))
+
+
+def _shard_size(hierarchy: Hierarchical, size: int) -> int:
+    return _hierarchical.shard_size(size, transport.axis_size(hierarchy.inner_axis))
+
+
+def _init_allreduce(allreduce: SparseAllreduce | Hierarchical, size: int, workers: int) -> Any:
+    if isinstance(allreduce, SparseAllreduce):
+        return allreduce.init(size, workers)
+    state = allreduce.init(size, workers, transport.axis_size(allreduce.inner_axis))
+    return _shard_state(_compat.to_varying(state, allreduce.inner_axis), allreduce)
+
+
+def _shard_state(state: Any, hierarchy: Hierarchical) -> ShardState:
+    return ShardState(jax.tree.map(lambda x: x[None], state), hierarchy.inner_axis)
 
 
 def _as_schedule(

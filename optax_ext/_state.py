@@ -6,7 +6,7 @@ import jax
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from optax_ext._sparse_allreduce import SparseAllreduceState, StepInfo
+from optax_ext._sparse_allreduce import ShardState, SparseAllreduceState, StepInfo
 from sparse_collectives import _compat
 from sparse_collectives._types import AxisName
 
@@ -34,7 +34,8 @@ def state_specs(opt_state: Any, axis: AxisName) -> Any:
     """The PartitionSpec of each leaf of an optimizer state, as a pytree.
 
     For ``in_specs`` and ``out_specs`` of ``jax.shard_map``: what belongs to one
-    worker is split over ``axis`` along its leading dimension, all else is
+    worker is split over ``axis`` along its leading dimension, what belongs to one
+    shard (with a hierarchical allreduce) over its inner axis, and all else is
     replicated.
 
     Args:
@@ -48,6 +49,11 @@ def state_specs(opt_state: Any, axis: AxisName) -> Any:
         if not _is_state(node):
             return whole
         everywhere = jax.tree.map(lambda _: whole, node)
+        if isinstance(node.allreduce, ShardState):
+            shard = PartitionSpec(node.allreduce.inner_axis)
+            everywhere = everywhere._replace(
+                allreduce=jax.tree.map(lambda _: shard, node.allreduce)
+            )
         return everywhere._replace(
             residual=split,
             selector=jax.tree.map(lambda _: split, node.selector),

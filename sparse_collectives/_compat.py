@@ -38,6 +38,17 @@ def axis_size(axis: AxisName) -> int:
     return size
 
 
+def other_mesh_axes(axis: AxisName) -> tuple[Hashable, ...]:
+    """The mesh axes, besides ``axis``, that the enclosing ``shard_map`` or ``pmap`` has bound."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return tuple(name for name in manual if name not in axis_names(axis))
+
+
+def is_simulated(axis: AxisName) -> bool:
+    """Whether ``axis`` is bound by ``vmap``, and not by ``shard_map`` or ``pmap``."""
+    return not set(axis_names(axis)) <= set(jax.sharding.get_abstract_mesh().manual_axes)
+
+
 def varying_axes(x) -> frozenset[Hashable]:
     """The mesh axes over which the type of ``x`` says that it varies."""
     aval = jax.typeof(x)
@@ -79,14 +90,11 @@ def all_gather_replicated(x: jax.Array, axis: AxisName) -> jax.Array:
 def ppermute(x: jax.Array, axis: AxisName, pairs: Sequence[tuple[int, int]]) -> jax.Array:
     """``lax.ppermute`` where some workers may send or receive nothing; these get zeros."""
     pairs = list(pairs)
-    try:
-        return lax.ppermute(x, axis, pairs)
-    except AssertionError:
-        # vmap asks every worker to send and to receive.
-        if len(pairs) == axis_size(axis):
-            raise
-    sources, targets = (tuple(ends) for ends in zip(*pairs, strict=True))
     workers = range(axis_size(axis))
+    if len(pairs) == len(workers) or not is_simulated(axis):
+        return lax.ppermute(x, axis, pairs)
+    # vmap asks every worker to send and to receive; there a message more costs nothing.
+    sources, targets = ([pair[end] for pair in pairs] for end in (0, 1))
     idle = zip(
         [worker for worker in workers if worker not in sources],
         [worker for worker in workers if worker not in targets],

@@ -25,6 +25,14 @@ def dense_words(codec: Codec, length: int, dtype) -> int:
 
 
 def lost(entries: PaddedCOO, encoded: Encoded) -> PaddedCOO:
-    """What the sender has to keep: entries that were not sent, and errors of the others."""
+    """What the sender has to keep: entries that were not sent, and errors of the others.
+
+    The indices are the same object as ``entries.indices``.
+    """
     values = jnp.where(encoded.sent, encoded.error, entries.values)
     return PaddedCOO(values, entries.indices, entries.size)
+
+
+def unsent_count(entries: PaddedCOO, encoded: Encoded) -> jax.Array:
+    """Entries that are not in the message, ``i32[]``."""
+    return entries.count() - jnp.sum(encoded.sent, dtype=jnp.int32)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _validation
+from sparse_collectives import _hash, _validation
 
 
 class StepState(NamedTuple):
@@ -25,13 +25,10 @@ def init(size: int, axis_size: int) -> StepState:
     return StepState(count=jnp.zeros((), jnp.int32))
 
 
-def seed(state: StepState, stage: int, sender: jax.Array) -> jax.Array:
+def seed(state: StepState, stage: int, sender: jax.Array | int) -> jax.Array:
     """The seed of a message, ``u32[]``: another one for each step, stage and sender.
 
     Replicas that encode the same sum pass the same ``sender``, so that they send
     the same bits.
     """
-    # Odd constants: each product is a permutation of the 32-bit words.
-    mixed = state.count.astype(jnp.uint32) * jnp.uint32(0x9E3779B1)
-    mixed = mixed ^ (sender.astype(jnp.uint32) * jnp.uint32(0x85EBCA77))
-    return mixed + jnp.uint32(stage * 0xC2B2AE3D % 2**32)
+    return _hash.combine(state.count, stage, sender)

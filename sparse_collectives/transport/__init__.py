@@ -1,4 +1,4 @@
-"""How workers reach each other: the six functions that algorithms are built on."""
+"""How workers reach each other: the functions that algorithms are built on."""
 
 from sparse_collectives.transport._mesh import (
     all_gather as all_gather,
@@ -13,10 +13,25 @@ from sparse_collectives.transport._mesh import (
     axis_size as axis_size,
 )
 from sparse_collectives.transport._mesh import (
+    holds_on_mesh as holds_on_mesh,
+)
+from sparse_collectives.transport._mesh import (
     ppermute as ppermute,
 )
 from sparse_collectives.transport._mesh import (
     psum as psum,
 )
+from sparse_collectives.transport._mesh import (
+    psum_scatter as psum_scatter,
+)
 
-__all__ = ["all_gather", "all_to_all", "axis_index", "axis_size", "ppermute", "psum"]
+__all__ = [
+    "all_gather",
+    "all_to_all",
+    "axis_index",
+    "axis_size",
+    "holds_on_mesh",
+    "ppermute",
+    "psum",
+    "psum_scatter",
+]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import _compat
@@ -48,10 +49,29 @@ def all_to_all(x: jax.Array, axis: AxisName) -> jax.Array:
     return lax.all_to_all(x, axis, split_axis=0, concat_axis=0)
 
 
+def psum_scatter(x: jax.Array, axis: AxisName) -> jax.Array:
+    """Part j of the sum of ``x[P * m]``, ``[m]``, on worker j. Receives L (P-1)/P words."""
+    return lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True)
+
+
+def holds_on_mesh(flags: jax.Array, axis: AxisName) -> jax.Array:
+    """Whether each of ``flags``, which the workers of ``axis`` agree on, holds on the whole mesh.
+
+    For the predicate of a ``lax.cond`` or ``lax.switch`` with a ``ppermute`` in a branch:
+    XLA makes all devices of the mesh meet in one, also along the other axes, and a
+    program whose groups take different branches never ends. Collectives with groups
+    don't need it. Nothing is exchanged where ``axis`` is all of the mesh.
+    """
+    others = _compat.other_mesh_axes(axis)
+    if not others:
+        return flags
+    return lax.psum((~flags).astype(jnp.int32), others) == 0
+
+
 def ppermute(x: jax.Array, axis: AxisName, pairs: Sequence[tuple[int, int]]) -> jax.Array:
     """Worker ``source`` sends ``x`` to ``target`` for each pair. Receives L words.
 
     Each worker is a source once at most and a target once at most; those that are no
-    target get zeros.
+    target get zeros. In a branch of a conditional see :func:`holds_on_mesh`.
     """
     return _compat.ppermute(x, axis, pairs)

@@ -3,6 +3,8 @@
 import functools
 
 import jax
+import jax.extend.core
+import jax.numpy as jnp
 import numpy as np
 
 import sparse_collectives as sc
@@ -38,6 +40,34 @@ def simulated_step(selector: sc.Selector, allreduce: sc.SparseAllreduce, workers
         }
 
     return sc.simulate(step, axis_size=workers, in_axes=(0, 0, None))
+
+
+def sum_of_parts(coo: sc.PaddedCOO) -> jax.Array:
+    """The vector of which ``coo`` has the parts: an index may occur several times."""
+    return jnp.zeros((coo.size,), coo.values.dtype).at[coo.indices].add(coo.values, mode="drop")
+
+
+@functools.cache
+def lossy_codec() -> sc.Codec:
+    """Rounds to multiples of 2^-8, leaves out every seventh entry, and pads."""
+    exact = sc.wire.raw()
+
+    def encode(coo, seed):
+        slot = jnp.arange(coo.capacity, dtype=jnp.uint32)
+        sent = (coo.indices < coo.size) & ((slot + seed) % 7 != 0)
+        rounded = (jnp.round(coo.values.astype(jnp.float32) * 256) / 256).astype(coo.values.dtype)
+        error = jnp.where(sent, coo.values - rounded, 0)
+        rows = (
+            jnp.where(sent, rounded, 0),
+            jnp.where(sent, coo.indices, coo.size),
+        )
+        # More slots than entries, in front.
+        room = [(0, 0)] * (coo.indices.ndim - 1) + [(3, 0)]
+        values, indices = jnp.pad(rows[0], room), jnp.pad(rows[1], room, constant_values=coo.size)
+        message = exact.encode(sc.PaddedCOO(values, indices, coo.size), seed).message
+        return sc.Encoded(message, sent, error)
+
+    return exact._replace(encode=encode, exact=False)
 
 
 def run_once(selector, allreduce, acc, allreduce_state=None):
@@ -92,3 +122,16 @@ def hard_accumulators(workers: int, size: int, seed: int = 0) -> dict[str, np.nd
         "subnormal": (normal * np.float32(1e-40)).astype(np.float32),
         "heavy tail": rng.standard_cauchy(shape).astype(np.float32),
     }
+
+
+def independent_psums(jaxpr) -> list:
+    """The arrays that a jaxpr sums over the workers, in order; none depends on another."""
+    behind, summed = set(), []
+    for equation in jaxpr.eqns:
+        inputs = [v for v in equation.invars if isinstance(v, jax.extend.core.Var)]
+        if equation.primitive.name.startswith("psum"):
+            assert not behind & set(inputs), "an allreduce waits for another"
+            summed += inputs
+        if equation.primitive.name.startswith("psum") or behind & set(inputs):
+            behind |= set(equation.outvars)
+    return summed

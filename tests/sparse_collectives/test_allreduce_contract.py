@@ -40,14 +40,25 @@ ALLREDUCES = {
     ),
     "dsar_split_allgather": (sc.allreduce.dsar_split_allgather(), False),
     "ring_sparse": (sc.allreduce.ring_sparse(slack=math.inf, fill=math.inf), True),
+    "dense_bucketed": (sc.allreduce.dense_bucketed(buckets=3), True),
+    "topk_a": (sc.allreduce.topk_a(), True),
+    "topk_a, lossy": (sc.allreduce.topk_a(codec=helpers.lossy_codec()), False),
+    "sparse_allgather": (sc.allreduce.sparse_allgather(), False),
+    "gtopk": (sc.allreduce.gtopk(density=DENSITY), False),
+    "gtopk, lossy": (sc.allreduce.gtopk(density=DENSITY, codec=helpers.lossy_codec()), False),
 }
+# Those whose workers may keep rounding errors, or sums of what others sent.
+KEEPS_OTHER_VALUES = {name for name in ALLREDUCES if "lossy" in name or "gtopk" in name}
 SELECTOR = sc.select.topk(density=DENSITY)
 
 
 # Every number of workers for each algorithm, a few for its variants.
-ALGORITHMS = (
+EVERY_NUMBER_OF_WORKERS = (
     "dense",
     "ok_topk",
+    "topk_a",
+    "sparse_allgather",
+    "gtopk",
     "ssar_recursive_double",
     "ssar_split_allgather",
     "dsar_split_allgather",
@@ -56,7 +67,7 @@ ALGORITHMS = (
 CASES = [
     (name, workers)
     for name in ALLREDUCES
-    for workers in (helpers.WORKERS if name in ALGORITHMS else (3, 8))
+    for workers in (helpers.WORKERS if name in EVERY_NUMBER_OF_WORKERS else (3, 8))
 ]
 
 
@@ -68,11 +79,11 @@ def row(request):
 @pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-{case[1]}", scope="module")
 def case(request):
     name, workers = request.param
-    return *ALLREDUCES[name], workers
+    return *ALLREDUCES[name], workers, name in KEEPS_OTHER_VALUES
 
 
 def test_nothing_is_lost_and_all_workers_agree(case):
-    allreduce, _, workers = case
+    allreduce, _, workers, _ = case
     for name, acc in helpers.hard_accumulators(workers, SIZE).items():
         state = allreduce.init(SIZE, workers)
         for step in range(STEPS):
@@ -97,7 +108,9 @@ def test_nothing_is_lost_and_all_workers_agree(case):
 
 
 def test_what_is_kept_was_sent(case):
-    allreduce, delivers_all, workers = case
+    allreduce, delivers_all, workers, keeps_other_values = case
+    if keeps_other_values:
+        return  # its own test says what it keeps
     acc = helpers.hard_accumulators(workers, SIZE)["normal"]
     out = helpers.run_once(SELECTOR, allreduce, acc)
     sent, kept = np.asarray(out["sent"]), np.asarray(out["kept"])
@@ -108,7 +121,13 @@ def test_what_is_kept_was_sent(case):
 
 @pytest.mark.parametrize("workers", helpers.WORKERS)
 def test_density_one_with_room_for_all_is_psum(workers):
-    allreduces = (sc.allreduce.dense(), sc.allreduce.ok_topk(density=1.0, slack=float(workers)))
+    allreduces = (
+        sc.allreduce.dense(),
+        sc.allreduce.dense_bucketed(buckets=2),
+        sc.allreduce.topk_a(),
+        *([sc.allreduce.gtopk(density=1.0)] if workers in (1, 3, 8) else []),
+        sc.allreduce.ok_topk(density=1.0, slack=float(workers)),
+    )
     selector = sc.select.topk(density=1.0)
     acc = helpers.hard_accumulators(workers, 61)["normal"]
     for allreduce in allreduces:
@@ -157,7 +176,19 @@ def test_sixteen_bit_values(row, dtype):
     assert error.max() <= 4 * float(jnp.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("name", ["dense", "ok_topk", "ok_topk, reused global threshold"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dense",
+        "dense_bucketed",
+        "ok_topk",
+        "ok_topk, reused global threshold",
+        "topk_a",
+        "topk_a, lossy",
+        "sparse_allgather",
+        "gtopk",
+    ],
+)
 def test_info_reports_the_words_that_the_program_moves(name):
     allreduce, _ = ALLREDUCES[name]
     workers, size = 8, 10_000

@@ -40,7 +40,7 @@ def _balancer(workers, k, slack, branch):
 
     def run(values, indices, counts):
         entries = sc.PaddedCOO(values, indices, 10_000)
-        chosen = _balance.choose_branch(counts, plan)
+        chosen = _balance.choose_branch(counts, plan, "workers")
         moved = _balance.balance(
             entries,
             counts,

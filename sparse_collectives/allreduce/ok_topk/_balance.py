@@ -77,13 +77,15 @@ def ring_flow(counts: jax.Array, capacity: int) -> jax.Array:
     return (total - lowest)[workers:]
 
 
-def choose_branch(counts: jax.Array, plan: BalancePlan) -> jax.Array:
-    """The index into :data:`BRANCHES`, ``i32[]``, equal on all workers."""
+def choose_branch(counts: jax.Array, plan: BalancePlan, axis: AxisName) -> jax.Array:
+    """The index into :data:`BRANCHES`, ``i32[]``, equal on all workers and on all of the mesh."""
     flow = ring_flow(counts, plan.capacity)
     fits = jnp.all(counts <= plan.capacity)
     # An entry moves one hop at most, so a worker passes on only its own.
     near = jnp.all(flow <= jnp.minimum(counts, plan.neighbour_capacity))
     even = _spread.most_per_pair(counts, plan.capacity) <= plan.spread_capacity
+    # One branch holds a ppermute, in which all devices of a mesh meet.
+    fits, near, even = transport.holds_on_mesh(jnp.stack([fits, near, even]), axis)
     return jnp.where(fits, 0, jnp.where(near, 1, jnp.where(even, 2, 3))).astype(jnp.int32)
 
 

@@ -208,7 +208,7 @@ def ok_topk(
         )
 
         # Line 13: spread them evenly, then let everyone have them.
-        branch = _balance.choose_branch(selection.quota, plan)
+        branch = _balance.choose_branch(selection.quota, plan, axis)
         with jax.named_scope("ok_topk/balance"):
             balanced = _balance.balance(
                 mine,

@@ -1,0 +1,151 @@
+"""gTop-k: a reduction tree that keeps k entries at each level, and a broadcast."""
+
+import jax
+import jax.numpy as jnp
+
+from sparse_collectives import (
+    _bits,
+    _merge,
+    _validation,
+    _words,
+    compaction,
+    kth_magnitude,
+    padded_coo,
+    transport,
+    wire,
+)
+from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
+from sparse_collectives.allreduce import _broadcast, _messages, _step
+from sparse_collectives.allreduce._step import StepState
+from sparse_collectives.padded_coo import PaddedCOO
+
+
+def gtopk(*, density: float, codec: Codec | None = None) -> SparseAllreduce:
+    r"""The sparse allreduce of gTop-k, for any number of workers.
+
+    At level l of a binomial tree (l = 0, 1, ...) worker w with w mod 2^(l+1) = 2^l
+    sends its selection to worker w - 2^l, which adds it to its own and goes on with
+    the k largest of the sum:
+
+    .. math:: (a, b) \mapsto Topk(a + b), \quad k = \max(1, round(density \cdot n))
+
+    Worker 0 ends with k entries and broadcasts them. The result is not the top k of
+    the sum of all selections: an entry that is small in every pair is dropped even
+    where all pairs together would have made it large.
+
+    What a worker drops it keeps, as a partial sum: these are entries of its
+    ``undelivered``, at indices that it may not have selected, and an index may occur
+    several times. What a worker sent is gone from it. So nothing is lost: an
+    entry waits in the residual of the worker that dropped it.
+
+    Cost: as a mean over the workers 2 k (P-1)/P words received in the reduction and
+    as many in the broadcast, plus about k log2(P) / P; this is ``info.words``. The
+    workers do not share it evenly: worker 0 receives 2 k ceil(log2 P) in the
+    reduction, one message after the other, and so the time is that of the paper's
+    bound, 4 k log2 P words. The broadcast (:mod:`._broadcast`) takes 4 k at most on
+    any worker, where that of the paper takes 2 k log2 P. Latency: 2 ceil(log2 P)
+    messages and an allgather. Memory: ``undelivered`` has k slots for each level.
+
+    Args:
+      density: k / n of the result and of each message, in (0, 1]. Of a selection
+        with more than k entries the k largest take part.
+      codec: encoding of the messages, exact by default. What a lossy one rounds off
+        or leaves out is kept by the worker that encodes.
+
+    Returns:
+      A :class:`SparseAllreduce`; its total is an ascending PaddedCOO (with an exact
+      codec) of at most k slots. ``info.threshold`` is the smallest magnitude in it,
+      ``info.overflow`` counts the entries that the codec left out of the message
+      of this worker.
+
+    Raises:
+      ValueError: a density outside (0, 1]; at ``reduce``, an axis that is not bound.
+
+    References:
+      Shi et al., `A Distributed Synchronous SGD Algorithm with Global Top-k
+      Sparsification for Low Bandwidth Networks <https://arxiv.org/abs/1901.04359>`_,
+      ICDCS 2019; Table 1 of `Ok-Topk <https://doi.org/10.1145/3503221.3508399>`_.
+    """
+    density = _validation.check_density(density)
+    codec = wire.raw() if codec is None else codec
+
+    def reduce(coo: PaddedCOO, state: StepState, *, axis: AxisName):
+        workers = transport.axis_size(axis)
+        me = transport.axis_index(axis)
+        k = _validation.count_from_density(density, coo.size)
+        levels = (workers - 1).bit_length()
+        words, overflow = 0.0, jnp.zeros((), jnp.int32)
+
+        own, kept = _keep_largest(coo, k)
+        for level in range(levels):
+            distance = 1 << level
+            pairs = [(w, w - distance) for w in range(distance, workers, 2 * distance)]
+            sends = me % (2 * distance) == distance
+            receives = (me % (2 * distance) == 0) & (me + distance < workers)
+            encoded = codec.encode(own, _step.seed(state, level, me))
+            with jax.named_scope("gtopk/reduce"):
+                message = transport.ppermute(encoded.message, axis, pairs)
+            words += _words.ppermute(encoded.message.size, workers, pairs)
+            # Who is no target got zeros, which would be entries of index 0.
+            came = _merge.only_where(receives, codec.decode(message, coo.size, coo.values.dtype))
+            if not codec.exact:
+                kept.append(_merge.only_where(sends, _messages.lost(own, encoded)))
+                overflow += jnp.where(sends, _messages.unsent_count(own, encoded), 0)
+            # A sender is done: it goes on with nothing, and drops nothing.
+            merged = _sum(_merge.only_where(~sends, own), came)
+            own, dropped = _keep_largest(merged, k)
+            kept += dropped
+
+        if workers == 1:
+            total = own
+        else:
+            encoded = codec.encode(own, _step.seed(state, levels, 0))
+            with jax.named_scope("gtopk/broadcast"):
+                message = _broadcast.from_first(encoded.message, axis)
+            words += _broadcast.words_received(encoded.message.size, workers)
+            total = codec.decode(message, coo.size, coo.values.dtype)
+            if not codec.exact:
+                kept.append(_merge.only_where(me == 0, _messages.lost(own, encoded)))
+                overflow += jnp.where(me == 0, _messages.unsent_count(own, encoded), 0)
+
+        magnitude = _bits.magnitude_bits(total.values)
+        smallest = jnp.min(jnp.where(total.indices < coo.size, magnitude, jnp.iinfo(jnp.int32).max))
+        delivered = total.count()
+        info = ReduceInfo(
+            delivered=delivered,
+            overflow=overflow,
+            threshold=_bits.magnitude_from_bits(jnp.where(delivered > 0, smallest, 0)),
+            words=jnp.float32(words),
+        )
+        undelivered = _merge.concatenate(kept or [padded_coo.empty(coo.size, 0, coo.values.dtype)])
+        return total, undelivered, StepState(state.count + 1), info
+
+    return SparseAllreduce(_step.init, reduce)
+
+
+def _keep_largest(coo: PaddedCOO, k: int) -> tuple[PaddedCOO, list[PaddedCOO]]:
+    """The k entries of ``coo[c]`` of largest magnitude, and the others.
+
+    Both in the order of ``coo``; of equals the first are kept. The others are no
+    buffer at all where all fit. Zeros are in neither.
+    """
+    if coo.capacity <= k:
+        return coo, []
+    bits = jnp.where(coo.indices < coo.size, _bits.magnitude_bits(coo.values), 0)
+    threshold = kth_magnitude.kth_magnitude_bits(coo.values, k)
+    above = bits > threshold
+    tied = (bits == threshold) & (bits > 0)
+    rank = jnp.cumsum(tied, dtype=jnp.int32) - 1
+    kept = above | (tied & (rank < k - jnp.sum(above, dtype=jnp.int32)))
+    largest, _ = compaction.compact_mask(coo, kept, capacity=k)
+    others, _ = compaction.compact_mask(coo, (bits > 0) & ~kept, capacity=coo.capacity - k)
+    return largest, [others]
+
+
+def _sum(own: PaddedCOO, came: PaddedCOO) -> PaddedCOO:
+    """The sum of both, ascending, with twice the slots of ``own``."""
+    rows = [PaddedCOO(x.values[None], x.indices[None], x.size) for x in (own, came)]
+    merged = _merge.reduce_blocks(rows, own.size, own.values.dtype)
+    # A decoded message may have more slots than entries.
+    slots = min(merged.capacity, 2 * own.capacity)
+    return PaddedCOO(merged.values[:slots], merged.indices[:slots], own.size)

@@ -1,0 +1,101 @@
+"""Sparse allgather: the sum of selections that have no index in common."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sparse_collectives import _bitset, _words, transport, wire
+from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
+from sparse_collectives.allreduce import _messages, _step
+from sparse_collectives.allreduce._step import StepState
+from sparse_collectives.padded_coo import PaddedCOO
+
+
+def sparse_allgather(*, codec: Codec | None = None) -> SparseAllreduce:
+    r"""For updates that are disjoint by construction, as in coordinate descent.
+
+    Where every worker has its own coordinates, the sum of the selections is their
+    concatenation, and nothing is added up:
+
+    .. math:: total = concat(coo_0, \dots, coo_{P-1})
+
+    The promise is checked, since a broken one would lose values: an index that
+    several workers selected is delivered for the first of them (in the order of the
+    axis). The others keep their entries, so that nothing is lost and they come next
+    time; ``info.overflow`` counts them. All workers decide it from what all of them
+    received, and so agree. The check costs a few random accesses to a set of n
+    bits for each of the P c pairs, and zeroing n / 32 words.
+
+    Cost, for selections of c slots: ``2 c (P-1)`` words received (an exact codec),
+    ``log2 P`` latencies.
+
+    Args:
+      codec: encoding of the messages, exact by default. What a lossy one rounds off
+        or leaves out is in ``undelivered``.
+
+    Returns:
+      A :class:`SparseAllreduce`; its total is a PaddedCOO of P c slots with unique
+      indices, in the order of the workers. ``undelivered`` answers slot by slot.
+
+    Raises:
+      ValueError: at ``reduce``, an axis that is not bound.
+
+    References:
+      Renggli et al., `SparCML <https://doi.org/10.1145/3295500.3356222>`_, SC 2019:
+      disjoint index sets in section 5.1, coordinate descent in section 8.
+    """
+    codec = wire.raw() if codec is None else codec
+
+    def reduce(coo: PaddedCOO, state: StepState, *, axis: AxisName):
+        workers = transport.axis_size(axis)
+        new_state = StepState(state.count + 1)
+        if workers == 1:
+            undelivered = PaddedCOO(jnp.zeros_like(coo.values), coo.indices, coo.size)
+            return coo, undelivered, new_state, _info(coo, jnp.zeros((), jnp.int32), 0.0)
+        me = transport.axis_index(axis)
+        encoded = codec.encode(coo, _step.seed(state, 0, me))
+        with jax.named_scope("sparse_allgather"):
+            gathered = transport.all_gather(encoded.message, axis)
+        everyone = codec.decode(gathered, coo.size, coo.values.dtype)
+
+        taken = _taken_before(everyone)
+        total = PaddedCOO(
+            jnp.where(taken, 0, everyone.values).reshape(-1),
+            jnp.where(taken, coo.size, everyone.indices).reshape(-1),
+            coo.size,
+        )
+        # By index: a decoded message may have other slots than the selection.
+        mine = jnp.where(taken[me], everyone.indices[me], coo.size)
+        late = _bitset.contains(
+            _bitset.insert(_bitset.empty(coo.size), mine, coo.size), coo.indices
+        )
+        late = late & encoded.sent
+        lost = _messages.lost(coo, encoded)
+        undelivered = PaddedCOO(jnp.where(late, coo.values, lost.values), coo.indices, coo.size)
+        overflow = _messages.unsent_count(coo, encoded) + jnp.sum(late, dtype=jnp.int32)
+        words = _words.all_gather(encoded.message.size, workers)
+        return total, undelivered, new_state, _info(total, overflow, words)
+
+    return SparseAllreduce(_step.init, reduce)
+
+
+def _taken_before(coo: PaddedCOO) -> jax.Array:
+    """Which entries of ``coo[P, c]`` have an index that occurs in a row above."""
+
+    def check(members, indices):
+        taken = _bitset.contains(members, indices) & (indices < coo.size)
+        return _bitset.insert(members, indices, coo.size), taken
+
+    # The carry has to have the type of its result from the start.
+    members = _bitset.empty(coo.size) + jnp.zeros_like(coo.indices[0, 0], jnp.uint32)
+    _, taken = lax.scan(check, members, coo.indices)
+    return taken
+
+
+def _info(total: PaddedCOO, overflow: jax.Array, words: float) -> ReduceInfo:
+    return ReduceInfo(
+        delivered=total.count(),
+        overflow=overflow,
+        threshold=jnp.zeros((), jnp.float32),
+        words=jnp.float32(words),
+    )

@@ -1,0 +1,95 @@
+"""The dense mean: by leaf, and in buckets that the backward pass can overlap with."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import optax_ext
+import sparse_collectives as sc
+from tests.sparse_collectives import helpers
+
+WIDTHS = (8, 6, 7, 5, 3)
+SHAPES = list(zip(WIDTHS[:-1], WIDTHS[1:], strict=True))
+
+
+def loss(params, x):
+    for weights in params:
+        x = jnp.tanh(x @ weights)
+    return jnp.mean(x**2)
+
+
+def problem():
+    rng = np.random.default_rng(0)
+    params = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in SHAPES]
+    return params, jnp.asarray(rng.standard_normal((4, 2, WIDTHS[0])), jnp.float32)
+
+
+def mean_gradient(tx):
+    def step(params, x):
+        return tx.update(jax.grad(loss)(params, x), tx.init(params))[0]
+
+    return step
+
+
+@pytest.mark.parametrize("buckets", [None, 1, 2, 100])
+def test_buckets_give_the_bits_of_one_allreduce_for_each_leaf(buckets):
+    params, x = problem()
+    tx = optax_ext.dense(axis="w", buckets=buckets)
+    step = sc.simulate(mean_gradient(tx), axis="w", axis_size=4, in_axes=(None, 0))
+    by_leaf = sc.simulate(
+        mean_gradient(optax_ext.dense(axis="w")), axis="w", axis_size=4, in_axes=(None, 0)
+    )
+    for mean, expected in zip(step(params, x), by_leaf(params, x), strict=True):
+        np.testing.assert_array_equal(mean, expected)
+
+
+@pytest.mark.parametrize(
+    ("buckets", "expected"),
+    [
+        (None, [[3], [2], [1], [0]]),
+        (1, [[3, 2, 1, 0]]),
+        (2, [[3, 2, 1], [0]]),
+        (4, [[3, 2], [1], [0]]),
+    ],
+)
+def test_a_bucket_waits_for_its_own_leaves_only(buckets, expected):
+    """The last layers first; their exchange needs no gradient of an earlier layer."""
+    params, _ = problem()
+    tx = optax_ext.dense(axis="w", buckets=buckets)
+    jaxpr = jax.make_jaxpr(lambda g: tx.update(g, tx.init(g))[0], axis_env=[("w", 4)])(params).jaxpr
+    sums = helpers.independent_psums(jaxpr)
+    sizes = [sum(params[i].size for i in bucket) for bucket in expected]
+    assert [variable.aval.size for variable in sums] == sizes
+
+
+def test_the_compiled_program_has_one_allreduce_for_each_bucket():
+    params, x = problem()
+    mesh = jax.make_mesh((4,), ("w",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    for buckets, allreduces in ((1, 1), (4, 3)):
+        step = jax.shard_map(
+            mean_gradient(optax_ext.dense(axis="w", buckets=buckets)),
+            mesh=mesh,
+            in_specs=(P(), P("w")),
+            out_specs=P(),
+            check_vma=False,
+        )
+        lowered = jax.jit(step).lower(params, x)
+        # Left alone, XLA on CPU merges them, since it overlaps nothing anyway.
+        compiled = lowered.compile({"xla_disable_hlo_passes": "cpu-all-reduce-combiner"})
+        assert compiled.as_text().count(" all-reduce(") == allreduces
+
+
+def test_leaves_of_different_dtypes_are_not_joined():
+    params = [jnp.ones(4, jnp.bfloat16), jnp.ones(4), jnp.ones(4)]
+    tx = optax_ext.dense(axis="w", buckets=1)
+    step = sc.simulate(lambda g: tx.update(g, tx.init(g))[0], axis="w", axis_size=2, in_axes=None)
+    assert [leaf.dtype for leaf in step(params)] == [leaf.dtype for leaf in params]
+
+
+@pytest.mark.parametrize("buckets", [0, 2.0])
+def test_a_number_of_buckets(buckets):
+    with pytest.raises(ValueError, match="buckets must be an integer of at least 1"):
+        optax_ext.dense(axis="w", buckets=buckets)
