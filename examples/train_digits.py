@@ -25,8 +25,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import optax_ext
 from _data import Dataset, InputError, batches, digits, idx_folder
 from _report import FORMATS, Run, draw, make_table, summary, traffic, write_atomically
-from sparse_collectives import select
+from sparse_collectives import select, wire
 
+CODECS = {
+    "raw": wire.raw,
+    "bf16": wire.bf16,
+    "narrow16": wire.narrow16,
+    "narrow8": wire.narrow8,
+    "qsgd8": lambda: wire.qsgd(bits=8),
+    "qsgd4": lambda: wire.qsgd(bits=4),
+}
 SELECTORS = {"topk": select.topk, "threshold_reuse": select.threshold_reuse}
 
 
@@ -137,6 +145,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="how each worker selects: exactly, or by the reused threshold of the paper (topk)",
     )
     parser.add_argument(
+        "--codec", choices=CODECS, default="raw", help="how the messages are encoded (raw)"
+    )
+    parser.add_argument(
         "--out", type=Path, default=Path("digits.png"), help="the figure (digits.png)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
@@ -164,7 +175,9 @@ def compare(options: argparse.Namespace) -> None:
     selector = SELECTORS[options.selector](density=options.density)
     methods = {
         "dense": optax_ext.dense(axis="data"),
-        "ok_topk": optax_ext.ok_topk(density=options.density, axis="data", selector=selector),
+        "ok_topk": optax_ext.ok_topk(
+            density=options.density, axis="data", selector=selector, codec=CODECS[options.codec]()
+        ),
     }
 
     columns = (TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn())

@@ -69,6 +69,22 @@ def test_an_interrupted_run_leaves_no_file(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+def test_digits_with_each_codec_is_within_half_a_point_of_raw(tmp_path):
+    """Means over four seeds: one test image is 0.22 points, and seeds differ by two of them."""
+    accuracy = {}
+    for codec in ("raw", "bf16", "narrow16", "narrow8", "qsgd8", "qsgd4"):
+        for seed in range(4):
+            numbers = tmp_path / "numbers.json"
+            argv = ["--codec", codec, "--seed", str(seed), "--steps", "400"]
+            argv += ["--out", str(tmp_path / "out.png"), "--json", str(numbers)]
+            assert train_digits.main(argv) == 0
+            run = json.loads(numbers.read_text())["runs"]["ok_topk"]
+            accuracy.setdefault(codec, []).append(run["test_accuracy"])
+    for codec, values in accuracy.items():
+        assert np.mean(values) >= np.mean(accuracy["raw"]) - 0.005, (codec, accuracy)
+
+
+@pytest.mark.slow
 def test_digits_is_within_a_point_of_dense_over_three_seeds(tmp_path):
     accuracy = {"dense": [], "ok_topk": []}
     for seed in range(3):
