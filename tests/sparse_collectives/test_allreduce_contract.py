@@ -64,11 +64,49 @@ EVERY_NUMBER_OF_WORKERS = (
     "dsar_split_allgather",
     "ring_sparse",
 )
-CASES = [
-    (name, workers)
-    for name in ALLREDUCES
-    for workers in (helpers.WORKERS if name in EVERY_NUMBER_OF_WORKERS else (3, 8))
-]
+
+# Every algorithm with every codec.
+CODECS = {
+    "bf16": sc.wire.bf16(),
+    "narrow16": sc.wire.narrow16(),
+    "narrow8": sc.wire.narrow8(),
+    "qsgd": sc.wire.qsgd(),
+}
+ENCODED = {
+    "ok_topk": lambda codec: sc.allreduce.ok_topk(density=DENSITY, codec=codec),
+    "topk_a": lambda codec: sc.allreduce.topk_a(codec=codec),
+    "sparse_allgather": lambda codec: sc.allreduce.sparse_allgather(codec=codec),
+    "gtopk": lambda codec: sc.allreduce.gtopk(density=DENSITY, codec=codec),
+    "ssar_recursive_double": lambda codec: sc.allreduce.ssar_recursive_double(codec=codec),
+    "ssar_split_allgather": lambda codec: sc.allreduce.ssar_split_allgather(codec=codec),
+    "dsar_split_allgather": lambda codec: sc.allreduce.dsar_split_allgather(
+        codec=codec, dense_codec=codec
+    ),
+    "ring_sparse": lambda codec: sc.allreduce.ring_sparse(codec=codec),
+}
+WITH_CODECS = {
+    f"{name}, {codec}": (make(CODECS[codec]), False)
+    for name, make in ENCODED.items()
+    for codec in CODECS
+}
+KEEPS_OTHER_VALUES |= set(WITH_CODECS)
+
+
+def cases():
+    """Each row with its numbers of workers; compiling them all takes minutes, so most are slow."""
+    for number, name in enumerate(ALLREDUCES | WITH_CODECS):
+        for workers in helpers.WORKERS:
+            if name in WITH_CODECS:
+                # One codec of each algorithm, in turn, on one number of workers.
+                quick = workers == 3 and number % 5 == 0
+            elif name in EVERY_NUMBER_OF_WORKERS:
+                quick = name in ("dense", "ok_topk") or workers in (2, 5, 8)
+            elif workers in (3, 8):
+                quick = workers == 3
+            else:
+                continue
+            marks = () if quick else pytest.mark.slow
+            yield pytest.param((name, workers), marks=marks, id=f"{name}-{workers}")
 
 
 @pytest.fixture(params=ALLREDUCES, scope="module")
@@ -76,10 +114,10 @@ def row(request):
     return ALLREDUCES[request.param]
 
 
-@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-{case[1]}", scope="module")
+@pytest.fixture(params=cases(), scope="module")
 def case(request):
     name, workers = request.param
-    return *ALLREDUCES[name], workers, name in KEEPS_OTHER_VALUES
+    return *(ALLREDUCES | WITH_CODECS)[name], workers, name in KEEPS_OTHER_VALUES
 
 
 def test_nothing_is_lost_and_all_workers_agree(case):
@@ -119,7 +157,10 @@ def test_what_is_kept_was_sent(case):
         assert (kept == 0).all()
 
 
-@pytest.mark.parametrize("workers", helpers.WORKERS)
+@pytest.mark.parametrize(
+    "workers",
+    [pytest.param(p, marks=() if p in (1, 3, 8) else pytest.mark.slow) for p in helpers.WORKERS],
+)
 def test_density_one_with_room_for_all_is_psum(workers):
     allreduces = (
         sc.allreduce.dense(),
