@@ -18,6 +18,10 @@ _MAGNITUDE_MASK = np.int32(0x7FFFFFFF)
 
 def magnitude_bits(x: jax.Array) -> jax.Array:
     """The bit pattern of ``|x|`` as ``i32``; bfloat16 and float16 are widened."""
+    if x.dtype == jnp.bfloat16:
+        # Its bits are the upper half: a conversion may flush subnormals.
+        upper = lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.int32) << 16
+        return upper & _MAGNITUDE_MASK
     return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) & _MAGNITUDE_MASK
 
 
