@@ -1,5 +1,8 @@
 """Eight CPU devices for every test, set once and before any of them runs."""
 
+import itertools
+import pathlib
+
 import hypothesis
 import jax
 import pytest
@@ -15,12 +18,21 @@ jax.config.update("jax_num_cpu_devices", 8)
 assert jax.device_count() == 8
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _programs_of_one_file():
-    """Forgets the compiled programs of a file.
+# A compiled program maps hundreds of pieces of memory, and Linux lets a process have
+# 65,530: a run of thousands of programs would end in a segmentation fault.
+_MANY_MAPS = 20_000
+_tests = itertools.count()
 
-    Each maps some pieces of memory, and a process may have 65,530 of them on Linux:
-    a test run of thousands of programs would end in a segmentation fault.
-    """
+
+@pytest.fixture(autouse=True)
+def _forget_programs():
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if next(_tests) % 4 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > _MANY_MAPS:
+        jax.clear_caches()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_programs_of_the_file():
     yield
     jax.clear_caches()
