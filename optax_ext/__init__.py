@@ -2,6 +2,7 @@
 
 from optax_ext._aliases import gaussian_k, gtopk, ok_topk, ok_topk_sgd, topk_a
 from optax_ext._dense import dense
+from optax_ext._partitioned_norms import lamb, lars, scale_by_trust_ratio
 from optax_ext._sparse_allreduce import (
     ShardState,
     SparseAllreduceState,
@@ -22,9 +23,12 @@ __all__ = [
     "get_state",
     "gtopk",
     "init_state",
+    "lamb",
+    "lars",
     "make_train_step",
     "ok_topk",
     "ok_topk_sgd",
+    "scale_by_trust_ratio",
     "sparse_allreduce",
     "state_specs",
     "topk_a",

@@ -1,0 +1,316 @@
+"""LARS and LAMB whose layer-wise norms are computed by all workers together.
+
+After the allreduce every worker holds the same updates and parameters, and optax
+has each of them compute the same norms of all layers. Here a worker computes a
+P-th of each norm, and one small sum over the workers completes them (the
+parallel tensor operator of Shi et al.).
+"""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from sparse_collectives import _compat, _validation, transport
+from sparse_collectives._types import AxisName
+
+MaskOrFn = Any | Callable[[Any], Any] | None
+
+# Entries of a leaf below which every worker computes the whole norm: a pass over so
+# few costs no more than the slice, and each saves a place in the exchange.
+SMALL = 1 << 14
+
+
+def scale_by_trust_ratio(
+    min_norm: jax.typing.ArrayLike = 0.0,
+    trust_coefficient: jax.typing.ArrayLike = 1.0,
+    eps: jax.typing.ArrayLike = 0.0,
+    *,
+    axis: AxisName,
+) -> optax.GradientTransformation:
+    r"""``optax.scale_by_trust_ratio`` with the norms partitioned over the workers.
+
+    For layer l with parameters w and update u
+
+    .. math::
+
+        u^{(l)} \leftarrow \lambda^{(l)} u^{(l)}, \quad
+        \lambda^{(l)} = \gamma \frac{\|w^{(l)}\|}{\|u^{(l)}\| + \epsilon}
+
+    and 1 in place of the ratio where a norm is zero. Of a leaf of n entries worker i
+    reads the i-th n/P of parameters and update and sums the squares; one allreduce of
+    two numbers for each leaf gives all workers the norms. The paper gives whole layers
+    to the workers and gathers the ratios; with slices the work is balanced whatever
+    the layers are, and every worker runs the same program. Leaves of fewer than 2^14
+    entries, and the up to P - 1 entries that are left over of others, are summed by
+    everyone.
+
+    Updates and parameters must be the same on every worker: put it behind the
+    transformation that reduces the gradients, and not behind one that differs
+    between the workers. It runs inside ``jax.shard_map``, ``jax.pmap`` or
+    ``sparse_collectives.simulate``; ``init`` runs anywhere.
+
+    Cost: 2 n / P entries read, n over all leaves, where optax reads 2 n. Received:
+    ``4 L (P-1)/P`` words for L leaves of 2^14 entries or more, in one allreduce of
+    about ``2 log2(P)`` latencies. No n-sized buffer.
+
+    Args:
+      min_norm: the least norm, of parameters and updates, ``f32[]``.
+      trust_coefficient: gamma, ``f32[]``.
+      eps: added to the norm of the update, ``f32[]``.
+      axis: the mesh axis (or a tuple of them) of the data-parallel workers.
+
+    Returns:
+      A stateless ``optax.GradientTransformation``. Its updates equal optax's to
+      rounding and have the same bits on every worker. Squares are summed in float32:
+      with bfloat16 and float16 leaves that is more accurate than optax, which rounds
+      each norm to the dtype of the leaf (and overflows at a float16 norm of 256).
+
+    Raises:
+      ValueError: ``axis`` is not bound; no params; updates or params that differ
+        between the workers, where the types tell (``shard_map(check_vma=True)``).
+      TypeError: leaves that are not float32, bfloat16 or float16.
+
+    References:
+      Shi et al., `Towards Scalable Distributed Training of Deep Learning on Public
+      Cloud Clusters <https://arxiv.org/abs/2010.10458>`_, MLSys 2021, Section 4.2.
+
+    Example:
+      >>> import jax.numpy as jnp, sparse_collectives as sc
+      >>> tx = scale_by_trust_ratio(axis="w")
+      >>> params, updates = {"a": jnp.array([3.0, 4.0])}, {"a": jnp.array([0.0, 2.0])}
+      >>> step = sc.simulate(
+      ...     lambda u, p: tx.update(u, tx.init(p), p)[0], axis="w", axis_size=2, in_axes=None
+      ... )
+      >>> step(updates, params)["a"].tolist()  # 5 / 2 times the update, on both workers
+      [[0.0, 5.0], [0.0, 5.0]]
+    """
+
+    def init(params: Any) -> optax.EmptyState:
+        del params
+        return optax.EmptyState()
+
+    def update(updates: Any, state: optax.EmptyState, params: Any = None):
+        if params is None:
+            raise ValueError(
+                "params=None was given, but a trust ratio needs them: call "
+                "tx.update(updates, state, params)."
+            )
+        workers = _bound_workers(axis)
+        _check_leaves("updates", updates, axis)
+        _check_leaves("params", params, axis)
+        leaves, treedef = jax.tree.flatten(updates)
+        weights = treedef.flatten_up_to(params)
+        if not leaves:
+            return updates, state
+
+        partial, whole = partial_squares([*weights, *leaves], transport.axis_index(axis), workers)
+        squares = complete_squares(partial, whole, axis)
+        ratios = trust_ratios(squares, min_norm, trust_coefficient, eps)
+        scaled = [
+            # In the dtype that optax's ratio has.
+            u * r.astype(jnp.result_type(u, w, min_norm, trust_coefficient, eps))
+            for u, w, r in zip(leaves, weights, ratios, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, scaled), state
+
+    # optax types a state as any pytree, which NamedTuples of arrays are at run time.
+    return optax.GradientTransformation(cast(Any, init), cast(Any, update))
+
+
+def lars(
+    learning_rate: optax.ScalarOrSchedule,
+    weight_decay: Any = 0.0,
+    weight_decay_mask: MaskOrFn = True,
+    trust_coefficient: jax.typing.ArrayLike = 0.001,
+    eps: jax.typing.ArrayLike = 0.0,
+    trust_ratio_mask: MaskOrFn = True,
+    momentum: jax.typing.ArrayLike = 0.9,
+    nesterov: bool = False,
+    *,
+    axis: AxisName,
+) -> optax.GradientTransformation:
+    """``optax.lars`` with the norms partitioned over the workers.
+
+    The arguments and the state are those of ``optax.lars``, and so is the result, to
+    rounding. The trust ratio is :func:`scale_by_trust_ratio`, which says what it costs
+    and where it runs.
+
+    Args:
+      learning_rate: a number, or a schedule of the step count.
+      weight_decay: its strength; a schedule where this version of optax takes one.
+      weight_decay_mask: a pytree of booleans, a prefix of the parameters, or a function
+        of the parameters that returns one: where weights decay.
+      trust_coefficient: gamma, ``f32[]``.
+      eps: added to the norm of the update, ``f32[]``.
+      trust_ratio_mask: as ``weight_decay_mask``: which layers are scaled by their ratio.
+        Only their norms are computed.
+      momentum: its decay rate.
+      nesterov: whether the momentum is Nesterov's.
+      axis: the mesh axis (or a tuple of them) of the data-parallel workers.
+
+    Returns:
+      An ``optax.GradientTransformation`` to chain behind the one that reduces the
+      gradients.
+
+    Raises:
+      ValueError, TypeError: at ``update``, as :func:`scale_by_trust_ratio`.
+
+    References:
+      You et al., `Large Batch Training of Convolutional Networks
+      <https://arxiv.org/abs/1708.03888>`_, 2017.
+
+    Example:
+      >>> import optax, optax_ext
+      >>> tx = optax.chain(optax_ext.ok_topk(0.01, axis="data"), lars(0.1, axis="data"))
+    """
+    ratio = scale_by_trust_ratio(trust_coefficient=trust_coefficient, eps=eps, axis=axis)
+    return optax.chain(
+        optax.add_decayed_weights(weight_decay, mask=weight_decay_mask),
+        optax.masked(ratio, mask=trust_ratio_mask),
+        optax.scale_by_learning_rate(learning_rate),
+        optax.trace(decay=cast(Any, momentum), nesterov=nesterov),
+    )
+
+
+def lamb(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    eps: jax.typing.ArrayLike = 1e-6,
+    eps_root: jax.typing.ArrayLike = 0.0,
+    weight_decay: Any = 0.0,
+    mask: MaskOrFn = None,
+    *,
+    axis: AxisName,
+) -> optax.GradientTransformation:
+    """``optax.lamb`` with the norms partitioned over the workers.
+
+    The arguments and the state are those of ``optax.lamb``, and so is the result, to
+    rounding. The trust ratio is :func:`scale_by_trust_ratio`, which says what it costs
+    and where it runs.
+
+    Args:
+      learning_rate: a number, or a schedule of the step count.
+      b1: decay rate of the first moment.
+      b2: decay rate of the second moment.
+      eps: added to the root of the second moment.
+      eps_root: added to the second moment under the root.
+      weight_decay: its strength; a schedule where this version of optax takes one.
+      mask: a pytree of booleans, a prefix of the parameters, or a function of the
+        parameters that returns one: where weights decay.
+      axis: the mesh axis (or a tuple of them) of the data-parallel workers.
+
+    Returns:
+      An ``optax.GradientTransformation`` to chain behind the one that reduces the
+      gradients.
+
+    Raises:
+      ValueError, TypeError: at ``update``, as :func:`scale_by_trust_ratio`.
+
+    References:
+      You et al., `Large Batch Optimization for Deep Learning: Training BERT in 76
+      minutes <https://arxiv.org/abs/1904.00962>`_, ICLR 2020.
+
+    Example:
+      >>> import optax, optax_ext
+      >>> tx = optax.chain(optax_ext.ok_topk(0.01, axis="data"), lamb(1e-3, axis="data"))
+    """
+    return optax.chain(
+        optax.scale_by_adam(*cast(Any, (b1, b2, eps, eps_root))),
+        optax.add_decayed_weights(weight_decay, mask=mask),
+        scale_by_trust_ratio(axis=axis),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def partial_squares(
+    leaves: list[jax.Array], worker: jax.Array, workers: int
+) -> tuple[list[jax.Array | None], list[jax.Array]]:
+    """One worker's part of the sum of squares of each leaf.
+
+    Args:
+      leaves: M arrays of any shape.
+      worker: ``i32[]``, the number of this worker.
+      workers: P, static.
+
+    Returns:
+      ``(partial, whole)``, M scalars f32 each: the sum over the workers of ``partial``,
+      plus ``whole``, which is the same on each, is the sum of squares. ``partial`` is
+      None where ``whole`` is all.
+    """
+    partial: list[jax.Array | None] = []
+    whole = []
+    for leaf in leaves:
+        flat = jnp.ravel(leaf)
+        share = flat.size // workers
+        if workers == 1 or flat.size < SMALL or not share:
+            partial.append(None)
+            whole.append(_sum_of_squares(flat))
+            continue
+        # Equal slices and a remainder that everyone adds need no mask.
+        partial.append(_sum_of_squares(lax.dynamic_slice(flat, (worker * share,), (share,))))
+        whole.append(_sum_of_squares(flat[share * workers :]))
+    return partial, whole
+
+
+def complete_squares(
+    partial: list[jax.Array | None], whole: list[jax.Array], axis: AxisName
+) -> jax.Array:
+    """``f32[M]``, the sums of squares, the same bits on every worker, in one allreduce."""
+    shared = [i for i, part in enumerate(partial) if part is not None]
+    squares = jnp.stack(whole)
+    if not shared:
+        return squares
+    sums = transport.psum(jnp.stack([part for part in partial if part is not None]), axis)
+    return squares.at[jnp.asarray(shared)].add(sums)
+
+
+def trust_ratios(
+    squares: jax.Array,
+    min_norm: jax.typing.ArrayLike,
+    trust_coefficient: jax.typing.ArrayLike,
+    eps: jax.typing.ArrayLike,
+) -> jax.Array:
+    """``f32[L]`` from ``squares f32[2 L]``, those of the parameters first."""
+    clipped = jnp.sqrt(squares) <= min_norm
+    # Two choices, so that the derivative at a norm of zero is zero, as in optax.
+    norms = jnp.where(clipped, min_norm, jnp.sqrt(jnp.where(clipped, 1.0, squares)))
+    param_norm, update_norm = jnp.split(norms, 2)
+    ratio = trust_coefficient * param_norm / (update_norm + eps)
+    return jnp.where((param_norm == 0.0) | (update_norm == 0.0), 1.0, ratio)
+
+
+def _sum_of_squares(x: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.square(x.astype(jnp.float32)))
+
+
+def _bound_workers(axis: AxisName) -> int:
+    if not _compat.axis_is_bound(axis):
+        raise ValueError(
+            f"axis={axis!r} is not bound here: the workers of an axis share the norms inside a "
+            "mapped function. Call update under jax.shard_map over a mesh with an axis named "
+            f"{axis!r}, under jax.pmap(..., axis_name={axis!r}), or through "
+            f"sparse_collectives.simulate(..., axis={axis!r}, axis_size=P); in a program of one "
+            "worker use the function of the same name in optax."
+        )
+    return _compat.axis_size(axis)
+
+
+def _check_leaves(name: str, tree: Any, axis: AxisName) -> None:
+    """Real leaves that fit float32 sums and, where the types tell, are the same everywhere."""
+    typed = _compat.checks_varying(axis)
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        where = f"{name}{jax.tree_util.keystr(path)}"
+        _validation.check_float(where, jnp.result_type(leaf))
+        if typed and set(_compat.axis_names(axis)) & _compat.varying_axes(leaf):
+            raise ValueError(
+                f"{where} differs between the workers of axis {axis!r}, so that their parts of its "
+                "norm don't belong together. Reduce the gradients first, with "
+                f"optax_ext.ok_topk(density=..., axis={axis!r}) or optax_ext.dense(axis={axis!r}) "
+                "in front of this in the chain, and give update the replicated params, not those "
+                "cast by jax.lax.pcast."
+            )
