@@ -33,6 +33,8 @@ class StepInfo(NamedTuple):
       global_threshold: ``f32[]``: magnitude of the global selection.
       words: ``f32[]``: 4-byte words each worker received in the allreduce, padding
         included.
+      useful: ``f32[1]`` for each worker: words of its messages that are no padding. The
+        mean over the workers, divided by ``words``, is the occupancy.
     """
 
     selected: jax.Array
@@ -41,6 +43,7 @@ class StepInfo(NamedTuple):
     local_threshold: jax.Array
     global_threshold: jax.Array
     words: jax.Array
+    useful: jax.Array
 
 
 class SparseAllreduceState(NamedTuple):
@@ -198,6 +201,7 @@ def sparse_allreduce(
                 local_threshold=no_threshold,
                 global_threshold=jnp.zeros((), jnp.float32),
                 words=jnp.zeros((), jnp.float32),
+                useful=no_threshold,
             ),
             layout=layout,
         )
@@ -255,6 +259,7 @@ def sparse_allreduce(
                 local_threshold=selection.threshold[None],
                 global_threshold=reduction.threshold,
                 words=reduction.words,
+                useful=_compat.to_varying(reduction.useful, axis)[None],
             ),
             layout=layout,
         )

@@ -57,7 +57,9 @@ def state_specs(opt_state: Any, axis: AxisName) -> Any:
         return everywhere._replace(
             residual=split,
             selector=jax.tree.map(lambda _: split, node.selector),
-            info=everywhere.info._replace(selected=split, overflow=split, local_threshold=split),
+            info=everywhere.info._replace(
+                selected=split, overflow=split, local_threshold=split, useful=split
+            ),
         )
 
     return jax.tree.map(specs, opt_state, is_leaf=_is_state)

@@ -25,6 +25,9 @@ them. On a CPU, --devices N makes N devices of it, which measures its memory."""
 # One node's link where none is given; NVLink is several times as fast, PCIe slower.
 _INNER_LATENCY, _INNER_BANDWIDTH = "2us", "100GB/s"
 
+# A ring has a message for each worker; beyond, its cost alone takes seconds.
+_MOST_WORKERS = 1 << 16
+
 
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
@@ -97,6 +100,8 @@ def _plan(args: argparse.Namespace) -> None:
     density = _density(args.density)
     selected = min(size, max(1, round(density * size)))
     workers, inner = _units.count("--workers", args.workers), _units.count("--inner", args.inner)
+    if workers > _MOST_WORKERS:
+        raise ValueError(f"--workers is {workers}; pass at most {_MOST_WORKERS}.")
     if workers % inner:
         raise ValueError(f"--inner is {inner} and must divide --workers, {workers}.")
     network = _network(args, inner)

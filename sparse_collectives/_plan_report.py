@@ -29,7 +29,7 @@ def text(plan: Plan, *, all_codecs: bool = False) -> str:
     ]
     body = [
         [
-            row.name + ("" if row.installed else " *"),
+            row.name,
             row.codec,
             _ms(row.step),
             f"{row.speedup:.2f}x",
@@ -57,8 +57,8 @@ def text(plan: Plan, *, all_codecs: bool = False) -> str:
     lines.append("")
     if plan.workload.inner_size > 1:
         lines.append("words and MB are those between the nodes")
-    if not all(row.installed for row in rows):
-        lines.append("* not in this version of the package; never recommended")
+    if plan.crowded:
+        lines.append(f"left out, as gaps are too long for them here: {', '.join(plan.crowded)}")
     return "\n".join([*lines, recommendation(plan)])
 
 
@@ -71,12 +71,10 @@ def recommendation(plan: Plan) -> str:
 
 
 def best_codecs(plan: Plan) -> list[Prediction]:
-    """Of each algorithm the exact encoding, the fastest, and the fastest installed one."""
+    """Of each algorithm the exact encoding and the fastest."""
     chosen: list[Prediction] = []
     for row in plan.predictions:
-        before = [other for other in chosen if other.name == row.name]
-        first_installed = row.installed and not any(other.installed for other in before)
-        if not before or row.codec == "raw" or first_installed:
+        if row.codec == "raw" or all(other.name != row.name for other in chosen):
             chosen.append(row)
     return chosen
 
@@ -133,6 +131,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "margin": MARGIN,
         "predictions": [prediction(row) for row in plan.predictions],
         "recommended": prediction(plan.recommended),
+        "left_out": list(plan.crowded),
         "reason": plan.reason,
     }
 
@@ -160,11 +159,9 @@ def plot(file: str, plan_for: Callable[[int], Plan], workers: int, inner: int) -
     # An algorithm has its colour and marker whatever else is drawn.
     colours = dict(zip((option.name for option in OPTIONS), _COLOURS, strict=False))
     lines: dict[str, list[tuple[int, float]]] = {}
-    installed: dict[str, bool] = {}
     for count in counts:
-        for row in _preferring_installed(plan_for(count)):
+        for row in plan_for(count).predictions:
             points = lines.setdefault(row.name, [])
-            installed[row.name] = installed.get(row.name, False) or row.installed
             # Fastest first: the other encodings of an algorithm come later.
             if row.step > 0 and (not points or points[-1][0] != count):
                 points.append((count, 1e3 * row.step))
@@ -178,11 +175,10 @@ def plot(file: str, plan_for: Callable[[int], Plan], workers: int, inner: int) -
         axes.plot(
             [x for x, _ in points],
             [y for _, y in points],
-            label=name + ("" if installed[name] else " *"),
+            label=name,
             color=colours[name],
             # Equal costs lie on one another: a thick line shows below a thin one.
             linewidth=3 if name == "dense" else 1.5,
-            linestyle="-" if installed[name] else "--",
             marker="os^D"[i % 4],
             markersize=4,
             zorder=2 if name == "dense" else 3,
@@ -202,15 +198,8 @@ def plot(file: str, plan_for: Callable[[int], Plan], workers: int, inner: int) -
         fontsize=10,
     )
     axes.grid(True, which="both", alpha=0.25)
-    missing = "* not in this version" if not all(installed.values()) else None
-    figure.legend(loc="outside right upper", fontsize=8, title=missing, title_fontsize=8)
+    figure.legend(loc="outside right upper", fontsize=8)
     figure.savefig(file)
-
-
-def _preferring_installed(plan: Plan) -> list[Prediction]:
-    """Where an encoding of an algorithm is installed, those that are not are left out."""
-    installed = {row.name for row in plan.predictions if row.installed}
-    return [row for row in plan.predictions if row.installed or row.name not in installed]
 
 
 def _ms(seconds: float) -> str:

@@ -4,8 +4,16 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from sparse_collectives.cost_model import CODECS, Estimate, Network, Workload, predict
-from sparse_collectives.cost_model._implementation import bucket_count
+from sparse_collectives.cost_model import (
+    CODECS,
+    Estimate,
+    Network,
+    Workload,
+    codec_sizes,
+    has_room,
+    predict,
+)
+from sparse_collectives.cost_model._implementation import bucket_count, fill
 
 # A sparse step pays in convergence and in memory, and the model is not exact: it has
 # to be faster than a dense one by this much to be recommended.
@@ -44,8 +52,8 @@ class Option(NamedTuple):
     Attributes:
       name: its key in ``cost_model.IMPLEMENTATION``.
       codecs: the encodings that make sense with it.
-      factory: what to write; ``{density}`` is filled in, and a codec is added as
-        the last argument.
+      factory: what to write; ``{density}``, ``{buckets}`` and ``{fill}`` are filled in,
+        and a codec is added as the last argument.
       dense: whether nothing is selected.
       two_level: whether it needs workers grouped in nodes.
       overlaps: whether it can run while the gradients are computed.
@@ -59,22 +67,28 @@ class Option(NamedTuple):
     overlaps: bool = False
 
 
+def _in_nodes(outer: str, factory: str) -> Option:
+    code = f'hierarchical(inner_axis="device", outer={factory})'
+    return Option(f"hierarchical({outer})", _LOSSY, code, two_level=True)
+
+
 # A new algorithm is one row here and one formula in `cost_model.IMPLEMENTATION`.
+# `sparse_allgather` is none of them: it is for selections without a common index.
+# Random rounding (`qsgd`) is for dense runs, which only one algorithm has.
 OPTIONS = (
     Option("dense", ("raw",), "dense()", dense=True),
-    Option("dense_bucketed", ("raw",), "dense_bucketed()", dense=True, overlaps=True),
+    Option("dense_bucketed", ("raw",), "dense_bucketed(buckets={buckets})", True, overlaps=True),
     Option("torus_2d", ("raw",), "torus_2d()", dense=True, two_level=True),
     Option("topk_a", _LOSSY, "topk_a()"),
     Option("ssar_recursive_double", _LOSSY, "ssar_recursive_double()"),
-    Option("ssar_split_allgather", _LOSSY, "ssar_split_allgather()"),
+    Option("ssar_split_allgather", _LOSSY, "ssar_split_allgather({fill})"),
     Option("dsar_split_allgather", (*_LOSSY, "qsgd"), "dsar_split_allgather()"),
-    Option("ring_sparse", _LOSSY, "ring_sparse()"),
+    Option("ring_sparse", _LOSSY, "ring_sparse({fill})"),
     Option("gtopk", _LOSSY, "gtopk(density={density})"),
     Option("ok_topk", _LOSSY, "ok_topk(density={density})"),
-    Option("hierarchical(topk_a)", _LOSSY, "hierarchical(topk_a())", two_level=True),
-    Option(
-        "hierarchical(ok_topk)", _LOSSY, "hierarchical(ok_topk(density={density}))", two_level=True
-    ),
+    _in_nodes("topk_a", "topk_a()"),
+    _in_nodes("gtopk", "gtopk(density={density})"),
+    _in_nodes("ok_topk", "ok_topk(density={density})"),
 )
 
 
@@ -84,7 +98,6 @@ class Prediction(NamedTuple):
     Attributes:
       name: of the algorithm.
       codec: its encoding.
-      installed: whether this version of the package has both.
       dense: whether nothing is selected.
       code: the expression that makes it.
       estimate: bounds and expectation of the exchange.
@@ -97,7 +110,6 @@ class Prediction(NamedTuple):
 
     name: str
     codec: str
-    installed: bool
     dense: bool
     code: str
     estimate: Estimate
@@ -117,8 +129,9 @@ class Plan(NamedTuple):
       local: costs on the worker.
       compute: seconds of forward and backward pass.
       predictions: fastest first.
-      recommended: the fastest installed one; dense unless a sparse one is faster by
-        ``MARGIN``.
+      crowded: encodings left out, as the gaps at this density need more escapes than
+        they have room for.
+      recommended: the fastest; dense unless a sparse one is faster by ``MARGIN``.
       reason: one sentence.
     """
 
@@ -127,6 +140,7 @@ class Plan(NamedTuple):
     local: LocalCost
     compute: float
     predictions: tuple[Prediction, ...]
+    crowded: tuple[str, ...]
     recommended: Prediction
     reason: str
 
@@ -139,12 +153,11 @@ def make_plan(
     compute: float = 0.0,
     codecs: Iterable[str] | None = None,
     names: Iterable[str] | None = None,
-    installed_only: bool = False,
 ) -> Plan:
     """Predicts every option and recommends one.
 
     Plain numbers in, plain numbers out: workers that call it with the same
-    arguments choose the same. Cost: microseconds per option; no jax.
+    arguments choose the same. Cost: microseconds per option, and P more for a ring.
 
     Args:
       workload: n, k, P, and the workers of a node.
@@ -154,7 +167,6 @@ def make_plan(
         hide behind.
       codecs: names to consider; None: all.
       names: algorithms to consider, besides ``dense``; None: all.
-      installed_only: leave out what this version of the package does not have.
 
     Returns:
       A :class:`Plan`.
@@ -167,6 +179,7 @@ def make_plan(
     codecs = tuple(CODECS) if codecs is None else tuple(codecs)
     _check_known("names", names, known)
     _check_known("codecs", codecs, list(CODECS))
+    crowded = tuple(c for c in codecs if not has_room(codec_sizes(c), workload.density))
     arguments = (workload, network, local, compute)
     base = _predict(OPTIONS[0], "raw", *arguments, math.nan)
     predictions = []
@@ -174,13 +187,11 @@ def make_plan(
         if option.name not in names or (option.two_level and workload.inner_size == 1):
             continue
         for codec in option.codecs:
-            if codec in codecs or option.dense:
-                row = _predict(option, codec, *arguments, base.step)
-                if row.installed or not installed_only:
-                    predictions.append(row)
+            if option.dense or (codec in codecs and codec not in crowded):
+                predictions.append(_predict(option, codec, *arguments, base.step))
     predictions.sort(key=lambda row: row.step)
     recommended, reason = _recommend(predictions)
-    return Plan(*arguments, tuple(predictions), recommended, reason)
+    return Plan(*arguments, tuple(predictions), crowded, recommended, reason)
 
 
 def _predict(
@@ -208,9 +219,8 @@ def _predict(
     return Prediction(
         name=option.name,
         codec=codec,
-        installed=_installed(option.name, codec),
         dense=option.dense,
-        code=_code(option, codec, workload.density),
+        code=_code(option, codec, workload),
         estimate=estimate,
         exchange=exchange,
         local=busy,
@@ -221,9 +231,8 @@ def _predict(
 
 
 def _recommend(predictions: list[Prediction]) -> tuple[Prediction, str]:
-    installed = [row for row in predictions if row.installed]
-    dense = next(row for row in installed if row.dense)
-    sparse = next((row for row in installed if not row.dense), None)
+    dense = next(row for row in predictions if row.dense)
+    sparse = next((row for row in predictions if not row.dense), None)
     if sparse is None:
         return dense, "there is no sparse algorithm to compare with"
     if dense.exchange <= 0:
@@ -234,16 +243,13 @@ def _recommend(predictions: list[Prediction]) -> tuple[Prediction, str]:
     return dense, f"{sparse.name} ({sparse.codec}) is only {ratio:.2f} times as fast"
 
 
-def _installed(name: str, codec: str) -> bool:
-    # Here and not above: the allreduces import this module.
-    from sparse_collectives import allreduce, wire
-
-    parts = name.rstrip(")").split("(")
-    return all(hasattr(allreduce, part) for part in parts) and hasattr(wire, codec)
-
-
-def _code(option: Option, codec: str, density: float) -> str:
-    code = option.factory.format(density=f"{density:.6g}")
+def _code(option: Option, codec: str, workload: Workload) -> str:
+    expansion = fill(workload)
+    code = option.factory.format(
+        density=f"{workload.density:.6g}",
+        buckets=bucket_count(workload.size),
+        fill="" if expansion is None else f"fill={max(1.0, expansion):.4g}",
+    )
     if codec != "raw":
         # The codec belongs to the innermost call.
         end = code.index(")")

@@ -68,12 +68,17 @@ class ReduceInfo(NamedTuple):
       threshold: ``f32[]``, the global threshold; equal on all workers.
       words: ``f32[]``, 4-byte words each worker received, padding included;
         equal on all workers.
+      useful: ``f32[]``, words that this worker sent and that are no padding: a message
+        with e entries in c slots counts e / c of its words; dense runs, counts and
+        histograms count in full. What is sent is received, so the mean over the
+        workers, divided by ``words``, is the occupancy of the messages.
     """
 
     delivered: jax.Array
     overflow: jax.Array
     threshold: jax.Array
     words: jax.Array
+    useful: jax.Array
 
 
 class Codec(NamedTuple):

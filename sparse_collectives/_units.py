@@ -35,8 +35,8 @@ def bandwidth(name: str, value: float | str) -> float:
 def count(name: str, value: float | str) -> int:
     """A whole number of at least 1, from text such as ``133M`` or ``133e6``."""
     number = _parse(name, value, _COUNTS, "133M, 133e6 or 1.3B")
-    if not 1 <= number < math.inf:
-        raise ValueError(f"{name} is {value!r}; pass a count of at least 1, such as 133M.")
+    if not 1 <= number < math.inf or number % 1:
+        raise ValueError(f"{name} is {value!r}; pass a whole number of at least 1, such as 133M.")
     return round(number)
 
 

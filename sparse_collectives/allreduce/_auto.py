@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from sparse_collectives import _planner, _units, _validation, transport, wire
 from sparse_collectives._types import AxisName, SparseAllreduce
 from sparse_collectives.cost_model import Network, Workload, network
+from sparse_collectives.cost_model._implementation import bucket_count
 from sparse_collectives.padded_coo import PaddedCOO
 
 
@@ -74,11 +75,11 @@ def auto(
     options = _options(density, latency, bandwidth, candidates, codecs, merge_cost)
 
     def init(size: int, axis_size: int) -> Any:
-        return _make(_choose(size, axis_size, *options), density).init(size, axis_size)
+        return _make(_choose(size, axis_size, *options), size, density).init(size, axis_size)
 
     def reduce(coo: PaddedCOO, state: Any, *, axis: AxisName):
         choice = _choose(coo.size, transport.axis_size(axis), *options)
-        return _make(choice, density).reduce(coo, state, axis=axis)
+        return _make(choice, coo.size, density).reduce(coo, state, axis=axis)
 
     return SparseAllreduce(init, reduce)
 
@@ -125,11 +126,11 @@ def explain_auto(
 def _options(density, latency, bandwidth, candidates, codecs, merge_cost) -> tuple:
     """All arguments checked, and hashable."""
     density = _validation.check_density(density)
-    existing = _existing()
-    names = existing if candidates is None else tuple(candidates)
+    flat = tuple(option.name for option in _planner.OPTIONS if not option.two_level)
+    names = flat if candidates is None else tuple(candidates)
     for name in names:
-        if name not in existing:
-            raise ValueError(f"candidates has {name!r}; pass some of {', '.join(existing)}.")
+        if name not in flat:
+            raise ValueError(f"candidates has {name!r}; pass some of {', '.join(flat)}.")
     if not codecs:
         raise ValueError("codecs is empty; pass at least one name, such as ('raw',).")
     for name in codecs:
@@ -137,14 +138,6 @@ def _options(density, latency, bandwidth, candidates, codecs, merge_cost) -> tup
             raise ValueError(f"codecs has {name!r}; pass some of {', '.join(wire.__all__)}.")
     merge = _units.seconds("merge_cost", merge_cost)
     return density, network(latency, bandwidth), names, tuple(codecs), merge
-
-
-def _existing() -> tuple[str, ...]:
-    """The planner's algorithms on one level that this version of the package has."""
-    from sparse_collectives import allreduce
-
-    names = (option.name for option in _planner.OPTIONS if not option.two_level)
-    return tuple(name for name in names if hasattr(allreduce, name))
 
 
 @functools.lru_cache(maxsize=256)
@@ -166,7 +159,6 @@ def _choose(
         local=_planner.LocalCost(0.0, merge),
         codecs=codecs,
         names=names,
-        installed_only=True,
     )
     chosen, reason = plan.recommended, plan.reason
     if chosen.dense:
@@ -180,11 +172,15 @@ def _choose(
     )
 
 
-def _make(choice: AutoChoice, density: float) -> SparseAllreduce:
+def _make(choice: AutoChoice, size: int, density: float) -> SparseAllreduce:
     """The chosen algorithm; it gets those of the arguments that it has."""
     from sparse_collectives import allreduce
 
     factory = getattr(allreduce, choice.name)
-    given = {"density": density, "codec": getattr(wire, choice.codec)()}
+    given = {
+        "density": density,
+        "buckets": bucket_count(size),
+        "codec": getattr(wire, choice.codec)(),
+    }
     accepted = inspect.signature(factory).parameters
     return factory(**{name: value for name, value in given.items() if name in accepted})

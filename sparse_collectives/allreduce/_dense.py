@@ -27,11 +27,13 @@ def dense() -> SparseAllreduce:
         total = transport.psum(coo.to_dense(), axis)
         undelivered = padded_coo.empty(coo.size, 0, coo.values.dtype)
         words = coo.size * coo.values.dtype.itemsize / 4
+        words = jnp.float32(_words.all_reduce(words, workers))
         info = ReduceInfo(
             delivered=jnp.sum(total != 0, dtype=jnp.int32),
             overflow=jnp.zeros((), jnp.int32),
             threshold=jnp.zeros((), jnp.float32),
-            words=jnp.float32(_words.all_reduce(words, workers)),
+            words=words,
+            useful=words,
         )
         return total, undelivered, state, info
 

@@ -58,11 +58,13 @@ def dense_bucketed(*, buckets: int) -> SparseAllreduce:
             sums = [transport.psum(vector[i : i + length], axis) for i in reversed(starts)]
         total = sums[0] if len(sums) == 1 else jnp.concatenate(sums[::-1])
         words = coo.size * coo.values.dtype.itemsize / 4
+        words = jnp.float32(_words.all_reduce(words, workers))
         info = ReduceInfo(
             delivered=jnp.sum(total != 0, dtype=jnp.int32),
             overflow=jnp.zeros((), jnp.int32),
             threshold=jnp.zeros((), jnp.float32),
-            words=jnp.float32(_words.all_reduce(words, workers)),
+            words=words,
+            useful=words,
         )
         return total, padded_coo.empty(coo.size, 0, coo.values.dtype), state, info
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _merge, _validation, _words, transport, wire
+from sparse_collectives import _merge, _slots, _validation, _words, transport, wire
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
 from sparse_collectives.allreduce import _equal_regions, _messages, _replicas, _step
 from sparse_collectives.padded_coo import PaddedCOO
@@ -71,9 +71,9 @@ def dsar_split_allgather(
             return total.to_dense(), undelivered, next_state, info
         me = transport.axis_index(axis)
         dtype = coo.values.dtype
-        regions = _equal_regions.make_regions(coo.size, workers)
+        regions = _slots.make_regions(coo.size, workers)
         width = regions.width
-        capacity = _equal_regions.block_slots(coo.capacity, regions, slack)
+        capacity = _slots.block_slots(coo.capacity, regions, slack)
 
         # The split: each region's entries to its owner, who adds them up.
         blocks = _equal_regions.split(coo, regions, capacity, state.count)
@@ -97,7 +97,8 @@ def dsar_split_allgather(
                     outgoing.message, regions, dtype, axis=axis, codec=codec
                 )
                 lost = nothing if exact else _messages.lost(mine, outgoing).to_dense()
-                return total.to_dense(), total.count(), lost
+                entries = jnp.sum(outgoing.sent, dtype=jnp.int32)
+                return total.to_dense(), total.count(), entries, lost
 
             return run
 
@@ -105,20 +106,31 @@ def dsar_split_allgather(
             message, lost = dense_codec.encode_dense(reduced.to_dense(), _step.seed(state, 1, me))
             everyone = dense_codec.decode_dense(transport.all_gather(message, axis), width, dtype)
             total = everyone.reshape(-1)[: coo.size]
-            return total, jnp.sum(counts, dtype=jnp.int32), nothing if exact else lost
+            delivered = jnp.sum(counts, dtype=jnp.int32)
+            return total, delivered, reduced.count(), nothing if exact else lost
 
         # The shortest form that has room for the sums of every owner.
         counts = transport.all_gather(reduced.count(), axis)
         dense_words = _messages.dense_words(dense_codec, width, dtype)
-        ladder = _sparse_slots(codec, dense_words, reduced, coo.capacity // workers, sparse_sizes)
+
+        def words_of(slots):
+            return _messages.pair_words(codec, slots, width, dtype)
+
+        ladder = _slots.sparse_forms(
+            reduced.capacity,
+            coo.capacity // workers,
+            sparse_sizes,
+            lambda slots: words_of(slots) <= dense_words,
+        )
         forms = [sparse(slots) for slots in ladder]
-        form_words = [_messages.pair_words(codec, slots, width, dtype) for slots in ladder]
+        form_words = [words_of(slots) for slots in ladder]
         if not ladder or ladder[-1] < reduced.capacity:
             forms.append(dense)
             form_words.append(dense_words)
         form = jnp.sum(jnp.max(counts) > jnp.asarray(ladder, jnp.int32), dtype=jnp.int32)
         with jax.named_scope("dsar/form"):
-            total, delivered, lost = lax.switch(form, forms) if len(forms) > 1 else forms[0]()
+            chosen = lax.switch(form, forms) if len(forms) > 1 else forms[0]()
+        total, delivered, entries, lost = chosen
 
         undelivered = PaddedCOO(jnp.where(sent, error, coo.values), coo.indices, coo.size)
         if not exact:
@@ -128,43 +140,26 @@ def dsar_split_allgather(
             undelivered = _merge.concatenate([undelivered, own_region])
 
         block_words = _messages.pair_words(codec, capacity, width, dtype)
+        split_words = _words.all_to_all(workers * block_words, workers)
+        count_words = _words.all_gather(1, workers)
         gather_words = [_words.all_gather(words, workers) for words in form_words]
-        words = (
-            _words.all_to_all(workers * block_words, workers)
-            + _words.all_gather(1, workers)
-            + jnp.asarray(gather_words, jnp.float32)[form]
+        gather_words = jnp.asarray(gather_words, jnp.float32)[form]
+        # The dense form has no padding.
+        shares = [entries / slots for slots in ladder] + [1.0] * (len(forms) - len(ladder))
+        useful = (
+            _messages.useful_words(
+                split_words, _messages.to_others(encoded.sent, me), (workers - 1) * capacity
+            )
+            + count_words
+            + gather_words * jnp.stack([jnp.float32(share) for share in shares])[form]
         )
         info = ReduceInfo(
             delivered=delivered,
             overflow=coo.count() - jnp.sum(sent, dtype=jnp.int32),
             threshold=jnp.zeros((), jnp.float32),
-            words=words.astype(jnp.float32),
+            words=gather_words + jnp.float32(split_words + count_words),
+            useful=useful,
         )
         return total, undelivered, next_state, info
 
     return SparseAllreduce(_step.init, reduce)
-
-
-def _sparse_slots(
-    codec: Codec, dense_words: int, reduced: PaddedCOO, least: int, sizes: int
-) -> list[int]:
-    """The slots of the sparse forms, ascending; each is as long as the dense one at most.
-
-    Args:
-      codec: of the pairs.
-      dense_words: words of the dense message of a region.
-      reduced: the sums of a region; a form with room for all its slots is the longest.
-      least: no form has fewer slots.
-      sizes: how many there are at most.
-    """
-
-    def fits(slots):
-        words = _messages.pair_words(codec, slots, reduced.size, reduced.values.dtype)
-        return words <= dense_words
-
-    low, high = 0, reduced.capacity
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    slots = {-(-low // 2**halvings) for halvings in range(sizes)}
-    return sorted(s for s in slots if s >= max(1, min(least, low)))

@@ -74,7 +74,8 @@ def gtopk(*, density: float, codec: Codec | None = None) -> SparseAllreduce:
         me = transport.axis_index(axis)
         k = _validation.count_from_density(density, coo.size)
         levels = (workers - 1).bit_length()
-        words, overflow = 0.0, jnp.zeros((), jnp.int32)
+        words, useful = 0.0, jnp.zeros((), jnp.float32)
+        overflow = jnp.zeros((), jnp.int32)
 
         own, kept = _keep_largest(coo, k)
         for level in range(levels):
@@ -86,6 +87,9 @@ def gtopk(*, density: float, codec: Codec | None = None) -> SparseAllreduce:
             with jax.named_scope("gtopk/reduce"):
                 message = transport.ppermute(encoded.message, axis, pairs)
             words += _words.ppermute(encoded.message.size, workers, pairs)
+            entries = jnp.sum(encoded.sent, dtype=jnp.int32)
+            filled = _messages.useful_words(encoded.message.size, entries, own.capacity)
+            useful += jnp.where(sends, filled, 0.0)
             # Who is no target got zeros, which would be entries of index 0.
             came = _merge.only_where(receives, codec.decode(message, coo.size, coo.values.dtype))
             if not codec.exact:
@@ -102,8 +106,11 @@ def gtopk(*, density: float, codec: Codec | None = None) -> SparseAllreduce:
             encoded = codec.encode(own, _step.seed(state, levels, 0))
             with jax.named_scope("gtopk/broadcast"):
                 message = _broadcast.from_first(encoded.message, axis)
-            words += _broadcast.words_received(encoded.message.size, workers)
+            broadcast = _broadcast.words_received(encoded.message.size, workers)
+            words += broadcast
             total = codec.decode(message, coo.size, coo.values.dtype)
+            # Passed on by many: the mean over the workers.
+            useful += _messages.useful_words(broadcast, total.count(), own.capacity)
             if not codec.exact:
                 kept.append(_merge.only_where(me == 0, _messages.lost(own, encoded)))
                 overflow += jnp.where(me == 0, _messages.unsent_count(own, encoded), 0)
@@ -116,6 +123,7 @@ def gtopk(*, density: float, codec: Codec | None = None) -> SparseAllreduce:
             overflow=overflow,
             threshold=_bits.magnitude_from_bits(jnp.where(delivered > 0, smallest, 0)),
             words=jnp.float32(words),
+            useful=useful,
         )
         undelivered = _merge.concatenate(kept or [padded_coo.empty(coo.size, 0, coo.values.dtype)])
         return total, undelivered, StepState(state.count + 1), info

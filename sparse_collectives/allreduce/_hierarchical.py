@@ -40,9 +40,9 @@ class Hierarchical(NamedTuple):
       reduce: ``reduce(coo, state, *, axis)``, as that of a :class:`SparseAllreduce`,
         over the shards. ``axis`` is a tuple of all names, ``inner_axis`` among them;
         the sum is over the others. ``total`` is the same on all nodes. ``info`` is
-        the same on all workers: entries of all shards, the smallest threshold, and
-        as words the mean over the shards of those of ``outer``, plus those inside the
-        node (of ``scatter`` and ``gather`` too).
+        the same on all workers, but for ``overflow`` and ``useful``: entries of all
+        shards, the smallest threshold, and as words the mean over the shards of those
+        of ``outer``, plus those inside the node (of ``scatter`` and ``gather`` too).
       gather: ``gather(total f[ceil(n / w)], size) -> f[n]``, the same on every worker.
     """
 
@@ -149,7 +149,10 @@ def hierarchical(*, inner_axis: AxisName, outer: SparseAllreduce) -> Hierarchica
             + _words.all_gather(coo.size * word, inside)
             + _words.all_gather(_INFO_WORDS, inside)
         )
-        return total, undelivered, state, info._replace(words=info.words + jnp.float32(words))
+        info = info._replace(
+            words=info.words + jnp.float32(words), useful=info.useful + jnp.float32(words)
+        )
+        return total, undelivered, state, info
 
     def gather(total: jax.Array, size: int) -> jax.Array:
         # Also of one worker: it types the result as the same on every worker.

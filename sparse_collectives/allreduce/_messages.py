@@ -24,6 +24,17 @@ def dense_words(codec: Codec, length: int, dtype) -> int:
     return message.size
 
 
+def useful_words(words: jax.Array | float, entries: jax.Array, slots: int) -> jax.Array:
+    """What of so many words sent is no padding, ``f32[]``, with ``entries`` in ``slots``."""
+    return jnp.float32(words) * entries.astype(jnp.float32) / max(1, slots)
+
+
+def to_others(sent: jax.Array, me: jax.Array) -> jax.Array:
+    """Entries in the blocks ``bool[P, c]`` for all workers but ``me``, ``i32[]``."""
+    counts = jnp.sum(sent, axis=1, dtype=jnp.int32)
+    return jnp.sum(counts, dtype=jnp.int32) - counts[me]
+
+
 def lost(entries: PaddedCOO, encoded: Encoded) -> PaddedCOO:
     """What the sender has to keep: entries that were not sent, and errors of the others.
 

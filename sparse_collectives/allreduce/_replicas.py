@@ -61,5 +61,6 @@ def of_one_worker(coo: PaddedCOO, axis: AxisName) -> tuple[PaddedCOO, PaddedCOO,
         overflow=jnp.zeros((), jnp.int32),
         threshold=jnp.zeros((), jnp.float32),
         words=jnp.zeros((), jnp.float32),
+        useful=jnp.zeros((), jnp.float32),
     )
     return total, undelivered, info

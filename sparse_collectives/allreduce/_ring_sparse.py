@@ -4,7 +4,7 @@ import math
 
 import jax.numpy as jnp
 
-from sparse_collectives import _merge, _validation, _words, transport, wire
+from sparse_collectives import _merge, _slots, _validation, _words, transport, wire
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
 from sparse_collectives.allreduce import _equal_regions, _messages, _replicas, _step
 from sparse_collectives.padded_coo import PaddedCOO
@@ -63,30 +63,33 @@ def ring_sparse(
             return total, undelivered, next_state, info
         me = transport.axis_index(axis)
         dtype = coo.values.dtype
-        regions = _equal_regions.make_regions(coo.size, workers)
-        capacity = _equal_regions.block_slots(coo.capacity, regions, slack)
+        regions = _slots.make_regions(coo.size, workers)
+        capacity = _slots.block_slots(coo.capacity, regions, slack)
         neighbours = [(source, (source + 1) % workers) for source in range(workers)]
         blocks = _equal_regions.split(coo, regions, capacity, state.count)
         overflow = coo.count() - jnp.sum(blocks.sent, dtype=jnp.int32)
         unsent = jnp.where(blocks.sent, jnp.zeros_like(coo.values), coo.values)
         kept = [PaddedCOO(unsent, coo.indices, coo.size)]
+        words, useful = 0.0, []
 
         def block(region):
             return PaddedCOO(blocks.coo.values[region], blocks.coo.indices[region], regions.width)
 
-        def encode(partial, stage, region):
+        def encode(partial, stage, region, receivers):
             encoded = codec.encode(partial, _step.seed(state, stage, me))
+            entries = jnp.sum(encoded.sent, dtype=jnp.int32)
+            sent_words = receivers * encoded.message.size
+            useful.append(_messages.useful_words(sent_words, entries, partial.capacity))
             if not codec.exact:
                 lost = _messages.lost(partial, encoded)
                 kept.append(_equal_regions.from_region(lost, regions, region))
             return encoded.message
 
         # The reduce-scatter: region r starts at worker r + 1 and ends at worker r.
-        words = 0.0
         region = (me - 1) % workers
         partial = block(region)
         for stage in range(workers - 1):
-            message = encode(partial, stage, region)
+            message = encode(partial, stage, region, 1)
             words += _words.ppermute(message.size, workers, neighbours)
             received = transport.ppermute(message, axis, neighbours)
             region = (region - 1) % workers
@@ -97,14 +100,14 @@ def ring_sparse(
                 dtype,
                 capacity=partial.capacity + capacity,
             )
-            slots = _equal_regions.union_slots(coo.capacity, regions, stage + 2, slack, fill)
+            slots = _slots.union_slots(coo.capacity, regions, stage + 2, slack, fill)
             partial, left = _merge.bounded(partial, slots, state.count)
             if left.capacity:
                 kept.append(_equal_regions.from_region(left, regions, region))
                 overflow = overflow + left.count()
 
         # The allgather.
-        message = encode(partial, workers - 1, region)
+        message = encode(partial, workers - 1, region, workers - 1)
         words += _words.all_gather(message.size, workers)
         total = _equal_regions.gather(message, regions, dtype, axis=axis, codec=codec)
 
@@ -113,6 +116,7 @@ def ring_sparse(
             overflow=overflow,
             threshold=jnp.zeros((), jnp.float32),
             words=jnp.float32(words),
+            useful=sum(useful, jnp.float32(0)),
         )
         # Slot by slot where nothing can be left on the way.
         undelivered = kept[0] if len(kept) == 1 else _merge.concatenate(kept)

@@ -51,7 +51,7 @@ def sparse_allgather(*, codec: Codec | None = None) -> SparseAllreduce:
         new_state = StepState(state.count + 1)
         if workers == 1:
             undelivered = PaddedCOO(jnp.zeros_like(coo.values), coo.indices, coo.size)
-            return coo, undelivered, new_state, _info(coo, jnp.zeros((), jnp.int32), 0.0)
+            return coo, undelivered, new_state, _info(coo, jnp.int32(0), 0.0, 0.0)
         me = transport.axis_index(axis)
         encoded = codec.encode(coo, _step.seed(state, 0, me))
         with jax.named_scope("sparse_allgather"):
@@ -74,7 +74,9 @@ def sparse_allgather(*, codec: Codec | None = None) -> SparseAllreduce:
         undelivered = PaddedCOO(jnp.where(late, coo.values, lost.values), coo.indices, coo.size)
         overflow = _messages.unsent_count(coo, encoded) + jnp.sum(late, dtype=jnp.int32)
         words = _words.all_gather(encoded.message.size, workers)
-        return total, undelivered, new_state, _info(total, overflow, words)
+        entries = jnp.sum(encoded.sent, dtype=jnp.int32)
+        useful = _messages.useful_words(words, entries, coo.capacity)
+        return total, undelivered, new_state, _info(total, overflow, words, useful)
 
     return SparseAllreduce(_step.init, reduce)
 
@@ -92,10 +94,11 @@ def _taken_before(coo: PaddedCOO) -> jax.Array:
     return taken
 
 
-def _info(total: PaddedCOO, overflow: jax.Array, words: float) -> ReduceInfo:
+def _info(total: PaddedCOO, overflow, words, useful) -> ReduceInfo:
     return ReduceInfo(
         delivered=total.count(),
         overflow=overflow,
         threshold=jnp.zeros((), jnp.float32),
         words=jnp.float32(words),
+        useful=jnp.float32(useful),
     )

@@ -67,7 +67,7 @@ def ssar_recursive_double(
         surplus = workers - members
         most_slots = coo.size if capacity is None else min(capacity, coo.size)
         kept = []
-        words = 0.0
+        words, useful = 0.0, jnp.zeros((), jnp.float32)
 
         def one_of(group, entries):
             """The entries that this one of the ``group`` workers that hold them keeps."""
@@ -83,12 +83,14 @@ def ssar_recursive_double(
             return entries, left.count()
 
         def encode(entries, stage, sender, keeper):
-            """The message, and what each receiver makes of it."""
+            """The message, its words that are no padding, and what each receiver makes of it."""
             encoded = codec.encode(entries, _step.seed(state, stage, sender))
+            count = jnp.sum(encoded.sent, dtype=jnp.int32)
+            filled = _messages.useful_words(encoded.message.size, count, entries.capacity)
             if codec.exact:
-                return encoded.message, entries
+                return encoded.message, filled, entries
             kept.append(keeper(_messages.lost(entries, encoded)))
-            return encoded.message, _decode(encoded.message, entries, codec)
+            return encoded.message, filled, _decode(encoded.message, entries, codec)
 
         def send(message, like, pairs):
             """What comes; padding for those that are sent nothing."""
@@ -102,8 +104,9 @@ def ssar_recursive_double(
         fold = [(members + worker, worker) for worker in range(surplus)]
         if surplus:
             own_part = functools.partial(_merge.only_where, me >= members)
-            message, _ = encode(entries, 0, me, own_part)
+            message, filled, _ = encode(entries, 0, me, own_part)
             words += _words.ppermute(message.size, workers, fold)
+            useful += jnp.where(me >= members, filled, 0.0)
             entries = _add(entries, send(message, entries, fold), 2 * coo.capacity)
             entries, left = bound(entries, 1)
             overflow += left
@@ -114,8 +117,9 @@ def ssar_recursive_double(
             pairs = [(worker, worker ^ half) for worker in range(members)]
             # All workers of a half hold the same sum and send the same bits.
             part = functools.partial(one_of, half)
-            message, own = encode(entries, stage + 1, me // half, part)
+            message, filled, own = encode(entries, stage + 1, me // half, part)
             words += _words.ppermute(message.size, workers, pairs)
+            useful += jnp.where(me < members, filled, 0.0)
             other = send(message, entries, pairs)
             # In the order of the workers, so that both halves have the same bits.
             is_lower = (me & half) == 0
@@ -127,15 +131,20 @@ def ssar_recursive_double(
         # Appendix A: the surplus workers get the result.
         total = entries
         if _compat.checks_varying(axis):
-            words += _replicas.words_received(
+            shared = _replicas.words_received(
                 total.capacity, total.size, total.values.dtype, members, workers
             )
+            words += shared
             total = _replicas.share(total, axis, members)
+            # Each of the members has its part of the entries, and the others send padding.
+            slots = workers * (total.capacity // members)
+            useful += _messages.useful_words(shared, total.count(), slots)
         elif surplus:
             part = functools.partial(one_of, members)
-            message, own = encode(total, members.bit_length(), jnp.zeros_like(me), part)
+            message, filled, own = encode(total, members.bit_length(), jnp.zeros_like(me), part)
             back = [(target, source) for source, target in fold]
             words += _words.ppermute(message.size, workers, back)
+            useful += jnp.where(me < surplus, filled, 0.0)
             total = _choose(me < members, own, send(message, total, back))
 
         # Slot by slot where nothing can be left on the way.
@@ -147,6 +156,7 @@ def ssar_recursive_double(
             overflow=overflow,
             threshold=jnp.zeros((), jnp.float32),
             words=jnp.float32(words),
+            useful=useful,
         )
         return total, undelivered, next_state, info
 

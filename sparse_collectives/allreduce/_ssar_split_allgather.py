@@ -4,7 +4,7 @@ import math
 
 import jax.numpy as jnp
 
-from sparse_collectives import _bitset, _merge, _validation, _words, transport, wire
+from sparse_collectives import _bitset, _merge, _slots, _validation, _words, transport, wire
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
 from sparse_collectives.allreduce import _equal_regions, _messages, _replicas, _step
 from sparse_collectives.padded_coo import PaddedCOO
@@ -61,9 +61,9 @@ def ssar_split_allgather(
             return total, undelivered, next_state, info
         me = transport.axis_index(axis)
         dtype = coo.values.dtype
-        regions = _equal_regions.make_regions(coo.size, workers)
-        capacity = _equal_regions.block_slots(coo.capacity, regions, slack)
-        slots = _equal_regions.union_slots(coo.capacity, regions, workers, slack, fill)
+        regions = _slots.make_regions(coo.size, workers)
+        capacity = _slots.block_slots(coo.capacity, regions, slack)
+        slots = _slots.union_slots(coo.capacity, regions, workers, slack, fill)
 
         # The split: each region's entries to its owner, who adds them up.
         blocks = _equal_regions.split(coo, regions, capacity, state.count)
@@ -99,14 +99,18 @@ def ssar_split_allgather(
             undelivered = _merge.concatenate([undelivered, own_region])
 
         block_words = _messages.pair_words(codec, capacity, regions.width, dtype)
-        words = _words.all_to_all(workers * block_words, workers) + _words.all_gather(
-            outgoing.message.size, workers
-        )
+        split_words = _words.all_to_all(workers * block_words, workers)
+        gather_words = _words.all_gather(outgoing.message.size, workers)
+        entries = _messages.to_others(encoded.sent, me)
+        useful = _messages.useful_words(split_words, entries, (workers - 1) * capacity)
+        entries = jnp.sum(outgoing.sent, dtype=jnp.int32)
+        useful += _messages.useful_words(gather_words, entries, mine.capacity)
         info = ReduceInfo(
             delivered=total.count(),
             overflow=coo.count() - jnp.sum(delivered, dtype=jnp.int32),
             threshold=jnp.zeros((), jnp.float32),
-            words=jnp.float32(words),
+            words=jnp.float32(split_words + gather_words),
+            useful=useful,
         )
         return total, undelivered, next_state, info
 

@@ -57,7 +57,7 @@ def topk_a(*, codec: Codec | None = None) -> SparseAllreduce:
         if workers == 1:
             total = coo.to_dense()
             undelivered = PaddedCOO(jnp.zeros_like(coo.values), coo.indices, coo.size)
-            return total, undelivered, new_state, _info(total, jnp.zeros((), jnp.int32), 0.0)
+            return total, undelivered, new_state, _info(total, jnp.int32(0), 0.0, 0.0)
         seed = _step.seed(state, 0, transport.axis_index(axis))
         encoded = codec.encode(coo, seed)
         with jax.named_scope("topk_a/allgather"):
@@ -66,8 +66,10 @@ def topk_a(*, codec: Codec | None = None) -> SparseAllreduce:
         total = _sum_rows(everyone)
         undelivered = _messages.lost(coo, encoded)
         words = _words.all_gather(encoded.message.size, workers)
+        entries = jnp.sum(encoded.sent, dtype=jnp.int32)
+        useful = _messages.useful_words(words, entries, coo.capacity)
         overflow = _messages.unsent_count(coo, encoded)
-        return total, undelivered, new_state, _info(total, overflow, words)
+        return total, undelivered, new_state, _info(total, overflow, words, useful)
 
     return SparseAllreduce(_step.init, reduce)
 
@@ -89,10 +91,11 @@ def _sum_rows(coo: PaddedCOO) -> jax.Array:
     return total.astype(coo.values.dtype)
 
 
-def _info(total: jax.Array, overflow: jax.Array, words: float) -> ReduceInfo:
+def _info(total: jax.Array, overflow, words, useful) -> ReduceInfo:
     return ReduceInfo(
         delivered=jnp.sum(total != 0, dtype=jnp.int32),
         overflow=overflow,
         threshold=jnp.zeros((), jnp.float32),
         words=jnp.float32(words),
+        useful=jnp.float32(useful),
     )

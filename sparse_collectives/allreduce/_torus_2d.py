@@ -53,15 +53,17 @@ def torus_2d() -> SparseAllreduce:
         with jax.named_scope("torus_2d/inner"):
             total = transport.all_gather(mine, inner).reshape(-1)[: coo.size]
         word = coo.values.dtype.itemsize / 4
+        words = jnp.float32(
+            _words.reduce_scatter(part * inside * word, inside)
+            + _words.all_reduce(part * word, outside)
+            + _words.all_gather(part * word, inside)
+        )
         info = ReduceInfo(
             delivered=jnp.sum(total != 0, dtype=jnp.int32),
             overflow=jnp.zeros((), jnp.int32),
             threshold=jnp.zeros((), jnp.float32),
-            words=jnp.float32(
-                _words.reduce_scatter(part * inside * word, inside)
-                + _words.all_reduce(part * word, outside)
-                + _words.all_gather(part * word, inside)
-            ),
+            words=words,
+            useful=words,
         )
         return total, padded_coo.empty(coo.size, 0, coo.values.dtype), state, info
 

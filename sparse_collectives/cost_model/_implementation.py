@@ -1,25 +1,30 @@
 """The costs of this library's algorithms: messages of static size, padding included.
 
-Volumes follow from the slots of the buffers; a test holds those in ``VERIFIED``
-equal to what :mod:`sparse_collectives.traffic` reads from the lowered programs.
-Message counts assume trees for psum (2 log P), all_gather and reduce_scatter
-(log P), and one message for each partner of an all_to_all.
+Slots and message sizes are those of the algorithms and codecs themselves, where
+they are plain Python; a test holds the words of all equal to what
+:mod:`sparse_collectives.traffic` reads from the lowered programs. Message counts
+assume trees for psum (2 log P), all_gather and reduce_scatter (log P), and one
+message for each partner of an all_to_all.
 """
 
 import math
 from collections.abc import Callable
 
-from sparse_collectives import _words
-from sparse_collectives.cost_model._codecs import CodecCost, codec_cost
+from sparse_collectives import _slots, _words
+from sparse_collectives.cost_model._codecs import MessageSizes, codec_sizes
 from sparse_collectives.cost_model._fill_in import expected_union
 from sparse_collectives.cost_model._types import Cost, Estimate, Workload, certain, log2_rounds
 
-Formula = Callable[[Workload, CodecCost], Estimate]
+Formula = Callable[[Workload, MessageSizes], Estimate]
 
 # Slots of a message as a multiple of its fair share: the algorithms' default.
 SLACK = 1.25
 # Steps between two repartitions of Ok-Topk, the default.
 REPARTITION_PERIOD = 64
+# Sparse forms of the dynamic SparCML, the default.
+SPARSE_FORMS = 3
+# Words of what all workers of a mesh agree on before Ok-Topk balances.
+BALANCE_FLAGS = 3
 # Bytes of one bucket of the dense allreduce in buckets.
 BUCKET_BYTES = 25 * 2**20
 
@@ -29,10 +34,23 @@ def _even(messages: float, words: float, pairs: float = 0.0) -> Cost:
     return Cost(messages, words, words, pairs=pairs)
 
 
-def dense(w: Workload, codec: CodecCost) -> Estimate:
+def _all_gather(message: float, workers: int, slots: int = 0) -> Cost:
+    words = _words.all_gather(message, workers)
+    return _even(log2_rounds(workers), words, slots * (workers - 1))
+
+
+def _all_to_all(block: float, workers: int, slots: int) -> Cost:
+    return _even(workers - 1, block * (workers - 1), slots * (workers - 1))
+
+
+def _psum(words: float, workers: int) -> Cost:
+    return _even(2 * log2_rounds(workers), _words.all_reduce(words, workers))
+
+
+def dense(w: Workload, codec: MessageSizes) -> Estimate:
     """2n (P-1)/P words: one psum."""
     del codec
-    return certain(_even(2 * log2_rounds(w.workers), _words.all_reduce(w.size, w.workers)))
+    return certain(_psum(w.size, w.workers))
 
 
 def bucket_count(size: int) -> int:
@@ -40,109 +58,127 @@ def bucket_count(size: int) -> int:
     return max(1, math.ceil(4 * size / BUCKET_BYTES))
 
 
-def dense_bucketed(w: Workload, codec: CodecCost) -> Estimate:
+def dense_bucketed(w: Workload, codec: MessageSizes) -> Estimate:
     """2n (P-1)/P words in buckets, each with the latency of a psum."""
     cost = dense(w, codec).expected
     return certain(_even(cost.messages * bucket_count(w.size), cost.words))
 
 
-def topk_a(w: Workload, codec: CodecCost) -> Estimate:
+def topk_a(w: Workload, codec: MessageSizes) -> Estimate:
     """The allgather of k slots."""
-    message = codec.message_words(w.selected, w.density)
-    pairs = w.selected * (w.workers - 1)
-    return certain(_even(log2_rounds(w.workers), _words.all_gather(message, w.workers), pairs))
+    return certain(_all_gather(codec.pairs(w.selected, w.size), w.workers, w.selected))
 
 
-def _split(w: Workload, codec: CodecCost) -> tuple[Cost, int]:
-    """The all_to_all of blocks of slack k/P slots, and the slots of a block."""
-    slots = min(w.selected, math.ceil(SLACK * w.selected / w.workers))
-    words = codec.message_words(slots, w.density) * (w.workers - 1)
-    return _even(w.workers - 1, words, slots * (w.workers - 1)), slots
+def fill(w: Workload) -> float | None:
+    """The argument ``fill`` that a measured overlap suggests."""
+    if w.overlap is None:
+        return None
+    return expected_union(w.size, w.selected, w.workers, overlap=w.overlap) / w.selected
 
 
-def ssar_recursive_double(w: Workload, codec: CodecCost) -> Estimate:
-    """Log P exchanges whose slots double, until a dense message is shorter."""
-    paired = 1 << (w.workers.bit_length() - 1)
-    folded = w.workers - paired
-    dense_words = math.ceil(w.size * codec.dense_words)
+def ssar_recursive_double(w: Workload, codec: MessageSizes) -> Estimate:
+    """Log P exchanges whose slots double, up to n of them.
 
-    def message(slots: int) -> float:
-        slots = min(slots, w.size)
-        return min(codec.message_words(slots, slots / w.size), dense_words)
+    Expected and upper: with the allgather that types the total as replicated, as
+    under ``shard_map(check_vma=True)``. Lower: without.
+    """
+    if w.workers == 1:
+        return certain(Cost())
+    members = 1 << (w.workers.bit_length() - 1)
+    surplus = w.workers - members
 
-    sent = [(w.selected, folded / w.workers)] if folded else []
-    slots = w.selected * (2 if folded else 1)
-    for _ in range(log2_rounds(paired)):
-        sent.append((slots, paired / w.workers))
-        slots = min(2 * slots, w.size)
-    if folded:
-        sent.append((slots, folded / w.workers))
-    return certain(
-        Cost(
-            messages=len(sent),
-            words=sum(message(slots) * share for slots, share in sent),
-            path_words=sum(message(slots) for slots, _ in sent),
-            pairs=sum(slots for slots, _ in sent),
-        )
+    def message(sources: int, receivers: int) -> Cost:
+        slots = min(w.size, sources * w.selected)
+        words = codec.pairs(slots, w.size)
+        return Cost(1, words * receivers / w.workers, words, pairs=slots)
+
+    cost = message(1, surplus) if surplus else Cost()
+    for stage in range(log2_rounds(members)):
+        half = 1 << stage
+        cost += message(half + min(surplus, half), members)
+    replicated = codec_sizes("raw").pairs(
+        math.ceil(min(w.size, w.workers * w.selected) / members), w.size
     )
+    typed = cost + _all_gather(replicated, w.workers)
+    untyped = cost + message(w.workers, surplus) if surplus else cost
+    return Estimate(untyped, typed, typed)
 
 
-def ssar_split_allgather(w: Workload, codec: CodecCost) -> Estimate:
+def _split(w: Workload, codec: MessageSizes) -> tuple[Cost, _slots.Regions, int]:
+    """The exchange of blocks for regions of equal width, and the slots of a block."""
+    regions = _slots.make_regions(w.size, w.workers)
+    slots = _slots.block_slots(w.selected, regions, SLACK)
+    return _all_to_all(codec.pairs(slots, regions.width), w.workers, slots), regions, slots
+
+
+def ssar_split_allgather(w: Workload, codec: MessageSizes) -> Estimate:
     """The split, then an allgather of slots for the expected union, with slack."""
-    split, block = _split(w, codec)
+    if w.workers == 1:
+        return certain(Cost())
+    split, regions, _ = _split(w, codec)
+    slots = _slots.union_slots(w.selected, regions, w.workers, SLACK, fill(w))
+    return certain(split + _all_gather(codec.pairs(slots, regions.width), w.workers, slots))
 
-    def cost(union: float) -> Cost:
-        slots = min(block * w.workers, math.ceil(w.size / w.workers), _share(SLACK * union, w))
-        message = codec.message_words(slots, min(1.0, slots * w.workers / w.size))
-        gathered = _words.all_gather(message, w.workers)
-        return split + _even(log2_rounds(w.workers), gathered, slots * (w.workers - 1))
 
+def dsar_split_allgather(w: Workload, codec: MessageSizes) -> Estimate:
+    """The split, then an allgather of the shortest form that fits the fullest region.
+
+    Lower and upper: the shortest and the longest form. Expected: the fullest region
+    has 1.25 times its share of the expected union.
+    """
+    if w.workers == 1:
+        return certain(Cost())
+    split, regions, block = _split(w, codec)
+    dense_words = codec.dense(regions.width)
+    everything = min(regions.width, w.workers * block)
+    forms = _slots.sparse_forms(
+        everything,
+        w.selected // w.workers,
+        SPARSE_FORMS,
+        lambda slots: codec.pairs(slots, regions.width) <= dense_words,
+    )
+    fixed = split + _all_gather(1, w.workers)
+    costs = [_all_gather(codec.pairs(slots, regions.width), w.workers, slots) for slots in forms]
+    if not forms or forms[-1] < everything:
+        costs.append(_all_gather(dense_words, w.workers))
     union = expected_union(w.size, w.selected, w.workers, overlap=w.overlap)
-    return Estimate(cost(w.selected), cost(union), cost(min(w.size, w.selected * w.workers)))
+    fullest = min(SLACK * union / w.workers, everything)
+    expected = costs[sum(fullest > slots for slots in forms)]
+    ordered = sorted(costs, key=lambda cost: cost.words)
+    return Estimate(fixed + ordered[0], fixed + expected, fixed + ordered[-1])
 
 
-def dsar_split_allgather(w: Workload, codec: CodecCost) -> Estimate:
-    """The split, then an allgather of dense regions."""
-    split, _ = _split(w, codec)
-    region = math.ceil(math.ceil(w.size / w.workers) * codec.dense_words)
-    return certain(split + _even(log2_rounds(w.workers), _words.all_gather(region, w.workers)))
+def ring_sparse(w: Workload, codec: MessageSizes) -> Estimate:
+    """P - 1 messages around the ring, growing as the union does, and an allgather."""
+    if w.workers == 1:
+        return certain(Cost())
+    regions = _slots.make_regions(w.size, w.workers)
+    block = _slots.block_slots(w.selected, regions, SLACK)
+    slots, words, pairs, expansion = block, 0, 0, fill(w)
+    for sources in range(2, w.workers + 1):
+        words += codec.pairs(slots, regions.width)
+        pairs += slots
+        room = _slots.union_slots(w.selected, regions, sources, SLACK, expansion)
+        slots = min(slots + block, regions.width, room)
+    cost = _even(w.workers - 1, words, pairs)
+    return certain(cost + _all_gather(codec.pairs(slots, regions.width), w.workers, slots))
 
 
-def ring_sparse(w: Workload, codec: CodecCost) -> Estimate:
-    """2 (P-1) messages; region by region around the ring, growing as the union does."""
-
-    def message(union: float) -> tuple[float, int]:
-        slots = min(math.ceil(w.size / w.workers), _share(SLACK * union, w))
-        return codec.message_words(slots, min(1.0, slots * w.workers / w.size)), slots
-
-    def cost(unions: list[float]) -> Cost:
-        # The partial sums go around once, then the result does.
-        steps = [message(union) for union in unions[:-1]]
-        steps += [message(unions[-1])] * (w.workers - 1)
-        return _even(len(steps), sum(s[0] for s in steps), sum(s[1] for s in steps))
-
-    counts = range(1, w.workers + 1)
-    sizes = (w.size, w.selected)
-    return Estimate(
-        cost([float(w.selected) for _ in counts]),
-        cost([expected_union(*sizes, p, overlap=w.overlap) for p in counts]),
-        cost([float(min(w.size, w.selected * p)) for p in counts]),
-    )
-
-
-def gtopk(w: Workload, codec: CodecCost) -> Estimate:
-    """A reduction tree and a broadcast tree of k slots, log P rounds each."""
-    rounds = log2_rounds(w.workers)
-    message = codec.message_words(w.selected, w.density)
-    return certain(
-        Cost(
-            messages=2 * rounds,
-            # Each worker but one is a source once, and a target of the broadcast once.
-            words=2 * message * (w.workers - 1) / w.workers,
-            path_words=2 * rounds * message,
-            pairs=rounds * w.selected,
-        )
-    )
+def gtopk(w: Workload, codec: MessageSizes) -> Estimate:
+    """A reduction tree of k slots, then a scatter tree and an allgather of blocks."""
+    workers, rounds = w.workers, log2_rounds(w.workers)
+    if workers == 1:
+        return certain(Cost())
+    message = codec.pairs(w.selected, w.size)
+    # Each worker but one is a source once.
+    reduced = message * (workers - 1) / workers
+    up = Cost(rounds, reduced, rounds * message, pairs=rounds * w.selected)
+    block = math.ceil(message / workers)
+    spans = [1 << level for level in range(rounds)]
+    targets = {span: len(range(0, workers - span, 2 * span)) for span in spans}
+    words = sum(span * block * targets[span] for span in spans) / workers
+    down = Cost(rounds, words, sum(spans) * block)
+    return certain(up + down + _all_gather(block, workers))
 
 
 def _histogram_digits(k: int) -> list[int]:
@@ -155,120 +191,35 @@ def _histogram_digits(k: int) -> list[int]:
     return digits
 
 
-def ok_topk(w: Workload, codec: CodecCost) -> Estimate:
-    """2.5k + 2.5k words, at most 0.2k for the threshold, and the balancing.
+def ok_topk(w: Workload, codec: MessageSizes) -> Estimate:
+    """2.5k + 2.5k words in `raw`, at most 0.2k for the threshold, and the balancing.
 
     Lower: nothing to balance. Expected: the surplus goes to the neighbours. Upper:
-    everything is dealt out anew.
+    the longest of the exchanges that balance.
     """
     if w.workers == 1:
         return certain(Cost())
     workers, k = w.workers, w.selected
-    rounds = log2_rounds(workers)
-    split, block = _split(w, codec)
+
+    def words(slots: int) -> int:
+        # Regions are cut anew as selections change, so a gap may be as long as n.
+        return codec.pairs(slots, w.size)
+
     share = math.ceil(k / workers)
-    slots = max(share, min(k, math.ceil(SLACK * k / workers)))
-    fixed = split + _even(
-        rounds,
-        _words.all_gather(codec.message_words(slots, w.density), workers),
-        slots * (workers - 1),
-    )
+    block = min(k, math.ceil(SLACK * k / workers))
+    slots = max(share, block)
+    fixed = _all_to_all(words(block), workers, block) + _all_gather(words(slots), workers, slots)
     for bits in _histogram_digits(k):
-        fixed += _even(2 * rounds, _words.all_reduce(1 << bits, workers))
-    fixed += _even(rounds, _words.all_gather(3, workers))
-    fixed += _even(
-        2 * rounds / REPARTITION_PERIOD,
-        _words.all_reduce(workers - 1, workers) / REPARTITION_PERIOD,
-    )
-    # Slots for everything that a worker can have: nothing is ever uneven.
-    if slots >= min(k, workers * block, w.size):
+        fixed += _psum(1 << bits, workers)
+    fixed += _all_gather(3, workers)
+    consensus = _psum(workers - 1, workers)
+    fixed += _even(consensus.messages / REPARTITION_PERIOD, consensus.words / REPARTITION_PERIOD)
+    # Slots for all k: nothing is ever uneven.
+    if slots >= k:
         return certain(fixed)
     neighbour = min(slots, max(1, k * (workers - 1) // (4 * workers)))
-    near = _even(1, codec.message_words(neighbour, w.density), neighbour)
-    everything = codec.message_words(share, w.density) * (workers - 1)
-    dealt = _even(workers - 1, everything, share * (workers - 1))
-    return Estimate(fixed, fixed + near, fixed + dealt)
-
-
-def _share(count: float, w: Workload) -> int:
-    return max(1, math.ceil(count / w.workers))
-
-
-def _within_nodes(w: Workload) -> Cost:
-    """Reduce-scatter before and allgather after, dense, within a node."""
-    group = w.inner_size
-    shard = math.ceil(w.size / group)
-    words = _words.reduce_scatter(shard * group, group) + _words.all_gather(shard, group)
-    return Cost(inner_messages=2 * log2_rounds(group), inner_words=words)
-
-
-def _between_nodes(w: Workload) -> Workload:
-    """What is left for the workers that hold the same shard, one in each node."""
-    size = math.ceil(w.size / w.inner_size)
-    selected = min(size, max(1, round(w.density * size)))
-    # The union of a shard is that share of the whole.
-    return Workload(size, selected, w.workers // w.inner_size, overlap=_scaled(w, selected))
-
-
-def _scaled(w: Workload, selected: int):
-    if w.overlap is None:
-        return None
-    return w.overlap._replace(union=w.overlap.union * selected / w.selected)
-
-
-def torus_2d(w: Workload, codec: CodecCost) -> Estimate:
-    """2DTAR: reduce-scatter in the node, a psum of a shard, allgather in the node."""
-    return certain(_within_nodes(w) + dense(_between_nodes(w), codec).expected)
-
-
-def _hierarchical(formula: Formula) -> Formula:
-    def cost(w: Workload, codec: CodecCost) -> Estimate:
-        inner = _within_nodes(w)
-        return Estimate(*(inner + cost for cost in formula(_between_nodes(w), codec)))
-
-    cost.__doc__ = f"Between dense steps in the node, on a shard: {formula.__doc__}"
-    return cost
-
-
-IMPLEMENTATION: dict[str, Formula] = {
-    "dense": dense,
-    "dense_bucketed": dense_bucketed,
-    "torus_2d": torus_2d,
-    "topk_a": topk_a,
-    "sparse_allgather": topk_a,
-    "ssar_recursive_double": ssar_recursive_double,
-    "ssar_split_allgather": ssar_split_allgather,
-    "dsar_split_allgather": dsar_split_allgather,
-    "ring_sparse": ring_sparse,
-    "gtopk": gtopk,
-    "ok_topk": ok_topk,
-    "hierarchical(topk_a)": _hierarchical(topk_a),
-    "hierarchical(ok_topk)": _hierarchical(ok_topk),
-}
-
-# Whose words a test compares with the program, for each codec it names.
-VERIFIED = ("dense", "ok_topk")
-
-
-def predict(name: str, workload: Workload, codec: str = "raw") -> Estimate:
-    """The cost of one of this library's algorithms, with its default arguments.
-
-    Args:
-      name: a key of ``IMPLEMENTATION``: the name in ``sparse_collectives.allreduce``,
-        or ``hierarchical(...)`` around one.
-      workload: n, k and P, and the workers of a node where there are two levels.
-      codec: the name of a factory in ``sparse_collectives.wire``.
-
-    Returns:
-      Bounds and the expected cost.
-
-    Raises:
-      ValueError: there is no such algorithm or codec.
-
-    Examples:
-      >>> predict("topk_a", Workload(size=1000, selected=10, workers=4)).expected.words
-      60.0
-    """
-    if name not in IMPLEMENTATION:
-        raise ValueError(f"name is {name!r}; pass one of {', '.join(IMPLEMENTATION)}.")
-    return IMPLEMENTATION[name](workload, codec_cost(codec))
+    spread = max(1, share // 4)
+    near = _even(1, words(neighbour), neighbour)
+    exchanges = [near, *(_all_to_all(words(s), workers, s) for s in (spread, share))]
+    longest = max(exchanges, key=lambda cost: cost.words)
+    return Estimate(fixed, fixed + near, fixed + longest)

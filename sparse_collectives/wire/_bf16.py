@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from sparse_collectives import _validation
 from sparse_collectives._types import Codec, Encoded
 from sparse_collectives.padded_coo import PaddedCOO
-from sparse_collectives.wire import _packing, _values
+from sparse_collectives.wire import _packing, _sizes, _values
 
 
 def bf16() -> Codec:
@@ -36,7 +36,7 @@ def _encode(coo: PaddedCOO, seed: jax.Array) -> Encoded:
 
 
 def _decode(message: jax.Array, size: int, dtype) -> PaddedCOO:
-    slots = _packing.slots_of(message.shape[-1], lambda c: c + -(-c // 2))
+    slots = _packing.slots_of(message.shape[-1], _sizes.bf16_pairs)
     split = message.shape[-1] - slots
     values = decode_dense(message[..., :split], slots, dtype)
     return PaddedCOO(values, message[..., split:], size)

@@ -101,11 +101,6 @@ def decode(codes: jax.Array, scales: jax.Array, block: int, dtype) -> jax.Array:
     return jnp.where(codes >= 128, -number, number)
 
 
-def scale_words(length: int, block: int) -> int:
-    """Words of the scales for so many values."""
-    return -(-length // block)
-
-
 def _levels(scales: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The bit pattern of a block's lowest level, and from one level to the next."""
     low, high = (scales >> 16) & 0xFFFF, scales & 0xFFFF

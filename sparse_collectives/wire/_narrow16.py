@@ -6,10 +6,9 @@ import jax.numpy as jnp
 from sparse_collectives import _validation
 from sparse_collectives._types import Codec, Encoded
 from sparse_collectives.padded_coo import PaddedCOO
-from sparse_collectives.wire import _bf16, _gaps, _values
+from sparse_collectives.wire import _bf16, _gaps, _sizes, _values
 
-# 65535 is an escape; one with 16 bits reaches everywhere.
-_FORMAT = _gaps.GapFormat(base=65535, digit_bits=16, digits=1)
+_FORMAT = _sizes.GAPS16
 
 
 def narrow16(*, escapes: float = 1 / 16) -> Codec:
@@ -42,8 +41,7 @@ def narrow16(*, escapes: float = 1 / 16) -> Codec:
     def encode(coo: PaddedCOO, seed: jax.Array) -> Encoded:
         _validation.check_float("values", coo.values.dtype)
         rows = _gaps.as_rows(coo)
-        capacity = rows.capacity
-        count = capacity + _FORMAT.room(capacity, coo.size, escapes)
+        count = _sizes.narrow16_slots(rows.capacity, coo.size, escapes)
         slots = _gaps.lay_out(rows, count, _FORMAT, seed)
         pattern = _values.to_bf16_bits(rows.values)
         of_slot = _gaps.row_gather(pattern, slots.entry, 0)

@@ -6,10 +6,9 @@ import jax.numpy as jnp
 from sparse_collectives import _hash, _validation
 from sparse_collectives._types import Codec, Encoded
 from sparse_collectives.padded_coo import PaddedCOO
-from sparse_collectives.wire import _gaps, _log8, _packing, _values
+from sparse_collectives.wire import _gaps, _log8, _packing, _sizes, _values
 
-# 253 to 255 are escapes; three with 8 bits each reach everywhere.
-_FORMAT = _gaps.GapFormat(base=253, digit_bits=8, digits=3)
+_FORMAT = _sizes.GAPS8
 
 
 def narrow8(*, block: int = 128, escapes: float = 1 / 8, stochastic: bool = False) -> Codec:
@@ -63,8 +62,7 @@ def narrow8(*, block: int = 128, escapes: float = 1 / 8, stochastic: bool = Fals
     def encode(coo: PaddedCOO, seed: jax.Array) -> Encoded:
         _validation.check_float("values", coo.values.dtype)
         rows = _gaps.as_rows(coo)
-        count = rows.capacity + _FORMAT.room(rows.capacity, coo.size, escapes)
-        count += count % 2
+        count = _sizes.narrow8_slots(rows.capacity, coo.size, escapes)
         slots = _gaps.lay_out(rows, count, _FORMAT, seed)
         of_slot = _gaps.row_gather(rows.values, slots.entry, 0)
         index = _gaps.row_gather(rows.indices, slots.entry, 0)
@@ -78,7 +76,7 @@ def narrow8(*, block: int = 128, escapes: float = 1 / 8, stochastic: bool = Fals
 
     def decode(message: jax.Array, size: int, dtype) -> PaddedCOO:
         pairs = _packing.slots_of(
-            message.shape[-1] - 1, lambda p: p + _log8.scale_words(2 * p, block)
+            message.shape[-1] - 1, lambda p: p + _sizes.block_scales(2 * p, block)
         )
         split = message.shape[-1] - pairs
         words = _packing.unpack(message[..., split:], 16)
@@ -96,7 +94,7 @@ def narrow8(*, block: int = 128, escapes: float = 1 / 8, stochastic: bool = Fals
         return message, _values.error_of(values, decoded)
 
     def decode_dense(message: jax.Array, length: int, dtype) -> jax.Array:
-        split = _log8.scale_words(length, block)
+        split = _sizes.block_scales(length, block)
         codes = _packing.unpack(message[..., split:], 8)[..., :length]
         return _log8.decode(codes, message[..., :split], block, dtype)
 

@@ -7,7 +7,7 @@ from jax import lax
 from sparse_collectives import _hash, _validation
 from sparse_collectives._types import Codec, Encoded
 from sparse_collectives.padded_coo import PaddedCOO
-from sparse_collectives.wire import _packing, _values
+from sparse_collectives.wire import _packing, _sizes, _values
 
 
 def qsgd(*, bits: int = 8, bucket: int = 512, norm: str = "max") -> Codec:
@@ -59,9 +59,6 @@ def qsgd(*, bits: int = 8, bucket: int = 512, norm: str = "max") -> Codec:
     norm = _validation.check_choice("norm", norm, ("max", "l2"))
     levels = 2 ** (bits - 1) - 1
 
-    def body_words(length: int) -> int:
-        return -(-length // bucket) + -(-length * bits // 32)
-
     def quantize(values: jax.Array, position: jax.Array, seed: jax.Array):
         """The body of a message, and the error."""
         _validation.check_float("values", values.dtype)
@@ -96,7 +93,7 @@ def qsgd(*, bits: int = 8, bucket: int = 512, norm: str = "max") -> Codec:
         return Encoded(message, sent, jnp.where(sent, error, 0))
 
     def decode(message: jax.Array, size: int, dtype) -> PaddedCOO:
-        slots = _packing.slots_of(message.shape[-1], lambda c: c + body_words(c))
+        slots = _packing.slots_of(message.shape[-1], lambda c: _sizes.qsgd_pairs(c, bits, bucket))
         values = decode_dense(message[..., slots:], slots, dtype)
         return PaddedCOO(values, message[..., :slots], size)
 
@@ -104,7 +101,7 @@ def qsgd(*, bits: int = 8, bucket: int = 512, norm: str = "max") -> Codec:
         return quantize(values, jnp.arange(values.shape[-1], dtype=jnp.int32), seed)
 
     def decode_dense(message: jax.Array, length: int, dtype) -> jax.Array:
-        split = -(-length // bucket)
+        split = _sizes.block_scales(length, bucket)
         unit = lax.bitcast_convert_type(message[..., :split], jnp.float32)
         return dequantize(_packing.unpack(message[..., split:], bits)[..., :length], unit, dtype)
 

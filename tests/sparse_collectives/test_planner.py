@@ -11,8 +11,9 @@ import pytest
 from jax.sharding import AxisType
 
 import sparse_collectives as sc
-from sparse_collectives import _measure, _planner, _units, allreduce
+from sparse_collectives import _measure, _plan_report, _planner, _units, allreduce, cost_model
 from sparse_collectives.__main__ import main
+from sparse_collectives.allreduce import _auto
 from sparse_collectives.cost_model import Network, Workload, network
 
 SLOW = ["--params", "10M", "--density", "0.01", "--workers", "16"]
@@ -97,8 +98,8 @@ def plan_of(n, density, workers, net, **options):
 
 
 def test_a_slow_network_gets_ok_topk_and_a_fast_one_dense():
-    slow = plan_of(10**7, 0.01, 16, network("5us", "100Mbit"), codecs=["raw"], installed_only=True)
-    fast = plan_of(10**7, 0.01, 16, network("5us", "400Gbit"), codecs=["raw"], installed_only=True)
+    slow = plan_of(10**7, 0.01, 16, network("5us", "100Mbit"), codecs=["raw"])
+    fast = plan_of(10**7, 0.01, 16, network("5us", "400Gbit"), codecs=["raw"])
     assert not slow.recommended.dense
     assert fast.recommended.dense
     assert "only" in fast.reason
@@ -115,20 +116,18 @@ def test_predictions_are_sorted_and_relative_to_dense():
         assert row.step == pytest.approx(0.01 + row.exchange + row.local - row.hidden)
 
 
-def test_what_does_not_exist_is_never_recommended(monkeypatch):
-    monkeypatch.delattr(allreduce, "ok_topk")
-    plan = plan_of(10**7, 0.01, 16, network("5us", "100Mbit"))
-    assert not next(row for row in plan.predictions if row.name == "ok_topk").installed
-    assert plan.recommended.installed
-    assert plan.recommended.name != "ok_topk"
+def test_every_algorithm_is_an_option_but_the_one_for_disjoint_selections():
+    names = {option.name for option in _planner.OPTIONS}
+    assert names == set(cost_model.IMPLEMENTATION) - {"sparse_allgather"}
+    assert len(_plan_report._COLOURS) >= len(names)
 
 
-def test_an_algorithm_appears_when_it_lands(monkeypatch):
-    monkeypatch.setattr(allreduce, "gtopk", lambda: None, raising=False)
-    monkeypatch.setattr(sc.wire, "narrow16", lambda: None, raising=False)
-    plan = plan_of(10**7, 0.01, 16, network("5us", "100Mbit"))
-    row = next(r for r in plan.predictions if (r.name, r.codec) == ("gtopk", "narrow16"))
-    assert row.installed
+def test_an_encoding_without_room_for_the_gaps_is_left_out():
+    plan = plan_of(10**8, 0.001, 16, network("5us", "100Mbit"))
+    assert plan.crowded == ("narrow8",)
+    assert not any(row.codec == "narrow8" for row in plan.predictions)
+    assert "narrow8" in _plan_report.text(plan)
+    assert not plan_of(10**8, 0.01, 16, network("5us", "100Mbit")).crowded
 
 
 def test_a_margin_stands_between_dense_and_sparse():
@@ -156,7 +155,9 @@ def test_two_level_schemes_need_two_levels():
     net = Network(5e-6, 1e-9, 1e-6, 1e-10)
     flat = {row.name for row in plan_of(10**6, 0.01, 16, net).predictions}
     two = {row.name for row in plan_of(10**6, 0.01, 16, net, inner=4).predictions}
-    assert two - flat == {"torus_2d", "hierarchical(topk_a)", "hierarchical(ok_topk)"}
+    options = {option.name for option in _planner.OPTIONS if option.two_level}
+    assert two - flat == options
+    assert {"torus_2d", "hierarchical(topk_a)", "hierarchical(ok_topk)"} <= options
 
 
 def test_one_worker_uses_dense():
@@ -167,13 +168,13 @@ def test_one_worker_uses_dense():
 
 @pytest.mark.parametrize("option", _planner.OPTIONS, ids=lambda option: option.name)
 def test_the_code_to_write_is_an_expression(option):
-    for codec in option.codecs:
-        code = _planner._code(option, codec, 0.01)
-        compile(code, "plan", "eval")
-        assert ("sc.wire" in code) == (codec != "raw")
-        if _planner._installed(option.name, codec):
+    for overlap in (None, cost_model.Overlap(250, 4)):
+        load = Workload(10_000, 100, 8, 4, overlap)
+        for codec in option.codecs:
+            code = _planner._code(option, codec, load)
+            assert ("sc.wire" in code) == (codec != "raw")
             made = eval(code, {"sc": sc})
-            assert isinstance(made, sc.SparseAllreduce)
+            assert isinstance(made, (sc.SparseAllreduce, sc.allreduce.Hierarchical))
 
 
 # The command line.
@@ -242,6 +243,8 @@ def test_plot(capsys, tmp_path):
         (["--density", "1.5"], "--density"),
         (["--density", "one"], "--density"),
         (["--workers", "0"], "--workers"),
+        (["--workers", "2.5"], "--workers"),
+        (["--workers", "1e12"], "--workers"),
         (["--params", "0"], "--params"),
         (["--latency", "5 parsecs"], "--latency"),
         (["--bandwidth", "0Gbit"], "--bandwidth"),
@@ -338,9 +341,29 @@ def test_auto_runs():
     np.testing.assert_array_equal(total, [[1.0, 5.0, 0.0, 4.0]] * 2)
 
 
+@pytest.mark.parametrize(
+    "name", [option.name for option in _planner.OPTIONS if not option.two_level]
+)
+def test_auto_can_make_every_candidate(name):
+    choice = allreduce.explain_auto(64, 3, density=0.125, candidates=[], **NET)
+    reducer = _auto._make(choice._replace(name=name, codec="raw"), 64, 0.125)
+
+    def body(values, indices):
+        coo = sc.PaddedCOO(values, indices, 64)
+        total, *_ = reducer.reduce(coo, reducer.init(64, 3), axis="workers")
+        return total.to_dense() if isinstance(total, sc.PaddedCOO) else total
+
+    indices = jnp.tile(jnp.arange(8, dtype=jnp.int32) * 8, (3, 1))
+    totals = sc.simulate(body, axis_size=3)(jnp.ones((3, 8)), indices)
+    np.testing.assert_array_equal(totals, [[3.0 if i % 8 == 0 else 0.0 for i in range(64)]] * 3)
+
+
 def test_auto_explains_itself():
     choice = allreduce.explain_auto(10**6, 64, density=0.01, candidates=["ok_topk"], **NET)
     assert {name for name, _, _ in choice.predictions} == {"dense", "ok_topk"}
+    everything = allreduce.explain_auto(10**6, 64, density=0.01, codecs=sc.wire.__all__, **NET)
+    flat = {option.name for option in _planner.OPTIONS if not option.two_level}
+    assert {name for name, _, _ in everything.predictions} == flat
     assert str(choice).startswith("ok_topk with raw: ")
     assert choice.seconds == choice.predictions[0][2]
     alone = allreduce.explain_auto(10**6, 1, density=0.01, **NET)

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives import _merge, _words
-from sparse_collectives.allreduce import _equal_regions
+from sparse_collectives import _merge, _slots, _words
 from tests.reference import sparcml as oracle
 from tests.sparse_collectives import helpers
 from tests.sparse_collectives.test_allreduce_contract import ALLREDUCES, SELECTOR, SIZE
@@ -248,14 +247,14 @@ def test_the_union_of_random_indices_has_the_expected_size():
 
 @pytest.mark.parametrize("workers", [2, 5, 64])
 def test_slots_of_the_union_follow_the_fill(workers):
-    regions = _equal_regions.make_regions(10_000, workers)
+    regions = _slots.make_regions(10_000, workers)
     for k in (10, 500, 10_000):
 
         def slots(fill, k=k, sources=workers):
-            return _equal_regions.union_slots(k, regions, sources, 1.0, fill)
+            return _slots.union_slots(k, regions, sources, 1.0, fill)
 
         expected = 10_000 * (1 - (1 - k / 10_000) ** workers) / workers
-        block = _equal_regions.block_slots(k, regions, 1.0)
+        block = _slots.block_slots(k, regions, 1.0)
         assert slots(None) == pytest.approx(min(expected, workers * block, regions.width), abs=1)
         assert slots(1.0) == pytest.approx(k / workers, abs=1)
         assert slots(math.inf) == min(workers * block, regions.width)

@@ -98,10 +98,11 @@ def test_on_a_mesh_the_total_is_replicated(allreduce, check_vma):
     def step(acc):
         coo, _, _ = SELECTOR.select(acc[0], SELECTOR.init(SIZE))
         total, _, state, info = allreduce.reduce(coo, allreduce.init(SIZE, workers), axis="w")
-        return total, state, info._replace(overflow=info.overflow[None])
+        info = info._replace(overflow=info.overflow[None], useful=info.useful[None])
+        return total, state, info
 
     everywhere = sc.allreduce.StepState(P()) if allreduce is TOPK_A else P()
-    specs = (P(), everywhere, sc.ReduceInfo(P(), P("w"), P(), P()))
+    specs = (P(), everywhere, sc.ReduceInfo(P(), P("w"), P(), P(), P("w")))
     run = jax.shard_map(step, mesh=mesh, in_specs=P("w"), out_specs=specs, check_vma=check_vma)
     total, _, info = jax.jit(run)(acc)
     total = total.to_dense() if isinstance(total, sc.PaddedCOO) else total

@@ -222,6 +222,34 @@ def words_received(
     )
 
 
+def entries_sent(
+    counts: jax.Array, me: jax.Array, plan: BalancePlan, mode: str = "auto"
+) -> tuple[jax.Array, ...]:
+    """Entries that this worker sends to others in each branch, ``i32[]`` each."""
+    mine, block = counts[me], plan.block_capacity
+    first = jnp.sum(jnp.where(jnp.arange(plan.workers) < me, counts, 0))
+    # Those whose rank is in its own block stay.
+    staying = jnp.minimum(first + mine, (me + 1) * block) - jnp.maximum(first, me * block)
+    by_rank = mine - jnp.maximum(staying, 0)
+    if mode != "auto":
+        return (by_rank if mode == "always" else jnp.zeros_like(mine),) * len(BRANCHES)
+    return (
+        jnp.zeros_like(mine),
+        ring_flow(counts, plan.capacity)[me],
+        jnp.maximum(mine - plan.capacity, 0),
+        by_rank,
+    )
+
+
+def slots_sent(plan: BalancePlan, mode: str = "auto") -> tuple[int, ...]:
+    """Slots of the messages to others in each branch, 1 at least."""
+    others = max(1, plan.workers - 1)
+    if mode != "auto":
+        return (others * plan.block_capacity,) * len(BRANCHES)
+    spread, block = others * plan.spread_capacity, others * plan.block_capacity
+    return 1, plan.neighbour_capacity, spread, block
+
+
 def _join(
     own: PaddedCOO, kept: jax.Array, incoming: PaddedCOO, is_before: jax.Array, capacity: int
 ) -> PaddedCOO:

@@ -18,6 +18,7 @@ from sparse_collectives import (
     wire,
 )
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
+from sparse_collectives.allreduce import _messages
 from sparse_collectives.allreduce.ok_topk import (
     _balance,
     _gather,
@@ -175,8 +176,9 @@ def ok_topk(
         with jax.named_scope("ok_topk/split_reduce"):
             if workers == 1:
                 reduced, sent, error = coo, coo.indices < coo.size, None
+                exchanged = jnp.zeros((), jnp.int32)
             else:
-                reduced, sent, error = _split_reduce.split_and_reduce(
+                reduced, sent, error, exchanged = _split_reduce.split_and_reduce(
                     coo,
                     boundaries,
                     state.count,
@@ -238,20 +240,34 @@ def ok_topk(
             # Over an eighth of all that could be sent.
             crowded=selection.overflow > workers * k / 8,
         )
-        moved = _balance.words_received(plan, pair_words, balance)
-        words = (
+        always_full = (
             jnp.where(repartition, _regions.words_received(workers), 0.0)
-            + _split_reduce.words_received(pair_words(block_capacity), workers)
             + jnp.where(evaluate, _global_selection.threshold_words(k, workers), 0.0)
             + _global_selection.selection_words(workers)
-            + jnp.asarray(moved, jnp.float32)[branch]
-            + _words.all_gather(pair_words(plan.capacity), workers)
+        )
+        split_words = _split_reduce.words_received(pair_words(block_capacity), workers)
+        moved_words = _balance.words_received(plan, pair_words, balance)
+        moved_words = jnp.asarray(moved_words, jnp.float32)[branch]
+        gather_words = _words.all_gather(pair_words(plan.capacity), workers)
+        words = always_full + split_words + moved_words + gather_words
+
+        # Of what this worker sent, what is no padding.
+        me = transport.axis_index(axis)
+        moved = jnp.stack(_balance.entries_sent(selection.quota, me, plan, balance))[branch]
+        moved_slots = jnp.asarray(_balance.slots_sent(plan, balance), jnp.float32)[branch]
+        entries = balanced.entries.count() - gathered.lost
+        useful = (
+            always_full
+            + _messages.useful_words(split_words, exchanged, (workers - 1) * block_capacity)
+            + moved_words * (moved - balanced.lost).astype(jnp.float32) / moved_slots
+            + _messages.useful_words(gather_words, entries, plan.capacity)
         )
         info = ReduceInfo(
             delivered=total.count(),
             overflow=overflow + balanced.lost + gathered.lost,
             threshold=threshold,
             words=words.astype(jnp.float32),
+            useful=useful.astype(jnp.float32),
         )
         return total, undelivered, new_state, info
 

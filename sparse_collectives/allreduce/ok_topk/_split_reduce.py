@@ -14,6 +14,7 @@ from jax import lax
 from sparse_collectives import _words, transport
 from sparse_collectives._merge import reduce_blocks, split
 from sparse_collectives._types import AxisName, Codec
+from sparse_collectives.allreduce import _messages
 from sparse_collectives.padded_coo import PaddedCOO
 
 
@@ -25,11 +26,13 @@ class Reduced(NamedTuple):
       sent: ``bool[c]`` over the slots of the selection: whether its owner has it.
       error: ``f[c]``, what the owner misses of an entry that was sent; None with an
         exact codec.
+      exchanged: ``i32[]``, entries sent to other workers.
     """
 
     entries: PaddedCOO
     sent: jax.Array
     error: jax.Array | None
+    exchanged: jax.Array
 
 
 def exchange(
@@ -86,6 +89,7 @@ def split_and_reduce(
         codec.decode(bucket, coo.size, coo.values.dtype)
         for bucket in exchange(encoded.message, axis, schedule=schedule, bucket_size=bucket_size)
     ]
+    exchanged = _messages.to_others(encoded.sent, me)
     sent = blocks.source < coo.capacity
     error = None
     if not codec.exact:
@@ -93,7 +97,7 @@ def split_and_reduce(
         sent = sent & (encoded.sent | is_own)
         error = _to_slots(jnp.where(is_own, 0, encoded.error), blocks.source, coo.capacity)
     sent = _to_slots(sent, blocks.source, coo.capacity)
-    return Reduced(reduce_blocks(received, coo.size, coo.values.dtype), sent, error)
+    return Reduced(reduce_blocks(received, coo.size, coo.values.dtype), sent, error, exchanged)
 
 
 def _to_slots(rows: jax.Array, source: jax.Array, slots: int) -> jax.Array:

@@ -1,0 +1,109 @@
+"""Words received by the workers in a lowered step of any allreduce."""
+
+import time
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+import sparse_collectives as sc
+from sparse_collectives import cost_model, traffic
+
+AXIS = "workers"
+
+# Of each algorithm: how it is made, the row of `cost_model.PAPER` to compare it with, and the
+# largest P it is lowered for. The program of a ring has a step for each worker.
+ALGORITHMS = {
+    "dense": (lambda density: sc.allreduce.dense(), "dense", 1024),
+    "dense_bucketed": (lambda density: sc.allreduce.dense_bucketed(buckets=4), "dense", 1024),
+    "topk_a": (lambda density: sc.allreduce.topk_a(), "topk_a", 1024),
+    "sparse_allgather": (lambda density: sc.allreduce.sparse_allgather(), "topk_a", 1024),
+    "ssar_recursive_double": (
+        lambda density: sc.allreduce.ssar_recursive_double(),
+        "ssar_recursive_double",
+        1024,
+    ),
+    "ssar_split_allgather": (
+        lambda density: sc.allreduce.ssar_split_allgather(),
+        "ssar_split_allgather",
+        1024,
+    ),
+    "dsar_split_allgather": (
+        lambda density: sc.allreduce.dsar_split_allgather(),
+        "topk_dsa",
+        1024,
+    ),
+    "ring_sparse": (lambda density: sc.allreduce.ring_sparse(), None, 100),
+    "gtopk": (lambda density: sc.allreduce.gtopk(density=density), "gtopk", 1024),
+    "ok_topk": (lambda density: sc.allreduce.ok_topk(density=density), "ok_topk", 1024),
+}
+
+
+def lower(allreduce, size, capacity, workers):
+    """One step for P workers, lowered without devices: read it with `traffic.of_lowered`."""
+    state = jax.eval_shape(lambda: allreduce.init(size, workers))
+    mesh = AbstractMesh((workers,), (AXIS,), axis_types=(AxisType.Auto,))
+
+    def step(values, indices, state):
+        coo = sc.PaddedCOO(values, indices, size)
+        return allreduce.reduce(coo, state, axis=AXIS)
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    shapes = (
+        jax.ShapeDtypeStruct((capacity,), "float32"),
+        jax.ShapeDtypeStruct((capacity,), "int32"),
+    )
+    return jax.jit(mapped).trace(*shapes, state).lower(lowering_platforms=("cpu",))
+
+
+def of_algorithm(name, size, density, workers):
+    """Words of the best and the worst step, and the paper's bounds; None beyond its largest P."""
+    make, paper, most = ALGORITHMS[name]
+    if workers > most:
+        return None
+    start = time.perf_counter()
+    k = max(1, round(size * density))
+    lowered = lower(make(density), size, k, workers)
+    words = {
+        case: traffic.of_lowered(lowered, conditional=case).words for case in ("best", "worst")
+    }
+    row = {"algorithm": name, "workers": workers, "k": k, **words}
+    if paper is not None:
+        bounds = cost_model.paper_cost(paper, cost_model.Workload(size, k, workers))
+        row |= {"paper": paper, "lower": bounds.lower.words, "upper": bounds.upper.words}
+    return row | {"seconds": time.perf_counter() - start}
+
+
+def of_two_levels(size, density, nodes, inside):
+    """Words that a worker receives from other nodes: HiTopKComm, 2DTAR and flat algorithms."""
+    workers = nodes * inside
+    axes = ("node", "device")
+    top = sc.allreduce.topk_a()
+    h = sc.allreduce.hierarchical(inner_axis="device", outer=top)
+    shard = -(-size // inside)
+    selector = sc.select.topk(density=density)
+
+    def step(gradient):
+        part = h.scatter(gradient)
+        coo, _, _ = selector.select(part, selector.init(shard))
+        total, *_ = h.reduce(coo, h.init(size, workers, inside), axis=axes)
+        return h.gather(total, size)
+
+    gradient = jax.ShapeDtypeStruct((size,), "float32")
+    both = traffic.of_function(step, gradient, axis=axes, axis_size=(nodes, inside)).by_scope(2)
+    torus = traffic.of_allreduce(
+        sc.allreduce.torus_2d(), size=size, capacity=1, axis=axes, axis_size=(nodes, inside)
+    ).by_scope(2)
+    k = max(1, round(size * density))
+    flat = traffic.of_allreduce(top, size=size, capacity=k, axis_size=workers).words
+    dense = traffic.of_allreduce(
+        sc.allreduce.dense(), size=size, capacity=1, axis_size=workers
+    ).words
+    # Of what all others send, the share of those in other nodes.
+    outside = (workers - inside) / (workers - 1)
+    return {
+        "hierarchical(topk_a)": (both["hierarchical/outer"], both["hierarchical/inner"]),
+        "torus_2d": (torus["torus_2d/outer"], torus["torus_2d/inner"]),
+        "topk_a, flat": (flat * outside, flat * (1 - outside)),
+        "dense, flat": (dense * outside, dense * (1 - outside)),
+    }

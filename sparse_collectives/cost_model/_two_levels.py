@@ -1,0 +1,61 @@
+"""The costs of the schemes for workers grouped in nodes."""
+
+import math
+
+from sparse_collectives import _words
+from sparse_collectives.cost_model._codecs import MessageSizes
+from sparse_collectives.cost_model._implementation import Formula, dense
+from sparse_collectives.cost_model._types import Cost, Estimate, Workload, certain, log2_rounds
+
+INFO_WORDS = 3
+
+
+def _within_nodes(w: Workload) -> Cost:
+    """Reduce-scatter before and allgather after, dense, within a node."""
+    group = w.inner_size
+    shard = math.ceil(w.size / group)
+    words = _words.reduce_scatter(shard * group, group) + _words.all_gather(shard, group)
+    return Cost(inner_messages=2 * log2_rounds(group), inner_words=words)
+
+
+def _between_nodes(w: Workload) -> Workload:
+    """What is left for the workers that hold the same shard, one in each node."""
+    size = math.ceil(w.size / w.inner_size)
+    selected = min(size, max(1, round(w.density * size)))
+    # The union of a shard is that share of the whole.
+    return Workload(size, selected, w.workers // w.inner_size, overlap=_scaled(w, selected))
+
+
+def _scaled(w: Workload, selected: int):
+    if w.overlap is None:
+        return None
+    return w.overlap._replace(union=w.overlap.union * selected / w.selected)
+
+
+def torus_2d(w: Workload, codec: MessageSizes) -> Estimate:
+    """2DTAR: reduce-scatter in the node, a psum of a shard, allgather in the node."""
+    return certain(_within_nodes(w) + dense(_between_nodes(w), codec).expected)
+
+
+def hierarchical(formula: Formula, agreed: int = 0) -> Formula:
+    """An exchange of shards between nodes, in a dense one within them.
+
+    Args:
+      formula: of the exchange between nodes.
+      agreed: words that it sums over the workers of a node, so that all of them
+        take the same branch.
+    """
+
+    def cost(w: Workload, codec: MessageSizes) -> Estimate:
+        group, rounds = w.inner_size, log2_rounds(w.inner_size)
+        # Count, threshold and words, which the workers of a node tell each other.
+        inner = _within_nodes(w) + Cost(
+            inner_messages=rounds, inner_words=_words.all_gather(INFO_WORDS, group)
+        )
+        if agreed:
+            summed = _words.all_reduce(agreed, group)
+            inner += Cost(inner_messages=2 * rounds, inner_words=summed)
+        return Estimate(*(inner + cost for cost in formula(_between_nodes(w), codec)))
+
+    cost.__doc__ = f"Between dense steps in the node, on a shard: {formula.__doc__}"
+    return cost

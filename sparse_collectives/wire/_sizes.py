@@ -1,0 +1,103 @@
+"""How many words a message has: plain Python, for the codecs and for the cost model."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from sparse_collectives.wire._gaps import GapFormat
+
+# 65535 is an escape; one with 16 bits reaches everywhere.
+GAPS16 = GapFormat(base=65535, digit_bits=16, digits=1)
+# 253 to 255 are escapes; three with 8 bits each reach everywhere.
+GAPS8 = GapFormat(base=253, digit_bits=8, digits=3)
+# Room for escapes as a share of the entries, by default.
+ESCAPES16 = 1 / 16
+ESCAPES8 = 1 / 8
+BLOCK = 128
+BUCKET = 512
+
+
+def raw_pairs(slots: int) -> int:
+    """A word for the value and one for the index."""
+    return 2 * slots
+
+
+def bf16_dense(length: int) -> int:
+    """Two values to a word."""
+    return -(-length // 2)
+
+
+def bf16_pairs(slots: int) -> int:
+    """The values, then an index to a word."""
+    return slots + bf16_dense(slots)
+
+
+def narrow16_slots(entries: int, size: int, escapes: float) -> int:
+    """Slots of a row of so many entries of a vector of length ``size``, escapes included."""
+    entries = max(1, entries)
+    return entries + GAPS16.room(entries, size, escapes)
+
+
+def narrow16_pairs(entries: int, size: int, escapes: float = ESCAPES16) -> int:
+    """The first index, and a word for each slot."""
+    return 1 + narrow16_slots(entries, size, escapes)
+
+
+def block_scales(length: int, block: int) -> int:
+    """One word for each block of values."""
+    return -(-length // block)
+
+
+def narrow8_slots(entries: int, size: int, escapes: float) -> int:
+    """Slots of a row of so many entries, escapes included; an even number."""
+    entries = max(1, entries)
+    slots = entries + GAPS8.room(entries, size, escapes)
+    return slots + slots % 2
+
+
+def narrow8_pairs(entries: int, size: int, escapes: float = ESCAPES8, block: int = BLOCK) -> int:
+    """The first index, the scales, and two slots to a word."""
+    slots = narrow8_slots(entries, size, escapes)
+    return 1 + block_scales(slots, block) + slots // 2
+
+
+def narrow8_dense(length: int, block: int = BLOCK) -> int:
+    """The scales, and four values to a word."""
+    return block_scales(length, block) + -(-length // 4)
+
+
+def qsgd_dense(length: int, bits: int = 8, bucket: int = BUCKET) -> int:
+    """A scale for each bucket, and the codes."""
+    return block_scales(length, bucket) + -(-length * bits // 32)
+
+
+def qsgd_pairs(slots: int, bits: int = 8, bucket: int = BUCKET) -> int:
+    """An index to a word, then the values as a dense run."""
+    return slots + qsgd_dense(slots, bits, bucket)
+
+
+class MessageSizes(NamedTuple):
+    """The sizes of a codec with its default options, for 32-bit values.
+
+    Attributes:
+      pairs: ``pairs(slots, size)``: words of a message of value-index pairs.
+      dense: ``dense(length)``: words of a message of dense values.
+      gaps: how gaps between indices are written, or None where indices are as they are.
+      escapes: room for escapes as a share of the slots; 0 without ``gaps``.
+      exact: whether nothing is rounded.
+    """
+
+    pairs: Callable[[int, int], int]
+    dense: Callable[[int], int]
+    gaps: GapFormat | None = None
+    escapes: float = 0.0
+    exact: bool = False
+
+
+# By the name of the factory.
+SIZES: dict[str, MessageSizes] = {
+    "raw": MessageSizes(lambda slots, size: raw_pairs(slots), lambda length: length, exact=True),
+    "bf16": MessageSizes(lambda slots, size: bf16_pairs(slots), bf16_dense),
+    "narrow16": MessageSizes(narrow16_pairs, bf16_dense, GAPS16, ESCAPES16),
+    "narrow8": MessageSizes(narrow8_pairs, narrow8_dense, GAPS8, ESCAPES8),
+    "qsgd": MessageSizes(lambda slots, size: qsgd_pairs(slots), qsgd_dense),
+}

@@ -1,0 +1,153 @@
+"""`info.useful`: what of the words received is no padding."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparse_collectives as sc
+from sparse_collectives import _words
+from sparse_collectives.allreduce.ok_topk import _balance, _global_selection
+from tests.sparse_collectives import helpers
+from tests.sparse_collectives.test_allreduce_contract import ALLREDUCES, DENSITY, SELECTOR, SIZE
+
+K = round(DENSITY * SIZE)
+# All that these send are pairs.
+PAIRS_ONLY = ("topk_a", "sparse_allgather", "gtopk", "ssar_split_allgather", "ring_sparse")
+
+
+def occupancy(allreduce, acc, selector=SELECTOR):
+    """Mean over the workers of the useful words, and the words."""
+    info = helpers.run_once(selector, allreduce, acc)["info"]
+    return np.asarray(info.useful, np.float64).mean(), float(info.words[0])
+
+
+def normal(workers):
+    return helpers.hard_accumulators(workers, SIZE)["normal"]
+
+
+@pytest.mark.parametrize("name", ALLREDUCES)
+def test_no_more_is_useful_than_is_received(name):
+    accumulators = helpers.hard_accumulators(3, SIZE)
+    for case in ("normal", "all zero", "one region", "one worker"):
+        useful, words = occupancy(ALLREDUCES[name][0], accumulators[case])
+        assert 0 <= useful <= words * (1 + 1e-6), case
+        if case == "all zero" and name in PAIRS_ONLY:
+            assert useful == 0
+
+
+def test_one_worker_receives_nothing_useful():
+    for name in ("ok_topk", "topk_a", "gtopk", "ring_sparse"):
+        assert occupancy(ALLREDUCES[name][0], normal(1)) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["dense", "dense_bucketed", "topk_a", "sparse_allgather", "gtopk"])
+@pytest.mark.parametrize("workers", [3, 8])
+def test_full_messages_have_no_padding(name, workers):
+    useful, words = occupancy(ALLREDUCES[name][0], normal(workers))
+    assert useful == pytest.approx(words, rel=1e-6)
+    assert words > 0
+
+
+def test_a_torus_has_no_padding():
+    def step(vector):
+        coo = sc.PaddedCOO(vector, jnp.arange(12, dtype=jnp.int32), 12)
+        return sc.allreduce.torus_2d().reduce(coo, (), axis=("node", "device"))[3]
+
+    info = sc.simulate(step, axis=("node", "device"), axis_size=(2, 3))(jnp.ones((2, 3, 12)))
+    np.testing.assert_array_equal(info.useful, info.words)
+
+
+@pytest.mark.parametrize("workers", [4, 6])
+def test_recursive_doubling_of_disjoint_selections_is_full(workers):
+    acc = np.zeros((workers, SIZE), np.float32)
+    for worker in range(workers):
+        acc[worker, worker * K : (worker + 1) * K] = 1 + worker
+    useful, words = occupancy(sc.allreduce.ssar_recursive_double(), acc)
+    if workers == 4:
+        assert useful == pytest.approx(words)
+    else:
+        # Two hand over K, so that messages of 2 K slots have K or 2 K: 2, 2, 1, 1; then half are
+        # 4 K and half 2 K in slots for 4 K; the result is full.
+        assert useful * workers == pytest.approx(2 * K * (2 + 6 + 2 * 4 + 2 * 2 + 2 * 6))
+
+
+def pairs_sent_by_split(selected, width):
+    """Entries that leave their worker when each region has an owner."""
+    owner = np.arange(SIZE) // width
+    return sum(int((row & (owner != worker)).sum()) for worker, row in enumerate(selected))
+
+
+@pytest.mark.parametrize("workers", [3, 8])
+def test_with_exact_pairs_the_useful_words_are_two_for_each_entry(workers):
+    acc = normal(workers)
+    selected = np.asarray(helpers.run_once(SELECTOR, sc.allreduce.dense(), acc)["sent"]) != 0
+    width = -(-SIZE // workers)
+    everything = int(selected.any(axis=0).sum())
+    split = pairs_sent_by_split(selected, width)
+    room = {"slack": math.inf, "fill": math.inf}
+
+    useful, _ = occupancy(sc.allreduce.ssar_split_allgather(**room), acc)
+    assert useful * workers == pytest.approx(2 * (split + everything * (workers - 1)))
+
+    useful, words = occupancy(sc.allreduce.dsar_split_allgather(slack=math.inf), acc)
+    gathered = 2 * everything * (workers - 1)
+    counts = workers * (workers - 1)
+    dense = width * workers * (workers - 1)
+    sent = useful * workers - 2 * split - counts
+    assert sent == pytest.approx(gathered) or sent == pytest.approx(dense)
+
+    # Around the ring, region r starts at worker r + 1.
+    passed = 0
+    for region in range(workers):
+        order = [(region + 1 + step) % workers for step in range(workers)]
+        part = selected[order][:, region * width : (region + 1) * width]
+        passed += sum(int(part[:m].any(axis=0).sum()) for m in range(1, workers))
+    useful, _ = occupancy(sc.allreduce.ring_sparse(**room), acc)
+    assert useful * workers == pytest.approx(2 * (passed + everything * (workers - 1)))
+
+
+@pytest.mark.parametrize(("workers", "balance"), [(3, "auto"), (8, "always"), (3, "never")])
+def test_the_useful_words_of_ok_topk(workers, balance):
+    acc = normal(workers)
+    allreduce = sc.allreduce.ok_topk(
+        density=DENSITY, slack=math.inf, regions="equal", balance=balance
+    )
+    out = helpers.run_once(SELECTOR, allreduce, acc)
+    selected = np.asarray(out["sent"]) != 0
+    edges = np.array([worker * SIZE // workers for worker in range(workers + 1)])
+    owner = np.searchsorted(edges, np.arange(SIZE), side="right") - 1
+    leaving = sum(int((row & (owner != worker)).sum()) for worker, row in enumerate(selected))
+    moved = 0
+    if balance == "always":
+        rank = np.cumsum(np.asarray(out["total"][0]) != 0) - 1
+        places = np.flatnonzero(np.asarray(out["total"][0]))
+        moved = int((rank[places] // -(-K // workers) != owner[places]).sum())
+    fixed = _global_selection.threshold_words(K, workers) + _words.all_gather(3, workers)
+    pairs = leaving + moved + K * (workers - 1)
+    useful = np.asarray(out["info"].useful, np.float64).mean()
+    assert useful == pytest.approx(fixed + 2 * pairs / workers, rel=1e-6)
+
+
+def test_every_way_to_balance_counts_what_it_moves():
+    # 12 entries of 4 workers; 4 slots each in the allgather, 3 by rank.
+    plan = _balance.make_plan(12, 4, 1.25)
+    assert (plan.capacity, plan.block_capacity) == (4, 3)
+    counts = jnp.array([7, 0, 4, 1], jnp.int32)
+    moved = [[int(n) for n in _balance.entries_sent(counts, w, plan)] for w in range(4)]
+    # Nothing; what flows on; the surplus; those whose rank belongs to another worker.
+    assert moved == [[0, 3, 3, 4], [0, 0, 0, 0], [0, 0, 0, 2], [0, 0, 0, 0]]
+    assert _balance.slots_sent(plan) == (1, plan.neighbour_capacity, 3 * plan.spread_capacity, 9)
+
+
+@pytest.mark.parametrize("name", ["bf16", "narrow16", "narrow8", "qsgd"])
+def test_with_a_codec_slots_count_alike(name):
+    codec = getattr(sc.wire, name)()
+    useful, words = occupancy(sc.allreduce.topk_a(codec=codec), normal(4))
+    assert useful == pytest.approx(words)
+    shares = []
+    for each in (sc.wire.raw(), codec):
+        useful, words = occupancy(sc.allreduce.ssar_split_allgather(codec=each), normal(4))
+        shares.append(useful / words)
+    assert shares[0] == pytest.approx(shares[1], rel=0.02)
