@@ -12,7 +12,7 @@ Or `behind` it, in SGD with momentum, which leaves the accumulators in the units
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from _measures import Leaf
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
-from sparse_collectives import Selector, select
+from sparse_collectives import PaddedCOO, Selector, select
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 
@@ -93,11 +93,17 @@ def train(
     order: str,
     visit: Callable[[int, jax.Array, jax.Array], None],
     selector: Selector | None = None,
+    visit_all: Callable[[int, Sequence[PaddedCOO]], None] | None = None,
+    units: jax.Array | None = None,
 ) -> Curve:
     """Trains, and calls ``visit(step, accumulator, gradient)`` of worker 0 at every step.
 
     Both are ``f32[n]``, laid out as in :func:`layout_of`. The order is one of ORDERS. The
-    selector that drives the training is the exact top-k by default.
+    selector that drives the training is the exact top-k by default. ``visit_all(step,
+    selections)`` gets what each worker sends.
+
+    ``units``, ``f32[n]``, multiplies the gradient before the accumulation; what is sent is divided
+    by it before the optimizer sees it. Only which entries are sent depends on it.
     """
     before = order == "before"
     # Without momentum the same distance takes a rate larger by what momentum sums up.
@@ -114,10 +120,15 @@ def train(
         gradient *= jnp.minimum(1, task.clip / jnp.linalg.norm(gradient))
         if before:
             gradient = gradient * rate(step)
+        if units is not None:
+            gradient = gradient * units
         acc = residual + gradient
         coo, state, info = selector.select(acc, state)
         sent = coo.to_dense()
-        return loss, gradient, acc, acc - sent, state, sent, info.selected + info.overflow
+        kept = acc - sent
+        if units is not None:
+            sent = sent / units
+        return loss, gradient, acc, kept, state, coo, sent, info.selected + info.overflow
 
     @jax.jit
     def apply(params, opt_state, sent):
@@ -130,7 +141,7 @@ def train(
     untrained, losses, counts = task.validate(params), [], []
     for step in range(steps):
         batch = next(task.stream)
-        loss, gradients, accs, residuals, states, sent, passed = zip(
+        loss, gradients, accs, residuals, states, coos, sent, passed = zip(
             *(
                 work(params, residuals[p], states[p], [x[p] for x in batch], step)
                 for p in range(workers)
@@ -141,6 +152,8 @@ def train(
         losses.append(float(np.mean(jax.device_get(loss))))
         counts.append(int(passed[0]) / k)
         visit(step, accs[0], gradients[0])
+        if visit_all is not None:
+            visit_all(step, coos)
     return Curve(untrained, task.validate(params), losses, counts)
 
 

@@ -24,7 +24,6 @@ Without the options the text is Python's own help topics and the images are scik
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from statistics import NormalDist
@@ -34,6 +33,7 @@ import _recorded_training as training
 import jax
 import numpy as np
 from _measures import DENSITIES, SELECTIONS, MissingRows
+from _options import IMAGE_RATE, TEXT_RATE, at_least_one, check_outputs, read_text, share
 from _shadows import ESTIMATORS, Quality, Shadows
 
 from _data import InputError, digits, idx_folder  # pyright: ignore[reportMissingImports]
@@ -230,16 +230,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")
 
-    def at_least_one(value: str) -> int:
-        if int(value) < 1:
-            raise argparse.ArgumentTypeError(f"{value} is not at least 1")
-        return int(value)
-
-    def share(value: str) -> float:
-        if not 0 < float(value) <= 1:
-            raise argparse.ArgumentTypeError(f"{value} is not in (0, 1]")
-        return float(value)
-
     parser.add_argument("--text", type=Path, metavar="FILE", help="plain text, such as a novel")
     parser.add_argument("--images", type=Path, metavar="DIR", help="IDX files, such as MNIST")
     parser.add_argument("--density-text", type=share, default=0.02)
@@ -260,22 +250,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="a PNG")
     args = parser.parse_args(argv)
-    for path in filter(None, (args.json, args.plot)):
-        if path.is_dir() or not os.access(path.parent, os.W_OK):
-            parser.error(f"cannot write {path}")
+    check_outputs(parser, args)
     return args
-
-
-def read_text(path: Path | None) -> str:
-    """The text to learn."""
-    if path is None:
-        from pydoc_data import topics
-
-        return "\n".join(topics.topics.values())
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {path}: {error}") from error
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -284,10 +260,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         text, images = read_text(args.text), idx_folder(args.images) if args.images else digits()
         options = {"workers": args.workers, "seed": args.seed}
-        text_task = training.text_task(text, batch=16, rate=0.5, **options)
+        text_task = training.text_task(text, batch=16, rate=TEXT_RATE, **options)
 
         def image_task():
-            return training.image_task(images, batch=16, rate=0.01, **options)
+            return training.image_task(images, batch=16, rate=IMAGE_RATE, **options)
 
         runs = (
             ("images", image_task(), args.density_images),

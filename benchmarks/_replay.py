@@ -1,0 +1,112 @@
+"""Recorded selections sent through Ok-Topk, and who has how many of their entries."""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparse_collectives import PaddedCOO, simulate
+from sparse_collectives.allreduce import ok_topk
+
+AXIS = "workers"
+
+
+class Step(NamedTuple):
+    """What one step of :func:`replay` did.
+
+    Attributes:
+      boundaries: ``i32[P + 1]``, the regions that it used.
+      indices: ``i32[P, slots]``, the indices of the result by the worker that sent them in the
+        allgather; n marks padding.
+      overflow: entries of all workers that found no slot.
+      delivered: entries in the result.
+      words: that each worker received.
+    """
+
+    boundaries: np.ndarray
+    indices: np.ndarray
+    overflow: int
+    delivered: int
+    words: float
+
+
+def received(selections: np.ndarray, boundaries: np.ndarray) -> np.ndarray:
+    """The entries that each owner gets from the other workers, ``[P]``.
+
+    Args:
+      selections: the ascending indices of each worker, ``[P, c]``; padding is past all regions.
+      boundaries: ``[P + 1]``; owner j has the indices from boundary j up to the next.
+    """
+    edges = np.array([np.searchsorted(row, boundaries) for row in selections])
+    blocks = np.diff(edges, axis=1)
+    np.fill_diagonal(blocks, 0)
+    return blocks.sum(0)
+
+
+def owned(indices: np.ndarray, boundaries: np.ndarray) -> np.ndarray:
+    """How many of ``indices`` are in each region, ``[P]``; padding is in none."""
+    return np.diff(np.searchsorted(np.sort(indices, axis=None), boundaries))
+
+
+def unevenness(counts: np.ndarray) -> float:
+    """The largest over the mean; 1 where there is nothing."""
+    return float(np.max(counts) / np.mean(counts)) if np.any(counts) else 1.0
+
+
+def replay(
+    steps: Sequence[PaddedCOO],
+    *,
+    workers: int,
+    density: float,
+    regions: str,
+    balance: str,
+    period: int,
+) -> list[Step]:
+    """The selections of the first ``workers`` of each step, through the allreduce.
+
+    Args:
+      steps: the selections of all workers, ``[P, c]`` slots each, P at least ``workers``.
+      workers: how many take part.
+      density: k / n of the result.
+      regions: of :func:`sparse_collectives.allreduce.ok_topk`.
+      balance: the same.
+      period: the steps, of those given, between two repartitions.
+    """
+    init, reduce = _compiled(workers, density, regions, balance, period)
+    state, results = init(steps[0].size, workers), []
+    for recorded in steps:
+        coo = jax.tree.map(lambda x: jnp.asarray(x[:workers]), recorded)
+        indices, state, info = reduce(coo, state)
+        # All but the overflow is the same on every worker.
+        state = jax.tree.map(lambda x: x[0], state)
+        results.append(
+            Step(
+                boundaries=np.asarray(state.boundaries),
+                indices=np.asarray(indices[0]).reshape(workers, -1),
+                overflow=int(np.sum(info.overflow)),
+                delivered=int(info.delivered[0]),
+                words=float(info.words[0]),
+            )
+        )
+    return results
+
+
+@functools.cache
+def _compiled(workers: int, density: float, regions: str, balance: str, period: int):
+    # The schedule has no influence on the result; this one compiles fastest.
+    allreduce = ok_topk(
+        density=density,
+        regions=regions,
+        balance=balance,
+        repartition_period=period,
+        schedule="all_to_all",
+    )
+
+    def reduce(coo, state):
+        total, _, state, info = allreduce.reduce(coo, state, axis=AXIS)
+        return total.indices, state, info
+
+    return allreduce.init, simulate(reduce, axis=AXIS, axis_size=workers, in_axes=(0, None))
