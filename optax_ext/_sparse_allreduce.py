@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext import _buffer, _checks
+from optax_ext import _buffer, _checks, _settings
 from sparse_collectives import (
     Layout,
     PaddedCOO,
@@ -65,6 +65,8 @@ class SparseAllreduceState(NamedTuple):
       info: :class:`StepInfo` of the last step.
       layout: the tree, shapes and dtypes that the state was made for; it is
         static and has no arrays.
+      settings: selector, allreduce and axis that the state was made for, in words; it
+        is static too.
     """
 
     count: jax.Array
@@ -74,6 +76,7 @@ class SparseAllreduceState(NamedTuple):
     allreduce: Any
     info: StepInfo
     layout: _buffer.Layout
+    settings: _settings.Settings
 
 
 @jax.tree_util.register_dataclass
@@ -163,6 +166,12 @@ def sparse_allreduce(
     if axis_size is not None:
         axis_size = _validation.check_positive_int("axis_size", axis_size)
     scale = _as_schedule(learning_rate)
+    settings = _settings.Settings(
+        _settings.describe(selector),
+        _settings.describe(allreduce),
+        learning_rate is not None,
+        axis,
+    )
     hierarchy = allreduce if isinstance(allreduce, Hierarchical) else None
     if hierarchy is not None:
         _checks.check_hierarchy(axis, hierarchy.inner_axis)
@@ -204,6 +213,7 @@ def sparse_allreduce(
                 useful=no_threshold,
             ),
             layout=layout,
+            settings=settings,
         )
 
     def update(updates: Any, state: SparseAllreduceState, params: Any = None):
@@ -262,6 +272,7 @@ def sparse_allreduce(
                 useful=_compat.to_varying(reduction.useful, axis)[None],
             ),
             layout=layout,
+            settings=state.settings,
         )
         skipped = state._replace(skipped=state.skipped + 1)
         if nonfinite == "skip":

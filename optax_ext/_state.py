@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from optax_ext._sparse_allreduce import ShardState, SparseAllreduceState, StepInfo
 from sparse_collectives import _compat
@@ -65,13 +65,15 @@ def state_specs(opt_state: Any, axis: AxisName) -> Any:
     return jax.tree.map(specs, opt_state, is_leaf=_is_state)
 
 
-def init_state(tx: optax.GradientTransformation, params: Any, mesh: Mesh, axis: AxisName) -> Any:
+def init_state(
+    tx: optax.GradientTransformation, params: Any, mesh: Mesh | AbstractMesh, axis: AxisName
+) -> Any:
     """``tx.init(params)`` on a mesh, each worker's part on its own device.
 
     Args:
       tx: a transformation with :func:`sparse_allreduce` anywhere in it.
       params: the parameters, replicated.
-      mesh: the mesh.
+      mesh: the mesh; an ``AbstractMesh`` only under ``jax.eval_shape``.
       axis: the mesh axis (or a tuple of them) given to the transformation.
 
     Returns:
@@ -89,7 +91,7 @@ def init_state(tx: optax.GradientTransformation, params: Any, mesh: Mesh, axis: 
     return jax.jit(init)(params)
 
 
-def check_axis(mesh: Mesh, axis: AxisName) -> None:
+def check_axis(mesh: Mesh | AbstractMesh, axis: AxisName) -> None:
     """Every name of ``axis`` is an axis of ``mesh``."""
     missing = [name for name in _compat.axis_names(axis) if name not in mesh.axis_names]
     if missing:

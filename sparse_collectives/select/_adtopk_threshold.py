@@ -146,8 +146,10 @@ def adtopk_threshold(
             return coo.indices, state, SelectInfo(selected, count - selected, state.threshold)
 
         late = (t > 3 * steps // 4) & state.steady
+        # Without a threshold, after a change of workers, there is nothing to reuse.
+        otherwise = jnp.where(state.threshold > 0, 3, 0)
         branch = jnp.where(
-            t < warmup, 0, jnp.where(late, 1, jnp.where((t - 1) % state.period == 0, 2, 3))
+            t < warmup, 0, jnp.where(late, 1, jnp.where((t - 1) % state.period == 0, 2, otherwise))
         )
         places, state, info = lax.switch(branch, (by_layer, by_row, evaluate, reuse))
         return places, state._replace(count=t), info

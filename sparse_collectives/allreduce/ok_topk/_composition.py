@@ -138,7 +138,8 @@ def ok_topk(
             count=jnp.zeros((), jnp.int32),
             boundaries=_regions.equal_regions(size, axis_size),
             threshold=jnp.zeros((), jnp.float32),
-            crowded=jnp.zeros((), jnp.bool_),
+            # The first step cuts the regions, whatever its count.
+            crowded=jnp.ones((), jnp.bool_),
         )
 
     def reduce(coo: PaddedCOO, state: OkTopkState, *, axis: AxisName):

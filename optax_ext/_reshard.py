@@ -1,0 +1,287 @@
+"""Another number of workers, and none: what becomes of the residuals."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_ext import _buffer, _checks, _state
+from optax_ext._sparse_allreduce import ShardState, SparseAllreduceState
+from sparse_collectives import _compat
+
+# Columns that are added up at a time, so that the float64 of them stay small.
+_COLUMNS = 1 << 20
+
+
+def reshard(opt_state: Any, fresh_state: Any) -> Any:
+    """The optimizer state of other workers, with nothing of the residuals lost.
+
+    The new state has the sum over workers of the residuals of the old one. More
+    workers: each residual is dealt out by index among several, without arithmetic.
+    Fewer: the residuals are added up exactly, each index's sum goes to one worker
+    and what float32 rounds off to the next ones. That is exact where the sum has
+    no more than 24 bits for each new worker; with one worker it is rounded once.
+
+    Regions, thresholds and counters of periods are those of ``fresh_state``, so that
+    the next step evaluates them anew. Steps that a selector or an allreduce has
+    counted (``count``) go on, and so does the rest of the optimizer state.
+
+    The new state is given instead of a number of workers, since only the
+    transformation can make it, and since it says where the arrays are to be.
+    Selector, allreduce and density may be others than before.
+
+    Args:
+      opt_state: the state of all old workers, whose arrays this process can read.
+      fresh_state: ``optax_ext.init_state(tx, params, mesh, axis)`` for the new mesh.
+
+    Returns:
+      A state like ``fresh_state``, placed as that is.
+
+    Raises:
+      ValueError: the states differ in more than the workers: other parameters,
+        another optimizer, residuals of another unit (``learning_rate``).
+
+    Cost: on the host, n float32 for each old and each new worker.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_ext
+      >>> def state_of(workers):
+      ...     tx = optax_ext.ok_topk(0.5, axis="w", axis_size=workers)
+      ...     return tx.init(jnp.zeros(4))
+      >>> old = state_of(1)._replace(residual=jnp.array([[1.0, 2.0, 3.0, 4.0]]))
+      >>> reshard(old, state_of(2)).residual.tolist()
+      [[1.0, 0.0, 3.0, 0.0], [0.0, 2.0, 0.0, 4.0]]
+    """
+    flat = jax.tree_util.tree_flatten_with_path
+    old, old_tree = flat(opt_state, is_leaf=_state._is_state)
+    new, new_tree = flat(fresh_state, is_leaf=_state._is_state)
+    if old_tree != new_tree:
+        raise ValueError(
+            f"opt_state and fresh_state are states of different optimizers: got {old_tree}, and "
+            f"{new_tree}. Make fresh_state with the optimizer of opt_state."
+        )
+    moved = []
+    # All is checked before anything is moved.
+    for (path, before), (_, fresh) in zip(old, new, strict=True):
+        _check(jax.tree_util.keystr(path), before, fresh)
+    for (_, before), (_, fresh) in zip(old, new, strict=True):
+        sparse = isinstance(fresh, SparseAllreduceState)
+        moved.append(_node(before, fresh) if sparse else _placed(before, fresh))
+    return jax.tree.unflatten(new_tree, moved)
+
+
+def consolidate(opt_state: Any, params: Any) -> tuple[Any, Any]:
+    """All residuals as one dense gradient, and the state without them.
+
+    For the end of a training, or before a model is exported: the residuals are
+    gradients that the parameters have not seen. The gradient is the mean over the
+    workers, as if a step delivered everything. It is not an update yet: give it to
+    the part of the optimizer that follows the sparse allreduce. Where the
+    residual holds the learning rate (``ok_topk_sgd``) it is subtracted from the
+    parameters as it is.
+
+    Args:
+      opt_state: the state of all workers, outside of the mapped function.
+      params: the parameters, or anything of their structure and shapes. Leaves that
+        no sparse allreduce covers get zeros.
+
+    Returns:
+      ``(gradient, opt_state)``; the gradient has the tree of ``params``, and the
+      dtypes of the gradients.
+
+    Raises:
+      ValueError: inside of the mapped function; a state of other parameters.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_ext
+      >>> tx = optax_ext.ok_topk(0.5, axis="w", axis_size=2)
+      >>> state = tx.init(jnp.zeros(2))._replace(residual=jnp.array([[1.0, 2.0], [3.0, 0.0]]))
+      >>> gradient, state = consolidate(state, jnp.zeros(2))
+      >>> gradient.tolist(), state.residual.tolist()
+      ([2.0, 1.0], [[0.0, 0.0], [0.0, 0.0]])
+    """
+    leaves, treedef = jax.tree.flatten(params)
+    gradient: list[Any] = [None] * len(leaves)
+
+    def fold(node):
+        if not isinstance(node, SparseAllreduceState):
+            return node
+        if _compat.axis_is_bound(node.settings.axis):
+            raise ValueError(
+                "consolidate was called inside the function mapped over axis "
+                f"{node.settings.axis!r}, where each worker sees its own residual. Call it outside."
+            )
+        workers = node.residual.shape[0]
+        rows = _rows(node, node.residual)
+        parts = _buffer.unravel(jnp.sum(rows, axis=0) / workers, node.layout)
+        # A part of the parameters, as in optax.multi_transform, has masks elsewhere.
+        parts, tree = jax.tree.flatten(parts, is_leaf=_is_mask)
+        if tree != treedef:
+            raise ValueError(
+                f"opt_state was made for parameters with another tree than params: {tree}, and "
+                f"{treedef}. Give the parameters that init was called with."
+            )
+        for i, part in enumerate(parts):
+            if not _is_mask(part):
+                gradient[i] = part if gradient[i] is None else gradient[i] + part
+        return node._replace(residual=node.residual * 0)
+
+    opt_state = jax.tree.map(fold, opt_state, is_leaf=_state._is_state)
+    dense = [
+        jnp.zeros_like(leaf) if part is None else part
+        for leaf, part in zip(leaves, gradient, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, dense), opt_state
+
+
+def _is_mask(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+
+def _check(path: str, old: Any, new: Any) -> None:
+    if not isinstance(new, SparseAllreduceState):
+        if np.shape(old) != np.shape(new):
+            raise ValueError(
+                f"opt_state{path} has shape {np.shape(old)}, but fresh_state{path} has "
+                f"{np.shape(new)}. Make fresh_state with the parameters of opt_state."
+            )
+        return
+    if old.layout != new.layout:
+        _checks.check_layout(new.layout, old.layout)
+    if old.settings.learning_rate != new.settings.learning_rate:
+        raise ValueError(
+            f"opt_state{path} {'has' if old.settings.learning_rate else 'has not'} the learning "
+            "rate in its residuals, and fresh_state is the other way round. Give learning_rate= to "
+            "both transformations or to none."
+        )
+
+
+def _node(old: SparseAllreduceState, new: SparseAllreduceState) -> SparseAllreduceState:
+    rows = _rows(old, np.asarray(old.residual))
+    residual = _unrows(new, _deal(rows, new.residual.shape[0] // _workers_in_node(new)))
+    return new._replace(
+        count=_placed(old.count, new.count),
+        skipped=_placed(old.skipped, new.skipped),
+        residual=_placed(residual, new.residual),
+        selector=_with_counts(old.selector, new.selector),
+        allreduce=_with_counts(old.allreduce, new.allreduce),
+    )
+
+
+def _deal(old: np.ndarray, workers: int) -> np.ndarray:
+    """Rows for other workers with the same sum."""
+    new = np.zeros((workers, old.shape[1]), np.float32)
+    if workers >= len(old):
+        for row in range(workers):
+            source, turn = row % len(old), row // len(old)
+            sharing = len(range(source, workers, len(old)))
+            new[row, turn::sharing] = old[source, turn::sharing]
+        return new
+    for start in range(0, old.shape[1], _COLUMNS):
+        _add_up(old[:, start : start + _COLUMNS], new[:, start : start + _COLUMNS])
+    return new
+
+
+def _add_up(old: np.ndarray, new: np.ndarray) -> None:
+    """The sum of each column of ``old`` into ``new``, in as many parts as that has rows."""
+    high = np.zeros(old.shape[1])
+    low = np.zeros(old.shape[1])
+    for row in old.astype(np.float64):
+        high, error = _two_sum(high, row)
+        low += error
+    index = np.arange(old.shape[1])
+    for part in range(len(new)):
+        high, low = _two_sum(high, low)
+        # The worker of an index changes with it, so that all have equal shares.
+        rounded = high.astype(np.float32)
+        new[(index + part) % len(new), index] = rounded
+        high = np.where(np.isfinite(rounded), high - rounded, 0)
+
+
+def _two_sum(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """``a + b`` rounded, and what the rounding took (Knuth)."""
+    total = a + b
+    part = total - a
+    return total, (a - (total - part)) + (b - part)
+
+
+def _workers_in_node(node: SparseAllreduceState) -> int:
+    """w; 1 without ``hierarchical``."""
+    if not isinstance(node.allreduce, ShardState):
+        return 1
+    arrays = jax.tree.leaves(node.allreduce)
+    if arrays:
+        return arrays[0].shape[0]
+    # An allreduce without a state does not say; shards that are all padding are not seen.
+    return -(-node.layout.size // node.residual.shape[1])
+
+
+def _inner_first(node: SparseAllreduceState) -> bool:
+    names = _compat.axis_names(node.settings.axis)
+    inner = _compat.axis_names(node.allreduce.inner_axis)
+    if names[-len(inner) :] == inner:
+        return False
+    if names[: len(inner)] == inner:
+        return True
+    raise ValueError(
+        f"axis={names!r} has the names of inner_axis={inner!r} in between others or in another "
+        "order. Write the axis as the nodes' names followed by those of inner_axis."
+    )
+
+
+def _rows(node: SparseAllreduceState, residual: Any) -> Any:
+    """The residual as ``f32[m, n]``, a row for each worker, or node of workers."""
+    if not isinstance(node.allreduce, ShardState):
+        return residual
+    inner, shard = _workers_in_node(node), residual.shape[1]
+    if _inner_first(node):
+        parts = residual.reshape(inner, -1, shard).swapaxes(0, 1)
+    else:
+        parts = residual.reshape(-1, inner, shard)
+    return parts.reshape(-1, inner * shard)[:, : node.layout.size]
+
+
+def _unrows(node: SparseAllreduceState, rows: np.ndarray) -> np.ndarray:
+    """The inverse of :func:`_rows`."""
+    if not isinstance(node.allreduce, ShardState):
+        return rows
+    inner, shard = _workers_in_node(node), node.residual.shape[1]
+    parts = np.pad(rows, ((0, 0), (0, inner * shard - rows.shape[1])))
+    parts = parts.reshape(-1, inner, shard)
+    return (parts.swapaxes(0, 1) if _inner_first(node) else parts).reshape(-1, shard)
+
+
+def _with_counts(old: Any, new: Any) -> Any:
+    """``new`` with the steps counted in ``old``: arrays of integers named count."""
+
+    def counts(tree):
+        return {
+            path: leaf
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+            if jnp.issubdtype(leaf.dtype, jnp.integer)
+            # A state that is one integer, and no tuple, is a count of steps.
+            and (not path or jax.tree_util.keystr(path[-1:]) == ".count")
+        }
+
+    before = counts(old)
+
+    def move(path, leaf):
+        if path not in before or path not in counts(new):
+            return leaf
+        # The same on every worker; a leading axis, where there is one, is theirs.
+        count = np.asarray(before[path])
+        count = count if count.ndim == 0 else count[0]
+        inner = leaf.shape if leaf.ndim == 0 else leaf.shape[1:]
+        return _placed(np.broadcast_to(count, leaf.shape), leaf) if count.shape == inner else leaf
+
+    return jax.tree_util.tree_map_with_path(move, new)
+
+
+def _placed(x: Any, like: Any) -> Any:
+    """``x`` in the dtype and at the place of ``like``."""
+    host = np.asarray(x, like.dtype) if not jnp.issubdtype(like.dtype, jax.dtypes.extended) else x
+    if isinstance(like, jax.Array) and like.committed and isinstance(host, np.ndarray):
+        return jax.make_array_from_callback(host.shape, like.sharding, lambda where: host[where])
+    return jnp.asarray(host)

@@ -1,0 +1,131 @@
+"""Orbax saves and restores the whole state; a checkpoint that does not fit is refused."""
+
+import json
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import AbstractMesh, AxisType, SingleDeviceSharding
+
+import optax_ext
+import sparse_collectives as sc
+
+PARAMS = {"w": np.ones((10, 7), np.float32)}
+RECIPES = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+
+
+def loss_fn(params, batch):
+    return jnp.mean((batch @ params["w"]) ** 2)
+
+
+def mesh(workers=8):
+    return jax.make_mesh(
+        (workers,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:workers]
+    )
+
+
+def batches(number, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal((16, 10)).astype(np.float32) for _ in range(number)]
+
+
+def transformation(density=0.1, alias=optax_ext.ok_topk, **options):
+    return optax.chain(alias(density, axis="data", **options), optax.adamw(1e-2))
+
+
+def bits(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize(
+    "selector", [sc.select.threshold_reuse(density=0.1), sc.select.adtopk(density=0.1)]
+)
+def test_the_step_after_a_restore_has_the_same_bits(tmp_path, selector):
+    tx = transformation(selector=selector)
+    params, state = PARAMS, optax_ext.init_state(tx, PARAMS, mesh(), "data")
+    step = optax_ext.make_train_step(loss_fn, tx, mesh(), "data", donate=False)
+    for batch in batches(3):
+        params, state, _ = step(params, state, batch)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        target = optax_ext.abstract_state(tx, PARAMS, mesh(), "data")
+        restored = checkpointer.restore(tmp_path / "state", target)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    assert bits(restored) == bits(state)
+    same = jax.tree.map(lambda a, b: a.sharding == b.sharding, restored, state)
+    assert all(jax.tree.leaves(same))
+    batch = batches(1, seed=1)[0]
+    assert bits(step(params, restored, batch)) == bits(step(params, state, batch))
+
+
+def test_a_checkpoint_of_other_settings_is_refused_by_name():
+    def made(tx, workers=8, params=PARAMS):
+        return optax_ext.init_state(tx, params, mesh(workers), "data")
+
+    state = made(transformation())
+    saved = json.loads(json.dumps(optax_ext.checkpoint_metadata(state)))
+    optax_ext.check_metadata(saved, state)
+    optax_ext.check_metadata(
+        saved, optax_ext.abstract_state(transformation(), PARAMS, mesh(), "data")
+    )
+    for other, message in (
+        (made(transformation(0.2)), r"selector: topk\(density=0.1\) in the checkpoint"),
+        (made(transformation(alias=optax_ext.gtopk)), r"allreduce: ok_topk\(.*gtopk\("),
+        (made(transformation(), workers=4), r"workers: 8 in the checkpoint, 4 here[^$]*reshard"),
+        (made(transformation(), params={"w": jnp.ones((10, 6))}), r"n: 70 .*, 60 here"),
+        (made(transformation(learning_rate=0.1)), "learning_rate_in_residual: False"),
+        (made(optax.chain(optax_ext.ok_topk(0.1, axis="data"), optax.sgd(0.1))), r"arrays\."),
+    ):
+        with pytest.raises(ValueError, match=message):
+            optax_ext.check_metadata(saved, other)
+    with pytest.raises(ValueError, match=r"version: 0\.0\.1 in the checkpoint"):
+        optax_ext.check_metadata({**saved, "version": "0.0.1"}, state)
+
+
+def test_the_step_refuses_another_number_of_workers():
+    tx = transformation()
+    state = optax_ext.init_state(tx, PARAMS, mesh(), "data")
+    step = optax_ext.make_train_step(loss_fn, tx, mesh(4), "data")
+    with pytest.raises(ValueError, match="has 2 rows inside the mapped function"):
+        step(PARAMS, state, batches(1)[0])
+
+
+def test_an_abstract_state_needs_a_place():
+    workers = AbstractMesh((3,), ("data",))
+    with pytest.raises(ValueError, match="mesh is an AbstractMesh"):
+        optax_ext.abstract_state(transformation(), PARAMS, workers, "data")
+    where = SingleDeviceSharding(jax.devices()[0])
+    state = optax_ext.abstract_state(transformation(), PARAMS, workers, "data", sharding=where)
+    assert state[0].residual.shape == (3, 70)
+
+
+def test_settings_are_read_from_the_factories():
+    inner = sc.select.layerwise(sc.select.topk(density=0.1))
+    state = optax_ext.sparse_allreduce(
+        inner, sc.allreduce.topk_a(codec=sc.wire.bf16()), axis="w", axis_size=2
+    ).init(PARAMS)
+    assert state.settings.selector == "layerwise(selector=topk(density=0.1))"
+    assert "bf16" in state.settings.allreduce
+
+
+def test_the_recipes_run(tmp_path):
+    programs = re.findall(r"```python\n(.*?)```", RECIPES.read_text(), re.DOTALL)
+    assert len(programs) == 4
+    names = {
+        "folder": tmp_path,
+        "mesh": mesh(),
+        "params": PARAMS,
+        "loss_fn": loss_fn,
+        "batches": batches(3),
+    }
+    for program in programs:
+        exec(program, names)
+    assert int(optax_ext.get_state(names["opt_state"]).count) == 6
+    assert optax_ext.get_state(names["opt_state"]).residual.shape[0] == 3
+    assert not np.asarray(optax_ext.get_state(names["consolidated"]).residual).any()
