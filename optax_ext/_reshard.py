@@ -126,7 +126,7 @@ def consolidate(opt_state: Any, params: Any) -> tuple[Any, Any]:
         for i, part in enumerate(parts):
             if not _is_mask(part):
                 gradient[i] = part if gradient[i] is None else gradient[i] + part
-        return node._replace(residual=node.residual * 0)
+        return node._replace(residual=jnp.zeros_like(node.residual))
 
     opt_state = jax.tree.map(fold, opt_state, is_leaf=_state._is_state)
     dense = [
