@@ -1,42 +1,66 @@
 """Sparse allreduce with error feedback as optax gradient transformations."""
 
-from optax_ext._aliases import gaussian_k, gtopk, ok_topk, ok_topk_sgd, topk_a
+from optax_ext._aliases import gtopk, hitopk, ok_topk, ok_topk_sgd, quantized_topk, topk_a, topk_dsa
 from optax_ext._checkpoint import abstract_state, check_metadata, checkpoint_metadata
 from optax_ext._dense import dense
+from optax_ext._density_schedule import exponential_density, staged_density
+from optax_ext._local_clip import local_clip_by_global_norm
+from optax_ext._momentum_correction import MomentumCorrection, momentum_correction
 from optax_ext._partitioned_norms import lamb, lars, scale_by_trust_ratio
 from optax_ext._reshard import consolidate, reshard
-from optax_ext._sparse_allreduce import (
-    ShardState,
-    SparseAllreduceState,
-    StepInfo,
-    sparse_allreduce,
+from optax_ext._selector_aliases import (
+    adtopk,
+    adtopk_interleaved,
+    adtopk_threshold,
+    dgc,
+    gaussian_k,
+    mstopk,
+    redsync,
+    sidco,
 )
+from optax_ext._sparse_allreduce import sparse_allreduce
+from optax_ext._sparse_state import ShardState, SparseAllreduceState, StepInfo
 from optax_ext._state import get_info, get_state, init_state, state_specs
 from optax_ext._train_step import TrainStep, make_train_step
 
 __all__ = [
+    "MomentumCorrection",
     "ShardState",
     "SparseAllreduceState",
     "StepInfo",
     "TrainStep",
     "abstract_state",
+    "adtopk",
+    "adtopk_interleaved",
+    "adtopk_threshold",
     "check_metadata",
     "checkpoint_metadata",
     "consolidate",
     "dense",
+    "dgc",
+    "exponential_density",
     "gaussian_k",
     "get_info",
     "get_state",
     "gtopk",
+    "hitopk",
     "init_state",
     "lamb",
     "lars",
+    "local_clip_by_global_norm",
     "make_train_step",
+    "momentum_correction",
+    "mstopk",
     "ok_topk",
     "ok_topk_sgd",
+    "quantized_topk",
+    "redsync",
     "reshard",
     "scale_by_trust_ratio",
+    "sidco",
     "sparse_allreduce",
+    "staged_density",
     "state_specs",
     "topk_a",
+    "topk_dsa",
 ]

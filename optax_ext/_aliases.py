@@ -1,11 +1,14 @@
-"""Ready-made compositions, named as in the papers."""
+"""Ready-made compositions, named as in the papers: those with an exchange of their own."""
 
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import optax
 
+from optax_ext._momentum_correction import MomentumCorrection
 from optax_ext._sparse_allreduce import sparse_allreduce
-from sparse_collectives import Codec, Selector, allreduce, select
+from sparse_collectives import Codec, Selector, allreduce, select, wire
 from sparse_collectives._types import AxisName
 
 
@@ -17,6 +20,9 @@ def ok_topk(
     selector: Selector | None = None,
     nonfinite: str = "skip",
     learning_rate: optax.ScalarOrSchedule | None = None,
+    correction: MomentumCorrection | None = None,
+    density_schedule: float | Callable[[jax.Array], Any] | None = None,
+    dense_steps: int = 0,
     **allreduce_options: Any,
 ) -> optax.GradientTransformation:
     """Ok-Topk: O(k) words for each worker and step, whatever the number of workers.
@@ -31,6 +37,9 @@ def ok_topk(
         ``select.threshold_reuse(density=density)``.
       nonfinite: see :func:`sparse_allreduce`.
       learning_rate: see :func:`sparse_allreduce`.
+      correction: see :func:`sparse_allreduce`.
+      density_schedule: see :func:`sparse_allreduce`; ``density`` is its maximum.
+      dense_steps: see :func:`sparse_allreduce`.
       **allreduce_options: see :func:`sparse_collectives.allreduce.ok_topk`.
 
     Returns:
@@ -49,6 +58,9 @@ def ok_topk(
         axis_size=axis_size,
         learning_rate=learning_rate,
         nonfinite=nonfinite,
+        correction=correction,
+        density_schedule=density_schedule,
+        dense_steps=dense_steps,
     )
 
 
@@ -87,8 +99,7 @@ def topk_a(
     axis_size: int | None = None,
     selector: Selector | None = None,
     codec: Codec | None = None,
-    nonfinite: str = "skip",
-    learning_rate: optax.ScalarOrSchedule | None = None,
+    **options: Any,
 ) -> optax.GradientTransformation:
     """TopkA: everyone receives everyone's top k. The volume grows with P.
 
@@ -98,8 +109,7 @@ def topk_a(
       axis_size: P, to call ``init`` outside of the mapped function.
       selector: the local selection; by default ``select.topk(density=density)``.
       codec: see :func:`sparse_collectives.allreduce.topk_a`.
-      nonfinite: see :func:`sparse_allreduce`.
-      learning_rate: see :func:`sparse_allreduce`.
+      **options: see :func:`sparse_allreduce`.
 
     Returns:
       An ``optax.GradientTransformation`` to chain before an optimizer.
@@ -113,29 +123,8 @@ def topk_a(
         allreduce.topk_a(codec=codec),
         axis=axis,
         axis_size=axis_size,
-        learning_rate=learning_rate,
-        nonfinite=nonfinite,
+        **options,
     )
-
-
-def gaussian_k(density: float, *, axis: AxisName, **options: Any) -> optax.GradientTransformation:
-    """Gaussiank: :func:`topk_a` with a threshold from a normal distribution.
-
-    The selection costs a few passes over the gradient and no sort.
-
-    Args:
-      density: k / n of each worker's selection, in (0, 1].
-      axis: the mesh axis (or a tuple of them) of the data-parallel workers.
-      **options: see :func:`topk_a`.
-
-    Returns:
-      An ``optax.GradientTransformation`` to chain before an optimizer.
-
-    Example:
-      >>> import optax
-      >>> tx = optax.chain(gaussian_k(density=0.01, axis="data"), optax.adam(1e-3))
-    """
-    return topk_a(density, axis=axis, **{"selector": select.gaussian_k(density=density), **options})
 
 
 def gtopk(
@@ -145,8 +134,7 @@ def gtopk(
     axis_size: int | None = None,
     selector: Selector | None = None,
     codec: Codec | None = None,
-    nonfinite: str = "skip",
-    learning_rate: optax.ScalarOrSchedule | None = None,
+    **options: Any,
 ) -> optax.GradientTransformation:
     """gTop-k: a tree that keeps k entries at each level; 4 k log2(P) words.
 
@@ -156,8 +144,7 @@ def gtopk(
       axis_size: P, to call ``init`` outside of the mapped function.
       selector: the local selection; by default ``select.topk(density=density)``.
       codec: see :func:`sparse_collectives.allreduce.gtopk`.
-      nonfinite: see :func:`sparse_allreduce`.
-      learning_rate: see :func:`sparse_allreduce`.
+      **options: see :func:`sparse_allreduce`.
 
     Returns:
       An ``optax.GradientTransformation`` to chain before an optimizer.
@@ -171,6 +158,86 @@ def gtopk(
         allreduce.gtopk(density=density, codec=codec),
         axis=axis,
         axis_size=axis_size,
-        learning_rate=learning_rate,
-        nonfinite=nonfinite,
+        **options,
     )
+
+
+def topk_dsa(
+    density: float,
+    *,
+    axis: AxisName,
+    selector: Selector | None = None,
+    codec: Codec | None = None,
+    slack: float = 1.25,
+    **options: Any,
+) -> optax.GradientTransformation:
+    """TopkDSA: SparCML's dynamic sparse allreduce, which turns dense where that is shorter.
+
+    Args:
+      density: k / n of each worker's selection, in (0, 1].
+      axis: the mesh axis (or a tuple of them) of the data-parallel workers.
+      selector: the local selection; by default ``select.topk(density=density)``.
+      codec: see :func:`sparse_collectives.allreduce.dsar_split_allgather`.
+      slack: see :func:`sparse_collectives.allreduce.dsar_split_allgather`.
+      **options: see :func:`sparse_allreduce`.
+
+    Returns:
+      An ``optax.GradientTransformation`` to chain before an optimizer.
+
+    Example:
+      >>> import optax
+      >>> tx = optax.chain(topk_dsa(density=0.01, axis="data"), optax.adam(1e-3))
+    """
+    return sparse_allreduce(
+        select.topk(density=density) if selector is None else selector,
+        allreduce.dsar_split_allgather(slack=slack, codec=codec),
+        axis=axis,
+        **options,
+    )
+
+
+def quantized_topk(
+    density: float, *, axis: AxisName, bits: int = 8, bucket: int = 512, **options: Any
+) -> optax.GradientTransformation:
+    """SparCML's quantized top-k: :func:`topk_dsa` with QSGD values and error feedback.
+
+    What rounding loses stays in the residuals.
+
+    Args:
+      density: k / n of each worker's selection, in (0, 1].
+      axis: the mesh axis (or a tuple of them) of the data-parallel workers.
+      bits: of a value; see :func:`sparse_collectives.wire.qsgd`. Use 4 or 8.
+      bucket: values that share a scale.
+      **options: see :func:`topk_dsa`.
+
+    Returns:
+      An ``optax.GradientTransformation`` to chain before an optimizer.
+
+    Example:
+      >>> import optax
+      >>> tx = optax.chain(quantized_topk(density=0.01, axis="data", bits=4), optax.adam(1e-3))
+    """
+    return topk_dsa(density, axis=axis, codec=wire.qsgd(bits=bits, bucket=bucket), **options)
+
+
+def hitopk(
+    density: float, *, axis: AxisName, inner_axis: AxisName, **options: Any
+) -> optax.GradientTransformation:
+    """HiTopKComm: dense inside the nodes, MSTopK and an allgather between them.
+
+    Args:
+      density: k / n of the selection of each shard, in (0, 1].
+      axis: the mesh axes of all workers, those of ``inner_axis`` among them.
+      inner_axis: the mesh axis of the workers of a node.
+      **options: see :func:`sparse_allreduce`.
+
+    Returns:
+      An ``optax.GradientTransformation`` to chain before an optimizer.
+
+    Example:
+      >>> import optax
+      >>> sparse = hitopk(density=0.01, axis=("node", "device"), inner_axis="device")
+      >>> tx = optax.chain(sparse, optax.adam(1e-3))
+    """
+    exchange = allreduce.hierarchical(inner_axis=inner_axis, outer=allreduce.topk_a())
+    return sparse_allreduce(select.mstopk(density=density), exchange, axis=axis, **options)

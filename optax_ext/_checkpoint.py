@@ -8,7 +8,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from optax_ext import _state
-from optax_ext._sparse_allreduce import ShardState, SparseAllreduceState
+from optax_ext._sparse_state import ShardState, SparseAllreduceState
 from sparse_collectives import __version__
 from sparse_collectives._types import AxisName
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from optax_ext import _buffer, _checks, _state
-from optax_ext._sparse_allreduce import ShardState, SparseAllreduceState
+from optax_ext._sparse_state import ShardState, SparseAllreduceState
 from sparse_collectives import _compat
 
 # Columns that are added up at a time, so that the float64 of them stay small.
@@ -159,12 +159,19 @@ def _check(path: str, old: Any, new: Any) -> None:
 
 
 def _node(old: SparseAllreduceState, new: SparseAllreduceState) -> SparseAllreduceState:
-    rows = _rows(old, np.asarray(old.residual))
-    residual = _unrows(new, _deal(rows, new.residual.shape[0] // _workers_in_node(new)))
+    def dealt(before: Any, fresh: Any) -> Any:
+        rows = _rows(old, np.asarray(before))
+        return _placed(_unrows(new, _deal(rows, fresh.shape[0] // _workers_in_node(new))), fresh)
+
+    # The velocity of a momentum correction adds up over the workers as the residual does.
+    both = all(hasattr(state.velocity, "shape") for state in (old, new))
     return new._replace(
         count=_placed(old.count, new.count),
         skipped=_placed(old.skipped, new.skipped),
-        residual=_placed(residual, new.residual),
+        dropped=_placed(old.dropped, new.dropped),
+        clipped=_placed(old.clipped, new.clipped),
+        residual=dealt(old.residual, new.residual),
+        velocity=dealt(old.velocity, new.velocity) if both else new.velocity,
         selector=_with_counts(old.selector, new.selector),
         allreduce=_with_counts(old.allreduce, new.allreduce),
     )

@@ -1,98 +1,26 @@
 """Error feedback around a selector and an allreduce, as an optax transformation."""
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext import _buffer, _checks, _settings
-from sparse_collectives import (
-    Layout,
-    PaddedCOO,
-    Selector,
-    SparseAllreduce,
-    _compat,
-    _validation,
-    transport,
+from optax_ext import (
+    _buffer,
+    _checks,
+    _density_schedule,
+    _exchange,
+    _nonfinite,
+    _settings,
+    _sparse_state,
 )
+from optax_ext._momentum_correction import MomentumCorrection
+from optax_ext._sparse_state import ShardState, SparseAllreduceState
+from sparse_collectives import Layout, Selector, SparseAllreduce, _compat, _validation, transport
 from sparse_collectives._types import AxisName
 from sparse_collectives.allreduce import Hierarchical, _hierarchical
-
-
-class StepInfo(NamedTuple):
-    """What the last step did. Zeros before the first.
-
-    Attributes:
-      selected: ``i32[1]`` for each worker: entries it selected.
-      delivered: ``i32[]``: entries in the update that every worker applied.
-      overflow: ``i32[1]`` for each worker: entries that found no slot.
-      local_threshold: ``f32[1]`` for each worker: magnitude it selected by.
-      global_threshold: ``f32[]``: magnitude of the global selection.
-      words: ``f32[]``: 4-byte words each worker received in the allreduce, padding
-        included.
-      useful: ``f32[1]`` for each worker: words of its messages that are no padding. The
-        mean over the workers, divided by ``words``, is the occupancy.
-    """
-
-    selected: jax.Array
-    delivered: jax.Array
-    overflow: jax.Array
-    local_threshold: jax.Array
-    global_threshold: jax.Array
-    words: jax.Array
-    useful: jax.Array
-
-
-class SparseAllreduceState(NamedTuple):
-    """State of :func:`sparse_allreduce`.
-
-    Fields marked "for each worker" differ between the workers: every array in
-    them has a leading axis, of size 1 inside the mapped function and of size P
-    outside, sharded over the axis. The others are the same on every worker.
-    :func:`optax_ext.state_specs` gives the matching PartitionSpecs.
-
-    Attributes:
-      count: ``i32[]``, steps taken, skipped ones left out.
-      skipped: ``i32[]``, steps skipped because of a non-finite gradient.
-      residual: ``f32[1, n]`` for each worker: what it has not delivered yet. With
-        :func:`~sparse_collectives.allreduce.hierarchical` it is that of its shard,
-        ``f32[1, ceil(n / w)]`` for w workers in a node.
-      selector: the selector's state, for each worker.
-      allreduce: the allreduce's state; a :class:`ShardState` with ``hierarchical``.
-      info: :class:`StepInfo` of the last step.
-      layout: the tree, shapes and dtypes that the state was made for; it is
-        static and has no arrays.
-      settings: selector, allreduce and axis that the state was made for, in words; it
-        is static too.
-    """
-
-    count: jax.Array
-    skipped: jax.Array
-    residual: jax.Array
-    selector: Any
-    allreduce: Any
-    info: StepInfo
-    layout: _buffer.Layout
-    settings: _settings.Settings
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class ShardState:
-    """The state of the allreduce between nodes, one for each shard of the buffer.
-
-    Attributes:
-      state: its arrays have a leading axis, of size 1 inside the mapped function and
-        outside of size w, the workers of a node, sharded over ``inner_axis``. They are
-        the same on every node.
-      inner_axis: static, the mesh axis of the workers of a node.
-    """
-
-    state: Any
-    inner_axis: AxisName = dataclasses.field(metadata={"static": True})
 
 
 def sparse_allreduce(
@@ -103,6 +31,9 @@ def sparse_allreduce(
     axis_size: int | None = None,
     learning_rate: optax.ScalarOrSchedule | None = None,
     nonfinite: str = "skip",
+    correction: MomentumCorrection | None = None,
+    density_schedule: float | Callable[[jax.Array], Any] | None = None,
+    dense_steps: int = 0,
 ) -> optax.GradientTransformation:
     r"""Replaces the dense allreduce of gradients by a sparse one.
 
@@ -133,12 +64,23 @@ def sparse_allreduce(
       learning_rate: a number or a schedule of ``count``, applied to the gradient
         before it is accumulated, as in Algorithm 2 of Ok-Topk. The update is then
         to be subtracted from the parameters; see :func:`optax_ext.ok_topk_sgd`.
-      nonfinite: what to do when a worker's gradient, or its sum with the
-        residual, has an entry that is not finite. ``'skip'``: all workers skip
-        the step by agreement (one word): the update is zero, no residual
-        changes, and ``skipped`` grows. ``'propagate'``: it takes part like any
-        large value and reaches the update of every worker, as it would in a
-        dense allreduce.
+      nonfinite: what to do when a worker's gradient, or its sum with the residual, has
+        an entry that is not finite. ``'skip'``: all workers skip the step by agreement
+        (one word): the update is zero, no residual changes, and ``skipped`` grows.
+        ``'drop'``: such entries are left out on the worker that has them, whose residual
+        keeps what it had, and ``dropped`` counts them (one word). ``'raise'``: as
+        ``'skip'``, and a host callback raises FloatingPointError; JAX reports it as a
+        runtime error when a result, or ``jax.effects_barrier()``, is waited for.
+        ``'propagate'`` or ``'ignore'``: it takes part like any large value and reaches
+        the update of every worker, as it would in a dense allreduce.
+      correction: from :func:`momentum_correction`: what is accumulated is the velocity of
+        the gradients, and not they.
+      density_schedule: a function of ``count``, or a number: of what the selector selects
+        only the ``round(density * n)`` largest are sent, the rest stays in the residual.
+        The selector's slots are the maximum; more is clipped, and ``clipped`` counts such
+        steps. Shapes are static, so the words sent are those of the maximum.
+      dense_steps: for so many first steps the gradients are averaged by a dense allreduce
+        in the same program. The residual does not change, and no velocity is masked.
 
     Returns:
       An ``optax.GradientTransformation``. Its updates have the dtypes of the
@@ -162,9 +104,11 @@ def sparse_allreduce(
       >>> sc.simulate(step, axis="w", axis_size=2)(gradients)[0].tolist()
       [3.0, 0.0, 0.0, -3.0]
     """
-    nonfinite = _validation.check_choice("nonfinite", nonfinite, ("skip", "propagate"))
+    nonfinite = _validation.check_choice("nonfinite", nonfinite, _nonfinite.POLICIES)
     if axis_size is not None:
         axis_size = _validation.check_positive_int("axis_size", axis_size)
+    if dense_steps != 0:
+        dense_steps = _validation.check_positive_int("dense_steps", dense_steps, minimum=0)
     scale = _as_schedule(learning_rate)
     settings = _settings.Settings(
         _settings.describe(selector),
@@ -172,6 +116,7 @@ def sparse_allreduce(
         learning_rate is not None,
         axis,
     )
+    schedule = _density_schedule.as_schedule(density_schedule)
     hierarchy = allreduce if isinstance(allreduce, Hierarchical) else None
     if hierarchy is not None:
         _checks.check_hierarchy(axis, hierarchy.inner_axis)
@@ -189,28 +134,28 @@ def sparse_allreduce(
             selector_layout = size = _shard_size(hierarchy, size)
         local = (
             jnp.zeros((size,), jnp.float32),
+            correction.init(size) if correction is not None else (),
             selector.init(selector_layout) if size else (),
-            jnp.zeros((), jnp.int32),
-            jnp.zeros((), jnp.float32),
+            _sparse_state.no_info(),
         )
         local = jax.tree.map(lambda x: jnp.broadcast_to(x[None], (lead, *x.shape)), local)
         if bound:
             local = _compat.to_varying(local, axis)
-        residual, selector_state, no_entries, no_threshold = local
+        residual, velocity, selector_state, info = local
+        common = _sparse_state.no_info()
         return SparseAllreduceState(
             count=jnp.zeros((), jnp.int32),
             skipped=jnp.zeros((), jnp.int32),
+            dropped=jnp.zeros((), jnp.int32),
+            clipped=jnp.zeros((), jnp.int32),
             residual=residual,
+            velocity=velocity,
             selector=selector_state,
             allreduce=_init_allreduce(allreduce, layout.size, workers) if size else (),
-            info=StepInfo(
-                selected=no_entries,
-                delivered=jnp.zeros((), jnp.int32),
-                overflow=no_entries,
-                local_threshold=no_threshold,
-                global_threshold=jnp.zeros((), jnp.float32),
-                words=jnp.zeros((), jnp.float32),
-                useful=no_threshold,
+            info=info._replace(
+                delivered=common.delivered,
+                global_threshold=common.global_threshold,
+                words=common.words,
             ),
             layout=layout,
             settings=settings,
@@ -232,60 +177,90 @@ def sparse_allreduce(
             gradient = gradient * jnp.asarray(scale(state.count), jnp.float32)
         if hierarchy is not None:
             gradient = hierarchy.scatter(gradient)
-        finite = jnp.bool_(True)
-        if nonfinite == "skip":
-            finite = _all_finite(state.residual, gradient, axis)
-            gradient = jnp.where(finite, gradient, 0.0)
         # In the shape of the state: XLA then adds in place where it is donated.
-        accumulated = state.residual + gradient[None]
-        acc = accumulated[0]
+        increment, velocity = gradient[None], state.velocity
+        if correction is not None:
+            velocity, increment = correction.update(velocity, increment)
+        guarded = _nonfinite.guard(
+            nonfinite,
+            state.residual,
+            increment,
+            velocity,
+            state.velocity,
+            axis=axis,
+            count=state.count,
+        )
+        increment, proceeds = guarded.increment, guarded.proceeds
+        is_dense = state.count < dense_steps
+        accumulated = state.residual + (
+            jnp.where(is_dense, 0.0, increment) if dense_steps else increment
+        )
 
-        selector_state = jax.tree.map(lambda x: x[0], state.selector)
-        coo, selector_state, selection = selector.select(acc, selector_state)
-        if nonfinite == "skip":
-            # A skipped step goes through the motions with nothing to send: a rare
-            # cost, where a branch around the step would copy the residual at each.
-            coo = PaddedCOO(
-                jnp.where(finite, coo.values, 0), jnp.where(finite, coo.indices, coo.size), coo.size
-            )
+        selector_state = _sparse_state.without_lead(state.selector)
         allreduce_state = state.allreduce
         if hierarchy is not None:
-            allreduce_state = jax.tree.map(lambda x: x[0], allreduce_state.state)
-        total, undelivered, allreduce_state, reduction = allreduce.reduce(
-            coo, allreduce_state, axis=axis
-        )
+            allreduce_state = _sparse_state.without_lead(allreduce_state.state)
+
+        def sparse() -> _exchange.Exchanged:
+            return _exchange.sparse(
+                accumulated[0],
+                selector_state,
+                allreduce_state,
+                selector=selector,
+                allreduce=allreduce,
+                axis=axis,
+                proceeds=proceeds,
+                schedule=schedule,
+                count=state.count,
+            )
+
+        if dense_steps:
+            shapes = jax.eval_shape(sparse)
+            like = shapes._replace(selector=selector_state, allreduce=allreduce_state)
+            # All workers, and all groups of a larger mesh, have the same count.
+            result = jax.lax.cond(
+                is_dense,
+                lambda: _exchange.typed_per_worker(
+                    _exchange.dense(increment[0], like, axis=axis, hierarchy=hierarchy), axis
+                ),
+                lambda: _exchange.typed_per_worker(sparse(), axis),
+            )
+        else:
+            result = sparse()
+        residual = _exchange.keep_undelivered(accumulated, result.sent, result.undelivered)
+        velocity = guarded.velocity
+        if correction is not None:
+            delivered = _exchange.delivered_of(result.sent, residual)
+            velocity = correction.mask(velocity, result.sent.indices, delivered)
+
+        allreduce_state = result.allreduce
         if hierarchy is not None:
             allreduce_state = _shard_state(allreduce_state, hierarchy)
-        stepped = SparseAllreduceState(
-            count=state.count + 1,
-            skipped=state.skipped,
-            residual=state.residual,
-            selector=jax.tree.map(lambda x: x[None], selector_state),
-            allreduce=allreduce_state,
-            info=StepInfo(
-                selected=selection.selected[None],
-                delivered=reduction.delivered,
-                overflow=(selection.overflow + reduction.overflow)[None],
-                local_threshold=selection.threshold[None],
-                global_threshold=reduction.threshold,
-                words=reduction.words,
-                useful=_compat.to_varying(reduction.useful, axis)[None],
-            ),
-            layout=layout,
-            settings=state.settings,
+        info = _sparse_state.with_lead(result.info)._replace(
+            delivered=result.info.delivered,
+            global_threshold=result.info.global_threshold,
+            words=result.info.words,
         )
-        skipped = state._replace(skipped=state.skipped + 1)
-        if nonfinite == "skip":
+        stepped = state._replace(
+            count=state.count + 1,
+            dropped=state.dropped + guarded.dropped,
+            clipped=state.clipped + result.clipped,
+            selector=_sparse_state.with_lead(result.selector),
+            allreduce=allreduce_state,
+            info=info,
+        )
+        if proceeds is not None:
+            skipped = state._replace(skipped=state.skipped + 1)
             stepped = jax.tree.map(
-                lambda new, old: new if new is old else jnp.where(finite, new, old),
+                lambda new, old: new if new is old else jnp.where(proceeds, new, old),
                 stepped,
                 skipped,
             )
-        residual = _keep_undelivered(accumulated, coo, undelivered)
-        mean = _mean(total, workers)
+        mean = result.mean
         if hierarchy is not None:
             mean = hierarchy.gather(mean, layout.size)
-        return _buffer.unravel(mean, layout), stepped._replace(residual=residual)
+        new_state = stepped._replace(residual=residual, velocity=velocity)
+        return _buffer.unravel(mean, layout), new_state
 
     # optax types a state as any pytree, which NamedTuples of arrays are at run time.
     return optax.GradientTransformation(cast(Any, init), cast(Any, update))
@@ -312,29 +287,3 @@ def _as_schedule(
     if learning_rate is None or callable(learning_rate):
         return learning_rate
     return lambda count: learning_rate
-
-
-def _all_finite(residual: jax.Array, gradient: jax.Array, axis: AxisName) -> jax.Array:
-    """Whether every accumulator of every worker is finite; equal on all."""
-    # x - x is 0 where x is finite and NaN elsewhere: one reduction of one read,
-    # several times faster on CPU than reducing isfinite.
-    acc = residual[0] + gradient
-    local = jnp.sum(acc - acc)
-    return transport.psum((local != 0).astype(jnp.int32), axis) == 0
-
-
-def _keep_undelivered(acc: jax.Array, coo: PaddedCOO, undelivered: PaddedCOO) -> jax.Array:
-    """``acc - coo + undelivered`` for ``acc f[1, n]``, in place where it is donated."""
-    if undelivered.indices is coo.indices:
-        # The allreduce answers slot by slot: one scatter says all.
-        return acc.at[0, coo.indices].set(undelivered.values.astype(acc.dtype), mode="drop")
-    kept = acc.at[0, coo.indices].set(0.0, mode="drop")
-    return kept.at[0, undelivered.indices].add(undelivered.values.astype(acc.dtype), mode="drop")
-
-
-def _mean(total: PaddedCOO | jax.Array, workers: int) -> jax.Array:
-    """The total over P as ``f32[n]``."""
-    if not isinstance(total, PaddedCOO):
-        return total.astype(jnp.float32) / workers
-    values = total.values.astype(jnp.float32) / workers
-    return PaddedCOO(values, total.indices, total.size).to_dense()

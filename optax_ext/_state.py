@@ -6,7 +6,7 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from optax_ext._sparse_allreduce import ShardState, SparseAllreduceState, StepInfo
+from optax_ext._sparse_state import ShardState, SparseAllreduceState, StepInfo
 from sparse_collectives import _compat
 from sparse_collectives._types import AxisName
 
@@ -56,6 +56,7 @@ def state_specs(opt_state: Any, axis: AxisName) -> Any:
             )
         return everywhere._replace(
             residual=split,
+            velocity=jax.tree.map(lambda _: split, node.velocity),
             selector=jax.tree.map(lambda _: split, node.selector),
             info=everywhere.info._replace(
                 selected=split, overflow=split, local_threshold=split, useful=split

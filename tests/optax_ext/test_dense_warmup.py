@@ -1,0 +1,82 @@
+"""Dense steps first, in the same program."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import optax_ext
+from tests.optax_ext.test_momentum_correction import SIZE, STEPS, WORKERS, gradients, run
+
+
+@pytest.mark.parametrize("alias", [optax_ext.topk_a, optax_ext.ok_topk])
+def test_dense_first_then_sparse_and_nothing_is_lost(alias):
+    _, (updates, (residuals, _, info)) = run(alias(0.1, axis="w", dense_steps=3), gradients())
+    np.testing.assert_allclose(updates[:3, 0], gradients()[:3].mean(1), rtol=1e-5, atol=1e-6)
+    assert (residuals[:3] == 0).all()
+    assert (info.delivered[:3] == SIZE).all()
+    np.testing.assert_allclose(info.words[:3], 2 * SIZE * (WORKERS - 1) / WORKERS)
+    assert (info.selected[3:] == 4).all()
+    given = np.cumsum(gradients().sum(1, dtype=np.float64), axis=0)
+    applied = np.cumsum(WORKERS * updates[:, 0].astype(np.float64), axis=0)
+    np.testing.assert_allclose(applied + residuals.sum(1), given, rtol=1e-5, atol=1e-5)
+
+
+def test_momentum_is_the_usual_one_meanwhile():
+    tx = optax_ext.dgc(0.1, axis="w", dense_steps=STEPS)
+    _, (updates, _) = run(tx, gradients())
+    dense = optax.chain(optax_ext.dense(axis="w"), optax.trace(0.9))
+    _, (expected, _) = run(dense, gradients())
+    np.testing.assert_allclose(updates, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_on_a_mesh_all_of_it_at_once():
+    mesh = jax.make_mesh((8,), ("w",), axis_types=(AxisType.Auto,))
+    tx = optax_ext.dgc(
+        0.2,
+        axis="w",
+        max_norm=4.0,
+        dense_steps=2,
+        density_schedule=optax_ext.exponential_density(0.2, 0.05, 4),
+        nonfinite="drop",
+    )
+    state = optax_ext.init_state(tx, jnp.zeros(SIZE), mesh, "w")
+    specs = optax_ext.state_specs(state, "w")
+    step = jax.jit(
+        jax.shard_map(
+            lambda s, g: tx.update(g[0], s),
+            mesh=mesh,
+            in_specs=(specs, P("w")),
+            out_specs=(P(), specs),
+        )
+    )
+    steps = gradients(8)
+    _, (expected, (residuals, _, _)) = run(tx, steps, axis_size=8)
+    for i, gradient in enumerate(steps):
+        updates, state = step(state, gradient)
+        np.testing.assert_allclose(updates, expected[i, 0], rtol=1e-5, atol=1e-6)
+    residual = optax_ext.get_state(state).residual
+    np.testing.assert_allclose(residual, residuals[-1], rtol=1e-5, atol=1e-6)
+
+
+def test_with_a_hierarchy():
+    tx = optax_ext.hitopk(0.1, axis=("n", "d"), inner_axis="d", dense_steps=2)
+    mesh = jax.make_mesh((2, 2), ("n", "d"), axis_types=(AxisType.Auto,) * 2)
+    state = optax_ext.init_state(tx, jnp.zeros(SIZE), mesh, ("n", "d"))
+    specs = optax_ext.state_specs(state, ("n", "d"))
+    step = jax.jit(
+        jax.shard_map(
+            lambda s, g: tx.update(g[0], s),
+            mesh=mesh,
+            in_specs=(specs, P(("n", "d"))),
+            out_specs=(P(), specs),
+        )
+    )
+    for gradient in gradients(4)[:2]:
+        updates, state = step(state, gradient)
+        np.testing.assert_allclose(updates, gradient.mean(0), rtol=1e-5, atol=1e-6)
+    assert (np.asarray(state.residual) == 0).all()
+    assert state.info.delivered == SIZE
