@@ -122,11 +122,7 @@ def largest(
         k = jnp.where(positive, jnp.clip(exact, 1, coo.capacity), 1).astype(jnp.int32)
         clipped = jnp.asarray(~in_range, jnp.int32)
     bits = _bits.magnitude_bits(coo.values)
-    pattern = kth_magnitude.bisect(bits, k)  # pyright: ignore[reportArgumentType]
-    above = bits > pattern
-    tied = (bits == pattern) & (bits > 0)
-    wanted = k - jnp.sum(above, dtype=jnp.int32)
-    chosen = above | (tied & (jnp.cumsum(tied, dtype=jnp.int32) <= wanted))
+    chosen, pattern = kth_magnitude.largest_mask(bits, k)
     kept, _ = compaction.compact_mask(coo, chosen, capacity=coo.capacity)
     return kept, _bits.magnitude_from_bits(pattern), clipped
 

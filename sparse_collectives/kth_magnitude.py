@@ -75,7 +75,7 @@ def _plan(size: int, k: int) -> tuple[int, int, int]:
     return stride, rank, capacity
 
 
-def bisect(bits: jax.Array, k: int) -> jax.Array:
+def bisect(bits: jax.Array, k: int | jax.Array) -> jax.Array:
     """The largest pattern that at least k entries of ``bits i32[m]`` reach, or 0."""
 
     def step(i, pattern):
@@ -85,6 +85,18 @@ def bisect(bits: jax.Array, k: int) -> jax.Array:
 
     start = jnp.zeros_like(bits[0])
     return lax.fori_loop(0, _bits.MAGNITUDE_BITS, step, start)
+
+
+def largest_mask(bits: jax.Array, k: int | jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Which of ``bits i32[m]`` are the k largest, ``bool[m]``, and the k-th pattern.
+
+    Of several at the k-th pattern the first are taken; zeros never are.
+    """
+    pattern = bisect(bits, k)
+    above = bits > pattern
+    tied = (bits == pattern) & (bits > 0)
+    wanted = k - jnp.sum(above, dtype=jnp.int32)
+    return above | (tied & (jnp.cumsum(tied, dtype=jnp.int32) <= wanted)), pattern
 
 
 def bisect_all(x: jax.Array, k: int, found: jax.Array, needed: jax.Array) -> jax.Array:

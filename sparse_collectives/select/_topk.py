@@ -93,11 +93,7 @@ def _select_among_candidates(
     """The selection, the bits of the k-th magnitude, and the next guess."""
     candidates, count = _candidates(acc, k, capacity, guess)
     bits = _bits.magnitude_bits(candidates.values)
-    threshold_bits = kth_magnitude.bisect(bits, k)
-    above = bits > threshold_bits
-    tied = (bits == threshold_bits) & (bits > 0)
-    wanted = k - jnp.sum(above, dtype=jnp.int32)
-    chosen = above | (tied & (jnp.cumsum(tied, dtype=jnp.int32) <= wanted))
+    chosen, threshold_bits = kth_magnitude.largest_mask(bits, k)
     coo, _ = compaction.compact_mask(candidates, chosen, capacity=k)
     # Candidates that do not fit even at the exact magnitude: it has many ties.
     flooded = count > capacity
