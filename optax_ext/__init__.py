@@ -1,11 +1,14 @@
 """Sparse allreduce with error feedback as optax gradient transformations."""
 
 from optax_ext._aliases import gtopk, hitopk, ok_topk, ok_topk_sgd, quantized_topk, topk_a, topk_dsa
+from optax_ext._buckets import BucketedState, bucketed
 from optax_ext._checkpoint import abstract_state, check_metadata, checkpoint_metadata
 from optax_ext._dense import dense
+from optax_ext._dense_leaves import small_leaves
 from optax_ext._density_schedule import exponential_density, staged_density
 from optax_ext._local_clip import local_clip_by_global_norm
 from optax_ext._momentum_correction import MomentumCorrection, momentum_correction
+from optax_ext._monitoring import Monitor, metrics, tensorboard_writer
 from optax_ext._partitioned_norms import lamb, lars, scale_by_trust_ratio
 from optax_ext._reshard import consolidate, reshard
 from optax_ext._selector_aliases import (
@@ -20,10 +23,12 @@ from optax_ext._selector_aliases import (
 )
 from optax_ext._sparse_allreduce import sparse_allreduce
 from optax_ext._sparse_state import ShardState, SparseAllreduceState, StepInfo
-from optax_ext._state import get_info, get_state, init_state, state_specs
+from optax_ext._state import get_info, get_state, get_states, init_state, state_specs
 from optax_ext._train_step import TrainStep, make_train_step
 
 __all__ = [
+    "BucketedState",
+    "Monitor",
     "MomentumCorrection",
     "ShardState",
     "SparseAllreduceState",
@@ -33,6 +38,7 @@ __all__ = [
     "adtopk",
     "adtopk_interleaved",
     "adtopk_threshold",
+    "bucketed",
     "check_metadata",
     "checkpoint_metadata",
     "consolidate",
@@ -42,6 +48,7 @@ __all__ = [
     "gaussian_k",
     "get_info",
     "get_state",
+    "get_states",
     "gtopk",
     "hitopk",
     "init_state",
@@ -49,6 +56,7 @@ __all__ = [
     "lars",
     "local_clip_by_global_norm",
     "make_train_step",
+    "metrics",
     "momentum_correction",
     "mstopk",
     "ok_topk",
@@ -58,9 +66,11 @@ __all__ = [
     "reshard",
     "scale_by_trust_ratio",
     "sidco",
+    "small_leaves",
     "sparse_allreduce",
     "staged_density",
     "state_specs",
+    "tensorboard_writer",
     "topk_a",
     "topk_dsa",
 ]

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from optax_ext._momentum_correction import MomentumCorrection
@@ -23,6 +24,10 @@ def ok_topk(
     correction: MomentumCorrection | None = None,
     density_schedule: float | Callable[[jax.Array], Any] | None = None,
     dense_steps: int = 0,
+    dense_leaves: Any = None,
+    residual_dtype: Any = jnp.float32,
+    residual_decay: float = 1.0,
+    xi_every: int = 0,
     **allreduce_options: Any,
 ) -> optax.GradientTransformation:
     """Ok-Topk: O(k) words for each worker and step, whatever the number of workers.
@@ -40,6 +45,10 @@ def ok_topk(
       correction: see :func:`sparse_allreduce`.
       density_schedule: see :func:`sparse_allreduce`; ``density`` is its maximum.
       dense_steps: see :func:`sparse_allreduce`.
+      dense_leaves: see :func:`sparse_allreduce`.
+      residual_dtype: see :func:`sparse_allreduce`.
+      residual_decay: see :func:`sparse_allreduce`.
+      xi_every: see :func:`sparse_allreduce`.
       **allreduce_options: see :func:`sparse_collectives.allreduce.ok_topk`.
 
     Returns:
@@ -61,6 +70,10 @@ def ok_topk(
         correction=correction,
         density_schedule=density_schedule,
         dense_steps=dense_steps,
+        dense_leaves=dense_leaves,
+        residual_dtype=residual_dtype,
+        residual_decay=residual_decay,
+        xi_every=xi_every,
     )
 
 

@@ -1,4 +1,4 @@
-"""Between a pytree of gradients and the flat buffer that is sparsified."""
+"""Between a pytree of gradients and the flat buffers: the one that is sparsified, and the rest."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ from sparse_collectives import _validation
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where each leaf of a pytree lies in the flat buffer.
+    """Where each leaf of a pytree lies in the flat buffers.
 
     A pytree without leaves: all of it is static.
 
@@ -21,17 +21,36 @@ class Layout:
       treedef: the tree.
       shapes: the shape of each leaf.
       dtypes: the dtype of each leaf.
-      size: n, entries of the buffer.
+      dense: whether each leaf is exchanged densely, and not in the sparse buffer.
     """
 
     treedef: Any
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[Any, ...]
-    size: int
+    dense: tuple[bool, ...]
+
+    @property
+    def size(self) -> int:
+        """n, entries of the buffer that is sparsified."""
+        return sum(math.prod(shape) for shape in self.sparse_shapes)
+
+    @property
+    def dense_size(self) -> int:
+        """Entries of the leaves that are exchanged densely."""
+        return sum(math.prod(shape) for shape in self.shapes) - self.size
+
+    @property
+    def sparse_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the leaves in the buffer that is sparsified."""
+        return tuple(
+            shape for shape, dense in zip(self.shapes, self.dense, strict=True) if not dense
+        )
 
 
-def layout_of(tree: Any, name: str) -> Layout:
-    """The layout of ``tree``.
+def layout_of(tree: Any, name: str, dense: tuple[bool, ...] | None = None) -> Layout:
+    """The layout of ``tree``; ``dense`` says which leaves are, none by default.
+
+    A ``dense`` of another number of leaves is that of another tree, and not used.
 
     Raises:
       TypeError: a leaf that is not float32, bfloat16 or float16, named by its
@@ -43,23 +62,40 @@ def layout_of(tree: Any, name: str) -> Layout:
         _validation.check_float(f"{name}{jax.tree_util.keystr(path)}", jnp.result_type(leaf))
     shapes = tuple(tuple(jnp.shape(leaf)) for _, leaf in leaves)
     dtypes = tuple(jnp.dtype(jnp.result_type(leaf)) for _, leaf in leaves)
-    size = sum(math.prod(shape) for shape in shapes)
-    if size:
-        _validation.check_size(size)
-    return Layout(treedef, shapes, dtypes, size)
+    if dense is None or len(dense) != len(shapes):
+        dense = (False,) * len(shapes)
+    layout = Layout(treedef, shapes, dtypes, dense)
+    if layout.size:
+        _validation.check_size(layout.size)
+    return layout
 
 
-def ravel(tree: Any) -> jax.Array:
-    """All leaves as one ``f32[n]``. A single leaf costs no copy."""
-    leaves = [jnp.ravel(leaf).astype(jnp.float32) for leaf in jax.tree.leaves(tree)]
-    return leaves[0] if len(leaves) == 1 else jnp.concatenate(leaves)
+def ravel(tree: Any, layout: Layout) -> tuple[jax.Array, jax.Array]:
+    """The sparse leaves as one ``f32[n]``, and the dense ones as another.
+
+    A single leaf costs no copy.
+    """
+    leaves = jax.tree.leaves(tree)
+
+    def joined(dense: bool) -> jax.Array:
+        chosen = [
+            jnp.ravel(leaf).astype(jnp.float32)
+            for leaf, is_dense in zip(leaves, layout.dense, strict=True)
+            if is_dense == dense
+        ]
+        if not chosen:
+            return jnp.zeros((0,), jnp.float32)
+        return chosen[0] if len(chosen) == 1 else jnp.concatenate(chosen)
+
+    return joined(False), joined(True)
 
 
-def unravel(flat: jax.Array, layout: Layout) -> Any:
+def unravel(flat: jax.Array, dense: jax.Array, layout: Layout) -> Any:
     """The inverse of :func:`ravel`, in the dtypes of the layout."""
-    leaves, offset = [], 0
-    for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True):
-        size = math.prod(shape)
-        leaves.append(flat[offset : offset + size].reshape(shape).astype(dtype))
-        offset += size
+    leaves, offsets = [], {False: 0, True: 0}
+    for shape, dtype, is_dense in zip(layout.shapes, layout.dtypes, layout.dense, strict=True):
+        size, offset = math.prod(shape), offsets[is_dense]
+        part = (dense if is_dense else flat)[offset : offset + size]
+        leaves.append(part.reshape(shape).astype(dtype))
+        offsets[is_dense] += size
     return jax.tree.unflatten(layout.treedef, leaves)

@@ -1,13 +1,12 @@
 """The dense mean of gradients over the workers: the baseline."""
 
-import math
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext import _checks
+from optax_ext import _buckets, _checks
 from sparse_collectives import _validation
 from sparse_collectives._types import AxisName
 
@@ -70,16 +69,9 @@ def _bucketed(leaves: list[jax.Array], buckets: int | None) -> list[list[int]]:
     """The numbers of the leaves in each bucket, the last leaves first."""
     if buckets is None:
         return [[i] for i in reversed(range(len(leaves)))]
-    wanted = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) / buckets
-    grouped: list[list[int]] = []
-    filled, dtype = math.inf, None
-    for i in reversed(range(len(leaves))):
-        if filled >= wanted or leaves[i].dtype != dtype:
-            grouped.append([])
-            filled, dtype = 0, leaves[i].dtype
-        grouped[-1].append(i)
-        filled += leaves[i].size * leaves[i].dtype.itemsize
-    return grouped
+    return _buckets.grouped(
+        [x.size * x.dtype.itemsize for x in leaves], buckets, [x.dtype for x in leaves]
+    )
 
 
 def _mean(leaves: list[jax.Array], axis: AxisName) -> list[jax.Array]:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_ext import _density_schedule
+from optax_ext import _density_schedule, _sparse_state
 from optax_ext._sparse_state import StepInfo
 from sparse_collectives import (
     PaddedCOO,
@@ -78,14 +78,14 @@ def sparse(
         selector=selector_state,
         allreduce=allreduce_state,
         clipped=clipped,
-        info=StepInfo(
+        info=_sparse_state.no_info()._replace(
             selected=selection.selected,
             delivered=reduction.delivered,
             overflow=selection.overflow + reduction.overflow,
             local_threshold=selection.threshold,
             global_threshold=reduction.threshold,
             words=reduction.words,
-            useful=_compat.to_varying(reduction.useful, axis),
+            useful=reduction.useful,
         ),
     )
 
@@ -123,12 +123,9 @@ def dense(increment: jax.Array, like: Exchanged, *, axis: AxisName, hierarchy: A
         sent=nothing,
         undelivered=kept,
         clipped=jnp.zeros((), jnp.int32),
-        info=StepInfo(
+        info=_sparse_state.no_info()._replace(
             selected=jnp.sum(increment != 0, dtype=jnp.int32),
             delivered=delivered,
-            overflow=jnp.zeros((), jnp.int32),
-            local_threshold=jnp.zeros((), jnp.float32),
-            global_threshold=jnp.zeros((), jnp.float32),
             words=jnp.float32(words),
             useful=jnp.float32(words),
         ),
@@ -137,20 +134,8 @@ def dense(increment: jax.Array, like: Exchanged, *, axis: AxisName, hierarchy: A
 
 def typed_per_worker(result: Exchanged, axis: AxisName) -> Exchanged:
     """Types what differs between the workers as varying, for branches to agree."""
-    sent, undelivered, selected, overflow, threshold, useful = _compat.to_varying(
-        (
-            result.sent,
-            result.undelivered,
-            result.info.selected,
-            result.info.overflow,
-            result.info.local_threshold,
-            result.info.useful,
-        ),
-        axis,
-    )
-    info = result.info._replace(
-        selected=selected, overflow=overflow, local_threshold=threshold, useful=useful
-    )
+    sent, undelivered = _compat.to_varying((result.sent, result.undelivered), axis)
+    info = _sparse_state.per_worker(result.info, lambda x: _compat.to_varying(x, axis))
     return result._replace(sent=sent, undelivered=undelivered, info=info)
 
 

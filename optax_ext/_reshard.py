@@ -115,7 +115,9 @@ def consolidate(opt_state: Any, params: Any) -> tuple[Any, Any]:
             )
         workers = node.residual.shape[0]
         rows = _rows(node, node.residual)
-        parts = _buffer.unravel(jnp.sum(rows, axis=0) / workers, node.layout)
+        rows = jnp.sum(rows, axis=0, dtype=jnp.float32)
+        dense = jnp.zeros((node.layout.dense_size,), jnp.float32)
+        parts = _buffer.unravel(rows / workers, dense, node.layout)
         # A part of the parameters, as in optax.multi_transform, has masks elsewhere.
         parts, tree = jax.tree.flatten(parts, is_leaf=_is_mask)
         if tree != treedef:

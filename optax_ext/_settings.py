@@ -22,12 +22,14 @@ class Settings:
       allreduce: the allreduce with its arguments.
       learning_rate: whether a learning rate was applied before accumulation. It is
         the unit of the residual.
+      residual: dtype and decay of the residual.
       axis: the mesh axis of the workers.
     """
 
     selector: str
     allreduce: str
     learning_rate: bool
+    residual: str
     axis: AxisName
 
 

@@ -7,20 +7,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext import (
-    _buffer,
-    _checks,
-    _density_schedule,
-    _exchange,
-    _nonfinite,
-    _settings,
-    _sparse_state,
-)
+from optax_ext import _checks, _density_schedule, _nonfinite, _residual, _settings
+from optax_ext._error_feedback import ErrorFeedback
 from optax_ext._momentum_correction import MomentumCorrection
-from optax_ext._sparse_state import ShardState, SparseAllreduceState
-from sparse_collectives import Layout, Selector, SparseAllreduce, _compat, _validation, transport
+from sparse_collectives import Selector, SparseAllreduce, _validation
 from sparse_collectives._types import AxisName
-from sparse_collectives.allreduce import Hierarchical, _hierarchical
+from sparse_collectives.allreduce import Hierarchical
 
 
 def sparse_allreduce(
@@ -34,6 +26,10 @@ def sparse_allreduce(
     correction: MomentumCorrection | None = None,
     density_schedule: float | Callable[[jax.Array], Any] | None = None,
     dense_steps: int = 0,
+    dense_leaves: Any = None,
+    residual_dtype: Any = jnp.float32,
+    residual_decay: float = 1.0,
+    xi_every: int = 0,
 ) -> optax.GradientTransformation:
     r"""Replaces the dense allreduce of gradients by a sparse one.
 
@@ -81,6 +77,18 @@ def sparse_allreduce(
         steps. Shapes are static, so the words sent are those of the maximum.
       dense_steps: for so many first steps the gradients are averaged by a dense allreduce
         in the same program. The residual does not change, and no velocity is masked.
+      dense_leaves: leaves that are averaged by one dense allreduce instead: a function of
+        the parameters that labels their leaves ``"sparse"`` or ``"dense"``, such as
+        :func:`small_leaves`, or a pytree of labels, as in ``optax.multi_transform``. They have
+        no residual, and are no part of n; all other options hold for them too.
+      residual_dtype: float32, or bfloat16, rounded stochastically: half the memory, and
+        conservation holds in expectation.
+      residual_decay: the residual is multiplied with it at each step that accumulates, in
+        [0, 1]. Below 1 old gradients are forgotten, by intent; conservation then holds for
+        ``acc_i = decay * residual_i + g_i``.
+      xi_every: every so many steps ``info.xi`` is measured: how far the update is from the
+        true global top-k, relative to the gradient (Equation 5 of Ok-Topk). That takes a
+        dense allreduce of 2 n words; 0: never.
 
     Returns:
       An ``optax.GradientTransformation``. Its updates have the dtypes of the
@@ -90,7 +98,8 @@ def sparse_allreduce(
     Raises:
       ValueError: an axis that is not bound; gradients already summed over the
         axis; an update whose tree, shapes or dtypes differ from ``init``'s; a
-        state of another number of workers; 2**31 entries or more.
+        state of another number of workers; 2**31 entries or more; a leaf that
+        ``dense_leaves`` has no label for.
       TypeError: leaves that are not float32, bfloat16 or float16.
 
     Example:
@@ -107,178 +116,32 @@ def sparse_allreduce(
     nonfinite = _validation.check_choice("nonfinite", nonfinite, _nonfinite.POLICIES)
     if axis_size is not None:
         axis_size = _validation.check_positive_int("axis_size", axis_size)
-    if dense_steps != 0:
-        dense_steps = _validation.check_positive_int("dense_steps", dense_steps, minimum=0)
-    scale = _as_schedule(learning_rate)
-    settings = _settings.Settings(
-        _settings.describe(selector),
-        _settings.describe(allreduce),
-        learning_rate is not None,
-        axis,
-    )
-    schedule = _density_schedule.as_schedule(density_schedule)
-    hierarchy = allreduce if isinstance(allreduce, Hierarchical) else None
-    if hierarchy is not None:
-        _checks.check_hierarchy(axis, hierarchy.inner_axis)
-
-    def init(params: Any) -> SparseAllreduceState:
-        layout = _buffer.layout_of(params, "params")
-        bound = _compat.axis_is_bound(axis)
-        workers = _checks.workers_at_init(axis, axis_size, bound)
-        lead = 1 if bound else workers
-        size = layout.size
-        selector_layout = Layout(layout.shapes) if size else None
-        if hierarchy is not None:
-            _checks.check_bound_for_hierarchy(axis, bound)
-            # A shard cuts through layers: to the selector it is one.
-            selector_layout = size = _shard_size(hierarchy, size)
-        local = (
-            jnp.zeros((size,), jnp.float32),
-            correction.init(size) if correction is not None else (),
-            selector.init(selector_layout) if size else (),
-            _sparse_state.no_info(),
-        )
-        local = jax.tree.map(lambda x: jnp.broadcast_to(x[None], (lead, *x.shape)), local)
-        if bound:
-            local = _compat.to_varying(local, axis)
-        residual, velocity, selector_state, info = local
-        common = _sparse_state.no_info()
-        return SparseAllreduceState(
-            count=jnp.zeros((), jnp.int32),
-            skipped=jnp.zeros((), jnp.int32),
-            dropped=jnp.zeros((), jnp.int32),
-            clipped=jnp.zeros((), jnp.int32),
-            residual=residual,
-            velocity=velocity,
-            selector=selector_state,
-            allreduce=_init_allreduce(allreduce, layout.size, workers) if size else (),
-            info=info._replace(
-                delivered=common.delivered,
-                global_threshold=common.global_threshold,
-                words=common.words,
-            ),
-            layout=layout,
-            settings=settings,
-        )
-
-    def update(updates: Any, state: SparseAllreduceState, params: Any = None):
-        del params
-        layout = _buffer.layout_of(updates, "updates")
-        workers = _checks.workers_at_update(axis, axis_size)
-        _checks.check_layout(state.layout, layout)
-        if not layout.size:
-            return updates, state._replace(count=state.count + 1)
-        size = layout.size if hierarchy is None else _shard_size(hierarchy, layout.size)
-        _checks.check_residual(state.residual, size, workers, axis)
-        _checks.check_local_gradients(updates, axis)
-
-        gradient = _buffer.ravel(updates)
-        if scale is not None:
-            gradient = gradient * jnp.asarray(scale(state.count), jnp.float32)
-        if hierarchy is not None:
-            gradient = hierarchy.scatter(gradient)
-        # In the shape of the state: XLA then adds in place where it is donated.
-        increment, velocity = gradient[None], state.velocity
-        if correction is not None:
-            velocity, increment = correction.update(velocity, increment)
-        guarded = _nonfinite.guard(
-            nonfinite,
-            state.residual,
-            increment,
-            velocity,
-            state.velocity,
+    if isinstance(allreduce, Hierarchical):
+        _checks.check_hierarchy(axis, allreduce.inner_axis)
+    kept = _residual.residual(residual_dtype, residual_decay)
+    feedback = ErrorFeedback(
+        selector=selector,
+        allreduce=allreduce,
+        axis=axis,
+        axis_size=axis_size,
+        learning_rate=_as_schedule(learning_rate),
+        nonfinite=nonfinite,
+        correction=correction,
+        density_schedule=_density_schedule.as_schedule(density_schedule),
+        dense_steps=_validation.check_positive_int("dense_steps", dense_steps, minimum=0),
+        dense_leaves=dense_leaves,
+        residual=kept,
+        xi_every=_validation.check_positive_int("xi_every", xi_every, minimum=0),
+        settings=_settings.Settings(
+            selector=_settings.describe(selector),
+            allreduce=_settings.describe(allreduce),
+            learning_rate=learning_rate is not None,
+            residual=kept.describe(),
             axis=axis,
-            count=state.count,
-        )
-        increment, proceeds = guarded.increment, guarded.proceeds
-        is_dense = state.count < dense_steps
-        accumulated = state.residual + (
-            jnp.where(is_dense, 0.0, increment) if dense_steps else increment
-        )
-
-        selector_state = _sparse_state.without_lead(state.selector)
-        allreduce_state = state.allreduce
-        if hierarchy is not None:
-            allreduce_state = _sparse_state.without_lead(allreduce_state.state)
-
-        def sparse() -> _exchange.Exchanged:
-            return _exchange.sparse(
-                accumulated[0],
-                selector_state,
-                allreduce_state,
-                selector=selector,
-                allreduce=allreduce,
-                axis=axis,
-                proceeds=proceeds,
-                schedule=schedule,
-                count=state.count,
-            )
-
-        if dense_steps:
-            shapes = jax.eval_shape(sparse)
-            like = shapes._replace(selector=selector_state, allreduce=allreduce_state)
-            # All workers, and all groups of a larger mesh, have the same count.
-            result = jax.lax.cond(
-                is_dense,
-                lambda: _exchange.typed_per_worker(
-                    _exchange.dense(increment[0], like, axis=axis, hierarchy=hierarchy), axis
-                ),
-                lambda: _exchange.typed_per_worker(sparse(), axis),
-            )
-        else:
-            result = sparse()
-        residual = _exchange.keep_undelivered(accumulated, result.sent, result.undelivered)
-        velocity = guarded.velocity
-        if correction is not None:
-            delivered = _exchange.delivered_of(result.sent, residual)
-            velocity = correction.mask(velocity, result.sent.indices, delivered)
-
-        allreduce_state = result.allreduce
-        if hierarchy is not None:
-            allreduce_state = _shard_state(allreduce_state, hierarchy)
-        info = _sparse_state.with_lead(result.info)._replace(
-            delivered=result.info.delivered,
-            global_threshold=result.info.global_threshold,
-            words=result.info.words,
-        )
-        stepped = state._replace(
-            count=state.count + 1,
-            dropped=state.dropped + guarded.dropped,
-            clipped=state.clipped + result.clipped,
-            selector=_sparse_state.with_lead(result.selector),
-            allreduce=allreduce_state,
-            info=info,
-        )
-        if proceeds is not None:
-            skipped = state._replace(skipped=state.skipped + 1)
-            stepped = jax.tree.map(
-                lambda new, old: new if new is old else jnp.where(proceeds, new, old),
-                stepped,
-                skipped,
-            )
-        mean = result.mean
-        if hierarchy is not None:
-            mean = hierarchy.gather(mean, layout.size)
-        new_state = stepped._replace(residual=residual, velocity=velocity)
-        return _buffer.unravel(mean, layout), new_state
-
+        ),
+    )
     # optax types a state as any pytree, which NamedTuples of arrays are at run time.
-    return optax.GradientTransformation(cast(Any, init), cast(Any, update))
-
-
-def _shard_size(hierarchy: Hierarchical, size: int) -> int:
-    return _hierarchical.shard_size(size, transport.axis_size(hierarchy.inner_axis))
-
-
-def _init_allreduce(allreduce: SparseAllreduce | Hierarchical, size: int, workers: int) -> Any:
-    if isinstance(allreduce, SparseAllreduce):
-        return allreduce.init(size, workers)
-    state = allreduce.init(size, workers, transport.axis_size(allreduce.inner_axis))
-    return _shard_state(_compat.to_varying(state, allreduce.inner_axis), allreduce)
-
-
-def _shard_state(state: Any, hierarchy: Hierarchical) -> ShardState:
-    return ShardState(jax.tree.map(lambda x: x[None], state), hierarchy.inner_axis)
+    return optax.GradientTransformation(cast(Any, feedback.init), cast(Any, feedback.update))
 
 
 def _as_schedule(

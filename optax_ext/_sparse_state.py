@@ -23,6 +23,12 @@ class StepInfo(NamedTuple):
         included.
       useful: ``f32[1]`` for each worker: words of its messages that are no padding. The
         mean over the workers, divided by ``words``, is the occupancy.
+      arrived: ``i32[1]`` for each worker: of the entries it selected, those that are in
+        the update. Of the others it keeps the whole value.
+      threshold_drift: ``f32[1]`` for each worker: its threshold relative to that of the
+        step before, minus 1. Of a threshold in a steady state it is about 0.
+      xi: ``f32[]``: the constant of Ok-Topk's convergence proof, from the last step that
+        measured it (``xi_every``).
     """
 
     selected: jax.Array
@@ -32,6 +38,13 @@ class StepInfo(NamedTuple):
     global_threshold: jax.Array
     words: jax.Array
     useful: jax.Array
+    arrived: jax.Array
+    threshold_drift: jax.Array
+    xi: jax.Array
+
+
+# The fields that differ between the workers.
+PER_WORKER = ("selected", "overflow", "local_threshold", "useful", "arrived", "threshold_drift")
 
 
 class SparseAllreduceState(NamedTuple):
@@ -47,11 +60,14 @@ class SparseAllreduceState(NamedTuple):
       skipped: ``i32[]``, steps skipped because of a non-finite gradient.
       dropped: ``i32[]``, entries of all workers left out with ``nonfinite='drop'``.
       clipped: ``i32[]``, steps whose ``density_schedule`` was out of range.
-      residual: ``f32[1, n]`` for each worker: what it has not delivered yet. With
+      residual: ``f32[1, n]`` for each worker: what it has not delivered yet, or
+        ``bf16[1, n]`` with ``residual_dtype``. Leaves that go dense have none. With
         :func:`~sparse_collectives.allreduce.hierarchical` it is that of its shard,
         ``f32[1, ceil(n / w)]`` for w workers in a node.
       velocity: as ``residual``, for each worker: the momentum of its gradients; ``()``
         without a ``correction``.
+      dense_velocity: ``f32[1, m]``, for each worker: the same for the leaves that go
+        dense; ``()`` without these or a ``correction``.
       selector: the selector's state, for each worker.
       allreduce: the allreduce's state; a :class:`ShardState` with ``hierarchical``.
       info: :class:`StepInfo` of the last step.
@@ -67,6 +83,7 @@ class SparseAllreduceState(NamedTuple):
     clipped: jax.Array
     residual: jax.Array
     velocity: Any
+    dense_velocity: Any
     selector: Any
     allreduce: Any
     info: StepInfo
@@ -103,6 +120,15 @@ def without_lead(tree: Any) -> Any:
 def no_info() -> StepInfo:
     """The info before the first step, without leading axes."""
     # One array for each field: two that are donated can't be the same.
-    counts = [jnp.zeros((), jnp.int32) for _ in range(3)]
-    floats = [jnp.zeros((), jnp.float32) for _ in range(4)]
-    return StepInfo(*counts, *floats)
+    integers = ("selected", "delivered", "overflow", "arrived")
+    return StepInfo(
+        **{
+            name: jnp.zeros((), jnp.int32 if name in integers else jnp.float32)
+            for name in StepInfo._fields
+        }
+    )
+
+
+def per_worker(info: StepInfo, function: Any) -> StepInfo:
+    """``function`` of the fields that differ between the workers."""
+    return info._replace(**{name: function(getattr(info, name)) for name in PER_WORKER})

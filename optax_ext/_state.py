@@ -6,6 +6,7 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from optax_ext import _sparse_state
 from optax_ext._sparse_state import ShardState, SparseAllreduceState, StepInfo
 from sparse_collectives import _compat
 from sparse_collectives._types import AxisName
@@ -15,19 +16,31 @@ def _is_state(node: Any) -> bool:
     return isinstance(node, SparseAllreduceState)
 
 
+def get_states(opt_state: Any) -> list[SparseAllreduceState]:
+    """Every :class:`SparseAllreduceState` in ``opt_state``: one for each bucket or group."""
+    return list(filter(_is_state, jax.tree.leaves(opt_state, is_leaf=_is_state)))
+
+
 def get_state(opt_state: Any) -> SparseAllreduceState | None:
     """The first :class:`SparseAllreduceState` anywhere in ``opt_state``, or None."""
-    nodes = jax.tree.leaves(opt_state, is_leaf=_is_state)
-    return next((node for node in nodes if _is_state(node)), None)
+    return next(iter(get_states(opt_state)), None)
 
 
 def get_info(opt_state: Any) -> StepInfo | None:
     """What the last step did, from anywhere in a chain; None without a sparse one.
 
-    Outside of the mapped function the per-worker fields have a leading axis of P.
+    Of several states (buckets, groups of parameters) counts and words are added up;
+    thresholds and xi are those of the largest buffer. Outside of the mapped function the
+    per-worker fields have a leading axis of P.
     """
-    state = get_state(opt_state)
-    return None if state is None else state.info
+    states = get_states(opt_state)
+    if len(states) < 2:
+        return states[0].info if states else None
+    largest = max(states, key=lambda state: state.layout.size).info
+    added = ("selected", "delivered", "overflow", "words", "useful", "arrived")
+    return largest._replace(
+        **{name: sum(getattr(state.info, name) for state in states) for name in added}
+    )
 
 
 def state_specs(opt_state: Any, axis: AxisName) -> Any:
@@ -57,10 +70,9 @@ def state_specs(opt_state: Any, axis: AxisName) -> Any:
         return everywhere._replace(
             residual=split,
             velocity=jax.tree.map(lambda _: split, node.velocity),
+            dense_velocity=jax.tree.map(lambda _: split, node.dense_velocity),
             selector=jax.tree.map(lambda _: split, node.selector),
-            info=everywhere.info._replace(
-                selected=split, overflow=split, local_threshold=split, useful=split
-            ),
+            info=_sparse_state.per_worker(everywhere.info, lambda _: split),
         )
 
     return jax.tree.map(specs, opt_state, is_leaf=_is_state)

@@ -51,7 +51,7 @@ def test_buckets_give_the_bits_of_one_allreduce_for_each_leaf(buckets):
     [
         (None, [[3], [2], [1], [0]]),
         (1, [[3, 2, 1, 0]]),
-        (2, [[3, 2, 1], [0]]),
+        (2, [[3, 2], [1, 0]]),
         (4, [[3, 2], [1], [0]]),
     ],
 )

@@ -1,0 +1,124 @@
+"""Several buffers instead of one, so that their exchange overlaps the backward pass."""
+
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from sparse_collectives import _validation
+
+
+class BucketedState(NamedTuple):
+    """State of :func:`bucketed`.
+
+    Attributes:
+      buckets: the state of each bucket, that of the last leaves first.
+    """
+
+    buckets: tuple[Any, ...]
+
+
+def bucketed(tx: optax.GradientTransformation, buckets: int) -> optax.GradientTransformation:
+    """Gives ``tx`` the gradients in several buckets, the last layers first.
+
+    A buffer of all gradients is complete when the backward pass is. A bucket of the last
+    layers is complete long before, and XLA can exchange it while the rest is computed
+    (on GPU with its latency-hiding scheduler). The buckets follow one another: each begins
+    when the one before has ended, which is how they would share a network anyway, and
+    which keeps XLA from joining their small messages into ones that wait for all of
+    them.
+
+    Each bucket has a state of its own: thresholds, regions, counts. So density holds for
+    each, and with ``nonfinite='skip'`` each is skipped on its own. More buckets mean more
+    messages: keep them so large that they take longer than their latencies, some
+    millions of entries on most networks.
+
+    Args:
+      tx: :func:`sparse_allreduce`, one of its aliases, or :func:`dense`; it is used for
+        each bucket. Transformations that look at all parameters, such as
+        ``optax.clip_by_global_norm``, belong behind, not inside.
+      buckets: about how many buckets of equal size, made of whole leaves. A leaf larger
+        than its share is a bucket.
+
+    Returns:
+      An ``optax.GradientTransformation``. :func:`get_info` adds up the counts of its buckets.
+
+    Raises:
+      ValueError: fewer than one bucket.
+
+    Example:
+      >>> import optax, optax_ext
+      >>> tx = optax.chain(
+      ...     bucketed(optax_ext.ok_topk(density=0.01, axis="data"), 4), optax.adam(1e-3)
+      ... )
+    """
+    buckets = _validation.check_positive_int("buckets", buckets)
+
+    def init(params: Any) -> BucketedState:
+        return BucketedState(tuple(tx.init(part) for part in _parts(params, buckets)))
+
+    def update(updates: Any, state: BucketedState, params: Any = None):
+        leaves, treedef = jax.tree.flatten(updates)
+        given = None if params is None else _parts(params, buckets)
+        states, reduced = [], []
+        for i, part in enumerate(_parts(updates, buckets)):
+            if reduced:
+                part = _after(reduced[-1], part)
+            result, new = tx.update(part, state.buckets[i], None if given is None else given[i])
+            states.append(new)
+            reduced.append(result)
+        for result in reduced:
+            for at, leaf in enumerate(treedef.flatten_up_to(result)):
+                if not isinstance(leaf, optax.MaskedNode):
+                    leaves[at] = leaf
+        return jax.tree.unflatten(treedef, leaves), BucketedState(tuple(states))
+
+    # optax types a state as any pytree, which NamedTuples of arrays are at run time.
+    return optax.GradientTransformation(cast(Any, init), cast(Any, update))
+
+
+def _after(done: Any, tree: Any) -> Any:
+    """``tree``, unchanged, but not to be had before ``done``.
+
+    XLA drops ``lax.optimization_barrier`` before it joins collectives, so this is a zero
+    that takes the value of ``done`` to compute; it is added where the leaves are copied
+    anyway.
+    """
+    first = jax.tree.leaves(done)[0].ravel()[0].astype(jnp.float32)
+    zero = ((lax.bitcast_convert_type(first, jnp.int32) & 1) >> 1).astype(jnp.float32)
+    return jax.tree.map(lambda leaf: leaf + zero.astype(leaf.dtype), tree)
+
+
+def grouped(sizes: list[int], buckets: int, kinds: list[Any]) -> list[list[int]]:
+    """The numbers of the leaves in each bucket, the last leaves first.
+
+    Args:
+      sizes: of the leaves, in any unit.
+      buckets: about how many to make.
+      kinds: leaves of different kinds are not joined.
+    """
+    wanted = sum(sizes) / buckets
+    groups: list[list[int]] = []
+    filled, kind = 0, None
+    for i in reversed(range(len(sizes))):
+        # Whichever is nearer to the wanted size: with the leaf or without it.
+        if not groups or kinds[i] != kind or filled + sizes[i] / 2 > wanted:
+            groups.append([])
+            filled, kind = 0, kinds[i]
+        groups[-1].append(i)
+        filled += sizes[i]
+    return groups
+
+
+def _parts(tree: Any, buckets: int) -> list[Any]:
+    """For each bucket the tree, with ``MaskedNode`` in the place of other leaves."""
+    leaves, treedef = jax.tree.flatten(tree)
+    sizes = [leaf.size for leaf in leaves]
+    parts = []
+    for group in grouped(sizes, buckets, [None] * len(leaves)):
+        members = set(group)
+        masked = [leaf if i in members else optax.MaskedNode() for i, leaf in enumerate(leaves)]
+        parts.append(jax.tree.unflatten(treedef, masked))
+    return parts

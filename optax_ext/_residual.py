@@ -1,0 +1,82 @@
+"""How the residual is kept from step to step: its dtype, and its decay."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sparse_collectives import _hash, _validation, transport
+from sparse_collectives._types import AxisName
+
+DTYPES = ("float32", "bfloat16")
+
+
+class Residual(NamedTuple):
+    """How a residual is kept.
+
+    Attributes:
+      dtype: float32 or bfloat16.
+      decay: what the residual is multiplied with at each step, in [0, 1].
+    """
+
+    dtype: Any
+    decay: float
+
+    def describe(self) -> str:
+        """In words, for a checkpoint's metadata."""
+        return jnp.dtype(self.dtype).name + (f", decay {self.decay}" if self.decay != 1 else "")
+
+
+def residual(dtype: Any, decay: float) -> Residual:
+    """A checked :class:`Residual`.
+
+    Raises:
+      ValueError: another dtype, a decay out of [0, 1].
+    """
+    name = jnp.dtype(dtype).name
+    if name not in DTYPES:
+        raise ValueError(
+            f"residual_dtype={name} is none of {DTYPES}. float16 would overflow where gradients "
+            "add up; write residual_dtype=jnp.bfloat16 for half of the memory."
+        )
+    return Residual(jnp.dtype(dtype), _validation.check_number("residual_decay", decay, 0.0, 1.0))
+
+
+def load(kept: jax.Array) -> jax.Array:
+    """The residual as ``f32[1, n]``."""
+    return kept.astype(jnp.float32)
+
+
+def decayed(value: jax.Array, how: Residual, decays: jax.Array) -> jax.Array:
+    """``value`` times the decay where ``decays``, ``bool[]``: not in steps that leave it alone."""
+    if how.decay == 1.0:
+        return value
+    return value * jnp.where(decays, jnp.float32(how.decay), 1.0)
+
+
+def store(value: jax.Array, how: Residual, *, axis: AxisName, count: jax.Array) -> jax.Array:
+    """``value f32[1, n]`` in the dtype that is kept.
+
+    bfloat16 is rounded stochastically: to one of the two neighbours, with probabilities
+    that make the expectation exact. To the nearest, an entry that grows by less than a
+    256th of itself in a step would never grow. A value that bfloat16 can hold is kept as
+    it is.
+    """
+    if value.dtype == how.dtype:
+        return value
+    bits = lax.bitcast_convert_type(value, jnp.uint32)
+    seed = _hash.combine(count, transport.axis_index(axis))
+    position = lax.broadcasted_iota(jnp.uint32, value.shape, value.ndim - 1)
+    # One round of mixing: neighbouring steps of an entry have to look independent, no more.
+    noise = _hash.mix(position ^ seed) >> 16
+    truncated = _upper_half(bits)
+    rounded = _upper_half(bits + noise)
+    # What is not finite would become something else; the largest must not become infinite.
+    keep = ~jnp.isfinite(value)
+    nearest = value.astype(jnp.bfloat16)
+    return jnp.where(keep, nearest, jnp.where(jnp.isfinite(rounded), rounded, truncated))
+
+
+def _upper_half(bits: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)

@@ -1,0 +1,214 @@
+"""Leaves that go dense beside the buffer that is sparsified."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import optax_ext
+import sparse_collectives as sc
+
+WORKERS, STEPS = 4, 5
+PARAMS = {"a": jnp.zeros((12, 10)), "bias": jnp.zeros(10), "b": jnp.zeros((8, 5), jnp.bfloat16)}
+LABELS = {"a": "sparse", "bias": "dense", "b": "sparse"}
+
+
+@functools.cache
+def gradients(workers=WORKERS):
+    rng = np.random.default_rng(3)
+    return {
+        name: np.asarray(
+            rng.integers(-64, 64, (STEPS, workers, *leaf.shape)) / 16, np.dtype(leaf.dtype)
+        )
+        for name, leaf in PARAMS.items()
+    }
+
+
+def run(tx, given=None, workers=WORKERS):
+    """Updates and states of all steps, from one program."""
+
+    def all_steps(gradient):
+        def step(state, gradient):
+            updates, state = tx.update(gradient, state)
+            return state, (updates, state)
+
+        return jax.lax.scan(step, tx.init(PARAMS), gradient)[1]
+
+    given = gradients(workers) if given is None else given
+    given = jax.tree.map(lambda x: np.swapaxes(x, 0, 1), given)
+    results = sc.simulate(all_steps, axis="w", axis_size=workers)(given)
+    return jax.tree.map(lambda x: np.swapaxes(np.asarray(x), 0, 1), results)
+
+
+def sums(tree):
+    return {name: np.asarray(leaf, np.float64) for name, leaf in tree.items()}
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [LABELS, lambda params: LABELS, optax_ext.small_leaves(min_size=0)],
+    ids=["tree", "function", "small_leaves"],
+)
+def test_dense_leaves_have_the_mean_and_the_others_are_conserved(labels):
+    tx = optax_ext.ok_topk(0.1, axis="w", dense_leaves=labels)
+    updates, states = run(tx)
+    assert states.residual.shape[-1] == 12 * 10 + 8 * 5
+    given = gradients()
+    np.testing.assert_allclose(updates["bias"][:, 0], given["bias"].mean(1), rtol=1e-6)
+    assert (states.info.selected == 16).all()
+    applied = WORKERS * sums(updates)["a"][:, 0].sum(0)
+    left = states.residual[-1].sum(0)[0, :120].reshape(12, 10)
+    np.testing.assert_allclose(applied + left, sums(given)["a"].sum((0, 1)), atol=1e-4)
+
+
+def test_the_sparse_leaves_are_as_if_they_were_alone():
+    updates, _ = run(optax_ext.topk_a(0.1, axis="w", dense_leaves=LABELS))
+
+    def only(tree):
+        return {name: leaf for name, leaf in tree.items() if name != "bias"}
+
+    tx = optax_ext.topk_a(0.1, axis="w")
+
+    def all_steps(gradient):
+        def step(state, gradient):
+            updates, state = tx.update(gradient, state)
+            return state, updates
+
+        return jax.lax.scan(step, tx.init(only(PARAMS)), gradient)[1]
+
+    alone = sc.simulate(all_steps, axis="w", axis_size=WORKERS)(
+        jax.tree.map(lambda x: np.swapaxes(x, 0, 1), only(gradients()))
+    )
+    for name, leaf in alone.items():
+        np.testing.assert_array_equal(np.swapaxes(leaf, 0, 1), updates[name])
+
+
+def test_all_dense_leaves_go_in_one_psum_and_count_as_words():
+    labels = {"a": "dense", "bias": "dense", "b": "sparse"}
+    tx = optax_ext.topk_a(0.1, axis="w", dense_leaves=labels, nonfinite="ignore")
+    one = jax.tree.map(lambda x: x[0], gradients())
+    program = str(jax.make_jaxpr(sc.simulate(_step_of(tx), axis="w", axis_size=WORKERS))(one))
+    # vmap turns a psum over its axis into a sum over the lanes.
+    assert program.count("f32[4,130]") >= 1
+    _, states = run(tx)
+    sparse_words = 2 * 4 * (WORKERS - 1)
+    expected = sparse_words + 2 * 130 * (WORKERS - 1) / WORKERS
+    np.testing.assert_allclose(states.info.words, expected)
+
+
+def _step_of(tx):
+    return lambda gradient: tx.update(gradient, tx.init(gradient))[0]
+
+
+def test_momentum_and_rate_hold_for_dense_leaves_too():
+    correction = optax_ext.momentum_correction(0.5, masking=True)
+    tx = optax_ext.topk_a(
+        0.1, axis="w", dense_leaves=LABELS, correction=correction, learning_rate=0.25
+    )
+    updates, states = run(tx)
+    velocity, mean = np.zeros(10), gradients()["bias"].mean(1)
+    for step in range(STEPS):
+        velocity = 0.5 * velocity + 0.25 * mean[step]
+        np.testing.assert_allclose(updates["bias"][step, 0], velocity, rtol=1e-5)
+    assert states.dense_velocity.shape == (STEPS, WORKERS, 1, 10)
+
+
+@pytest.mark.parametrize("bad_leaf", ["a", "bias"])
+def test_a_step_is_skipped_as_a_whole(bad_leaf):
+    given = {name: leaf.copy() for name, leaf in gradients().items()}
+    given[bad_leaf][2, 1].flat[3] = np.nan
+    correction = optax_ext.momentum_correction(0.5)
+    tx = optax_ext.topk_a(0.1, axis="w", dense_leaves=LABELS, correction=correction)
+    updates, states = run(tx, given)
+    assert states.skipped[-1].tolist() == [1] * WORKERS
+    for leaf in updates.values():
+        assert (np.asarray(leaf[2], np.float32) == 0).all()
+    for name in ("residual", "velocity", "dense_velocity"):
+        kept = getattr(states, name)
+        np.testing.assert_array_equal(kept[2], kept[1])
+
+
+def test_dropped_entries_of_dense_leaves():
+    given = {name: leaf.copy() for name, leaf in gradients().items()}
+    given["bias"][2, 1, 3] = np.inf
+    updates, states = run(
+        optax_ext.topk_a(0.1, axis="w", dense_leaves=LABELS, nonfinite="drop"), given
+    )
+    assert states.dropped[-1].tolist() == [1] * WORKERS
+    expected = np.where(np.isfinite(given["bias"]), given["bias"], 0).mean(1)
+    np.testing.assert_allclose(updates["bias"][:, 0], expected, rtol=1e-6)
+
+
+def test_all_leaves_dense_is_the_dense_allreduce():
+    tx = optax_ext.ok_topk(
+        0.1, axis="w", dense_leaves={"a": "dense", "bias": "dense", "b": "dense"}
+    )
+    updates, states = run(tx)
+    expected, _ = run(optax_ext.dense(axis="w"))
+    for name, leaf in expected.items():
+        np.testing.assert_allclose(
+            np.asarray(updates[name], np.float32), np.asarray(leaf, np.float32), rtol=1e-2
+        )  # dense() adds bfloat16 up in bfloat16, whose steps are 1 / 256
+    assert states.count[-1].tolist() == [STEPS] * WORKERS
+
+
+def test_on_a_mesh_through_a_checked_step_with_a_hierarchy():
+    mesh = jax.make_mesh((2, 4), ("n", "d"), axis_types=(AxisType.Auto,) * 2)
+    tx = optax_ext.hitopk(
+        0.1,
+        axis=("n", "d"),
+        inner_axis="d",
+        dense_leaves=LABELS,
+        correction=optax_ext.momentum_correction(0.5),
+    )
+    state = optax_ext.init_state(tx, PARAMS, mesh, ("n", "d"))
+    specs = optax_ext.state_specs(state, ("n", "d"))
+    step = jax.jit(
+        jax.shard_map(
+            lambda s, g: tx.update(jax.tree.map(lambda x: x[0], g), s),
+            mesh=mesh,
+            in_specs=(specs, P(("n", "d"))),
+            out_specs=(P(), specs),
+        )
+    )
+    given = jax.tree.map(lambda x: x[0], gradients(8))
+    updates, state = step(state, given)
+    np.testing.assert_allclose(updates["bias"], given["bias"].mean(0), rtol=1e-6)
+    assert state.dense_velocity.shape == (8, 10)
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ({"a": "sparse", "b": "dense"}, r"no label for params\['bias'\].*small_leaves"),
+        ({"a": "sparse", "b": "dense", "bias": None}, r"no label for params\['bias'\]"),
+        ({"a": "sparse", "b": "dense", "bias": "big"}, r"params\['bias'\] 'big'.*one of"),
+        ({**LABELS, "c": "dense"}, r"label for params\['c'\], which is no leaf"),
+    ],
+)
+def test_labels_that_do_not_fit(labels, message):
+    tx = optax_ext.ok_topk(0.1, axis="w", axis_size=2, dense_leaves=labels)
+    with pytest.raises(ValueError, match=message):
+        tx.init(PARAMS)
+
+
+def test_a_label_holds_for_all_below_it():
+    params = {"layer": {"w": jnp.zeros((4, 4)), "b": jnp.zeros(4)}, "head": jnp.zeros(3)}
+    tx = optax_ext.ok_topk(
+        0.5, axis="w", axis_size=2, dense_leaves={"layer": "sparse", "head": "dense"}
+    )
+    assert tx.init(params).layout.dense == (True, False, False)
+
+
+def test_small_leaves_are_labels_for_multi_transform_as_well():
+    tx = optax.multi_transform(
+        {"sparse": optax.sgd(1.0), "dense": optax.set_to_zero()},
+        optax_ext.small_leaves(min_size=50),
+    )
+    updates, _ = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    assert jax.tree.structure(updates) == jax.tree.structure(PARAMS)

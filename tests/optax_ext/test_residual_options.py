@@ -1,0 +1,122 @@
+"""Residuals in bfloat16, and residuals that decay."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_ext
+import sparse_collectives as sc
+from optax_ext import _residual
+from tests.optax_ext.test_momentum_correction import STEPS, WORKERS, gradients, run
+
+BF16 = _residual.residual(jnp.bfloat16, 1.0)
+
+
+def stored(value, count=0):
+    return sc.simulate(
+        lambda x: _residual.store(x, BF16, axis="w", count=jnp.int32(count)), axis="w", axis_size=1
+    )(value[None, None])[0, 0]
+
+
+def test_stochastic_rounding_is_to_a_neighbour_and_unbiased():
+    value = np.float32(1 + 0.3 / 128)  # 0.3 of the way to the next bfloat16
+    draws = np.asarray(stored(jnp.full(20_000, value)), np.float64)
+    assert set(draws.tolist()) == {1.0, 1 + 1 / 128}
+    share = (draws > 1).mean()
+    # Five standard deviations of a mean of 20,000 draws.
+    assert abs(share - 0.3) < 5 * np.sqrt(0.3 * 0.7 / 20_000)
+
+
+def test_draws_differ_between_steps():
+    value = jnp.full(1000, 1 + 0.5 / 128, jnp.float32)
+    first, second = (np.asarray(stored(value, count)) for count in (0, 1))
+    assert 300 < (first != second).sum() < 700
+
+
+def test_what_bfloat16_holds_is_kept_and_nothing_becomes_infinite():
+    values = np.float32([0, -0.0, 1, -2.5, 3e38, np.inf, -np.inf, np.nan, 1e-40])
+    exact = np.asarray(jnp.asarray(values).astype(jnp.bfloat16).astype(jnp.float32))
+    np.testing.assert_array_equal(np.asarray(stored(jnp.asarray(exact)), np.float32), exact)
+    largest = np.full(1000, np.finfo(np.float32).max)
+    assert np.isfinite(np.asarray(stored(jnp.asarray(largest)), np.float32)).all()
+    quiet = np.uint32([0x7F800001]).view(np.float32)  # a NaN whose payload is in the lower half
+    assert np.isnan(np.asarray(stored(jnp.asarray(quiet)), np.float32)).all()
+
+
+def test_small_gradients_add_up_in_bfloat16():
+    # Each is a thousandth of what the residual holds: rounded to the nearest it would vanish.
+    steps, size = 400, 256
+
+    def train(start):
+        tx = optax_ext.topk_a(1 / size, axis="w", residual_dtype=jnp.bfloat16)
+        state = tx.init(start)
+        state = state._replace(residual=jnp.ones((1, size), jnp.bfloat16))
+        # The one entry that is sent is always the first.
+        gradient = jnp.full(size, 1e-3).at[0].set(100.0)
+
+        def step(state, _):
+            return tx.update(gradient, state)[1], ()
+
+        return jax.lax.scan(step, state, length=steps)[0].residual
+
+    residual = sc.simulate(train, axis="w", axis_size=1)(jnp.zeros((1, size)))
+    rest = np.asarray(residual[0, 0, 1:], np.float64)
+    # 1 + 0.4; the mean of 255 walks whose steps of 2**-7 come with probability 0.128.
+    deviation = np.sqrt(steps * 0.128) / 128 / np.sqrt(size)
+    assert abs(rest.mean() - 1.4) < 5 * deviation
+
+
+def test_conservation_in_bfloat16_to_its_rounding():
+    tx = optax_ext.ok_topk(0.1, axis="w", residual_dtype=jnp.bfloat16)
+    state, (updates, (residuals, _, _)) = run(tx, gradients())
+    assert residuals.dtype == jnp.bfloat16
+    assert state.residual.dtype == jnp.bfloat16
+    given = gradients().sum((0, 1), dtype=np.float64)
+    applied = WORKERS * updates[:, 0].sum(0, dtype=np.float64)
+    left = np.asarray(residuals[-1], np.float64).sum(0)
+    # An error of up to one bfloat16 step of the residual, for each step and worker.
+    bound = np.abs(np.asarray(residuals, np.float64)).max() / 128 * STEPS * WORKERS
+    assert np.abs(applied + left - given).max() < bound
+
+
+def test_a_skipped_step_leaves_a_bfloat16_residual_alone():
+    bad = gradients()
+    bad[2, 1, 7] = np.nan
+    options = {"residual_dtype": jnp.bfloat16, "residual_decay": 0.5}
+    _, (_, (residuals, _, _)) = run(optax_ext.topk_a(0.1, axis="w", **options), bad)
+    np.testing.assert_array_equal(residuals[2], residuals[1])
+    assert (residuals[3] != residuals[2]).any()
+
+
+def test_decay_forgets_and_conserves_what_it_has_not_forgotten():
+    _, (updates, (residuals, _, _)) = run(
+        optax_ext.ok_topk(0.1, axis="w", residual_decay=0.75), gradients()
+    )
+    before = np.zeros_like(residuals[0])
+    for step in range(STEPS):
+        accumulated = 0.75 * before.sum(0) + gradients()[step].sum(0)
+        left = WORKERS * updates[step, 0] + residuals[step].sum(0)
+        np.testing.assert_allclose(left, accumulated, rtol=1e-5, atol=1e-5)
+        before = residuals[step]
+
+
+def test_a_dense_warm_up_does_not_decay():
+    tx = optax_ext.topk_a(0.1, axis="w", residual_decay=0.5, dense_steps=2)
+
+    def two_steps(gradient):
+        state = tx.init(gradient)
+        state = state._replace(residual=jnp.ones_like(state.residual))
+        for _ in range(2):
+            _, state = tx.update(gradient, state)
+        return state.residual
+
+    residual = sc.simulate(two_steps, axis="w", axis_size=2)(jnp.ones((2, 40)))
+    np.testing.assert_array_equal(residual, 1.0)
+
+
+def test_wrong_options():
+    with pytest.raises(ValueError, match="residual_dtype=float16 is none of"):
+        optax_ext.ok_topk(0.1, axis="w", residual_dtype=jnp.float16)
+    with pytest.raises(ValueError, match=r"residual_decay must be a number in \[0.0, 1.0\]"):
+        optax_ext.ok_topk(0.1, axis="w", residual_decay=1.5)
