@@ -5,7 +5,7 @@ from optax_ext._buckets import BucketedState, bucketed
 from optax_ext._checkpoint import abstract_state, check_metadata, checkpoint_metadata
 from optax_ext._dense import dense
 from optax_ext._dense_leaves import small_leaves
-from optax_ext._density_schedule import exponential_density, staged_density
+from optax_ext._density_schedule import exponential_density, staged_density, strict_density
 from optax_ext._local_clip import local_clip_by_global_norm
 from optax_ext._momentum_correction import MomentumCorrection, momentum_correction
 from optax_ext._monitoring import Monitor, metrics, tensorboard_writer
@@ -70,6 +70,7 @@ __all__ = [
     "sparse_allreduce",
     "staged_density",
     "state_specs",
+    "strict_density",
     "tensorboard_writer",
     "topk_a",
     "topk_dsa",

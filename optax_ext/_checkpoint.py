@@ -7,7 +7,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from optax_ext import _state
+from optax_ext import _shards, _state
 from optax_ext._sparse_state import ShardState, SparseAllreduceState
 from sparse_collectives import __version__
 from sparse_collectives._types import AxisName
@@ -64,8 +64,9 @@ def checkpoint_metadata(opt_state: Any) -> dict[str, Any]:
     Returns:
       ``version`` of the library; ``workers``, P; ``sparse``, for each
       :class:`SparseAllreduceState` its path with workers, entries n, selector,
-      allreduce, whether a learning rate is in the residual, and the shape and dtype
-      of each parameter; ``arrays``, the path of every array with shape and dtype.
+      allreduce, whether a learning rate is in the residual, dtype and decay of that, the
+      momentum correction, the dense leaves, and the shape and dtype of each parameter;
+      ``arrays``, the path of every array with shape and dtype.
     """
     sparse = {
         jax.tree_util.keystr(path): _metadata_of(node)
@@ -88,9 +89,15 @@ def check_metadata(saved: dict[str, Any], opt_state: Any) -> None:
       opt_state: the state to restore into, or its :func:`abstract_state`.
 
     Raises:
+      TypeError: ``saved`` is not such a dictionary: the checkpoint has none.
       ValueError: the library's version, the number of workers, density, algorithm,
         parameters, or any array's shape or dtype is another. It names all that differ.
     """
+    if not isinstance(saved, dict) or "arrays" not in saved:
+        raise TypeError(
+            f"saved must be what checkpoint_metadata returned, got {saved!r}. Save it with the "
+            "arrays: checkpointer.save(path, state, custom_metadata=checkpoint_metadata(state))."
+        )
     expected = checkpoint_metadata(opt_state)
     differences = list(_differences("", saved, expected))
     if not differences:
@@ -102,6 +109,11 @@ def check_metadata(saved: dict[str, Any], opt_state: Any) -> None:
         advice += (
             f"; for another number of workers restore the state of {saved.get('workers')} with "
             "optax_ext.abstract_state(..., sharding=...), then call optax_ext.reshard"
+        )
+    if saved.get("version") != expected["version"]:
+        advice += (
+            f"; for another version of the library run sparse-collectives=={saved.get('version')}, "
+            "consolidate the residuals into the parameters there, and save those"
         )
     raise ValueError(
         "the checkpoint was saved from another optimizer state:\n  "
@@ -121,13 +133,16 @@ def _metadata_of(node: SparseAllreduceState) -> dict[str, Any]:
         "selector": node.settings.selector,
         "allreduce": node.settings.allreduce,
         "learning_rate_in_residual": node.settings.learning_rate,
+        "residual": node.settings.residual,
+        "correction": node.settings.correction,
+        "dense": [jax.tree_util.keystr(path) for path, i in places if layout.dense[i]],
         "params": {
             jax.tree_util.keystr(path): _described(layout.shapes[i], layout.dtypes[i])
             for path, i in places
         },
     }
     if isinstance(node.allreduce, ShardState):
-        metadata["workers_in_a_node"] = jax.tree.leaves(node.allreduce)[0].shape[0]
+        metadata["workers_in_a_node"] = _shards.workers_in_node(node)
     return metadata
 
 

@@ -72,11 +72,27 @@ def check_layout(expected: _buffer.Layout, got: _buffer.Layout) -> None:
                 f"init was called with shape {old[0]} and dtype {old[1]}. Cast or reshape the "
                 "gradient, or make a new state with init."
             )
+    for path, leaf in paths:
+        if got.dense[leaf] != expected.dense[leaf]:
+            now, then = ("dense" if x[leaf] else "sparse" for x in (got.dense, expected.dense))
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)} is {now} in one state and {then} in the "
+                "other. Give both transformations the same dense_leaves."
+            )
 
 
 def check_residual(residual: Any, size: int, workers: int, axis: AxisName) -> None:
     """The state is this worker's part of a state for this number of workers."""
     if residual.ndim == 2 and residual.shape == (1, size):
+        # Without types nothing tells one row for all workers from a row of each.
+        shared = _compat.checks_varying(axis) and not _compat.is_varying(residual, axis)
+        if shared and workers > 1:
+            raise ValueError(
+                f"state.residual is one row that all {workers} workers of axis {axis!r} share, and "
+                "each must have its own: in_specs leaves the axis out, or the state was returned "
+                "by out_specs without it, which keeps the residual of one worker and loses the "
+                "others. Write optax_ext.state_specs(opt_state, axis) in in_specs and in out_specs."
+            )
         return
     if residual.ndim == 2 and residual.shape[0] > 1:
         lead = residual.shape[0]

@@ -1,11 +1,13 @@
 """A density that changes from step to step, below that of the selector."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from sparse_collectives import PaddedCOO, _bits, _validation, compaction, kth_magnitude
 
@@ -42,7 +44,7 @@ def exponential_density(start: float, end: float, steps: int) -> DensitySchedule
     def schedule(count):
         return jnp.float32(start) * jnp.float32(end / start) ** jnp.minimum(count / steps, 1.0)
 
-    return schedule
+    return _Known(schedule, (start, end))
 
 
 def staged_density(
@@ -78,7 +80,99 @@ def staged_density(
     def schedule(count):
         return jnp.asarray(stages)[jnp.minimum(count // steps_per_stage, len(stages) - 1)]
 
-    return schedule
+    return _Known(schedule, tuple(map(float, densities)))
+
+
+def strict_density(schedule: DensitySchedule, maximum: float) -> DensitySchedule:
+    """A schedule for which a density out of (0, maximum] is an error.
+
+    Without it such a density is clipped, and ``clipped`` of the state counts it. The
+    densities of :func:`staged_density` and :func:`exponential_density` are known, so that
+    they are checked here and cost nothing. Of any other function each step's value is
+    compared in the program, and a host callback raises; JAX reports it as a runtime error
+    when a result, or ``jax.effects_barrier()``, is waited for.
+
+    Args:
+      schedule: ``schedule(count) -> density``.
+      maximum: the density of the selector, in (0, 1].
+
+    Returns:
+      A function of the step count, for ``sparse_allreduce(..., density_schedule=)``.
+
+    Raises:
+      ValueError: a density known now, or a constant known when it is traced, that is out
+        of range; a maximum out of (0, 1].
+      TypeError: a schedule that is not a function.
+
+    Example:
+      >>> schedule = strict_density(staged_density(10, (0.1, 0.01)), 0.1)
+      >>> strict_density(schedule, 0.05)
+      Traceback (most recent call last):
+        ...
+      ValueError: density_schedule reaches 0.1, above maximum=0.05. Give the selector a density \
+of at least 0.1, or lower the schedule.
+    """
+    maximum = _validation.check_density(maximum)
+    if not callable(schedule):
+        raise TypeError(
+            f"schedule must be a function of the step count, got {schedule!r}. A constant is "
+            "checked without strict_density."
+        )
+    if isinstance(schedule, _Known):
+        for density in schedule.densities:
+            _check_at_most(density, maximum)
+        return schedule
+
+    def strict(count):
+        density = schedule(count)
+        if isinstance(density, (float, int, np.number)):
+            _check_at_most(_validation.check_density(float(density)), maximum)
+            return density
+        value = jnp.asarray(density, jnp.float32)
+        # The count is the same on every worker, and so is what is done.
+        lax.cond(
+            (value > 0) & (value <= jnp.float32(maximum)),
+            lambda count, value: None,
+            lambda count, value: jax.debug.callback(_raise, count, value, np.float32(maximum)),
+            count,
+            value,
+        )
+        return density
+
+    return strict
+
+
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """A schedule between densities that are known before any step.
+
+    Attributes:
+      function: of the step count.
+      densities: each in (0, 1], the largest among them.
+    """
+
+    function: DensitySchedule
+    densities: tuple[float, ...]
+
+    def __call__(self, count: jax.Array) -> Any:
+        return self.function(count)
+
+
+def _check_at_most(density: float, maximum: float) -> None:
+    if density > maximum:
+        raise ValueError(
+            f"density_schedule reaches {density}, above maximum={maximum}. Give the selector a "
+            f"density of at least {density}, or lower the schedule."
+        )
+
+
+def _raise(count: Any, density: Any, maximum: Any) -> None:
+    # Under vmap both branches of a conditional are computed, so that it is asked again.
+    if not 0 < density <= maximum:
+        raise ValueError(
+            f"step {int(count)}: density_schedule is {float(density):.6g}, which is out of "
+            f"(0, {float(maximum):.6g}]. Give the selector a larger density, or lower the schedule."
+        )
 
 
 def as_schedule(density: Any) -> DensitySchedule | None:

@@ -94,6 +94,12 @@ def momentum_correction(
         return jnp.zeros((size,), jnp.float32)
 
     def update(velocity: jax.Array, gradient: jax.Array):
+        if not hasattr(velocity, "shape"):
+            raise ValueError(
+                f"state.velocity is {velocity!r}, but the transformation has a correction: the "
+                "state was made, or saved, without one. Make a state with optax_ext.init_state, "
+                "and move the residuals of the old one with optax_ext.reshard(state, new_state)."
+            )
         velocity = momentum * velocity + gradient
         return velocity, gradient + momentum * velocity if nesterov else velocity
 

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
-from optax_ext import _buffer, _checks, _state
-from optax_ext._sparse_state import ShardState, SparseAllreduceState
+from optax_ext import _buffer, _checks, _shards, _state
+from optax_ext._sparse_state import SparseAllreduceState
 from sparse_collectives import _compat
 
 # Columns that are added up at a time, so that the float64 of them stay small.
@@ -22,7 +23,14 @@ def reshard(opt_state: Any, fresh_state: Any) -> Any:
     workers: each residual is dealt out by index among several, without arithmetic.
     Fewer: the residuals are added up exactly, each index's sum goes to one worker
     and what float32 rounds off to the next ones. That is exact where the sum has
-    no more than 24 bits for each new worker; with one worker it is rounded once.
+    no more than 24 bits for each new worker; with one worker it is rounded once. (With
+    residuals in bfloat16 it is 8 bits, and to fewer workers some is rounded off.) A sum
+    that is not finite goes to one worker as it is, and no other index is touched.
+    The velocity of a momentum correction moves in the same way; where only one of the
+    states has it, that of ``fresh_state`` is kept.
+
+    An update divides by the number of workers: with 3 in place of 8, what the residuals
+    hold weighs 8/3 as much when it is delivered.
 
     Regions, thresholds and counters of periods are those of ``fresh_state``, so that
     the next step evaluates them anew. Steps that a selector or an allreduce has
@@ -40,6 +48,7 @@ def reshard(opt_state: Any, fresh_state: Any) -> Any:
       A state like ``fresh_state``, placed as that is.
 
     Raises:
+      TypeError: a number of workers, or a mesh, in place of ``fresh_state``.
       ValueError: the states differ in more than the workers: other parameters,
         another optimizer, residuals of another unit (``learning_rate``).
 
@@ -54,6 +63,12 @@ def reshard(opt_state: Any, fresh_state: Any) -> Any:
       >>> reshard(old, state_of(2)).residual.tolist()
       [[1.0, 0.0, 3.0, 0.0], [0.0, 2.0, 0.0, 4.0]]
     """
+    if isinstance(fresh_state, int | np.integer | Mesh):
+        raise TypeError(
+            f"fresh_state must be the optimizer state of the new workers, got {fresh_state!r}: "
+            "only the transformation can make it, and it says where the arrays are to be. Give "
+            "optax_ext.init_state(tx, params, new_mesh, axis)."
+        )
     flat = jax.tree_util.tree_flatten_with_path
     old, old_tree = flat(opt_state, is_leaf=_state._is_state)
     new, new_tree = flat(fresh_state, is_leaf=_state._is_state)
@@ -114,7 +129,7 @@ def consolidate(opt_state: Any, params: Any) -> tuple[Any, Any]:
                 f"{node.settings.axis!r}, where each worker sees its own residual. Call it outside."
             )
         workers = node.residual.shape[0]
-        rows = _rows(node, node.residual)
+        rows = _shards.rows(node, node.residual)
         rows = jnp.sum(rows, axis=0, dtype=jnp.float32)
         dense = jnp.zeros((node.layout.dense_size,), jnp.float32)
         parts = _buffer.unravel(rows / workers, dense, node.layout)
@@ -162,26 +177,36 @@ def _check(path: str, old: Any, new: Any) -> None:
 
 def _node(old: SparseAllreduceState, new: SparseAllreduceState) -> SparseAllreduceState:
     def dealt(before: Any, fresh: Any) -> Any:
-        rows = _rows(old, np.asarray(before))
-        return _placed(_unrows(new, _deal(rows, fresh.shape[0] // _workers_in_node(new))), fresh)
+        rows = _shards.rows(old, np.asarray(before))
+        workers = fresh.shape[0] // _shards.workers_in_node(new)
+        return _placed(_shards.unrows(new, _deal(rows, workers, fresh.dtype)), fresh)
 
-    # The velocity of a momentum correction adds up over the workers as the residual does.
-    both = all(hasattr(state.velocity, "shape") for state in (old, new))
+    def dealt_whole(before: Any, fresh: Any) -> Any:
+        # These leaves have no shards.
+        return _placed(_deal(np.asarray(before), fresh.shape[0], fresh.dtype), fresh)
+
+    def if_both(name: str, deal: Any) -> Any:
+        before, fresh = getattr(old, name), getattr(new, name)
+        both = hasattr(before, "shape") and hasattr(fresh, "shape")
+        return deal(before, fresh) if both else fresh
+
     return new._replace(
         count=_placed(old.count, new.count),
         skipped=_placed(old.skipped, new.skipped),
         dropped=_placed(old.dropped, new.dropped),
         clipped=_placed(old.clipped, new.clipped),
         residual=dealt(old.residual, new.residual),
-        velocity=dealt(old.velocity, new.velocity) if both else new.velocity,
+        # The velocity of a momentum correction adds up over the workers as the residual does.
+        velocity=if_both("velocity", dealt),
+        dense_velocity=if_both("dense_velocity", dealt_whole),
         selector=_with_counts(old.selector, new.selector),
         allreduce=_with_counts(old.allreduce, new.allreduce),
     )
 
 
-def _deal(old: np.ndarray, workers: int) -> np.ndarray:
-    """Rows for other workers with the same sum."""
-    new = np.zeros((workers, old.shape[1]), np.float32)
+def _deal(old: np.ndarray, workers: int, dtype: Any) -> np.ndarray:
+    """Rows for other workers with the same sum, ``dtype[workers, n]``."""
+    new = np.zeros((workers, old.shape[1]), dtype)
     if workers >= len(old):
         for row in range(workers):
             source, turn = row % len(old), row // len(old)
@@ -195,18 +220,26 @@ def _deal(old: np.ndarray, workers: int) -> np.ndarray:
 
 def _add_up(old: np.ndarray, new: np.ndarray) -> None:
     """The sum of each column of ``old`` into ``new``, in as many parts as that has rows."""
+    finite = np.isfinite(old).all(axis=0)
     high = np.zeros(old.shape[1])
     low = np.zeros(old.shape[1])
-    for row in old.astype(np.float64):
+    for row in np.where(finite, old, 0).astype(np.float64):
         high, error = _two_sum(high, row)
         low += error
     index = np.arange(old.shape[1])
     for part in range(len(new)):
         high, low = _two_sum(high, low)
+        # What is too large for one worker goes to the next ones too, if there are any.
+        most = np.inf if part == len(new) - 1 else float(jnp.finfo(new.dtype).max)
+        with np.errstate(over="ignore"):
+            rounded = np.clip(high, -most, most).astype(new.dtype)
         # The worker of an index changes with it, so that all have equal shares.
-        rounded = high.astype(np.float32)
         new[(index + part) % len(new), index] = rounded
-        high = np.where(np.isfinite(rounded), high - rounded, 0)
+        high = high - rounded.astype(np.float64)
+    if not finite.all():
+        with np.errstate(invalid="ignore"):  # inf - inf, which is NaN as it should be.
+            total = old[:, ~finite].sum(axis=0)
+        new[(index % len(new))[~finite], index[~finite]] = total
 
 
 def _two_sum(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -214,52 +247,6 @@ def _two_sum(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     total = a + b
     part = total - a
     return total, (a - (total - part)) + (b - part)
-
-
-def _workers_in_node(node: SparseAllreduceState) -> int:
-    """w; 1 without ``hierarchical``."""
-    if not isinstance(node.allreduce, ShardState):
-        return 1
-    arrays = jax.tree.leaves(node.allreduce)
-    if arrays:
-        return arrays[0].shape[0]
-    # An allreduce without a state does not say; shards that are all padding are not seen.
-    return -(-node.layout.size // node.residual.shape[1])
-
-
-def _inner_first(node: SparseAllreduceState) -> bool:
-    names = _compat.axis_names(node.settings.axis)
-    inner = _compat.axis_names(node.allreduce.inner_axis)
-    if names[-len(inner) :] == inner:
-        return False
-    if names[: len(inner)] == inner:
-        return True
-    raise ValueError(
-        f"axis={names!r} has the names of inner_axis={inner!r} in between others or in another "
-        "order. Write the axis as the nodes' names followed by those of inner_axis."
-    )
-
-
-def _rows(node: SparseAllreduceState, residual: Any) -> Any:
-    """The residual as ``f32[m, n]``, a row for each worker, or node of workers."""
-    if not isinstance(node.allreduce, ShardState):
-        return residual
-    inner, shard = _workers_in_node(node), residual.shape[1]
-    if _inner_first(node):
-        parts = residual.reshape(inner, -1, shard).swapaxes(0, 1)
-    else:
-        parts = residual.reshape(-1, inner, shard)
-    return parts.reshape(-1, inner * shard)[:, : node.layout.size]
-
-
-def _unrows(node: SparseAllreduceState, rows: np.ndarray) -> np.ndarray:
-    """The inverse of :func:`_rows`."""
-    if not isinstance(node.allreduce, ShardState):
-        return rows
-    inner, shard = _workers_in_node(node), node.residual.shape[1]
-    parts = np.pad(rows, ((0, 0), (0, inner * shard - rows.shape[1])))
-    parts = parts.reshape(-1, inner, shard)
-    return (parts.swapaxes(0, 1) if _inner_first(node) else parts).reshape(-1, shard)
 
 
 def _with_counts(old: Any, new: Any) -> Any:

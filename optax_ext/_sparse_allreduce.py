@@ -137,6 +137,7 @@ def sparse_allreduce(
             allreduce=_settings.describe(allreduce),
             learning_rate=learning_rate is not None,
             residual=kept.describe(),
+            correction="none" if correction is None else _settings.describe(correction),
             axis=axis,
         ),
     )

@@ -15,7 +15,7 @@ from sparse_collectives import (
     wire,
 )
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce import _broadcast, _messages, _step
+from sparse_collectives.allreduce import _broadcast, _messages, _replicas, _step
 from sparse_collectives.allreduce._step import StepState
 from sparse_collectives.padded_coo import PaddedCOO
 
@@ -101,7 +101,7 @@ def gtopk(*, density: float, codec: Codec | None = None) -> SparseAllreduce:
             kept += dropped
 
         if workers == 1:
-            total = own
+            total, _, _ = _replicas.of_one_worker(own, axis)
         else:
             encoded = codec.encode(own, _step.seed(state, levels, 0))
             with jax.named_scope("gtopk/broadcast"):

@@ -6,7 +6,7 @@ from jax import lax
 
 from sparse_collectives import _words, transport, wire
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce import _messages, _step
+from sparse_collectives.allreduce import _messages, _replicas, _step
 from sparse_collectives.allreduce._step import StepState
 from sparse_collectives.padded_coo import PaddedCOO
 
@@ -55,8 +55,8 @@ def topk_a(*, codec: Codec | None = None) -> SparseAllreduce:
         workers = transport.axis_size(axis)
         new_state = StepState(state.count + 1)
         if workers == 1:
-            total = coo.to_dense()
-            undelivered = PaddedCOO(jnp.zeros_like(coo.values), coo.indices, coo.size)
+            alone, undelivered, _ = _replicas.of_one_worker(coo, axis)
+            total = alone.to_dense()
             return total, undelivered, new_state, _info(total, jnp.int32(0), 0.0, 0.0)
         seed = _step.seed(state, 0, transport.axis_index(axis))
         encoded = codec.encode(coo, seed)

@@ -212,3 +212,30 @@ def test_small_leaves_are_labels_for_multi_transform_as_well():
     )
     updates, _ = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
     assert jax.tree.structure(updates) == jax.tree.structure(PARAMS)
+
+
+def test_states_with_other_dense_leaves_are_told_apart():
+    def state(labels, workers=2):
+        tx = optax_ext.topk_a(0.1, axis="w", axis_size=workers, dense_leaves=labels)
+        return tx.init(PARAMS)
+
+    saved = optax_ext.checkpoint_metadata(state(LABELS))
+    with pytest.raises(ValueError, match=r"dense: .*bias.* in the checkpoint, .*'b'.* here"):
+        optax_ext.check_metadata(saved, state({**LABELS, "b": "dense"}))
+    with pytest.raises(ValueError, match=r"params\['b'\] is sparse in one state and dense in the"):
+        optax_ext.reshard(state(LABELS), state({**LABELS, "b": "dense"}, 3))
+
+
+def test_the_velocity_of_dense_leaves_moves_to_other_workers():
+    def state(workers):
+        correction = optax_ext.momentum_correction(0.5)
+        return optax_ext.topk_a(
+            0.1, axis="w", axis_size=workers, dense_leaves=LABELS, correction=correction
+        ).init(PARAMS)
+
+    old = state(4)
+    rng = np.random.default_rng(0)
+    velocity = rng.integers(-8, 8, old.dense_velocity.shape).astype(np.float32)
+    moved = optax_ext.reshard(old._replace(dense_velocity=jnp.asarray(velocity)), state(3))
+    assert moved.dense_velocity.shape == (3, 10)
+    np.testing.assert_array_equal(np.asarray(moved.dense_velocity).sum(0), velocity.sum(0))

@@ -195,3 +195,12 @@ def test_consolidate_with_parts_and_with_a_mapped_axis():
     inside = sc.simulate(lambda g: optax_ext.consolidate(one.init(g), g)[0], axis="w", axis_size=2)
     with pytest.raises(ValueError, match="Call it outside"):
         inside(jnp.ones((2, 4)))
+
+
+def test_a_number_of_workers_in_place_of_the_new_state():
+    state = optax_ext.init_state(transformation("topk"), PARAMS, mesh(2), "w")
+    for wrong in (4, np.int64(4), mesh(4)):
+        with pytest.raises(
+            TypeError, match=r"fresh_state must be.*init_state\(tx, params, new_mesh"
+        ):
+            optax_ext.reshard(state, wrong)

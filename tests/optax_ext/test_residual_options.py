@@ -120,3 +120,33 @@ def test_wrong_options():
         optax_ext.ok_topk(0.1, axis="w", residual_dtype=jnp.float16)
     with pytest.raises(ValueError, match=r"residual_decay must be a number in \[0.0, 1.0\]"):
         optax_ext.ok_topk(0.1, axis="w", residual_decay=1.5)
+
+
+def test_bfloat16_residuals_move_to_other_workers():
+    def state(workers):
+        return optax_ext.ok_topk(
+            0.5, axis="w", axis_size=workers, residual_dtype=jnp.bfloat16
+        ).init(jnp.zeros(16))
+
+    rng = np.random.default_rng(0)
+    rows = jnp.asarray(rng.integers(-9, 9, (2, 16)), jnp.bfloat16)
+    more = optax_ext.reshard(state(2)._replace(residual=rows), state(5))
+    assert more.residual.dtype == jnp.bfloat16
+    total = np.asarray(rows, np.float32).sum(0)
+    np.testing.assert_array_equal(np.asarray(more.residual, np.float32).sum(0), total)
+    fewer = optax_ext.reshard(more, state(3))
+    np.testing.assert_array_equal(np.asarray(fewer.residual, np.float32).sum(0), total)
+
+
+def test_a_checkpoint_says_what_residual_it_has():
+    def metadata(**options):
+        state = optax_ext.ok_topk(0.5, axis="w", axis_size=2, **options).init(jnp.zeros(4))
+        return optax_ext.checkpoint_metadata(state), state
+
+    saved, _ = metadata(residual_decay=0.9)
+    with pytest.raises(ValueError, match="residual: float32, decay 0.9 in the checkpoint, float32"):
+        optax_ext.check_metadata(saved, metadata()[1])
+    saved, _ = metadata(correction=optax_ext.momentum_correction(0.9))
+    other = metadata(correction=optax_ext.momentum_correction(0.8))[1]
+    with pytest.raises(ValueError, match=r"correction: momentum_correction\(.*momentum=0.9"):
+        optax_ext.check_metadata(saved, other)
