@@ -15,12 +15,13 @@ CACHE := JAX_COMPILATION_CACHE_DIR=.cache/jax JAX_PERSISTENT_CACHE_MIN_COMPILE_T
 PYTEST := $(CACHE) $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint format types build clean
+.PHONY: help demo test test-slow test-mpi lint format types build clean
 
 help:
 	@echo "make demo       train a small model, dense and sparse, and compare them (ARGS='--help')"
 	@echo "make test       run the tests, without the slow ones"
 	@echo "make test-slow  run the slow tests"
+	@echo "make test-mpi   build mpi4jax and run the tests over MPI; needs a C compiler"
 	@echo "make lint       check style and formatting"
 	@echo "make format     apply both"
 	@echo "make types      check types"
@@ -39,6 +40,16 @@ $(VENV)/.installed-%: pyproject.toml $(VENV)/.created
 	@$(PIP) install --editable '.[$*]'
 	@touch $@
 
+# mpi4jax is built by the mpicc of the mpich wheel, so that comes first. The tests need no CUDA, and
+# an nvcc on the PATH without the headers of CUDA would end the build: an empty folder hides it.
+$(VENV)/.installed-mpi: pyproject.toml $(VENV)/.installed-test
+	@echo "installing into $(VENV), extra: mpi (this builds mpi4jax)"
+	@mkdir -p $(VENV)/no-cuda
+	@$(PIP) install 'mpich>=4.1'
+	@PATH="$(abspath $(BIN)):$$PATH" CUDA_ROOT=$(abspath $(VENV))/no-cuda \
+	    $(PIP) install --editable '.[mpi]'
+	@touch $@
+
 demo: $(VENV)/.installed-examples
 	$(BIN)/python examples/train_digits.py $(ARGS)
 
@@ -47,6 +58,9 @@ test: $(VENV)/.installed-test
 
 test-slow: $(VENV)/.installed-test
 	$(PYTEST) -m slow $(ARGS)
+
+test-mpi: $(VENV)/.installed-mpi
+	$(FAST_COMPILE) $(CACHE) $(BIN)/python -m pytest tests/mpi $(ARGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 
 from optax_ext import _shards, _state
 from optax_ext._sparse_state import ShardState, SparseAllreduceState
-from sparse_collectives import __version__
+from sparse_collectives import __version__, _compat
 from sparse_collectives._types import AxisName
 
 
@@ -128,7 +128,7 @@ def _metadata_of(node: SparseAllreduceState) -> dict[str, Any]:
         jax.tree.unflatten(layout.treedef, range(len(layout.shapes)))
     )
     metadata = {
-        "workers": node.residual.shape[0],
+        "workers": _compat.ranks(node.settings.axis) or node.residual.shape[0],
         "n": layout.size,
         "selector": node.settings.selector,
         "allreduce": node.settings.allreduce,
@@ -142,7 +142,8 @@ def _metadata_of(node: SparseAllreduceState) -> dict[str, Any]:
         },
     }
     if isinstance(node.allreduce, ShardState):
-        metadata["workers_in_a_node"] = _shards.workers_in_node(node)
+        inner = _compat.ranks(node.allreduce.inner_axis)
+        metadata["workers_in_a_node"] = inner or _shards.workers_in_node(node)
     return metadata
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import _buckets, _checks
-from sparse_collectives import _validation
+from sparse_collectives import _validation, transport
 from sparse_collectives._types import AxisName
 
 
@@ -77,8 +77,8 @@ def _bucketed(leaves: list[jax.Array], buckets: int | None) -> list[list[int]]:
 def _mean(leaves: list[jax.Array], axis: AxisName) -> list[jax.Array]:
     """The mean of each leaf over the workers, in one allreduce."""
     if len(leaves) == 1:
-        return [jax.lax.pmean(leaves[0], axis)]
-    mean = jax.lax.pmean(jnp.concatenate([jnp.ravel(leaf) for leaf in leaves]), axis)
+        return [transport.pmean(leaves[0], axis)]
+    mean = transport.pmean(jnp.concatenate([jnp.ravel(leaf) for leaf in leaves]), axis)
     means, offset = [], 0
     for leaf in leaves:
         means.append(mean[offset : offset + leaf.size].reshape(leaf.shape))

@@ -27,7 +27,7 @@ from sparse_collectives._types import AxisName
 from sparse_collectives.allreduce import Hierarchical, _hierarchical
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class ErrorFeedback:
     """Checked options of :func:`sparse_allreduce`, which documents them."""
 
@@ -268,4 +268,5 @@ def _init_allreduce(allreduce: SparseAllreduce | Hierarchical, size: int, worker
 
 
 def _shard_state(state: Any, hierarchy: Hierarchical) -> ShardState:
-    return ShardState(jax.tree.map(lambda x: x[None], state), hierarchy.inner_axis)
+    inner_axis = _compat.static_axis(hierarchy.inner_axis)
+    return ShardState(jax.tree.map(lambda x: x[None], state), inner_axis)

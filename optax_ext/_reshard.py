@@ -128,6 +128,7 @@ def consolidate(opt_state: Any, params: Any) -> tuple[Any, Any]:
                 "consolidate was called inside the function mapped over axis "
                 f"{node.settings.axis!r}, where each worker sees its own residual. Call it outside."
             )
+        _check_all_rows("opt_state", node)
         workers = node.residual.shape[0]
         rows = _shards.rows(node, node.residual)
         rows = jnp.sum(rows, axis=0, dtype=jnp.float32)
@@ -165,6 +166,8 @@ def _check(path: str, old: Any, new: Any) -> None:
                 f"{np.shape(new)}. Make fresh_state with the parameters of opt_state."
             )
         return
+    _check_all_rows(f"opt_state{path}", old)
+    _check_all_rows(f"fresh_state{path}", new)
     if old.layout != new.layout:
         _checks.check_layout(new.layout, old.layout)
     if old.settings.learning_rate != new.settings.learning_rate:
@@ -172,6 +175,17 @@ def _check(path: str, old: Any, new: Any) -> None:
             f"opt_state{path} {'has' if old.settings.learning_rate else 'has not'} the learning "
             "rate in its residuals, and fresh_state is the other way round. Give learning_rate= to "
             "both transformations or to none."
+        )
+
+
+def _check_all_rows(name: str, node: SparseAllreduceState) -> None:
+    workers, rows = _compat.ranks(node.settings.axis), node.residual.shape[0]
+    if workers and rows != workers:
+        raise ValueError(
+            f"{name} was made over an MPI communicator of {workers} ranks and has the part of "
+            f"{rows}; this needs the state of all workers. Gather the parts of the ranks along the "
+            "leading axis of what state_specs(state, 'ranks') splits over 'ranks'; a fresh state "
+            f"of all is that of the same transformation with axis='ranks', axis_size={workers}."
         )
 
 

@@ -5,15 +5,13 @@ import functools
 import hashlib
 import inspect
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-
-from sparse_collectives._types import AxisName
 
 
 @jax.tree_util.register_static
@@ -30,7 +28,7 @@ class Settings:
         the unit of the residual.
       residual: dtype and decay of the residual.
       correction: the momentum correction with its arguments, or none.
-      axis: the mesh axis of the workers.
+      axis: the mesh axis of the workers; a ``Ranks`` for an MPI communicator.
     """
 
     selector: str
@@ -38,7 +36,7 @@ class Settings:
     learning_rate: bool
     residual: str
     correction: str
-    axis: AxisName
+    axis: Hashable
 
 
 def describe(part: Any) -> str:

@@ -10,7 +10,7 @@ import optax
 from optax_ext import _checks, _density_schedule, _nonfinite, _residual, _settings
 from optax_ext._error_feedback import ErrorFeedback
 from optax_ext._momentum_correction import MomentumCorrection
-from sparse_collectives import Selector, SparseAllreduce, _validation
+from sparse_collectives import Selector, SparseAllreduce, _compat, _validation
 from sparse_collectives._types import AxisName
 from sparse_collectives.allreduce import Hierarchical
 
@@ -53,8 +53,9 @@ def sparse_allreduce(
       allreduce: from :mod:`sparse_collectives.allreduce`. With ``hierarchical`` the
         gradients are summed inside the node first, and residual, selection and
         density are those of a shard.
-      axis: the mesh axis (or a tuple of them) over which gradients are averaged;
-        with ``hierarchical`` both that of the nodes and its ``inner_axis``.
+      axis: the mesh axis (or a tuple of them), or the MPI communicator, over which
+        gradients are averaged; with ``hierarchical`` both that of the nodes and its
+        ``inner_axis``.
       axis_size: P. Needed to call ``init`` outside of the mapped function, where
         it makes the state of all workers; checked inside it.
       learning_rate: a number or a schedule of ``count``, applied to the gradient
@@ -138,7 +139,7 @@ def sparse_allreduce(
             learning_rate=learning_rate is not None,
             residual=kept.describe(),
             correction="none" if correction is None else _settings.describe(correction),
-            axis=axis,
+            axis=_compat.static_axis(axis),
         ),
     )
     # optax types a state as any pytree, which NamedTuples of arrays are at run time.

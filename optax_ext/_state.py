@@ -55,7 +55,11 @@ def state_specs(opt_state: Any, axis: AxisName) -> Any:
       opt_state: the state, or anything of its structure (as from
         ``jax.eval_shape``).
       axis: the mesh axis (or a tuple of them) given to the transformation.
+
+    Raises:
+      ValueError: ``axis`` is an MPI communicator.
     """
+    _check_mesh_axis(axis)
     split, whole = PartitionSpec(axis), PartitionSpec()
 
     def specs(node):
@@ -106,10 +110,25 @@ def init_state(
 
 def check_axis(mesh: Mesh | AbstractMesh, axis: AxisName) -> None:
     """Every name of ``axis`` is an axis of ``mesh``."""
+    _check_mesh_axis(axis)
     missing = [name for name in _compat.axis_names(axis) if name not in mesh.axis_names]
     if missing:
         raise ValueError(
             f"axis={axis!r} is not an axis of the mesh, whose axes are {mesh.axis_names}. Make the "
             f"mesh with jax.make_mesh(({jax.device_count()},), ({missing[0]!r},)), or name one of "
             "its axes."
+        )
+
+
+def _check_mesh_axis(axis: AxisName) -> None:
+    if _compat.is_communicator(axis):
+        raise ValueError(
+            "axis is an MPI communicator, and this is for the axes of a mesh. Over MPI each "
+            "process is one worker with its own part of the state: call opt_state = "
+            "tx.init(params), and write the step without jax.shard_map,\n"
+            "    @jax.jit\n"
+            "    def step(params, opt_state, batch):\n"
+            "        gradients = jax.grad(loss_fn)(params, batch)\n"
+            "        updates, opt_state = tx.update(gradients, opt_state, params)\n"
+            "        return optax.apply_updates(params, updates), opt_state"
         )

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optax_ext import _checks, _state
-from sparse_collectives import _compat
+from sparse_collectives import _compat, transport
 from sparse_collectives._types import AxisName
 
 
@@ -76,7 +76,7 @@ def make_train_step(
         updates, opt_state = tx.update(gradients, opt_state, params)
         _checks.check_replicated_updates(updates, axis)
         params = optax.apply_updates(params, updates)
-        loss = jax.tree.map(lambda x: jax.lax.pmean(x, axis), loss)
+        loss = jax.tree.map(lambda x: transport.pmean(x, axis), loss)
         return (params, opt_state, *loss) if has_aux else (params, opt_state, loss)
 
     def step(params, opt_state, batch):

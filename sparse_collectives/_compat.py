@@ -3,25 +3,62 @@
 Under ``shard_map(check_vma=True)`` a value's type says over which mesh axes it
 varies, and a result that is to be replicated must be typed so. ``pmap``,
 ``vmap`` and ``shard_map(check_vma=False)`` have no such types, and vmap rejects
-the casts between them. These helpers do what the context needs.
+the casts between them. Over an MPI communicator there is no mapped function at
+all: each process is one worker. These helpers do what the context needs.
 """
 
+import dataclasses
+import math
+import sys
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-AxisName = Hashable | tuple[Hashable, ...]
+from sparse_collectives._types import AxisName
 
 
-def axis_names(axis: AxisName) -> tuple[Hashable, ...]:
-    """A mesh axis name or a tuple of them, as a tuple."""
+def axis_names(axis: AxisName) -> tuple[Any, ...]:
+    """A mesh axis name or a communicator, or a tuple of them, as a tuple."""
     return axis if isinstance(axis, tuple) else (axis,)
 
 
+def is_communicator(axis: AxisName) -> bool:
+    """Whether ``axis`` is an MPI communicator, or a tuple with one in it."""
+    mpi = sys.modules.get("mpi4py.MPI")  # Who has a communicator has imported it.
+    return mpi is not None and any(isinstance(name, mpi.Comm) for name in axis_names(axis))
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """What stands for an MPI communicator in the tree of a state: it is hashable, and says P."""
+
+    size: int
+
+
+def static_axis(axis: AxisName) -> Hashable:
+    """``axis`` as static data of a pytree: names as they are, communicators as :class:`Ranks`."""
+    if not is_communicator(axis):
+        return axis
+    ranks = tuple(Ranks(comm.Get_size()) for comm in axis_names(axis))
+    return ranks if isinstance(axis, tuple) else ranks[0]
+
+
+def ranks(static: Any) -> int:
+    """P of what :func:`static_axis` made of communicators; 0 for the axes of a mesh."""
+    sizes = [name.size for name in axis_names(static) if isinstance(name, Ranks)]
+    return math.prod(sizes) if sizes else 0
+
+
 def axis_is_bound(axis: AxisName) -> bool:
-    """Whether every name of ``axis`` is bound by an enclosing mapped function."""
+    """Whether every name of ``axis`` is bound by an enclosing mapped function.
+
+    A communicator always is.
+    """
+    if is_communicator(axis):
+        return True
     try:
         for name in axis_names(axis):
             lax.axis_size(name)
@@ -33,8 +70,9 @@ def axis_is_bound(axis: AxisName) -> bool:
 def axis_size(axis: AxisName) -> int:
     """The static number of workers on a bound axis."""
     size = 1
+    over_mpi = is_communicator(axis)
     for name in axis_names(axis):
-        size *= lax.axis_size(name)
+        size *= name.Get_size() if over_mpi else lax.axis_size(name)
     return size
 
 
@@ -59,7 +97,9 @@ def varying_axes(x) -> frozenset[Hashable]:
 
 
 def checks_varying(axis: AxisName) -> bool:
-    """Whether the enclosing mapped function tracks which values vary."""
+    """Whether the enclosing mapped function tracks which values vary; none is around MPI ranks."""
+    if is_communicator(axis):
+        return False
     return set(axis_names(axis)) <= varying_axes(lax.axis_index(axis))
 
 
@@ -77,7 +117,7 @@ def to_varying(tree, axis: AxisName):
 
 def is_varying(x, axis: AxisName) -> bool:
     """Whether ``x`` is typed as varying over all names of ``axis``."""
-    return set(axis_names(axis)) <= varying_axes(x)
+    return not is_communicator(axis) and set(axis_names(axis)) <= varying_axes(x)
 
 
 def all_gather_replicated(x: jax.Array, axis: AxisName) -> jax.Array:

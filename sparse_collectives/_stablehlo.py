@@ -173,6 +173,12 @@ class Reader:
                     f"the program holds a {target} in scope {shown(scope_of(op))}, whose"
                     " volume depends on data; measure a program with `all_to_all`."
                 )
+            if target.startswith("mpi_"):
+                raise ValueError(
+                    f"the program holds a {target} in scope {shown(scope_of(op))}: an exchange over"
+                    " MPI, whose size this can't read; measure the same program over the axis of a"
+                    " mesh, where as many words are received."
+                )
         else:
             for region in op.regions:
                 nodes.extend(self._region(region, workers))

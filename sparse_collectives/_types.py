@@ -5,12 +5,24 @@ changes from step to step is in a state; nothing prints and nothing is global.
 """
 
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
 State = Any
-AxisName = Hashable | tuple[Hashable, ...]
+
+
+class Communicator(Protocol):
+    """An MPI communicator of mpi4py, whose ranks are the workers. It is not hashable."""
+
+    def Get_rank(self) -> int:  # noqa: D102
+        ...
+
+    def Get_size(self) -> int:  # noqa: D102
+        ...
+
+
+AxisName = Hashable | tuple[Hashable, ...] | Communicator | tuple[Communicator, ...]
 
 
 class Selector(NamedTuple):
@@ -42,7 +54,7 @@ class SelectInfo(NamedTuple):
 
 
 class SparseAllreduce(NamedTuple):
-    """Sums the selections of all workers on a mesh axis.
+    """Sums the selections of all workers on an axis: of a mesh, or an MPI communicator.
 
     Attributes:
       init: ``init(size, axis_size) -> state``. The state holds the same values on

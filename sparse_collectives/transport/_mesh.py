@@ -32,36 +32,32 @@ def axis_index(axis: AxisName) -> jax.Array:
 
 
 def psum(x: jax.Array, axis: AxisName) -> jax.Array:
-    """The sum over the workers, the same bits on each. Receives 2 L (P-1)/P words."""
+    """The sum over the workers, the same bits on each."""
     return lax.psum(x, axis)
 
 
+def pmean(x: jax.Array, axis: AxisName) -> jax.Array:
+    """The mean over the workers of a floating ``x``."""
+    return lax.pmean(x, axis)
+
+
 def all_gather(x: jax.Array, axis: AxisName) -> jax.Array:
-    """``[P, *x.shape]``, the same on every worker. Receives L (P-1) words."""
+    """``[P, *x.shape]``, the same on every worker."""
     return _compat.all_gather_replicated(x, axis)
 
 
 def all_to_all(x: jax.Array, axis: AxisName) -> jax.Array:
-    """Block j of ``x[P, ...]`` goes to worker j; row i came from worker i.
-
-    Receives L (P-1)/P words.
-    """
+    """Block j of ``x[P, ...]`` goes to worker j; row i came from worker i."""
     return lax.all_to_all(x, axis, split_axis=0, concat_axis=0)
 
 
 def psum_scatter(x: jax.Array, axis: AxisName) -> jax.Array:
-    """Part j of the sum of ``x[P * m]``, ``[m]``, on worker j. Receives L (P-1)/P words."""
+    """Part j of the sum of ``x[P * m]``, ``[m]``, on worker j."""
     return lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True)
 
 
 def holds_on_mesh(flags: jax.Array, axis: AxisName) -> jax.Array:
-    """Whether each of ``flags``, which the workers of ``axis`` agree on, holds on the whole mesh.
-
-    For the predicate of a ``lax.cond`` or ``lax.switch`` with a ``ppermute`` in a branch:
-    XLA makes all devices of the mesh meet in one, also along the other axes, and a
-    program whose groups take different branches never ends. Collectives with groups
-    don't need it. Nothing is exchanged where ``axis`` is all of the mesh.
-    """
+    """Whether each of ``flags`` holds on the whole mesh; the workers of ``axis`` agree on it."""
     others = _compat.other_mesh_axes(axis)
     if not others:
         return flags
@@ -69,9 +65,5 @@ def holds_on_mesh(flags: jax.Array, axis: AxisName) -> jax.Array:
 
 
 def ppermute(x: jax.Array, axis: AxisName, pairs: Sequence[tuple[int, int]]) -> jax.Array:
-    """Worker ``source`` sends ``x`` to ``target`` for each pair. Receives L words.
-
-    Each worker is a source once at most and a target once at most; those that are no
-    target get zeros. In a branch of a conditional see :func:`holds_on_mesh`.
-    """
+    """Worker ``source`` sends ``x`` to ``target`` for each pair; who is no target gets zeros."""
     return _compat.ppermute(x, axis, pairs)

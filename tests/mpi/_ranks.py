@@ -1,0 +1,102 @@
+"""The program of one rank: ``mpirun -n P python -m tests.mpi._ranks FOLDER``.
+
+It runs everything of :mod:`tests.mpi._cases` and leaves ``FOLDER/RANK.npz``.
+"""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from mpi4py import MPI
+
+import optax_ext
+from sparse_collectives import traffic, transport
+from tests.mpi import _cases
+from tests.mpi._ranks_output import leaves
+
+WORLD = MPI.COMM_WORLD
+WORKERS, ME = WORLD.Get_size(), WORLD.Get_rank()
+
+
+def message_of(function) -> str:
+    try:
+        function()
+    except (ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def train(name: str, axis, inner_axis):
+    tx, params = _cases.TRAININGS[name].make(axis, inner_axis), _cases.params()
+    state = tx.init(params)
+    step = jax.jit(lambda p, s, b: _cases.train_step(tx, p, s, b), donate_argnums=(0, 1))
+    losses = []
+    for batch in _cases.batches(name, WORKERS)[:, ME]:
+        params, state, value = step(params, state, batch)
+        losses.append(value)
+    assert step._cache_size() == 1
+    return params, state, losses
+
+
+def errors(x: jax.Array) -> dict[str, str]:
+    tx, params = optax_ext.ok_topk(0.05, axis=WORLD), _cases.params()
+    state = tx.init(params)
+    mesh = jax.make_mesh((1,), ("ranks",), axis_types=(jax.sharding.AxisType.Auto,))
+    calls = {
+        "mesh": lambda: optax_ext.make_train_step(_cases.loss, tx, mesh, WORLD),
+        "specs": lambda: optax_ext.state_specs(state, WORLD),
+        "consolidate": lambda: optax_ext.consolidate(state, params),
+        "reshard": lambda: optax_ext.reshard(state, state),
+        "two": lambda: transport.all_gather(x, (WORLD, MPI.COMM_SELF)),
+        "mixed": lambda: transport.psum(x, (WORLD, "ranks")),
+        "null": lambda: transport.psum(x, MPI.COMM_NULL),
+        "meter": lambda: traffic.of_lowered(jax.jit(lambda x: transport.psum(x, WORLD)).lower(x)),
+    }
+    return {name: message_of(call) for name, call in calls.items()}
+
+
+def main(folder: Path) -> None:
+    found = {}
+    for dtype in _cases.DTYPES:
+        x = jnp.asarray(_cases.operands(dtype, WORKERS)[ME])
+        jitted = jax.jit(lambda x: _cases.transports(WORLD, WORKERS, x))
+        found |= leaves(f"transport {dtype}", jitted(x))
+    x = jnp.asarray(_cases.operands("int32", WORKERS)[ME])
+    found |= leaves("eager", {"psum": transport.psum(x, WORLD)})
+    found |= leaves("bool", {"gathered": transport.all_gather(x > 25, WORLD)})
+    flow = jax.jit(lambda x: _cases.in_control_flow(WORLD, WORKERS, x))
+    found |= leaves("flow", flow(x))
+
+    grid = inner = None
+    if WORKERS == 4:
+        inner = WORLD.Split(ME // 2, ME)
+        grid = (WORLD.Split(ME % 2, ME), inner)
+        found["grid index"] = np.asarray(transport.axis_index(grid))
+
+    gradients = _cases.gradients(WORKERS)[ME]
+    for name in _cases.names(WORKERS):
+        case = _cases.CASES[name]
+        allreduce, axis = case.allreduce(), WORLD if case.axes == "flat" else grid
+        step = jax.jit(lambda g, a=allreduce, x=axis: _cases.run(a, x, WORKERS, g))
+        found |= leaves(name, step(gradients))
+
+    for name, training in _cases.TRAININGS.items():
+        if training.workers != WORKERS:
+            continue
+        params, state, losses = train(
+            name, *((WORLD, None) if training.axes == "flat" else (grid, inner))
+        )
+        found |= leaves(f"{name} params", params)
+        found |= leaves(f"{name} state", state)
+        found |= leaves(f"{name} losses", losses)
+
+    found |= {f"error {name}": np.asarray(text) for name, text in errors(x).items()}
+    state = optax_ext.ok_topk(0.05, axis=WORLD).init(_cases.params())
+    found["metadata workers"] = np.asarray(optax_ext.checkpoint_metadata(state)["workers"])
+    np.savez(folder / f"{ME}.npz", **found)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,98 @@
+"""Which transport an axis gets, and what is said where MPI is not there; needs no MPI."""
+
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import optax_ext
+import sparse_collectives as sc
+from sparse_collectives import _compat, transport
+
+
+class Comm:
+    """As those of mpi4py: not hashable."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other):
+        return self is other
+
+    def Get_size(self):
+        return 4
+
+    def Get_rank(self):
+        return 1
+
+
+class Intracomm(Comm):
+    pass
+
+
+@pytest.fixture
+def comm(monkeypatch):
+    """A communicator of an mpi4py without mpi4jax."""
+    module = types.ModuleType("mpi4py.MPI")
+    vars(module).update(Comm=Comm, Intracomm=Intracomm, COMM_NULL=Intracomm())
+    package = types.ModuleType("mpi4py")
+    vars(package).update(MPI=module)
+    monkeypatch.setitem(sys.modules, "mpi4py", package)
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", module)
+    monkeypatch.setitem(sys.modules, "mpi4jax", None)
+    return Intracomm()
+
+
+FUNCTIONS = {
+    "axis_size": transport.axis_size,
+    "psum": lambda axis: transport.psum(jnp.ones(4), axis),
+    "pmean": lambda axis: transport.pmean(jnp.ones(4), axis),
+    "all_gather": lambda axis: transport.all_gather(jnp.ones(4), axis),
+    "all_to_all": lambda axis: transport.all_to_all(jnp.ones(4), axis),
+    "psum_scatter": lambda axis: transport.psum_scatter(jnp.ones(4), axis),
+    "ppermute": lambda axis: transport.ppermute(jnp.ones(4), axis, [(1, 2)]),
+    "allreduce": lambda axis: sc.allreduce.dense().reduce(
+        sc.select.topk(density=0.5).select(jnp.ones(4), ())[0], (), axis=axis
+    ),
+    "init": lambda axis: optax_ext.ok_topk(0.5, axis=axis).init(jnp.zeros(4)),
+}
+
+
+@pytest.mark.parametrize("name", list(FUNCTIONS))
+def test_without_mpi4jax_a_communicator_says_what_to_install(name, comm):
+    with pytest.raises(ImportError, match=r"pip install 'sparse-collectives\[mpi\]'"):
+        FUNCTIONS[name](comm)
+
+
+def test_a_communicator_is_an_axis_that_is_bound_and_has_no_types(comm):
+    assert _compat.is_communicator(comm)
+    assert _compat.is_communicator((comm, comm))
+    assert _compat.axis_is_bound(comm)
+    assert _compat.axis_size((comm, comm)) == 16
+    assert not _compat.checks_varying(comm)
+    assert not _compat.is_varying(jnp.ones(2), comm)
+    x = {"a": jnp.ones(2)}
+    assert _compat.to_varying(x, comm)["a"] is x["a"]
+    assert transport.holds_on_mesh(x["a"], comm) is x["a"]
+    assert int(transport.axis_index((comm, comm))) == 5
+
+
+def test_what_stands_for_a_communicator_in_a_state_is_hashable_and_says_how_many(comm):
+    assert _compat.static_axis(comm) == _compat.static_axis(Intracomm())
+    assert hash(_compat.static_axis((comm, comm))) == hash((_compat.Ranks(4), _compat.Ranks(4)))
+    assert _compat.ranks(_compat.static_axis(comm)) == 4
+    assert _compat.ranks(_compat.static_axis((comm, comm))) == 16
+
+
+@pytest.mark.parametrize("axis", ["w", ("node", "device"), 3])
+def test_names_are_axes_of_a_mesh(axis, comm):
+    assert not _compat.is_communicator(axis)
+    assert _compat.static_axis(axis) is axis
+    assert _compat.ranks(axis) == 0
+
+
+def test_a_mesh_axis_asks_for_no_mpi(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4jax", None)
+    total = jax.vmap(lambda x: transport.pmean(x, "w"), axis_name="w")(jnp.arange(4.0))
+    assert total.tolist() == [1.5] * 4

@@ -1,0 +1,265 @@
+"""Real ranks under mpirun against NumPy, and bit for bit against a mesh of as many devices."""
+
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import optax_ext
+from tests.mpi import _cases
+from tests.mpi._ranks_output import leaves
+
+ROOT = Path(__file__).parents[2]
+# That of the environment first: mpi4jax was built for the MPI in it.
+MPIRUN = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
+SECONDS = 900
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("mpi4jax") is None,
+        reason="mpi4jax is not installed; `make test-mpi` installs it",
+    ),
+    pytest.mark.skipif(MPIRUN is None, reason="there is no mpirun on the PATH"),
+]
+
+
+def mpirun(workers: int, *arguments: str) -> str:
+    """The output of ``python arguments...`` on so many ranks."""
+    assert MPIRUN is not None
+    environment = os.environ | {
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}",
+        "JAX_PLATFORMS": "cpu",
+        # Of mpich: everything between the processes stays on this machine.
+        "HYDRA_IFACE": "lo",
+        "FI_TCP_IFACE": "lo",
+        "PATH": f"{Path(MPIRUN).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    command = [MPIRUN, "-n", str(workers), sys.executable, *arguments]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        output, _ = process.communicate(timeout=SECONDS)
+    finally:
+        # mpirun ends its ranks when it is asked to end.
+        process.terminate()
+        process.wait()
+    assert process.returncode == 0, output[-8000:]
+    return output
+
+
+@functools.cache
+def ranks(workers: int) -> list[dict[str, np.ndarray]]:
+    """What each rank found."""
+    with tempfile.TemporaryDirectory() as folder:
+        mpirun(workers, "-m", "tests.mpi._ranks", folder)
+        return [dict(np.load(Path(folder) / f"{rank}.npz")) for rank in range(workers)]
+
+
+def on_mesh(function, workers: int, *operands, axes: str = "flat"):
+    """``function(*operands)`` on each device of a mesh; all results with a leading axis of P."""
+    shape, names = ((2, 2), ("node", "device")) if axes == "grid" else ((workers,), ("w",))
+    kinds = (jax.sharding.AxisType.Auto,) * len(shape)
+    mesh = jax.make_mesh(shape, names, axis_types=kinds, devices=jax.devices()[:workers])
+
+    def local(*operands):
+        mine = jax.tree.map(lambda x: x[0], operands)
+        return jax.tree.map(lambda x: jnp.asarray(x)[None], function(*mine))
+
+    return jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=P(names), out_specs=P(names), check_vma=False)
+    )(*operands)
+
+
+def assert_same_bits(prefix: str, mesh, workers: int) -> None:
+    """Every rank has what its device has; ``prefix`` is that of the names in its file."""
+    for rank, found in enumerate(ranks(workers)):
+        expected = leaves(prefix, jax.tree.map(lambda x, rank=rank: x[rank], mesh))
+        for name, array in expected.items():
+            assert found[name].dtype == array.dtype, name
+            # As bytes: -0.0 is another result than 0.0.
+            assert found[name].tobytes() == array.tobytes(), (name, rank)
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("dtype", _cases.DTYPES)
+def test_the_transport_does_what_numpy_does(workers, dtype):
+    x = _cases.operands(dtype, workers)
+    total = _cases.summed(x).astype(x.dtype)
+    for rank, found in enumerate(ranks(workers)):
+        got = {key: found[f"transport {dtype}['{key}']"] for key in _keys(found, dtype)}
+        expected = {
+            "psum": total,
+            "psum short": total[:7].reshape(7, 1),
+            "psum scalar": total[0],
+            "psum empty": total[:0],
+            "psum_scatter": total.reshape(workers, -1)[rank],
+            "all_gather": x.reshape(workers, workers, -1),
+            "all_to_all": x.reshape(workers, workers, -1)[:, rank],
+        }
+        if np.dtype(dtype).kind not in "iu":
+            # XLA may multiply by 1 / P, which is rounded; the mesh does the same.
+            mean, close = got.pop("pmean"), 2 * float(jnp.finfo(dtype).eps)
+            wanted = total.astype(np.float64) / workers
+            np.testing.assert_allclose(mean, wanted, rtol=close)
+        for name, pairs in _cases.rings(workers).items():
+            source = {target: source for source, target in pairs}.get(rank)
+            row = np.zeros_like(x[0]) if source is None else x[source]
+            expected[f"ppermute {name}"] = row
+        assert got.keys() == expected.keys()
+        for name, array in expected.items():
+            array = array.astype(np.float32) if dtype == "bfloat16" else array
+            np.testing.assert_array_equal(got[name], array, err_msg=f"{name}, rank {rank}")
+
+
+def _keys(found, dtype: str) -> list[str]:
+    return [name.split("'")[1] for name in found if name.startswith(f"transport {dtype}[")]
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("dtype", _cases.DTYPES)
+def test_the_transport_has_the_bits_of_the_mesh(workers, dtype):
+    x = jnp.asarray(_cases.operands(dtype, workers))
+    mesh = on_mesh(lambda x: _cases.transports("w", workers, x), workers, x)
+    assert_same_bits(f"transport {dtype}", mesh, workers)
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_exchanges_keep_their_order_in_branches_and_loops(workers):
+    x = jnp.asarray(_cases.operands("int32", workers))
+    mesh = on_mesh(lambda x: _cases.in_control_flow("w", workers, x), workers, x)
+    assert_same_bits("flow", mesh, workers)
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_exchanges_work_without_jit_and_on_booleans(workers):
+    x = _cases.operands("int32", workers)
+    for found in ranks(workers):
+        np.testing.assert_array_equal(found["eager['psum']"], x.sum(0))
+        np.testing.assert_array_equal(found["bool['gathered']"], x > 25)
+
+
+@pytest.mark.parametrize(
+    ("name", "workers"), [(name, p) for name, case in _cases.CASES.items() for p in case.workers]
+)
+def test_an_allreduce_has_the_bits_of_the_mesh_and_loses_nothing(name, workers):
+    case, gradients = _cases.CASES[name], _cases.gradients(workers)
+    axis = "w" if case.axes == "flat" else ("node", "device")
+    allreduce = case.allreduce()
+    mesh = on_mesh(
+        lambda g: _cases.run(allreduce, axis, workers, g), workers, gradients, axes=case.axes
+    )
+    assert_same_bits(name, mesh, workers)
+
+    every = ranks(workers)
+    totals = [found[f"{name}['totals']"] for found in every]
+    assert all(total.tobytes() == totals[0].tobytes() for total in totals)
+    residuals = np.sum([found[f"{name}['residual']"] for found in every], axis=0, dtype=np.float64)
+    put_in = gradients.sum(axis=(0, 1), dtype=np.float64)
+    # Float32 sums over 13 steps of values up to 1e3.
+    np.testing.assert_allclose(totals[0].sum(0, np.float64) + residuals, put_in, atol=1e-2)
+
+
+@pytest.mark.parametrize("workers", [3, 4])
+def test_ok_topk_has_taken_more_than_one_branch_of_its_balancing(workers):
+    words = ranks(workers)[0]["ok_topk['info']['words']"]
+    assert len(np.unique(words[1:])) >= 3
+
+
+@pytest.mark.parametrize("name", list(_cases.TRAININGS))
+def test_training_has_the_bits_of_the_mesh(name):
+    training = _cases.TRAININGS[name]
+    workers, axes = training.workers, training.axes
+    tx = training.make(*(("w", None) if axes == "flat" else (("node", "device"), "device")))
+    params = jax.tree.map(lambda x: jnp.stack([x] * workers), _cases.params())
+    state = on_mesh(lambda _: tx.init(_cases.params()), workers, np.zeros(workers), axes=axes)
+    step = jax.jit(
+        lambda *operands: on_mesh(
+            lambda p, s, b: _cases.train_step(tx, p, s, b), workers, *operands, axes=axes
+        )
+    )
+    losses = []
+    for batch in _cases.batches(name, workers):
+        params, state, value = step(params, state, batch)
+        losses.append(value)
+    assert_same_bits(f"{name} params", params, workers)
+    assert_same_bits(f"{name} state", state, workers)
+    assert_same_bits(f"{name} losses", losses, workers)
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(params))
+    sparse = optax_ext.get_state(state)
+    if sparse is not None:
+        assert sparse.skipped.tolist() == [1] * workers
+        assert sparse.count.tolist() == [training.steps - 1] * workers
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_what_needs_a_mesh_says_so(workers):
+    expected = {
+        "mesh": "opt_state = tx.init(params)",
+        "specs": "opt_state = tx.init(params)",
+        "consolidate": f"opt_state was made over an MPI communicator of {workers} ranks",
+        "reshard": f"opt_state was made over an MPI communicator of {workers} ranks",
+        "two": "Pass one communicator of all workers",
+        "mixed": "'ranks' in it, which is no intracommunicator",
+        "null": "which is no intracommunicator",
+        "meter": "an exchange over MPI",
+    }
+    for found in ranks(workers):
+        for name, text in expected.items():
+            assert text in str(found[f"error {name}"]), name
+            assert str(found[f"error {name}"]).startswith("ValueError"), name
+        assert found["metadata workers"] == workers
+
+
+def test_the_example_trains_and_its_ranks_agree():
+    output = mpirun(3, "examples/train_mpi.py", "--steps", "60")
+    lines = [line for line in output.splitlines() if "workers" in line]
+    assert len(lines) == 1, output
+    accuracy = re.search(r"^3 workers, 60 steps: test accuracy ([0-9.]+)%", lines[0])
+    assert accuracy is not None, output
+    assert float(accuracy[1]) > 80
+    assert "1700 entries delivered" in lines[0]
+    assert lines[0].endswith("parameters equal")
+
+
+def test_the_program_in_the_readme_runs(tmp_path):
+    program = re.findall(r"```py\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(program) == 1
+    before = """
+import jax, jax.numpy as jnp, optax, optax_ext
+params = {"w": jnp.ones((10, 7))}
+loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+"""
+    after = """
+rank = MPI.COMM_WORLD.Get_rank()
+for i in range(3):
+    batch = jax.random.normal(jax.random.key(rank + 2 * i), (8, 10))
+    params, opt_state = step(params, opt_state, batch)
+every = MPI.COMM_WORLD.allgather(params["w"].tobytes())
+assert int(optax_ext.get_state(opt_state).count) == 3 and len(set(every)) == 1
+assert not jnp.all(params["w"] == 1)
+"""
+    script = tmp_path / "readme.py"
+    script.write_text(before + program[0] + after)
+    mpirun(2, str(script))
+
+
+def test_ranks_of_two_communicators_are_numbered_row_by_row():
+    assert [int(found["grid index"]) for found in ranks(4)] == [0, 1, 2, 3]
