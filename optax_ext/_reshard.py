@@ -50,7 +50,8 @@ def reshard(opt_state: Any, fresh_state: Any) -> Any:
     Raises:
       TypeError: a number of workers, or a mesh, in place of ``fresh_state``.
       ValueError: the states differ in more than the workers: other parameters,
-        another optimizer, residuals of another unit (``learning_rate``).
+        another optimizer, residuals of another unit (``learning_rate``); arrays of
+        ``opt_state`` are spread over several processes.
 
     Cost: on the host, n float32 for each old and each new worker.
 
@@ -79,6 +80,7 @@ def reshard(opt_state: Any, fresh_state: Any) -> Any:
         )
     moved = []
     # All is checked before anything is moved.
+    _check_readable(opt_state)
     for (path, before), (_, fresh) in zip(old, new, strict=True):
         _check(jax.tree_util.keystr(path), before, fresh)
     for (_, before), (_, fresh) in zip(old, new, strict=True):
@@ -187,6 +189,20 @@ def _check_all_rows(name: str, node: SparseAllreduceState) -> None:
             "leading axis of what state_specs(state, 'ranks') splits over 'ranks'; a fresh state "
             f"of all is that of the same transformation with axis='ranks', axis_size={workers}."
         )
+
+
+def _check_readable(opt_state: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
+        if isinstance(leaf, jax.Array) and not (
+            leaf.is_fully_addressable or leaf.is_fully_replicated
+        ):
+            raise ValueError(
+                f"opt_state{jax.tree_util.keystr(path)} is spread over several processes, so that "
+                "this one can't read all of it. Restore it in every process, with "
+                "optax_ext.abstract_state(..., sharding=jax.sharding.SingleDeviceSharding("
+                "jax.local_devices()[0])), or gather it with "
+                "jax.experimental.multihost_utils.process_allgather(opt_state, tiled=True)."
+            )
 
 
 def _node(old: SparseAllreduceState, new: SparseAllreduceState) -> SparseAllreduceState:

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 import optax
+from jax import core as jax_core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optax_ext import _checks, _state
@@ -50,7 +52,8 @@ def make_train_step(
     Raises:
       ValueError: an axis that the mesh does not have; at the first call of a
         shape, a batch whose leading dimension P does not divide, or a ``tx`` that
-        does not reduce the gradients over the axis.
+        does not reduce the gradients over the axis; on a mesh over several
+        processes, a batch that is no global array.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_ext
@@ -104,6 +107,7 @@ class TrainStep:
 
     def __call__(self, params: Any, opt_state: Any, batch: Any) -> tuple[Any, ...]:
         """``(params, opt_state, loss)``, or with aux a fourth."""
+        _check_global(batch, self._mesh, self._axis)
         return self._step(*self._placed(params, opt_state), batch)
 
     def lower(self, params: Any, opt_state: Any, batch: Any) -> jax.stages.Lowered:
@@ -128,7 +132,33 @@ def _is_spec(node: Any) -> bool:
 
 def _place(x: Any, sharding: NamedSharding) -> Any:
     here = getattr(x, "sharding", None)
-    return x if here == sharding else jax.device_put(x, sharding)
+    if here == sharding:
+        return x
+    if isinstance(x, jax.Array) and not sharding.is_fully_addressable and _is_local(x):
+        # One committed to a device of this process would not be spread over others.
+        x = np.asarray(x)
+    return jax.device_put(x, sharding)
+
+
+def _is_local(x: Any) -> bool:
+    """Whether x is an array of this process alone."""
+    if isinstance(x, jax_core.Tracer):
+        return False
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
+
+
+def _check_global(batch: Any, mesh: Mesh, axis: AxisName) -> None:
+    if not mesh.is_multi_process:
+        return
+    for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
+        # jit would take it for all workers' examples, and each process for others.
+        if _is_local(leaf):
+            raise ValueError(
+                f"batch{jax.tree_util.keystr(path)} is an array of this process, but the mesh has "
+                "devices of several. Make a global one of the examples that each process has "
+                "read: jax.make_array_from_process_local_data(jax.sharding.NamedSharding(mesh, "
+                f"jax.sharding.PartitionSpec({axis!r})), examples)."
+            )
 
 
 def _check_batch(batch: Any, workers: int, axis: AxisName) -> None:

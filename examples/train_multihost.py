@@ -1,0 +1,306 @@
+"""Trains over several processes, on one host or many, and resumes with another number of them.
+
+    python examples/train_multihost.py --coordinator HOST:PORT --num-processes 2 --process-id 0
+    python examples/train_multihost.py --coordinator HOST:PORT --num-processes 2 --process-id 1
+
+Every process runs this program. Under SLURM it needs no options, and alone it is a training in
+one process. Each worker (a device) has its own part of the images, and a process keeps those of
+its own workers. docs/multihost.md says more.
+"""
+
+import argparse
+import contextlib
+import os
+import re
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_ext
+from _data import Dataset, InputError, digits, idx_folder
+
+METHODS = {
+    "ok_topk": lambda density: optax_ext.ok_topk(density, axis="data"),
+    "dense": lambda density: optax_ext.dense(axis="data"),
+}
+# jax itself reads JAX_COORDINATOR_ADDRESS, SLURM's variables and those of Open MPI up to 4.
+COUNTS = ("JAX_NUM_PROCESSES", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+IDS = ("JAX_PROCESS_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+DETECTED = ("OMPI_MCA_orte_hnp_uri", "SLURM_STEP_NODELIST", "TPU_WORKER_HOSTNAMES")
+
+
+class Classifier(nn.Module):
+    """A perceptron with one hidden layer."""
+
+    classes: int
+
+    @nn.compact
+    def __call__(self, images):
+        """Maps f32[batch, height, width] to logits, f32[batch, classes]."""
+        x = images.reshape(images.shape[0], -1)
+        return nn.Dense(self.classes)(nn.relu(nn.Dense(256)(x)))
+
+
+def start(options: argparse.Namespace) -> None:
+    """Joins the processes, if there are several; then jax has the devices of all of them.
+
+    Raises:
+      InputError: the options and the environment don't say which process this is.
+    """
+    coordinator = options.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
+    count = _number("--num-processes", options.num_processes, COUNTS)
+    process = _number("--process-id", options.process_id, IDS)
+    detected = any(name in os.environ for name in DETECTED)
+    if options.devices:
+        jax.config.update("jax_num_cpu_devices", options.devices)
+    if (coordinator, count, process) == (None, None, None) and not detected:
+        return
+    given = {"--coordinator": coordinator, "--num-processes": count, "--process-id": process}
+    missing = [name for name, value in given.items() if value is None]
+    if missing and not detected:
+        raise InputError(f"{' and '.join(missing)} must be given, or be in the environment")
+    if count is not None and count < 1:
+        raise InputError(f"--num-processes is {count}; it must be 1 or more")
+    if process is not None and process < 0 or None not in (count, process) and process >= count:
+        raise InputError(f"--process-id is {process}, of {count} processes: give 0 to {count - 1}")
+    if coordinator is not None and not re.fullmatch(r".+:\d{1,5}", coordinator):
+        raise InputError(f"--coordinator is {coordinator!r}; expected HOST:PORT")
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+    except OSError as error:
+        raise InputError(
+            f"the name of this host, {socket.gethostname()}, has no address, which CPU "
+            "collectives need: add it to /etc/hosts"
+        ) from error
+    with _end_after(options.timeout, f"{coordinator or 'the coordinator'}", count):
+        # jax would end the process itself, without an exception; it gets more time.
+        jax.distributed.initialize(
+            coordinator, count, process, initialization_timeout=options.timeout + 60
+        )
+
+
+@contextlib.contextmanager
+def _end_after(seconds: int, address: str, count: int | None) -> Iterator[None]:
+    def end():
+        print(
+            f"train_multihost.py: the {count or ''} processes have not met at {address} within "
+            f"{seconds} s: start all of them, and check that the address can be reached",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(2)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _number(option: str, given: int | None, names: tuple[str, ...]) -> int | None:
+    if given is not None:
+        return given
+    for name in names:
+        if value := os.environ.get(name):
+            if not value.isdecimal():
+                raise InputError(f"{name} is {value!r}; expected a number, for {option}")
+            return int(value)
+    return None
+
+
+class Parts:
+    """The images of this process's workers, and the batch of each step from them.
+
+    A batch depends on the seed, the worker and the step alone: not on how many workers a process
+    has, nor on where a training was interrupted.
+    """
+
+    def __init__(self, data: Dataset, mesh: Mesh, options: argparse.Namespace):
+        """Keeps every P-th image for each of the P workers.
+
+        Raises:
+          InputError: a batch that P does not divide, or of more images than there are.
+        """
+        if options.batch % mesh.size:
+            raise InputError(f"--batch {options.batch} is not divisible by {mesh.size} workers")
+        here = jax.process_index()
+        workers = [i for i, d in enumerate(mesh.devices.flat) if d.process_index == here]
+        self.parts = {
+            i: (data.train_images[i :: mesh.size], data.train_labels[i :: mesh.size])
+            for i in workers
+        }
+        self.size, self.seed = options.batch // mesh.size, options.seed
+        self.images = len(data.train_images) // mesh.size
+        if self.size > self.images:
+            raise InputError(f"--batch {options.batch}: a worker has {self.images} images only")
+        self.sharding = NamedSharding(mesh, P("data"))
+
+    def batch(self, step: int) -> tuple[jax.Array, jax.Array]:
+        """The global batch, of which this process gives the rows of its workers."""
+        epoch, at = divmod(step, self.images // self.size)
+        rows = []
+        for worker, (images, labels) in self.parts.items():
+            order = np.random.default_rng((self.seed, worker, epoch)).permutation(self.images)
+            chosen = order[at * self.size : (at + 1) * self.size]
+            rows.append((images[chosen], labels[chosen]))
+        images, labels = (np.concatenate(leaves) for leaves in zip(*rows, strict=True))
+        make = jax.make_array_from_process_local_data
+        return make(self.sharding, images), make(self.sharding, labels)
+
+
+def restore(checkpointer: Any, path: Path, tx: Any, params: Any, mesh: Mesh) -> tuple[Any, Any]:
+    """``(params, opt_state)`` of a checkpoint that as many or other workers have saved."""
+    saved = checkpointer.metadata(path).custom_metadata
+
+    def shapes(where):
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), params
+        )
+
+    if saved["workers"] == mesh.size:
+        expected = optax_ext.abstract_state(tx, params, mesh, "data")
+        optax_ext.check_metadata(saved, expected)
+        return checkpointer.restore(path, (shapes(NamedSharding(mesh, P())), expected))
+    # Each process restores the state of all old workers for itself.
+    host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    workers = AbstractMesh((saved["workers"],), ("data",))
+    old = optax_ext.abstract_state(tx, params, workers, "data", sharding=host)
+    optax_ext.check_metadata(saved, old)
+    restored, state = checkpointer.restore(path, (shapes(host), old))
+    return restored, optax_ext.reshard(state, optax_ext.init_state(tx, params, mesh, "data"))
+
+
+def last_step(folder: Path) -> int:
+    """The last step that was saved; 0 if none was. All processes take that of the first."""
+    names = [path.name for path in folder.glob("step_*")] if folder.is_dir() else []
+    steps = [int(name[5:]) for name in names if name[5:].isdecimal()]
+    return int(multihost_utils.broadcast_one_to_all(np.int32(max(steps, default=0))))
+
+
+def train(options: argparse.Namespace) -> None:
+    """Trains, saves and reports."""
+    start(options)
+    data = idx_folder(options.data) if options.data else digits()
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=auto)
+    parts = Parts(data, mesh, options)
+
+    def say(text: str) -> None:
+        if jax.process_index() == 0:
+            print(text, flush=True)
+
+    model = Classifier(data.classes)
+
+    def loss_fn(params, batch):
+        logits = model.apply({"params": params}, batch[0])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
+
+    # From the same seed in every process; make_train_step checks that they are the same.
+    params = model.init(jax.random.key(options.seed), data.train_images[:1])["params"]
+    params = jax.device_get(params)
+    tx = optax.chain(METHODS[options.method](options.density), optax.sgd(options.lr, momentum=0.9))
+    step = optax_ext.make_train_step(loss_fn, tx, mesh, "data")
+    say(f"{jax.process_count()} processes, {mesh.size} workers, {options.method}")
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        begin = last_step(options.checkpoints) if options.checkpoints else 0
+        if begin and not options.resume:
+            raise InputError(f"{options.checkpoints} has a training: --resume, or another folder")
+        if begin:
+            path = options.checkpoints / f"step_{begin}"
+            try:
+                params, opt_state = restore(checkpointer, path, tx, params, mesh)
+            except ValueError as error:
+                raise InputError(f"{path}: {error}") from error
+            say(f"resumed after step {begin}")
+        else:
+            opt_state = optax_ext.init_state(tx, params, mesh, "data")
+
+        for number in range(begin + 1, options.steps + 1):
+            params, opt_state, loss = step(params, opt_state, parts.batch(number - 1))
+            if number % options.report == 0 or number == options.steps:
+                say(f"step {number}: loss {float(loss):.4f}{_counts(opt_state)}")
+            if options.checkpoints and number % options.save_every == 0:
+                metadata = optax_ext.checkpoint_metadata(opt_state)
+                path = options.checkpoints / f"step_{number}"
+                checkpointer.save(path, (params, opt_state), custom_metadata=metadata)
+
+    logits = model.apply({"params": jax.device_get(params)}, data.test_images)
+    accuracy = np.mean(np.argmax(logits, axis=-1) == data.test_labels)
+    say(f"test accuracy {accuracy:.2%}")
+
+
+def _counts(opt_state: Any) -> str:
+    info = optax_ext.get_info(opt_state)
+    if info is None:
+        return ""
+    # A count for each worker is spread over the processes: all of them have to take part.
+    selected = multihost_utils.process_allgather(info.selected, tiled=True)
+    return f", selected {np.mean(selected):.0f}, delivered {info.delivered}, words {info.words:.0f}"
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Returns the options; exits with status 2 and one line when one of them is wrong."""
+    parser = argparse.ArgumentParser(description="Train over several processes.")
+    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")
+
+    def positive(value: str) -> int:
+        if not value.isdecimal() or int(value) < 1:
+            raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+        return int(value)
+
+    add = parser.add_argument
+    add("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
+    add("--num-processes", type=int, metavar="N", help="processes of all hosts")
+    add("--process-id", type=int, metavar="I", help="of this process, 0 to N-1")
+    add("--timeout", type=positive, default=120, help="seconds for the processes to meet (120)")
+    add("--devices", type=positive, help="CPU devices of this process (1)")
+    add("--method", choices=METHODS, default="ok_topk", help="reduction of gradients (ok_topk)")
+    add("--density", type=float, default=0.02, help="selected components over all, k/n (0.02)")
+    add("--steps", type=positive, default=300, help="the last step (300)")
+    add("--batch", type=positive, default=96, help="images of all workers together (96)")
+    add("--lr", type=float, default=0.05, help="learning rate (0.05)")
+    add("--seed", type=int, default=0, help="of the parameters and of the order of images (0)")
+    add("--data", type=Path, metavar="DIR", help="folder of IDX files instead of digits")
+    add("--report", type=positive, default=50, help="steps between two lines (50)")
+    add("--checkpoints", type=Path, metavar="DIR", help="folder that all processes see")
+    add("--save-every", type=positive, default=100, help="steps between checkpoints (100)")
+    add("--resume", action="store_true", help="go on after the last checkpoint, if there is one")
+    options = parser.parse_args(argv)
+    if not 0 < options.density <= 1:
+        parser.error(f"--density is {options.density}; it must be above 0 and at most 1")
+    if options.seed < 0:
+        parser.error(f"--seed is {options.seed}; it must be 0 or more")
+    if options.resume and not options.checkpoints:
+        parser.error("--resume needs --checkpoints DIR")
+    if options.checkpoints:
+        options.checkpoints = options.checkpoints.resolve()  # orbax wants an absolute path
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the training; returns the exit status."""
+    try:
+        train(parse(argv))
+    except InputError as error:
+        print(f"train_multihost.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""What a group of processes does, and what one process with as many devices does alike.
+
+Each case is ``case(mesh, folder, **options) -> {name: array}`` and is run by every process of a
+group. Arrays that are spread over processes are gathered, so that what comes back can be
+compared with the bits of one process.
+"""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_ext
+from sparse_collectives import select, wire
+
+ROWS, INPUTS, HIDDEN, OUTPUTS = 24, 10, 16, 7  # 24 rows are divisible by 1, 2, 3, 4, 6 and 8
+DENSITY = 0.1
+SAVED_AT = 4
+
+REDUCTIONS = {
+    "ok_topk": lambda: optax_ext.ok_topk(DENSITY, axis="data"),
+    "topk_a": lambda: optax_ext.topk_a(DENSITY, axis="data"),
+    "gtopk": lambda: optax_ext.gtopk(DENSITY, axis="data"),
+    "narrow8": lambda: optax_ext.ok_topk(DENSITY, axis="data", codec=wire.narrow8()),
+    "qsgd": lambda: optax_ext.topk_a(DENSITY, axis="data", codec=wire.qsgd(bits=8)),
+    "threshold_reuse": lambda: optax_ext.ok_topk(
+        DENSITY, axis="data", selector=select.threshold_reuse(density=DENSITY)
+    ),
+    "dense": lambda: optax_ext.dense(axis="data"),
+}
+
+
+def mesh_of(devices: list[jax.Device]) -> Mesh:
+    return jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
+
+
+def train(mesh: Mesh, folder: Path, *, reduction: str, steps: int) -> dict[str, np.ndarray]:
+    """Parameters, state and losses after some steps."""
+    del folder
+    run = _Run(mesh, reduction)
+    losses = [run(batch) for batch in _batches(steps)]
+    return {
+        **run.arrays(),
+        "losses": np.asarray(losses),
+        "traces": np.asarray(len(run.traces)),
+    }
+
+
+def conserve(mesh: Mesh, folder: Path, *, steps: int) -> dict[str, np.ndarray]:
+    """A loss whose gradient is the mean of the worker's rows, so that all gradients are known."""
+    del folder
+    tx = optax.chain(REDUCTIONS["ok_topk"](), optax.sgd(1.0))
+    params: Any = np.zeros(INPUTS * HIDDEN, np.float32)
+    state = optax_ext.init_state(tx, params, mesh, "data")
+    step = optax_ext.make_train_step(lambda p, rows: jnp.mean(rows @ p), tx, mesh, "data")
+    gradients = np.zeros(params.size)
+    for rows in _batches(steps, width=params.size):
+        params, state, _ = step(params, state, spread(mesh, rows))
+        gradients += rows.reshape(mesh.size, -1, params.size).mean(1, dtype=np.float64).sum(0)
+    residual = whole(optax_ext.get_state(state).residual)
+    return {
+        "gradients": gradients,
+        "applied": -mesh.size * np.asarray(params, np.float64),
+        "residual": residual,
+    }
+
+
+def skip(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
+    """One worker's rows are not finite in the third of five steps; the state around that step."""
+    del folder
+    run = _Run(mesh, "ok_topk")
+    around = {}
+    for number, batch in enumerate(_batches(5)):
+        if number == 2:
+            batch[-1, 0] = np.nan  # a row of the last worker
+            around |= {f"before{name}": array for name, array in run.arrays().items()}
+        run(batch)
+        if number == 2:
+            around |= {f"after{name}": array for name, array in run.arrays().items()}
+    return {**run.arrays(), **around}
+
+
+def save(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
+    """Saves after some steps; the next step without and with a restore."""
+    run = _Run(mesh, "ok_topk")
+    *batches, last = _batches(SAVED_AT + 1)
+    for batch in batches:
+        run(batch)
+    metadata = optax_ext.checkpoint_metadata(run.state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "saved", (run.params, run.state), custom_metadata=metadata)
+        checkpointer.wait_until_finished()
+        residual = whole(optax_ext.get_state(run.state).residual)
+        run(last)
+
+        restored = _Run(mesh, "ok_topk")
+        everywhere = NamedSharding(mesh, P())
+        shapes = _shapes(restored.params, everywhere)
+        expected = optax_ext.abstract_state(restored.tx, restored.params, mesh, "data")
+        optax_ext.check_metadata(checkpointer.metadata(folder / "saved").custom_metadata, expected)
+        restored.params, restored.state = checkpointer.restore(folder / "saved", (shapes, expected))
+        restored(last)
+    others = {f"restored{name}": array for name, array in restored.arrays().items()}
+    traces = np.asarray(len(run.traces))
+    return {**run.arrays(), **others, "saved_residual": residual, "traces": traces}
+
+
+def resume(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
+    """The state that other workers have saved, and the next step of these."""
+    run = _Run(mesh, "ok_topk")
+    # A device of this process: each restores all of the old state for itself.
+    host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    with ocp.StandardCheckpointer() as checkpointer:
+        saved = checkpointer.metadata(folder / "saved").custom_metadata
+        old_mesh = AbstractMesh((saved["workers"],), ("data",))
+        old = optax_ext.abstract_state(run.tx, run.params, old_mesh, "data", sharding=host)
+        optax_ext.check_metadata(saved, old)
+        run.params, state = checkpointer.restore(folder / "saved", (_shapes(run.params, host), old))
+    before = np.asarray(optax_ext.get_state(state).residual)
+    run.state = optax_ext.reshard(state, optax_ext.init_state(run.tx, run.params, mesh, "data"))
+    after = whole(optax_ext.get_state(run.state).residual)
+    run(_batches(SAVED_AT + 1)[-1])
+    return {**run.arrays(), "before": before, "after": after}
+
+
+def refuse(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
+    """What several processes can get wrong, and what they are told."""
+    del folder
+    run = _Run(mesh, "ok_topk")
+    messages = {}
+
+    def told(name: str, call) -> None:
+        try:
+            call()
+        except ValueError as error:
+            messages[name] = np.asarray(str(error))
+
+    fresh = optax_ext.init_state(run.tx, run.params, mesh, "data")
+    told("spread_state", lambda: optax_ext.reshard(run.state, fresh))
+    told("local_batch", lambda: run.step(run.params, run.state, _batches(1)[0]))
+    return messages
+
+
+CASES = {f.__name__: f for f in (train, conserve, skip, save, resume, refuse)}
+
+
+def spread(mesh: Mesh, rows: np.ndarray) -> jax.Array:
+    """The global batch, of which each process gives only the rows of its own devices."""
+    workers = [i for i, d in enumerate(mesh.devices.flat) if d.process_index == jax.process_index()]
+    local = rows.reshape(mesh.size, -1, *rows.shape[1:])[workers].reshape(-1, *rows.shape[1:])
+    return jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), local)
+
+
+def whole(x: Any) -> np.ndarray:
+    """All of a global array."""
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x)
+    return multihost_utils.process_allgather(x, tiled=True)
+
+
+class _Run:
+    """A training from fixed parameters, one batch a call.
+
+    All runs of a reduction share one step: to start again from parameters of the host must not
+    trace it again.
+    """
+
+    def __init__(self, mesh: Mesh, reduction: str):
+        rng = np.random.default_rng(1)
+        self.mesh = mesh
+        self.tx, self.step, self.traces = _step(mesh, reduction)
+        self.params: Any = {
+            "a": rng.standard_normal((INPUTS, HIDDEN)).astype(np.float32),
+            "b": rng.standard_normal((HIDDEN, OUTPUTS)).astype(np.float32),
+        }
+        self.state = optax_ext.init_state(self.tx, self.params, mesh, "data")
+
+    def __call__(self, rows: np.ndarray) -> float:
+        batch = spread(self.mesh, rows)
+        self.params, self.state, loss = self.step(self.params, self.state, batch)
+        return float(loss)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Every array of parameters and state, by its path; parameters on each local device."""
+        trees = {"params": self.params, "state": self.state}
+        arrays = {
+            jax.tree_util.keystr(path): whole(leaf)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(trees)
+        }
+        for path, leaf in jax.tree_util.tree_leaves_with_path(self.params):
+            copies = np.stack([np.asarray(shard.data) for shard in leaf.addressable_shards])
+            arrays[f"copies{jax.tree_util.keystr(path)}"] = copies
+        return arrays
+
+
+@functools.cache
+def _step(mesh: Mesh, reduction: str) -> tuple[Any, optax_ext.TrainStep, list[int]]:
+    traces = []
+
+    def loss_fn(params, rows):
+        traces.append(1)
+        return jnp.mean((jnp.tanh(rows @ params["a"]) @ params["b"]) ** 2)
+
+    tx = optax.chain(REDUCTIONS[reduction](), optax.sgd(0.01, momentum=0.9))
+    return tx, optax_ext.make_train_step(loss_fn, tx, mesh, "data"), traces
+
+
+def _batches(number: int, width: int = INPUTS) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal((ROWS, width)).astype(np.float32) for _ in range(number)]
+
+
+def _shapes(tree: Any, sharding: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)

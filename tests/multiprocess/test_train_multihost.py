@@ -1,0 +1,96 @@
+"""The example over several processes, as a user runs it."""
+
+import re
+import sys
+
+import jax
+import pytest
+
+import train_multihost
+from tests.multiprocess import _launch
+
+EXAMPLE = _launch.ROOT / "examples" / "train_multihost.py"
+
+
+def run(folder, processes, *options):
+    """What process 0 prints; the others print nothing of their own."""
+    with _launch.reserved_port() as port:
+        group = ["--coordinator", f"127.0.0.1:{port}", "--num-processes", str(processes)]
+        commands = [
+            [sys.executable, str(EXAMPLE), *group, "--process-id", str(i), *options]
+            for i in range(processes)
+        ]
+        results = _launch.finish(commands, port, folder)
+    for status, _ in results:
+        assert status == 0, results
+    for _, output in results[1:]:
+        assert "workers, " not in output
+        assert "loss" not in output
+    return results[0][1]
+
+
+@pytest.mark.slow
+def test_a_training_goes_on_with_the_same_and_with_other_processes(tmp_path):
+    options = ["--report", "10", "--checkpoints", str(tmp_path / "saved"), "--save-every", "10"]
+    whole = run(tmp_path, 2, "--steps", "30", "--report", "10")
+    first = run(tmp_path, 2, "--steps", "20", *options)
+    assert "2 processes, 2 workers, ok_topk" in first
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["step_10", "step_20"]
+    second = run(tmp_path, 2, "--steps", "30", "--resume", *options)
+    assert "resumed after step 20" in second
+    last = re.compile(r"step 30: .*|test accuracy .*")
+    assert len(last.findall(whole)) == 2
+    assert last.findall(second) == last.findall(whole)
+
+    third = run(tmp_path, 3, "--steps", "120", "--resume", "--devices", "2", *options[:4])
+    assert "3 processes, 6 workers, ok_topk" in third
+    assert "resumed after step 30" in third
+    assert float(re.search(r"test accuracy ([\d.]+)%", third)[1]) > 90
+
+
+@pytest.mark.slow
+def test_processes_that_do_not_meet_end_with_one_line(tmp_path):
+    with _launch.reserved_port() as port:
+        group = ["--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--timeout", "2"]
+        command = [sys.executable, str(EXAMPLE), *group, "--process-id"]
+        # Each alone: the one that waits for others, and the one that finds no coordinator.
+        results = [_launch.finish([[*command, i]], port, tmp_path)[0] for i in ("0", "1")]
+    for status, output in results:
+        assert status == 2, output
+        assert f"have not met at 127.0.0.1:{port} within 2 s" in output
+        assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("argv", "variables", "message"),
+    [
+        (["--num-processes", "2", "--process-id", "0"], {}, "--coordinator must be given"),
+        (["--coordinator", "h:1", "--num-processes", "2"], {}, "--process-id must be given"),
+        ([], {"JAX_PROCESS_ID": "1"}, "--coordinator and --num-processes must be given"),
+        (["--coordinator", "h:1"], {"PMI_SIZE": "4", "PMI_RANK": "4"}, "give 0 to 3"),
+        (["--coordinator", "h:1"], {"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES is 'two'"),
+        (["--coordinator", "h", "--num-processes", "1", "--process-id", "0"], {}, "HOST:PORT"),
+        (["--coordinator", "h:1", "--num-processes", "0", "--process-id", "0"], {}, "1 or more"),
+        (["--batch", "20"], {}, "--batch 20 is not divisible by 8 workers"),
+        (["--batch", "8000"], {}, "a worker has 168 images only"),
+        (["--batch", "0"], {}, "0 is not a positive number"),
+        (["--density", "2"], {}, "--density is 2.0"),
+        (["--resume"], {}, "--resume needs --checkpoints"),
+        (["--data", "no-such-folder"], {}, "no-such-folder is not a folder"),
+    ],
+)
+def test_wrong_input_is_one_line(argv, variables, message, monkeypatch, capsys):
+    for name in (*train_multihost.COUNTS, *train_multihost.IDS, *train_multihost.DETECTED):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert jax.device_count() == 8
+    try:
+        status = train_multihost.main(argv)
+    except SystemExit as exit_:
+        status = exit_.code
+    assert status == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert message in lines[0]
