@@ -3,6 +3,7 @@
 from optax_ext._aliases import gtopk, hitopk, ok_topk, ok_topk_sgd, quantized_topk, topk_a, topk_dsa
 from optax_ext._buckets import BucketedState, bucketed
 from optax_ext._checkpoint import abstract_state, check_metadata, checkpoint_metadata
+from optax_ext._consolidate import consolidate
 from optax_ext._dense import dense
 from optax_ext._dense_leaves import small_leaves
 from optax_ext._density_schedule import exponential_density, staged_density, strict_density
@@ -10,7 +11,7 @@ from optax_ext._local_clip import local_clip_by_global_norm
 from optax_ext._momentum_correction import MomentumCorrection, momentum_correction
 from optax_ext._monitoring import Monitor, metrics, tensorboard_writer
 from optax_ext._partitioned_norms import lamb, lars, scale_by_trust_ratio
-from optax_ext._reshard import consolidate, reshard
+from optax_ext._reshard import reshard
 from optax_ext._selector_aliases import (
     adtopk,
     adtopk_interleaved,

@@ -81,3 +81,15 @@ def _inner_first(node: SparseAllreduceState) -> bool:
         f"axis={names!r} has the names of inner_axis={inner!r} in between others or in another "
         "order. Write the axis as the nodes' names followed by those of inner_axis."
     )
+
+
+def check_all_rows(name: str, node: SparseAllreduceState) -> None:
+    """The state has the rows of all workers."""
+    workers, rows = _compat.ranks(node.settings.axis), node.residual.shape[0]
+    if workers and rows != workers:
+        raise ValueError(
+            f"{name} was made over an MPI communicator of {workers} ranks and has the part of "
+            f"{rows}; this needs the state of all workers. Gather the parts of the ranks along the "
+            "leading axis of what state_specs(state, 'ranks') splits over 'ranks'; a fresh state "
+            f"of all is that of the same transformation with axis='ranks', axis_size={workers}."
+        )
