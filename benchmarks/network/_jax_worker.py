@@ -1,0 +1,209 @@
+"""One host's JAX process: steps of data-parallel training over Gloo, with given gradients."""
+
+import json
+import math
+import sys
+import time
+from typing import Any, NamedTuple
+
+import _protocol
+
+# So many gradients are enough where each takes memory of its own.
+_COPIED = 4
+
+
+class Step(NamedTuple):
+    """A compiled step and what it carries; the parameters are common to all methods."""
+
+    run: Any
+    state: Any
+    words: dict[str, float]
+
+
+class Worker:
+    """The steps of all methods over one mesh, compiled as they are asked for."""
+
+    def __init__(self, config: dict[str, Any]):
+        import jax
+        import jax.numpy as jnp
+        from _gradients import gradients
+        from _methods import AXIS
+        from jax.sharding import AxisType, NamedSharding
+        from jax.sharding import PartitionSpec as P
+
+        self._density = config["density"]
+        self._shapes = [tuple(shape) for shape in config["shapes"]]
+        self._given = gradients(self._shapes, config["host"], config["seed"])
+        auto = (AxisType.Auto,)
+        workers = config["workers"]
+        self._everyone = jax.make_mesh((workers,), (AXIS,), axis_types=auto)
+        self._alone = jax.make_mesh((1,), (AXIS,), axis_types=auto, devices=jax.local_devices())
+        spec = NamedSharding(self._everyone, P(AXIS))
+        self._token = jax.make_array_from_process_local_data(spec, jnp.ones((1,)))
+        self._sum = jax.jit(
+            jax.shard_map(
+                lambda x: jax.lax.psum(x, AXIS),
+                mesh=self._everyone,
+                in_specs=P(AXIS),
+                out_specs=P(),
+            )
+        )
+        self._parameters = self._data = None
+        self._mesh = None
+        self._steps: dict[str, Step] = {}
+        self._turn = 0
+        self._use(self._everyone)
+        self.barrier()
+
+    def barrier(self) -> None:
+        """Returns when all workers have come here."""
+        self._sum(self._token).block_until_ready()
+
+    def _use(self, mesh: Any) -> None:
+        """Parameters and gradients on a mesh, in place of those on another."""
+        import jax
+        import jax.numpy as jnp
+        from _methods import AXIS
+        from jax.sharding import NamedSharding
+        from jax.sharding import PartitionSpec as P
+
+        if mesh is self._mesh:
+            return
+        self._steps.clear()
+        self._parameters = self._data = None
+        whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P(AXIS))
+        make = jax.jit(lambda: [jnp.zeros(s) for s in self._shapes], out_shardings=whole)
+        self._parameters = make()
+        self._data = []
+        for gradient in self._given:
+            placed = [jax.make_array_from_process_local_data(split, x[None]) for x in gradient]
+            self._data.append(placed)
+            address = placed[0].addressable_data(0).unsafe_buffer_pointer()
+            if len(self._data) == _COPIED and address != gradient[0].ctypes.data:
+                # Here they are copies, and more of them would fill the memory.
+                break
+        self._mesh = mesh
+
+    def prepare(self, method: str, warmup: int, local: bool = False) -> dict[str, Any]:
+        """Compiles the step of a method, takes `warmup` of them; what each is to receive."""
+        import jax
+        import optax
+        from _methods import AXIS, JAX
+        from jax.sharding import PartitionSpec as P
+
+        import optax_ext
+        from sparse_collectives import traffic
+
+        self._use(self._alone if local else self._everyone)
+        tx = optax.chain(JAX[method](self._density), optax.sgd(1e-3))
+        state = optax_ext.init_state(tx, self._parameters, self._mesh, AXIS)
+        specs = optax_ext.state_specs(state, AXIS)
+
+        def step(parameters, state, given):
+            updates, state = tx.update([leaf[0] for leaf in given], state, parameters)
+            return optax.apply_updates(parameters, updates), state
+
+        mapped = jax.shard_map(
+            step,
+            mesh=self._mesh,
+            in_specs=(P(), specs, P(AXIS)),
+            out_specs=(P(), specs),
+            # Of one worker nothing has to be the same on all.
+            check_vma=not local,
+        )
+        jitted = jax.jit(mapped, donate_argnums=(0, 1))
+        lowered = jitted.lower(self._parameters, state, self._data[0])
+        words = {
+            case: traffic.of_lowered(lowered, conditional=case).words for case in ("best", "worst")
+        }
+        self._steps[method] = Step(lowered.compile(), state, words)
+        self.take(method, warmup)
+        return {"words": words}
+
+    def drop(self, method: str) -> dict[str, Any]:
+        """Frees the state of a method."""
+        del self._steps[method]
+        return {}
+
+    def take(self, method: str, steps: int) -> list[float]:
+        """Takes steps, each waited for; returns the words that each says it received."""
+        import jax
+
+        import optax_ext
+
+        run, state, words = self._steps[method]
+        received = []
+        for _ in range(steps):
+            given = self._data[self._turn % len(self._data)]
+            self._parameters, state = run(self._parameters, state, given)
+            jax.block_until_ready(self._parameters)
+            self._turn += 1
+            info = optax_ext.get_info(state)
+            if info is not None:
+                received.append(float(info.words))
+        self._steps[method] = Step(run, state, words)
+        return received
+
+    def measure(self, method: str, steps: int) -> dict[str, Any]:
+        """Seconds, bytes and words of so many steps."""
+        self.barrier()
+        before = _protocol.interface_bytes()
+        start, busy = time.perf_counter(), time.process_time()
+        words = self.take(method, steps)
+        seconds, busy = time.perf_counter() - start, time.process_time() - busy
+        # What others still have to send for these steps is there after a barrier.
+        self.barrier()
+        after = _protocol.interface_bytes()
+        return {
+            "seconds": seconds / steps,
+            "cpu_seconds": busy / steps,
+            "received": (after[0] - before[0]) / steps,
+            "sent": (after[1] - before[1]) / steps,
+            "words": sum(words) / steps if words else None,
+        }
+
+    def latency(self, sizes: list[int], rounds: int) -> dict[str, Any]:
+        """Alpha and beta of this network, as the library fits them."""
+        import sparse_collectives
+
+        found = sparse_collectives.measure(self._everyone, sizes=sizes, rounds=rounds)
+        # JSON has no infinity.
+        bandwidth = found.bandwidth if math.isfinite(found.bandwidth) else None
+        return {
+            "latency": found.latency,
+            "bandwidth": bandwidth,
+            "error": found.error,
+            "spread": found.spread,
+        }
+
+
+def main() -> None:
+    """Joins the other processes and does what it is told."""
+    config = json.loads(sys.argv[1])
+    answer = _protocol.start(config["name"])
+    if config["pin"]:
+        _protocol.pin(config["host"])
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        config["coordinator"],
+        num_processes=config["workers"],
+        process_id=config["host"],
+        cluster_detection_method="deactivate",
+    )
+    worker = Worker(config)
+    _protocol.serve(
+        answer,
+        {
+            "prepare": worker.prepare,
+            "measure": worker.measure,
+            "drop": worker.drop,
+            "latency": worker.latency,
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()

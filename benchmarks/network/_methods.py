@@ -1,0 +1,45 @@
+"""The contestants: names for the command line, and what they are."""
+
+from typing import Any
+
+import optax
+
+import optax_ext
+from sparse_collectives import select, wire
+
+AXIS = "workers"
+BASELINE = "dense"
+# Of one worker alone this does nothing but apply the update.
+REST = "dense/leaves"
+
+
+def _ok_topk(codec: str = "raw", reuse: bool = False, **options: Any):
+    def make(density: float) -> optax.GradientTransformation:
+        selector = select.threshold_reuse(density=density) if reuse else None
+        return optax_ext.ok_topk(
+            density=density, axis=AXIS, selector=selector, codec=getattr(wire, codec)(), **options
+        )
+
+    return make
+
+
+# Each makes a transformation from a density.
+JAX = {
+    # One allreduce of everything: the strongest dense one where messages have a latency.
+    "dense": lambda density: optax_ext.dense(axis=AXIS, buckets=1),
+    "dense/leaves": lambda density: optax_ext.dense(axis=AXIS),
+    "ok_topk": _ok_topk(),
+    "ok_topk/narrow16": _ok_topk("narrow16"),
+    "ok_topk/narrow8": _ok_topk("narrow8"),
+    "ok_topk/reuse": _ok_topk(reuse=True),
+    "ok_topk/reuse/narrow16": _ok_topk("narrow16", reuse=True),
+    "ok_topk/reuse/narrow8": _ok_topk("narrow8", reuse=True),
+    "ok_topk/reuse/global32": _ok_topk(reuse=True, global_period=32),
+    "topk_a": lambda density: optax_ext.topk_a(density, axis=AXIS),
+    "topk_dsa": lambda density: optax_ext.topk_dsa(density, axis=AXIS),
+    "gtopk": lambda density: optax_ext.gtopk(density, axis=AXIS),
+}
+# Hooks of DistributedDataParallel; see `_torch_worker`.
+TORCH = ("ddp", "ddp/fp16", "ddp/powersgd1", "ddp/powersgd4")
+
+QUICK = ("dense", "ok_topk", "ok_topk/reuse/narrow8", "topk_a")
