@@ -3,6 +3,7 @@
 from optax_ext._aliases import gtopk, hitopk, ok_topk, ok_topk_sgd, quantized_topk, topk_a, topk_dsa
 from optax_ext._buckets import BucketedState, bucketed
 from optax_ext._checkpoint import abstract_state, check_metadata, checkpoint_metadata
+from optax_ext._checksums import check_checksums, checksums
 from optax_ext._consolidate import consolidate
 from optax_ext._dense import dense
 from optax_ext._dense_leaves import small_leaves
@@ -26,6 +27,7 @@ from optax_ext._sparse_allreduce import sparse_allreduce
 from optax_ext._sparse_state import ShardState, SparseAllreduceState, StepInfo
 from optax_ext._state import get_info, get_state, get_states, init_state, state_specs
 from optax_ext._train_step import TrainStep, make_train_step
+from optax_ext._watchdog import Watchdog
 
 __all__ = [
     "BucketedState",
@@ -35,13 +37,16 @@ __all__ = [
     "SparseAllreduceState",
     "StepInfo",
     "TrainStep",
+    "Watchdog",
     "abstract_state",
     "adtopk",
     "adtopk_interleaved",
     "adtopk_threshold",
     "bucketed",
+    "check_checksums",
     "check_metadata",
     "checkpoint_metadata",
+    "checksums",
     "consolidate",
     "dense",
     "dgc",
