@@ -167,7 +167,8 @@ def factory(option):
         ((sc.select.topk(density=0.1),), (sc.select.topk(density=0.2),)),
         (jax.jit(factory((1, 2)).select), jax.jit(factory((1, 3)).select)),
     ],
-    ids=str,
+    # Functions are printed with their address, and two test processes must agree on a name.
+    ids=lambda option: type(option).__name__,
 )
 def test_states_that_differ_in_an_option_are_told_apart(one, other):
     def settings(option):
