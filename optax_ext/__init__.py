@@ -11,6 +11,7 @@ from optax_ext._density_schedule import exponential_density, staged_density, str
 from optax_ext._local_clip import local_clip_by_global_norm
 from optax_ext._momentum_correction import MomentumCorrection, momentum_correction
 from optax_ext._monitoring import Monitor, metrics, tensorboard_writer
+from optax_ext._multi_steps import multi_steps
 from optax_ext._partitioned_norms import lamb, lars, scale_by_trust_ratio
 from optax_ext._reshard import reshard
 from optax_ext._selector_aliases import (
@@ -28,11 +29,13 @@ from optax_ext._sparse_state import ShardState, SparseAllreduceState, StepInfo
 from optax_ext._state import get_info, get_state, get_states, init_state, state_specs
 from optax_ext._train_step import TrainStep, make_train_step
 from optax_ext._watchdog import Watchdog
+from optax_ext._wrappers import MultiStepsState
 
 __all__ = [
     "BucketedState",
     "Monitor",
     "MomentumCorrection",
+    "MultiStepsState",
     "ShardState",
     "SparseAllreduceState",
     "StepInfo",
@@ -65,6 +68,7 @@ __all__ = [
     "metrics",
     "momentum_correction",
     "mstopk",
+    "multi_steps",
     "ok_topk",
     "ok_topk_sgd",
     "quantized_topk",

@@ -100,6 +100,8 @@ def ok_topk_sgd(
       An ``optax.GradientTransformation`` whose updates are ready for
       ``optax.apply_updates``.
     """
+    # optax.inject_hyperparams passes what it collected from **options by that name.
+    options = {**options.pop("options", {}), **options}
     return optax.chain(
         ok_topk(density, axis=axis, learning_rate=learning_rate, **options), optax.scale(-1.0)
     )

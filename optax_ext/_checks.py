@@ -137,3 +137,21 @@ def check_replicated_updates(updates: Any, axis: AxisName) -> None:
                 f"optax_ext.ok_topk(density=..., axis={axis!r}) or optax_ext.dense(axis={axis!r}) "
                 "first in the chain."
             )
+
+
+def check_state_types(opt_state: Any, specs: Any, axis: AxisName) -> None:
+    """What ``specs`` calls the same on every worker is so."""
+    if not _compat.checks_varying(axis):
+        return  # Nothing in the types tells.
+    names = set(_compat.axis_names(axis))
+    leaves = jax.tree_util.tree_leaves_with_path(opt_state)
+    for (path, leaf), spec in zip(leaves, jax.tree.leaves(specs), strict=True):
+        split = set(_compat.axis_names(spec[0])) if len(spec) else set()
+        if (names & _compat.varying_axes(leaf)) - split:
+            raise ValueError(
+                f"opt_state{jax.tree_util.keystr(path)} differs between the workers of axis "
+                f"{axis!r}: a transformation keeps something of the gradients before they are "
+                "reduced. Put it behind the allreduce in the chain. To accumulate gradients in "
+                "front of it use optax_ext.multi_steps, for momentum in front of it "
+                "optax_ext.momentum_correction."
+            )

@@ -1,5 +1,7 @@
 """The dense mean of gradients over the workers: the baseline."""
 
+import dataclasses
+from collections.abc import Hashable
 from typing import Any, cast
 
 import jax
@@ -7,8 +9,20 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import _buckets, _checks
-from sparse_collectives import _validation, transport
+from sparse_collectives import _compat, _validation, transport
 from sparse_collectives._types import AxisName
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class DenseState:
+    """State of :func:`dense`: no arrays, but a wrapper around it can be recognised.
+
+    Attributes:
+      axis: the mesh axis of the workers; a ``Ranks`` for an MPI communicator.
+    """
+
+    axis: Hashable
 
 
 def dense(*, axis: AxisName, buckets: int | None = None) -> optax.GradientTransformation:
@@ -35,7 +49,7 @@ def dense(*, axis: AxisName, buckets: int | None = None) -> optax.GradientTransf
         one allreduce for each leaf.
 
     Returns:
-      A stateless ``optax.GradientTransformation``.
+      An ``optax.GradientTransformation`` whose state has no arrays.
 
     Raises:
       ValueError: fewer than one bucket; an axis that is not bound; gradients already
@@ -44,11 +58,11 @@ def dense(*, axis: AxisName, buckets: int | None = None) -> optax.GradientTransf
     if buckets is not None:
         buckets = _validation.check_positive_int("buckets", buckets)
 
-    def init(params: Any) -> optax.EmptyState:
+    def init(params: Any) -> DenseState:
         del params
-        return optax.EmptyState()
+        return DenseState(_compat.static_axis(axis))
 
-    def update(updates: Any, state: optax.EmptyState, params: Any = None):
+    def update(updates: Any, state: Any, params: Any = None):
         del params
         _checks.workers_at_update(axis, None)
         for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:

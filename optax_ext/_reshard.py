@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from optax_ext import _checks, _shards, _state
+from optax_ext import _checks, _shards, _state, _wrappers
 from optax_ext._sparse_state import SparseAllreduceState
 
 # Columns that are added up at a time, so that the float64 of them stay small.
@@ -29,6 +29,9 @@ def reshard(opt_state: Any, fresh_state: Any) -> Any:
 
     An update divides by the number of workers: with 3 in place of 8, what the residuals
     hold weighs 8/3 as much when it is delivered.
+
+    The gradients that ``multi_steps``, or ``optax.MultiSteps`` around the allreduce, has
+    accumulated are dealt out in the same way.
 
     Regions, thresholds and counters of periods are those of ``fresh_state``, so that
     the next step evaluates them anew. Steps that a selector or an allreduce has
@@ -69,8 +72,8 @@ def reshard(opt_state: Any, fresh_state: Any) -> Any:
             "optax_ext.init_state(tx, params, new_mesh, axis)."
         )
     flat = jax.tree_util.tree_flatten_with_path
-    old, old_tree = flat(opt_state, is_leaf=_state._is_state)
-    new, new_tree = flat(fresh_state, is_leaf=_state._is_state)
+    old, old_tree = flat(_wrappers.mark(opt_state), is_leaf=_state._is_state)
+    new, new_tree = flat(_wrappers.mark(fresh_state), is_leaf=_state._is_state)
     if old_tree != new_tree:
         raise ValueError(
             f"opt_state and fresh_state are states of different optimizers: got {old_tree}, and "
@@ -82,12 +85,24 @@ def reshard(opt_state: Any, fresh_state: Any) -> Any:
     for (path, before), (_, fresh) in zip(old, new, strict=True):
         _check(jax.tree_util.keystr(path), before, fresh)
     for (_, before), (_, fresh) in zip(old, new, strict=True):
-        sparse = isinstance(fresh, SparseAllreduceState)
-        moved.append(_node(before, fresh) if sparse else _placed(before, fresh))
+        if isinstance(fresh, SparseAllreduceState):
+            moved.append(_node(before, fresh))
+        elif isinstance(fresh, _wrappers.PerWorker):
+            moved.append(_accumulators(before, fresh))
+        else:
+            moved.append(_placed(before, fresh))
     return jax.tree.unflatten(new_tree, moved)
 
 
 def _check(path: str, old: Any, new: Any) -> None:
+    if isinstance(new, _wrappers.PerWorker):
+        if old.workers is None or new.workers is None:
+            raise ValueError(
+                f"opt_state{path} are gradients that optax_ext.dense has not seen yet, and its "
+                "state does not say of how many workers. Reshard when the accumulators are empty, "
+                "with what they are in from fresh_state."
+            )
+        return
     if not isinstance(new, SparseAllreduceState):
         if np.shape(old) != np.shape(new):
             raise ValueError(
@@ -148,6 +163,20 @@ def _node(old: SparseAllreduceState, new: SparseAllreduceState) -> SparseAllredu
         selector=_with_counts(old.selector, new.selector),
         allreduce=_with_counts(old.allreduce, new.allreduce),
     )
+
+
+def _accumulators(old: _wrappers.PerWorker, new: _wrappers.PerWorker) -> Any:
+    """Accumulated gradients for other workers: their sum is kept, as that of residuals."""
+    # Neither is None: _check has been here.
+    old_workers, new_workers = old.workers or 1, new.workers or 1
+
+    def dealt(before: Any, fresh: Any) -> Any:
+        rows = _deal(
+            np.asarray(before, np.float32).reshape(old_workers, -1), new_workers, fresh.dtype
+        )
+        return _placed(rows.reshape(fresh.shape), fresh)
+
+    return jax.tree.map(dealt, old.tree, new.tree)
 
 
 def _deal(old: np.ndarray, workers: int, dtype: Any) -> np.ndarray:

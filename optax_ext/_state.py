@@ -6,7 +6,7 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from optax_ext import _sparse_state
+from optax_ext import _sparse_state, _wrappers
 from optax_ext._sparse_state import ShardState, SparseAllreduceState, StepInfo
 from sparse_collectives import _compat
 from sparse_collectives._types import AxisName
@@ -49,7 +49,9 @@ def state_specs(opt_state: Any, axis: AxisName) -> Any:
     For ``in_specs`` and ``out_specs`` of ``jax.shard_map``: what belongs to one
     worker is split over ``axis`` along its leading dimension, what belongs to one
     shard (with a hierarchical allreduce) over its inner axis, and all else is
-    replicated.
+    replicated. The gradients that ``optax.MultiSteps`` accumulates in front of an
+    allreduce belong to one worker too: outside of the mapped function those of all
+    workers lie one behind the other.
 
     Args:
       opt_state: the state, or anything of its structure (as from
@@ -57,12 +59,17 @@ def state_specs(opt_state: Any, axis: AxisName) -> Any:
       axis: the mesh axis (or a tuple of them) given to the transformation.
 
     Raises:
-      ValueError: ``axis`` is an MPI communicator.
+      ValueError: ``axis`` is an MPI communicator; a wrapper around the allreduce that
+        decides by the gradients of one worker (``optax.apply_if_finite``);
+        ``optax.MultiSteps`` with a scalar parameter, or whose state was made outside of
+        the mapped function.
     """
     _check_mesh_axis(axis)
     split, whole = PartitionSpec(axis), PartitionSpec()
 
     def specs(node):
+        if isinstance(node, _wrappers.PerWorker):
+            return jax.tree.map(lambda _: split, node.tree)
         if not _is_state(node):
             return whole
         everywhere = jax.tree.map(lambda _: whole, node)
@@ -79,7 +86,7 @@ def state_specs(opt_state: Any, axis: AxisName) -> Any:
             info=_sparse_state.per_worker(everywhere.info, lambda _: split),
         )
 
-    return jax.tree.map(specs, opt_state, is_leaf=_is_state)
+    return jax.tree.map(specs, _wrappers.mark(opt_state), is_leaf=_is_state)
 
 
 def init_state(
@@ -97,13 +104,17 @@ def init_state(
       The optimizer state, sharded as :func:`state_specs` says.
 
     Raises:
-      ValueError: the mesh has no such axis.
+      ValueError: the mesh has no such axis; see :func:`state_specs`.
     """
     check_axis(mesh, axis)
-    structure = tx.init
-    for name in reversed(_compat.axis_names(axis)):
+    structure, names = tx.init, _compat.axis_names(axis)
+    for name in reversed(names):
         structure = jax.vmap(structure, in_axes=None, axis_name=name, axis_size=mesh.shape[name])
-    specs = state_specs(jax.eval_shape(structure, params), axis)
+    local = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape[len(names) :], x.dtype),
+        jax.eval_shape(structure, params),
+    )
+    specs = state_specs(local, axis)
     init = jax.shard_map(tx.init, mesh=mesh, in_specs=PartitionSpec(), out_specs=specs)
     return jax.jit(init)(params)
 

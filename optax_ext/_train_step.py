@@ -35,7 +35,8 @@ def make_train_step(
       loss_fn: ``loss_fn(params, batch) -> scalar``, the mean over the batch it is
         given; with ``has_aux``, ``(scalar, aux)``.
       tx: a transformation that starts with :func:`sparse_allreduce` or
-        :func:`dense`, on the same axis.
+        :func:`dense`, on the same axis. One that takes extra arguments gets the mean
+        loss as ``value``, as ``optax.contrib.reduce_on_plateau`` asks for.
       mesh: the mesh.
       axis: the mesh axis (or a tuple of them) of the workers. The leaves of a
         batch are split over it along their leading dimension.
@@ -52,8 +53,9 @@ def make_train_step(
     Raises:
       ValueError: an axis that the mesh does not have; at the first call of a
         shape, a batch whose leading dimension P does not divide, or a ``tx`` that
-        does not reduce the gradients over the axis; on a mesh over several
-        processes, a batch that is no global array.
+        does not reduce the gradients over the axis, or keeps a state that differs
+        between the workers; on a mesh over several processes, a batch that is no global
+        array.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_ext
@@ -67,6 +69,7 @@ def make_train_step(
       (2.5, [1.0, -1.7999999523162842])
     """
     _state.check_axis(mesh, axis)
+    tx = optax.with_extra_args_support(tx)
     workers = 1
     for name in _compat.axis_names(axis):
         workers *= mesh.shape[name]
@@ -76,10 +79,12 @@ def make_train_step(
         # gradients that autodiff has already summed, densely.
         local_params = _compat.to_varying(params, axis)
         loss, gradients = jax.value_and_grad(loss_fn, has_aux=has_aux)(local_params, batch)
-        updates, opt_state = tx.update(gradients, opt_state, params)
-        _checks.check_replicated_updates(updates, axis)
-        params = optax.apply_updates(params, updates)
         loss = jax.tree.map(lambda x: transport.pmean(x, axis), loss)
+        value = loss[0] if has_aux else loss
+        updates, opt_state = tx.update(gradients, opt_state, params, value=value)
+        _checks.check_replicated_updates(updates, axis)
+        _checks.check_state_types(opt_state, _state.state_specs(opt_state, axis), axis)
+        params = optax.apply_updates(params, updates)
         return (params, opt_state, *loss) if has_aux else (params, opt_state, loss)
 
     def step(params, opt_state, batch):

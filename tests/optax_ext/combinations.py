@@ -1,0 +1,304 @@
+"""What optax_ext is tested with: the table of test_works_with.py and of docs/works_with.md."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen, nnx
+
+import optax_ext
+
+
+class Row(NamedTuple):
+    """A combination.
+
+    `code` is the expression that the tests evaluate, with `reduce` the allreduce (sparse, or dense
+    in its place) and `dense` the dense one. A row without `reduce` is a whole SGD of learning rate
+    0.1 that sends `density` of the entries. `also` names the other mapped functions it is tested
+    in. `how` says in the docs what belongs to `model`. `rounding` is the tolerance of the
+    comparison with the dense one, where the general one does not do.
+    """
+
+    name: str
+    group: str
+    code: str
+    note: str = ""
+    also: tuple[str, ...] = ()
+    model: str = "mlp"
+    how: str = ""
+    rounding: float = 2e-5
+
+
+ALL = ("pmap", "simulate")
+ADAM = "optax.chain(reduce, optax.adam(1e-2))"
+BEHIND = "Behind the sparse allreduce only; around it is an error."
+# A sum in another order changes the last bits of a gradient. Newton-Schulz iterations multiply
+# small singular values, and what was rounded in them, by up to 3.4 each.
+MUON = 2e-3
+# The dense mean is rounded to bfloat16 (8 bits) on its way, the sparse one at its end; parameters
+# of about 1 then differ by a few units of 2**-8.
+BFLOAT16 = 2**-6
+
+_OPTIMIZER = "Optimizers"
+_WRAPPER = "Wrappers"
+_BEFORE_AND_AFTER = "Before and after"
+_MODEL = "Models and precision"
+
+ROWS = (
+    Row("`sgd`", _OPTIMIZER, "optax.chain(reduce, optax.sgd(0.1))", also=ALL),
+    Row("`sgd`, momentum", _OPTIMIZER, "optax.chain(reduce, optax.sgd(0.1, momentum=0.9))"),
+    Row(
+        "`sgd`, Nesterov",
+        _OPTIMIZER,
+        "optax.chain(reduce, optax.sgd(0.1, momentum=0.9, nesterov=True))",
+    ),
+    Row("`adam`", _OPTIMIZER, ADAM, also=ALL),
+    Row("`adamw`", _OPTIMIZER, "optax.chain(reduce, optax.adamw(1e-2, weight_decay=0.1))"),
+    Row("`lion`", _OPTIMIZER, "optax.chain(reduce, optax.lion(1e-3))"),
+    Row("`adafactor`", _OPTIMIZER, "optax.chain(reduce, optax.adafactor(1e-2))"),
+    Row("`lamb`", _OPTIMIZER, "optax.chain(reduce, optax.lamb(1e-2))"),
+    Row("`lars`", _OPTIMIZER, "optax.chain(reduce, optax.lars(0.1))"),
+    Row(
+        "`optax_ext.lamb`",
+        _OPTIMIZER,
+        'optax.chain(reduce, optax_ext.lamb(1e-2, axis="data"))',
+        also=ALL,
+    ),
+    Row("`optax_ext.lars`", _OPTIMIZER, 'optax.chain(reduce, optax_ext.lars(0.1, axis="data"))'),
+    Row(
+        "`contrib.muon`", _OPTIMIZER, "optax.chain(reduce, optax.contrib.muon(1e-2))", rounding=MUON
+    ),
+    Row(
+        "`contrib.schedule_free_sgd`",
+        _OPTIMIZER,
+        "optax.chain(reduce, optax.contrib.schedule_free_sgd(0.1))",
+        "For evaluation `schedule_free_eval_params(opt_state[1], params)`.",
+    ),
+    Row(
+        "`contrib.schedule_free_adamw`",
+        _OPTIMIZER,
+        "optax.chain(reduce, optax.contrib.schedule_free_adamw(1e-2))",
+        "As before.",
+    ),
+    Row(
+        "`contrib.schedule_free` around the chain",
+        _OPTIMIZER,
+        "optax.contrib.schedule_free(optax.chain(reduce, optax.sgd(0.1)), 0.1)",
+        "For evaluation `schedule_free_eval_params(opt_state, params)`.",
+    ),
+    Row(
+        "`polyak_sgd`",
+        _OPTIMIZER,
+        "optax.chain(reduce, optax.polyak_sgd(0.1))",
+        "`make_train_step` passes the mean loss as `value`; pass `value=` in a loop of your own, "
+        "the same on every worker.",
+    ),
+    Row(
+        "`contrib.reduce_on_plateau`",
+        _OPTIMIZER,
+        "optax.chain(reduce, optax.adam(1e-2), optax.contrib.reduce_on_plateau())",
+        "As before.",
+    ),
+    Row(
+        "`contrib.sam`",
+        _OPTIMIZER,
+        "optax.chain(reduce, optax.GradientTransformation(*optax.contrib.sam("
+        "optax.sgd(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.05)))))",
+        "Its update takes no `value`: `GradientTransformation(*...)` leaves it out.",
+    ),
+    Row(
+        "schedules",
+        _OPTIMIZER,
+        "optax.chain(reduce, optax.sgd(optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 10)))",
+    ),
+    Row(
+        "`optax_ext.multi_steps` around the chain",
+        _WRAPPER,
+        "optax_ext.multi_steps(optax.chain(reduce, optax.adam(1e-2)), 2)",
+        "One exchange for k mini-steps. Parameters may be scalars.",
+        also=ALL,
+    ),
+    Row(
+        "`MultiSteps` around the chain",
+        _WRAPPER,
+        "optax.MultiSteps(optax.chain(reduce, optax.adam(1e-2)), 2).gradient_transformation()",
+        "Exchanges at every mini-step, since optax evaluates what it wraps at each; "
+        "`optax_ext.multi_steps` does not. A gradient that is not finite stays in its "
+        "accumulators. No scalar parameters, no `skip_not_finite`, no `skip_large_updates`: these "
+        "are errors.",
+        also=ALL,
+    ),
+    Row(
+        "`MultiSteps` behind",
+        _WRAPPER,
+        "optax.chain(reduce, optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation())",
+    ),
+    Row(
+        "`apply_if_finite`",
+        _WRAPPER,
+        "optax.chain(reduce, optax.apply_if_finite(optax.adam(1e-2), 3))",
+        f"{BEHIND} For local gradients there is `nonfinite='skip'`, the default.",
+    ),
+    Row(
+        "`conditionally_mask`",
+        _WRAPPER,
+        "optax.chain(reduce, optax.conditionally_mask(optax.adam(1e-2), "
+        "lambda step: step % 2 == 0))",
+        BEHIND,
+    ),
+    Row(
+        "`conditionally_transform`",
+        _WRAPPER,
+        "optax.chain(reduce, optax.conditionally_transform(optax.scale(0.5), "
+        "lambda step: step % 2 == 0), optax.sgd(0.1))",
+        BEHIND,
+    ),
+    Row(
+        "`inject_hyperparams`, `ok_topk_sgd`",
+        _WRAPPER,
+        'optax.inject_hyperparams(optax_ext.ok_topk_sgd, static_args="density")('
+        'learning_rate=0.1, density=density, axis="data", slack=8.0)',
+        # With this slack a region has room for all, which density 1 needs.
+        "`density` fixes shapes, so it has to be static; without `static_args` it is an error.",
+    ),
+    Row(
+        "`inject_hyperparams`, optimizer",
+        _WRAPPER,
+        "optax.chain(reduce, optax.inject_hyperparams(optax.adam)(learning_rate=1e-2))",
+    ),
+    Row(
+        "`masked`",
+        _WRAPPER,
+        'optax.chain(optax.masked(reduce, {"w1": True, "b": False, "w2": True}), '
+        'optax.masked(dense, {"w1": False, "b": True, "w2": False}), optax.adam(1e-2))',
+        "What the sparse allreduce leaves out has to go through the dense one.",
+    ),
+    Row(
+        "`multi_transform`",
+        _WRAPPER,
+        'optax.multi_transform({"sparse": optax.chain(reduce, optax.adam(1e-2)), '
+        '"dense": optax.chain(dense, optax.sgd(0.1))}, '
+        '{"w1": "sparse", "b": "dense", "w2": "sparse"})',
+        also=ALL,
+    ),
+    Row(
+        "`local_clip_by_global_norm` before",
+        _BEFORE_AND_AFTER,
+        'optax.chain(optax_ext.local_clip_by_global_norm(0.5, axis="data"), reduce, '
+        "optax.sgd(0.1))",
+        also=ALL,
+    ),
+    Row("`clip` before", _BEFORE_AND_AFTER, "optax.chain(optax.clip(0.1), reduce, optax.sgd(0.1))"),
+    Row(
+        "`clip_by_global_norm` after",
+        _BEFORE_AND_AFTER,
+        "optax.chain(reduce, optax.clip_by_global_norm(0.2), optax.sgd(0.1))",
+    ),
+    Row("`ema` after", _BEFORE_AND_AFTER, "optax.chain(reduce, optax.ema(0.9), optax.sgd(0.1))"),
+    Row(
+        "`freeze`",
+        _BEFORE_AND_AFTER,
+        'optax.chain(reduce, optax.freeze({"w1": False, "b": True, "w2": False}), optax.sgd(0.1))',
+        "Behind the sparse allreduce.",
+    ),
+    Row(
+        "float32 parameters, bfloat16 compute",
+        _MODEL,
+        ADAM,
+        model="bfloat16_compute",
+        how="cast parameters and inputs to bfloat16 in the loss",
+        # Activations are rounded to 8 bits, and a last bit of a parameter can change which way.
+        rounding=2e-3,
+    ),
+    Row(
+        "bfloat16 parameters, float32 momentum",
+        _MODEL,
+        "optax.chain(reduce, optax.sgd(0.1, momentum=0.9, accumulator_dtype=jnp.float32))",
+        "The residual is float32.",
+        model="bfloat16_params",
+        rounding=BFLOAT16,
+    ),
+    Row("`jax.checkpoint`", _MODEL, ADAM, model="remat", how="`jax.checkpoint(layer)` in the loss"),
+    Row("flax linen", _MODEL, ADAM, model="linen", how="`model.apply(params, x)` in the loss"),
+    Row(
+        "flax linen with `batch_stats`",
+        _MODEL,
+        'optax.multi_transform({"params": optax.chain(reduce, optax.adam(1e-2)), '
+        '"batch_stats": optax.chain(dense, optax.set_to_zero())}, '
+        '{"params": "params", "batch_stats": "batch_stats"})',
+        "All variables in the place of the parameters, `has_aux=True` with a loss that returns "
+        "`(loss, new_batch_stats)`; after each step "
+        '`variables = {**variables, "batch_stats": aux}`: the mean over the workers.',
+        model="batch_norm",
+    ),
+    Row(
+        "flax nnx",
+        _MODEL,
+        ADAM,
+        "Not with `nnx.Optimizer`, which makes its state outside of the mapped function.",
+        model="nnx",
+        how="`graphdef, params = nnx.split(model)`; `nnx.merge(graphdef, params)` in the loss",
+    ),
+)
+
+
+def _mean_square(predicted, y):
+    return jnp.mean((predicted - y).astype(jnp.float32) ** 2)
+
+
+def _mlp(params, x):
+    return jnp.tanh(x @ params["w1"] + params["b"]) @ params["w2"]
+
+
+def _params(dtype="float32"):
+    rng = np.random.default_rng(0)
+    shapes = {"w1": (6, 8), "b": (8,), "w2": (8, 2)}
+    return {k: jnp.asarray(rng.standard_normal(s) / 3, dtype) for k, s in shapes.items()}
+
+
+def model(name: str) -> tuple[Any, Any]:
+    """Parameters, and a loss of them and a batch; with auxiliary values for `batch_norm`."""
+    inputs = jnp.zeros((1, 6))
+    if name in ("mlp", "bfloat16_params"):
+        params = _params("float32" if name == "mlp" else "bfloat16")
+        return params, lambda p, b: _mean_square(_mlp(p, b[0].astype(p["w1"].dtype)), b[1])
+    if name == "bfloat16_compute":
+
+        def compute(p, b):
+            half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), p)
+            return _mean_square(_mlp(half, b[0].astype(jnp.bfloat16)), b[1])
+
+        return _params(), compute
+    if name == "remat":
+        return _params(), lambda p, b: _mean_square(jax.checkpoint(_mlp)(p, b[0]), b[1])
+    if name == "nnx":
+        network = nnx.Sequential(
+            nnx.Linear(6, 8, rngs=nnx.Rngs(0)), nnx.tanh, nnx.Linear(8, 2, rngs=nnx.Rngs(1))
+        )
+        graphdef, params = nnx.split(network)
+        return params, lambda p, b: _mean_square(nnx.merge(graphdef, p)(b[0]), b[1])
+    if name == "linen":
+        network = linen.Sequential([linen.Dense(8), linen.tanh, linen.Dense(2)])
+        params = network.init(jax.random.key(0), inputs)
+        return params, lambda p, b: _mean_square(network.apply(p, b[0]), b[1])
+    assert name == "batch_norm"
+    network = linen.Sequential(
+        [linen.Dense(8), linen.BatchNorm(use_running_average=False), linen.tanh, linen.Dense(2)]
+    )
+
+    def loss(variables, batch):
+        predicted, new = network.apply(variables, batch[0], mutable=["batch_stats"])
+        return _mean_square(predicted, batch[1]), new["batch_stats"]
+
+    return network.init(jax.random.key(0), inputs), loss
+
+
+def transformation(row: Row, reduce: Any, density: float | None) -> optax.GradientTransformation:
+    """The row's transformation; `density` is None with the dense `reduce`."""
+    if "reduce" not in row.code and density is None:
+        return optax.chain(reduce, optax.sgd(0.1))
+    names = {"optax": optax, "optax_ext": optax_ext, "jnp": jnp, "reduce": reduce}
+    names |= {"dense": optax_ext.dense(axis="data"), "density": density}
+    return eval(row.code, names)

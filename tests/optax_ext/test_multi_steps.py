@@ -1,0 +1,221 @@
+"""Accumulation in front of an allreduce, and the wrappers that can't be there."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+
+import optax_ext
+import sparse_collectives as sc
+
+PARAMS = {"kernel": jnp.zeros((5, 4)), "bias": jnp.zeros((4,))}
+SIZE = 24
+
+
+def mesh(workers):
+    return jax.make_mesh(
+        (workers,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:workers]
+    )
+
+
+def reduce(density=0.1, **options):
+    return optax_ext.topk_a(density, axis="data", **options)
+
+
+def ours(tx, k):
+    return optax_ext.multi_steps(tx, k)
+
+
+def optaxs(tx, k):
+    return optax.MultiSteps(tx, k).gradient_transformation()
+
+
+def loss_fn(params, batch):
+    """Linear, so that its gradient is the mean of the batch, whatever the parameters."""
+    weights = jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(params)])
+    return jnp.sum(jnp.mean(batch, axis=0) * weights)
+
+
+def flat(tree):
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+
+
+def gradients(workers, steps):
+    rng = np.random.default_rng(0)
+    return rng.standard_normal((steps, workers, SIZE)).astype(np.float32)
+
+
+def train(tx, workers, batches, params=PARAMS, state=None):
+    if state is None:
+        state = optax_ext.init_state(tx, params, mesh(workers), "data")
+    step = optax_ext.make_train_step(loss_fn, tx, mesh(workers), "data", donate=False)
+    for batch in batches:
+        params, state, _ = step(params, state, batch)
+    return params, state
+
+
+def accumulated(state, workers):
+    """The sum over workers and mini-steps of what waits, flat."""
+    wait = jax.tree.map(
+        lambda x, p: np.asarray(x).reshape(workers, *p.shape).sum(0), state.acc_grads, PARAMS
+    )
+    mean = isinstance(state, optax.MultiStepsState)
+    return flat(wait) * (float(state.mini_step) if mean else 1.0)
+
+
+@pytest.mark.parametrize("wrapper", [ours, optaxs], ids=["optax_ext", "optax"])
+@pytest.mark.parametrize("new_workers", [None, 2, 6])
+def test_nothing_is_lost_between_accumulations_also_with_other_workers(wrapper, new_workers):
+    """Seven mini-steps, three of them for each exchange; `reshard` with two in the accumulators."""
+    k, workers = 3, 4
+    tx = wrapper(optax.chain(reduce(), optax.sgd(1.0)), k)
+    batches = gradients(workers, 5)
+    params, state = train(tx, workers, batches)
+    assert int(state.mini_step) == 2
+    # One exchange so far: the update is the negative of the mean.
+    delivered = -workers * flat(params)
+    total = batches.sum((0, 1))
+    if new_workers is not None:
+        workers = new_workers
+        fresh = optax_ext.init_state(tx, PARAMS, mesh(workers), "data")
+        state = optax_ext.reshard(state, fresh)
+        params = jax.tree.map(np.asarray, params)
+    more = gradients(workers, 2)
+    start = flat(params)
+    params, state = train(tx, workers, more, params, state)
+    assert (int(state.mini_step), int(state.gradient_step)) == (1, 2)
+    delivered = delivered - workers * (flat(params) - start)
+    residual = np.asarray(optax_ext.get_state(state).residual).sum(0)
+    np.testing.assert_allclose(
+        total + more.sum((0, 1)),
+        k * (delivered + residual) + accumulated(state, workers),
+        atol=2e-5,  # sums of some 40 numbers of about 1
+    )
+    assert int(optax_ext.get_state(state).count) == 2
+
+
+def test_a_mini_step_exchanges_nothing():
+    def words(tx):
+        state = optax_ext.init_state(tx, PARAMS, mesh(4), "data")
+        step = optax_ext.make_train_step(loss_fn, tx, mesh(4), "data")
+        lowered = step.lower(PARAMS, state, gradients(4, 1)[0])
+        return sc.traffic.of_lowered(lowered).words
+
+    chain = optax.chain(reduce(), optax.sgd(1.0))
+    loss = 2 * 3 / 4  # the mean of one word over 4 workers
+    assert words(ours(chain, 5)) == pytest.approx((words(chain) - loss) / 5 + loss)
+    assert words(optaxs(chain, 5)) == words(chain)
+
+
+def test_it_is_optaxs_with_any_schedule_sums_and_a_dense_allreduce():
+    schedule = lambda step: jnp.where(step < 1, 1, 2)  # noqa: E731
+    ends = []
+    for make in (optax_ext.multi_steps, optax.MultiSteps):
+        chain = optax.chain(optax_ext.dense(axis="data"), optax.adam(0.1))
+        tx = make(chain, schedule, use_grad_mean=False)
+        ends.append(flat(train(tx, 4, gradients(4, 4))[0]))
+    assert np.abs(ends[0]).max() > 0.1
+    np.testing.assert_allclose(*ends, rtol=1e-5)
+
+
+def test_the_sum_after_one_that_is_not_finite_is_free_of_it():
+    bad = gradients(4, 4)
+    bad[1, 2, 3] = np.nan
+    tx = ours(optax.chain(reduce(1.0), optax.sgd(1.0)), 2)
+    params, state = train(tx, 4, bad)
+    assert int(optax_ext.get_state(state).skipped) == 1
+    np.testing.assert_allclose(flat(params), -bad[2:].mean((0, 1)), rtol=1e-5, atol=1e-6)
+
+
+def test_a_scalar_parameter():
+    params = {"scale": jnp.zeros(()), "rest": jnp.zeros((SIZE - 1,))}
+    batches = gradients(4, 2)
+    new, _ = train(ours(optax.chain(reduce(1.0), optax.sgd(1.0)), 2), 4, batches, params)
+    np.testing.assert_allclose(flat(new), -batches.mean((0, 1)), rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match=r"params\['scale'\] is a scalar.*optax_ext.multi_steps"):
+        optax_ext.init_state(optaxs(reduce(), 2), params, mesh(4), "data")
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda tx: optax.apply_if_finite(tx, 3),
+        lambda tx: optax.conditionally_transform(tx, lambda step: step > 1),
+        lambda tx: optax.conditionally_mask(tx, lambda step: step > 1),
+    ],
+    ids=["apply_if_finite", "conditionally_transform", "conditionally_mask"],
+)
+@pytest.mark.parametrize(
+    "inside", [reduce(), optax_ext.dense(axis="data")], ids=["sparse", "dense"]
+)
+def test_a_wrapper_that_must_not_be_around(around, inside, request):
+    names = ("apply_if_finite", "conditionally_transform", "conditionally_mask")
+    name = next(n for n in names if n in request.node.callspec.id)
+    for tx in (
+        around(inside),
+        optax.apply_if_finite(optax.chain(optax.clip(1.0), around(inside)), 1),
+    ):
+        with pytest.raises(ValueError, match=r"is around the allreduce.*Put it behind"):
+            optax_ext.init_state(tx, PARAMS, mesh(4), "data")
+    with pytest.raises(ValueError, match=f"optax.{name} is around .*optax.{name}\\(optimizer"):
+        optax_ext.init_state(optaxs(around(inside), 2), PARAMS, mesh(4), "data")
+
+
+def test_apply_if_finite_behind_keeps_a_gradient_that_is_not_finite_out():
+    bad = gradients(4, 2)
+    bad[1] = np.inf
+    reduces = reduce(1.0, nonfinite="propagate")
+    tx = optax.chain(reduces, optax.apply_if_finite(optax.sgd(1.0), 3))
+    params, state = train(tx, 4, bad)
+    assert int(state[1].total_notfinite) == 1
+    np.testing.assert_allclose(flat(params), -bad[0].mean(0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("skip", [optax.skip_not_finite, optax.skip_large_updates])
+def test_skipping_by_the_gradients_of_one_worker(skip):
+    def decide(updates, step, params):
+        options = {"max_squared_norm": 1.0} if skip is optax.skip_large_updates else {}
+        return skip(updates, step, params, **options)
+
+    tx = optax.MultiSteps(reduce(), 2, should_skip_update_fn=decide)
+    with pytest.raises(ValueError, match=r"should_skip_update_fn.*nonfinite='skip'"):
+        optax_ext.init_state(tx, PARAMS, mesh(4), "data")
+    behind = optax.MultiSteps(optax.sgd(1.0), 2, should_skip_update_fn=decide)
+    tx = optax.chain(reduce(), behind.gradient_transformation())
+    optax_ext.init_state(tx, PARAMS, mesh(4), "data")
+
+
+@pytest.mark.parametrize("before", [optax.trace(0.9), optax.zero_nans(), optax.apply_every(2)])
+def test_a_state_that_differs_between_the_workers_is_named(before):
+    tx = optax.chain(before, reduce(), optax.sgd(1.0))
+    with pytest.raises(ValueError, match=r"opt_state\[0\]\..* differs between the workers"):
+        train(tx, 4, gradients(4, 1))
+
+
+def test_a_state_made_outside_of_the_mapped_function():
+    tx = optaxs(reduce(axis_size=4), 2)
+    with pytest.raises(ValueError, match=r"acc_grads\['bias'\].*\(4,\), expected \(16,\).*init_st"):
+        optax_ext.state_specs(tx.init(PARAMS), "data")
+    tx = ours(reduce(axis_size=4), 2)
+    ready = train(tx, 4, gradients(4, 2), state=tx.init(PARAMS))
+    np.testing.assert_array_equal(flat(ready[0]), flat(train(tx, 4, gradients(4, 2))[0]))
+
+
+def test_what_multi_steps_can_not_wrap():
+    with pytest.raises(
+        ValueError, match="every_k_schedule must be an integer of at least 1, got 0"
+    ):
+        optax_ext.multi_steps(reduce(), 0)
+    with pytest.raises(ValueError, match="has no sparse allreduce"):
+        optax_ext.multi_steps(optax.adam(0.1), 2).init(PARAMS)
+    with pytest.raises(ValueError, match="axis='data' is not bound"):
+        optax_ext.multi_steps(optax_ext.dense(axis="data"), 2).init(PARAMS)
+
+
+def test_an_injected_density_says_that_it_has_to_be_static():
+    make = optax.inject_hyperparams(optax_ext.ok_topk_sgd)
+    tx = make(learning_rate=0.1, density=0.1, axis="data")
+    with pytest.raises(TypeError, match=r"density must be a Python number.*static argument"):
+        optax_ext.init_state(tx, PARAMS, mesh(4), "data")

@@ -1,0 +1,191 @@
+"""Every row of combinations.py, in every mapped function that it names."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+
+import optax_ext
+import sparse_collectives as sc
+from tests.optax_ext import combinations
+from tools import combination_matrix
+
+WORKERS, STEPS = 8, 4
+ROWS = pytest.mark.parametrize("row", combinations.ROWS, ids=lambda row: row.name)
+
+
+@functools.cache
+def mesh():
+    return jax.make_mesh((WORKERS,), ("data",), axis_types=(AxisType.Auto,))
+
+
+def batches():
+    rng = np.random.default_rng(1)
+    for _ in range(STEPS):
+        yield tuple(rng.standard_normal((4 * WORKERS, m)).astype(np.float32) for m in (6, 2))
+
+
+class Sum(NamedTuple):
+    tree: Any
+
+
+def summed(over_workers):
+    """Adds up what passes, over the steps; over the workers too in front of an allreduce."""
+
+    def init(params):
+        return Sum(jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params))
+
+    def update(updates, state, params=None):
+        del params
+        local = jax.tree.map(lambda x: x.astype(jnp.float32), updates)
+        total = lax.psum(local, "data") if over_workers else local
+        return updates, Sum(jax.tree.map(jnp.add, state.tree, total))
+
+    return optax.GradientTransformation(init, update)
+
+
+def observed(row):
+    """The row at a density of 0.1, with what goes into the allreduce and comes out of it."""
+    # Where it is also run elsewhere by Ok-Topk, which compiles for seconds in each program.
+    make = optax_ext.ok_topk if row.also else optax_ext.topk_a
+    reduce = make(density=0.1, axis="data")
+    if "reduce" not in row.code:
+        tx = combinations.transformation(row, reduce, 0.1)
+        return optax.chain(summed(True), tx, summed(False))
+    seen = optax.chain(summed(True), reduce, summed(False))
+    return combinations.transformation(row, seen, 0.1)
+
+
+def sums_and_residual(state):
+    """Of the gradients, of the updates, and the residuals, flat."""
+    found = []
+
+    def is_part(node):
+        return isinstance(node, tuple) and len(node) == 3 and isinstance(node[0], Sum)
+
+    jax.tree.map(lambda node: found.append(node) if is_part(node) else None, state, is_leaf=is_part)
+    (before, sparse, after), *others = found
+    assert not others
+    residual = np.asarray(optax_ext.get_state(sparse).residual).sum(0)
+    flat = [
+        np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)]) for tree in (before, after)
+    ]
+    return flat[0], flat[1], residual
+
+
+def train(row, tx):
+    params, loss_fn = combinations.model(row.model)
+    has_aux, traces = row.model == "batch_norm", []
+
+    def counted(params, batch):
+        traces.append(1)
+        return loss_fn(params, batch)
+
+    state = optax_ext.init_state(tx, params, mesh(), "data")
+    step = optax_ext.make_train_step(counted, tx, mesh(), "data", has_aux=has_aux, donate=False)
+    for batch in batches():
+        params, state, _, *aux = step(params, state, batch)
+        if has_aux:
+            params = {**params, "batch_stats": aux[0]}
+    assert len(traces) == 1
+    return params, state
+
+
+@functools.cache
+def trained(row):
+    return train(row, observed(row))
+
+
+@ROWS
+def test_at_density_one_it_is_the_dense_one(row):
+    """With the selection of everything; the allreduce is the one that compiles fastest."""
+    ends = []
+    for density in (1.0, None):
+        reduce = optax_ext.dense(axis="data")
+        if density is not None:
+            reduce = optax_ext.topk_a(density=density, axis="data")
+        ends.append(train(row, combinations.transformation(row, reduce, density))[0])
+    start = combinations.model(row.model)[0]
+    moved = 0.0
+    for sparse, dense, before in zip(*map(jax.tree.leaves, (*ends, start)), strict=True):
+        sparse, dense, before = (np.asarray(x, np.float32) for x in (sparse, dense, before))
+        np.testing.assert_allclose(sparse, dense, rtol=row.rounding, atol=row.rounding)
+        moved = max(moved, np.abs(dense - before).max())
+    # Or equality would say nothing.
+    assert moved > 3 * min(row.rounding, 1e-3)
+
+
+@ROWS
+def test_at_density_a_tenth_nothing_is_lost_and_no_worker_drifts(row):
+    params, state = trained(row)
+    for leaf in jax.tree.leaves(params):
+        shards = [np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards]
+        assert len(shards) == WORKERS
+        assert len(set(shards)) == 1
+    before, after, residual = sums_and_residual(state)
+    # The learning rate of a whole SGD is in the residual, and its update is subtracted.
+    if "reduce" not in row.code:
+        before, after = 0.1 * before, -after
+    assert np.abs(before).max() > 0
+    assert np.abs(residual).max() > 0
+    # bfloat16 updates are rounded when they leave the allreduce.
+    rounding = 2**-7 if row.model == "bfloat16_params" else 1e-5
+    np.testing.assert_allclose(
+        before, WORKERS * after + residual, atol=rounding * np.abs(before).max()
+    )
+
+
+def own_loop(row, mode):
+    tx = observed(row)
+    params, loss_fn = combinations.model(row.model)
+
+    def step(params, state, batch):
+        updates, state = tx.update(jax.grad(loss_fn)(params, batch), state, params)
+        return optax.apply_updates(params, updates), state
+
+    if mode == "pmap":
+        init, step = (jax.pmap(f, axis_name="data") for f in (tx.init, step))
+    else:
+        init, step = (
+            jax.jit(sc.simulate(f, axis="data", axis_size=WORKERS)) for f in (tx.init, step)
+        )
+    params = jax.tree.map(lambda x: jnp.stack([x] * WORKERS), params)
+    state = init(params)
+    for batch in batches():
+        split = jax.tree.map(lambda x: x.reshape(WORKERS, -1, *x.shape[1:]), batch)
+        params, state = step(params, state, split)
+    return params
+
+
+@pytest.mark.parametrize(
+    ("row", "mode"),
+    [
+        pytest.param(
+            row,
+            mode,
+            id=f"{row.name}-{mode}",
+            # Each is a program of its own to compile; those that accumulate differ most.
+            marks=() if row.name == "`sgd`" or "multi_steps" in row.code else pytest.mark.slow,
+        )
+        for row in combinations.ROWS
+        for mode in row.also
+    ],
+)
+def test_the_same_in_a_loop_of_ones_own(row, mode):
+    expected, _ = trained(row)
+    for ours, theirs in zip(*map(jax.tree.leaves, (own_loop(row, mode), expected)), strict=True):
+        ours = np.asarray(ours)
+        assert len({worker.tobytes() for worker in ours}) == 1
+        # Other programs round the gradients of the model in other places.
+        np.testing.assert_allclose(ours[0], theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_the_documentation_is_up_to_date():
+    """`python tools/combination_matrix.py` writes it anew."""
+    assert combination_matrix.PAGE.read_text() == combination_matrix.page()
