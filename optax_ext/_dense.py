@@ -38,9 +38,9 @@ def dense(*, axis: AxisName, buckets: int | None = None) -> optax.GradientTransf
     that XLA can exchange the last layers while the backward pass still computes
     the first. Few large messages cost less than many small ones; each bucket of more
     than one leaf costs two copies of it. XLA merges allreduces that do not depend on
-    one another, on CPU all of them, on GPU up to
-    ``--xla_gpu_all_reduce_combine_threshold_bytes`` (30 MB by default): buckets
-    smaller than that become one again.
+    one another, on CPU within one process all of them (over Gloo they were seen to stay
+    apart), on GPU up to ``--xla_gpu_all_reduce_combine_threshold_bytes`` (30 MB by
+    default): buckets smaller than that become one again.
 
     Args:
       axis: the mesh axis, or a tuple of them.
