@@ -9,7 +9,12 @@ from typing import Any, NamedTuple
 
 import _recorded_training as training
 
-from _data import InputError, digits, idx_folder  # pyright: ignore[reportMissingImports]
+from _data import (  # pyright: ignore[reportMissingImports]
+    Dataset,
+    InputError,
+    digits,
+    idx_folder,
+)
 
 # Of the learning rates per worker; see _recorded_training.
 TEXT_RATE, IMAGE_RATE = 0.5, 0.01
@@ -89,13 +94,22 @@ def read_text(path: Path | None) -> str:
         raise InputError(f"cannot read {path}: {error}") from error
 
 
+def read_images(folder: Path | None) -> Dataset:
+    """The images to classify; scikit-learn's digits by default.
+
+    Raises:
+      InputError: a file is missing or malformed.
+    """
+    return idx_folder(folder) if folder else digits()
+
+
 def recorded_runs(args: argparse.Namespace) -> tuple[Run, Run]:
     """The image run and the text run.
 
     Raises:
       InputError: the data cannot be read.
     """
-    text, images = read_text(args.text), idx_folder(args.images) if args.images else digits()
+    text, images = read_text(args.text), read_images(args.images)
     options: dict[str, Any] = {"batch": args.batch, "seed": args.seed}
 
     def image_task(workers: int) -> training.Task:

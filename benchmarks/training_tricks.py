@@ -1,123 +1,163 @@
-"""What the tricks of DGC do for the accuracy at a low density, one after the other.
+"""What the tricks of DGC do for the accuracy at a low density, each alone and together.
 
-A small network on Fashion-MNIST (``--images FOLDER``) or scikit-learn's digits, over simulated
-workers; the mean and the spread of the test accuracy over some seeds.
+    python benchmarks/training_tricks.py [--images FOLDER] [--only NAME ...] [--json FILE]
+
+A network of one hidden layer on Fashion-MNIST (``--images FOLDER``) or scikit-learn's digits, over
+simulated workers: mean and standard deviation of the accuracy on all test images over some seeds.
+Every variant sees the same batches, starts from the same parameters and has the learning rate that
+is best for the dense run, with a warmup over a twentieth of the steps and then a cosine.
+
+Top-k with error feedback is ``topk_a``: everything that is selected is delivered.
 """
 
 import argparse
+import functools
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _options import at_least_one, read_images, several, share
+from _recorded_training import MOMENTUM, schedule
+from _simulated_training import AXIS, Variant, train
+from _small_models import one_hidden_layer
+from _small_tasks import image_task
+from jax import lax
 
 import optax_ext
-import sparse_collectives as sc
+from _data import InputError  # pyright: ignore[reportMissingImports]
+from sparse_collectives import PaddedCOO, SelectInfo, Selector
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
-
-from _data import batches, digits, idx_folder  # noqa: E402  # pyright: ignore
-
-MOMENTUM = 0.9
+# DGC starts with 25 %. All messages have the slots of the first stage, so that one is left out.
+STAGES = (0.0625, 0.015625, 0.004)
 
 
-def variants(density: float, steps: int, rate: float, max_norm: float):
-    """Each trick is added to those before it."""
+def exact_top_k(density: float) -> Selector:
+    """What ``select.topk`` selects, by ``lax.top_k``, which is faster where k is tiny."""
 
-    def sparse(*, masking=None, clip=False, dense_steps=0):
-        plain = masking is None
-        correction = None if plain else optax_ext.momentum_correction(MOMENTUM, masking=masking)
-        tx = optax_ext.topk_a(density, axis="w", correction=correction, dense_steps=dense_steps)
-        before = [optax_ext.local_clip_by_global_norm(max_norm, axis="w")] if clip else []
-        return optax.chain(*before, tx, optax.sgd(rate, momentum=MOMENTUM if plain else None))
+    def select(acc: jax.Array, state: Any) -> tuple[PaddedCOO, Any, SelectInfo]:
+        size = acc.shape[0]
+        found = lax.top_k(jnp.abs(acc), max(1, round(density * size)))
+        # With a slice of its result XLA would make a full sort of it, some sixty times slower.
+        magnitudes, indices = lax.optimization_barrier(found)
+        indices = jnp.sort(jnp.where(magnitudes > 0, indices, size))
+        values = acc.at[indices].get(mode="fill", fill_value=0.0)
+        selected = jnp.sum(indices < size, dtype=jnp.int32)
+        info = SelectInfo(selected, jnp.zeros((), jnp.int32), magnitudes[-1])
+        return PaddedCOO(values, indices, size), state, info
 
+    return Selector(lambda layout: (), select)
+
+
+def variants(density: float, steps: int, rate: float, max_norm: float) -> dict[str, Variant]:
+    """By name. Momentum is behind the exchange where it is not in the correction."""
+    stages = [*(stage for stage in STAGES if stage > density), density]
+    staged = optax_ext.staged_density(max(1, steps // 20), stages)
+
+    def sparse(*, correct=False, mask=False, clip=False, warm="", momentum=MOMENTUM):
+        correction = optax_ext.momentum_correction(MOMENTUM, masking=mask) if correct else None
+        tx = optax_ext.topk_a(
+            density,
+            axis=AXIS,
+            selector=exact_top_k(stages[0] if warm == "density" else density),
+            correction=correction,
+            density_schedule=staged if warm == "density" else None,
+            dense_steps=max(1, steps // 10) if warm == "dense" else 0,
+        )
+        if clip:
+            tx = optax.chain(optax_ext.local_clip_by_global_norm(max_norm, axis=AXIS), tx)
+        # Without momentum the same distance takes a rate larger by what momentum sums up.
+        peak = rate if correct or momentum else rate / (1 - MOMENTUM)
+        behind = None if correct else momentum
+        return Variant(tx, optax.sgd(schedule(peak, steps), momentum=behind))
+
+    every = functools.partial(sparse, correct=True, mask=True)
     return {
-        "dense": optax.chain(optax_ext.dense(axis="w"), optax.sgd(rate, momentum=MOMENTUM)),
+        "dense": Variant(
+            optax_ext.dense(axis=AXIS), optax.sgd(schedule(rate, steps), momentum=MOMENTUM)
+        ),
         "top-k": sparse(),
-        "+ momentum correction": sparse(masking=False),
-        "+ masking": sparse(masking=True),
-        "+ clipping": sparse(masking=True, clip=True),
-        "+ warm-up": sparse(masking=True, clip=True, dense_steps=max(1, steps // 10)),
+        "top-k without momentum": sparse(momentum=None),
+        "correction": sparse(correct=True),
+        "correction, masking": every(),
+        "clipping": sparse(clip=True),
+        "dense warm-up": sparse(warm="dense"),
+        "density warm-up": sparse(warm="density"),
+        "correction, masking, clipping": every(clip=True),
+        "correction, masking, dense warm-up": every(warm="dense"),
+        "correction, masking, density warm-up": every(warm="density"),
+        "all, dense warm-up": every(clip=True, warm="dense"),
+        "all, density warm-up": every(clip=True, warm="density"),
     }
 
 
-def logits(params, images):
-    """A network of one hidden layer."""
-    x = images.reshape(images.shape[0], -1)
-    x = jax.nn.relu(x @ params["w0"] + params["b0"])
-    return x @ params["w1"] + params["b1"]
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The options; exits with status 2 and one line when one of them is wrong."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")
+    parser.add_argument("--images", type=Path, metavar="DIR", help="IDX files; default: digits")
+    parser.add_argument("--density", type=share, default=0.001)
+    parser.add_argument("--workers", type=several, default=16)
+    parser.add_argument("--steps", type=several, default=1000)
+    parser.add_argument("--batch", type=at_least_one, default=8, help="of each worker")
+    parser.add_argument("--hidden", type=at_least_one, default=128)
+    parser.add_argument("--rate", type=float, default=0.05, help="the peak")
+    parser.add_argument("--max-norm", type=float, default=4.0, help="of the clipping")
+    parser.add_argument("--seeds", type=at_least_one, default=3)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="of these variants")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args(argv)
+    known = variants(args.density, args.steps, args.rate, args.max_norm)
+    for name in args.only or ():
+        if name not in known:
+            parser.error(f"--only {name!r} is none of: {'; '.join(known)}")
+    if args.json and not args.json.parent.is_dir():
+        parser.error(f"cannot write {args.json}")
+    return args
 
 
-def accuracy(tx, data, *, workers: int, steps: int, batch: int, hidden: int, seed: int) -> float:
-    """Trains, and returns the test accuracy."""
-    random = np.random.default_rng(seed)
-    inputs = int(np.prod(data.train_images.shape[1:]))
-
-    def layer(rows, columns):
-        return jnp.asarray(random.normal(0, (2 / rows) ** 0.5, (rows, columns)), jnp.float32)
-
-    params = {
-        "w0": layer(inputs, hidden),
-        "b0": jnp.zeros(hidden),
-        "w1": layer(hidden, data.classes),
-        "b1": jnp.zeros(data.classes),
-    }
-
-    def loss(params, images, labels):
-        scores = logits(params, images)
-        return optax.softmax_cross_entropy_with_integer_labels(scores, labels).mean()
-
-    def step(params, state, images, labels):
-        updates, state = tx.update(jax.grad(loss)(params, images, labels), state, params)
-        return optax.apply_updates(params, updates), state
-
-    params = jax.tree.map(lambda x: jnp.stack([x] * workers), params)
-    state = sc.simulate(tx.init, axis="w", axis_size=workers)(params)
-    run = sc.simulate(step, axis="w", axis_size=workers)
-    stream = batches(data.train_images, data.train_labels, size=workers * batch, seed=seed)
-    for _ in range(steps):
-        images, labels = next(stream)
-        images = images.reshape(workers, batch, *images.shape[1:])
-        params, state = run(params, state, images, labels.reshape(workers, batch))
-    final = jax.tree.map(lambda x: x[0], params)
-    found = jnp.argmax(logits(final, data.test_images), -1)
-    return float(jnp.mean(found == data.test_labels))
-
-
-def main() -> None:
-    """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--images", type=Path, help="a folder of IDX files; default: digits")
-    parser.add_argument("--density", type=float, default=0.001)
-    parser.add_argument("--workers", type=int, default=16)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch", type=int, default=8, help="of each worker")
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--rate", type=float, default=0.05)
-    parser.add_argument("--max-norm", type=float, default=4.0)
-    parser.add_argument("--seeds", type=int, default=3)
-    options = parser.parse_args()
-    data = idx_folder(options.images) if options.images else digits()
-    print(f"test accuracy, {options.workers} workers, density {options.density:g}")
-    chosen = variants(options.density, options.steps, options.rate, options.max_norm)
-    for name, tx in chosen.items():
-        scores = [
-            accuracy(
-                tx,
-                data,
-                workers=options.workers,
-                steps=options.steps,
-                batch=options.batch,
-                hidden=options.hidden,
-                seed=seed,
-            )
-            for seed in range(options.seeds)
-        ]
-        low, high = min(scores), max(scores)
-        print(f"{name:24}{np.mean(scores):8.2%}   {low:.2%} to {high:.2%}", flush=True)
+def main(argv: list[str] | None = None) -> int:
+    """Prints the table; returns the exit status."""
+    args = parse(argv)
+    try:
+        data = read_images(args.images)
+    except InputError as error:
+        print(f"training_tricks.py: {error}", file=sys.stderr)
+        return 2
+    task = image_task(
+        data, one_hidden_layer(data.train_images.shape[1:], data.classes, args.hidden)
+    )
+    rows = {}
+    print(
+        f"test accuracy, {args.workers} workers, density {args.density:g}, {args.steps} steps, "
+        f"{args.seeds} seeds"
+    )
+    for name, variant in variants(args.density, args.steps, args.rate, args.max_norm).items():
+        if args.only and name not in args.only:
+            continue
+        curves = train(
+            task,
+            variant,
+            workers=args.workers,
+            steps=args.steps,
+            every=max(1, args.steps // 4),
+            batch=args.workers * args.batch,
+            seeds=args.seeds,
+            label=name,
+        )
+        last = np.array([curve.values[-1] for curve in curves])
+        deviation = last.std(ddof=1) if len(last) > 1 else float("nan")
+        print(f"{name:40}{last.mean():8.2%} +- {deviation:.2%}", flush=True)
+        rows[name] = [curve._asdict() for curve in curves]
+        if args.json:
+            content = {"options": {k: str(v) for k, v in vars(args).items()}, "curves": rows}
+            args.json.write_text(json.dumps(content) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

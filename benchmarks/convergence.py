@@ -1,0 +1,277 @@
+"""Accuracy and loss with Ok-Topk beside the dense allreduce, after the same number of steps.
+
+    python benchmarks/convergence.py [--images FOLDER] [--text FILE] [--json FILE] [--plot FILE.png]
+
+A convolutional network on images (SGD with momentum, test accuracy) and a small transformer on
+characters (AdamW, validation loss), over simulated workers. Dense and sparse runs of a seed start
+from the same parameters and see the same batches, whose size does not depend on the number of
+workers; the learning rates were chosen for the dense runs.
+
+A long experiment can be cut in pieces: ``--tasks``, ``--workers`` and ``--only`` choose what is
+trained, ``--json`` keeps each run when it is done, and ``--read FILE ...`` prints and plots runs
+that were kept, and trains nothing.
+
+Without the options the text is Python's own help topics and the images are scikit-learn's digits.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optax
+from _frozen_adam import scale_by_frozen_adam
+from _options import at_least_one, check_outputs, read_images, read_text, several, share
+from _recorded_training import MOMENTUM, schedule
+from _simulated_training import AXIS, Task, Variant, train
+from _small_models import convolutional
+from _small_tasks import image_task, text_task
+
+import optax_ext
+from _data import InputError  # pyright: ignore[reportMissingImports]
+
+TASKS = ("images", "text")
+# What is measured, and whether it is to be large.
+MEASURES = {"images": ("test accuracy", True), "text": ("validation loss", False)}
+ADAM = {"b1": 0.9, "b2": 0.99}
+DECAY = 0.01
+DENSE = "dense"
+
+
+def variants(task: str, density: float, steps: int, rate: float) -> dict[str, Variant]:
+    """By name, the dense one first."""
+    peak = schedule(rate, steps)
+
+    def sparse(**options: Any) -> optax.GradientTransformation:
+        return optax_ext.ok_topk(density, axis=AXIS, **options)
+
+    if task == "images":
+        optimizer, warm = optax.sgd(peak, momentum=MOMENTUM), max(1, steps // 10)
+        # Without momentum the same distance takes a rate larger by what momentum sums up.
+        inside = schedule(rate / (1 - MOMENTUM), steps)
+        correction = optax_ext.momentum_correction(MOMENTUM)
+        special = {
+            "momentum correction": Variant(sparse(correction=correction), optax.sgd(peak)),
+            "ok_topk_sgd": Variant(
+                optax_ext.ok_topk_sgd(inside, density, axis=AXIS), optax.identity()
+            ),
+        }
+    else:
+        optimizer, warm = optax.adamw(peak, weight_decay=DECAY, **ADAM), max(1, steps // 5)
+        frozen = optax.chain(
+            scale_by_frozen_adam(frozen_after=warm, **ADAM),
+            optax.add_decayed_weights(DECAY),
+            optax.scale_by_learning_rate(peak),
+        )
+        special = {"warm-up, frozen Adam": Variant(sparse(dense_steps=warm), frozen)}
+    return {
+        DENSE: Variant(optax_ext.dense(axis=AXIS), optimizer),
+        "ok_topk": Variant(sparse(), optimizer),
+        "dense warm-up": Variant(sparse(dense_steps=warm), optimizer),
+        **special,
+    }
+
+
+def run_all(tasks: Sequence[Task], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One report for each task, variant and number of workers."""
+    reports = []
+    for task in tasks:
+        rate, batch, steps = (
+            getattr(args, f"{name}_{task.name}") for name in ("rate", "batch", "steps")
+        )
+        for name, variant in variants(task.name, args.density, steps, rate).items():
+            for workers in args.workers:
+                if args.only and name not in args.only:
+                    continue
+                curves = train(
+                    task,
+                    variant,
+                    workers=workers,
+                    steps=steps,
+                    every=max(1, steps // args.points),
+                    batch=batch,
+                    seeds=args.seeds,
+                    label=name,
+                )
+                reports.append(
+                    {
+                        "task": task.name,
+                        "variant": name,
+                        "workers": workers,
+                        "density": args.density,
+                        "batch": batch,
+                        "rate": rate,
+                        "curves": [curve._asdict() for curve in curves],
+                    }
+                )
+                if args.json:
+                    args.json.write_text(json.dumps(reports) + "\n")
+    return reports
+
+
+def last_of(report: dict[str, Any]) -> np.ndarray:
+    """The last value of each seed."""
+    return np.array([curve["values"][-1] for curve in report["curves"]])
+
+
+def gaps(report: dict[str, Any], reports: Sequence[dict[str, Any]]) -> np.ndarray | None:
+    """What is worse than the dense run of each seed that both have.
+
+    In points of accuracy, or in percent of the dense loss. None without a dense run. A dense
+    run with another number of workers does: it differs by rounding alone.
+    """
+    dense = [r for r in reports if r["task"] == report["task"] and r["variant"] == DENSE]
+    if not dense:
+        return None
+    same = [r for r in dense if r["workers"] == report["workers"]]
+    values, reference = last_of(report), last_of((same or dense)[0])
+    both = min(len(values), len(reference))
+    values, reference = values[:both], reference[:both]
+    if MEASURES[report["task"]][1]:
+        return 100 * (reference - values)
+    return 100 * (values / reference - 1)
+
+
+def show(reports: Sequence[dict[str, Any]]) -> None:
+    """Prints the table of each task."""
+    for task in TASKS:
+        rows = [report for report in reports if report["task"] == task]
+        if not rows:
+            continue
+        first, (measure, large) = rows[0], MEASURES[task]
+        print(
+            f"\n{task}: {measure} after {first['curves'][0]['steps'][-1]} steps, density "
+            f"{first['density']:.1%}, batch {first['batch']}, rate {first['rate']:g}\n"
+            f"{'':34}{'P':>4} {'seeds':>6} {'mean':>9} {'deviation':>10} "
+            f"{'worse by ' + ('points' if large else '%'):>18} {'words a step':>13}"
+        )
+        for report in rows:
+            values, worse = last_of(report), gaps(report, reports)
+            values = 100 * values if large else values
+            deviation = f"{values.std(ddof=1):.3f}" if len(values) > 1 else "-"
+            gap = "-" if worse is None or report["variant"] == DENSE else f"{worse.mean():+.2f}"
+            words = report["curves"][0]["words"]
+            print(
+                f"{report['variant']:34}{report['workers']:>4} {len(values):>6} "
+                f"{values.mean():>9.3f} {deviation:>10} {gap:>18} "
+                f"{'-' if words is None else f'{words:,.0f}':>13}"
+            )
+
+
+def draw(reports: Sequence[dict[str, Any]], path: Path) -> None:
+    """The curves: one color for each variant, one line style for each number of workers."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    tasks = [task for task in TASKS if any(report["task"] == task for report in reports)]
+    figure, panels = plt.subplots(
+        1, len(tasks), figsize=(6.5 * len(tasks), 4.8), layout="constrained", squeeze=False
+    )
+    for panel, task in zip(panels[0], tasks, strict=True):
+        rows = [report for report in reports if report["task"] == task]
+        names = list(dict.fromkeys(report["variant"] for report in rows))
+        counts = sorted({report["workers"] for report in rows})
+        ends = []
+        for report in rows:
+            curves = report["curves"]
+            values = np.mean([curve["values"] for curve in curves], 0)
+            ends.append(values[2:])
+            panel.plot(
+                curves[0]["steps"],
+                values,
+                color=f"C{names.index(report['variant'])}",
+                linestyle=("-", "--", ":", "-.")[counts.index(report["workers"]) % 4],
+                label=f"{report['variant']}, P = {report['workers']}",
+            )
+        # The first steps would take up most of the height.
+        low, high = np.concatenate(ends).min(), np.concatenate(ends).max()
+        panel.set(title=f"{task}, {MEASURES[task][0]}", xlabel="step")
+        panel.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+        panel.grid(alpha=0.3)
+        panel.legend()
+    figure.savefig(path, dpi=110)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The options; exits with status 2 and one line when one of them is wrong."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="plain text")
+    parser.add_argument("--images", type=Path, metavar="DIR", help="IDX files, such as MNIST")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
+    parser.add_argument("--workers", type=several, nargs="+", default=[16, 32], metavar="P")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="of these variants")
+    parser.add_argument("--density", type=share, default=0.01)
+    parser.add_argument("--steps", type=several, help="of each run, of both tasks")
+    parser.add_argument("--steps-images", type=several, default=1000)
+    parser.add_argument("--steps-text", type=several, default=500)
+    parser.add_argument("--batch-images", type=at_least_one, default=128, help="of all workers")
+    parser.add_argument("--batch-text", type=at_least_one, default=32, help="of all workers")
+    parser.add_argument("--rate-images", type=float, default=0.05, help="the peak")
+    parser.add_argument("--rate-text", type=float, default=0.005, help="the peak")
+    parser.add_argument("--seeds", type=at_least_one, default=2)
+    parser.add_argument("--points", type=at_least_one, default=10, help="of a curve")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, help="a PNG")
+    parser.add_argument("--read", type=Path, nargs="+", metavar="FILE", help="from --json")
+    args = parser.parse_args(argv)
+    check_outputs(parser, args)
+    if args.steps:
+        args.steps_images = args.steps_text = args.steps
+    known = {name for task in args.tasks for name in variants(task, args.density, 2, 1.0)}
+    for name in args.only or ():
+        if name not in known:
+            parser.error(f"--only {name!r} is none of: {'; '.join(sorted(known))}")
+    for workers in args.workers:
+        for task in args.tasks:
+            if getattr(args, f"batch_{task}") % workers:
+                parser.error(f"--batch-{task} can't be dealt out to {workers} workers")
+    return args
+
+
+def read_reports(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """What --json wrote.
+
+    Raises:
+      InputError: a file cannot be read.
+    """
+    reports = []
+    for path in paths:
+        try:
+            reports += json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise InputError(f"cannot read {path}: {error}") from error
+    return reports
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the tables; returns the exit status."""
+    args = parse(argv)
+    try:
+        if args.read:
+            reports = read_reports(args.read)
+        else:
+            tasks = []
+            if "images" in args.tasks:
+                data = read_images(args.images)
+                network = convolutional(data.train_images.shape[1:], data.classes)
+                tasks.append(image_task(data, network))
+            if "text" in args.tasks:
+                tasks.append(text_task(read_text(args.text)))
+            reports = run_all(tasks, args)
+    except InputError as error:
+        print(f"convergence.py: {error}", file=sys.stderr)
+        return 2
+    show(reports)
+    if args.plot:
+        draw(reports, args.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
