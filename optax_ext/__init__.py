@@ -33,8 +33,8 @@ from optax_ext._wrappers import MultiStepsState
 
 __all__ = [
     "BucketedState",
-    "Monitor",
     "MomentumCorrection",
+    "Monitor",
     "MultiStepsState",
     "ShardState",
     "SparseAllreduceState",

@@ -136,11 +136,11 @@ def tensorboard_writer(folder: Any) -> Writer:
             "tensorboard_writer needs tensorboardX: pip install 'sparse-collectives[tensorboard]'. "
             "Any function write(step, values) does instead."
         ) from error
-    events = SummaryWriter(str(folder))
+    # Its thread writes what is queued, and flushes it this often.
+    events = SummaryWriter(str(folder), flush_secs=1)
 
     def write(step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
             events.add_scalar(name, value, step)
-        events.flush()
 
     return write
