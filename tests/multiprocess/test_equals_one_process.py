@@ -154,6 +154,7 @@ def check_resumed(folder, saved, processes, devices):
     check_copies({"resume": results})
 
 
+@pytest.mark.slow
 def test_three_processes_go_on_from_a_checkpoint_of_two(two_processes):
     folder, results = two_processes
     check_resumed(folder, results["save"][0], 3, 1)

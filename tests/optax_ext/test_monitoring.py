@@ -42,8 +42,15 @@ def exact_xi(tx, given, every=1):
     return found, infos
 
 
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("alias", [optax_ext.topk_a, optax_ext.ok_topk])
+@pytest.mark.parametrize(
+    ("alias", "every"),
+    [
+        (optax_ext.topk_a, 3),
+        pytest.param(optax_ext.topk_a, 1, marks=pytest.mark.slow),
+        pytest.param(optax_ext.ok_topk, 1, marks=pytest.mark.slow),
+        pytest.param(optax_ext.ok_topk, 3, marks=pytest.mark.slow),
+    ],
+)
 def test_xi_is_that_of_equation_5(alias, every):
     tx = alias(0.1, axis="w", xi_every=every)
     expected, infos = exact_xi(tx, gradients(), every)
@@ -58,6 +65,7 @@ def test_xi_of_full_density_is_zero_and_of_no_gradient_too():
     assert (infos.xi == 0).all()
 
 
+@pytest.mark.slow
 def test_xi_changes_nothing_else():
     for correction in (None, optax_ext.momentum_correction(0.9)):
         results = [

@@ -17,7 +17,12 @@ from tests.optax_ext import combinations
 from tools import combination_matrix
 
 WORKERS, STEPS = 8, 4
-ROWS = pytest.mark.parametrize("row", combinations.ROWS, ids=lambda row: row.name)
+# The rows that are also tested in other loops are the most different ones; the others are slow tests.
+ROWS = pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=() if row.also else pytest.mark.slow) for row in combinations.ROWS],
+    ids=lambda row: row.name,
+)
 
 
 @functools.cache
