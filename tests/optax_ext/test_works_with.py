@@ -17,7 +17,7 @@ from tests.optax_ext import combinations
 from tools import combination_matrix
 
 WORKERS, STEPS = 8, 4
-# The rows that are also tested in other loops are the most different ones; the others are slow tests.
+# The rows that are tested in other loops too are the most different ones; the others are slow.
 ROWS = pytest.mark.parametrize(
     "row",
     [pytest.param(row, marks=() if row.also else pytest.mark.slow) for row in combinations.ROWS],
