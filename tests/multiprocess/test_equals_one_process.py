@@ -19,8 +19,9 @@ QUICK = [
     trained("narrow8", 10),
     ("conserve", "conserve", {"steps": 20}),
     ("skip", "skip", {}),
-    ("refuse", "refuse", {}),
     ("save", "save", {}),
+    # The last: one process takes a batch of its own, and that is another program.
+    ("refuse", "refuse", {}),
 ]
 LONG = [*(trained(name, 20) for name in (*SPARSE, "dense")), *QUICK[3:]]
 
