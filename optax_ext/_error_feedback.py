@@ -121,6 +121,10 @@ class ErrorFeedback:
             mean = mean if hierarchy is None else hierarchy.gather(mean, layout.size)
         else:
             mean = jnp.zeros((0,), jnp.float32)
+            nothing = jax.tree.map(jnp.zeros_like, state.info)
+            stepped = stepped._replace(
+                info=_sparse_state.per_worker(nothing, lambda x: _compat.to_varying(x, axis))
+            )
         dense_mean = dense_gradient
         if layout.dense_size:
             dense_mean = transport.psum(parts[1].increment[0], axis) / workers

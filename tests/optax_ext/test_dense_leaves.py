@@ -155,6 +155,9 @@ def test_all_leaves_dense_is_the_dense_allreduce():
             np.asarray(updates[name], np.float32), np.asarray(leaf, np.float32), rtol=1e-2
         )  # dense() adds bfloat16 up in bfloat16, whose steps are 1 / 256
     assert states.count[-1].tolist() == [STEPS] * WORKERS
+    size = sum(leaf.size for leaf in PARAMS.values())
+    # Of each step, not of all until then.
+    np.testing.assert_allclose(states.info.words, 2 * size * (WORKERS - 1) / WORKERS)
 
 
 def test_on_a_mesh_through_a_checked_step_with_a_hierarchy():
