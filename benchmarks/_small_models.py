@@ -14,7 +14,7 @@ import optax
 from jax import lax
 
 CHANNELS, DENSE = (16, 32), 96
-WIDTH, HEADS, BLOCKS, CONTEXT = 128, 4, 2, 64
+WIDTH, HEADS, BLOCKS, CONTEXT = 32, 4, 2, 64
 
 
 class Network(NamedTuple):
@@ -79,17 +79,17 @@ def convolutional(shape: tuple[int, ...], classes: int) -> Network:
     return Network(init, apply)
 
 
-def transformer(vocabulary: int) -> Network:
+def transformer(vocabulary: int, width: int = WIDTH) -> Network:
     """A decoder with the norm before each part, and learned positions."""
 
     def init(seed):
         random = np.random.default_rng(seed)
 
         def norm():
-            return {"scale": jnp.ones(WIDTH), "bias": jnp.zeros(WIDTH)}
+            return {"scale": jnp.ones(width), "bias": jnp.zeros(width)}
 
         def table(rows):
-            return jnp.asarray(random.normal(0, 0.1, (rows, WIDTH)), jnp.float32)
+            return jnp.asarray(random.normal(0, 0.1, (rows, width)), jnp.float32)
 
         # What is added to the stream starts smaller, the more is added.
         small = (4 * BLOCKS) ** -0.5
@@ -99,23 +99,23 @@ def transformer(vocabulary: int) -> Network:
             "blocks": [
                 {
                     "norm_0": norm(),
-                    "qkv": _layer(random, WIDTH, 3 * WIDTH, 0.7),
-                    "mix": _layer(random, WIDTH, WIDTH, small),
+                    "qkv": _layer(random, width, 3 * width, 0.7),
+                    "mix": _layer(random, width, width, small),
                     "norm_1": norm(),
-                    "up": _layer(random, WIDTH, 4 * WIDTH),
-                    "down": _layer(random, 4 * WIDTH, WIDTH, small),
+                    "up": _layer(random, width, 4 * width),
+                    "down": _layer(random, 4 * width, width, small),
                 }
                 for _ in range(BLOCKS)
             ],
             "norm": norm(),
-            "output": _layer(random, WIDTH, vocabulary, 0.7),
+            "output": _layer(random, width, vocabulary, 0.7),
         }
 
     def apply(params, tokens):
         x = params["embedding"][tokens] + params["position"][: tokens.shape[1]]
         for block in params["blocks"]:
             heads = _affine(block["qkv"], _normed(block["norm_0"], x))
-            heads = heads.reshape(*x.shape[:2], HEADS, 3, WIDTH // HEADS)
+            heads = heads.reshape(*x.shape[:2], HEADS, 3, width // HEADS)
             mixed = jax.nn.dot_product_attention(
                 *(heads[..., i, :] for i in range(3)), is_causal=True
             )

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _simulated_training import Task
-from _small_models import CONTEXT, Network, loss_of, transformer
+from _small_models import CONTEXT, WIDTH, Network, loss_of, transformer
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 
@@ -49,12 +49,13 @@ def image_task(data: Dataset, network: Network) -> Task:
     )
 
 
-def text_task(text: str, *, windows: int = 256) -> Task:
+def text_task(text: str, *, windows: int = 256, width: int = WIDTH) -> Task:
     """The loss on the last tenth of the text, in nats for a character.
 
     Args:
       text: to learn.
       windows: of the held-out part, evenly spread, which are measured.
+      width: of the network.
 
     Raises:
       InputError: the text is too short.
@@ -63,7 +64,7 @@ def text_task(text: str, *, windows: int = 256) -> Task:
     cut = len(code) * 9 // 10
     if len(code) - cut < 2 * CONTEXT:
         raise InputError(f"the text has {len(code)} characters, at least {20 * CONTEXT} are needed")
-    network = transformer(len(alphabet))
+    network = transformer(len(alphabet), width)
     loss = loss_of(network)
 
     def windows_at(part, starts):

@@ -5,7 +5,7 @@
 A convolutional network on images (SGD with momentum, test accuracy) and a small transformer on
 characters (AdamW, validation loss), over simulated workers. Dense and sparse runs of a seed start
 from the same parameters and see the same batches, whose size does not depend on the number of
-workers; the learning rates were chosen for the dense runs.
+workers. The learning rates were chosen for the dense runs.
 
 A long experiment can be cut in pieces: ``--tasks``, ``--workers`` and ``--only`` choose what is
 trained, ``--json`` keeps each run when it is done, and ``--read FILE ...`` prints and plots runs
@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 import optax
-from _frozen_adam import scale_by_frozen_adam
+from _exact_top_k import exact_top_k
 from _options import at_least_one, check_outputs, read_images, read_text, several, share
 from _recorded_training import MOMENTUM, schedule
 from _simulated_training import AXIS, Task, Variant, train
-from _small_models import convolutional
+from _small_models import HEADS, WIDTH, convolutional
 from _small_tasks import image_task, text_task
 
 import optax_ext
@@ -36,8 +36,8 @@ from _data import InputError  # pyright: ignore[reportMissingImports]
 TASKS = ("images", "text")
 # What is measured, and whether it is to be large.
 MEASURES = {"images": ("test accuracy", True), "text": ("validation loss", False)}
-ADAM = {"b1": 0.9, "b2": 0.99}
 DECAY = 0.01
+RECIPE = "warm-up, small leaves dense"
 DENSE = "dense"
 
 
@@ -46,31 +46,28 @@ def variants(task: str, density: float, steps: int, rate: float) -> dict[str, Va
     peak = schedule(rate, steps)
 
     def sparse(**options: Any) -> optax.GradientTransformation:
-        return optax_ext.ok_topk(density, axis=AXIS, **options)
+        return optax_ext.ok_topk(density, axis=AXIS, selector=exact_top_k(density), **options)
 
+    warm = max(1, steps // 10)
     if task == "images":
-        optimizer, warm = optax.sgd(peak, momentum=MOMENTUM), max(1, steps // 10)
+        optimizer = optax.sgd(peak, momentum=MOMENTUM)
         # Without momentum the same distance takes a rate larger by what momentum sums up.
         inside = schedule(rate / (1 - MOMENTUM), steps)
         correction = optax_ext.momentum_correction(MOMENTUM)
         special = {
+            "dense warm-up": Variant(sparse(dense_steps=warm), optimizer),
             "momentum correction": Variant(sparse(correction=correction), optax.sgd(peak)),
             "ok_topk_sgd": Variant(
-                optax_ext.ok_topk_sgd(inside, density, axis=AXIS), optax.identity()
+                optax.chain(sparse(learning_rate=inside), optax.scale(-1.0)), optax.identity()
             ),
         }
     else:
-        optimizer, warm = optax.adamw(peak, weight_decay=DECAY, **ADAM), max(1, steps // 5)
-        frozen = optax.chain(
-            scale_by_frozen_adam(frozen_after=warm, **ADAM),
-            optax.add_decayed_weights(DECAY),
-            optax.scale_by_learning_rate(peak),
-        )
-        special = {"warm-up, frozen Adam": Variant(sparse(dense_steps=warm), frozen)}
+        optimizer = optax.adamw(peak, weight_decay=DECAY)
+        recipe = sparse(dense_steps=warm, dense_leaves=optax_ext.small_leaves())
+        special = {RECIPE: Variant(recipe, optimizer)}
     return {
         DENSE: Variant(optax_ext.dense(axis=AXIS), optimizer),
         "ok_topk": Variant(sparse(), optimizer),
-        "dense warm-up": Variant(sparse(dense_steps=warm), optimizer),
         **special,
     }
 
@@ -103,6 +100,7 @@ def run_all(tasks: Sequence[Task], args: argparse.Namespace) -> list[dict[str, A
                         "workers": workers,
                         "density": args.density,
                         "batch": batch,
+                        "width": args.width if task.name == "text" else None,
                         "rate": rate,
                         "curves": [curve._asdict() for curve in curves],
                     }
@@ -209,7 +207,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--density", type=share, default=0.01)
     parser.add_argument("--steps", type=several, help="of each run, of both tasks")
     parser.add_argument("--steps-images", type=several, default=1000)
-    parser.add_argument("--steps-text", type=several, default=500)
+    parser.add_argument("--steps-text", type=several, default=2000)
+    parser.add_argument("--width", type=at_least_one, default=WIDTH, help="of the transformer")
     parser.add_argument("--batch-images", type=at_least_one, default=128, help="of all workers")
     parser.add_argument("--batch-text", type=at_least_one, default=32, help="of all workers")
     parser.add_argument("--rate-images", type=float, default=0.05, help="the peak")
@@ -227,6 +226,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name in args.only or ():
         if name not in known:
             parser.error(f"--only {name!r} is none of: {'; '.join(sorted(known))}")
+    if args.width % HEADS:
+        parser.error(f"--width {args.width} can't be divided into {HEADS} heads")
     for workers in args.workers:
         for task in args.tasks:
             if getattr(args, f"batch_{task}") % workers:
@@ -262,7 +263,7 @@ def main(argv: list[str] | None = None) -> int:
                 network = convolutional(data.train_images.shape[1:], data.classes)
                 tasks.append(image_task(data, network))
             if "text" in args.tasks:
-                tasks.append(text_task(read_text(args.text)))
+                tasks.append(text_task(read_text(args.text), width=args.width))
             reports = run_all(tasks, args)
     except InputError as error:
         print(f"convergence.py: {error}", file=sys.stderr)

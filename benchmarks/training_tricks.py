@@ -15,42 +15,21 @@ import functools
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
+from _exact_top_k import exact_top_k
 from _options import at_least_one, read_images, several, share
 from _recorded_training import MOMENTUM, schedule
 from _simulated_training import AXIS, Variant, train
 from _small_models import one_hidden_layer
 from _small_tasks import image_task
-from jax import lax
 
 import optax_ext
 from _data import InputError  # pyright: ignore[reportMissingImports]
-from sparse_collectives import PaddedCOO, SelectInfo, Selector
 
 # DGC starts with 25 %. All messages have the slots of the first stage, so that one is left out.
 STAGES = (0.0625, 0.015625, 0.004)
-
-
-def exact_top_k(density: float) -> Selector:
-    """What ``select.topk`` selects, by ``lax.top_k``, which is faster where k is tiny."""
-
-    def select(acc: jax.Array, state: Any) -> tuple[PaddedCOO, Any, SelectInfo]:
-        size = acc.shape[0]
-        found = lax.top_k(jnp.abs(acc), max(1, round(density * size)))
-        # With a slice of its result XLA would make a full sort of it, some sixty times slower.
-        magnitudes, indices = lax.optimization_barrier(found)
-        indices = jnp.sort(jnp.where(magnitudes > 0, indices, size))
-        values = acc.at[indices].get(mode="fill", fill_value=0.0)
-        selected = jnp.sum(indices < size, dtype=jnp.int32)
-        info = SelectInfo(selected, jnp.zeros((), jnp.int32), magnitudes[-1])
-        return PaddedCOO(values, indices, size), state, info
-
-    return Selector(lambda layout: (), select)
 
 
 def variants(density: float, steps: int, rate: float, max_norm: float) -> dict[str, Variant]:

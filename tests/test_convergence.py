@@ -70,39 +70,12 @@ def test_dense_training_is_that_of_one_worker(load, line, workers):
         assert curve.words is None
 
 
-def test_adam_is_frozen_after_the_warm_up(load):
-    tx = load("_frozen_adam").scale_by_frozen_adam(b1=0.9, b2=0.99, frozen_after=3)
-    usual = optax.scale_by_adam(b1=0.9, b2=0.99)
-    params = jnp.zeros(4)
-    state, usual_state = tx.init(params), usual.init(params)
-    random = np.random.default_rng(0)
-    for _ in range(3):
-        gradient = jnp.asarray(random.normal(size=4), jnp.float32)
-        update, state = tx.update(gradient, state)
-        expected, usual_state = usual.update(gradient, usual_state)
-        np.testing.assert_allclose(update, expected, rtol=1e-5)
-    # Linear from then on: what a gradient adds to the update is doubled with it.
-    nothing, _ = tx.update(jnp.zeros(4), state)
-    once, later = tx.update(gradient, state)
-    twice, _ = tx.update(2 * gradient, state)
-    np.testing.assert_allclose(twice - nothing, 2 * (once - nothing), rtol=1e-4)
-    assert jnp.array_equal(later.second, state.second)
-
-
-def test_frozen_adam_divides_nothing_by_zero(load):
-    tx = load("_frozen_adam").scale_by_frozen_adam(b1=0.0, b2=0.99, frozen_after=1)
-    _, state = tx.update(jnp.array([1.0, 0.0]), tx.init(jnp.zeros(2)))
-    update, _ = tx.update(jnp.ones(2), state)
-    # The mean square is 1/2, and a hundredth of it the floor.
-    np.testing.assert_allclose(update, [1.0, 200**0.5], rtol=1e-4)
-
-
 @pytest.mark.parametrize("nonzero", [2, 1000])
 def test_the_fast_top_k_selects_what_topk_does(load, nonzero):
     x = np.random.default_rng(1).normal(size=1000).astype(np.float32)
     x[nonzero:] = 0
     x[5:9] = x[1]
-    fast, exact = load("training_tricks").exact_top_k(0.01), select.topk(density=0.01)
+    fast, exact = load("_exact_top_k").exact_top_k(0.01), select.topk(density=0.01)
     coo, _, info = fast.select(jnp.asarray(x), fast.init(1000))
     expected, _, expected_info = exact.select(jnp.asarray(x), exact.init(1000))
     assert coo.indices.tolist() == expected.indices.tolist()
@@ -154,6 +127,7 @@ def test_gaps_are_to_the_dense_run_of_the_same_seed(load):
         ("convergence", ["--only", "no-such-variant"]),
         ("convergence", ["--workers", "5"]),
         ("convergence", ["--steps", "1"]),
+        ("convergence", ["--width", "62"]),
         ("training_tricks", ["--images", "no-such-folder"]),
         ("training_tricks", ["--only", "no-such-variant"]),
         ("training_tricks", ["--json", "no-such-folder/numbers.json"]),
@@ -176,7 +150,7 @@ def test_convergence_in_small(load, tmp_path, capsys):
     main = load("convergence").main
     kept, plot = tmp_path / "kept.json", tmp_path / "plot.png"
     small = ["--steps", "4", "--points", "2", "--seeds", "1", "--workers", "2"]
-    names = ["dense", "ok_topk", "momentum correction", "warm-up, frozen Adam"]
+    names = ["dense", "ok_topk", "momentum correction", "warm-up, small leaves dense"]
     batches = ["--batch-images", "8", "--batch-text", "4", "--density", "0.05"]
     assert main([*small, *batches, "--only", *names, "--json", str(kept)]) == 0
     printed = capsys.readouterr().out
