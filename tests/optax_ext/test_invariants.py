@@ -59,8 +59,8 @@ GRID = [
         # the quick set, every combination in the slow one.
         marks=()
         if (density == 0.01 and dtype == "float32")
-        or (workers, density) in ((3, 0.001), (3, 1.0), (8, 0.1))
-        or (workers, density) == (5, 0.01)
+        or (workers, density, dtype)
+        in ((3, 0.001, "bfloat16"), (3, 1.0, "float32"), (8, 0.1, "bfloat16"))
         else slow,
     )
     for slow in [pytest.mark.slow]

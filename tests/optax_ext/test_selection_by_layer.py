@@ -48,7 +48,9 @@ def test_a_selection_of_the_whole_leaves_small_layers_out_and_layerwise_does_not
     "selector",
     [
         sc.select.adtopk_threshold(density=0.1, steps=6, warmup=2, period=2),
-        sc.select.layerwise(sc.select.threshold_reuse(density=0.1)),
+        pytest.param(
+            sc.select.layerwise(sc.select.threshold_reuse(density=0.1)), marks=pytest.mark.slow
+        ),
     ],
     ids=["adtopk_threshold", "layerwise"],
 )

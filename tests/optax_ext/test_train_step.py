@@ -76,7 +76,11 @@ def test_the_dense_step_has_the_gradient_of_the_whole_batch():
 
 @pytest.mark.parametrize(
     "optimizer",
-    [optax.sgd(0.05, momentum=0.9), optax.adamw(3e-3), optax.lamb(1e-2)],
+    [
+        optax.sgd(0.05, momentum=0.9),
+        pytest.param(optax.adamw(3e-3), marks=pytest.mark.slow),
+        pytest.param(optax.lamb(1e-2), marks=pytest.mark.slow),
+    ],
     ids=["momentum", "adamw", "lamb"],
 )
 def test_it_learns_in_front_of_any_optimizer(optimizer):

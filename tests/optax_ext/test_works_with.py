@@ -176,7 +176,7 @@ def own_loop(row, mode):
             mode,
             id=f"{row.name}-{mode}",
             # Each is a program of its own to compile; those that accumulate differ most.
-            marks=() if row.name == "`sgd`" or "multi_steps" in row.code else pytest.mark.slow,
+            marks=() if "multi_steps" in row.code else pytest.mark.slow,
         )
         for row in combinations.ROWS
         for mode in row.also

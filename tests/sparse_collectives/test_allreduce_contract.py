@@ -100,7 +100,7 @@ def cases():
                 # One codec of each algorithm, in turn, on one number of workers.
                 quick = workers == 3 and number % 5 == 0
             elif name in EVERY_NUMBER_OF_WORKERS:
-                quick = name in ("dense", "ok_topk") or workers in (2, 5)
+                quick = name == "ok_topk" or workers in (2, 5)
             elif workers in (3, 8):
                 quick = workers == 3
             else:
@@ -204,7 +204,7 @@ def test_state_keeps_shapes_and_dtypes_and_steps_are_traced_once(row):
     assert step._cache_size() == before
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name",
     [

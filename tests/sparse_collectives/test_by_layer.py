@@ -113,7 +113,9 @@ class TestLayerwise:
 
 
 class TestADTopk:
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+    @pytest.mark.parametrize(
+        "dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)]
+    )
     @pytest.mark.parametrize(
         ("layout", "density", "row_axis"),
         [(LAYOUT, 0.1, -1), (LAYOUT, 0.1, 0), (LONG, 0.01, -1), (LONG, 0.4, 0)],

@@ -141,7 +141,15 @@ def test_every_way_to_balance_counts_what_it_moves():
     assert _balance.slots_sent(plan) == (1, plan.neighbour_capacity, 3 * plan.spread_capacity, 9)
 
 
-@pytest.mark.parametrize("name", ["bf16", "narrow16", "narrow8", "qsgd"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("bf16", marks=pytest.mark.slow),
+        pytest.param("narrow16", marks=pytest.mark.slow),
+        "narrow8",
+        "qsgd",
+    ],
+)
 def test_with_a_codec_slots_count_alike(name):
     codec = getattr(sc.wire, name)()
     useful, words = occupancy(sc.allreduce.topk_a(codec=codec), normal(4))

@@ -28,8 +28,18 @@ def _algorithm(density, options):
     return sc.select.topk(density=density), sc.allreduce.ok_topk(density=density, **dict(options))
 
 
-@pytest.mark.parametrize("workers", helpers.WORKERS)
-@pytest.mark.parametrize("density", [1 / 300, 0.05, 1.0])
+@pytest.mark.parametrize(
+    ("workers", "density"),
+    [
+        pytest.param(
+            workers,
+            density,
+            marks=() if density == 0.05 or workers in (3, 8) else pytest.mark.slow,
+        )
+        for density in (1 / 300, 0.05, 1.0)
+        for workers in helpers.WORKERS
+    ],
+)
 def test_equals_topk_of_the_sum_of_topk(workers, density):
     size = 300
     k = max(1, round(density * size))

@@ -23,7 +23,7 @@ CODECS = {
 # A step takes seconds to compile: one number of workers for each, the others where time is.
 FAST = {"bf16": 5, "narrow16": 3, "narrow8": 8, "qsgd": 6}
 CASES = [
-    pytest.param(name, workers, marks=[] if workers in (1, FAST[name]) else pytest.mark.slow)
+    pytest.param(name, workers, marks=[] if workers == FAST[name] else pytest.mark.slow)
     for name in CODECS
     for workers in helpers.WORKERS
 ]
