@@ -45,8 +45,10 @@ def variants(task: str, density: float, steps: int, rate: float) -> dict[str, Va
     """By name, the dense one first."""
     peak = schedule(rate, steps)
 
-    def sparse(**options: Any) -> optax.GradientTransformation:
-        return optax_ext.ok_topk(density, axis=AXIS, selector=exact_top_k(density), **options)
+    options = {"density": density, "axis": AXIS, "selector": exact_top_k(density)}
+
+    def sparse(**more: Any) -> optax.GradientTransformation:
+        return optax_ext.ok_topk(**options, **more)
 
     warm = max(1, steps // 10)
     if task == "images":
@@ -57,9 +59,7 @@ def variants(task: str, density: float, steps: int, rate: float) -> dict[str, Va
         special = {
             "dense warm-up": Variant(sparse(dense_steps=warm), optimizer),
             "momentum correction": Variant(sparse(correction=correction), optax.sgd(peak)),
-            "ok_topk_sgd": Variant(
-                optax.chain(sparse(learning_rate=inside), optax.scale(-1.0)), optax.identity()
-            ),
+            "ok_topk_sgd": Variant(optax_ext.ok_topk_sgd(inside, **options), optax.identity()),
         }
     else:
         optimizer = optax.adamw(peak, weight_decay=DECAY)
@@ -212,7 +212,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch-images", type=at_least_one, default=128, help="of all workers")
     parser.add_argument("--batch-text", type=at_least_one, default=32, help="of all workers")
     parser.add_argument("--rate-images", type=float, default=0.05, help="the peak")
-    parser.add_argument("--rate-text", type=float, default=0.005, help="the peak")
+    parser.add_argument("--rate-text", type=float, default=0.02, help="the peak")
     parser.add_argument("--seeds", type=at_least_one, default=2)
     parser.add_argument("--points", type=at_least_one, default=10, help="of a curve")
     parser.add_argument("--json", type=Path)
