@@ -29,7 +29,7 @@ import optax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from optax_ext import _partitioned_norms as norms
+from optax_ext._transforms import _partitioned_norms as norms
 
 
 def model(layers, width, seed):

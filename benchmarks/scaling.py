@@ -23,9 +23,10 @@ from typing import Any
 
 import _volumes
 
-from sparse_collectives import _planner, _units, cost_model
-from sparse_collectives._planner import LocalCost
+from sparse_collectives import cost_model
 from sparse_collectives.cost_model import Network, Workload
+from sparse_collectives.planner import _planner, _units
+from sparse_collectives.planner._planner import LocalCost
 
 WORKERS = [16, 32, 64, 128, 256, 512, 1024]
 # The names of `_volumes` and of `cost_model.predict`, by those of the papers.

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._momentum_correction import MomentumCorrection
-from optax_ext._sparse_allreduce import sparse_allreduce
+from optax_ext._step._momentum_correction import MomentumCorrection
+from optax_ext._step._sparse_allreduce import sparse_allreduce
 from sparse_collectives import Codec, Selector, allreduce, select, wire
 from sparse_collectives._types import AxisName
 

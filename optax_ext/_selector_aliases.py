@@ -5,8 +5,8 @@ from typing import Any
 import optax
 
 from optax_ext._aliases import topk_a
-from optax_ext._local_clip import local_clip_by_global_norm
-from optax_ext._momentum_correction import momentum_correction
+from optax_ext._step._momentum_correction import momentum_correction
+from optax_ext._transforms._local_clip import local_clip_by_global_norm
 from sparse_collectives import select
 from sparse_collectives._types import AxisName
 

@@ -5,7 +5,6 @@ a mapped function (shard_map, pmap, vmap), and compiles under ``jax.jit``.
 """
 
 from sparse_collectives import allreduce, cost_model, select, traffic, transport, wire
-from sparse_collectives._measure import Measured, measure
 from sparse_collectives._simulate import simulate
 from sparse_collectives._types import (
     AxisName,
@@ -18,6 +17,7 @@ from sparse_collectives._types import (
 )
 from sparse_collectives.layout import Layout
 from sparse_collectives.padded_coo import PaddedCOO
+from sparse_collectives.planner._measure import Measured, measure
 
 __version__ = "0.1.0"
 

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from sparse_collectives import _plan_report, _planner, _units, cost_model
+from sparse_collectives import cost_model
+from sparse_collectives.planner import _plan_report, _planner, _units
 
 _PLAN_HELP = """\
 Predicts the time of a training step's exchange for each algorithm and encoding, and
@@ -132,7 +133,7 @@ def _plan(args: argparse.Namespace) -> None:
 def _measure(args: argparse.Namespace) -> None:
     import jax
 
-    from sparse_collectives._measure import measure
+    from sparse_collectives.planner._measure import measure
 
     devices = _units.count("--devices", args.devices) if args.devices else None
     if devices is not None:

@@ -11,6 +11,7 @@ from sparse_collectives.allreduce._dsar_split_allgather import (
 from sparse_collectives.allreduce._gtopk import gtopk as gtopk
 from sparse_collectives.allreduce._hierarchical import Hierarchical as Hierarchical
 from sparse_collectives.allreduce._hierarchical import hierarchical as hierarchical
+from sparse_collectives.allreduce._parts._step import StepState as StepState
 from sparse_collectives.allreduce._ring_sparse import ring_sparse as ring_sparse
 from sparse_collectives.allreduce._sparse_allgather import sparse_allgather as sparse_allgather
 from sparse_collectives.allreduce._ssar_recursive_double import (
@@ -19,7 +20,6 @@ from sparse_collectives.allreduce._ssar_recursive_double import (
 from sparse_collectives.allreduce._ssar_split_allgather import (
     ssar_split_allgather as ssar_split_allgather,
 )
-from sparse_collectives.allreduce._step import StepState as StepState
 from sparse_collectives.allreduce._topk_a import topk_a as topk_a
 from sparse_collectives.allreduce._torus_2d import torus_2d as torus_2d
 from sparse_collectives.allreduce.ok_topk import OkTopkState as OkTopkState

@@ -5,11 +5,12 @@ import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from sparse_collectives import _planner, _units, _validation, transport, wire
+from sparse_collectives import _validation, transport, wire
 from sparse_collectives._types import AxisName, SparseAllreduce
 from sparse_collectives.cost_model import Network, Workload, network
 from sparse_collectives.cost_model._implementation import bucket_count
 from sparse_collectives.padded_coo import PaddedCOO
+from sparse_collectives.planner import _planner, _units
 
 
 class AutoChoice(NamedTuple):

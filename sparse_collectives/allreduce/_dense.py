@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from sparse_collectives import _validation, _words, padded_coo, transport
+from sparse_collectives import _validation, _volumes, padded_coo, transport
 from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce
 from sparse_collectives.padded_coo import PaddedCOO
 
@@ -27,7 +27,7 @@ def dense() -> SparseAllreduce:
         total = transport.psum(coo.to_dense(), axis)
         undelivered = padded_coo.empty(coo.size, 0, coo.values.dtype)
         words = coo.size * coo.values.dtype.itemsize / 4
-        words = jnp.float32(_words.all_reduce(words, workers))
+        words = jnp.float32(_volumes.all_reduce(words, workers))
         info = ReduceInfo(
             delivered=jnp.sum(total != 0, dtype=jnp.int32),
             overflow=jnp.zeros((), jnp.int32),

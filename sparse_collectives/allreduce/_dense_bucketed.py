@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _validation, _words, padded_coo, transport
+from sparse_collectives import _validation, _volumes, padded_coo, transport
 from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce
 from sparse_collectives.padded_coo import PaddedCOO
 
@@ -58,7 +58,7 @@ def dense_bucketed(*, buckets: int) -> SparseAllreduce:
             sums = [transport.psum(vector[i : i + length], axis) for i in reversed(starts)]
         total = sums[0] if len(sums) == 1 else jnp.concatenate(sums[::-1])
         words = coo.size * coo.values.dtype.itemsize / 4
-        words = jnp.float32(_words.all_reduce(words, workers))
+        words = jnp.float32(_volumes.all_reduce(words, workers))
         info = ReduceInfo(
             delivered=jnp.sum(total != 0, dtype=jnp.int32),
             overflow=jnp.zeros((), jnp.int32),

@@ -6,9 +6,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _merge, _slots, _validation, _words, transport, wire
+from sparse_collectives import _validation, _volumes, transport, wire
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce import _equal_regions, _messages, _replicas, _step
+from sparse_collectives.allreduce._parts import (
+    _equal_regions,
+    _merge,
+    _messages,
+    _replicas,
+    _slots,
+    _step,
+)
 from sparse_collectives.padded_coo import PaddedCOO
 
 
@@ -140,9 +147,9 @@ def dsar_split_allgather(
             undelivered = _merge.concatenate([undelivered, own_region])
 
         block_words = _messages.pair_words(codec, capacity, width, dtype)
-        split_words = _words.all_to_all(workers * block_words, workers)
-        count_words = _words.all_gather(1, workers)
-        gather_words = [_words.all_gather(words, workers) for words in form_words]
+        split_words = _volumes.all_to_all(workers * block_words, workers)
+        count_words = _volumes.all_gather(1, workers)
+        gather_words = [_volumes.all_gather(words, workers) for words in form_words]
         gather_words = jnp.asarray(gather_words, jnp.float32)[form]
         # The dense form has no padding.
         shares = [entries / slots for slots in ladder] + [1.0] * (len(forms) - len(ladder))

@@ -3,20 +3,11 @@
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import (
-    _bits,
-    _merge,
-    _validation,
-    _words,
-    compaction,
-    kth_magnitude,
-    padded_coo,
-    transport,
-    wire,
-)
+from sparse_collectives import _validation, _volumes, padded_coo, transport, wire
+from sparse_collectives._coo import _bits, compaction, kth_magnitude
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce import _broadcast, _messages, _replicas, _step
-from sparse_collectives.allreduce._step import StepState
+from sparse_collectives.allreduce._parts import _broadcast, _merge, _messages, _replicas, _step
+from sparse_collectives.allreduce._parts._step import StepState
 from sparse_collectives.padded_coo import PaddedCOO
 
 
@@ -86,7 +77,7 @@ def gtopk(*, density: float, codec: Codec | None = None) -> SparseAllreduce:
             encoded = codec.encode(own, _step.seed(state, level, me))
             with jax.named_scope("gtopk/reduce"):
                 message = transport.ppermute(encoded.message, axis, pairs)
-            words += _words.ppermute(encoded.message.size, workers, pairs)
+            words += _volumes.ppermute(encoded.message.size, workers, pairs)
             entries = jnp.sum(encoded.sent, dtype=jnp.int32)
             filled = _messages.useful_words(encoded.message.size, entries, own.capacity)
             useful += jnp.where(sends, filled, 0.0)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _compat, _validation, _words, transport
+from sparse_collectives import _compat, _validation, _volumes, transport
 from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce, State
 
 # Of delivered, threshold and words, which the workers of a node tell each other.
@@ -145,9 +145,9 @@ def hierarchical(*, inner_axis: AxisName, outer: SparseAllreduce) -> Hierarchica
             info = _of_all_shards(info, inner_axis)
         word = coo.values.dtype.itemsize / 4
         words = (
-            _words.reduce_scatter(coo.size * inside * word, inside)
-            + _words.all_gather(coo.size * word, inside)
-            + _words.all_gather(_INFO_WORDS, inside)
+            _volumes.reduce_scatter(coo.size * inside * word, inside)
+            + _volumes.all_gather(coo.size * word, inside)
+            + _volumes.all_gather(_INFO_WORDS, inside)
         )
         info = info._replace(
             words=info.words + jnp.float32(words), useful=info.useful + jnp.float32(words)

@@ -4,9 +4,16 @@ import math
 
 import jax.numpy as jnp
 
-from sparse_collectives import _merge, _slots, _validation, _words, transport, wire
+from sparse_collectives import _validation, _volumes, transport, wire
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce import _equal_regions, _messages, _replicas, _step
+from sparse_collectives.allreduce._parts import (
+    _equal_regions,
+    _merge,
+    _messages,
+    _replicas,
+    _slots,
+    _step,
+)
 from sparse_collectives.padded_coo import PaddedCOO
 
 
@@ -90,7 +97,7 @@ def ring_sparse(
         partial = block(region)
         for stage in range(workers - 1):
             message = encode(partial, stage, region, 1)
-            words += _words.ppermute(message.size, workers, neighbours)
+            words += _volumes.ppermute(message.size, workers, neighbours)
             received = transport.ppermute(message, axis, neighbours)
             region = (region - 1) % workers
             rows = [codec.decode(received, regions.width, dtype), block(region)]
@@ -108,7 +115,7 @@ def ring_sparse(
 
         # The allgather.
         message = encode(partial, workers - 1, region, workers - 1)
-        words += _words.all_gather(message.size, workers)
+        words += _volumes.all_gather(message.size, workers)
         total = _equal_regions.gather(message, regions, dtype, axis=axis, codec=codec)
 
         info = ReduceInfo(

@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _bitset, _words, transport, wire
+from sparse_collectives import _volumes, transport, wire
+from sparse_collectives._coo import _bitset
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce import _messages, _replicas, _step
-from sparse_collectives.allreduce._step import StepState
+from sparse_collectives.allreduce._parts import _messages, _replicas, _step
+from sparse_collectives.allreduce._parts._step import StepState
 from sparse_collectives.padded_coo import PaddedCOO
 
 
@@ -73,7 +74,7 @@ def sparse_allgather(*, codec: Codec | None = None) -> SparseAllreduce:
         lost = _messages.lost(coo, encoded)
         undelivered = PaddedCOO(jnp.where(late, coo.values, lost.values), coo.indices, coo.size)
         overflow = _messages.unsent_count(coo, encoded) + jnp.sum(late, dtype=jnp.int32)
-        words = _words.all_gather(encoded.message.size, workers)
+        words = _volumes.all_gather(encoded.message.size, workers)
         entries = jnp.sum(encoded.sent, dtype=jnp.int32)
         useful = _messages.useful_words(words, entries, coo.capacity)
         return total, undelivered, new_state, _info(total, overflow, words, useful)

@@ -5,9 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _compat, _merge, _validation, _words, transport, wire
+from sparse_collectives import _compat, _validation, _volumes, transport, wire
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce import _messages, _replicas, _step
+from sparse_collectives.allreduce._parts import _merge, _messages, _replicas, _step
 from sparse_collectives.padded_coo import PaddedCOO
 
 
@@ -105,7 +105,7 @@ def ssar_recursive_double(
         if surplus:
             own_part = functools.partial(_merge.only_where, me >= members)
             message, filled, _ = encode(entries, 0, me, own_part)
-            words += _words.ppermute(message.size, workers, fold)
+            words += _volumes.ppermute(message.size, workers, fold)
             useful += jnp.where(me >= members, filled, 0.0)
             entries = _add(entries, send(message, entries, fold), 2 * coo.capacity)
             entries, left = bound(entries, 1)
@@ -118,7 +118,7 @@ def ssar_recursive_double(
             # All workers of a half hold the same sum and send the same bits.
             part = functools.partial(one_of, half)
             message, filled, own = encode(entries, stage + 1, me // half, part)
-            words += _words.ppermute(message.size, workers, pairs)
+            words += _volumes.ppermute(message.size, workers, pairs)
             useful += jnp.where(me < members, filled, 0.0)
             other = send(message, entries, pairs)
             # In the order of the workers, so that both halves have the same bits.
@@ -143,7 +143,7 @@ def ssar_recursive_double(
             part = functools.partial(one_of, members)
             message, filled, own = encode(total, members.bit_length(), jnp.zeros_like(me), part)
             back = [(target, source) for source, target in fold]
-            words += _words.ppermute(message.size, workers, back)
+            words += _volumes.ppermute(message.size, workers, back)
             useful += jnp.where(me < surplus, filled, 0.0)
             total = _choose(me < members, own, send(message, total, back))
 

@@ -4,9 +4,17 @@ import math
 
 import jax.numpy as jnp
 
-from sparse_collectives import _bitset, _merge, _slots, _validation, _words, transport, wire
+from sparse_collectives import _validation, _volumes, transport, wire
+from sparse_collectives._coo import _bitset
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce import _equal_regions, _messages, _replicas, _step
+from sparse_collectives.allreduce._parts import (
+    _equal_regions,
+    _merge,
+    _messages,
+    _replicas,
+    _slots,
+    _step,
+)
 from sparse_collectives.padded_coo import PaddedCOO
 
 
@@ -99,8 +107,8 @@ def ssar_split_allgather(
             undelivered = _merge.concatenate([undelivered, own_region])
 
         block_words = _messages.pair_words(codec, capacity, regions.width, dtype)
-        split_words = _words.all_to_all(workers * block_words, workers)
-        gather_words = _words.all_gather(outgoing.message.size, workers)
+        split_words = _volumes.all_to_all(workers * block_words, workers)
+        gather_words = _volumes.all_gather(outgoing.message.size, workers)
         entries = _messages.to_others(encoded.sent, me)
         useful = _messages.useful_words(split_words, entries, (workers - 1) * capacity)
         entries = jnp.sum(outgoing.sent, dtype=jnp.int32)

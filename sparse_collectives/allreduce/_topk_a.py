@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _words, transport, wire
+from sparse_collectives import _volumes, transport, wire
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce import _messages, _replicas, _step
-from sparse_collectives.allreduce._step import StepState
+from sparse_collectives.allreduce._parts import _messages, _replicas, _step
+from sparse_collectives.allreduce._parts._step import StepState
 from sparse_collectives.padded_coo import PaddedCOO
 
 
@@ -65,7 +65,7 @@ def topk_a(*, codec: Codec | None = None) -> SparseAllreduce:
         everyone = codec.decode(gathered, coo.size, coo.values.dtype)
         total = _sum_rows(everyone)
         undelivered = _messages.lost(coo, encoded)
-        words = _words.all_gather(encoded.message.size, workers)
+        words = _volumes.all_gather(encoded.message.size, workers)
         entries = jnp.sum(encoded.sent, dtype=jnp.int32)
         useful = _messages.useful_words(words, entries, coo.capacity)
         overflow = _messages.unsent_count(coo, encoded)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _compat, _validation, _words, padded_coo, transport
+from sparse_collectives import _compat, _validation, _volumes, padded_coo, transport
 from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce
 from sparse_collectives.padded_coo import PaddedCOO
 
@@ -54,9 +54,9 @@ def torus_2d() -> SparseAllreduce:
             total = transport.all_gather(mine, inner).reshape(-1)[: coo.size]
         word = coo.values.dtype.itemsize / 4
         words = jnp.float32(
-            _words.reduce_scatter(part * inside * word, inside)
-            + _words.all_reduce(part * word, outside)
-            + _words.all_gather(part * word, inside)
+            _volumes.reduce_scatter(part * inside * word, inside)
+            + _volumes.all_reduce(part * word, outside)
+            + _volumes.all_gather(part * word, inside)
         )
         info = ReduceInfo(
             delivered=jnp.sum(total != 0, dtype=jnp.int32),

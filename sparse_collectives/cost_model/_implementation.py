@@ -10,7 +10,8 @@ message for each partner of an all_to_all.
 import math
 from collections.abc import Callable
 
-from sparse_collectives import _slots, _words
+from sparse_collectives import _volumes
+from sparse_collectives.allreduce._parts import _slots
 from sparse_collectives.cost_model._codecs import MessageSizes, codec_sizes
 from sparse_collectives.cost_model._fill_in import expected_union
 from sparse_collectives.cost_model._types import Cost, Estimate, Workload, certain, log2_rounds
@@ -35,7 +36,7 @@ def _even(messages: float, words: float, pairs: float = 0.0) -> Cost:
 
 
 def _all_gather(message: float, workers: int, slots: int = 0) -> Cost:
-    words = _words.all_gather(message, workers)
+    words = _volumes.all_gather(message, workers)
     return _even(log2_rounds(workers), words, slots * (workers - 1))
 
 
@@ -44,7 +45,7 @@ def _all_to_all(block: float, workers: int, slots: int) -> Cost:
 
 
 def _psum(words: float, workers: int) -> Cost:
-    return _even(2 * log2_rounds(workers), _words.all_reduce(words, workers))
+    return _even(2 * log2_rounds(workers), _volumes.all_reduce(words, workers))
 
 
 def dense(w: Workload, codec: MessageSizes) -> Estimate:

@@ -2,7 +2,7 @@
 
 import math
 
-from sparse_collectives import _words
+from sparse_collectives import _volumes
 from sparse_collectives.cost_model._codecs import MessageSizes
 from sparse_collectives.cost_model._implementation import Formula, dense
 from sparse_collectives.cost_model._types import Cost, Estimate, Workload, certain, log2_rounds
@@ -14,7 +14,7 @@ def _within_nodes(w: Workload) -> Cost:
     """Reduce-scatter before and allgather after, dense, within a node."""
     group = w.inner_size
     shard = math.ceil(w.size / group)
-    words = _words.reduce_scatter(shard * group, group) + _words.all_gather(shard, group)
+    words = _volumes.reduce_scatter(shard * group, group) + _volumes.all_gather(shard, group)
     return Cost(inner_messages=2 * log2_rounds(group), inner_words=words)
 
 
@@ -50,10 +50,10 @@ def hierarchical(formula: Formula, agreed: int = 0) -> Formula:
         group, rounds = w.inner_size, log2_rounds(w.inner_size)
         # Count, threshold and words, which the workers of a node tell each other.
         inner = _within_nodes(w) + Cost(
-            inner_messages=rounds, inner_words=_words.all_gather(INFO_WORDS, group)
+            inner_messages=rounds, inner_words=_volumes.all_gather(INFO_WORDS, group)
         )
         if agreed:
-            summed = _words.all_reduce(agreed, group)
+            summed = _volumes.all_reduce(agreed, group)
             inner += Cost(inner_messages=2 * rounds, inner_words=summed)
         return Estimate(*(inner + cost for cost in formula(_between_nodes(w), codec)))
 

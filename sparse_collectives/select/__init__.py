@@ -14,9 +14,9 @@ from sparse_collectives.select._adtopk_threshold import adtopk_threshold as adto
 from sparse_collectives.select._bucketed import bucketed as bucketed
 from sparse_collectives.select._dgc import dgc as dgc
 from sparse_collectives.select._gaussian_k import gaussian_k as gaussian_k
-from sparse_collectives.select._layers import LayersState as LayersState
 from sparse_collectives.select._layerwise import layerwise as layerwise
 from sparse_collectives.select._mstopk import mstopk as mstopk
+from sparse_collectives.select._parts._layers import LayersState as LayersState
 from sparse_collectives.select._random_k import random_k as random_k
 from sparse_collectives.select._redsync import redsync as redsync
 from sparse_collectives.select._sidco import SIDCoState as SIDCoState

@@ -10,10 +10,11 @@ import math
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _bits, _validation
+from sparse_collectives import _validation
+from sparse_collectives._coo import _bits
 from sparse_collectives._types import SelectInfo, Selector
 from sparse_collectives.layout import Layout, as_layout
-from sparse_collectives.select import _layers, _rows
+from sparse_collectives.select._parts import _layers, _rows
 
 
 def adtopk(*, density: float, row_axis: int = -1) -> Selector:

@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _bits, _validation, compaction, padded_coo
+from sparse_collectives import _validation, padded_coo
+from sparse_collectives._coo import _bits, compaction
 from sparse_collectives._types import SelectInfo, Selector, State
 from sparse_collectives.layout import Layout, as_layout
-from sparse_collectives.select import _layers, _reaching
 from sparse_collectives.select._adtopk import count_of_layer, rows_of_layer
+from sparse_collectives.select._parts import _layers, _reaching
 from sparse_collectives.select._topk import topk
 
 # Changes of the threshold, relative to it, below which the period grows and above

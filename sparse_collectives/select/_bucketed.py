@@ -8,10 +8,11 @@ of an allreduce need no balancing.
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _bits, _validation, compaction
+from sparse_collectives import _validation
+from sparse_collectives._coo import _bits, compaction
 from sparse_collectives._types import SelectInfo, Selector
 from sparse_collectives.layout import Layout, as_layout
-from sparse_collectives.select import _rows
+from sparse_collectives.select._parts import _rows
 
 
 def bucketed(*, density: float, bucket: int = 512) -> Selector:

@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _bits, _validation
+from sparse_collectives import _validation
+from sparse_collectives._coo import _bits
 from sparse_collectives._types import Selector
 from sparse_collectives.layout import Layout, as_layout
-from sparse_collectives.select import _reaching, _statistics
+from sparse_collectives.select._parts import _reaching, _statistics
 
 _FACTOR = 0.8
 _MAX_ROUNDS = 20

@@ -7,7 +7,7 @@ import jax
 from sparse_collectives import _validation
 from sparse_collectives._types import Selector
 from sparse_collectives.layout import Layout, as_layout
-from sparse_collectives.select import _layers
+from sparse_collectives.select._parts import _layers
 
 
 def layerwise(selector: Selector) -> Selector:

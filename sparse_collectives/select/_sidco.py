@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.scipy.special import gammaln
 
-from sparse_collectives import _bits, _validation
+from sparse_collectives import _validation
+from sparse_collectives._coo import _bits
 from sparse_collectives._types import Selector
 from sparse_collectives.layout import Layout, as_layout
-from sparse_collectives.select import _reaching, _statistics
+from sparse_collectives.select._parts import _reaching, _statistics
 
 _DISTRIBUTIONS = ("exponential", "gamma", "pareto")
 _STAGE_DENSITY = 0.25

@@ -11,7 +11,7 @@ import numpy as np
 from sparse_collectives import _validation
 from sparse_collectives._types import Selector
 from sparse_collectives.layout import Layout, as_layout
-from sparse_collectives.select import _reaching
+from sparse_collectives.select._parts import _reaching
 
 
 def threshold(*, magnitude: float, density: float) -> Selector:

@@ -20,11 +20,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _bits, _validation, compaction
+from sparse_collectives import _validation
+from sparse_collectives._coo import _bits, compaction
+from sparse_collectives._coo.kth_magnitude import kth_magnitude_bits
 from sparse_collectives._types import SelectInfo, Selector
-from sparse_collectives.kth_magnitude import kth_magnitude_bits
 from sparse_collectives.layout import Layout, as_layout
-from sparse_collectives.select import _reaching
+from sparse_collectives.select._parts import _reaching
 
 _MAX_RECOUNTS = 4
 _STEEPEST = 100.0

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _bits, _validation, compaction, kth_magnitude
+from sparse_collectives import _validation
+from sparse_collectives._coo import _bits, compaction, kth_magnitude
 from sparse_collectives._types import SelectInfo, Selector
 from sparse_collectives.layout import Layout, as_layout
 from sparse_collectives.padded_coo import PaddedCOO

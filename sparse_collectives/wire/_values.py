@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparse_collectives import _bits
+from sparse_collectives._coo import _bits
 
 TINY_BITS = (127 - 100) << 23
 INFINITY_BITS = 0x7F800000

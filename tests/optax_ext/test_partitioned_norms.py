@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sparse_collectives as sc
-from optax_ext import _partitioned_norms
+from optax_ext._transforms import _partitioned_norms
 
 STEPS, WHOLE = 3, P()
 # Sizes above and below the bound for slices; 8, 3 and 2 workers divide some and not others.

@@ -7,7 +7,7 @@ import pytest
 
 import optax_ext
 import sparse_collectives as sc
-from optax_ext import _residual
+from optax_ext._step import _residual
 from tests.optax_ext.test_momentum_correction import STEPS, WORKERS, gradients, run
 
 BF16 = _residual.residual(jnp.bfloat16, 1.0)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_collectives import _bits
+from sparse_collectives._coo import _bits
 
 # A bfloat16 and a float16 have only 65,536 patterns: all of them are tested.
 ALL_PATTERNS = np.arange(1 << 16, dtype=np.uint16)

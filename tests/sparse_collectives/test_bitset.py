@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_collectives import _bitset
+from sparse_collectives._coo import _bitset
 
 # Under one word, a full word, one bit more, and many words with a rest.
 SIZES = (5, 31, 32, 33, 1000)

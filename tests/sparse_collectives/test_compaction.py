@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_collectives import _bits, compaction, padded_coo
+from sparse_collectives import padded_coo
+from sparse_collectives._coo import _bits, compaction
 from tests.reference import selection
 
 # Under one word, a full word, one entry more, and many words with a rest.

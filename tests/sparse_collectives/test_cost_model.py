@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import sparse_collectives as sc
 from sparse_collectives import cost_model, traffic
-from sparse_collectives.allreduce import _messages
+from sparse_collectives.allreduce._parts import _messages
 from sparse_collectives.cost_model import Cost, Network, Overlap, Workload
 
 P_ALL = [1, 2, 3, 4, 5, 6, 8, 12, 100, 256, 1000]

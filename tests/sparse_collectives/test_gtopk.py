@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import sparse_collectives as sc
-from sparse_collectives.allreduce import _broadcast
+from sparse_collectives.allreduce._parts import _broadcast
 from tests.reference import gtopk as oracle
 from tests.sparse_collectives import helpers
 

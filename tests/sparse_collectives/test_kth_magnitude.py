@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_collectives import _bits, kth_magnitude
+from sparse_collectives._coo import _bits, kth_magnitude
 from tests.reference import selection
 
 SMALL = 1000

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives import _words
+from sparse_collectives import _volumes
 from sparse_collectives.allreduce.ok_topk import _balance, _global_selection
 from tests.sparse_collectives import helpers
 from tests.sparse_collectives.test_allreduce_contract import ALLREDUCES, DENSITY, SELECTOR, SIZE
@@ -124,7 +124,7 @@ def test_the_useful_words_of_ok_topk(workers, balance):
         rank = np.cumsum(np.asarray(out["total"][0]) != 0) - 1
         places = np.flatnonzero(np.asarray(out["total"][0]))
         moved = int((rank[places] // -(-K // workers) != owner[places]).sum())
-    fixed = _global_selection.threshold_words(K, workers) + _words.all_gather(3, workers)
+    fixed = _global_selection.threshold_words(K, workers) + _volumes.all_gather(3, workers)
     pairs = leaving + moved + K * (workers - 1)
     useful = np.asarray(out["info"].useful, np.float64).mean()
     assert useful == pytest.approx(fixed + 2 * pairs / workers, rel=1e-6)

@@ -11,10 +11,11 @@ import pytest
 from jax.sharding import AxisType
 
 import sparse_collectives as sc
-from sparse_collectives import _measure, _plan_report, _planner, _units, allreduce, cost_model
+from sparse_collectives import allreduce, cost_model
 from sparse_collectives.__main__ import main
 from sparse_collectives.allreduce import _auto
 from sparse_collectives.cost_model import Network, Workload, network
+from sparse_collectives.planner import _measure, _plan_report, _planner, _units
 
 SLOW = ["--params", "10M", "--density", "0.01", "--workers", "16"]
 SLOW += ["--latency", "5us", "--bandwidth", "100Mbit"]

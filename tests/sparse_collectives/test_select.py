@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import sparse_collectives as sc
-from sparse_collectives import kth_magnitude
+from sparse_collectives._coo import kth_magnitude
 from tests.reference import selection
 
 SMALL = 1000

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives import _merge, _slots, _words
+from sparse_collectives import _volumes
+from sparse_collectives.allreduce._parts import _merge, _slots
 from tests.reference import sparcml as oracle
 from tests.sparse_collectives import helpers
 from tests.sparse_collectives.test_allreduce_contract import ALLREDUCES, SELECTOR, SIZE
@@ -167,11 +168,11 @@ def test_split_and_allgather_are_two_collectives_of_the_expected_words(workers):
     union = oracle.expected_union(1000, 30, workers)
     slots = min(math.ceil(1.25 * union / workers), block * workers, math.ceil(1000 / workers))
     assert got == [
-        ("all_to_all", _words.all_to_all(2 * block * workers, workers)),
-        ("all_gather", _words.all_gather(2 * slots, workers)),
+        ("all_to_all", _volumes.all_to_all(2 * block * workers, workers)),
+        ("all_gather", _volumes.all_gather(2 * slots, workers)),
     ]
     overlapping = collectives(sc.allreduce.ssar_split_allgather(fill=1.0), workers)
-    assert overlapping[1][1] == _words.all_gather(2 * block, workers)
+    assert overlapping[1][1] == _volumes.all_gather(2 * block, workers)
 
 
 # The switch from pairs to dense regions.

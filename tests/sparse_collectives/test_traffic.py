@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from sparse_collectives import _words, traffic
+from sparse_collectives import _volumes, traffic
 
 WORKERS = (1, 2, 3, 8, 256)
 N = 768  # divisible by each P
@@ -429,12 +429,12 @@ def test_table_lists_equal_collectives_once():
 @pytest.mark.parametrize(
     "volume",
     [
-        _words.all_reduce,
-        _words.all_gather,
-        _words.all_to_all,
-        _words.reduce_scatter,
-        _words.broadcast,
-        _words.ppermute,
+        _volumes.all_reduce,
+        _volumes.all_gather,
+        _volumes.all_to_all,
+        _volumes.reduce_scatter,
+        _volumes.broadcast,
+        _volumes.ppermute,
     ],
 )
 def test_one_worker_receives_nothing(volume):
@@ -449,5 +449,5 @@ def test_one_worker_receives_nothing(volume):
 
 @pytest.mark.parametrize("P", WORKERS)
 def test_reduce_scatter_and_allgather_make_an_allreduce(P):
-    halves = _words.reduce_scatter(N, P) + _words.all_gather(N / P, P)
-    assert math.isclose(halves, _words.all_reduce(N, P))
+    halves = _volumes.reduce_scatter(N, P) + _volumes.all_gather(N / P, P)
+    assert math.isclose(halves, _volumes.all_reduce(N, P))

@@ -26,10 +26,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _compat, _words, transport
+from sparse_collectives import _compat, _volumes, transport
+from sparse_collectives._coo.compaction import windowed_rank
 from sparse_collectives._types import AxisName, Codec
 from sparse_collectives.allreduce.ok_topk import _spread
-from sparse_collectives.compaction import windowed_rank
 from sparse_collectives.padded_coo import PaddedCOO
 
 BRANCHES = ("none", "neighbours", "spread", "all_to_all")
@@ -211,13 +211,13 @@ def words_received(
 ) -> tuple[float, ...]:
     """Words of each branch; ``pair_words`` gives those of a message of so many slots."""
     workers = plan.workers
-    by_rank = _words.all_to_all(pair_words(plan.block_capacity) * workers, workers)
+    by_rank = _volumes.all_to_all(pair_words(plan.block_capacity) * workers, workers)
     if mode != "auto":
         return (by_rank if mode == "always" else 0.0,) * len(BRANCHES)
     return (
         0.0,
-        _words.ppermute(pair_words(plan.neighbour_capacity), workers),
-        _words.all_to_all(pair_words(plan.spread_capacity) * workers, workers),
+        _volumes.ppermute(pair_words(plan.neighbour_capacity), workers),
+        _volumes.all_to_all(pair_words(plan.spread_capacity) * workers, workers),
         by_rank,
     )
 

@@ -7,18 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import (
-    _bits,
-    _hash,
-    _validation,
-    _words,
-    compaction,
-    padded_coo,
-    transport,
-    wire,
-)
+from sparse_collectives import _hash, _validation, _volumes, padded_coo, transport, wire
+from sparse_collectives._coo import _bits, compaction
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce import _messages
+from sparse_collectives.allreduce._parts import _messages
 from sparse_collectives.allreduce.ok_topk import (
     _balance,
     _gather,
@@ -249,7 +241,7 @@ def ok_topk(
         split_words = _split_reduce.words_received(pair_words(block_capacity), workers)
         moved_words = _balance.words_received(plan, pair_words, balance)
         moved_words = jnp.asarray(moved_words, jnp.float32)[branch]
-        gather_words = _words.all_gather(pair_words(plan.capacity), workers)
+        gather_words = _volumes.all_gather(pair_words(plan.capacity), workers)
         words = always_full + split_words + moved_words + gather_words
 
         # Of what this worker sent, what is no padding.

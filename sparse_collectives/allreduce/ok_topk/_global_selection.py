@@ -15,7 +15,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _bits, _words, transport
+from sparse_collectives import _volumes, transport
+from sparse_collectives._coo import _bits
 from sparse_collectives._types import AxisName
 from sparse_collectives.padded_coo import PaddedCOO
 
@@ -142,9 +143,9 @@ def _rank(mask: jax.Array) -> jax.Array:
 
 def threshold_words(k: int, workers: int) -> float:
     """Words that :func:`global_threshold` makes each worker receive."""
-    return sum(_words.all_reduce(1 << width, workers) for _, width in digits(k))
+    return sum(_volumes.all_reduce(1 << width, workers) for _, width in digits(k))
 
 
 def selection_words(workers: int) -> float:
     """Words that :func:`select_global` makes each worker receive."""
-    return _words.all_gather(3, workers)
+    return _volumes.all_gather(3, workers)

@@ -8,7 +8,7 @@ all of them. An average of ascending cuts is ascending.
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _words, transport
+from sparse_collectives import _volumes, transport
 from sparse_collectives._types import AxisName
 from sparse_collectives.padded_coo import PaddedCOO
 
@@ -47,4 +47,4 @@ def consensus(coo: PaddedCOO, workers: int, axis: AxisName) -> jax.Array:
 
 def words_received(workers: int) -> float:
     """Words that :func:`consensus` makes each worker receive."""
-    return _words.all_reduce(workers - 1, workers)
+    return _volumes.all_reduce(workers - 1, workers)

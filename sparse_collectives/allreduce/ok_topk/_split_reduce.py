@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _words, transport
-from sparse_collectives._merge import reduce_blocks, split
+from sparse_collectives import _volumes, transport
 from sparse_collectives._types import AxisName, Codec
-from sparse_collectives.allreduce import _messages
+from sparse_collectives.allreduce._parts import _messages
+from sparse_collectives.allreduce._parts._merge import reduce_blocks, split
 from sparse_collectives.padded_coo import PaddedCOO
 
 
@@ -108,4 +108,4 @@ def _to_slots(rows: jax.Array, source: jax.Array, slots: int) -> jax.Array:
 
 def words_received(block_words: int, workers: int) -> float:
     """Words that the exchange makes each worker receive, padding included."""
-    return _words.all_to_all(block_words * workers, workers)
+    return _volumes.all_to_all(block_words * workers, workers)

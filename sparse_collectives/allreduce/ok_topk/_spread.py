@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import compaction
+from sparse_collectives._coo import compaction
 
 
 class Deal(NamedTuple):

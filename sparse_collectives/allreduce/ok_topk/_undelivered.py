@@ -9,7 +9,7 @@ the encodings; each is kept by the worker that encoded.
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _bitset
+from sparse_collectives._coo import _bitset
 from sparse_collectives.padded_coo import PaddedCOO
 
 

@@ -1,0 +1,1 @@
+"""The training loop: the step, what to watch, and when to give up."""

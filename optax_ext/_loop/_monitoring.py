@@ -1,0 +1,146 @@
+"""What a training run can be watched by: numbers from the state, and where to write them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_ext._state import _find
+from sparse_collectives import _validation
+
+Writer = Callable[[int, dict[str, float]], Any]
+
+
+def metrics(opt_state: Any) -> dict[str, jax.Array]:
+    """What the last step did and what the residuals hold, as scalars.
+
+    Of all workers, and of all buckets or groups together. It may be jitted.
+
+    Args:
+      opt_state: the state of all workers, outside of the mapped function.
+
+    Returns:
+      A dict of ``f32[]``; empty without a sparse allreduce:
+
+      - ``steps``, ``skipped``, ``dropped``, ``clipped``: the counters of the state.
+      - ``effective_density``: entries selected, mean over the workers, / n.
+      - ``delivered_density``: entries in the update / n.
+      - ``delivered_share``: of the entries that workers selected, those in the update.
+      - ``overflow``: entries of all workers that found no slot.
+      - ``residual_norm``: the root of the mean over the workers of the squared norm.
+      - ``local_threshold`` (mean), ``threshold_drift`` (mean), ``global_threshold``.
+      - ``words`` received by each worker, and ``occupancy``, the share that is no padding.
+      - ``xi``: with ``xi_every`` only; else 0.
+
+    Cost: reads the residuals once.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_ext
+      >>> state = optax_ext.ok_topk(0.5, axis="w", axis_size=2).init(jnp.zeros(4))
+      >>> float(metrics(state)["residual_norm"])
+      0.0
+    """
+    states, info = _find.get_states(opt_state), _find.get_info(opt_state)
+    if info is None:
+        return {}
+    size = sum(state.residual.shape[1] for state in states)
+    largest = max(states, key=lambda state: state.layout.size)
+
+    def share(part, whole):
+        return jnp.where(whole > 0, part / jnp.where(whole > 0, whole, 1), 0)
+
+    squares = sum(
+        jnp.sum(jnp.square(state.residual.astype(jnp.float32))) / state.residual.shape[0]
+        for state in states
+    )
+    values = {
+        "steps": largest.count,
+        "skipped": largest.skipped,
+        "dropped": sum(state.dropped for state in states),
+        "clipped": sum(state.clipped for state in states),
+        "effective_density": jnp.mean(info.selected) / max(size, 1),
+        "delivered_density": info.delivered / max(sum(s.layout.size for s in states), 1),
+        "delivered_share": share(jnp.sum(info.arrived), jnp.sum(info.selected)),
+        "overflow": jnp.sum(info.overflow),
+        "residual_norm": jnp.sqrt(squares),
+        "local_threshold": jnp.mean(info.local_threshold),
+        "threshold_drift": jnp.mean(info.threshold_drift),
+        "global_threshold": jnp.mean(info.global_threshold),
+        "words": jnp.mean(info.words),
+        "occupancy": share(jnp.mean(info.useful), jnp.mean(info.words)),
+        "xi": jnp.mean(info.xi),
+    }
+    return {name: jnp.asarray(value, jnp.float32) for name, value in values.items()}
+
+
+class Monitor:
+    """Writes :func:`metrics` every so many steps, from the training loop.
+
+    Between these it does nothing, so that steps are not waited for. With several
+    processes each has to call it, since the residuals are spread over all of them; the
+    first one writes.
+
+    Args:
+      write: called with the step and a dict of floats, as the ``write_scalars`` of
+        ``clu.metric_writers``; :func:`tensorboard_writer` makes one.
+      every: the steps from one write to the next.
+      prefix: of the names.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_ext
+      >>> state = optax_ext.ok_topk(0.5, axis="w", axis_size=2).init(jnp.zeros(4))
+      >>> monitor = Monitor(lambda step, values: print(step, values["sparse/words"]), every=2)
+      >>> for _ in range(4):
+      ...     monitor(state)
+      2 0.0
+      4 0.0
+    """
+
+    def __init__(self, write: Writer, *, every: int = 1, prefix: str = "sparse/"):
+        if not callable(write):
+            raise TypeError(
+                f"write must be callable as write(step, values), got {write!r}. Give for example "
+                "optax_ext.tensorboard_writer(folder)."
+            )
+        self._write = write
+        self._every = _validation.check_positive_int("every", every)
+        self._prefix = prefix
+        self._calls = 0
+        self._metrics = jax.jit(metrics)
+
+    def __call__(self, opt_state: Any, step: int | None = None) -> None:
+        """Writes where ``step`` is a multiple of ``every``; by default the calls are counted."""
+        self._calls += 1
+        step = self._calls if step is None else step
+        if step % self._every:
+            return
+        values = jax.device_get(self._metrics(opt_state))
+        if jax.process_index() == 0:
+            self._write(step, {self._prefix + name: float(x) for name, x in values.items()})
+
+
+def tensorboard_writer(folder: Any) -> Writer:
+    """A writer for :class:`Monitor` that makes event files for TensorBoard.
+
+    Args:
+      folder: where, as a string or path.
+
+    Raises:
+      ImportError: tensorboardX is not installed.
+    """
+    try:
+        from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError(
+            "tensorboard_writer needs tensorboardX: pip install 'sparse-collectives[tensorboard]'. "
+            "Any function write(step, values) does instead."
+        ) from error
+    # Its thread writes what is queued, and flushes it this often.
+    events = SummaryWriter(str(folder), flush_secs=1)
+
+    def write(step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            events.add_scalar(name, value, step)
+
+    return write

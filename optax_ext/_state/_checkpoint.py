@@ -1,0 +1,160 @@
+"""What a checkpoint of an optimizer state needs besides its arrays."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from optax_ext._state import _find, _shards
+from optax_ext._step._sparse_state import ShardState, SparseAllreduceState
+from sparse_collectives import __version__, _compat
+from sparse_collectives._types import AxisName
+
+
+def abstract_state(
+    tx: optax.GradientTransformation,
+    params: Any,
+    mesh: Mesh | AbstractMesh,
+    axis: AxisName,
+    *,
+    sharding: Sharding | None = None,
+) -> Any:
+    """Shapes, dtypes and shardings of ``init_state``, without any array.
+
+    To restore a checkpoint into. Cost: one trace of ``tx.init``.
+
+    Args:
+      tx: as for :func:`optax_ext.init_state`.
+      params: the parameters, or their ``jax.ShapeDtypeStruct``s.
+      mesh: the mesh. An ``AbstractMesh`` stands for workers that this program does
+        not have: those that wrote a checkpoint.
+      axis: the mesh axis (or a tuple of them) given to the transformation.
+      sharding: where to restore every array, instead of where ``init_state`` would
+        place it. Needed with an ``AbstractMesh``.
+
+    Returns:
+      A pytree of ``jax.ShapeDtypeStruct``.
+
+    Raises:
+      ValueError: the mesh has no such axis; an ``AbstractMesh`` without ``sharding``.
+    """
+    if sharding is None and not isinstance(mesh, Mesh):
+        raise ValueError(
+            "mesh is an AbstractMesh, which has no devices to restore to. Give for example "
+            "sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])."
+        )
+    shapes = jax.eval_shape(lambda p: _find.init_state(tx, p, mesh, axis), params)
+
+    def place(spec, tree):
+        where = NamedSharding(mesh, spec) if sharding is None else sharding
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
+
+    specs = _find.state_specs(shapes, axis)
+    return jax.tree.map(place, specs, shapes, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def checkpoint_metadata(opt_state: Any) -> dict[str, Any]:
+    """What an optimizer state was made for, to save beside it; JSON can hold it.
+
+    Args:
+      opt_state: the state of all workers, or its :func:`abstract_state`.
+
+    Returns:
+      ``version`` of the library; ``workers``, P; ``sparse``, for each
+      :class:`SparseAllreduceState` its path with workers, entries n, selector,
+      allreduce, whether a learning rate is in the residual, dtype and decay of that, the
+      momentum correction, the dense leaves, and the shape and dtype of each parameter;
+      ``arrays``, the path of every array with shape and dtype.
+    """
+    sparse = {
+        jax.tree_util.keystr(path): _metadata_of(node)
+        for path, node in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_find._is_state)
+        if isinstance(node, SparseAllreduceState)
+    }
+    arrays = {
+        jax.tree_util.keystr(path): _described(np.shape(leaf), leaf.dtype)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state)
+    }
+    workers = max((node["workers"] for node in sparse.values()), default=1)
+    return {"version": __version__, "workers": workers, "sparse": sparse, "arrays": arrays}
+
+
+def check_metadata(saved: dict[str, Any], opt_state: Any) -> None:
+    """Whether a checkpoint fits, before anything of it is read.
+
+    Args:
+      saved: :func:`checkpoint_metadata` of the state in the checkpoint.
+      opt_state: the state to restore into, or its :func:`abstract_state`.
+
+    Raises:
+      TypeError: ``saved`` is not such a dictionary: the checkpoint has none.
+      ValueError: the library's version, the number of workers, density, algorithm,
+        parameters, or any array's shape or dtype is another. It names all that differ.
+    """
+    if not isinstance(saved, dict) or "arrays" not in saved:
+        raise TypeError(
+            f"saved must be what checkpoint_metadata returned, got {saved!r}. Save it with the "
+            "arrays: checkpointer.save(path, state, custom_metadata=checkpoint_metadata(state))."
+        )
+    expected = checkpoint_metadata(opt_state)
+    differences = list(_differences("", saved, expected))
+    if not differences:
+        return
+    # Arrays differ as a consequence; they are named where nothing else explains it.
+    causes = [text for text in differences if not text.startswith("arrays")] or differences
+    advice = "Make the transformation with the settings of the checkpoint"
+    if saved.get("workers") != expected["workers"]:
+        advice += (
+            f"; for another number of workers restore the state of {saved.get('workers')} with "
+            "optax_ext.abstract_state(..., sharding=...), then call optax_ext.reshard"
+        )
+    if saved.get("version") != expected["version"]:
+        advice += (
+            f"; for another version of the library run sparse-collectives=={saved.get('version')}, "
+            "consolidate the residuals into the parameters there, and save those"
+        )
+    raise ValueError(
+        "the checkpoint was saved from another optimizer state:\n  "
+        + "\n  ".join(causes[:20])
+        + f"\n{advice}."
+    )
+
+
+def _metadata_of(node: SparseAllreduceState) -> dict[str, Any]:
+    layout = node.layout
+    places = jax.tree_util.tree_leaves_with_path(
+        jax.tree.unflatten(layout.treedef, range(len(layout.shapes)))
+    )
+    metadata = {
+        "workers": _compat.ranks(node.settings.axis) or node.residual.shape[0],
+        "n": layout.size,
+        "selector": node.settings.selector,
+        "allreduce": node.settings.allreduce,
+        "learning_rate_in_residual": node.settings.learning_rate,
+        "residual": node.settings.residual,
+        "correction": node.settings.correction,
+        "dense": [jax.tree_util.keystr(path) for path, i in places if layout.dense[i]],
+        "params": {
+            jax.tree_util.keystr(path): _described(layout.shapes[i], layout.dtypes[i])
+            for path, i in places
+        },
+    }
+    if isinstance(node.allreduce, ShardState):
+        inner = _compat.ranks(node.allreduce.inner_axis)
+        metadata["workers_in_a_node"] = inner or _shards.workers_in_node(node)
+    return metadata
+
+
+def _described(shape: tuple[int, ...], dtype: Any) -> str:
+    return f"{np.dtype(dtype).name}[{','.join(map(str, shape))}]"
+
+
+def _differences(path: str, saved: Any, now: Any):
+    if isinstance(saved, dict) and isinstance(now, dict):
+        for name in sorted({*saved, *now}):
+            here = f"{path}.{name}" if path else name
+            yield from _differences(here, saved.get(name), now.get(name))
+    elif saved != now:
+        yield f"{path}: {saved} in the checkpoint, {now} here"

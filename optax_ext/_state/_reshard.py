@@ -1,0 +1,259 @@
+"""Another number of workers: what becomes of the residuals."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from optax_ext._state import _find, _shards, _wrappers
+from optax_ext._step import _checks
+from optax_ext._step._sparse_state import SparseAllreduceState
+
+# Columns that are added up at a time, so that the float64 of them stay small.
+_COLUMNS = 1 << 20
+
+
+def reshard(opt_state: Any, fresh_state: Any) -> Any:
+    """The optimizer state of other workers, with nothing of the residuals lost.
+
+    The new state has the sum over workers of the residuals of the old one. More
+    workers: each residual is dealt out by index among several, without arithmetic.
+    Fewer: the residuals are added up exactly, each index's sum goes to one worker
+    and what float32 rounds off to the next ones. That is exact where the sum has
+    no more than 24 bits for each new worker; with one worker it is rounded once. (With
+    residuals in bfloat16 it is 8 bits, and to fewer workers some is rounded off.) A sum
+    that is not finite goes to one worker as it is, and no other index is touched.
+    The velocity of a momentum correction moves in the same way; where only one of the
+    states has it, that of ``fresh_state`` is kept.
+
+    An update divides by the number of workers: with 3 in place of 8, what the residuals
+    hold weighs 8/3 as much when it is delivered.
+
+    The gradients that ``multi_steps``, or ``optax.MultiSteps`` around the allreduce, has
+    accumulated are dealt out in the same way.
+
+    Regions, thresholds and counters of periods are those of ``fresh_state``, so that
+    the next step evaluates them anew. Steps that a selector or an allreduce has
+    counted (``count``) go on, and so does the rest of the optimizer state.
+
+    The new state is given instead of a number of workers, since only the
+    transformation can make it, and since it says where the arrays are to be.
+    Selector, allreduce and density may be others than before.
+
+    Args:
+      opt_state: the state of all old workers, whose arrays this process can read.
+      fresh_state: ``optax_ext.init_state(tx, params, mesh, axis)`` for the new mesh.
+
+    Returns:
+      A state like ``fresh_state``, placed as that is.
+
+    Raises:
+      TypeError: a number of workers, or a mesh, in place of ``fresh_state``.
+      ValueError: the states differ in more than the workers: other parameters,
+        another optimizer, residuals of another unit (``learning_rate``); arrays of
+        ``opt_state`` are spread over several processes.
+
+    Cost: on the host, n float32 for each old and each new worker.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_ext
+      >>> def state_of(workers):
+      ...     tx = optax_ext.ok_topk(0.5, axis="w", axis_size=workers)
+      ...     return tx.init(jnp.zeros(4))
+      >>> old = state_of(1)._replace(residual=jnp.array([[1.0, 2.0, 3.0, 4.0]]))
+      >>> reshard(old, state_of(2)).residual.tolist()
+      [[1.0, 0.0, 3.0, 0.0], [0.0, 2.0, 0.0, 4.0]]
+    """
+    if isinstance(fresh_state, int | np.integer | Mesh):
+        raise TypeError(
+            f"fresh_state must be the optimizer state of the new workers, got {fresh_state!r}: "
+            "only the transformation can make it, and it says where the arrays are to be. Give "
+            "optax_ext.init_state(tx, params, new_mesh, axis)."
+        )
+    flat = jax.tree_util.tree_flatten_with_path
+    old, old_tree = flat(_wrappers.mark(opt_state), is_leaf=_find._is_state)
+    new, new_tree = flat(_wrappers.mark(fresh_state), is_leaf=_find._is_state)
+    if old_tree != new_tree:
+        raise ValueError(
+            f"opt_state and fresh_state are states of different optimizers: got {old_tree}, and "
+            f"{new_tree}. Make fresh_state with the optimizer of opt_state."
+        )
+    moved = []
+    # All is checked before anything is moved.
+    _check_readable(opt_state)
+    for (path, before), (_, fresh) in zip(old, new, strict=True):
+        _check(jax.tree_util.keystr(path), before, fresh)
+    for (_, before), (_, fresh) in zip(old, new, strict=True):
+        if isinstance(fresh, SparseAllreduceState):
+            moved.append(_node(before, fresh))
+        elif isinstance(fresh, _wrappers.PerWorker):
+            moved.append(_accumulators(before, fresh))
+        else:
+            moved.append(_placed(before, fresh))
+    return jax.tree.unflatten(new_tree, moved)
+
+
+def _check(path: str, old: Any, new: Any) -> None:
+    if isinstance(new, _wrappers.PerWorker):
+        if old.workers is None or new.workers is None:
+            raise ValueError(
+                f"opt_state{path} are gradients that optax_ext.dense has not seen yet, and its "
+                "state does not say of how many workers. Reshard when the accumulators are empty, "
+                "with what they are in from fresh_state."
+            )
+        return
+    if not isinstance(new, SparseAllreduceState):
+        if np.shape(old) != np.shape(new):
+            raise ValueError(
+                f"opt_state{path} has shape {np.shape(old)}, but fresh_state{path} has "
+                f"{np.shape(new)}. Make fresh_state with the parameters of opt_state."
+            )
+        return
+    _shards.check_all_rows(f"opt_state{path}", old)
+    _shards.check_all_rows(f"fresh_state{path}", new)
+    if old.layout != new.layout:
+        _checks.check_layout(new.layout, old.layout)
+    if old.settings.learning_rate != new.settings.learning_rate:
+        raise ValueError(
+            f"opt_state{path} {'has' if old.settings.learning_rate else 'has not'} the learning "
+            "rate in its residuals, and fresh_state is the other way round. Give learning_rate= to "
+            "both transformations or to none."
+        )
+
+
+def _check_readable(opt_state: Any) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
+        if isinstance(leaf, jax.Array) and not (
+            leaf.is_fully_addressable or leaf.is_fully_replicated
+        ):
+            raise ValueError(
+                f"opt_state{jax.tree_util.keystr(path)} is spread over several processes, so that "
+                "this one can't read all of it. Restore it in every process, with "
+                "optax_ext.abstract_state(..., sharding=jax.sharding.SingleDeviceSharding("
+                "jax.local_devices()[0])), or gather it with "
+                "jax.experimental.multihost_utils.process_allgather(opt_state, tiled=True)."
+            )
+
+
+def _node(old: SparseAllreduceState, new: SparseAllreduceState) -> SparseAllreduceState:
+    def dealt(before: Any, fresh: Any) -> Any:
+        rows = _shards.rows(old, np.asarray(before))
+        workers = fresh.shape[0] // _shards.workers_in_node(new)
+        return _placed(_shards.unrows(new, _deal(rows, workers, fresh.dtype)), fresh)
+
+    def dealt_whole(before: Any, fresh: Any) -> Any:
+        # These leaves have no shards.
+        return _placed(_deal(np.asarray(before), fresh.shape[0], fresh.dtype), fresh)
+
+    def if_both(name: str, deal: Any) -> Any:
+        before, fresh = getattr(old, name), getattr(new, name)
+        both = hasattr(before, "shape") and hasattr(fresh, "shape")
+        return deal(before, fresh) if both else fresh
+
+    return new._replace(
+        count=_placed(old.count, new.count),
+        skipped=_placed(old.skipped, new.skipped),
+        dropped=_placed(old.dropped, new.dropped),
+        clipped=_placed(old.clipped, new.clipped),
+        residual=dealt(old.residual, new.residual),
+        # The velocity of a momentum correction adds up over the workers as the residual does.
+        velocity=if_both("velocity", dealt),
+        dense_velocity=if_both("dense_velocity", dealt_whole),
+        selector=_with_counts(old.selector, new.selector),
+        allreduce=_with_counts(old.allreduce, new.allreduce),
+    )
+
+
+def _accumulators(old: _wrappers.PerWorker, new: _wrappers.PerWorker) -> Any:
+    """Accumulated gradients for other workers: their sum is kept, as that of residuals."""
+    # Neither is None: _check has been here.
+    old_workers, new_workers = old.workers or 1, new.workers or 1
+
+    def dealt(before: Any, fresh: Any) -> Any:
+        rows = _deal(
+            np.asarray(before, np.float32).reshape(old_workers, -1), new_workers, fresh.dtype
+        )
+        return _placed(rows.reshape(fresh.shape), fresh)
+
+    return jax.tree.map(dealt, old.tree, new.tree)
+
+
+def _deal(old: np.ndarray, workers: int, dtype: Any) -> np.ndarray:
+    """Rows for other workers with the same sum, ``dtype[workers, n]``."""
+    new = np.zeros((workers, old.shape[1]), dtype)
+    if workers >= len(old):
+        for row in range(workers):
+            source, turn = row % len(old), row // len(old)
+            sharing = len(range(source, workers, len(old)))
+            new[row, turn::sharing] = old[source, turn::sharing]
+        return new
+    for start in range(0, old.shape[1], _COLUMNS):
+        _add_up(old[:, start : start + _COLUMNS], new[:, start : start + _COLUMNS])
+    return new
+
+
+def _add_up(old: np.ndarray, new: np.ndarray) -> None:
+    """The sum of each column of ``old`` into ``new``, in as many parts as that has rows."""
+    finite = np.isfinite(old).all(axis=0)
+    high = np.zeros(old.shape[1])
+    low = np.zeros(old.shape[1])
+    for row in np.where(finite, old, 0).astype(np.float64):
+        high, error = _two_sum(high, row)
+        low += error
+    index = np.arange(old.shape[1])
+    for part in range(len(new)):
+        high, low = _two_sum(high, low)
+        # What is too large for one worker goes to the next ones too, if there are any.
+        most = np.inf if part == len(new) - 1 else float(jnp.finfo(new.dtype).max)
+        with np.errstate(over="ignore"):
+            rounded = np.clip(high, -most, most).astype(new.dtype)
+        # The worker of an index changes with it, so that all have equal shares.
+        new[(index + part) % len(new), index] = rounded
+        high = high - rounded.astype(np.float64)
+    if not finite.all():
+        with np.errstate(invalid="ignore"):  # inf - inf, which is NaN as it should be.
+            total = old[:, ~finite].sum(axis=0)
+        new[(index % len(new))[~finite], index[~finite]] = total
+
+
+def _two_sum(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """``a + b`` rounded, and what the rounding took (Knuth)."""
+    total = a + b
+    part = total - a
+    return total, (a - (total - part)) + (b - part)
+
+
+def _with_counts(old: Any, new: Any) -> Any:
+    """``new`` with the steps counted in ``old``: arrays of integers named count."""
+
+    def counts(tree):
+        return {
+            path: leaf
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+            if jnp.issubdtype(leaf.dtype, jnp.integer)
+            # A state that is one integer, and no tuple, is a count of steps.
+            and (not path or jax.tree_util.keystr(path[-1:]) == ".count")
+        }
+
+    before = counts(old)
+
+    def move(path, leaf):
+        if path not in before or path not in counts(new):
+            return leaf
+        # The same on every worker; a leading axis, where there is one, is theirs.
+        count = np.asarray(before[path])
+        count = count if count.ndim == 0 else count[0]
+        inner = leaf.shape if leaf.ndim == 0 else leaf.shape[1:]
+        return _placed(np.broadcast_to(count, leaf.shape), leaf) if count.shape == inner else leaf
+
+    return jax.tree_util.tree_map_with_path(move, new)
+
+
+def _placed(x: Any, like: Any) -> Any:
+    """``x`` in the dtype and at the place of ``like``."""
+    host = np.asarray(x, like.dtype) if not jnp.issubdtype(like.dtype, jax.dtypes.extended) else x
+    if isinstance(like, jax.Array) and like.committed and isinstance(host, np.ndarray):
+        return jax.make_array_from_callback(host.shape, like.sharding, lambda where: host[where])
+    return jnp.asarray(host)

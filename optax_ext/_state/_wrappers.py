@@ -1,0 +1,159 @@
+"""Optax's wrappers around a reduction: what they keep for each worker, and which can't be there.
+
+A wrapper around :func:`sparse_allreduce` or :func:`dense` sees local gradients. What it
+accumulates differs between the workers, and what it decides by them may differ too.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from optax_ext._step._dense import DenseState
+from optax_ext._step._sparse_state import SparseAllreduceState
+
+_REFUSED = {
+    optax.ApplyIfFiniteState: (
+        "optax.apply_if_finite",
+        "decides by the gradients of one worker, so that some workers would enter the allreduce "
+        "and wait for those that don't",
+        "For local gradients use nonfinite='skip' (the default), by which all workers skip a step "
+        "by agreement",
+    ),
+    optax.ConditionallyTransformState: (
+        "optax.conditionally_transform",
+        "passes on the gradients of one worker where its condition is not met, so that the "
+        "workers' parameters would drift apart",
+        "To begin with a dense allreduce, give dense_steps= to the sparse one",
+    ),
+    optax.ConditionallyMaskState: (
+        "optax.conditionally_mask",
+        "leaves out the gradients of steps where its condition is not met: they would be in no "
+        "residual, and lost",
+        "To exchange at every k-th step only, use optax_ext.multi_steps",
+    ),
+}
+
+
+class MultiStepsState(NamedTuple):
+    """State of :func:`optax_ext.multi_steps`; the fields have the names of optax's.
+
+    Attributes:
+      mini_step: ``i32[]``, gradients in the accumulators.
+      gradient_step: ``i32[]``, exchanges made.
+      inner_opt_state: the state of the wrapped transformation.
+      acc_grads: the sum of the gradients for each worker: in the tree of the parameters,
+        float32, with a leading axis, of size 1 inside the mapped function and of size P
+        outside.
+    """
+
+    mini_step: jax.Array
+    gradient_step: jax.Array
+    inner_opt_state: Any
+    acc_grads: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class PerWorker:
+    """Accumulated gradients of each worker; a leaf, in what :func:`mark` returns.
+
+    Attributes:
+      tree: the accumulators. Those of ``optax.MultiSteps`` have no axis for the workers;
+        outside of the mapped function they lie one behind the other along the first.
+      workers: rows of the residuals, P outside of the mapped function; None with
+        :func:`dense`, which keeps none.
+    """
+
+    tree: Any
+    workers: int | None
+
+
+def reductions(opt_state: Any) -> list[Any]:
+    """The states of :func:`sparse_allreduce` and :func:`dense` in an optimizer state."""
+
+    def is_reduction(node):
+        return isinstance(node, SparseAllreduceState | DenseState)
+
+    return [n for n in jax.tree.leaves(opt_state, is_leaf=is_reduction) if is_reduction(n)]
+
+
+def mark(opt_state: Any) -> Any:
+    """The state with a :class:`PerWorker` for each tree of accumulated local gradients.
+
+    Raises:
+      ValueError: a wrapper that can't be around a reduction; accumulators that
+        were made for all workers at once.
+    """
+    _check_refused(opt_state)
+
+    def is_multi_steps(node):
+        return isinstance(node, optax.MultiStepsState | MultiStepsState)
+
+    def marked(node):
+        if not is_multi_steps(node):
+            return node
+        inside = reductions(node.inner_opt_state)
+        inner = mark(node.inner_opt_state)
+        if not inside:
+            # Behind the reduction: the same gradients on every worker.
+            return node._replace(inner_opt_state=inner)
+        if isinstance(node, optax.MultiStepsState):
+            _check_multi_steps(node, inside)
+        sparse = [state for state in inside if isinstance(state, SparseAllreduceState)]
+        workers = sparse[0].residual.shape[0] if sparse else None
+        return node._replace(inner_opt_state=inner, acc_grads=PerWorker(node.acc_grads, workers))
+
+    return jax.tree.map(marked, opt_state, is_leaf=is_multi_steps)
+
+
+def _check_refused(opt_state: Any) -> None:
+    refused = tuple(_REFUSED)
+    for node in jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, refused)):
+        if not isinstance(node, refused):
+            continue
+        if reductions(node.inner_state):
+            name, why, instead = _REFUSED[type(node)]
+            raise ValueError(
+                f"{name} is around the allreduce of optax_ext. It {why}. Put it behind the "
+                f"allreduce: optax.chain(optax_ext.ok_topk(...), {name}(optimizer, ...)). "
+                f"{instead}."
+            )
+        _check_refused(node.inner_state)
+
+
+def _check_multi_steps(node: Any, inside: list[Any]) -> None:
+    """What optax keeps can be split over the workers, and its decisions agree."""
+    # The states of optax.skip_not_finite and optax.skip_large_updates.
+    if isinstance(node.skip_state, dict) and "should_skip" in node.skip_state:
+        raise ValueError(
+            "optax.MultiSteps around the allreduce of optax_ext has a should_skip_update_fn that "
+            "decides by the gradients of one worker, so that some workers would enter the "
+            "allreduce and wait for those that don't. Leave it out, and use nonfinite='skip' (the "
+            "default) in optax_ext.multi_steps; or put MultiSteps behind the allreduce."
+        )
+    leaves = jax.tree_util.tree_leaves_with_path(node.acc_grads)
+    for path, leaf in leaves:
+        if np.ndim(leaf) == 0:
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)} is a scalar: what optax.MultiSteps "
+                "accumulates is split over the workers along the first dimension, and a scalar "
+                "has none. Use optax_ext.multi_steps(tx, k) instead of optax.MultiSteps(tx, k), "
+                "or give the parameter the shape (1,)."
+            )
+    for state in inside:
+        if not isinstance(state, SparseAllreduceState):
+            continue
+        if state.layout.treedef != jax.tree.structure(node.acc_grads):
+            continue  # A part of the parameters, as in optax.masked.
+        workers = state.residual.shape[0]
+        for (path, leaf), shape in zip(leaves, state.layout.shapes, strict=True):
+            expected = (workers * shape[0], *shape[1:])
+            if np.shape(leaf) != expected:
+                raise ValueError(
+                    f"acc_grads{jax.tree_util.keystr(path)} of optax.MultiSteps has shape "
+                    f"{np.shape(leaf)}, expected {expected} for {workers} workers: the state was "
+                    "made outside of the mapped function. Make it with "
+                    "optax_ext.init_state(tx, params, mesh, axis)."
+                )

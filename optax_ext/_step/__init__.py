@@ -1,0 +1,1 @@
+"""One step of error feedback, in the order of its phases."""

@@ -1,0 +1,233 @@
+"""A density that changes from step to step, below that of the selector."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sparse_collectives import PaddedCOO, _validation
+from sparse_collectives._coo import _bits, compaction, kth_magnitude
+
+DensitySchedule = Callable[[jax.Array], Any]
+
+# Sparsities of 75, 93.75, 98.4375, 99.6 and 99.9 %.
+_DGC_STAGES = (0.25, 0.0625, 0.015625, 0.004, 0.001)
+
+
+def exponential_density(start: float, end: float, steps: int) -> DensitySchedule:
+    r"""A density that falls, or rises, by the same factor at each step.
+
+    .. math:: density(t) = start \cdot (end / start)^{\min(t / steps, 1)}
+
+    Args:
+      start: the density at step 0, in (0, 1].
+      end: the density from ``steps`` on, in (0, 1].
+      steps: steps from one to the other.
+
+    Returns:
+      A function of the step count, for ``sparse_allreduce(..., density_schedule=)``.
+
+    Raises:
+      ValueError: a density out of (0, 1], fewer than one step.
+
+    Example:
+      >>> schedule = exponential_density(0.25, 0.01, 100)
+      >>> [round(float(schedule(t)), 4) for t in (0, 50, 100, 500)]
+      [0.25, 0.05, 0.01, 0.01]
+    """
+    start, end = _validation.check_density(start), _validation.check_density(end)
+    steps = _validation.check_positive_int("steps", steps)
+
+    def schedule(count):
+        return jnp.float32(start) * jnp.float32(end / start) ** jnp.minimum(count / steps, 1.0)
+
+    return _Known(schedule, (start, end))
+
+
+def staged_density(
+    steps_per_stage: int, densities: Sequence[float] = _DGC_STAGES
+) -> DensitySchedule:
+    """One density after the other; by default the warm-up of DGC, 25 % down to 0.1 %.
+
+    Args:
+      steps_per_stage: steps of each density but the last, which stays. In the paper
+        these are the steps of an epoch.
+      densities: of the stages, each in (0, 1].
+
+    Returns:
+      A function of the step count, for ``sparse_allreduce(..., density_schedule=)``.
+
+    Raises:
+      ValueError: no stage, a density out of (0, 1], fewer than one step.
+
+    Example:
+      >>> schedule = staged_density(10)
+      >>> [round(float(schedule(t)), 4) for t in (0, 9, 10, 35, 1000)]
+      [0.25, 0.25, 0.0625, 0.004, 0.001]
+
+    References:
+      Lin et al., `Deep Gradient Compression <https://arxiv.org/abs/1712.01887>`_,
+      ICLR 2018, section 3.3.
+    """
+    steps_per_stage = _validation.check_positive_int("steps_per_stage", steps_per_stage)
+    if not len(densities):
+        raise ValueError("densities is empty. Write for example densities=(0.25, 0.0625, 0.01).")
+    stages = np.asarray([_validation.check_density(density) for density in densities], np.float32)
+
+    def schedule(count):
+        return jnp.asarray(stages)[jnp.minimum(count // steps_per_stage, len(stages) - 1)]
+
+    return _Known(schedule, tuple(map(float, densities)))
+
+
+def strict_density(schedule: DensitySchedule, maximum: float) -> DensitySchedule:
+    """A schedule for which a density out of (0, maximum] is an error.
+
+    Without it such a density is clipped, and ``clipped`` of the state counts it. The
+    densities of :func:`staged_density` and :func:`exponential_density` are known, so that
+    they are checked here and cost nothing. Of any other function each step's value is
+    compared in the program, and a host callback raises; JAX reports it as a runtime error
+    when a result, or ``jax.effects_barrier()``, is waited for.
+
+    Args:
+      schedule: ``schedule(count) -> density``.
+      maximum: the density of the selector, in (0, 1].
+
+    Returns:
+      A function of the step count, for ``sparse_allreduce(..., density_schedule=)``.
+
+    Raises:
+      ValueError: a density known now, or a constant known when it is traced, that is out
+        of range; a maximum out of (0, 1].
+      TypeError: a schedule that is not a function.
+
+    Example:
+      >>> schedule = strict_density(staged_density(10, (0.1, 0.01)), 0.1)
+      >>> strict_density(schedule, 0.05)
+      Traceback (most recent call last):
+        ...
+      ValueError: density_schedule reaches 0.1, above maximum=0.05. Give the selector a density \
+of at least 0.1, or lower the schedule.
+    """
+    maximum = _validation.check_density(maximum)
+    if not callable(schedule):
+        raise TypeError(
+            f"schedule must be a function of the step count, got {schedule!r}. A constant is "
+            "checked without strict_density."
+        )
+    if isinstance(schedule, _Known):
+        for density in schedule.densities:
+            _check_at_most(density, maximum)
+        return schedule
+
+    def strict(count):
+        density = schedule(count)
+        if isinstance(density, (float, int, np.number)):
+            _check_at_most(_validation.check_density(float(density)), maximum)
+            return density
+        value = jnp.asarray(density, jnp.float32)
+        # The count is the same on every worker, and so is what is done.
+        lax.cond(
+            (value > 0) & (value <= jnp.float32(maximum)),
+            lambda count, value: None,
+            lambda count, value: jax.debug.callback(_raise, count, value, np.float32(maximum)),
+            count,
+            value,
+        )
+        return density
+
+    return strict
+
+
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """A schedule between densities that are known before any step.
+
+    Attributes:
+      function: of the step count.
+      densities: each in (0, 1], the largest among them.
+    """
+
+    function: DensitySchedule
+    densities: tuple[float, ...]
+
+    def __call__(self, count: jax.Array) -> Any:
+        return self.function(count)
+
+
+def _check_at_most(density: float, maximum: float) -> None:
+    if density > maximum:
+        raise ValueError(
+            f"density_schedule reaches {density}, above maximum={maximum}. Give the selector a "
+            f"density of at least {density}, or lower the schedule."
+        )
+
+
+def _raise(count: Any, density: Any, maximum: Any) -> None:
+    # Under vmap both branches of a conditional are computed, so that it is asked again.
+    if not 0 < density <= maximum:
+        raise ValueError(
+            f"step {int(count)}: density_schedule is {float(density):.6g}, which is out of "
+            f"(0, {float(maximum):.6g}]. Give the selector a larger density, or lower the schedule."
+        )
+
+
+def as_schedule(density: Any) -> DensitySchedule | None:
+    """A schedule, a constant in (0, 1] as one, or None."""
+    if density is None or callable(density):
+        return density
+    density = _validation.check_density(density)
+    return lambda count: density
+
+
+def largest(
+    coo: PaddedCOO, schedule: DensitySchedule, count: jax.Array
+) -> tuple[PaddedCOO, jax.Array, jax.Array]:
+    """The ``k(t) = max(1, round(density(t) * n))`` largest entries of a selection.
+
+    Exact: bisection over the selected magnitudes, ties broken by index. k(t) is at most
+    the slots of the selection.
+
+    Args:
+      coo: the selection at the static maximum.
+      schedule: ``schedule(count) -> density``.
+      count: ``i32[]``.
+
+    Returns:
+      The entries that are sent, in as many slots; the smallest magnitude among them,
+      ``f32[]``, or 0 where all are; and ``i32[]``, 1 where the density was clipped. A
+      density that is not a positive number is clipped to one entry.
+
+    Raises:
+      ValueError: a density known at trace time that is out of (0, 1], or for which the
+        selection has no slots.
+    """
+    density: Any = schedule(count)
+    if isinstance(density, (float, int, np.number)):
+        wanted = _constant_count(float(density), coo)
+        k, clipped = jnp.asarray(wanted, jnp.int32), jnp.zeros((), jnp.int32)
+    else:
+        value = jnp.asarray(density, jnp.float32)
+        exact, positive = jnp.round(value * coo.size), value > 0
+        in_range = positive & (exact <= coo.capacity)
+        k = jnp.where(positive, jnp.clip(exact, 1, coo.capacity), 1).astype(jnp.int32)
+        clipped = jnp.asarray(~in_range, jnp.int32)
+    bits = _bits.magnitude_bits(coo.values)
+    chosen, pattern = kth_magnitude.largest_mask(bits, k)
+    kept, _ = compaction.compact_mask(coo, chosen, capacity=coo.capacity)
+    return kept, _bits.magnitude_from_bits(pattern), clipped
+
+
+def _constant_count(density: float, coo: PaddedCOO) -> int:
+    count = _validation.count_from_density(_validation.check_density(density), coo.size)
+    if count > coo.capacity:
+        raise ValueError(
+            f"density_schedule is {density} at every step, {count} of {coo.size} entries, but the "
+            f"selector has {coo.capacity} slots. Give the selector a density of at least "
+            f"{density}: it is the maximum of the schedule."
+        )
+    return count

@@ -1,0 +1,1 @@
+"""Transformations around a sparse allreduce, beside it and behind it."""

@@ -1,0 +1,128 @@
+"""Gradient accumulation in front of an allreduce, without an exchange at the mini-steps."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from optax_ext._state._wrappers import MultiStepsState, reductions
+from optax_ext._step._sparse_state import SparseAllreduceState
+from sparse_collectives import _compat, _validation
+
+
+def multi_steps(
+    tx: optax.GradientTransformation,
+    every_k_schedule: int | Callable[[jax.Array], Any],
+    *,
+    use_grad_mean: bool = True,
+) -> optax.GradientTransformationExtraArgs:
+    r"""``optax.MultiSteps`` around a reduction: k mini-steps, then one exchange and step.
+
+    ``optax.MultiSteps`` works around a sparse allreduce too, but evaluates what it wraps at
+    every mini-step and throws away all results but the last: every mini-step pays for an
+    exchange. Here a branch that is the same on every worker leaves it out. What a worker
+    accumulates has an axis of its own in the state, so that parameters may be scalars.
+
+    A gradient that is not finite reaches the ``nonfinite`` policy of
+    :func:`sparse_allreduce` with the sum of its k mini-steps; the next sum is free of it.
+    (``optax.MultiSteps`` keeps it in its accumulators for good.)
+
+    Args:
+      tx: the whole chain, with :func:`sparse_allreduce` or :func:`dense` in it.
+      every_k_schedule: k, or a function of ``gradient_step`` that returns it.
+      use_grad_mean: whether ``tx`` gets the mean of the gradients, or their sum.
+
+    Returns:
+      A transformation whose updates are zero at the mini-steps in between. Extra arguments
+      go to ``tx``. Cost: n float32 for each worker.
+
+    Raises:
+      ValueError: k is less than 1; at ``init``, no reduction in ``tx``.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_ext, sparse_collectives as sc
+      >>> tx = multi_steps(optax.chain(optax_ext.dense(axis="w"), optax.sgd(1.0)), 2)
+      >>> def train(first, second):
+      ...     updates_1, state = tx.update(first, tx.init(first))
+      ...     return updates_1, tx.update(second, state)[0]
+      >>> gradients = jnp.array([1.0, 3.0]), jnp.array([5.0, 3.0])  # of two workers
+      >>> [u.tolist() for u in sc.simulate(train, axis="w", axis_size=2)(*gradients)]
+      [[0.0, 0.0], [-3.0, -3.0]]
+    """
+    if callable(every_k_schedule):
+        every_k, scope = every_k_schedule, "multi_steps"
+    else:
+        k = _validation.check_positive_int("every_k_schedule", every_k_schedule)
+        # The traffic meter reads from the scope how often the exchange takes place.
+        every_k, scope = lambda _: k, f"multi_steps.every{k}"
+    inner_tx = optax.with_extra_args_support(tx)
+
+    def init(params: Any) -> MultiStepsState:
+        inner = inner_tx.init(params)
+        inside = reductions(inner)
+        if not inside:
+            raise ValueError(
+                "tx of optax_ext.multi_steps has no sparse allreduce, and no optax_ext.dense, in "
+                "it. Wrap the whole chain, or use optax.MultiSteps behind the allreduce."
+            )
+        sparse = [state for state in inside if isinstance(state, SparseAllreduceState)]
+        axis = sparse[0].settings.axis if sparse else inside[0].axis
+        bound = _compat.axis_is_bound(axis)
+        if not sparse and not bound and not _compat.ranks(axis):
+            raise ValueError(
+                f"axis={axis!r} is not bound where init is called. Call init inside the mapped "
+                "function, or use optax_ext.init_state(tx, params, mesh, axis)."
+            )
+        lead = sparse[0].residual.shape[0] if sparse else 1
+        acc = jax.tree.map(lambda x: jnp.zeros((lead, *jnp.shape(x)), jnp.float32), params)
+        if bound:
+            acc = _compat.to_varying(acc, axis)
+        zeros = [jnp.zeros((), jnp.int32) for _ in range(2)]
+        return MultiStepsState(zeros[0], zeros[1], inner, acc)
+
+    def update(updates: Any, state: MultiStepsState, params: Any = None, **extra_args: Any):
+        acc = jax.tree.map(lambda a, g: a + g[None].astype(a.dtype), state.acc_grads, updates)
+        k = jnp.asarray(every_k(state.gradient_step), jnp.int32)
+
+        def exchange():
+            divisor = k.astype(jnp.float32) if use_grad_mean else 1.0
+            total = jax.tree.map(lambda a, g: (a[0] / divisor).astype(g.dtype), acc, updates)
+            return inner_tx.update(total, state.inner_opt_state, params, **extra_args)
+
+        shapes, inner_shapes = jax.eval_shape(exchange)
+
+        def wait():
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            return zeros, state.inner_opt_state
+
+        def typed(result):
+            # Branches must agree in what they type as varying.
+            new_updates, inner = result
+            return (
+                jax.tree.map(_typed_like, new_updates, shapes),
+                jax.tree.map(_typed_like, inner, state.inner_opt_state, inner_shapes),
+            )
+
+        emit = state.mini_step + 1 >= k
+        # The count is the same on all devices, also on those along other axes of a mesh.
+        with jax.named_scope(scope):
+            new_updates, inner = lax.cond(emit, lambda: typed(exchange()), lambda: typed(wait()))
+        return new_updates, MultiStepsState(
+            mini_step=jnp.where(emit, 0, state.mini_step + 1),
+            gradient_step=state.gradient_step + emit,
+            inner_opt_state=inner,
+            # Not a product: 0 times what is not finite is not 0.
+            acc_grads=jax.tree.map(lambda a: jnp.where(emit, 0.0, a), acc),
+        )
+
+    # optax types a state as any pytree, which NamedTuples of arrays are at run time.
+    return optax.GradientTransformationExtraArgs(cast(Any, init), cast(Any, update))
+
+
+def _typed_like(x: Any, *others: Any) -> Any:
+    """``x`` varying wherever any of ``others`` is."""
+    axes = frozenset().union(*(_compat.varying_axes(other) for other in others))
+    return _compat.to_varying(x, tuple(axes)) if axes else x

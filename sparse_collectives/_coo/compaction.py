@@ -1,0 +1,216 @@
+"""Threshold compaction: from a mask over n entries to the indices that are set.
+
+``jnp.nonzero(size=k)`` runs a prefix sum over all n entries. Here the mask is
+packed 32 entries to a word in the same pass that compares, so the prefix sum
+runs over n / 32 words; each output slot finds its word by a running maximum or a
+binary search, and its bit by halving. The indices come out ascending.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sparse_collectives._coo import _bits, _bitset
+from sparse_collectives.padded_coo import PaddedCOO
+
+# Fewer slots than this share of the words are found by binary search.
+_SLOTS_PER_WORD = 16
+
+
+def mask_words(mask_of, size: int) -> jax.Array:
+    """Packs a mask over ``size`` entries, ``u32[ceil(size / 32)]``.
+
+    Args:
+      mask_of: ``mask_of(start, stop) -> bool[stop - start]``, called for the part
+        that fills whole words and for the rest, so that no n-sized buffer is
+        padded (that would be a copy of it).
+      size: the number of entries, n >= 1.
+    """
+    main = size // 32 * 32
+    parts = []
+    if main:
+        parts.append(_bits.pack_mask(mask_of(0, main)))
+    if main < size:
+        parts.append(_bits.pack_mask(jnp.pad(mask_of(main, size), (0, 32 - size % 32))))
+    return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def set_positions(
+    words: jax.Array, capacity: int, size: int, turn: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The ascending positions of the set bits, in ``capacity`` slots.
+
+    Args:
+      words: ``u32[ceil(size / 32)]``.
+      capacity: the number of slots.
+      size: what to write in the slots that stay empty.
+      turn: ``i32[]``. With more set bits than slots, some must wait: by default
+        the last ones. With ``turn`` (a step count) the slots take a window of
+        consecutive set bits that moves on by ``capacity`` at each turn, so that
+        no index waits for ever.
+
+    Returns:
+      ``(i32[capacity], i32[])``: the positions, and the number of set bits, which
+      may be more than ``capacity``.
+
+    Cost: a few passes over n / 32 words and over the slots.
+    """
+    counts = _bits.popcount(words)
+    inclusive = jnp.cumsum(counts, dtype=jnp.int32)
+    count = inclusive[-1]
+    start = wrapped = jnp.zeros_like(count)
+    if turn is not None:
+        start, wrapped = _window(count, capacity, turn)
+    slot = jnp.arange(capacity, dtype=jnp.int32)
+    rank = jnp.where(slot < wrapped, slot, start + slot - wrapped)
+    if capacity < words.shape[0] // _SLOTS_PER_WORD:
+        word = _word_of_rank(inclusive, rank)
+    else:
+        word = _word_of_slot(inclusive - counts, counts, capacity, start, wrapped)
+    position = _position_in_word(words, inclusive, word, rank)
+    return jnp.where(rank < count, position, size), count
+
+
+def _word_of_rank(inclusive: jax.Array, rank: jax.Array) -> jax.Array:
+    """The word of each set bit, by binary search: best for few slots."""
+    return jnp.searchsorted(inclusive, rank, side="right", method="scan").astype(jnp.int32)
+
+
+def _word_of_slot(
+    before: jax.Array, counts: jax.Array, capacity: int, start: jax.Array, wrapped: jax.Array
+) -> jax.Array:
+    """The word of each slot: every word marks its first slot, and marks spread to the right."""
+    word = jnp.arange(before.shape[0], dtype=jnp.int32)
+    in_second = jnp.where(
+        before + counts > start, jnp.maximum(before, start) - start + wrapped, capacity
+    )
+    first_slot = jnp.where(before < wrapped, before, in_second)
+    first_slot = jnp.where(counts > 0, first_slot, capacity)
+    marks = jnp.zeros((capacity,), jnp.int32).at[first_slot].max(word, mode="drop")
+    # A word on both sides of the gap marked only its first slot before it.
+    marks = marks.at[wrapped].max(_word_of_rank(before + counts, start), mode="drop")
+    return lax.cummax(marks)
+
+
+def nth_position(words: jax.Array, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The position of the set bit number ``rank`` (from 0), and the number of bits.
+
+    Where there are not so many the position means nothing.
+    """
+    inclusive = jnp.cumsum(_bits.popcount(words), dtype=jnp.int32)
+    word = _word_of_rank(inclusive, rank)
+    return _position_in_word(words, inclusive, word, rank), inclusive[-1]
+
+
+def _position_in_word(
+    words: jax.Array, inclusive: jax.Array, word: jax.Array, rank: jax.Array
+) -> jax.Array:
+    bits = words.at[word].get(mode="clip")
+    before = inclusive.at[word].get(mode="clip") - _bits.popcount(bits)
+    return 32 * word + _bits.select_bit(bits, rank - before)
+
+
+def windowed_rank(slot: jax.Array, count: jax.Array, capacity: int, turn: jax.Array) -> jax.Array:
+    """Which of ``count`` entries each slot takes when only ``capacity`` fit.
+
+    The window ``[turn * capacity, (turn + 1) * capacity)``, modulo ``count``, in
+    ascending order. With ``count <= capacity`` slot j takes entry j.
+
+    Args:
+      slot: ``i32[..., capacity]``, 0 to capacity - 1.
+      count: ``i32[...]``, broadcastable to ``slot``.
+      capacity: static number of slots.
+      turn: ``i32[]``.
+    """
+    start, wrapped = _window(count, capacity, turn)
+    return jnp.where(slot < wrapped, slot, start + slot - wrapped)
+
+
+def _window(count: jax.Array, capacity: int, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Where the window starts, and how many of its entries came around to the front."""
+    # Unsigned arithmetic wraps modulo 2**32: any turn is a valid start.
+    moved = turn.astype(jnp.uint32) * jnp.uint32(capacity)
+    start = (moved % jnp.maximum(count, 1).astype(jnp.uint32)).astype(jnp.int32)
+    crowded = count > capacity
+    start = jnp.where(crowded, start, 0)
+    return start, jnp.where(crowded, jnp.maximum(start - (count - capacity), 0), 0)
+
+
+def compact(
+    x: jax.Array,
+    threshold_bits: jax.Array,
+    *,
+    capacity: int,
+    tie_cutoff: jax.Array | None = None,
+    turn: jax.Array | None = None,
+) -> tuple[PaddedCOO, jax.Array]:
+    """The entries of ``x`` whose magnitude reaches a threshold.
+
+    Args:
+      x: ``f[n]``.
+      threshold_bits: ``i32[]``, the bit pattern of the smallest magnitude to take
+        (:func:`sparse_collectives._bits.magnitude_bits`). Zeros are never taken.
+      capacity: static number of slots of the result.
+      tie_cutoff: ``i32[]``; entries exactly at the threshold are taken only below
+        this index. By default all are.
+      turn: see :func:`set_positions`.
+
+    Returns:
+      The PaddedCOO (ascending), and ``i32[]``, the number of entries that passed;
+      those beyond ``capacity`` are not in the result.
+
+    Cost: one read of n entries, n / 32 words of scratch, O(capacity log n).
+    """
+    size = x.shape[0]
+
+    def mask_of(start, stop):
+        bits = _bits.magnitude_bits(x[start:stop])
+        if tie_cutoff is None:
+            return bits >= jnp.maximum(threshold_bits, 1)
+        first = jnp.arange(start, stop, dtype=jnp.int32) < tie_cutoff
+        return (bits > threshold_bits) | ((bits == threshold_bits) & first & (bits > 0))
+
+    indices, count = set_positions(mask_words(mask_of, size), capacity, size, turn)
+    values = x.at[indices].get(mode="fill", fill_value=0)
+    return PaddedCOO(values, indices, size), count
+
+
+def compact_mask(coo: PaddedCOO, mask: jax.Array, *, capacity: int) -> tuple[PaddedCOO, jax.Array]:
+    """The slots of ``coo`` where ``mask`` holds, moved to the front, in order.
+
+    Args:
+      coo: with c slots.
+      mask: ``bool[c]``.
+      capacity: slots of the result; later entries that do not fit are left out.
+
+    Returns:
+      The PaddedCOO, and ``i32[]``, the number of slots where ``mask`` holds.
+    """
+    slots = coo.capacity
+    words = mask_words(lambda start, stop: mask[start:stop], slots)
+    position, count = set_positions(words, capacity, slots)
+    values = coo.values.at[position].get(mode="fill", fill_value=0)
+    indices = coo.indices.at[position].get(mode="fill", fill_value=coo.size)
+    return PaddedCOO(values, indices, coo.size), count
+
+
+def compact_indices(
+    x: jax.Array, indices: jax.Array, *, capacity: int
+) -> tuple[PaddedCOO, jax.Array]:
+    """The entries of ``x`` at unique indices that come in any order.
+
+    Args:
+      x: ``f[n]``.
+      indices: ``i32[s]``, n where there is none.
+      capacity: slots of the result; later entries that do not fit are left out.
+
+    Returns:
+      The PaddedCOO (ascending), and ``i32[]``, the number of indices below n.
+
+    Cost: O(s), and a few passes over n / 32 words.
+    """
+    size = x.shape[0]
+    words = _bitset.of_unique(indices, size)
+    ascending, count = set_positions(words, capacity, size)
+    values = x.at[ascending].get(mode="fill", fill_value=0)
+    return PaddedCOO(values, ascending, size), count

@@ -1,0 +1,130 @@
+"""The exact k-th largest magnitude of a vector, without sorting it.
+
+A strided sample gives a magnitude that a little more than k entries reach with
+near certainty; these are compacted in one pass, and the exact k-th is found
+among them by bisection over the 31 bits of the magnitude. Where the sample
+misled (the count shows it) the same bisection runs over all n entries: slower,
+as exact.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sparse_collectives._coo import _bits, compaction
+
+# Below this size 31 passes over everything cost less than sampling.
+DIRECT_SIZE = 1 << 17
+_SAMPLE_SIZE = 1 << 16
+# Expected members of the sample above the k-th magnitude: fixes the accuracy.
+_SAMPLE_HITS = 256
+
+
+def kth_magnitude_bits(x: jax.Array, k: int) -> jax.Array:
+    """The bit pattern of the k-th largest magnitude of ``x``.
+
+    Args:
+      x: ``f[n]``.
+      k: static, 1 <= k <= n.
+
+    Returns:
+      ``i32[]``: exactly ``sort(|x|)[n - k]`` as a bit pattern. 0 when fewer than
+      k entries are nonzero.
+
+    Cost: one pass over n entries for the candidates, one over the sample, 31 over
+    about 1.5 k candidates; in the rare miss 31 passes over n.
+    """
+    size = x.shape[0]
+    if size <= DIRECT_SIZE:
+        return bisect(_bits.magnitude_bits(x), k)
+    _, _, capacity = _plan(size, k)
+    if capacity >= size // 2:
+        return bisect(_bits.magnitude_bits(x), k)
+    low = sampled_magnitude_bits(x, k)
+    candidates, count = compaction.compact(x, low, capacity=capacity)
+    enough = (count >= k) & (count <= capacity)
+    from_candidates = bisect(_bits.magnitude_bits(candidates.values), k)
+    return bisect_all(x, k, from_candidates, ~enough)
+
+
+def sampled_magnitude_bits(x: jax.Array, k: int) -> jax.Array:
+    """A magnitude that, with near certainty, k entries of ``x`` reach, few more.
+
+    Cost: a gather of the sample and 31 passes over it.
+    """
+    stride, rank, _ = _plan(x.shape[0], k)
+    return bisect(_bits.magnitude_bits(x[::stride]), rank)
+
+
+def _plan(size: int, k: int) -> tuple[int, int, int]:
+    """The stride of the sample, the rank to take in it, and the candidates' slots.
+
+    The number of sampled entries above the k-th magnitude has mean q = k m / n
+    and standard deviation sqrt(q); the rank leaves four of them on both sides.
+    """
+    wanted = max(_SAMPLE_SIZE, _SAMPLE_HITS * size // k)
+    # An odd stride does not fall in step with layers of even width.
+    stride = max(1, size // wanted) | 1
+    sample_size = -(-size // stride)
+    hits = k * sample_size / size
+    margin = 4 * math.sqrt(hits) + 4
+    rank = min(sample_size, math.ceil(hits + margin))
+    capacity = math.ceil((hits + 2 * margin + 4 * math.sqrt(margin)) * size / sample_size)
+    return stride, rank, capacity
+
+
+def bisect(bits: jax.Array, k: int | jax.Array) -> jax.Array:
+    """The largest pattern that at least k entries of ``bits i32[m]`` reach, or 0."""
+
+    def step(i, pattern):
+        candidate = pattern | (jnp.int32(1) << (_bits.MAGNITUDE_BITS - 1 - i))
+        reached = jnp.sum(bits >= candidate, dtype=jnp.int32) >= k
+        return jnp.where(reached, candidate, pattern)
+
+    start = jnp.zeros_like(bits[0])
+    return lax.fori_loop(0, _bits.MAGNITUDE_BITS, step, start)
+
+
+def largest_mask(bits: jax.Array, k: int | jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Which of ``bits i32[m]`` are the k largest, ``bool[m]``, and the k-th pattern.
+
+    Of several at the k-th pattern the first are taken; zeros never are.
+    """
+    pattern = bisect(bits, k)
+    above = bits > pattern
+    tied = (bits == pattern) & (bits > 0)
+    wanted = k - jnp.sum(above, dtype=jnp.int32)
+    return above | (tied & (jnp.cumsum(tied, dtype=jnp.int32) <= wanted)), pattern
+
+
+def bisect_all(x: jax.Array, k: int, found: jax.Array, needed: jax.Array) -> jax.Array:
+    """``found``, or a bisection over all of ``x`` where it is ``needed``.
+
+    A while loop of no turns and not a ``lax.cond``: under vmap a cond becomes a
+    select that computes both sides, a while loop still takes no turn when no lane
+    needs one.
+    """
+
+    def unfinished(carry):
+        bit, _ = carry
+        return bit >= 0
+
+    def step(carry):
+        bit, pattern = carry
+        # Tied to the carry, or XLA moves |x| out of the loop into n words.
+        here, candidate = lax.optimization_barrier(
+            (x, pattern | (jnp.int32(1) << jnp.maximum(bit, 0)))
+        )
+        words = compaction.mask_words(
+            lambda start, stop: _bits.magnitude_bits(here[start:stop]) >= candidate, x.shape[0]
+        )
+        count = jnp.sum(_bits.popcount(words), dtype=jnp.int32)
+        return bit - 1, jnp.where(count >= k, candidate, pattern)
+
+    first = jnp.where(needed, jnp.int32(_bits.MAGNITUDE_BITS - 1), jnp.int32(-1))
+    _, pattern = lax.while_loop(
+        unfinished, step, (first, jnp.where(needed, jnp.zeros_like(found), found))
+    )
+    return pattern

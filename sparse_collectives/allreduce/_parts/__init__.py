@@ -1,0 +1,1 @@
+"""What the allreduces have in common."""

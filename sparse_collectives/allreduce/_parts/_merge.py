@@ -1,0 +1,155 @@
+"""Sparse vectors cut into blocks, added up, and fitted into slots.
+
+What the allreduces that reduce on the way have in common. Nothing here
+communicates.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sparse_collectives._coo import _bitset, compaction
+from sparse_collectives.padded_coo import PaddedCOO
+
+
+class Blocks(NamedTuple):
+    """A selection split by region.
+
+    Attributes:
+      coo: PaddedCOO with ``[P, capacity]`` slots; row j is for the owner of
+        region j.
+      sent: ``bool[c]`` over the slots of the selection: whether it is in a block.
+      source: ``i32[P, capacity]``, the slot of the selection that is in each slot of
+        the blocks; c where that is padding.
+    """
+
+    coo: PaddedCOO
+    sent: jax.Array
+    source: jax.Array
+
+
+def split(coo: PaddedCOO, boundaries: jax.Array, capacity: int, turn: jax.Array) -> Blocks:
+    """Cuts an ascending selection into one block of ``capacity`` slots a region.
+
+    Args:
+      coo: the selection, c slots.
+      boundaries: ``i32[P + 1]``.
+      capacity: slots of a block.
+      turn: ``i32[]``, the step: in a region with more entries than slots the ones
+        that wait change from step to step.
+    """
+    edges = jnp.searchsorted(coo.indices, boundaries).astype(jnp.int32)
+    start, counts = edges[:-1, None], jnp.diff(edges)[:, None]
+    slot = jnp.arange(capacity, dtype=jnp.int32)
+    rank = compaction.windowed_rank(slot[None], counts, capacity, turn)
+    source = jnp.where(slot[None] < counts, start + rank, coo.capacity)
+    sent = jnp.zeros((coo.capacity,), jnp.bool_).at[source.reshape(-1)].set(True, mode="drop")
+    return Blocks(_take(coo, source), sent, source)
+
+
+def reduce_blocks(
+    received: Sequence[PaddedCOO], size: int, dtype, capacity: int | None = None
+) -> PaddedCOO:
+    """Adds up blocks with common indices.
+
+    The members of the union are numbered by a bitset of n bits, and values are
+    added into the slot of their number: no sort, and O(slots) random accesses.
+    Rows are added one after the other, so that no scatter has an index twice and
+    the same rows give the same bits on every device.
+
+    Args:
+      received: PaddedCOOs of ``[b, c]`` slots; the indices of each row are unique.
+      size: n.
+      dtype: of the result; sums are made in float32.
+      capacity: slots of the result, where the caller knows that the union has no
+        more members; by default as many as were received, n at most.
+
+    Returns:
+      An ascending PaddedCOO, padding last.
+    """
+
+    def insert_row(members, row):
+        return _bitset.insert(members, row, size)
+
+    slots = sum(block.indices.size for block in received)
+    members = _bitset.empty(size)
+    for block in received:
+        members = _fold_rows(insert_row, members, block.indices)
+    ranked = _bitset.rank_index(members)
+    capacity = min(slots, size, slots if capacity is None else capacity)
+
+    def add_row(sums, row):
+        slot, values = row
+        return sums.at[slot].add(values.astype(jnp.float32), mode="drop")
+
+    indices = jnp.full((capacity,), size, jnp.int32)
+    sums = jnp.zeros((capacity,), jnp.float32)
+    for block in received:
+        slot = jnp.where(block.indices < size, _bitset.rank(ranked, block.indices), capacity)
+        indices = indices.at[slot].set(block.indices, mode="drop")
+        sums = _fold_rows(add_row, sums, (slot, block.values))
+    return PaddedCOO(sums.astype(dtype), indices, size)
+
+
+def _fold_rows(function, carry: jax.Array, rows):
+    """``function(carry, row) -> carry`` over the leading dimension of ``rows``."""
+    leaves = jax.tree.leaves(rows)
+    if leaves[0].shape[0] == 1:
+        return function(carry, jax.tree.map(lambda x: x[0], rows))
+    # The scan's carry has to have the type of its result from the start.
+    carry = carry + jnp.zeros_like(leaves[0].reshape(-1)[0], carry.dtype)
+    return lax.scan(lambda carry, row: (function(carry, row), None), carry, rows)[0]
+
+
+def bounded(coo: PaddedCOO, capacity: int, turn: jax.Array) -> tuple[PaddedCOO, PaddedCOO]:
+    """The entries that fit ``capacity`` slots, and those that are left.
+
+    Args:
+      coo: ascending, padding last, c slots.
+      capacity: slots; with c or more everything fits, and nothing is computed.
+      turn: ``i32[]``, the step: which entries are left changes from step to step.
+
+    Returns:
+      Two PaddedCOOs, of ``min(c, capacity)`` and of ``max(0, c - capacity)`` slots.
+    """
+    if capacity >= coo.capacity:
+        return coo, PaddedCOO(coo.values[:0], coo.indices[:0], coo.size)
+    count = coo.count()
+    slot = jnp.arange(capacity, dtype=jnp.int32)
+    rank = compaction.windowed_rank(slot, count, capacity, turn)
+    source = jnp.where(slot < count, rank, coo.capacity)
+    # What is left lies before and after the window, or between its two parts.
+    wrapped = jnp.sum(rank == slot, dtype=jnp.int32)
+    place = jnp.arange(coo.capacity - capacity, dtype=jnp.int32)
+    around = jnp.where(place < rank[0], place, place + capacity)
+    left = jnp.where(wrapped > 0, place + wrapped, around)
+    left = jnp.where(place < count - capacity, left, coo.capacity)
+    return _take(coo, source), _take(coo, left)
+
+
+def concatenate(parts: Sequence[PaddedCOO]) -> PaddedCOO:
+    """The entries of all parts side by side; an index may then occur more than once."""
+    return PaddedCOO(
+        jnp.concatenate([part.values.reshape(-1) for part in parts]),
+        jnp.concatenate([part.indices.reshape(-1) for part in parts]),
+        parts[0].size,
+    )
+
+
+def only_where(condition: jax.Array, coo: PaddedCOO) -> PaddedCOO:
+    """The entries where ``condition`` (broadcast to the slots) holds, else padding."""
+    return PaddedCOO(
+        jnp.where(condition, coo.values, jnp.zeros_like(coo.values)),
+        jnp.where(condition, coo.indices, coo.size),
+        coo.size,
+    )
+
+
+def _take(coo: PaddedCOO, source: jax.Array) -> PaddedCOO:
+    """The given slots of ``coo``; slots past its capacity give padding."""
+    values = coo.values.at[source].get(mode="fill", fill_value=0)
+    indices = coo.indices.at[source].get(mode="fill", fill_value=coo.size)
+    return PaddedCOO(values, indices, coo.size)

@@ -1,0 +1,1 @@
+"""What to expect on a network, and what to use there."""

@@ -1,0 +1,218 @@
+"""A plan as text, as JSON and as a picture."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from sparse_collectives.cost_model import Cost
+from sparse_collectives.cost_model._types import BYTES_PER_WORD
+from sparse_collectives.planner._planner import MARGIN, OPTIONS, Plan, Prediction
+
+# One for each row of OPTIONS.
+_COLOURS = ("black", "gray", "tan", "tab:blue", "tab:cyan", "tab:purple", "tab:pink", "tab:brown")
+_COLOURS += ("tab:olive", "tab:red", "navy", "tab:orange", "tab:green", "gold", "teal", "magenta")
+
+
+def text(plan: Plan, *, all_codecs: bool = False) -> str:
+    """A table of at most 100 columns, fastest first; the last line is the recommendation."""
+    rows = plan.predictions if all_codecs else best_codecs(plan)
+    head = [
+        "algorithm",
+        "codec",
+        "step ms",
+        "vs dense",
+        "exchange",
+        "local",
+        "hidden",
+        "words",
+        "MB",
+    ]
+    body = [
+        [
+            row.name,
+            row.codec,
+            _ms(row.step),
+            f"{row.speedup:.2f}x",
+            _ms(row.exchange),
+            _ms(row.local),
+            _ms(row.hidden),
+            _short(row.estimate.expected.words),
+            f"{row.estimate.expected.words * BYTES_PER_WORD / 1e6:,.1f}",
+        ]
+        for row in rows
+    ]
+    if not plan.compute:
+        head.remove("hidden")
+        for line in body:
+            del line[6]
+    table = [head, *body]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [*_assumptions(plan), ""]
+    for line in table:
+        cells = [
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    lines.append("")
+    if plan.workload.inner_size > 1:
+        lines.append("words and MB are those between the nodes")
+    if plan.crowded:
+        lines.append(f"left out, as gaps are too long for them here: {', '.join(plan.crowded)}")
+    return "\n".join([*lines, recommendation(plan)])
+
+
+def recommendation(plan: Plan) -> str:
+    """One line: the choice, why, and what to write."""
+    chosen = plan.recommended
+    if chosen.dense:
+        return f"Use dense here, as {plan.reason}: {chosen.code}"
+    return f"Use {chosen.name} ({chosen.codec}), {plan.reason}: {chosen.code}"
+
+
+def best_codecs(plan: Plan) -> list[Prediction]:
+    """Of each algorithm the exact encoding and the fastest."""
+    chosen: list[Prediction] = []
+    for row in plan.predictions:
+        if row.codec == "raw" or all(other.name != row.name for other in chosen):
+            chosen.append(row)
+    return chosen
+
+
+def _assumptions(plan: Plan) -> list[str]:
+    load, net = plan.workload, plan.network
+    lines = [
+        f"n = {load.size:,}, k = {load.selected:,} (density {load.density:.4g}),"
+        f" P = {load.workers:,}"
+        + (f", {load.inner_size} in a node" if load.inner_size > 1 else ""),
+        f"network: latency {net.latency * 1e6:.4g} us,"
+        f" {_gigabits(net.seconds_per_word):.4g} Gbit/s a worker",
+    ]
+    if load.inner_size > 1:
+        lines[-1] += (
+            f"; in a node {net.inner_latency * 1e6:.4g} us,"
+            f" {_gigabits(net.inner_seconds_per_word):.4g} Gbit/s"
+        )
+    lines.append(
+        f"worker: selection {plan.local.select * 1e9:.3g} ns a parameter,"
+        f" merging {plan.local.merge * 1e9:.3g} ns a pair"
+        + (f"; computation {_ms(plan.compute)} ms" if plan.compute else "")
+    )
+    return lines
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """For a JSON file: the inputs, every prediction in seconds and words, the choice."""
+
+    def cost(value: Cost) -> dict[str, float]:
+        return {
+            "messages": value.messages,
+            "words": value.words,
+            "path_words": value.path_words,
+            "inner_messages": value.inner_messages,
+            "inner_words": value.inner_words,
+            "pairs": value.pairs,
+        }
+
+    def prediction(row: Prediction) -> dict[str, Any]:
+        bounds = {name: cost(value) for name, value in row.estimate._asdict().items()}
+        return {**row._asdict(), "estimate": bounds}
+
+    load = plan.workload
+    return {
+        "size": load.size,
+        "selected": load.selected,
+        "workers": load.workers,
+        "inner_size": load.inner_size,
+        "overlap": load.overlap._asdict() if load.overlap else None,
+        "network": plan.network._asdict(),
+        "local": plan.local._asdict(),
+        "compute": plan.compute,
+        "margin": MARGIN,
+        "predictions": [prediction(row) for row in plan.predictions],
+        "recommended": prediction(plan.recommended),
+        "left_out": list(plan.crowded),
+        "reason": plan.reason,
+    }
+
+
+def plot(file: str, plan_for: Callable[[int], Plan], workers: int, inner: int) -> None:
+    """Draws the step of each algorithm, in its fastest encoding, over P.
+
+    Args:
+      file: where the PNG goes.
+      plan_for: the plan for another number of workers.
+      workers: P of the plan; marked in the picture.
+      inner: workers of a node: every P is a multiple.
+
+    Raises:
+      ModuleNotFoundError: matplotlib is not installed.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator
+
+    nodes = max(16, 4 * workers // inner)
+    counts = sorted(
+        {inner << i for i in range(0 if inner > 1 else 1, nodes.bit_length())} | {workers}
+    )
+    # An algorithm has its colour and marker whatever else is drawn.
+    colours = dict(zip((option.name for option in OPTIONS), _COLOURS, strict=False))
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for count in counts:
+        for row in plan_for(count).predictions:
+            points = lines.setdefault(row.name, [])
+            # Fastest first: the other encodings of an algorithm come later.
+            if row.step > 0 and (not points or points[-1][0] != count):
+                points.append((count, 1e3 * row.step))
+    figure = Figure(figsize=(9.5, 5.5), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    # In the order of the right ends, so that the legend can be followed.
+    ranked = sorted(lines.items(), key=lambda item: -item[1][-1][1] if item[1] else math.inf)
+    for name, points in ranked:
+        i = list(colours).index(name)
+        axes.plot(
+            [x for x, _ in points],
+            [y for _, y in points],
+            label=name,
+            color=colours[name],
+            # Equal costs lie on one another: a thick line shows below a thin one.
+            linewidth=3 if name == "dense" else 1.5,
+            marker="os^D"[i % 4],
+            markersize=4,
+            zorder=2 if name == "dense" else 3,
+        )
+    axes.axvline(workers, color="0.7", linewidth=1, zorder=0)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("workers P")
+    axes.set_ylabel("predicted step, ms")
+    plan = plan_for(workers)
+    axes.set_title(
+        f"n = {plan.workload.size:,}, density {plan.workload.density:.4g}, "
+        f"{_gigabits(plan.network.seconds_per_word):.4g} Gbit/s, "
+        f"{plan.network.latency * 1e6:.4g} us; fastest encoding of each",
+        fontsize=10,
+    )
+    axes.grid(True, which="both", alpha=0.25)
+    figure.legend(loc="outside right upper", fontsize=8)
+    figure.savefig(file)
+
+
+def _ms(seconds: float) -> str:
+    value = 1e3 * seconds
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.3f}"
+
+
+def _short(value: float) -> str:
+    for factor, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= factor:
+            return f"{value / factor:.2f}{suffix}"
+    return f"{value:.0f}"
+
+
+def _gigabits(seconds_per_word: float) -> float:
+    return 8 * BYTES_PER_WORD / seconds_per_word / 1e9 if seconds_per_word else math.inf

@@ -1,0 +1,1 @@
+"""What the selectors have in common."""

@@ -1,0 +1,112 @@
+"""Selection by layer: one way for every selector that does not treat the buffer as a whole.
+
+Layers of one shape share one program, a scan over them, so that a model of a
+hundred layers compiles as fast as one of its distinct shapes.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sparse_collectives._coo import compaction
+from sparse_collectives._types import SelectInfo, State
+from sparse_collectives.layout import Layout
+from sparse_collectives.padded_coo import PaddedCOO
+
+# Places that were selected in a layer, in any order, its size in slots that stay
+# empty; the layer's new state; what was done.
+OfLayer = Callable[[jax.Array, tuple[int, ...], Any], tuple[jax.Array, State, SelectInfo]]
+
+
+class LayersState(NamedTuple):
+    """State of a selection by layer.
+
+    Attributes:
+      states: for each distinct shape, the states of the layers that have it, with
+        a leading axis over them.
+      layout: the shapes of all layers; static.
+    """
+
+    states: tuple[State, ...]
+    layout: Layout
+
+
+def init_layers(layout: Layout, of_shape: Callable[[tuple[int, ...]], State]) -> LayersState:
+    """The same initial state for all layers of a shape."""
+    states = []
+    for shape, offsets in _same_shape(layout):
+        number = len(offsets)
+        stack = lambda x, number=number: jnp.broadcast_to(x[None], (number, *x.shape))  # noqa: E731
+        states.append(jax.tree.map(stack, of_shape(shape)))
+    return LayersState(tuple(states), layout)
+
+
+def select_layers(
+    acc: jax.Array, state: LayersState, of_layer: OfLayer, capacity: int | None = None
+) -> tuple[PaddedCOO, LayersState, SelectInfo]:
+    """Selects in each layer by itself.
+
+    Args:
+      acc: ``f[n]``.
+      state: from :func:`init_layers`.
+      of_layer: ``of_layer(layer f[m], shape, state)``.
+      capacity: slots of the result where the layers can't fill all of theirs.
+
+    Returns:
+      As ``Selector.select``. The threshold is the smallest of the layers'.
+
+    Cost: what ``of_layer`` costs, a copy of each layer that shares its shape, and
+    O(k) for bringing the indices in order.
+    """
+    size = state.layout.size
+    if acc.shape[0] != size:
+        raise ValueError(
+            f"acc has {acc.shape[0]} entries, but init was called with a layout of {size}: "
+            f"{state.layout.shapes}. Call init with the layout of this buffer."
+        )
+    indices, states, infos = [], [], []
+    for (shape, offsets), old in zip(_same_shape(state.layout), state.states, strict=True):
+        places, new, info = _select_same_shape(acc, shape, offsets, old, of_layer)
+        length = math.prod(shape)
+        start = jnp.asarray(offsets, jnp.int32)[:, None]
+        indices.append(jnp.where(places < length, start + places, size).ravel())
+        states.append(new)
+        infos.append(info)
+    places = jnp.concatenate(indices)
+    slots = places.size if capacity is None else capacity
+    coo, count = compaction.compact_indices(acc, places, capacity=slots)
+    info = SelectInfo(
+        selected=count,
+        overflow=jnp.sum(jnp.concatenate([i.overflow for i in infos]), dtype=jnp.int32),
+        threshold=jnp.min(jnp.concatenate([i.threshold for i in infos])),
+    )
+    return coo, LayersState(tuple(states), state.layout), info
+
+
+def _select_same_shape(acc, shape, offsets, states, of_layer: OfLayer):
+    """Results of the layers of one shape, each with a leading axis over them."""
+    length = math.prod(shape)
+    if len(offsets) == 1:
+        layer = acc[offsets[0] : offsets[0] + length]
+        one = of_layer(layer, shape, jax.tree.map(lambda x: x[0], states))
+        return jax.tree.map(lambda x: x[None], one)
+
+    def step(_, layer):
+        offset, state = layer
+        here = lax.dynamic_slice_in_dim(acc, offset, length)
+        return None, of_layer(here, shape, state)
+
+    return lax.scan(step, None, (jnp.asarray(offsets, jnp.int32), states))[1]
+
+
+def _same_shape(layout: Layout) -> list[tuple[tuple[int, ...], list[int]]]:
+    """The distinct shapes, and the offsets of the layers that have each."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for shape, size, offset in zip(layout.shapes, layout.sizes, layout.offsets, strict=True):
+        if size:
+            groups.setdefault(shape, []).append(offset)
+    return list(groups.items())

@@ -1,0 +1,196 @@
+"""The largest magnitudes of each row of a matrix, all rows at once.
+
+A row's k-th magnitude is bounded from below by the k-th largest among the
+maxima of groups of its entries. The few entries that reach this bound are put
+into slots, row by row, and the exact selection is made there. Where the slots do
+not hold them (the count shows it) the bound is replaced by the exact k-th
+magnitude, found by bisection over all entries.
+
+All that is made on the way has the rows along its last axis, so that one
+implementation serves rows that are contiguous in memory (``axis=1``) and rows
+that are the columns of the stored matrix (``axis=0``).
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sparse_collectives._coo import _bits
+
+_WORD = 32
+# Entries in a group, and groups for each wanted entry.
+_GROUP = 16
+_GROUPS_PER_ENTRY = 4
+# Bits of the bound that are left 0: a bound need not be sharp.
+_BLUNT = 15
+
+
+def largest_of_rows(matrix: jax.Array, k: int, axis: int) -> tuple[jax.Array, jax.Array]:
+    """The k largest magnitudes of each of r rows of N entries.
+
+    Of several entries of a row's k-th magnitude those that come first are taken.
+    Zeros are never taken. NaN counts as larger than infinity.
+
+    Args:
+      matrix: ``f[r, N]`` with ``axis=1``, ``f[N, r]`` with ``axis=0``.
+      k: static, 1 <= k <= N.
+      axis: the axis along which the entries of a row lie.
+
+    Returns:
+      ``i32[s]``, the selected places in ``matrix.ravel()`` in no order, with its
+      size in the slots that stay empty, s at most ``r * min(N, 2 k + 8)``; and the
+      bits of each row's k-th magnitude, ``i32[r]``, 0 where fewer are nonzero.
+
+    Cost: two passes over n = r N entries, 16 over n / 16 maxima and 31 over about
+    ``2 k r`` slots. 33 more over n in the rare miss, and where more than an
+    eighth of a row is wanted.
+    """
+    length = matrix.shape[axis]
+    capacity = min(length, 2 * k + 8)
+    words, missed = _candidates(matrix, k, axis, capacity)
+    # A while loop of no turns and not a ``lax.cond``, which under vmap computes both.
+    _, words = lax.while_loop(
+        lambda carry: carry[0],
+        lambda carry: _exact_selection(carry, matrix, k, axis),
+        (missed, words),
+    )
+    place, used = _slots(words, capacity)
+    row = jnp.arange(place.shape[1], dtype=jnp.int32)
+    flat = row * length + place if axis else place * place.shape[1] + row
+    bits = _bits.magnitude_bits(matrix.ravel().at[jnp.where(used, flat, 0)].get(mode="clip"))
+    bits = jnp.where(used, bits, 0)
+    threshold = _bisect(k, bits, 0)
+    above = bits > threshold
+    tied = (bits == threshold) & (bits > 0)
+    wanted = k - jnp.sum(above, axis=0, dtype=jnp.int32)
+    chosen = above | (tied & (jnp.cumsum(tied, axis=0, dtype=jnp.int32) <= wanted))
+    return jnp.where(chosen, flat, matrix.size).ravel(), threshold
+
+
+def _candidates(matrix: jax.Array, k: int, axis: int, capacity: int) -> tuple[jax.Array, jax.Array]:
+    """A mask ``u32[W, r]`` of what may be selected, and whether it is of no use, ``bool[]``."""
+    length = matrix.shape[axis]
+    group = min(_GROUP, length // (_GROUPS_PER_ENTRY * k))
+    low = _zero_per_row(matrix, axis)
+    if group > 1:
+        low = _bisect(k, _group_maxima(matrix, group, axis), _BLUNT)
+    elif capacity < length:
+        # Nothing is known, so nothing is a candidate.
+        return _words(matrix, axis, lambda bits: bits < low), jnp.any(low == 0)
+    words = _words(matrix, axis, lambda bits: bits >= jnp.maximum(low, 1))
+    count = jnp.sum(_bits.popcount(words), axis=0)
+    return words, jnp.any(count > capacity)
+
+
+def _group_maxima(matrix: jax.Array, group: int, axis: int) -> jax.Array:
+    """Maxima of ``group`` entries of a row, ``i32[N // group, r]``, as bits."""
+    groups = matrix.shape[axis] // group
+    if axis:
+        bits = _bits.magnitude_bits(matrix[:, : group * groups])
+        return jnp.max(bits.reshape(-1, group, groups), axis=1).T
+    bits = _bits.magnitude_bits(matrix[: group * groups])
+    return jnp.max(bits.reshape(group, groups, -1), axis=0)
+
+
+def _exact_selection(carry, matrix: jax.Array, k: int, axis: int):
+    """The mask ``u32[W, r]`` of exactly what is to be selected, by bisection over all."""
+    # Tied to the carry, or XLA moves |matrix| out of the loop into n words.
+    (missed, _), matrix = lax.optimization_barrier((carry, matrix))
+
+    def step(i, pattern):
+        here, pattern = lax.optimization_barrier((matrix, pattern))
+        candidate = pattern | (jnp.int32(1) << (_bits.MAGNITUDE_BITS - 1 - i))
+        words = _words(here, axis, lambda bits: bits >= candidate)
+        count = jnp.sum(_bits.popcount(words), axis=0)
+        return jnp.where(count >= k, candidate, pattern)
+
+    threshold = lax.fori_loop(0, _bits.MAGNITUDE_BITS, step, _zero_per_row(matrix, axis))
+    above = _words(matrix, axis, lambda bits: bits > threshold)
+    # Zeros are tied with a threshold of 0, which all nonzeros are above.
+    tied = _words(matrix, axis, lambda bits: (bits == threshold) & (bits > 0))
+    missing = k - jnp.sum(_bits.popcount(above), axis=0, dtype=jnp.int32)
+    return jnp.zeros_like(missed), above | _first_bits(tied, missing)
+
+
+def _zero_per_row(matrix: jax.Array, axis: int) -> jax.Array:
+    return jnp.zeros_like(lax.index_in_dim(matrix, 0, axis, keepdims=False), jnp.int32)
+
+
+def _bisect(k: int, bits: jax.Array, blunt: int) -> jax.Array:
+    """The largest pattern that k entries of each column of ``bits i32[m, r]`` reach.
+
+    Its lowest ``blunt`` bits are left 0.
+    """
+
+    def step(i, pattern):
+        candidate = pattern | (jnp.int32(1) << (_bits.MAGNITUDE_BITS - 1 - i))
+        count = jnp.sum(bits >= candidate, axis=0, dtype=jnp.int32)
+        return jnp.where(count >= k, candidate, pattern)
+
+    return lax.fori_loop(0, _bits.MAGNITUDE_BITS - blunt, step, jnp.zeros_like(bits[0]))
+
+
+def _slots(words: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
+    """The places of the set bits of each column of ``words u32[W, r]``.
+
+    Returns:
+      ``i32[capacity, r]``, ascending, and ``bool[capacity, r]``, the slots in use.
+    """
+    number, rows = words.shape
+    inclusive = jnp.cumsum(_bits.popcount(words), axis=0, dtype=jnp.int32)
+    rank = jnp.arange(capacity, dtype=jnp.int32)[:, None] + jnp.zeros_like(inclusive[:1])
+    row = jnp.arange(rows, dtype=jnp.int32)
+    # The first word whose inclusive count is above the rank, by binary search.
+    word = jnp.zeros_like(rank)
+    flat = inclusive.ravel()
+    for step in (1 << bit for bit in reversed(range(number.bit_length()))):
+        probe = word + step - 1
+        passed = flat.at[jnp.minimum(probe, number - 1) * rows + row].get(mode="clip") <= rank
+        word = jnp.where((probe < number) & passed, word + step, word)
+    used = rank < inclusive[-1]
+    at = jnp.minimum(word, number - 1) * rows + row
+    bits = words.ravel().at[at].get(mode="clip")
+    before = flat.at[at].get(mode="clip") - _bits.popcount(bits)
+    return _WORD * word + _bits.select_bit(bits, rank - before), used
+
+
+def _first_bits(words: jax.Array, count: jax.Array) -> jax.Array:
+    """The first ``count i32[r]`` set bits of each column of ``words u32[W, r]``."""
+    counts = _bits.popcount(words)
+    wanted = count - (jnp.cumsum(counts, axis=0, dtype=jnp.int32) - counts)
+    position = _bits.select_bit(words, jnp.clip(wanted, 0, 31)).astype(jnp.uint32)
+    some = words & ((jnp.uint32(1) << position) - 1)
+    return jnp.where(wanted >= counts, words, jnp.where(wanted > 0, some, jnp.uint32(0)))
+
+
+def _words(matrix: jax.Array, axis: int, predicate) -> jax.Array:
+    """A mask over the entries, 32 of a row to a word, ``u32[ceil(N / 32), r]``.
+
+    ``predicate`` is given bits whose last axis is that of the rows.
+    """
+    length = matrix.shape[axis]
+    main = length // _WORD * _WORD
+    parts = []
+    if main:
+        parts.append(_pack(lax.slice_in_dim(matrix, 0, main, axis=axis), axis, predicate))
+    if main < length:
+        rest = lax.slice_in_dim(matrix, main, length, axis=axis)
+        padding = [(0, 0), (0, 0)]
+        padding[axis] = (0, _WORD + main - length)
+        # Zeros are in no mask of candidates, nor above or at a threshold.
+        parts.append(_pack(jnp.pad(rest, padding), axis, predicate))
+    return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def _pack(matrix: jax.Array, axis: int, predicate) -> jax.Array:
+    """As :func:`_words`, for rows of whole words."""
+    bits = _bits.magnitude_bits(matrix)
+    if axis:
+        rows = matrix.shape[0]
+        # In the shape that packs fastest; the rows are moved last for the predicate.
+        blocks = jnp.moveaxis(bits.reshape(rows, -1, 4, 8), 0, -1)
+        mask = jnp.moveaxis(predicate(blocks), -1, 0)
+        return _bits.pack_mask(mask.ravel()).reshape(rows, -1).T
+    mask = predicate(bits.reshape(-1, _WORD, matrix.shape[1]))
+    weights = (jnp.uint32(1) << jnp.arange(_WORD, dtype=jnp.uint32))[:, None]
+    return jnp.sum(jnp.where(mask, weights, jnp.uint32(0)), axis=1, dtype=jnp.uint32)
