@@ -71,8 +71,8 @@ def train(
     params = model.init(jax.random.key(options.seed), data.train_images[:1])["params"]
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
     tx = optax.chain(reduce_gradients, optax.sgd(options.lr, momentum=0.9))
-    opt_state = optax_ext.init_state(tx, params, mesh, "data")
-    step = optax_ext.make_train_step(loss_fn, tx, mesh, "data")
+    opt_state = optax_ext.init_state(tx, params, mesh)
+    step = optax_ext.make_train_step(loss_fn, tx, mesh)
 
     stream = batches(data.train_images, data.train_labels, size=options.batch, seed=options.seed)
     history = []

@@ -172,16 +172,16 @@ def restore(checkpointer: Any, path: Path, tx: Any, params: Any, mesh: Mesh) -> 
         )
 
     if saved["workers"] == mesh.size:
-        expected = optax_ext.abstract_state(tx, params, mesh, "data")
+        expected = optax_ext.abstract_state(tx, params, mesh)
         optax_ext.check_metadata(saved, expected)
         return checkpointer.restore(path, (shapes(NamedSharding(mesh, P())), expected))
     # Each process restores the state of all old workers for itself.
     host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     workers = AbstractMesh((saved["workers"],), ("data",))
-    old = optax_ext.abstract_state(tx, params, workers, "data", sharding=host)
+    old = optax_ext.abstract_state(tx, params, workers, sharding=host)
     optax_ext.check_metadata(saved, old)
     restored, state = checkpointer.restore(path, (shapes(host), old))
-    return restored, optax_ext.reshard(state, optax_ext.init_state(tx, params, mesh, "data"))
+    return restored, optax_ext.reshard(state, optax_ext.init_state(tx, params, mesh))
 
 
 def last_step(folder: Path) -> int:
@@ -213,7 +213,7 @@ def train(options: argparse.Namespace) -> None:
     params = model.init(jax.random.key(options.seed), data.train_images[:1])["params"]
     params = jax.device_get(params)
     tx = optax.chain(METHODS[options.method](options.density), optax.sgd(options.lr, momentum=0.9))
-    step = optax_ext.make_train_step(loss_fn, tx, mesh, "data")
+    step = optax_ext.make_train_step(loss_fn, tx, mesh)
     say(f"{jax.process_count()} processes, {mesh.size} workers, {options.method}")
 
     with ocp.StandardCheckpointer() as checkpointer:
@@ -228,7 +228,7 @@ def train(options: argparse.Namespace) -> None:
                 raise InputError(f"{path}: {error}") from error
             say(f"resumed after step {begin}")
         else:
-            opt_state = optax_ext.init_state(tx, params, mesh, "data")
+            opt_state = optax_ext.init_state(tx, params, mesh)
 
         for number in range(begin + 1, options.steps + 1):
             params, opt_state, loss = step(params, opt_state, parts.batch(number - 1))

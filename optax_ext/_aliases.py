@@ -1,34 +1,49 @@
-"""Ready-made compositions, named as in the papers: those with an exchange of their own."""
+"""Ready-made compositions, named as in the papers: those that differ by more than a selector.
 
-from collections.abc import Callable
-from typing import Any
+A system that is :func:`topk_a` with another selection has no name here: give that
+selection as ``selector=``. docs/selectors.md lists which paper's system is which.
+"""
 
-import jax
-import jax.numpy as jnp
+from typing import Any, TypedDict, Unpack
+
 import optax
 
-from optax_ext._step._momentum_correction import MomentumCorrection
+from optax_ext._step._momentum_correction import MomentumCorrection, momentum_correction
+from optax_ext._step._residual import Residual
 from optax_ext._step._sparse_allreduce import sparse_allreduce
+from optax_ext._transforms._local_clip import local_clip_by_global_norm
 from sparse_collectives import Codec, Selector, allreduce, select, wire
-from sparse_collectives._types import AxisName
+from sparse_collectives.extend import AxisName
+
+
+class StepOptions(TypedDict, total=False):
+    """The options of :func:`sparse_allreduce` besides its parts, which documents them."""
+
+    nonfinite: str
+    local: optax.GradientTransformation | None
+    residual: Residual | None
+    dense_steps: int
+    dense_leaves: Any
+
+
+class Options(StepOptions, total=False):
+    """:class:`StepOptions`, and momentum before the accumulation."""
+
+    correction: MomentumCorrection | None
 
 
 def ok_topk(
     density: float,
     *,
     axis: AxisName,
-    axis_size: int | None = None,
     selector: Selector | None = None,
     nonfinite: str = "skip",
-    learning_rate: optax.ScalarOrSchedule | None = None,
+    local: optax.GradientTransformation | None = None,
     correction: MomentumCorrection | None = None,
-    density_schedule: float | Callable[[jax.Array], Any] | None = None,
+    residual: Residual | None = None,
     dense_steps: int = 0,
     dense_leaves: Any = None,
-    residual_dtype: Any = jnp.float32,
-    residual_decay: float = 1.0,
-    xi_every: int = 0,
-    **allreduce_options: Any,
+    **exchange: Any,
 ) -> optax.GradientTransformation:
     """Ok-Topk: O(k) words for each worker and step, whatever the number of workers.
 
@@ -36,20 +51,16 @@ def ok_topk(
       density: k / n, the share of the gradient that is sent, in (0, 1]. 0.01 is
         what the paper uses for BERT, 0.02 for an LSTM.
       axis: the mesh axis (or a tuple of them) of the data-parallel workers.
-      axis_size: P, to call ``init`` outside of the mapped function.
       selector: the local selection; by default ``select.topk(density=density)``,
         which is exact at every step. The paper's is
         ``select.threshold_reuse(density=density)``.
-      nonfinite: see :func:`sparse_allreduce`.
-      learning_rate: see :func:`sparse_allreduce`.
-      correction: see :func:`sparse_allreduce`.
-      density_schedule: see :func:`sparse_allreduce`; ``density`` is its maximum.
-      dense_steps: see :func:`sparse_allreduce`.
-      dense_leaves: see :func:`sparse_allreduce`.
-      residual_dtype: see :func:`sparse_allreduce`.
-      residual_decay: see :func:`sparse_allreduce`.
-      xi_every: see :func:`sparse_allreduce`.
-      **allreduce_options: see :func:`sparse_collectives.allreduce.ok_topk`.
+      nonfinite: see :func:`sparse_allreduce`, as for all that follow.
+      local: a transformation before the accumulation.
+      correction: momentum before the accumulation.
+      residual: its dtype and decay.
+      dense_steps: how many steps to begin with are dense.
+      dense_leaves: which leaves are exchanged densely.
+      **exchange: see :func:`sparse_collectives.allreduce.ok_topk`.
 
     Returns:
       An ``optax.GradientTransformation`` to chain before an optimizer.
@@ -58,27 +69,30 @@ def ok_topk(
       >>> import optax
       >>> tx = optax.chain(ok_topk(density=0.01, axis="data"), optax.adam(1e-3))
     """
-    if selector is None:
-        selector = select.topk(density=density)
     return sparse_allreduce(
-        selector,
-        allreduce.ok_topk(density=density, **allreduce_options),
+        select.topk(density=density) if selector is None else selector,
+        allreduce.ok_topk(density=density, **exchange),
         axis=axis,
-        axis_size=axis_size,
-        learning_rate=learning_rate,
         nonfinite=nonfinite,
+        local=local,
         correction=correction,
-        density_schedule=density_schedule,
+        residual=residual,
         dense_steps=dense_steps,
         dense_leaves=dense_leaves,
-        residual_dtype=residual_dtype,
-        residual_decay=residual_decay,
-        xi_every=xi_every,
     )
 
 
 def ok_topk_sgd(
-    learning_rate: optax.ScalarOrSchedule, density: float, *, axis: AxisName, **options: Any
+    learning_rate: optax.ScalarOrSchedule,
+    density: float,
+    *,
+    axis: AxisName,
+    selector: Selector | None = None,
+    nonfinite: str = "skip",
+    correction: MomentumCorrection | None = None,
+    residual: Residual | None = None,
+    dense_steps: int = 0,
+    dense_leaves: Any = None,
 ) -> optax.GradientTransformation:
     r"""Ok-Topk SGD (Algorithm 2 of the paper).
 
@@ -91,37 +105,53 @@ def ok_topk_sgd(
     the step it comes from, also when a schedule has moved on.
 
     Args:
-      learning_rate: a number, or a schedule of the step count.
+      learning_rate: a number, or a schedule of the step count; skipped steps don't count.
       density: k / n.
       axis: the mesh axis of the workers.
-      **options: see :func:`ok_topk`.
+      selector: see :func:`ok_topk`, as for all that follow.
+      nonfinite: what to do with what is not finite.
+      correction: momentum before the accumulation.
+      residual: its dtype and decay.
+      dense_steps: how many steps to begin with are dense.
+      dense_leaves: which leaves are exchanged densely.
 
     Returns:
       An ``optax.GradientTransformation`` whose updates are ready for
-      ``optax.apply_updates``.
+      ``optax.apply_updates``. For other options of the exchange write it out:
+      ``optax.chain(ok_topk(density, axis=axis, local=optax.scale(rate), ...),
+      optax.scale(-1.0))``.
     """
-    # optax.inject_hyperparams passes what it collected from **options by that name.
-    options = {**options.pop("options", {}), **options}
-    return optax.chain(
-        ok_topk(density, axis=axis, learning_rate=learning_rate, **options), optax.scale(-1.0)
+    if callable(learning_rate):
+        local = optax.scale_by_schedule(learning_rate)
+    else:
+        local = optax.scale(learning_rate)
+    sparse = ok_topk(
+        density,
+        axis=axis,
+        selector=selector,
+        nonfinite=nonfinite,
+        local=local,
+        correction=correction,
+        residual=residual,
+        dense_steps=dense_steps,
+        dense_leaves=dense_leaves,
     )
+    return optax.chain(sparse, optax.scale(-1.0))
 
 
 def topk_a(
     density: float,
     *,
     axis: AxisName,
-    axis_size: int | None = None,
     selector: Selector | None = None,
     codec: Codec | None = None,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> optax.GradientTransformation:
     """TopkA: everyone receives everyone's top k. The volume grows with P.
 
     Args:
       density: k / n of each worker's selection, in (0, 1].
       axis: the mesh axis (or a tuple of them) of the data-parallel workers.
-      axis_size: P, to call ``init`` outside of the mapped function.
       selector: the local selection; by default ``select.topk(density=density)``.
       codec: see :func:`sparse_collectives.allreduce.topk_a`.
       **options: see :func:`sparse_allreduce`.
@@ -133,30 +163,23 @@ def topk_a(
       >>> import optax
       >>> tx = optax.chain(topk_a(density=0.01, axis="data"), optax.adam(1e-3))
     """
-    return sparse_allreduce(
-        select.topk(density=density) if selector is None else selector,
-        allreduce.topk_a(codec=codec),
-        axis=axis,
-        axis_size=axis_size,
-        **options,
-    )
+    selector = select.topk(density=density) if selector is None else selector
+    return sparse_allreduce(selector, allreduce.topk_a(codec=codec), axis=axis, **options)
 
 
 def gtopk(
     density: float,
     *,
     axis: AxisName,
-    axis_size: int | None = None,
     selector: Selector | None = None,
     codec: Codec | None = None,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> optax.GradientTransformation:
     """gTop-k: a tree that keeps k entries at each level; 4 k log2(P) words.
 
     Args:
       density: k / n, of each worker's selection and of the update, in (0, 1].
       axis: the mesh axis (or a tuple of them) of the data-parallel workers.
-      axis_size: P, to call ``init`` outside of the mapped function.
       selector: the local selection; by default ``select.topk(density=density)``.
       codec: see :func:`sparse_collectives.allreduce.gtopk`.
       **options: see :func:`sparse_allreduce`.
@@ -168,13 +191,9 @@ def gtopk(
       >>> import optax
       >>> tx = optax.chain(gtopk(density=0.01, axis="data"), optax.adam(1e-3))
     """
-    return sparse_allreduce(
-        select.topk(density=density) if selector is None else selector,
-        allreduce.gtopk(density=density, codec=codec),
-        axis=axis,
-        axis_size=axis_size,
-        **options,
-    )
+    selector = select.topk(density=density) if selector is None else selector
+    exchange = allreduce.gtopk(density=density, codec=codec)
+    return sparse_allreduce(selector, exchange, axis=axis, **options)
 
 
 def topk_dsa(
@@ -184,7 +203,7 @@ def topk_dsa(
     selector: Selector | None = None,
     codec: Codec | None = None,
     slack: float = 1.25,
-    **options: Any,
+    **options: Unpack[Options],
 ) -> optax.GradientTransformation:
     """TopkDSA: SparCML's dynamic sparse allreduce, which turns dense where that is shorter.
 
@@ -203,16 +222,20 @@ def topk_dsa(
       >>> import optax
       >>> tx = optax.chain(topk_dsa(density=0.01, axis="data"), optax.adam(1e-3))
     """
-    return sparse_allreduce(
-        select.topk(density=density) if selector is None else selector,
-        allreduce.dsar_split_allgather(slack=slack, codec=codec),
-        axis=axis,
-        **options,
-    )
+    selector = select.topk(density=density) if selector is None else selector
+    exchange = allreduce.dsar_split_allgather(slack=slack, codec=codec)
+    return sparse_allreduce(selector, exchange, axis=axis, **options)
 
 
 def quantized_topk(
-    density: float, *, axis: AxisName, bits: int = 8, bucket: int = 512, **options: Any
+    density: float,
+    *,
+    axis: AxisName,
+    bits: int = 8,
+    bucket: int = 512,
+    selector: Selector | None = None,
+    slack: float = 1.25,
+    **options: Unpack[Options],
 ) -> optax.GradientTransformation:
     """SparCML's quantized top-k: :func:`topk_dsa` with QSGD values and error feedback.
 
@@ -223,7 +246,9 @@ def quantized_topk(
       axis: the mesh axis (or a tuple of them) of the data-parallel workers.
       bits: of a value; see :func:`sparse_collectives.wire.qsgd`. Use 4 or 8.
       bucket: values that share a scale.
-      **options: see :func:`topk_dsa`.
+      selector: see :func:`topk_dsa`.
+      slack: see :func:`topk_dsa`.
+      **options: see :func:`sparse_allreduce`.
 
     Returns:
       An ``optax.GradientTransformation`` to chain before an optimizer.
@@ -232,11 +257,12 @@ def quantized_topk(
       >>> import optax
       >>> tx = optax.chain(quantized_topk(density=0.01, axis="data", bits=4), optax.adam(1e-3))
     """
-    return topk_dsa(density, axis=axis, codec=wire.qsgd(bits=bits, bucket=bucket), **options)
+    codec = wire.qsgd(bits=bits, bucket=bucket)
+    return topk_dsa(density, axis=axis, selector=selector, codec=codec, slack=slack, **options)
 
 
 def hitopk(
-    density: float, *, axis: AxisName, inner_axis: AxisName, **options: Any
+    density: float, *, axis: AxisName, inner_axis: AxisName, **options: Unpack[Options]
 ) -> optax.GradientTransformation:
     """HiTopKComm: dense inside the nodes, MSTopK and an allgather between them.
 
@@ -256,3 +282,56 @@ def hitopk(
     """
     exchange = allreduce.hierarchical(inner_axis=inner_axis, outer=allreduce.topk_a())
     return sparse_allreduce(select.mstopk(density=density), exchange, axis=axis, **options)
+
+
+def dgc(
+    density: float,
+    *,
+    axis: AxisName,
+    momentum: float = 0.9,
+    nesterov: bool = False,
+    masking: bool = True,
+    max_norm: float | None = None,
+    selector: Selector | None = None,
+    codec: Codec | None = None,
+    **options: Unpack[StepOptions],
+) -> optax.GradientTransformation:
+    """Deep Gradient Compression: sampled top-k, momentum correction, masking and clipping.
+
+    Put it before an optimizer without momentum. The warm-up of the density is
+    ``selector=select.scheduled(select.dgc(density=0.25), select.staged_density(...))`` with
+    0.25, the largest density of the schedule, as ``density``.
+
+    Args:
+      density: k / n of each worker's selection, in (0, 1].
+      axis: the mesh axis (or a tuple of them) of the data-parallel workers.
+      momentum: see :func:`momentum_correction`.
+      nesterov: see :func:`momentum_correction`.
+      masking: see :func:`momentum_correction`.
+      max_norm: see :func:`local_clip_by_global_norm`; None: no clipping.
+      selector: the local selection; by default ``select.dgc(density=density)``.
+      codec: see :func:`sparse_collectives.allreduce.topk_a`.
+      **options: see :func:`sparse_allreduce`.
+
+    Returns:
+      An ``optax.GradientTransformation`` to chain before an optimizer.
+
+    Example:
+      >>> import optax
+      >>> tx = optax.chain(dgc(density=0.001, axis="data", max_norm=1.0), optax.sgd(0.1))
+
+    References:
+      Lin et al., `Deep Gradient Compression <https://arxiv.org/abs/1712.01887>`_,
+      ICLR 2018.
+    """
+    sparse = topk_a(
+        density,
+        axis=axis,
+        selector=select.dgc(density=density) if selector is None else selector,
+        codec=codec,
+        correction=momentum_correction(momentum, nesterov=nesterov, masking=masking),
+        **options,
+    )
+    if max_norm is None:
+        return sparse
+    return optax.chain(local_clip_by_global_norm(max_norm, axis=axis), sparse)

@@ -6,6 +6,7 @@ a mapped function (shard_map, pmap, vmap), and compiles under ``jax.jit``.
 
 from sparse_collectives import allreduce, cost_model, select, traffic, transport, wire
 from sparse_collectives._simulate import simulate
+from sparse_collectives._spec import Spec
 from sparse_collectives._types import (
     AxisName,
     Codec,
@@ -14,6 +15,7 @@ from sparse_collectives._types import (
     SelectInfo,
     Selector,
     SparseAllreduce,
+    Undelivered,
 )
 from sparse_collectives.layout import Layout
 from sparse_collectives.padded_coo import PaddedCOO
@@ -32,6 +34,8 @@ __all__ = [
     "SelectInfo",
     "Selector",
     "SparseAllreduce",
+    "Spec",
+    "Undelivered",
     "__version__",
     "allreduce",
     "cost_model",

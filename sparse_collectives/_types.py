@@ -9,6 +9,9 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
+from sparse_collectives._spec import Spec
+from sparse_collectives.padded_coo import PaddedCOO
+
 State = Any
 
 
@@ -33,10 +36,12 @@ class Selector(NamedTuple):
         :class:`sparse_collectives.Layout`; a number of entries is one layer.
       select: ``select(acc f[size], state) -> (PaddedCOO, state, SelectInfo)``.
         The values of the PaddedCOO are ``acc`` at its indices, unchanged.
+      spec: what it was made as; checkpoints ask for it, and nothing else does.
     """
 
     init: Callable[..., State]
-    select: Callable[..., tuple[Any, State, "SelectInfo"]]
+    select: Callable[..., tuple[PaddedCOO, State, "SelectInfo"]]
+    spec: Spec | None = None
 
 
 class SelectInfo(NamedTuple):
@@ -53,22 +58,67 @@ class SelectInfo(NamedTuple):
     threshold: jax.Array
 
 
+class Undelivered(NamedTuple):
+    """What a worker must keep after an allreduce.
+
+    Attributes:
+      slots: ``f[c]``, for each slot of its selection what it keeps of the entry
+        there: 0 of one that was delivered whole, all of one that was not.
+      others: a PaddedCOO of what it keeps besides: partial sums that found no slot on
+        the way, and what encoding rounded off them. An index may occur more than
+        once, and its values add. It has 0 slots where there can be no such entries.
+    """
+
+    slots: jax.Array
+    others: PaddedCOO
+
+    def residual(self, acc: jax.Array, coo: PaddedCOO) -> jax.Array:
+        """What is left of ``acc f[n]`` after its selection ``coo`` was exchanged, ``f[n]``.
+
+        In place where ``acc`` may be overwritten. Cost: one scatter of c values, and one of
+        the other entries where there can be any.
+        """
+        kept = acc.at[coo.indices].set(self.slots.astype(acc.dtype), mode="drop")
+        if not self.others.capacity:
+            return kept
+        return kept.at[self.others.indices].add(self.others.values.astype(acc.dtype), mode="drop")
+
+
+def _whole(vector: jax.Array) -> jax.Array:
+    return vector
+
+
+def _as_it_is(part: jax.Array, size: int) -> jax.Array:
+    del size
+    return part
+
+
 class SparseAllreduce(NamedTuple):
     """Sums the selections of all workers on an axis: of a mesh, or an MPI communicator.
 
     Attributes:
       init: ``init(size, axis_size) -> state``. The state holds the same values on
-        every worker.
+        every worker; with a ``shard_axis``, on every worker of the same shard.
       reduce: ``reduce(coo, state, *, axis) -> (total, undelivered, state, info)``.
         ``total`` (a PaddedCOO, or ``f[size]`` where the result is dense) is the
-        same bits on every worker. ``undelivered`` is a PaddedCOO of what this
-        worker must keep; an index may occur more than once in it, and its values
-        add. Conservation: over the workers, the sum of ``coo`` equals ``total``
-        plus the sum of ``undelivered``.
+        same bits on every worker, and finite where the selections are, unless it is
+        dense. ``undelivered`` is an :class:`Undelivered`. Conservation: over the
+        workers, the sum of ``coo`` equals ``total`` plus the sum of ``undelivered``.
+      spec: what it was made as; checkpoints ask for it, and nothing else does.
+      shard_axis: the mesh axes over which a vector is dealt out before anything is
+        selected; none but with :func:`~sparse_collectives.allreduce.hierarchical`.
+        Residual and selection are then those of a shard.
+      scatter: ``scatter(f[n]) -> f[m]``: this worker's part of the sum over
+        ``shard_axis``. Without such an axis the vector itself.
+      gather: ``gather(f[m], n) -> f[n]``: the parts of all, the same on every worker.
     """
 
     init: Callable[..., State]
-    reduce: Callable[..., tuple[Any, Any, State, "ReduceInfo"]]
+    reduce: Callable[..., tuple[PaddedCOO | jax.Array, Undelivered, State, "ReduceInfo"]]
+    spec: Spec | None = None
+    shard_axis: tuple[Hashable, ...] = ()
+    scatter: Callable[[jax.Array], jax.Array] = _whole
+    gather: Callable[[jax.Array, int], jax.Array] = _as_it_is
 
 
 class ReduceInfo(NamedTuple):
@@ -109,6 +159,7 @@ class Codec(NamedTuple):
       decode_dense: ``decode_dense(i32[..., w], m, dtype) -> f[..., m]``.
       exact: whether every message is decoded to the bits that were encoded; then
         ``sent`` is true for all entries and ``error`` is 0.
+      spec: what it was made as; checkpoints ask for it, and nothing else does.
     """
 
     encode: Callable[..., "Encoded"]
@@ -116,6 +167,7 @@ class Codec(NamedTuple):
     encode_dense: Callable[..., tuple[jax.Array, jax.Array]]
     decode_dense: Callable[..., jax.Array]
     exact: bool
+    spec: Spec | None = None
 
 
 class Encoded(NamedTuple):

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from optax_ext._state import _find
-from sparse_collectives import _validation
+from optax_ext._transforms import _xi
+from sparse_collectives import extend, select
 
 Writer = Callable[[int, dict[str, float]], Any]
 
@@ -23,7 +24,9 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     Returns:
       A dict of ``f32[]``; empty without a sparse allreduce:
 
-      - ``steps``, ``skipped``, ``dropped``, ``clipped``: the counters of the state.
+      - ``steps``, ``skipped``, ``dropped``, ``withheld``: the counters of the state.
+      - ``clipped``: selections whose scheduled density was out of range
+        (:func:`sparse_collectives.select.scheduled`).
       - ``effective_density``: entries selected, mean over the workers, / n.
       - ``delivered_density``: entries in the update / n.
       - ``delivered_share``: of the entries that workers selected, those in the update.
@@ -31,18 +34,18 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
       - ``residual_norm``: the root of the mean over the workers of the squared norm.
       - ``local_threshold`` (mean), ``threshold_drift`` (mean), ``global_threshold``.
       - ``words`` received by each worker, and ``occupancy``, the share that is no padding.
-      - ``xi``: with ``xi_every`` only; else 0.
+      - ``xi``: where :func:`measure_xi` measures it; else 0.
 
     Cost: reads the residuals once.
 
     Example:
       >>> import jax.numpy as jnp, optax_ext
-      >>> state = optax_ext.ok_topk(0.5, axis="w", axis_size=2).init(jnp.zeros(4))
+      >>> state = optax_ext.init_state(optax_ext.ok_topk(0.5, axis="w"), jnp.zeros(4), {"w": 2})
       >>> float(metrics(state)["residual_norm"])
       0.0
     """
     states, info = _find.get_states(opt_state), _find.get_info(opt_state)
-    if info is None:
+    if info is None or not states:
         return {}
     size = sum(state.residual.shape[1] for state in states)
     largest = max(states, key=lambda state: state.layout.size)
@@ -58,7 +61,8 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
         "steps": largest.count,
         "skipped": largest.skipped,
         "dropped": sum(state.dropped for state in states),
-        "clipped": sum(state.clipped for state in states),
+        "withheld": sum(state.withheld for state in states),
+        "clipped": _clipped(states),
         "effective_density": jnp.mean(info.selected) / max(size, 1),
         "delivered_density": info.delivered / max(sum(s.layout.size for s in states), 1),
         "delivered_share": share(jnp.sum(info.arrived), jnp.sum(info.selected)),
@@ -69,9 +73,19 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
         "global_threshold": jnp.mean(info.global_threshold),
         "words": jnp.mean(info.words),
         "occupancy": share(jnp.mean(info.useful), jnp.mean(info.words)),
-        "xi": jnp.mean(info.xi),
+        "xi": _xi.last(opt_state),
     }
     return {name: jnp.asarray(value, jnp.float32) for name, value in values.items()}
+
+
+def _clipped(states: list[Any]) -> jax.Array | int:
+    """Of all scheduled selectors; every worker counts the same."""
+
+    def is_scheduled(node: Any) -> bool:
+        return isinstance(node, select.ScheduledState)
+
+    found = filter(is_scheduled, jax.tree.leaves(states, is_leaf=is_scheduled))
+    return sum(jnp.max(node.clipped) for node in found)
 
 
 class Monitor:
@@ -89,7 +103,7 @@ class Monitor:
 
     Example:
       >>> import jax.numpy as jnp, optax_ext
-      >>> state = optax_ext.ok_topk(0.5, axis="w", axis_size=2).init(jnp.zeros(4))
+      >>> state = optax_ext.init_state(optax_ext.ok_topk(0.5, axis="w"), jnp.zeros(4), {"w": 2})
       >>> monitor = Monitor(lambda step, values: print(step, values["sparse/words"]), every=2)
       >>> for _ in range(4):
       ...     monitor(state)
@@ -104,7 +118,7 @@ class Monitor:
                 "optax_ext.tensorboard_writer(folder)."
             )
         self._write = write
-        self._every = _validation.check_positive_int("every", every)
+        self._every = extend.check_positive_int("every", every)
         self._prefix = prefix
         self._calls = 0
         self._metrics = jax.jit(metrics)

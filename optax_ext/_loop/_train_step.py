@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,50 +12,55 @@ import optax
 from jax import core as jax_core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from optax_ext._state import _find
+from optax_ext._loop import _in_flight
+from optax_ext._state import _find, _init
 from optax_ext._step import _checks
-from sparse_collectives import _compat, transport
-from sparse_collectives._types import AxisName
+from sparse_collectives import extend, transport
+from sparse_collectives.extend import AxisName
 
 
 def make_train_step(
     loss_fn: Callable[..., Any],
     tx: optax.GradientTransformation,
     mesh: Mesh,
-    axis: AxisName,
     *,
     has_aux: bool = False,
     check_vma: bool = True,
     donate: bool = True,
+    steps_in_flight: int | None = None,
 ) -> TrainStep:
     """A jitted ``step(params, opt_state, batch) -> (params, opt_state, loss)``.
 
     Each worker differentiates the loss of its part of the batch; ``tx`` turns the
-    local gradients into one update for all. Parameters stay replicated.
+    local gradients into one update for all. Parameters stay replicated. The axis of the
+    workers is that of ``tx``; the leaves of a batch are split over it along their leading
+    dimension.
 
     Args:
       loss_fn: ``loss_fn(params, batch) -> scalar``, the mean over the batch it is
         given; with ``has_aux``, ``(scalar, aux)``.
       tx: a transformation that starts with :func:`sparse_allreduce` or
-        :func:`dense`, on the same axis. One that takes extra arguments gets the mean
-        loss as ``value``, as ``optax.contrib.reduce_on_plateau`` asks for.
-      mesh: the mesh.
-      axis: the mesh axis (or a tuple of them) of the workers. The leaves of a
-        batch are split over it along their leading dimension.
+        :func:`dense`. One that takes extra arguments gets the mean loss as ``value``, as
+        ``optax.contrib.reduce_on_plateau`` asks for.
+      mesh: the mesh, with the axis of ``tx``.
       has_aux: whether the loss returns auxiliary values too; their mean over the
         workers is returned as a fourth result.
       check_vma: as in ``jax.shard_map``. It proves at trace time that the new
         parameters are the same on every worker.
       donate: whether params and opt_state are donated: updated in place, and not
         to be used again by the caller.
+      steps_in_flight: how many steps may be waiting to be computed when a call returns; a
+        call waits for older ones. None: 2 on CPU, and as many as JAX allows elsewhere. On
+        CPU, XLA ends the process when the devices of a collective do not all reach it within
+        40 seconds, which happens where many steps are queued on few cores.
 
     Returns:
       The step. The loss is the mean over the workers.
 
     Raises:
-      ValueError: an axis that the mesh does not have; at the first call of a
-        shape, a batch whose leading dimension P does not divide, or a ``tx`` that
-        does not reduce the gradients over the axis, or keeps a state that differs
+      ValueError: fewer than one step in flight; at the first call of a shape, an axis that
+        the mesh does not have, a batch whose leading dimension P does not divide, or a ``tx``
+        that does not reduce the gradients over the axis, or keeps a state that differs
         between the workers; on a mesh over several processes, a batch that is no global
         array.
 
@@ -63,34 +69,34 @@ def make_train_step(
       >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
       >>> tx = optax.chain(optax_ext.ok_topk(density=0.5, axis="data"), optax.sgd(0.1))
       >>> params = {"w": jnp.array([1.0, -2.0])}
-      >>> opt_state = optax_ext.init_state(tx, params, mesh, "data")
-      >>> step = make_train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), tx, mesh, "data")
+      >>> opt_state = optax_ext.init_state(tx, params, mesh)
+      >>> step = make_train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), tx, mesh)
       >>> params, opt_state, loss = step(params, opt_state, jnp.eye(2))
       >>> float(loss), params["w"].tolist()
       (2.5, [1.0, -1.7999999523162842])
     """
-    _find.check_axis(mesh, axis)
     tx = optax.with_extra_args_support(tx)
-    workers = 1
-    for name in _compat.axis_names(axis):
-        workers *= mesh.shape[name]
+    in_flight = _in_flight.limit(steps_in_flight, mesh)
 
     def local_step(params, opt_state, batch):
+        axis = _find.axis_of(opt_state)
         # Varying parameters have local gradients; replicated ones would have
         # gradients that autodiff has already summed, densely.
-        local_params = _compat.to_varying(params, axis)
+        local_params = extend.to_varying(params, axis)
         loss, gradients = jax.value_and_grad(loss_fn, has_aux=has_aux)(local_params, batch)
         loss = jax.tree.map(lambda x: transport.pmean(x, axis), loss)
         value = loss[0] if has_aux else loss
         updates, opt_state = tx.update(gradients, opt_state, params, value=value)
         _checks.check_replicated_updates(updates, axis)
-        _checks.check_state_types(opt_state, _find.state_specs(opt_state, axis), axis)
+        _checks.check_state_types(opt_state, _find.state_specs(opt_state), axis)
         params = optax.apply_updates(params, updates)
         return (params, opt_state, *loss) if has_aux else (params, opt_state, loss)
 
     def step(params, opt_state, batch):
+        axis = _axis_on(mesh, opt_state)
+        workers = math.prod(mesh.shape[name] for name in extend.axis_names(axis))
         _check_batch(batch, workers, axis)
-        specs = _find.state_specs(opt_state, axis)
+        specs = _find.state_specs(opt_state)
         whole = PartitionSpec()
         return jax.shard_map(
             local_step,
@@ -100,36 +106,55 @@ def make_train_step(
             check_vma=check_vma,
         )(params, opt_state, batch)
 
-    return TrainStep(jax.jit(step, donate_argnums=(0, 1) if donate else ()), mesh, axis)
+    return TrainStep(jax.jit(step, donate_argnums=(0, 1) if donate else ()), mesh, in_flight)
 
 
 class TrainStep:
     """A jitted training step; see :func:`make_train_step`."""
 
-    def __init__(self, step: Any, mesh: Mesh, axis: AxisName):
+    def __init__(self, step: Any, mesh: Mesh, in_flight: int | None):
         self._step = step
         self._mesh = mesh
-        self._axis = axis
+        self._queue = _in_flight.Queue(in_flight)
+        self._specs: dict[Any, Any] = {}
 
     def __call__(self, params: Any, opt_state: Any, batch: Any) -> tuple[Any, ...]:
         """``(params, opt_state, loss)``, or with aux a fourth."""
-        _check_global(batch, self._mesh, self._axis)
-        return self._step(*self._placed(params, opt_state), batch)
+        _check_global(batch, self._mesh, opt_state)
+        results = self._step(*self._placed(params, opt_state), batch)
+        # The loss is new at each step, and nobody donates it.
+        self._queue.add(results[2])
+        return results
+
+    def trace(self, params: Any, opt_state: Any, batch: Any) -> jax.stages.Traced:
+        """As ``jax.jit(f).trace``, for :mod:`sparse_collectives.traffic` among others."""
+        return self._step.trace(*self._placed(params, opt_state), batch)
 
     def lower(self, params: Any, opt_state: Any, batch: Any) -> jax.stages.Lowered:
-        """As ``jax.jit(f).lower``, for :mod:`sparse_collectives.traffic` among others."""
+        """As ``jax.jit(f).lower``."""
         return self._step.lower(*self._placed(params, opt_state), batch)
 
     def _placed(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
         # Where an array is belongs to its type, so arrays that are not on the
         # mesh at the first call would make it another program than the second.
-        specs = (PartitionSpec(), _find.state_specs(opt_state, self._axis))
+        structure = jax.tree.structure(opt_state)
+        if structure not in self._specs:
+            _axis_on(self._mesh, opt_state)
+            self._specs[structure] = _find.state_specs(opt_state)
+        specs = (PartitionSpec(), self._specs[structure])
 
         def place(spec, tree):
             sharding = NamedSharding(self._mesh, spec)
             return jax.tree.map(lambda x: _place(x, sharding), tree)
 
         return jax.tree.map(place, specs, (params, opt_state), is_leaf=_is_spec)
+
+
+def _axis_on(mesh: Mesh, opt_state: Any) -> Any:
+    """The axis that the state was made for; the mesh has it."""
+    axis = _find.axis_of(opt_state)
+    _init.check_axis(axis, mesh.axis_names)
+    return axis
 
 
 def _is_spec(node: Any) -> bool:
@@ -153,9 +178,10 @@ def _is_local(x: Any) -> bool:
     return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
-def _check_global(batch: Any, mesh: Mesh, axis: AxisName) -> None:
+def _check_global(batch: Any, mesh: Mesh, opt_state: Any) -> None:
     if not mesh.is_multi_process:
         return
+    axis = _find.axis_of(opt_state)
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
         # jit would take it for all workers' examples, and each process for others.
         if _is_local(leaf):

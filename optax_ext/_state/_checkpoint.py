@@ -7,17 +7,19 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from optax_ext._state import _find, _shards
-from optax_ext._step._sparse_state import ShardState, SparseAllreduceState
-from sparse_collectives import __version__, _compat
-from sparse_collectives._types import AxisName
+from optax_ext._state import _find, _init, _shards
+from optax_ext._step._sparse_state import SparseAllreduceState
+from sparse_collectives import __version__, extend
+
+# Of the metadata and of what it describes. It grows when a state gets another structure, or
+# when a spec gets another meaning: not with every version of the library.
+FORMAT = 2
 
 
 def abstract_state(
     tx: optax.GradientTransformation,
     params: Any,
     mesh: Mesh | AbstractMesh,
-    axis: AxisName,
     *,
     sharding: Sharding | None = None,
 ) -> Any:
@@ -30,7 +32,6 @@ def abstract_state(
       params: the parameters, or their ``jax.ShapeDtypeStruct``s.
       mesh: the mesh. An ``AbstractMesh`` stands for workers that this program does
         not have: those that wrote a checkpoint.
-      axis: the mesh axis (or a tuple of them) given to the transformation.
       sharding: where to restore every array, instead of where ``init_state`` would
         place it. Needed with an ``AbstractMesh``.
 
@@ -45,13 +46,13 @@ def abstract_state(
             "mesh is an AbstractMesh, which has no devices to restore to. Give for example "
             "sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])."
         )
-    shapes = jax.eval_shape(lambda p: _find.init_state(tx, p, mesh, axis), params)
+    shapes = jax.eval_shape(lambda p: _init.init_state(tx, p, mesh), params)
 
     def place(spec, tree):
         where = NamedSharding(mesh, spec) if sharding is None else sharding
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
 
-    specs = _find.state_specs(shapes, axis)
+    specs = _find.state_specs(shapes)
     return jax.tree.map(place, specs, shapes, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
@@ -62,15 +63,21 @@ def checkpoint_metadata(opt_state: Any) -> dict[str, Any]:
       opt_state: the state of all workers, or its :func:`abstract_state`.
 
     Returns:
-      ``version`` of the library; ``workers``, P; ``sparse``, for each
-      :class:`SparseAllreduceState` its path with workers, entries n, selector,
-      allreduce, whether a learning rate is in the residual, dtype and decay of that, the
-      momentum correction, the dense leaves, and the shape and dtype of each parameter;
-      ``arrays``, the path of every array with shape and dtype.
+      ``format``, a number that grows when states get another structure; ``version`` of the
+      library, for information; ``workers``, P; ``sparse``, for each
+      :class:`SparseAllreduceState` its path with workers, entries n, selector and
+      allreduce as their factories declare them, the states of the local transformation,
+      dtype and decay of the residual, the momentum correction, the dense leaves, and the
+      shape and dtype of each parameter; ``arrays``, the path of every array with shape and
+      dtype.
+
+    Raises:
+      ValueError: a selector, allreduce or correction without a ``spec``: two different ones
+        could not be told apart.
     """
     sparse = {
         jax.tree_util.keystr(path): _metadata_of(node)
-        for path, node in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_find._is_state)
+        for path, node in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_find.is_state)
         if isinstance(node, SparseAllreduceState)
     }
     arrays = {
@@ -78,7 +85,13 @@ def checkpoint_metadata(opt_state: Any) -> dict[str, Any]:
         for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state)
     }
     workers = max((node["workers"] for node in sparse.values()), default=1)
-    return {"version": __version__, "workers": workers, "sparse": sparse, "arrays": arrays}
+    return {
+        "format": FORMAT,
+        "version": __version__,
+        "workers": workers,
+        "sparse": sparse,
+        "arrays": arrays,
+    }
 
 
 def check_metadata(saved: dict[str, Any], opt_state: Any) -> None:
@@ -90,16 +103,19 @@ def check_metadata(saved: dict[str, Any], opt_state: Any) -> None:
 
     Raises:
       TypeError: ``saved`` is not such a dictionary: the checkpoint has none.
-      ValueError: the library's version, the number of workers, density, algorithm,
+      ValueError: a checkpoint of another format; the number of workers, density, algorithm,
         parameters, or any array's shape or dtype is another. It names all that differ.
     """
     if not isinstance(saved, dict) or "arrays" not in saved:
         raise TypeError(
-            f"saved must be what checkpoint_metadata returned, got {saved!r}. Save it with the "
-            "arrays: checkpointer.save(path, state, custom_metadata=checkpoint_metadata(state))."
+            f"saved must be what checkpoint_metadata returned, got {_short(saved)}. Save it "
+            "with the arrays: checkpointer.save(path, state, custom_metadata=checkpoint_metadata(state))."
         )
+    _check_format(saved)
     expected = checkpoint_metadata(opt_state)
-    differences = list(_differences("", saved, expected))
+    differences = [
+        text for text in _differences("", saved, expected) if not text.startswith("version")
+    ]
     if not differences:
         return
     # Arrays differ as a consequence; they are named where nothing else explains it.
@@ -107,18 +123,25 @@ def check_metadata(saved: dict[str, Any], opt_state: Any) -> None:
     advice = "Make the transformation with the settings of the checkpoint"
     if saved.get("workers") != expected["workers"]:
         advice += (
-            f"; for another number of workers restore the state of {saved.get('workers')} with "
-            "optax_ext.abstract_state(..., sharding=...), then call optax_ext.reshard"
-        )
-    if saved.get("version") != expected["version"]:
-        advice += (
-            f"; for another version of the library run sparse-collectives=={saved.get('version')}, "
-            "consolidate the residuals into the parameters there, and save those"
+            f"; for another number of workers restore the state of {_short(saved.get('workers'))} "
+            "with optax_ext.abstract_state(..., sharding=...), then call optax_ext.reshard"
         )
     raise ValueError(
         "the checkpoint was saved from another optimizer state:\n  "
         + "\n  ".join(causes[:20])
         + f"\n{advice}."
+    )
+
+
+def _check_format(saved: dict[str, Any]) -> None:
+    found = saved.get("format", 1)
+    if found == FORMAT and not isinstance(found, bool):
+        return
+    raise ValueError(
+        f"the checkpoint has format {_short(found)} (of sparse-collectives "
+        f"{_short(saved.get('version'))}), and this version reads format {FORMAT}: the structure "
+        "of the states has changed. With the version that wrote it, consolidate the residuals into "
+        "the parameters (optax_ext.consolidate), save the parameters, and start from these."
     )
 
 
@@ -128,23 +151,33 @@ def _metadata_of(node: SparseAllreduceState) -> dict[str, Any]:
         jax.tree.unflatten(layout.treedef, range(len(layout.shapes)))
     )
     metadata = {
-        "workers": _compat.ranks(node.settings.axis) or node.residual.shape[0],
+        "workers": extend.ranks(node.settings.axis) or node.residual.shape[0],
         "n": layout.size,
-        "selector": node.settings.selector,
-        "allreduce": node.settings.allreduce,
-        "learning_rate_in_residual": node.settings.learning_rate,
+        "selector": _declared("selector", node.settings.selector),
+        "allreduce": _declared("allreduce", node.settings.allreduce),
+        "local": node.settings.local,
         "residual": node.settings.residual,
-        "correction": node.settings.correction,
+        "correction": _declared("correction", node.settings.correction),
         "dense": [jax.tree_util.keystr(path) for path, i in places if layout.dense[i]],
         "params": {
             jax.tree_util.keystr(path): _described(layout.shapes[i], layout.dtypes[i])
             for path, i in places
         },
     }
-    if isinstance(node.allreduce, ShardState):
-        inner = _compat.ranks(node.allreduce.inner_axis)
-        metadata["workers_in_a_node"] = inner or _shards.workers_in_node(node)
+    if node.settings.shard_axis:
+        metadata["workers_in_a_node"] = _shards.workers_in_node(node)
     return metadata
+
+
+def _declared(name: str, text: str | None) -> str:
+    if text is not None:
+        return text
+    kind = {"selector": "Selector", "allreduce": "SparseAllreduce"}.get(name, "MomentumCorrection")
+    raise ValueError(
+        f"the {name} declares no spec, so that a checkpoint can't say what it was made with. Give "
+        f"it one where it is made: sparse_collectives.{kind}(..., "
+        f"spec=sparse_collectives.Spec.of('my_{name}', density=0.01))."
+    )
 
 
 def _described(shape: tuple[int, ...], dtype: Any) -> str:
@@ -153,8 +186,20 @@ def _described(shape: tuple[int, ...], dtype: Any) -> str:
 
 def _differences(path: str, saved: Any, now: Any):
     if isinstance(saved, dict) and isinstance(now, dict):
-        for name in sorted({*saved, *now}):
+        for name in sorted({*saved, *now}, key=str):
             here = f"{path}.{name}" if path else name
             yield from _differences(here, saved.get(name), now.get(name))
-    elif saved != now:
-        yield f"{path}: {saved} in the checkpoint, {now} here"
+    elif not _equal(saved, now):
+        yield f"{path}: {_short(saved)} in the checkpoint, {_short(now)} here"
+
+
+def _equal(saved: Any, now: Any) -> bool:
+    """Also of what no metadata has in it, such as arrays."""
+    if isinstance(saved, tuple):
+        saved = list(saved)
+    return type(saved) is type(now) and saved == now
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"

@@ -45,10 +45,17 @@ def check_checksums(saved: dict[str, int], tree: Any) -> None:
       tree: what was restored.
 
     Raises:
+      TypeError: ``saved`` is not such a dictionary: the checkpoint has none.
       ValueError: an array has another checksum, or is not in both. It names them.
     """
+    if not isinstance(saved, dict):
+        raise TypeError(
+            f"saved must be what optax_ext.checksums returned, got {saved!r}: the checkpoint was "
+            "saved without. Save them beside the arrays, for example with "
+            "checkpointer.save(path, state, custom_metadata={'checksums': checksums(state)})."
+        )
     found = checksums(tree)
-    differ = sorted(path for path in {*saved, *found} if saved.get(path) != found.get(path))
+    differ = sorted(str(path) for path in {*saved, *found} if saved.get(path) != found.get(path))
     if differ:
         names = ", ".join(differ[:10]) + (", ..." if len(differ) > 10 else "")
         raise ValueError(
@@ -64,7 +71,7 @@ def _sums(leaves: list[Any]) -> list[jax.Array]:
 
 
 def _checksum(x: jax.Array) -> jax.Array:
-    words = _words(x)
+    words = _as_words(x)
     # No reshape, which would move an array that is sharded.
     index = jnp.zeros(words.shape, jnp.uint32)
     for axis, size in enumerate(words.shape):
@@ -79,7 +86,7 @@ def _checksum(x: jax.Array) -> jax.Array:
     return jnp.sum(words * weight, dtype=jnp.uint32)
 
 
-def _words(x: jax.Array) -> jax.Array:
+def _as_words(x: jax.Array) -> jax.Array:
     """The bits of ``x`` as ``u32[...]``, with a last axis of 2 where a number has two words."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)

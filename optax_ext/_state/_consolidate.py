@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext._state import _find, _shards
-from optax_ext._step import _buffer
+from optax_ext._step import _layout
 from optax_ext._step._sparse_state import SparseAllreduceState
-from sparse_collectives import _compat
+from sparse_collectives import extend
 
 
 def consolidate(opt_state: Any, params: Any) -> tuple[Any, Any]:
@@ -36,8 +36,8 @@ def consolidate(opt_state: Any, params: Any) -> tuple[Any, Any]:
 
     Example:
       >>> import jax.numpy as jnp, optax_ext
-      >>> tx = optax_ext.ok_topk(0.5, axis="w", axis_size=2)
-      >>> state = tx.init(jnp.zeros(2))._replace(residual=jnp.array([[1.0, 2.0], [3.0, 0.0]]))
+      >>> state = optax_ext.init_state(optax_ext.ok_topk(0.5, axis="w"), jnp.zeros(2), {"w": 2})
+      >>> state = state._replace(residual=jnp.array([[1.0, 2.0], [3.0, 0.0]]))
       >>> gradient, state = consolidate(state, jnp.zeros(2))
       >>> gradient.tolist(), state.residual.tolist()
       ([2.0, 1.0], [[0.0, 0.0], [0.0, 0.0]])
@@ -48,17 +48,18 @@ def consolidate(opt_state: Any, params: Any) -> tuple[Any, Any]:
     def fold(node):
         if not isinstance(node, SparseAllreduceState):
             return node
-        if _compat.axis_is_bound(node.settings.axis):
+        if extend.axis_is_bound(node.settings.axis):
             raise ValueError(
                 "consolidate was called inside the function mapped over axis "
                 f"{node.settings.axis!r}, where each worker sees its own residual. Call it outside."
             )
         _shards.check_all_rows("opt_state", node)
         workers = node.residual.shape[0]
-        rows = _shards.rows(node, node.residual)
-        rows = jnp.sum(rows, axis=0, dtype=jnp.float32)
+        rows = _shards.rows(node, node.residual).astype(jnp.float32)
+        # Divided first: the sum may be too large where the mean is not.
+        mean = jnp.sum(rows / workers, axis=0)
         dense = jnp.zeros((node.layout.dense_size,), jnp.float32)
-        parts = _buffer.unravel(rows / workers, dense, node.layout)
+        parts = _layout.unravel(mean, dense, node.layout, saturate=True)
         # A part of the parameters, as in optax.multi_transform, has masks elsewhere.
         parts, tree = jax.tree.flatten(parts, is_leaf=_is_mask)
         if tree != treedef:
@@ -71,7 +72,7 @@ def consolidate(opt_state: Any, params: Any) -> tuple[Any, Any]:
                 gradient[i] = part if gradient[i] is None else gradient[i] + part
         return node._replace(residual=jnp.zeros_like(node.residual))
 
-    opt_state = jax.tree.map(fold, opt_state, is_leaf=_find._is_state)
+    opt_state = jax.tree.map(fold, opt_state, is_leaf=_find.is_state)
     dense = [
         jnp.zeros_like(leaf) if part is None else part
         for leaf, part in zip(leaves, gradient, strict=True)

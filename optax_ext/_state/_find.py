@@ -1,25 +1,27 @@
-"""Finding, making and placing the state of :func:`sparse_allreduce` in a chain."""
+"""Finding the states of allreduces in an optimizer state: their infos, axis and PartitionSpecs."""
 
+from collections.abc import Hashable
 from typing import Any
 
 import jax
-import optax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from optax_ext._state import _wrappers
 from optax_ext._step import _sparse_state
-from optax_ext._step._sparse_state import ShardState, SparseAllreduceState, StepInfo
-from sparse_collectives import _compat
-from sparse_collectives._types import AxisName
+from optax_ext._step._dense import DenseState
+from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
+from sparse_collectives import extend
 
 
-def _is_state(node: Any) -> bool:
+def is_state(node: Any) -> bool:
+    """Whether it is the state of a :func:`sparse_allreduce`."""
     return isinstance(node, SparseAllreduceState)
 
 
 def get_states(opt_state: Any) -> list[SparseAllreduceState]:
     """Every :class:`SparseAllreduceState` in ``opt_state``: one for each bucket or group."""
-    return list(filter(_is_state, jax.tree.leaves(opt_state, is_leaf=_is_state)))
+    return list(filter(is_state, jax.tree.leaves(opt_state, is_leaf=is_state)))
 
 
 def get_state(opt_state: Any) -> SparseAllreduceState | None:
@@ -28,116 +30,121 @@ def get_state(opt_state: Any) -> SparseAllreduceState | None:
 
 
 def get_info(opt_state: Any) -> StepInfo | None:
-    """What the last step did, from anywhere in a chain; None without a sparse one.
+    """What the last step did, from anywhere in a chain; None without an allreduce.
 
     Of several states (buckets, groups of parameters) counts and words are added up;
-    thresholds and xi are those of the largest buffer. Outside of the mapped function the
-    per-worker fields have a leading axis of P.
+    thresholds are those of the largest buffer. Outside of the mapped function the
+    per-worker fields have a leading axis of P. With :func:`dense` all entries are selected
+    and delivered; per-worker fields then have a leading axis of 1, since all are alike.
     """
+    reductions = _wrappers.reductions(opt_state)
+    if not reductions:
+        return None
+    infos = [_info_of(state) for state in reductions]
     states = get_states(opt_state)
-    if len(states) < 2:
-        return states[0].info if states else None
-    largest = max(states, key=lambda state: state.layout.size).info
+    largest = infos[0]
+    if states:
+        largest = max(states, key=lambda state: state.layout.size).info
     added = ("selected", "delivered", "overflow", "words", "useful", "arrived")
-    return largest._replace(
-        **{name: sum(getattr(state.info, name) for state in states) for name in added}
+    return largest._replace(**{name: sum(getattr(info, name) for info in infos) for name in added})
+
+
+def _info_of(state: SparseAllreduceState | DenseState) -> StepInfo:
+    if isinstance(state, SparseAllreduceState):
+        return state.info
+    everything = jnp.asarray(state.delivered)[None]
+    info = _sparse_state.per_worker(_sparse_state.no_info(), lambda x: x[None])
+    return info._replace(
+        selected=everything,
+        arrived=everything,
+        delivered=state.delivered,
+        words=state.words,
+        useful=jnp.asarray(state.words)[None],
     )
 
 
-def state_specs(opt_state: Any, axis: AxisName) -> Any:
+def axis_of(opt_state: Any) -> Hashable:
+    """The axis that the allreduces of an optimizer state were made for.
+
+    Raises:
+      ValueError: there is none, or they name different axes.
+    """
+    axes = {
+        state.settings.axis if isinstance(state, SparseAllreduceState) else state.axis: None
+        for state in _wrappers.reductions(opt_state)
+    }
+    if not axes:
+        raise ValueError(
+            "opt_state has no sparse allreduce, and no optax_ext.dense, in it, so nothing says "
+            "over which axis gradients are averaged. Put optax_ext.ok_topk(density=..., axis='data') or "
+            "optax_ext.dense(axis='data') first in the chain of tx."
+        )
+    if len(axes) > 1:
+        names = " and ".join(map(repr, axes))
+        raise ValueError(
+            f"tx has allreduces over different axes, {names}: all of them average the gradients of "
+            "the same workers. Give each the same axis=, a tuple where it has several names."
+        )
+    return next(iter(axes))
+
+
+def state_specs(opt_state: Any) -> Any:
     """The PartitionSpec of each leaf of an optimizer state, as a pytree.
 
     For ``in_specs`` and ``out_specs`` of ``jax.shard_map``: what belongs to one
-    worker is split over ``axis`` along its leading dimension, what belongs to one
-    shard (with a hierarchical allreduce) over its inner axis, and all else is
-    replicated. The gradients that ``optax.MultiSteps`` accumulates in front of an
+    worker is split over the axis of the transformation along its leading dimension, what
+    belongs to one shard (with a hierarchical allreduce) over its inner axis, and all else
+    is replicated. The gradients that ``optax.MultiSteps`` accumulates in front of an
     allreduce belong to one worker too: outside of the mapped function those of all
     workers lie one behind the other.
 
     Args:
       opt_state: the state, or anything of its structure (as from
         ``jax.eval_shape``).
-      axis: the mesh axis (or a tuple of them) given to the transformation.
 
     Raises:
-      ValueError: ``axis`` is an MPI communicator; a wrapper around the allreduce that
-        decides by the gradients of one worker (``optax.apply_if_finite``);
-        ``optax.MultiSteps`` with a scalar parameter, or whose state was made outside of
-        the mapped function.
+      ValueError: an axis that is an MPI communicator; allreduces that name different axes; a
+        wrapper around the allreduce that decides by the gradients of one worker
+        (``optax.apply_if_finite``); ``optax.MultiSteps`` with a scalar parameter, or whose
+        state was made outside of the mapped function.
     """
-    _check_mesh_axis(axis)
+    marked = _wrappers.mark(opt_state)
+    if not _wrappers.reductions(opt_state):
+        return jax.tree.map(lambda _: PartitionSpec(), opt_state)
+    axis = axis_of(opt_state)
+    check_mesh_axis(axis)
     split, whole = PartitionSpec(axis), PartitionSpec()
+
+    def over(spec: PartitionSpec, tree: Any) -> Any:
+        return jax.tree.map(lambda _: spec, tree)
 
     def specs(node):
         if isinstance(node, _wrappers.PerWorker):
-            return jax.tree.map(lambda _: split, node.tree)
-        if not _is_state(node):
+            return over(split, node.tree)
+        if not is_state(node):
             return whole
-        everywhere = jax.tree.map(lambda _: whole, node)
-        if isinstance(node.allreduce, ShardState):
-            shard = PartitionSpec(node.allreduce.inner_axis)
-            everywhere = everywhere._replace(
-                allreduce=jax.tree.map(lambda _: shard, node.allreduce)
-            )
+        everywhere = over(whole, node)
+        shard = PartitionSpec(node.settings.shard_axis) if node.settings.shard_axis else whole
         return everywhere._replace(
             residual=split,
-            velocity=jax.tree.map(lambda _: split, node.velocity),
-            dense_velocity=jax.tree.map(lambda _: split, node.dense_velocity),
-            selector=jax.tree.map(lambda _: split, node.selector),
+            velocity=over(split, node.velocity),
+            dense_velocity=over(split, node.dense_velocity),
+            local=over(split, node.local),
+            selector=over(split, node.selector),
+            allreduce=over(shard, node.allreduce),
             info=_sparse_state.per_worker(everywhere.info, lambda _: split),
         )
 
-    return jax.tree.map(specs, _wrappers.mark(opt_state), is_leaf=_is_state)
+    return jax.tree.map(specs, marked, is_leaf=is_state)
 
 
-def init_state(
-    tx: optax.GradientTransformation, params: Any, mesh: Mesh | AbstractMesh, axis: AxisName
-) -> Any:
-    """``tx.init(params)`` on a mesh, each worker's part on its own device.
-
-    Args:
-      tx: a transformation with :func:`sparse_allreduce` anywhere in it.
-      params: the parameters, replicated.
-      mesh: the mesh; an ``AbstractMesh`` only under ``jax.eval_shape``.
-      axis: the mesh axis (or a tuple of them) given to the transformation.
-
-    Returns:
-      The optimizer state, sharded as :func:`state_specs` says.
-
-    Raises:
-      ValueError: the mesh has no such axis; see :func:`state_specs`.
-    """
-    check_axis(mesh, axis)
-    structure, names = tx.init, _compat.axis_names(axis)
-    for name in reversed(names):
-        structure = jax.vmap(structure, in_axes=None, axis_name=name, axis_size=mesh.shape[name])
-    local = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape[len(names) :], x.dtype),
-        jax.eval_shape(structure, params),
-    )
-    specs = state_specs(local, axis)
-    init = jax.shard_map(tx.init, mesh=mesh, in_specs=PartitionSpec(), out_specs=specs)
-    return jax.jit(init)(params)
-
-
-def check_axis(mesh: Mesh | AbstractMesh, axis: AxisName) -> None:
-    """Every name of ``axis`` is an axis of ``mesh``."""
-    _check_mesh_axis(axis)
-    missing = [name for name in _compat.axis_names(axis) if name not in mesh.axis_names]
-    if missing:
+def check_mesh_axis(axis: Any) -> None:
+    """The axis is that of a mesh, and no MPI communicator."""
+    if extend.ranks(axis):
         raise ValueError(
-            f"axis={axis!r} is not an axis of the mesh, whose axes are {mesh.axis_names}. Make the "
-            f"mesh with jax.make_mesh(({jax.device_count()},), ({missing[0]!r},)), or name one of "
-            "its axes."
-        )
-
-
-def _check_mesh_axis(axis: AxisName) -> None:
-    if _compat.is_communicator(axis):
-        raise ValueError(
-            "axis is an MPI communicator, and this is for the axes of a mesh. Over MPI each "
-            "process is one worker with its own part of the state: call opt_state = "
-            "tx.init(params), and write the step without jax.shard_map,\n"
+            "the axis of the transformation is an MPI communicator, and this is for the axes of a "
+            "mesh. Over MPI each process is one worker with its own part of the state: call "
+            "opt_state = tx.init(params), and write the step without jax.shard_map,\n"
             "    @jax.jit\n"
             "    def step(params, opt_state, batch):\n"
             "        gradients = jax.grad(loss_fn)(params, batch)\n"

@@ -44,7 +44,7 @@ def reshard(opt_state: Any, fresh_state: Any) -> Any:
 
     Args:
       opt_state: the state of all old workers, whose arrays this process can read.
-      fresh_state: ``optax_ext.init_state(tx, params, mesh, axis)`` for the new mesh.
+      fresh_state: ``optax_ext.init_state(tx, params, mesh)`` for the new mesh.
 
     Returns:
       A state like ``fresh_state``, placed as that is.
@@ -52,7 +52,7 @@ def reshard(opt_state: Any, fresh_state: Any) -> Any:
     Raises:
       TypeError: a number of workers, or a mesh, in place of ``fresh_state``.
       ValueError: the states differ in more than the workers: other parameters,
-        another optimizer, residuals of another unit (``learning_rate``); arrays of
+        another optimizer, residuals of another unit (``local``); arrays of
         ``opt_state`` are spread over several processes.
 
     Cost: on the host, n float32 for each old and each new worker.
@@ -60,8 +60,8 @@ def reshard(opt_state: Any, fresh_state: Any) -> Any:
     Example:
       >>> import jax.numpy as jnp, optax_ext
       >>> def state_of(workers):
-      ...     tx = optax_ext.ok_topk(0.5, axis="w", axis_size=workers)
-      ...     return tx.init(jnp.zeros(4))
+      ...     tx = optax_ext.ok_topk(0.5, axis="w")
+      ...     return optax_ext.init_state(tx, jnp.zeros(4), {"w": workers})
       >>> old = state_of(1)._replace(residual=jnp.array([[1.0, 2.0, 3.0, 4.0]]))
       >>> reshard(old, state_of(2)).residual.tolist()
       [[1.0, 0.0, 3.0, 0.0], [0.0, 2.0, 0.0, 4.0]]
@@ -70,11 +70,11 @@ def reshard(opt_state: Any, fresh_state: Any) -> Any:
         raise TypeError(
             f"fresh_state must be the optimizer state of the new workers, got {fresh_state!r}: "
             "only the transformation can make it, and it says where the arrays are to be. Give "
-            "optax_ext.init_state(tx, params, new_mesh, axis)."
+            "optax_ext.init_state(tx, params, new_mesh)."
         )
     flat = jax.tree_util.tree_flatten_with_path
-    old, old_tree = flat(_wrappers.mark(opt_state), is_leaf=_find._is_state)
-    new, new_tree = flat(_wrappers.mark(fresh_state), is_leaf=_find._is_state)
+    old, old_tree = flat(_wrappers.mark(opt_state), is_leaf=_find.is_state)
+    new, new_tree = flat(_wrappers.mark(fresh_state), is_leaf=_find.is_state)
     if old_tree != new_tree:
         raise ValueError(
             f"opt_state and fresh_state are states of different optimizers: got {old_tree}, and "
@@ -115,11 +115,12 @@ def _check(path: str, old: Any, new: Any) -> None:
     _shards.check_all_rows(f"fresh_state{path}", new)
     if old.layout != new.layout:
         _checks.check_layout(new.layout, old.layout)
-    if old.settings.learning_rate != new.settings.learning_rate:
+    if (old.settings.local == "none") != (new.settings.local == "none"):
+        which = "without a" if old.settings.local == "none" else "behind a"
         raise ValueError(
-            f"opt_state{path} {'has' if old.settings.learning_rate else 'has not'} the learning "
-            "rate in its residuals, and fresh_state is the other way round. Give learning_rate= to "
-            "both transformations or to none."
+            f"opt_state{path} has residuals {which} local transformation, such as a learning rate, "
+            "and fresh_state is the other way round: they are in another unit. Give local= to both "
+            "transformations or to none."
         )
 
 
@@ -156,11 +157,12 @@ def _node(old: SparseAllreduceState, new: SparseAllreduceState) -> SparseAllredu
         count=_placed(old.count, new.count),
         skipped=_placed(old.skipped, new.skipped),
         dropped=_placed(old.dropped, new.dropped),
-        clipped=_placed(old.clipped, new.clipped),
+        withheld=_placed(old.withheld, new.withheld),
         residual=dealt(old.residual, new.residual),
         # The velocity of a momentum correction adds up over the workers as the residual does.
         velocity=if_both("velocity", dealt),
         dense_velocity=if_both("dense_velocity", dealt_whole),
+        local=_taken_over(old.local, new.local),
         selector=_with_counts(old.selector, new.selector),
         allreduce=_with_counts(old.allreduce, new.allreduce),
     )
@@ -225,6 +227,23 @@ def _two_sum(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return total, (a - (total - part)) + (b - part)
 
 
+def _taken_over(old: Any, new: Any) -> Any:
+    """The states of local transformations: each new worker has that of an old one.
+
+    They are counts and averages, and not sums, as residuals are.
+    """
+    if jax.tree.structure(old) != jax.tree.structure(new):
+        return new
+
+    def rows(before: Any, fresh: Any) -> Any:
+        if np.shape(before)[1:] != np.shape(fresh)[1:]:
+            return fresh
+        host = np.asarray(before)
+        return _placed(host[np.arange(fresh.shape[0]) % len(host)], fresh)
+
+    return jax.tree.map(rows, old, new)
+
+
 def _with_counts(old: Any, new: Any) -> Any:
     """``new`` with the steps counted in ``old``: arrays of integers named count."""
 
@@ -242,7 +261,7 @@ def _with_counts(old: Any, new: Any) -> Any:
     def move(path, leaf):
         if path not in before or path not in counts(new):
             return leaf
-        # The same on every worker; a leading axis, where there is one, is theirs.
+        # The same on every worker, and of every shard: the leading axis is theirs.
         count = np.asarray(before[path])
         count = count if count.ndim == 0 else count[0]
         inner = leaf.shape if leaf.ndim == 0 else leaf.shape[1:]

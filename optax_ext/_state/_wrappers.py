@@ -155,5 +155,5 @@ def _check_multi_steps(node: Any, inside: list[Any]) -> None:
                     f"acc_grads{jax.tree_util.keystr(path)} of optax.MultiSteps has shape "
                     f"{np.shape(leaf)}, expected {expected} for {workers} workers: the state was "
                     "made outside of the mapped function. Make it with "
-                    "optax_ext.init_state(tx, params, mesh, axis)."
+                    "optax_ext.init_state(tx, params, mesh)."
                 )

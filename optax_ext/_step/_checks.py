@@ -4,53 +4,69 @@ from typing import Any
 
 import jax
 
-from optax_ext._step import _buffer
-from sparse_collectives import _compat, transport
-from sparse_collectives._types import AxisName
-from sparse_collectives.allreduce import _hierarchical
+from optax_ext._step import _layout
+from optax_ext._step._residual import Residual
+from sparse_collectives import Selector, SparseAllreduce, extend, transport
+from sparse_collectives.extend import AxisName
 
 
-def workers_at_init(axis: AxisName, axis_size: int | None, bound: bool) -> int:
-    """P, from the bound axis or from ``axis_size``."""
-    if bound:
-        return workers_at_update(axis, axis_size)
-    if axis_size is None:
-        raise ValueError(
-            f"axis={axis!r} is not bound where init is called. Call init inside the mapped "
-            "function, or use optax_ext.init_state(tx, params, mesh, axis), or give axis_size=P to "
-            "the transformation: init then makes the state of all P workers."
+class UnboundAxisError(ValueError):
+    """The axis of a transformation is not bound where it is called."""
+
+    def __init__(self, axis: Any):
+        super().__init__(
+            f"axis={axis!r} is not bound here. Make the state with optax_ext.init_state(tx, "
+            "params, mesh), on a mesh with that axis, and call init and update inside a function mapped "
+            "over it: jax.shard_map, jax.pmap or sparse_collectives.simulate. "
+            "optax_ext.make_train_step does that."
         )
-    return axis_size
+        self.axis = axis
 
 
-def workers_at_update(axis: AxisName, axis_size: int | None) -> int:
-    """P of the bound axis; it has to be ``axis_size`` if that was given."""
-    workers = transport.axis_size(axis)
-    if axis_size is not None and workers != axis_size:
-        raise ValueError(
-            f"axis_size={axis_size} was given, but axis {axis!r} has {workers} workers. Give "
-            f"axis_size={workers}, or leave it out."
+def workers(axis: AxisName) -> int:
+    """P of the bound axis."""
+    if not extend.axis_is_bound(axis):
+        raise UnboundAxisError(axis)
+    return transport.axis_size(axis)
+
+
+def check_parts(selector: Any, allreduce: Any, residual: Any) -> None:
+    """Each part is what its argument asks for."""
+    wanted = (
+        ("selector", selector, Selector, "sparse_collectives.select.topk(density=0.01)"),
+        ("allreduce", allreduce, SparseAllreduce, "sparse_collectives.allreduce.topk_a()"),
+    )
+    for name, part, kind, example in wanted:
+        if not isinstance(part, kind):
+            raise TypeError(
+                f"{name} must be a {kind.__name__}, got {part!r} of type {type(part).__name__}. "
+                f"Write for example {name}={example}."
+            )
+    if residual is not None and not isinstance(residual, Residual):
+        raise TypeError(
+            f"residual must be made by optax_ext.residual, got {residual!r}. Write for example "
+            "residual=optax_ext.residual(jnp.bfloat16, decay=0.99)."
         )
-    return workers
 
 
-def check_hierarchy(axis: AxisName, inner_axis: AxisName) -> None:
-    """``axis`` names the workers of a node, by ``inner_axis``, and the nodes."""
-    _hierarchical.outer_axis(axis, inner_axis)
-
-
-def check_bound_for_hierarchy(axis: AxisName, bound: bool) -> None:
-    """A hierarchical allreduce takes the number of workers in a node from the axis."""
-    if not bound:
+def check_densities(selector: Selector, allreduce: SparseAllreduce) -> None:
+    """The selector selects no more than the allreduce delivers, where both say how much."""
+    specs = selector.spec, allreduce.spec
+    selected, delivered = (None if spec is None else spec.number("density") for spec in specs)
+    if selected is not None and delivered is not None and selected > delivered:
         raise ValueError(
-            f"axis={axis!r} is not bound where init is called, and axis_size does not say how many "
-            "workers a node has. Call init inside a function mapped over all of these axes "
-            "(jax.shard_map or sparse_collectives.simulate; jax.pmap has one axis only), or use "
-            f"optax_ext.init_state(tx, params, mesh, {axis!r}) with the same axis."
+            f"the selector has density={selected} and the allreduce density={delivered}: every "
+            "worker would select entries that the result has no room for, and keep them. Give "
+            f"both density={selected}, or both density={delivered}."
         )
 
 
-def check_layout(expected: _buffer.Layout, got: _buffer.Layout) -> None:
+def check_shard_axis(axis: AxisName, shard_axis: AxisName) -> None:
+    """``axis`` names the workers of a node, by ``shard_axis``, and the nodes."""
+    extend.outer_axis(axis, shard_axis)
+
+
+def check_layout(expected: _layout.TreeLayout, got: _layout.TreeLayout) -> None:
     """The updates have the tree, shapes and dtypes of the parameters at init."""
     if got == expected:
         return
@@ -58,7 +74,7 @@ def check_layout(expected: _buffer.Layout, got: _buffer.Layout) -> None:
         raise ValueError(
             f"updates have another tree than the params that init was called with: expected "
             f"{expected.treedef}, got {got.treedef}. Call init with the parameters that you "
-            "differentiate by."
+            "differentiate with respect to."
         )
     paths = jax.tree_util.tree_flatten_with_path(
         jax.tree.unflatten(expected.treedef, range(len(expected.shapes)))
@@ -85,13 +101,13 @@ def check_residual(residual: Any, size: int, workers: int, axis: AxisName) -> No
     """The state is this worker's part of a state for this number of workers."""
     if residual.ndim == 2 and residual.shape == (1, size):
         # Without types nothing tells one row for all workers from a row of each.
-        shared = _compat.checks_varying(axis) and not _compat.is_varying(residual, axis)
+        shared = extend.checks_varying(axis) and not extend.is_varying(residual, axis)
         if shared and workers > 1:
             raise ValueError(
                 f"state.residual is one row that all {workers} workers of axis {axis!r} share, and "
                 "each must have its own: in_specs leaves the axis out, or the state was returned "
                 "by out_specs without it, which keeps the residual of one worker and loses the "
-                "others. Write optax_ext.state_specs(opt_state, axis) in in_specs and in out_specs."
+                "others. Write optax_ext.state_specs(opt_state) in in_specs and in out_specs."
             )
         return
     if residual.ndim == 2 and residual.shape[0] > 1:
@@ -100,26 +116,26 @@ def check_residual(residual: Any, size: int, workers: int, axis: AxisName) -> No
             f"state.residual has {lead} rows inside the mapped function, where each worker must "
             f"see one: the state was made for {lead} workers and passed whole, or for "
             f"{lead * workers} and is split over {workers}. Pass it with "
-            "in_specs=optax_ext.state_specs(opt_state, axis), or make a state for "
-            f"{workers} workers with optax_ext.init_state(tx, params, mesh, {axis!r})."
+            "in_specs=optax_ext.state_specs(opt_state), or make a state for "
+            f"{workers} workers with optax_ext.init_state(tx, params, mesh)."
         )
     raise ValueError(
         f"state.residual has shape {tuple(residual.shape)}, expected (1, {size}) inside the mapped "
         "function. Under pmap call init inside the mapped function, so that the leading axis of "
-        "each worker is kept; under shard_map pass in_specs=optax_ext.state_specs(opt_state, axis)."
+        "each worker is kept; under shard_map pass in_specs=optax_ext.state_specs(opt_state)."
     )
 
 
 def check_local_gradients(updates: Any, axis: AxisName) -> None:
     """The gradients are this worker's own, not yet summed over the axis."""
-    if not _compat.checks_varying(axis):
+    if not extend.checks_varying(axis):
         return  # Nothing in the types tells.
     for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
-        if not _compat.is_varying(leaf, axis):
+        if not extend.is_varying(leaf, axis):
             raise ValueError(
                 f"updates{jax.tree_util.keystr(path)} is the same on every worker of axis "
-                f"{axis!r}: under shard_map(check_vma=True) the gradient by a replicated parameter "
-                "is already summed over the axis, so there is nothing left to compress. Write\n"
+                f"{axis!r}: under shard_map(check_vma=True) the gradient with respect to "
+                "a replicated parameter is already summed over the axis, so there is nothing left to compress. Write\n"
                 f"    params = jax.lax.pcast(params, {axis!r}, to='varying')\n"
                 "before jax.grad, or use optax_ext.make_train_step, which does it."
             )
@@ -127,10 +143,10 @@ def check_local_gradients(updates: Any, axis: AxisName) -> None:
 
 def check_replicated_updates(updates: Any, axis: AxisName) -> None:
     """The transformation has reduced the gradients: every worker has the same updates."""
-    if not _compat.checks_varying(axis):
+    if not extend.checks_varying(axis):
         return  # Nothing in the types tells.
     for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
-        if set(_compat.axis_names(axis)) & _compat.varying_axes(leaf):
+        if set(extend.axis_names(axis)) & extend.varying_axes(leaf):
             raise ValueError(
                 f"updates{jax.tree_util.keystr(path)} of tx differ between the workers of axis "
                 f"{axis!r}: no transformation in it reduces the gradients over that axis. Put "
@@ -141,13 +157,13 @@ def check_replicated_updates(updates: Any, axis: AxisName) -> None:
 
 def check_state_types(opt_state: Any, specs: Any, axis: AxisName) -> None:
     """What ``specs`` calls the same on every worker is so."""
-    if not _compat.checks_varying(axis):
+    if not extend.checks_varying(axis):
         return  # Nothing in the types tells.
-    names = set(_compat.axis_names(axis))
+    names = set(extend.axis_names(axis))
     leaves = jax.tree_util.tree_leaves_with_path(opt_state)
     for (path, leaf), spec in zip(leaves, jax.tree.leaves(specs), strict=True):
-        split = set(_compat.axis_names(spec[0])) if len(spec) else set()
-        if (names & _compat.varying_axes(leaf)) - split:
+        split = set(extend.axis_names(spec[0])) if len(spec) else set()
+        if (names & extend.varying_axes(leaf)) - split:
             raise ValueError(
                 f"opt_state{jax.tree_util.keystr(path)} differs between the workers of axis "
                 f"{axis!r}: a transformation keeps something of the gradients before they are "

@@ -8,22 +8,27 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._step import _checks
-from optax_ext._transforms import _buckets
-from sparse_collectives import _compat, _validation, transport
-from sparse_collectives._types import AxisName
+from optax_ext._step import _checks, _groups
+from sparse_collectives import extend, transport
+from sparse_collectives.extend import AxisName
 
 
-@jax.tree_util.register_static
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DenseState:
-    """State of :func:`dense`: no arrays, but a wrapper around it can be recognised.
+    """State of :func:`dense`, the same on every worker.
 
     Attributes:
-      axis: the mesh axis of the workers; a ``Ranks`` for an MPI communicator.
+      count: ``i32[]``, steps taken.
+      delivered: ``i32[]``, entries in the last update.
+      words: ``f32[]``, 4-byte words that each worker received for it.
+      axis: static, the mesh axis of the workers; a ``Ranks`` for an MPI communicator.
     """
 
-    axis: Hashable
+    count: jax.Array
+    delivered: jax.Array
+    words: jax.Array
+    axis: Hashable = dataclasses.field(metadata={"static": True})
 
 
 def dense(*, axis: AxisName, buckets: int | None = None) -> optax.GradientTransformation:
@@ -50,30 +55,40 @@ def dense(*, axis: AxisName, buckets: int | None = None) -> optax.GradientTransf
         one allreduce for each leaf.
 
     Returns:
-      An ``optax.GradientTransformation`` whose state has no arrays.
+      An ``optax.GradientTransformation`` with a :class:`DenseState`;
+      :func:`optax_ext.get_info` reads its words and counts. Its ``init`` may be called
+      anywhere.
 
     Raises:
       ValueError: fewer than one bucket; an axis that is not bound; gradients already
         summed over it.
     """
     if buckets is not None:
-        buckets = _validation.check_positive_int("buckets", buckets)
+        buckets = extend.check_positive_int("buckets", buckets)
 
     def init(params: Any) -> DenseState:
         del params
-        return DenseState(_compat.static_axis(axis))
+        zero = jnp.zeros((), jnp.int32)
+        return DenseState(zero, jnp.zeros_like(zero), jnp.float32(0), extend.static_axis(axis))
 
-    def update(updates: Any, state: Any, params: Any = None):
+    def update(updates: Any, state: DenseState, params: Any = None):
         del params
-        _checks.workers_at_update(axis, None)
+        workers = _checks.workers(axis)
         for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
-            _validation.check_float(f"updates{jax.tree_util.keystr(path)}", leaf.dtype)
+            extend.check_float(f"updates{jax.tree_util.keystr(path)}", leaf.dtype)
         _checks.check_local_gradients(updates, axis)
         leaves, treedef = jax.tree.flatten(updates)
         means: list[Any] = [None] * len(leaves)
         for bucket in _bucketed(leaves, buckets):
             for i, mean in zip(bucket, _mean([leaves[i] for i in bucket], axis), strict=True):
                 means[i] = mean
+        words = sum(leaf.size * leaf.dtype.itemsize / 4 for leaf in leaves)
+        state = DenseState(
+            count=state.count + 1,
+            delivered=jnp.int32(sum(leaf.size for leaf in leaves)),
+            words=jnp.float32(extend.all_reduce(words, workers)),
+            axis=state.axis,
+        )
         return jax.tree.unflatten(treedef, means), state
 
     # optax types a state as any pytree, which NamedTuples of arrays are at run time.
@@ -84,7 +99,7 @@ def _bucketed(leaves: list[jax.Array], buckets: int | None) -> list[list[int]]:
     """The numbers of the leaves in each bucket, the last leaves first."""
     if buckets is None:
         return [[i] for i in reversed(range(len(leaves)))]
-    return _buckets.grouped(
+    return _groups.grouped(
         [x.size * x.dtype.itemsize for x in leaves], buckets, [x.dtype for x in leaves]
     )
 

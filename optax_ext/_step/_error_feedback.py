@@ -1,30 +1,45 @@
 """The state and the step of :func:`sparse_allreduce`."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+import optax
 
 from optax_ext._step import (
-    _buffer,
     _checks,
     _dense_leaves,
-    _density_schedule,
     _exchange,
+    _layout,
+    _local,
     _nonfinite,
     _residual,
     _settings,
     _sparse_state,
-    _xi,
 )
+from optax_ext._step._exchange import Exchange, Exchanged
 from optax_ext._step._momentum_correction import MomentumCorrection
-from optax_ext._step._sparse_state import ShardState, SparseAllreduceState, StepInfo
-from sparse_collectives import Layout, Selector, SparseAllreduce, _compat, _volumes, transport
-from sparse_collectives._types import AxisName
-from sparse_collectives.allreduce import Hierarchical, _hierarchical
+from optax_ext._step._nonfinite import Part
+from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
+from sparse_collectives import Layout, Selector, SparseAllreduce, extend, transport
+from sparse_collectives.extend import AxisName
+
+
+class Loaded(NamedTuple):
+    """What a worker brings to a step.
+
+    Attributes:
+      gradient: ``f32[m]``, of its shard where there are shards.
+      dense_gradient: ``f32[d]``, of the leaves that go dense.
+      local: the next state of the local transformation.
+      left_out: ``i32[]``, entries of the gradient that it was not shown.
+    """
+
+    gradient: jax.Array
+    dense_gradient: jax.Array
+    local: Any
+    left_out: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,205 +47,209 @@ class ErrorFeedback:
     """Checked options of :func:`sparse_allreduce`, which documents them."""
 
     selector: Selector
-    allreduce: SparseAllreduce | Hierarchical
+    allreduce: SparseAllreduce
     axis: AxisName
-    axis_size: int | None
-    learning_rate: Callable[[jax.Array], Any] | None
     nonfinite: str
+    local: optax.GradientTransformation | None
     correction: MomentumCorrection | None
-    density_schedule: _density_schedule.DensitySchedule | None
+    residual: _residual.Residual
     dense_steps: int
     dense_leaves: Any
-    residual: _residual.Residual
-    xi_every: int
     settings: _settings.Settings
 
-    @property
-    def hierarchy(self) -> Hierarchical | None:
-        """The allreduce, where it is hierarchical."""
-        return self.allreduce if isinstance(self.allreduce, Hierarchical) else None
-
     def init(self, params: Any) -> SparseAllreduceState:
-        """The state before the first step."""
+        """The state before the first step, of one worker."""
+        workers = _checks.workers(self.axis)
         labels = _dense_leaves.resolve(self.dense_leaves, params)
-        layout = _buffer.layout_of(params, "params", labels)
-        bound = _compat.axis_is_bound(self.axis)
-        workers = _checks.workers_at_init(self.axis, self.axis_size, bound)
-        lead = 1 if bound else workers
-        size = layout.size
-        selector_layout = Layout(layout.sparse_shapes) if size else None
-        if self.hierarchy is not None:
-            _checks.check_bound_for_hierarchy(self.axis, bound)
-            # A shard cuts through layers: to the selector it is one.
-            selector_layout = size = _shard_size(self.hierarchy, size)
+        layout = _layout.layout_of(params, "params", labels)
+        size = self._part_size(layout.size)
+        # A shard cuts through layers: to the selector it is one.
+        whole = not self.allreduce.shard_axis
+        selector_layout = Layout(layout.sparse_shapes) if whole and size else size
         correction, dense = self.correction, layout.dense_size
-        local = (
+        per_worker = (
             jnp.zeros((size,), self.residual.dtype),
             correction.init(size) if correction is not None else (),
             correction.init(dense) if correction is not None and dense else (),
+            _local.init(self.local, params),
             self.selector.init(selector_layout) if size else (),
             _sparse_state.no_info(),
         )
-        local = jax.tree.map(lambda x: jnp.broadcast_to(x[None], (lead, *x.shape)), local)
-        if bound:
-            local = _compat.to_varying(local, self.axis)
-        residual, velocity, dense_velocity, selector_state, info = local
+        per_worker = extend.to_varying(_sparse_state.with_lead(per_worker), self.axis)
+        residual, velocity, dense_velocity, local, selector, info = per_worker
+        shared = self.allreduce.init(layout.size, workers) if size else ()
+        if self.allreduce.shard_axis:
+            shared = extend.to_varying(shared, self.allreduce.shard_axis)
+        counters = {
+            name: jnp.zeros((), jnp.int32) for name in ("count", "skipped", "dropped", "withheld")
+        }
         return SparseAllreduceState(
-            count=jnp.zeros((), jnp.int32),
-            skipped=jnp.zeros((), jnp.int32),
-            dropped=jnp.zeros((), jnp.int32),
-            clipped=jnp.zeros((), jnp.int32),
+            **counters,
             residual=residual,
             velocity=velocity,
             dense_velocity=dense_velocity,
-            selector=selector_state,
-            allreduce=_init_allreduce(self.allreduce, layout.size, workers) if size else (),
-            info=_joined(_sparse_state.no_info(), info),
+            local=local,
+            selector=selector,
+            allreduce=_sparse_state.with_lead(shared),
+            info=_sparse_state.joined(_sparse_state.no_info(), info),
             layout=layout,
             settings=self.settings,
         )
 
     def update(self, updates: Any, state: SparseAllreduceState, params: Any = None):
         """One step; ``(updates, state)``."""
-        del params
-        axis, hierarchy = self.axis, self.hierarchy
-        layout = _buffer.layout_of(updates, "updates", state.layout.dense)
-        workers = _checks.workers_at_update(axis, self.axis_size)
-        _checks.check_layout(state.layout, layout)
+        layout = self._check(updates, state)
         if not layout.shapes:
             return updates, state._replace(count=state.count + 1)
-        size = layout.size if hierarchy is None else _shard_size(hierarchy, layout.size)
-        _checks.check_residual(state.residual, size, workers, axis)
-        _checks.check_local_gradients(updates, axis)
-
-        gradient, dense_gradient = _buffer.ravel(updates, layout)
-        if hierarchy is not None and layout.size:
-            gradient = hierarchy.scatter(gradient)
-        part, dense_part = self._parts(state, gradient, dense_gradient)
-        is_dense = state.count < self.dense_steps
+        loaded = self._load(updates, state, params, layout)
+        parts = self._accumulate(loaded, state, layout)
         guarded = _nonfinite.guard(
-            self.nonfinite,
-            [part, dense_part] if layout.dense_size else [part],
-            axis=axis,
-            count=state.count,
+            self.nonfinite, parts, axis=self.axis, count=state.count, left_out=loaded.left_out
         )
-        proceeds, parts = guarded.proceeds, guarded.parts
-        stepped = state._replace(count=state.count + 1, dropped=state.dropped + guarded.dropped)
+        stepped = state._replace(
+            count=state.count + 1, dropped=state.dropped + guarded.dropped, local=loaded.local
+        )
+        mean = jnp.zeros((0,), jnp.float32)
+        info = _sparse_state.per_worker(
+            _sparse_state.no_info(), lambda x: extend.to_varying(x, self.axis)
+        )
         if layout.size:
-            mean, stepped = self._sparse_step(parts[0], state, stepped, is_dense, proceeds)
-            mean = mean if hierarchy is None else hierarchy.gather(mean, layout.size)
-        else:
-            mean = jnp.zeros((0,), jnp.float32)
-            nothing = jax.tree.map(jnp.zeros_like, state.info)
-            stepped = stepped._replace(
-                info=_sparse_state.per_worker(nothing, lambda x: _compat.to_varying(x, axis))
-            )
-        dense_mean = dense_gradient
+            acc, result = self._exchange(guarded.parts[0], state, layout, guarded.proceeds)
+            stepped, info = self._keep(acc, guarded.parts[0], result, stepped)
+            mean = self.allreduce.gather(result.mean, layout.size)
+        dense_mean = loaded.dense_gradient
         if layout.dense_size:
-            dense_mean = transport.psum(parts[1].increment[0], axis) / workers
-            stepped = stepped._replace(
-                dense_velocity=parts[1].velocity,
-                info=_with_words(stepped.info, _volumes.all_reduce(layout.dense_size, workers)),
-            )
-        if proceeds is not None:
-            stepped = _unless_skipped(proceeds, stepped, state)
-        return _buffer.unravel(mean, dense_mean, layout), stepped
+            dense_mean, stepped, words = self._dense_mean(guarded.parts[-1], stepped)
+            info = info._replace(words=info.words + words, useful=info.useful + words)
+        stepped = stepped._replace(info=_reported(info, state.info))
+        if guarded.proceeds is not None:
+            stepped = _unless_skipped(guarded.proceeds, stepped, state)
+        saturate = self.nonfinite != "propagate"
+        return _layout.unravel(mean, dense_mean, layout, saturate=saturate), stepped
 
-    def _parts(
-        self, state: SparseAllreduceState, gradient: jax.Array, dense_gradient: jax.Array
-    ) -> tuple[_nonfinite.Part, _nonfinite.Part]:
-        """What is to be accumulated: scaled, and with the momentum of the correction."""
+    def _check(self, updates: Any, state: SparseAllreduceState) -> _layout.TreeLayout:
+        """Everything that can be wrong with a call, before anything is computed."""
+        layout = _layout.layout_of(updates, "updates", state.layout.dense)
+        workers = _checks.workers(self.axis)
+        _checks.check_layout(state.layout, layout)
+        if layout.shapes:
+            size = self._part_size(layout.size)
+            _checks.check_residual(state.residual, size, workers, self.axis)
+            _checks.check_local_gradients(updates, self.axis)
+        return layout
+
+    def _load(
+        self, updates: Any, state: SparseAllreduceState, params: Any, layout: _layout.TreeLayout
+    ) -> Loaded:
+        """The local transformation, and the leaves as flat buffers."""
+        left_out = jnp.zeros((), jnp.int32)
+        if self.local is not None and self.nonfinite == "drop":
+            # Else one of them would stay in the state of the transformation for good.
+            updates, left_out = _nonfinite.zeroed(updates)
+        updates, local = _local.update(self.local, updates, state.local, params, self.axis)
+        gradient, dense_gradient = _layout.ravel(updates, layout)
+        if layout.size:
+            gradient = self.allreduce.scatter(gradient)
+        return Loaded(gradient, dense_gradient, local, left_out)
+
+    def _accumulate(
+        self, loaded: Loaded, state: SparseAllreduceState, layout: _layout.TreeLayout
+    ) -> list[Part]:
+        """What is to be added to the residual, with the momentum of the correction."""
 
         def part(residual, increment, velocity):
-            if self.learning_rate is not None:
-                rate = jnp.asarray(self.learning_rate(state.count), jnp.float32)
-                increment = increment * rate
             # In the shape of the state: XLA then adds in place where it is donated.
             increment, old = increment[None], velocity
             if self.correction is not None and increment.size:
                 velocity, increment = self.correction.update(velocity, increment)
-            return _nonfinite.Part(residual, increment, velocity, old)
+            return Part(residual, increment, velocity, old)
 
-        return (
-            part(_residual.load(state.residual), gradient, state.velocity),
-            part(0.0, dense_gradient, state.dense_velocity),
-        )
+        parts = [part(_residual.load(state.residual), loaded.gradient, state.velocity)]
+        if layout.dense_size:
+            nothing = jnp.zeros((), jnp.float32)
+            parts.append(part(nothing, loaded.dense_gradient, state.dense_velocity))
+        return parts
 
-    def _sparse_step(
+    def _exchange(
         self,
-        part: _nonfinite.Part,
+        part: Part,
         state: SparseAllreduceState,
-        stepped: SparseAllreduceState,
-        is_dense: jax.Array,
+        layout: _layout.TreeLayout,
         proceeds: jax.Array | None,
-    ) -> tuple[jax.Array, SparseAllreduceState]:
-        """Selects, exchanges and keeps the rest; the mean and the next state."""
-        axis, hierarchy = self.axis, self.hierarchy
-        increment, dense_steps = part.increment, self.dense_steps
+    ) -> tuple[jax.Array, Exchanged]:
+        """Selects from the accumulator, ``f32[m]``, and exchanges; both are returned."""
+        is_dense = state.count < self.dense_steps
         decays = ~is_dense if proceeds is None else ~is_dense & proceeds
-        accumulated = _residual.decayed(part.residual, self.residual, decays) + (
-            jnp.where(is_dense, 0.0, increment) if dense_steps else increment
-        )
+        increment = part.increment
+        if self.dense_steps:
+            increment = jnp.where(is_dense, jnp.zeros_like(increment), increment)
+        acc = (_residual.decayed(part.residual, self.residual, decays) + increment)[0]
+        parts = Exchange(self.selector, self.allreduce, self.axis, self.nonfinite)
         selector_state = _sparse_state.without_lead(state.selector)
-        allreduce_state = state.allreduce
-        if hierarchy is not None:
-            allreduce_state = _sparse_state.without_lead(allreduce_state.state)
+        allreduce_state = _sparse_state.without_lead(state.allreduce)
 
-        def sparse() -> _exchange.Exchanged:
+        def sparse() -> Exchanged:
             return _exchange.sparse(
-                accumulated[0],
-                selector_state,
-                allreduce_state,
-                selector=self.selector,
-                allreduce=self.allreduce,
-                axis=axis,
-                proceeds=proceeds,
-                schedule=self.density_schedule,
-                count=state.count,
+                acc, selector_state, allreduce_state, parts=parts, layout=layout, proceeds=proceeds
             )
 
-        if dense_steps:
-            shapes = jax.eval_shape(sparse)
-            like = shapes._replace(selector=selector_state, allreduce=allreduce_state)
-            # All workers, and all groups of a larger mesh, have the same count.
-            result = lax.cond(
-                is_dense,
-                lambda: _exchange.typed_per_worker(
-                    _exchange.dense(increment[0], like, axis=axis, hierarchy=hierarchy), axis
-                ),
-                lambda: _exchange.typed_per_worker(sparse(), axis),
-            )
-        else:
-            result = sparse()
-        kept = _exchange.keep_undelivered(accumulated, result.sent, result.undelivered)
-        arrived = _exchange.delivered_of(result.sent, kept)
+        if not self.dense_steps:
+            return acc, sparse()
+        shapes = jax.eval_shape(sparse)
+        like = shapes._replace(selector=selector_state, allreduce=allreduce_state)
+        # All workers, and all groups of a larger mesh, have the same count.
+        return acc, _exchange.dense_or_sparse(
+            is_dense,
+            lambda: _exchange.dense(part.increment[0], like, parts=parts),
+            sparse,
+            self.axis,
+        )
+
+    def _keep(
+        self, acc: jax.Array, part: Part, result: Exchanged, stepped: SparseAllreduceState
+    ) -> tuple[SparseAllreduceState, StepInfo]:
+        """The residual and all else that stays with this worker; the info of the step."""
+        kept = result.undelivered.residual(acc, result.sent)
+        arrived = _exchange.delivered_of(result, kept)
+        if not isinstance(result.rounding, tuple):
+            kept = kept + result.rounding
         velocity = part.velocity
         if self.correction is not None:
             velocity = self.correction.mask(velocity, result.sent.indices, arrived)
-        allreduce_state = result.allreduce
-        if hierarchy is not None:
-            allreduce_state = _shard_state(allreduce_state, hierarchy)
-        info = result.info._replace(arrived=jnp.sum(arrived, dtype=jnp.int32))
-        if self.xi_every:
-            measured = (state.count % self.xi_every == 0) & ~is_dense
-            arrays = (accumulated[0], increment[0], result.mean, info.delivered)
-            xi = lax.cond(
-                measured,
-                lambda: _xi.xi(*arrays, axis=axis, hierarchy=hierarchy),
-                lambda: state.info.xi,
-            )
-            info = info._replace(xi=xi)
-        info = _sparse_state.per_worker(info, lambda x: x[None])
-        before = state.info.local_threshold
-        drift = jnp.where(before > 0, info.local_threshold / jnp.where(before > 0, before, 1), 1)
-        return result.mean, stepped._replace(
-            clipped=state.clipped + result.clipped,
-            residual=_residual.store(kept, self.residual, axis=axis, count=state.count),
+        # The seed of random rounding is the number of the step.
+        step = stepped.count - 1
+        stepped = stepped._replace(
+            dropped=stepped.dropped + result.dropped,
+            withheld=stepped.withheld + result.withheld,
+            residual=_residual.store(kept[None], self.residual, axis=self.axis, count=step),
             velocity=velocity,
             selector=_sparse_state.with_lead(result.selector),
-            allreduce=allreduce_state,
-            info=info._replace(threshold_drift=drift - 1),
+            allreduce=_sparse_state.with_lead(result.allreduce),
         )
+        return stepped, result.info._replace(arrived=jnp.sum(arrived, dtype=jnp.int32))
+
+    def _dense_mean(
+        self, part: Part, stepped: SparseAllreduceState
+    ) -> tuple[jax.Array, SparseAllreduceState, jax.Array]:
+        """The mean of the leaves that go dense, and the words that it takes."""
+        workers = transport.axis_size(self.axis)
+        total = transport.psum(part.increment[0], self.axis)
+        mean, dropped = _nonfinite.dense_mean(self.nonfinite, total, workers)
+        stepped = stepped._replace(dense_velocity=part.velocity, dropped=stepped.dropped + dropped)
+        return mean, stepped, jnp.float32(extend.all_reduce(mean.shape[0], workers))
+
+    def _part_size(self, size: int) -> int:
+        """Entries of the buffer that one worker selects from."""
+        inside = transport.axis_size(self.allreduce.shard_axis)
+        return extend.shard_size(size, inside)
+
+
+def _reported(info: StepInfo, before: StepInfo) -> StepInfo:
+    """The info with leading axes, and the drift of the threshold."""
+    info = _sparse_state.per_worker(info, lambda x: x[None])
+    old = before.local_threshold
+    drift = jnp.where(old > 0, info.local_threshold / jnp.where(old > 0, old, 1.0), 1.0)
+    return info._replace(threshold_drift=drift - 1.0)
 
 
 def _unless_skipped(
@@ -238,7 +257,8 @@ def _unless_skipped(
 ) -> SparseAllreduceState:
     """``stepped``, or ``state`` with one more skipped step.
 
-    The buffers of the size of the parameters are the same in both already.
+    The buffers of the size of the parameters are the same in both already, but for those of
+    a local transformation.
     """
     skipped = state._replace(skipped=state.skipped + 1)
     chosen = jax.tree.map(
@@ -249,28 +269,3 @@ def _unless_skipped(
         velocity=stepped.velocity,
         dense_velocity=stepped.dense_velocity,
     )
-
-
-def _joined(common: StepInfo, local: StepInfo) -> StepInfo:
-    """``common`` with the per-worker fields of ``local``."""
-    return common._replace(**{name: getattr(local, name) for name in _sparse_state.PER_WORKER})
-
-
-def _with_words(info: StepInfo, words: float) -> StepInfo:
-    return info._replace(words=info.words + words, useful=info.useful + words)
-
-
-def _shard_size(hierarchy: Hierarchical, size: int) -> int:
-    return _hierarchical.shard_size(size, transport.axis_size(hierarchy.inner_axis))
-
-
-def _init_allreduce(allreduce: SparseAllreduce | Hierarchical, size: int, workers: int) -> Any:
-    if isinstance(allreduce, SparseAllreduce):
-        return allreduce.init(size, workers)
-    state = allreduce.init(size, workers, transport.axis_size(allreduce.inner_axis))
-    return _shard_state(_compat.to_varying(state, allreduce.inner_axis), allreduce)
-
-
-def _shard_state(state: Any, hierarchy: Hierarchical) -> ShardState:
-    inner_axis = _compat.static_axis(hierarchy.inner_axis)
-    return ShardState(jax.tree.map(lambda x: x[None], state), inner_axis)

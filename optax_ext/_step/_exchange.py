@@ -4,42 +4,72 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from optax_ext._step import _density_schedule, _sparse_state
+from optax_ext._step import _layout, _nonfinite, _sparse_state
 from optax_ext._step._sparse_state import StepInfo
-from sparse_collectives import (
-    PaddedCOO,
-    Selector,
-    SparseAllreduce,
-    _compat,
-    _volumes,
-    padded_coo,
-    transport,
-)
-from sparse_collectives._types import AxisName
-from sparse_collectives.allreduce import Hierarchical, _hierarchical
+from sparse_collectives import PaddedCOO, Selector, SparseAllreduce, Undelivered, extend, transport
+from sparse_collectives.extend import AxisName
 
 
 class Exchanged(NamedTuple):
-    """The result of an exchange.
+    """The result of an exchange, of this worker's shard where there are shards.
 
     Attributes:
-      mean: ``f32[n]``, the total over P; of the shard with a hierarchical allreduce.
+      mean: ``f32[m]``, the total over P, as the dtypes of the leaves can hold it.
       sent: the selection of this worker, as a PaddedCOO.
-      undelivered: what this worker keeps of it; an array where it answers slot by slot.
+      undelivered: what this worker keeps of it, and besides.
+      rounding: ``f32[m]``, what it keeps of a dense total that the leaves can't hold; ``()``
+        where there is no such total, or no such leaf.
       selector: the selector's state.
       allreduce: the allreduce's state.
-      clipped: ``i32[]``, 1 where the density schedule was out of range.
+      dropped: ``i32[]``, entries that were left out.
+      withheld: ``i32[]``, entries that could not be delivered, or not wholly.
       info: without leading axes.
     """
 
     mean: jax.Array
     sent: PaddedCOO
-    undelivered: PaddedCOO | jax.Array
+    undelivered: Undelivered
+    rounding: Any
     selector: Any
     allreduce: Any
-    clipped: jax.Array
+    dropped: jax.Array
+    withheld: jax.Array
     info: StepInfo
+
+
+class Exchange(NamedTuple):
+    """What an exchange is made with.
+
+    Attributes:
+      selector: from ``acc f[m]`` to what is sent.
+      allreduce: from that to the total.
+      axis: of all workers.
+      nonfinite: the policy.
+    """
+
+    selector: Selector
+    allreduce: SparseAllreduce
+    axis: AxisName
+    nonfinite: str
+
+    @property
+    def nodes_axis(self) -> AxisName:
+        """The axis over which totals are the same: all of it but the shards'."""
+        return extend.outer_axis(self.axis, self.allreduce.shard_axis)
+
+    @property
+    def shards(self) -> int:
+        """Into how many shards the buffer is dealt out."""
+        return transport.axis_size(self.allreduce.shard_axis)
+
+    def over_shards(self, counts: jax.Array) -> tuple[jax.Array, float]:
+        """The sum over the shards of counts of one, and the words that it takes."""
+        axis = self.allreduce.shard_axis
+        if not axis:
+            return counts, 0.0
+        return transport.psum(counts, axis), extend.all_reduce(counts.size, self.shards)
 
 
 def sparse(
@@ -47,120 +77,161 @@ def sparse(
     selector_state: Any,
     allreduce_state: Any,
     *,
-    selector: Selector,
-    allreduce: SparseAllreduce | Hierarchical,
-    axis: AxisName,
+    parts: Exchange,
+    layout: _layout.TreeLayout,
     proceeds: jax.Array | None,
-    schedule: _density_schedule.DensitySchedule | None,
-    count: jax.Array,
 ) -> Exchanged:
-    """Selects from ``acc f32[n]``, sends the largest that the schedule allows, and reduces."""
-    coo, selector_state, selection = selector.select(acc, selector_state)
-    clipped = jnp.zeros((), jnp.int32)
-    if schedule is not None:
-        coo, threshold, clipped = _density_schedule.largest(coo, schedule, count)
-        selection = selection._replace(
-            selected=coo.count(), threshold=jnp.maximum(selection.threshold, threshold)
-        )
+    """Selects from ``acc f[m]``, and reduces."""
+    coo, selector_state, selection = parts.selector.select(acc, selector_state)
     if proceeds is not None:
         # A skipped step goes through the motions with nothing to send: a rare
         # cost, where a branch around the step would copy the residual at each.
         coo = PaddedCOO(
-            jnp.where(proceeds, coo.values, 0), jnp.where(proceeds, coo.indices, coo.size), coo.size
+            jnp.where(proceeds, coo.values, jnp.zeros_like(coo.values)),
+            jnp.where(proceeds, coo.indices, coo.size),
+            coo.size,
         )
-    total, undelivered, allreduce_state, reduction = allreduce.reduce(
-        coo, allreduce_state, axis=axis
+    total, undelivered, allreduce_state, reduction = parts.allreduce.reduce(
+        coo, allreduce_state, axis=parts.axis
     )
+    total, undelivered, withheld = _nonfinite.withhold(parts.nonfinite, total, coo, undelivered)
+    mean, undelivered, rounding, saturated = _mean(total, undelivered, parts, layout)
+    withheld, words = parts.over_shards(withheld + saturated)
     return Exchanged(
-        mean=_mean(total, transport.axis_size(axis)),
+        mean=mean,
         sent=coo,
-        undelivered=undelivered.values if undelivered.indices is coo.indices else undelivered,
+        undelivered=undelivered,
+        rounding=rounding,
         selector=selector_state,
         allreduce=allreduce_state,
-        clipped=clipped,
+        dropped=jnp.zeros((), jnp.int32),
+        withheld=withheld,
         info=_sparse_state.no_info()._replace(
             selected=selection.selected,
             delivered=reduction.delivered,
             overflow=selection.overflow + reduction.overflow,
             local_threshold=selection.threshold,
             global_threshold=reduction.threshold,
-            words=reduction.words,
-            useful=reduction.useful,
+            words=reduction.words + jnp.float32(words),
+            useful=reduction.useful + jnp.float32(words),
         ),
     )
 
 
-def dense(increment: jax.Array, like: Exchanged, *, axis: AxisName, hierarchy: Any) -> Exchanged:
-    """The dense mean of ``increment f32[n]``, with nothing selected.
+def dense(increment: jax.Array, like: Exchanged, *, parts: Exchange) -> Exchanged:
+    """The dense mean of ``increment f32[m]``, with nothing selected.
 
     Args:
       increment: of this worker, or of its shard.
       like: the shapes of :func:`sparse`'s result, with states that are passed on.
-      axis: of all workers.
-      hierarchy: the :class:`Hierarchical`, or None.
+      parts: the axis, and how the buffer is dealt out.
     """
-    workers, size = transport.axis_size(axis), increment.shape[0]
-    nodes_axis, inner_words, delivered_axis = axis, 0.0, None
-    if hierarchy is not None:
-        delivered_axis = hierarchy.inner_axis
-        nodes_axis = _hierarchical.outer_axis(axis, delivered_axis)
-        inside = transport.axis_size(delivered_axis)
-        inner_words = _volumes.reduce_scatter(size * inside, inside) + _volumes.all_gather(
-            size, inside
-        )
-        inner_words += _volumes.all_reduce(1, inside)
-    total = transport.psum(increment, nodes_axis)
-    delivered = jnp.sum(total != 0, dtype=jnp.int32)
-    if delivered_axis is not None:
-        delivered = transport.psum(delivered, delivered_axis)
-    words = inner_words + _volumes.all_reduce(size, transport.axis_size(nodes_axis))
-    nothing = padded_coo.empty(size, like.sent.capacity, like.sent.values.dtype)
-    kept: Any = like.undelivered
-    if isinstance(kept, PaddedCOO):
-        kept = padded_coo.empty(size, kept.capacity, kept.values.dtype)
-    else:
-        kept = jnp.zeros(kept.shape, kept.dtype)
+    workers, size, inside = transport.axis_size(parts.axis), increment.shape[0], parts.shards
+    total = transport.psum(increment, parts.nodes_axis)
+    mean, dropped = _nonfinite.dense_mean(parts.nonfinite, total, workers)
+    counts = jnp.stack([jnp.sum(total != 0, dtype=jnp.int32), dropped])
+    counts, words = parts.over_shards(counts)
+    words += extend.all_reduce(size, workers // inside)
+    words += extend.reduce_scatter(size * inside, inside) + extend.all_gather(size, inside)
+    zeros = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype), (like.undelivered.slots, like.rounding)
+    )
     return like._replace(
-        mean=total / workers,
-        sent=nothing,
-        undelivered=kept,
-        clipped=jnp.zeros((), jnp.int32),
+        mean=mean,
+        sent=extend.empty(size, like.sent.capacity, like.sent.values.dtype),
+        undelivered=Undelivered(
+            zeros[0], extend.empty(size, like.undelivered.others.capacity, jnp.float32)
+        ),
+        rounding=zeros[1],
+        dropped=counts[1],
+        withheld=jnp.zeros((), jnp.int32),
         info=_sparse_state.no_info()._replace(
             selected=jnp.sum(increment != 0, dtype=jnp.int32),
-            delivered=delivered,
+            delivered=counts[0],
             words=jnp.float32(words),
             useful=jnp.float32(words),
         ),
     )
 
 
-def typed_per_worker(result: Exchanged, axis: AxisName) -> Exchanged:
-    """Types what differs between the workers as varying, for branches to agree."""
-    sent, undelivered = _compat.to_varying((result.sent, result.undelivered), axis)
-    info = _sparse_state.per_worker(result.info, lambda x: _compat.to_varying(x, axis))
-    return result._replace(sent=sent, undelivered=undelivered, info=info)
+def dense_or_sparse(is_dense: jax.Array, dense_branch: Any, sparse_branch: Any, axis: AxisName):
+    """One of the two, typed alike; all workers have the same ``is_dense``."""
+
+    def typed(branch):
+        result = branch()
+        per_worker = (result.sent, result.undelivered, result.rounding)
+        sent, undelivered, rounding = extend.to_varying(per_worker, axis)
+        info = _sparse_state.per_worker(result.info, lambda x: extend.to_varying(x, axis))
+        return result._replace(sent=sent, undelivered=undelivered, rounding=rounding, info=info)
+
+    return lax.cond(is_dense, lambda: typed(dense_branch), lambda: typed(sparse_branch))
 
 
-def keep_undelivered(
-    acc: jax.Array, sent: PaddedCOO, undelivered: PaddedCOO | jax.Array
-) -> jax.Array:
-    """``acc - sent + undelivered`` for ``acc f[1, n]``, in place where it is donated."""
-    if not isinstance(undelivered, PaddedCOO):
-        # The allreduce answers slot by slot: one scatter says all.
-        return acc.at[0, sent.indices].set(undelivered.astype(acc.dtype), mode="drop")
-    kept = acc.at[0, sent.indices].set(0.0, mode="drop")
-    return kept.at[0, undelivered.indices].add(undelivered.values.astype(acc.dtype), mode="drop")
-
-
-def delivered_of(sent: PaddedCOO, residual: jax.Array) -> jax.Array:
+def delivered_of(result: Exchanged, residual: jax.Array) -> jax.Array:
     """Whether anything of each sent entry was delivered: less of it, or more, is kept."""
-    kept = residual.at[0, sent.indices].get(mode="fill", fill_value=0.0)
+    sent, kept = result.sent, result.undelivered.slots
+    if result.undelivered.others.capacity:
+        # What is kept of an entry may be in several parts.
+        kept = residual.at[sent.indices].get(mode="fill", fill_value=0)
     return (kept != sent.values) & (sent.indices < sent.size)
 
 
-def _mean(total: PaddedCOO | jax.Array, workers: int) -> jax.Array:
-    """The total over P as ``f32[n]``."""
+def _mean(
+    total: PaddedCOO | jax.Array,
+    undelivered: Undelivered,
+    parts: Exchange,
+    layout: _layout.TreeLayout,
+) -> tuple[jax.Array, Undelivered, Any, jax.Array]:
+    """The total over P, ``f32[m]``, and what of it the leaves can't hold.
+
+    A 16-bit leaf rounds its update, and may be too narrow for it. What that takes off is
+    the same on every worker; each keeps it once for every worker whose update it is, so
+    that over the workers the sum of the residuals has all of it.
+
+    Returns:
+      The mean; what this worker keeps; ``f32[m]`` of what it keeps besides where the total
+      is dense, else ``()``; ``i32[]``, entries that are too large for their leaves.
+    """
+    workers = transport.axis_size(parts.axis)
+    runs = _layout.narrow_runs(layout)
+    saturates = parts.nonfinite != "propagate"
+    none = jnp.zeros((), jnp.int32)
+
+    def narrowed(mean, index):
+        """The mean as the leaves can hold it, what that takes off, and where it saturates."""
+        held, large = mean, jnp.zeros(mean.shape, jnp.bool_)
+        for start, stop, dtype in runs:
+            in_run = (index >= start) & (index < stop)
+            narrow = _layout.narrowed(mean, dtype, saturate=saturates).astype(jnp.float32)
+            held = jnp.where(in_run, narrow, held)
+            large = large | (in_run & (jnp.abs(mean) > jnp.float32(jnp.finfo(dtype).max)))
+        # What is not finite is in the update, by policy, and nothing of it can be kept.
+        off = jnp.where(jnp.isfinite(held), mean - held, 0.0) * jnp.float32(parts.shards)
+        return held, off, jnp.sum(large & saturates, dtype=jnp.int32)
+
+    def place(local):
+        """Where an entry of this shard is in the whole buffer."""
+        axis = parts.allreduce.shard_axis
+        return local + transport.axis_index(axis) * size if axis else local
+
     if not isinstance(total, PaddedCOO):
-        return total.astype(jnp.float32) / workers
+        size = total.shape[0]
+        mean = total.astype(jnp.float32) / workers
+        if not runs:
+            return mean, undelivered, (), none
+        mean, off, saturated = narrowed(mean, place(jnp.arange(size, dtype=jnp.int32)))
+        return mean, undelivered, off, saturated
+    size = total.size
     values = total.values.astype(jnp.float32) / workers
-    return PaddedCOO(values, total.indices, total.size).to_dense()
+    saturated = none
+    if runs:
+        index = jnp.where(total.indices < size, place(total.indices), -1)
+        values, off, saturated = narrowed(values, index)
+        others = undelivered.others
+        others = PaddedCOO(
+            jnp.concatenate([others.values.astype(jnp.float32), off]),
+            jnp.concatenate([others.indices, total.indices]),
+            size,
+        )
+        undelivered = Undelivered(undelivered.slots, others)
+    return PaddedCOO(values, total.indices, size).to_dense(), undelivered, (), saturated

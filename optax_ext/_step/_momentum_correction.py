@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _validation
+from sparse_collectives import Spec, extend
 
 
 class MomentumCorrection(NamedTuple):
@@ -18,11 +18,13 @@ class MomentumCorrection(NamedTuple):
         shape; the increment is added to the residual.
       mask: ``mask(velocity f32[1, n], indices i32[c], delivered bool[c]) -> velocity``,
         after what this worker selected at ``indices`` was delivered, or was not.
+      spec: what it was made as; checkpoints ask for it, and nothing else does.
     """
 
     init: Callable[[int], jax.Array]
     update: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
     mask: Callable[[jax.Array, jax.Array, jax.Array], Any]
+    spec: Spec | None = None
 
 
 def momentum_correction(
@@ -83,7 +85,7 @@ def momentum_correction(
       Lin et al., `Deep Gradient Compression <https://arxiv.org/abs/1712.01887>`_,
       ICLR 2018, sections 3.1 and 3.3 and Algorithm 4.
     """
-    momentum = _validation.check_number("momentum", momentum, 0.0, 1.0)
+    momentum = extend.check_number("momentum", momentum, 0.0, 1.0)
     if momentum == 1.0:
         raise ValueError(
             "momentum must be less than 1, got 1.0: the velocity would grow for ever. Write for "
@@ -109,4 +111,5 @@ def momentum_correction(
         masked = jnp.where(delivered, indices, velocity.shape[1])
         return velocity.at[0, masked].set(0.0, mode="drop")
 
-    return MomentumCorrection(init, update, mask)
+    spec = Spec.of("momentum_correction", momentum=momentum, nesterov=nesterov, masking=masking)
+    return MomentumCorrection(init, update, mask, spec=spec)

@@ -1,4 +1,4 @@
-"""What happens when a gradient, or its sum with the residual, is not finite."""
+"""What happens when something is not finite: a gradient, a sum over the workers, an update."""
 
 from typing import Any, NamedTuple
 
@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import transport
-from sparse_collectives._types import AxisName
+from sparse_collectives import PaddedCOO, Undelivered, transport
+from sparse_collectives.extend import AxisName
 
-POLICIES = ("skip", "drop", "raise", "propagate", "ignore")
+POLICIES = ("skip", "drop", "raise", "propagate")
 
 
 class Part(NamedTuple):
@@ -42,18 +42,20 @@ class Guarded(NamedTuple):
     dropped: jax.Array
 
 
-def guard(policy: str, parts: list[Part], *, axis: AxisName, count: jax.Array) -> Guarded:
-    """Applies a policy of :data:`POLICIES`.
+def guard(
+    policy: str, parts: list[Part], *, axis: AxisName, count: jax.Array, left_out: jax.Array
+) -> Guarded:
+    """Applies a policy of :data:`POLICIES` to what is about to be accumulated.
 
-    ``skip`` and ``raise`` exchange one word, ``drop`` another; ``propagate`` (``ignore``
-    is another name for it) costs nothing.
+    ``skip`` and ``raise`` exchange one word, ``drop`` another; ``propagate`` costs nothing.
+    ``left_out``, ``i32[]``, entries have been left out of the gradient before.
     """
     none = jnp.zeros((), jnp.int32)
-    if policy in ("propagate", "ignore"):
+    if policy == "propagate":
         return Guarded(parts, None, none)
     if policy == "drop":
         bad = [~jnp.isfinite(part.residual + part.increment) for part in parts]
-        local = sum((jnp.sum(x, dtype=jnp.int32) for x in bad), none)
+        local = sum((jnp.sum(x, dtype=jnp.int32) for x in bad), left_out)
         kept = [_without(part, x) for part, x in zip(parts, bad, strict=True)]
         return Guarded(kept, None, transport.psum(local, axis))
     finite = _all_finite(parts, axis)
@@ -61,6 +63,59 @@ def guard(policy: str, parts: list[Part], *, axis: AxisName, count: jax.Array) -
         # Of the count only, which is the same on every worker.
         lax.cond(finite, _nothing, lambda step: jax.debug.callback(_raise, step), count)
     return Guarded([_without(part, ~finite) for part in parts], finite, none)
+
+
+def zeroed(tree: Any) -> tuple[Any, jax.Array]:
+    """A tree with zeros for what is not finite, and how many entries that are."""
+    finite = jax.tree.map(jnp.isfinite, tree)
+    bad = [jnp.sum(~x, dtype=jnp.int32) for x in jax.tree.leaves(finite)]
+    kept = jax.tree.map(lambda ok, x: jnp.where(ok, x, jnp.zeros_like(x)), finite, tree)
+    return kept, sum(bad, jnp.zeros((), jnp.int32))
+
+
+def dense_mean(policy: str, total: jax.Array, workers: int) -> tuple[jax.Array, jax.Array]:
+    """The mean of a dense sum over the workers, and how many entries were left out.
+
+    Nothing keeps what a dense allreduce has summed up, so an entry whose sum is not finite
+    is left out; with ``propagate`` it reaches the update.
+    """
+    mean = total / workers
+    if policy == "propagate":
+        return mean, jnp.zeros((), jnp.int32)
+    finite = jnp.isfinite(total)
+    return jnp.where(finite, mean, 0.0), jnp.sum(~finite, dtype=jnp.int32)
+
+
+def withhold(
+    policy: str, total: PaddedCOO | jax.Array, sent: PaddedCOO, undelivered: Undelivered
+) -> tuple[PaddedCOO | jax.Array, Undelivered, jax.Array]:
+    """Takes out of a dense total what is not finite, and gives it back to the workers.
+
+    The sum of finite entries may overflow. Each worker then keeps its own part of such an
+    entry, whole, so that nothing is lost and the residuals stay finite. The sums of a
+    sparse total are finite by the contract of :class:`SparseAllreduce`.
+
+    Returns:
+      The total, what this worker keeps, and ``i32[]``, how many entries that were.
+    """
+    none = jnp.zeros((), jnp.int32)
+    if policy == "propagate" or isinstance(total, PaddedCOO):
+        return total, undelivered, none
+    dense = total
+    finite = jnp.isfinite(dense)
+
+    def delivered(indices):
+        # Of the few entries again: all of ``finite`` would be an array of n bytes.
+        return jnp.isfinite(dense.at[indices].get(mode="fill", fill_value=0))
+
+    slots = jnp.where(delivered(sent.indices), undelivered.slots, sent.values)
+    others = undelivered.others
+    if others.capacity:
+        # What rounding took off a sum that nobody gets is in the parts already.
+        values = jnp.where(delivered(others.indices), others.values, jnp.zeros_like(others.values))
+        others = PaddedCOO(values, others.indices, others.size)
+    total = jnp.where(finite, dense, jnp.zeros_like(dense))
+    return total, Undelivered(slots, others), jnp.sum(~finite, dtype=jnp.int32)
 
 
 def _without(part: Part, bad: jax.Array) -> Part:

@@ -6,41 +6,51 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _hash, _validation, transport
-from sparse_collectives._types import AxisName
+from sparse_collectives import Spec, extend, transport
+from sparse_collectives.extend import AxisName
 
 DTYPES = ("float32", "bfloat16")
 
 
 class Residual(NamedTuple):
-    """How a residual is kept.
+    """How a residual is kept; made by :func:`residual`.
 
     Attributes:
       dtype: float32 or bfloat16.
       decay: what the residual is multiplied with at each step, in [0, 1].
+      spec: both, as text.
     """
 
     dtype: Any
     decay: float
-
-    def describe(self) -> str:
-        """In words, for a checkpoint's metadata."""
-        return jnp.dtype(self.dtype).name + (f", decay {self.decay}" if self.decay != 1 else "")
+    spec: Spec | None
 
 
-def residual(dtype: Any, decay: float) -> Residual:
-    """A checked :class:`Residual`.
+def residual(dtype: Any = jnp.float32, *, decay: float = 1.0) -> Residual:
+    """How the residual is kept from step to step, for ``sparse_allreduce(..., residual=)``.
+
+    Args:
+      dtype: float32, or bfloat16, rounded stochastically: half the memory, and conservation
+        holds in expectation.
+      decay: the residual is multiplied with it at each step that accumulates, in [0, 1].
+        Below 1 old gradients are forgotten, by intent; conservation then holds for
+        ``acc_i = decay * residual_i + g_i``.
 
     Raises:
       ValueError: another dtype, a decay out of [0, 1].
+
+    Example:
+      >>> residual(jnp.bfloat16, decay=0.99).spec
+      Spec('residual(decay=0.99, dtype=bfloat16)')
     """
     name = jnp.dtype(dtype).name
     if name not in DTYPES:
         raise ValueError(
-            f"residual_dtype={name} is none of {DTYPES}. float16 would overflow where gradients "
-            "add up; write residual_dtype=jnp.bfloat16 for half of the memory."
+            f"dtype={name} of the residual is none of {DTYPES}. float16 would overflow where "
+            "gradients add up; write optax_ext.residual(jnp.bfloat16) for half of the memory."
         )
-    return Residual(jnp.dtype(dtype), _validation.check_number("residual_decay", decay, 0.0, 1.0))
+    kept, decay = jnp.dtype(dtype), extend.check_number("decay", decay, 0.0, 1.0)
+    return Residual(kept, decay, Spec.of("residual", dtype=kept, decay=decay))
 
 
 def load(kept: jax.Array) -> jax.Array:
@@ -66,10 +76,10 @@ def store(value: jax.Array, how: Residual, *, axis: AxisName, count: jax.Array) 
     if value.dtype == how.dtype:
         return value
     bits = lax.bitcast_convert_type(value, jnp.uint32)
-    seed = _hash.combine(count, transport.axis_index(axis))
+    seed = extend.combine(count, transport.axis_index(axis))
     position = lax.broadcasted_iota(jnp.uint32, value.shape, value.ndim - 1)
     # One round of mixing: neighbouring steps of an entry have to look independent, no more.
-    noise = _hash.mix(position ^ seed) >> 16
+    noise = extend.mix(position ^ seed) >> 16
     truncated = _upper_half(bits)
     rounded = _upper_half(bits + noise)
     # What is not finite would become something else; the largest must not become infinite.

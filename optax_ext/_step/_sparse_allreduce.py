@@ -1,43 +1,35 @@
 """Error feedback around a selector and an allreduce, as an optax transformation."""
 
-from collections.abc import Callable
 from typing import Any, cast
 
-import jax
-import jax.numpy as jnp
 import optax
 
-from optax_ext._step import _checks, _density_schedule, _nonfinite, _residual, _settings
+from optax_ext._step import _checks, _local, _nonfinite, _residual, _settings
 from optax_ext._step._error_feedback import ErrorFeedback
 from optax_ext._step._momentum_correction import MomentumCorrection
-from sparse_collectives import Selector, SparseAllreduce, _compat, _validation
-from sparse_collectives._types import AxisName
-from sparse_collectives.allreduce import Hierarchical
+from sparse_collectives import Selector, SparseAllreduce, extend
+from sparse_collectives.extend import AxisName
 
 
 def sparse_allreduce(
     selector: Selector,
-    allreduce: SparseAllreduce | Hierarchical,
+    allreduce: SparseAllreduce,
     *,
     axis: AxisName,
-    axis_size: int | None = None,
-    learning_rate: optax.ScalarOrSchedule | None = None,
     nonfinite: str = "skip",
+    local: optax.GradientTransformation | None = None,
     correction: MomentumCorrection | None = None,
-    density_schedule: float | Callable[[jax.Array], Any] | None = None,
+    residual: _residual.Residual | None = None,
     dense_steps: int = 0,
     dense_leaves: Any = None,
-    residual_dtype: Any = jnp.float32,
-    residual_decay: float = 1.0,
-    xi_every: int = 0,
 ) -> optax.GradientTransformation:
-    r"""Replaces the dense allreduce of gradients by a sparse one.
+    r"""Replaces the dense allreduce of gradients with a sparse one.
 
     At each step worker i does
 
     .. math::
 
-        acc_i &= residual_i + g_i \\
+        acc_i &= residual_i + local(g_i) \\
         coo_i &= select(acc_i) \\
         total, undelivered_i &= allreduce(coo_i) \\
         residual_i &= acc_i - coo_i + undelivered_i \\
@@ -48,48 +40,58 @@ def sparse_allreduce(
     optimizer: ``optax.chain(sparse_allreduce(...), optax.adam(1e-3))``. The
     updates are the same bits on every worker.
 
+    What of an update a 16-bit leaf rounds off goes back into the residuals, so the equality
+    holds for what the parameters really get.
+
+    What is not finite, by ``nonfinite``:
+
+    ============= ===================== ====================== =========================
+    policy        a gradient, or its    the sum of finite      an update too large for a
+                  sum with the residual entries                16-bit leaf
+    ============= ===================== ====================== =========================
+    ``skip``      all workers skip the  each worker keeps its  saturates; the rest stays
+                  step, by agreement    part of the entry      in the residuals
+    ``drop``      the entry is left out as above               as above
+                  on that worker
+    ``raise``     as ``skip``, and an   as above               as above
+                  error on the host
+    ``propagate`` reaches the update of reaches the update     infinite
+                  every worker
+    ============= ===================== ====================== =========================
+
+    ``skipped``, ``dropped`` and ``withheld`` of the state count these. Leaves and steps that
+    go dense have no residual: there an entry whose sum is not finite is left out, and counts
+    as ``dropped``. (A sparse allreduce sums in such a way that nothing overflows.)
+
     Args:
-      selector: from :mod:`sparse_collectives.select`.
+      selector: from :mod:`sparse_collectives.select`. With a density that changes it is
+        :func:`sparse_collectives.select.scheduled`.
       allreduce: from :mod:`sparse_collectives.allreduce`. With ``hierarchical`` the
         gradients are summed inside the node first, and residual, selection and
         density are those of a shard.
       axis: the mesh axis (or a tuple of them), or the MPI communicator, over which
         gradients are averaged; with ``hierarchical`` both that of the nodes and its
         ``inner_axis``.
-      axis_size: P. Needed to call ``init`` outside of the mapped function, where
-        it makes the state of all workers; checked inside it.
-      learning_rate: a number or a schedule of ``count``, applied to the gradient
-        before it is accumulated, as in Algorithm 2 of Ok-Topk. The update is then
-        to be subtracted from the parameters; see :func:`optax_ext.ok_topk_sgd`.
-      nonfinite: what to do when a worker's gradient, or its sum with the residual, has
-        an entry that is not finite. ``'skip'``: all workers skip the step by agreement
-        (one word): the update is zero, no residual changes, and ``skipped`` grows.
-        ``'drop'``: such entries are left out on the worker that has them, whose residual
-        keeps what it had, and ``dropped`` counts them (one word). ``'raise'``: as
-        ``'skip'``, and a host callback raises FloatingPointError; JAX reports it as a
+      nonfinite: one of the policies above. ``skip`` takes one word for the agreement; of a
+        skipped step nothing remains but the counter. ``drop`` takes one word to count. The
+        error of ``raise`` is a FloatingPointError from a host callback; JAX reports it as a
         runtime error when a result, or ``jax.effects_barrier()``, is waited for.
-        ``'propagate'`` or ``'ignore'``: it takes part like any large value and reaches
-        the update of every worker, as it would in a dense allreduce.
+      local: a transformation of each worker's own gradient, before it is accumulated:
+        ``optax.scale_by_schedule(...)`` puts the learning rate there, as Algorithm 2 of
+        Ok-Topk does (:func:`optax_ext.ok_topk_sgd`). It works in float32, and has a state
+        for each worker, which a skipped step leaves as it is. The residual is in the unit of
+        what it returns.
       correction: from :func:`momentum_correction`: what is accumulated is the velocity of
         the gradients, and not they.
-      density_schedule: a function of ``count``, or a number: of what the selector selects
-        only the ``round(density * n)`` largest are sent, the rest stays in the residual.
-        The selector's slots are the maximum; more is clipped, and ``clipped`` counts such
-        steps. Shapes are static, so the words sent are those of the maximum.
+      residual: from :func:`optax_ext.residual`: dtype and decay; by default float32 without
+        decay.
       dense_steps: for so many first steps the gradients are averaged by a dense allreduce
         in the same program. The residual does not change, and no velocity is masked.
       dense_leaves: leaves that are averaged by one dense allreduce instead: a function of
         the parameters that labels their leaves ``"sparse"`` or ``"dense"``, such as
         :func:`small_leaves`, or a pytree of labels, as in ``optax.multi_transform``. They have
-        no residual, and are no part of n; all other options hold for them too.
-      residual_dtype: float32, or bfloat16, rounded stochastically: half the memory, and
-        conservation holds in expectation.
-      residual_decay: the residual is multiplied with it at each step that accumulates, in
-        [0, 1]. Below 1 old gradients are forgotten, by intent; conservation then holds for
-        ``acc_i = decay * residual_i + g_i``.
-      xi_every: every so many steps ``info.xi`` is measured: how far the update is from the
-        true global top-k, relative to the gradient (Equation 5 of Ok-Topk). That takes a
-        dense allreduce of 2 n words; 0: never.
+        no residual, and are no part of n; all other options hold for them too, and a step is
+        skipped for all leaves or for none.
 
     Returns:
       An ``optax.GradientTransformation``. Its updates have the dtypes of the
@@ -97,10 +99,10 @@ def sparse_allreduce(
       buffer during the step. An empty pytree works and does nothing.
 
     Raises:
-      ValueError: an axis that is not bound; gradients already summed over the
-        axis; an update whose tree, shapes or dtypes differ from ``init``'s; a
-        state of another number of workers; 2**31 entries or more; a leaf that
-        ``dense_leaves`` has no label for.
+      ValueError: a selector of a larger density than the allreduce's; an axis that is not
+        bound; gradients already summed over the axis; an update whose tree, shapes or dtypes
+        differ from ``init``'s; a state of another number of workers; 2**31 entries or more; a
+        leaf that ``dense_leaves`` has no label for.
       TypeError: leaves that are not float32, bfloat16 or float16.
 
     Example:
@@ -114,41 +116,35 @@ def sparse_allreduce(
       >>> sc.simulate(step, axis="w", axis_size=2)(gradients)[0].tolist()
       [3.0, 0.0, 0.0, -3.0]
     """
-    nonfinite = _validation.check_choice("nonfinite", nonfinite, _nonfinite.POLICIES)
-    if axis_size is not None:
-        axis_size = _validation.check_positive_int("axis_size", axis_size)
-    if isinstance(allreduce, Hierarchical):
-        _checks.check_hierarchy(axis, allreduce.inner_axis)
-    kept = _residual.residual(residual_dtype, residual_decay)
+    nonfinite = extend.check_choice("nonfinite", nonfinite, _nonfinite.POLICIES)
+    _checks.check_parts(selector, allreduce, residual)
+    _checks.check_shard_axis(axis, allreduce.shard_axis)
+    _checks.check_densities(selector, allreduce)
+    kept = _residual.residual() if residual is None else residual
     feedback = ErrorFeedback(
         selector=selector,
         allreduce=allreduce,
         axis=axis,
-        axis_size=axis_size,
-        learning_rate=_as_schedule(learning_rate),
         nonfinite=nonfinite,
+        local=local,
         correction=correction,
-        density_schedule=_density_schedule.as_schedule(density_schedule),
-        dense_steps=_validation.check_positive_int("dense_steps", dense_steps, minimum=0),
-        dense_leaves=dense_leaves,
         residual=kept,
-        xi_every=_validation.check_positive_int("xi_every", xi_every, minimum=0),
+        dense_steps=extend.check_positive_int("dense_steps", dense_steps, minimum=0),
+        dense_leaves=dense_leaves,
         settings=_settings.Settings(
-            selector=_settings.describe(selector),
-            allreduce=_settings.describe(allreduce),
-            learning_rate=learning_rate is not None,
-            residual=kept.describe(),
-            correction="none" if correction is None else _settings.describe(correction),
-            axis=_compat.static_axis(axis),
+            selector=_declared(selector),
+            allreduce=_declared(allreduce),
+            local=_local.describe(local),
+            residual=str(kept.spec),
+            correction="none" if correction is None else _declared(correction),
+            axis=extend.static_axis(axis),
+            shard_axis=extend.axis_names(extend.static_axis(allreduce.shard_axis)),
+            decay=kept.decay,
         ),
     )
     # optax types a state as any pytree, which NamedTuples of arrays are at run time.
     return optax.GradientTransformation(cast(Any, feedback.init), cast(Any, feedback.update))
 
 
-def _as_schedule(
-    learning_rate: optax.ScalarOrSchedule | None,
-) -> Callable[[jax.Array], Any] | None:
-    if learning_rate is None or callable(learning_rate):
-        return learning_rate
-    return lambda count: learning_rate
+def _declared(part: Any) -> str | None:
+    return None if part.spec is None else str(part.spec)

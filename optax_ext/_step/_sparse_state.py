@@ -1,13 +1,11 @@
 """The state of :func:`optax_ext.sparse_allreduce`, and which parts belong to one worker."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from optax_ext._step import _buffer, _settings
-from sparse_collectives._types import AxisName
+from optax_ext._step import _layout, _settings
 
 
 class StepInfo(NamedTuple):
@@ -27,8 +25,6 @@ class StepInfo(NamedTuple):
         the update. Of the others it keeps the whole value.
       threshold_drift: ``f32[1]`` for each worker: its threshold relative to that of the
         step before, minus 1. Of a threshold in a steady state it is about 0.
-      xi: ``f32[]``: the constant of Ok-Topk's convergence proof, from the last step that
-        measured it (``xi_every``).
     """
 
     selected: jax.Array
@@ -40,7 +36,6 @@ class StepInfo(NamedTuple):
     useful: jax.Array
     arrived: jax.Array
     threshold_drift: jax.Array
-    xi: jax.Array
 
 
 # The fields that differ between the workers.
@@ -52,14 +47,18 @@ class SparseAllreduceState(NamedTuple):
 
     Fields marked "for each worker" differ between the workers: every array in
     them has a leading axis, of size 1 inside the mapped function and of size P
-    outside, sharded over the axis. The others are the same on every worker.
-    :func:`optax_ext.state_specs` gives the matching PartitionSpecs.
+    outside, sharded over the axis. Those marked "for each shard" have such an axis over
+    the shards of the buffer, of which there is one but with
+    :func:`~sparse_collectives.allreduce.hierarchical`. The others are the same on every
+    worker. :func:`optax_ext.state_specs` gives the matching PartitionSpecs.
 
     Attributes:
       count: ``i32[]``, steps taken, skipped ones left out.
       skipped: ``i32[]``, steps skipped because of a non-finite gradient.
-      dropped: ``i32[]``, entries of all workers left out with ``nonfinite='drop'``.
-      clipped: ``i32[]``, steps whose ``density_schedule`` was out of range.
+      dropped: ``i32[]``, entries that were left out because they, or their sum over the
+        workers, were not finite, and that no residual holds.
+      withheld: ``i32[]``, entries that stayed in the residuals, wholly or in part, because
+        their sum was not finite or too large for the dtype of the leaf.
       residual: ``f32[1, n]`` for each worker: what it has not delivered yet, or
         ``bf16[1, n]`` with ``residual_dtype``. Leaves that go dense have none. With
         :func:`~sparse_collectives.allreduce.hierarchical` it is that of its shard,
@@ -68,43 +67,30 @@ class SparseAllreduceState(NamedTuple):
         without a ``correction``.
       dense_velocity: ``f32[1, m]``, for each worker: the same for the leaves that go
         dense; ``()`` without these or a ``correction``.
+      local: the state of the transformation in front of the accumulation, for each worker;
+        ``()`` without one.
       selector: the selector's state, for each worker.
-      allreduce: the allreduce's state; a :class:`ShardState` with ``hierarchical``.
+      allreduce: the allreduce's state, for each shard.
       info: :class:`StepInfo` of the last step.
       layout: the tree, shapes and dtypes that the state was made for; it is
         static and has no arrays.
-      settings: selector, allreduce and axis that the state was made for, in words; it
+      settings: selector, allreduce and axis that the state was made for, as text; it
         is static too.
     """
 
     count: jax.Array
     skipped: jax.Array
     dropped: jax.Array
-    clipped: jax.Array
+    withheld: jax.Array
     residual: jax.Array
     velocity: Any
     dense_velocity: Any
+    local: Any
     selector: Any
     allreduce: Any
     info: StepInfo
-    layout: _buffer.Layout
+    layout: _layout.TreeLayout
     settings: _settings.Settings
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class ShardState:
-    """The state of the allreduce between nodes, one for each shard of the buffer.
-
-    Attributes:
-      state: its arrays have a leading axis, of size 1 inside the mapped function and
-        outside of size w, the workers of a node, sharded over ``inner_axis``. They are
-        the same on every node.
-      inner_axis: static, the mesh axis of the workers of a node.
-    """
-
-    state: Any
-    inner_axis: AxisName = dataclasses.field(metadata={"static": True})
 
 
 def with_lead(tree: Any) -> Any:
@@ -127,6 +113,11 @@ def no_info() -> StepInfo:
             for name in StepInfo._fields
         }
     )
+
+
+def joined(common: StepInfo, local: StepInfo) -> StepInfo:
+    """``common`` with the per-worker fields of ``local``."""
+    return common._replace(**{name: getattr(local, name) for name in PER_WORKER})
 
 
 def per_worker(info: StepInfo, function: Any) -> StepInfo:

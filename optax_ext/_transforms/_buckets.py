@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from sparse_collectives import _validation
+from optax_ext._step import _groups
+from sparse_collectives import extend
 
 
 class BucketedState(NamedTuple):
@@ -54,7 +55,7 @@ def bucketed(tx: optax.GradientTransformation, buckets: int) -> optax.GradientTr
       ...     bucketed(optax_ext.ok_topk(density=0.01, axis="data"), 4), optax.adam(1e-3)
       ... )
     """
-    buckets = _validation.check_positive_int("buckets", buckets)
+    buckets = extend.check_positive_int("buckets", buckets)
 
     def init(params: Any) -> BucketedState:
         return BucketedState(tuple(tx.init(part) for part in _parts(params, buckets)))
@@ -91,33 +92,12 @@ def _after(done: Any, tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf + zero.astype(leaf.dtype), tree)
 
 
-def grouped(sizes: list[int], buckets: int, kinds: list[Any]) -> list[list[int]]:
-    """The numbers of the leaves in each bucket, the last leaves first.
-
-    Args:
-      sizes: of the leaves, in any unit.
-      buckets: about how many to make.
-      kinds: leaves of different kinds are not joined.
-    """
-    wanted = sum(sizes) / buckets
-    groups: list[list[int]] = []
-    filled, kind = 0, None
-    for i in reversed(range(len(sizes))):
-        # Whichever is nearer to the wanted size: with the leaf or without it.
-        if not groups or kinds[i] != kind or filled + sizes[i] / 2 > wanted:
-            groups.append([])
-            filled, kind = 0, kinds[i]
-        groups[-1].append(i)
-        filled += sizes[i]
-    return groups
-
-
 def _parts(tree: Any, buckets: int) -> list[Any]:
     """For each bucket the tree, with ``MaskedNode`` in the place of other leaves."""
     leaves, treedef = jax.tree.flatten(tree)
     sizes = [leaf.size for leaf in leaves]
     parts = []
-    for group in grouped(sizes, buckets, [None] * len(leaves)):
+    for group in _groups.grouped(sizes, buckets, [None] * len(leaves)):
         members = set(group)
         masked = [leaf if i in members else optax.MaskedNode() for i, leaf in enumerate(leaves)]
         parts.append(jax.tree.unflatten(treedef, masked))

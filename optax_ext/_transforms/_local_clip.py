@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext._step import _checks
-from sparse_collectives import _validation
-from sparse_collectives._types import AxisName
+from sparse_collectives import extend
+from sparse_collectives.extend import AxisName
 
 
 def local_clip_by_global_norm(max_norm: float, *, axis: AxisName) -> optax.GradientTransformation:
@@ -48,7 +48,7 @@ def local_clip_by_global_norm(max_norm: float, *, axis: AxisName) -> optax.Gradi
       Lin et al., `Deep Gradient Compression <https://arxiv.org/abs/1712.01887>`_,
       ICLR 2018, section 3.2.
     """
-    max_norm = _validation.check_number("max_norm", max_norm, 0.0, math.inf)
+    max_norm = extend.check_number("max_norm", max_norm, 0.0, math.inf)
     if not 0 < max_norm < math.inf:
         raise ValueError(
             f"max_norm must be positive and finite, got {max_norm}. Leave the transformation out "
@@ -61,7 +61,7 @@ def local_clip_by_global_norm(max_norm: float, *, axis: AxisName) -> optax.Gradi
 
     def update(updates: Any, state: optax.EmptyState, params: Any = None):
         del params
-        bound = max_norm / math.sqrt(_checks.workers_at_update(axis, None))
+        bound = max_norm / math.sqrt(_checks.workers(axis))
         _checks.check_local_gradients(updates, axis)
         leaves = [leaf for leaf in jax.tree.leaves(updates) if leaf.size]
         if not leaves:

@@ -10,7 +10,7 @@ from jax import lax
 
 from optax_ext._state._wrappers import MultiStepsState, reductions
 from optax_ext._step._sparse_state import SparseAllreduceState
-from sparse_collectives import _compat, _validation
+from sparse_collectives import extend
 
 
 def multi_steps(
@@ -55,7 +55,7 @@ def multi_steps(
     if callable(every_k_schedule):
         every_k, scope = every_k_schedule, "multi_steps"
     else:
-        k = _validation.check_positive_int("every_k_schedule", every_k_schedule)
+        k = extend.check_positive_int("every_k_schedule", every_k_schedule)
         # The traffic meter reads from the scope how often the exchange takes place.
         every_k, scope = lambda _: k, f"multi_steps.every{k}"
     inner_tx = optax.with_extra_args_support(tx)
@@ -70,16 +70,16 @@ def multi_steps(
             )
         sparse = [state for state in inside if isinstance(state, SparseAllreduceState)]
         axis = sparse[0].settings.axis if sparse else inside[0].axis
-        bound = _compat.axis_is_bound(axis)
-        if not sparse and not bound and not _compat.ranks(axis):
+        bound = extend.axis_is_bound(axis)
+        if not sparse and not bound and not extend.ranks(axis):
             raise ValueError(
                 f"axis={axis!r} is not bound where init is called. Call init inside the mapped "
-                "function, or use optax_ext.init_state(tx, params, mesh, axis)."
+                "function, or use optax_ext.init_state(tx, params, mesh)."
             )
         lead = sparse[0].residual.shape[0] if sparse else 1
         acc = jax.tree.map(lambda x: jnp.zeros((lead, *jnp.shape(x)), jnp.float32), params)
         if bound:
-            acc = _compat.to_varying(acc, axis)
+            acc = extend.to_varying(acc, axis)
         zeros = [jnp.zeros((), jnp.int32) for _ in range(2)]
         return MultiStepsState(zeros[0], zeros[1], inner, acc)
 
@@ -124,5 +124,5 @@ def multi_steps(
 
 def _typed_like(x: Any, *others: Any) -> Any:
     """``x`` varying wherever any of ``others`` is."""
-    axes = frozenset().union(*(_compat.varying_axes(other) for other in others))
-    return _compat.to_varying(x, tuple(axes)) if axes else x
+    axes = frozenset().union(*(extend.varying_axes(other) for other in others))
+    return extend.to_varying(x, tuple(axes)) if axes else x

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from sparse_collectives import _compat, _validation, transport
-from sparse_collectives._types import AxisName
+from sparse_collectives import extend, transport
+from sparse_collectives.extend import AxisName
 
 MaskOrFn = Any | Callable[[Any], Any] | None
 
@@ -289,7 +289,7 @@ def _sum_of_squares(x: jax.Array) -> jax.Array:
 
 
 def _bound_workers(axis: AxisName) -> int:
-    if not _compat.axis_is_bound(axis):
+    if not extend.axis_is_bound(axis):
         raise ValueError(
             f"axis={axis!r} is not bound here: the workers of an axis share the norms inside a "
             "mapped function. Call update under jax.shard_map over a mesh with an axis named "
@@ -297,16 +297,16 @@ def _bound_workers(axis: AxisName) -> int:
             f"sparse_collectives.simulate(..., axis={axis!r}, axis_size=P); in a program of one "
             "worker use the function of the same name in optax."
         )
-    return _compat.axis_size(axis)
+    return transport.axis_size(axis)
 
 
 def _check_leaves(name: str, tree: Any, axis: AxisName) -> None:
     """Real leaves that fit float32 sums and, where the types tell, are the same everywhere."""
-    typed = _compat.checks_varying(axis)
+    typed = extend.checks_varying(axis)
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         where = f"{name}{jax.tree_util.keystr(path)}"
-        _validation.check_float(where, jnp.result_type(leaf))
-        if typed and set(_compat.axis_names(axis)) & _compat.varying_axes(leaf):
+        extend.check_float(where, jnp.result_type(leaf))
+        if typed and set(extend.axis_names(axis)) & extend.varying_axes(leaf):
             raise ValueError(
                 f"{where} differs between the workers of axis {axis!r}, so that their parts of its "
                 "norm don't belong together. Reduce the gradients first, with "

@@ -9,7 +9,6 @@ from sparse_collectives.allreduce._dsar_split_allgather import (
     dsar_split_allgather as dsar_split_allgather,
 )
 from sparse_collectives.allreduce._gtopk import gtopk as gtopk
-from sparse_collectives.allreduce._hierarchical import Hierarchical as Hierarchical
 from sparse_collectives.allreduce._hierarchical import hierarchical as hierarchical
 from sparse_collectives.allreduce._parts._step import StepState as StepState
 from sparse_collectives.allreduce._ring_sparse import ring_sparse as ring_sparse
@@ -27,7 +26,6 @@ from sparse_collectives.allreduce.ok_topk import ok_topk as ok_topk
 
 __all__ = [
     "AutoChoice",
-    "Hierarchical",
     "OkTopkState",
     "StepState",
     "auto",

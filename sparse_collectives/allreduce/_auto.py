@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from sparse_collectives import _validation, transport, wire
+from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, SparseAllreduce
 from sparse_collectives.cost_model import Network, Workload, network
 from sparse_collectives.cost_model._implementation import bucket_count
@@ -82,7 +83,19 @@ def auto(
         choice = _choose(coo.size, transport.axis_size(axis), *options)
         return _make(choice, coo.size, density).reduce(coo, state, axis=axis)
 
-    return SparseAllreduce(init, reduce)
+    return SparseAllreduce(
+        init,
+        reduce,
+        spec=Spec.of(
+            "auto",
+            density=density,
+            latency=latency,
+            bandwidth=bandwidth,
+            candidates=candidates,
+            codecs=codecs,
+            merge_cost=merge_cost,
+        ),
+    )
 
 
 def explain_auto(

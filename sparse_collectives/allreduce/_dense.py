@@ -2,8 +2,10 @@
 
 import jax.numpy as jnp
 
-from sparse_collectives import _validation, _volumes, padded_coo, transport
+from sparse_collectives import _validation, _volumes, transport
+from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce
+from sparse_collectives.allreduce._parts import _undelivered
 from sparse_collectives.padded_coo import PaddedCOO
 
 
@@ -25,7 +27,6 @@ def dense() -> SparseAllreduce:
     def reduce(coo: PaddedCOO, state: tuple[()], *, axis: AxisName):
         workers = transport.axis_size(axis)
         total = transport.psum(coo.to_dense(), axis)
-        undelivered = padded_coo.empty(coo.size, 0, coo.values.dtype)
         words = coo.size * coo.values.dtype.itemsize / 4
         words = jnp.float32(_volumes.all_reduce(words, workers))
         info = ReduceInfo(
@@ -35,6 +36,6 @@ def dense() -> SparseAllreduce:
             words=words,
             useful=words,
         )
-        return total, undelivered, state, info
+        return total, _undelivered.nothing(coo), state, info
 
-    return SparseAllreduce(init, reduce)
+    return SparseAllreduce(init, reduce, spec=Spec.of("dense"))

@@ -3,8 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _validation, _volumes, padded_coo, transport
+from sparse_collectives import _validation, _volumes, transport
+from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce
+from sparse_collectives.allreduce._parts import _undelivered
 from sparse_collectives.padded_coo import PaddedCOO
 
 
@@ -66,6 +68,6 @@ def dense_bucketed(*, buckets: int) -> SparseAllreduce:
             words=words,
             useful=words,
         )
-        return total, padded_coo.empty(coo.size, 0, coo.values.dtype), state, info
+        return total, _undelivered.nothing(coo), state, info
 
-    return SparseAllreduce(init, reduce)
+    return SparseAllreduce(init, reduce, spec=Spec.of("dense_bucketed", buckets=buckets))

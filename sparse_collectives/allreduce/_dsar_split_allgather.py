@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import _validation, _volumes, transport, wire
+from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
 from sparse_collectives.allreduce._parts import (
     _equal_regions,
@@ -15,6 +16,7 @@ from sparse_collectives.allreduce._parts import (
     _replicas,
     _slots,
     _step,
+    _undelivered,
 )
 from sparse_collectives.padded_coo import PaddedCOO
 
@@ -139,12 +141,13 @@ def dsar_split_allgather(
             chosen = lax.switch(form, forms) if len(forms) > 1 else forms[0]()
         total, delivered, entries, lost = chosen
 
-        undelivered = PaddedCOO(jnp.where(sent, error, coo.values), coo.indices, coo.size)
+        others = []
         if not exact:
             lost = PaddedCOO(lost, jnp.arange(width, dtype=jnp.int32), width)
             own_region = _merge.only_where(lost.values != 0, lost)
             own_region = _equal_regions.from_region(own_region, regions, me)
-            undelivered = _merge.concatenate([undelivered, own_region])
+            others.append(own_region)
+        undelivered = _undelivered.of_slots(coo, jnp.where(sent, error, coo.values), others)
 
         block_words = _messages.pair_words(codec, capacity, width, dtype)
         split_words = _volumes.all_to_all(workers * block_words, workers)
@@ -169,4 +172,14 @@ def dsar_split_allgather(
         )
         return total, undelivered, next_state, info
 
-    return SparseAllreduce(_step.init, reduce)
+    return SparseAllreduce(
+        _step.init,
+        reduce,
+        spec=Spec.of(
+            "dsar_split_allgather",
+            slack=slack,
+            sparse_sizes=sparse_sizes,
+            codec=codec,
+            dense_codec=dense_codec,
+        ),
+    )

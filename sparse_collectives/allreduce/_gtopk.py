@@ -3,10 +3,18 @@
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _validation, _volumes, padded_coo, transport, wire
+from sparse_collectives import _validation, _volumes, transport, wire
 from sparse_collectives._coo import _bits, compaction, kth_magnitude
+from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce._parts import _broadcast, _merge, _messages, _replicas, _step
+from sparse_collectives.allreduce._parts import (
+    _broadcast,
+    _merge,
+    _messages,
+    _replicas,
+    _step,
+    _undelivered,
+)
 from sparse_collectives.allreduce._parts._step import StepState
 from sparse_collectives.padded_coo import PaddedCOO
 
@@ -116,10 +124,10 @@ def gtopk(*, density: float, codec: Codec | None = None) -> SparseAllreduce:
             words=jnp.float32(words),
             useful=useful,
         )
-        undelivered = _merge.concatenate(kept or [padded_coo.empty(coo.size, 0, coo.values.dtype)])
+        undelivered = _undelivered.nothing(coo, kept)
         return total, undelivered, StepState(state.count + 1), info
 
-    return SparseAllreduce(_step.init, reduce)
+    return SparseAllreduce(_step.init, reduce, spec=Spec.of("gtopk", density=density, codec=codec))
 
 
 def _keep_largest(coo: PaddedCOO, k: int) -> tuple[PaddedCOO, list[PaddedCOO]]:

@@ -1,60 +1,18 @@
 """HiTopKComm: dense inside the nodes, sparse between them."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import _compat, _validation, _volumes, transport
+from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce, State
 
 # Of delivered, threshold and words, which the workers of a node tell each other.
 _INFO_WORDS = 3
 
 
-class Hierarchical(NamedTuple):
-    """A sparse allreduce between nodes, in a dense one inside them.
-
-    It is no :class:`SparseAllreduce`, since it begins before anything is selected:
-    residual and selection live on a shard of the buffer. A step is
-
-    .. code-block:: python
-
-        shard = h.scatter(gradient)  # f[ceil(n / w)], summed inside the node
-        coo, ... = selector.select(residual + shard, ...)
-        total, undelivered, state, info = h.reduce(coo, state, axis=axis)
-        total = h.gather(total, n)  # f[n]
-
-    and ``optax_ext.sparse_allreduce`` takes one in the place of an allreduce.
-
-    Attributes:
-      inner_axis: the mesh axis of the workers of a node.
-      outer: the allreduce between the nodes.
-      init: ``init(size, axis_size, inner_size) -> state``: that of ``outer`` for a
-        shard. ``size`` is n, ``axis_size`` is P, of all workers. The state is the same
-        on all nodes, and differs between the workers of a node.
-      scatter: ``scatter(f[n]) -> f[ceil(n / w)]``: this worker's shard of the sum over
-        its node. The last shard ends in zeros where w does not divide n.
-      reduce: ``reduce(coo, state, *, axis)``, as that of a :class:`SparseAllreduce`,
-        over the shards. ``axis`` is a tuple of all names, ``inner_axis`` among them;
-        the sum is over the others. ``total`` is the same on all nodes. ``info`` is
-        the same on all workers, but for ``overflow`` and ``useful``: entries of all
-        shards, the smallest threshold, and as words the mean over the shards of those
-        of ``outer``, plus those inside the node (of ``scatter`` and ``gather`` too).
-      gather: ``gather(total f[ceil(n / w)], size) -> f[n]``, the same on every worker.
-    """
-
-    inner_axis: AxisName
-    outer: SparseAllreduce
-    init: Callable[..., State]
-    scatter: Callable[..., jax.Array]
-    reduce: Callable[..., tuple[Any, Any, State, ReduceInfo]]
-    gather: Callable[..., jax.Array]
-
-
-def hierarchical(*, inner_axis: AxisName, outer: SparseAllreduce) -> Hierarchical:
+def hierarchical(*, inner_axis: AxisName, outer: SparseAllreduce) -> SparseAllreduce:
     r"""Reduce-scatter in the node, a sparse allreduce between nodes, allgather.
 
     For m nodes of w workers each and a density rho (Algorithm 2 of the paper, with any
@@ -86,12 +44,20 @@ def hierarchical(*, inner_axis: AxisName, outer: SparseAllreduce) -> Hierarchica
       outer: any allreduce over the remaining axes.
 
     Returns:
-      A :class:`Hierarchical`.
+      A :class:`SparseAllreduce` whose ``shard_axis`` is ``inner_axis``. Its vectors are
+      scattered before the selection, ``scatter(f[n]) -> f[ceil(n / w)]`` (the last
+      shard ends in zeros where w does not divide n), and the total is gathered at the
+      end, ``gather(f[ceil(n / w)], n) -> f[n]``. The ``axis`` of ``reduce`` names all
+      workers, ``inner_axis`` among them; the sum is over the others, and ``total`` is
+      the same on all nodes. ``info`` is the same on all workers, but for ``overflow``
+      and ``useful``: entries of all shards, the smallest threshold, and as words the
+      mean over the shards of those of ``outer``, plus those inside the node (of
+      ``scatter`` and ``gather`` too).
 
     Raises:
       TypeError: ``outer`` is not a :class:`SparseAllreduce`.
-      ValueError: when traced, an axis that is not bound; ``axis`` without
-        ``inner_axis``, or without any other name.
+      ValueError: ``outer`` is hierarchical itself; when traced, an axis that is not
+        bound; ``axis`` without ``inner_axis``, or without any other name.
 
     References:
       Shi et al., `Towards Scalable Distributed Training of Deep Learning on Public
@@ -104,7 +70,7 @@ def hierarchical(*, inner_axis: AxisName, outer: SparseAllreduce) -> Hierarchica
       >>> def step(gradient):
       ...     shard = h.scatter(gradient)
       ...     coo, _, _ = selector.select(shard, selector.init(2))
-      ...     total, *_ = h.reduce(coo, h.init(4, 4, 2), axis=("node", "device"))
+      ...     total, *_ = h.reduce(coo, h.init(4, 4), axis=("node", "device"))
       ...     return h.gather(total, 4)
       >>> gradients = jnp.arange(16.0).reshape(2, 2, 4)
       >>> run = sc.simulate(step, axis=("node", "device"), axis_size=(2, 2))
@@ -117,13 +83,20 @@ def hierarchical(*, inner_axis: AxisName, outer: SparseAllreduce) -> Hierarchica
             "outer=sparse_collectives.allreduce.topk_a()."
         )
 
-    def init(size: int, axis_size: int, inner_size: int) -> State:
+    if outer.shard_axis:
+        raise ValueError(
+            f"outer deals out vectors over {outer.shard_axis!r} already: hierarchical is for two "
+            "levels. Give both inner axes as one inner_axis, a tuple."
+        )
+
+    def init(size: int, axis_size: int) -> State:
         _validation.check_size(size)
-        _validation.check_positive_int("inner_size", inner_size)
+        inner_size = transport.axis_size(inner_axis)
         if _validation.check_positive_int("axis_size", axis_size) % inner_size:
             raise ValueError(
-                f"axis_size={axis_size} is not a multiple of inner_size={inner_size}: every node "
-                "has as many workers. Give the number of all workers as axis_size."
+                f"axis_size={axis_size} is not a multiple of the {inner_size} workers of "
+                f"inner_axis={inner_axis!r}: every node has as many. Give the number of all "
+                "workers as axis_size."
             )
         return outer.init(shard_size(size, inner_size), axis_size // inner_size)
 
@@ -159,7 +132,14 @@ def hierarchical(*, inner_axis: AxisName, outer: SparseAllreduce) -> Hierarchica
         with jax.named_scope("hierarchical/inner"):
             return transport.all_gather(total, inner_axis).reshape(-1)[:size]
 
-    return Hierarchical(inner_axis, outer, init, scatter, reduce, gather)
+    return SparseAllreduce(
+        init,
+        reduce,
+        spec=Spec.of("hierarchical", outer=outer),
+        shard_axis=_compat.axis_names(inner_axis),
+        scatter=scatter,
+        gather=gather,
+    )
 
 
 def shard_size(size: int, inner_size: int) -> int:

@@ -5,6 +5,7 @@ import math
 import jax.numpy as jnp
 
 from sparse_collectives import _validation, _volumes, transport, wire
+from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
 from sparse_collectives.allreduce._parts import (
     _equal_regions,
@@ -13,6 +14,7 @@ from sparse_collectives.allreduce._parts import (
     _replicas,
     _slots,
     _step,
+    _undelivered,
 )
 from sparse_collectives.padded_coo import PaddedCOO
 
@@ -76,7 +78,7 @@ def ring_sparse(
         blocks = _equal_regions.split(coo, regions, capacity, state.count)
         overflow = coo.count() - jnp.sum(blocks.sent, dtype=jnp.int32)
         unsent = jnp.where(blocks.sent, jnp.zeros_like(coo.values), coo.values)
-        kept = [PaddedCOO(unsent, coo.indices, coo.size)]
+        kept = []
         words, useful = 0.0, []
 
         def block(region):
@@ -125,8 +127,9 @@ def ring_sparse(
             words=jnp.float32(words),
             useful=sum(useful, jnp.float32(0)),
         )
-        # Slot by slot where nothing can be left on the way.
-        undelivered = kept[0] if len(kept) == 1 else _merge.concatenate(kept)
+        undelivered = _undelivered.of_slots(coo, unsent, kept)
         return total, undelivered, next_state, info
 
-    return SparseAllreduce(_step.init, reduce)
+    return SparseAllreduce(
+        _step.init, reduce, spec=Spec.of("ring_sparse", slack=slack, fill=fill, codec=codec)
+    )

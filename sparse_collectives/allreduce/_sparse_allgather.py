@@ -6,8 +6,9 @@ from jax import lax
 
 from sparse_collectives import _volumes, transport, wire
 from sparse_collectives._coo import _bitset
+from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce._parts import _messages, _replicas, _step
+from sparse_collectives.allreduce._parts import _messages, _replicas, _step, _undelivered
 from sparse_collectives.allreduce._parts._step import StepState
 from sparse_collectives.padded_coo import PaddedCOO
 
@@ -36,7 +37,8 @@ def sparse_allgather(*, codec: Codec | None = None) -> SparseAllreduce:
 
     Returns:
       A :class:`SparseAllreduce`; its total is a PaddedCOO of P c slots with unique
-      indices, in the order of the workers. ``undelivered`` answers slot by slot.
+      indices, in the order of the workers. ``undelivered`` has no other entries than
+      those of the selection.
 
     Raises:
       ValueError: at ``reduce``, an axis that is not bound.
@@ -72,14 +74,14 @@ def sparse_allgather(*, codec: Codec | None = None) -> SparseAllreduce:
         )
         late = late & encoded.sent
         lost = _messages.lost(coo, encoded)
-        undelivered = PaddedCOO(jnp.where(late, coo.values, lost.values), coo.indices, coo.size)
+        undelivered = _undelivered.of_slots(coo, jnp.where(late, coo.values, lost.values))
         overflow = _messages.unsent_count(coo, encoded) + jnp.sum(late, dtype=jnp.int32)
         words = _volumes.all_gather(encoded.message.size, workers)
         entries = jnp.sum(encoded.sent, dtype=jnp.int32)
         useful = _messages.useful_words(words, entries, coo.capacity)
         return total, undelivered, new_state, _info(total, overflow, words, useful)
 
-    return SparseAllreduce(_step.init, reduce)
+    return SparseAllreduce(_step.init, reduce, spec=Spec.of("sparse_allgather", codec=codec))
 
 
 def _taken_before(coo: PaddedCOO) -> jax.Array:

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from sparse_collectives import _compat, _validation, _volumes, transport, wire
+from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce._parts import _merge, _messages, _replicas, _step
+from sparse_collectives.allreduce._parts import _merge, _messages, _replicas, _step, _undelivered
 from sparse_collectives.padded_coo import PaddedCOO
 
 
@@ -147,10 +148,7 @@ def ssar_recursive_double(
             useful += jnp.where(me < surplus, filled, 0.0)
             total = _choose(me < members, own, send(message, total, back))
 
-        # Slot by slot where nothing can be left on the way.
-        undelivered = PaddedCOO(jnp.zeros_like(coo.values), coo.indices, coo.size)
-        if kept:
-            undelivered = _merge.concatenate(kept)
+        undelivered = _undelivered.nothing(coo, kept)
         info = ReduceInfo(
             delivered=total.count(),
             overflow=overflow,
@@ -160,7 +158,9 @@ def ssar_recursive_double(
         )
         return total, undelivered, next_state, info
 
-    return SparseAllreduce(_step.init, reduce)
+    return SparseAllreduce(
+        _step.init, reduce, spec=Spec.of("ssar_recursive_double", capacity=capacity, codec=codec)
+    )
 
 
 def _decode(message: jax.Array, like: PaddedCOO, codec: Codec) -> PaddedCOO:

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from sparse_collectives import _validation, _volumes, transport, wire
 from sparse_collectives._coo import _bitset
+from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
 from sparse_collectives.allreduce._parts import (
     _equal_regions,
@@ -14,6 +15,7 @@ from sparse_collectives.allreduce._parts import (
     _replicas,
     _slots,
     _step,
+    _undelivered,
 )
 from sparse_collectives.padded_coo import PaddedCOO
 
@@ -99,12 +101,14 @@ def ssar_split_allgather(
         if slots < reduced.capacity or not codec.exact:
             in_total = _bitset.insert(_bitset.empty(coo.size), total.indices, coo.size)
             delivered = sent & _bitset.contains(in_total, coo.indices)
-        undelivered = PaddedCOO(jnp.where(delivered, error, coo.values), coo.indices, coo.size)
+        others = []
         if not codec.exact:
             # Sums that the codec left out are not in the total: their parts are kept above.
             errors = _merge.only_where(outgoing.sent, _messages.lost(mine, outgoing))
             own_region = _equal_regions.from_region(errors, regions, me)
-            undelivered = _merge.concatenate([undelivered, own_region])
+            others.append(own_region)
+        slots = jnp.where(delivered, error, coo.values)
+        undelivered = _undelivered.of_slots(coo, slots, others)
 
         block_words = _messages.pair_words(codec, capacity, regions.width, dtype)
         split_words = _volumes.all_to_all(workers * block_words, workers)
@@ -122,4 +126,8 @@ def ssar_split_allgather(
         )
         return total, undelivered, next_state, info
 
-    return SparseAllreduce(_step.init, reduce)
+    return SparseAllreduce(
+        _step.init,
+        reduce,
+        spec=Spec.of("ssar_split_allgather", slack=slack, fill=fill, codec=codec),
+    )

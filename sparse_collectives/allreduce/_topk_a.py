@@ -5,8 +5,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import _volumes, transport, wire
+from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce._parts import _messages, _replicas, _step
+from sparse_collectives.allreduce._parts import _messages, _replicas, _step, _undelivered
 from sparse_collectives.allreduce._parts._step import StepState
 from sparse_collectives.padded_coo import PaddedCOO
 
@@ -64,14 +65,14 @@ def topk_a(*, codec: Codec | None = None) -> SparseAllreduce:
             gathered = transport.all_gather(encoded.message, axis)
         everyone = codec.decode(gathered, coo.size, coo.values.dtype)
         total = _sum_rows(everyone)
-        undelivered = _messages.lost(coo, encoded)
+        undelivered = _undelivered.of_slots(coo, _messages.lost(coo, encoded).values)
         words = _volumes.all_gather(encoded.message.size, workers)
         entries = jnp.sum(encoded.sent, dtype=jnp.int32)
         useful = _messages.useful_words(words, entries, coo.capacity)
         overflow = _messages.unsent_count(coo, encoded)
         return total, undelivered, new_state, _info(total, overflow, words, useful)
 
-    return SparseAllreduce(_step.init, reduce)
+    return SparseAllreduce(_step.init, reduce, spec=Spec.of("topk_a", codec=codec))
 
 
 def _sum_rows(coo: PaddedCOO) -> jax.Array:

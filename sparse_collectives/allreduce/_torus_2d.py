@@ -3,8 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _compat, _validation, _volumes, padded_coo, transport
+from sparse_collectives import _compat, _validation, _volumes, transport
+from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce
+from sparse_collectives.allreduce._parts import _undelivered
 from sparse_collectives.padded_coo import PaddedCOO
 
 
@@ -65,9 +67,9 @@ def torus_2d() -> SparseAllreduce:
             words=words,
             useful=words,
         )
-        return total, padded_coo.empty(coo.size, 0, coo.values.dtype), state, info
+        return total, _undelivered.nothing(coo), state, info
 
-    return SparseAllreduce(init, reduce)
+    return SparseAllreduce(init, reduce, spec=Spec.of("torus_2d"))
 
 
 def _pair(axis: AxisName):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from sparse_collectives import _validation
 from sparse_collectives._coo import _bits
+from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
 from sparse_collectives.layout import Layout, as_layout
 from sparse_collectives.select._parts import _layers, _rows
@@ -83,7 +84,7 @@ def adtopk(*, density: float, row_axis: int = -1) -> Selector:
         capacity = sum(count_of_layer(s, density, row_axis) for s in state.layout.shapes)
         return _layers.select_layers(acc, state, of_layer, capacity)
 
-    return Selector(init, select)
+    return Selector(init, select, spec=Spec.of("adtopk", density=density, row_axis=row_axis))
 
 
 def rows_of_layer(

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import padded_coo
+from sparse_collectives._spec import Spec
 from sparse_collectives._types import Selector
 from sparse_collectives.layout import Layout
 from sparse_collectives.select._adtopk import adtopk
@@ -89,4 +90,6 @@ def adtopk_interleaved(*, density: float, row_axis: int = -1) -> Selector:
         coo, row_state, layer_state, info = lax.cond(state.count % 2 == 0, rows, layers)
         return coo, ADTopkInterleavedState(state.count + 1, row_state, layer_state), info
 
-    return Selector(init, select)
+    return Selector(
+        init, select, spec=Spec.of("adtopk_interleaved", density=density, row_axis=row_axis)
+    )

@@ -9,6 +9,7 @@ from jax import lax
 
 from sparse_collectives import _validation, padded_coo
 from sparse_collectives._coo import _bits, compaction
+from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector, State
 from sparse_collectives.layout import Layout, as_layout
 from sparse_collectives.select._adtopk import count_of_layer, rows_of_layer
@@ -158,4 +159,16 @@ def adtopk_threshold(
     def select(acc: jax.Array, state: _layers.LayersState):
         return _layers.select_layers(_validation.as_vector("acc", acc), state, of_layer)
 
-    return Selector(init, select)
+    return Selector(
+        init,
+        select,
+        spec=Spec.of(
+            "adtopk_threshold",
+            density=density,
+            steps=steps,
+            warmup=warmup,
+            period=period,
+            headroom=headroom,
+            row_axis=row_axis,
+        ),
+    )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from sparse_collectives import _validation
 from sparse_collectives._coo import _bits, compaction
+from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
 from sparse_collectives.layout import Layout, as_layout
 from sparse_collectives.select._parts import _rows
@@ -81,4 +82,4 @@ def bucketed(*, density: float, bucket: int = 512) -> Selector:
         )
         return coo, state, info
 
-    return Selector(init, select)
+    return Selector(init, select, spec=Spec.of("bucketed", density=density, bucket=bucket))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from sparse_collectives import _validation
 from sparse_collectives._coo import _bits, compaction, kth_magnitude
+from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
 from sparse_collectives.layout import Layout, as_layout
 from sparse_collectives.padded_coo import PaddedCOO
@@ -94,7 +95,9 @@ def dgc(*, density: float, sample_share: float = 0.01, seed: int = 0) -> Selecto
         threshold = _bits.magnitude_from_bits(threshold_bits)
         return coo, state + 1, SelectInfo(selected, count - selected, threshold)
 
-    return Selector(init, select)
+    return Selector(
+        init, select, spec=Spec.of("dgc", density=density, sample_share=sample_share, seed=seed)
+    )
 
 
 def _candidate_slots(k: int, hits: float) -> int:

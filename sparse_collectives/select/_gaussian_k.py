@@ -16,6 +16,7 @@ from jax import lax
 
 from sparse_collectives import _validation
 from sparse_collectives._coo import _bits
+from sparse_collectives._spec import Spec
 from sparse_collectives._types import Selector
 from sparse_collectives.layout import Layout, as_layout
 from sparse_collectives.select._parts import _reaching, _statistics
@@ -95,7 +96,9 @@ def gaussian_k(*, density: float, adjust: bool = False, headroom: float = 0.25) 
         )
         return coo, state + 1, info
 
-    return Selector(init, select)
+    return Selector(
+        init, select, spec=Spec.of("gaussian_k", density=density, adjust=adjust, headroom=headroom)
+    )
 
 
 def _fitted_threshold(acc: jax.Array, k: int) -> jax.Array:

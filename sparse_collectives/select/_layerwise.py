@@ -5,6 +5,7 @@ import math
 import jax
 
 from sparse_collectives import _validation
+from sparse_collectives._spec import Spec
 from sparse_collectives._types import Selector
 from sparse_collectives.layout import Layout, as_layout
 from sparse_collectives.select._parts import _layers
@@ -54,4 +55,4 @@ def layerwise(selector: Selector) -> Selector:
 
         return _layers.select_layers(_validation.as_vector("acc", acc), state, of_layer)
 
-    return Selector(init, select)
+    return Selector(init, select, spec=Spec.of("layerwise", selector=selector))

@@ -21,6 +21,7 @@ from jax import lax
 
 from sparse_collectives import _validation
 from sparse_collectives._coo import _bits, compaction, kth_magnitude
+from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
 from sparse_collectives.layout import Layout, as_layout
 from sparse_collectives.padded_coo import PaddedCOO
@@ -117,7 +118,7 @@ def mstopk(*, density: float, samplings: int = 30) -> Selector:
         )
         return PaddedCOO(values, indices, size), state + 1, info
 
-    return Selector(init, select)
+    return Selector(init, select, spec=Spec.of("mstopk", density=density, samplings=samplings))
 
 
 def _search(acc: jax.Array, k: int, samplings: int) -> _Bracket:

@@ -13,6 +13,7 @@ from jax import lax
 
 from sparse_collectives import _validation
 from sparse_collectives._coo import _bits, _bitset, compaction
+from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, SelectInfo, Selector
 from sparse_collectives.layout import Layout, as_layout
 from sparse_collectives.padded_coo import PaddedCOO
@@ -103,7 +104,16 @@ def random_k(
         )
         return PaddedCOO(values, indices, size), state + 1, info
 
-    return Selector(init, select)
+    return Selector(
+        init,
+        select,
+        spec=Spec.of(
+            "random_k",
+            density=density,
+            seed=seed,
+            same_on_all_workers=same_on_all_workers,
+        ),
+    )
 
 
 def _draw(key: jax.Array, k: int, size: int) -> jax.Array:

@@ -16,6 +16,7 @@ from jax import lax
 
 from sparse_collectives import _validation
 from sparse_collectives._coo import _bits
+from sparse_collectives._spec import Spec
 from sparse_collectives._types import Selector
 from sparse_collectives.layout import Layout, as_layout
 from sparse_collectives.select._parts import _reaching, _statistics
@@ -88,7 +89,9 @@ def redsync(*, density: float, rounds: int = 20, headroom: float = 1.0) -> Selec
         )
         return coo, state + 1, info
 
-    return Selector(init, select)
+    return Selector(
+        init, select, spec=Spec.of("redsync", density=density, rounds=rounds, headroom=headroom)
+    )
 
 
 def _searched_threshold(acc: jax.Array, k: int, rounds: int) -> jax.Array:

@@ -17,6 +17,7 @@ from jax.scipy.special import gammaln
 
 from sparse_collectives import _validation
 from sparse_collectives._coo import _bits
+from sparse_collectives._spec import Spec
 from sparse_collectives._types import Selector
 from sparse_collectives.layout import Layout, as_layout
 from sparse_collectives.select._parts import _reaching, _statistics
@@ -133,7 +134,19 @@ def sidco(
         state = _adapt(state, passed, k, period, tolerance, min(max_stages, _most_stages(k, size)))
         return coo, state, info
 
-    return Selector(init, select)
+    return Selector(
+        init,
+        select,
+        spec=Spec.of(
+            "sidco",
+            density=density,
+            distribution=distribution,
+            period=period,
+            tolerance=tolerance,
+            max_stages=max_stages,
+            headroom=headroom,
+        ),
+    )
 
 
 def _most_stages(k: int, size: int) -> int:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_collectives import _validation
+from sparse_collectives._spec import Spec
 from sparse_collectives._types import Selector
 from sparse_collectives.layout import Layout, as_layout
 from sparse_collectives.select._parts import _reaching
@@ -71,4 +72,4 @@ def threshold(*, magnitude: float, density: float) -> Selector:
         )
         return coo, state + 1, info
 
-    return Selector(init, select)
+    return Selector(init, select, spec=Spec.of("threshold", magnitude=magnitude, density=density))

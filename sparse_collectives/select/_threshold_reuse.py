@@ -23,6 +23,7 @@ from jax import lax
 from sparse_collectives import _validation
 from sparse_collectives._coo import _bits, compaction
 from sparse_collectives._coo.kth_magnitude import kth_magnitude_bits
+from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
 from sparse_collectives.layout import Layout, as_layout
 from sparse_collectives.select._parts import _reaching
@@ -140,7 +141,18 @@ def threshold_reuse(
             SelectInfo(selected, trial.count - selected, trial.threshold),
         )
 
-    return Selector(init, select)
+    return Selector(
+        init,
+        select,
+        spec=Spec.of(
+            "threshold_reuse",
+            density=density,
+            period=period,
+            servo=servo,
+            tolerance=tolerance,
+            headroom=headroom,
+        ),
+    )
 
 
 def _select_all(acc: jax.Array, state: ThresholdReuseState):

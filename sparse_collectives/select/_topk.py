@@ -15,6 +15,7 @@ from jax import lax
 
 from sparse_collectives import _validation
 from sparse_collectives._coo import _bits, compaction, kth_magnitude
+from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
 from sparse_collectives.layout import Layout, as_layout
 from sparse_collectives.padded_coo import PaddedCOO
@@ -76,7 +77,7 @@ def topk(*, density: float) -> Selector:
         )
         return coo, guess, info
 
-    return Selector(init, select)
+    return Selector(init, select, spec=Spec.of("topk", density=density))
 
 
 def select_directly(acc: jax.Array, k: int) -> tuple[PaddedCOO, jax.Array]:

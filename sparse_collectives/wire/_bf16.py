@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from sparse_collectives import _validation
+from sparse_collectives._spec import Spec
 from sparse_collectives._types import Codec, Encoded
 from sparse_collectives.padded_coo import PaddedCOO
 from sparse_collectives.wire import _packing, _sizes, _values
@@ -26,7 +27,7 @@ def bf16() -> Codec:
     Raises:
       TypeError: at ``encode``, values that are not float32, bfloat16 or float16.
     """
-    return Codec(_encode, _decode, encode_dense, decode_dense, exact=False)
+    return Codec(_encode, _decode, encode_dense, decode_dense, exact=False, spec=Spec.of("bf16"))
 
 
 def _encode(coo: PaddedCOO, seed: jax.Array) -> Encoded:

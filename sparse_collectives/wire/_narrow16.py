@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from sparse_collectives import _validation
+from sparse_collectives._spec import Spec
 from sparse_collectives._types import Codec, Encoded
 from sparse_collectives.padded_coo import PaddedCOO
 from sparse_collectives.wire import _bf16, _gaps, _sizes, _values
@@ -58,4 +59,11 @@ def narrow16(*, escapes: float = 1 / 16) -> Codec:
         values = _values.from_bf16_bits(jnp.where(indices < size, digit, 0), dtype)
         return PaddedCOO(values, indices, size)
 
-    return Codec(encode, decode, _bf16.encode_dense, _bf16.decode_dense, exact=False)
+    return Codec(
+        encode,
+        decode,
+        _bf16.encode_dense,
+        _bf16.decode_dense,
+        exact=False,
+        spec=Spec.of("narrow16", escapes=escapes),
+    )

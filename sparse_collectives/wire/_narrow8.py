@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from sparse_collectives import _hash, _validation
+from sparse_collectives._spec import Spec
 from sparse_collectives._types import Codec, Encoded
 from sparse_collectives.padded_coo import PaddedCOO
 from sparse_collectives.wire import _gaps, _log8, _packing, _sizes, _values
@@ -98,4 +99,11 @@ def narrow8(*, block: int = 128, escapes: float = 1 / 8, stochastic: bool = Fals
         codes = _packing.unpack(message[..., split:], 8)[..., :length]
         return _log8.decode(codes, message[..., :split], block, dtype)
 
-    return Codec(encode, decode, encode_dense, decode_dense, exact=False)
+    return Codec(
+        encode,
+        decode,
+        encode_dense,
+        decode_dense,
+        exact=False,
+        spec=Spec.of("narrow8", block=block, escapes=escapes, stochastic=stochastic),
+    )

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import _hash, _validation
+from sparse_collectives._spec import Spec
 from sparse_collectives._types import Codec, Encoded
 from sparse_collectives.padded_coo import PaddedCOO
 from sparse_collectives.wire import _packing, _sizes, _values
@@ -105,7 +106,14 @@ def qsgd(*, bits: int = 8, bucket: int = 512, norm: str = "max") -> Codec:
         unit = lax.bitcast_convert_type(message[..., :split], jnp.float32)
         return dequantize(_packing.unpack(message[..., split:], bits)[..., :length], unit, dtype)
 
-    return Codec(encode, decode, encode_dense, decode_dense, exact=False)
+    return Codec(
+        encode,
+        decode,
+        encode_dense,
+        decode_dense,
+        exact=False,
+        spec=Spec.of("qsgd", bits=bits, bucket=bucket, norm=norm),
+    )
 
 
 def _scale(numbers: jax.Array, norm: str) -> jax.Array:

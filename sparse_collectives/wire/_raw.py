@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sparse_collectives._spec import Spec
 from sparse_collectives._types import Codec, Encoded
 from sparse_collectives.padded_coo import PaddedCOO
 
@@ -18,7 +19,7 @@ def raw() -> Codec:
       A :class:`Codec`; ``c`` pairs take ``2 c`` words, ``m`` dense values take ``m``, or
       half of that where they have 16 bits.
     """
-    return Codec(_encode, _decode, _encode_dense, _decode_dense, exact=True)
+    return Codec(_encode, _decode, _encode_dense, _decode_dense, exact=True, spec=Spec.of("raw"))
 
 
 def _encode(coo: PaddedCOO, seed: jax.Array) -> Encoded:

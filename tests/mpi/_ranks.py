@@ -45,8 +45,8 @@ def errors(x: jax.Array) -> dict[str, str]:
     state = tx.init(params)
     mesh = jax.make_mesh((1,), ("ranks",), axis_types=(jax.sharding.AxisType.Auto,))
     calls = {
-        "mesh": lambda: optax_ext.make_train_step(_cases.loss, tx, mesh, WORLD),
-        "specs": lambda: optax_ext.state_specs(state, WORLD),
+        "mesh": lambda: optax_ext.make_train_step(_cases.loss, tx, mesh),
+        "specs": lambda: optax_ext.state_specs(state),
         "consolidate": lambda: optax_ext.consolidate(state, params),
         "reshard": lambda: optax_ext.reshard(state, state),
         "two": lambda: transport.all_gather(x, (WORLD, MPI.COMM_SELF)),

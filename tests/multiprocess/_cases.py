@@ -59,8 +59,8 @@ def conserve(mesh: Mesh, folder: Path, *, steps: int) -> dict[str, np.ndarray]:
     del folder
     tx = optax.chain(REDUCTIONS["ok_topk"](), optax.sgd(1.0))
     params: Any = np.zeros(INPUTS * HIDDEN, np.float32)
-    state = optax_ext.init_state(tx, params, mesh, "data")
-    step = optax_ext.make_train_step(lambda p, rows: jnp.mean(rows @ p), tx, mesh, "data")
+    state = optax_ext.init_state(tx, params, mesh)
+    step = optax_ext.make_train_step(lambda p, rows: jnp.mean(rows @ p), tx, mesh)
     gradients = np.zeros(params.size)
     for rows in _batches(steps, width=params.size):
         params, state, _ = step(params, state, spread(mesh, rows))
@@ -104,7 +104,7 @@ def save(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
         restored = _Run(mesh, "ok_topk")
         everywhere = NamedSharding(mesh, P())
         shapes = _shapes(restored.params, everywhere)
-        expected = optax_ext.abstract_state(restored.tx, restored.params, mesh, "data")
+        expected = optax_ext.abstract_state(restored.tx, restored.params, mesh)
         optax_ext.check_metadata(checkpointer.metadata(folder / "saved").custom_metadata, expected)
         restored.params, restored.state = checkpointer.restore(folder / "saved", (shapes, expected))
         restored(last)
@@ -121,11 +121,11 @@ def resume(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
     with ocp.StandardCheckpointer() as checkpointer:
         saved = checkpointer.metadata(folder / "saved").custom_metadata
         old_mesh = AbstractMesh((saved["workers"],), ("data",))
-        old = optax_ext.abstract_state(run.tx, run.params, old_mesh, "data", sharding=host)
+        old = optax_ext.abstract_state(run.tx, run.params, old_mesh, sharding=host)
         optax_ext.check_metadata(saved, old)
         run.params, state = checkpointer.restore(folder / "saved", (_shapes(run.params, host), old))
     before = np.asarray(optax_ext.get_state(state).residual)
-    run.state = optax_ext.reshard(state, optax_ext.init_state(run.tx, run.params, mesh, "data"))
+    run.state = optax_ext.reshard(state, optax_ext.init_state(run.tx, run.params, mesh))
     after = whole(optax_ext.get_state(run.state).residual)
     run(_batches(SAVED_AT + 1)[-1])
     return {**run.arrays(), "before": before, "after": after}
@@ -143,7 +143,7 @@ def refuse(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
         except ValueError as error:
             messages[name] = np.asarray(str(error))
 
-    fresh = optax_ext.init_state(run.tx, run.params, mesh, "data")
+    fresh = optax_ext.init_state(run.tx, run.params, mesh)
     told("spread_state", lambda: optax_ext.reshard(run.state, fresh))
     told("local_batch", lambda: run.step(run.params, run.state, _batches(1)[0]))
     return messages
@@ -181,7 +181,7 @@ class _Run:
             "a": rng.standard_normal((INPUTS, HIDDEN)).astype(np.float32),
             "b": rng.standard_normal((HIDDEN, OUTPUTS)).astype(np.float32),
         }
-        self.state = optax_ext.init_state(self.tx, self.params, mesh, "data")
+        self.state = optax_ext.init_state(self.tx, self.params, mesh)
 
     def __call__(self, rows: np.ndarray) -> float:
         batch = spread(self.mesh, rows)
@@ -210,7 +210,7 @@ def _step(mesh: Mesh, reduction: str) -> tuple[Any, optax_ext.TrainStep, list[in
         return jnp.mean((jnp.tanh(rows @ params["a"]) @ params["b"]) ** 2)
 
     tx = optax.chain(REDUCTIONS[reduction](), optax.sgd(0.01, momentum=0.9))
-    return tx, optax_ext.make_train_step(loss_fn, tx, mesh, "data"), traces
+    return tx, optax_ext.make_train_step(loss_fn, tx, mesh), traces
 
 
 def _batches(number: int, width: int = INPUTS) -> list[np.ndarray]:

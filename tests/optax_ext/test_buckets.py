@@ -106,8 +106,8 @@ def program(tx, layers=6, width=32):
         return jnp.mean(x**2)
 
     tx = optax.chain(tx, optax.sgd(0.1))
-    state = optax_ext.init_state(tx, params, mesh, "w")
-    step = optax_ext.make_train_step(loss, tx, mesh, "w")
+    state = optax_ext.init_state(tx, params, mesh)
+    step = optax_ext.make_train_step(loss, tx, mesh)
     text = step.lower(params, state, jnp.ones((8, width))).compile().as_text()
     assert "is_scheduled=true" in text
     entry = text[text.index("\nENTRY") :].split("\n}")[0].splitlines()[2:]

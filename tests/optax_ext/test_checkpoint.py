@@ -47,14 +47,14 @@ def bits(tree):
 )
 def test_the_step_after_a_restore_has_the_same_bits(tmp_path, selector):
     tx = transformation(selector=selector)
-    params, state = PARAMS, optax_ext.init_state(tx, PARAMS, mesh(), "data")
-    step = optax_ext.make_train_step(loss_fn, tx, mesh(), "data", donate=False)
+    params, state = PARAMS, optax_ext.init_state(tx, PARAMS, mesh())
+    step = optax_ext.make_train_step(loss_fn, tx, mesh(), donate=False)
     for batch in batches(3):
         params, state, _ = step(params, state, batch)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
-        target = optax_ext.abstract_state(tx, PARAMS, mesh(), "data")
+        target = optax_ext.abstract_state(tx, PARAMS, mesh())
         restored = checkpointer.restore(tmp_path / "state", target)
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     assert bits(restored) == bits(state)
@@ -66,14 +66,12 @@ def test_the_step_after_a_restore_has_the_same_bits(tmp_path, selector):
 
 def test_a_checkpoint_of_other_settings_is_refused_by_name():
     def made(tx, workers=8, params=PARAMS):
-        return optax_ext.init_state(tx, params, mesh(workers), "data")
+        return optax_ext.init_state(tx, params, mesh(workers))
 
     state = made(transformation())
     saved = json.loads(json.dumps(optax_ext.checkpoint_metadata(state)))
     optax_ext.check_metadata(saved, state)
-    optax_ext.check_metadata(
-        saved, optax_ext.abstract_state(transformation(), PARAMS, mesh(), "data")
-    )
+    optax_ext.check_metadata(saved, optax_ext.abstract_state(transformation(), PARAMS, mesh()))
     for other, message in (
         (made(transformation(0.2)), r"selector: topk\(density=0.1\) in the checkpoint"),
         (made(transformation(alias=optax_ext.gtopk)), r"allreduce: ok_topk\(.*gtopk\("),
@@ -90,8 +88,8 @@ def test_a_checkpoint_of_other_settings_is_refused_by_name():
 
 def test_the_step_refuses_another_number_of_workers():
     tx = transformation()
-    state = optax_ext.init_state(tx, PARAMS, mesh(), "data")
-    step = optax_ext.make_train_step(loss_fn, tx, mesh(4), "data")
+    state = optax_ext.init_state(tx, PARAMS, mesh())
+    step = optax_ext.make_train_step(loss_fn, tx, mesh(4))
     with pytest.raises(ValueError, match="has 2 rows inside the mapped function"):
         step(PARAMS, state, batches(1)[0])
 
@@ -99,9 +97,9 @@ def test_the_step_refuses_another_number_of_workers():
 def test_an_abstract_state_needs_a_place():
     workers = AbstractMesh((3,), ("data",))
     with pytest.raises(ValueError, match="mesh is an AbstractMesh"):
-        optax_ext.abstract_state(transformation(), PARAMS, workers, "data")
+        optax_ext.abstract_state(transformation(), PARAMS, workers)
     where = SingleDeviceSharding(jax.devices()[0])
-    state = optax_ext.abstract_state(transformation(), PARAMS, workers, "data", sharding=where)
+    state = optax_ext.abstract_state(transformation(), PARAMS, workers, sharding=where)
     assert state[0].residual.shape == (3, 70)
 
 

@@ -26,14 +26,14 @@ CORRECTION = optax_ext.momentum_correction(0.9)
 
 
 def made(tx, workers=8):
-    return optax_ext.init_state(tx, PARAMS, mesh(workers), "data")
+    return optax_ext.init_state(tx, PARAMS, mesh(workers))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """The state of eight workers after a step, saved with its metadata."""
     tx = transformation()
-    step = optax_ext.make_train_step(loss_fn, tx, mesh(), "data")
+    step = optax_ext.make_train_step(loss_fn, tx, mesh())
     _, state, _ = step(PARAMS, made(tx), batches(1)[0])
     folder = tmp_path_factory.mktemp("checkpoint") / "state"
     with ocp.StandardCheckpointer() as checkpointer:
@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
 
 
 def restore(folder, tx, workers=8, params=PARAMS):
-    target = optax_ext.abstract_state(tx, params, mesh(workers), "data")
+    target = optax_ext.abstract_state(tx, params, mesh(workers))
     with ocp.StandardCheckpointer() as checkpointer:
         try:
             return checkpointer.restore(folder, target)
@@ -70,7 +70,7 @@ def test_orbax_itself_refuses_other_arrays(folder, tx, workers, params, message)
     params = jax.tree.map(np.float32, params)
     with pytest.raises(ValueError, match=message):
         restore(folder, tx, workers, params)
-    expected = optax_ext.abstract_state(tx, params, mesh(workers), "data")
+    expected = optax_ext.abstract_state(tx, params, mesh(workers))
     with pytest.raises(ValueError, match="saved from another optimizer state"):
         optax_ext.check_metadata(saved_metadata(folder), expected)
 
@@ -78,24 +78,24 @@ def test_orbax_itself_refuses_other_arrays(folder, tx, workers, params, message)
 def test_only_the_metadata_tells_another_density(folder):
     """Its arrays are the same, so that orbax restores them: whole, and a step is possible."""
     tx = transformation(0.2)
-    expected = optax_ext.abstract_state(tx, PARAMS, mesh(), "data")
+    expected = optax_ext.abstract_state(tx, PARAMS, mesh())
     with pytest.raises(ValueError, match=r"topk\(density=0.1\) in the checkpoint, topk\(density=0"):
         optax_ext.check_metadata(saved_metadata(folder), expected)
     state = restore(folder, tx)
     assert bits(state) == bits(restore(folder, transformation()))
-    step = optax_ext.make_train_step(loss_fn, tx, mesh(), "data")
+    step = optax_ext.make_train_step(loss_fn, tx, mesh())
     _, state, _ = step(PARAMS, state, batches(1)[0])
     assert (np.asarray(state[0].info.selected) == 14).all()
 
 
 def test_a_correction_that_the_checkpoint_has_not(folder):
     tx = transformation(correction=CORRECTION)
-    expected = optax_ext.abstract_state(tx, PARAMS, mesh(), "data")
+    expected = optax_ext.abstract_state(tx, PARAMS, mesh())
     with pytest.raises(ValueError, match=r"correction: none in the checkpoint, momentum_corr"):
         optax_ext.check_metadata(saved_metadata(folder), expected)
     # Orbax takes an empty tuple for an array that is not there.
     state = restore(folder, tx)
-    step = optax_ext.make_train_step(loss_fn, tx, mesh(), "data")
+    step = optax_ext.make_train_step(loss_fn, tx, mesh())
     with pytest.raises(ValueError, match=r"state.velocity is \(\), but .* has a correction"):
         step(PARAMS, state, batches(1)[0])
     # What the message advises.
@@ -202,7 +202,7 @@ def test_a_tracer_among_the_options_is_described_without_its_content():
 
 def test_a_whole_checkpoint_gives_the_next_step_the_same_bits_with_momentum_correction(tmp_path):
     tx = optax.chain(optax_ext.dgc(0.1, axis="data", masking=False, nesterov=True), optax.sgd(1e-2))
-    step = optax_ext.make_train_step(loss_fn, tx, mesh(), "data", donate=False)
+    step = optax_ext.make_train_step(loss_fn, tx, mesh(), donate=False)
     params, state = PARAMS, made(tx)
     for batch in batches(2):
         params, state, _ = step(params, state, batch)
@@ -211,7 +211,7 @@ def test_a_whole_checkpoint_gives_the_next_step_the_same_bits_with_momentum_corr
         checkpointer.save(tmp_path / "state", (params, state))
     whole = NamedSharding(mesh(), PartitionSpec())
     shapes = {"w": jax.ShapeDtypeStruct((10, 7), "float32", sharding=whole)}
-    target = (shapes, optax_ext.abstract_state(tx, PARAMS, mesh(), "data"))
+    target = (shapes, optax_ext.abstract_state(tx, PARAMS, mesh()))
     with ocp.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(tmp_path / "state", target)
     assert bits(restored) == bits((params, state))

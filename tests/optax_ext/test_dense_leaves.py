@@ -169,8 +169,8 @@ def test_on_a_mesh_through_a_checked_step_with_a_hierarchy():
         dense_leaves=LABELS,
         correction=optax_ext.momentum_correction(0.5),
     )
-    state = optax_ext.init_state(tx, PARAMS, mesh, ("n", "d"))
-    specs = optax_ext.state_specs(state, ("n", "d"))
+    state = optax_ext.init_state(tx, PARAMS, mesh)
+    specs = optax_ext.state_specs(state)
     step = jax.jit(
         jax.shard_map(
             lambda s, g: tx.update(jax.tree.map(lambda x: x[0], g), s),

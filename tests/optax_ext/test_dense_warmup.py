@@ -43,8 +43,8 @@ def test_on_a_mesh_all_of_it_at_once():
         density_schedule=optax_ext.exponential_density(0.2, 0.05, 4),
         nonfinite="drop",
     )
-    state = optax_ext.init_state(tx, jnp.zeros(SIZE), mesh, "w")
-    specs = optax_ext.state_specs(state, "w")
+    state = optax_ext.init_state(tx, jnp.zeros(SIZE), mesh)
+    specs = optax_ext.state_specs(state)
     step = jax.jit(
         jax.shard_map(
             lambda s, g: tx.update(g[0], s),
@@ -65,8 +65,8 @@ def test_on_a_mesh_all_of_it_at_once():
 def test_with_a_hierarchy():
     tx = optax_ext.hitopk(0.1, axis=("n", "d"), inner_axis="d", dense_steps=2)
     mesh = jax.make_mesh((2, 2), ("n", "d"), axis_types=(AxisType.Auto,) * 2)
-    state = optax_ext.init_state(tx, jnp.zeros(SIZE), mesh, ("n", "d"))
-    specs = optax_ext.state_specs(state, ("n", "d"))
+    state = optax_ext.init_state(tx, jnp.zeros(SIZE), mesh)
+    specs = optax_ext.state_specs(state)
     step = jax.jit(
         jax.shard_map(
             lambda s, g: tx.update(g[0], s),

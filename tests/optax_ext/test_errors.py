@@ -26,8 +26,8 @@ def ok_topk(**options):
 
 def trace_update(tx, params, updates, state=None, check_vma=True):
     """Traces one update on a mesh of four; nothing runs."""
-    state = optax_ext.init_state(tx, params, mesh(), "data") if state is None else state
-    specs = optax_ext.state_specs(state, "data")
+    state = optax_ext.init_state(tx, params, mesh()) if state is None else state
+    specs = optax_ext.state_specs(state)
 
     def local(updates, state):
         updates = jax.tree.map(
@@ -69,9 +69,9 @@ def test_an_axis_that_is_not_bound():
 def test_an_axis_that_the_mesh_does_not_have():
     tx = ok_topk(axis="batch")
     with pytest.raises(ValueError, match=r"axis='batch' is not an axis of the mesh.*\('data',\)"):
-        optax_ext.init_state(tx, PARAMS, mesh(), "batch")
+        optax_ext.init_state(tx, PARAMS, mesh())
     with pytest.raises(ValueError, match=r"axis='batch' is not an axis of the mesh"):
-        optax_ext.make_train_step(lambda p, b: 0.0, tx, mesh(), "batch")
+        optax_ext.make_train_step(lambda p, b: 0.0, tx, mesh())
 
 
 @pytest.mark.parametrize("tx", [ok_topk(), optax_ext.dense(axis="data")], ids=["ok_topk", "dense"])
@@ -147,7 +147,7 @@ def test_a_state_that_was_passed_whole():
 def test_an_axis_size_that_is_not_the_axis():
     tx = ok_topk(axis_size=3)
     with pytest.raises(ValueError, match="axis_size=3 was given, but axis 'data' has 4 workers"):
-        optax_ext.init_state(tx, PARAMS, mesh(), "data")
+        optax_ext.init_state(tx, PARAMS, mesh())
 
 
 def test_unknown_choices():
@@ -163,8 +163,8 @@ def test_unknown_choices():
 
 def test_a_batch_that_the_workers_do_not_divide():
     tx = optax.chain(ok_topk(), optax.sgd(0.1))
-    step = optax_ext.make_train_step(lambda p, b: jnp.sum(p["bias"]), tx, mesh(), "data")
-    state = optax_ext.init_state(tx, PARAMS, mesh(), "data")
+    step = optax_ext.make_train_step(lambda p, b: jnp.sum(p["bias"]), tx, mesh())
+    state = optax_ext.init_state(tx, PARAMS, mesh())
     batch = {"x": np.zeros((4, 2)), "y": np.zeros((6,))}
     with pytest.raises(ValueError, match=r"batch\['y'\] has shape \(6,\).*multiple of the 4"):
         step.lower(PARAMS, state, batch)
@@ -172,7 +172,7 @@ def test_a_batch_that_the_workers_do_not_divide():
 
 def test_a_chain_that_does_not_reduce_the_gradients():
     tx = optax.adam(1e-3)
-    step = optax_ext.make_train_step(lambda p, b: jnp.sum(b @ p["kernel"]), tx, mesh(), "data")
+    step = optax_ext.make_train_step(lambda p, b: jnp.sum(b @ p["kernel"]), tx, mesh())
     with pytest.raises(ValueError, match=r"updates\['bias'\] of tx differ.*first in the chain"):
         step.lower(PARAMS, tx.init(PARAMS), np.ones((4, 8), np.float32))
 

@@ -111,8 +111,8 @@ def mesh(shape):
 def test_on_a_mesh_it_does_what_it_does_in_simulation(check_vma):
     shape, outer = (3, 2), OUTERS["ok_topk"]
     tx = transformation(outer)
-    state = optax_ext.init_state(tx, jnp.zeros(SIZE), mesh(shape), AXES)
-    specs = optax_ext.state_specs(state, AXES)
+    state = optax_ext.init_state(tx, jnp.zeros(SIZE), mesh(shape))
+    specs = optax_ext.state_specs(state)
     assert state.residual.shape == (6, 51)
     assert state.allreduce.state.boundaries.shape == (2, 4)
     assert specs.residual == P(AXES)
@@ -142,8 +142,8 @@ def test_train_step_with_a_schedule_and_a_gradient_that_is_not_finite():
     def loss_fn(params, x):
         return jnp.mean((x @ params["a"]) ** 2) + jnp.sum((params["b"] - jnp.mean(x)) ** 2)
 
-    state = optax_ext.init_state(tx, params, mesh((2, 2)), AXES)
-    step = optax_ext.make_train_step(loss_fn, tx, mesh((2, 2)), AXES, donate=False)
+    state = optax_ext.init_state(tx, params, mesh((2, 2)))
+    step = optax_ext.make_train_step(loss_fn, tx, mesh((2, 2)), donate=False)
     batch = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)
     losses = []
     for _ in range(10):
@@ -167,7 +167,7 @@ def test_what_is_wrong_with_a_call():
     with pytest.raises(ValueError, match="how many workers a node has"):
         transformation(axis_size=4).init(jnp.ones(3))
     tx = transformation()
-    state = optax_ext.init_state(tx, jnp.ones(SIZE), mesh((2, 2)), AXES)
+    state = optax_ext.init_state(tx, jnp.ones(SIZE), mesh((2, 2)))
     # The state of all workers, where each is to see its own part.
     step = jax.shard_map(
         lambda state, g: tx.update(g, state)[0],

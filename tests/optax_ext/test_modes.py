@@ -50,8 +50,8 @@ def mesh():
 def run_shard_map(check_vma):
     tx = transformation()
     params = params_at_start()
-    state = optax_ext.init_state(tx, params, mesh(), "data")
-    specs = optax_ext.state_specs(state, "data")
+    state = optax_ext.init_state(tx, params, mesh())
+    specs = optax_ext.state_specs(state)
 
     def local(params, state, gradient):
         return one_step(tx, params, state, jax.tree.map(lambda g: g[0], gradient))
@@ -139,8 +139,8 @@ def test_two_mesh_axes_are_one_set_of_workers():
     two = Mesh(devices, ("host", "device"), axis_types=(AxisType.Auto,) * 2)
     tx = optax_ext.ok_topk(density=DENSITY, axis=("host", "device"), slack=4.0)
     params = jnp.zeros(SIZE)
-    state = optax_ext.init_state(tx, params, two, ("host", "device"))
-    specs = optax_ext.state_specs(state, ("host", "device"))
+    state = optax_ext.init_state(tx, params, two)
+    specs = optax_ext.state_specs(state)
     split = P(("host", "device"))
     step = jax.jit(
         jax.shard_map(
@@ -159,14 +159,12 @@ def test_two_mesh_axes_are_one_set_of_workers():
 
 def test_init_outside_with_axis_size_equals_init_on_a_mesh():
     outside = transformation(axis_size=WORKERS).init(params_at_start())
-    inside = optax_ext.init_state(transformation(), params_at_start(), mesh(), "data")
+    inside = optax_ext.init_state(transformation(), params_at_start(), mesh())
     assert jax.tree.structure(outside) == jax.tree.structure(inside)
     for a, b in zip(jax.tree.leaves(outside), jax.tree.leaves(inside), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(a, b)
-    expected = jax.tree.map(
-        lambda spec: NamedSharding(mesh(), spec), optax_ext.state_specs(inside, "data")
-    )
+    expected = jax.tree.map(lambda spec: NamedSharding(mesh(), spec), optax_ext.state_specs(inside))
     for leaf, sharding in zip(jax.tree.leaves(inside), jax.tree.leaves(expected), strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 

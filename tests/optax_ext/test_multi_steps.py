@@ -49,8 +49,8 @@ def gradients(workers, steps):
 
 def train(tx, workers, batches, params=PARAMS, state=None):
     if state is None:
-        state = optax_ext.init_state(tx, params, mesh(workers), "data")
-    step = optax_ext.make_train_step(loss_fn, tx, mesh(workers), "data", donate=False)
+        state = optax_ext.init_state(tx, params, mesh(workers))
+    step = optax_ext.make_train_step(loss_fn, tx, mesh(workers), donate=False)
     for batch in batches:
         params, state, _ = step(params, state, batch)
     return params, state
@@ -79,7 +79,7 @@ def test_nothing_is_lost_between_accumulations_also_with_other_workers(wrapper, 
     total = batches.sum((0, 1))
     if new_workers is not None:
         workers = new_workers
-        fresh = optax_ext.init_state(tx, PARAMS, mesh(workers), "data")
+        fresh = optax_ext.init_state(tx, PARAMS, mesh(workers))
         state = optax_ext.reshard(state, fresh)
         params = jax.tree.map(np.asarray, params)
     more = gradients(workers, 2)
@@ -98,8 +98,8 @@ def test_nothing_is_lost_between_accumulations_also_with_other_workers(wrapper, 
 
 def test_a_mini_step_exchanges_nothing():
     def words(tx):
-        state = optax_ext.init_state(tx, PARAMS, mesh(4), "data")
-        step = optax_ext.make_train_step(loss_fn, tx, mesh(4), "data")
+        state = optax_ext.init_state(tx, PARAMS, mesh(4))
+        step = optax_ext.make_train_step(loss_fn, tx, mesh(4))
         lowered = step.lower(PARAMS, state, gradients(4, 1)[0])
         return sc.traffic.of_lowered(lowered).words
 
@@ -135,7 +135,7 @@ def test_a_scalar_parameter():
     new, _ = train(ours(optax.chain(reduce(1.0), optax.sgd(1.0)), 2), 4, batches, params)
     np.testing.assert_allclose(flat(new), -batches.mean((0, 1)), rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match=r"params\['scale'\] is a scalar.*optax_ext.multi_steps"):
-        optax_ext.init_state(optaxs(reduce(), 2), params, mesh(4), "data")
+        optax_ext.init_state(optaxs(reduce(), 2), params, mesh(4))
 
 
 @pytest.mark.parametrize(
@@ -158,9 +158,9 @@ def test_a_wrapper_that_must_not_be_around(around, inside, request):
         optax.apply_if_finite(optax.chain(optax.clip(1.0), around(inside)), 1),
     ):
         with pytest.raises(ValueError, match=r"is around the allreduce.*Put it behind"):
-            optax_ext.init_state(tx, PARAMS, mesh(4), "data")
+            optax_ext.init_state(tx, PARAMS, mesh(4))
     with pytest.raises(ValueError, match=f"optax.{name} is around .*optax.{name}\\(optimizer"):
-        optax_ext.init_state(optaxs(around(inside), 2), PARAMS, mesh(4), "data")
+        optax_ext.init_state(optaxs(around(inside), 2), PARAMS, mesh(4))
 
 
 def test_apply_if_finite_behind_keeps_a_gradient_that_is_not_finite_out():
@@ -181,10 +181,10 @@ def test_skipping_by_the_gradients_of_one_worker(skip):
 
     tx = optax.MultiSteps(reduce(), 2, should_skip_update_fn=decide)
     with pytest.raises(ValueError, match=r"should_skip_update_fn.*nonfinite='skip'"):
-        optax_ext.init_state(tx, PARAMS, mesh(4), "data")
+        optax_ext.init_state(tx, PARAMS, mesh(4))
     behind = optax.MultiSteps(optax.sgd(1.0), 2, should_skip_update_fn=decide)
     tx = optax.chain(reduce(), behind.gradient_transformation())
-    optax_ext.init_state(tx, PARAMS, mesh(4), "data")
+    optax_ext.init_state(tx, PARAMS, mesh(4))
 
 
 @pytest.mark.parametrize("before", [optax.trace(0.9), optax.zero_nans(), optax.apply_every(2)])
@@ -197,7 +197,7 @@ def test_a_state_that_differs_between_the_workers_is_named(before):
 def test_a_state_made_outside_of_the_mapped_function():
     tx = optaxs(reduce(axis_size=4), 2)
     with pytest.raises(ValueError, match=r"acc_grads\['bias'\].*\(4,\), expected \(16,\).*init_st"):
-        optax_ext.state_specs(tx.init(PARAMS), "data")
+        optax_ext.state_specs(tx.init(PARAMS))
     tx = ours(reduce(axis_size=4), 2)
     ready = train(tx, 4, gradients(4, 2), state=tx.init(PARAMS))
     np.testing.assert_array_equal(flat(ready[0]), flat(train(tx, 4, gradients(4, 2))[0]))
@@ -218,4 +218,4 @@ def test_an_injected_density_says_that_it_has_to_be_static():
     make = optax.inject_hyperparams(optax_ext.ok_topk_sgd)
     tx = make(learning_rate=0.1, density=0.1, axis="data")
     with pytest.raises(TypeError, match=r"density must be a Python number.*static argument"):
-        optax_ext.init_state(tx, PARAMS, mesh(4), "data")
+        optax_ext.init_state(tx, PARAMS, mesh(4))

@@ -57,8 +57,8 @@ def test_ignore_is_another_name_for_propagate():
 def test_raise_on_a_mesh():
     mesh = jax.make_mesh((8,), ("w",), axis_types=(AxisType.Auto,))
     tx = optax_ext.topk_a(0.1, axis="w", nonfinite="raise")
-    state = optax_ext.init_state(tx, jnp.zeros(40), mesh, "w")
-    specs = optax_ext.state_specs(state, "w")
+    state = optax_ext.init_state(tx, jnp.zeros(40), mesh)
+    specs = optax_ext.state_specs(state)
     step = jax.jit(
         jax.shard_map(
             lambda s, g: tx.update(g[0], s),

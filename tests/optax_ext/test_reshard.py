@@ -41,7 +41,7 @@ def transformation(name, **options):
 
 
 def stepper(tx, workers, state):
-    specs = optax_ext.state_specs(state, "w")
+    specs = optax_ext.state_specs(state)
 
     def local(state, gradient):
         gradient = jax.tree.map(lambda g: g[0], gradient)
@@ -73,13 +73,13 @@ def exact_sums(state):
 )
 def test_eight_to_three_to_five_to_eight_keeps_the_sum_to_the_last_bit(name):
     tx = transformation(name)
-    state = optax_ext.init_state(tx, PARAMS, mesh(8), "w")
+    state = optax_ext.init_state(tx, PARAMS, mesh(8))
     step = stepper(tx, 8, state)
     for i in range(3):
         _, state = step(state, gradients(8, i))
     before, rest = exact_sums(state), jax.tree.map(np.asarray, state[1])
     for workers in (3, 5, 8):
-        state = optax_ext.reshard(state, optax_ext.init_state(tx, PARAMS, mesh(workers), "w"))
+        state = optax_ext.reshard(state, optax_ext.init_state(tx, PARAMS, mesh(workers)))
         assert optax_ext.get_state(state).residual.shape == (workers, SIZE)
         np.testing.assert_array_equal(exact_sums(state), before)
     jax.tree.map(np.testing.assert_array_equal, state[1], rest)
@@ -102,11 +102,11 @@ def test_eight_to_three_to_five_to_eight_keeps_the_sum_to_the_last_bit(name):
 def test_counts_go_on_and_thresholds_and_regions_start_anew():
     for name in CASES:
         tx = transformation(name)
-        state = optax_ext.init_state(tx, PARAMS, mesh(4), "w")
+        state = optax_ext.init_state(tx, PARAMS, mesh(4))
         step = stepper(tx, 4, state)
         for i in range(2):
             _, state = step(state, gradients(4, i))
-        new = optax_ext.reshard(state, optax_ext.init_state(tx, PARAMS, mesh(2), "w"))[0]
+        new = optax_ext.reshard(state, optax_ext.init_state(tx, PARAMS, mesh(2)))[0]
         assert int(new.allreduce.count) == 2
         if name == "topk":
             assert new.allreduce.boundaries.tolist() == [0, 93, 187]
@@ -122,11 +122,11 @@ def test_to_one_worker_it_is_rounded_once_and_from_one_every_worker_has_a_part()
     tx = optax_ext.ok_topk(0.1, axis="w")
     rng = np.random.default_rng(0)
     residual = rng.standard_normal((8, SIZE)).astype(np.float32)
-    state = optax_ext.init_state(tx, PARAMS, mesh(8), "w")._replace(residual=residual)
+    state = optax_ext.init_state(tx, PARAMS, mesh(8))._replace(residual=residual)
     before = exact_sums(state)
-    one = optax_ext.reshard(state, optax_ext.init_state(tx, PARAMS, mesh(1), "w"))
+    one = optax_ext.reshard(state, optax_ext.init_state(tx, PARAMS, mesh(1)))
     np.testing.assert_array_equal(one.residual[0], before.astype(np.float32))
-    five = optax_ext.reshard(one, optax_ext.init_state(tx, PARAMS, mesh(5), "w"))
+    five = optax_ext.reshard(one, optax_ext.init_state(tx, PARAMS, mesh(5)))
     np.testing.assert_array_equal(exact_sums(five), exact_sums(one))
     assert (np.count_nonzero(five.residual, axis=1) >= SIZE // 5).all()
     assert five.residual.sharding.spec == P("w")
@@ -150,11 +150,11 @@ def test_shards_of_a_hierarchy(axes):
     def fresh(nodes, devices):
         shape = (nodes, devices) if axes[0] == "node" else (devices, nodes)
         here = np.asarray(jax.devices()[: nodes * devices]).reshape(shape)
-        return optax_ext.init_state(tx, PARAMS, Mesh(here, axes), axes)
+        return optax_ext.init_state(tx, PARAMS, Mesh(here, axes))
 
     flat = optax_ext.ok_topk(0.1, axis="w")
     rng = np.random.default_rng(0)
-    state = optax_ext.init_state(flat, PARAMS, mesh(8), "w")._replace(
+    state = optax_ext.init_state(flat, PARAMS, mesh(8))._replace(
         residual=rng.standard_normal((8, SIZE)).astype(np.float32)
     )
     before = exact_sums(state)
@@ -163,13 +163,13 @@ def test_shards_of_a_hierarchy(axes):
         gradient, _ = optax_ext.consolidate(state, PARAMS)
         got = np.concatenate([np.ravel(gradient[n]) for n in "ab"]) * state.residual.shape[0]
         np.testing.assert_allclose(got, before, rtol=1e-5, atol=1e-5)
-    back = optax_ext.reshard(state, optax_ext.init_state(flat, PARAMS, mesh(4), "w"))
+    back = optax_ext.reshard(state, optax_ext.init_state(flat, PARAMS, mesh(4)))
     np.testing.assert_array_equal(exact_sums(back), before)
 
 
 def test_what_does_not_fit_is_named():
     def fresh(tx, params=PARAMS):
-        return optax_ext.init_state(tx, params, mesh(2), "w")
+        return optax_ext.init_state(tx, params, mesh(2))
 
     state = fresh(transformation("topk"))
     with pytest.raises(ValueError, match="different optimizers"):
@@ -204,7 +204,7 @@ def test_consolidate_with_parts_and_with_a_mapped_axis():
 
 
 def test_a_number_of_workers_in_place_of_the_new_state():
-    state = optax_ext.init_state(transformation("topk"), PARAMS, mesh(2), "w")
+    state = optax_ext.init_state(transformation("topk"), PARAMS, mesh(2))
     for wrong in (4, np.int64(4), mesh(4)):
         with pytest.raises(
             TypeError, match=r"fresh_state must be.*init_state\(tx, params, new_mesh"

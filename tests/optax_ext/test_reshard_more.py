@@ -22,14 +22,14 @@ def column_sums(rows):
 
 def test_velocities_keep_their_sum_from_eight_to_three_to_five_to_eight():
     tx = optax_ext.topk_a(0.1, axis="w", correction=CORRECTION)
-    state = optax_ext.init_state(tx, PARAMS, mesh(8), "w")
+    state = optax_ext.init_state(tx, PARAMS, mesh(8))
     step = stepper(tx, 8, state)
     for i in range(3):
         _, state = step(state, gradients(8, i))
     residual, velocity = exact_sums(state), column_sums(state.velocity)
     assert velocity.all()
     for workers in (3, 5, 8):
-        state = optax_ext.reshard(state, optax_ext.init_state(tx, PARAMS, mesh(workers), "w"))
+        state = optax_ext.reshard(state, optax_ext.init_state(tx, PARAMS, mesh(workers)))
         assert state.velocity.shape == (workers, SIZE)
         np.testing.assert_array_equal(column_sums(state.velocity), velocity)
         np.testing.assert_array_equal(exact_sums(state), residual)
@@ -113,7 +113,7 @@ def hierarchy(nodes, devices, outer, params=PARAMS, **options):
         axis_types=(AxisType.Auto,) * 2,
         devices=jax.devices()[: nodes * devices],
     )
-    return tx, optax_ext.init_state(tx, params, here, AXES)
+    return tx, optax_ext.init_state(tx, params, here)
 
 
 def node_sums(rows, devices):

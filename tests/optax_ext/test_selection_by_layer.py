@@ -63,8 +63,8 @@ def test_trains_on_a_mesh_and_loses_nothing(selector):
     tx = optax_ext.sparse_allreduce(selector, allreduce, axis="w", axis_size=workers)
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     params = {name: jnp.zeros(shape, device=everywhere) for name, shape in SHAPES.items()}
-    state = optax_ext.init_state(tx, params, mesh, "w")
-    specs = optax_ext.state_specs(state, "w")
+    state = optax_ext.init_state(tx, params, mesh)
+    specs = optax_ext.state_specs(state)
     spec = jax.sharding.PartitionSpec
 
     def local(params, state, gradient):

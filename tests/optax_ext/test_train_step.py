@@ -43,8 +43,8 @@ def problem(seed=0):
 
 def train(tx, steps, check_vma=True, **options):
     params, batches = problem()
-    state = optax_ext.init_state(tx, params, mesh(), "data")
-    step = optax_ext.make_train_step(loss_fn, tx, mesh(), "data", check_vma=check_vma, **options)
+    state = optax_ext.init_state(tx, params, mesh())
+    step = optax_ext.make_train_step(loss_fn, tx, mesh(), check_vma=check_vma, **options)
     losses = []
     for _, batch in zip(range(steps), batches, strict=False):
         params, state, loss = step(params, state, batch)
@@ -66,8 +66,8 @@ def test_the_dense_step_has_the_gradient_of_the_whole_batch():
     params, batches = problem()
     batch = next(batches)
     tx = optax.chain(optax_ext.dense(axis="data"), optax.sgd(1.0))
-    step = optax_ext.make_train_step(loss_fn, tx, mesh(), "data", donate=False)
-    new, _, loss = step(params, optax_ext.init_state(tx, params, mesh(), "data"), batch)
+    step = optax_ext.make_train_step(loss_fn, tx, mesh(), donate=False)
+    new, _, loss = step(params, optax_ext.init_state(tx, params, mesh()), batch)
     expected_loss, gradient = jax.value_and_grad(loss_fn)(params, batch)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     for name in params:
@@ -99,8 +99,8 @@ def test_one_trace_and_one_program_for_all_steps():
         return loss_fn(params, batch)
 
     params, batches = problem()
-    state = optax_ext.init_state(tx, params, mesh(), "data")
-    step = optax_ext.make_train_step(counted, tx, mesh(), "data")
+    state = optax_ext.init_state(tx, params, mesh())
+    step = optax_ext.make_train_step(counted, tx, mesh())
     for _, batch in zip(range(5), batches, strict=False):
         params, state, _ = step(params, state, batch)
     assert len(traces) == 1
@@ -110,8 +110,8 @@ def test_params_and_state_are_donated():
     tx = optax_ext.ok_topk(density=0.05, axis="data")
     params, batches = problem()
     params = jax.device_put(params, jax.NamedSharding(mesh(), P()))
-    state = optax_ext.init_state(tx, params, mesh(), "data")
-    step = optax_ext.make_train_step(loss_fn, tx, mesh(), "data")
+    state = optax_ext.init_state(tx, params, mesh())
+    step = optax_ext.make_train_step(loss_fn, tx, mesh())
     step(params, state, next(batches))
     assert state.residual.is_deleted()
     assert params["hidden"].is_deleted()
@@ -123,8 +123,8 @@ def test_the_step_needs_one_buffer_of_n_beside_the_residual():
     one = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
     tx = optax_ext.ok_topk(density=0.01, axis="data")
     gradient = jnp.zeros(size)
-    state = optax_ext.init_state(tx, gradient, one, "data")
-    specs = optax_ext.state_specs(state, "data")
+    state = optax_ext.init_state(tx, gradient, one)
+    specs = optax_ext.state_specs(state)
     step = jax.shard_map(
         tx.update, mesh=one, in_specs=(P(), specs), out_specs=(P(), specs), check_vma=False
     )
@@ -141,8 +141,8 @@ def test_aux_is_averaged_over_the_workers():
 
     tx = optax.chain(optax_ext.ok_topk(density=0.05, axis="data"), optax.sgd(0.1))
     params, batches = problem()
-    state = optax_ext.init_state(tx, params, mesh(), "data")
-    step = optax_ext.make_train_step(with_aux, tx, mesh(), "data", has_aux=True)
+    state = optax_ext.init_state(tx, params, mesh())
+    step = optax_ext.make_train_step(with_aux, tx, mesh(), has_aux=True)
     _, _, loss, aux = step(params, state, next(batches))
     np.testing.assert_allclose(aux["twice"], 2 * loss, rtol=1e-6)
 
@@ -154,11 +154,11 @@ def test_the_state_is_found_and_specified_anywhere_in_a_chain():
         optax.adam(1e-3),
     )
     params, _ = problem()
-    state = optax_ext.init_state(tx, params, mesh(), "data")
+    state = optax_ext.init_state(tx, params, mesh())
     found = optax_ext.get_state(state)
     assert isinstance(found, optax_ext.SparseAllreduceState)
     assert found.residual.shape == (WORKERS, 16 * 32 + 32 * 4 + 4)
-    specs = optax_ext.state_specs(state, "data")
+    specs = optax_ext.state_specs(state)
     per_worker = optax_ext.get_state(specs)
     assert per_worker.residual == P("data")
     assert per_worker.info.selected == P("data")
@@ -173,8 +173,8 @@ def test_the_state_is_found_and_specified_anywhere_in_a_chain():
 def test_the_traffic_of_a_whole_train_step_is_that_of_the_allreduce_and_the_loss():
     tx = optax.chain(optax_ext.ok_topk(density=0.05, axis="data"), optax.sgd(0.1))
     params, batches = problem()
-    state = optax_ext.init_state(tx, params, mesh(), "data")
-    step = optax_ext.make_train_step(loss_fn, tx, mesh(), "data")
+    state = optax_ext.init_state(tx, params, mesh())
+    step = optax_ext.make_train_step(loss_fn, tx, mesh())
     lowered = step.lower(params, state, next(batches))
     even = sc.traffic.of_lowered(lowered, frequencies={"balance": (1.0, 0.0, 0.0, 0.0)})
     n = 16 * 32 + 32 * 4 + 4
@@ -199,7 +199,7 @@ def test_a_step_of_the_size_of_a_model_lowers_for(platform, selector):
     abstract = jax.sharding.AbstractMesh((workers,), ("data",), axis_types=(AxisType.Auto,))
     gradient = jax.ShapeDtypeStruct((n,), jnp.float32)
     state = jax.eval_shape(tx.init, gradient)
-    specs = optax_ext.state_specs(state, "data")
+    specs = optax_ext.state_specs(state)
     step = jax.shard_map(
         lambda g, s: tx.update(jax.lax.pcast(g, "data", to="varying"), s),
         mesh=abstract,

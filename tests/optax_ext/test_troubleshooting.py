@@ -43,8 +43,8 @@ def gradient(workers=4):
 
 
 def state_and_specs(tx, workers=4):
-    state = optax_ext.init_state(tx, jnp.zeros(SIZE), mesh(workers), "w")
-    return state, optax_ext.state_specs(state, "w")
+    state = optax_ext.init_state(tx, jnp.zeros(SIZE), mesh(workers))
+    return state, optax_ext.state_specs(state)
 
 
 # A density schedule above the selector's density.
@@ -151,8 +151,8 @@ def loss_fn(params, batch):
 def test_with_bad_parameters_every_step_is_skipped_and_counted(bad):
     params = {"w": jnp.ones((SIZE,)).at[3].set(bad)}
     tx = optax.chain(topk_a(), optax.sgd(0.1, momentum=0.9))
-    state = optax_ext.init_state(tx, params, mesh(), "w")
-    step = optax_ext.make_train_step(loss_fn, tx, mesh(), "w", donate=False)
+    state = optax_ext.init_state(tx, params, mesh())
+    step = optax_ext.make_train_step(loss_fn, tx, mesh(), donate=False)
     after = params
     for i in range(3):
         after, state, loss = step(after, state, np.ones((8, SIZE), np.float32))
@@ -167,8 +167,8 @@ def test_with_bad_parameters_every_step_is_skipped_and_counted(bad):
 def test_with_bad_parameters_nonfinite_raise_says_so():
     params = {"w": jnp.full((SIZE,), jnp.nan)}
     tx = optax.chain(topk_a(nonfinite="raise"), optax.sgd(0.1))
-    state = optax_ext.init_state(tx, params, mesh(), "w")
-    step = optax_ext.make_train_step(loss_fn, tx, mesh(), "w", donate=False)
+    state = optax_ext.init_state(tx, params, mesh())
+    step = optax_ext.make_train_step(loss_fn, tx, mesh(), donate=False)
     try:
         with pytest.raises(Exception, match="step 0: the gradient of some worker"):  # noqa: B017, PT012
             jax.block_until_ready(step(params, state, np.ones((8, SIZE), np.float32)))
@@ -198,7 +198,7 @@ def test_the_traffic_of_a_step_with_dense_steps():
 
     def words(tx, name, **options):
         state = jax.eval_shape(topk_a(axis_size=workers).init, jnp.zeros(SIZE))
-        specs = optax_ext.state_specs(state, "w")
+        specs = optax_ext.state_specs(state)
 
         def step(gradient, state):
             with jax.named_scope(name):

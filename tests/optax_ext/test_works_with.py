@@ -92,8 +92,8 @@ def train(row, tx):
         traces.append(1)
         return loss_fn(params, batch)
 
-    state = optax_ext.init_state(tx, params, mesh(), "data")
-    step = optax_ext.make_train_step(counted, tx, mesh(), "data", has_aux=has_aux, donate=False)
+    state = optax_ext.init_state(tx, params, mesh())
+    step = optax_ext.make_train_step(counted, tx, mesh(), has_aux=has_aux, donate=False)
     for batch in batches():
         params, state, _, *aux = step(params, state, batch)
         if has_aux:

@@ -36,10 +36,7 @@ def to_others(sent: jax.Array, me: jax.Array) -> jax.Array:
 
 
 def lost(entries: PaddedCOO, encoded: Encoded) -> PaddedCOO:
-    """What the sender has to keep: entries that were not sent, and errors of the others.
-
-    The indices are the same object as ``entries.indices``.
-    """
+    """What the sender has to keep: entries that were not sent, and errors of the others."""
     values = jnp.where(encoded.sent, encoded.error, entries.values)
     return PaddedCOO(values, entries.indices, entries.size)
 

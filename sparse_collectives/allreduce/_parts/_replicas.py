@@ -10,8 +10,8 @@ for a total of L words. Where types are not checked nothing is moved.
 import jax.numpy as jnp
 
 from sparse_collectives import _compat, _volumes, transport, wire
-from sparse_collectives._types import AxisName, ReduceInfo
-from sparse_collectives.allreduce._parts import _messages
+from sparse_collectives._types import AxisName, ReduceInfo, Undelivered
+from sparse_collectives.allreduce._parts import _messages, _undelivered
 from sparse_collectives.padded_coo import PaddedCOO
 
 
@@ -52,10 +52,9 @@ def words_received(slots: int, size: int, dtype, holders: int, workers: int) -> 
     return _volumes.all_gather(_messages.pair_words(wire.raw(), part, size, dtype), workers)
 
 
-def of_one_worker(coo: PaddedCOO, axis: AxisName) -> tuple[PaddedCOO, PaddedCOO, ReduceInfo]:
+def of_one_worker(coo: PaddedCOO, axis: AxisName) -> tuple[PaddedCOO, Undelivered, ReduceInfo]:
     """P = 1: the total is the selection, nothing is kept, and no word is received."""
     total = share(coo, axis, 1) if _compat.checks_varying(axis) else coo
-    undelivered = PaddedCOO(jnp.zeros_like(coo.values), coo.indices, coo.size)
     info = ReduceInfo(
         delivered=total.count(),
         overflow=jnp.zeros((), jnp.int32),
@@ -63,4 +62,4 @@ def of_one_worker(coo: PaddedCOO, axis: AxisName) -> tuple[PaddedCOO, PaddedCOO,
         words=jnp.zeros((), jnp.float32),
         useful=jnp.zeros((), jnp.float32),
     )
-    return total, undelivered, info
+    return total, _undelivered.nothing(coo), info

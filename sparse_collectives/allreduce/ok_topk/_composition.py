@@ -9,6 +9,7 @@ from jax import lax
 
 from sparse_collectives import _hash, _validation, _volumes, padded_coo, transport, wire
 from sparse_collectives._coo import _bits, compaction
+from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
 from sparse_collectives.allreduce._parts import _messages
 from sparse_collectives.allreduce.ok_topk import (
@@ -264,7 +265,22 @@ def ok_topk(
         )
         return total, undelivered, new_state, info
 
-    return SparseAllreduce(init, reduce)
+    return SparseAllreduce(
+        init,
+        reduce,
+        spec=Spec.of(
+            "ok_topk",
+            density=density,
+            repartition_period=repartition_period,
+            global_period=global_period,
+            slack=slack,
+            schedule=schedule,
+            bucket_size=bucket_size,
+            regions=regions,
+            balance=balance,
+            codec=chosen_codec,
+        ),
+    )
 
 
 def _schedule_for(schedule: str, workers: int) -> str:

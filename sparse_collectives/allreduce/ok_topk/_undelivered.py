@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from sparse_collectives._coo import _bitset
+from sparse_collectives._types import Undelivered
+from sparse_collectives.allreduce._parts import _undelivered
 from sparse_collectives.padded_coo import PaddedCOO
 
 
@@ -19,8 +21,8 @@ def undelivered(
     error: jax.Array | None,
     later: list[tuple[PaddedCOO, jax.Array | None]],
     total: PaddedCOO,
-) -> PaddedCOO:
-    """The entries that this worker must keep.
+) -> Undelivered:
+    """What this worker must keep.
 
     Args:
       coo: its selection, c slots.
@@ -31,21 +33,18 @@ def undelivered(
       total: the result, the same on every worker.
 
     Returns:
-      With an exact codec an answer to each slot of ``coo``, with the very indices.
-      Otherwise the slots of ``later`` follow, and an index may occur again.
+      An answer to each slot of ``coo``; with a codec that is not exact, the slots of
+      ``later`` as other entries.
     """
     members = _bitset.insert(_bitset.empty(coo.size), total.indices, coo.size)
     delivered = sent & _bitset.contains(members, coo.indices)
     missing = jnp.zeros_like(coo.values) if error is None else error
-    kept = PaddedCOO(jnp.where(delivered, missing, coo.values), coo.indices, coo.size)
-    parts = [kept] + [
+    others = [
         _where(_bitset.contains(members, entries.indices) & (lost != 0), lost, entries)
         for entries, lost in later
         if lost is not None
     ]
-    if len(parts) == 1:
-        return kept
-    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+    return _undelivered.of_slots(coo, jnp.where(delivered, missing, coo.values), others)
 
 
 def _where(mask: jax.Array, values: jax.Array, entries: PaddedCOO) -> PaddedCOO:

@@ -7,12 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _validation
+from sparse_collectives import extend
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class TreeLayout:
     """Where each leaf of a pytree lies in the flat buffers.
 
     A pytree without leaves: all of it is static.
@@ -47,7 +47,7 @@ class Layout:
         )
 
 
-def layout_of(tree: Any, name: str, dense: tuple[bool, ...] | None = None) -> Layout:
+def layout_of(tree: Any, name: str, dense: tuple[bool, ...] | None = None) -> TreeLayout:
     """The layout of ``tree``; ``dense`` says which leaves are, none by default.
 
     A ``dense`` of another number of leaves is that of another tree, and not used.
@@ -59,18 +59,18 @@ def layout_of(tree: Any, name: str, dense: tuple[bool, ...] | None = None) -> La
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     for path, leaf in leaves:
-        _validation.check_float(f"{name}{jax.tree_util.keystr(path)}", jnp.result_type(leaf))
+        extend.check_float(f"{name}{jax.tree_util.keystr(path)}", jnp.result_type(leaf))
     shapes = tuple(tuple(jnp.shape(leaf)) for _, leaf in leaves)
     dtypes = tuple(jnp.dtype(jnp.result_type(leaf)) for _, leaf in leaves)
     if dense is None or len(dense) != len(shapes):
         dense = (False,) * len(shapes)
-    layout = Layout(treedef, shapes, dtypes, dense)
+    layout = TreeLayout(treedef, shapes, dtypes, dense)
     if layout.size:
-        _validation.check_size(layout.size)
+        extend.check_size(layout.size)
     return layout
 
 
-def ravel(tree: Any, layout: Layout) -> tuple[jax.Array, jax.Array]:
+def ravel(tree: Any, layout: TreeLayout) -> tuple[jax.Array, jax.Array]:
     """The sparse leaves as one ``f32[n]``, and the dense ones as another.
 
     A single leaf costs no copy.
@@ -90,12 +90,42 @@ def ravel(tree: Any, layout: Layout) -> tuple[jax.Array, jax.Array]:
     return joined(False), joined(True)
 
 
-def unravel(flat: jax.Array, dense: jax.Array, layout: Layout) -> Any:
-    """The inverse of :func:`ravel`, in the dtypes of the layout."""
+def unravel(flat: jax.Array, dense: jax.Array, layout: TreeLayout, *, saturate: bool) -> Any:
+    """The inverse of :func:`ravel`, in the dtypes of the layout.
+
+    With ``saturate``, what is finite stays so in a narrower dtype.
+    """
     leaves, offsets = [], {False: 0, True: 0}
     for shape, dtype, is_dense in zip(layout.shapes, layout.dtypes, layout.dense, strict=True):
         size, offset = math.prod(shape), offsets[is_dense]
         part = (dense if is_dense else flat)[offset : offset + size]
-        leaves.append(part.reshape(shape).astype(dtype))
+        leaves.append(narrowed(part, dtype, saturate=saturate).reshape(shape))
         offsets[is_dense] += size
     return jax.tree.unflatten(layout.treedef, leaves)
+
+
+def narrowed(x: jax.Array, dtype: Any, *, saturate: bool) -> jax.Array:
+    """``x`` in ``dtype``; with ``saturate``, the largest finite number stands for larger ones."""
+    if x.dtype == dtype:
+        return x
+    if saturate:
+        most = jnp.asarray(jnp.finfo(dtype).max, x.dtype)
+        x = jnp.where(jnp.isfinite(x), jnp.clip(x, -most, most), x)
+    return x.astype(dtype)
+
+
+def narrow_runs(layout: TreeLayout) -> list[tuple[int, int, Any]]:
+    """``(start, stop, dtype)`` of each run of 16-bit leaves in the sparse buffer."""
+    runs: list[tuple[int, int, Any]] = []
+    offset = 0
+    for shape, dtype, is_dense in zip(layout.shapes, layout.dtypes, layout.dense, strict=True):
+        if is_dense:
+            continue
+        stop = offset + math.prod(shape)
+        if dtype != jnp.float32 and stop > offset:
+            if runs and runs[-1][1:] == (offset, dtype):
+                runs[-1] = (runs[-1][0], stop, dtype)
+            else:
+                runs.append((offset, stop, dtype))
+        offset = stop
+    return runs

@@ -1,4 +1,4 @@
-"""A density that changes from step to step, below that of the selector."""
+"""Densities that change from step to step, as functions of a count."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparse_collectives import PaddedCOO, _validation
-from sparse_collectives._coo import _bits, compaction, kth_magnitude
+from sparse_collectives import _validation
+from sparse_collectives._spec import Spec
 
 DensitySchedule = Callable[[jax.Array], Any]
 
@@ -29,7 +29,7 @@ def exponential_density(start: float, end: float, steps: int) -> DensitySchedule
       steps: steps from one to the other.
 
     Returns:
-      A function of the step count, for ``sparse_allreduce(..., density_schedule=)``.
+      A function of the step count, for :func:`scheduled`.
 
     Raises:
       ValueError: a density out of (0, 1], fewer than one step.
@@ -45,7 +45,8 @@ def exponential_density(start: float, end: float, steps: int) -> DensitySchedule
     def schedule(count):
         return jnp.float32(start) * jnp.float32(end / start) ** jnp.minimum(count / steps, 1.0)
 
-    return _Known(schedule, (start, end))
+    spec = Spec.of("exponential_density", start=start, end=end, steps=steps)
+    return _Known(schedule, (start, end), spec)
 
 
 def staged_density(
@@ -59,7 +60,7 @@ def staged_density(
       densities: of the stages, each in (0, 1].
 
     Returns:
-      A function of the step count, for ``sparse_allreduce(..., density_schedule=)``.
+      A function of the step count, for :func:`scheduled`.
 
     Raises:
       ValueError: no stage, a density out of (0, 1], fewer than one step.
@@ -81,13 +82,15 @@ def staged_density(
     def schedule(count):
         return jnp.asarray(stages)[jnp.minimum(count // steps_per_stage, len(stages) - 1)]
 
-    return _Known(schedule, tuple(map(float, densities)))
+    known = tuple(map(float, densities))
+    spec = Spec.of("staged_density", steps_per_stage=steps_per_stage, densities=known)
+    return _Known(schedule, known, spec)
 
 
 def strict_density(schedule: DensitySchedule, maximum: float) -> DensitySchedule:
     """A schedule for which a density out of (0, maximum] is an error.
 
-    Without it such a density is clipped, and ``clipped`` of the state counts it. The
+    Without it such a density is clipped, and ``clipped`` of the selector's state counts it. The
     densities of :func:`staged_density` and :func:`exponential_density` are known, so that
     they are checked here and cost nothing. Of any other function each step's value is
     compared in the program, and a host callback raises; JAX reports it as a runtime error
@@ -98,7 +101,7 @@ def strict_density(schedule: DensitySchedule, maximum: float) -> DensitySchedule
       maximum: the density of the selector, in (0, 1].
 
     Returns:
-      A function of the step count, for ``sparse_allreduce(..., density_schedule=)``.
+      A function of the step count, for :func:`scheduled`.
 
     Raises:
       ValueError: a density known now, or a constant known when it is traced, that is out
@@ -110,7 +113,7 @@ def strict_density(schedule: DensitySchedule, maximum: float) -> DensitySchedule
       >>> strict_density(schedule, 0.05)
       Traceback (most recent call last):
         ...
-      ValueError: density_schedule reaches 0.1, above maximum=0.05. Give the selector a density \
+      ValueError: schedule reaches 0.1, above maximum=0.05. Give the selector a density \
 of at least 0.1, or lower the schedule.
     """
     maximum = _validation.check_density(maximum)
@@ -150,10 +153,12 @@ class _Known:
     Attributes:
       function: of the step count.
       densities: each in (0, 1], the largest among them.
+      spec: what it was made as.
     """
 
     function: DensitySchedule
     densities: tuple[float, ...]
+    spec: Spec | None
 
     def __call__(self, count: jax.Array) -> Any:
         return self.function(count)
@@ -162,7 +167,7 @@ class _Known:
 def _check_at_most(density: float, maximum: float) -> None:
     if density > maximum:
         raise ValueError(
-            f"density_schedule reaches {density}, above maximum={maximum}. Give the selector a "
+            f"schedule reaches {density}, above maximum={maximum}. Give the selector a "
             f"density of at least {density}, or lower the schedule."
         )
 
@@ -171,63 +176,6 @@ def _raise(count: Any, density: Any, maximum: Any) -> None:
     # Under vmap both branches of a conditional are computed, so that it is asked again.
     if not 0 < density <= maximum:
         raise ValueError(
-            f"step {int(count)}: density_schedule is {float(density):.6g}, which is out of "
+            f"step {int(count)}: schedule is {float(density):.6g}, which is out of "
             f"(0, {float(maximum):.6g}]. Give the selector a larger density, or lower the schedule."
         )
-
-
-def as_schedule(density: Any) -> DensitySchedule | None:
-    """A schedule, a constant in (0, 1] as one, or None."""
-    if density is None or callable(density):
-        return density
-    density = _validation.check_density(density)
-    return lambda count: density
-
-
-def largest(
-    coo: PaddedCOO, schedule: DensitySchedule, count: jax.Array
-) -> tuple[PaddedCOO, jax.Array, jax.Array]:
-    """The ``k(t) = max(1, round(density(t) * n))`` largest entries of a selection.
-
-    Exact: bisection over the selected magnitudes, ties broken by index. k(t) is at most
-    the slots of the selection.
-
-    Args:
-      coo: the selection at the static maximum.
-      schedule: ``schedule(count) -> density``.
-      count: ``i32[]``.
-
-    Returns:
-      The entries that are sent, in as many slots; the smallest magnitude among them,
-      ``f32[]``, or 0 where all are; and ``i32[]``, 1 where the density was clipped. A
-      density that is not a positive number is clipped to one entry.
-
-    Raises:
-      ValueError: a density known at trace time that is out of (0, 1], or for which the
-        selection has no slots.
-    """
-    density: Any = schedule(count)
-    if isinstance(density, (float, int, np.number)):
-        wanted = _constant_count(float(density), coo)
-        k, clipped = jnp.asarray(wanted, jnp.int32), jnp.zeros((), jnp.int32)
-    else:
-        value = jnp.asarray(density, jnp.float32)
-        exact, positive = jnp.round(value * coo.size), value > 0
-        in_range = positive & (exact <= coo.capacity)
-        k = jnp.where(positive, jnp.clip(exact, 1, coo.capacity), 1).astype(jnp.int32)
-        clipped = jnp.asarray(~in_range, jnp.int32)
-    bits = _bits.magnitude_bits(coo.values)
-    chosen, pattern = kth_magnitude.largest_mask(bits, k)
-    kept, _ = compaction.compact_mask(coo, chosen, capacity=coo.capacity)
-    return kept, _bits.magnitude_from_bits(pattern), clipped
-
-
-def _constant_count(density: float, coo: PaddedCOO) -> int:
-    count = _validation.count_from_density(_validation.check_density(density), coo.size)
-    if count > coo.capacity:
-        raise ValueError(
-            f"density_schedule is {density} at every step, {count} of {coo.size} entries, but the "
-            f"selector has {coo.capacity} slots. Give the selector a density of at least "
-            f"{density}: it is the maximum of the schedule."
-        )
-    return count

@@ -1,0 +1,87 @@
+"""Making the state of all workers, on a mesh or on one device."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from optax_ext._state import _find, _wrappers
+from optax_ext._step._checks import UnboundAxisError
+from sparse_collectives import extend
+
+
+def init_state(
+    tx: optax.GradientTransformation, params: Any, mesh: Mesh | AbstractMesh | Mapping[str, int]
+) -> Any:
+    """``tx.init(params)`` for all workers, each worker's part on its own device of a mesh.
+
+    The axis is that of the transformation.
+
+    Args:
+      tx: a transformation with :func:`sparse_allreduce` or :func:`dense` anywhere in it.
+      params: the parameters, replicated.
+      mesh: the mesh; an ``AbstractMesh`` only under ``jax.eval_shape``. Or the sizes of its
+        axes, as ``{"data": 8}``: the state of all workers is then where ``params`` are, to
+        be looked at, or to be filled with what the workers hold.
+
+    Returns:
+      The optimizer state, sharded as :func:`state_specs` says.
+
+    Raises:
+      ValueError: the mesh has no such axis; allreduces that name different axes; see
+        :func:`state_specs`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_ext
+      >>> state = init_state(optax_ext.ok_topk(0.5, axis="w"), jnp.zeros(4), {"w": 2})
+      >>> state.residual.shape
+      (2, 4)
+    """
+    sizes = dict(mesh) if isinstance(mesh, Mapping) else dict(mesh.shape)
+    names = tuple(sizes)
+    everywhere = tx.init
+    for name in reversed(names):
+        everywhere = jax.vmap(everywhere, in_axes=None, axis_name=name, axis_size=sizes[name])
+    try:
+        shapes = jax.eval_shape(everywhere, params)
+    except UnboundAxisError as error:
+        check_axis(error.axis, names)
+        raise
+    local = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[len(names) :], x.dtype), shapes)
+    if _wrappers.reductions(local):
+        check_axis(_find.axis_of(local), names)
+    specs = _find.state_specs(local)
+    if isinstance(mesh, Mapping):
+        states = jax.jit(everywhere)(params)
+        return jax.tree.map(lambda spec, x: _joined(x, spec, names), specs, states)
+    init = jax.shard_map(tx.init, mesh=mesh, in_specs=PartitionSpec(), out_specs=specs)
+    return jax.jit(init)(params)
+
+
+def _joined(x: jax.Array, spec: PartitionSpec, names: tuple[str, ...]) -> jax.Array:
+    """What all workers have, along one leading axis for the names in ``spec``."""
+    split = extend.axis_names(spec[0]) if len(spec) else ()
+    # In the order of the spec; of what is the same along the other axes, the first.
+    x = x[tuple(slice(None) if name in split else 0 for name in names)]
+    kept = [name for name in names if name in split]
+    order = [kept.index(name) for name in split]
+    x = x.transpose(*order, *range(len(kept), x.ndim))
+    if not split:
+        return x
+    lead, rest = x.shape[: len(split) + 1], x.shape[len(split) + 1 :]
+    return x.reshape(math.prod(lead), *rest)
+
+
+def check_axis(axis: Any, names: tuple[str, ...]) -> None:
+    """Every name of ``axis`` is the name of an axis of the mesh."""
+    _find.check_mesh_axis(extend.static_axis(axis))
+    missing = [name for name in extend.axis_names(axis) if name not in names]
+    if missing:
+        raise ValueError(
+            f"axis={axis!r} of the transformation is not an axis of the mesh, whose axes are "
+            f"{names}. Make the mesh with jax.make_mesh(({jax.device_count()},), "
+            f"({missing[0]!r},)), or give the transformation one of its axes."
+        )
