@@ -28,7 +28,7 @@ class Spec:
       >>> Spec.of("topk", density=0.01)
       Spec('topk(density=0.01)')
       >>> str(Spec.of("by_layer", scale=np.ones(2, np.float32), inner=Spec.of("topk", k=3)))
-      'by_layer(inner=topk(k=3), scale=float32[2]#3f2cb0e8)'
+      'by_layer(inner=topk(k=3), scale=float32[2]#80b8fd6d)'
       >>> Spec.of("topk", density=0.01).number("density")
       0.01
     """

@@ -109,7 +109,8 @@ def check_metadata(saved: dict[str, Any], opt_state: Any) -> None:
     if not isinstance(saved, dict) or "arrays" not in saved:
         raise TypeError(
             f"saved must be what checkpoint_metadata returned, got {_short(saved)}. Save it "
-            "with the arrays: checkpointer.save(path, state, custom_metadata=checkpoint_metadata(state))."
+            "with the arrays: checkpointer.save(path, state, "
+            "custom_metadata=checkpoint_metadata(state))."
         )
     _check_format(saved)
     expected = checkpoint_metadata(opt_state)

@@ -76,7 +76,8 @@ def axis_of(opt_state: Any) -> Hashable:
     if not axes:
         raise ValueError(
             "opt_state has no sparse allreduce, and no optax_ext.dense, in it, so nothing says "
-            "over which axis gradients are averaged. Put optax_ext.ok_topk(density=..., axis='data') or "
+            "over which axis gradients are averaged. "
+            "Put optax_ext.ok_topk(density=..., axis='data') or "
             "optax_ext.dense(axis='data') first in the chain of tx."
         )
     if len(axes) > 1:

@@ -16,8 +16,8 @@ class UnboundAxisError(ValueError):
     def __init__(self, axis: Any):
         super().__init__(
             f"axis={axis!r} is not bound here. Make the state with optax_ext.init_state(tx, "
-            "params, mesh), on a mesh with that axis, and call init and update inside a function mapped "
-            "over it: jax.shard_map, jax.pmap or sparse_collectives.simulate. "
+            "params, mesh), on a mesh with that axis, and call init and update inside a function "
+            "mapped over it: jax.shard_map, jax.pmap or sparse_collectives.simulate. "
             "optax_ext.make_train_step does that."
         )
         self.axis = axis
@@ -134,8 +134,9 @@ def check_local_gradients(updates: Any, axis: AxisName) -> None:
         if not extend.is_varying(leaf, axis):
             raise ValueError(
                 f"updates{jax.tree_util.keystr(path)} is the same on every worker of axis "
-                f"{axis!r}: under shard_map(check_vma=True) the gradient with respect to "
-                "a replicated parameter is already summed over the axis, so there is nothing left to compress. Write\n"
+                f"{axis!r}: under shard_map(check_vma=True) the gradient with respect to a "
+                "replicated parameter is already summed over the axis, so there is nothing left "
+                "to compress. Write\n"
                 f"    params = jax.lax.pcast(params, {axis!r}, to='varying')\n"
                 "before jax.grad, or use optax_ext.make_train_step, which does it."
             )

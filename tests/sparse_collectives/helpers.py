@@ -32,7 +32,7 @@ def simulated_step(selector: sc.Selector, allreduce: sc.SparseAllreduce, workers
         return {
             "total": dense_total,
             "sent": coo.to_dense(),
-            "kept": undelivered,
+            "kept": as_coo(coo, undelivered),
             "selector_state": selector_state,
             "allreduce_state": allreduce_state,
             "selection": selection,
@@ -40,6 +40,16 @@ def simulated_step(selector: sc.Selector, allreduce: sc.SparseAllreduce, workers
         }
 
     return sc.simulate(step, axis_size=workers, in_axes=(0, 0, None))
+
+
+def as_coo(coo: sc.PaddedCOO, undelivered: sc.Undelivered) -> sc.PaddedCOO:
+    """All that a worker keeps, as entries; an index may occur more than once."""
+    others = undelivered.others
+    return sc.PaddedCOO(
+        jnp.concatenate([undelivered.slots, others.values]),
+        jnp.concatenate([coo.indices, others.indices]),
+        coo.size,
+    )
 
 
 def sum_of_parts(coo: sc.PaddedCOO) -> jax.Array:
