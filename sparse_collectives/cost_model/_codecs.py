@@ -17,7 +17,7 @@ def codec_sizes(name: str) -> MessageSizes:
       1500
     """
     if name not in CODECS:
-        raise ValueError(f"codec is {name!r}; pass one of {', '.join(CODECS)}.")
+        raise ValueError(f"codec must be one of {', '.join(CODECS)}, got {name!r}.")
     return CODECS[name]
 
 

@@ -50,5 +50,5 @@ def predict(name: str, workload: Workload, codec: str = "raw") -> Estimate:
       60.0
     """
     if name not in IMPLEMENTATION:
-        raise ValueError(f"name is {name!r}; pass one of {', '.join(IMPLEMENTATION)}.")
+        raise ValueError(f"name must be one of {', '.join(IMPLEMENTATION)}, got {name!r}.")
     return IMPLEMENTATION[name](workload, codec_sizes(codec))

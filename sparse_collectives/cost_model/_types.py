@@ -82,8 +82,8 @@ class Workload:
         check_counts(self.size, self.selected, self.workers)
         if self.inner_size < 1 or self.workers % self.inner_size:
             raise ValueError(
-                f"inner_size is {self.inner_size} and must divide workers, {self.workers}: pass "
-                "the number of workers in a node."
+                f"inner_size must be the number of workers in a node, a divisor of "
+                f"workers={self.workers}, got {self.inner_size}."
             )
 
     @property

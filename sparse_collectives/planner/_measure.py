@@ -86,10 +86,12 @@ def fit(samples: Sequence[Sample]) -> tuple[float, float]:
       ValueError: fewer than two samples, or a time that is not above 0.
     """
     if len(samples) < 2:
-        raise ValueError(f"samples has {len(samples)}; two unknowns need at least 2 samples.")
+        raise ValueError(f"samples must be at least 2, to fit two numbers, got {len(samples)}.")
     times = np.array([sample.seconds for sample in samples])
     if not np.all(times > 0):
-        raise ValueError("samples holds a time that is not above 0; measure with more rounds.")
+        raise ValueError(
+            f"samples must have times above 0, got {times.min():g}. Measure with more rounds."
+        )
     rows = np.array([[s.messages, s.words] for s in samples]) / times[:, None]
     # Columns of one scale, so that neither unknown is lost to rounding.
     scale = np.maximum(rows.max(axis=0), np.finfo(float).tiny)
@@ -157,18 +159,19 @@ def measure(
     rounds = check_positive_int("rounds", rounds)
     sizes = sorted({check_positive_int("sizes", size) for size in sizes})
     if len(sizes) < 2:
-        raise ValueError(f"sizes has {len(sizes)} different sizes; pass at least 2.")
+        raise ValueError(f"sizes must hold at least 2 different sizes, got {sizes}.")
     if mesh is None:
         mesh = jax.make_mesh((jax.device_count(),), ("workers",), axis_types=(AxisType.Auto,))
     names = mesh.axis_names if axis is None else axis if isinstance(axis, tuple) else (axis,)
     missing = [name for name in names if name not in mesh.axis_names]
     if missing:
-        raise ValueError(f"axis has {missing[0]!r}; the mesh has {', '.join(mesh.axis_names)}.")
+        known = ", ".join(map(str, mesh.axis_names))
+        raise ValueError(f"axis must be one or several of {known}, got {missing[0]!r}.")
     workers = int(np.prod([mesh.shape[name] for name in names]))
     if workers < 2:
         raise ValueError(
-            f"the axis has {workers} worker; a network needs at least 2. Pass a mesh of several "
-            "devices (on a CPU: --devices, or jax.config.update('jax_num_cpu_devices', N))."
+            f"axis must have at least 2 workers, got {workers}. Pass a mesh of several devices (on "
+            "a CPU: --devices, or jax.config.update('jax_num_cpu_devices', N))."
         )
     programs = [
         (name, messages, words(size), *_program(body, size, mesh, names))

@@ -146,11 +146,17 @@ def plot(file: str, plan_for: Callable[[int], Plan], workers: int, inner: int) -
       inner: workers of a node: every P is a multiple.
 
     Raises:
-      ModuleNotFoundError: matplotlib is not installed.
+      ImportError: matplotlib is not installed.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import NullLocator
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import NullLocator
+    except ImportError as error:
+        raise ImportError(
+            f"--plot {file} is drawn by matplotlib, which cannot be imported ({error}). Install it "
+            "with: pip install 'sparse-collectives[examples]'"
+        ) from error
 
     nodes = max(16, 4 * workers // inner)
     counts = sorted(
