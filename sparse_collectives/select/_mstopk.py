@@ -24,8 +24,8 @@ from sparse_collectives._coo import _bits, compaction, kth_magnitude
 from sparse_collectives._types import SelectInfo, Selector
 from sparse_collectives.layout import Layout, as_layout
 from sparse_collectives.padded_coo import PaddedCOO
+from sparse_collectives.select._parts import _masks
 
-_INFINITY_BITS = 0x7F800000
 _LARGEST_BITS = 0x7FFFFFFF
 _ALL_ONES = 0xFFFFFFFF
 # Slots for the candidates, as a multiple of k.
@@ -126,7 +126,7 @@ def _search(acc: jax.Array, k: int, samplings: int) -> _Bracket:
     mean, maximum = _mean_and_maximum(acc)
     zero = jnp.zeros_like(mean)
     bottom = jnp.ones_like(_bits.magnitude_bits(mean))
-    start = _Bracket(zero, zero + 1, bottom, bottom * (_INFINITY_BITS - 1))
+    start = _Bracket(zero, zero + 1, bottom, bottom * (_bits.INFINITY_BITS - 1))
     low, candidates, count = _candidates(acc, k)
     bits = _bits.magnitude_bits(candidates)
 
@@ -167,10 +167,10 @@ def _search(acc: jax.Array, k: int, samplings: int) -> _Bracket:
     turn = jnp.where(usable, jnp.int32(samplings), jnp.int32(0))
     _, bracket = lax.while_loop(unfinished, among_all, (turn, begun))
     # More than k infinities and NaN: all thresholds were below them.
-    finite = jnp.int32(_INFINITY_BITS - 1)
+    finite = jnp.int32(_bits.INFINITY_BITS - 1)
     flooded = (bracket.top == finite) & (_count(acc, finite + 1) > k)
     return bracket._replace(
-        lower=jnp.where(flooded, _INFINITY_BITS, bracket.lower),
+        lower=jnp.where(flooded, _bits.INFINITY_BITS, bracket.lower),
         top=jnp.where(flooded, _LARGEST_BITS, bracket.top),
     )
 
@@ -180,7 +180,7 @@ def _mean_and_maximum(acc: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     def finite_bits(x):
         bits = _bits.magnitude_bits(x)
-        return jnp.where(bits < _INFINITY_BITS, bits, 0)
+        return jnp.where(bits < _bits.INFINITY_BITS, bits, 0)
 
     maximum = _bits.magnitude_from_bits(_maximum(finite_bits, acc))
     # Exact powers of two, so that the sum of large magnitudes does not overflow.
@@ -221,14 +221,14 @@ def _candidates(acc: jax.Array, k: int) -> tuple[jax.Array, jax.Array, jax.Array
 
 def _count(acc: jax.Array, pattern: jax.Array) -> jax.Array:
     """Line 10: how many entries reach a threshold."""
-    words = _words(acc, lambda bits: bits >= pattern)
+    words = _masks.mask_words(acc, lambda bits: bits >= pattern)
     return jnp.sum(_bits.popcount(words), dtype=jnp.int32)
 
 
 def _words_between(acc: jax.Array, bracket: _Bracket, k: int, turn: jax.Array) -> jax.Array:
     """Lines 25 to 28: all above the bracket, and the missing ones from within it."""
-    above = _words(acc, lambda bits: bits > bracket.top)
-    within = _words(acc, lambda bits: (bits >= bracket.lower) & (bits <= bracket.top))
+    above = _masks.mask_words(acc, lambda bits: bits > bracket.top)
+    within = _masks.mask_words(acc, lambda bits: (bits >= bracket.lower) & (bits <= bracket.top))
     missing = k - jnp.sum(_bits.popcount(above), dtype=jnp.int32)
     count = jnp.sum(_bits.popcount(within), dtype=jnp.int32)
     # The ranks of the first and the last of the run: a window of ``missing``.
@@ -251,9 +251,3 @@ def _bits_below(position: jax.Array, words: jax.Array) -> jax.Array:
     width = jnp.clip(position - first, 0, 32).astype(jnp.uint32)
     partial = (jnp.uint32(1) << jnp.minimum(width, 31)) - 1
     return jnp.where(width < 32, partial, jnp.uint32(_ALL_ONES))
-
-
-def _words(acc: jax.Array, predicate) -> jax.Array:
-    return compaction.mask_words(
-        lambda start, stop: predicate(_bits.magnitude_bits(acc[start:stop])), acc.shape[0]
-    )

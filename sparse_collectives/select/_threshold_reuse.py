@@ -25,7 +25,7 @@ from sparse_collectives._coo import _bits, compaction
 from sparse_collectives._coo.kth_magnitude import kth_magnitude_bits
 from sparse_collectives._types import SelectInfo, Selector
 from sparse_collectives.layout import Layout, as_layout
-from sparse_collectives.select._parts import _reaching
+from sparse_collectives.select._parts import _masks, _reaching
 
 _MAX_RECOUNTS = 4
 _STEEPEST = 100.0
@@ -153,9 +153,7 @@ def _select_all(acc: jax.Array, state: ThresholdReuseState):
 def _try(acc: jax.Array, threshold: jax.Array) -> _Trial:
     """The entries that reach ``threshold``; zeros never do."""
     bits = jnp.maximum(_bits.magnitude_bits(threshold), 1)
-    words = compaction.mask_words(
-        lambda start, stop: _bits.magnitude_bits(acc[start:stop]) >= bits, acc.shape[0]
-    )
+    words = _masks.mask_words(acc, lambda magnitude: magnitude >= bits)
     return _Trial(threshold, words, jnp.sum(_bits.popcount(words), dtype=jnp.int32))
 
 

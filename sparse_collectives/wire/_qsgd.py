@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import _hash, _validation
+from sparse_collectives._coo import _bits
 from sparse_collectives._types import Codec, Encoded
 from sparse_collectives.padded_coo import PaddedCOO
 from sparse_collectives.wire import _packing, _sizes, _values
@@ -63,7 +64,7 @@ def qsgd(*, bits: int = 8, bucket: int = 512, norm: str = "max") -> Codec:
         """The body of a message, and the error."""
         _validation.check_float("values", values.dtype)
         magnitude = _values.encoded_magnitude(values)
-        finite = magnitude < _values.INFINITY_BITS
+        finite = magnitude < _bits.INFINITY_BITS
         numbers = lax.bitcast_convert_type(jnp.where(finite, magnitude, 0), jnp.float32)
         numbers = _in_buckets(numbers, bucket)
         unit = _scale(numbers, norm) / levels

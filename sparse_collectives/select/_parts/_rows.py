@@ -76,8 +76,8 @@ def _candidates(matrix: jax.Array, k: int, axis: int, capacity: int) -> tuple[ja
         low = _bisect(k, _group_maxima(matrix, group, axis), _BLUNT)
     elif capacity < length:
         # Nothing is known, so nothing is a candidate.
-        return _words(matrix, axis, lambda bits: bits < low), jnp.any(low == 0)
-    words = _words(matrix, axis, lambda bits: bits >= jnp.maximum(low, 1))
+        return _mask_words(matrix, axis, lambda bits: bits < low), jnp.any(low == 0)
+    words = _mask_words(matrix, axis, lambda bits: bits >= jnp.maximum(low, 1))
     count = jnp.sum(_bits.popcount(words), axis=0)
     return words, jnp.any(count > capacity)
 
@@ -100,14 +100,14 @@ def _exact_selection(carry, matrix: jax.Array, k: int, axis: int):
     def step(i, pattern):
         here, pattern = lax.optimization_barrier((matrix, pattern))
         candidate = pattern | (jnp.int32(1) << (_bits.MAGNITUDE_BITS - 1 - i))
-        words = _words(here, axis, lambda bits: bits >= candidate)
+        words = _mask_words(here, axis, lambda bits: bits >= candidate)
         count = jnp.sum(_bits.popcount(words), axis=0)
         return jnp.where(count >= k, candidate, pattern)
 
     threshold = lax.fori_loop(0, _bits.MAGNITUDE_BITS, step, _zero_per_row(matrix, axis))
-    above = _words(matrix, axis, lambda bits: bits > threshold)
+    above = _mask_words(matrix, axis, lambda bits: bits > threshold)
     # Zeros are tied with a threshold of 0, which all nonzeros are above.
-    tied = _words(matrix, axis, lambda bits: (bits == threshold) & (bits > 0))
+    tied = _mask_words(matrix, axis, lambda bits: (bits == threshold) & (bits > 0))
     missing = k - jnp.sum(_bits.popcount(above), axis=0, dtype=jnp.int32)
     return jnp.zeros_like(missed), above | _first_bits(tied, missing)
 
@@ -163,7 +163,7 @@ def _first_bits(words: jax.Array, count: jax.Array) -> jax.Array:
     return jnp.where(wanted >= counts, words, jnp.where(wanted > 0, some, jnp.uint32(0)))
 
 
-def _words(matrix: jax.Array, axis: int, predicate) -> jax.Array:
+def _mask_words(matrix: jax.Array, axis: int, predicate) -> jax.Array:
     """A mask over the entries, 32 of a row to a word, ``u32[ceil(N / 32), r]``.
 
     ``predicate`` is given bits whose last axis is that of the rows.
@@ -183,7 +183,7 @@ def _words(matrix: jax.Array, axis: int, predicate) -> jax.Array:
 
 
 def _pack(matrix: jax.Array, axis: int, predicate) -> jax.Array:
-    """As :func:`_words`, for rows of whole words."""
+    """As :func:`_mask_words`, for rows of whole words."""
     bits = _bits.magnitude_bits(matrix)
     if axis:
         rows = matrix.shape[0]
