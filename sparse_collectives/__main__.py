@@ -22,7 +22,7 @@ example:
 
 _MEASURE_HELP = """\
 Times collectives on the devices of this machine and fits latency and bandwidth to
-them. On a CPU, --devices N makes N devices of it, which measures its memory."""
+them. On a CPU, --devices N splits it into N devices, which measures its memory."""
 
 # One node's link where none is given; NVLink is several times as fast, PCIe slower.
 _INNER_LATENCY, _INNER_BANDWIDTH = "2us", "100GB/s"
@@ -126,7 +126,7 @@ def _plan(args: argparse.Namespace) -> None:
     if args.select_cost is None:
         other = plan_for(workers, _planner.GPU).recommended
         if other.dense != plan.recommended.dense:
-            remarks.append(f"With --select-cost gpu the answer is another: {other.name}.")
+            remarks.append(f"With --select-cost gpu the answer differs: {other.name}.")
     if measured is not None and (args.latency is None or args.bandwidth is None):
         remarks += _measured_file.warnings(measured.error)
     table, _, last = _plan_report.text(plan, all_codecs=args.all).rpartition("\n")
@@ -142,7 +142,7 @@ def _measure(args: argparse.Namespace) -> None:
     if args.devices is not None:
         devices = _units.count("--devices", args.devices, most=_MOST_WORKERS, examples="4 or 8")
     if devices is not None:
-        # Before the backend starts; where it runs already, or on a GPU, it has no effect.
+        # Before the backend starts: where it already runs, or on a GPU, this has no effect.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", devices)
         if devices > jax.device_count():

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 
 class Overlap(NamedTuple):
-    """A measured union, from which those of other numbers of workers follow.
+    """A measured union, from which the unions of other numbers of workers follow.
 
     Attributes:
       union: distinct indices in the selections of all workers, as a mean.
-      workers: of how many workers.
+      workers: how many workers these are.
     """
 
     union: float
@@ -78,7 +78,7 @@ def effective_size(selected: int, overlap: Overlap) -> float:
         )
     if union <= selected:
         return float(selected)
-    # 1e15: beyond, the difference to no overlap at all is below rounding.
+    # Beyond 1e15 the difference from no overlap at all is below rounding.
     low, high = math.log(selected), math.log(selected) + math.log(1e15)
     if uniform_union(math.exp(high), selected, workers) <= union:
         return math.inf

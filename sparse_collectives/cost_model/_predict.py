@@ -23,7 +23,7 @@ IMPLEMENTATION: dict[str, Formula] = {
     "hierarchical(ok_topk)": hierarchical(flat.ok_topk, agreed=flat.BALANCE_FLAGS),
 }
 
-# Whose words a test compares with the program, with every codec: all of them.
+# A test compares the words of these with the program, with every codec: all of them.
 VERIFIED = tuple(IMPLEMENTATION)
 
 

@@ -97,11 +97,11 @@ class Cost:
     """The cost of one exchange for one worker; costs add.
 
     Attributes:
-      messages: how often alpha counts: messages in sequence on the longest path.
+      messages: how many times alpha is paid: messages in sequence on the longest path.
       words: 4-byte words that a worker receives, as a mean over the workers. This
         is what ``ReduceInfo.words`` and :mod:`sparse_collectives.traffic` count.
-      path_words: words in sequence on the longest path, which is how often beta
-        counts. More than ``words`` where some workers wait for others.
+      path_words: words in sequence on the longest path, for each of which beta is
+        paid. More than ``words`` where some workers wait for others.
       inner_messages: as ``messages``, within a node.
       inner_words: as ``path_words``, within a node.
       pairs: value-index pairs that a worker receives and has to merge.

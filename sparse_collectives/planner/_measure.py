@@ -17,7 +17,7 @@ from sparse_collectives._validation import check_positive_int
 from sparse_collectives.cost_model import Network
 from sparse_collectives.cost_model._types import BYTES_PER_WORD, log2_rounds
 
-# Collectives in a program: its launch is then a small part of its time.
+# Collectives in one program, so that its launch is a small part of its time.
 _CHAIN = 8
 
 
@@ -26,10 +26,10 @@ class Sample(NamedTuple):
 
     Attributes:
       collective: psum, all_gather or ppermute.
-      messages: how often alpha counts.
+      messages: how many times alpha is paid.
       words: 4-byte words that a worker receives.
       seconds: the median over the rounds.
-      spread: the distance of the quartiles over the median.
+      spread: the interquartile range over the median.
     """
 
     collective: str
@@ -48,8 +48,8 @@ class Measured(NamedTuple):
         the size.
       error: median over the samples of abs(fitted - measured) / measured.
       spread: median of the samples' spread.
-      workers: of the axis that was measured.
-      samples: what the fit saw.
+      workers: those of the axis that was measured.
+      samples: what was fitted.
     """
 
     latency: float
@@ -73,8 +73,8 @@ def fit(samples: Sequence[Sample]) -> tuple[float, float]:
 
     Least squares of the relative error, :math:`(m \alpha + w \beta) / t - 1`, as
     times of small and large messages differ by orders of magnitude; reweighted so
-    that in the end the absolute and not the squared error counts, and a few
-    disturbed samples move nothing.
+    that in the end the absolute error counts and not the squared one, and a few
+    disturbed samples change nothing.
 
     Args:
       samples: at least two, of different sizes.
@@ -111,7 +111,7 @@ def _nonnegative(rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
     x = np.linalg.lstsq(a, b, rcond=None)[0]
     if np.all(x >= 0):
         return x
-    # One unknown is then 0: the better of the two fits with one.
+    # One unknown is then 0: take the better of the two fits with the other.
     candidates = []
     for column in range(2):
         x = np.zeros(2)
@@ -131,7 +131,7 @@ def measure(
     """Times collectives on a mesh and fits latency and bandwidth to them.
 
     psum, all_gather and ppermute of several sizes run in turn, in ``rounds``
-    rounds, so that a disturbance of the machine meets all of them. Their medians
+    rounds, so that a disturbance of the machine affects all of them. Their medians
     are fitted by seconds = messages * alpha + words * beta, with the message and
     word counts of :mod:`sparse_collectives.cost_model`. Look at ``error``: it says
     how well two numbers describe this network. Devices that share a host measure
@@ -240,7 +240,7 @@ def _program(body: Callable, size: int, mesh: Mesh, axis: tuple) -> tuple[Callab
         return x
 
     run = jax.jit(jax.shard_map(chain, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
-    # Made where it lies: no host holds all of it.
+    # Made where it is stored: no host holds all of it.
     make = jax.jit(
         lambda: jnp.ones((workers * size,), jnp.float32), out_shardings=NamedSharding(mesh, spec)
     )

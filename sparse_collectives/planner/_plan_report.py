@@ -71,7 +71,7 @@ def recommendation(plan: Plan) -> str:
 
 
 def best_codecs(plan: Plan) -> list[Prediction]:
-    """Of each algorithm the exact encoding and the fastest."""
+    """The exact encoding and the fastest of each algorithm."""
     chosen: list[Prediction] = []
     for row in plan.predictions:
         if row.codec == "raw" or all(other.name != row.name for other in chosen):
@@ -142,8 +142,8 @@ def plot(file: str, plan_for: Callable[[int], Plan], workers: int, inner: int) -
     Args:
       file: where the PNG goes.
       plan_for: the plan for another number of workers.
-      workers: P of the plan; marked in the picture.
-      inner: workers of a node: every P is a multiple.
+      workers: P of the plan, which the picture marks.
+      inner: workers in a node; every P is a multiple of it.
 
     Raises:
       ImportError: matplotlib is not installed.
@@ -162,7 +162,7 @@ def plot(file: str, plan_for: Callable[[int], Plan], workers: int, inner: int) -
     counts = sorted(
         {inner << i for i in range(0 if inner > 1 else 1, nodes.bit_length())} | {workers}
     )
-    # An algorithm has its colour and marker whatever else is drawn.
+    # An algorithm keeps its colour and marker whatever else is drawn.
     colours = dict(zip((option.name for option in OPTIONS), _COLOURS, strict=False))
     lines: dict[str, list[tuple[int, float]]] = {}
     for count in counts:
@@ -174,7 +174,7 @@ def plot(file: str, plan_for: Callable[[int], Plan], workers: int, inner: int) -
     figure = Figure(figsize=(9.5, 5.5), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    # In the order of the right ends, so that the legend can be followed.
+    # Ordered by their right ends, so that the legend is easy to follow.
     ranked = sorted(lines.items(), key=lambda item: -item[1][-1][1] if item[1] else math.inf)
     for name, points in ranked:
         i = list(colours).index(name)
@@ -183,7 +183,7 @@ def plot(file: str, plan_for: Callable[[int], Plan], workers: int, inner: int) -
             [y for _, y in points],
             label=name,
             color=colours[name],
-            # Equal costs lie on one another: a thick line shows below a thin one.
+            # Equal costs coincide: a thick line shows under a thin one.
             linewidth=3 if name == "dense" else 1.5,
             marker="os^D"[i % 4],
             markersize=4,

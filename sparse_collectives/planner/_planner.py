@@ -15,8 +15,8 @@ from sparse_collectives.cost_model import (
 )
 from sparse_collectives.cost_model._implementation import bucket_count, fill
 
-# A sparse step pays in convergence and in memory, and the model is not exact: it has
-# to be faster than a dense one by this much to be recommended.
+# A sparse step costs convergence and memory, and the model is not exact: it has to be
+# faster than a dense one by this much to be recommended.
 MARGIN = 1.1
 # The part of a training step during which gradients appear: a backward pass costs
 # about twice a forward pass.
@@ -101,8 +101,8 @@ def _in_nodes(name: str, arguments: Callable[[Workload], tuple[str, ...]]) -> Op
     )
 
 
-# A new algorithm is one row here and one formula in `cost_model.IMPLEMENTATION`.
-# `sparse_allgather` is none of them: it is for selections without a common index.
+# A new algorithm takes one row here and one formula in `cost_model.IMPLEMENTATION`.
+# `sparse_allgather` is not among them: it is for selections without a common index.
 # Random rounding (`qsgd`) is for dense runs, which only one algorithm has.
 OPTIONS = (
     Option("dense", ("raw",), "dense", _no_arguments, dense=True),
@@ -125,7 +125,7 @@ class Prediction(NamedTuple):
     """What one option is predicted to take.
 
     Attributes:
-      name: of the algorithm.
+      name: that of the algorithm.
       codec: its encoding.
       dense: whether nothing is selected.
       code: the expression that makes it.
@@ -186,7 +186,7 @@ def make_plan(
     """Predicts every option and recommends one.
 
     Plain numbers in, plain numbers out: workers that call it with the same
-    arguments choose the same. Cost: microseconds per option, and P more for a ring.
+    arguments choose the same. Cost: microseconds per option, and O(P) for a ring.
 
     Args:
       workload: n, k, P, and the workers of a node.

@@ -50,16 +50,16 @@ class _Bracket(NamedTuple):
 
 
 def mstopk(*, density: float, samplings: int = 30) -> Selector:
-    r"""Selects k entries by ``samplings`` thresholds: all of the largest, nearly.
+    r"""Selects k entries by ``samplings`` thresholds: the largest, or nearly so.
 
     With :math:`a` the mean and :math:`u` the maximum of |acc|, the thresholds are
-    :math:`a + \rho (u - a)`, the ratio :math:`\rho` found by binary search. Of the
-    entries between the last two thresholds as many as are missing to
-    ``k = max(1, round(density * n))`` are taken: a run of consecutive ones, which
-    begins further on at each step. Always exactly k entries, or all nonzeros
+    :math:`a + \rho (u - a)`, the ratio :math:`\rho` found by binary search. What is
+    missing to make up ``k = max(1, round(density * n))`` is taken from the entries
+    between the last two thresholds: a run of consecutive ones, which begins
+    further on at each step. Always exactly k entries, or all nonzeros
     where there are fewer; zeros never.
 
-    Deviations: the run begins where the step count says and not at random, and it
+    Deviations: the run begins where the step count says, not at random, and it
     may wrap around, so that no index waits for ever. Mean and maximum are those
     of the finite entries; infinities and NaN are above all thresholds. The
     search compares in float32: magnitudes that the platform flushes to zero
@@ -69,7 +69,7 @@ def mstopk(*, density: float, samplings: int = 30) -> Selector:
       density: k / n, in (0, 1].
       samplings: N, the halvings of the search. The paper takes 30, which finds
         the exact top-k unless the maximum is 2**30 times what separates the
-        entries near the k-th; each sampling less doubles the share that is
+        entries near the k-th; each sampling fewer doubles the share that is
         taken by position.
 
     Returns:

@@ -128,7 +128,7 @@ def threshold_reuse(
         following = trial.threshold
         if servo:
             trial, steepness = _recount(acc, trial, steepness, k, tolerance, due)
-            # Off by a factor of two still: evaluate exactly at the next step.
+            # Still off by a factor of two: evaluate exactly at the next step.
             lost = (trial.count > 2 * k) | (2 * trial.count < k)
             following = jnp.where(lost, 0.0, _follow(trial, steepness, k))
         indices, _ = compaction.set_positions(trial.words, capacity, size, state.count)
@@ -179,9 +179,8 @@ def _recount(
 
     The tail is followed as a power until one count is above k and one below, then
     k is sought between the two. Of two trials the one whose count is nearer to k,
-    as a ratio, is kept: on tied
-    entries there may be no threshold that k reach, and none at all is worst. An
-    exact threshold is not corrected.
+    as a ratio, is kept: on tied entries there may be no threshold that exactly k
+    entries reach, and none at all is worst. An exact threshold is not corrected.
     """
 
     def distance(count):
@@ -220,7 +219,7 @@ def _narrowed(bracket: _Bracket, trial: _Trial, k: int) -> _Bracket:
 
     An end that stays while the other one moves counts for half the next time (the
     Illinois rule): where the tail has an edge, as under error feedback, the
-    thresholds would else come near k from one side only, in small steps.
+    thresholds would otherwise approach k from one side only, in small steps.
     """
     low, excess, high, lack = bracket
     at, ratio = jnp.log(trial.threshold), jnp.log(_ratio(trial.count, k))

@@ -29,11 +29,11 @@ _NONE_BITS = 0x7FFFFFFF
 def topk(*, density: float) -> Selector:
     r"""Selects exactly the ``k = max(1, round(density * n))`` largest magnitudes.
 
-    Of several entries of the k-th magnitude those with the smallest indices are
+    Among entries tied at the k-th magnitude those with the smallest indices are
     taken. Zeros are never selected, so with fewer than k nonzeros the count is
     the number of nonzeros. NaN counts as larger than infinity.
 
-    Cost: one pass over n entries and O(k log n) work at most steps. The state
+    Cost: one pass over n entries and O(k log n) work in most steps. The state
     holds the guess for the next step; the result does not depend on it.
 
     Args:

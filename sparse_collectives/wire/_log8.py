@@ -20,7 +20,7 @@ lognormal, s=2   1.91 (6.16) %   1.81 (5.33) %  0.86 (0.78) %
 Cauchy           0.39 (52.5) %   0.36 (27.9) %  1.57 (1.43) %
 ===============  ==============  =============  =============
 
-(The sum of squares of the last is that of a few outliers.)
+(In the last row the sum of squares is that of a few outliers.)
 """
 
 import jax

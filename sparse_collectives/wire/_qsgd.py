@@ -31,7 +31,7 @@ def qsgd(*, bits: int = 8, bucket: int = 512, norm: str = "max") -> Codec:
     level, or ``2**bits - 1`` for what is not finite, which arrives as NaN.
 
     Args:
-      bits: of a value: 2, 4 or 8.
+      bits: those of a value: 2, 4 or 8.
       bucket: values that share a scale; their codes fill whole words.
       norm: the scale of a bucket. ``'max'``, the default, is its largest magnitude:
         the steps are finer, and the variance smaller. ``'l2'`` is the 2-norm of the
@@ -39,7 +39,7 @@ def qsgd(*, bits: int = 8, bucket: int = 512, norm: str = "max") -> Codec:
 
     Returns:
       A :class:`Codec`; ``m`` dense values take ``ceil(m bits / 32) + ceil(m / bucket)``
-      words, and ``c`` pairs c more. Cost: some twenty operations for each value.
+      words, and ``c`` pairs take c more. Cost: some twenty operations for each value.
 
     Raises:
       ValueError: an argument out of its range.

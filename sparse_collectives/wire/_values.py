@@ -1,7 +1,7 @@
 """What the lossy codecs have in common: rounding, range, and the error they report.
 
 The error has to be exact, or what is sent and what is kept would not add up.
-A difference of two float32 is, where both are normal and within a factor of two;
+The difference of two float32 is, where both are normal and within a factor of two;
 but platforms flush subnormal differences to zero. So magnitudes below 2**-100
 travel as zero and stay whole with their sender: then no difference is subnormal.
 """
@@ -47,7 +47,7 @@ def to_bf16_bits(values: jax.Array) -> jax.Array:
 
     Args:
       values: float32, bfloat16 or float16. A float16 is also kept in its own
-        range, so that the receiver can turn the bfloat16 back.
+        range, so that the receiver can convert the bfloat16 back.
     """
     magnitude = encoded_magnitude(values)
     rounded = (magnitude + 0x7FFF + ((magnitude >> 16) & 1)) >> 16

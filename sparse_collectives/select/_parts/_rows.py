@@ -6,7 +6,7 @@ into slots, row by row, and the exact selection is made there. Where the slots d
 not hold them (the count shows it) the bound is replaced by the exact k-th
 magnitude, found by bisection over all entries.
 
-All that is made on the way has the rows along its last axis, so that one
+Every intermediate result has the rows along its last axis, so that one
 implementation serves rows that are contiguous in memory (``axis=1``) and rows
 that are the columns of the stored matrix (``axis=0``).
 """
@@ -28,7 +28,7 @@ _BLUNT = 15
 def largest_of_rows(matrix: jax.Array, k: int, axis: int) -> tuple[jax.Array, jax.Array]:
     """The k largest magnitudes of each of r rows of N entries.
 
-    Of several entries of a row's k-th magnitude those that come first are taken.
+    Among entries tied at a row's k-th magnitude those that come first are taken.
     Zeros are never taken. NaN counts as larger than infinity.
 
     Args:
@@ -37,7 +37,7 @@ def largest_of_rows(matrix: jax.Array, k: int, axis: int) -> tuple[jax.Array, ja
       axis: the axis along which the entries of a row lie.
 
     Returns:
-      ``i32[s]``, the selected places in ``matrix.ravel()`` in no order, with its
+      ``i32[s]``, the selected places in ``matrix.ravel()`` in any order, with its
       size in the slots that stay empty, s at most ``r * min(N, 2 k + 8)``; and the
       bits of each row's k-th magnitude, ``i32[r]``, 0 where fewer are nonzero.
 
@@ -68,7 +68,7 @@ def largest_of_rows(matrix: jax.Array, k: int, axis: int) -> tuple[jax.Array, ja
 
 
 def _candidates(matrix: jax.Array, k: int, axis: int, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """A mask ``u32[W, r]`` of what may be selected, and whether it is of no use, ``bool[]``."""
+    """A mask ``u32[W, r]`` of what may be selected, and whether it is useless, ``bool[]``."""
     length = matrix.shape[axis]
     group = min(_GROUP, length // (_GROUPS_PER_ENTRY * k))
     low = _zero_per_row(matrix, axis)
