@@ -96,7 +96,7 @@ def _assumptions(plan: Plan) -> list[str]:
     lines.append(
         f"worker: selection {plan.local.select * 1e9:.3g} ns a parameter,"
         f" merging {plan.local.merge * 1e9:.3g} ns a pair"
-        + (f"; computation {_ms(plan.compute)} ms" if plan.compute else "")
+        f"; computation {_ms(plan.compute) if plan.compute else 0} ms"
     )
     return lines
 
@@ -197,12 +197,8 @@ def plot(file: str, plan_for: Callable[[int], Plan], workers: int, inner: int) -
     axes.set_xlabel("workers P")
     axes.set_ylabel("predicted step, ms")
     plan = plan_for(workers)
-    axes.set_title(
-        f"n = {plan.workload.size:,}, density {plan.workload.density:.4g}, "
-        f"{_gigabits(plan.network.seconds_per_word):.4g} Gbit/s, "
-        f"{plan.network.latency * 1e6:.4g} us; fastest encoding of each",
-        fontsize=10,
-    )
+    # They decide the order of the lines, so the picture shows all of them.
+    axes.set_title("\n".join([*_assumptions(plan), "fastest encoding of each"]), fontsize=9)
     axes.grid(True, which="both", alpha=0.25)
     figure.legend(loc="outside right upper", fontsize=8)
     figure.savefig(file)

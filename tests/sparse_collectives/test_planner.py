@@ -224,6 +224,8 @@ def test_table_and_recommendation(capsys):
     lines = out.splitlines()
     assert max(map(len, lines[:-1])) <= 100
     assert "n = 10,000,000, k = 100,000" in lines[0]
+    assert "selection 6 ns a parameter" in lines[2]
+    assert "computation 100.0 ms" in lines[2]
     assert any(line.startswith("hierarchical(ok_topk)") for line in lines)
     assert "hidden" in out
 
@@ -370,6 +372,17 @@ def test_plot(capsys, tmp_path):
     file = tmp_path / "plan.png"
     run(capsys, *SLOW, "--plot", str(file))
     assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_shows_what_was_assumed(tmp_path, monkeypatch):
+    titles = []
+    axes = pytest.importorskip("matplotlib.axes").Axes
+    monkeypatch.setattr(axes, "set_title", lambda self, title, **options: titles.append(title))
+    plan = plan_of(10**6, 0.01, 4, network("5us", "1Gbit"))
+    _plan_report.plot(str(tmp_path / "plan.png"), lambda count: plan, 4, 1)
+    (title,) = titles
+    for said in ("P = 4", "1 Gbit/s", "selection 6 ns a parameter", "computation 0 ms"):
+        assert said in title
 
 
 @pytest.mark.parametrize(
