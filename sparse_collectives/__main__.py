@@ -3,12 +3,13 @@
 import argparse
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from sparse_collectives import cost_model
-from sparse_collectives.planner import _plan_report, _planner, _units
+from sparse_collectives.planner import _measured_file, _plan_report, _planner, _units
 
 _PLAN_HELP = """\
 Predicts the time of a training step's exchange for each algorithm and encoding, and
@@ -21,13 +22,14 @@ example:
 
 _MEASURE_HELP = """\
 Times collectives on the devices of this machine and fits latency and bandwidth to
-them. On a CPU, --devices N makes N devices of it, which measures its memory."""
+them. On a CPU, --devices N splits it into N devices, which measures its memory."""
 
 # One node's link where none is given; NVLink is several times as fast, PCIe slower.
 _INNER_LATENCY, _INNER_BANDWIDTH = "2us", "100GB/s"
 
-# A ring has a message for each worker; beyond, its cost alone takes seconds.
+# A ring has a message for each worker: with more of them its cost alone takes seconds.
 _MOST_WORKERS = 1 << 16
+_WORKERS = {"most": _MOST_WORKERS, "examples": "16, 256 or 1k"}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -91,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         {"plan": _plan, "measure": _measure}[args.command](args)
-    except (ValueError, OSError, ModuleNotFoundError) as error:
+    except (ValueError, OSError, ImportError) as error:
         parser.error(" ".join(str(error).split()))
     return 0
 
@@ -100,14 +102,14 @@ def _plan(args: argparse.Namespace) -> None:
     size = _units.count("--params", args.params)
     density = _density(args.density)
     selected = min(size, max(1, round(density * size)))
-    workers, inner = _units.count("--workers", args.workers), _units.count("--inner", args.inner)
-    if workers > _MOST_WORKERS:
-        raise ValueError(f"--workers is {workers}; pass at most {_MOST_WORKERS}.")
+    workers = _units.count("--workers", args.workers, **_WORKERS)
+    inner = _units.count("--inner", args.inner, **_WORKERS)
     if workers % inner:
-        raise ValueError(f"--inner is {inner} and must divide --workers, {workers}.")
-    network = _network(args, inner)
+        raise ValueError(f"--inner must divide --workers={workers}, got {inner}.")
+    measured = _measured_file.read(args.measured) if args.measured is not None else None
+    network = _network(args, inner, measured)
     compute = _units.seconds("--compute", args.compute)
-    overlap = _overlap(args.expansion, selected) if args.expansion else None
+    overlap = None if args.expansion is None else _overlap(args.expansion, selected)
     codecs = [name for name, cost in cost_model.CODECS.items() if cost.exact or not args.exact]
 
     def plan_for(count: int, local: _planner.LocalCost) -> _planner.Plan:
@@ -120,14 +122,15 @@ def _plan(args: argparse.Namespace) -> None:
         _write_json(args.json, _plan_report.as_dict(plan))
     if args.plot:
         _plan_report.plot(args.plot, lambda count: plan_for(count, local), workers, inner)
-    report = _plan_report.text(plan, all_codecs=args.all)
+    remarks = []
     if args.select_cost is None:
         other = plan_for(workers, _planner.GPU).recommended
         if other.dense != plan.recommended.dense:
-            table, _, last = report.rpartition("\n")
-            hint = f"With --select-cost gpu the answer is another: {other.name}."
-            report = f"{table}\n{hint}\n{last}"
-    print(report)
+            remarks.append(f"With --select-cost gpu the answer differs: {other.name}.")
+    if measured is not None and (args.latency is None or args.bandwidth is None):
+        remarks += _measured_file.warnings(measured.error)
+    table, _, last = _plan_report.text(plan, all_codecs=args.all).rpartition("\n")
+    print("\n".join([table, *remarks, last]))
 
 
 def _measure(args: argparse.Namespace) -> None:
@@ -135,15 +138,18 @@ def _measure(args: argparse.Namespace) -> None:
 
     from sparse_collectives.planner._measure import measure
 
-    devices = _units.count("--devices", args.devices) if args.devices else None
+    devices = None
+    if args.devices is not None:
+        devices = _units.count("--devices", args.devices, most=_MOST_WORKERS, examples="4 or 8")
     if devices is not None:
-        # Before the backend starts; where it runs already, or on a GPU, it has no effect.
+        # Before the backend starts: where it already runs, or on a GPU, this has no effect.
         with contextlib.suppress(RuntimeError):
             jax.config.update("jax_num_cpu_devices", devices)
         if devices > jax.device_count():
-            raise ValueError(f"--devices is {devices}; there are {jax.device_count()}.")
+            raise ValueError(f"--devices must be at most {jax.device_count()}, got {devices}.")
+    rounds = _units.count("--rounds", args.rounds, examples="9 or 100")
     mesh = jax.sharding.Mesh(jax.devices()[:devices], ("workers",))
-    fitted = measure(mesh, rounds=_units.count("--rounds", args.rounds))
+    fitted = measure(mesh, rounds=rounds)
     print(f"{'collective':12}{'messages':>9}{'words':>14}{'us':>12}{'spread':>8}")
     for row in fitted.samples:
         print(
@@ -155,6 +161,8 @@ def _measure(args: argparse.Namespace) -> None:
         f" ({8 * fitted.bandwidth / 1e9:.4g} Gbit/s) over {fitted.workers} workers;"
         f" median error of the fit {fitted.error:.0%}, median spread {fitted.spread:.0%}"
     )
+    for line in _measured_file.warnings(fitted.error):
+        print(line)
     if args.json:
         _write_json(args.json, fitted.as_dict())
 
@@ -163,22 +171,23 @@ def _density(text: str) -> float:
     try:
         density = float(text)
     except ValueError:
-        density = -1.0
+        density = math.nan
     if not 0 < density <= 1:
-        raise ValueError(f"--density is {text!r}; pass a share in (0, 1], such as 0.01 for 1 %.")
+        shown = _units.shown(text)
+        raise ValueError(f"--density must be a share in (0, 1], such as 0.01 for 1 %, got {shown}.")
+    if text.strip() == "1":
+        raise ValueError(
+            "--density must be 1.0 to send all entries or 0.01 to send 1 %, got 1, which may mean "
+            "either."
+        )
     return density
 
 
-def _network(args: argparse.Namespace, inner: int) -> cost_model.Network:
-    latency, bandwidth = args.latency, args.bandwidth
-    if args.measured:
-        found = _read_measured(args.measured)
-        latency = found["latency"] if latency is None else latency
-        bandwidth = found["bandwidth"] if bandwidth is None else bandwidth
-    if latency is None or bandwidth is None:
-        raise ValueError("pass --latency and --bandwidth, or --measured FILE.")
-    latency = _units.seconds("--latency", latency)
-    bandwidth = _units.bandwidth("--bandwidth", bandwidth)
+def _network(
+    args: argparse.Namespace, inner: int, measured: _measured_file.MeasuredFile | None
+) -> cost_model.Network:
+    latency = _units.seconds(*_given("latency", args.latency, measured))
+    bandwidth = _units.bandwidth(*_given("bandwidth", args.bandwidth, measured))
     if inner == 1:
         return cost_model.network(latency, bandwidth)
     near, fast = args.inner_latency or _INNER_LATENCY, args.inner_bandwidth or _INNER_BANDWIDTH
@@ -190,25 +199,36 @@ def _network(args: argparse.Namespace, inner: int) -> cost_model.Network:
     )
 
 
-def _read_measured(file: str) -> dict[str, float]:
-    with open(file, encoding="utf-8") as stream:
-        try:
-            found = json.load(stream)
-            return {name: float(found[name]) for name in ("latency", "bandwidth")}
-        except (json.JSONDecodeError, KeyError, TypeError, ValueError):
-            raise ValueError(
-                f"--measured {file} holds no latency and bandwidth; write it with 'measure --json'."
-            ) from None
+def _given(
+    name: Literal["latency", "bandwidth"],
+    text: str | None,
+    measured: _measured_file.MeasuredFile | None,
+) -> tuple[str, float | str]:
+    """What to call a number of the network in an error, and the number."""
+    if text is not None:
+        return f"--{name}", text
+    if measured is None:
+        raise ValueError("the network must be given by --latency and --bandwidth or --measured.")
+    value = measured.latency if name == "latency" else measured.bandwidth
+    if value == math.inf:
+        raise ValueError(
+            f"{name} in --measured {measured.file} must be finite, got {value}: no time grew with "
+            f"the size when it was measured. Pass --{name}."
+        )
+    return f"{name} in --measured {measured.file}", value
 
 
 def _overlap(text: str, selected: int) -> cost_model.Overlap:
     try:
         factor, workers = text.split("@")
-        overlap = cost_model.Overlap(float(factor) * selected, int(workers))
+        overlap = cost_model.Overlap(
+            float(factor) * selected, _units.count("--expansion", workers, **_WORKERS)
+        )
         cost_model.effective_size(selected, overlap)
     except ValueError:
         raise ValueError(
-            f"--expansion is {text!r}; write X@P with P >= 2 workers and 1 <= X <= P: 3.2@16."
+            "--expansion must be X@P with P >= 2 workers and 1 <= X <= P, such as 3.2@16, got "
+            f"{_units.shown(text)}."
         ) from None
     return overlap
 
@@ -218,10 +238,13 @@ def _local_cost(args: argparse.Namespace) -> _planner.LocalCost:
     if args.select_cost in named:
         local = named[args.select_cost]
     else:
-        select = _units.seconds("--select-cost", args.select_cost)
+        form = "cpu, gpu or a time such as 0.1ns"
+        select = _units.seconds("--select-cost", args.select_cost, form=form)
         local = _planner.LocalCost(select, select)
     if args.merge_cost is not None:
-        local = local._replace(merge=_units.seconds("--merge-cost", args.merge_cost))
+        local = local._replace(
+            merge=_units.seconds("--merge-cost", args.merge_cost, form="a time such as 0.1ns")
+        )
     return local
 
 

@@ -15,7 +15,11 @@ MAX_SIZE = 2**31 - 1
 
 
 def check_density(density: Any) -> float:
-    """A density in (0, 1] as a Python float."""
+    """A density in (0, 1] as a Python float.
+
+    The integer 1 is refused: whoever thinks in percent writes it for 1 %, and would
+    send everything.
+    """
     if isinstance(density, jax_core.Tracer):
         raise TypeError(
             "density must be a Python number, but a traced value was given: it fixes the shapes of "
@@ -25,6 +29,11 @@ def check_density(density: Any) -> float:
         raise TypeError(
             f"density must be a number in (0, 1], got {density!r} of type "
             f"{type(density).__name__}. Write for example density=0.01 to send 1 % of the entries."
+        )
+    if isinstance(density, numbers.Integral) and density == 1:
+        raise ValueError(
+            f"density must be a float, got the integer {density!r}, which may mean 100 % "
+            "or 1 %. Write density=1.0 to send all entries, or density=0.01 for 1 %."
         )
     value = float(density)
     if not 0.0 < value <= 1.0:

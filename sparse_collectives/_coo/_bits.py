@@ -13,6 +13,8 @@ import numpy as np
 from jax import lax
 
 MAGNITUDE_BITS = 31
+# The pattern of infinity: finite magnitudes are below it, NaN above.
+INFINITY_BITS = 0x7F800000
 _MAGNITUDE_MASK = np.int32(0x7FFFFFFF)
 
 

@@ -1,13 +1,21 @@
 """The allreduce that the cost model predicts to be fastest, chosen when traced."""
 
 import functools
-import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from sparse_collectives import _validation, transport, wire
 from sparse_collectives._spec import Spec
-from sparse_collectives._types import AxisName, SparseAllreduce
+from sparse_collectives._types import AxisName, Codec, SparseAllreduce
+from sparse_collectives.allreduce._dense import dense
+from sparse_collectives.allreduce._dense_bucketed import dense_bucketed
+from sparse_collectives.allreduce._dsar_split_allgather import dsar_split_allgather
+from sparse_collectives.allreduce._gtopk import gtopk
+from sparse_collectives.allreduce._ring_sparse import ring_sparse
+from sparse_collectives.allreduce._ssar_recursive_double import ssar_recursive_double
+from sparse_collectives.allreduce._ssar_split_allgather import ssar_split_allgather
+from sparse_collectives.allreduce._topk_a import topk_a
+from sparse_collectives.allreduce.ok_topk import ok_topk
 from sparse_collectives.cost_model import Network, Workload, network
 from sparse_collectives.cost_model._implementation import bucket_count
 from sparse_collectives.padded_coo import PaddedCOO
@@ -144,12 +152,12 @@ def _options(density, latency, bandwidth, candidates, codecs, merge_cost) -> tup
     names = flat if candidates is None else tuple(candidates)
     for name in names:
         if name not in flat:
-            raise ValueError(f"candidates has {name!r}; pass some of {', '.join(flat)}.")
+            raise ValueError(f"candidates must be among {', '.join(flat)}, got {name!r}.")
     if not codecs:
-        raise ValueError("codecs is empty; pass at least one name, such as ('raw',).")
+        raise ValueError("codecs must be at least one name, such as ('raw',), got none.")
     for name in codecs:
-        if not hasattr(wire, name):
-            raise ValueError(f"codecs has {name!r}; pass some of {', '.join(wire.__all__)}.")
+        if name not in _CODECS:
+            raise ValueError(f"codecs must be among {', '.join(_CODECS)}, got {name!r}.")
     merge = _units.seconds("merge_cost", merge_cost)
     return density, network(latency, bandwidth), names, tuple(codecs), merge
 
@@ -187,14 +195,34 @@ def _choose(
 
 
 def _make(choice: AutoChoice, size: int, density: float) -> SparseAllreduce:
-    """The chosen algorithm; it gets those of the arguments that it has."""
-    from sparse_collectives import allreduce
+    return _FACTORIES[choice.name](_Arguments(size, density, _CODECS[choice.codec]()))
 
-    factory = getattr(allreduce, choice.name)
-    given = {
-        "density": density,
-        "buckets": bucket_count(size),
-        "codec": getattr(wire, choice.codec)(),
-    }
-    accepted = inspect.signature(factory).parameters
-    return factory(**{name: value for name, value in given.items() if name in accepted})
+
+class _Arguments(NamedTuple):
+    """What the factories of the candidates choose their arguments from."""
+
+    size: int
+    density: float
+    codec: Codec
+
+
+_CODECS: dict[str, Callable[[], Codec]] = {
+    "bf16": wire.bf16,
+    "narrow16": wire.narrow16,
+    "narrow8": wire.narrow8,
+    "qsgd": wire.qsgd,
+    "raw": wire.raw,
+}
+
+# A row for each of the planner's options that need no nodes.
+_FACTORIES: dict[str, Callable[[_Arguments], SparseAllreduce]] = {
+    "dense": lambda given: dense(),
+    "dense_bucketed": lambda given: dense_bucketed(buckets=bucket_count(given.size)),
+    "topk_a": lambda given: topk_a(codec=given.codec),
+    "ssar_recursive_double": lambda given: ssar_recursive_double(codec=given.codec),
+    "ssar_split_allgather": lambda given: ssar_split_allgather(codec=given.codec),
+    "dsar_split_allgather": lambda given: dsar_split_allgather(codec=given.codec),
+    "ring_sparse": lambda given: ring_sparse(codec=given.codec),
+    "gtopk": lambda given: gtopk(density=given.density, codec=given.codec),
+    "ok_topk": lambda given: ok_topk(density=given.density, codec=given.codec),
+}

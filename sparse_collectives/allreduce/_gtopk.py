@@ -32,7 +32,7 @@ def gtopk(*, density: float, codec: Codec | None = None) -> SparseAllreduce:
     the sum of all selections: an entry that is small in every pair is dropped even
     where all pairs together would have made it large.
 
-    What a worker drops it keeps, as a partial sum: these are entries of its
+    A worker keeps what it drops, as a partial sum: these are entries of its
     ``undelivered``, at indices that it may not have selected, and an index may occur
     several times. What a worker sent is gone from it. So nothing is lost: an
     entry waits in the residual of the worker that dropped it.
@@ -89,13 +89,14 @@ def gtopk(*, density: float, codec: Codec | None = None) -> SparseAllreduce:
             entries = jnp.sum(encoded.sent, dtype=jnp.int32)
             filled = _messages.useful_words(encoded.message.size, entries, own.capacity)
             useful += jnp.where(sends, filled, 0.0)
-            # Who is no target got zeros, which would be entries of index 0.
-            came = _merge.only_where(receives, codec.decode(message, coo.size, coo.values.dtype))
+            # Workers that are not targets receive zeros, which would be entries of index 0.
+            received = codec.decode(message, coo.size, coo.values.dtype)
+            received = _merge.only_where(receives, received)
             if not codec.exact:
                 kept.append(_merge.only_where(sends, _messages.lost(own, encoded)))
                 overflow += jnp.where(sends, _messages.unsent_count(own, encoded), 0)
             # A sender is done: it goes on with nothing, and drops nothing.
-            merged = _sum(_merge.only_where(~sends, own), came)
+            merged = _sum(_merge.only_where(~sends, own), received)
             own, dropped = _keep_largest(merged, k)
             kept += dropped
 
@@ -149,9 +150,9 @@ def _keep_largest(coo: PaddedCOO, k: int) -> tuple[PaddedCOO, list[PaddedCOO]]:
     return largest, [others]
 
 
-def _sum(own: PaddedCOO, came: PaddedCOO) -> PaddedCOO:
+def _sum(own: PaddedCOO, received: PaddedCOO) -> PaddedCOO:
     """The sum of both, ascending, with twice the slots of ``own``."""
-    rows = [PaddedCOO(x.values[None], x.indices[None], x.size) for x in (own, came)]
+    rows = [PaddedCOO(x.values[None], x.indices[None], x.size) for x in (own, received)]
     merged = _merge.reduce_blocks(rows, own.size, own.values.dtype)
     # A decoded message may have more slots than entries.
     slots = min(merged.capacity, 2 * own.capacity)

@@ -17,15 +17,15 @@ def codec_sizes(name: str) -> MessageSizes:
       1500
     """
     if name not in CODECS:
-        raise ValueError(f"codec is {name!r}; pass one of {', '.join(CODECS)}.")
+        raise ValueError(f"codec must be one of {', '.join(CODECS)}, got {name!r}.")
     return CODECS[name]
 
 
 def escapes_per_pair(codec: MessageSizes, density: float) -> float:
     r"""Expected escapes for each pair, on uniform indices.
 
-    The gap G is then geometric, :math:`P(G \ge g) = (1 - d)^{g-1}`, and takes an
-    escape for each digit of the multiple of the base in it.
+    The gap G is then geometric, :math:`P(G \ge g) = (1 - d)^{g-1}`, and takes one
+    escape for each digit of its multiple of the base.
 
     Args:
       codec: the sizes of a codec; without gaps there are no escapes.
@@ -39,7 +39,7 @@ def escapes_per_pair(codec: MessageSizes, density: float) -> float:
 
 
 def has_room(codec: MessageSizes, density: float) -> bool:
-    """Whether the escapes that uniform indices need find room in a full message.
+    """Whether a full message has room for the escapes that uniform indices need.
 
     Where they do not, a part of the selection is left out at every step.
     """

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 
 class Overlap(NamedTuple):
-    """A measured union, from which those of other numbers of workers follow.
+    """A measured union, from which the unions of other numbers of workers follow.
 
     Attributes:
       union: distinct indices in the selections of all workers, as a mean.
-      workers: of how many workers.
+      workers: how many workers these are.
     """
 
     union: float
@@ -23,11 +23,11 @@ class Overlap(NamedTuple):
 def check_counts(size: int, selected: int, workers: int) -> None:
     """1 <= k <= n and P >= 1."""
     if size < 1:
-        raise ValueError(f"size is {size}; pass the number of gradient components, at least 1.")
+        raise ValueError(f"size must be the number of gradient components, at least 1, got {size}.")
     if not 1 <= selected <= size:
-        raise ValueError(f"selected is {selected}; pass a count from 1 to size, {size}.")
+        raise ValueError(f"selected must be a count from 1 to size={size}, got {selected}.")
     if workers < 1:
-        raise ValueError(f"workers is {workers}; pass a number of at least 1.")
+        raise ValueError(f"workers must be at least 1, got {workers}.")
 
 
 def uniform_union(size: float, selected: float, workers: float) -> float:
@@ -70,15 +70,15 @@ def effective_size(selected: int, overlap: Overlap) -> float:
     """
     union, workers = overlap
     if workers < 2:
-        raise ValueError(f"overlap.workers is {workers}; a union says something from 2 on.")
+        raise ValueError(f"overlap.workers must be at least 2, got {workers}.")
     if not selected <= union <= selected * workers:
         raise ValueError(
-            f"overlap.union is {union:g}; {workers} selections of {selected} have between "
-            f"{selected} and {selected * workers} distinct indices."
+            f"overlap.union must be from {selected} to {selected * workers}, the distinct indices "
+            f"that {workers} selections of {selected} can have, got {union:g}."
         )
     if union <= selected:
         return float(selected)
-    # 1e15: beyond, the difference to no overlap at all is below rounding.
+    # Beyond 1e15 the difference from no overlap at all is below rounding.
     low, high = math.log(selected), math.log(selected) + math.log(1e15)
     if uniform_union(math.exp(high), selected, workers) <= union:
         return math.inf

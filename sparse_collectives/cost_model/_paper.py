@@ -152,7 +152,7 @@ def paper_cost(name: str, workload: Workload) -> Estimate:
       45.0
     """
     if name not in PAPER:
-        raise ValueError(f"name is {name!r}; pass one of {', '.join(PAPER)}.")
+        raise ValueError(f"name must be one of {', '.join(PAPER)}, got {name!r}.")
     return PAPER[name](workload)
 
 

@@ -23,7 +23,7 @@ IMPLEMENTATION: dict[str, Formula] = {
     "hierarchical(ok_topk)": hierarchical(flat.ok_topk, agreed=flat.BALANCE_FLAGS),
 }
 
-# Whose words a test compares with the program, with every codec: all of them.
+# A test compares the words of these with the program, with every codec: all of them.
 VERIFIED = tuple(IMPLEMENTATION)
 
 
@@ -50,5 +50,5 @@ def predict(name: str, workload: Workload, codec: str = "raw") -> Estimate:
       60.0
     """
     if name not in IMPLEMENTATION:
-        raise ValueError(f"name is {name!r}; pass one of {', '.join(IMPLEMENTATION)}.")
+        raise ValueError(f"name must be one of {', '.join(IMPLEMENTATION)}, got {name!r}.")
     return IMPLEMENTATION[name](workload, codec_sizes(codec))

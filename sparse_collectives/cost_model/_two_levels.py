@@ -41,7 +41,7 @@ def hierarchical(formula: Formula, agreed: int = 0) -> Formula:
     """An exchange of shards between nodes, in a dense one within them.
 
     Args:
-      formula: of the exchange between nodes.
+      formula: the cost of the exchange between nodes.
       agreed: words that it sums over the workers of a node, so that all of them
         take the same branch.
     """

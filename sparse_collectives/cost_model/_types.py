@@ -82,8 +82,8 @@ class Workload:
         check_counts(self.size, self.selected, self.workers)
         if self.inner_size < 1 or self.workers % self.inner_size:
             raise ValueError(
-                f"inner_size is {self.inner_size} and must divide workers, {self.workers}: pass "
-                "the number of workers in a node."
+                f"inner_size must be the number of workers in a node, a divisor of "
+                f"workers={self.workers}, got {self.inner_size}."
             )
 
     @property
@@ -97,11 +97,11 @@ class Cost:
     """The cost of one exchange for one worker; costs add.
 
     Attributes:
-      messages: how often alpha counts: messages in sequence on the longest path.
+      messages: how many times alpha is paid: messages in sequence on the longest path.
       words: 4-byte words that a worker receives, as a mean over the workers. This
         is what ``ReduceInfo.words`` and :mod:`sparse_collectives.traffic` count.
-      path_words: words in sequence on the longest path, which is how often beta
-        counts. More than ``words`` where some workers wait for others.
+      path_words: words in sequence on the longest path, for each of which beta is
+        paid. More than ``words`` where some workers wait for others.
       inner_messages: as ``messages``, within a node.
       inner_words: as ``path_words``, within a node.
       pairs: value-index pairs that a worker receives and has to merge.

@@ -17,7 +17,7 @@ from sparse_collectives._validation import check_positive_int
 from sparse_collectives.cost_model import Network
 from sparse_collectives.cost_model._types import BYTES_PER_WORD, log2_rounds
 
-# Collectives in a program: its launch is then a small part of its time.
+# Collectives in one program, so that its launch is a small part of its time.
 _CHAIN = 8
 
 
@@ -26,10 +26,10 @@ class Sample(NamedTuple):
 
     Attributes:
       collective: psum, all_gather or ppermute.
-      messages: how often alpha counts.
+      messages: how many times alpha is paid.
       words: 4-byte words that a worker receives.
       seconds: the median over the rounds.
-      spread: the distance of the quartiles over the median.
+      spread: the interquartile range over the median.
     """
 
     collective: str
@@ -48,8 +48,8 @@ class Measured(NamedTuple):
         the size.
       error: median over the samples of abs(fitted - measured) / measured.
       spread: median of the samples' spread.
-      workers: of the axis that was measured.
-      samples: what the fit saw.
+      workers: those of the axis that was measured.
+      samples: what was fitted.
     """
 
     latency: float
@@ -73,8 +73,8 @@ def fit(samples: Sequence[Sample]) -> tuple[float, float]:
 
     Least squares of the relative error, :math:`(m \alpha + w \beta) / t - 1`, as
     times of small and large messages differ by orders of magnitude; reweighted so
-    that in the end the absolute and not the squared error counts, and a few
-    disturbed samples move nothing.
+    that in the end the absolute error counts and not the squared one, and a few
+    disturbed samples change nothing.
 
     Args:
       samples: at least two, of different sizes.
@@ -86,10 +86,12 @@ def fit(samples: Sequence[Sample]) -> tuple[float, float]:
       ValueError: fewer than two samples, or a time that is not above 0.
     """
     if len(samples) < 2:
-        raise ValueError(f"samples has {len(samples)}; two unknowns need at least 2 samples.")
+        raise ValueError(f"samples must be at least 2, to fit two numbers, got {len(samples)}.")
     times = np.array([sample.seconds for sample in samples])
     if not np.all(times > 0):
-        raise ValueError("samples holds a time that is not above 0; measure with more rounds.")
+        raise ValueError(
+            f"samples must have times above 0, got {times.min():g}. Measure with more rounds."
+        )
     rows = np.array([[s.messages, s.words] for s in samples]) / times[:, None]
     # Columns of one scale, so that neither unknown is lost to rounding.
     scale = np.maximum(rows.max(axis=0), np.finfo(float).tiny)
@@ -109,7 +111,7 @@ def _nonnegative(rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
     x = np.linalg.lstsq(a, b, rcond=None)[0]
     if np.all(x >= 0):
         return x
-    # One unknown is then 0: the better of the two fits with one.
+    # One unknown is then 0: take the better of the two fits with the other.
     candidates = []
     for column in range(2):
         x = np.zeros(2)
@@ -129,7 +131,7 @@ def measure(
     """Times collectives on a mesh and fits latency and bandwidth to them.
 
     psum, all_gather and ppermute of several sizes run in turn, in ``rounds``
-    rounds, so that a disturbance of the machine meets all of them. Their medians
+    rounds, so that a disturbance of the machine affects all of them. Their medians
     are fitted by seconds = messages * alpha + words * beta, with the message and
     word counts of :mod:`sparse_collectives.cost_model`. Look at ``error``: it says
     how well two numbers describe this network. Devices that share a host measure
@@ -157,18 +159,19 @@ def measure(
     rounds = check_positive_int("rounds", rounds)
     sizes = sorted({check_positive_int("sizes", size) for size in sizes})
     if len(sizes) < 2:
-        raise ValueError(f"sizes has {len(sizes)} different sizes; pass at least 2.")
+        raise ValueError(f"sizes must hold at least 2 different sizes, got {sizes}.")
     if mesh is None:
         mesh = jax.make_mesh((jax.device_count(),), ("workers",), axis_types=(AxisType.Auto,))
     names = mesh.axis_names if axis is None else axis if isinstance(axis, tuple) else (axis,)
     missing = [name for name in names if name not in mesh.axis_names]
     if missing:
-        raise ValueError(f"axis has {missing[0]!r}; the mesh has {', '.join(mesh.axis_names)}.")
+        known = ", ".join(map(str, mesh.axis_names))
+        raise ValueError(f"axis must be one or several of {known}, got {missing[0]!r}.")
     workers = int(np.prod([mesh.shape[name] for name in names]))
     if workers < 2:
         raise ValueError(
-            f"the axis has {workers} worker; a network needs at least 2. Pass a mesh of several "
-            "devices (on a CPU: --devices, or jax.config.update('jax_num_cpu_devices', N))."
+            f"axis must have at least 2 workers, got {workers}. Pass a mesh of several devices (on "
+            "a CPU: --devices, or jax.config.update('jax_num_cpu_devices', N))."
         )
     programs = [
         (name, messages, words(size), *_program(body, size, mesh, names))
@@ -237,7 +240,7 @@ def _program(body: Callable, size: int, mesh: Mesh, axis: tuple) -> tuple[Callab
         return x
 
     run = jax.jit(jax.shard_map(chain, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
-    # Made where it lies: no host holds all of it.
+    # Made where it is stored: no host holds all of it.
     make = jax.jit(
         lambda: jnp.ones((workers * size,), jnp.float32), out_shardings=NamedSharding(mesh, spec)
     )

@@ -71,7 +71,7 @@ def recommendation(plan: Plan) -> str:
 
 
 def best_codecs(plan: Plan) -> list[Prediction]:
-    """Of each algorithm the exact encoding and the fastest."""
+    """The exact encoding and the fastest of each algorithm."""
     chosen: list[Prediction] = []
     for row in plan.predictions:
         if row.codec == "raw" or all(other.name != row.name for other in chosen):
@@ -96,7 +96,7 @@ def _assumptions(plan: Plan) -> list[str]:
     lines.append(
         f"worker: selection {plan.local.select * 1e9:.3g} ns a parameter,"
         f" merging {plan.local.merge * 1e9:.3g} ns a pair"
-        + (f"; computation {_ms(plan.compute)} ms" if plan.compute else "")
+        f"; computation {_ms(plan.compute) if plan.compute else 0} ms"
     )
     return lines
 
@@ -142,21 +142,27 @@ def plot(file: str, plan_for: Callable[[int], Plan], workers: int, inner: int) -
     Args:
       file: where the PNG goes.
       plan_for: the plan for another number of workers.
-      workers: P of the plan; marked in the picture.
-      inner: workers of a node: every P is a multiple.
+      workers: P of the plan, which the picture marks.
+      inner: workers in a node; every P is a multiple of it.
 
     Raises:
-      ModuleNotFoundError: matplotlib is not installed.
+      ImportError: matplotlib is not installed.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import NullLocator
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import NullLocator
+    except ImportError as error:
+        raise ImportError(
+            f"--plot {file} is drawn by matplotlib, which cannot be imported ({error}). Install it "
+            "with: pip install 'sparse-collectives[examples]'"
+        ) from error
 
     nodes = max(16, 4 * workers // inner)
     counts = sorted(
         {inner << i for i in range(0 if inner > 1 else 1, nodes.bit_length())} | {workers}
     )
-    # An algorithm has its colour and marker whatever else is drawn.
+    # An algorithm keeps its colour and marker whatever else is drawn.
     colours = dict(zip((option.name for option in OPTIONS), _COLOURS, strict=False))
     lines: dict[str, list[tuple[int, float]]] = {}
     for count in counts:
@@ -168,7 +174,7 @@ def plot(file: str, plan_for: Callable[[int], Plan], workers: int, inner: int) -
     figure = Figure(figsize=(9.5, 5.5), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    # In the order of the right ends, so that the legend can be followed.
+    # Ordered by their right ends, so that the legend is easy to follow.
     ranked = sorted(lines.items(), key=lambda item: -item[1][-1][1] if item[1] else math.inf)
     for name, points in ranked:
         i = list(colours).index(name)
@@ -177,7 +183,7 @@ def plot(file: str, plan_for: Callable[[int], Plan], workers: int, inner: int) -
             [y for _, y in points],
             label=name,
             color=colours[name],
-            # Equal costs lie on one another: a thick line shows below a thin one.
+            # Equal costs coincide: a thick line shows under a thin one.
             linewidth=3 if name == "dense" else 1.5,
             marker="os^D"[i % 4],
             markersize=4,
@@ -191,12 +197,8 @@ def plot(file: str, plan_for: Callable[[int], Plan], workers: int, inner: int) -
     axes.set_xlabel("workers P")
     axes.set_ylabel("predicted step, ms")
     plan = plan_for(workers)
-    axes.set_title(
-        f"n = {plan.workload.size:,}, density {plan.workload.density:.4g}, "
-        f"{_gigabits(plan.network.seconds_per_word):.4g} Gbit/s, "
-        f"{plan.network.latency * 1e6:.4g} us; fastest encoding of each",
-        fontsize=10,
-    )
+    # They decide the order of the lines, so the picture shows all of them.
+    axes.set_title("\n".join([*_assumptions(plan), "fastest encoding of each"]), fontsize=9)
     axes.grid(True, which="both", alpha=0.25)
     figure.legend(loc="outside right upper", fontsize=8)
     figure.savefig(file)

@@ -1,7 +1,7 @@
 """Which allreduce is fastest for a model, a network and a number of workers."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from sparse_collectives.cost_model import (
@@ -15,14 +15,15 @@ from sparse_collectives.cost_model import (
 )
 from sparse_collectives.cost_model._implementation import bucket_count, fill
 
-# A sparse step pays in convergence and in memory, and the model is not exact: it has
-# to be faster than a dense one by this much to be recommended.
+# A sparse step costs convergence and memory, and the model is not exact: it has to be
+# faster than a dense one by this much to be recommended.
 MARGIN = 1.1
 # The part of a training step during which gradients appear: a backward pass costs
 # about twice a forward pass.
 BACKWARD_SHARE = 2 / 3
 
-_LOSSY = ("raw", "bf16", "narrow16", "narrow8")
+# The encodings of value-index pairs.
+_PAIR_CODECS = ("raw", "bf16", "narrow16", "narrow8")
 
 
 class LocalCost(NamedTuple):
@@ -52,43 +53,71 @@ class Option(NamedTuple):
     Attributes:
       name: its key in ``cost_model.IMPLEMENTATION``.
       codecs: the encodings that make sense with it.
-      factory: what to write; ``{density}``, ``{buckets}`` and ``{fill}`` are filled in,
-        and a codec is added as the last argument.
+      factory: its name in ``sparse_collectives.allreduce``; with ``hierarchical`` that
+        of the exchange between nodes.
+      arguments: those to write for a workload, without the codec.
       dense: whether nothing is selected.
       two_level: whether it needs workers grouped in nodes.
+      hierarchical: whether the factory's exchange is the outer one of ``hierarchical``.
       overlaps: whether it can run while the gradients are computed.
     """
 
     name: str
     codecs: tuple[str, ...]
     factory: str
+    arguments: Callable[[Workload], tuple[str, ...]]
     dense: bool = False
     two_level: bool = False
+    hierarchical: bool = False
     overlaps: bool = False
 
 
-def _in_nodes(outer: str, factory: str) -> Option:
-    code = f'hierarchical(inner_axis="device", outer={factory})'
-    return Option(f"hierarchical({outer})", _LOSSY, code, two_level=True)
+def _no_arguments(workload: Workload) -> tuple[str, ...]:
+    del workload
+    return ()
 
 
-# A new algorithm is one row here and one formula in `cost_model.IMPLEMENTATION`.
-# `sparse_allgather` is none of them: it is for selections without a common index.
+def _density(workload: Workload) -> tuple[str, ...]:
+    # As a float: `density` refuses the integer 1.
+    return (f"density={float(f'{workload.density:.6g}')}",)
+
+
+def _buckets(workload: Workload) -> tuple[str, ...]:
+    return (f"buckets={bucket_count(workload.size)}",)
+
+
+def _fill(workload: Workload) -> tuple[str, ...]:
+    expansion = fill(workload)
+    return () if expansion is None else (f"fill={max(1.0, expansion):.4g}",)
+
+
+def _flat(name: str, arguments: Callable[[Workload], tuple[str, ...]], *more: str) -> Option:
+    return Option(name, (*_PAIR_CODECS, *more), name, arguments)
+
+
+def _in_nodes(name: str, arguments: Callable[[Workload], tuple[str, ...]]) -> Option:
+    return Option(
+        f"hierarchical({name})", _PAIR_CODECS, name, arguments, two_level=True, hierarchical=True
+    )
+
+
+# A new algorithm takes one row here and one formula in `cost_model.IMPLEMENTATION`.
+# `sparse_allgather` is not among them: it is for selections without a common index.
 # Random rounding (`qsgd`) is for dense runs, which only one algorithm has.
 OPTIONS = (
-    Option("dense", ("raw",), "dense()", dense=True),
-    Option("dense_bucketed", ("raw",), "dense_bucketed(buckets={buckets})", True, overlaps=True),
-    Option("torus_2d", ("raw",), "torus_2d()", dense=True, two_level=True),
-    Option("topk_a", _LOSSY, "topk_a()"),
-    Option("ssar_recursive_double", _LOSSY, "ssar_recursive_double()"),
-    Option("ssar_split_allgather", _LOSSY, "ssar_split_allgather({fill})"),
-    Option("dsar_split_allgather", (*_LOSSY, "qsgd"), "dsar_split_allgather()"),
-    Option("ring_sparse", _LOSSY, "ring_sparse({fill})"),
-    Option("gtopk", _LOSSY, "gtopk(density={density})"),
-    Option("ok_topk", _LOSSY, "ok_topk(density={density})"),
-    _in_nodes("topk_a", "topk_a()"),
-    _in_nodes("gtopk", "gtopk(density={density})"),
-    _in_nodes("ok_topk", "ok_topk(density={density})"),
+    Option("dense", ("raw",), "dense", _no_arguments, dense=True),
+    Option("dense_bucketed", ("raw",), "dense_bucketed", _buckets, dense=True, overlaps=True),
+    Option("torus_2d", ("raw",), "torus_2d", _no_arguments, dense=True, two_level=True),
+    _flat("topk_a", _no_arguments),
+    _flat("ssar_recursive_double", _no_arguments),
+    _flat("ssar_split_allgather", _fill),
+    _flat("dsar_split_allgather", _no_arguments, "qsgd"),
+    _flat("ring_sparse", _fill),
+    _flat("gtopk", _density),
+    _flat("ok_topk", _density),
+    _in_nodes("topk_a", _no_arguments),
+    _in_nodes("gtopk", _density),
+    _in_nodes("ok_topk", _density),
 )
 
 
@@ -96,7 +125,7 @@ class Prediction(NamedTuple):
     """What one option is predicted to take.
 
     Attributes:
-      name: of the algorithm.
+      name: that of the algorithm.
       codec: its encoding.
       dense: whether nothing is selected.
       code: the expression that makes it.
@@ -157,7 +186,7 @@ def make_plan(
     """Predicts every option and recommends one.
 
     Plain numbers in, plain numbers out: workers that call it with the same
-    arguments choose the same. Cost: microseconds per option, and P more for a ring.
+    arguments choose the same. Cost: microseconds per option, and O(P) for a ring.
 
     Args:
       workload: n, k, P, and the workers of a node.
@@ -244,23 +273,16 @@ def _recommend(predictions: list[Prediction]) -> tuple[Prediction, str]:
 
 
 def _code(option: Option, codec: str, workload: Workload) -> str:
-    expansion = fill(workload)
-    code = option.factory.format(
-        density=f"{workload.density:.6g}",
-        buckets=bucket_count(workload.size),
-        fill="" if expansion is None else f"fill={max(1.0, expansion):.4g}",
-    )
-    if codec != "raw":
-        # The codec belongs to the innermost call.
-        end = code.index(")")
-        comma = "" if code[end - 1] == "(" else ", "
-        code = f"{code[:end]}{comma}codec=sc.wire.{codec}(){code[end:]}"
-    for name in option.name.rstrip(")").split("("):
-        code = code.replace(f"{name}(", f"sc.allreduce.{name}(")
-    return code
+    """The expression that makes an option, with the default codec left out."""
+    encoding = () if codec == "raw" else (f"codec=sc.wire.{codec}()",)
+    arguments = ", ".join((*option.arguments(workload), *encoding))
+    call = f"sc.allreduce.{option.factory}({arguments})"
+    if option.hierarchical:
+        call = f'sc.allreduce.hierarchical(inner_axis="device", outer={call})'
+    return call
 
 
 def _check_known(name: str, given: Iterable[str], known: list[str]) -> None:
     for value in given:
         if value not in known:
-            raise ValueError(f"{name} has {value!r}; pass some of {', '.join(known)}.")
+            raise ValueError(f"{name} must be among {', '.join(known)}, got {value!r}.")

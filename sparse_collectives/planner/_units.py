@@ -2,8 +2,11 @@
 
 import decimal
 import math
+import numbers
 import re
+import reprlib
 from collections.abc import Mapping
+from typing import Any
 
 _NUMBER = re.compile(r"\s*([+-]?[\d_]*\.?\d[\d_]*(?:[eE][+-]?\d+)?|[+-]?inf|nan)\s*(\S*)\s*")
 _TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9}
@@ -15,40 +18,70 @@ _RATES |= {f"{p}B/s": x for p, x in _PREFIXES.items()}
 _RATES |= {f"{p}B": x for p, x in _PREFIXES.items() if p}
 _RATES |= {"KiB/s": 2.0**10, "MiB/s": 2.0**20, "GiB/s": 2.0**30}
 
+# Far beyond any network. Within them no cost overflows, so that every plan is of numbers.
+_LONGEST = 1e9
+_SLOWEST, _FASTEST = 1e-3, 1e21
+_MOST = 10**15
 
-def seconds(name: str, value: float | str) -> float:
-    """A time in seconds, at least 0, from a number of seconds or text such as ``5us``."""
-    number = _parse(name, value, _TIMES, "5us, 1.5ms or 2s")
-    if not 0 <= number < math.inf:
-        raise ValueError(f"{name} is {value!r}; pass a time of at least 0, such as 5us.")
+
+def seconds(
+    name: str, value: float | str, *, form: str = "a time with its unit, such as 5us, 1.5ms or 2s"
+) -> float:
+    """A time in seconds, from a number of seconds or text such as ``5us``.
+
+    Args:
+      name: of the argument, for the error.
+      value: what was given, 0 to 1e9 seconds.
+      form: what to write, for the error.
+    """
+    number = _parse(name, value, _TIMES, form)
+    if not 0 <= number <= _LONGEST:
+        raise ValueError(f"{name} must be a time from 0 to 1e9 s, got {shown(value)}.")
     return number
 
 
 def bandwidth(name: str, value: float | str) -> float:
     """Bytes per second, above 0, from such a number or text such as ``25Gbit``."""
-    number = _parse(name, value, _RATES, "25Gbit, 100Mbit or 3GB/s")
-    if not 0 < number < math.inf:
-        raise ValueError(f"{name} is {value!r}; pass a bandwidth above 0, such as 25Gbit.")
+    form = "a bandwidth with its unit, such as 25Gbit, 100Mbit or 3GB/s"
+    number = _parse(name, value, _RATES, form)
+    if not _SLOWEST <= number <= _FASTEST:
+        raise ValueError(f"{name} must be a bandwidth from 0.001 to 1e21 B/s, got {shown(value)}.")
     return number
 
 
-def count(name: str, value: float | str) -> int:
-    """A whole number of at least 1, from text such as ``133M`` or ``133e6``."""
-    number = _parse(name, value, _COUNTS, "133M, 133e6 or 1.3B")
-    if not 1 <= number < math.inf or number % 1:
-        raise ValueError(f"{name} is {value!r}; pass a whole number of at least 1, such as 133M.")
+def count(
+    name: str,
+    value: float | str,
+    *,
+    most: int = _MOST,
+    examples: str = "133M, 133e6 or 1.3B",
+) -> int:
+    """A whole number from 1 to ``most``, from text such as ``133M`` or ``133e6``."""
+    form = f"a whole number from 1 to {most:,}, such as {examples}"
+    number = _parse(name, value, _COUNTS, form)
+    if not 1 <= number <= most or number % 1:
+        raise ValueError(f"{name} must be {form}, got {shown(value)}.")
     return round(number)
 
 
-def _parse(name: str, value: float | str, units: Mapping[str, float], examples: str) -> float:
-    if isinstance(value, (int, float)):
-        return float(value)
-    found = _NUMBER.fullmatch(value)
-    unit = found[2] if found else ""
-    if not found or unit not in units:
-        raise ValueError(f"{name} is {value!r}; write it as {examples}.")
+def shown(value: object) -> str:
+    """The value as it was given, shortened where it is long."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = 60
+    return short.repr(value)
+
+
+def _parse(name: str, value: Any, units: Mapping[str, float], form: str) -> float:
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
+    found = _NUMBER.fullmatch(value) if isinstance(value, str) else None
+    if found is None or found[2] not in units:
+        raise ValueError(f"{name} must be {form}, got {shown(value)}.")
     try:
         # In decimal: 5 * 1e-6 is not 5e-6 in floating point.
-        return float(decimal.Decimal(found[1]) * decimal.Decimal(repr(units[unit])))
+        return float(decimal.Decimal(found[1]) * decimal.Decimal(repr(units[found[2]])))
     except ArithmeticError:
         return math.inf

@@ -2,7 +2,7 @@
 
 Ming et al. call the rows of a layer's matrix its dimensions. A top-k of the
 whole layer leaves many of them out, and the features they stand for are not
-trained; here each gives its share, at least one entry.
+trained; here each row sends its share, and at least one entry.
 """
 
 import math
@@ -23,8 +23,8 @@ def adtopk(*, density: float, row_axis: int = -1) -> Selector:
 
     .. math:: \tilde G = [Top_{k/M}(G_1), \dots, Top_{k/M}(G_M)]
 
-    A layer with one dimension, or none, is one row. Of several entries of a row's
-    k-th magnitude the first are taken. Zeros are never selected, so only a row of
+    A layer with one dimension, or none, is one row. Among entries tied at a
+    row's k-th magnitude the first are taken. Zeros are never selected, so only a row of
     zeros sends nothing. NaN counts as larger than infinity.
 
     Args:

@@ -33,12 +33,12 @@ class ADTopkInterleavedState(NamedTuple):
 def adtopk_interleaved(*, density: float, row_axis: int = -1) -> Selector:
     """Selects by row (:func:`adtopk`) and by layer (exact top-k) in turn.
 
-    Rows train all features, whole layers send what is largest: by turns neither
-    slows the other down. All layers of a step do the same; the first step goes by
-    row.
+    Rows train all features, whole layers send what is largest: taking turns,
+    neither slows the other down. In a step all layers do the same; the first step
+    selects by row.
 
     Args:
-      density: as for :func:`adtopk`; of each row, and of each layer.
+      density: as for :func:`adtopk`, of each row and of each layer.
       row_axis: the axis of a layer's shape that numbers its rows.
 
     Returns:

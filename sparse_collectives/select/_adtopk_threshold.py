@@ -1,4 +1,4 @@
-"""ADTopk-t: exact layers early, a reused threshold between, rows late."""
+"""ADTopk-t: exact by layer early, a reused threshold in between, by row late."""
 
 import math
 from typing import NamedTuple
@@ -57,10 +57,10 @@ def adtopk_threshold(
     1. t < ``warmup``: exact top-k of the layer; its k-th magnitude is kept.
     2. In the last quarter of ``steps``, once the threshold is steady: by row, as
        :func:`adtopk`.
-    3. Each ``period`` steps: exact top-k, and the threshold anew. Where it changed
-       by less than a tenth the period grows by one step, where by more than a
-       fifth it shrinks by one.
-    4. Else all that is above the threshold.
+    3. Every ``period`` steps: exact top-k, and a new threshold. If it changed by
+       less than a tenth, the period grows by one step; if by more than a fifth, it
+       shrinks by one.
+    4. Otherwise: all that is above the threshold.
 
     Deviation: Algorithm 2 tests for (2) whether ``thr_reuse < 10 epsilon``. Its
     epsilon is a tenth of ``thr_reuse`` at every evaluation, so that never holds.
@@ -84,8 +84,8 @@ def adtopk_threshold(
     Raises:
       ValueError: an argument out of its range.
 
-    Cost: one pass over n entries at most steps, that of :func:`topk` or
-    :func:`adtopk` at the others; under ``vmap`` all three at each step.
+    Cost: one pass over n entries in most steps, that of :func:`topk` or
+    :func:`adtopk` in the others; under ``vmap`` all three in each step.
 
     References:
       Ming et al., ADTopk, HPDC 2024, section 4.3, Algorithm 2.

@@ -1,4 +1,4 @@
-"""Bucketed top-k: the largest magnitudes of every so many consecutive entries.
+"""Bucketed top-k: the largest magnitudes of each run of consecutive entries.
 
 SparCML selects k out of each 512 consecutive entries. No entry competes with
 those of another layer, and the selection is spread evenly, so that the regions
@@ -19,9 +19,9 @@ from sparse_collectives.select._parts import _rows
 def bucketed(*, density: float, bucket: int = 512) -> Selector:
     """Selects the ``max(1, round(density * bucket))`` largest of each bucket.
 
-    Of several entries of a bucket's k-th magnitude those with the smallest
+    Among entries tied at a bucket's k-th magnitude those with the smallest
     indices are taken. Zeros are never selected. NaN counts as larger than
-    infinity. What is left of n after whole buckets is a shorter bucket, from
+    infinity. What remains of n after whole buckets is a shorter bucket, from
     which the same share is taken; a bucket larger than n is one of n entries.
 
     Args:
@@ -36,7 +36,7 @@ def bucketed(*, density: float, bucket: int = 512) -> Selector:
       ``info.threshold`` is the smallest of the buckets' k-th magnitudes.
 
     Raises:
-      ValueError: density is not in (0, 1], or bucket no positive integer.
+      ValueError: density is not in (0, 1], or bucket is not a positive integer.
 
     Cost: two passes over n entries (group maxima and candidates), 16 over n / 16
     maxima and 31 over about ``2 density n`` slots, O(k log n). 33 more over n in

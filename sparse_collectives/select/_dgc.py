@@ -20,7 +20,7 @@ from sparse_collectives.layout import Layout, as_layout
 from sparse_collectives.padded_coo import PaddedCOO
 from sparse_collectives.select import _topk
 
-# Members of the sample above the k-th magnitude that make an estimate of it.
+# Entries of the sample above the k-th magnitude that it takes to estimate it.
 _MIN_HITS = 64
 
 
@@ -29,8 +29,8 @@ def dgc(*, density: float, sample_share: float = 0.01, seed: int = 0) -> Selecto
 
     The sample has at least :math:`64 / density` entries, drawn anew at each step
     and with replacement; where that is n or more, all entries are the sample. The
-    threshold is exact for the sample. Fewer than k entries may pass it: these are
-    selected. Of more than k the k largest are, ties broken by index. Zeros are
+    threshold is exact for the sample. If fewer than k entries pass it, these are
+    selected; if more, the k largest of them, with ties broken by index. Zeros are
     never selected. NaN counts as larger than infinity, in the sample and in the
     selection, and hides nothing that is larger than the threshold.
 
@@ -38,7 +38,7 @@ def dgc(*, density: float, sample_share: float = 0.01, seed: int = 0) -> Selecto
       density: k / n, in (0, 1]. At 1 every nonzero is selected.
       sample_share: the share of the entries that are sampled, in (0, 1] (0.1 % to
         1 % in the paper). The count varies by ``sqrt(1 / (sample_share k))``.
-      seed: of the sample. Workers may share it.
+      seed: that of the sample; workers may share it.
 
     Returns:
       A :class:`Selector` whose buffers have k slots and whose state is ``i32[]``,

@@ -2,9 +2,9 @@
 
 Shi et al. 2019 fit a normal distribution to the accumulator and select by its
 percent-point function. It needs the mean and the standard deviation and no
-search, and is as good as the fit: a gradient whose distribution has a sharper
-peak and other tails than a normal one is selected far from k. The published fix
-lowers the threshold until 3k/4 entries pass.
+search, and is as good as the fit: for a gradient whose distribution has a
+sharper peak and other tails than a normal one the count is far from k. The
+published fix lowers the threshold until 3k/4 entries pass.
 """
 
 import math
@@ -29,8 +29,8 @@ def gaussian_k(*, density: float, adjust: bool = False, headroom: float = 0.25) 
     r"""Selects by the threshold of a fitted normal distribution.
 
     The threshold is :math:`|\mu| + \sigma\,\Phi^{-1}(1 - k / 2n)`, with the mean
-    and the standard deviation of the finite entries. The count is what it is: k
-    for normal entries, often far from it for gradients. Zeros are never selected.
+    and the standard deviation of the finite entries. The count is k for
+    normal entries, and often far from it for gradients. Zeros are never selected.
 
     NaN and infinity are left out of the statistics and are always selected. The
     threshold is never above the largest finite magnitude, so something is
@@ -107,7 +107,7 @@ def _fitted_threshold(acc: jax.Array, k: int) -> jax.Array:
     z = -NormalDist().inv_cdf(k / acc.shape[0] / 2)
     extent = _statistics.extent(acc)
     mean = _statistics.finite_sum(acc, lambda x: x * extent.down, extent.clean) / extent.count
-    # From the deviations and not from the squares: these cancel where the mean is large.
+    # From the deviations, not from the squares, which cancel where the mean is large.
     squares = _statistics.finite_sum(acc, lambda x: (x * extent.down - mean) ** 2, extent.clean)
     deviation = jnp.sqrt(squares / extent.count)
     # Scaled, and bounded by the maximum before it is scaled back: no overflow.

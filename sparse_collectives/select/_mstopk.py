@@ -25,8 +25,8 @@ from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
 from sparse_collectives.layout import Layout, as_layout
 from sparse_collectives.padded_coo import PaddedCOO
+from sparse_collectives.select._parts import _masks
 
-_INFINITY_BITS = 0x7F800000
 _LARGEST_BITS = 0x7FFFFFFF
 _ALL_ONES = 0xFFFFFFFF
 # Slots for the candidates, as a multiple of k.
@@ -51,16 +51,16 @@ class _Bracket(NamedTuple):
 
 
 def mstopk(*, density: float, samplings: int = 30) -> Selector:
-    r"""Selects k entries by ``samplings`` thresholds: all of the largest, nearly.
+    r"""Selects k entries by ``samplings`` thresholds: the largest, or nearly so.
 
     With :math:`a` the mean and :math:`u` the maximum of |acc|, the thresholds are
-    :math:`a + \rho (u - a)`, the ratio :math:`\rho` found by binary search. Of the
-    entries between the last two thresholds as many as are missing to
-    ``k = max(1, round(density * n))`` are taken: a run of consecutive ones, which
-    begins further on at each step. Always exactly k entries, or all nonzeros
+    :math:`a + \rho (u - a)`, the ratio :math:`\rho` found by binary search. What is
+    missing to make up ``k = max(1, round(density * n))`` is taken from the entries
+    between the last two thresholds: a run of consecutive ones, which begins
+    further on at each step. Always exactly k entries, or all nonzeros
     where there are fewer; zeros never.
 
-    Deviations: the run begins where the step count says and not at random, and it
+    Deviations: the run begins where the step count says, not at random, and it
     may wrap around, so that no index waits for ever. Mean and maximum are those
     of the finite entries; infinities and NaN are above all thresholds. The
     search compares in float32: magnitudes that the platform flushes to zero
@@ -70,7 +70,7 @@ def mstopk(*, density: float, samplings: int = 30) -> Selector:
       density: k / n, in (0, 1].
       samplings: N, the halvings of the search. The paper takes 30, which finds
         the exact top-k unless the maximum is 2**30 times what separates the
-        entries near the k-th; each sampling less doubles the share that is
+        entries near the k-th; each sampling fewer doubles the share that is
         taken by position.
 
     Returns:
@@ -127,7 +127,7 @@ def _search(acc: jax.Array, k: int, samplings: int) -> _Bracket:
     mean, maximum = _mean_and_maximum(acc)
     zero = jnp.zeros_like(mean)
     bottom = jnp.ones_like(_bits.magnitude_bits(mean))
-    start = _Bracket(zero, zero + 1, bottom, bottom * (_INFINITY_BITS - 1))
+    start = _Bracket(zero, zero + 1, bottom, bottom * (_bits.INFINITY_BITS - 1))
     low, candidates, count = _candidates(acc, k)
     bits = _bits.magnitude_bits(candidates)
 
@@ -168,10 +168,10 @@ def _search(acc: jax.Array, k: int, samplings: int) -> _Bracket:
     turn = jnp.where(usable, jnp.int32(samplings), jnp.int32(0))
     _, bracket = lax.while_loop(unfinished, among_all, (turn, begun))
     # More than k infinities and NaN: all thresholds were below them.
-    finite = jnp.int32(_INFINITY_BITS - 1)
+    finite = jnp.int32(_bits.INFINITY_BITS - 1)
     flooded = (bracket.top == finite) & (_count(acc, finite + 1) > k)
     return bracket._replace(
-        lower=jnp.where(flooded, _INFINITY_BITS, bracket.lower),
+        lower=jnp.where(flooded, _bits.INFINITY_BITS, bracket.lower),
         top=jnp.where(flooded, _LARGEST_BITS, bracket.top),
     )
 
@@ -181,7 +181,7 @@ def _mean_and_maximum(acc: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     def finite_bits(x):
         bits = _bits.magnitude_bits(x)
-        return jnp.where(bits < _INFINITY_BITS, bits, 0)
+        return jnp.where(bits < _bits.INFINITY_BITS, bits, 0)
 
     maximum = _bits.magnitude_from_bits(_maximum(finite_bits, acc))
     # Exact powers of two, so that the sum of large magnitudes does not overflow.
@@ -222,14 +222,14 @@ def _candidates(acc: jax.Array, k: int) -> tuple[jax.Array, jax.Array, jax.Array
 
 def _count(acc: jax.Array, pattern: jax.Array) -> jax.Array:
     """Line 10: how many entries reach a threshold."""
-    words = _words(acc, lambda bits: bits >= pattern)
+    words = _masks.mask_words(acc, lambda bits: bits >= pattern)
     return jnp.sum(_bits.popcount(words), dtype=jnp.int32)
 
 
 def _words_between(acc: jax.Array, bracket: _Bracket, k: int, turn: jax.Array) -> jax.Array:
     """Lines 25 to 28: all above the bracket, and the missing ones from within it."""
-    above = _words(acc, lambda bits: bits > bracket.top)
-    within = _words(acc, lambda bits: (bits >= bracket.lower) & (bits <= bracket.top))
+    above = _masks.mask_words(acc, lambda bits: bits > bracket.top)
+    within = _masks.mask_words(acc, lambda bits: (bits >= bracket.lower) & (bits <= bracket.top))
     missing = k - jnp.sum(_bits.popcount(above), dtype=jnp.int32)
     count = jnp.sum(_bits.popcount(within), dtype=jnp.int32)
     # The ranks of the first and the last of the run: a window of ``missing``.
@@ -252,9 +252,3 @@ def _bits_below(position: jax.Array, words: jax.Array) -> jax.Array:
     width = jnp.clip(position - first, 0, 32).astype(jnp.uint32)
     partial = (jnp.uint32(1) << jnp.minimum(width, 31)) - 1
     return jnp.where(width < 32, partial, jnp.uint32(_ALL_ONES))
-
-
-def _words(acc: jax.Array, predicate) -> jax.Array:
-    return compaction.mask_words(
-        lambda start, stop: predicate(_bits.magnitude_bits(acc[start:stop])), acc.shape[0]
-    )

@@ -1,4 +1,4 @@
-"""Random-k: k indices by chance, the control for every other selection.
+"""Random-k: k indices at random, the control for every other selection.
 
 The indices are the images of 0 .. k-1 under a random permutation of 0 .. n-1,
 which is computed entry by entry and never stored: a bijection of the words of m
@@ -20,7 +20,7 @@ from sparse_collectives.padded_coo import PaddedCOO
 from sparse_collectives.transport import _mesh
 
 _ROUNDS = 6
-# A bijection of very few bits has few keys that differ.
+# A bijection of very few bits has few distinct keys.
 _FEWEST_BITS = 6
 
 
@@ -39,11 +39,11 @@ def random_k(
 
     Args:
       density: k / n, in (0, 1].
-      seed: of the random numbers, in [0, 2**31).
+      seed: that of the random numbers, in [0, 2**31).
       same_on_all_workers: whether all workers draw the same indices, so that the
         union of the selections has k entries and not up to P k.
       axis: the mesh axis by which workers differ; needed with
-        ``same_on_all_workers=False`` and only there. ``select`` then runs inside
+        ``same_on_all_workers=False``, and only then. ``select`` then runs inside
         a function that is mapped over it.
 
     Returns:
@@ -51,10 +51,10 @@ def random_k(
       the number of steps. ``info.threshold`` is 0.
 
     Raises:
-      ValueError: an argument out of its range, or ``axis`` missing or not used.
+      ValueError: an argument is out of its range, or ``axis`` is missing or not used.
 
-    Cost: O(k log n): about six rounds of arithmetic a draw and never a pass over n
-    entries; two over n / 32 words to put the indices in order.
+    Cost: O(k log n): about six rounds of arithmetic for each draw and no pass over n
+    entries, but two over n / 32 words to put the indices in order.
 
     References:
       Stich, Cordonnier, Jaggi, Sparsified SGD with Memory, NeurIPS 2018.

@@ -29,13 +29,13 @@ def redsync(*, density: float, rounds: int = 20, headroom: float = 1.0) -> Selec
     pass where the density is large or few entries make up the sum. Zeros are
     never selected.
 
-    NaN and infinity are left out of mean and maximum, are always selected and
-    count. Where all magnitudes are subnormal mean and maximum may vanish; every
+    NaN and infinity are left out of the mean and the maximum, are always selected,
+    and count. Where all magnitudes are subnormal mean and maximum may vanish; every
     nonzero entry passes then.
 
     Args:
       density: the wanted k / n, in (0, 1]. At 1 every nonzero is selected.
-      rounds: the most thresholds that are tried. A maximum far from the rest (a
+      rounds: how many thresholds are tried at most. A maximum far from the rest (a
         heavy tail) takes one round for each power of two of the distance.
       headroom: slots beyond k, as a share of k; 1 holds all that the search aims
         at. Entries that pass the threshold and find no slot stay with the caller;

@@ -71,10 +71,10 @@ def sidco(
       period: steps over which the count is averaged before the number of stages
         may change (5 in the paper).
       tolerance: the share of k by which the average may be off (0.2 in the
-        paper). Above, there is one stage less for the next period, below, one
+        paper). Above it the next period has one stage fewer, below it one
         more. ``math.inf`` keeps one stage.
-      max_stages: the most stages. Never more than leave the last one a density
-        below 1.
+      max_stages: the largest number of stages. There are never more than leave the
+        last one a density below 1.
       headroom: slots beyond k, as a share of k. Entries that pass the threshold
         and find no slot stay with the caller; which ones changes from step to
         step, so that none waits for ever.
@@ -178,7 +178,7 @@ def _fitted_threshold(acc: jax.Array, k: int, distribution: str, stages: jax.Arr
         return jnp.where(stage + 1 == stages, last, _STAGE_DENSITY)
 
     def exceed(here, low, count, total, density):
-        """The rise of the threshold that ``density`` of what exceeds ``low`` reach."""
+        """How far to raise the threshold, so that ``density`` of what exceeds ``low`` reach it."""
         mean = total / count
         if distribution == "exponential":
             return -mean * jnp.log(density)
@@ -232,7 +232,7 @@ def _gamma(acc: jax.Array, extent: _statistics.Extent, density: jax.Array) -> ja
 
     mean = extent.total / nonzero
     logs = _statistics.finite_sum(acc, log_magnitude, extent.clean) / nonzero
-    # Of all entries a share is wanted, but only the nonzeros are fitted.
+    # The share is one of all entries, but only the nonzeros are fitted.
     density = jnp.minimum(density * extent.count / nonzero, 1.0)
     s = jnp.maximum(jnp.log(jnp.maximum(mean, 1e-30)) - logs, 1e-6)
     shape = (3 - s + jnp.sqrt((s - 3) ** 2 + 24 * s)) / (12 * s)

@@ -1,4 +1,4 @@
-"""A fixed threshold: all that reaches a given magnitude.
+"""A fixed threshold: everything that reaches a given magnitude.
 
 The oldest selection (Strom 2015): no statistics and nothing to adapt, so the
 count is whatever the accumulator makes of it. The static capacity bounds it.
@@ -28,7 +28,7 @@ def threshold(*, magnitude: float, density: float) -> Selector:
     Args:
       magnitude: the threshold, in [0, inf], in the units of the accumulator and
         rounded to float32. It depends on the learning rate, the loss and the
-        layer, so it has to be found by trial: where that is not wanted, use
+        layer, so it has to be found by trial; to avoid that, use
         ``topk`` or ``threshold_reuse``.
       density: the slots of the buffer as a share of n, in (0, 1]: an upper bound
         of k / n, not a goal.

@@ -26,7 +26,7 @@ from sparse_collectives._coo.kth_magnitude import kth_magnitude_bits
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
 from sparse_collectives.layout import Layout, as_layout
-from sparse_collectives.select._parts import _reaching
+from sparse_collectives.select._parts import _masks, _reaching
 
 _MAX_RECOUNTS = 4
 _STEEPEST = 100.0
@@ -129,7 +129,7 @@ def threshold_reuse(
         following = trial.threshold
         if servo:
             trial, steepness = _recount(acc, trial, steepness, k, tolerance, due)
-            # Off by a factor of two still: evaluate exactly at the next step.
+            # Still off by a factor of two: evaluate exactly at the next step.
             lost = (trial.count > 2 * k) | (2 * trial.count < k)
             following = jnp.where(lost, 0.0, _follow(trial, steepness, k))
         indices, _ = compaction.set_positions(trial.words, capacity, size, state.count)
@@ -165,9 +165,7 @@ def _select_all(acc: jax.Array, state: ThresholdReuseState):
 def _try(acc: jax.Array, threshold: jax.Array) -> _Trial:
     """The entries that reach ``threshold``; zeros never do."""
     bits = jnp.maximum(_bits.magnitude_bits(threshold), 1)
-    words = compaction.mask_words(
-        lambda start, stop: _bits.magnitude_bits(acc[start:stop]) >= bits, acc.shape[0]
-    )
+    words = _masks.mask_words(acc, lambda magnitude: magnitude >= bits)
     return _Trial(threshold, words, jnp.sum(_bits.popcount(words), dtype=jnp.int32))
 
 
@@ -193,9 +191,8 @@ def _recount(
 
     The tail is followed as a power until one count is above k and one below, then
     k is sought between the two. Of two trials the one whose count is nearer to k,
-    as a ratio, is kept: on tied
-    entries there may be no threshold that k reach, and none at all is worst. An
-    exact threshold is not corrected.
+    as a ratio, is kept: on tied entries there may be no threshold that exactly k
+    entries reach, and none at all is worst. An exact threshold is not corrected.
     """
 
     def distance(count):
@@ -234,7 +231,7 @@ def _narrowed(bracket: _Bracket, trial: _Trial, k: int) -> _Bracket:
 
     An end that stays while the other one moves counts for half the next time (the
     Illinois rule): where the tail has an edge, as under error feedback, the
-    thresholds would else come near k from one side only, in small steps.
+    thresholds would otherwise approach k from one side only, in small steps.
     """
     low, excess, high, lack = bracket
     at, ratio = jnp.log(trial.threshold), jnp.log(_ratio(trial.count, k))

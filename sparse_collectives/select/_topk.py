@@ -19,22 +19,22 @@ from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
 from sparse_collectives.layout import Layout, as_layout
 from sparse_collectives.padded_coo import PaddedCOO
+from sparse_collectives.select._parts import _masks
 
 # Candidates aimed at and slots for them, as multiples of k.
 _AIM = 1.15
 _ROOM = 1.4
-_INFINITY_BITS = 0x7F800000
 _NONE_BITS = 0x7FFFFFFF
 
 
 def topk(*, density: float) -> Selector:
     r"""Selects exactly the ``k = max(1, round(density * n))`` largest magnitudes.
 
-    Of several entries of the k-th magnitude those with the smallest indices are
+    Among entries tied at the k-th magnitude those with the smallest indices are
     taken. Zeros are never selected, so with fewer than k nonzeros the count is
     the number of nonzeros. NaN counts as larger than infinity.
 
-    Cost: one pass over n entries and O(k log n) work at most steps. The state
+    Cost: one pass over n entries and O(k log n) work in most steps. The state
     holds the guess for the next step; the result does not depend on it.
 
     Args:
@@ -106,7 +106,7 @@ def _select_among_candidates(
 
 def _lowest(bits: jax.Array) -> jax.Array:
     """The smallest nonzero magnitude among the candidates, ``f32[]``."""
-    return _bits.magnitude_from_bits(jnp.min(jnp.where(bits > 0, bits, _INFINITY_BITS)))
+    return _bits.magnitude_from_bits(jnp.min(jnp.where(bits > 0, bits, _bits.INFINITY_BITS)))
 
 
 def _next_guess(low: jax.Array, count: jax.Array, threshold: jax.Array, k: int) -> jax.Array:
@@ -154,13 +154,8 @@ def _candidates(
 
 def _break_ties(acc: jax.Array, threshold_bits: jax.Array, k: int) -> PaddedCOO:
     """All above the threshold, and the first of those equal to it."""
-    above = jnp.sum(_bits.popcount(_words(acc, lambda b: b > threshold_bits)), dtype=jnp.int32)
-    tied = _words(acc, lambda bits: bits == threshold_bits)
-    cutoff, _ = compaction.nth_position(tied, k - above - 1)
+    above = _masks.mask_words(acc, lambda bits: bits > threshold_bits)
+    taken = jnp.sum(_bits.popcount(above), dtype=jnp.int32)
+    tied = _masks.mask_words(acc, lambda bits: bits == threshold_bits)
+    cutoff, _ = compaction.nth_position(tied, k - taken - 1)
     return compaction.compact(acc, threshold_bits, capacity=k, tie_cutoff=cutoff + 1)[0]
-
-
-def _words(acc: jax.Array, predicate) -> jax.Array:
-    return compaction.mask_words(
-        lambda start, stop: predicate(_bits.magnitude_bits(acc[start:stop])), acc.shape[0]
-    )

@@ -76,7 +76,7 @@ def holds_on_mesh(flags: jax.Array, axis: AxisName) -> jax.Array:
 def ppermute(x: jax.Array, axis: AxisName, pairs: Sequence[tuple[int, int]]) -> jax.Array:
     """Worker ``source`` sends ``x`` to ``target`` for each pair. Receives L words.
 
-    Each worker is a source once at most and a target once at most; those that are no
-    target get zeros. In a branch of a conditional see :func:`holds_on_mesh`.
+    Each worker is a source at most once and a target at most once; workers that are not
+    targets receive zeros. In a branch of a conditional see :func:`holds_on_mesh`.
     """
     return _of(axis).ppermute(x, axis, pairs)

@@ -65,5 +65,5 @@ def holds_on_mesh(flags: jax.Array, axis: AxisName) -> jax.Array:
 
 
 def ppermute(x: jax.Array, axis: AxisName, pairs: Sequence[tuple[int, int]]) -> jax.Array:
-    """Worker ``source`` sends ``x`` to ``target`` for each pair; who is no target gets zeros."""
+    """Worker ``source`` sends ``x`` to ``target`` for each pair; the others receive zeros."""
     return _compat.ppermute(x, axis, pairs)

@@ -1,8 +1,8 @@
 """Transport over an MPI communicator, by mpi4jax: each process is one worker.
 
-No mapped function is around: a program is jitted in every process, and its
+There is no mapped function around it: a program is jitted in every process, and its
 collectives are calls of MPI that run in the order in which they were traced, also in
-branches and loops (mpi4jax orders them as effects). All ranks have to trace the same.
+branches and loops (mpi4jax orders them as effects). All ranks must trace the same program.
 
 MPI does not say in which order it adds floats, so their sums are made here, in the
 order of the ranks: that of XLA's psum over CPU devices, whose bits they have.
@@ -18,9 +18,9 @@ from jax import lax
 from sparse_collectives import _compat
 from sparse_collectives._types import AxisName
 
-# A message of another sender on the same communicator is not taken for one of these.
+# Keeps these messages apart from those of other senders on the same communicator.
 _TAG = 8201
-# Up to so many floats one allgather, with more words, is faster than two exchanges.
+# Up to this many floats one allgather is faster than two exchanges of fewer words.
 _GATHERED = 64
 
 
@@ -29,7 +29,7 @@ def axis_size(axis: AxisName) -> int:
 
     Raises:
       ImportError: mpi4jax is not installed.
-      ValueError: communicators and names mixed; no intracommunicator.
+      ValueError: communicators are mixed with names, or are not intracommunicators.
     """
     _library()
     from mpi4py import MPI  # pyright: ignore[reportMissingImports]
@@ -37,8 +37,8 @@ def axis_size(axis: AxisName) -> int:
     for comm in _compat.axis_names(axis):
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
             raise ValueError(
-                f"axis={axis!r} has {comm!r} in it, which is no intracommunicator that this "
-                "process belongs to. Write for example axis=MPI.COMM_WORLD, or a tuple of "
+                f"axis={axis!r} has {comm!r} in it, which is not an intracommunicator that "
+                "this process belongs to. Write for example axis=MPI.COMM_WORLD, or a tuple of "
                 "communicators made by its Split; a mesh axis can't be mixed with them."
             )
     return _compat.axis_size(axis)
@@ -110,7 +110,7 @@ def holds_on_mesh(flags: jax.Array, axis: AxisName) -> jax.Array:
 
 
 def ppermute(x: jax.Array, axis: AxisName, pairs: Sequence[tuple[int, int]]) -> jax.Array:
-    """Rank ``source`` sends ``x`` to ``target`` for each pair; who is no target gets zeros."""
+    """Rank ``source`` sends ``x`` to ``target`` for each pair; the others receive zeros."""
     comm, _ = _only(axis)
     me = comm.Get_rank()
     target = next((target for source, target in pairs if source == me), None)
@@ -133,7 +133,7 @@ def ppermute(x: jax.Array, axis: AxisName, pairs: Sequence[tuple[int, int]]) -> 
 
 
 def _sum_rows(rows: jax.Array) -> jax.Array:
-    """The sum of ``rows[P, ...]`` in their order; of bfloat16 in float32, as XLA does on CPU."""
+    """The sum of ``rows[P, ...]`` in their order; bfloat16 is summed in float32, as XLA does."""
     dtype = jnp.float32 if rows.dtype == jnp.bfloat16 else rows.dtype
     rows, kept = rows.astype(dtype), rows.dtype
     total, _ = lax.scan(lambda total, row: (total + row, None), rows[0], rows[1:])
@@ -171,7 +171,7 @@ def _library() -> Any:
         raise ImportError(
             "axis is an MPI communicator, and mpi4jax can't be imported. Install it with\n"
             "    pip install 'sparse-collectives[mpi]'\n"
-            "which builds it by the mpicc on the PATH; where there is none, pip install mpich "
-            "brings one."
+            "which builds it with the mpicc on the PATH; where there is none, pip install mpich "
+            "provides one."
         ) from error
     return mpi4jax

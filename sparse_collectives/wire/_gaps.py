@@ -3,7 +3,7 @@
 A row of entries becomes a row of slots. A slot holds an entry, with the gap from
 the entry before it, or an escape, which only moves on: the slots of an entry with
 a long gap are its escapes, one digit of the gap each, and then the entry itself.
-The first index of a row is beside the slots, so that it needs no escape.
+The first index of a row is stored beside the slots, so that it needs no escape.
 
 With codes 0 to ``base - 1`` for gaps and ``base`` upwards for escapes, an entry at
 gap ``g = r + base * q`` has the code r, and escape number j, with the code
@@ -39,11 +39,11 @@ class GapFormat(NamedTuple):
     digits: int
 
     def room(self, entries: int, size: int, share: float) -> int:
-        """Slots to have for escapes.
+        """Slots to reserve for escapes.
 
         Args:
           entries: slots of the rows to encode.
-          size: n; the gaps of an ascending row are less in sum.
+          size: n; the gaps of an ascending row add up to less.
           share: how many, as a share of ``entries``; a few more are added, which
             matter where a row is short.
         """
@@ -182,7 +182,7 @@ def read(first: jax.Array, code: jax.Array, digit: jax.Array, size: int, form: G
 
 
 def as_rows(coo: PaddedCOO) -> PaddedCOO:
-    """Two dimensions, whatever the leading ones were, and one slot at least."""
+    """Two dimensions, whatever the leading ones were, and at least one slot."""
     shape = (math.prod(coo.indices.shape[:-1]), coo.capacity)
     values, indices = coo.values.reshape(shape), coo.indices.reshape(shape)
     if not coo.capacity:

@@ -20,13 +20,14 @@ lognormal, s=2   1.91 (6.16) %   1.81 (5.33) %  0.86 (0.78) %
 Cauchy           0.39 (52.5) %   0.36 (27.9) %  1.57 (1.43) %
 ===============  ==============  =============  =============
 
-(The sum of squares of the last is that of a few outliers.)
+(In the last row the sum of squares is that of a few outliers.)
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sparse_collectives._coo import _bits
 from sparse_collectives.wire import _packing, _values
 
 # Codes: 0 for zero, 1 to 126 for the levels, 127 for what is not finite.
@@ -38,7 +39,7 @@ _STEP_UNIT = 525
 # their precision. The unit is 2**16 in a bit pattern, of which 128 are an octave.
 _RANGE = 16 * 128
 _OCTAVE_BITS = 1 << 23
-_LARGEST_BITS = _values.INFINITY_BITS - 1
+_LARGEST_BITS = _bits.INFINITY_BITS - 1
 
 
 def encode(
@@ -57,7 +58,7 @@ def encode(
     """
     length = values.shape[-1]
     magnitude = _values.encoded_magnitude(values)
-    finite = magnitude < _values.INFINITY_BITS
+    finite = magnitude < _bits.INFINITY_BITS
     used = _blocks(jnp.where(finite, magnitude, 0), block)
     largest = jnp.max(used, axis=-1)
     smallest = jnp.min(jnp.where(used > 0, used, largest[..., None]), axis=-1)

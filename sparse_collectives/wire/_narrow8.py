@@ -26,7 +26,7 @@ def narrow8(*, block: int = 128, escapes: float = 1 / 8, stochastic: bool = Fals
     halves of the float32 of its lowest level and of one above its highest); and
     two slots to a word, the first in the lower half. A slot is the value in the
     upper 8 bits and the gap in the lower ones. Gaps of 253 or more take up to three
-    slots more, with the codes 253, 254 and 255 and 8 bits of gap // 253 each, the
+    more slots, with the codes 253, 254 and 255 and 8 bits of gap // 253 each, the
     last digit nearest to the entry.
 
     Args:
@@ -37,7 +37,7 @@ def narrow8(*, block: int = 128, escapes: float = 1 / 8, stochastic: bool = Fals
         The default is for densities of about 1 % and more; at 0.3 % half of the
         entries need one, and below that :func:`narrow16` takes fewer words.
       stochastic: round to one of the two nearest levels at random, so that the mean
-        is the value. To the nearest, the default, has half the squared error.
+        is the value. Rounding to the nearest, the default, has half the squared error.
 
     Returns:
       A :class:`Codec`; ``c`` pairs take about ``c (1 + escapes) (1 / 2 + 1 / block)``

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import _hash, _validation
+from sparse_collectives._coo import _bits
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import Codec, Encoded
 from sparse_collectives.padded_coo import PaddedCOO
@@ -31,7 +32,7 @@ def qsgd(*, bits: int = 8, bucket: int = 512, norm: str = "max") -> Codec:
     level, or ``2**bits - 1`` for what is not finite, which arrives as NaN.
 
     Args:
-      bits: of a value: 2, 4 or 8.
+      bits: those of a value: 2, 4 or 8.
       bucket: values that share a scale; their codes fill whole words.
       norm: the scale of a bucket. ``'max'``, the default, is its largest magnitude:
         the steps are finer, and the variance smaller. ``'l2'`` is the 2-norm of the
@@ -39,7 +40,7 @@ def qsgd(*, bits: int = 8, bucket: int = 512, norm: str = "max") -> Codec:
 
     Returns:
       A :class:`Codec`; ``m`` dense values take ``ceil(m bits / 32) + ceil(m / bucket)``
-      words, and ``c`` pairs c more. Cost: some twenty operations for each value.
+      words, and ``c`` pairs take c more. Cost: some twenty operations for each value.
 
     Raises:
       ValueError: an argument out of its range.
@@ -64,7 +65,7 @@ def qsgd(*, bits: int = 8, bucket: int = 512, norm: str = "max") -> Codec:
         """The body of a message, and the error."""
         _validation.check_float("values", values.dtype)
         magnitude = _values.encoded_magnitude(values)
-        finite = magnitude < _values.INFINITY_BITS
+        finite = magnitude < _bits.INFINITY_BITS
         numbers = lax.bitcast_convert_type(jnp.where(finite, magnitude, 0), jnp.float32)
         numbers = _in_buckets(numbers, bucket)
         unit = _scale(numbers, norm) / levels

@@ -12,7 +12,7 @@ from sparse_collectives.padded_coo import PaddedCOO
 def raw() -> Codec:
     """Values and indices side by side in one integer array, exactly.
 
-    One array and not two, so that an exchange is one collective. A 16-bit value
+    One array rather than two, so that an exchange is one collective. A 16-bit value
     travels in a 32-bit word; nothing is rounded.
 
     Returns:

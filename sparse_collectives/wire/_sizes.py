@@ -27,7 +27,7 @@ def bf16_dense(length: int) -> int:
 
 
 def bf16_pairs(slots: int) -> int:
-    """The values, then an index to a word."""
+    """The values, then one word for each index."""
     return slots + bf16_dense(slots)
 
 
@@ -71,7 +71,7 @@ def qsgd_dense(length: int, bits: int = 8, bucket: int = BUCKET) -> int:
 
 
 def qsgd_pairs(slots: int, bits: int = 8, bucket: int = BUCKET) -> int:
-    """An index to a word, then the values as a dense run."""
+    """One word for each index, then the values as a dense run."""
     return slots + qsgd_dense(slots, bits, bucket)
 
 
@@ -81,7 +81,7 @@ class MessageSizes(NamedTuple):
     Attributes:
       pairs: ``pairs(slots, size)``: words of a message of value-index pairs.
       dense: ``dense(length)``: words of a message of dense values.
-      gaps: how gaps between indices are written, or None where indices are as they are.
+      gaps: how gaps between indices are written, or None where indices travel as they are.
       escapes: room for escapes as a share of the slots; 0 without ``gaps``.
       exact: whether nothing is rounded.
     """

@@ -1,7 +1,7 @@
 """What the lossy codecs have in common: rounding, range, and the error they report.
 
 The error has to be exact, or what is sent and what is kept would not add up.
-A difference of two float32 is, where both are normal and within a factor of two;
+The difference of two float32 is, where both are normal and within a factor of two;
 but platforms flush subnormal differences to zero. So magnitudes below 2**-100
 travel as zero and stay whole with their sender: then no difference is subnormal.
 """
@@ -14,7 +14,6 @@ from jax import lax
 from sparse_collectives._coo import _bits
 
 TINY_BITS = (127 - 100) << 23
-INFINITY_BITS = 0x7F800000
 _QUIET_BIT = 0x0040
 
 
@@ -34,7 +33,7 @@ def error_of(values: jax.Array, decoded: jax.Array) -> jax.Array:
     bits = _bits.magnitude_bits(values)
     # As they are, and not through a subtraction, which may flush them.
     error = jnp.where(bits < TINY_BITS, values, values - decoded)
-    return jnp.where(bits >= INFINITY_BITS, jnp.zeros_like(values), error)
+    return jnp.where(bits >= _bits.INFINITY_BITS, jnp.zeros_like(values), error)
 
 
 def with_range_of(values: jax.Array, dtype) -> jax.Array:
@@ -48,7 +47,7 @@ def to_bf16_bits(values: jax.Array) -> jax.Array:
 
     Args:
       values: float32, bfloat16 or float16. A float16 is also kept in its own
-        range, so that the receiver can turn the bfloat16 back.
+        range, so that the receiver can convert the bfloat16 back.
     """
     magnitude = encoded_magnitude(values)
     rounded = (magnitude + 0x7FFF + ((magnitude >> 16) & 1)) >> 16
@@ -56,8 +55,8 @@ def to_bf16_bits(values: jax.Array) -> jax.Array:
     largest = int(np.float32(jnp.finfo(values.dtype).max).view(np.int32)) >> 16
     rounded = jnp.minimum(rounded, largest)
     special = magnitude >> 16
-    special = jnp.where(magnitude > INFINITY_BITS, special | _QUIET_BIT, special)
-    pattern = jnp.where(magnitude >= INFINITY_BITS, special, rounded)
+    special = jnp.where(magnitude > _bits.INFINITY_BITS, special | _QUIET_BIT, special)
+    pattern = jnp.where(magnitude >= _bits.INFINITY_BITS, special, rounded)
     return pattern | jnp.where(is_negative(values), 0x8000, 0)
 
 

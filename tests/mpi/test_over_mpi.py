@@ -217,8 +217,8 @@ def test_what_needs_a_mesh_says_so(workers):
         "consolidate": f"opt_state was made over an MPI communicator of {workers} ranks",
         "reshard": f"opt_state was made over an MPI communicator of {workers} ranks",
         "two": "Pass one communicator of all workers",
-        "mixed": "'ranks' in it, which is no intracommunicator",
-        "null": "which is no intracommunicator",
+        "mixed": "'ranks' in it, which is not an intracommunicator",
+        "null": "which is not an intracommunicator",
         "meter": "an exchange over MPI",
     }
     for found in ranks(workers):

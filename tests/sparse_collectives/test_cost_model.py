@@ -384,7 +384,7 @@ def test_bad_workloads_are_named(arguments, match):
 def test_unknown_names_are_answered_with_the_known_ones():
     load = Workload(10, 1, 2)
     for call in (cost_model.paper_cost, cost_model.predict):
-        with pytest.raises(ValueError, match="pass one of dense"):
+        with pytest.raises(ValueError, match="name must be one of dense"):
             call("bogus", load)
-    with pytest.raises(ValueError, match="pass one of raw"):
+    with pytest.raises(ValueError, match="codec must be one of raw"):
         cost_model.predict("dense", load, "bogus")

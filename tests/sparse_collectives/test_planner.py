@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from sparse_collectives.allreduce import _auto
 from sparse_collectives.cost_model import Network, Workload, network
 from sparse_collectives.planner import _measure, _plan_report, _planner, _units
 
+ROOT = Path(__file__).parents[2]
 SLOW = ["--params", "10M", "--density", "0.01", "--workers", "16"]
 SLOW += ["--latency", "5us", "--bandwidth", "100Mbit"]
 
@@ -77,17 +80,26 @@ def test_counts():
 
 @pytest.mark.parametrize(
     "text",
-    ["", "us", "5", "5 parsecs", "5US", "nan", "infs", "-1us", "nans", "1e99999999999999999999s"],
+    [
+        *("", "us", "5", "5 parsecs", "5US", "nan", "infs", "-1us", "nans"),
+        *("1e10s", "1e99999999999999999999s", 10**400, True, None, [1.0]),
+    ],
 )
 def test_a_time_without_a_known_unit_is_an_error(text):
-    with pytest.raises(ValueError, match="x is"):
+    with pytest.raises(ValueError, match="x must be .*got"):
         _units.seconds("x", text)
 
 
-@pytest.mark.parametrize("text", ["25", "25Gb", "0Gbit", "-1GB/s", "Gbit", "25 GHz"])
+@pytest.mark.parametrize("text", ["25", "25Gb", "0Gbit", "-1GB/s", "Gbit", "25 GHz", "1e30GB/s"])
 def test_a_bandwidth_that_is_none_is_an_error(text):
-    with pytest.raises(ValueError, match="x is"):
+    with pytest.raises(ValueError, match="x must be .*got"):
         _units.bandwidth("x", text)
+
+
+def test_a_long_value_is_shortened_in_the_error():
+    with pytest.raises(ValueError, match="got '9") as raised:
+        _units.count("x", "9" * 100_000)
+    assert len(str(raised.value)) < 200
 
 
 # Plans.
@@ -175,7 +187,33 @@ def test_the_code_to_write_is_an_expression(option):
             code = _planner._code(option, codec, load)
             assert ("sc.wire" in code) == (codec != "raw")
             made = eval(code, {"sc": sc})
-            assert isinstance(made, (sc.SparseAllreduce, sc.allreduce.Hierarchical))
+            assert isinstance(made, sc.SparseAllreduce)
+
+
+@pytest.mark.parametrize(
+    ("name", "codec", "code"),
+    [
+        ("dense_bucketed", "raw", "dense_bucketed(buckets=2)"),
+        ("topk_a", "bf16", "topk_a(codec=sc.wire.bf16())"),
+        ("ring_sparse", "raw", "ring_sparse(fill=2.5)"),
+        ("ok_topk", "narrow8", "ok_topk(density=0.01, codec=sc.wire.narrow8())"),
+        (
+            "hierarchical(gtopk)",
+            "bf16",
+            'hierarchical(inner_axis="device", outer=sc.allreduce.gtopk(density=0.01, '
+            "codec=sc.wire.bf16()))",
+        ),
+    ],
+)
+def test_the_code_has_what_the_workload_says(name, codec, code):
+    option = next(option for option in _planner.OPTIONS if option.name == name)
+    load = Workload(10_000_000, 100_000, 4, 2, cost_model.Overlap(250_000, 4))
+    assert _planner._code(option, codec, load) == f"sc.allreduce.{code}"
+
+
+def test_the_code_writes_a_density_of_everything_as_a_float():
+    option = next(option for option in _planner.OPTIONS if option.name == "gtopk")
+    assert _planner._code(option, "raw", Workload(100, 100, 2)).endswith("gtopk(density=1.0)")
 
 
 # The command line.
@@ -186,6 +224,8 @@ def test_table_and_recommendation(capsys):
     lines = out.splitlines()
     assert max(map(len, lines[:-1])) <= 100
     assert "n = 10,000,000, k = 100,000" in lines[0]
+    assert "selection 6 ns a parameter" in lines[2]
+    assert "computation 100.0 ms" in lines[2]
     assert any(line.startswith("hierarchical(ok_topk)") for line in lines)
     assert "hidden" in out
 
@@ -231,10 +271,118 @@ def test_json_and_measured(capsys, tmp_path):
     assert json.loads(plan.read_text())["network"]["latency"] == 1e-3
 
 
+MEASURED = ["--params", "1M", "--density", "0.01", "--workers", "4", "--measured"]
+
+
+def measured_file(tmp_path, content):
+    file = tmp_path / "net.json"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        file.write_text(content)
+    return str(file)
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        ("", "must hold JSON"),
+        ("not JSON", "must hold JSON"),
+        ('{"latency": 1e-6, ', "must hold JSON"),
+        (bytes(range(256)), "must hold JSON"),
+        ("[" * 200_000, "must hold JSON"),
+        ('{"latency":' * 50_000, "must hold JSON"),
+        ('{"latency": 1' + 9000 * "0" + ', "bandwidth": 1e9}', "must hold JSON"),
+        ("1" + (1 << 20) * " ", "1 MiB"),
+        ("null", "got None"),
+        ("[]", "got []"),
+        ("[1, 2]", "got [1, 2]"),
+        ('"latency"', "got 'latency'"),
+        ("3", "got 3"),
+        ("{}", "no 'latency'"),
+        ('{"latency": 1e-6}', "no 'bandwidth'"),
+        ('{"bandwidth": 1e9}', "no 'latency'"),
+        ('{"latency": 1' + 400 * "0" + ', "bandwidth": 1e9}', "latency in"),
+        ('{"latency": null, "bandwidth": 1e9}', "latency in"),
+        ('{"latency": [1], "bandwidth": 1e9}', "latency in"),
+        ('{"latency": {"s": 1}, "bandwidth": 1e9}', "latency in"),
+        ('{"latency": true, "bandwidth": 1e9}', "latency in"),
+        ('{"latency": "5us", "bandwidth": 1e9}', "latency in"),
+        ('{"latency": "5", "bandwidth": 1e9}', "latency in"),
+        ('{"latency": -1, "bandwidth": 1e9}', "latency in"),
+        ('{"latency": NaN, "bandwidth": 1e9}', "latency in"),
+        ('{"latency": Infinity, "bandwidth": 1e9}', "latency in"),
+        ('{"latency": 1e-6, "bandwidth": "25Gbit"}', "bandwidth in"),
+        ('{"latency": 1e-6, "bandwidth": null}', "bandwidth in"),
+        ('{"latency": 1e-6, "bandwidth": 0}', "bandwidth in"),
+        ('{"latency": 1e-6, "bandwidth": NaN}', "bandwidth in"),
+        ('{"latency": 1e-6, "bandwidth": Infinity}', "Pass --bandwidth"),
+        ('{"latency": 1e-6, "bandwidth": 1e9, "error": "small"}', "error in"),
+        ('{"latency": 1e-6, "bandwidth": 1e9, "error": [0.1]}', "error in"),
+        ('{"latency": 1e-6, "bandwidth": 1e9, "error": false}', "error in"),
+        ('{"latency": 1e-6, "bandwidth": 1e9, "error": -1}', "error in"),
+        ('{"latency": 1e-6, "bandwidth": 1e9, "error": NaN}', "error in"),
+        ('{"latency": 1e-6, "bandwidth": 1e9, "error": 1' + 400 * "0" + "}", "error in"),
+    ],
+)
+def test_a_bad_measured_file_is_one_line(capsys, tmp_path, content, match):
+    file = measured_file(tmp_path, content)
+    error = fails(capsys, "plan", *MEASURED, file)
+    assert match in error
+    assert file in error
+    assert len(error) < 400
+
+
+def test_a_number_that_is_given_replaces_one_that_the_file_has_wrong(capsys, tmp_path):
+    file = measured_file(tmp_path, '{"latency": 1e-6, "bandwidth": Infinity}')
+    assert "1 Gbit/s" in run(capsys, *MEASURED, file, "--bandwidth", "1Gbit")
+
+
+@pytest.mark.parametrize(("error", "warned"), [(None, 0), (0.3, 0), (0.37, 1), (4, 1)])
+def test_a_poor_fit_is_said_beside_the_plan(capsys, tmp_path, error, warned):
+    found = {"latency": 1e-6, "bandwidth": 1e9, "error": error}
+    file = measured_file(tmp_path, json.dumps(found))
+    out = run(capsys, *MEASURED, file)
+    assert ("Warning: " in out) == warned
+    if warned:
+        assert f"by {error:.0%}" in out
+        assert "30%" in out
+    assert out.splitlines()[-1].startswith("Use ")
+    # Of the file nothing is used then.
+    out = run(capsys, *MEASURED, file, "--latency", "5us", "--bandwidth", "1Gbit")
+    assert "Warning: " not in out
+
+
+def test_a_plot_without_matplotlib_names_what_to_install(capsys, tmp_path, monkeypatch):
+    # None in sys.modules is how Python marks a module as one that cannot be imported.
+    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    error = fails(capsys, "plan", *SLOW, "--plot", str(tmp_path / "plan.png"))
+    assert "pip install 'sparse-collectives[examples]'" in error
+
+
+def test_the_extra_that_a_plot_names_has_matplotlib():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    packages = extras["optional-dependencies"]["examples"]
+    assert any(package.startswith("matplotlib") for package in packages)
+
+
 def test_plot(capsys, tmp_path):
     file = tmp_path / "plan.png"
     run(capsys, *SLOW, "--plot", str(file))
     assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_shows_what_was_assumed(tmp_path, monkeypatch):
+    titles = []
+    axes = pytest.importorskip("matplotlib.axes").Axes
+    monkeypatch.setattr(axes, "set_title", lambda self, title, **options: titles.append(title))
+    plan = plan_of(10**6, 0.01, 4, network("5us", "1Gbit"))
+    _plan_report.plot(str(tmp_path / "plan.png"), lambda count: plan, 4, 1)
+    (title,) = titles
+    for said in ("P = 4", "1 Gbit/s", "selection 6 ns a parameter", "computation 0 ms"):
+        assert said in title
 
 
 @pytest.mark.parametrize(
@@ -243,10 +391,21 @@ def test_plot(capsys, tmp_path):
         (["--density", "0"], "--density"),
         (["--density", "1.5"], "--density"),
         (["--density", "one"], "--density"),
-        (["--workers", "0"], "--workers"),
+        (["--density", "1"], "--density must be 1.0 to send all entries or 0.01 to send 1 %"),
+        (["--workers", "0"], "--workers must be a whole number from 1 to 65,536, such as 16"),
         (["--workers", "2.5"], "--workers"),
         (["--workers", "1e12"], "--workers"),
         (["--params", "0"], "--params"),
+        (["--params", "1e16"], "--params"),
+        (["--inner", "0"], "--inner must be a whole number from 1 to 65,536, such as 16"),
+        (["--latency", "1e300s"], "--latency"),
+        (["--bandwidth", "1e-300B/s"], "--bandwidth"),
+        (["--compute", "1e300s"], "--compute"),
+        (["--expansion", ""], "--expansion"),
+        (["--expansion", "inf@8"], "--expansion"),
+        (["--expansion", "nan@8"], "--expansion"),
+        (["--expansion", "2@" + 400 * "9"], "--expansion"),
+        (["--expansion", "2@" + 5000 * "9"], "--expansion"),
         (["--latency", "5 parsecs"], "--latency"),
         (["--bandwidth", "0Gbit"], "--bandwidth"),
         (["--bandwidth", "25"], "--bandwidth"),
@@ -255,8 +414,11 @@ def test_plot(capsys, tmp_path):
         (["--compute", "-1s"], "--compute"),
         (["--expansion", "9@8"], "--expansion"),
         (["--expansion", "3.2"], "--expansion"),
-        (["--select-cost", "tpu"], "--select-cost"),
+        (["--select-cost", "gpuu"], "--select-cost must be cpu, gpu or a time such as 0.1ns"),
+        (["--select-cost", ""], "--select-cost must be cpu, gpu or a time"),
+        (["--merge-cost", "gpu"], "--merge-cost must be a time such as 0.1ns"),
         (["--measured", "/does/not/exist"], "/does/not/exist"),
+        (["--measured", ""], "No such file"),
         (["--bogus"], "--bogus"),
     ],
 )
@@ -264,12 +426,9 @@ def test_a_bad_argument_is_one_line(capsys, arguments, match):
     assert match in fails(capsys, "plan", *SLOW, *arguments)
 
 
-def test_missing_arguments_are_one_line(capsys, tmp_path):
+def test_missing_arguments_are_one_line(capsys):
     assert "--params" in fails(capsys, "plan")
     assert "--measured" in fails(capsys, "plan", *SLOW[:6])
-    file = tmp_path / "net.json"
-    file.write_text("[]")
-    assert "measure --json" in fails(capsys, "plan", *SLOW, "--measured", str(file))
     assert "unrecognized" in fails(capsys, "measure", "--bogus")
     assert "invalid choice" in fails(capsys, "bogus")
 
@@ -359,6 +518,31 @@ def test_auto_can_make_every_candidate(name):
     np.testing.assert_array_equal(totals, [[3.0 if i % 8 == 0 else 0.0 for i in range(64)]] * 3)
 
 
+def test_auto_has_a_row_for_every_candidate_and_codec():
+    flat = {option.name for option in _planner.OPTIONS if not option.two_level}
+    assert set(_auto._FACTORIES) == flat
+    assert set(_auto._CODECS) == set(sc.wire.__all__)
+    for name in flat:
+        assert hasattr(allreduce, name)
+
+
+@pytest.mark.parametrize("codec", sc.wire.__all__)
+def test_auto_gives_the_codec_to_the_chosen_one(codec):
+    choice = allreduce.explain_auto(64, 3, density=0.125, candidates=[], **NET)
+    reducer = _auto._make(choice._replace(name="topk_a", codec=codec), 64, 0.125)
+    plain = allreduce.topk_a(codec=getattr(sc.wire, codec)())
+
+    def program(reducer):
+        def body(values, indices):
+            coo = sc.PaddedCOO(values, indices, 64)
+            return reducer.reduce(coo, reducer.init(64, 3), axis="workers")
+
+        arguments = (jnp.zeros((3, 8), jnp.float32), jnp.zeros((3, 8), jnp.int32))
+        return str(jax.make_jaxpr(jax.vmap(body, axis_name="workers"))(*arguments))
+
+    assert program(reducer) == program(plain)
+
+
 def test_auto_explains_itself():
     choice = allreduce.explain_auto(10**6, 64, density=0.01, candidates=["ok_topk"], **NET)
     assert {name for name, _, _ in choice.predictions} == {"dense", "ok_topk"}
@@ -376,6 +560,7 @@ def test_auto_explains_itself():
     ("options", "match"),
     [
         ({"density": 0.0}, "density"),
+        ({"density": 1}, "density=1.0"),
         ({"candidates": ["bogus"]}, "candidates"),
         ({"codecs": ["bogus"]}, "codecs"),
         ({"codecs": []}, "codecs"),
@@ -465,3 +650,15 @@ def test_the_measure_command_writes_what_the_planner_reads(capsys, tmp_path):
     assert found["workers"] == 2
     assert len(found["samples"]) == 12
     assert "--devices" in fails(capsys, "measure", "--devices", "99")
+    for option in ("--devices", "--rounds"):
+        assert option in fails(capsys, "measure", option, "0")
+
+
+def test_the_measure_command_says_where_its_fit_is_poor(capsys, monkeypatch):
+    fitted = _measure.Measured(1e-6, 1e9, 0.37, 0.01, 2, ())
+    monkeypatch.setattr(_measure, "measure", lambda mesh, rounds: fitted)
+    assert main(["measure", "--devices", "2"]) == 0
+    assert "Warning: latency and bandwidth miss the measured times by 37" in capsys.readouterr().out
+    monkeypatch.setattr(_measure, "measure", lambda mesh, rounds: fitted._replace(error=0.1))
+    assert main(["measure", "--devices", "2"]) == 0
+    assert "Warning" not in capsys.readouterr().out

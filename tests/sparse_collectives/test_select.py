@@ -523,7 +523,13 @@ class TestErrors:
             jax.jit(function)(0.1, np.ones(10, np.float32))
         self.check(error, "density", "traced", "static")
 
-    @pytest.mark.parametrize("density", [1, np.float32(0.5), np.float64(0.5), 1e-300])
+    @pytest.mark.parametrize("density", [1, np.int32(1)])
+    def test_an_integer_1_may_mean_everything_or_1_percent(self, factory, density):
+        with pytest.raises(ValueError) as error:
+            factory(density=density)
+        self.check(error, "density", repr(density), "density=1.0", "density=0.01")
+
+    @pytest.mark.parametrize("density", [1.0, np.float32(1), np.float64(0.5), 1e-300])
     def test_any_real_number_in_range_is_a_density(self, factory, density):
         assert factory(density=density).init(10) is not None
 

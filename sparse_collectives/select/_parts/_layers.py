@@ -17,8 +17,8 @@ from sparse_collectives._types import SelectInfo, State
 from sparse_collectives.layout import Layout
 from sparse_collectives.padded_coo import PaddedCOO
 
-# Places that were selected in a layer, in any order, its size in slots that stay
-# empty; the layer's new state; what was done.
+# Places that were selected in a layer, in any order, with its size in slots that
+# stay empty; the layer's new state; what was done.
 OfLayer = Callable[[jax.Array, tuple[int, ...], Any], tuple[jax.Array, State, SelectInfo]]
 
 

@@ -1,4 +1,4 @@
-"""What the selectors by threshold share: how many slots, and who gets them."""
+"""What the selectors by threshold share: how many slots, and which entries get them."""
 
 import math
 
@@ -20,7 +20,7 @@ def slots_for(k: int, size: int, headroom: float) -> int:
 def select_reaching(
     acc: jax.Array, threshold_bits: jax.Array, *, capacity: int, turn: jax.Array
 ) -> tuple[PaddedCOO, SelectInfo]:
-    """The entries that reach a magnitude; of too many, those whose turn it is.
+    """The entries that reach a magnitude; if there are too many, those whose turn it is.
 
     Args:
       acc: ``f[n]``.

@@ -6,7 +6,7 @@ into slots, row by row, and the exact selection is made there. Where the slots d
 not hold them (the count shows it) the bound is replaced by the exact k-th
 magnitude, found by bisection over all entries.
 
-All that is made on the way has the rows along its last axis, so that one
+Every intermediate result has the rows along its last axis, so that one
 implementation serves rows that are contiguous in memory (``axis=1``) and rows
 that are the columns of the stored matrix (``axis=0``).
 """
@@ -28,7 +28,7 @@ _BLUNT = 15
 def largest_of_rows(matrix: jax.Array, k: int, axis: int) -> tuple[jax.Array, jax.Array]:
     """The k largest magnitudes of each of r rows of N entries.
 
-    Of several entries of a row's k-th magnitude those that come first are taken.
+    Among entries tied at a row's k-th magnitude those that come first are taken.
     Zeros are never taken. NaN counts as larger than infinity.
 
     Args:
@@ -37,7 +37,7 @@ def largest_of_rows(matrix: jax.Array, k: int, axis: int) -> tuple[jax.Array, ja
       axis: the axis along which the entries of a row lie.
 
     Returns:
-      ``i32[s]``, the selected places in ``matrix.ravel()`` in no order, with its
+      ``i32[s]``, the selected places in ``matrix.ravel()`` in any order, with its
       size in the slots that stay empty, s at most ``r * min(N, 2 k + 8)``; and the
       bits of each row's k-th magnitude, ``i32[r]``, 0 where fewer are nonzero.
 
@@ -68,7 +68,7 @@ def largest_of_rows(matrix: jax.Array, k: int, axis: int) -> tuple[jax.Array, ja
 
 
 def _candidates(matrix: jax.Array, k: int, axis: int, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """A mask ``u32[W, r]`` of what may be selected, and whether it is of no use, ``bool[]``."""
+    """A mask ``u32[W, r]`` of what may be selected, and whether it is useless, ``bool[]``."""
     length = matrix.shape[axis]
     group = min(_GROUP, length // (_GROUPS_PER_ENTRY * k))
     low = _zero_per_row(matrix, axis)
@@ -76,8 +76,8 @@ def _candidates(matrix: jax.Array, k: int, axis: int, capacity: int) -> tuple[ja
         low = _bisect(k, _group_maxima(matrix, group, axis), _BLUNT)
     elif capacity < length:
         # Nothing is known, so nothing is a candidate.
-        return _words(matrix, axis, lambda bits: bits < low), jnp.any(low == 0)
-    words = _words(matrix, axis, lambda bits: bits >= jnp.maximum(low, 1))
+        return _mask_words(matrix, axis, lambda bits: bits < low), jnp.any(low == 0)
+    words = _mask_words(matrix, axis, lambda bits: bits >= jnp.maximum(low, 1))
     count = jnp.sum(_bits.popcount(words), axis=0)
     return words, jnp.any(count > capacity)
 
@@ -100,14 +100,14 @@ def _exact_selection(carry, matrix: jax.Array, k: int, axis: int):
     def step(i, pattern):
         here, pattern = lax.optimization_barrier((matrix, pattern))
         candidate = pattern | (jnp.int32(1) << (_bits.MAGNITUDE_BITS - 1 - i))
-        words = _words(here, axis, lambda bits: bits >= candidate)
+        words = _mask_words(here, axis, lambda bits: bits >= candidate)
         count = jnp.sum(_bits.popcount(words), axis=0)
         return jnp.where(count >= k, candidate, pattern)
 
     threshold = lax.fori_loop(0, _bits.MAGNITUDE_BITS, step, _zero_per_row(matrix, axis))
-    above = _words(matrix, axis, lambda bits: bits > threshold)
+    above = _mask_words(matrix, axis, lambda bits: bits > threshold)
     # Zeros are tied with a threshold of 0, which all nonzeros are above.
-    tied = _words(matrix, axis, lambda bits: (bits == threshold) & (bits > 0))
+    tied = _mask_words(matrix, axis, lambda bits: (bits == threshold) & (bits > 0))
     missing = k - jnp.sum(_bits.popcount(above), axis=0, dtype=jnp.int32)
     return jnp.zeros_like(missed), above | _first_bits(tied, missing)
 
@@ -163,7 +163,7 @@ def _first_bits(words: jax.Array, count: jax.Array) -> jax.Array:
     return jnp.where(wanted >= counts, words, jnp.where(wanted > 0, some, jnp.uint32(0)))
 
 
-def _words(matrix: jax.Array, axis: int, predicate) -> jax.Array:
+def _mask_words(matrix: jax.Array, axis: int, predicate) -> jax.Array:
     """A mask over the entries, 32 of a row to a word, ``u32[ceil(N / 32), r]``.
 
     ``predicate`` is given bits whose last axis is that of the rows.
@@ -183,7 +183,7 @@ def _words(matrix: jax.Array, axis: int, predicate) -> jax.Array:
 
 
 def _pack(matrix: jax.Array, axis: int, predicate) -> jax.Array:
-    """As :func:`_words`, for rows of whole words."""
+    """As :func:`_mask_words`, for rows of whole words."""
     bits = _bits.magnitude_bits(matrix)
     if axis:
         rows = matrix.shape[0]

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives._coo import _bits, compaction
+from sparse_collectives._coo import _bits
+from sparse_collectives.select._parts import _masks
 
-_INFINITY_BITS = 0x7F800000
 # Entries of a first-stage sum: partial sums keep the rounding error small.
 _ROW = 1024
 
@@ -63,7 +63,7 @@ def extent(acc: jax.Array) -> Extent:
     not_finite = lax.cond(
         clean,
         lambda: jnp.zeros_like(_bits.magnitude_bits(largest)),
-        lambda: count_reaching(acc, jnp.int32(_INFINITY_BITS)),
+        lambda: count_reaching(acc, jnp.int32(_bits.INFINITY_BITS)),
     )
     count = jnp.maximum(size - not_finite.astype(jnp.float32), 1.0)
     return Extent(largest, clean, count, total, down, up)
@@ -92,9 +92,7 @@ def count_reaching(acc: jax.Array, threshold_bits: jax.Array) -> jax.Array:
     Cost: one pass over n entries.
     """
     bits = jnp.maximum(threshold_bits, 1)
-    words = compaction.mask_words(
-        lambda start, stop: _bits.magnitude_bits(acc[start:stop]) >= bits, acc.shape[0]
-    )
+    words = _masks.mask_words(acc, lambda magnitude: magnitude >= bits)
     return jnp.sum(_bits.popcount(words), dtype=jnp.int32)
 
 
@@ -118,4 +116,4 @@ def _scales(largest: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _where_finite(x: jax.Array, y: jax.Array) -> jax.Array:
-    return jnp.where(_bits.magnitude_bits(x) < _INFINITY_BITS, y, jnp.zeros_like(y))
+    return jnp.where(_bits.magnitude_bits(x) < _bits.INFINITY_BITS, y, jnp.zeros_like(y))
