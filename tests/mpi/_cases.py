@@ -68,8 +68,7 @@ def run(allreduce: sc.SparseAllreduce, axis: Any, workers: int, steps: jax.Array
         acc = residual + gradient
         coo, selector_state, _ = selector.select(acc, selector_state)
         total, undelivered, state, info = allreduce.reduce(coo, state, axis=axis)
-        kept = acc.at[coo.indices].set(0.0, mode="drop")
-        kept = kept.at[undelivered.indices].add(undelivered.values, mode="drop")
+        kept = undelivered.residual(acc, coo)
         total = total.to_dense() if isinstance(total, sc.PaddedCOO) else total
         return (kept, selector_state, state), (total, info)
 

@@ -21,7 +21,7 @@ def summed(allreduce, axis):
         size = vector.shape[0]
         coo = sc.PaddedCOO(vector, jnp.arange(size, dtype=jnp.int32), size)
         total, undelivered, _, info = allreduce.reduce(coo, allreduce.init(size, 1), axis=axis)
-        assert undelivered.capacity == 0
+        assert undelivered.others.capacity == 0
         return total, info.words, info.delivered
 
     return step

@@ -19,7 +19,7 @@ def pipeline(h, size, density, workers, inside):
     def step(gradient):
         shard = h.scatter(gradient)
         coo, _, _ = selector.select(shard, selector.init(shard.shape[0]))
-        state = h.init(size, workers, inside)
+        state = h.init(size, workers)
         total, undelivered, _, info = h.reduce(coo, state, axis=AXES)
         total = total.to_dense() if isinstance(total, sc.PaddedCOO) else total
         return h.gather(total, size), shard, info
@@ -99,7 +99,9 @@ def test_what_is_wrong_with_a_call():
     with pytest.raises(TypeError, match="outer must be a SparseAllreduce"):
         sc.allreduce.hierarchical(inner_axis="device", outer=sc.select.topk(density=0.1))
     h = sc.allreduce.hierarchical(inner_axis="device", outer=TOPK_A)
-    with pytest.raises(ValueError, match="axis_size=6 is not a multiple of inner_size=4"):
-        h.init(100, 6, 4)
+    with pytest.raises(ValueError, match="outer deals out vectors over"):
+        sc.allreduce.hierarchical(inner_axis="node", outer=h)
+    with pytest.raises(ValueError, match="axis_size=6 is not a multiple of the 4 workers"):
+        sc.simulate(lambda x: h.init(100, 6), axis="device", axis_size=4)(jnp.ones(4))
     with pytest.raises(ValueError, match="axis='device' is not bound"):
         sc.simulate(h.scatter, axis="node", axis_size=2)(jnp.ones((2, 4)))

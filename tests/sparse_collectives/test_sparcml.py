@@ -390,7 +390,7 @@ def test_runs_under_shard_map_and_replicates_its_result(check_vma):
         for name in names:
             total, undelivered, new, info = ALLREDUCES[name][0].reduce(coo, state, axis="w")
             total = total.to_dense() if isinstance(total, sc.PaddedCOO) else total
-            kept = helpers.sum_of_parts(undelivered)[None]
+            kept = helpers.sum_of_parts(helpers.as_coo(coo, undelivered))[None]
             outs.append((total, kept, new, (info.delivered, info.threshold, info.words)))
         return outs
 

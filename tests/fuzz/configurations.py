@@ -1,0 +1,283 @@
+"""Everything that the library lets a user combine, drawn together."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from hypothesis import strategies as st
+
+import optax_ext
+import sparse_collectives as sc
+
+# Axes and their sizes; seven workers are neither a power of two nor one more or less than one.
+FLAT = tuple((("w",), (workers,)) for workers in (7, 2, 3, 1, 4, 5, 6, 8))
+NODES = tuple((("node", "device"), shape) for shape in ((2, 2), (3, 2), (2, 3), (1, 2), (7, 1)))
+DENSITIES = (0.1, 0.05, 0.3, 1.0)
+TREES: dict[str, dict[str, tuple[int, ...]]] = {
+    "one leaf": {"w": (97,)},
+    "layers": {"bias": (7,), "kernel": (6, 11), "scale": ()},
+    "one entry": {"w": (1,)},
+}
+DTYPES = {
+    "float32": (jnp.float32,) * 3,
+    "bfloat16": (jnp.bfloat16,) * 3,
+    "float16": (jnp.float16,) * 3,
+    "mixed": (jnp.float32, jnp.bfloat16, jnp.float16),
+}
+STEPS = 4
+
+SELECTORS: dict[str, Callable[[float], sc.Selector]] = {
+    "topk": lambda d: sc.select.topk(density=d),
+    "threshold_reuse": lambda d: sc.select.threshold_reuse(density=d, period=2),
+    "threshold": lambda d: sc.select.threshold(magnitude=0.5, density=d),
+    "bucketed": lambda d: sc.select.bucketed(density=d, bucket=16),
+    "mstopk": lambda d: sc.select.mstopk(density=d),
+    "redsync": lambda d: sc.select.redsync(density=d),
+    "dgc": lambda d: sc.select.dgc(density=d),
+    "gaussian_k": lambda d: sc.select.gaussian_k(density=d),
+    "sidco": lambda d: sc.select.sidco(density=d),
+    "random_k": lambda d: sc.select.random_k(density=d),
+    "adtopk": lambda d: sc.select.adtopk(density=d),
+    "adtopk_interleaved": lambda d: sc.select.adtopk_interleaved(density=d),
+    "adtopk_threshold": lambda d: sc.select.adtopk_threshold(density=d, steps=STEPS),
+    "layerwise": lambda d: sc.select.layerwise(sc.select.topk(density=d)),
+    "scheduled": lambda d: sc.select.scheduled(
+        sc.select.topk(density=d), sc.select.staged_density(1, (d, d / 2))
+    ),
+}
+CODECS: dict[str, Callable[[], sc.Codec]] = {
+    "raw": sc.wire.raw,
+    "bf16": sc.wire.bf16,
+    "narrow16": sc.wire.narrow16,
+    "narrow8": sc.wire.narrow8,
+    "qsgd2": lambda: sc.wire.qsgd(bits=2, bucket=16),
+    "qsgd4": lambda: sc.wire.qsgd(bits=4, bucket=16),
+    "qsgd8": lambda: sc.wire.qsgd(bits=8, bucket=16),
+}
+SLACKS = st.sampled_from((1.25, 1.0, 2.0, math.inf))
+codecs = st.sampled_from(tuple(CODECS.values())).map(lambda make: make())
+FILLS = st.sampled_from((None, 1.0, 2.0))
+
+
+@st.composite
+def flat_allreduces(draw: Any, density: float) -> tuple[str, sc.SparseAllreduce]:
+    """An allreduce over one axis, with all of its options, and a name for it."""
+    makers = {
+        "ok_topk": lambda: sc.allreduce.ok_topk(
+            density=density,
+            slack=draw(SLACKS),
+            regions=draw(st.sampled_from(("balanced", "equal"))),
+            balance=draw(st.sampled_from(("auto", "always", "never"))),
+            schedule=draw(st.sampled_from(("rotation", "all_to_all"))),
+            global_period=draw(st.sampled_from((1, 2))),
+            repartition_period=draw(st.sampled_from((1, 3))),
+            codec=codec,
+        ),
+        "topk_a": lambda: sc.allreduce.topk_a(codec=codec),
+        "gtopk": lambda: sc.allreduce.gtopk(density=density, codec=codec),
+        "ring_sparse": lambda: sc.allreduce.ring_sparse(
+            slack=draw(SLACKS), fill=draw(FILLS), codec=codec
+        ),
+        "ssar_recursive_double": lambda: sc.allreduce.ssar_recursive_double(
+            capacity=draw(st.sampled_from((None, 5))), codec=codec
+        ),
+        "ssar_split_allgather": lambda: sc.allreduce.ssar_split_allgather(
+            slack=draw(SLACKS), fill=draw(FILLS), codec=codec
+        ),
+        "dsar_split_allgather": lambda: sc.allreduce.dsar_split_allgather(
+            slack=draw(SLACKS),
+            codec=codec,
+            dense_codec=CODECS[draw(st.sampled_from(tuple(CODECS)))](),
+        ),
+        "sparse_allgather": lambda: sc.allreduce.sparse_allgather(codec=codec),
+        "dense": sc.allreduce.dense,
+        "dense_bucketed": lambda: sc.allreduce.dense_bucketed(buckets=2),
+    }
+    name = draw(st.sampled_from(tuple(makers)))
+    codec_name = draw(st.sampled_from(tuple(CODECS)))
+    codec = CODECS[codec_name]()
+    return f"{name}/{codec_name}", makers[name]()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Configuration:
+    """A transformation and what it is given.
+
+    Attributes:
+      text: all that was drawn, for the report of a failure.
+      tx: the transformation.
+      axes: names of the axes of the workers.
+      shape: their sizes.
+      params: shapes and dtypes.
+      dense_steps: how many steps to begin with are dense.
+      policy: what it does with what is not finite.
+      decay: of the residual.
+      narrow_residual: whether it is bfloat16, rounded at random.
+      momentum: of the correction, or None; and whether it is Nesterov's.
+      nesterov: see ``momentum``.
+      data: the kind of gradients.
+      seed: of the gradients.
+    """
+
+    text: str
+    dense_steps: int
+    tx: optax.GradientTransformation
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    params: Any
+    policy: str
+    decay: float
+    narrow_residual: bool
+    momentum: float | None
+    nesterov: bool
+    data: str
+    seed: int
+
+    @property
+    def workers(self) -> int:
+        """P."""
+        return math.prod(self.shape)
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def recording(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """``inner``, with its last result in its state: what was accumulated."""
+
+    def init(params: Any) -> Any:
+        return inner.init(params), jax.tree.map(jnp.zeros_like, params)
+
+    def update(updates: Any, state: Any, params: Any = None):
+        updates, inner_state = inner.update(updates, state[0], params)
+        return updates, (inner_state, updates)
+
+    return optax.GradientTransformation(init, update)
+
+
+LOCALS: dict[str, Callable[[], optax.GradientTransformation | None]] = {
+    "none": lambda: None,
+    "identity": lambda: recording(optax.identity()),
+    "schedule": lambda: recording(optax.scale_by_schedule(lambda count: 0.5 / (1.0 + count))),
+    "adam": lambda: recording(optax.scale_by_adam()),
+}
+DATA = (
+    "normal",
+    "ties",
+    "all zero",
+    "one worker",
+    "one region",
+    "a region each",
+    "heavy tail",
+    "cancelling",
+    "subnormal",
+    "huge",
+    "largest",
+    "not finite",
+)
+
+
+@st.composite
+def configurations(draw: Any) -> Configuration:
+    """One of everything."""
+
+    def one_of(*options: Any) -> Any:
+        return draw(st.sampled_from(options))
+
+    density = one_of(*DENSITIES)
+    two_levels = one_of(False, False, False, True)
+    axes, shape = one_of(*(NODES if two_levels else FLAT))
+    name, exchange = draw(flat_allreduces(density))
+    if two_levels and one_of(True, True, False):
+        name, exchange = (
+            f"hierarchical({name})",
+            sc.allreduce.hierarchical(inner_axis="device", outer=exchange),
+        )
+    elif two_levels:
+        name, exchange = "torus_2d", sc.allreduce.torus_2d()
+    selector, local, dtypes = one_of(*SELECTORS), one_of(*LOCALS), one_of(*DTYPES)
+    tree, policy, data = one_of(*TREES), one_of("skip", "drop", "propagate"), one_of(*DATA)
+    momentum, nesterov, masking = one_of(None, None, 0.9), one_of(False, True), one_of(True, False)
+    narrow, decay = one_of(False, True), one_of(1.0, 1.0, 0.75)
+    dense_steps, dense_leaves = one_of(0, 0, 2), one_of(None, "small")
+    seed = draw(st.integers(0, 2**16))
+    options: dict[str, Any] = {
+        "nonfinite": policy,
+        "local": LOCALS[local](),
+        "residual": optax_ext.residual(jnp.bfloat16 if narrow else jnp.float32, decay=decay),
+        "dense_steps": dense_steps,
+    }
+    if momentum is not None:
+        options["correction"] = optax_ext.momentum_correction(
+            momentum, nesterov=nesterov, masking=masking
+        )
+    if dense_leaves is not None:
+        options["dense_leaves"] = optax_ext.small_leaves(min_size=20, min_ndim=1)
+    leaves = zip(sorted(TREES[tree]), DTYPES[dtypes])
+    return Configuration(
+        text=(
+            f"{SELECTORS[selector](density).spec} -> {exchange.spec} as {name} over {shape}, "
+            f"{tree} of {dtypes}, {policy}, local {local}, momentum {momentum} (Nesterov "
+            f"{nesterov}, masking {masking}), residual bfloat16 {narrow} decay {decay}, {dense_steps} dense "
+            f"steps, dense leaves {dense_leaves}, gradients {data!r} of seed {seed}"
+        ),
+        dense_steps=dense_steps,
+        tx=optax_ext.sparse_allreduce(SELECTORS[selector](density), exchange, axis=axes, **options),
+        axes=axes,
+        shape=shape,
+        params={leaf: jax.ShapeDtypeStruct(TREES[tree][leaf], dtype) for leaf, dtype in leaves},
+        policy=policy,
+        decay=decay,
+        narrow_residual=narrow,
+        momentum=momentum,
+        nesterov=nesterov,
+        data=data,
+        seed=seed,
+    )
+
+
+def gradients(configuration: Configuration) -> Any:
+    """For each leaf ``[STEPS, P, ...]``, in its dtype, of the kind that was drawn."""
+    rng = np.random.default_rng(configuration.seed)
+    workers, kind = configuration.workers, configuration.data
+    sizes = {name: math.prod(leaf.shape) for name, leaf in configuration.params.items()}
+    total = sum(sizes.values())
+    x = rng.standard_normal((STEPS, workers, total))
+    column = np.arange(total)
+    if kind == "ties":
+        x = rng.integers(-2, 3, x.shape).astype(float)
+    elif kind == "all zero":
+        x = 0 * x
+    elif kind == "one worker":
+        x[:, np.arange(workers) != workers // 2] = 0
+    elif kind == "one region":
+        x[..., column >= max(1, total // 8)] *= 1e-4
+    elif kind == "a region each":
+        x = x * (column * workers // total == np.arange(workers)[:, None])
+    elif kind == "heavy tail":
+        x = rng.standard_cauchy(x.shape)
+    elif kind == "cancelling" and workers > 1:
+        x[:, 1] = -x[:, 0]
+    elif kind == "subnormal":
+        x = x * 1e-40
+    elif kind == "huge":
+        x = np.sign(x) * 2e38
+    elif kind == "largest":
+        x = np.where(rng.random(x.shape) < 0.2, np.sign(x) * 3e38, x)
+    elif kind == "not finite":
+        bad = rng.random(x.shape) < 0.01
+        x[bad] = rng.choice([np.nan, np.inf, -np.inf], bad.sum())
+    tree, offset = {}, 0
+    for name, leaf in configuration.params.items():
+        part = x[..., offset : offset + sizes[name]].reshape(STEPS, workers, *leaf.shape)
+        offset += sizes[name]
+        most = float(jnp.finfo(leaf.dtype).max)
+        with np.errstate(over="ignore", invalid="ignore"):
+            finite = np.clip(part, -most, most)
+        tree[name] = np.where(np.isfinite(part), finite, part).astype(np.float32).astype(leaf.dtype)
+    return tree

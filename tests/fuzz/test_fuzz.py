@@ -1,0 +1,228 @@
+"""Conservation, equal replicas, counters and finiteness, whatever is combined."""
+
+import math
+from typing import Any
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparse_collectives as sc
+from tests.fuzz.configurations import STEPS, Configuration, configurations, gradients
+
+# 20 parts, so that several processes share them, of so many configurations each.
+PARTS, IN_A_PART = 20, 100
+_TINY = 2.0**-126
+
+
+def trajectory(configuration: Configuration) -> tuple[list[Any], list[Any], Any]:
+    """The states before and after each step, and the updates, of all workers; as NumPy."""
+    axes, shape = configuration.axes, configuration.shape
+    names: Any = axes if len(axes) > 1 else axes[0]
+
+    def init(_):
+        params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), configuration.params)
+        return configuration.tx.init(params)
+
+    def step(state, gradient):
+        return configuration.tx.update(gradient, state)
+
+    sizes = shape if len(axes) > 1 else shape[0]
+    # Not compiled: it is made once.
+    everywhere = init
+    for name, size in reversed(list(zip(axes, shape, strict=True))):
+        everywhere = jax.vmap(everywhere, axis_name=name, axis_size=size)
+    step = sc.simulate(step, axis=names, axis_size=sizes)
+    given = gradients(configuration)
+    state = everywhere(jnp.zeros(shape))
+    states, updates = [jax.device_get(state)], []
+    for t in range(STEPS):
+        now = jax.tree.map(lambda x: x[t].reshape(*shape, *x.shape[2:]), given)  # noqa: B023
+        update, state = step(state, now)
+        states.append(jax.device_get(state))
+        updates.append(jax.device_get(update))
+    assert step._cache_size() == 1
+    return states, updates, given
+
+
+def flat(tree: Any, layout: Any, dense: bool) -> np.ndarray:
+    """The leaves ``[P, ...]`` that are exchanged densely, or the others, ``f64[P, m]``."""
+    leaves = jax.tree.leaves(tree)
+    chosen = [
+        np.asarray(leaf).astype(np.float64).reshape(len(leaf), -1)
+        for leaf, is_dense in zip(leaves, layout.dense, strict=True)
+        if is_dense == dense
+    ]
+    return np.concatenate(chosen, axis=1) if chosen else np.zeros((len(leaves[0]), 0))
+
+
+def by_worker(tree: Any, configuration: Configuration) -> Any:
+    """One axis for the workers in place of one for each name."""
+    depth = len(configuration.shape)
+    return jax.tree.map(
+        lambda x: np.asarray(x).reshape(configuration.workers, *np.shape(x)[depth:]), tree
+    )
+
+
+def rows(state: Any, array: np.ndarray, configuration: Configuration) -> np.ndarray:
+    """What the workers keep, ``f64[rows, n]``: a row for each, or for each node of shards."""
+    array = np.asarray(array).astype(np.float64)[:, 0]
+    if not state.settings.shard_axis:
+        return array
+    inside = configuration.shape[1]
+    whole = array.reshape(-1, inside * array.shape[1])
+    return whole[:, : state.layout.size]
+
+
+def summed(x: np.ndarray) -> np.ndarray:
+    """The exact sum over the workers, rounded once."""
+    if not np.isfinite(x).all():
+        return x.sum(axis=0)
+    return np.array([math.fsum(column) for column in x.T])
+
+
+def check(configuration: Configuration) -> None:
+    states, updates, given = trajectory(configuration)
+    states = [by_worker(state, configuration) for state in states]
+    for t, update in enumerate(updates):
+        before, after = states[t], states[t + 1]
+        update = by_worker(update, configuration)
+        gradient = jax.tree.map(lambda x: x[t], given)  # noqa: B023
+        check_replicas(update, after)
+        check_counters(before, after)
+        skipped = after.skipped[0] > before.skipped[0]
+        if configuration.policy != "propagate":
+            check_finite(update, after)
+        if skipped:
+            check_untouched(update, before, after)
+            continue
+        dense_step = before.count[0] < configuration.dense_steps
+        check_conserved(configuration, before, after, update, gradient, bool(dense_step))
+
+
+def check_replicas(update: Any, state: Any) -> None:
+    """The same bits on every worker, but for what belongs to one."""
+    common = (state.count, state.skipped, state.dropped, state.withheld, state.info.words)
+    if not state.settings.shard_axis:
+        common += tuple(jax.tree.leaves(state.allreduce))
+    for leaf in [*jax.tree.leaves(update), *common]:
+        bits = np.ascontiguousarray(leaf).view(np.uint8).reshape(len(leaf), -1)
+        assert (bits == bits[0]).all(), "workers differ"
+
+
+def check_counters(before: Any, after: Any) -> None:
+    info = after.info
+    assert after.count[0] + after.skipped[0] == before.count[0] + before.skipped[0] + 1
+    assert (after.dropped >= before.dropped).all()
+    assert (after.withheld >= before.withheld).all()
+    if after.count[0] == before.count[0]:
+        return
+    assert (info.selected >= info.arrived).all()
+    assert (info.arrived >= 0).all()
+    assert (info.overflow >= 0).all()
+    assert 0 <= info.delivered[0] <= after.layout.size
+    assert np.isfinite(info.words).all()
+    # What is sent is received: on average no more of it is useful than there is.
+    assert info.useful.mean() <= info.words[0] * (1 + 1e-5) + 1e-3
+    assert (info.useful >= 0).all()
+
+
+def check_finite(update: Any, state: Any) -> None:
+    for leaf in (*jax.tree.leaves(update), state.residual, *jax.tree.leaves(state.velocity)):
+        assert np.isfinite(np.asarray(leaf).astype(np.float32)).all(), "not finite"
+
+
+def check_untouched(update: Any, before: Any, after: Any) -> None:
+    """Of a skipped step nothing remains but its count."""
+    assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(update))
+    old, new = (state._replace(skipped=0) for state in (before, after))
+    for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
+        np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+
+
+def check_conserved(
+    configuration: Configuration, before: Any, after: Any, update: Any, gradient: Any, dense: bool
+) -> None:
+    """The sum of what the workers had is the update, for all of them, and what they keep."""
+    layout, workers = after.layout, configuration.workers
+    if not layout.size or dense:
+        return
+    # What was accumulated is in the state of the recording transformation.
+    source = gradient if not after.local else jax.tree.map(lambda x: x[:, 0], after.local[1])
+    with np.errstate(invalid="ignore", over="ignore"):
+        increment = flat(source, layout, dense=False)
+        old = rows(before, before.residual, configuration) * configuration.decay
+        if after.settings.shard_axis:
+            # A node sums up before it accumulates, in float32.
+            inside = configuration.shape[1]
+            spread = np.abs(increment).reshape(-1, inside, layout.size).sum(axis=(0, 1))
+            increment = increment.reshape(-1, inside, layout.size).sum(axis=1)
+        else:
+            spread = np.abs(increment).sum(axis=0)
+        if configuration.momentum is not None:
+            u = rows(before, before.velocity, configuration) * configuration.momentum + increment
+            increment = increment + configuration.momentum * u if configuration.nesterov else u
+            spread = spread + 2 * np.abs(u).sum(axis=0) + np.abs(increment).sum(axis=0)
+        acc = old + increment
+        narrow = np.where(np.isfinite(acc), np.clip(acc, -3.5e38, 3.5e38), acc)
+        # What float32 can't hold is not finite for the policy either.
+        finite = np.isfinite(acc) & (np.abs(narrow) <= float(np.finfo(np.float32).max))
+    if configuration.policy == "propagate" and not finite.all():
+        return
+    if configuration.policy == "drop":
+        acc = np.where(finite, acc, old)
+    elif not finite.all():
+        # A node's sum, which is rounded first, may be on the other side of the largest number.
+        assert after.settings.shard_axis or np.abs(acc).max() < 3.41e38, "a step was not skipped"
+        return
+    kept = rows(after, after.residual, configuration)
+    delivered = flat(update, layout, dense=False)[0]
+    if configuration.policy == "propagate" and not (
+        np.isfinite(delivered).all() and np.isfinite(kept).all()
+    ):
+        return
+    missing = summed(np.concatenate([acc, -kept, -delivered[None] * workers]))
+    magnitude = np.abs(acc).sum(axis=0) + np.abs(kept).sum(axis=0) + workers * np.abs(delivered)
+    # Half an ulp for each addition on the way, and arithmetic that flushes subnormals.
+    allowed = (2 * workers + 8) * (2.0**-24 * (magnitude + spread) + _TINY)
+    if configuration.narrow_residual:
+        allowed = allowed + 2.0**-7 * np.abs(kept).sum(axis=0)
+    worst = np.argmax(np.abs(missing) - allowed)
+    assert (np.abs(missing) <= allowed).all(), (
+        f"entry {worst}: {missing[worst]} is missing, {allowed[worst]} is rounding"
+    )
+
+
+# The same configurations at every run, as all tests here: a gate must not depend on luck.
+def _settings(examples: int) -> Any:
+    return hypothesis.settings(
+        max_examples=examples,
+        database=None,
+        deadline=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        phases=(hypothesis.Phase.generate,),
+    )
+
+
+@hypothesis.given(configurations())
+@_settings(8)
+def test_laws_hold_for_a_few_configurations(configuration):
+    check(configuration)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_laws_hold_for_all_that_can_be_combined(part):
+    seen = set()
+
+    @hypothesis.seed(part)
+    @hypothesis.given(configurations())
+    @_settings(IN_A_PART)
+    def holds(configuration):
+        seen.add(configuration.text)
+        check(configuration)
+
+    holds()
+    assert len(seen) >= 0.9 * IN_A_PART
