@@ -1,0 +1,1 @@
+"""What the programs share: options, reports, times, tables, plots, processes, namespaces."""

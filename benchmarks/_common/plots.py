@@ -1,0 +1,38 @@
+"""Figures in files, without a window and without matplotlib's state of a program."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def panels(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
+    """A figure and its axes, ``[rows, columns]``.
+
+    Args:
+      rows: of panels.
+      columns: of panels.
+      size: of the figure, in inches.
+      **options: of ``Figure.subplots``, such as ``sharey=True``.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, np.asarray(figure.subplots(rows, columns, squeeze=False, **options))
+
+
+def logarithmic(axes: Any) -> None:
+    """Powers of two to the right, such as numbers of workers, and a logarithmic scale upwards."""
+    from matplotlib.ticker import NullLocator
+
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.grid(True, alpha=0.25)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Writes a PNG."""
+    figure.savefig(path, dpi=120, format="png")
