@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 from optax_ext._transforms import _partitioned_norms as norms
 
 from .._common import options, reports, timing
-from .._common.tables import show
+from .._common.display import show
 
 
 def model(layers, width, seed):

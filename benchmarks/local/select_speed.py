@@ -19,8 +19,8 @@ import numpy as np
 
 from sparse_collectives import Layout, select
 
-from .._common import options, plots, reports, timing
-from .._common.tables import show
+from .._common import display, options, reports, timing
+from .._common.display import show
 
 try:
     import torch
@@ -125,7 +125,7 @@ def measure(size, density, rounds, seed):
 def draw(rows, path):
     """Ratio against n, one panel for each density."""
     densities = sorted({row["density"] for row in rows})
-    figure, panels = plots.panels(1, len(densities), (5 * len(densities), 4.5), sharey=True)
+    figure, panels = display.panels(1, len(densities), (5 * len(densities), 4.5), sharey=True)
     names = list(dict.fromkeys(row["contestant"] for row in rows))
     for axes, density in zip(panels[0], densities, strict=True):
         for number, name in enumerate(names):
@@ -134,11 +134,11 @@ def draw(rows, path):
             style = f"C{number % 10}{'-' if name.startswith('select.') else '--'}"
             style += ".s^"[number // 10 % 3]
             axes.plot([r["size"] for r in line], [r["ratio"] for r in line], style, label=name)
-        plots.logarithmic(axes)
+        display.logarithmic(axes)
         axes.set(xlabel="n", title=f"density {density:g}")
     panels[0, 0].set_ylabel("time / time of lax.top_k")
     panels[0, -1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    plots.save(figure, path)
+    display.save(figure, path)
 
 
 def power(text):

@@ -26,7 +26,7 @@ import optax_ext
 import sparse_collectives as sc
 
 from .._common import options, reports, timing
-from .._common.tables import show
+from .._common.display import show
 
 AXIS = "workers"
 BASE = "lax.top_k(abs(acc), k) alone"

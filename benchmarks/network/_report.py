@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .._common import plots
+from .._common import display
 from .._common.timing import quartiles
 from ._methods import REST
 
@@ -116,7 +116,7 @@ def draw(file: Path, found: dict[str, list[dict[str, Any]]], title: str) -> None
     rows = list(dict.fromkeys((workers, params) for workers, params, _ in groups))
     height = 0.8 + 0.26 * max(map(len, groups.values()))
     size = (1.5 + 4.2 * len(links), 0.7 + height * len(rows))
-    figure, panels = plots.panels(len(rows), len(links), size)
+    figure, panels = display.panels(len(rows), len(links), size)
     for row, (workers, params) in enumerate(rows):
         for column, link in enumerate(links):
             axes = panels[row][column]
@@ -128,7 +128,7 @@ def draw(file: Path, found: dict[str, list[dict[str, Any]]], title: str) -> None
     unique = dict(zip(labels, handles, strict=True))
     figure.legend(unique.values(), unique.keys(), loc="outside lower center", ncols=4, fontsize=8)
     figure.suptitle(title, fontsize=10)
-    plots.save(figure, file)
+    display.save(figure, file)
 
 
 def _bars(axes, points: list[dict[str, Any]], found) -> None:

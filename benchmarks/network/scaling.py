@@ -23,7 +23,7 @@ from sparse_collectives import cost_model
 from sparse_collectives.cost_model import Workload
 from sparse_collectives.planner import _units
 
-from .._common import options, plots, reports
+from .._common import display, options, reports
 from . import _prediction, _volumes
 from ._prediction import ALGORITHMS, local_cost, predict
 
@@ -110,7 +110,7 @@ def compare_words(size: int, density: float, workers: list[int]) -> list[dict[st
 def draw(file: Path, found: dict[str, Any]) -> None:
     """The step of each algorithm over P, a panel for each network."""
     names = list(dict.fromkeys(row["network"] for row in found["rows"]))
-    figure, panels = plots.panels(1, len(names), (4.2 * len(names), 3.8))
+    figure, panels = display.panels(1, len(names), (4.2 * len(names), 3.8))
     for axes, name in zip(panels[0], names, strict=True):
         for algorithm, colour in zip(ALGORITHMS, COLOURS, strict=True):
             points = [
@@ -119,13 +119,13 @@ def draw(file: Path, found: dict[str, Any]) -> None:
                 if (row["network"], row["algorithm"]) == (name, algorithm)
             ]
             axes.plot(*zip(*points, strict=True), "o-", color=colour, label=algorithm, markersize=3)
-        plots.logarithmic(axes)
+        display.logarithmic(axes)
         axes.set_title(name, fontsize=10)
         axes.set_xlabel("workers P")
         axes.legend(fontsize=7)
     figure.supylabel("predicted ms a step", fontsize=9)
     figure.suptitle(f"n = {found['params']:,}, density {found['density']:g}", fontsize=10)
-    plots.save(figure, file)
+    display.save(figure, file)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -22,8 +22,8 @@ import sparse_collectives
 from sparse_collectives import traffic, wire
 from sparse_collectives.allreduce import ok_topk
 
-from .._common import options, plots, reports
-from .._common.tables import show
+from .._common import display, options, reports
+from .._common.display import show
 from . import _volumes
 
 SECTIONS = ("algorithms", "ok_topk", "flatness", "levels")
@@ -213,7 +213,7 @@ def levels(args):
 
 def draw(file, rows, title):
     """Words over P of each algorithm; the paper's bounds as a band in the same colour."""
-    figure, panels = plots.panels(4, 2, (10, 9), sharex=True, sharey=True)
+    figure, panels = display.panels(4, 2, (10, 9), sharex=True, sharey=True)
     names = [name for name in _volumes.ALGORITHMS if name not in ("dense", "sparse_allgather")]
     for name, axes in zip(names, panels.flat, strict=True):
         mine = [row for row in rows if row["algorithm"] == name]
@@ -228,12 +228,12 @@ def draw(file, rows, title):
             y = [row[case] / row["k"] for row in mine]
             axes.plot(x, y, style, color="tab:blue", markersize=3, label=f"program, {case}")
         axes.set_title(name, fontsize=10)
-        plots.logarithmic(axes)
+        display.logarithmic(axes)
         axes.legend(fontsize=7)
     figure.suptitle(title, fontsize=11)
     figure.supxlabel("workers P (gray: the other algorithms, worst)", fontsize=9)
     figure.supylabel("words received per worker, as a multiple of k", fontsize=9)
-    plots.save(figure, file)
+    display.save(figure, file)
 
 
 @options.program

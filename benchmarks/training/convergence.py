@@ -25,7 +25,7 @@ import optax
 
 import optax_ext
 
-from .._common import options, plots, reports
+from .._common import display, options, reports
 from ._data import read_images, read_text
 from ._recorded_training import MOMENTUM, schedule
 from ._simulated_training import AXIS, Task, Variant, exact_top_k, train
@@ -178,7 +178,7 @@ def show(runs: Sequence[dict[str, Any]]) -> None:
 def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
     """The curves: one color for each variant, one line style for each number of workers."""
     tasks = [task for task in TASKS if any(report["task"] == task for report in runs)]
-    figure, panels = plots.panels(1, len(tasks), (6.5 * len(tasks), 4.8))
+    figure, panels = display.panels(1, len(tasks), (6.5 * len(tasks), 4.8))
     for panel, task in zip(panels[0], tasks, strict=True):
         rows = [report for report in runs if report["task"] == task]
         names = list(dict.fromkeys(report["variant"] for report in rows))
@@ -202,7 +202,7 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
             panel.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
         panel.grid(alpha=0.3)
         panel.legend()
-    plots.save(figure, path)
+    display.save(figure, path)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

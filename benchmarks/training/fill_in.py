@@ -29,7 +29,7 @@ import numpy as np
 
 from sparse_collectives import cost_model
 
-from .._common import options, plots, reports
+from .._common import display, options, reports
 from . import _recorded_training as training
 from ._recorded_tasks import Run, recorded_runs, recording_parser
 from ._unions import growth, parts, predictions, uniform
@@ -141,7 +141,7 @@ def show_predictions(name: str, table: dict[str, Any]) -> None:
 
 def draw(tasks: Sequence[Sequence[dict[str, Any]]], path: Path) -> None:
     """The growth with the number of workers, and the union over the steps."""
-    figure, panels = plots.panels(2, len(tasks), (5.5 * len(tasks), 8))
+    figure, panels = display.panels(2, len(tasks), (5.5 * len(tasks), 8))
     for (above, below), runs in zip(panels.T, tasks, strict=True):
         for color, report in enumerate(runs):
             workers = report["workers"]
@@ -160,7 +160,7 @@ def draw(tasks: Sequence[Sequence[dict[str, Any]]], path: Path) -> None:
         below.set(xlabel="step (dotted: uniform)", ylabel="union / n, %", ylim=(0, None))
         above.legend()
         below.legend(loc="lower right")
-    plots.save(figure, path)
+    display.save(figure, path)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

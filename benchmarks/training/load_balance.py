@@ -35,7 +35,7 @@ import numpy as np
 
 from sparse_collectives import PaddedCOO
 
-from .._common import options, plots, reports
+from .._common import display, options, reports
 from . import _recorded_training as training
 from ._measures import Leaf
 from ._recorded_tasks import Run, recorded_runs, recording_parser
@@ -169,7 +169,7 @@ def show(report: dict[str, Any]) -> None:
 def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
     """The unevenness in both phases over the number of workers, one column for each run."""
     size = (4 * len(runs), 7)
-    figure, panels = plots.panels(2, len(runs), size, sharex=True, sharey="row")
+    figure, panels = display.panels(2, len(runs), size, sharex=True, sharey="row")
     for (above, below), report in zip(panels.T, runs, strict=True):
         for regions, color in zip(REGIONS, ("C3", "C0"), strict=True):
             rows = [row for row in report["rows"] if row["regions"] == regions]
@@ -192,7 +192,7 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
     panels[1, 0].set_ylabel("allgather: entries, max / mean")
     panels[0, 0].legend(loc="upper left")
     panels[1, 0].legend(loc="upper left", fontsize="small")
-    plots.save(figure, path)
+    display.save(figure, path)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

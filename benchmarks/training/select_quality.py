@@ -33,7 +33,7 @@ import numpy as np
 
 from sparse_collectives import Layout, select
 
-from .._common import options, plots, reports
+from .._common import display, options, reports
 from . import _recorded_training as training
 from ._measures import DENSITIES, SELECTIONS, MissingRows
 from ._recorded_tasks import Run, recorded_runs, recording_parser
@@ -202,7 +202,7 @@ def self_driven(run: Run, args: argparse.Namespace) -> None:
 
 def draw(runs: list[dict[str, Any]], every: int, path: Path) -> None:
     """What passes each estimator's threshold over the steps: the form of Ok-Topk's Figure 6."""
-    figure, panels = plots.panels(1, len(runs), (6 * len(runs), 4.5), sharey=True)
+    figure, panels = display.panels(1, len(runs), (6 * len(runs), 4.5), sharey=True)
     for panel, report in zip(panels[0], runs, strict=True):
         for name, style in ESTIMATORS.items():
             x = np.maximum(report["series"][name]["passed"], FLOOR)
@@ -215,7 +215,7 @@ def draw(runs: list[dict[str, Any]], every: int, path: Path) -> None:
         panel.set(yscale="log", xlabel="step", title=title)
     panels[0, 0].set_ylabel("entries that pass the threshold / k")
     panels[0, -1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    plots.save(figure, path)
+    display.save(figure, path)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -1,9 +1,22 @@
-"""Figures in files, without a window and without matplotlib's state of a program."""
+"""Tables as text, and figures in files, without a window or a state of the program."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+
+def show(title: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """Prints a table: the first column to the left, the others to the right."""
+    print(f"\n{title}")
+    widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
+    for line in (head, *lines):
+        first, *others = (
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        print("  ".join([first, *others]).rstrip(), flush=True)
 
 
 def panels(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
