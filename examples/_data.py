@@ -67,27 +67,35 @@ def idx_folder(folder: Path) -> Dataset:
 def read_idx(path: Path) -> np.ndarray:
     """Returns the u8[...] array of an IDX file, gzipped when its name ends in `.gz`.
 
+    No more is read, and decompressed, than the header asks for and one byte.
+
     Raises:
       InputError: the file cannot be read, or is not an IDX file of unsigned bytes.
     """
+    packed = path.suffix == ".gz"
     try:
-        raw = path.read_bytes()
-        content = gzip.decompress(raw) if path.suffix == ".gz" else raw
+        # What a file can hold; deflate packs at most 1032 bytes into one.
+        most = path.stat().st_size * (1032 if packed else 1)
+        with gzip.open(path) if packed else path.open("rb") as file:
+            # Two zero bytes, the type (8 is unsigned byte), the rank, then each size as
+            # big-endian u32.
+            start = file.read(4)
+            if len(start) < 4 or start[:3] != b"\x00\x00\x08" or not 1 <= start[3] <= 4:
+                raise InputError(f"{path} is not an IDX file of unsigned bytes")
+            sizes = file.read(4 * start[3])
+            shape = tuple(
+                int.from_bytes(sizes[at : at + 4], "big") for at in range(0, len(sizes), 4)
+            )
+            asked = math.prod(shape)
+            content = file.read(asked + 1) if asked <= most else b""
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"cannot read {path}: {error}") from error
-    # Two zero bytes, the type (8 is unsigned byte), the rank, then each size as big-endian u32.
-    if len(content) < 4 or content[:3] != b"\x00\x00\x08" or not 1 <= content[3] <= 4:
-        raise InputError(f"{path} is not an IDX file of unsigned bytes")
-    start = 4 + 4 * content[3]
-    shape = tuple(
-        int.from_bytes(content[at : at + 4], "big") for at in range(4, min(start, len(content)), 4)
-    )
-    if len(content) != start + math.prod(shape):
+    if len(sizes) < 4 * start[3] or len(content) != asked:
+        found = "more" if len(content) > asked else "less"
         raise InputError(
-            f"{path} is {len(content)} bytes long, but its header {shape} asks for "
-            f"{start + math.prod(shape)}"
+            f"{path} holds {found} than the {asked} bytes that its header {shape} asks for"
         )
-    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+    return np.frombuffer(content, np.uint8).reshape(shape)
 
 
 def batches(

@@ -1,8 +1,6 @@
-"""The pieces of benchmarks/convergence.py and training_tricks.py by hand, and both in small."""
+"""The pieces of benchmarks.training.convergence and training_tricks by hand, and both in small."""
 
-import importlib
 import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,23 +9,17 @@ import optax
 import pytest
 
 import optax_ext
+from benchmarks.training import _simulated_training as training
+from benchmarks.training import _small_models as models
+from benchmarks.training import convergence, training_tricks
 from sparse_collectives import select
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-
 
 @pytest.fixture
-def load(monkeypatch):
-    """Imports a module of the benchmarks by its name."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module
-
-
-@pytest.fixture
-def line(load):
+def line():
     """A task with one parameter and eight examples, x to fit 2 x; the parameter is its value."""
     x = np.arange(8.0, dtype=np.float32)
-    return load("_simulated_training").Task(
+    return training.Task(
         name="line",
         init=lambda seed: {"slope": jnp.float32(seed)},
         loss=lambda params, x: jnp.mean((params["slope"] * x - 2 * x) ** 2),
@@ -43,20 +35,19 @@ def report(task, variant, workers, values):
     return {"task": task, "variant": variant, "workers": workers, "curves": curves}
 
 
-def test_the_order_has_each_example_once_in_an_epoch(load, line):
-    order = load("_simulated_training").order_of(line, steps=5, batch=4, seed=3)
+def test_the_order_has_each_example_once_in_an_epoch(line):
+    order = training.order_of(line, steps=5, batch=4, seed=3)
     assert order.shape == (5, 4)
     assert sorted(order[:2].ravel()) == sorted(order[2:4].ravel()) == list(range(8))
 
 
-def test_a_batch_of_more_examples_than_there_are(load, line):
+def test_a_batch_of_more_examples_than_there_are(line):
     with pytest.raises(ValueError, match="9 examples, of 8"):
-        load("_simulated_training").order_of(line, steps=1, batch=9, seed=0)
+        training.order_of(line, steps=1, batch=9, seed=0)
 
 
 @pytest.mark.parametrize("workers", [2, 4])
-def test_dense_training_is_that_of_one_worker(load, line, workers):
-    training = load("_simulated_training")
+def test_dense_training_is_that_of_one_worker(line, workers):
     variant = training.Variant(optax_ext.dense(axis=training.AXIS), optax.sgd(0.01))
     options = {"workers": workers, "steps": 5, "every": 2, "batch": 4, "seeds": 2, "label": ""}
     curves = training.train(line, variant, **options)
@@ -71,11 +62,11 @@ def test_dense_training_is_that_of_one_worker(load, line, workers):
 
 
 @pytest.mark.parametrize("nonzero", [2, 1000])
-def test_the_fast_top_k_selects_what_topk_does(load, nonzero):
+def test_the_fast_top_k_selects_what_topk_does(nonzero):
     x = np.random.default_rng(1).normal(size=1000).astype(np.float32)
     x[nonzero:] = 0
     x[5:9] = x[1]
-    fast, exact = load("_exact_top_k").exact_top_k(0.01), select.topk(density=0.01)
+    fast, exact = training.exact_top_k(0.01), select.topk(density=0.01)
     coo, _, info = fast.select(jnp.asarray(x), fast.init(1000))
     expected, _, expected_info = exact.select(jnp.asarray(x), exact.init(1000))
     assert coo.indices.tolist() == expected.indices.tolist()
@@ -83,18 +74,16 @@ def test_the_fast_top_k_selects_what_topk_does(load, nonzero):
     assert int(info.selected) == int(expected_info.selected)
 
 
-def test_patches_make_a_convolution(load):
-    patches = load("_small_models")._patches
+def test_patches_make_a_convolution():
     random = np.random.default_rng(2)
     x = jnp.asarray(random.normal(size=(2, 5, 4, 3)), jnp.float32)
     kernel = jnp.asarray(random.normal(size=(3, 3, 3, 6)), jnp.float32)
     numbers = ("NHWC", "HWIO", "NHWC")
     expected = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers)
-    np.testing.assert_allclose(patches(x) @ kernel.reshape(27, 6), expected, atol=1e-5)
+    np.testing.assert_allclose(models._patches(x) @ kernel.reshape(27, 6), expected, atol=1e-5)
 
 
-def test_the_transformer_does_not_look_ahead(load):
-    models = load("_small_models")
+def test_the_transformer_does_not_look_ahead():
     network = models.transformer(7)
     params = network.init(0)
     tokens = np.random.default_rng(3).integers(0, 7, (1, models.CONTEXT))
@@ -105,8 +94,8 @@ def test_the_transformer_does_not_look_ahead(load):
     assert not np.allclose(before[0, 40:], after[0, 40:], atol=1e-3)
 
 
-def test_gaps_are_to_the_dense_run_of_the_same_seed(load):
-    gaps = load("convergence").gaps
+def test_gaps_are_to_the_dense_run_of_the_same_seed():
+    gaps = convergence.gaps
     dense = report("images", "dense", 16, [0.9, 0.8])
     other = report("images", "dense", 32, [0.5, 0.5])
     sparse = report("images", "ok_topk", 16, [0.89, 0.81, 0.7])
@@ -117,37 +106,9 @@ def test_gaps_are_to_the_dense_run_of_the_same_seed(load):
     np.testing.assert_allclose(gaps(text, reports), [5])
 
 
-@pytest.mark.parametrize(
-    ("benchmark", "argv"),
-    [
-        ("convergence", ["--text", "no-such-file", "--tasks", "text"]),
-        ("convergence", ["--images", "no-such-folder", "--tasks", "images"]),
-        ("convergence", ["--read", "no-such-file"]),
-        ("convergence", ["--json", "no-such-folder/numbers.json"]),
-        ("convergence", ["--only", "no-such-variant"]),
-        ("convergence", ["--workers", "5"]),
-        ("convergence", ["--steps", "1"]),
-        ("convergence", ["--width", "62"]),
-        ("training_tricks", ["--images", "no-such-folder"]),
-        ("training_tricks", ["--only", "no-such-variant"]),
-        ("training_tricks", ["--json", "no-such-folder/numbers.json"]),
-    ],
-)
-def test_wrong_options_are_one_line(load, benchmark, argv, capsys):
-    main = load(benchmark).main
-    try:
-        status = main(argv)
-    except SystemExit as exit_:
-        status = exit_.code
-    assert status == 2
-    message = capsys.readouterr().err.strip()
-    assert message
-    assert "\n" not in message
-
-
 @pytest.mark.slow
-def test_convergence_in_small(load, tmp_path, capsys):
-    main = load("convergence").main
+def test_convergence_in_small(tmp_path, capsys):
+    main = convergence.main
     kept, plot = tmp_path / "kept.json", tmp_path / "plot.png"
     small = ["--steps", "4", "--points", "2", "--seeds", "1", "--workers", "2"]
     names = ["dense", "ok_topk", "momentum correction", "warm-up, small leaves dense"]
@@ -171,8 +132,8 @@ def test_convergence_in_small(load, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_tricks_in_small(load, tmp_path, capsys):
-    main = load("training_tricks").main
+def test_tricks_in_small(tmp_path, capsys):
+    main = training_tricks.main
     kept = tmp_path / "kept.json"
     names = ["dense", "top-k", "correction, masking", "all, density warm-up"]
     small = ["--steps", "6", "--seeds", "2", "--workers", "2", "--only", *names]

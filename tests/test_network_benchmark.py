@@ -1,6 +1,5 @@
-"""benchmarks/network and benchmarks/scaling.py: cases by hand, errors, runs over real links."""
+"""benchmarks.network: cases by hand, errors, runs over real links."""
 
-import importlib
 import json
 import math
 import os
@@ -11,22 +10,11 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-NETWORK = BENCHMARKS / "network"
-
-
-@pytest.fixture
-def load(monkeypatch):
-    """Imports a module of the benchmarks by its name; forgets them all afterwards."""
-    ours = [path.stem for folder in (BENCHMARKS, NETWORK) for path in folder.glob("*.py")]
-    # Short names, which other programs have as well.
-    for name in ours:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    monkeypatch.syspath_prepend(NETWORK)
-    yield importlib.import_module
-    for name in ours:
-        sys.modules.pop(name, None)
+from benchmarks._common import namespaces as hosts
+from benchmarks._common.options import InputError
+from benchmarks._common.processes import ROOT, environment
+from benchmarks.network import _prediction, _problem, _report, _session, run, scaling
+from benchmarks.network._workers import WorkerError
 
 
 def point(**changes):
@@ -52,16 +40,16 @@ def found(points, local=(), links=()):
 
 @pytest.mark.parametrize("size", [1, 100, 12_345, 10**6, 14_700_000, 27_600_000])
 @pytest.mark.parametrize("shapes", ["vgg", "lstm", "flat"])
-def test_shapes_have_exactly_the_entries_asked_for(load, shapes, size):
-    made = load("_shapes").SHAPES[shapes](size)
+def test_shapes_have_exactly_the_entries_asked_for(shapes, size):
+    made = _problem.SHAPES[shapes](size)
     assert sum(math.prod(shape) for shape in made) == size
     if shapes != "flat" and size >= 10**6:
         # What PowerSGD can't compress would decide what it sends.
         assert sum(shape[0] for shape in made if len(shape) == 1) < 0.01 * size
 
 
-def test_gradients_are_the_same_again_and_differ_between_workers_and_turns(load):
-    gradients = load("_gradients").gradients
+def test_gradients_are_the_same_again_and_differ_between_workers_and_turns():
+    gradients = _problem.gradients
     first, again, other = (gradients([(3, 4), (5,)], host, 0) for host in (0, 0, 1))
     assert [leaf.shape for leaf in first[0]] == [(3, 4), (5,)]
     assert all((a == b).all() for a, b in zip(first[2], again[2]))
@@ -69,51 +57,50 @@ def test_gradients_are_the_same_again_and_differ_between_workers_and_turns(load)
     assert not (first[0][0] == other[0][0]).any()
 
 
-def test_batches_have_the_baseline_and_every_method_once_and_fit(load):
-    session = load("_session")
+def test_batches_have_the_baseline_and_every_method_once_and_fit():
     names = ["dense", "ok_topk", "topk_a", "gtopk", "ddp"]
-    assert session.batches(names, 1000, 4, available=1e12) == [names]
-    alone = session.batches(names, 1000, 4, available=1e12, torch_alone=True)
+    assert _session.batches(names, 1000, 4, available=1e12) == [names]
+    alone = _session.batches(names, 1000, 4, available=1e12, torch_alone=True)
     assert alone == [["dense", "ok_topk", "topk_a", "gtopk"], ["dense", "ddp"]]
     # 4 processes with 8 + 2 buffers of 400 MB and their libraries; another has no room.
-    two = session.batches(["ok_topk", "dense", "topk_a"], 10**8, 4, available=4 * 4.5e9)
+    two = _session.batches(["ok_topk", "dense", "topk_a"], 10**8, 4, available=4 * 4.5e9)
     assert two == [["dense", "ok_topk"], ["dense", "topk_a"]]
-    with pytest.raises(load("_workers").WorkerError, match="use fewer --workers or --params"):
-        session.batches(names, 10**8, 4, available=1e9)
+    with pytest.raises(WorkerError, match="use fewer --workers or --params"):
+        _session.batches(names, 10**8, 4, available=1e9)
 
 
 @pytest.mark.parametrize(
     ("link", "rate"), [("100mbit", 12.5e6), ("1gbit", 125e6), ("2.5gbit", 312.5e6)]
 )
-def test_rates(load, link, rate):
-    assert load("_hosts").rate(link) == rate
+def test_rates(link, rate):
+    assert hosts.rate(link) == rate
 
 
-def test_ratios_are_of_the_same_round(load):
-    assert load("_tables").ratios(point()) == [2.0, 4.0, 1.0]
+def test_ratios_are_of_the_same_round():
+    assert _report.ratios(point()) == [2.0, 4.0, 1.0]
 
 
-def test_predicted_bytes_are_of_the_steps_if_these_say_and_else_of_the_program(load):
-    predicted = load("_tables").predicted_bytes
+def test_predicted_bytes_are_of_the_steps_if_these_say_and_else_of_the_program():
+    predicted = _report.predicted_bytes
     assert predicted(point()) == 4 * 62
     assert predicted(point(words=[])) == 4 * 70
     assert predicted(point(words=[], program_words=None)) is None
 
 
-def test_the_parts_of_a_step_add_up(load):
+def test_the_parts_of_a_step_add_up():
     alone = {"workers": 4, "params": 1000, "cpu_seconds": [0.0]}
     local = [alone | {"method": "dense/leaves", "seconds": [0.5]}]
     local += [alone | {"method": "ok_topk", "seconds": [1.5]}]
     everything = found([point(), point(link="none", seconds=[2.5])], local)
-    parts = load("_tables").breakdown(point(), everything)
+    parts = _report.breakdown(point(), everything)
     unlimited = parts.pop("of_it_unlimited")
     assert parts == {"rest": 0.5, "sparsification": 1.0, "communication": 2.5}
     assert unlimited == 1.0
-    assert load("_tables").breakdown(point(method="ddp"), everything) is None
+    assert _report.breakdown(point(method="ddp"), everything) is None
 
 
-def test_the_table_has_the_ratio_and_the_bytes(load):
-    (table,) = load("_tables").tables(found([point(received=[260.4] * 3)]))
+def test_the_table_has_the_ratio_and_the_bytes():
+    (table,) = _report.tables(found([point(received=[260.4] * 3)]))
     line = next(line for line in table.splitlines() if line.startswith("ok_topk"))
     assert "4000.0" in line
     assert " 2.00 " in line
@@ -130,15 +117,18 @@ def validation_report(step):
     ) | {"settings": {"density": 0.01, "cores": 2}}
 
 
-def test_validation_adds_the_local_step_latency_and_bandwidth(load):
+def test_validation_adds_the_local_step_latency_and_bandwidth(tmp_path):
     # A psum of 1e6 floats by 4 workers: 4 messages, and 1.5e6 words of 4 bytes at 125 MB/s.
     model = 0.25 + 4 * 1e-3 + 1.5e6 * 4 / 125e6
     # Neither DDP, nor what has no local step, is in the model.
-    (row,) = load("scaling").validate(validation_report(model / 1.5))
+    file = tmp_path / "network.json"
+    file.write_text(json.dumps(validation_report(model / 1.5)))
+    (row,) = _prediction.validate(file)
     assert row["model"] == pytest.approx(model)
     assert row["error"] == pytest.approx(0.5)
-    with pytest.raises(ValueError, match="nothing to compare"):
-        load("scaling").validate(validation_report(1.0) | {"local": []})
+    file.write_text(json.dumps(validation_report(1.0) | {"local": []}))
+    with pytest.raises(InputError, match="nothing to compare"):
+        _prediction.validate(file)
 
 
 @pytest.mark.parametrize(
@@ -152,24 +142,24 @@ def test_validation_adds_the_local_step_latency_and_bandwidth(load):
         ("ddp/fp16", None),
     ],
 )
-def test_methods_that_the_model_has(load, method, expected):
-    assert load("scaling")._of_method(method) == expected
+def test_methods_that_the_model_has(method, expected):
+    assert _prediction._of_method(method) == expected
 
 
-def test_scaling_reads_the_local_cost_of_a_measurement(load, tmp_path):
+def test_scaling_reads_the_local_cost_of_a_measurement(tmp_path):
     file = tmp_path / "cost.json"
     times = [{"contestant": "dense (psum)", "median_ms": 20}]
     times += [{"contestant": "ok_topk", "median_ms": 100}]
     file.write_text(json.dumps({"size": 10**6, "times": times}))
-    local, dense, _ = load("scaling").local_cost(str(file))
+    local, dense, _ = _prediction.local_cost(str(file))
     assert local.select == pytest.approx(80e-9)
     assert dense == pytest.approx(20e-9)
 
 
-def test_scaling_predicts_all_and_its_words_are_those_of_the_programs(load, tmp_path):
+def test_scaling_predicts_all_and_its_words_are_those_of_the_programs(tmp_path):
     file, figure = tmp_path / "scaling.json", tmp_path / "scaling.png"
     argv = ["--params", "1M", "--workers", "4", "--json", str(file), "--plot", str(figure)]
-    assert load("scaling").main(argv) == 0
+    assert scaling.main(argv) == 0
     numbers = json.loads(file.read_text())
     assert len(numbers["rows"]) == 3 * 5
     assert figure.stat().st_size > 10_000
@@ -177,46 +167,19 @@ def test_scaling_predicts_all_and_its_words_are_those_of_the_programs(load, tmp_
         assert 0.999 * row["best"] <= row["model"] <= 1.001 * row["worst"]
 
 
-@pytest.mark.parametrize(
-    ("benchmark", "argv"),
-    [
-        ("run", ["--workers", "1"]),
-        ("run", ["--workers", "2.5"]),
-        ("run", ["--link", "fast"]),
-        ("run", ["--density", "2"]),
-        ("run", ["--methods", "magic"]),
-        ("run", ["--json", "no-such-folder/numbers.json"]),
-        ("scaling", ["--workers", "0"]),
-        ("scaling", ["--density", "0"]),
-        ("scaling", ["--params", "many"]),
-        ("scaling", ["--local", "no-such-file"]),
-        ("scaling", ["--validate", "no-such-file"]),
-        ("scaling", ["--network", "mine", "1us", "fast", "--no-programs"]),
-    ],
-)
-def test_wrong_options_are_one_line(load, benchmark, argv, capsys):
-    with pytest.raises(SystemExit) as end:
-        load(benchmark).main(argv)
-    assert end.value.code == 2
-    message = capsys.readouterr().err.strip()
-    assert message
-    assert "\n" not in message
-
-
-def test_without_root_it_says_so_in_one_line(load, capsys, monkeypatch):
-    hosts = load("_hosts")
+def test_without_root_it_says_so_in_one_line(capsys, monkeypatch):
     monkeypatch.setattr(hosts.shutil, "which", lambda tool: tool)
     monkeypatch.setattr(hosts.os, "geteuid", lambda: 1000)
     # The handlers of the test's own process are left as they are.
-    monkeypatch.setattr(load("run").signal, "signal", lambda *_: None)
+    monkeypatch.setattr(run.signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit) as end:
-        load("run").main(["--quick"])
+        run.main(["--quick"])
     assert end.value.code == 2
     message = capsys.readouterr().err.strip().splitlines()[-1]
     assert "need root" in message
 
 
-def namespaces(pid):
+def left_by(pid):
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
     names = [line.split()[0] for line in listed.stdout.splitlines()]
     names += [path.name for path in Path("/etc/netns").glob("*")]
@@ -226,73 +189,70 @@ def namespaces(pid):
 def started(*argv):
     # Unoptimised machine code compiles fastest, and nothing here is a time.
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
-    command = [sys.executable, str(NETWORK / "run.py"), "--workers", "2", *argv]
-    root = str(BENCHMARKS.parent)
-    environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": root}
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    command = [sys.executable, "-m", "benchmarks.network.run", "--workers", "2", *argv]
+    variables = environment() | {"XLA_FLAGS": flags}
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=variables, cwd=ROOT)
 
 
 @pytest.fixture
-def usable(load):
-    """Skips where no network can be made: it takes Linux, root, ip, tc, unshare, namespaces."""
-    reason = load("_hosts").unusable()
+def usable():
+    """Skips where no network can be made: it takes Linux, root, ip, tc and namespaces."""
+    reason = hosts.unusable()
     if reason is not None:
         pytest.skip(reason)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("usable")
-def test_a_run_over_real_links_measures_the_bytes_that_the_library_predicts(load, tmp_path):
+def test_a_run_over_real_links_measures_the_bytes_that_the_library_predicts(tmp_path):
     file, figure = tmp_path / "network.json", tmp_path / "network.png"
     # So large that what Gloo adds to each message is little beside it.
     argv = ["--quick", "--params", "400000", "--density", "0.05", "--link", "100mbit"]
     argv += ["--methods", "ok_topk", "topk_a", "--json", str(file), "--plot", str(figure)]
-    run = started(*argv)
-    _, errors = run.communicate()
-    assert run.returncode == 0, errors
-    assert namespaces(run.pid) == set()
+    running = started(*argv)
+    _, errors = running.communicate()
+    assert running.returncode == 0, errors
+    assert left_by(running.pid) == set()
     numbers = json.loads(file.read_text())
     assert figure.stat().st_size > 10_000
-    tables = load("_tables")
     points = {(row["link"], row["method"]): row for row in numbers["points"]}
     methods = ("dense", "ok_topk", "topk_a")
     assert set(points) == {(link, name) for link in ("100mbit", "none") for name in methods}
     for row in points.values():
         received = sum(row["received"]) / len(row["received"])
-        assert received == pytest.approx(tables.predicted_bytes(row), rel=0.1), row["method"]
-        assert tables.breakdown(row, numbers) is not None
+        assert received == pytest.approx(_report.predicted_bytes(row), rel=0.1), row["method"]
+        assert _report.breakdown(row, numbers) is not None
     # 1.6 MB at 12.5 MB/s: the limit is there. (A bucket that is full lets a little pass at once.)
     assert min(points["100mbit", "dense"]["seconds"]) > 0.9 * 1.6e6 / 12.5e6
-    assert {row["method"] for row in load("scaling").validate(numbers)} == set(methods)
+    assert {row["method"] for row in _prediction.validate(file)} == set(methods)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("usable")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_leaves_nothing(number):
-    run = started("--quick", "--methods", "dense", "--no-breakdown")
-    assert "compiling" in run.stderr.readline()
-    assert namespaces(run.pid)
-    run.send_signal(number)
-    _, errors = run.communicate()
-    assert run.returncode == 130
+    running = started("--quick", "--methods", "dense", "--no-breakdown")
+    assert "compiling" in running.stderr.readline()
+    assert left_by(running.pid)
+    running.send_signal(number)
+    _, errors = running.communicate()
+    assert running.returncode == 130
     assert errors.strip().endswith("interrupted")
-    assert namespaces(run.pid) == set()
+    assert left_by(running.pid) == set()
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("usable")
-def test_clean_removes_what_a_killed_run_left_and_nothing_of_a_live_one(load, capsys):
-    hosts, main = load("_hosts"), load("run").main
-    run = started("--quick", "--methods", "dense", "--no-breakdown")
-    assert "compiling" in run.stderr.readline()
-    run.kill()
-    run.communicate()
-    assert namespaces(run.pid)
+def test_clean_removes_what_a_killed_run_left_and_nothing_of_a_live_one(capsys):
+    running = started("--quick", "--methods", "dense", "--no-breakdown")
+    assert "compiling" in running.stderr.readline()
+    running.kill()
+    running.communicate()
+    assert left_by(running.pid)
     with hosts.network(1):
-        alive = namespaces(os.getpid())
-        assert main(["--clean"]) == 0
-        assert namespaces(os.getpid()) == alive
+        alive = left_by(os.getpid())
+        assert run.main(["--clean"]) == 0
+        assert left_by(os.getpid()) == alive
         assert alive
-    assert namespaces(run.pid) == set()
-    assert str(run.pid) in capsys.readouterr().out
+    assert left_by(running.pid) == set()
+    assert str(running.pid) in capsys.readouterr().out

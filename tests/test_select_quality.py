@@ -1,24 +1,14 @@
-"""The measures of benchmarks/select_quality.py on cases worked by hand, and its errors."""
-
-import importlib
-from pathlib import Path
+"""The measures of benchmarks.training.select_quality on cases worked by hand, and its errors."""
 
 import numpy as np
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+from benchmarks.training import _measures as measures
 
 
 @pytest.fixture
-def load(monkeypatch):
-    """Imports a module of the benchmarks by its name."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module
-
-
-@pytest.fixture
-def layout(load):
-    leaf = load("_measures").Leaf
+def layout():
+    leaf = measures.Leaf
     # Rows: 2 words, 3 output channels, 1 whole bias.
     return [
         leaf("embedding", (2, 3), 0, 0),
@@ -27,8 +17,8 @@ def layout(load):
     ]
 
 
-def test_overlap(load):
-    overlap = load("_measures").overlap
+def test_overlap():
+    overlap = measures.overlap
     exact = np.array([1, 4, 6, 9])
     assert overlap(exact, exact) == 1
     assert overlap(np.array([0, 4, 9, 10, 10]), exact) == 0.5
@@ -49,13 +39,12 @@ def test_overlap(load):
         ([16, 16], [2, 3, 1]),
     ],
 )
-def test_missing_rows(load, layout, selected, missing):
-    counts = load("_measures").missing_rows(np.array(selected, int), layout)
+def test_missing_rows(layout, selected, missing):
+    counts = measures.missing_rows(np.array(selected, int), layout)
     assert counts.tolist() == missing
 
 
-def test_the_two_plain_selections(load, layout):
-    measures = load("_measures")
+def test_the_two_plain_selections(layout):
     x = np.zeros(16, np.float32)
     x[[0, 1, 7, 12]] = [-9, 8, 7, 0.5]
     # k is 3 of 16 at once, and 1 of 6, 1 of 6 and 1 of 4.
@@ -63,25 +52,3 @@ def test_the_two_plain_selections(load, layout):
     assert sorted(measures.layer_selection(x, layout, 0.2)) == [0, 7, 12]
     # Zeros are never selected.
     assert sorted(measures.flat_selection(x, layout, 1.0)) == [0, 1, 7, 12]
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["--text", "no-such-file"],
-        ["--images", "no-such-folder"],
-        ["--json", "no-such-folder/numbers.json"],
-        ["--density-text", "2"],
-        ["--steps", "0"],
-    ],
-)
-def test_wrong_options_are_one_line(load, argv, capsys):
-    main = load("select_quality").main
-    try:
-        status = main(argv)
-    except SystemExit as exit_:
-        status = exit_.code
-    assert status == 2
-    message = capsys.readouterr().err.strip()
-    assert message
-    assert "\n" not in message

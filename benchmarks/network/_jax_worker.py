@@ -1,12 +1,9 @@
 """One host's JAX process: steps of data-parallel training over Gloo, with given gradients."""
 
-import json
 import math
-import sys
-import time
 from typing import Any, NamedTuple
 
-import _protocol
+from . import _protocol
 
 # So many gradients are enough where each takes memory of its own.
 _COPIED = 4
@@ -26,10 +23,11 @@ class Worker:
     def __init__(self, config: dict[str, Any]):
         import jax
         import jax.numpy as jnp
-        from _gradients import gradients
-        from _methods import AXIS
         from jax.sharding import AxisType, NamedSharding
         from jax.sharding import PartitionSpec as P
+
+        from ._methods import AXIS
+        from ._problem import gradients
 
         self._density = config["density"]
         self._shapes = [tuple(shape) for shape in config["shapes"]]
@@ -63,9 +61,10 @@ class Worker:
         """Parameters and gradients on a mesh, in place of those on another."""
         import jax
         import jax.numpy as jnp
-        from _methods import AXIS
         from jax.sharding import NamedSharding
         from jax.sharding import PartitionSpec as P
+
+        from ._methods import AXIS
 
         if mesh is self._mesh:
             return
@@ -88,11 +87,12 @@ class Worker:
         """Compiles the step of a method, takes `warmup` of them; what each is to receive."""
         import jax
         import optax
-        from _methods import AXIS, JAX
         from jax.sharding import PartitionSpec as P
 
         import optax_ext
         from sparse_collectives import traffic
+
+        from ._methods import AXIS, JAX
 
         self._use(self._alone if local else self._everyone)
         tx = optax.chain(JAX[method](self._density), optax.sgd(1e-3))
@@ -146,21 +146,7 @@ class Worker:
 
     def measure(self, method: str, steps: int) -> dict[str, Any]:
         """Seconds, bytes and words of so many steps."""
-        self.barrier()
-        before = _protocol.interface_bytes()
-        start, busy = time.perf_counter(), time.process_time()
-        words = self.take(method, steps)
-        seconds, busy = time.perf_counter() - start, time.process_time() - busy
-        # What others still have to send for these steps is there after a barrier.
-        self.barrier()
-        after = _protocol.interface_bytes()
-        return {
-            "seconds": seconds / steps,
-            "cpu_seconds": busy / steps,
-            "received": (after[0] - before[0]) / steps,
-            "sent": (after[1] - before[1]) / steps,
-            "words": sum(words) / steps if words else None,
-        }
+        return _protocol.measured(self.barrier, lambda: self.take(method, steps), steps)
 
     def latency(self, sizes: list[int], rounds: int) -> dict[str, Any]:
         """Alpha and beta of this network, as the library fits them."""
@@ -179,10 +165,7 @@ class Worker:
 
 def main() -> None:
     """Joins the other processes and does what it is told."""
-    config = json.loads(sys.argv[1])
-    answer = _protocol.start(config["name"])
-    if config["pin"]:
-        _protocol.pin(config["host"])
+    config, answer = _protocol.start()
     import jax
 
     jax.config.update("jax_platforms", "cpu")

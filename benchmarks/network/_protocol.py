@@ -4,32 +4,24 @@ A worker does what a line on its standard input says and answers with one line. 
 this goes over the network that is measured.
 """
 
-import ctypes
 import json
 import os
 import signal
-import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
+from .._common.processes import die_with_parent
 
 
-def start(host_name: str) -> Callable[[Any], None]:
-    """Prepares a worker process; returns the function that writes an answer.
-
-    Args:
-      host_name: what this host is called: the name that others resolve to its address.
-    """
-    # No worker outlives the program that started it, whatever becomes of that.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def start() -> tuple[dict[str, Any], Callable[[Any], None]]:
+    """Prepares a worker process: what it is told, and the function that writes an answer."""
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Gloo takes the address to which this name resolves.
-    socket.sethostname(host_name)
-    # Whatever a library prints goes to the log and not between the answers.
+    # Whatever a library prints goes to standard error and not between the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -37,7 +29,12 @@ def start(host_name: str) -> Callable[[Any], None]:
         answers.write(json.dumps(value) + "\n")
         answers.flush()
 
-    return answer
+    config = json.loads(sys.argv[1])
+    if config["pin"]:
+        # Before any library counts the cores.
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[config["host"] % len(cores)]})
+    return config, answer
 
 
 def serve(answer: Callable[[Any], None], commands: dict[str, Callable[..., Any]]) -> None:
@@ -53,14 +50,29 @@ def serve(answer: Callable[[Any], None], commands: dict[str, Callable[..., Any]]
             answer({"failure": f"{type(error).__name__}: {error}".splitlines()[0]})
 
 
-def interface_bytes() -> tuple[int, int]:
+def measured(
+    barrier: Callable[[], None], take: Callable[[], list[float]], steps: int
+) -> dict[str, Any]:
+    """Seconds, bytes and words of a step, the mean of those that ``take`` takes."""
+    barrier()
+    before = _interface_bytes()
+    start, busy = time.perf_counter(), time.process_time()
+    words = take()
+    seconds, busy = time.perf_counter() - start, time.process_time() - busy
+    # What others still have to send for these steps is there after a barrier.
+    barrier()
+    after = _interface_bytes()
+    return {
+        "seconds": seconds / steps,
+        "cpu_seconds": busy / steps,
+        "received": (after[0] - before[0]) / steps,
+        "sent": (after[1] - before[1]) / steps,
+        "words": sum(words) / steps if words else None,
+    }
+
+
+def _interface_bytes() -> tuple[int, int]:
     """Bytes that this host has received and sent, headers included."""
     folder = Path("/sys/class/net/eth0/statistics")
     received, sent = ((folder / f"{way}_bytes").read_text() for way in ("rx", "tx"))
     return int(received), int(sent)
-
-
-def pin(host: int) -> None:
-    """Keeps this process on one core, before any library counts the cores."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[host % len(cores)]})

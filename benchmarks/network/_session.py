@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import _hosts
-from _methods import BASELINE, JAX, REST
-from _shapes import SHAPES
-from _workers import WorkerError, Workers, workers
+from .._common.namespaces import Hosts, network
+from ._methods import BASELINE, JAX, REST
+from ._problem import SHAPES
+from ._workers import WorkerError, Workers, workers
 
 # A new port for every start: a closed one may be in use for a while.
 _ports = itertools.count(9000)
@@ -29,7 +29,7 @@ class Settings(NamedTuple):
 
     Attributes:
       density: k / n.
-      shapes: a key of ``_shapes.SHAPES``.
+      shapes: a key of ``_problem.SHAPES``.
       rounds: how often each method has its turn.
       steps: at most, of a turn.
       warmup: steps before anything is measured, so that residuals have filled.
@@ -100,9 +100,9 @@ def measure(
     """
     found: dict[str, list[dict[str, Any]]] = {"points": [], "links": [], "local": []}
     where = {"workers": hosts, "params": size}
-    with _hosts.network(hosts) as network:
+    with network(hosts) as made:
         for number, names in enumerate(groups):
-            with _started(names, network, size, s) as owner:
+            with _started(names, made, size, s) as owner:
                 if s.breakdown:
                     for name in dict.fromkeys([REST, *names]):
                         if name in JAX and (number == 0 or name not in (BASELINE, REST)):
@@ -114,7 +114,7 @@ def measure(
                     answers = owner[name].ask("prepare", method=name, warmup=_warmup(name, s))
                     words[name] = answers[0]["words"]
                 for link in links:
-                    network.limit(link)
+                    made.limit(link)
                     if number == 0:
                         say(f"{link}: latency")
                         arguments = {"sizes": _LATENCY_SIZES, "rounds": 5}
@@ -133,17 +133,17 @@ def measure(
                         row["baseline_seconds"] = rows[BASELINE]["seconds"]
                         if number == 0 or name != BASELINE:
                             found["points"].append(row)
-                network.limit("none")
+                made.limit("none")
     return found
 
 
 @contextlib.contextmanager
 def _started(
-    names: Sequence[str], network: _hosts.Hosts, size: int, s: Settings
+    names: Sequence[str], made: Hosts, size: int, s: Settings
 ) -> Iterator[dict[str, Workers]]:
     """The processes that have each method: those of JAX, and of PyTorch where it is needed."""
     config = {
-        "workers": len(network.addresses),
+        "workers": len(made.addresses),
         "density": s.density,
         "shapes": SHAPES[s.shapes](size),
         "seed": s.seed,
@@ -152,14 +152,14 @@ def _started(
     with contextlib.ExitStack() as stack:
 
         def start(program: str) -> Workers:
-            own = config | {"coordinator": f"{network.addresses[0]}:{next(_ports)}"}
+            own = config | {"coordinator": f"{made.addresses[0]}:{next(_ports)}"}
             options = {"threads": 1 if s.pin else 0, "seconds": s.seconds}
-            return stack.enter_context(workers(program, network, own, **options))
+            return stack.enter_context(workers(program, made, own, **options))
 
-        jax = start("_jax_worker.py")
+        jax = start("_jax_worker")
         torch = None
         if any(name not in JAX for name in names):
-            torch = start("_torch_worker.py")
+            torch = start("_torch_worker")
         yield {name: jax if name in JAX else torch for name in (REST, *names)}
 
 

@@ -1,12 +1,9 @@
 """One host's PyTorch process: DistributedDataParallel over Gloo, with given gradients."""
 
-import json
-import sys
-import time
 import warnings
 from typing import Any
 
-import _protocol
+from . import _protocol
 
 
 def synchronous_power_sgd():
@@ -49,7 +46,8 @@ class Worker:
 
     def __init__(self, config: dict[str, Any]):
         import torch
-        from _gradients import gradients
+
+        from ._problem import gradients
 
         self._torch = torch
         shapes = [tuple(shape) for shape in config["shapes"]]
@@ -124,29 +122,17 @@ class Worker:
 
     def measure(self, method: str, steps: int) -> dict[str, Any]:
         """Seconds and bytes of so many steps."""
-        self.barrier()
-        before = _protocol.interface_bytes()
-        start, busy = time.perf_counter(), time.process_time()
-        self.take(method, steps)
-        seconds, busy = time.perf_counter() - start, time.process_time() - busy
-        # What others still have to send for these steps is there after a barrier.
-        self.barrier()
-        after = _protocol.interface_bytes()
-        return {
-            "seconds": seconds / steps,
-            "cpu_seconds": busy / steps,
-            "received": (after[0] - before[0]) / steps,
-            "sent": (after[1] - before[1]) / steps,
-            "words": None,
-        }
+
+        def take() -> list[float]:
+            self.take(method, steps)
+            return []
+
+        return _protocol.measured(self.barrier, take, steps)
 
 
 def main() -> None:
     """Joins the other processes and does what it is told."""
-    config = json.loads(sys.argv[1])
-    answer = _protocol.start(config["name"])
-    if config["pin"]:
-        _protocol.pin(config["host"])
+    config, answer = _protocol.start()
     import torch
 
     # A set-up that PyTorch advises against says so at each step.

@@ -1,8 +1,8 @@
 """Training steps over real sockets with a limited bandwidth: every host a network namespace.
 
-    sudo python benchmarks/network/run.py --workers 4 --link 100mbit 1gbit --params 14.7e6
-    sudo python benchmarks/network/run.py --quick
-    sudo python benchmarks/network/run.py --clean
+    sudo python -m benchmarks.network.run --workers 4 --link 100mbit 1gbit --params 14.7e6
+    sudo python -m benchmarks.network.run --quick
+    sudo python -m benchmarks.network.run --clean
 
 The gradients are given, so that nothing but compression, exchange and update is timed.
 Contestants are optax_ext's allreduces (jax.distributed over Gloo) and, where PyTorch is
@@ -10,12 +10,11 @@ installed, its DistributedDataParallel over Gloo: plain, with fp16, and with Pow
 them take turns in each round, and a ratio is one of the same round. docs/network.md says how
 it is set up and how to read it.
 
-Linux only, with root, iproute2 (ip, tc) and unshare.
+Linux only, with root and iproute2 (ip, tc).
 """
 
 import argparse
 import importlib.util
-import json
 import os
 import platform
 import signal
@@ -23,14 +22,13 @@ import sys
 import time
 from pathlib import Path
 
-import _hosts
-import _plot
-import _session
-import _tables
 import jax
-from _methods import BASELINE, JAX, QUICK, TORCH
-from _shapes import SHAPES
-from _workers import WorkerError
+
+from .._common import namespaces, options, reports
+from . import _report, _session
+from ._methods import BASELINE, JAX, QUICK, TORCH
+from ._problem import SHAPES
+from ._workers import WorkerError
 
 # Left for everything else on the machine.
 _MEMORY_SHARE = 0.8
@@ -38,50 +36,42 @@ _MEMORY_SHARE = 0.8
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    made = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    made.error = lambda message: made.exit(2, f"{made.prog}: {message}\n")
-    made.add_argument("--workers", type=_count, nargs="+", default=[4], metavar="P")
-    made.add_argument("--link", type=_link, nargs="+", default=["1gbit"], metavar="RATE")
-    made.add_argument("--params", type=_count, nargs="+", metavar="N", help="14.7e6")
-    made.add_argument("--density", type=_share, default=0.01)
-    made.add_argument(
+    made = options.parser_of(__doc__)
+    add = made.add_argument
+    add("--workers", type=options.several, nargs="+", default=[4], metavar="P")
+    add("--link", type=_link, nargs="+", default=["1gbit"], metavar="RATE")
+    add("--params", type=options.at_least_one, nargs="+", metavar="N", help="14.7e6")
+    add("--density", type=options.share, default=0.01)
+    add(
         "--methods",
         nargs="+",
         choices=(*JAX, *TORCH),
         metavar="NAME",
         help=", ".join([*JAX, *TORCH]),
     )
-    made.add_argument("--shapes", choices=SHAPES, default="vgg", help="of the parameters")
-    made.add_argument("--rounds", type=_count, default=9, help="turns of each method")
-    made.add_argument("--steps", type=_count, default=8, help="of a turn at most")
-    made.add_argument("--warmup", type=_count, default=16, help="steps before the first turn")
-    made.add_argument("--no-pin", action="store_true", help="let processes use all cores")
-    made.add_argument("--no-breakdown", action="store_true", help="leave out the parts of a step")
-    made.add_argument("--torch-alone", action="store_true", help="not in the same rounds as JAX")
-    made.add_argument("--seed", type=int, default=0)
-    made.add_argument("--timeout", type=float, default=900, help="seconds for one answer")
-    made.add_argument("--json", type=Path, metavar="FILE")
-    made.add_argument("--plot", type=Path, metavar="FILE", help="a PNG")
-    made.add_argument("--quick", action="store_true", help="a functional test with a tiny n")
-    made.add_argument("--clean", action="store_true", help="remove leftovers of dead runs, and end")
+    add("--shapes", choices=SHAPES, default="vgg", help="of the parameters")
+    add("--rounds", type=options.at_least_one, default=9, help="turns of each method")
+    add("--steps", type=options.at_least_one, default=8, help="of a turn at most")
+    add("--warmup", type=options.at_least_one, default=16, help="steps before the first turn")
+    add("--no-pin", action="store_true", help="let processes use all cores")
+    add("--no-breakdown", action="store_true", help="leave out the parts of a step")
+    add("--torch-alone", action="store_true", help="not in the same rounds as JAX")
+    add("--seed", type=int, default=0)
+    add("--timeout", type=options.positive, default=900, help="seconds for one answer")
+    options.add_outputs(made, plot=True)
+    add("--quick", action="store_true", help="a functional test with a tiny n")
+    add("--clean", action="store_true", help="remove leftovers of dead runs, and end")
     return made
 
 
 def main(argv: list[str] | None = None) -> int:
     """Measures, prints, and writes the files that are asked for."""
-    options = parser()
-    args = options.parse_args(argv)
+    own = parser()
+    args = own.parse_args(argv)
     if args.clean:
-        removed = _hosts.clean()
+        removed = namespaces.clean()
         print(f"removed {len(removed)} namespaces of dead runs {' '.join(removed)}".rstrip())
         return 0
-    for file in filter(None, (args.json, args.plot)):
-        if file.is_dir() or not os.access(file.resolve().parent, os.W_OK):
-            options.error(f"cannot write {file}")
-    if min(args.workers) < 2:
-        options.error("--workers: an exchange needs at least 2")
     if args.quick:
         args.rounds, args.steps, args.warmup = 2, 2, 3
     sizes = args.params or [20_000 if args.quick else 14_700_000]
@@ -90,11 +80,11 @@ def main(argv: list[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _interrupt)
     try:
-        reason = _hosts.unusable()
+        reason = namespaces.unusable()
     except KeyboardInterrupt:
         return 130
     if reason is not None:
-        options.error(reason)
+        own.error(reason)
     links = list(dict.fromkeys([*args.link, *([] if args.no_breakdown else ["none"])]))
     settings = _session.Settings(
         density=args.density,
@@ -116,19 +106,19 @@ def main(argv: list[str] | None = None) -> int:
                 rows = _session.measure(size, hosts, links, groups, settings, _say)
                 for name, more in rows.items():
                     found[name] += more
-                print("\n" + "\n\n".join(_tables.tables(rows)), flush=True)
+                print("\n" + "\n\n".join(_report.tables(rows)), flush=True)
                 # After each session: hours of measurements survive a failure in the next.
-                if args.json:
-                    _write(args.json, _machine() | settings._asdict(), found)
-    except (_hosts.NetworkError, WorkerError) as error:
-        print(f"{options.prog}: {error}", file=sys.stderr)
+                content = {"settings": _machine() | settings._asdict(), **found}
+                reports.write(args.json, content)
+    except (namespaces.NetworkError, WorkerError) as error:
+        print(f"{own.prog}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"{options.prog}: interrupted", file=sys.stderr)
+        print(f"{own.prog}: interrupted", file=sys.stderr)
         return 130
     if args.plot:
         title = f"Steps with given gradients, density {args.density:g}; speed-up over dense"
-        _plot.draw(str(args.plot), found, title)
+        _report.draw(args.plot, found, title)
     return 0
 
 
@@ -174,29 +164,9 @@ def _machine() -> dict:
     }
 
 
-def _write(file: Path, settings: dict, found: dict) -> None:
-    text = json.dumps({"settings": settings, **found}, indent=1) + "\n"
-    part = file.with_name(file.name + ".part")
-    part.write_text(text)
-    part.replace(file)
-
-
-def _count(text: str) -> int:
-    number = float(text)
-    if not 1 <= number < float("inf") or number % 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return int(number)
-
-
-def _share(text: str) -> float:
-    if not 0 < float(text) <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not in (0, 1]")
-    return float(text)
-
-
 def _link(text: str) -> str:
     try:
-        _hosts.rate(text)
+        namespaces.rate(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text

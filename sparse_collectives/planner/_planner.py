@@ -39,7 +39,7 @@ class LocalCost(NamedTuple):
     merge: float
 
 
-# `benchmarks/step_cost.py`: a whole step with ok_topk takes about 6 ns a component on
+# `benchmarks.local.step_cost`: a whole step with ok_topk takes about 6 ns a component on
 # two CPU cores, n = 14.7M. A scatter-add of pairs into n floats takes 2 to 7 ns a
 # pair on the same machine.
 CPU = LocalCost(6e-9, 6e-9)

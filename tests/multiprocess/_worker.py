@@ -6,9 +6,12 @@ from pathlib import Path
 
 import jax
 
+from benchmarks._common.processes import die_with_parent
+
 
 def main(options: dict) -> None:
     """Runs the cases and writes what each returns to FOLDER/CASE.PROCESS.npz."""
+    die_with_parent()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", options["devices"])
     jax.distributed.initialize(

@@ -7,20 +7,21 @@ import jax
 import pytest
 
 import train_multihost
+from benchmarks._common.processes import ROOT, coordinator
 from tests.multiprocess import _launch
 
-EXAMPLE = _launch.ROOT / "examples" / "train_multihost.py"
+EXAMPLE = ROOT / "examples" / "train_multihost.py"
 
 
 def run(folder, processes, *options):
     """What process 0 prints; the others print nothing of their own."""
-    with _launch.reserved_port() as port:
-        group = ["--coordinator", f"127.0.0.1:{port}", "--num-processes", str(processes)]
+    with coordinator() as (address, bound):
+        group = ["--coordinator", address, "--num-processes", str(processes)]
         commands = [
             [sys.executable, str(EXAMPLE), *group, "--process-id", str(i), *options]
             for i in range(processes)
         ]
-        results = _launch.finish(commands, port, folder)
+        results = _launch.finish(commands, bound, folder)
     for status, _ in results:
         assert status == 0, results
     for _, output in results[1:]:
@@ -50,14 +51,14 @@ def test_a_training_goes_on_with_the_same_and_with_other_processes(tmp_path):
 
 @pytest.mark.slow
 def test_processes_that_do_not_meet_end_with_one_line(tmp_path):
-    with _launch.reserved_port() as port:
-        group = ["--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--timeout", "2"]
+    with coordinator() as (address, bound):
+        group = ["--coordinator", address, "--num-processes", "2", "--timeout", "2"]
         command = [sys.executable, str(EXAMPLE), *group, "--process-id"]
         # Each alone: the one that waits for others, and the one that finds no coordinator.
-        results = [_launch.finish([[*command, i]], port, tmp_path)[0] for i in ("0", "1")]
+        results = [_launch.finish([[*command, i]], bound, tmp_path)[0] for i in ("0", "1")]
     for status, output in results:
         assert status == 2, output
-        assert f"have not met at 127.0.0.1:{port} within 2 s" in output
+        assert f"have not met at {address} within 2 s" in output
         assert "Traceback" not in output
 
 

@@ -1,0 +1,10 @@
+"""Measurements that the docs report.
+
+Each program is run from the root of the repository:
+
+    python -m benchmarks.local.step_cost --help
+
+- ``local``: time and memory of one process.
+- ``training``: what compression does to a training, and what its selections look like.
+- ``network``: words, predicted times, and steps over real sockets.
+"""

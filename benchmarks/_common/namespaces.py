@@ -1,0 +1,181 @@
+"""Hosts on one switch, made of network namespaces, with a bandwidth limit for each.
+
+Every host is a namespace with one interface, `eth0`, and the name of the machine stands for the
+address of the host in it. The other end of its cable is in one more namespace, on a bridge: the
+switch. Nothing is made in the namespace of the machine, so that neither its routes nor its firewall
+take part, and deleting the namespaces removes everything. A token bucket (`tc tbf`) at both ends of
+each cable limits what a host sends and what it receives. Linux only, with root.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+_PREFIX = "scnet"
+_OURS = re.compile(rf"{_PREFIX}(\d+)-\w+")
+# `ip netns exec NAME` mounts what is in here over /etc.
+_ETC = Path("/etc/netns")
+_TOOLS = ("ip", "tc")
+# How long a full queue may take to drain; a switch has about as much memory.
+_QUEUE = "50ms"
+_SMALLEST_BURST = 64 * 1024
+
+
+class NetworkError(Exception):
+    """A command of `ip` or `tc` failed; one line."""
+
+
+def unusable() -> str | None:
+    """Why no network can be made here, in one line; None where it can."""
+    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    if missing:
+        return f"{', '.join(missing)} not found: install iproute2 (Linux only)"
+    if os.geteuid() != 0:
+        return "network namespaces need root: run this with sudo, or in a privileged container"
+    try:
+        with network(1, name=f"{_PREFIX}{os.getpid()}") as hosts:
+            hosts.limit("1gbit")
+            _run(*hosts.command(0), "true")
+    except NetworkError as error:
+        return str(error)
+    return None
+
+
+class Hosts:
+    """The hosts of one network.
+
+    Attributes:
+      name: the prefix of the namespaces.
+      addresses: of each host.
+    """
+
+    def __init__(self, name: str, count: int):
+        self.name = name
+        self.addresses = [f"10.213.{i // 250}.{i % 250 + 1}" for i in range(count)]
+
+    def command(self, host: int) -> list[str]:
+        """What to put before a command to run it on a host."""
+        return ["ip", "netns", "exec", f"{self.name}-{host}"]
+
+    def link_down(self, host: int) -> None:
+        """Pulls the cable of a host, at the switch: no connection is closed, all is lost."""
+        _run("ip", "-n", f"{self.name}-switch", "link", "set", f"port{host}", "down")
+
+    def limit(self, link: str) -> None:
+        """Limits every cable in both directions; ``none``: no limit.
+
+        Args:
+          link: a rate as `tc` writes it, such as 100mbit, 1gbit or 10gbit.
+        """
+        for host in range(len(self.addresses)):
+            for namespace, interface in (
+                (f"{self.name}-{host}", "eth0"),
+                (f"{self.name}-switch", f"port{host}"),
+            ):
+                device = ["tc", "-n", namespace, "qdisc"]
+                if link == "none":
+                    subprocess.run(
+                        [*device, "del", "dev", interface, "root"], capture_output=True, check=False
+                    )
+                else:
+                    burst = max(_SMALLEST_BURST, int(rate(link) / 1000))
+                    _run(
+                        *(*device, "replace", "dev", interface, "root", "tbf"),
+                        *("rate", link, "burst", str(burst), "latency", _QUEUE),
+                    )
+
+
+@contextlib.contextmanager
+def network(count: int, name: str | None = None) -> Iterator[Hosts]:
+    """Hosts that exist inside the `with`; all of it is removed afterwards, whatever happens.
+
+    Raises:
+      NetworkError: the kernel or the rights do not suffice.
+    """
+    name = f"{_PREFIX}{os.getpid()}" if name is None else name
+    hosts = Hosts(name, count)
+    try:
+        _create(hosts)
+        yield hosts
+    finally:
+        _delete(name)
+
+
+def clean() -> list[str]:
+    """Removes the namespaces of processes that are gone; returns their names."""
+    found = set(_namespaces()) | {path.name for path in _ETC.glob(f"{_PREFIX}*")}
+    dead = [
+        namespace
+        for namespace in sorted(found)
+        if (match := _OURS.fullmatch(namespace)) and not Path("/proc", match[1]).exists()
+    ]
+    for namespace in dead:
+        _delete_one(namespace)
+    return dead
+
+
+def rate(link: str) -> float:
+    """Bytes per second of a rate such as 1gbit; infinite for ``none``.
+
+    Raises:
+      ValueError: it is not such a rate.
+    """
+    if link == "none":
+        return float("inf")
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", link)
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f"{link!r} is not a link: write 100mbit, 1gbit, 10gbit or none")
+    return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]] / 8
+
+
+def _create(hosts: Hosts) -> None:
+    switch = f"{hosts.name}-switch"
+    _run("ip", "netns", "add", switch)
+    _run("ip", "-n", switch, "link", "add", "switch", "type", "bridge")
+    _run("ip", "-n", switch, "link", "set", "switch", "up")
+    for i, address in enumerate(hosts.addresses):
+        host, port = f"{hosts.name}-{i}", f"port{i}"
+        etc = _ETC / host
+        etc.mkdir(parents=True)
+        # Gloo takes the address to which the name of the machine resolves.
+        (etc / "hosts").write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
+        _run("ip", "netns", "add", host)
+        veth = ["link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", host]
+        _run("ip", "-n", switch, *veth)
+        _run("ip", "-n", switch, "link", "set", port, "master", "switch", "up")
+        # Without addresses of IPv6 nothing is sent that was not asked for.
+        _run("ip", "-n", host, "link", "set", "eth0", "addrgenmode", "none")
+        _run("ip", "-n", host, "address", "add", f"{address}/16", "dev", "eth0")
+        _run("ip", "-n", host, "link", "set", "eth0", "up")
+        _run("ip", "-n", host, "link", "set", "lo", "up")
+
+
+def _namespaces() -> list[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False)
+    return [line.split()[0] for line in listed.stdout.splitlines() if line.strip()]
+
+
+def _delete(name: str) -> None:
+    found = set(_namespaces()) | {path.name for path in _ETC.glob(f"{name}-*")}
+    for namespace in found:
+        if namespace.startswith(f"{name}-"):
+            _delete_one(namespace)
+
+
+def _delete_one(namespace: str) -> None:
+    subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, check=False)
+    shutil.rmtree(_ETC / namespace, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        _ETC.rmdir()
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason: Sequence[str] = (done.stderr or done.stdout).strip().splitlines() or ["no reason"]
+        raise NetworkError(f"`{' '.join(command)}` failed: {reason[-1]}")

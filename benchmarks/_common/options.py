@@ -1,0 +1,88 @@
+"""The command line of a program: types of options, output files, errors of one line."""
+
+import argparse
+import functools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+
+class InputError(ValueError):
+    """An option or a file is wrong; the message is one line for the user."""
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """A parser whose help is the docstring of the program, and whose errors are one line."""
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.error = lambda message: made.exit(2, f"{made.prog}: {message}\n")
+    return made
+
+
+def add_outputs(parser: argparse.ArgumentParser, *, plot: bool = False) -> None:
+    """Adds ``--json``, and ``--plot`` where the program draws."""
+    parser.add_argument("--json", type=output, metavar="FILE", help="also write the numbers here")
+    if plot:
+        parser.add_argument("--plot", type=output, metavar="FILE", help="draw them: a PNG")
+
+
+def program(main: Callable[[list[str] | None], int | None]) -> Callable[..., int]:
+    """Makes ``main(argv) -> status``, for which a wrong input is status 2 and one line."""
+
+    @functools.wraps(main)
+    def run(argv: list[str] | None = None) -> int:
+        try:
+            return main(argv) or 0
+        except InputError as error:
+            name = main.__module__ if main.__module__ != "__main__" else Path(sys.argv[0]).stem
+            print(f"{name.rpartition('.')[2]}: {error}", file=sys.stderr)
+            return 2
+
+    return run
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """The type of a whole number; ``1e6`` is one too."""
+
+    def count(text: str) -> int:
+        number = float(text)
+        if not least <= number < float("inf") or number % 1:
+            raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
+        return int(number)
+
+    return count
+
+
+at_least_one = at_least(1)
+# Workers between which something is exchanged, or values that have a deviation.
+several = at_least(2)
+
+
+def share(text: str) -> float:
+    """The type of a density."""
+    if not 0 < float(text) <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not in (0, 1]")
+    return float(text)
+
+
+def positive(text: str) -> float:
+    """The type of a rate or a factor."""
+    if not 0 < float(text) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return float(text)
+
+
+def output(text: str) -> Path:
+    """The type of a file to write: hours of work must not end with one that can't be written."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path.resolve().parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot write {path}")
+    return path
+
+
+def progress(text: str, *, last: bool = False) -> None:
+    """Says on a terminal how far a run is."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="\n" if last else "", file=sys.stderr, flush=True)

@@ -1,0 +1,228 @@
+"""Groups of processes that report in JSON lines; they end with the block that started them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+# What would make a process of ours a part of a group that someone else has started.
+_FOREIGN = ("SLURM_", "OMPI_", "PMI_", "JAX_COORDINATOR", "JAX_NUM_PROC", "JAX_PROCESS_ID")
+_PR_SET_PDEATHSIG = 1
+
+
+class Process:
+    """A process, and what it has said so far.
+
+    Attributes:
+      pid: its id.
+      ended_at: ``time.monotonic()`` when it ended; None before.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        folder: Path,
+        changed: threading.Condition,
+    ):
+        # Pipes for all: a file would be subject to the limits that a fault sets.
+        self._popen = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            env=environment,
+            cwd=folder,
+            # Ctrl-C ends this program, which then ends them.
+            start_new_session=True,
+        )
+        self.pid = self._popen.pid
+        self.ended_at: float | None = None
+        # Shared by the group, so that one can wait for any of them.
+        self._changed = changed
+        self._events: list[dict[str, Any]] = []
+        self._errors: list[str] = []
+        self._output: list[str] = []
+        self._threads = [
+            threading.Thread(target=target, daemon=True)
+            for target in (self._read_events, self._read_errors, self._await_end)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def status(self) -> int | None:
+        """The exit status, or minus the signal; None while it runs."""
+        return self._popen.poll() if self.ended_at is not None else None
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """All it has said on standard output."""
+        with self._changed:
+            return list(self._events)
+
+    @property
+    def errors(self) -> str:
+        """All it has said on standard error."""
+        with self._changed:
+            return "".join(self._errors)
+
+    @property
+    def output(self) -> str:
+        """All it has said on both, in the order in which it came."""
+        with self._changed:
+            return "".join(self._output)
+
+    def find(self, event: str, **values: Any) -> dict[str, Any] | None:
+        """The first event of this name and these values, or None."""
+        wanted = {"event": event, **values}
+        return next((e for e in self.events if wanted.items() <= e.items()), None)
+
+    def wait_for(self, event: str, *, seconds: float, **values: Any) -> dict[str, Any]:
+        """The event, as soon as it comes.
+
+        Raises:
+          RuntimeError: the process ended, or the time is over, without it.
+        """
+        wait([self], lambda: self.find(event, **values) or self.ended_at is not None, seconds)
+        found = self.find(event, **values)
+        if found is None:
+            raise RuntimeError(
+                f"process {self.pid} (status {self.status}) did not say {event} {values} within "
+                f"{seconds:g} s. Its last words:\n{self.errors[-3000:]}"
+            )
+        return found
+
+    def wait_for_end(self, seconds: float) -> bool:
+        """Whether it has ended, after that time at most."""
+        return wait([self], lambda: self.ended_at is not None, seconds)
+
+    def send(self, line: str) -> None:
+        """A line for its standard input; nothing where it has ended."""
+        with contextlib.suppress(OSError):
+            self._popen.stdin.write(line + "\n")
+            self._popen.stdin.flush()
+
+    def signal(self, number: int) -> None:
+        """Nothing where it has ended."""
+        if self._popen.poll() is None:
+            self._popen.send_signal(number)
+
+    def close(self) -> None:
+        """Kills it where it still runs; SIGKILL ends a stopped process too."""
+        if self._popen.poll() is None:
+            self._popen.kill()
+        for thread in self._threads:
+            thread.join()
+        for pipe in (self._popen.stdin, self._popen.stdout, self._popen.stderr):
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+    def _read_events(self) -> None:
+        for line in self._popen.stdout:
+            event = None
+            # Gloo writes a line of its own to standard output.
+            with contextlib.suppress(ValueError):
+                event = json.loads(line)
+            with self._changed:
+                self._output.append(line)
+                if isinstance(event, dict):
+                    self._events.append(event)
+                    self._changed.notify_all()
+
+    def _read_errors(self) -> None:
+        for line in self._popen.stderr:
+            with self._changed:
+                self._errors.append(line)
+                self._output.append(line)
+
+    def _await_end(self) -> None:
+        self._popen.wait()
+        ended_at = time.monotonic()
+        for thread in self._threads[:2]:
+            thread.join()
+        with self._changed:
+            self.ended_at = ended_at
+            self._changed.notify_all()
+
+
+@contextlib.contextmanager
+def started(
+    commands: Sequence[Sequence[str]],
+    more: Mapping[str, str] | None = None,
+    folder: Path = ROOT,
+) -> Iterator[list[Process]]:
+    """The processes of the commands, for the length of the block; each is killed by its id.
+
+    Args:
+      commands: one for each process.
+      more: variables beside those of :func:`environment`.
+      folder: the working directory.
+    """
+    processes: list[Process] = []
+    changed = threading.Condition()
+    variables = {**environment(), **(more or {})}
+    try:
+        for command in commands:
+            processes.append(Process(command, variables, folder, changed))
+        yield processes
+    finally:
+        for process in processes:
+            process.close()
+
+
+def wait(group: Sequence[Process], condition: Callable[[], Any], seconds: float) -> bool:
+    """Whether the condition on what a group has said, and who has ended, holds in that time."""
+    with group[0]._changed:
+        return bool(group[0]._changed.wait_for(condition, seconds))
+
+
+def wait_for_ends(group: Sequence[Process], seconds: float) -> None:
+    """Returns when all have ended, or one has failed, for which the others would wait."""
+    wait(group, lambda: any(p.status for p in group) or all(p.status == 0 for p in group), seconds)
+
+
+def environment() -> dict[str, str]:
+    """That of this process, with this source tree, and alone on its CPUs."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
+    paths = [str(ROOT), kept.get("PYTHONPATH", "")]
+    return {
+        **kept,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
+
+
+@contextlib.contextmanager
+def coordinator() -> Iterator[tuple[str, dict[str, str]]]:
+    """The address of a coordinator on the loopback interface, and variables that bind it there.
+
+    No other program gets the port while this is open; jax's coordinator shares it, because it
+    binds with SO_REUSEPORT too.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{holder.getsockname()[1]}"
+        yield address, {"JAX_COORDINATOR_BIND_ADDRESS": address}
+
+
+def die_with_parent() -> None:
+    """Ends this process when its parent ends, whatever becomes of that; on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,156 @@
+"""Reports in JSON files: written whole, and checked when they are read.
+
+A pattern says what a file must hold. A dictionary: what must be under its keys; others may be
+there. A list of one pattern: a list of what fits it, at least one; a tuple of one pattern: the
+same, and none will do. A function, such as :func:`number` makes: a single value; it returns what it
+expects, in words, where a value is something else, and None where it fits.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .options import InputError
+
+Check = Callable[[Any], str | None]
+Pattern = dict[str, "Pattern"] | list["Pattern"] | tuple["Pattern"] | Check
+# What a message shows of a value, in characters.
+_SHOWN = 40
+
+
+def write(path: Path | None, content: Any) -> None:
+    """Writes a report, arrays as lists; what was there stays until all of it is written.
+
+    Args:
+      path: of the file; nothing is done for None, an option that was not given.
+      content: what ``json`` can write, or NumPy's numbers and arrays.
+    """
+    if path is None:
+        return
+    part = path.with_name(path.name + ".part")
+    text = json.dumps(content, indent=1, default=lambda x: np.asarray(x).tolist())
+    part.write_text(text + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def read(path: Path, pattern: Pattern, source: str) -> Any:
+    """The content of a report, in which everything is that the pattern asks for.
+
+    Args:
+      path: of the file.
+      pattern: see above.
+      source: what writes such a file, for the message.
+
+    Raises:
+      InputError: the file can't be read, is no JSON, or holds something else.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise InputError(f"{path} is not a JSON file of {source}: {reason}") from error
+    complaint = _complaint(content, pattern, "")
+    if complaint:
+        raise InputError(f"{path} is not a file of {source}: {complaint}")
+    return content
+
+
+def number(least: float = -math.inf, most: float = math.inf, *, nan: bool = False) -> Check:
+    """A number in ``[least, most]`` that a float can hold; with ``nan``, also inf and NaN."""
+
+    def check(value: Any) -> str | None:
+        if _is_number(value):
+            if least <= value <= most and math.isfinite(value):
+                return None
+            if nan and not math.isfinite(value):
+                return None
+        return f"a number{_range(least, most)}"
+
+    return check
+
+
+def whole(least: int, most: int = 2**31 - 1) -> Check:
+    """A whole number in ``[least, most]``."""
+
+    def check(value: Any) -> str | None:
+        fits = isinstance(value, int) and _is_number(value) and least <= value <= most
+        return None if fits else f"a whole number{_range(least, most)}"
+
+    return check
+
+
+def text(*choices: str) -> Check:
+    """A string, one of the choices where there are any."""
+
+    def check(value: Any) -> str | None:
+        if isinstance(value, str) and (not choices or value in choices):
+            return None
+        return f"one of {', '.join(map(repr, choices))}" if choices else "a string"
+
+    return check
+
+
+def optional(pattern: Check) -> Check:
+    """The same or null."""
+
+    def check(value: Any) -> str | None:
+        expected = None if value is None else pattern(value)
+        return expected and f"{expected} or null"
+
+    return check
+
+
+def _complaint(value: Any, pattern: Pattern, where: str) -> str | None:
+    """The first thing that does not fit, in words; None where all does."""
+    if isinstance(pattern, dict):
+        if not isinstance(value, dict):
+            return _expected(f"an object with {', '.join(map(repr, pattern))}", value, where)
+        for key, inner in pattern.items():
+            if key not in value:
+                return f"no {key!r} in {where or 'it'}"
+            complaint = _complaint(value[key], inner, f"{where}.{key}".lstrip("."))
+            if complaint:
+                return complaint
+        return None
+    if isinstance(pattern, list | tuple):
+        needed = isinstance(pattern, list)
+        if not isinstance(value, list) or (needed and not value):
+            return _expected(f"a list{' that is not empty' if needed else ''}", value, where)
+        found = (_complaint(x, pattern[0], f"{where}[{i}]") for i, x in enumerate(value))
+        return next(filter(None, found), None)
+    expected = pattern(value)
+    return expected and _expected(expected, value, where)
+
+
+def _expected(expected: str, value: Any, where: str) -> str:
+    if isinstance(value, list | dict):
+        shown = f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    else:
+        shown = json.dumps(value)
+    if len(shown) > _SHOWN:
+        shown = f"{shown[: _SHOWN - 3]}..."
+    return f"{where or 'it'} must be {expected}, got {shown}"
+
+
+def _is_number(value: Any) -> bool:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
+
+
+def _range(least: float, most: float) -> str:
+    if math.isinf(least) and math.isinf(most):
+        return ""
+    if math.isinf(most):
+        return f" of at least {least:g}"
+    return f" from {least:g} to {most:g}"

@@ -1,0 +1,1 @@
+"""Time and memory of one process; nothing is trained and nothing is sent."""

@@ -1,0 +1,185 @@
+"""The time of every selector, beside what a JAX user has without this library.
+
+    python -m benchmarks.local.select_speed [--sizes 2**20 2**24] [--plot FILE.png]
+
+Contestants run in one process on the same accumulator, and take turns in
+each round. The table gives the median over the rounds of the time divided by
+that of `lax.top_k(abs(acc), k)` in the same round, and the quartiles. A selector
+runs in its steady state: its thresholds come from steps on similar data. The
+outside contestants are `jnp.nonzero(size=k)` at the exact threshold,
+`numpy.argpartition` and, where it is installed, `torch.topk`.
+"""
+
+import argparse
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparse_collectives import Layout, select
+
+from .._common import display, options, reports, timing
+from .._common.display import show
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+BASE = "lax.top_k"
+# Those that do not have a density as their only argument.
+SPECIAL = {"threshold", "adtopk_threshold", "layerwise"}
+
+
+def accumulators(size, seed):
+    """Three similar accumulators: heavy-tailed, of a scale that differs by layer."""
+    rng = np.random.default_rng(seed)
+    layer = np.repeat(rng.lognormal(0, 0.5, 32), -(-size // 32))[:size].astype(np.float32)
+    return [rng.standard_t(5, size).astype(np.float32) * layer for _ in range(3)]
+
+
+def outside(density, k, host):
+    """The contestants from elsewhere."""
+    device = jnp.asarray(host)
+    # Both results whole: with a part of them XLA sorts all n, 15 times slower.
+    top_k = jax.jit(lambda x: jax.lax.top_k(jnp.abs(x), k))
+    threshold = top_k(device)[0][-1]
+    nonzero = jax.jit(lambda x, t: jnp.nonzero(jnp.abs(x) >= t, size=k, fill_value=x.shape[0]))
+    runs = {
+        BASE: lambda: top_k(device),
+        "jnp.nonzero(size=k)": lambda: nonzero(device, threshold),
+        "numpy.argpartition": lambda: np.argpartition(np.abs(host), host.size - k)[-k:],
+    }
+    if torch is not None:
+        tensor = torch.from_numpy(host)
+        runs["torch.topk"] = lambda: torch.topk(tensor.abs(), k, sorted=False)
+    return runs
+
+
+def selectors(density):
+    """Every selector whose one needed argument is a density, by name."""
+    factories = {
+        name: getattr(select, name)
+        for name in select.__all__
+        if name[0].islower() and name not in SPECIAL
+    }
+    made = {name: factory(density=density) for name, factory in factories.items()}
+    made["adtopk_threshold"] = select.adtopk_threshold(density=density, steps=10**9, warmup=2)
+    made["layerwise(topk)"] = select.layerwise(select.topk(density=density))
+    return made
+
+
+def layout(size):
+    """Matrices as in a transformer, of at most 2^22 entries, wide and tall in turn."""
+    entries = min(size, 2**22)
+    wide = 2 ** (entries.bit_length() // 2 + 1)
+    shapes = ((entries // wide, wide), (wide, entries // wide))
+    return Layout(tuple(shapes[i % 2] for i in range(size // entries)) or ((size,),))
+
+
+def stepper(selector, data):
+    """A function of no argument that takes one step, on the next of the data."""
+    step = jax.jit(selector.select)
+    state = selector.init(layout(data[0].shape[0]))
+    turn = 0
+
+    def run():
+        nonlocal state, turn
+        coo, state, info = jax.block_until_ready(step(data[turn % len(data)], state))
+        turn += 1
+        return info.selected
+
+    for _ in range(4):
+        run()
+    return run
+
+
+def measure(size, density, rounds, seed):
+    """A list of rows, one for each contestant."""
+    k = max(1, round(density * size))
+    host = accumulators(size, seed)
+    data = [jnp.asarray(x) for x in host]
+    runs = outside(density, k, host[0])
+    made = selectors(density)
+    # At the exact k-th magnitude: compaction alone, the work that jnp.nonzero does.
+    kth = float(np.partition(np.abs(host[0]), size - k)[size - k])
+    made["threshold"] = select.threshold(density=min(1.0, 1.5 * density), magnitude=kth)
+    runs |= {f"select.{name}": stepper(s, data) for name, s in made.items()}
+    for run in runs.values():  # compile, and touch the memory
+        jax.block_until_ready(run())
+    selected = {}
+
+    def count(name, result):
+        if name.startswith("select."):
+            selected[name] = int(result) / k
+
+    turns = {name: lambda turn, run=run: run() for name, run in runs.items()}
+    times = timing.in_turns(turns, rounds, seen=count)
+    return [
+        row | {"size": size, "density": density, "selected_over_k": selected.get(row["contestant"])}
+        for row in timing.ratios(times, BASE)
+    ]
+
+
+def draw(rows, path):
+    """Ratio against n, one panel for each density."""
+    densities = sorted({row["density"] for row in rows})
+    figure, panels = display.panels(1, len(densities), (5 * len(densities), 4.5), sharey=True)
+    names = list(dict.fromkeys(row["contestant"] for row in rows))
+    for axes, density in zip(panels[0], densities, strict=True):
+        for number, name in enumerate(names):
+            line = [r for r in rows if r["contestant"] == name and r["density"] == density]
+            # Ten colours, with another marker where they begin again.
+            style = f"C{number % 10}{'-' if name.startswith('select.') else '--'}"
+            style += ".s^"[number // 10 % 3]
+            axes.plot([r["size"] for r in line], [r["ratio"] for r in line], style, label=name)
+        display.logarithmic(axes)
+        axes.set(xlabel="n", title=f"density {density:g}")
+    panels[0, 0].set_ylabel("time / time of lax.top_k")
+    panels[0, -1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    display.save(figure, path)
+
+
+def power(text):
+    """The type of a size: ``2**20``, ``1e6`` or a whole number."""
+    base, _, exponent = text.partition("**")
+    size = float(base) ** float(exponent or 1)
+    if not 1 <= size < 2**31:
+        raise argparse.ArgumentTypeError(f"{text} is not a size from 1 to 2**31 - 1")
+    return int(size)
+
+
+@options.program
+def main(argv=None):
+    """Prints the tables."""
+    parser = options.parser_of(__doc__)
+    add = parser.add_argument
+    add("--sizes", type=power, nargs="+", default=[2**20, 2**22, 2**24, 2**26])
+    add("--densities", type=options.share, nargs="+", default=[0.001, 0.01, 0.1])
+    add("--rounds", type=options.at_least_one, default=9)
+    add("--seed", type=int, default=0)
+    options.add_outputs(parser, plot=True)
+    args = parser.parse_args(argv)
+    rows = []
+    for size in args.sizes:
+        for density in args.densities:
+            found = measure(size, density, args.rounds, args.seed)
+            shares = [row["selected_over_k"] for row in found]
+            show(
+                f"n = {size:,}, density {density:g}; ratio to {BASE}",
+                [*timing.CELLS, "selected/k"],
+                [
+                    [*timing.cells(row), "" if share is None else f"{share:.3f}"]
+                    for row, share in zip(found, shares, strict=True)
+                ],
+            )
+            rows += found
+    content = {"backend": jax.default_backend(), "rounds": args.rounds, "rows": rows}
+    reports.write(args.json, content)
+    if args.plot:
+        draw(rows, args.plot)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

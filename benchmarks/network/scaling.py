@@ -1,0 +1,167 @@
+"""Weak scaling from 16 to 1024 workers, predicted: local cost, words, and the alpha-beta model.
+
+    python -m benchmarks.network.scaling --plot scaling.png
+    python -m benchmarks.network.scaling --params 133M --local step_cost.json --compute 300ms
+    python -m benchmarks.network.scaling --validate network.json
+
+The exchange is `sparse_collectives.cost_model`'s, as in the planner; its words are compared with
+those of the lowered programs at each P. The local cost is that of `benchmarks.local.step_cost
+--json FILE`, or the planner's. Weak scaling: the work of a worker stays the same, so that a
+perfect network would keep the time of a step.
+
+`--validate` compares the model with a measurement of `benchmarks.network.run --json FILE`:
+the latency is the one fitted there, the bandwidth the limit of the link, the local step the
+measured one of the same method with the same number of processes on the machine.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from sparse_collectives import cost_model
+from sparse_collectives.cost_model import Workload
+from sparse_collectives.planner import _units
+
+from .._common import display, options, reports
+from . import _prediction, _volumes
+from ._prediction import ALGORITHMS, local_cost, predict
+
+WORKERS = [16, 32, 64, 128, 256, 512, 1024]
+NETWORKS = (
+    ("Aries-like", "1.3us", "10GB/s"),
+    ("25 Gbit Ethernet", "25us", "25Gbit"),
+    ("100 Mbit internet", "15ms", "100Mbit"),
+)
+COLOURS = ("black", "tab:blue", "tab:green", "tab:purple", "tab:red")
+
+
+def scaling(args: argparse.Namespace) -> dict[str, Any]:
+    """Predicts every algorithm for every network and P, and prints the tables.
+
+    Raises:
+      InputError: a quantity or a file is wrong.
+    """
+    try:
+        size = _units.count("--params", args.params)
+        compute = _units.seconds("--compute", args.compute)
+        networks = {
+            (name, latency, bandwidth): cost_model.network(latency, bandwidth)
+            for name, latency, bandwidth in args.network or NETWORKS
+        }
+    except ValueError as error:
+        raise options.InputError(str(error)) from error
+    local, per_parameter, source = local_cost(args.local)
+    k, rest = max(1, round(args.density * size)), compute + per_parameter * size
+    print(
+        f"n = {size:,}, density {args.density:g}, codec {args.codec}; local cost: {source}, "
+        f"{1e3 * local.select * size:.3g} ms a step, {1e9 * local.merge:.3g} ns a received pair; "
+        f"{1e3 * rest:.3g} ms of every step: computation and update"
+    )
+    rows = []
+    for (name, latency, bandwidth), network in networks.items():
+        table = {
+            (algorithm, workers): predict(
+                algorithm, Workload(size, k, workers), network, args.codec, local, rest
+            )
+            for algorithm in ALGORITHMS
+            for workers in args.workers
+        }
+        rows += [row | {"network": name} for row in table.values()]
+        print(f"\n{name}: {latency}, {bandwidth}. ms a step (dense / this)")
+        print(f"{'':10}" + "".join(f"{f'P = {p}':>17}" for p in args.workers))
+        for algorithm in ALGORITHMS:
+            cells = []
+            for workers in args.workers:
+                step = table[algorithm, workers]["step"]
+                ratio = table["dense", workers]["step"] / step
+                cells.append(f"{f'{1e3 * step:,.1f} ({ratio:.2f})':>17}")
+            print(f"{algorithm:10}" + "".join(cells))
+    found = {"params": size, "density": args.density, "codec": args.codec, "rest": rest}
+    found |= {"local": local._asdict(), "local_source": source, "rows": rows}
+    if not args.no_programs:
+        found["program_words"] = compare_words(size, args.density, args.workers)
+    return found
+
+
+def compare_words(size: int, density: float, workers: list[int]) -> list[dict[str, Any]]:
+    """The model's expected words (exact pairs) beside those of the lowered programs."""
+    print("\nwords received, exact pairs: model / program (best to worst step)")
+    print(f"{'':10}" + "".join(f"{f'P = {p}':>19}" for p in workers))
+    rows = []
+    for name, own in ALGORITHMS.items():
+        cells = []
+        for p in workers:
+            program = _volumes.of_algorithm(own, size, density, p)
+            model = cost_model.predict(own, Workload(size, program["k"], p)).expected.words
+            best, worst = program["best"], program["worst"]
+            inside = 0.999 * best <= model <= 1.001 * worst
+            rows.append(
+                {"algorithm": name, "workers": p, "model": model, "best": best, "worst": worst}
+            )
+            span = f"{best / 1e6:.3g}" if best == worst else f"{best / 1e6:.3g}-{worst / 1e6:.3g}"
+            cells.append(f"{f'{model / 1e6:.3g}/{span}M' + ('' if inside else ' !'):>19}")
+        print(f"{name:10}" + "".join(cells))
+    off = [r for r in rows if not 0.999 * r["best"] <= r["model"] <= 1.001 * r["worst"]]
+    print(f"{len(rows) - len(off)} of {len(rows)} within the program's best and worst step")
+    return rows
+
+
+def draw(file: Path, found: dict[str, Any]) -> None:
+    """The step of each algorithm over P, a panel for each network."""
+    names = list(dict.fromkeys(row["network"] for row in found["rows"]))
+    figure, panels = display.panels(1, len(names), (4.2 * len(names), 3.8))
+    for axes, name in zip(panels[0], names, strict=True):
+        for algorithm, colour in zip(ALGORITHMS, COLOURS, strict=True):
+            points = [
+                (row["workers"], 1e3 * row["step"])
+                for row in found["rows"]
+                if (row["network"], row["algorithm"]) == (name, algorithm)
+            ]
+            axes.plot(*zip(*points, strict=True), "o-", color=colour, label=algorithm, markersize=3)
+        display.logarithmic(axes)
+        axes.set_title(name, fontsize=10)
+        axes.set_xlabel("workers P")
+        axes.legend(fontsize=7)
+    figure.supylabel("predicted ms a step", fontsize=9)
+    figure.suptitle(f"n = {found['params']:,}, density {found['density']:g}", fontsize=10)
+    display.save(figure, file)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The options."""
+    parser = options.parser_of(__doc__)
+    add = parser.add_argument
+    add("--params", default="14.7M", metavar="N")
+    add("--density", type=options.share, default=0.01)
+    add("--workers", type=options.at_least_one, nargs="+", default=WORKERS, metavar="P")
+    add("--codec", choices=("raw", "bf16", "narrow16", "narrow8"), default="raw")
+    add("--compute", default="0s", metavar="T", help="forward and backward pass of a worker")
+    add("--local", default="cpu", metavar="cpu|gpu|FILE", help="gpu: the cpu's over 100, a guess")
+    network = ("NAME", "LATENCY", "BANDWIDTH")
+    add("--network", nargs=3, action="append", metavar=network, help="in place of the three")
+    add("--no-programs", action="store_true", help="don't compare the words with programs")
+    add("--validate", type=Path, metavar="FILE", help="of benchmarks.network.run --json")
+    options.add_outputs(parser, plot=True)
+    args = parser.parse_args(argv)
+    if args.validate and args.plot:
+        parser.error("--plot draws predictions; leave out --validate")
+    return args
+
+
+@options.program
+def main(argv: list[str] | None = None) -> None:
+    """Predicts or validates, prints, and writes the files that are asked for."""
+    args = parse(argv)
+    if args.validate:
+        found: Any = _prediction.validate(args.validate)
+        _prediction.show(found)
+    else:
+        found = scaling(args)
+    reports.write(args.json, found)
+    if args.plot:
+        draw(args.plot, found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

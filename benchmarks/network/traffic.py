@@ -1,0 +1,259 @@
+"""Words that each worker receives per step, of every allreduce, against the papers' formulas.
+
+Volumes are read from the lowered programs (`sparse_collectives.traffic`), with padding and with
+periodic work averaged in. Nothing runs, so that the numbers have no spread and any number of
+workers works on one machine. Four sections:
+
+    algorithms  every allreduce, beside the bounds of Table 1 of Ok-Topk and section 5.3 of SparCML
+    ok_topk     the cases of its balancing, and its phases, as shares of the bound 6k(P-1)/P
+    flatness    Ok-Topk at n = 1e8 from P = 16 to 1024, by encoding
+    levels      what crosses between 16 nodes of 8 workers
+
+    python -m benchmarks.network.traffic --json traffic.json --plot traffic.png
+    python -m benchmarks.network.traffic --sections ok_topk --params 1e8 --codec narrow8
+"""
+
+import argparse
+import sys
+
+import jax
+
+import sparse_collectives
+from sparse_collectives import traffic, wire
+from sparse_collectives.allreduce import ok_topk
+
+from .._common import display, options, reports
+from .._common.display import show
+from . import _volumes
+
+SECTIONS = ("algorithms", "ok_topk", "flatness", "levels")
+WORKERS = [2, 3, 4, 6, 8, 12, 16, 48, 64, 100, 256, 384, 1024]
+
+# How far the selected entries are from an even spread over the workers.
+CASES = {
+    "even": {"conditional": "best"},
+    "neighbours": {"frequencies": {"balance": (0, 1, 0, 0)}},
+    "spread": {"frequencies": {"balance": (0, 0, 1, 0)}},
+    "worst": {"conditional": "worst"},
+}
+
+CODECS = {
+    "raw": wire.raw,
+    "bf16": wire.bf16,
+    "narrow16": wire.narrow16,
+    "narrow8": wire.narrow8,
+    "qsgd8": lambda: wire.qsgd(bits=8),
+    "qsgd4": lambda: wire.qsgd(bits=4),
+    "qsgd2": lambda: wire.qsgd(bits=2),
+}
+# What a step of Ok-Topk may take, as a multiple of k (P-1)/P.
+FLAT_SIZE, FLAT_WORKERS, FLAT_BOUNDS = 10**8, (16, 64, 256, 1024), (6.0, 3.0, 1.6)
+NODES, INSIDE = 16, 8
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The options."""
+    parser = options.parser_of(__doc__)
+    add = parser.add_argument
+    add("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    add("--workers", type=options.several, nargs="+", default=WORKERS, metavar="P")
+    add("--params", type=options.at_least_one, default=1_000_000, metavar="N")
+    add("--density", type=options.share, default=0.01)
+    add("--codec", choices=CODECS, default="raw", help="encoding in the section ok_topk")
+    options.add_outputs(parser, plot=True)
+    args = parser.parse_args(argv)
+    if args.plot and "algorithms" not in args.sections:
+        parser.error("--plot draws the section algorithms, which --sections leaves out")
+    return args
+
+
+def of_ok_topk(size, density, workers, codec):
+    """Words and phases of each case, from one lowered program."""
+    k = max(1, round(size * density))
+    program = _volumes.lower(ok_topk(density=density, codec=CODECS[codec]()), size, k, workers)
+    row = {"workers": workers, "k": k, "bound": 6 * k * (workers - 1) / workers}
+    for case, choice in CASES.items():
+        measured = traffic.of_lowered(program, **choice)
+        row[case] = {
+            "words": measured.words,
+            "of_bound": measured.words / row["bound"],
+            "of_k": 6 * measured.words / row["bound"],
+            "phases": measured.by_scope(depth=2),
+        }
+    return row
+
+
+def algorithms(args):
+    """Every allreduce over P: multiples of k, and the share of the paper's upper bound."""
+    size = args.params
+    rows = [
+        _volumes.of_algorithm(name, size, args.density, workers)
+        for name in _volumes.ALGORITHMS
+        for workers in args.workers
+    ]
+    rows = [row for row in rows if row is not None]
+    cells = {(row["algorithm"], row["workers"]): row for row in rows}
+
+    head = ["P", *map(str, args.workers)]
+    what = f"n = {size:,}, density {args.density:g}, k = {rows[0]['k']:,}"
+
+    def table(title, value, shown=lambda row: True):
+        lines = []
+        for name in _volumes.ALGORITHMS:
+            mine = [cells.get((name, workers)) for workers in args.workers]
+            if any(row and shown(row) for row in mine):
+                found = [f"{value(row):.3g}" if row and shown(row) else "-" for row in mine]
+                # 2.05e+03 is what a program writes.
+                lines.append([name, *(f"{float(x):.0f}" if "e" in x else x for x in found)])
+        show(title, head, lines)
+
+    def bounded(row):
+        return "upper" in row
+
+    table(
+        f"Words received per worker and step, worst step, in k; {what}",
+        lambda r: r["worst"] / r["k"],
+    )
+    table(
+        "The same of the best step, where it differs",
+        lambda r: r["best"] / r["k"],
+        lambda r: r["best"] != r["worst"],
+    )
+    table(
+        "Worst step as a share of the paper's upper bound",
+        lambda r: r["worst"] / r["upper"],
+        bounded,
+    )
+    table(
+        "Best step as a multiple of the paper's lower bound",
+        lambda r: r["best"] / r["lower"],
+        bounded,
+    )
+    return rows
+
+
+def cases(args):
+    """Ok-Topk: each case and each phase as shares of the bound, and as multiples of k(P-1)/P."""
+    size = args.params
+    rows = [of_ok_topk(size, args.density, workers, args.codec) for workers in args.workers]
+    title = f"Ok-Topk, words as shares of 6k(P-1)/P (multiples of k(P-1)/P); n = {size:,}"
+    show(
+        f"{title}, density {args.density:g}, codec {args.codec}",
+        ["P", "bound", *CASES],
+        [
+            [
+                str(row["workers"]),
+                f"{row['bound']:,.0f}",
+                *(f"{row[case]['of_bound']:.3f} ({row[case]['of_k']:.3f})" for case in CASES),
+            ]
+            for row in rows
+        ],
+    )
+    for case in CASES:
+        names = list(dict.fromkeys(phase for row in rows for phase in row[case]["phases"]))
+        lines = [
+            [
+                str(row["workers"]),
+                *(f"{row[case]['phases'].get(name, 0) / row['bound']:.4f}" for name in names),
+            ]
+            for row in rows
+        ]
+        head = ["P", *(name.removeprefix("ok_topk/") or "-" for name in names)]
+        show(f"Ok-Topk, {case}: phases as shares of the bound", head, lines)
+    return rows
+
+
+def flatness(args):
+    """Ok-Topk at n = 1e8: multiples of k(P-1)/P, and how far they are from constant."""
+    rows, lines = [], []
+    for codec, bound in zip(("raw", "narrow16", "narrow8"), FLAT_BOUNDS, strict=True):
+        found = [of_ok_topk(FLAT_SIZE, args.density, p, codec) for p in FLAT_WORKERS]
+        for case in CASES:
+            of_k = [row[case]["of_k"] for row in found]
+            spread = max(of_k) / min(of_k) - 1
+            verdict = "yes" if max(of_k) <= bound else f"no, {max(of_k) / bound:.3f}"
+            rows.append({"codec": codec, "case": case, "of_k": of_k, "bound": bound})
+            lines.append([codec, case, *(f"{x:.3f}" for x in of_k), f"{spread:.1%}", verdict])
+    head = ["codec", "case", *map(str, FLAT_WORKERS), "max/min - 1", "within bound"]
+    show(
+        f"Ok-Topk, multiples of k(P-1)/P at n = {FLAT_SIZE:,}, density {args.density:g}; bounds"
+        " 6, 3 and 1.6",
+        head,
+        lines,
+    )
+    return rows
+
+
+def levels(args):
+    """Bytes that a worker receives from other nodes and from its own."""
+    size = args.params
+    found = _volumes.of_two_levels(size, args.density, NODES, INSIDE)
+    workers, selected = NODES * INSIDE, args.density * size
+    values = {
+        "hierarchical(topk_a)": 4 * (NODES - 1) * selected / INSIDE,
+        "topk_a, flat": 4 * (workers - 1) * selected,
+    }
+    show(
+        f"Bytes received per worker, {NODES} nodes of {INSIDE}; n = {size:,}, density"
+        f" {args.density:g}. The paper's formulas count 4 bytes for a pair of 8, and in the flat"
+        " one all other workers",
+        ["algorithm", "between nodes", "within", "the paper's formula"],
+        [
+            [
+                name,
+                f"{4 * outer:,.0f}",
+                f"{4 * inner:,.0f}",
+                f"{values[name]:,.0f}" if name in values else "-",
+            ]
+            for name, (outer, inner) in found.items()
+        ],
+    )
+    return {name: {"between": outer, "within": inner} for name, (outer, inner) in found.items()}
+
+
+def draw(file, rows, title):
+    """Words over P of each algorithm; the paper's bounds as a band in the same colour."""
+    figure, panels = display.panels(4, 2, (10, 9), sharex=True, sharey=True)
+    names = [name for name in _volumes.ALGORITHMS if name not in ("dense", "sparse_allgather")]
+    for name, axes in zip(names, panels.flat, strict=True):
+        mine = [row for row in rows if row["algorithm"] == name]
+        for other in _volumes.ALGORITHMS:
+            points = [(r["workers"], r["worst"] / r["k"]) for r in rows if r["algorithm"] == other]
+            axes.plot(*zip(*points, strict=True), color="0.85", linewidth=1)
+        x = [row["workers"] for row in mine]
+        if mine and "upper" in mine[0]:
+            lower, upper = ([row[b] / row["k"] for row in mine] for b in ("lower", "upper"))
+            axes.fill_between(x, lower, upper, color="tab:orange", alpha=0.35, label="paper")
+        for case, style in (("worst", "o-"), ("best", "^--")):
+            y = [row[case] / row["k"] for row in mine]
+            axes.plot(x, y, style, color="tab:blue", markersize=3, label=f"program, {case}")
+        axes.set_title(name, fontsize=10)
+        display.logarithmic(axes)
+        axes.legend(fontsize=7)
+    figure.suptitle(title, fontsize=11)
+    figure.supxlabel("workers P (gray: the other algorithms, worst)", fontsize=9)
+    figure.supylabel("words received per worker, as a multiple of k", fontsize=9)
+    display.save(figure, file)
+
+
+@options.program
+def main(argv: list[str] | None = None) -> None:
+    """Measures, prints, and writes the files that are asked for."""
+    args = parse(argv)
+    run = {"algorithms": algorithms, "ok_topk": cases, "flatness": flatness, "levels": levels}
+    found = {name: run[name](args) for name in SECTIONS if name in args.sections}
+    if args.plot:
+        title = f"n = {args.params:,}, density {args.density:g}, exact pairs"
+        draw(args.plot, found["algorithms"], title)
+    report = {
+        "params": args.params,
+        "density": args.density,
+        "codec": args.codec,
+        "jax": jax.__version__,
+        "sparse_collectives": getattr(sparse_collectives, "__version__", None),
+    }
+    reports.write(args.json, report | found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

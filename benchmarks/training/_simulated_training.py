@@ -1,0 +1,190 @@
+"""Training over simulated workers, many steps in one program.
+
+The parameters and the optimizer behind the exchange are the same on every worker, so there is one
+of each; what differs, the gradients and the state of the exchange, has a leading axis of P. The
+workers take parts of one batch, in the same order whatever P is, so that runs with different
+numbers of workers and different exchanges see the same examples at the same step.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+import optax_ext
+import sparse_collectives as sc
+
+from .._common.options import InputError
+
+AXIS = "workers"
+
+
+class Task(NamedTuple):
+    """What to learn.
+
+    Attributes:
+      name: of the task.
+      init: ``init(seed) -> params``.
+      loss: ``loss(params, batch)``, the mean over a batch.
+      batch_of: ``batch_of(chosen)``, the examples ``chosen i32[...]`` as NumPy arrays.
+      count: how many examples there are.
+      evaluate: ``evaluate(params) -> float`` on data that training does not see.
+      once: whether all examples come before any of them comes again; otherwise each is drawn
+        from all.
+    """
+
+    name: str
+    init: Callable[[int], Any]
+    loss: Callable[[Any, Any], jax.Array]
+    batch_of: Callable[[np.ndarray], Any]
+    count: int
+    evaluate: Callable[[Any], float]
+    once: bool
+
+
+class Variant(NamedTuple):
+    """A way to train.
+
+    Attributes:
+      exchange: averages the gradients over AXIS, on each worker.
+      optimizer: makes updates of the mean.
+    """
+
+    exchange: optax.GradientTransformation
+    optimizer: optax.GradientTransformation
+
+
+class Curve(NamedTuple):
+    """What a run did.
+
+    Attributes:
+      steps: after which the others were measured.
+      values: of ``Task.evaluate``.
+      losses: the mean training loss since the measurement before.
+      words: the mean of the words that each worker received in a step; None if dense.
+      delivered: the mean of the entries in the update, / n; None if dense.
+    """
+
+    steps: list[int]
+    values: list[float]
+    losses: list[float]
+    words: float | None
+    delivered: float | None
+
+
+def exact_top_k(density: float) -> sc.Selector:
+    """What ``select.topk`` selects, by ``lax.top_k``.
+
+    That is faster where n is small and many workers are simulated.
+    """
+
+    def select(acc: jax.Array, state: Any) -> tuple[sc.PaddedCOO, Any, sc.SelectInfo]:
+        size = acc.shape[0]
+        found = lax.top_k(jnp.abs(acc), max(1, round(density * size)))
+        # With a slice of its result XLA would make a full sort of it, some sixty times slower.
+        magnitudes, indices = lax.optimization_barrier(found)
+        indices = jnp.sort(jnp.where(magnitudes > 0, indices, size))
+        values = acc.at[indices].get(mode="fill", fill_value=0.0)
+        selected = jnp.sum(indices < size, dtype=jnp.int32)
+        info = sc.SelectInfo(selected, jnp.zeros((), jnp.int32), magnitudes[-1])
+        return sc.PaddedCOO(values, indices, size), state, info
+
+    return sc.Selector(lambda layout: (), select)
+
+
+def order_of(task: Task, *, steps: int, batch: int, seed: int) -> np.ndarray:
+    """The examples of each step, i32[steps, batch].
+
+    Raises:
+      InputError: a batch of more examples than there are.
+    """
+    if batch > task.count:
+        raise InputError(f"a step takes {batch} examples, of {task.count}")
+    random = np.random.default_rng(1000 + seed)
+    if not task.once:
+        return random.integers(0, task.count, (steps, batch)).astype(np.int32)
+    each = task.count // batch
+    epochs = [
+        random.permutation(task.count)[: each * batch].reshape(each, batch)
+        for _ in range(-(-steps // each))
+    ]
+    return np.concatenate(epochs)[:steps].astype(np.int32)
+
+
+def train(
+    task: Task,
+    variant: Variant,
+    *,
+    workers: int,
+    steps: int,
+    every: int,
+    batch: int,
+    seeds: int,
+    label: str,
+) -> list[Curve]:
+    """Trains once for each seed and measures after each ``every`` steps, and at the end.
+
+    ``batch`` is of all workers. The program is compiled once for all seeds.
+
+    Raises:
+      InputError: the batch can't be dealt out evenly, or has more examples than there are.
+    """
+    if batch % workers:
+        raise InputError(f"a batch of {batch} can't be dealt out to {workers} workers")
+    exchange = sc.simulate(variant.exchange.update, axis=AXIS, axis_size=workers)
+
+    def step(carry, batches):
+        params, state, optimizer_state = carry
+        # One worker after the other: small products of matrices stay in the cache.
+        losses, gradients = lax.map(lambda b: jax.value_and_grad(task.loss)(params, b), batches)
+        means, state = exchange(gradients, state)
+        # Every worker has the same mean, to the bit.
+        mean = jax.tree.map(lambda x: x[0], means)
+        updates, optimizer_state = variant.optimizer.update(mean, optimizer_state, params)
+        info = optax_ext.get_info(state)
+        sent = (info.words[0], info.delivered[0] * 1.0) if info is not None else ()
+        return (optax.apply_updates(params, updates), state, optimizer_state), (
+            losses.mean(),
+            sent,
+        )
+
+    # A shorter part at the end is compiled on its own.
+    part = jax.jit(lambda carry, batches: lax.scan(step, carry, batches))
+    init = sc.simulate(variant.exchange.init, axis=AXIS, axis_size=workers)
+
+    def one(seed: int) -> Curve:
+        params = task.init(seed)
+        size = sum(leaf.size for leaf in jax.tree.leaves(params))
+        copies = jax.tree.map(lambda x: jnp.broadcast_to(x, (workers, *x.shape)), params)
+        carry = (params, init(copies), variant.optimizer.init(params))
+        chosen = order_of(task, steps=steps, batch=batch, seed=seed)
+        chosen = chosen.reshape(steps, workers, batch // workers)
+        curve, sent, started = Curve([0], [task.evaluate(params)], [], None, None), [], time.time()
+        for start in range(0, steps, every):
+            carry, (losses, counts) = part(carry, task.batch_of(chosen[start : start + every]))
+            curve.steps.append(min(start + every, steps))
+            curve.values.append(task.evaluate(carry[0]))
+            curve.losses.append(float(losses.mean()))
+            sent.append(counts)
+            print(
+                f"{task.name}, {label}, P = {workers}, seed {seed}, step {curve.steps[-1]}: "
+                f"{curve.values[-1]:.4f} (training loss {curve.losses[-1]:.4f}; "
+                f"{time.time() - started:.0f} s)",
+                file=sys.stderr,
+                flush=True,
+            )
+        if sent[0]:
+            words, delivered = (
+                float(np.concatenate([np.asarray(counts[i]) for counts in sent]).mean())
+                for i in range(2)
+            )
+            curve = curve._replace(words=words, delivered=delivered / size)
+        return curve
+
+    return [one(seed) for seed in range(seeds)]

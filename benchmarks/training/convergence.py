@@ -1,0 +1,288 @@
+"""Accuracy and loss with Ok-Topk beside the dense allreduce, after the same number of steps.
+
+    python -m benchmarks.training.convergence [--images FOLDER] [--text FILE] [--plot FILE.png]
+
+A convolutional network on images (SGD with momentum, test accuracy) and a small transformer on
+characters (AdamW, validation loss), over simulated workers. Dense and sparse runs of a seed start
+from the same parameters and see the same batches, whose size does not depend on the number of
+workers. The learning rates were chosen for the dense runs.
+
+A long experiment can be cut in pieces: ``--tasks``, ``--workers`` and ``--only`` choose what is
+trained, ``--json`` keeps each run when it is done, and ``--read FILE ...`` prints and plots runs
+that were kept, and trains nothing.
+
+Without the options the text is Python's own help topics and the images are scikit-learn's digits.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optax
+
+import optax_ext
+
+from .._common import display, options, reports
+from ._data import read_images, read_text
+from ._recorded_training import MOMENTUM, schedule
+from ._simulated_training import AXIS, Task, Variant, exact_top_k, train
+from ._small_models import HEADS, WIDTH, convolutional
+from ._small_tasks import image_task, text_task
+
+TASKS = ("images", "text")
+# What is measured, and whether it is to be large.
+MEASURES = {"images": ("test accuracy", True), "text": ("validation loss", False)}
+DECAY = 0.01
+RECIPE = "warm-up, small leaves dense"
+DENSE = "dense"
+# What --json writes, as far as --read uses it. A run that has diverged is one too.
+MEASURED = [
+    {
+        "task": reports.text(*TASKS),
+        "variant": reports.text(),
+        "workers": reports.whole(1),
+        "density": reports.number(0, 1),
+        "batch": reports.whole(1),
+        "rate": reports.number(),
+        "curves": [
+            {
+                "steps": [reports.whole(0)],
+                "values": [reports.number(nan=True)],
+                "words": reports.optional(reports.number(nan=True)),
+            }
+        ],
+    }
+]
+
+
+def variants(task: str, density: float, steps: int, rate: float) -> dict[str, Variant]:
+    """By name, the dense one first."""
+    peak = schedule(rate, steps)
+
+    common = {"density": density, "axis": AXIS, "selector": exact_top_k(density)}
+
+    def sparse(**more: Any) -> optax.GradientTransformation:
+        return optax_ext.ok_topk(**common, **more)
+
+    warm = max(1, steps // 10)
+    if task == "images":
+        optimizer = optax.sgd(peak, momentum=MOMENTUM)
+        # Without momentum the same distance takes a rate larger by what momentum sums up.
+        inside = schedule(rate / (1 - MOMENTUM), steps)
+        correction = optax_ext.momentum_correction(MOMENTUM)
+        special = {
+            "dense warm-up": Variant(sparse(dense_steps=warm), optimizer),
+            "momentum correction": Variant(sparse(correction=correction), optax.sgd(peak)),
+            "ok_topk_sgd": Variant(optax_ext.ok_topk_sgd(inside, **common), optax.identity()),
+        }
+    else:
+        optimizer = optax.adamw(peak, weight_decay=DECAY)
+        recipe = sparse(dense_steps=warm, dense_leaves=optax_ext.small_leaves())
+        special = {RECIPE: Variant(recipe, optimizer)}
+    return {
+        DENSE: Variant(optax_ext.dense(axis=AXIS), optimizer),
+        "ok_topk": Variant(sparse(), optimizer),
+        **special,
+    }
+
+
+def run_all(tasks: Sequence[Task], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """One report for each task, variant and number of workers."""
+    runs = []
+    for task in tasks:
+        rate, batch, steps = (
+            getattr(args, f"{name}_{task.name}") for name in ("rate", "batch", "steps")
+        )
+        for name, variant in variants(task.name, args.density, steps, rate).items():
+            for workers in args.workers:
+                if args.only and name not in args.only:
+                    continue
+                curves = train(
+                    task,
+                    variant,
+                    workers=workers,
+                    steps=steps,
+                    every=max(1, steps // args.points),
+                    batch=batch,
+                    seeds=args.seeds,
+                    label=name,
+                )
+                runs.append(
+                    {
+                        "task": task.name,
+                        "variant": name,
+                        "workers": workers,
+                        "density": args.density,
+                        "batch": batch,
+                        "width": args.width if task.name == "text" else None,
+                        "rate": rate,
+                        "curves": [curve._asdict() for curve in curves],
+                    }
+                )
+                reports.write(args.json, runs)
+    return runs
+
+
+def last_of(report: dict[str, Any]) -> np.ndarray:
+    """The last value of each seed."""
+    return np.array([curve["values"][-1] for curve in report["curves"]])
+
+
+def gaps(report: dict[str, Any], runs: Sequence[dict[str, Any]]) -> np.ndarray | None:
+    """What is worse than the dense run of each seed that both have.
+
+    In points of accuracy, or in percent of the dense loss. None without a dense run. A dense
+    run with another number of workers does: it differs by rounding alone.
+    """
+    dense = [r for r in runs if r["task"] == report["task"] and r["variant"] == DENSE]
+    if not dense:
+        return None
+    same = [r for r in dense if r["workers"] == report["workers"]]
+    values, reference = last_of(report), last_of((same or dense)[0])
+    both = min(len(values), len(reference))
+    values, reference = values[:both], reference[:both]
+    if MEASURES[report["task"]][1]:
+        return 100 * (reference - values)
+    return 100 * (values / reference - 1)
+
+
+def show(runs: Sequence[dict[str, Any]]) -> None:
+    """Prints the table of each task."""
+    for task in TASKS:
+        rows = [report for report in runs if report["task"] == task]
+        if not rows:
+            continue
+        first, (measure, large) = rows[0], MEASURES[task]
+        print(
+            f"\n{task}: {measure} after {first['curves'][0]['steps'][-1]} steps, density "
+            f"{first['density']:.1%}, batch {first['batch']}, rate {first['rate']:g}\n"
+            f"{'':34}{'P':>4} {'seeds':>6} {'mean':>9} {'deviation':>10} "
+            f"{'worse by ' + ('points' if large else '%'):>18} {'words a step':>13}"
+        )
+        for report in rows:
+            values, worse = last_of(report), gaps(report, runs)
+            values = 100 * values if large else values
+            deviation = f"{values.std(ddof=1):.3f}" if len(values) > 1 else "-"
+            gap = "-" if worse is None or report["variant"] == DENSE else f"{worse.mean():+.2f}"
+            words = report["curves"][0]["words"]
+            print(
+                f"{report['variant']:34}{report['workers']:>4} {len(values):>6} "
+                f"{values.mean():>9.3f} {deviation:>10} {gap:>18} "
+                f"{'-' if words is None else f'{words:,.0f}':>13}"
+            )
+
+
+def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
+    """The curves: one color for each variant, one line style for each number of workers."""
+    tasks = [task for task in TASKS if any(report["task"] == task for report in runs)]
+    figure, panels = display.panels(1, len(tasks), (6.5 * len(tasks), 4.8))
+    for panel, task in zip(panels[0], tasks, strict=True):
+        rows = [report for report in runs if report["task"] == task]
+        names = list(dict.fromkeys(report["variant"] for report in rows))
+        counts = sorted({report["workers"] for report in rows})
+        ends = []
+        for report in rows:
+            curves = report["curves"]
+            values = np.mean([curve["values"] for curve in curves], 0)
+            ends.append(values[min(2, len(values) - 1) :])
+            panel.plot(
+                curves[0]["steps"],
+                values,
+                color=f"C{names.index(report['variant'])}",
+                linestyle=("-", "--", ":", "-.")[counts.index(report["workers"]) % 4],
+                label=f"{report['variant']}, P = {report['workers']}",
+            )
+        # The first steps would take up most of the height.
+        low, high = np.concatenate(ends).min(), np.concatenate(ends).max()
+        panel.set(title=f"{task}, {MEASURES[task][0]}", xlabel="step")
+        if high > low:
+            panel.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
+        panel.grid(alpha=0.3)
+        panel.legend()
+    display.save(figure, path)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The options; exits with status 2 and one line when one of them is wrong."""
+    parser = options.parser_of(__doc__)
+    add = parser.add_argument
+    add("--text", type=Path, metavar="FILE", help="plain text")
+    add("--images", type=Path, metavar="DIR", help="IDX files, such as MNIST")
+    add("--tasks", nargs="+", choices=TASKS, default=TASKS)
+    add("--workers", type=options.several, nargs="+", default=[16, 32], metavar="P")
+    add("--only", nargs="+", metavar="NAME", help="of these variants")
+    add("--density", type=options.share, default=0.01)
+    add("--steps", type=options.several, help="of each run, of both tasks")
+    add("--steps-images", type=options.several, default=1000)
+    add("--steps-text", type=options.several, default=2000)
+    add("--width", type=options.at_least_one, default=WIDTH, help="of the transformer")
+    add("--batch-images", type=options.at_least_one, default=128, help="of all workers")
+    add("--batch-text", type=options.at_least_one, default=32, help="of all workers")
+    add("--rate-images", type=options.positive, default=0.05, help="the peak")
+    add("--rate-text", type=options.positive, default=0.02, help="the peak")
+    add("--seeds", type=options.at_least_one, default=2)
+    add("--points", type=options.at_least_one, default=10, help="of a curve")
+    options.add_outputs(parser, plot=True)
+    add("--read", type=Path, nargs="+", metavar="FILE", help="from --json")
+    args = parser.parse_args(argv)
+    if args.steps:
+        args.steps_images = args.steps_text = args.steps
+    known = {name for task in args.tasks for name in variants(task, args.density, 2, 1.0)}
+    for name in args.only or ():
+        if name not in known:
+            parser.error(f"--only {name!r} is none of: {'; '.join(sorted(known))}")
+    if args.width % HEADS:
+        parser.error(f"--width {args.width} can't be divided into {HEADS} heads")
+    for workers in args.workers:
+        for task in args.tasks:
+            if getattr(args, f"batch_{task}") % workers:
+                parser.error(f"--batch-{task} can't be dealt out to {workers} workers")
+    return args
+
+
+def read_runs(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """What --json wrote.
+
+    Raises:
+      InputError: a file cannot be read, or holds something else.
+    """
+    runs = []
+    for path in paths:
+        for report in reports.read(path, MEASURED, "benchmarks.training.convergence --json"):
+            name, curves = f"{path}: {report['task']}, {report['variant']}", report["curves"]
+            steps = curves[0]["steps"]
+            if len(steps) < 2:
+                raise options.InputError(f"{name}: a curve needs two points, got {len(steps)}")
+            if any(len(c["values"]) != len(steps) or c["steps"] != steps for c in curves):
+                raise options.InputError(
+                    f"{name}: all seeds need the same steps, and a value after each of them"
+                )
+            runs.append(report)
+    return runs
+
+
+@options.program
+def main(argv: list[str] | None = None) -> None:
+    """Prints the tables."""
+    args = parse(argv)
+    if args.read:
+        runs = read_runs(args.read)
+    else:
+        tasks = []
+        if "images" in args.tasks:
+            data = read_images(args.images)
+            network = convolutional(data.train_images.shape[1:], data.classes)
+            tasks.append(image_task(data, network))
+        if "text" in args.tasks:
+            tasks.append(text_task(read_text(args.text), width=args.width))
+        runs = run_all(tasks, args)
+    show(runs)
+    if args.plot:
+        draw(runs, args.plot)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

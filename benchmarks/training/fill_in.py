@@ -1,0 +1,199 @@
+"""Fill-in: how many distinct indices the selections of all workers have together.
+
+    python -m benchmarks.training.fill_in [--text FILE] [--images FOLDER] [--plot FILE.png]
+
+First, selections of uniformly random indices: the mean size of their union over some trials, with
+its standard error, beside the formula n (1 - (1 - k/n)^P) of SparCML (appendix B).
+
+Second, selections of real training. Two networks (an LSTM on characters, a VGG-like network on
+images) are trained with exact top-k error feedback over P simulated workers, and at every step the
+union of what the workers send is counted: the density of the result of an allreduce that delivers
+all of it. Ok-Topk (section 5.2) reports means over whole runs: 13.2 % for VGG-16 at a density of
+1 % on 16 workers, 34.5 % for an LSTM at 2 % on 32.
+
+Third, what `cost_model` predicts for the largest number of workers from a union that fewer of them
+have (`cost_model.Overlap`), beside the measured union. The first m workers of a run are taken, and
+the separate runs of other numbers of workers.
+
+Without the options the text is Python's own help topics and the images are scikit-learn's digits.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from sparse_collectives import cost_model
+
+from .._common import display, options, reports
+from . import _recorded_training as training
+from ._recorded_tasks import Run, recorded_runs, recording_parser
+from ._unions import growth, parts, predictions, uniform
+
+# Ok-Topk, section 5.2: the density of the result, by run and number of workers.
+PAPER = {("images", 16): 0.132, ("text", 32): 0.345}
+UNIFORM_DENSITIES = (0.01, 0.02)
+
+
+def record(run: Run, workers: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Trains with so many workers and counts the unions."""
+    task = run.make_task(workers)
+    size = sum(leaf.size for leaf in training.layout_of(task.params))
+    unions = []
+
+    def count(step, selections):
+        unions.append(growth((np.asarray(coo.indices) for coo in selections), size))
+        text = f"{run.name}, P = {workers}: step {step + 1} of {args.steps}"
+        options.progress(text, last=step + 1 == args.steps)
+
+    curve = training.train(
+        task,
+        density=run.density,
+        workers=workers,
+        steps=args.steps,
+        order="before",
+        visit=lambda *_: None,
+        visit_all=count,
+    )
+    table = np.array(unions)
+    k = max(1, round(run.density * size))
+    mean = table.mean(0)
+    overlap = cost_model.Overlap(mean[-1], workers)
+    return {
+        "run": run.name,
+        "workers": workers,
+        "size": size,
+        "density": run.density,
+        "k": k,
+        "steps": args.steps,
+        "batch": args.batch,
+        "validation_before": curve.before,
+        "validation_after": curve.after,
+        "union": parts(table[:, -1] / size),
+        "union_of_k": mean[-1] / k,
+        "uniform": cost_model.expected_union(size, k, workers) / size,
+        "effective_size": cost_model.effective_size(k, overlap) / size,
+        "paper": PAPER.get((run.name, workers)),
+        "growth": mean / size,
+        "series": np.round(table[:, -1] / size, 5),
+    }
+
+
+def show_uniform(table: dict[str, Any]) -> None:
+    """Prints one table of uniform selections."""
+    print(
+        f"\nuniform selections: n = {table['size']:,}, k = {table['k']:,}, "
+        f"{table['trials']} trials\n"
+        f"{'P':>4} {'formula':>12} {'measured':>12} {'standard error':>15} {'off by':>16}"
+    )
+    for row in table["rows"]:
+        print(
+            f"{row['workers']:>4} {row['expected']:>12,.1f} {row['mean']:>12,.1f} "
+            f"{row['standard_error']:>15.1f} {row['errors_off']:>9.1f} errors"
+        )
+
+
+def show(runs: Sequence[dict[str, Any]]) -> None:
+    """Prints the table of the runs of one task."""
+    first = runs[0]
+    print(
+        f"\n{first['run']}: n = {first['size']:,}, k = {first['k']:,} (density "
+        f"{first['density']:.1%}), {first['steps']} steps, batch {first['batch']} a worker\n"
+        f"{'':4} {'------------ union / n -----------':>34} {'':>7} {'uniform':>8} "
+        f"{'measured':>9} {'effective':>10} {'':>6} {'validation':>14}\n"
+        f"{'P':>4} {'mean':>10} {'first 1/10':>11} {'last 1/4':>11} {'union/k':>8} {'':>7} "
+        f"{'/ uniform':>10} {'n / n':>10} {'paper':>6} {'loss':>14}"
+    )
+    for report in runs:
+        union, paper = report["union"], report["paper"]
+        losses = f"{report['validation_before']['loss']:.2f} -> " + (
+            f"{report['validation_after']['loss']:.2f}"
+        )
+        print(
+            f"{report['workers']:>4} {union['mean']:>10.2%} {union['first_tenth']:>11.2%} "
+            f"{union['last_quarter']:>11.2%} {report['union_of_k']:>8.2f} "
+            f"{report['uniform']:>7.2%} {union['mean'] / report['uniform']:>10.3f} "
+            f"{report['effective_size']:>10.3f} "
+            f"{f'{paper:.1%}' if paper else '-':>6} {losses:>14}"
+        )
+
+
+def show_predictions(name: str, table: dict[str, Any]) -> None:
+    """Prints what the cost model makes of unions of fewer workers."""
+    measured = table["measured"]
+    print(f"\n{name}: union / n for P = {table['workers']}, measured {measured:.2%}; predicted")
+
+    def line(label: str, predicted: float) -> None:
+        print(f"  {label:50} {predicted:>8.2%} ({predicted / measured - 1:+.1%})")
+
+    line("by the uniform formula", table["uniform"])
+    for workers, predicted in table["same_run"].items():
+        line(f"from the union of {workers} workers of this run", predicted)
+    for workers, predicted in table["other_runs"].items():
+        line(f"from the union of a run with {workers} workers", predicted)
+    for workers, predicted in table["other_runs_by_step"].items():
+        line(f"by step, from those of a run with {workers} workers", predicted)
+
+
+def draw(tasks: Sequence[Sequence[dict[str, Any]]], path: Path) -> None:
+    """The growth with the number of workers, and the union over the steps."""
+    figure, panels = display.panels(2, len(tasks), (5.5 * len(tasks), 8))
+    for (above, below), runs in zip(panels.T, tasks, strict=True):
+        for color, report in enumerate(runs):
+            workers = report["workers"]
+            label = f"measured, run with P = {workers}"
+            above.plot(np.arange(1, workers + 1), 100 * report["growth"], f"C{color}-", label=label)
+            below.plot(100 * report["series"], f"C{color}-", label=f"P = {workers}")
+            below.axhline(100 * report["uniform"], color=f"C{color}", linestyle=":")
+            if report["paper"]:
+                above.plot(workers, 100 * report["paper"], "k*", label="Ok-Topk paper")
+        size, k = runs[0]["size"], runs[0]["k"]
+        axis = range(1, 1 + max(report["workers"] for report in runs))
+        by_formula = [100 * cost_model.expected_union(size, k, p) / size for p in axis]
+        above.plot(axis, by_formula, "k:", label="uniform formula")
+        title = f"{runs[0]['run']}, density {runs[0]['density']:.1%}"
+        above.set(title=title, xlabel="workers", ylabel="union / n, %", ylim=(0, None))
+        below.set(xlabel="step (dotted: uniform)", ylabel="union / n, %", ylim=(0, None))
+        above.legend()
+        below.legend(loc="lower right")
+    display.save(figure, path)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The options; exits with status 2 and one line when one of them is wrong."""
+    parser = recording_parser(__doc__, steps=120)
+    add = parser.add_argument
+    add("--workers", type=options.several, nargs="+", default=[16, 32], metavar="P")
+    add("--uniform-size", type=options.at_least_one, default=100_000, help="n, random selections")
+    add("--trials", type=options.several, default=30, help="with random selections")
+    return parser.parse_args(argv)
+
+
+@options.program
+def main(argv: list[str] | None = None) -> None:
+    """Prints the tables."""
+    args = parse(argv)
+    runs = recorded_runs(args)
+    tables = [
+        uniform(args.uniform_size, density, args.trials, args.seed) for density in UNIFORM_DENSITIES
+    ]
+    for table in tables:
+        show_uniform(table)
+    tasks, predicted = [], []
+    for run in runs:
+        tasks.append([record(run, workers, args) for workers in args.workers])
+        show(tasks[-1])
+        predicted.append(predictions(tasks[-1]))
+        show_predictions(run.name, predicted[-1])
+    content = {"uniform": tables, "runs": tasks, "predictions": predicted}
+    reports.write(args.json, {"backend": jax.default_backend()} | content)
+    if args.plot:
+        draw(tasks, args.plot)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,235 @@
+"""Load balance in Ok-Topk: regions and data balancing, on and off (Figure 7 of the paper).
+
+    python -m benchmarks.training.load_balance [--text FILE] [--images FOLDER] [--plot FILE.png]
+
+Two networks are trained with exact top-k error feedback over as many simulated workers as are asked
+for at most, and the selections of some steps are recorded. Smaller numbers of workers take the
+first of them. The recorded selections then go through `ok_topk`, with `regions` equal and
+balanced, and with `balance` never, auto and always. Each is done twice: as the training gives them,
+and with the gradient of one layer multiplied by 100 before the accumulation (and divided again
+before the optimizer), so that nearly all selected entries come from a small part of the indices.
+
+Split and reduce: the entries that the owner of each region gets from all others, before anything is
+cut to the slots of a message: what messages of exact size would carry. "max/mean" is over the
+workers, as a mean over the steps; "max/k" is the largest in units of k, 1 - 1/P where all is even.
+"overflow" is the share of the selected entries that found no slot.
+
+Allgather: the entries of each worker before and after the balancing. "over 4x" is the share of
+steps on which the paper would balance; "delivered" is the share of k in the result, and "words" all
+that a worker receives, as a share of the paper's bound 6k(P-1)/P.
+
+One step in `--every` is recorded. The regions are cut at the first record, and then only where many
+entries overflow, so at the last one they may be as old as the run; `--period 1` cuts them anew at
+each record.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparse_collectives import PaddedCOO
+
+from .._common import display, options, reports
+from . import _recorded_training as training
+from ._measures import Leaf
+from ._recorded_tasks import Run, recorded_runs, recording_parser
+from ._replay import owned, received, replay, unevenness
+
+REGIONS = ("equal", "balanced")
+BALANCES = ("never", "auto", "always")
+# The layer that is scaled in the harder case: some percent of the parameters, more than k.
+HARD_LAYER = {"images": "conv_1/kernel", "text": "lstm_0/input"}
+# The paper balances where the largest count is over so many times the mean.
+PAPER_TRIGGER = 4
+
+
+def record(
+    run: Run, workers: int, hard: bool, args: argparse.Namespace
+) -> tuple[list[PaddedCOO], dict[str, Any]]:
+    """Trains, and returns the selections of some steps, ``[P, c]`` each, and a description."""
+    task = run.make_task(workers)
+    layout = training.layout_of(task.params)
+    size = sum(leaf.size for leaf in layout)
+    units, steps = None, []
+    if hard:
+        scaled = next(leaf for leaf in layout if leaf.name == HARD_LAYER[run.name])
+        units = jnp.ones(size).at[scaled.start : scaled.start + scaled.size].set(args.factor)
+
+    def keep(step, selections):
+        if step % args.every == args.every - 1:
+            steps.append(jax.tree.map(lambda *x: np.stack(x), *jax.device_get(selections)))
+        text = f"{run.name}: step {step + 1} of {args.steps}"
+        options.progress(text, last=step + 1 == args.steps)
+
+    curve = training.train(
+        task,
+        density=run.density,
+        workers=workers,
+        steps=args.steps,
+        order="before",
+        visit=lambda *_: None,
+        visit_all=keep,
+        units=units,
+    )
+    description = {
+        "run": run.name,
+        "case": f"{HARD_LAYER[run.name]} x {args.factor:g}" if hard else "as trained",
+        "size": size,
+        "density": run.density,
+        "k": max(1, round(run.density * size)),
+        "validation_before": curve.before,
+        "validation_after": curve.after,
+        "layers": concentration(np.stack([step.indices for step in steps]), layout),
+    }
+    return steps, description
+
+
+def concentration(indices: np.ndarray, layout: Sequence[Leaf]) -> dict[str, dict[str, float]]:
+    """The share of each layer in the parameters and in the selected entries."""
+    edges = np.array([leaf.start for leaf in layout] + [sum(leaf.size for leaf in layout)])
+    counts, sizes = owned(indices, edges), np.diff(edges)
+    return {
+        leaf.name: {"parameters": sizes[i] / edges[-1], "selected": counts[i] / counts.sum()}
+        for i, leaf in enumerate(layout)
+    }
+
+
+def compare(
+    steps: Sequence[PaddedCOO], workers: int, regions: str, density: float, period: int
+) -> dict[str, Any]:
+    """All that is reported of one number of workers and one way to cut the regions."""
+    size = steps[0].size
+    k = max(1, round(density * size))
+    bound = 6 * k * (workers - 1) / workers
+    common = {"workers": workers, "density": density, "regions": regions, "period": period}
+    results = {mode: replay(steps, balance=mode, **common) for mode in BALANCES}
+    loads, before = [], []
+    for recorded, result in zip(steps, results["auto"], strict=True):
+        loads.append(received(recorded.indices[:workers], result.boundaries))
+        # With 'auto' all is delivered: what a region has in the total is what its owner selected.
+        before.append(owned(result.indices, result.boundaries))
+    selected = sum(np.count_nonzero(step.indices[:workers] < size) for step in steps)
+    ratios = [unevenness(counts) for counts in before]
+    return {
+        "workers": workers,
+        "regions": regions,
+        "received": np.mean([unevenness(load) for load in loads]),
+        "received_worst": max(unevenness(load) for load in loads),
+        "received_of_k": np.mean([np.max(load) for load in loads]) / k,
+        "overflow": sum(step.overflow for step in results["auto"]) / selected,
+        "before": np.mean(ratios),
+        "over_trigger": np.mean([ratio > PAPER_TRIGGER for ratio in ratios]),
+        "balance": {
+            mode: {
+                "after": np.mean([unevenness((s.indices < size).sum(1)) for s in of_mode]),
+                "delivered": np.mean([step.delivered for step in of_mode]) / k,
+                "words_of_bound": np.mean([step.words for step in of_mode]) / bound,
+            }
+            for mode, of_mode in results.items()
+        },
+    }
+
+
+def show(report: dict[str, Any]) -> None:
+    """Prints the tables of one recorded run."""
+    layers = sorted(report["layers"].items(), key=lambda item: -item[1]["selected"])[:2]
+    shares = ", ".join(
+        f"{name} {share['selected']:.0%} (of the parameters {share['parameters']:.1%})"
+        for name, share in layers
+    )
+    before, after = report["validation_before"]["loss"], report["validation_after"]["loss"]
+    print(
+        f"\n{report['run']}, {report['case']}: n = {report['size']:,}, k = {report['k']:,}; "
+        f"{report['recorded']} recorded steps; validation loss {before:.2f} -> {after:.2f}\n"
+        f"  selected entries by layer: {shares}\n"
+        f"{'':13} {'---- split and reduce ----':>27} {'- before allgather -':>21} "
+        + " ".join(f"{f'---- balance {mode} ----':>26}" for mode in BALANCES)
+        + f"\n{'P':>3} {'regions':9} {'max/mean':>9} {'max/k':>7} {'overflow':>9} "
+        f"{'max/mean':>11} {'over 4x':>9} "
+        + " ".join(f"{'max/mean':>9} {'delivered':>9} {'words':>6}" for _ in BALANCES)
+    )
+    for row in report["rows"]:
+        print(
+            f"{row['workers']:>3} {row['regions']:9} {row['received']:>9.2f} "
+            f"{row['received_of_k']:>7.2f} {row['overflow']:>9.2%} {row['before']:>11.2f} "
+            f"{row['over_trigger']:>9.0%} "
+            + " ".join(
+                f"{mode['after']:>9.2f} {mode['delivered']:>9.2%} {mode['words_of_bound']:>6.2f}"
+                for mode in row["balance"].values()
+            )
+        )
+
+
+def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
+    """The unevenness in both phases over the number of workers, one column for each run."""
+    size = (4 * len(runs), 7)
+    figure, panels = display.panels(2, len(runs), size, sharex=True, sharey="row")
+    for (above, below), report in zip(panels.T, runs, strict=True):
+        for regions, color in zip(REGIONS, ("C3", "C0"), strict=True):
+            rows = [row for row in report["rows"] if row["regions"] == regions]
+            workers = [row["workers"] for row in rows]
+            label = f"{regions} regions"
+            above.plot(workers, [row["received"] for row in rows], f"{color}o-", label=label)
+            below.plot(
+                workers, [row["before"] for row in rows], f"{color}o-", label=f"{label}, before"
+            )
+            for mode, style in (("auto", "s--"), ("always", "^:")):
+                after = [row["balance"][mode]["after"] for row in rows]
+                below.plot(workers, after, f"{color}{style}", label=f"{label}, {mode}")
+        above.set(title=f"{report['run']}, {report['case']}", yscale="log")
+        below.set(xscale="log", yscale="log", xlabel="workers", xticks=workers)
+        below.set_xticklabels(workers)
+        for panel in (above, below):
+            panel.set_yticks(ticks := (1, 2, 5, 10, 20), ticks)
+            panel.minorticks_off()
+    panels[0, 0].set_ylabel("split and reduce: received, max / mean")
+    panels[1, 0].set_ylabel("allgather: entries, max / mean")
+    panels[0, 0].legend(loc="upper left")
+    panels[1, 0].legend(loc="upper left", fontsize="small")
+    display.save(figure, path)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The options; exits with status 2 and one line when one of them is wrong."""
+    parser = recording_parser(__doc__, steps=40)
+    add = parser.add_argument
+    add("--workers", type=options.several, nargs="+", default=[16, 32, 64], metavar="P")
+    add("--every", type=options.at_least_one, default=5, help="steps to a record")
+    add("--period", type=options.at_least_one, default=64, help="records to a repartition")
+    add("--factor", type=options.positive, default=100.0, help="on the layer's gradient")
+    args = parser.parse_args(argv)
+    if args.every > args.steps:
+        parser.error(f"--every {args.every} records nothing of {args.steps} steps")
+    return args
+
+
+@options.program
+def main(argv: list[str] | None = None) -> None:
+    """Prints the tables."""
+    args = parse(argv)
+    runs = []
+    for run in recorded_runs(args):
+        for hard in (False, True):
+            steps, report = record(run, max(args.workers), hard, args)
+            report["recorded"] = len(steps)
+            report["rows"] = [
+                compare(steps, workers, regions, run.density, args.period)
+                for workers in sorted(args.workers)
+                for regions in REGIONS
+            ]
+            runs.append(report)
+            show(report)
+    content = {"every": args.every, "period": args.period, "runs": runs}
+    reports.write(args.json, {"backend": jax.default_backend()} | content)
+    if args.plot:
+        draw(runs, args.plot)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""What the tricks of DGC do for the accuracy at a low density, each alone and together.
+
+    python -m benchmarks.training.training_tricks [--images FOLDER] [--only NAME ...] [--json FILE]
+
+A network of one hidden layer on Fashion-MNIST (``--images FOLDER``) or scikit-learn's digits, over
+simulated workers: mean and standard deviation of the accuracy on all test images over some seeds.
+Every variant sees the same batches, starts from the same parameters and has the learning rate that
+is best for the dense run, with a warmup over a twentieth of the steps and then a cosine.
+
+Top-k with error feedback is ``topk_a``: everything that is selected is delivered.
+"""
+
+import argparse
+import functools
+import sys
+from pathlib import Path
+
+import numpy as np
+import optax
+
+import optax_ext
+
+from .._common import options, reports
+from ._data import read_images
+from ._recorded_training import MOMENTUM, schedule
+from ._simulated_training import AXIS, Variant, exact_top_k, train
+from ._small_models import one_hidden_layer
+from ._small_tasks import image_task
+
+# DGC starts with 25 %. All messages have the slots of the first stage, so that one is left out.
+STAGES = (0.0625, 0.015625, 0.004)
+
+
+def variants(density: float, steps: int, rate: float, max_norm: float) -> dict[str, Variant]:
+    """By name. Momentum is behind the exchange where it is not in the correction."""
+    stages = [*(stage for stage in STAGES if stage > density), density]
+    staged = optax_ext.staged_density(max(1, steps // 20), stages)
+
+    def sparse(*, correct=False, mask=False, clip=False, warm="", momentum=MOMENTUM):
+        correction = optax_ext.momentum_correction(MOMENTUM, masking=mask) if correct else None
+        tx = optax_ext.topk_a(
+            density,
+            axis=AXIS,
+            selector=exact_top_k(stages[0] if warm == "density" else density),
+            correction=correction,
+            density_schedule=staged if warm == "density" else None,
+            dense_steps=max(1, steps // 10) if warm == "dense" else 0,
+        )
+        if clip:
+            tx = optax.chain(optax_ext.local_clip_by_global_norm(max_norm, axis=AXIS), tx)
+        # Without momentum the same distance takes a rate larger by what momentum sums up.
+        peak = rate if correct or momentum else rate / (1 - MOMENTUM)
+        behind = None if correct else momentum
+        return Variant(tx, optax.sgd(schedule(peak, steps), momentum=behind))
+
+    every = functools.partial(sparse, correct=True, mask=True)
+    return {
+        "dense": Variant(
+            optax_ext.dense(axis=AXIS), optax.sgd(schedule(rate, steps), momentum=MOMENTUM)
+        ),
+        "top-k": sparse(),
+        "top-k without momentum": sparse(momentum=None),
+        "correction": sparse(correct=True),
+        "correction, masking": every(),
+        "clipping": sparse(clip=True),
+        "dense warm-up": sparse(warm="dense"),
+        "density warm-up": sparse(warm="density"),
+        "correction, masking, clipping": every(clip=True),
+        "correction, masking, dense warm-up": every(warm="dense"),
+        "correction, masking, density warm-up": every(warm="density"),
+        "all, dense warm-up": every(clip=True, warm="dense"),
+        "all, density warm-up": every(clip=True, warm="density"),
+    }
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The options; exits with status 2 and one line when one of them is wrong."""
+    parser = options.parser_of(__doc__)
+    parser.add_argument("--images", type=Path, metavar="DIR", help="IDX files; default: digits")
+    parser.add_argument("--density", type=options.share, default=0.001)
+    parser.add_argument("--workers", type=options.several, default=16)
+    parser.add_argument("--steps", type=options.several, default=1000)
+    parser.add_argument("--batch", type=options.at_least_one, default=8, help="of each worker")
+    parser.add_argument("--hidden", type=options.at_least_one, default=128)
+    parser.add_argument("--rate", type=options.positive, default=0.05, help="the peak")
+    parser.add_argument("--max-norm", type=options.positive, default=4.0, help="of the clipping")
+    parser.add_argument("--seeds", type=options.at_least_one, default=3)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="of these variants")
+    options.add_outputs(parser)
+    args = parser.parse_args(argv)
+    known = variants(args.density, args.steps, args.rate, args.max_norm)
+    for name in args.only or ():
+        if name not in known:
+            parser.error(f"--only {name!r} is none of: {'; '.join(known)}")
+    return args
+
+
+@options.program
+def main(argv: list[str] | None = None) -> None:
+    """Prints the table."""
+    args = parse(argv)
+    data = read_images(args.images)
+    task = image_task(
+        data, one_hidden_layer(data.train_images.shape[1:], data.classes, args.hidden)
+    )
+    rows = {}
+    print(
+        f"test accuracy, {args.workers} workers, density {args.density:g}, {args.steps} steps, "
+        f"{args.seeds} seeds"
+    )
+    for name, variant in variants(args.density, args.steps, args.rate, args.max_norm).items():
+        if args.only and name not in args.only:
+            continue
+        curves = train(
+            task,
+            variant,
+            workers=args.workers,
+            steps=args.steps,
+            every=max(1, args.steps // 4),
+            batch=args.workers * args.batch,
+            seeds=args.seeds,
+            label=name,
+        )
+        last = np.array([curve.values[-1] for curve in curves])
+        deviation = last.std(ddof=1) if len(last) > 1 else float("nan")
+        print(f"{name:40}{last.mean():8.2%} +- {deviation:.2%}", flush=True)
+        rows[name] = [curve._asdict() for curve in curves]
+        content = {"options": {k: str(v) for k, v in vars(args).items()}, "curves": rows}
+        reports.write(args.json, content)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""Runs of several workers: uninterrupted, with a fault, and resumed from a checkpoint."""
+
+import contextlib
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks._common.namespaces import Hosts
+from benchmarks._common.processes import Process, coordinator, started
+
+WORKERS, STEPS, SAVE_EVERY = 3, 12, 3
+# The fault comes in this step, and the last checkpoint before it is at step 6.
+FAULT_STEP = 8
+HEARTBEAT, DEADLINE, FIRST_DEADLINE = 20, 30, 500
+# For a start, and for steps that nothing disturbs, on a machine that does other things too.
+PATIENCE = 600
+
+
+class Resumed(NamedTuple):
+    """What came of a run from a checkpoint.
+
+    Attributes:
+      ok: whether all is as it must be.
+      check: what was checked, in words.
+    """
+
+    ok: bool
+    check: str
+
+
+@contextlib.contextmanager
+def workers(
+    folder: Path,
+    *,
+    processes: int = WORKERS,
+    network: Hosts | None = None,
+    changes: dict[int, dict[str, Any]] | None = None,
+    **settings: Any,
+) -> Iterator[list[Process]]:
+    """The processes of one training, for the length of the block.
+
+    Args:
+      folder: of the checkpoints.
+      processes: P.
+      network: where each process has a namespace of its own.
+      changes: settings of single processes.
+      **settings: of all of them, in place of the usual ones; see `_worker.Settings`.
+    """
+    with contextlib.ExitStack() as stack:
+        # Programs are compiled once, and quickly.
+        more = {
+            "XLA_FLAGS": "--xla_backend_optimization_level=0",
+            "JAX_COMPILATION_CACHE_DIR": os.environ.get(
+                "JAX_COMPILATION_CACHE_DIR", str(folder.parent / "compiled")
+            ),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+        }
+        if network:
+            # In a namespace of its own every port is free.
+            place = f"{network.addresses[0]}:20000"
+        else:
+            place, bound = stack.enter_context(coordinator())
+            more |= bound
+        commands = []
+        for index in range(processes):
+            own = {
+                "coordinator": place,
+                "processes": processes,
+                "index": index,
+                "folder": str(folder),
+                "steps": STEPS,
+                "save_every": SAVE_EVERY,
+                "resume": 0,
+                "heartbeat": HEARTBEAT,
+                "deadline": DEADLINE,
+                "first_deadline": FIRST_DEADLINE,
+                **settings,
+                **(changes or {}).get(index, {}),
+            }
+            command = [sys.executable, "-m", "tests.system._worker", json.dumps(own)]
+            commands.append([*network.command(index), *command] if network else command)
+        yield stack.enter_context(started(commands, more))
+
+
+def finished(group: list[Process]) -> None:
+    """Waits until all have finished.
+
+    Raises:
+      RuntimeError: one ended in another way, or took too long.
+    """
+    for process in group:
+        process.wait_for("finished", seconds=PATIENCE)
+    for process in group:
+        if not process.wait_for_end(PATIENCE) or process.status != 0:
+            raise RuntimeError(f"a worker finished, and then: {report(process)}")
+
+
+def hashes(group: list[Process]) -> list[dict[int, str]]:
+    """For each process, the hash of parameters and its part of the state after each step."""
+    return [
+        {e["step"] + 1: e["hash"] for e in process.events if e["event"] == "end"}
+        for process in group
+    ]
+
+
+def reference(folder: Path) -> list[dict[int, str]]:
+    """The hashes of a training that nothing disturbs."""
+    with workers(folder) as group:
+        finished(group)
+        return hashes(group)
+
+
+def ended(group: list[Process], since: float, bound: float) -> float | None:
+    """Seconds after ``since`` at which the last of them ended; None if over the bound."""
+    if not all(p.wait_for_end(max(since + bound - time.monotonic(), 0)) for p in group):
+        return None
+    return max(p.ended_at - since for p in group)
+
+
+def report(process: Process) -> str:
+    """How a process ended, and why, in its own words; `silent` where it gave no reason."""
+    status = process.status
+    how = (
+        "running" if status is None else f"status {status}" if status >= 0 else f"signal {-status}"
+    )
+    errors = process.errors
+    patterns = (
+        (r"optax_ext\.Watchdog: (.* did not end within .*?) on process", r"\1"),
+        (
+            r"optax_ext\.Watchdog: (.*?) failed on process.*? with (.*?)\. This process ends now",
+            r"\1: \2",
+        ),
+        (r"(The following tasks are unhealthy[^\n]*)\n(\d+(?:\n\d+)*)", r"jax: \1 \2"),
+        (r"(Failed to send RPC to coordination service)", r"jax: \1"),
+        (r"Terminating process because .*?absl::Status: ([^\n]*)", r"jax: \1"),
+        (r"Terminating process because ([^\n]*)", r"jax: \1"),
+        (r"\n(\w[\w.]*(?:Error|Exception): [^\n]*)\n*$", r"\1"),
+    )
+    for pattern, template in patterns:
+        found = re.search(pattern, errors, re.DOTALL)
+        if found:
+            return f"{how}, {_short(found.expand(template))}"
+    return f"{how}, silent"
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    text = re.sub(
+        r"\[external/\S+\] |\[?127\.0\.0\.1\]?(:\d+)?|JaxRuntimeError: UNKNOWN: ", "", text
+    )
+    return text if len(text) <= 110 else f"{text[:107]}..."
+
+
+def explained(process: Process) -> bool:
+    """Whether it ended with an error, and said why."""
+    return process.status not in (None, 0) and not report(process).endswith("silent")
+
+
+def resumed(folder: Path, step: int, expected: list[dict[int, str]]) -> Resumed:
+    """A run from a checkpoint with as many workers: every step must have the same bits."""
+    with workers(folder, resume=step) as group:
+        finished(group)
+        first = [p.find("started")["hash"] for p in group]
+        found = hashes(group)
+    steps = range(step + 1, STEPS + 1)
+    ok = all(
+        before in (was.get(step), None if step else before) and all(now[s] == was[s] for s in steps)
+        for before, now, was in zip(first, found, expected)
+    )
+    return Resumed(ok, f"{WORKERS} workers: {'same bits' if ok else 'OTHER BITS'}")
+
+
+def resumed_by_fewer(folder: Path, step: int) -> Resumed:
+    """A run from a checkpoint with one worker less: the residuals' sum must be kept."""
+    with workers(folder, processes=WORKERS - 1, resume=step) as group:
+        finished(group)
+        moved = [p.find("resharded") for p in group]
+        losses = [e["loss"] for p in group for e in p.events if e["event"] == "end"]
+    # Two float32 hold 48 bits of a sum.
+    ok = all(m["difference"] <= 2**-40 * m["largest"] and m["largest"] > 0 for m in moved)
+    ok = ok and len(losses) == (WORKERS - 1) * (STEPS - step) and all(x < 10 for x in losses)
+    return Resumed(ok, f"{WORKERS - 1} workers: {'sum kept' if ok else 'SUM LOST'}")

@@ -1,0 +1,148 @@
+"""What happens to a training of several processes when something breaks, and how it goes on.
+
+Three processes train over jax.distributed and Gloo, with a checkpoint after every third step. Each
+fault breaks something in step 8, or in the checkpoint after it. Every process that is left must end
+with an error that says why, within the bound: nobody hangs, and no result is wrong. Then the last
+whole checkpoint is looked for, and the training goes on from it: with three processes to the same
+bits as one that was never disturbed, and with two with the same sum of the residuals.
+
+All of them, with what the processes said and the seconds until the last of them had ended:
+
+    python -m pytest tests/system/test_faults.py -m slow -s
+
+FAULTS_STOP=60 is for how many seconds a worker is stopped.
+"""
+
+import os
+import re
+import shutil
+import signal
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+import optax_ext
+from benchmarks._common.namespaces import unusable
+from benchmarks._common.processes import ROOT
+from tests.system import _faults
+from tests.system import _task as task
+from tests.system import _training as training
+
+STOP = float(os.environ.get("FAULTS_STOP", "60"))
+FAULTS = {
+    fault.__name__: fault
+    for fault in (
+        _faults.killed,
+        _faults.stopped,
+        _faults.stopped_with_patience,
+        _faults.hangs,
+        _faults.coordinator_killed,
+        _faults.link_down,
+        _faults.cannot_write,
+        _faults.disk_full,
+        _faults.cut_in_half,
+        _faults.flipped_bit,
+    )
+}
+
+
+WATCHDOG = "optax_ext.Watchdog: step 8 "
+JAX = "F1121 client.h:80] Terminating process because the JAX service detected errors."
+
+
+@pytest.mark.parametrize(
+    ("status", "errors", "expected"),
+    [
+        (75, f"{WATCHDOG}did not end within 10 s on process 0 of 3 (a, pid 1): b", "within 10 s"),
+        (
+            75,
+            f"{WATCHDOG}failed on process 2 of 3 (a) with E: closed. This process ends now",
+            "E: c",
+        ),
+        (-6, f"{JAX} The following tasks are unhealthy (no heartbeats):\n2\nThe", "heartbeats): 2"),
+        (
+            1,
+            "Traceback\n  File\nValueError: the checksums of 1\n",
+            "ValueError: the checksums of 1",
+        ),
+    ],
+)
+def test_the_reason_of_an_end_is_found(status, errors, expected):
+    process = SimpleNamespace(status=status, errors=errors)
+    assert expected in training.report(process)
+    assert training.explained(process)
+
+
+def test_an_end_without_a_reason_or_without_an_error_is_not_accepted():
+    for status, errors in ((-6, ""), (1, "a warning\n"), (0, WATCHDOG), (None, WATCHDOG)):
+        assert not training.explained(SimpleNamespace(status=status, errors=errors))
+
+
+# Where a read has failed, orbax drops the others unfinished, and Python says so when it likes to.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_cut_checkpoint_is_passed_over_for_the_last_whole_one(tmp_path):
+    mesh = task.mesh_of_all()
+    assert task.last_whole(tmp_path) == (0, {})
+    params, opt_state = task.first_state(mesh)
+    with task.manager_of(tmp_path) as manager:
+        for step in (3, 6):
+            task.save(manager, step, params, opt_state)
+    assert task.last_whole(tmp_path) == (6, {})
+    files = [path for path in (tmp_path / "6").rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+    step, damaged = task.last_whole(tmp_path)
+    assert (step, list(damaged)) == (3, [6])
+    with task.manager_of(tmp_path) as manager:
+        restored = task.restore(manager, 3, mesh)
+    assert task.hash_of(restored) == task.hash_of((params, opt_state))
+    assert task.residual_sum(restored[1]).shape == (sum(x.size for x in jax.tree.leaves(params)),)
+
+
+def test_the_recipes_run(tmp_path):
+    mesh = task.mesh_of_all()
+    params, opt_state = task.first_state(mesh)
+    names = {
+        "folder": tmp_path,
+        "params": params,
+        "opt_state": opt_state,
+        "batches": [task.batch_of(step, mesh) for step in range(2)],
+        "step": optax_ext.make_train_step(task.loss_fn, task.transformation(), mesh, task.AXIS),
+    }
+    programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs/faults.md").read_text(), re.DOTALL)
+    assert len(programs) == 2
+    for program in programs:
+        exec(program, names)
+    names["watchdog"].close()
+    assert int(optax_ext.get_state(names["restored"][1]).count) == 2
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The hashes of a training that nothing disturbs. From here on, SIGTERM cleans up first."""
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    yield training.reference(tmp_path_factory.mktemp("undisturbed"))
+    signal.signal(signal.SIGTERM, before)
+
+
+# Orbax warns that the arrays are not read when only the metadata is asked for, and where a read has
+# failed it drops the others unfinished, of which Python says so when it likes to.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_ends_in_errors_and_the_training_goes_on(name, undisturbed, tmp_path):
+    if name == "link_down" and (reason := unusable()):
+        pytest.skip(reason)
+    if name == "disk_full" and (os.geteuid() != 0 or shutil.which("mount") is None):
+        pytest.skip("a file system of its own needs root and mount")
+    # What is compiled is kept beside the folder, for the processes that follow.
+    folder = tmp_path / name
+    folder.mkdir()
+    outcome = FAULTS[name](_faults.Setup(folder, undisturbed, STOP))
+    print(f"\n{_faults.table(name, FAULTS[name], outcome)}")
+    assert outcome.ok

@@ -1,0 +1,185 @@
+"""What the benchmarks make of files that they did not write: one line, and status 2."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks._common import reports
+from benchmarks._common.options import InputError
+from benchmarks.network import scaling
+from benchmarks.training import convergence
+
+HUGE = "1" + 400 * "0"
+CURVE = {"steps": [0, 2], "values": [0.1, 0.5], "losses": [1.0], "words": 12.0, "delivered": 0.1}
+RUN = {
+    "task": "images",
+    "variant": "ok_topk",
+    "workers": 2,
+    "density": 0.01,
+    "batch": 8,
+    "width": None,
+    "rate": 0.05,
+    "curves": [CURVE, {**CURVE}],
+}
+WHERE = {"workers": 4, "params": 1000}
+POINT = {**WHERE, "link": "1gbit", "method": "dense", "seconds": [2.0]}
+NETWORK = {
+    "settings": {"density": 0.01, "cores": 2},
+    "local": [{**WHERE, "method": "dense", "seconds": [0.5]}],
+    "links": [{**WHERE, "link": "1gbit", "latency": 1e-3}],
+    "points": [POINT],
+}
+TIMES = [
+    {"contestant": "dense (psum)", "median_ms": 20.0},
+    {"contestant": "ok_topk", "median_ms": 90.0},
+]
+PROGRAMS = {
+    "convergence --read": (convergence.main, ["--read"], [RUN]),
+    "scaling --validate": (scaling.main, ["--validate"], NETWORK),
+    "scaling --local": (
+        scaling.main,
+        ["--params", "1M", "--workers", "4", "--no-programs", "--local"],
+        {"size": 1000, "times": TIMES},
+    ),
+}
+# For every program. Too many brackets end in a RecursionError, which is no ValueError.
+MALFORMED = {
+    "nothing": "",
+    "no JSON": "{",
+    "no text": b"\xff\xfe\x00",
+    "a list of a number": "[1]",
+    "a list of an empty object": "[{}]",
+    "one key": '{"task": 1}',
+    "null": "null",
+    "a number": "3",
+    "a string": '"abc"',
+    "an empty object": "{}",
+    "an empty list": "[]",
+    "a long number": f"[{HUGE}]",
+    "a longer number": f"[{5000 * '1'}]",
+    "deep lists": 200_000 * "[",
+    "deep objects": 200_000 * '{"a":',
+}
+# What is put in at a place of a good file.
+CHANGES = [
+    ("convergence --read", (0, "task"), "sound"),
+    ("convergence --read", (0, "variant"), None),
+    ("convergence --read", (0, "workers"), 2.5),
+    ("convergence --read", (0, "workers"), True),
+    ("convergence --read", (0, "density"), 2),
+    ("convergence --read", (0, "rate"), int(HUGE)),
+    ("convergence --read", (0, "curves"), []),
+    ("convergence --read", (0, "curves"), {}),
+    ("convergence --read", (0, "curves", 0), {}),
+    ("convergence --read", (0, "curves", 0, "steps"), []),
+    ("convergence --read", (0, "curves", 0, "values"), []),
+    ("convergence --read", (0, "curves", 1, "values"), [0.5]),
+    ("convergence --read", (0, "curves", 0, "values"), [0.5, "0.7"]),
+    ("convergence --read", (0, "curves", 0, "values"), [0.5, int(HUGE)]),
+    ("convergence --read", (0, "curves", 1, "steps"), [0, 3]),
+    ("convergence --read", (0, "curves"), [{**CURVE, "steps": [0], "values": [0.1]}]),
+    ("convergence --read", (0, "curves", 0, "words"), "many"),
+    ("scaling --validate", ("settings",), None),
+    ("scaling --validate", ("settings", "cores"), 0),
+    ("scaling --validate", ("settings", "density"), int(HUGE)),
+    ("scaling --validate", ("points",), {}),
+    ("scaling --validate", ("points", 0, "seconds"), []),
+    ("scaling --validate", ("points", 0, "seconds"), [0]),
+    ("scaling --validate", ("points", 0, "seconds"), [float("nan")]),
+    ("scaling --validate", ("points", 0, "params"), int(HUGE)),
+    ("scaling --validate", ("points", 0, "link"), "2gbit"),
+    ("scaling --validate", ("local", 0, "seconds"), 3),
+    ("scaling --validate", ("local",), []),
+    ("scaling --validate", ("links", 0, "latency"), -1),
+    ("scaling --validate", ("links",), []),
+    ("scaling --local", ("size",), 0),
+    ("scaling --local", ("times",), TIMES[:1]),
+    ("scaling --local", ("times", 0, "median_ms"), int(HUGE)),
+]
+
+
+def run(program, path, capsys):
+    """Status, standard output and standard error."""
+    main, argv, _ = PROGRAMS[program]
+    status = main([*argv, str(path)])
+    return status, *capsys.readouterr()
+
+
+def assert_one_line(program, path, capsys):
+    status, _, message = run(program, path, capsys)
+    assert status == 2
+    assert message.count("\n") == 1
+    assert str(path) in message
+    assert len(message) < 500
+    return message
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_good_file_is_read(program, tmp_path, capsys):
+    path = tmp_path / "good.json"
+    reports.write(path, PROGRAMS[program][2])
+    status, printed, message = run(program, path, capsys)
+    assert (status, message) == (0, "")
+    assert printed
+
+
+@pytest.mark.parametrize("content", MALFORMED.values(), ids=MALFORMED)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_file_of_something_else_is_one_line(program, content, tmp_path, capsys):
+    path = tmp_path / "bad.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    message = assert_one_line(program, path, capsys)
+    # What was expected is the file of a program that is named.
+    assert "benchmarks." in message
+
+
+@pytest.mark.parametrize(("program", "place", "value"), CHANGES)
+def test_one_wrong_value_is_one_line(program, place, value, tmp_path, capsys):
+    path = tmp_path / "bad.json"
+    content = copy.deepcopy(PROGRAMS[program][2])
+    inner = content
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    path.write_text(json.dumps(content))
+    assert_one_line(program, path, capsys)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_no_file_and_a_folder_are_one_line(program, tmp_path, capsys):
+    assert_one_line(program, tmp_path / "missing.json", capsys)
+    assert_one_line(program, tmp_path, capsys)
+
+
+def test_a_run_that_diverged_and_one_of_two_points_are_read_and_drawn(tmp_path, capsys):
+    path, figure = tmp_path / "runs.json", tmp_path / "runs.png"
+    diverged = {**CURVE, "values": [0.1, float("nan")], "words": None}
+    good = {**RUN, "variant": "dense"}
+    path.write_text(json.dumps([good, {**RUN, "curves": [diverged]}]))
+    assert convergence.main(["--read", str(path)]) == 0
+    assert "nan" in capsys.readouterr().out
+    path.write_text(json.dumps([good]))
+    assert convergence.main(["--read", str(path), "--plot", str(figure)]) == 0
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_message_says_where_and_what(tmp_path):
+    path = tmp_path / "bad.json"
+    path.write_text('{"a": [{"b": 1}, {"b": "x"}]}')
+    with pytest.raises(InputError) as caught:
+        reports.read(path, {"a": [{"b": reports.whole(0, 9)}]}, "a test")
+    assert str(caught.value) == (
+        f'{path} is not a file of a test: a[1].b must be a whole number from 0 to 9, got "x"'
+    )
+
+
+def test_a_report_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "report.json"
+    reports.write(path, {"a": np.arange(3), "b": np.float32(0.5)})
+    assert json.loads(path.read_text()) == {"a": [0, 1, 2], "b": 0.5}
+    with pytest.raises(TypeError):
+        reports.write(path, {"a": {1j: 0}})
+    assert json.loads(path.read_text()) == {"a": [0, 1, 2], "b": 0.5}
+    assert [file.name for file in tmp_path.iterdir()] == ["report.json"]
