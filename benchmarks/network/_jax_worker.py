@@ -112,11 +112,11 @@ class Worker:
             check_vma=not local,
         )
         jitted = jax.jit(mapped, donate_argnums=(0, 1))
-        lowered = jitted.lower(self._parameters, state, self._data[0])
+        traced = jitted.trace(self._parameters, state, self._data[0])
         words = {
-            case: traffic.of_lowered(lowered, conditional=case).words for case in ("best", "worst")
+            case: traffic.of_traced(traced, conditional=case).words for case in ("best", "worst")
         }
-        self._steps[method] = Step(lowered.compile(), state, words)
+        self._steps[method] = Step(traced.lower().compile(), state, words)
         self.take(method, warmup)
         return {"words": words}
 

@@ -116,8 +116,12 @@ class TrainStep:
         _check_global(batch, self._mesh, self._axis)
         return self._step(*self._placed(params, opt_state), batch)
 
+    def trace(self, params: Any, opt_state: Any, batch: Any) -> jax.stages.Traced:
+        """As ``jax.jit(f).trace``, for :func:`sparse_collectives.traffic.of_traced` among others."""
+        return self._step.trace(*self._placed(params, opt_state), batch)
+
     def lower(self, params: Any, opt_state: Any, batch: Any) -> jax.stages.Lowered:
-        """As ``jax.jit(f).lower``, for :mod:`sparse_collectives.traffic` among others."""
+        """As ``jax.jit(f).lower``."""
         return self._step.lower(*self._placed(params, opt_state), batch)
 
     def _placed(self, params: Any, opt_state: Any) -> tuple[Any, Any]:

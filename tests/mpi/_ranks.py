@@ -52,7 +52,7 @@ def errors(x: jax.Array) -> dict[str, str]:
         "two": lambda: transport.all_gather(x, (WORLD, MPI.COMM_SELF)),
         "mixed": lambda: transport.psum(x, (WORLD, "ranks")),
         "null": lambda: transport.psum(x, MPI.COMM_NULL),
-        "meter": lambda: traffic.of_lowered(jax.jit(lambda x: transport.psum(x, WORLD)).lower(x)),
+        "meter": lambda: traffic.of_traced(jax.jit(lambda x: transport.psum(x, WORLD)).trace(x)),
     }
     return {name: message_of(call) for name, call in calls.items()}
 
