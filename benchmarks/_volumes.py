@@ -64,9 +64,7 @@ def of_algorithm(name, size, density, workers):
     start = time.perf_counter()
     k = max(1, round(size * density))
     traced = trace(make(density), size, k, workers)
-    words = {
-        case: traffic.of_traced(traced, conditional=case).words for case in ("best", "worst")
-    }
+    words = {case: traffic.of_traced(traced, conditional=case).words for case in ("best", "worst")}
     row = {"algorithm": name, "workers": workers, "k": k, **words}
     if paper is not None:
         bounds = cost_model.paper_cost(paper, cost_model.Workload(size, k, workers))

@@ -5,7 +5,7 @@
     python benchmarks/scaling.py --validate network.json
 
 The exchange is `sparse_collectives.cost_model`'s, as in the planner; its words are compared with
-those of the lowered programs at each P. The local cost is that of `benchmarks/step_cost.py
+those of the traced programs at each P. The local cost is that of `benchmarks/step_cost.py
 --json FILE`, or the planner's. Weak scaling: the work of a worker stays the same, so that a
 perfect network would keep the time of a step.
 
@@ -123,7 +123,7 @@ def scaling(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare_words(size: int, density: float, workers: list[int]) -> list[dict[str, Any]]:
-    """The model's expected words (exact pairs) beside those of the lowered programs."""
+    """The model's expected words (exact pairs) beside those of the traced programs."""
     print("\nwords received, exact pairs: model / program (best to worst step)")
     print(f"{'':10}" + "".join(f"{f'P = {p}':>19}" for p in workers))
     rows = []

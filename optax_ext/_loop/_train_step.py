@@ -117,7 +117,7 @@ class TrainStep:
         return self._step(*self._placed(params, opt_state), batch)
 
     def trace(self, params: Any, opt_state: Any, batch: Any) -> jax.stages.Traced:
-        """As ``jax.jit(f).trace``, for :func:`sparse_collectives.traffic.of_traced` among others."""
+        """As ``jax.jit(f).trace``, for :mod:`sparse_collectives.traffic` among others."""
         return self._step.trace(*self._placed(params, opt_state), batch)
 
     def lower(self, params: Any, opt_state: Any, batch: Any) -> jax.stages.Lowered:

@@ -89,7 +89,7 @@ def _walk(
             body = list(_walk(eqn.params["jaxpr"], here, axes, {}, None))
             yield Loop(here, eqn.params["length"], [], body)
         elif name in _CALLS:
-            inner = axes | _bound_by(eqn)
+            inner = {**axes, **_bound_by(eqn)}
             known_arguments = _forwarded(eqn.invars, known)
             yield from _walk(_called(eqn), here, inner, known_arguments, used_results)
         else:
@@ -111,7 +111,7 @@ def _called(eqn) -> Any:
     if len(found) != 1:
         raise ValueError(
             f"cannot read the primitive {eqn.primitive.name} of jax {jax.__version__}: it has"
-            f" {len(found)} jaxprs among its parameters {sorted(eqn.params)}, where one is expected."
+            f" {len(found)} jaxprs among its parameters {sorted(eqn.params)}, and not one."
         )
     return found[0]
 

@@ -225,9 +225,7 @@ def test_words_of_three_axes():
     def fn(x):
         return lax.all_gather(x, ("a", "c")), lax.psum(x, ("b", "c")), lax.pmax(x, "b")
 
-    measured = traffic.of_function(
-        fn, shape(), axis=tuple(sizes), axis_size=tuple(sizes.values())
-    )
+    measured = traffic.of_function(fn, shape(), axis=tuple(sizes), axis_size=tuple(sizes.values()))
     assert [row.words for row in measured.collectives] == pytest.approx(
         [N * 7, 2 * N * 11 / 12, 2 * N * 2 / 3]
     )
@@ -297,7 +295,8 @@ def bind(primitive_name, x, /, **parameters):
 
 
 @pytest.mark.parametrize(
-    "parameters", [{"axis_name": "w"}, {"axis_name": ("w",)}, {"axes": ("w", 0)}, {"axes": frozenset("w")}]
+    "parameters",
+    [{"axis_name": "w"}, {"axis_name": ("w",)}, {"axes": ("w", 0)}, {"axes": frozenset("w")}],
 )
 def test_an_unknown_collective_is_an_error_that_names_it(parameters):
     with pytest.raises(ValueError, match=r"a pmedian over \['w'\] in scope 'algorithm/s'.*jax"):
@@ -507,9 +506,9 @@ def test_while_loop_between_bounds_that_it_carries_or_is_given():
 )
 def test_loops_that_count_otherwise_are_of_unknown_length(test, step):
     def fn(x):
-        return lax.while_loop(
-            lambda c: test(c[0], 10), lambda c: (step(c[0]), psum(c[1])), (1, x)
-        )[1]
+        return lax.while_loop(lambda c: test(c[0], 10), lambda c: (step(c[0]), psum(c[1])), (1, x))[
+            1
+        ]
 
     with pytest.raises(ValueError, match="trip count"):
         measure(fn)
