@@ -13,6 +13,7 @@ from mpi4py import MPI
 
 import optax_ext
 from sparse_collectives import traffic, transport
+from tests import jax_internals
 from tests.mpi import _cases
 from tests.mpi._ranks_output import leaves
 
@@ -36,7 +37,7 @@ def train(name: str, axis, inner_axis):
     for batch in _cases.batches(name, WORKERS)[:, ME]:
         params, state, value = step(params, state, batch)
         losses.append(value)
-    assert step._cache_size() == 1
+    assert jax_internals.programs(step) == 1
     return params, state, losses
 
 
