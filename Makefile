@@ -75,7 +75,7 @@ $(NEWEST)/.created:
 
 $(NEWEST)/.installed-test: pyproject.toml $(NEWEST)/.created
 	@echo "installing into $(NEWEST), extra: test"
-	@$(NEWEST)/bin/python -m pip $(PIP_OPTIONS) install --upgrade --editable '.[test]'
+	@$(NEWEST)/bin/python -m pip $(PIP_OPTIONS) install --no-compile --upgrade --editable '.[test]'
 	@touch $@
 
 demo: $(VENV)/.installed-examples

@@ -3,10 +3,14 @@
 import doctest
 import importlib
 import pkgutil
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 import optax_ext
 import sparse_collectives
@@ -16,6 +20,7 @@ PACKAGES = [
     sparse_collectives.allreduce,
     sparse_collectives.cost_model,
     sparse_collectives.select,
+    sparse_collectives.traffic,
     sparse_collectives.transport,
     sparse_collectives.wire,
     optax_ext,
@@ -45,6 +50,15 @@ def test_all_is_complete_and_sorted(package):
 def test_docstring_examples_run(name):
     failures, _ = doctest.testmod(importlib.import_module(name), verbose=False)
     assert failures == 0
+
+
+def test_the_oldest_versions_that_are_tested_are_the_stated_minimums():
+    root = Path(__file__).parents[1]
+    stated = tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
+    minimums = {name: Version(least) for name, least in (line.split(">=") for line in stated)}
+    text = (root / "constraints" / "oldest.txt").read_text()
+    pinned = re.findall(r"^(\w+)==([\d.]+?)(?:\.\*)?(?:;.*)?$", text, re.MULTILINE)
+    assert {name: Version(version) for name, version in pinned} == minimums
 
 
 def run_python(code):
