@@ -27,8 +27,9 @@ FOLDERS = (
 # venv has to be there, which some distributions split off, and a release: no wheels are for others.
 PROBE = """
 import ensurepip, json, sys, sysconfig, venv
-ordinary = sys.version_info.releaselevel == "final" and not sysconfig.get_config_var("Py_GIL_DISABLED")
-print(json.dumps([*sys.version_info[:3], ordinary]))
+free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+released = sys.version_info.releaselevel == "final"
+print(json.dumps([*sys.version_info[:3], released and not free_threaded]))
 """
 
 
