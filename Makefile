@@ -26,9 +26,9 @@ NEWEST_COMPILE := XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0"
 # What depends on the surface of jax: types under shard_map, pmap, tracing, serialization, callbacks.
 NEWEST_TESTS := $(addprefix tests/,\
     test_package.py mpi/test_dispatch.py sparse_collectives/test_traffic.py \
-    sparse_collectives/test_padded_coo.py sparse_collectives/test_gtopk.py \
+    sparse_collectives/test_padded_coo.py \
     $(addprefix optax_ext/,test_modes.py test_train_step.py test_checkpoint.py test_errors.py \
-        test_nonfinite.py test_monitoring.py test_multi_steps.py))
+        test_nonfinite.py))
 PYTEST := $(CACHE) $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
