@@ -1,32 +1,50 @@
-# Everything runs in .venv, which the first target creates. Only Python 3.11 or newer, with its
-# venv module, has to be there. A change of pyproject.toml installs again.
+# Everything runs in .venv, which the first target creates; only Python 3.11 or newer, with its
+# venv module, has to be there. `test-newest` has .venv-newest, of a Python that the newest jax runs
+# on. A change of pyproject.toml installs again.
 
 PYTHON ?= python3
+# Of .venv-newest, which has the newest versions; empty: the newest that tools/newest_python.py finds.
+NEWEST_PYTHON ?=
+# Not empty: `make test-newest` passes where no Python for the newest jax is found.
+ALLOW_NO_NEWEST ?=
 PYTEST_WORKERS ?= 2
 ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+PIP_OPTIONS := --disable-pip-version-check -qq
+PIP := $(BIN)/python -m pip $(PIP_OPTIONS)
+# .venv has the oldest versions that are supported, whatever Python it is made with.
+OLDEST := constraints/oldest.txt
+NEWEST := .venv-newest
 # Most of a test run is compilation, so what was compiled once is kept, and the quick tests do
 # without the optimisations of machine code, which take a third of it. The slow tests have them.
 FAST_COMPILE := XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0"
 CACHE := JAX_COMPILATION_CACHE_DIR=.cache/jax JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.1
+# The newest XLA may have dropped a flag, and ends the process over one that it does not know.
+NEWEST_COMPILE := XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0"
+# What depends on the surface of jax: types under shard_map, pmap, tracing, serialization, callbacks.
+NEWEST_TESTS := $(addprefix tests/,\
+    test_package.py mpi/test_dispatch.py sparse_collectives/test_traffic.py \
+    sparse_collectives/test_padded_coo.py \
+    $(addprefix optax_ext/,test_modes.py test_train_step.py test_checkpoint.py test_errors.py \
+        test_nonfinite.py))
 PYTEST := $(CACHE) $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-mpi lint format types build clean
+.PHONY: help demo test test-slow test-newest on-newest test-mpi lint format types build clean
 
 help:
-	@echo "make demo       train a small model, dense and sparse, and compare them (ARGS='--help')"
-	@echo "make test       run the tests, without the slow ones"
-	@echo "make test-slow  run the slow tests"
-	@echo "make test-mpi   build mpi4jax and run the tests over MPI; needs a C compiler"
-	@echo "make lint       check style and formatting"
-	@echo "make format     apply both"
-	@echo "make types      check types"
-	@echo "make build      build sdist and wheel, and check the wheel"
-	@echo "make clean      remove what these targets made, .venv included"
+	@echo "make demo         train a small model, dense and sparse, and compare them (ARGS='--help')"
+	@echo "make test         run the tests, without the slow ones"
+	@echo "make test-slow    run the slow tests"
+	@echo "make test-newest  run those that depend on jax's interfaces, on the newest jax"
+	@echo "make test-mpi     build mpi4jax and run the tests over MPI; needs a C compiler"
+	@echo "make lint         check style and formatting"
+	@echo "make format       apply both"
+	@echo "make types        check types"
+	@echo "make build        build sdist and wheel, and check the wheel"
+	@echo "make clean        remove what these targets made, .venv included"
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -35,19 +53,29 @@ $(VENV)/.created:
 	@$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(VENV)/.installed-%: pyproject.toml $(VENV)/.created
+$(VENV)/.installed-%: pyproject.toml $(OLDEST) $(VENV)/.created
 	@echo "installing into $(VENV), extra: $*"
-	@$(PIP) install --editable '.[$*]'
+	@$(PIP) install --constraint $(OLDEST) --editable '.[$*]'
 	@touch $@
 
 # mpi4jax is built by the mpicc of the mpich wheel, so that comes first. The tests need no CUDA, and
 # an nvcc on the PATH without the headers of CUDA would end the build: an empty folder hides it.
-$(VENV)/.installed-mpi: pyproject.toml $(VENV)/.installed-test
+$(VENV)/.installed-mpi: pyproject.toml $(OLDEST) $(VENV)/.installed-test
 	@echo "installing into $(VENV), extra: mpi (this builds mpi4jax)"
 	@mkdir -p $(VENV)/no-cuda
 	@$(PIP) install 'mpich>=4.1'
 	@PATH="$(abspath $(BIN)):$$PATH" CUDA_ROOT=$(abspath $(VENV))/no-cuda \
-	    $(PIP) install --editable '.[mpi]'
+	    $(PIP) install --constraint $(OLDEST) --editable '.[mpi]'
+	@touch $@
+
+$(NEWEST)/.created:
+	@python=$$($(PYTHON) tools/newest_python.py $(NEWEST_PYTHON)) || exit 1; \
+	    echo "creating $(NEWEST) with $$python"; "$$python" -m venv $(NEWEST)
+	@touch $@
+
+$(NEWEST)/.installed-test: pyproject.toml $(NEWEST)/.created
+	@echo "installing into $(NEWEST), extra: test"
+	@$(NEWEST)/bin/python -m pip $(PIP_OPTIONS) install --no-compile --upgrade --editable '.[test]'
 	@touch $@
 
 demo: $(VENV)/.installed-examples
@@ -58,6 +86,16 @@ test: $(VENV)/.installed-test
 
 test-slow: $(VENV)/.installed-test
 	$(PYTEST) -m slow $(ARGS)
+
+test-newest:
+	@if [ -z "$(ALLOW_NO_NEWEST)" ] || $(PYTHON) tools/newest_python.py $(NEWEST_PYTHON) >/dev/null; \
+	    then $(MAKE) --no-print-directory on-newest; \
+	    else echo "NOT tested on the newest jax, as ALLOW_NO_NEWEST=$(ALLOW_NO_NEWEST)"; fi
+
+on-newest: $(NEWEST)/.installed-test
+	@$(NEWEST)/bin/python -c 'import jax, sys; print("jax", jax.__version__, "on", sys.version)'
+	$(NEWEST_COMPILE) $(CACHE) $(NEWEST)/bin/python -m pytest -n $(PYTEST_WORKERS) \
+	    --dist loadfile -m "not slow" $(NEWEST_TESTS) $(ARGS)
 
 test-mpi: $(VENV)/.installed-mpi
 	$(FAST_COMPILE) $(CACHE) $(BIN)/python -m pytest tests/mpi $(ARGS)
@@ -79,5 +117,5 @@ build: $(VENV)/.installed-test
 	$(BIN)/python tools/check_wheel.py dist
 
 clean:
-	rm -rf $(VENV) dist .cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) dist .cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -143,3 +143,55 @@ def ppermute(x: jax.Array, axis: AxisName, pairs: Sequence[tuple[int, int]]) -> 
     received = lax.ppermute(x, axis, pairs + list(idle))
     is_target = jnp.any(jnp.asarray(targets) == lax.axis_index(axis))
     return jnp.where(is_target, received, jnp.zeros_like(received))
+
+
+# Jaxprs. Versions differ in their classes (newer ones have one for open and closed jaxprs), and to
+# import the public names, jax.extend, takes as long as this package. So attributes decide.
+
+
+def is_jaxpr(x: Any) -> bool:
+    """Whether x is a jaxpr, open or closed."""
+    return hasattr(x, "eqns")
+
+
+def jaxprs_in(eqn: Any) -> list[Any]:
+    """The jaxprs among the parameters of an equation, alone or in tuples."""
+    values = eqn.params.values()
+    parts = (v if isinstance(v, (tuple, list)) else (v,) for v in values)
+    return [part for several in parts for part in several if is_jaxpr(part)]
+
+
+def open_jaxpr(x: Any) -> tuple[Any, Sequence[Any]]:
+    """An open jaxpr, and the values of its constants."""
+    return (x.jaxpr, x.consts) if hasattr(x, "consts") else (x, ())
+
+
+def is_variable(x: Any) -> bool:
+    """Whether an operand or a result is a variable, and not a literal."""
+    return not hasattr(x, "val")
+
+
+# jax.checkpoint puts these around what is computed again.
+_SCOPES_OF_REMAT = ("checkpoint", "rematted_computation")
+
+
+def named_scopes(eqn: Any) -> tuple[str, ...]:
+    """The ``jax.named_scope`` names around an equation, from the start of its jaxpr."""
+    stack = eqn.source_info.name_stack.stack
+    # Its other entries are transformations: jvp, transpose, vmap.
+    names = "/".join(part.name for part in stack if type(part).__name__ != "Transform")
+    return tuple(name for name in names.split("/") if name and name not in _SCOPES_OF_REMAT)
+
+
+def axes_of_effects(eqn: Any) -> set[Hashable]:
+    """The mesh axes over whose workers an equation, by its effects, runs together."""
+    return {effect.name for effect in eqn.effects if _is_over_axis(effect)}
+
+
+def has_side_effects(eqn: Any) -> bool:
+    """Whether an equation matters even if nothing uses its results."""
+    return not all(_is_over_axis(effect) for effect in eqn.effects)
+
+
+def _is_over_axis(effect: Any) -> bool:
+    return type(effect).__name__ == "NamedAxisEffect"

@@ -32,11 +32,11 @@ def contestants(density: float):
         ("dense", one, optax_ext.dense(axis=one)),
         ("dense, adam behind it", one, optax.chain(optax_ext.dense(axis=one), optax.adam(1e-3))),
         ("ok_topk", one, ok_topk()),
-        ("ok_topk, residual in bfloat16", one, ok_topk(residual_dtype=jnp.bfloat16)),
+        ("ok_topk, residual in bfloat16", one, ok_topk(residual=optax_ext.residual(jnp.bfloat16))),
         ("ok_topk, small leaves dense", one, ok_topk(dense_leaves=optax_ext.small_leaves())),
         ("ok_topk, momentum correction", one, ok_topk(correction=momentum)),
         ("ok_topk, nonfinite='drop'", one, ok_topk(nonfinite="drop")),
-        ("ok_topk, xi every 100 steps", one, ok_topk(xi_every=100)),
+        ("ok_topk, xi every 100 steps", one, optax_ext.measure_xi(ok_topk(), axis=one, every=100)),
         ("ok_topk, 100 dense steps first", one, ok_topk(dense_steps=100)),
         ("ok_topk, 4 buckets", one, optax_ext.bucketed(ok_topk(), 4)),
         (
@@ -47,7 +47,11 @@ def contestants(density: float):
         ("topk_a", one, optax_ext.topk_a(density, axis=one)),
         ("gtopk", one, optax_ext.gtopk(density, axis=one)),
         ("topk_dsa", one, optax_ext.topk_dsa(density, axis=one)),
-        ("adtopk", one, optax_ext.adtopk(density, axis=one)),
+        (
+            "topk_a, adtopk",
+            one,
+            optax_ext.topk_a(density, axis=one, selector=sc.select.adtopk(density=density)),
+        ),
         (
             f"hitopk, nodes of {DEVICES}",
             both,
@@ -67,9 +71,9 @@ def measure(name: str, axis, tx, layers: int, width: int) -> dict:
         for i in range(layers)
     }
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
-    state = optax_ext.init_state(tx, params, mesh, axis)
+    state = optax_ext.init_state(tx, params, mesh)
     of_worker = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
-    whole, specs = jax.P(), optax_ext.state_specs(state, axis)
+    whole, specs = jax.P(), optax_ext.state_specs(state)
     step = jax.jit(
         jax.shard_map(
             lambda gradient, state: tx.update(gradient, state),

@@ -58,8 +58,8 @@ def gradient_stream(size, data, seed):
 def update_step(tx, gradient):
     """A compiled `update` with a donated state, and the state."""
     mesh = one_device_mesh()
-    state = optax_ext.init_state(tx, gradient, mesh, AXIS)
-    specs = optax_ext.state_specs(state, AXIS)
+    state = optax_ext.init_state(tx, gradient, mesh)
+    specs = optax_ext.state_specs(state)
     step = jax.shard_map(
         tx.update, mesh=mesh, in_specs=(P(), specs), out_specs=(P(), specs), check_vma=False
     )
@@ -118,9 +118,9 @@ def measure_time(size, density, data, rounds, seed):
 
     def count(name, result):
         del result
-        info = optax_ext.get_info(steps[name].state) if name in steps else None
-        if info is not None:
-            deviation[name].append(abs(int(info.selected[0]) - k) / k)
+        state = optax_ext.get_state(steps[name].state) if name in steps else None
+        if state is not None:
+            deviation[name].append(abs(int(state.info.selected[0]) - k) / k)
 
     times = timing.in_turns(runs, rounds, seen=count)
     for name, step in steps.items():
@@ -146,8 +146,8 @@ def measure_memory(size, density, leaves):
         def loss(params, batch):
             return sum(jnp.vdot(p, p) * batch[0] for p in jax.tree.leaves(params))
 
-        state = jax.eval_shape(lambda p, tx=tx: optax_ext.init_state(tx, p, mesh, AXIS), params)
-        specs = optax_ext.state_specs(state, AXIS)
+        state = jax.eval_shape(lambda p, tx=tx: optax_ext.init_state(tx, p, mesh), params)
+        specs = optax_ext.state_specs(state)
 
         def local(params, state, batch, tx=tx, loss=loss):
             gradients = jax.grad(loss)(params, batch)

@@ -96,8 +96,8 @@ class Worker:
 
         self._use(self._alone if local else self._everyone)
         tx = optax.chain(JAX[method](self._density), optax.sgd(1e-3))
-        state = optax_ext.init_state(tx, self._parameters, self._mesh, AXIS)
-        specs = optax_ext.state_specs(state, AXIS)
+        state = optax_ext.init_state(tx, self._parameters, self._mesh)
+        specs = optax_ext.state_specs(state)
 
         def step(parameters, state, given):
             updates, state = tx.update([leaf[0] for leaf in given], state, parameters)
@@ -112,11 +112,11 @@ class Worker:
             check_vma=not local,
         )
         jitted = jax.jit(mapped, donate_argnums=(0, 1))
-        lowered = jitted.lower(self._parameters, state, self._data[0])
+        traced = jitted.trace(self._parameters, state, self._data[0])
         words = {
-            case: traffic.of_lowered(lowered, conditional=case).words for case in ("best", "worst")
+            case: traffic.of_traced(traced, conditional=case).words for case in ("best", "worst")
         }
-        self._steps[method] = Step(lowered.compile(), state, words)
+        self._steps[method] = Step(traced.lower().compile(), state, words)
         self.take(method, warmup)
         return {"words": words}
 

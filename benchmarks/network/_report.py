@@ -23,7 +23,7 @@ def predicted_bytes(point: Row) -> float | None:
     """Bytes a step receives by the library's meter; None where it can't know.
 
     Of an algorithm whose words depend on the data it is the mean of what its steps say,
-    and that of the lowered program otherwise.
+    and that of the traced program otherwise.
     """
     if point["words"]:
         return 4 * statistics.mean(point["words"])

@@ -1,4 +1,4 @@
-"""Words received by the workers in a lowered step of any allreduce."""
+"""Words received by the workers in a traced step of any allreduce."""
 
 import time
 
@@ -12,7 +12,7 @@ from sparse_collectives import cost_model, traffic
 AXIS = "workers"
 
 # Of each algorithm: how it is made, the row of `cost_model.PAPER` to compare it with, and the
-# largest P it is lowered for. The program of a ring has a step for each worker.
+# largest P it is traced for. The program of a ring has a step for each worker.
 ALGORITHMS = {
     "dense": (lambda density: sc.allreduce.dense(), "dense", 1024),
     "dense_bucketed": (lambda density: sc.allreduce.dense_bucketed(buckets=4), "dense", 1024),
@@ -39,8 +39,8 @@ ALGORITHMS = {
 }
 
 
-def lower(allreduce, size, capacity, workers):
-    """One step for P workers, lowered without devices: read it with `traffic.of_lowered`."""
+def trace(allreduce, size, capacity, workers):
+    """One step for P workers, traced without devices: read it with `traffic.of_traced`."""
     state = jax.eval_shape(lambda: allreduce.init(size, workers))
     mesh = AbstractMesh((workers,), (AXIS,), axis_types=(AxisType.Auto,))
 
@@ -53,7 +53,7 @@ def lower(allreduce, size, capacity, workers):
         jax.ShapeDtypeStruct((capacity,), "float32"),
         jax.ShapeDtypeStruct((capacity,), "int32"),
     )
-    return jax.jit(mapped).trace(*shapes, state).lower(lowering_platforms=("cpu",))
+    return jax.jit(mapped).trace(*shapes, state)
 
 
 def of_algorithm(name, size, density, workers):
@@ -63,10 +63,8 @@ def of_algorithm(name, size, density, workers):
         return None
     start = time.perf_counter()
     k = max(1, round(size * density))
-    lowered = lower(make(density), size, k, workers)
-    words = {
-        case: traffic.of_lowered(lowered, conditional=case).words for case in ("best", "worst")
-    }
+    traced = trace(make(density), size, k, workers)
+    words = {case: traffic.of_traced(traced, conditional=case).words for case in ("best", "worst")}
     row = {"algorithm": name, "workers": workers, "k": k, **words}
     if paper is not None:
         bounds = cost_model.paper_cost(paper, cost_model.Workload(size, k, workers))
@@ -86,7 +84,7 @@ def of_two_levels(size, density, nodes, inside):
     def step(gradient):
         part = h.scatter(gradient)
         coo, _, _ = selector.select(part, selector.init(shard))
-        total, *_ = h.reduce(coo, h.init(size, workers, inside), axis=axes)
+        total, *_ = h.reduce(coo, h.init(size, workers), axis=axes)
         return h.gather(total, size)
 
     gradient = jax.ShapeDtypeStruct((size,), "float32")

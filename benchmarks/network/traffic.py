@@ -1,6 +1,6 @@
 """Words that each worker receives per step, of every allreduce, against the papers' formulas.
 
-Volumes are read from the lowered programs (`sparse_collectives.traffic`), with padding and with
+Volumes are read from the traced programs (`sparse_collectives.traffic`), with padding and with
 periodic work averaged in. Nothing runs, so that the numbers have no spread and any number of
 workers works on one machine. Four sections:
 
@@ -68,12 +68,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def of_ok_topk(size, density, workers, codec):
-    """Words and phases of each case, from one lowered program."""
+    """Words and phases of each case, from one traced program."""
     k = max(1, round(size * density))
-    program = _volumes.lower(ok_topk(density=density, codec=CODECS[codec]()), size, k, workers)
+    program = _volumes.trace(ok_topk(density=density, codec=CODECS[codec]()), size, k, workers)
     row = {"workers": workers, "k": k, "bound": 6 * k * (workers - 1) / workers}
     for case, choice in CASES.items():
-        measured = traffic.of_lowered(program, **choice)
+        measured = traffic.of_traced(program, **choice)
         row[case] = {
             "words": measured.words,
             "of_bound": measured.words / row["bound"],

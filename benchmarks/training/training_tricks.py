@@ -19,6 +19,7 @@ import numpy as np
 import optax
 
 import optax_ext
+from sparse_collectives import select
 
 from .._common import options, reports
 from ._data import read_images
@@ -34,16 +35,18 @@ STAGES = (0.0625, 0.015625, 0.004)
 def variants(density: float, steps: int, rate: float, max_norm: float) -> dict[str, Variant]:
     """By name. Momentum is behind the exchange where it is not in the correction."""
     stages = [*(stage for stage in STAGES if stage > density), density]
-    staged = optax_ext.staged_density(max(1, steps // 20), stages)
+    staged = select.staged_density(max(1, steps // 20), stages)
 
     def sparse(*, correct=False, mask=False, clip=False, warm="", momentum=MOMENTUM):
         correction = optax_ext.momentum_correction(MOMENTUM, masking=mask) if correct else None
+        selector = exact_top_k(stages[0] if warm == "density" else density)
+        if warm == "density":
+            selector = select.scheduled(selector, staged)
         tx = optax_ext.topk_a(
             density,
             axis=AXIS,
-            selector=exact_top_k(stages[0] if warm == "density" else density),
+            selector=selector,
             correction=correction,
-            density_schedule=staged if warm == "density" else None,
             dense_steps=max(1, steps // 10) if warm == "dense" else 0,
         )
         if clip:

@@ -2,7 +2,7 @@
 
 Slots and message sizes are those of the algorithms and codecs themselves, where
 they are plain Python; a test holds the words of all equal to what
-:mod:`sparse_collectives.traffic` reads from the lowered programs. Message counts
+:mod:`sparse_collectives.traffic` reads from the traced programs. Message counts
 assume trees for psum (2 log P), all_gather and reduce_scatter (log P), and one
 message for each partner of an all_to_all.
 """

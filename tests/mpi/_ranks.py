@@ -13,6 +13,7 @@ from mpi4py import MPI
 
 import optax_ext
 from sparse_collectives import traffic, transport
+from tests import jax_internals
 from tests.mpi import _cases
 from tests.mpi._ranks_output import leaves
 
@@ -36,7 +37,7 @@ def train(name: str, axis, inner_axis):
     for batch in _cases.batches(name, WORKERS)[:, ME]:
         params, state, value = step(params, state, batch)
         losses.append(value)
-    assert step._cache_size() == 1
+    assert jax_internals.programs(step) == 1
     return params, state, losses
 
 
@@ -52,7 +53,7 @@ def errors(x: jax.Array) -> dict[str, str]:
         "two": lambda: transport.all_gather(x, (WORLD, MPI.COMM_SELF)),
         "mixed": lambda: transport.psum(x, (WORLD, "ranks")),
         "null": lambda: transport.psum(x, MPI.COMM_NULL),
-        "meter": lambda: traffic.of_lowered(jax.jit(lambda x: transport.psum(x, WORLD)).lower(x)),
+        "meter": lambda: traffic.of_traced(jax.jit(lambda x: transport.psum(x, WORLD)).trace(x)),
     }
     return {name: message_of(call) for name, call in calls.items()}
 

@@ -100,8 +100,8 @@ def test_a_mini_step_exchanges_nothing():
     def words(tx):
         state = optax_ext.init_state(tx, PARAMS, mesh(4))
         step = optax_ext.make_train_step(loss_fn, tx, mesh(4))
-        lowered = step.lower(PARAMS, state, gradients(4, 1)[0])
-        return sc.traffic.of_lowered(lowered).words
+        traced = step.trace(PARAMS, state, gradients(4, 1)[0])
+        return sc.traffic.of_traced(traced).words
 
     chain = optax.chain(reduce(), optax.sgd(1.0))
     loss = 2 * 3 / 4  # the mean of one word over 4 workers

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src import dispatch
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
+from tests import jax_internals
 from tests.optax_ext.test_momentum_correction import STEPS, WORKERS, gradients, run
 
 
@@ -77,5 +77,4 @@ def test_raise_on_a_mesh():
             jax.block_until_ready(step(state, bad))
             jax.effects_barrier()
     finally:
-        # JAX would report the failed callback again when the process ends.
-        dispatch.runtime_tokens.clear()
+        jax_internals.forget_failed_callbacks()

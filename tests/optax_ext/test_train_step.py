@@ -175,8 +175,8 @@ def test_the_traffic_of_a_whole_train_step_is_that_of_the_allreduce_and_the_loss
     params, batches = problem()
     state = optax_ext.init_state(tx, params, mesh())
     step = optax_ext.make_train_step(loss_fn, tx, mesh())
-    lowered = step.lower(params, state, next(batches))
-    even = sc.traffic.of_lowered(lowered, frequencies={"balance": (1.0, 0.0, 0.0, 0.0)})
+    traced = step.trace(params, state, next(batches))
+    even = sc.traffic.of_traced(traced, frequencies={"balance": (1.0, 0.0, 0.0, 0.0)})
     n = 16 * 32 + 32 * 4 + 4
     allreduce = sc.traffic.of_allreduce(
         sc.allreduce.ok_topk(density=0.05),
@@ -206,7 +206,8 @@ def test_a_step_of_the_size_of_a_model_lowers_for(platform, selector):
         in_specs=(P(), specs),
         out_specs=(P(), specs),
     )
-    lowered = jax.jit(step).trace(gradient, state).lower(lowering_platforms=(platform,))
+    traced = jax.jit(step).trace(gradient, state)
+    traced.lower(lowering_platforms=(platform,))
     k = round(0.01 * n)
-    words = sc.traffic.of_lowered(lowered, frequencies={"balance": (0.0, 0.0, 1.0, 0.0)}).words
+    words = sc.traffic.of_traced(traced, frequencies={"balance": (0.0, 0.0, 1.0, 0.0)}).words
     assert words <= 6 * k * (workers - 1) / workers

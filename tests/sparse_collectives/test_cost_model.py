@@ -1,4 +1,4 @@
-"""The cost model against the papers' tables, brute force, and the lowered programs."""
+"""The cost model against the papers' tables, brute force, and the traced programs."""
 
 import inspect
 import math
@@ -112,8 +112,8 @@ def program_of(name, density, codec):
     return factory(**{key: value for key, value in given.items() if key in accepted})
 
 
-def lowered(name, load, codec, *, check_vma=False):
-    """A step of an algorithm for P workers, or m nodes of w, lowered without devices."""
+def traced(name, load, codec, *, check_vma=False):
+    """A step of an algorithm for P workers, or m nodes of w, traced without devices."""
     axes, sizes, coo_size = ("w",), (load.workers,), load.size
     capacity = load.selected
     codec = getattr(sc.wire, codec)()
@@ -157,7 +157,7 @@ def lowered(name, load, codec, *, check_vma=False):
         jax.ShapeDtypeStruct((workers * capacity,), jnp.int32),
         jax.ShapeDtypeStruct((workers * load.size,), jnp.float32),
     )
-    return jax.jit(mapped).trace(*shapes, state).lower(lowering_platforms=("cpu",))
+    return jax.jit(mapped).trace(*shapes, state)
 
 
 # (n, k, P): for exact pairs, and for each of the other encodings.
@@ -190,7 +190,7 @@ def test_every_verified_algorithm_is_compared():
 
 
 @pytest.mark.parametrize(("name", "codec", "point"), POINTS)
-def test_words_are_those_of_the_lowered_program(name, codec, point):
+def test_words_are_those_of_the_traced_program(name, codec, point):
     n, k, workers = point
     if name in TWO_LEVELS:
         # Two nodes, or as many as there are workers where these are an odd number.
@@ -199,9 +199,9 @@ def test_words_are_those_of_the_lowered_program(name, codec, point):
     else:
         load = Workload(n, k, workers)
     estimate = cost_model.predict(name, load, codec)._asdict()
-    program = lowered(name, load, codec)
+    program = traced(name, load, codec)
     for bound, conditional in CASES.items():
-        measured = traffic.of_lowered(program, conditional=conditional)
+        measured = traffic.of_traced(program, conditional=conditional)
         outer = measured.words
         if name in TWO_LEVELS:
             scopes = measured.by_scope(2)
@@ -219,9 +219,9 @@ def test_words_are_those_of_the_lowered_program(name, codec, point):
 @pytest.mark.parametrize(("n", "k", "workers"), [(1000, 100, 2), (999, 50, 6), (1999, 100, 3)])
 def test_recursive_doubling_is_expected_to_be_typed_as_replicated(n, k, workers):
     load = Workload(n, k, workers)
-    program = lowered("ssar_recursive_double", load, "raw", check_vma=True)
+    program = traced("ssar_recursive_double", load, "raw", check_vma=True)
     estimate = cost_model.predict("ssar_recursive_double", load)
-    assert estimate.expected.words == pytest.approx(traffic.of_lowered(program).words, rel=1e-9)
+    assert estimate.expected.words == pytest.approx(traffic.of_traced(program).words, rel=1e-9)
 
 
 def test_the_expected_words_of_ok_topk_are_those_of_the_neighbours():

@@ -9,6 +9,7 @@ import pytest
 
 import sparse_collectives as sc
 from sparse_collectives import padded_coo
+from tests import jax_internals
 
 SIZE = 10
 
@@ -76,9 +77,9 @@ def test_jit_takes_and_returns_it_and_traces_once_per_size():
     function = jax.jit(lambda c: dataclasses.replace(c, values=-c.values))
     np.testing.assert_array_equal(function(coo).to_dense(), -dense)
     function(dataclasses.replace(coo, values=coo.values + 1))
-    assert function._cache_size() == 1
+    assert jax_internals.programs(function) == 1
     assert function(dataclasses.replace(coo, size=SIZE + 1)).size == SIZE + 1
-    assert function._cache_size() == 2
+    assert jax_internals.programs(function) == 2
 
 
 def test_vmap_maps_each_row():

@@ -403,11 +403,11 @@ def test_runs_under_shard_map_and_replicates_its_result(check_vma):
         check_vma=check_vma,
     )
     state = sc.allreduce.StepState(jnp.int32(0))
-    lowered = jax.jit(mapped).lower(values, indices, state)
+    traced = jax.jit(mapped).trace(values, indices, state)
     sent = np.zeros((workers, size), np.float32)
     np.put_along_axis(sent, indices, values, axis=1)
     words = 0.0
-    for total, kept, new, info in lowered.compile()(values, indices, state):
+    for total, kept, new, info in traced.lower().compile()(values, indices, state):
         expected = exact_total(sent) - exact_total(kept)
         np.testing.assert_allclose(total, expected, rtol=1e-5, atol=1e-6)
         replicas = [np.asarray(shard.data) for shard in total.addressable_shards]
@@ -415,8 +415,8 @@ def test_runs_under_shard_map_and_replicates_its_result(check_vma):
         assert int(new.count) == 1
         words += float(info[2])
     # What recursive doubling adds for the types is in it. Only the dynamic form may vary.
-    most = sc.traffic.of_lowered(lowered).words
-    least = sc.traffic.of_lowered(lowered, conditional="best").words
+    most = sc.traffic.of_traced(traced).words
+    least = sc.traffic.of_traced(traced, conditional="best").words
     assert least <= words <= most
 
 

@@ -4,14 +4,15 @@ import math
 from typing import NamedTuple
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
 from sparse_collectives import _volumes, traffic
 
-WORKERS = (1, 2, 3, 8, 256)
-N = 768  # divisible by each P
+WORKERS = (1, 2, 3, 4, 5, 6, 7, 8, 256)
+N = 26_880  # divisible by each P
 
 
 def shape(n=N, dtype="float32"):
@@ -50,6 +51,8 @@ PSUM = 2 * N * 3 / 4  # of f32[N], P = 4
             lambda x: lax.psum_scatter(x, "w", tiled=True),
             lambda P: N * (P - 1) / P,
         ),
+        ("all_reduce", lambda x: lax.pmin(x, "w"), lambda P: 2 * N * (P - 1) / P),
+        ("collective_broadcast", lambda x: lax.pbroadcast(x, "w", 0), lambda P: N * (P - 1) / P),
     ],
 )
 def test_words_of_each_collective(P, kind, collective, words):
@@ -115,7 +118,7 @@ def test_groups_of_two_axes():
         (2 * N * 3 / 4, 4),
         (2 * N * 1 / 2, 2),
         (2 * N * 7 / 8, 8),
-        (N, 8),
+        (N, 2),
     ]
 
 
@@ -147,6 +150,193 @@ def test_a_thousand_workers_and_many_permutations():
 
 def test_program_without_collectives():
     assert measure(lambda x: x + 1) == traffic.Traffic(0.0, ())
+
+
+def mapped(fn, check_vma, P=4):
+    """`fn` on the P parts of f32[P N], as a traced program."""
+    mesh = jax.sharding.AbstractMesh((P,), ("w",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("w")
+    whole = jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
+    return jax.jit(whole).trace(shape(P * N))
+
+
+@pytest.mark.parametrize("P", range(2, 9))
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_words_do_not_depend_on_the_types_of_what_varies(check_vma, P):
+    def fn(x):
+        exchanged = [
+            psum(x),
+            lax.pmax(x, "w"),
+            lax.all_gather(x, "w", to="invarying") if check_vma else lax.all_gather(x, "w"),
+            lax.all_to_all(x, "w", 0, 0, tiled=True),
+            lax.psum_scatter(x, "w", tiled=True),
+            rotate(x, P),
+        ]
+        return x + sum(jnp.sum(y) for y in exchanged)
+
+    measured = traffic.of_traced(mapped(fn, check_vma, P))
+    share = (P - 1) / P
+    expected = [2 * N * share, 2 * N * share, N * (P - 1), N * share, N * share, N]
+    assert [row.words for row in measured.collectives] == pytest.approx(expected)
+    assert {row.group_size for row in measured.collectives} == {P}
+
+
+@pytest.mark.parametrize("P", range(2, 9))
+def test_words_under_pmap(P):
+    program = jax.pmap(psum, axis_name="w", devices=jax.devices()[:P])
+    measured = traffic.of_traced(jax.make_jaxpr(program)(jnp.ones((P, N))))
+    assert [row.kind for row in measured.collectives] == ["all_reduce"]
+    assert measured.words == pytest.approx(2 * N * (P - 1) / P)
+
+
+def test_words_of_a_batch_are_those_of_all_its_members():
+    def fn(x):
+        return jax.vmap(lambda row: lax.psum(row, ("w", "batch")), axis_name="batch")(
+            x.reshape(6, -1)
+        )
+
+    # Members of the batch are on one worker: their sum is what is exchanged.
+    assert measure(fn).words == PSUM / 6
+    assert measure(lambda x: jax.vmap(psum)(x.reshape(6, -1))).words == PSUM
+
+
+def test_words_of_an_axis_within_an_axis():
+    """One `shard_map` in another, each over one axis of a mesh of two."""
+    types = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.sharding.AbstractMesh((3, 2), ("node", "gpu"), axis_types=types)
+    spec = jax.sharding.PartitionSpec()
+
+    def over(fn, name, mesh=None):
+        return jax.shard_map(
+            fn, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={name}, check_vma=False
+        )
+
+    def outer(x):
+        return over(lambda x: lax.psum(x, "gpu"), "gpu")(lax.psum(x, "node"))
+
+    measured = traffic.of_traced(jax.jit(over(outer, "node", mesh)).trace(shape()))
+    assert [row.group_size for row in measured.collectives] == [3, 2]
+    assert measured.words == pytest.approx(2 * N * 2 / 3 + N)
+
+
+def test_words_of_three_axes():
+    sizes = {"a": 2, "b": 3, "c": 4}
+
+    def fn(x):
+        return lax.all_gather(x, ("a", "c")), lax.psum(x, ("b", "c")), lax.pmax(x, "b")
+
+    measured = traffic.of_function(fn, shape(), axis=tuple(sizes), axis_size=tuple(sizes.values()))
+    assert [row.words for row in measured.collectives] == pytest.approx(
+        [N * 7, 2 * N * 11 / 12, 2 * N * 2 / 3]
+    )
+
+
+# Functions of functions.
+
+
+def relu_of_sum(x):
+    return jnp.maximum(psum(x), 0)
+
+
+def custom_jvp(x):
+    fn = jax.custom_jvp(relu_of_sum)
+    fn.defjvps(lambda tangent, _, x: tangent)
+    return fn(x)
+
+
+def custom_vjp(x):
+    fn = jax.custom_vjp(relu_of_sum)
+    fn.defvjp(lambda x: (relu_of_sum(x), None), lambda _, g: (g,))
+    return fn(x)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [jax.jit(psum), jax.jit(jax.jit(psum)), jax.checkpoint(psum), custom_jvp, custom_vjp],
+    ids=["jit", "jit in jit", "checkpoint", "custom_jvp", "custom_vjp"],
+)
+def test_a_function_counts_as_often_as_it_is_called(fn):
+    measured = measure(lambda x: fn(fn(x)))
+    assert [row.words for row in measured.collectives] == [PSUM, PSUM]
+
+
+def test_what_checkpoint_does_again_counts_again():
+    def loss(x):
+        def square(x):
+            with jax.named_scope("square"):
+                return lax.all_gather(jnp.sin(x), "w") ** 2
+
+        return jnp.sum(jax.checkpoint(square)(x))
+
+    once, twice = measure(jax.grad(loss)), measure(jax.value_and_grad(loss))
+    assert [row.kind for row in once.collectives] == ["all_gather", "reduce_scatter"]
+    assert [row.kind for row in twice.collectives] == ["all_gather"] * 2 + ["reduce_scatter"]
+    assert {row.scope for row in twice.collectives} == {"square"}
+
+
+def test_results_that_nothing_uses_do_not_count():
+    def both(x):
+        return psum(x), rotate(x)
+
+    def choose(x):
+        return lax.cond(x[0] > 0, both, lambda x: (x, x), x)[1]
+
+    assert measure(lambda x: both(x)[1]).words == N
+    assert measure(lambda x: jax.jit(both)(x)[0]).words == PSUM
+    assert measure(choose).words == N
+    assert measure(lambda x: (both(x), x)[1]).words == 0
+
+
+def bind(primitive_name, x, /, **parameters):
+    """A primitive that the meter has never heard of."""
+    primitive = jax.extend.core.Primitive(primitive_name)
+    primitive.def_abstract_eval(lambda aval, **_: aval)
+    return primitive.bind(x, **parameters)
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [{"axis_name": "w"}, {"axis_name": ("w",)}, {"axes": ("w", 0)}, {"axes": frozenset("w")}],
+)
+def test_an_unknown_collective_is_an_error_that_names_it(parameters):
+    with pytest.raises(ValueError, match=r"a pmedian over \['w'\] in scope 'algorithm/s'.*jax"):
+        measure(in_scope(lambda x: bind("pmedian", x, **parameters), "s"))
+
+
+@pytest.mark.parametrize("parameters", [{}, {"axis": 0}, {"axes": (0,)}, {"name": "w"}])
+def test_an_unknown_primitive_over_no_axis_is_free(parameters):
+    assert measure(lambda x: psum(bind("median", x, **parameters))).words == PSUM
+
+
+def test_collectives_in_an_unknown_primitive_are_an_error():
+    def solve(x):
+        return lax.custom_linear_solve(lambda x: 2 * psum(x), x, lambda _, x: psum(x) / 2)
+
+    with pytest.raises(ValueError, match="custom_linear_solve in scope .* with collectives"):
+        measure(solve)
+
+    def solve_locally(x):
+        diagonal = 2.0 + lax.axis_index("w")
+        return lax.custom_linear_solve(lambda x: diagonal * x, x, lambda _, x: x / diagonal)
+
+    assert measure(solve_locally).words == 0
+
+
+def test_what_has_no_fixed_volume_is_an_error():
+    def ragged(x):
+        offsets = jnp.zeros(4, jnp.int32)
+        return lax.ragged_all_to_all(x, x, *[offsets] * 4, axis_name="w")
+
+    with pytest.raises(ValueError, match="ragged_all_to_all in scope .* depends on data"):
+        measure(ragged)
+    with pytest.raises(ValueError, match="allreduce_mpi in scope .* over MPI"):
+        measure(lambda x: bind("allreduce_mpi", x, comm=1))
+
+
+def test_an_axis_that_is_not_bound_is_an_error():
+    program = jax.make_jaxpr(psum, axis_env=[("w", 4)])(shape())
+    with pytest.raises(ValueError, match=r"psum over \['w'\] .* outside of a `shard_map`"):
+        traffic.of_traced(program)
 
 
 # Conditionals.
@@ -293,6 +483,37 @@ def test_while_loop_that_counts():
     assert measure(fn).words == 4 * PSUM
 
 
+def test_while_loop_between_bounds_that_it_carries_or_is_given():
+    def fn(x):
+        def count(start, stop, x):
+            return lax.while_loop(
+                lambda c: c[0] < c[2], lambda c: (c[0] + 1, psum(c[1]), c[2]), (start, x, stop)
+            )[1]
+
+        return jax.jit(count)(2, 7, x)
+
+    assert measure(fn).words == 5 * PSUM
+
+
+@pytest.mark.parametrize(
+    ("test", "step"),
+    [
+        (lambda i, stop: i < stop, lambda i: i * 2),
+        (lambda i, stop: i != stop, lambda i: i + 1),
+        (lambda i, stop: i < stop, lambda i: i - 1),
+        (lambda i, stop: i < stop, lambda i: 1 - i),
+    ],
+)
+def test_loops_that_count_otherwise_are_of_unknown_length(test, step):
+    def fn(x):
+        return lax.while_loop(lambda c: test(c[0], 10), lambda c: (step(c[0]), psum(c[1])), (1, x))[
+            1
+        ]
+
+    with pytest.raises(ValueError, match="trip count"):
+        measure(fn)
+
+
 def test_scan_and_conditionals_nest():
     def body(x, _):
         with jax.named_scope("maybe"):
@@ -361,22 +582,21 @@ def test_scopes_survive_differentiation():
     assert measured.by_scope() == {"forward": 2 * N}
 
 
-def test_scopes_do_not_need_tracebacks_in_locations():
+def test_scopes_cross_the_borders_of_functions():
     def fn(x):
         with jax.named_scope("step"):
             return jax.jit(in_scope(one_branch_of_two, "again.every64"))(x)
 
-    name = "jax_include_full_tracebacks_in_locations"
-    expected = measure(fn)
-    assert expected.by_scope() == {"step/algorithm/again.every64": PSUM / 64}
-    jax.config.update(name, False)
-    try:
-        assert measure(fn) == expected
-    finally:
-        jax.config.update(name, True)
+    assert measure(fn).by_scope() == {"step/algorithm/again.every64": PSUM / 64}
 
 
-def test_of_lowered_reads_a_whole_step():
+@pytest.mark.parametrize("name", ["cond", "body", "scan", "jit(step)", "vmap"])
+def test_a_scope_may_have_the_name_of_a_part_of_a_program(name):
+    fn = in_scope(lambda x: lax.scan(lambda x, _: (psum(x), None), x, length=2)[0], name)
+    assert measure(fn).by_scope() == {f"algorithm/{name}": 2 * PSUM}
+
+
+def test_of_traced_reads_a_whole_step():
     mesh = jax.sharding.AbstractMesh((4,), ("w",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec()
 
@@ -387,9 +607,11 @@ def test_of_lowered_reads_a_whole_step():
                 in_scope(psum, "reduce"), mesh=mesh, in_specs=spec, out_specs=spec
             )(2 * x)
 
-    lowered = step.trace(shape()).lower(lowering_platforms=("cpu",))
-    measured = traffic.of_lowered(lowered)
+    measured = traffic.of_traced(step.trace(shape()))
     assert measured.by_scope() == {"step/algorithm/reduce": PSUM}
+    assert traffic.of_traced(jax.make_jaxpr(step)(shape())) == measured
+    with pytest.raises(TypeError, match=r"`traced` is of type Lowered; .*trace"):
+        traffic.of_traced(step.trace(shape()).lower(lowering_platforms=("cpu",)))
 
 
 def test_of_allreduce_builds_selection_and_state():
@@ -418,9 +640,9 @@ def test_table_lists_equal_collectives_once():
     table = measure(lambda x: rotate(rotate(rotate(x)))).table().splitlines()
     assert len(table) == 3
     assert table[1].split() == [
-        '-', 'collective_permute', '4', '3', '768.0', '1', '2,304.0',
+        '-', 'collective_permute', '4', '3', '26,880.0', '1', '80,640.0',
     ]  # fmt: skip
-    assert table[2].split() == ["total", "2,304.0"]
+    assert table[2].split() == ["total", "80,640.0"]
 
 
 # The volume model.

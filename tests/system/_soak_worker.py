@@ -68,7 +68,7 @@ def make_step(policy: str, mesh: jax.sharding.Mesh) -> Any:
         return params, (sparse_state, descent_state), jnp.max(difference / unit)
 
     def step(params, opt_state, gradients):
-        specs = optax_ext.state_specs(opt_state, _task.AXIS)
+        specs = optax_ext.state_specs(opt_state)
         whole, split = PartitionSpec(), PartitionSpec(_task.AXIS)
         return jax.shard_map(
             local_step,
@@ -117,10 +117,10 @@ def _start(manager: Any, first: int, mesh: jax.sharding.Mesh) -> tuple[Any, Any]
     params = _task.placed(np.zeros(_patterns.SIZE, np.float32), whole)
     tx = transformation("skip")
     if first == 0:
-        return params, optax_ext.init_state(tx, params, mesh, _task.AXIS)
+        return params, optax_ext.init_state(tx, params, mesh)
     expected = (
         jax.ShapeDtypeStruct(params.shape, params.dtype, sharding=whole),
-        optax_ext.abstract_state(tx, params, mesh, _task.AXIS),
+        optax_ext.abstract_state(tx, params, mesh),
     )
     return _task.restore_into(manager, first, expected)
 

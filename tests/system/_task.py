@@ -72,7 +72,7 @@ def first_state(mesh: Mesh) -> tuple[Any, Any]:
     """Parameters and optimizer state before the first step."""
     whole = NamedSharding(mesh, PartitionSpec())
     params = jax.tree.map(lambda x: placed(x, whole), first_params())
-    return params, optax_ext.init_state(transformation(), params, mesh, AXIS)
+    return params, optax_ext.init_state(transformation(), params, mesh)
 
 
 def hash_of(tree: Any) -> str:
@@ -107,7 +107,7 @@ def restore(manager: ocp.CheckpointManager, step: int, mesh: Mesh) -> tuple[Any,
     Raises:
       ValueError: as :func:`restore_into`.
     """
-    expected = optax_ext.abstract_state(transformation(), first_params(), mesh, AXIS)
+    expected = optax_ext.abstract_state(transformation(), first_params(), mesh)
     whole = NamedSharding(mesh, PartitionSpec())
     return restore_into(manager, step, (_shapes(whole), expected))
 
@@ -121,9 +121,7 @@ def restore_on_host(manager: ocp.CheckpointManager, step: int) -> tuple[Any, Any
     saved = manager.metadata(step).custom_metadata
     host = SingleDeviceSharding(jax.local_devices()[0])
     workers = AbstractMesh((saved["state"]["workers"],), (AXIS,))
-    expected = optax_ext.abstract_state(
-        transformation(), first_params(), workers, AXIS, sharding=host
-    )
+    expected = optax_ext.abstract_state(transformation(), first_params(), workers, sharding=host)
     return restore_into(manager, step, (_shapes(host), expected))
 
 

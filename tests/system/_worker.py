@@ -76,9 +76,7 @@ def main() -> None:
         mesh = _task.mesh_of_all()
         manager = _task.manager_of(Path(settings.folder))
         params, opt_state = _start(settings, manager, mesh)
-        train_step = optax_ext.make_train_step(
-            _task.loss_fn, _task.transformation(), mesh, _task.AXIS
-        )
+        train_step = optax_ext.make_train_step(_task.loss_fn, _task.transformation(), mesh)
     say("started", step=settings.resume, hash=_task.hash_of((params, opt_state)))
     for step in range(settings.resume, settings.steps):
         batch = _task.batch_of(step, mesh)

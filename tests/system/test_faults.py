@@ -108,7 +108,7 @@ def test_the_recipes_run(tmp_path):
         "params": params,
         "opt_state": opt_state,
         "batches": [task.batch_of(step, mesh) for step in range(2)],
-        "step": optax_ext.make_train_step(task.loss_fn, task.transformation(), mesh, task.AXIS),
+        "step": optax_ext.make_train_step(task.loss_fn, task.transformation(), mesh),
     }
     programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs/faults.md").read_text(), re.DOTALL)
     assert len(programs) == 2

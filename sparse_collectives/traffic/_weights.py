@@ -4,32 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from sparse_collectives.traffic import _stablehlo
-from sparse_collectives.traffic._stablehlo import Scope
-
-
-class CollectiveTraffic(NamedTuple):
-    """One collective of the program, at one place.
-
-    Attributes:
-      kind: 'all_reduce', 'all_gather', 'all_to_all', 'reduce_scatter',
-        'collective_permute' or 'collective_broadcast'.
-      scope: the path of `jax.named_scope` names around it.
-      words: words that a worker receives per execution (for
-        'collective_permute' the mean over workers).
-      weight: mean number of executions per call of the program.
-      group_size: workers that take part together; for 'collective_permute',
-        all workers of the program.
-    """
-
-    kind: str
-    scope: str
-    words: float
-    weight: float
-    group_size: int
-
+from sparse_collectives.traffic import _tree
+from sparse_collectives.traffic._report import CollectiveTraffic
+from sparse_collectives.traffic._tree import Scope
 
 _PERIODIC = re.compile(r".*\.every([1-9]\d*)")
 
@@ -47,16 +25,14 @@ class Weigher:
 
     def weigh(
         self,
-        nodes: list,
-        prefix: Scope,
-        conditional: Scope,
-        loop: Scope,
+        nodes: list[_tree.Node],
+        conditional: Scope = (),
+        loop: Scope = (),
     ) -> list[CollectiveTraffic]:
         """The rows of `nodes`.
 
         Args:
           nodes: part of the tree.
-          prefix: the scope of the call of the function that holds it.
           conditional: the scope of the conditional around it.
           loop: the scope of the loop around it.
 
@@ -65,20 +41,18 @@ class Weigher:
         """
         rows: list[CollectiveTraffic] = []
         for node in nodes:
-            scope = prefix + node.scope
-            if isinstance(node, _stablehlo.Collective):
+            scope = node.scope
+            if isinstance(node, _tree.Collective):
                 path = "/".join(scope)
                 rows.append(CollectiveTraffic(node.kind, path, node.words, 1.0, node.group_size))
-            elif isinstance(node, _stablehlo.Call):
-                rows += self.weigh(node.nodes, scope, conditional, loop)
-            elif isinstance(node, _stablehlo.Branches):
-                branches = [self.weigh(branch, prefix, scope, loop) for branch in node.branches]
+            elif isinstance(node, _tree.Branches):
+                branches = [self.weigh(branch, scope, loop) for branch in node.branches]
                 weights = self._branch_weights(scope, conditional, branches)
                 for branch, weight in zip(branches, weights, strict=True):
                     rows += _scaled(branch, weight)
             else:
-                condition = self.weigh(node.condition, prefix, conditional, scope)
-                body = self.weigh(node.body, prefix, conditional, scope)
+                condition = self.weigh(node.condition, conditional, scope)
+                body = self.weigh(node.body, conditional, scope)
                 trips = self._trips(node, scope, loop, bool(condition or body))
                 # The condition is evaluated once more, to end the loop.
                 rows += _scaled(condition, trips + 1) + _scaled(body, trips)
@@ -99,8 +73,8 @@ class Weigher:
         totals = [sum(r.words * r.weight for r in branch) for branch in branches]
         count = len(branches)
         self._conditionals[f"{'/'.join(scope)} ({count} branches)"] = None
-        for names in _stablehlo.inside_out(scope, outer):
-            for name in _stablehlo.ending(names, self._given_weights):
+        for names in _tree.inside_out(scope, outer):
+            for name in _tree.ending(names, self._given_weights):
                 weights = self._given_weights[name]
                 if len(weights) == count:
                     self._used.add(name)
@@ -108,7 +82,7 @@ class Weigher:
                 if any(branches):  # others move nothing, and weights don't matter
                     raise ValueError(
                         f"`frequencies[{name!r}]` has {len(weights)} weights, but the conditional"
-                        f" in scope {_stablehlo.shown(scope)} has {count} branches; pass one"
+                        f" in scope {_tree.shown(scope)} has {count} branches; pass one"
                         " weight per branch."
                     )
             periodic = _PERIODIC.fullmatch(names[-1])
@@ -123,8 +97,8 @@ class Weigher:
     def _trips(self, node, scope, outer, has_collectives: bool) -> float:
         if has_collectives:
             self._loops["/".join(scope)] = None
-        for names in _stablehlo.inside_out(scope, outer):
-            for name in _stablehlo.ending(names, self._given_trips):
+        for names in _tree.inside_out(scope, outer):
+            for name in _tree.ending(names, self._given_trips):
                 self._used.add(name)
                 return self._given_trips[name]
         if node.trips is not None:
@@ -132,7 +106,7 @@ class Weigher:
         if has_collectives:
             name = scope[-1] if scope else "NAME"
             raise ValueError(
-                f"the loop in scope {_stablehlo.shown(scope)} holds collectives, and its trip"
+                f"the loop in scope {_tree.shown(scope)} holds collectives, and its trip"
                 " count is not a constant of the program: pass"
                 f" `frequencies={{{name!r}: iterations}}` with the mean number of"
                 " iterations per execution"

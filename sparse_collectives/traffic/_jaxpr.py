@@ -1,0 +1,148 @@
+"""The walk over a jaxpr, from which the tree of its collectives is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from sparse_collectives import _compat
+from sparse_collectives.traffic._collectives import collective_of
+from sparse_collectives.traffic._tree import Branches, Loop, Node, Scope, shown
+from sparse_collectives.traffic._trip_count import constant, constants_of, trip_count
+
+# They run the one jaxpr among their parameters once.
+_CALLS = {
+    "checkpoint",
+    "closed_call",
+    "composite",
+    "compute_on",
+    "core_call",
+    "core_closed_call",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+    "custom_vmap_call",
+    "jit",
+    "pjit",
+    "remat",
+    "remat2",
+    "shard_map",
+    "xla_pmap",
+}
+
+
+def read(jaxpr: Any) -> list[Node]:
+    """The collectives, conditionals and loops of a program, in its order.
+
+    Args:
+      jaxpr: a closed jaxpr.
+
+    Returns:
+      The tree.
+
+    Raises:
+      ValueError: as :func:`collective_of`, or a primitive that holds collectives
+        and is none of those that are known here.
+    """
+    return list(_walk(jaxpr, (), {}, {}, None))
+
+
+def _walk(
+    closed: Any,
+    scope: Scope,
+    axes: Mapping[Any, int],
+    arguments: Mapping[int, int],
+    used: Sequence[bool] | None,
+) -> Iterator[Node]:
+    """The nodes of a jaxpr.
+
+    Args:
+      closed: the jaxpr.
+      scope: that of the equation which runs it; the scopes within are relative to it.
+      axes: the bound mesh axes and their sizes.
+      arguments: by position, those that are constants.
+      used: whether each result is used; None: all are.
+
+    Yields:
+      Nodes with absolute scopes.
+    """
+    jaxpr, constants = _compat.open_jaxpr(closed)
+    known = constants_of(jaxpr, constants, arguments)
+    for eqn, used_results in _live(jaxpr, used):
+        here = scope + _compat.named_scopes(eqn)
+        name = eqn.primitive.name
+        if name == "cond":
+            branches = [
+                list(_walk(branch, here, axes, _forwarded(eqn.invars[1:], known), used_results))
+                for branch in eqn.params["branches"]
+            ]
+            yield Branches(here, branches)
+        elif name == "while":
+            condition, body = (
+                list(_walk(eqn.params[part], here, axes, {}, None))
+                for part in ("cond_jaxpr", "body_jaxpr")
+            )
+            yield Loop(here, trip_count(eqn, known), condition, body)
+        elif name == "scan":
+            body = list(_walk(eqn.params["jaxpr"], here, axes, {}, None))
+            yield Loop(here, eqn.params["length"], [], body)
+        elif name in _CALLS:
+            inner = {**axes, **_bound_by(eqn)}
+            known_arguments = _forwarded(eqn.invars, known)
+            yield from _walk(_called(eqn), here, inner, known_arguments, used_results)
+        else:
+            for unknown in _compat.jaxprs_in(eqn):
+                if any(True for _ in _walk(unknown, here, axes, {}, None)):
+                    raise ValueError(
+                        f"the program holds a {name} in scope {shown(here)} with collectives in"
+                        f" it, and the meter does not know how often that primitive of jax"
+                        f" {jax.__version__} runs them; measure a program without it."
+                    )
+            collective = collective_of(eqn, axes, here)
+            if collective is not None:
+                yield collective
+
+
+def _called(eqn) -> Any:
+    """The one jaxpr that a call runs."""
+    found = _compat.jaxprs_in(eqn)
+    if len(found) != 1:
+        raise ValueError(
+            f"cannot read the primitive {eqn.primitive.name} of jax {jax.__version__}: it has"
+            f" {len(found)} jaxprs among its parameters {sorted(eqn.params)}, and not one."
+        )
+    return found[0]
+
+
+def _bound_by(eqn) -> dict[Any, int]:
+    """The mesh axes that a mapped function binds, and their sizes."""
+    if eqn.primitive.name == "shard_map":
+        return dict(eqn.params["mesh"].shape)
+    if eqn.primitive.name == "xla_pmap":
+        return {eqn.params["axis_name"]: eqn.params["global_axis_size"]}
+    return {}
+
+
+def _forwarded(values: Sequence[Any], known: Mapping[Any, int]) -> dict[int, int]:
+    """Those of `values` that are constants, by position."""
+    found = ((i, constant(value, known)) for i, value in enumerate(values))
+    return {i: number for i, number in found if number is not None}
+
+
+def _live(jaxpr, used: Sequence[bool] | None) -> list[tuple[Any, list[bool]]]:
+    """The equations that matter, each with which of its results are used.
+
+    Lowering leaves out the others: those whose results nothing uses and that have
+    no effect besides running on the workers of an axis.
+    """
+    results = zip(jaxpr.outvars, used or [True] * len(jaxpr.outvars))
+    live = {variable for variable, is_used in results if is_used and _compat.is_variable(variable)}
+    found = []
+    for eqn in reversed(jaxpr.eqns):
+        used_results = [variable in live for variable in eqn.outvars]
+        if any(used_results) or _compat.has_side_effects(eqn):
+            live.update(variable for variable in eqn.invars if _compat.is_variable(variable))
+            found.append((eqn, used_results))
+    return found[::-1]

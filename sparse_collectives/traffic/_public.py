@@ -1,0 +1,229 @@
+"""Measure a function, a sparse allreduce, or a program that was traced."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from sparse_collectives import _compat
+from sparse_collectives.traffic import _jaxpr
+from sparse_collectives.traffic._report import Traffic
+from sparse_collectives.traffic._weights import Weigher
+
+Frequencies = Mapping[str, Sequence[float] | float]
+Conditional = Literal["worst", "best"]
+
+
+def of_function(
+    fn: Callable[..., Any],
+    *args: Any,
+    axis: str | tuple[str, ...],
+    axis_size: int | tuple[int, ...],
+    in_specs: Any = None,
+    out_specs: Any = None,
+    frequencies: Frequencies | None = None,
+    conditional: Conditional = "worst",
+) -> Traffic:
+    """Words that each worker receives when `fn` runs under `shard_map`.
+
+    Cost: one trace; nothing is lowered or compiled, and no device is needed.
+
+    Args:
+      fn: what runs on each worker; it may use the axis names.
+      *args: arrays or `jax.ShapeDtypeStruct`s. With the default `in_specs`
+        these are the shapes that one worker sees, otherwise global shapes.
+      axis: the mesh axis name, or several.
+      axis_size: workers along each name of `axis`.
+      in_specs: partition specs of `args`. None: replicated.
+      out_specs: partition specs of the result. None: replicated.
+      frequencies: see `of_traced`.
+      conditional: see `of_traced`.
+
+    Returns:
+      The traffic of one call.
+
+    Raises:
+      ValueError: `axis` and `axis_size` don't match, or as `of_traced`.
+
+    Examples:
+      >>> import jax
+      >>> from sparse_collectives import traffic
+      >>> x = jax.ShapeDtypeStruct((1000,), "float32")
+      >>> psum = lambda x: jax.lax.psum(x, "workers")
+      >>> traffic.of_function(psum, x, axis="workers", axis_size=4).words
+      1500.0
+    """
+    names, sizes = _axes(axis, axis_size)
+    mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+    mapped = jax.shard_map(
+        fn,
+        mesh=mesh,
+        in_specs=PartitionSpec() if in_specs is None else in_specs,
+        out_specs=PartitionSpec() if out_specs is None else out_specs,
+        check_vma=False,
+    )
+    # Only shapes: an array may live on a mesh other than this one.
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type),
+        jax.eval_shape(lambda *x: x, *args),
+    )
+    return of_traced(jax.jit(mapped).trace(*shapes), frequencies, conditional)
+
+
+def of_allreduce(
+    allreduce: Any,
+    *,
+    size: int,
+    capacity: int,
+    axis_size: int | tuple[int, ...],
+    axis: str | tuple[str, ...] = "workers",
+    frequencies: Frequencies | None = None,
+    conditional: Conditional = "worst",
+) -> Traffic:
+    """Words that each worker receives in one step of a sparse allreduce.
+
+    Cost: one trace; nothing is lowered or compiled, and no device is needed.
+
+    Args:
+      allreduce: a `SparseAllreduce`.
+      size: n, gradient components.
+      capacity: slots of the selection that goes in, f32 and i32.
+      axis_size: workers along each name of `axis`.
+      axis: the mesh axis name, or several.
+      frequencies: see `of_traced`.
+      conditional: see `of_traced`.
+
+    Returns:
+      The traffic of one step.
+
+    Raises:
+      ValueError: `size` or `capacity` is below 1, `axis` and `axis_size`
+        don't match, or as `of_traced`.
+    """
+    from sparse_collectives.padded_coo import PaddedCOO
+
+    for name, value in (("size", size), ("capacity", capacity)):
+        if value < 1:
+            raise ValueError(f"`{name}` is {value}; pass a number >= 1.")
+    _, sizes = _axes(axis, axis_size)
+    # The state is an argument, as in a training step: as a constant it could
+    # decide a conditional while tracing.
+    state = jax.eval_shape(lambda: allreduce.init(size, math.prod(sizes)))
+
+    def step(values, indices, state):
+        coo = PaddedCOO(values, indices, size)
+        return allreduce.reduce(coo, state, axis=axis)
+
+    return of_function(
+        step,
+        jax.ShapeDtypeStruct((capacity,), "float32"),
+        jax.ShapeDtypeStruct((capacity,), "int32"),
+        state,
+        axis=axis,
+        axis_size=axis_size,
+        frequencies=frequencies,
+        conditional=conditional,
+    )
+
+
+def of_traced(
+    traced: Any,
+    frequencies: Frequencies | None = None,
+    conditional: Conditional = "worst",
+) -> Traffic:
+    """Words that each worker receives in one call of a traced program.
+
+    The branches of a conditional weigh, in this order of precedence:
+
+    1. by `frequencies`, where it names a scope around the conditional;
+    2. where a `jax.named_scope` ending in `.everyN` is around a conditional
+       of two branches: 1/N for the branch with more words, 1 - 1/N for the
+       other (work that is done in one call of N);
+    3. by `conditional`.
+
+    A name applies to the conditionals in its scope, but not to those inside
+    their branches; of several names the innermost counts.
+    A loop with a constant trip count counts its body that often.
+
+    A collective whose result nothing uses does not count, as it is not part of
+    the lowered program; within a loop it does.
+
+    Cost: linear in the operations of the program; those of a function count as
+    often as it is called.
+
+    Args:
+      traced: what `jax.jit(f).trace(...)`, `jax.make_jaxpr(f)(...)` or
+        `TrainStep.trace(...)` returns.
+      frequencies: from a scope name (one component of the path, or several
+        joined by '/') to one weight per branch by branch index
+        (`lax.cond`: false, true), which sum to 1; or, for a loop whose trip
+        count is not a constant, to the mean number of iterations.
+      conditional: 'worst' takes the branch with most words, 'best' that with
+        fewest.
+
+    Returns:
+      The traffic of one call.
+
+    Raises:
+      ValueError: a name of `frequencies` fits nothing or its weights don't
+        fit the branches; a loop holds collectives and its trip count is
+        unknown; a collective's volume depends on data, or the meter does not
+        know it; an exchange over MPI.
+      TypeError: `traced` is no traced program.
+    """
+    if conditional not in ("worst", "best"):
+        raise ValueError(f"`conditional` is {conditional!r}; pass 'worst' or 'best'.")
+    jaxpr = traced.jaxpr if isinstance(traced, jax.stages.Traced) else traced
+    if not _compat.is_jaxpr(jaxpr):
+        raise TypeError(
+            f"`traced` is of type {type(traced).__name__}; pass what jax.jit(f).trace(...) or"
+            " jax.make_jaxpr(f)(...) returns."
+        )
+    weigher = Weigher(*_checked(frequencies), conditional)
+    rows = weigher.weigh(_jaxpr.read(jaxpr))
+    weigher.check_all_used()
+    return Traffic(math.fsum(r.words * r.weight for r in rows), tuple(rows))
+
+
+# Arguments.
+
+
+def _axes(axis, axis_size):
+    names = (axis,) if isinstance(axis, str) else tuple(axis)
+    sizes = (axis_size,) if isinstance(axis_size, (int, np.integer)) else tuple(axis_size)
+    if not names or len(names) != len(sizes):
+        raise ValueError(
+            f"`axis` is {axis!r} and `axis_size` is {axis_size!r}; pass one size per name."
+        )
+    if any(size < 1 for size in sizes):
+        raise ValueError(f"`axis_size` is {axis_size!r}; pass sizes >= 1.")
+    return names, tuple(int(size) for size in sizes)
+
+
+def _checked(
+    frequencies: Frequencies | None,
+) -> tuple[dict[str, tuple[float, ...]], dict[str, float]]:
+    """The weights of branches and the iterations of loops, by name."""
+    weights: dict[str, tuple[float, ...]] = {}
+    trips: dict[str, float] = {}
+    for name, value in (frequencies or {}).items():
+        numeric = isinstance(value, (int, float, np.number))
+        numbers_given = (float(value),) if numeric else tuple(float(x) for x in value)
+        if not all(x >= 0 and math.isfinite(x) for x in numbers_given):
+            raise ValueError(f"`frequencies[{name!r}]` is {value!r}; pass finite numbers >= 0.")
+        if numeric:
+            trips[name] = numbers_given[0]
+            continue
+        total = sum(numbers_given)
+        if abs(total - 1) > 1e-6:
+            raise ValueError(
+                f"`frequencies[{name!r}]` is {value!r} and sums to {total:g}; the weights of the"
+                " branches sum to 1. (For the iterations of a loop pass one number.)"
+            )
+        weights[name] = numbers_given
+    return weights, trips

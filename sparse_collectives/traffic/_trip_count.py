@@ -1,0 +1,95 @@
+"""Trip counts of loops that count from a constant to a constant by a constant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from sparse_collectives import _compat
+
+
+def constants_of(jaxpr: Any, values: Sequence[Any], arguments: Mapping[int, int]) -> dict[Any, int]:
+    """The variables of a jaxpr that are constant integers.
+
+    Args:
+      jaxpr: an open jaxpr.
+      values: those of its constants.
+      arguments: those of its arguments that are constants, by position.
+
+    Returns:
+      From variable to value.
+    """
+    known = {jaxpr.invars[i]: value for i, value in arguments.items() if i < len(jaxpr.invars)}
+    for variable, value in zip(jaxpr.constvars, values):
+        if _is_counter(variable.aval):
+            known[variable] = int(np.asarray(value))
+    return known
+
+
+def constant(value: Any, known: Mapping[Any, int]) -> int | None:
+    """The integer that an operand is, if that is known."""
+    if not _is_counter(value.aval):
+        return None
+    if _compat.is_variable(value):
+        return known.get(value)
+    return int(value.val)
+
+
+def _is_counter(aval) -> bool:
+    return aval.shape == () and np.issubdtype(aval.dtype, np.integer)
+
+
+def trip_count(eqn: Any, known: Mapping[Any, int]) -> int | None:
+    """The iterations of a `while` equation; None where they depend on data.
+
+    Args:
+      eqn: the equation. `scan`, and so `fori_loop` from and to Python integers,
+        says its length itself and is not meant.
+      known: the constants around it.
+    """
+    condition, condition_values = _compat.open_jaxpr(eqn.params["cond_jaxpr"])
+    body, body_values = _compat.open_jaxpr(eqn.params["body_jaxpr"])
+    skip, body_skip = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    condition_operands = eqn.invars[:skip]
+    body_operands = eqn.invars[skip : skip + body_skip]
+    carried = eqn.invars[skip + body_skip :]
+
+    def in_(jaxpr, values, operands):
+        found = {i: constant(operand, known) for i, operand in enumerate(operands)}
+        return constants_of(
+            jaxpr, values, {i: value for i, value in found.items() if value is not None}
+        )
+
+    in_condition = in_(condition, condition_values, condition_operands)
+    in_body = in_(body, body_values, body_operands)
+    # What the loop carries and does not change is a constant, too.
+    for i, operand in enumerate(carried):
+        value = constant(operand, known)
+        if value is not None and body.outvars[i] is body.invars[body_skip + i]:
+            in_condition[condition.invars[skip + i]] = value
+            in_body[body.invars[body_skip + i]] = value
+
+    test = _defined_by(condition, condition.outvars[0], ("lt", "le"))
+    if test is None or test.invars[0] not in condition.invars[skip:]:
+        return None
+    counter = condition.invars[skip:].index(test.invars[0])
+    increment = _defined_by(body, body.outvars[counter], ("add",))
+    if increment is None or increment.invars[0] is not body.invars[body_skip + counter]:
+        return None
+    step = constant(increment.invars[1], in_body)
+    start = constant(carried[counter], known)
+    stop = constant(test.invars[1], in_condition)
+    if step is None or start is None or stop is None or step < 1:
+        return None
+    stop += test.primitive.name == "le"
+    return max(0, -(-(stop - start) // step))
+
+
+def _defined_by(jaxpr, variable, names: Sequence[str]):
+    """The equation that computes `variable`, if its primitive is one of `names`."""
+    for eqn in jaxpr.eqns:
+        if any(result is variable for result in eqn.outvars):
+            return eqn if eqn.primitive.name in names else None
+    return None

@@ -1,0 +1,72 @@
+"""Prints the path of the newest Python on this machine that can make a virtual environment.
+
+Usage: python tools/newest_python.py [PYTHON]
+
+With PYTHON, only that one is tried. Each candidate is run: a name on the PATH may be a stand-in
+(pyenv's) for an interpreter that is not selected.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+# jax 0.11 was the first that Python 3.11 can't run.
+OLDEST = (3, 12)
+NAME = "python3.[1-9][0-9]"
+# Where interpreters are that nobody has put on the PATH: pyenv's, uv's, Homebrew's.
+FOLDERS = (
+    ("~/.pyenv/versions", f"*/bin/{NAME}"),
+    ("~/.local/share/uv/python", f"*/bin/{NAME}"),
+    ("/opt/homebrew/bin", NAME),
+    ("/usr/local/bin", NAME),
+)
+# venv has to be there, which some distributions split off, and a release: no wheels are for others.
+PROBE = """
+import ensurepip, json, sys, sysconfig, venv
+free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+released = sys.version_info.releaselevel == "final"
+print(json.dumps([*sys.version_info[:3], released and not free_threaded]))
+"""
+
+
+def candidates() -> Iterator[str]:
+    """Paths of what may be interpreters."""
+    for folder in os.get_exec_path():
+        yield from (str(path) for path in Path(folder).glob(NAME))
+    for folder, pattern in FOLDERS:
+        yield from (str(path) for path in Path(folder).expanduser().glob(pattern))
+
+
+def version_of(python: str) -> tuple[int, ...] | None:
+    """The version of an interpreter; None if it does not run or is not what is needed."""
+    try:
+        done = subprocess.run(
+            [python, "-I", "-c", PROBE], capture_output=True, text=True, timeout=60, check=True
+        )
+        *version, ordinary = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+    return tuple(version) if ordinary and tuple(version) >= OLDEST else None
+
+
+def main() -> None:
+    """Prints the path, or exits with one line that says what to do."""
+    given = sys.argv[1:]
+    tried = given or list(dict.fromkeys(candidates()))
+    found = {python: version_of(shutil.which(python) or python) for python in tried}
+    working = {python: version for python, version in found.items() if version is not None}
+    if not working:
+        sys.exit(
+            f"no Python {OLDEST[0]}.{OLDEST[1]} or newer that works was found, which the newest jax"
+            f" needs. Install one, or set NEWEST_PYTHON=/path/to/python3.13. Tried:"
+            f" {', '.join(tried) or 'nothing, as none is on the PATH'}."
+        )
+    print(max(working, key=lambda python: working[python]))
+
+
+if __name__ == "__main__":
+    main()
