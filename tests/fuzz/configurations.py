@@ -224,7 +224,8 @@ def configurations(draw: Any) -> Configuration:
             f"{SELECTORS[selector](density).spec} -> {exchange.spec} as {name} over {shape}, "
             f"{tree} of {dtypes}, {policy}, local {local}, momentum {momentum} (Nesterov "
             f"{nesterov}, masking {masking}), residual bfloat16 {narrow} decay {decay}, "
-            f"{dense_steps} dense steps, dense leaves {dense_leaves}, gradients {data!r} of seed {seed}"
+            f"{dense_steps} dense steps, dense leaves {dense_leaves}, "
+            f"gradients {data!r} of seed {seed}"
         ),
         dense_steps=dense_steps,
         tx=optax_ext.sparse_allreduce(SELECTORS[selector](density), exchange, axis=axes, **options),
