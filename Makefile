@@ -9,8 +9,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 # Most of a test run is compilation, so what was compiled once is kept, and the quick tests do
-# without the optimisations of machine code, which take a third of it. The slow tests have them.
-FAST_COMPILE := XLA_FLAGS="$$XLA_FLAGS --xla_backend_optimization_level=0"
+# without the optimisations of machine code and the emitters of fused loops, which take two thirds
+# of it. The slow tests have them. XLA aborts at a flag it does not know, so each is tried first.
+FAST_FLAGS := --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false
+FAST_COMPILE = XLA_FLAGS="$$XLA_FLAGS $$($(BIN)/python tools/xla_flags.py $(VENV)/.xla-flags \
+    $(FAST_FLAGS))"
 CACHE := JAX_COMPILATION_CACHE_DIR=.cache/jax JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.1
 PYTEST := $(CACHE) $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile
 

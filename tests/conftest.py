@@ -14,6 +14,10 @@ hypothesis.settings.load_profile("fixed")
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+# No type changes and no array is repeated unless the code says so: what numpy would do in silence
+# is an error, in the library and in the oracles.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
 # Started here, so that no test (an example that sets its own number) starts it otherwise.
 assert jax.device_count() == 8
 

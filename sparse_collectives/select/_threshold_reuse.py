@@ -191,7 +191,7 @@ def _recount(
 
     def off(carry):
         turn, trial, _, _ = carry
-        return (turn < _MAX_RECOUNTS) & (jnp.abs(trial.count - k) > tolerance * k) & ~exact
+        return (turn < _MAX_RECOUNTS) & (jnp.abs(trial.count - k).astype(jnp.float32) > tolerance * k) & ~exact
 
     def correct(carry):
         turn, old, steepness, bracket = carry
