@@ -1,11 +1,13 @@
 """Eight CPU devices for every test, set once and before any of them runs."""
 
+import functools
 import gc
 import itertools
 import pathlib
 
 import hypothesis
 import jax
+import optax
 import pytest
 
 # The same examples at every run: a gate must not depend on luck. To look for new
@@ -21,6 +23,26 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Started here, so that no test (an example that sets its own number) starts it otherwise.
 assert jax.device_count() == 8
+
+
+def _with_standard_promotion(function):
+    @functools.wraps(function)
+    def wrapped(*args, **kwargs):
+        with jax.numpy_dtype_promotion("standard"):
+            return function(*args, **kwargs)
+
+    return wrapped
+
+
+# Optax raises a float to the power of the integer count of its steps.
+optax.tree.bias_correction = _with_standard_promotion(optax.tree.bias_correction)
+
+
+@pytest.fixture(scope="module")
+def default_promotion():
+    """For programs as users write them, and models of other libraries: they add biases to rows."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 # A compiled program maps hundreds of pieces of memory, and Linux lets a process have

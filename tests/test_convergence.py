@@ -13,6 +13,8 @@ import pytest
 import optax_ext
 from sparse_collectives import select
 
+pytestmark = pytest.mark.usefixtures("default_promotion")
+
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 

@@ -15,6 +15,8 @@ import pytest
 
 import optax_ext
 
+pytestmark = pytest.mark.usefixtures("default_promotion")
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ROOT / "benchmarks" / "faults", ROOT / "benchmarks"
 

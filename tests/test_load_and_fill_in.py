@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+pytestmark = pytest.mark.usefixtures("default_promotion")
+
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
 

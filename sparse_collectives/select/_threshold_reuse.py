@@ -191,7 +191,8 @@ def _recount(
 
     def off(carry):
         turn, trial, _, _ = carry
-        return (turn < _MAX_RECOUNTS) & (jnp.abs(trial.count - k).astype(jnp.float32) > tolerance * k) & ~exact
+        off_by = jnp.abs(trial.count - k).astype(jnp.float32)
+        return (turn < _MAX_RECOUNTS) & (off_by > tolerance * k) & ~exact
 
     def correct(carry):
         turn, old, steepness, bracket = carry
