@@ -1,10 +1,13 @@
 """Eight CPU devices for every test, set once and before any of them runs."""
 
+import functools
+import gc
 import itertools
 import pathlib
 
 import hypothesis
 import jax
+import optax
 import pytest
 
 # The same examples at every run: a gate must not depend on luck. To look for new
@@ -14,8 +17,32 @@ hypothesis.settings.load_profile("fixed")
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+# No type changes and no array is repeated unless the code says so: what numpy would do in silence
+# is an error, in the library and in the oracles.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
 # Started here, so that no test (an example that sets its own number) starts it otherwise.
 assert jax.device_count() == 8
+
+
+def _with_standard_promotion(function):
+    @functools.wraps(function)
+    def wrapped(*args, **kwargs):
+        with jax.numpy_dtype_promotion("standard"):
+            return function(*args, **kwargs)
+
+    return wrapped
+
+
+# Optax raises a float to the power of the integer count of its steps.
+optax.tree.bias_correction = _with_standard_promotion(optax.tree.bias_correction)
+
+
+@pytest.fixture(scope="module")
+def default_promotion():
+    """For programs as users write them, and models of other libraries: they add biases to rows."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 # A compiled program maps hundreds of pieces of memory, and Linux lets a process have
@@ -32,7 +59,14 @@ def _forget_programs():
         jax.clear_caches()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _forget_programs_of_the_file():
+@pytest.fixture(autouse=True)
+def _collect_what_a_failure_left(request):
+    """A test that may leave something unfinished says so by ignoring pytest's warning of it.
+
+    Orbax drops the reads that are under way when another one fails, and Python reports them
+    whenever they are collected. That has to be here, and not in a test that comes later.
+    """
     yield
-    jax.clear_caches()
+    marks = request.node.iter_markers("filterwarnings")
+    if any("PytestUnraisableExceptionWarning" in argument for m in marks for argument in m.args):
+        gc.collect()

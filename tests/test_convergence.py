@@ -14,6 +14,8 @@ from benchmarks.training import _small_models as models
 from benchmarks.training import convergence, training_tricks
 from sparse_collectives import select
 
+pytestmark = pytest.mark.usefixtures("default_promotion")
+
 
 @pytest.fixture
 def line():

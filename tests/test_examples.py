@@ -8,6 +8,8 @@ from PIL import Image
 
 import train_digits
 
+pytestmark = pytest.mark.usefixtures("default_promotion")
+
 
 @pytest.fixture(scope="module")
 def quick_run(tmp_path_factory):

@@ -6,6 +6,8 @@ import pytest
 from benchmarks.training import _replay, _unions, load_balance
 from benchmarks.training._measures import Leaf
 
+pytestmark = pytest.mark.usefixtures("default_promotion")
+
 
 def test_growth_counts_distinct_indices_and_no_padding():
     growth = _unions.growth

@@ -6,8 +6,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import optax_ext
+
+pytestmark = pytest.mark.usefixtures("default_promotion")
 
 README = Path(__file__).parents[1] / "README.md"
 

@@ -5,6 +5,8 @@ import pytest
 
 from benchmarks.training import _measures as measures
 
+pytestmark = pytest.mark.usefixtures("default_promotion")
+
 
 @pytest.fixture
 def layout():

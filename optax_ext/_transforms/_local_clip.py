@@ -72,8 +72,12 @@ def local_clip_by_global_norm(max_norm: float, *, axis: AxisName) -> optax.Gradi
         unit = jnp.where(largest > 0, largest, 1.0)
         norm = jnp.sqrt(sum(jnp.sum((x / unit) ** 2) for x in finite))
         factor = jnp.minimum(1.0, bound / unit / jnp.maximum(norm, 1.0))
-        clipped = jax.tree.map(lambda x: (x * factor).astype(x.dtype), updates)
-        return clipped, state
+
+        def clip(x):
+            wide = x.dtype if x.dtype.itemsize > 4 else jnp.float32
+            return (x.astype(wide) * factor.astype(wide)).astype(x.dtype)
+
+        return jax.tree.map(clip, updates), state
 
     # optax types a state as any pytree, which NamedTuples of arrays are at run time.
     return optax.GradientTransformation(cast(Any, init), cast(Any, update))

@@ -37,8 +37,8 @@ class _Bracket(NamedTuple):
     """The state of the binary search, after line 6 of Algorithm 1.
 
     Attributes:
-      left: ``f32[]``, l: more than k entries reach the threshold at this ratio.
-      right: ``f32[]``, r: at most k do.
+      left: ``f32[]``, the threshold at l: more than k entries reach it.
+      right: ``f32[]``, the threshold at r: at most k do.
       lower: ``i32[]``, bits of thres2, the highest that more than k reach.
       top: ``i32[]``, the largest bits below thres1, the lowest that at most k
         reach. Before any is found all that is finite is below it.
@@ -125,23 +125,26 @@ def _search(acc: jax.Array, k: int, samplings: int) -> _Bracket:
     """Lines 1 to 24: the two thresholds after the last sampling."""
     size = acc.shape[0]
     mean, maximum = _mean_and_maximum(acc)
-    zero = jnp.zeros_like(mean)
     bottom = jnp.ones_like(_bits.magnitude_bits(mean))
-    start = _Bracket(zero, zero + 1, bottom, bottom * (_bits.INFINITY_BITS - 1))
+    start = _Bracket(mean, maximum, bottom, bottom * (_bits.INFINITY_BITS - 1))
     low, candidates, count = _candidates(acc, k)
     bits = _bits.magnitude_bits(candidates)
 
     def sample(bracket: _Bracket, reached_by) -> _Bracket:
-        ratio = bracket.left + (bracket.right - bracket.left) / 2
-        threshold = jnp.minimum(mean + ratio * (maximum - mean), maximum)
+        # Halving the ratio halves the interval of thresholds. The paper's mean + ratio *
+        # (maximum - mean) rounds once or twice, as the compiler contracts it; where it is computed
+        # twice, the threshold that is counted may not be the one that is kept. Here the products
+        # are exact, so it rounds once. The larger of the two: halves may be flushed to zero.
+        middle = bracket.left * 0.5 + bracket.right * 0.5
+        threshold = jnp.maximum(middle, bracket.left)
         # Zeros reach no threshold, that of mean 0 included.
         pattern = jnp.maximum(_bits.magnitude_bits(threshold), 1)
         more = reached_by(pattern) > k
         # Thresholds only rise on the left and fall on the right, so the last one
         # of each side is the best: thres1 and thres2 need no k1 and k2.
         return _Bracket(
-            jnp.where(more, ratio, bracket.left),
-            jnp.where(more, bracket.right, ratio),
+            jnp.where(more, threshold, bracket.left),
+            jnp.where(more, bracket.right, threshold),
             jnp.where(more, pattern, bracket.lower),
             jnp.where(more, bracket.top, pattern - 1),
         )

@@ -200,7 +200,8 @@ def _recount(
 
     def off(carry):
         turn, trial, _, _ = carry
-        return (turn < _MAX_RECOUNTS) & (jnp.abs(trial.count - k) > tolerance * k) & ~exact
+        off_by = jnp.abs(trial.count - k).astype(jnp.float32)
+        return (turn < _MAX_RECOUNTS) & (off_by > tolerance * k) & ~exact
 
     def correct(carry):
         turn, old, steepness, bracket = carry

@@ -117,7 +117,7 @@ def _next_guess(low: jax.Array, count: jax.Array, threshold: jax.Array, k: int) 
     magnitude. 0, which asks for a sample, where they do not determine one.
     """
     steepness = jnp.log(count / k) / jnp.log(threshold / low)
-    guess = low * (count / (_AIM * k)) ** (1 / steepness)
+    guess = low * (count.astype(jnp.float32) / (_AIM * k)) ** (1 / steepness)
     known = (count > k) & (low < threshold) & jnp.isfinite(guess)
     return jnp.where(known, guess, 0.0)
 

@@ -56,7 +56,7 @@ class GapFormat(NamedTuple):
         rest = gap // self.base
         count = jnp.zeros_like(gap)
         for digit in range(self.digits):
-            count = count + ((rest >> (self.digit_bits * digit)) > 0)
+            count = count + ((rest >> (self.digit_bits * digit)) > 0).astype(count.dtype)
         return count
 
 
@@ -119,7 +119,7 @@ def lay_out(coo: PaddedCOO, slots: int, form: GapFormat, seed: jax.Array) -> Slo
     # The first entry behind those that are skipped follows the last one ahead of them.
     last_ahead = jnp.max(jnp.where(ahead, number, -1), axis=1, keepdims=True)
     next_behind = jnp.min(jnp.where(behind, number, entries), axis=1, keepdims=True)
-    joint = behind & (number == next_behind)
+    joint = behind & (number[None] == next_behind)
     last_index = jnp.take_along_axis(indices, jnp.maximum(last_ahead, 0), axis=1)
     joint_gap = jnp.where(last_ahead >= 0, (indices - last_index) & _MODULUS_MASK, 0)
     gap = jnp.where(joint, joint_gap, gap)
@@ -140,7 +140,7 @@ def lay_out(coo: PaddedCOO, slots: int, form: GapFormat, seed: jax.Array) -> Slo
 def _written(indices, gap, place, owner, first_entry, form: GapFormat) -> Slots:
     """The codes of slots that belong to the entries ``owner``."""
     slots, entries = owner.shape[1], gap.shape[1]
-    slot = jnp.arange(slots, dtype=jnp.int32)
+    slot = jnp.arange(slots, dtype=jnp.int32)[None]
     step = row_gather(place, owner, 0) - slot
     used = owner < entries
     gap = row_gather(gap, owner, 0)

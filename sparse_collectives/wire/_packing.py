@@ -16,7 +16,7 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
     each = 32 // bits
     words = pad_to(codes, each).astype(jnp.uint32)
     words = words.reshape(*codes.shape[:-1], words.shape[-1] // each, each)
-    shifts = bits * jnp.arange(each, dtype=jnp.uint32)
+    shifts = _shifts(words.ndim, bits)
     # The codes don't overlap, so the sum is their union.
     return lax.bitcast_convert_type(jnp.sum(words << shifts, axis=-1, dtype=jnp.uint32), jnp.int32)
 
@@ -24,10 +24,16 @@ def pack(codes: jax.Array, bits: int) -> jax.Array:
 def unpack(words: jax.Array, bits: int) -> jax.Array:
     """``i32[..., w]`` to ``i32[..., w * 32 // bits]``, the inverse of :func:`pack`."""
     each = 32 // bits
-    shifts = bits * jnp.arange(each, dtype=jnp.uint32)
-    codes = lax.bitcast_convert_type(words, jnp.uint32)[..., None] >> shifts
+    codes = lax.bitcast_convert_type(words, jnp.uint32)[..., None]
+    codes = codes >> _shifts(codes.ndim, bits)
     codes = codes & jnp.uint32((1 << bits) - 1)
     return codes.astype(jnp.int32).reshape(*words.shape[:-1], words.shape[-1] * each)
+
+
+def _shifts(ndim: int, bits: int) -> jax.Array:
+    """Where the codes of a word begin, ``u32[1, ..., 32 // bits]``."""
+    shifts = bits * jnp.arange(32 // bits, dtype=jnp.uint32)
+    return lax.expand_dims(shifts, range(ndim - 1))
 
 
 def pad_to(x: jax.Array, multiple: int, fill: int | float = 0) -> jax.Array:

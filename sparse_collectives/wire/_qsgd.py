@@ -72,7 +72,8 @@ def qsgd(*, bits: int = 8, bucket: int = 512, norm: str = "max") -> Codec:
         steps = numbers / jnp.where(unit > 0, unit, 1.0)[..., None]
         below = jnp.floor(steps)
         random = _in_buckets(_hash.uniform(seed, position), bucket)
-        level = jnp.minimum(below + (random < steps - below), levels).astype(jnp.int32)
+        up = (random < steps - below).astype(jnp.float32)
+        level = jnp.minimum(below + up, levels).astype(jnp.int32)
         level = _in_one_run(level)[..., : values.shape[-1]]
         code = levels + jnp.where(_values.is_negative(values), -level, level)
         code = jnp.where(finite, code, 2 * levels + 1)

@@ -19,7 +19,7 @@ def main(options: dict) -> None:
         options["processes"],
         options["process"],
         cluster_detection_method="deactivate",  # the tests may run under SLURM
-        initialization_timeout=60,
+        initialization_timeout=600,
     )
     # Imported once the devices are set: jax starts with the first array.
     import numpy as np

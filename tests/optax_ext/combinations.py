@@ -249,7 +249,7 @@ def _mean_square(predicted, y):
 
 
 def _mlp(params, x):
-    return jnp.tanh(x @ params["w1"] + params["b"]) @ params["w2"]
+    return jnp.tanh(x @ params["w1"] + params["b"][None]) @ params["w2"]
 
 
 def _params(dtype="float32"):

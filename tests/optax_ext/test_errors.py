@@ -77,7 +77,7 @@ def test_an_axis_that_the_mesh_does_not_have():
 @pytest.mark.parametrize("tx", [ok_topk(), optax_ext.dense(axis="data")], ids=["ok_topk", "dense"])
 def test_gradients_already_summed_over_the_axis(tx):
     def loss(params, x):
-        return jnp.mean((x @ params["kernel"] + params["bias"]) ** 2)
+        return jnp.mean((x @ params["kernel"] + params["bias"][None]) ** 2)
 
     def local(params, x):
         gradients = jax.grad(loss)(params, x)  # of replicated params: autodiff adds a psum

@@ -20,7 +20,9 @@ def mesh():
 
 def loss_fn(params, batch):
     x, y = batch
-    return jnp.mean((jnp.tanh(x @ params["hidden"]) @ params["out"] + params["bias"] - y) ** 2)
+    return jnp.mean(
+        (jnp.tanh(x @ params["hidden"]) @ params["out"] + params["bias"][None] - y) ** 2
+    )
 
 
 def problem(seed=0):

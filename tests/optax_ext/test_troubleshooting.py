@@ -93,7 +93,7 @@ def test_a_density_out_of_range_raises_in_the_step_that_has_it(bad):
 
 def test_a_strict_schedule_in_range_changes_nothing_also_under_vmap():
     def falling(count):
-        return 0.1 / (1.0 + count)
+        return 0.1 / (1.0 + jnp.asarray(count, jnp.float32))
 
     def steps(schedule):
         tx = topk_a(density_schedule=schedule)

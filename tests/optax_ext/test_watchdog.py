@@ -10,36 +10,47 @@ import pytest
 import optax_ext
 
 START = """
-import sys, threading
+import sys, threading, time
 import jax
 jax.config.update("jax_platforms", "cpu")
 import optax_ext
 
-def waits_for_ever():
+def waits_for_ever(after=None):
+    if after is not None:
+        after()
     threading.Event().wait()
+
+# All deadlines have passed, whatever the load of the machine.
+def an_hour_passes(*watchdogs):
+    now = time.monotonic
+    time.monotonic = lambda: now() + 3600
+    for watchdog in watchdogs:
+        with watchdog._changed:
+            watchdog._changed.notify_all()
 """
 
-# A first block, which has a deadline of its own, and a second one.
+# A first block, which has a deadline of its own, and a second one. The first is of real time, long
+# enough to be in the function that waits.
 FIRST = """
-watchdog = optax_ext.Watchdog(seconds=0.1, first_seconds=0.2)
+watchdog = optax_ext.Watchdog(seconds=0.1, first_seconds=2)
 with watchdog("step 0"):
     waits_for_ever()
 """
 SECOND = """
-watchdog = optax_ext.Watchdog(seconds=0.1, first_seconds=60)
+watchdog = optax_ext.Watchdog(seconds=60, first_seconds=600)
 with watchdog("step 0"):
     pass
 with watchdog("step 1"):
-    waits_for_ever()
+    waits_for_ever(lambda: an_hour_passes(watchdog))
 """
 # The deadline of the first watchdog passes while the second one is waited for.
 LEFT_IN_TIME = """
-early = optax_ext.Watchdog(seconds=0.2, first_seconds=0.2)
-late = optax_ext.Watchdog(seconds=1, exit_status=76)
+early = optax_ext.Watchdog(seconds=60, first_seconds=60)
+late = optax_ext.Watchdog(seconds=600, exit_status=76)
 with early("an early block"):
     pass
-with late("a late block", seconds=0.8):
-    waits_for_ever()
+with late("a late block", seconds=120):
+    waits_for_ever(lambda: an_hour_passes(early, late))
 """
 # Two processes, of which this is one: what jax says where they are connected.
 SEVERAL = """
@@ -67,9 +78,9 @@ def run(program):
 @pytest.mark.parametrize(
     ("program", "message", "status"),
     [
-        (FIRST, "step 0 did not end within 0.2 s on process 0 of 1", 75),
-        (SECOND, "step 1 did not end within 0.1 s on process 0 of 1", 75),
-        (LEFT_IN_TIME, "a late block did not end within 0.8 s", 76),
+        (FIRST, "step 0 did not end within 2 s on process 0 of 1", 75),
+        (SECOND, "step 1 did not end within 60 s on process 0 of 1", 75),
+        (LEFT_IN_TIME, "a late block did not end within 120 s", 76),
     ],
     ids=["first", "second", "left_in_time"],
 )

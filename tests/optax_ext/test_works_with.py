@@ -16,6 +16,8 @@ import sparse_collectives as sc
 from tests.optax_ext import combinations
 from tools import combination_matrix
 
+pytestmark = pytest.mark.usefixtures("default_promotion")
+
 WORKERS, STEPS = 8, 4
 # The rows that are tested in other loops too are the most different ones; the others are slow.
 ROWS = pytest.mark.parametrize(

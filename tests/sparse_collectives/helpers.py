@@ -14,32 +14,46 @@ WORKERS = (1, 2, 3, 4, 5, 6, 8)
 
 
 @functools.cache
-def simulated_step(selector: sc.Selector, allreduce: sc.SparseAllreduce, workers: int):
-    """One step of select and reduce on P simulated workers, jitted and cached.
+def simulated_select(selector: sc.Selector, workers: int):
+    """Selection on P simulated workers, jitted and cached: all allreduces share the program.
 
     Returns:
-      ``step(acc[P, n], selector_state, allreduce_state) -> dict``; the
-      allreduce's state is one for all workers, the results have a leading axis.
-      What is kept is a PaddedCOO, in which an index may occur more than once.
+      ``select(acc[P, n], selector_state) -> (coo, dict)``.
     """
 
-    def step(acc, selector_state, allreduce_state):
+    def select(acc, selector_state):
         coo, selector_state, selection = selector.select(acc, selector_state)
+        return coo, {
+            "sent": coo.to_dense(),
+            "selector_state": selector_state,
+            "selection": selection,
+        }
+
+    return sc.simulate(select, axis_size=workers)
+
+
+@functools.cache
+def simulated_reduce(allreduce: sc.SparseAllreduce, workers: int):
+    """The allreduce on P simulated workers, jitted and cached.
+
+    Returns:
+      ``reduce(coo, allreduce_state) -> dict``; the allreduce's state is one for all
+      workers, the results have a leading axis. What is kept is a PaddedCOO, in which
+      an index may occur more than once.
+    """
+
+    def reduce(coo, allreduce_state):
         total, undelivered, allreduce_state, info = allreduce.reduce(
             coo, allreduce_state, axis="workers"
         )
-        dense_total = total.to_dense() if isinstance(total, sc.PaddedCOO) else total
         return {
-            "total": dense_total,
-            "sent": coo.to_dense(),
+            "total": total.to_dense() if isinstance(total, sc.PaddedCOO) else total,
             "kept": as_coo(coo, undelivered),
-            "selector_state": selector_state,
             "allreduce_state": allreduce_state,
-            "selection": selection,
             "info": info,
         }
 
-    return sc.simulate(step, axis_size=workers, in_axes=(0, 0, None))
+    return sc.simulate(reduce, axis_size=workers, in_axes=(0, None))
 
 
 def as_coo(coo: sc.PaddedCOO, undelivered: sc.Undelivered) -> sc.PaddedCOO:
@@ -86,8 +100,9 @@ def run_once(selector, allreduce, acc, allreduce_state=None):
     state = jax.tree.map(lambda x: np.broadcast_to(x, (workers, *np.shape(x))), selector.init(size))
     if allreduce_state is None:
         allreduce_state = allreduce.init(size, workers)
-    out = simulated_step(selector, allreduce, workers)(acc, state, allreduce_state)
-    return {**out, "kept": added_up(out["kept"])}
+    coo, selected = simulated_select(selector, workers)(acc, state)
+    out = simulated_reduce(allreduce, workers)(coo, allreduce_state)
+    return {**selected, **out, "kept": added_up(out["kept"])}
 
 
 def added_up(coo):

@@ -195,14 +195,14 @@ def test_state_keeps_shapes_and_dtypes_and_steps_are_traced_once(row):
     acc = helpers.hard_accumulators(3, SIZE)["normal"]
     state = allreduce.init(SIZE, 3)
     expected = jax.tree.map(lambda x: (x.shape, x.dtype), state)
-    step = helpers.simulated_step(SELECTOR, allreduce, 3)
+    reduce = helpers.simulated_reduce(allreduce, 3)
     for i in range(3):
         out = helpers.run_once(SELECTOR, allreduce, acc * (i + 1), state)
         state = jax.tree.map(lambda x: x[0], out["allreduce_state"])
         assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == expected
-    before = jax_internals.programs(step)
+    before = jax_internals.programs(reduce)
     helpers.run_once(SELECTOR, allreduce, acc * 9, state)
-    assert jax_internals.programs(step) == before
+    assert jax_internals.programs(reduce) == before
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])

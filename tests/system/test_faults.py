@@ -29,6 +29,8 @@ from tests.system import _faults
 from tests.system import _task as task
 from tests.system import _training as training
 
+pytestmark = pytest.mark.usefixtures("default_promotion")
+
 STOP = float(os.environ.get("FAULTS_STOP", "60"))
 FAULTS = {
     fault.__name__: fault

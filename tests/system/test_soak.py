@@ -12,6 +12,8 @@ import pytest
 from tests.system import _patterns as patterns
 from tests.system import _soak
 
+pytestmark = pytest.mark.usefixtures("default_promotion")
+
 
 def test_gradients_are_not_finite_exactly_where_it_is_said():
     steps = 0

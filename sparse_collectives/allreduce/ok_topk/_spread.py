@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from sparse_collectives._coo import compaction
 
@@ -65,7 +66,8 @@ def _level(rank: jax.Array, room: jax.Array, capacity: int) -> jax.Array:
     """The level of free slot number ``rank[...]``: the largest with that many below."""
 
     def slots_below(level):
-        return jnp.sum(jnp.minimum(room, level[..., None]), axis=-1)
+        room_of_each = lax.expand_dims(room, range(level.ndim))
+        return jnp.sum(jnp.minimum(room_of_each, level[..., None]), axis=-1)
 
     low, high = jnp.zeros_like(rank), jnp.full_like(rank, capacity)
     for _ in range(capacity.bit_length()):

@@ -55,14 +55,14 @@ def largest_of_rows(matrix: jax.Array, k: int, axis: int) -> tuple[jax.Array, ja
         (missed, words),
     )
     place, used = _slots(words, capacity)
-    row = jnp.arange(place.shape[1], dtype=jnp.int32)
+    row = jnp.arange(place.shape[1], dtype=jnp.int32)[None]
     flat = row * length + place if axis else place * place.shape[1] + row
     bits = _bits.magnitude_bits(matrix.ravel().at[jnp.where(used, flat, 0)].get(mode="clip"))
     bits = jnp.where(used, bits, 0)
     threshold = _bisect(k, bits, 0)
-    above = bits > threshold
-    tied = (bits == threshold) & (bits > 0)
-    wanted = k - jnp.sum(above, axis=0, dtype=jnp.int32)
+    above = bits > threshold[None]
+    tied = (bits == threshold[None]) & (bits > 0)
+    wanted = k - jnp.sum(above, axis=0, keepdims=True, dtype=jnp.int32)
     chosen = above | (tied & (jnp.cumsum(tied, axis=0, dtype=jnp.int32) <= wanted))
     return jnp.where(chosen, flat, matrix.size).ravel(), threshold
 
@@ -76,8 +76,8 @@ def _candidates(matrix: jax.Array, k: int, axis: int, capacity: int) -> tuple[ja
         low = _bisect(k, _group_maxima(matrix, group, axis), _BLUNT)
     elif capacity < length:
         # Nothing is known, so nothing is a candidate.
-        return _mask_words(matrix, axis, lambda bits: bits < low), jnp.any(low == 0)
-    words = _mask_words(matrix, axis, lambda bits: bits >= jnp.maximum(low, 1))
+        return _mask_words(matrix, axis, lambda bits: bits < _to(bits, low)), jnp.any(low == 0)
+    words = _mask_words(matrix, axis, lambda bits: bits >= _to(bits, jnp.maximum(low, 1)))
     count = jnp.sum(_bits.popcount(words), axis=0)
     return words, jnp.any(count > capacity)
 
@@ -100,16 +100,21 @@ def _exact_selection(carry, matrix: jax.Array, k: int, axis: int):
     def step(i, pattern):
         here, pattern = lax.optimization_barrier((matrix, pattern))
         candidate = pattern | (jnp.int32(1) << (_bits.MAGNITUDE_BITS - 1 - i))
-        words = _mask_words(here, axis, lambda bits: bits >= candidate)
+        words = _mask_words(here, axis, lambda bits: bits >= _to(bits, candidate))
         count = jnp.sum(_bits.popcount(words), axis=0)
         return jnp.where(count >= k, candidate, pattern)
 
     threshold = lax.fori_loop(0, _bits.MAGNITUDE_BITS, step, _zero_per_row(matrix, axis))
-    above = _mask_words(matrix, axis, lambda bits: bits > threshold)
+    above = _mask_words(matrix, axis, lambda bits: bits > _to(bits, threshold))
     # Zeros are tied with a threshold of 0, which all nonzeros are above.
-    tied = _mask_words(matrix, axis, lambda bits: (bits == threshold) & (bits > 0))
+    tied = _mask_words(matrix, axis, lambda bits: (bits == _to(bits, threshold)) & (bits > 0))
     missing = k - jnp.sum(_bits.popcount(above), axis=0, dtype=jnp.int32)
     return jnp.zeros_like(missed), above | _first_bits(tied, missing)
+
+
+def _to(bits: jax.Array, pattern: jax.Array) -> jax.Array:
+    """A pattern for each row, in the shape of what a predicate is given."""
+    return jnp.broadcast_to(pattern, bits.shape)
 
 
 def _zero_per_row(matrix: jax.Array, axis: int) -> jax.Array:
@@ -124,7 +129,7 @@ def _bisect(k: int, bits: jax.Array, blunt: int) -> jax.Array:
 
     def step(i, pattern):
         candidate = pattern | (jnp.int32(1) << (_bits.MAGNITUDE_BITS - 1 - i))
-        count = jnp.sum(bits >= candidate, axis=0, dtype=jnp.int32)
+        count = jnp.sum(bits >= candidate[None], axis=0, dtype=jnp.int32)
         return jnp.where(count >= k, candidate, pattern)
 
     return lax.fori_loop(0, _bits.MAGNITUDE_BITS - blunt, step, jnp.zeros_like(bits[0]))
@@ -139,7 +144,7 @@ def _slots(words: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
     number, rows = words.shape
     inclusive = jnp.cumsum(_bits.popcount(words), axis=0, dtype=jnp.int32)
     rank = jnp.arange(capacity, dtype=jnp.int32)[:, None] + jnp.zeros_like(inclusive[:1])
-    row = jnp.arange(rows, dtype=jnp.int32)
+    row = jnp.arange(rows, dtype=jnp.int32)[None]
     # The first word whose inclusive count is above the rank, by binary search.
     word = jnp.zeros_like(rank)
     flat = inclusive.ravel()
@@ -147,7 +152,7 @@ def _slots(words: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
         probe = word + step - 1
         passed = flat.at[jnp.minimum(probe, number - 1) * rows + row].get(mode="clip") <= rank
         word = jnp.where((probe < number) & passed, word + step, word)
-    used = rank < inclusive[-1]
+    used = rank < inclusive[-1:]
     at = jnp.minimum(word, number - 1) * rows + row
     bits = words.ravel().at[at].get(mode="clip")
     before = flat.at[at].get(mode="clip") - _bits.popcount(bits)
@@ -157,7 +162,7 @@ def _slots(words: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
 def _first_bits(words: jax.Array, count: jax.Array) -> jax.Array:
     """The first ``count i32[r]`` set bits of each column of ``words u32[W, r]``."""
     counts = _bits.popcount(words)
-    wanted = count - (jnp.cumsum(counts, axis=0, dtype=jnp.int32) - counts)
+    wanted = count[None] - (jnp.cumsum(counts, axis=0, dtype=jnp.int32) - counts)
     position = _bits.select_bit(words, jnp.clip(wanted, 0, 31)).astype(jnp.uint32)
     some = words & ((jnp.uint32(1) << position) - 1)
     return jnp.where(wanted >= counts, words, jnp.where(wanted > 0, some, jnp.uint32(0)))
