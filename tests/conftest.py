@@ -59,14 +59,16 @@ def _forget_programs():
         jax.clear_caches()
 
 
-@pytest.fixture(autouse=True)
-def _collect_what_a_failure_left(request):
-    """A test that may leave something unfinished says so by ignoring pytest's warning of it.
+def _may_leave_something(item):
+    marks = item.iter_markers("filterwarnings") if item is not None else ()
+    return any("PytestUnraisableExceptionWarning" in x for mark in marks for x in mark.args)
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Collects what a test left unfinished, as it says by ignoring pytest's warning of that.
 
     Orbax drops the reads that are under way when another one fails, and Python reports them
-    whenever they are collected. That has to be here, and not in a test that comes later.
+    whenever they are collected. That must not be in a test that comes later.
     """
-    yield
-    marks = request.node.iter_markers("filterwarnings")
-    if any("PytestUnraisableExceptionWarning" in argument for m in marks for argument in m.args):
+    if _may_leave_something(item) and not _may_leave_something(nextitem):
         gc.collect()
