@@ -114,8 +114,10 @@ def test_a_lost_entry_would_be_noticed():
 
     def forgetful(coo, state, *, axis):
         total, undelivered, state, info = honest.reduce(coo, state, axis=axis)
-        nothing = sc.PaddedCOO(jnp.zeros_like(coo.values), undelivered.indices, coo.size)
-        return total, nothing, state, info
+        nothing = jax.tree.map(jnp.zeros_like, undelivered.slots)
+        others = undelivered.others
+        others = sc.PaddedCOO(jnp.zeros_like(others.values), others.indices, coo.size)
+        return total, sc.Undelivered(nothing, others), state, info
 
     tx = optax_ext.sparse_allreduce(
         sc.select.topk(density=0.01), honest._replace(reduce=forgetful), axis="w"
@@ -130,7 +132,13 @@ def test_ok_topk_sgd_is_algorithm_2_with_a_schedule():
 
     workers, size, density = 3, 200, 0.05
     schedule = optax.piecewise_constant_schedule(0.5, {2: 0.1})
-    tx = optax_ext.ok_topk_sgd(schedule, density, axis="w", slack=float(workers))
+    # ok_topk_sgd written out, for a slack with which no entry waits for a slot.
+    tx = optax.chain(
+        optax_ext.ok_topk(
+            density, axis="w", local=optax.scale_by_schedule(schedule), slack=float(workers)
+        ),
+        optax.scale(-1.0),
+    )
     rng = np.random.default_rng(0)
     gradients = rng.standard_normal((5, workers, size)).astype(np.float32)
 
