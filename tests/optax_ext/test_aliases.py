@@ -315,5 +315,5 @@ def test_arguments_of_their_own():
 def test_a_selector_of_a_larger_density_than_the_alias(name):
     for density in (DENSITY, DENSITY / 2):
         alias(name, selector=select.topk(density=density))
-    with pytest.raises(ValueError, match=r"the selector has density=0\.5 .*density=0\.1"):
+    with pytest.raises(ValueError, match=r"the selector has density=0\.5, and density=0\.1"):
         alias(name, selector=select.topk(density=0.5))

@@ -161,6 +161,9 @@ def renamed(module):
             node.name = f"other_{node.name}" if node.name in names else node.name
             return self.generic_visit(node)
 
+        def visit_ClassDef(self, node):
+            return node  # The fields of a state are no variables.
+
         def visit_Nonlocal(self, node):
             node.names = [f"other_{name}" if name in names else name for name in node.names]
             return node
@@ -174,7 +177,7 @@ def renamed(module):
     ("package", "file", "factory", "arguments", "local"),
     [
         ("allreduce.ok_topk", "_composition", "ok_topk", {"density": 0.1}, "chosen_codec"),
-        ("allreduce", "_dsar_split_allgather", "dsar_split_allgather", {}, "init"),
+        ("allreduce", "_dsar_split_allgather", "dsar_split_allgather", {}, "reduce"),
         ("allreduce", "_gtopk", "gtopk", {"density": 0.1}, "reduce"),
         ("select", "_topk", "topk", {"density": 0.1}, "select"),
         ("select", "_sidco", "sidco", {"density": 0.1}, "select"),

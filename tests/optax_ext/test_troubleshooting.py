@@ -1,5 +1,8 @@
 """Faults that show only when a program runs: found by an error, or by a count in the state."""
 
+import re
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -233,3 +236,32 @@ def test_the_traffic_of_a_step_with_dense_steps():
     share = dense_steps / steps
     mean = words(both, "warmup", frequencies={"warmup": (1 - share, share)})
     np.testing.assert_allclose(mean, (1 - share) * sparse + share * dense)
+
+
+def test_the_programs_of_the_page_run():
+    page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
+    *programs, words = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    # The last one leaves arguments out.
+    assert "..." in words
+    assert len(programs) == 4
+    on_mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    params = {"w": jnp.ones((SIZE,))}
+    start = optax.chain(optax_ext.topk_a(0.1, axis="data"), optax.sgd(0.1))
+    names = {
+        "jax": jax,
+        "optax": optax,
+        "optax_ext": optax_ext,
+        "params": params,
+        "opt_state": optax_ext.init_state(start, params, on_mesh),
+        "batches": [np.eye(8, SIZE, dtype=np.float32)] * 2,
+    }
+    for program in programs[:3]:
+        exec(program, names)
+    assert names["state"].skipped == 0
+    tx = names["tx"]
+    names["opt_state"] = optax_ext.init_state(tx, params, on_mesh)
+    names["step"] = optax_ext.make_train_step(loss_fn, tx, on_mesh, donate=False)
+    exec(programs[3], names)
+    jax.effects_barrier()
+    assert int(optax_ext.get_state(names["opt_state"]).count) == 2
+    assert "exponential_density(end=0.01, start=0.1, steps=1000)" in str(names["selector"].spec)
