@@ -26,11 +26,18 @@ def gradient(seed, step, worker, dtype):
 def run(tx, workers, dtype, steps=STEPS):
     """The largest errors of conservation and agreement over the steps."""
 
-    def train(worker):
+    # Not in the program of the steps, where a fusion may compute a gradient once more with
+    # other roundings than those of the one that the transformation gets.
+    given = jax.jit(
+        jax.vmap(
+            lambda worker: jax.vmap(lambda i: gradient(0, i, worker, dtype))(jnp.arange(steps))
+        )
+    )(jnp.arange(workers))
+
+    def train(gradients):
         params = jnp.zeros((SIZE,), dtype)
 
-        def step(state, i):
-            g = gradient(0, i, worker, dtype)
+        def step(state, g):
             residual = optax_ext.get_state(state).residual[0]
             acc = residual + g.astype(jnp.float32)
             updates, state = tx.update(g, state, params)
@@ -45,9 +52,9 @@ def run(tx, workers, dtype, steps=STEPS):
             nonzeros = jnp.sum(before != 0, dtype=jnp.int32)
             return state, (lost, agree, optax_ext.get_info(state), nonzeros)
 
-        return lax.scan(step, tx.init(params), jnp.arange(steps))
+        return lax.scan(step, tx.init(params), gradients)
 
-    return sc.simulate(train, axis="w", axis_size=workers)(jnp.arange(workers))
+    return sc.simulate(train, axis="w", axis_size=workers)(given)
 
 
 GRID = [
@@ -74,9 +81,8 @@ GRID = [
 def test_nothing_is_lost_and_all_workers_agree(workers, density, dtype):
     tx = optax_ext.ok_topk(density=density, axis="w")
     state, (lost, agree, info, nonzeros) = run(tx, workers, dtype)
-    # float32: rounding of sums of P terms. bfloat16: the update is rounded once
-    # to the dtype of the gradient.
-    assert lost.max() < (2e-6 if dtype == "float32" else 2 * float(jnp.finfo(dtype).eps))
+    # Rounding of sums of P terms in float32; what bfloat16 rounds off an update is kept.
+    assert lost.max() < 2e-6
     assert agree.all()
     k = max(1, round(density * SIZE))
     # At density 1 a few sums of bfloat16 gradients are exactly zero.
