@@ -41,8 +41,9 @@ In front of the allreduce, or around it, a transformation sees the gradients of 
   example by `jax.lax.psum`.
 - One that keeps something of them (`trace`, `ema`, `apply_every`, `zero_nans`,
   `contrib.mechanize`) has a state, or updates, that differ between the workers. `make_train_step`
-  raises an error that names them. Instead there are `optax_ext.momentum_correction`,
-  `optax_ext.multi_steps` and `nonfinite="drop"`.
+  raises an error that names them. Give it to the sparse allreduce as `local=`, which keeps its
+  state for each worker; or use `optax_ext.momentum_correction`, `optax_ext.multi_steps` and
+  `nonfinite="drop"`.
 - One without a state (`clip`, `scale`) works in front.
 """
 

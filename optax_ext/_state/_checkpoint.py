@@ -7,7 +7,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from optax_ext._state import _find, _init, _shards
+from optax_ext._state import _find, _init, _shards, _text
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import __version__, extend
 
@@ -108,7 +108,7 @@ def check_metadata(saved: dict[str, Any], opt_state: Any) -> None:
     """
     if not isinstance(saved, dict) or "arrays" not in saved:
         raise TypeError(
-            f"saved must be what checkpoint_metadata returned, got {_short(saved)}. Save it "
+            f"saved must be what checkpoint_metadata returned, got {_text.short(saved)}. Save it "
             "with the arrays: checkpointer.save(path, state, "
             "custom_metadata=checkpoint_metadata(state))."
         )
@@ -122,9 +122,10 @@ def check_metadata(saved: dict[str, Any], opt_state: Any) -> None:
     # Arrays differ as a consequence; they are named where nothing else explains it.
     causes = [text for text in differences if not text.startswith("arrays")] or differences
     advice = "Make the transformation with the settings of the checkpoint"
-    if saved.get("workers") != expected["workers"]:
+    workers = saved.get("workers")
+    if not _text.equal(workers, expected["workers"]):
         advice += (
-            f"; for another number of workers restore the state of {_short(saved.get('workers'))} "
+            f"; for another number of workers restore the state of {_text.short(workers)} "
             "with optax_ext.abstract_state(..., sharding=...), then call optax_ext.reshard"
         )
     raise ValueError(
@@ -136,13 +137,14 @@ def check_metadata(saved: dict[str, Any], opt_state: Any) -> None:
 
 def _check_format(saved: dict[str, Any]) -> None:
     found = saved.get("format", 1)
-    if found == FORMAT and not isinstance(found, bool):
+    if _text.equal(found, FORMAT):
         return
+    version = _text.short(saved.get("version"))
     raise ValueError(
-        f"the checkpoint has format {_short(found)} (of sparse-collectives "
-        f"{_short(saved.get('version'))}), and this version reads format {FORMAT}: the structure "
-        "of the states has changed. With the version that wrote it, consolidate the residuals into "
-        "the parameters (optax_ext.consolidate), save the parameters, and start from these."
+        f"the checkpoint has format {_text.short(found)} (of sparse-collectives {version}), and "
+        f"this version reads format {FORMAT}: the structure of the states has changed. With the "
+        "version that wrote it, consolidate the residuals into the parameters "
+        "(optax_ext.consolidate), save the parameters, and start from these."
     )
 
 
@@ -173,10 +175,14 @@ def _metadata_of(node: SparseAllreduceState) -> dict[str, Any]:
 def _declared(name: str, text: str | None) -> str:
     if text is not None:
         return text
-    kind = {"selector": "Selector", "allreduce": "SparseAllreduce"}.get(name, "MomentumCorrection")
+    kind = {
+        "selector": "sparse_collectives.Selector",
+        "allreduce": "sparse_collectives.SparseAllreduce",
+        "correction": "optax_ext.MomentumCorrection",
+    }[name]
     raise ValueError(
         f"the {name} declares no spec, so that a checkpoint can't say what it was made with. Give "
-        f"it one where it is made: sparse_collectives.{kind}(..., "
+        f"it one where it is made: {kind}(..., "
         f"spec=sparse_collectives.Spec.of('my_{name}', density=0.01))."
     )
 
@@ -190,17 +196,6 @@ def _differences(path: str, saved: Any, now: Any):
         for name in sorted({*saved, *now}, key=str):
             here = f"{path}.{name}" if path else name
             yield from _differences(here, saved.get(name), now.get(name))
-    elif not _equal(saved, now):
-        yield f"{path}: {_short(saved)} in the checkpoint, {_short(now)} here"
-
-
-def _equal(saved: Any, now: Any) -> bool:
-    """Also of what no metadata has in it, such as arrays."""
-    if isinstance(saved, tuple):
-        saved = list(saved)
-    return type(saved) is type(now) and saved == now
-
-
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"
+    elif not _text.equal(saved, now):
+        there, here = _text.short(saved), _text.short(now)
+        yield f"{_text.short(path)}: {there} in the checkpoint, {here} here"

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from optax_ext._state import _text
+
 
 def checksums(tree: Any) -> dict[str, int]:
     """A 32-bit checksum for each array of a pytree, the same however it is sharded.
@@ -50,12 +52,16 @@ def check_checksums(saved: dict[str, int], tree: Any) -> None:
     """
     if not isinstance(saved, dict):
         raise TypeError(
-            f"saved must be what optax_ext.checksums returned, got {saved!r}: the checkpoint was "
-            "saved without. Save them beside the arrays, for example with "
+            f"saved must be what optax_ext.checksums returned, got {_text.short(saved)}: the "
+            "checkpoint was saved without. Save them beside the arrays, for example with "
             "checkpointer.save(path, state, custom_metadata={'checksums': checksums(state)})."
         )
     found = checksums(tree)
-    differ = sorted(str(path) for path in {*saved, *found} if saved.get(path) != found.get(path))
+    differ = sorted(
+        _text.short(path)
+        for path in {*saved, *found}
+        if not _text.equal(saved.get(path), found.get(path))
+    )
     if differ:
         names = ", ".join(differ[:10]) + (", ..." if len(differ) > 10 else "")
         raise ValueError(

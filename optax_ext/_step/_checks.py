@@ -63,7 +63,9 @@ def check_densities(selector: Selector, allreduce: SparseAllreduce) -> None:
 
 def check_shard_axis(axis: AxisName, shard_axis: AxisName) -> None:
     """``axis`` names the workers of a node, by ``shard_axis``, and the nodes."""
-    extend.outer_axis(axis, shard_axis)
+    # As it was given: a name alone is no tuple.
+    names = extend.axis_names(shard_axis)
+    extend.outer_axis(axis, names[0] if len(names) == 1 else names)
 
 
 def check_layout(expected: _layout.TreeLayout, got: _layout.TreeLayout) -> None:

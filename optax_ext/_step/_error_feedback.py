@@ -93,7 +93,7 @@ class ErrorFeedback:
             allreduce=_sparse_state.with_lead(shared),
             info=_sparse_state.joined(_sparse_state.no_info(), info),
             layout=layout,
-            settings=self.settings,
+            settings=dataclasses.replace(self.settings, local=_local.describe(self.local, local)),
         )
 
     def update(self, updates: Any, state: SparseAllreduceState, params: Any = None):
@@ -211,8 +211,7 @@ class ErrorFeedback:
         """The residual and all else that stays with this worker; the info of the step."""
         kept = result.undelivered.residual(acc, result.sent)
         arrived = _exchange.delivered_of(result, kept)
-        if not isinstance(result.rounding, tuple):
-            kept = kept + result.rounding
+        kept = _exchange.with_rounding(kept, result.rounding)
         velocity = part.velocity
         if self.correction is not None:
             velocity = self.correction.mask(velocity, result.sent.indices, arrived)

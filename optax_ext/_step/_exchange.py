@@ -19,8 +19,8 @@ class Exchanged(NamedTuple):
       mean: ``f32[m]``, the total over P, as the dtypes of the leaves can hold it.
       sent: the selection of this worker, as a PaddedCOO.
       undelivered: what this worker keeps of it, and besides.
-      rounding: ``f32[m]``, what it keeps of a dense total that the leaves can't hold; ``()``
-        where there is no such total, or no such leaf.
+      rounding: what it keeps of the total that the leaves can't hold, whoever sent it: a
+        PaddedCOO, or ``f32[m]`` where the total is dense; ``()`` where every leaf is float32.
       selector: the selector's state.
       allreduce: the allreduce's state.
       dropped: ``i32[]``, entries that were left out.
@@ -95,7 +95,7 @@ def sparse(
         coo, allreduce_state, axis=parts.axis
     )
     total, undelivered, withheld = _nonfinite.withhold(parts.nonfinite, total, coo, undelivered)
-    mean, undelivered, rounding, saturated = _mean(total, undelivered, parts, layout)
+    mean, rounding, saturated = _mean(total, parts, layout)
     withheld, words = parts.over_shards(withheld + saturated)
     return Exchanged(
         mean=mean,
@@ -133,16 +133,19 @@ def dense(increment: jax.Array, like: Exchanged, *, parts: Exchange) -> Exchange
     counts, words = parts.over_shards(counts)
     words += extend.all_reduce(size, workers // inside)
     words += extend.reduce_scatter(size * inside, inside) + extend.all_gather(size, inside)
-    zeros = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype), (like.undelivered.slots, like.rounding)
-    )
+    slots = jnp.zeros_like(like.undelivered.slots)
+    rounding = like.rounding
+    if isinstance(rounding, PaddedCOO):
+        rounding = extend.empty(size, rounding.capacity, jnp.float32)
+    else:
+        rounding = jax.tree.map(jnp.zeros_like, rounding)
     return like._replace(
         mean=mean,
         sent=extend.empty(size, like.sent.capacity, like.sent.values.dtype),
         undelivered=Undelivered(
-            zeros[0], extend.empty(size, like.undelivered.others.capacity, jnp.float32)
+            slots, extend.empty(size, like.undelivered.others.capacity, jnp.float32)
         ),
-        rounding=zeros[1],
+        rounding=rounding,
         dropped=counts[1],
         withheld=jnp.zeros((), jnp.int32),
         info=_sparse_state.no_info()._replace(
@@ -167,6 +170,13 @@ def dense_or_sparse(is_dense: jax.Array, dense_branch: Any, sparse_branch: Any, 
     return lax.cond(is_dense, lambda: typed(dense_branch), lambda: typed(sparse_branch))
 
 
+def with_rounding(residual: jax.Array, rounding: Any) -> jax.Array:
+    """The residual ``f32[m]`` and :attr:`Exchanged.rounding`."""
+    if isinstance(rounding, PaddedCOO):
+        return residual.at[rounding.indices].add(rounding.values, mode="drop")
+    return residual if isinstance(rounding, tuple) else residual + rounding
+
+
 def delivered_of(result: Exchanged, residual: jax.Array) -> jax.Array:
     """Whether anything of each sent entry was delivered: less of it, or more, is kept."""
     sent, kept = result.sent, result.undelivered.slots
@@ -177,11 +187,8 @@ def delivered_of(result: Exchanged, residual: jax.Array) -> jax.Array:
 
 
 def _mean(
-    total: PaddedCOO | jax.Array,
-    undelivered: Undelivered,
-    parts: Exchange,
-    layout: _layout.TreeLayout,
-) -> tuple[jax.Array, Undelivered, Any, jax.Array]:
+    total: PaddedCOO | jax.Array, parts: Exchange, layout: _layout.TreeLayout
+) -> tuple[jax.Array, Any, jax.Array]:
     """The total over P, ``f32[m]``, and what of it the leaves can't hold.
 
     A 16-bit leaf rounds its update, and may be too narrow for it. What that takes off is
@@ -189,8 +196,8 @@ def _mean(
     that over the workers the sum of the residuals has all of it.
 
     Returns:
-      The mean; what this worker keeps; ``f32[m]`` of what it keeps besides where the total
-      is dense, else ``()``; ``i32[]``, entries that are too large for their leaves.
+      The mean; what this worker keeps, as :attr:`Exchanged.rounding`; ``i32[]``, entries that
+      are too large for their leaves.
     """
     workers = transport.axis_size(parts.axis)
     runs = _layout.narrow_runs(layout)
@@ -218,20 +225,12 @@ def _mean(
         size = total.shape[0]
         mean = total.astype(jnp.float32) / workers
         if not runs:
-            return mean, undelivered, (), none
-        mean, off, saturated = narrowed(mean, place(jnp.arange(size, dtype=jnp.int32)))
-        return mean, undelivered, off, saturated
+            return mean, (), none
+        return narrowed(mean, place(jnp.arange(size, dtype=jnp.int32)))
     size = total.size
-    values = total.values.astype(jnp.float32) / workers
-    saturated = none
+    values, rounding, saturated = total.values.astype(jnp.float32) / workers, (), none
     if runs:
         index = jnp.where(total.indices < size, place(total.indices), -1)
         values, off, saturated = narrowed(values, index)
-        others = undelivered.others
-        others = PaddedCOO(
-            jnp.concatenate([others.values.astype(jnp.float32), off]),
-            jnp.concatenate([others.indices, total.indices]),
-            size,
-        )
-        undelivered = Undelivered(undelivered.slots, others)
-    return PaddedCOO(values, total.indices, size).to_dense(), undelivered, (), saturated
+        rounding = PaddedCOO(off, total.indices, size)
+    return PaddedCOO(values, total.indices, size).to_dense(), rounding, saturated

@@ -39,8 +39,8 @@ def update(
     return gradients, extend.to_varying(_sparse_state.with_lead(state), axis)
 
 
-def describe(tx: optax.GradientTransformation | None) -> str:
-    """The states that it keeps, for a checkpoint's metadata.
+def describe(tx: optax.GradientTransformation | None, state: Any) -> str:
+    """The states that it keeps, as :func:`init` made them, for a checkpoint's metadata.
 
     optax's transformations don't say what they were made with, and a rate may change from
     run to run; what has to agree is what is kept.
@@ -56,8 +56,8 @@ def describe(tx: optax.GradientTransformation | None) -> str:
             for child in node:
                 collect(child)
 
-    collect(jax.eval_shape(tx.init, jax.ShapeDtypeStruct((1,), jnp.float32)))
-    return ", ".join(names)
+    collect(state)
+    return ", ".join(names) or "no state"
 
 
 def _in_float32(x: Any) -> jax.Array:

@@ -4,7 +4,7 @@ from typing import Any, cast
 
 import optax
 
-from optax_ext._step import _checks, _local, _nonfinite, _residual, _settings
+from optax_ext._step import _checks, _nonfinite, _residual, _settings
 from optax_ext._step._error_feedback import ErrorFeedback
 from optax_ext._step._momentum_correction import MomentumCorrection
 from sparse_collectives import Selector, SparseAllreduce, extend
@@ -134,7 +134,7 @@ def sparse_allreduce(
         settings=_settings.Settings(
             selector=_declared(selector),
             allreduce=_declared(allreduce),
-            local=_local.describe(local),
+            local="none",  # What it keeps is known at init.
             residual=str(kept.spec),
             correction="none" if correction is None else _declared(correction),
             axis=extend.static_axis(axis),

@@ -60,7 +60,7 @@ class SparseAllreduceState(NamedTuple):
       withheld: ``i32[]``, entries that stayed in the residuals, wholly or in part, because
         their sum was not finite or too large for the dtype of the leaf.
       residual: ``f32[1, n]`` for each worker: what it has not delivered yet, or
-        ``bf16[1, n]`` with ``residual_dtype``. Leaves that go dense have none. With
+        ``bf16[1, n]`` with ``residual(jnp.bfloat16)``. Leaves that go dense have none. With
         :func:`~sparse_collectives.allreduce.hierarchical` it is that of its shard,
         ``f32[1, ceil(n / w)]`` for w workers in a node.
       velocity: as ``residual``, for each worker: the momentum of its gradients; ``()``

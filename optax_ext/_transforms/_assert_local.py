@@ -1,10 +1,12 @@
 """Finding gradients that were averaged before the allreduce, where no type tells."""
 
+import itertools
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from optax_ext._step import _checks
 from sparse_collectives import extend, transport
@@ -21,7 +23,8 @@ def assert_local_gradients(*, axis: AxisName) -> optax.GradientTransformation:
     :func:`sparse_collectives.simulate` nothing does. Put this first in the chain while a loop
     is new, and take it out when it has run a few steps.
 
-    Gradients that are zero everywhere are no evidence, and neither is one worker.
+    Gradients that are zero, or not finite, everywhere are no evidence, and neither is one
+    worker.
 
     Args:
       axis: the mesh axis (or a tuple of them) of the workers.
@@ -51,7 +54,8 @@ def assert_local_gradients(*, axis: AxisName) -> optax.GradientTransformation:
         _checks.check_local_gradients(updates, axis)
         if workers == 1:
             return updates, state
-        mine = sum(map(_fingerprint, jax.tree.leaves(updates)), jnp.uint32(0))
+        parts = map(_fingerprint, itertools.count(), jax.tree.leaves(updates))
+        mine = sum(parts, jnp.uint32(0))
         first = transport.psum(
             jnp.where(transport.axis_index(axis) == 0, mine, jnp.uint32(0)), axis
         )
@@ -63,11 +67,17 @@ def assert_local_gradients(*, axis: AxisName) -> optax.GradientTransformation:
     return optax.GradientTransformation(cast(Any, init), cast(Any, update))
 
 
-def _fingerprint(leaf: jax.Array) -> jax.Array:
-    """A sum over the bits of a leaf, ``u32[]``; 0 where all entries are zero."""
-    bits = extend.magnitude_bits(leaf.reshape(-1)).astype(jnp.uint32)
-    signed = jnp.where(leaf.reshape(-1) < 0, extend.mix(bits), bits)
-    return jnp.sum(signed, dtype=jnp.uint32)
+def _fingerprint(number: int, leaf: jax.Array) -> jax.Array:
+    """A hash of the entries of a leaf and of their places, ``u32[]``; 0 where all are zero."""
+    flat = leaf.reshape(-1)
+    bits = extend.magnitude_bits(flat).astype(jnp.uint32)
+    signed = jnp.where(flat < 0, bits | jnp.uint32(1 << 31), bits)
+    place = lax.iota(jnp.uint32, flat.shape[0]) ^ extend.combine(number)
+    # The same entries at other places are other gradients.
+    hashed = extend.mix(signed + extend.mix(place))
+    # NaN on all workers is what a run that diverges has.
+    counts = (bits != 0) & jnp.isfinite(flat)
+    return jnp.sum(jnp.where(counts, hashed, jnp.uint32(0)), dtype=jnp.uint32)
 
 
 def _raise(equal: Any) -> None:

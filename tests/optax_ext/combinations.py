@@ -156,12 +156,14 @@ ROWS = (
         BEHIND,
     ),
     Row(
-        "`inject_hyperparams`, `ok_topk_sgd`",
+        "`inject_hyperparams`, Ok-Topk SGD",
         _WRAPPER,
-        'optax.inject_hyperparams(optax_ext.ok_topk_sgd, static_args="density")('
-        'learning_rate=0.1, density=density, axis="data", slack=8.0)',
+        "optax.inject_hyperparams(lambda rate: optax.chain(optax_ext.ok_topk(density, "
+        'axis="data", local=optax.scale(rate), slack=8.0), optax.scale(-1.0)))(rate=0.1)',
         # With this slack a region has room for all, which density 1 needs.
-        "`density` fixes shapes, so it has to be static; without `static_args` it is an error.",
+        "Without options of the exchange: "
+        '`inject_hyperparams(ok_topk_sgd, static_args="density")(learning_rate=...)`. `density` '
+        "fixes shapes, so it has to be static; without `static_args` it is an error.",
     ),
     Row(
         "`inject_hyperparams`, optimizer",

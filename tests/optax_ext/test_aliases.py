@@ -32,7 +32,7 @@ def with_topk_a(selector):
 
 
 def ok_topk_sgd(**options):
-    sparse = with_topk(allreduce.ok_topk(density=DENSITY))(**{"learning_rate": RATE, **options})
+    sparse = with_topk(allreduce.ok_topk(density=DENSITY))(local=optax.scale(RATE), **options)
     return optax.chain(sparse, optax.scale(-1.0))
 
 
@@ -46,27 +46,33 @@ def hitopk(**options):
     return optax_ext.sparse_allreduce(select.mstopk(density=DENSITY), exchange, **options)
 
 
-# For each alias the arguments besides density and axis that it needs, and the composition.
+def other_selection(selector):
+    return {"selector": selector}, with_topk_a(selector)
+
+
+# For each alias the arguments besides density and axis that it needs, and the composition. A
+# system that is topk_a with another selection is named "topk_a, selector".
 ALIASES = {
-    "adtopk": ({}, with_topk_a(select.adtopk(density=DENSITY))),
-    "adtopk_interleaved": ({}, with_topk_a(select.adtopk_interleaved(density=DENSITY))),
-    "adtopk_threshold": (
-        {"steps": 9},
-        with_topk_a(select.adtopk_threshold(density=DENSITY, steps=9)),
-    ),
     "dgc": ({}, dgc),
-    "gaussian_k": ({}, with_topk_a(select.gaussian_k(density=DENSITY))),
     "gtopk": ({}, with_topk(allreduce.gtopk(density=DENSITY))),
     "hitopk": ({"inner_axis": "device"}, hitopk),
-    "mstopk": ({}, with_topk_a(select.mstopk(density=DENSITY))),
     "ok_topk": ({}, with_topk(allreduce.ok_topk(density=DENSITY))),
     "ok_topk_sgd": ({"learning_rate": RATE}, ok_topk_sgd),
     "quantized_topk": ({}, with_topk(allreduce.dsar_split_allgather(codec=wire.qsgd()))),
-    "redsync": ({}, with_topk_a(select.redsync(density=DENSITY))),
-    "sidco": ({}, with_topk_a(select.sidco(density=DENSITY))),
     "topk_a": ({}, with_topk(allreduce.topk_a())),
     "topk_dsa": ({}, with_topk(allreduce.dsar_split_allgather())),
+    "topk_a, adtopk": other_selection(select.adtopk(density=DENSITY)),
+    "topk_a, adtopk_interleaved": other_selection(select.adtopk_interleaved(density=DENSITY)),
+    "topk_a, adtopk_threshold": other_selection(select.adtopk_threshold(density=DENSITY, steps=9)),
+    "topk_a, gaussian_k": other_selection(select.gaussian_k(density=DENSITY)),
+    "topk_a, mstopk": other_selection(select.mstopk(density=DENSITY)),
+    "topk_a, redsync": other_selection(select.redsync(density=DENSITY)),
+    "topk_a, sidco": other_selection(select.sidco(density=DENSITY)),
 }
+
+
+def function(name):
+    return getattr(optax_ext, name.split(",")[0])
 
 
 def axes_of(name):
@@ -75,7 +81,7 @@ def axes_of(name):
 
 def alias(name, **options):
     needed = {"density": DENSITY, "axis": axes_of(name)[0], **ALIASES[name][0]}
-    return getattr(optax_ext, name)(**{**needed, **options})
+    return function(name)(**{**needed, **options})
 
 
 def composition(name, **options):
@@ -120,9 +126,10 @@ def test_every_alias_has_a_row():
         return inspect.isfunction(part) and "density" in inspect.signature(part).parameters
 
     public = {name: getattr(optax_ext, name) for name in optax_ext.__all__}
-    assert {name for name, part in public.items() if is_alias(part)} == set(ALIASES)
+    rows = {name.split(",")[0] for name in ALIASES}
+    assert {name for name, part in public.items() if is_alias(part)} == rows
     in_files = {name for name, part in public.items() if part.__module__.endswith("_aliases")}
-    assert in_files == set(ALIASES)
+    assert in_files == rows
 
 
 # Eight workers compile for seconds. The parts of all aliases are compared quickly further down.
@@ -169,11 +176,25 @@ DEFAULTS = {
 }
 OPTIONS = {
     "nonfinite": "drop",
-    "learning_rate": 0.125,
+    "local": optax.scale(0.125),
     "correction": optax_ext.momentum_correction(0.5),
-    "density_schedule": 0.05,
+    "residual": optax_ext.residual(jnp.bfloat16, decay=0.5),
     "dense_steps": 2,
+    "dense_leaves": optax_ext.small_leaves(min_size=1, min_ndim=2),
 }
+# What an alias sets itself is none of its options.
+ITS_OWN = {"ok_topk_sgd": "local", "dgc": "correction"}
+
+
+def options_of(name):
+    return {key: value for key, value in OPTIONS.items() if key != ITS_OWN.get(name)}
+
+
+def comparable(key, value):
+    """An option as what it does: two of the same arguments are different functions."""
+    if key == "local":
+        return float(value.update(jnp.ones(()), value.init(jnp.ones(())))[0])
+    return str(value.spec) if key == "correction" else value
 
 
 def text(name, tx):
@@ -194,74 +215,105 @@ def test_options_and_parts_reach_sparse_allreduce(name, monkeypatch):
     given = []
 
     def record(selector, allreduce, **options):
-        describe = optax_ext._settings.describe
         # An alias may say what is the default anyway.
-        known = {key: value for key, value in options.items() if value != DEFAULTS.get(key)}
-        given.append((describe(selector), describe(allreduce), known))
+        known = {
+            key: comparable(key, value)
+            for key, value in options.items()
+            if value != DEFAULTS.get(key)
+        }
+        given.append((str(selector.spec), str(allreduce.spec), known))
         return optax.identity()
 
     monkeypatch.setattr(optax_ext._aliases, "sparse_allreduce", record)
     monkeypatch.setattr(optax_ext, "sparse_allreduce", record)
     # The compositions were made with the function itself.
     parts = ALIASES[name][1]
-    alias(name, **OPTIONS)
+    options = options_of(name)
+    alias(name, **options)
     if isinstance(parts, functools.partial):
-        record(*parts.args, axis=axes_of(name)[0], **OPTIONS)
+        record(*parts.args, axis=axes_of(name)[0], **options)
     else:
-        composition(name, **OPTIONS)
+        composition(name, **options)
     assert len(given) == 2
     assert given[0] == given[1]
-    assert given[0][2] == {"axis": axes_of(name)[0], **OPTIONS}
+    assert "None" not in given[0][:2]
+    expected = {"axis": axes_of(name)[0]} | {k: comparable(k, v) for k, v in options.items()}
+    its_own = {"ok_topk_sgd": RATE, "dgc": str(optax_ext.momentum_correction(0.9).spec)}
+    if name in ITS_OWN:
+        expected[ITS_OWN[name]] = its_own[name]
+    assert given[0][2] == expected
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALIASES)
 def test_options_make_the_program_of_the_composition(name):
     """All options at once make the same program, so that none is left out."""
-    expected = text(name, composition(name, **OPTIONS))
-    assert text(name, alias(name, **OPTIONS)) == expected
+    expected = text(name, composition(name, **options_of(name)))
+    assert text(name, alias(name, **options_of(name))) == expected
     assert text(name, alias(name)) != expected
 
 
+def test_ok_topk_sgd_puts_a_schedule_in_front_of_the_accumulation():
+    schedule = optax.piecewise_constant_schedule(0.5, {2: 0.1})
+    exchange = allreduce.ok_topk(density=DENSITY)
+    sparse = with_topk(exchange)(local=optax.scale_by_schedule(schedule), axis="w")
+    given = text("ok_topk_sgd", alias("ok_topk_sgd", learning_rate=schedule))
+    assert given == text("ok_topk_sgd", optax.chain(sparse, optax.scale(-1.0)))
+    assert given != text("ok_topk_sgd", alias("ok_topk_sgd"))
+
+
 @pytest.mark.parametrize("name", ALIASES)
-def test_axis_size_is_for_init_outside(name):
-    if name == "hitopk":  # Its state says how many workers a node has; axis_size does not.
-        with pytest.raises(ValueError, match=r"axis=\('node', 'device'\) is not bound"):
-            alias(name, axis_size=8).init(PARAMS)
-        return
-    state = optax_ext.get_state(alias(name, axis_size=5).init(PARAMS))
+def test_the_state_of_all_workers_on_one_device(name):
+    with pytest.raises(ValueError, match=r"axis=.* is not bound"):
+        alias(name).init(PARAMS)
+    sizes = {"node": 3, "device": 2} if name == "hitopk" else {"w": 5}
+    state = optax_ext.get_state(optax_ext.init_state(alias(name), PARAMS, sizes))
     assert state is not None
-    assert state.residual.shape == (5, SIZE)
+    assert state.residual.shape == ((6, 51) if name == "hitopk" else (5, SIZE))
 
 
 @pytest.mark.parametrize("name", ALIASES)
 def test_bad_arguments_are_named(name):
-    with pytest.raises(TypeError, match="unexpected keyword argument 'densty_schedule'"):
-        alias(name, densty_schedule=0.1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'dense_step'"):
+        alias(name, dense_step=1)
     with pytest.raises(ValueError, match=r"density must be in \(0, 1\], got 1\.5"):
         alias(name, density=1.5)
     with pytest.raises(ValueError, match=r"nonfinite must be one of .*got 'x'"):
         alias(name, nonfinite="x")
     with pytest.raises(TypeError, match=r"missing .*'density'|missing .*'axis'"):
-        getattr(optax_ext, name)(**ALIASES[name][0])
+        function(name)(**ALIASES[name][0])
 
 
 def test_arguments_of_their_own():
     """What only some aliases take reaches the part that it is for."""
 
     def settings(tx):
-        return optax_ext.get_state(tx.init(PARAMS)).settings
+        return optax_ext.get_state(optax_ext.init_state(tx, PARAMS, {"w": 4})).settings
 
-    outside = {"axis_size": 4}
     narrow = wire.narrow16()
     for name in ("topk_a", "gtopk", "topk_dsa"):
-        assert "codec=narrow16" in settings(alias(name, codec=narrow, **outside)).allreduce
-        given = alias(name, selector=select.mstopk(density=0.2), **outside)
-        assert settings(given).selector == "mstopk(density=0.2, samplings=30)"
-    assert "slack=2.0" in settings(alias("topk_dsa", slack=2.0, **outside)).allreduce
-    quantized = settings(alias("quantized_topk", bits=4, bucket=64, **outside)).allreduce
-    assert "bits=4, bucket=64" in quantized
-    for name in ("ok_topk", "ok_topk_sgd"):
-        assert "slack=1.5" in settings(alias(name, slack=1.5, **outside)).allreduce
-    corrected = alias("dgc", momentum=0.5, nesterov=True, masking=False, max_norm=2.0, **outside)
-    assert len(corrected.init(PARAMS)) == 2  # The clipping comes first.
+        assert "codec=narrow16" in settings(alias(name, codec=narrow)).allreduce
+        given = alias(name, selector=select.mstopk(density=0.05))
+        assert settings(given).selector == "mstopk(density=0.05, samplings=30)"
+    assert "slack=2.0" in settings(alias("topk_dsa", slack=2.0)).allreduce
+    quantized = settings(alias("quantized_topk", bits=4, bucket=64)).allreduce
+    assert "bits=4, bucket=64" in quantized.replace("bucket=64, bits=4", "bits=4, bucket=64")
+    assert "slack=1.5" in settings(alias("ok_topk", slack=1.5)).allreduce
+    corrected = alias("dgc", momentum=0.5, nesterov=True, masking=False, max_norm=2.0)
+    # The clipping comes first.
+    assert len(optax_ext.init_state(corrected, PARAMS, {"w": 4})) == 2
+    correction = settings(corrected).correction
+    assert correction == str(optax_ext.momentum_correction(0.5, nesterov=True, masking=False).spec)
+    schedule = optax.piecewise_constant_schedule(0.5, {2: 0.1})
+    scheduled = settings(alias("ok_topk_sgd", learning_rate=schedule))
+    assert scheduled.local == "ScaleByScheduleState"
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in ALIASES if "selector" in inspect.signature(function(name)).parameters]
+)
+def test_a_selector_of_a_larger_density_than_the_alias(name):
+    for density in (DENSITY, DENSITY / 2):
+        alias(name, selector=select.topk(density=density))
+    with pytest.raises(ValueError, match=r"the selector has density=0\.5, and density=0\.1"):
+        alias(name, selector=select.topk(density=0.5))

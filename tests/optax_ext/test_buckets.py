@@ -78,10 +78,10 @@ def test_a_bucket_with_a_gradient_that_is_not_finite_is_skipped_alone():
 
 
 def test_behind_multi_transform_and_with_consolidate():
-    sparse = optax_ext.bucketed(optax_ext.topk_a(0.1, axis="w", axis_size=WORKERS), 2)
+    sparse = optax_ext.bucketed(optax_ext.topk_a(0.1, axis="w"), 2)
     labels = {"a": "sparse", "b": "dense", "c": "sparse", "d": "sparse"}
     tx = optax.multi_transform({"sparse": sparse, "dense": optax.identity()}, labels)
-    state = tx.init(PARAMS)
+    state = optax_ext.init_state(tx, PARAMS, {"w": WORKERS})
     states = optax_ext.get_states(state)
     assert [s.layout.size for s in states] == [125, 120]
     filled = jax.tree.map(

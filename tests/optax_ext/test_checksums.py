@@ -84,6 +84,24 @@ def test_the_error_names_the_arrays_that_differ():
         optax_ext.check_checksums(saved, {**tree, "c": tree["b"]})
 
 
+@pytest.mark.parametrize("saved", [None, 17, [1, 2], "x" * 10**6])
+def test_a_checkpoint_without_checksums(saved):
+    with pytest.raises(TypeError, match="saved must be what optax_ext.checksums returned") as error:
+        optax_ext.check_checksums(saved, {"a": some("int32")})
+    assert len(str(error.value)) < 1000
+
+
+def test_checksums_of_anything_give_an_error_that_can_be_read():
+    tree = {"a": some("float32"), "b": some("int32")}
+    saved = optax_ext.checksums(tree)
+    for wrong in ({7: 1}, {"['a']": np.arange(3)}, {"['a']": "x" * 10**6}, {"x" * 10**6: 1}):
+        with pytest.raises(ValueError, match="are not those that were saved") as error:
+            optax_ext.check_checksums({**saved, **wrong}, tree)
+        assert len(str(error.value)) < 1000
+    # As some formats give integers back.
+    optax_ext.check_checksums({path: np.uint32(x) for path, x in saved.items()}, tree)
+
+
 def test_a_flipped_bit_that_orbax_restores_is_found(tmp_path):
     tree = {"w": jnp.asarray(some("float32", (3000,)))}
     with ocp.StandardCheckpointer() as checkpointer:

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -93,3 +94,41 @@ def test_leaves_of_different_dtypes_are_not_joined():
 def test_a_number_of_buckets(buckets):
     with pytest.raises(ValueError, match="buckets must be an integer of at least 1"):
         optax_ext.dense(axis="w", buckets=buckets)
+
+
+def test_get_info_of_a_chain_has_words_and_counts():
+    params = [jnp.ones((3, 4)), jnp.ones(5, jnp.bfloat16)]
+    mesh = jax.make_mesh((4,), ("w",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    tx = optax.chain(optax.clip(10.0), optax_ext.dense(axis="w"), optax.adam(1e-3))
+    state = optax_ext.init_state(tx, params, mesh)
+    before = optax_ext.get_info(state)
+    assert before is not None
+    assert (int(before.words), int(before.delivered)) == (0, 0)
+
+    def loss(params, x):
+        return jnp.mean(x) * sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in params)
+
+    step = optax_ext.make_train_step(loss, tx, mesh, donate=False)
+    for _ in range(3):
+        params, state, _ = step(params, state, jnp.ones(4))
+    info = optax_ext.get_info(state)
+    assert info is not None
+    # 12 entries of a word, and 5 of half a word.
+    assert float(info.words) == 2 * (12 + 2.5) * 3 / 4
+    assert np.asarray(info.useful).tolist() == [float(info.words)]
+    for count in (info.delivered, info.selected, info.arrived):
+        assert np.asarray(count).ravel().tolist() == [17]
+    assert not np.asarray(info.overflow).any()
+    assert isinstance(state[1], optax_ext.DenseState)
+    assert (int(state[1].count), state[1].axis) == (3, "w")
+    # A sparse one beside it: both are added up.
+    labels = ["sparse", "dense"]
+    both = optax.multi_transform(
+        {"sparse": optax_ext.topk_a(0.5, axis="w"), "dense": optax_ext.dense(axis="w")}, labels
+    )
+    state = optax_ext.init_state(both, params, mesh)
+    _, state, _ = optax_ext.make_train_step(loss, both, mesh)(params, state, jnp.ones(4))
+    info = optax_ext.get_info(state)
+    assert info is not None
+    assert int(info.delivered) == 6 + 5
+    assert np.asarray(info.selected).tolist() == [6 + 5] * 4

@@ -90,7 +90,7 @@ def test_the_sparse_leaves_are_as_if_they_were_alone():
 
 def test_all_dense_leaves_go_in_one_psum_and_count_as_words():
     labels = {"a": "dense", "bias": "dense", "b": "sparse"}
-    tx = optax_ext.topk_a(0.1, axis="w", dense_leaves=labels, nonfinite="ignore")
+    tx = optax_ext.topk_a(0.1, axis="w", dense_leaves=labels, nonfinite="propagate")
     one = jax.tree.map(lambda x: x[0], gradients())
     program = str(jax.make_jaxpr(sc.simulate(_step_of(tx), axis="w", axis_size=WORKERS))(one))
     # vmap turns a psum over its axis into a sum over the lanes.
@@ -108,7 +108,7 @@ def _step_of(tx):
 def test_momentum_and_rate_hold_for_dense_leaves_too():
     correction = optax_ext.momentum_correction(0.5, masking=True)
     tx = optax_ext.topk_a(
-        0.1, axis="w", dense_leaves=LABELS, correction=correction, learning_rate=0.25
+        0.1, axis="w", dense_leaves=LABELS, correction=correction, local=optax.scale(0.25)
     )
     updates, states = run(tx)
     velocity, mean = np.zeros(10), gradients()["bias"].mean(1)
@@ -195,17 +195,16 @@ def test_on_a_mesh_through_a_checked_step_with_a_hierarchy():
     ],
 )
 def test_labels_that_do_not_fit(labels, message):
-    tx = optax_ext.ok_topk(0.1, axis="w", axis_size=2, dense_leaves=labels)
+    tx = optax_ext.ok_topk(0.1, axis="w", dense_leaves=labels)
     with pytest.raises(ValueError, match=message):
-        tx.init(PARAMS)
+        optax_ext.init_state(tx, PARAMS, {"w": 2})
 
 
 def test_a_label_holds_for_all_below_it():
     params = {"layer": {"w": jnp.zeros((4, 4)), "b": jnp.zeros(4)}, "head": jnp.zeros(3)}
-    tx = optax_ext.ok_topk(
-        0.5, axis="w", axis_size=2, dense_leaves={"layer": "sparse", "head": "dense"}
-    )
-    assert tx.init(params).layout.dense == (True, False, False)
+    tx = optax_ext.ok_topk(0.5, axis="w", dense_leaves={"layer": "sparse", "head": "dense"})
+    state = optax_ext.init_state(tx, params, {"w": 2})
+    assert state.layout.dense == (True, False, False)
 
 
 def test_small_leaves_are_labels_for_multi_transform_as_well():
@@ -219,8 +218,8 @@ def test_small_leaves_are_labels_for_multi_transform_as_well():
 
 def test_states_with_other_dense_leaves_are_told_apart():
     def state(labels, workers=2):
-        tx = optax_ext.topk_a(0.1, axis="w", axis_size=workers, dense_leaves=labels)
-        return tx.init(PARAMS)
+        tx = optax_ext.topk_a(0.1, axis="w", dense_leaves=labels)
+        return optax_ext.init_state(tx, PARAMS, {"w": workers})
 
     saved = optax_ext.checkpoint_metadata(state(LABELS))
     with pytest.raises(ValueError, match=r"dense: .*bias.* in the checkpoint, .*'b'.* here"):
@@ -232,9 +231,8 @@ def test_states_with_other_dense_leaves_are_told_apart():
 def test_the_velocity_of_dense_leaves_moves_to_other_workers():
     def state(workers):
         correction = optax_ext.momentum_correction(0.5)
-        return optax_ext.topk_a(
-            0.1, axis="w", axis_size=workers, dense_leaves=LABELS, correction=correction
-        ).init(PARAMS)
+        tx = optax_ext.topk_a(0.1, axis="w", dense_leaves=LABELS, correction=correction)
+        return optax_ext.init_state(tx, PARAMS, {"w": workers})
 
     old = state(4)
     rng = np.random.default_rng(0)

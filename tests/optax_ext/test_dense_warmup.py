@@ -9,6 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
+import sparse_collectives as sc
 from tests.optax_ext.test_momentum_correction import SIZE, STEPS, WORKERS, gradients, run
 
 
@@ -40,7 +41,9 @@ def test_on_a_mesh_all_of_it_at_once():
         axis="w",
         max_norm=4.0,
         dense_steps=2,
-        density_schedule=optax_ext.exponential_density(0.2, 0.05, 4),
+        selector=sc.select.scheduled(
+            sc.select.dgc(density=0.2), sc.select.exponential_density(0.2, 0.05, 4)
+        ),
         nonfinite="drop",
     )
     state = optax_ext.init_state(tx, jnp.zeros(SIZE), mesh)

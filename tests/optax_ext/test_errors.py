@@ -24,6 +24,11 @@ def ok_topk(**options):
     return optax_ext.ok_topk(**{"density": 0.1, "axis": "data", **options})
 
 
+def init(tx, params=PARAMS, workers=4):
+    """The state of all workers on one device."""
+    return optax_ext.init_state(tx, params, {"data": workers})
+
+
 def trace_update(tx, params, updates, state=None, check_vma=True):
     """Traces one update on a mesh of four; nothing runs."""
     state = optax_ext.init_state(tx, params, mesh()) if state is None else state
@@ -57,21 +62,44 @@ def test_a_traced_density():
 
 def test_an_axis_that_is_not_bound():
     tx = ok_topk()
-    with pytest.raises(ValueError, match=r"axis='data' is not bound.*init_state.*axis_size=P"):
+    with pytest.raises(ValueError, match=r"axis='data' is not bound.*init_state\(tx, params, mesh"):
         tx.init(PARAMS)
-    state = ok_topk(axis_size=4).init(PARAMS)
+    state = init(tx)
     with pytest.raises(ValueError, match=r"axis='data' is not bound.*shard_map.*pmap.*simulate"):
         tx.update(PARAMS, state)
     with pytest.raises(ValueError, match=r"axis='data' is not bound"):
-        optax_ext.dense(axis="data").update(PARAMS, optax.EmptyState())
+        optax_ext.dense(axis="data").update(PARAMS, optax_ext.dense(axis="data").init(PARAMS))
 
 
-def test_an_axis_that_the_mesh_does_not_have():
-    tx = ok_topk(axis="batch")
-    with pytest.raises(ValueError, match=r"axis='batch' is not an axis of the mesh.*\('data',\)"):
-        optax_ext.init_state(tx, PARAMS, mesh())
-    with pytest.raises(ValueError, match=r"axis='batch' is not an axis of the mesh"):
-        optax_ext.make_train_step(lambda p, b: 0.0, tx, mesh())
+@pytest.mark.parametrize(
+    "tx",
+    [ok_topk(axis="batch"), optax_ext.dense(axis="batch"), ok_topk(axis=("data", "batch"))],
+    ids=["ok_topk", "dense", "two axes"],
+)
+def test_an_axis_that_the_mesh_does_not_have(tx):
+    message = r"axis=.*'batch'.* of the transformation is not an axis of the mesh.*\('data',\)"
+    for sizes in (mesh(), {"data": 4}):
+        with pytest.raises(ValueError, match=message):
+            optax_ext.init_state(optax.chain(tx, optax.sgd(0.1)), PARAMS, sizes)
+    with pytest.raises(ValueError, match=message):
+        optax_ext.abstract_state(tx, PARAMS, mesh())
+    state = optax_ext.init_state(tx, PARAMS, {"data": 4, "batch": 1})
+    step = optax_ext.make_train_step(lambda p, b: 0.0, tx, mesh())
+    for call in (step, step.lower, step.trace):
+        with pytest.raises(ValueError, match=message):
+            call(PARAMS, state, np.ones((4, 8), np.float32))
+
+
+@pytest.mark.parametrize("other", [ok_topk(axis="b"), optax_ext.dense(axis="b")])
+def test_allreduces_over_different_axes(other):
+    labels = {"kernel": "one", "bias": "other"}
+    tx = optax.multi_transform({"one": ok_topk(axis="a"), "other": other}, labels)
+    message = "tx has allreduces over different axes, 'a' and 'b'.*same axis="
+    with pytest.raises(ValueError, match=message):
+        optax_ext.init_state(tx, PARAMS, {"a": 2, "b": 2})
+    state = sc.simulate(tx.init, axis=("a", "b"), axis_size=(2, 2), in_axes=None)(PARAMS)
+    with pytest.raises(ValueError, match=message):
+        optax_ext.state_specs(state)
 
 
 @pytest.mark.parametrize("tx", [ok_topk(), optax_ext.dense(axis="data")], ids=["ok_topk", "dense"])
@@ -110,7 +138,7 @@ def test_an_update_of_another_dtype():
 def test_leaves_that_are_not_real(dtype):
     params = {**PARAMS, "steps": jnp.zeros((3,), dtype)}
     with pytest.raises(TypeError, match=rf"params\['steps'\].*{jnp.dtype(dtype)}.*optax.masked"):
-        ok_topk(axis_size=4).init(params)
+        init(ok_topk(), params)
     with pytest.raises(TypeError, match=r"updates\['steps'\]"):
         trace_update(ok_topk(), PARAMS, params)
 
@@ -118,25 +146,24 @@ def test_leaves_that_are_not_real(dtype):
 def test_a_float64_leaf():
     params = {"w": np.zeros(3, np.float64)}
     with jax.enable_x64(True), pytest.raises(TypeError, match=r"params\['w'\].*float64.*float32"):
-        ok_topk(axis_size=4).init(params)
+        init(ok_topk(), params)
 
 
 def test_more_entries_than_an_index_reaches():
-    tx = ok_topk(axis_size=4)
     huge = jax.ShapeDtypeStruct((2**16, 2**15), jnp.float32)
     with pytest.raises(ValueError, match=r"size must be below 2\*\*31.*2147483648.*Split"):
-        jax.eval_shape(tx.init, huge)
+        jax.eval_shape(lambda params: init(ok_topk(), params), huge)
 
 
 def test_a_state_made_for_other_workers():
-    state = ok_topk(axis_size=8).init(PARAMS)
+    state = init(ok_topk(), workers=8)
     with pytest.raises(ValueError, match=r"made for 2 workers and passed whole, or for 8"):
         trace_update(ok_topk(), PARAMS, PARAMS, state)
 
 
 def test_a_state_that_was_passed_whole():
     tx = ok_topk()
-    state = ok_topk(axis_size=4).init(PARAMS)
+    state = init(tx)
     step = jax.shard_map(
         lambda u, s: tx.update(u, s), mesh=mesh(), in_specs=P(), out_specs=P(), check_vma=False
     )
@@ -144,10 +171,25 @@ def test_a_state_that_was_passed_whole():
         jax.eval_shape(step, PARAMS, state)
 
 
-def test_an_axis_size_that_is_not_the_axis():
-    tx = ok_topk(axis_size=3)
-    with pytest.raises(ValueError, match="axis_size=3 was given, but axis 'data' has 4 workers"):
-        optax_ext.init_state(tx, PARAMS, mesh())
+def test_a_selector_of_a_larger_density_than_the_allreduce():
+    def transformation(selected, delivered=0.1):
+        return optax_ext.sparse_allreduce(
+            sc.select.topk(density=selected), sc.allreduce.ok_topk(density=delivered), axis="data"
+        )
+
+    for density in (0.1, 0.05):
+        transformation(density)
+    message = r"selector has density=0\.5 and the allreduce density=0\.1.*Give both density=0\.5"
+    with pytest.raises(ValueError, match=message):
+        transformation(0.5)
+
+
+def test_parts_of_another_kind():
+    topk, dense = sc.select.topk(density=0.1), sc.allreduce.dense()
+    with pytest.raises(TypeError, match=r"selector must be a Selector.*select\.topk"):
+        optax_ext.sparse_allreduce(dense, dense, axis="data")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"allreduce must be a SparseAllreduce.*topk_a"):
+        optax_ext.sparse_allreduce(topk, topk, axis="data")  # pyright: ignore[reportArgumentType]
 
 
 def test_unknown_choices():
@@ -155,8 +197,12 @@ def test_unknown_choices():
         ValueError, match="nonfinite must be one of 'skip', 'drop', 'raise'.*got 'x'"
     ):
         ok_topk(nonfinite="x")
-    with pytest.raises(ValueError, match="axis_size must be an integer of at least 1, got 0"):
-        ok_topk(axis_size=0)
+    with pytest.raises(ValueError, match="nonfinite must be one of .*'propagate', got 'ignore'"):
+        ok_topk(nonfinite="ignore")
+    with pytest.raises(ValueError, match="dense_steps must be an integer of at least 0, got -1"):
+        ok_topk(dense_steps=-1)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'axis_size'"):
+        ok_topk(axis_size=4)
     with pytest.raises(TypeError, match="unexpected keyword argument 'repartition'"):
         ok_topk(repartition=3)
 
@@ -173,8 +219,15 @@ def test_a_batch_that_the_workers_do_not_divide():
 def test_a_chain_that_does_not_reduce_the_gradients():
     tx = optax.adam(1e-3)
     step = optax_ext.make_train_step(lambda p, b: jnp.sum(b @ p["kernel"]), tx, mesh())
-    with pytest.raises(ValueError, match=r"updates\['bias'\] of tx differ.*first in the chain"):
+    with pytest.raises(ValueError, match=r"opt_state has no sparse allreduce.*first in the chain"):
         step.lower(PARAMS, tx.init(PARAMS), np.ones((4, 8), np.float32))
+    # One of the leaves is passed on as it is.
+    labels = {"kernel": "sparse", "bias": "none"}
+    tx = optax.multi_transform({"sparse": ok_topk(), "none": optax.identity()}, labels)
+    step = optax_ext.make_train_step(lambda p, b: jnp.sum(b @ p["kernel"] + p["bias"]), tx, mesh())
+    state = optax_ext.init_state(tx, PARAMS, mesh())
+    with pytest.raises(ValueError, match=r"updates\['bias'\] of tx differ.*first in the chain"):
+        step.lower(PARAMS, state, np.ones((4, 8), np.float32))
 
 
 def test_an_empty_pytree_works_and_does_nothing():

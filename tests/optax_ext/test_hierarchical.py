@@ -115,9 +115,9 @@ def test_on_a_mesh_it_does_what_it_does_in_simulation(check_vma):
     state = optax_ext.init_state(tx, jnp.zeros(SIZE), mesh(shape))
     specs = optax_ext.state_specs(state)
     assert state.residual.shape == (6, 51)
-    assert state.allreduce.state.boundaries.shape == (2, 4)
+    assert state.allreduce.boundaries.shape == (2, 4)
     assert specs.residual == P(AXES)
-    assert specs.allreduce.state.boundaries == P("device")
+    assert specs.allreduce.boundaries == P("device")
     step = jax.jit(
         jax.shard_map(
             lambda state, gradient: tx.update(gradient[0], state),
@@ -137,7 +137,7 @@ def test_on_a_mesh_it_does_what_it_does_in_simulation(check_vma):
 
 
 def test_train_step_with_a_schedule_and_a_gradient_that_is_not_finite():
-    tx = optax.chain(transformation(learning_rate=0.5), optax.scale(-1.0))
+    tx = optax.chain(transformation(local=optax.scale(0.5)), optax.scale(-1.0))
     params = {"a": jnp.ones((4, 3)), "b": jnp.zeros(5)}
 
     def loss_fn(params, x):
@@ -165,8 +165,10 @@ def test_what_is_wrong_with_a_call():
         transformation(axis="node")
     with pytest.raises(ValueError, match=r"jax\.pmap has one axis only"):
         transformation(axis="device")
-    with pytest.raises(ValueError, match="how many workers a node has"):
-        transformation(axis_size=4).init(jnp.ones(3))
+    with pytest.raises(ValueError, match=r"axis=\('node', 'device'\) is not bound"):
+        transformation().init(jnp.ones(3))
+    with pytest.raises(ValueError, match=r"axis=\('node', 'device'\).*is not an axis of the mesh"):
+        optax_ext.init_state(transformation(), jnp.ones(3), {"node": 4})
     tx = transformation()
     state = optax_ext.init_state(tx, jnp.ones(SIZE), mesh((2, 2)))
     # The state of all workers, where each is to see its own part.
@@ -181,10 +183,25 @@ def test_what_is_wrong_with_a_call():
         jax.jit(step)(state, jnp.ones(SIZE))
 
 
+def test_the_state_of_all_workers_on_one_device_is_that_of_a_mesh():
+    tx = transformation(OUTERS["ok_topk"], correction=optax_ext.momentum_correction(0.9))
+    params = {"a": jnp.zeros((9, 10)), "b": jnp.zeros(11)}
+    here = optax_ext.init_state(tx, params, {"node": 3, "device": 2})
+    there = optax_ext.init_state(tx, params, mesh((3, 2)))
+    assert jax.tree.structure(here) == jax.tree.structure(there)
+    for a, b in zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_array_equal(a, b)
+
+
 def test_aliases_are_the_compositions_they_are_named_after():
     for alias, selector, allreduce in (
         (optax_ext.topk_a, sc.select.topk, sc.allreduce.topk_a()),
-        (optax_ext.gaussian_k, sc.select.gaussian_k, sc.allreduce.topk_a()),
+        (
+            functools.partial(optax_ext.topk_a, selector=sc.select.gaussian_k(density=DENSITY)),
+            sc.select.gaussian_k,
+            sc.allreduce.topk_a(),
+        ),
         (optax_ext.gtopk, sc.select.topk, sc.allreduce.gtopk(density=DENSITY)),
     ):
         both = (

@@ -26,11 +26,18 @@ def gradient(seed, step, worker, dtype):
 def run(tx, workers, dtype, steps=STEPS):
     """The largest errors of conservation and agreement over the steps."""
 
-    def train(worker):
+    # Not in the program of the steps, where a fusion may compute a gradient once more with
+    # other roundings than those of the one that the transformation gets.
+    given = jax.jit(
+        jax.vmap(
+            lambda worker: jax.vmap(lambda i: gradient(0, i, worker, dtype))(jnp.arange(steps))
+        )
+    )(jnp.arange(workers))
+
+    def train(gradients):
         params = jnp.zeros((SIZE,), dtype)
 
-        def step(state, i):
-            g = gradient(0, i, worker, dtype)
+        def step(state, g):
             residual = optax_ext.get_state(state).residual[0]
             acc = residual + g.astype(jnp.float32)
             updates, state = tx.update(g, state, params)
@@ -45,9 +52,9 @@ def run(tx, workers, dtype, steps=STEPS):
             nonzeros = jnp.sum(before != 0, dtype=jnp.int32)
             return state, (lost, agree, optax_ext.get_info(state), nonzeros)
 
-        return lax.scan(step, tx.init(params), jnp.arange(steps))
+        return lax.scan(step, tx.init(params), gradients)
 
-    return sc.simulate(train, axis="w", axis_size=workers)(jnp.arange(workers))
+    return sc.simulate(train, axis="w", axis_size=workers)(given)
 
 
 GRID = [
@@ -74,9 +81,8 @@ GRID = [
 def test_nothing_is_lost_and_all_workers_agree(workers, density, dtype):
     tx = optax_ext.ok_topk(density=density, axis="w")
     state, (lost, agree, info, nonzeros) = run(tx, workers, dtype)
-    # float32: rounding of sums of P terms. bfloat16: the update is rounded once
-    # to the dtype of the gradient.
-    assert lost.max() < (2e-6 if dtype == "float32" else 2 * float(jnp.finfo(dtype).eps))
+    # Rounding of sums of P terms in float32; what bfloat16 rounds off an update is kept.
+    assert lost.max() < 2e-6
     assert agree.all()
     k = max(1, round(density * SIZE))
     # At density 1 a few sums of bfloat16 gradients are exactly zero.
@@ -114,8 +120,10 @@ def test_a_lost_entry_would_be_noticed():
 
     def forgetful(coo, state, *, axis):
         total, undelivered, state, info = honest.reduce(coo, state, axis=axis)
-        nothing = sc.PaddedCOO(jnp.zeros_like(coo.values), undelivered.indices, coo.size)
-        return total, nothing, state, info
+        nothing = jax.tree.map(jnp.zeros_like, undelivered.slots)
+        others = undelivered.others
+        others = sc.PaddedCOO(jnp.zeros_like(others.values), others.indices, coo.size)
+        return total, sc.Undelivered(nothing, others), state, info
 
     tx = optax_ext.sparse_allreduce(
         sc.select.topk(density=0.01), honest._replace(reduce=forgetful), axis="w"
@@ -136,7 +144,13 @@ def test_ok_topk_sgd_is_algorithm_2_with_a_schedule():
         with jax.numpy_dtype_promotion("standard"):
             return steps(count)
 
-    tx = optax_ext.ok_topk_sgd(schedule, density, axis="w", slack=float(workers))
+    # ok_topk_sgd written out, for a slack with which no entry waits for a slot.
+    tx = optax.chain(
+        optax_ext.ok_topk(
+            density, axis="w", local=optax.scale_by_schedule(schedule), slack=float(workers)
+        ),
+        optax.scale(-1.0),
+    )
     rng = np.random.default_rng(0)
     gradients = rng.standard_normal((5, workers, size)).astype(np.float32)
 

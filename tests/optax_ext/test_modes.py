@@ -157,8 +157,8 @@ def test_two_mesh_axes_are_one_set_of_workers():
     np.testing.assert_array_equal(state.residual, residual)
 
 
-def test_init_outside_with_axis_size_equals_init_on_a_mesh():
-    outside = transformation(axis_size=WORKERS).init(params_at_start())
+def test_the_state_of_all_workers_on_one_device_equals_that_on_a_mesh():
+    outside = optax_ext.init_state(transformation(), params_at_start(), {"data": WORKERS})
     inside = optax_ext.init_state(transformation(), params_at_start(), mesh())
     assert jax.tree.structure(outside) == jax.tree.structure(inside)
     for a, b in zip(jax.tree.leaves(outside), jax.tree.leaves(inside), strict=True):

@@ -79,7 +79,8 @@ def test_only_what_was_delivered_is_masked():
             jnp.where(first, coo.values, 0), jnp.where(first, coo.indices, coo.size), coo.size
         )
         total, _, state, info = honest.reduce(part, state, axis=axis)
-        kept = sc.PaddedCOO(jnp.where(first, 0, coo.values), coo.indices, coo.size)
+        nothing = sc.PaddedCOO(coo.values[:0], coo.indices[:0], coo.size)
+        kept = sc.Undelivered(jnp.where(first, 0, coo.values), nothing)
         return total, kept, state, info
 
     tx = optax_ext.sparse_allreduce(
@@ -90,6 +91,34 @@ def test_only_what_was_delivered_is_masked():
     )
     _, (_, (_, velocities, _)) = run(tx, gradients()[:1])
     assert (np.count_nonzero(velocities[0] == 0, axis=-1) == 1).all()
+
+
+@pytest.mark.parametrize("exchange", [sc.allreduce.sparse_allgather(), sc.allreduce.topk_a()])
+def test_what_is_rounded_off_the_entries_of_others_is_no_delivery(exchange):
+    """Each worker sends one of the three entries that all select; a third of it is rounded."""
+
+    def reduce(coo, state, *, axis):
+        mine = jnp.arange(coo.capacity) == jax.lax.axis_index(axis)
+        part = sc.PaddedCOO(
+            jnp.where(mine, coo.values, 0), jnp.where(mine, coo.indices, coo.size), coo.size
+        )
+        total, undelivered, _, info = exchange.reduce(part, state, axis=axis)
+        kept = sc.Undelivered(jnp.where(mine, 0, coo.values), undelivered.others)
+        return total, kept, state, info
+
+    tx = optax_ext.sparse_allreduce(
+        sc.select.topk(density=0.3),
+        exchange._replace(reduce=reduce),
+        axis="w",
+        correction=optax_ext.momentum_correction(0.9),
+    )
+    given = np.zeros((1, WORKERS, 10), jnp.bfloat16)
+    given[..., [2, 5, 7]] = [1.0, -2.0, 5.0]
+    _, (updates, (residuals, velocities, info)) = run(tx, given)
+    assert info.arrived[0].tolist() == [[1]] * WORKERS
+    assert [np.flatnonzero(v).tolist() for v in velocities[0, :, 0]] == [[5, 7], [2, 7], [2, 5]]
+    total = WORKERS * updates[0, 0].astype(np.float64) + residuals[0].astype(np.float64).sum(0)
+    np.testing.assert_allclose(total, given[0].astype(np.float64).sum(0), rtol=1e-6)
 
 
 def test_on_the_shards_of_a_hierarchy():

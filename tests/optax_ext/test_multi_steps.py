@@ -195,12 +195,16 @@ def test_a_state_that_differs_between_the_workers_is_named(before):
 
 
 def test_a_state_made_outside_of_the_mapped_function():
-    tx = optaxs(reduce(axis_size=4), 2)
+    tx = optaxs(reduce(), 2)
+    state = optax_ext.init_state(tx, PARAMS, {"data": 4})
+    # The accumulators of one worker, where those of all belong.
+    lost = state._replace(acc_grads=PARAMS)
     with pytest.raises(ValueError, match=r"acc_grads\['bias'\].*\(4,\), expected \(16,\).*init_st"):
-        optax_ext.state_specs(tx.init(PARAMS))
-    tx = ours(reduce(axis_size=4), 2)
-    ready = train(tx, 4, gradients(4, 2), state=tx.init(PARAMS))
-    np.testing.assert_array_equal(flat(ready[0]), flat(train(tx, 4, gradients(4, 2))[0]))
+        optax_ext.state_specs(lost)
+    for wrapper in (ours, optaxs):
+        tx = wrapper(reduce(), 2)
+        ready = train(tx, 4, gradients(4, 2), state=optax_ext.init_state(tx, PARAMS, {"data": 4}))
+        np.testing.assert_array_equal(flat(ready[0]), flat(train(tx, 4, gradients(4, 2))[0]))
 
 
 def test_what_multi_steps_can_not_wrap():

@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -43,8 +44,9 @@ def test_velocities_keep_their_sum_from_eight_to_three_to_five_to_eight():
 
 
 def test_a_velocity_that_only_one_state_has_starts_or_ends():
-    plain = optax_ext.topk_a(0.1, axis="w", axis_size=3).init(PARAMS)
-    corrected = optax_ext.topk_a(0.1, axis="w", axis_size=2, correction=CORRECTION).init(PARAMS)
+    plain = optax_ext.init_state(optax_ext.topk_a(0.1, axis="w"), PARAMS, {"w": 3})
+    corrected = optax_ext.topk_a(0.1, axis="w", correction=CORRECTION)
+    corrected = optax_ext.init_state(corrected, PARAMS, {"w": 2})
     assert not np.asarray(optax_ext.reshard(plain, corrected).velocity).any()
     moved = corrected._replace(velocity=jnp.ones((2, SIZE)), residual=jnp.ones((2, SIZE)))
     moved = optax_ext.reshard(moved, plain)
@@ -55,11 +57,12 @@ def test_a_velocity_that_only_one_state_has_starts_or_ends():
 @pytest.mark.parametrize("workers", [1, 3, 5])
 def test_a_residual_that_is_not_finite_stays_at_its_index_and_on_one_worker(workers):
     """Fewer workers: NaN and infinities are added up as in any sum. More: they do not move."""
-    old = optax_ext.topk_a(0.1, axis="w", axis_size=4).init(jnp.zeros(6))
+    tx = optax_ext.topk_a(0.1, axis="w")
+    old = optax_ext.init_state(tx, jnp.zeros(6), {"w": 4})
     rows = np.arange(24, dtype=np.float32).reshape(4, 6)
     rows[1, 0], rows[2, 1], rows[0, 2] = np.nan, np.inf, -np.inf
     rows[:2, 3] = np.inf, -np.inf
-    new = optax_ext.topk_a(0.1, axis="w", axis_size=workers).init(jnp.zeros(6))
+    new = optax_ext.init_state(tx, jnp.zeros(6), {"w": workers})
     new = np.asarray(optax_ext.reshard(old._replace(residual=rows), new).residual)
     bad = (~np.isfinite(new)).sum(axis=0)
     assert bad.tolist() == [1, 1, 1, 1 if workers < 4 else 2, 0, 0]
@@ -72,13 +75,14 @@ def test_a_residual_that_is_not_finite_stays_at_its_index_and_on_one_worker(work
 
 def test_a_sum_that_is_too_large_for_one_worker_goes_to_several():
     largest = np.finfo(np.float32).max
-    old = optax_ext.topk_a(0.1, axis="w", axis_size=8).init(jnp.zeros(3))
+    tx = optax_ext.topk_a(0.1, axis="w")
+    old = optax_ext.init_state(tx, jnp.zeros(3), {"w": 8})
     rows = np.zeros((8, 3), np.float32)
     rows[:3, 0], rows[:3, 1], rows[:, 2] = largest, -largest, largest
     three, one = (
         optax_ext.reshard(
             old._replace(residual=rows),
-            optax_ext.topk_a(0.1, axis="w", axis_size=workers).init(jnp.zeros(3)),
+            optax_ext.init_state(tx, jnp.zeros(3), {"w": workers}),
         ).residual
         for workers in (3, 1)
     )
@@ -100,7 +104,7 @@ def stateless():
         total, undelivered, _, info = honest.reduce(coo, honest.init(coo.size, 1), axis=axis)
         return total, undelivered, state, info
 
-    return sc.SparseAllreduce(lambda size, axis_size: (), reduce)
+    return sc.SparseAllreduce(lambda size, axis_size: (), reduce, spec=sc.Spec.of("stateless"))
 
 
 def hierarchy(nodes, devices, outer, params=PARAMS, **options):
@@ -177,3 +181,19 @@ def test_shards_that_do_not_say_how_many_they_are():
         optax_ext.checkpoint_metadata(
             lost._replace(residual=jax.device_put(jnp.zeros((12, 2)), everywhere))
         )
+
+
+def test_the_state_of_a_local_transformation_goes_on():
+    """Counts and averages are those of an old worker, and no sums as the residuals are."""
+    schedule = optax.piecewise_constant_schedule(0.5, {2: 0.1})
+    tx = optax_ext.topk_a(0.1, axis="w", local=optax.scale_by_schedule(schedule))
+    state = optax_ext.init_state(tx, PARAMS, mesh(4))
+    step = stepper(tx, 4, state)
+    for i in range(3):
+        _, state = step(state, gradients(4, i))
+    assert state.local.count.tolist() == [3] * 4
+    for workers in (2, 5):
+        moved = optax_ext.reshard(state, optax_ext.init_state(tx, PARAMS, mesh(workers)))
+        assert moved.local.count.tolist() == [3] * workers
+        assert moved.local.count.sharding.spec == P("w")
+        np.testing.assert_array_equal(exact_sums(moved), exact_sums(state))

@@ -10,7 +10,7 @@ import sparse_collectives as sc
 from optax_ext._step import _residual
 from tests.optax_ext.test_momentum_correction import STEPS, WORKERS, gradients, run
 
-BF16 = _residual.residual(jnp.bfloat16, 1.0)
+BF16 = optax_ext.residual(jnp.bfloat16)
 
 
 def stored(value, count=0):
@@ -49,7 +49,7 @@ def test_small_gradients_add_up_in_bfloat16():
     steps, size = 400, 256
 
     def train(start):
-        tx = optax_ext.topk_a(1 / size, axis="w", residual_dtype=jnp.bfloat16)
+        tx = optax_ext.topk_a(1 / size, axis="w", residual=BF16)
         state = tx.init(start)
         state = state._replace(residual=jnp.ones((1, size), jnp.bfloat16))
         # The one entry that is sent is always the first.
@@ -68,7 +68,7 @@ def test_small_gradients_add_up_in_bfloat16():
 
 
 def test_conservation_in_bfloat16_to_its_rounding():
-    tx = optax_ext.ok_topk(0.1, axis="w", residual_dtype=jnp.bfloat16)
+    tx = optax_ext.ok_topk(0.1, axis="w", residual=BF16)
     state, (updates, (residuals, _, _)) = run(tx, gradients())
     assert residuals.dtype == jnp.bfloat16
     assert state.residual.dtype == jnp.bfloat16
@@ -83,15 +83,15 @@ def test_conservation_in_bfloat16_to_its_rounding():
 def test_a_skipped_step_leaves_a_bfloat16_residual_alone():
     bad = gradients()
     bad[2, 1, 7] = np.nan
-    options = {"residual_dtype": jnp.bfloat16, "residual_decay": 0.5}
-    _, (_, (residuals, _, _)) = run(optax_ext.topk_a(0.1, axis="w", **options), bad)
+    how = optax_ext.residual(jnp.bfloat16, decay=0.5)
+    _, (_, (residuals, _, _)) = run(optax_ext.topk_a(0.1, axis="w", residual=how), bad)
     np.testing.assert_array_equal(residuals[2], residuals[1])
     assert (residuals[3] != residuals[2]).any()
 
 
 def test_decay_forgets_and_conserves_what_it_has_not_forgotten():
     _, (updates, (residuals, _, _)) = run(
-        optax_ext.ok_topk(0.1, axis="w", residual_decay=0.75), gradients()
+        optax_ext.ok_topk(0.1, axis="w", residual=optax_ext.residual(decay=0.75)), gradients()
     )
     before = np.zeros_like(residuals[0])
     for step in range(STEPS):
@@ -102,7 +102,8 @@ def test_decay_forgets_and_conserves_what_it_has_not_forgotten():
 
 
 def test_a_dense_warm_up_does_not_decay():
-    tx = optax_ext.topk_a(0.1, axis="w", residual_decay=0.5, dense_steps=2)
+    how = optax_ext.residual(decay=0.5)
+    tx = optax_ext.topk_a(0.1, axis="w", residual=how, dense_steps=2)
 
     def two_steps(gradient):
         state = tx.init(gradient)
@@ -116,17 +117,18 @@ def test_a_dense_warm_up_does_not_decay():
 
 
 def test_wrong_options():
-    with pytest.raises(ValueError, match="residual_dtype=float16 is none of"):
-        optax_ext.ok_topk(0.1, axis="w", residual_dtype=jnp.float16)
-    with pytest.raises(ValueError, match=r"residual_decay must be a number in \[0.0, 1.0\]"):
-        optax_ext.ok_topk(0.1, axis="w", residual_decay=1.5)
+    with pytest.raises(ValueError, match="dtype=float16 of the residual is none of"):
+        optax_ext.residual(jnp.float16)
+    with pytest.raises(ValueError, match=r"decay must be a number in \[0.0, 1.0\]"):
+        optax_ext.residual(decay=1.5)
+    with pytest.raises(TypeError, match=r"residual must be made by optax_ext\.residual, got .*bf"):
+        optax_ext.ok_topk(0.1, axis="w", residual=jnp.bfloat16)  # pyright: ignore[reportArgumentType]
 
 
 def test_bfloat16_residuals_move_to_other_workers():
     def state(workers):
-        return optax_ext.ok_topk(
-            0.5, axis="w", axis_size=workers, residual_dtype=jnp.bfloat16
-        ).init(jnp.zeros(16))
+        tx = optax_ext.ok_topk(0.5, axis="w", residual=BF16)
+        return optax_ext.init_state(tx, jnp.zeros(16), {"w": workers})
 
     rng = np.random.default_rng(0)
     rows = jnp.asarray(rng.integers(-9, 9, (2, 16)), jnp.bfloat16)
@@ -140,11 +142,12 @@ def test_bfloat16_residuals_move_to_other_workers():
 
 def test_a_checkpoint_says_what_residual_it_has():
     def metadata(**options):
-        state = optax_ext.ok_topk(0.5, axis="w", axis_size=2, **options).init(jnp.zeros(4))
+        tx = optax_ext.ok_topk(0.5, axis="w", **options)
+        state = optax_ext.init_state(tx, jnp.zeros(4), {"w": 2})
         return optax_ext.checkpoint_metadata(state), state
 
-    saved, _ = metadata(residual_decay=0.9)
-    with pytest.raises(ValueError, match="residual: float32, decay 0.9 in the checkpoint, float32"):
+    saved, _ = metadata(residual=optax_ext.residual(decay=0.9))
+    with pytest.raises(ValueError, match=r"residual: residual\(decay=0.9, .* in the checkpoint, "):
         optax_ext.check_metadata(saved, metadata()[1])
     saved, _ = metadata(correction=optax_ext.momentum_correction(0.9))
     other = metadata(correction=optax_ext.momentum_correction(0.8))[1]

@@ -61,7 +61,7 @@ def test_trains_on_a_mesh_and_loses_nothing(selector):
         (workers,), ("w",), axis_types=(AxisType.Auto,), devices=jax.devices()[:workers]
     )
     allreduce = sc.allreduce.ok_topk(density=0.1)
-    tx = optax_ext.sparse_allreduce(selector, allreduce, axis="w", axis_size=workers)
+    tx = optax_ext.sparse_allreduce(selector, allreduce, axis="w")
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     params = {name: jnp.zeros(shape, device=everywhere) for name, shape in SHAPES.items()}
     state = optax_ext.init_state(tx, params, mesh)

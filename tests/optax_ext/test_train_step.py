@@ -197,10 +197,10 @@ def test_a_step_of_the_size_of_a_model_lowers_for(platform, selector):
     """For 16 devices that are not there; large enough for the paths of large buffers."""
     n, workers = 1 << 22, 16
     choose = getattr(sc.select, selector)(density=0.01)
-    tx = optax_ext.ok_topk(density=0.01, axis="data", axis_size=workers, selector=choose)
+    tx = optax_ext.ok_topk(density=0.01, axis="data", selector=choose)
     abstract = jax.sharding.AbstractMesh((workers,), ("data",), axis_types=(AxisType.Auto,))
     gradient = jax.ShapeDtypeStruct((n,), jnp.float32)
-    state = jax.eval_shape(tx.init, gradient)
+    state = jax.eval_shape(lambda g: optax_ext.init_state(tx, g, {"data": workers}), gradient)
     specs = optax_ext.state_specs(state)
     step = jax.shard_map(
         lambda g, s: tx.update(jax.lax.pcast(g, "data", to="varying"), s),

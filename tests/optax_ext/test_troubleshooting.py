@@ -1,5 +1,8 @@
 """Faults that show only when a program runs: found by an error, or by a count in the state."""
 
+import re
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import optax_ext
 import sparse_collectives as sc
 from sparse_collectives import traffic
+from sparse_collectives.select import exponential_density, staged_density, strict_density
 from tests import jax_internals
 
 SIZE = 20
@@ -24,6 +28,11 @@ def mesh(workers=4):
 
 def topk_a(**options):
     return optax_ext.topk_a(**{"density": 0.1, "axis": "w", **options})
+
+
+def scheduled(schedule):
+    selector = sc.select.scheduled(sc.select.topk(density=0.1), schedule)
+    return topk_a(selector=selector)
 
 
 def mapped(tx, in_specs, out_specs, check_vma=True, workers=4):
@@ -51,32 +60,32 @@ def state_and_specs(tx, workers=4):
 
 
 def test_known_densities_above_the_maximum_are_an_error_at_once():
-    staged = optax_ext.staged_density(5, (0.25, 0.1))
+    staged = staged_density(5, (0.25, 0.1))
     with pytest.raises(ValueError, match=r"reaches 0.25, above maximum=0.1\. Give the selector"):
-        optax_ext.strict_density(staged, 0.1)
-    rising = optax_ext.exponential_density(0.01, 0.2, 10)
+        strict_density(staged, 0.1)
+    rising = exponential_density(0.01, 0.2, 10)
     with pytest.raises(ValueError, match=r"reaches 0.2, above maximum=0.1"):
-        optax_ext.strict_density(rising, 0.1)
+        strict_density(rising, 0.1)
     for schedule in (staged, rising):
         # Checked already: nothing is left to do in a step.
-        assert optax_ext.strict_density(schedule, 0.25) is schedule
+        assert strict_density(schedule, 0.25) is schedule
 
 
 def test_what_strict_density_does_not_take():
     with pytest.raises(TypeError, match=r"schedule must be a function.*got 0\.1"):
-        optax_ext.strict_density(0.1, 0.1)  # pyright: ignore[reportArgumentType]
+        strict_density(0.1, 0.1)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"density must be in \(0, 1\], got 2"):
-        optax_ext.strict_density(lambda count: 0.1, 2)
-    constant = optax_ext.strict_density(lambda count: 0.5, 0.1)
-    with pytest.raises(ValueError, match=r"density_schedule reaches 0\.5, above maximum=0\.1"):
+        strict_density(lambda count: 0.1, 2)
+    constant = strict_density(lambda count: 0.5, 0.1)
+    with pytest.raises(ValueError, match=r"schedule reaches 0\.5, above maximum=0\.1"):
         constant(jnp.int32(0))
 
 
 @pytest.mark.parametrize("bad", [0.5, -1.0, np.nan])
 def test_a_density_out_of_range_raises_in_the_step_that_has_it(bad):
     values = jnp.array([0.1, 0.05, bad, 0.1])
-    schedule = optax_ext.strict_density(lambda count: values[count], 0.1)
-    tx = topk_a(density_schedule=schedule)
+    schedule = strict_density(lambda count: values[count], 0.1)
+    tx = scheduled(schedule)
     state, specs = state_and_specs(tx)
     step = mapped(tx, specs, specs)
     for _ in range(2):
@@ -84,7 +93,7 @@ def test_a_density_out_of_range_raises_in_the_step_that_has_it(bad):
     jax.effects_barrier()
     assert np.asarray(state.info.selected).tolist() == [1] * 4
     try:
-        with pytest.raises(Exception, match=r"step 2: density_schedule is .* out of \(0, 0\.1\]"):  # noqa: B017, PT012
+        with pytest.raises(Exception, match=r"step 2: schedule is .* out of \(0, 0\.1\]"):  # noqa: B017, PT012
             jax.block_until_ready(step(gradient(), state))
             jax.effects_barrier()
     finally:
@@ -96,20 +105,20 @@ def test_a_strict_schedule_in_range_changes_nothing_also_under_vmap():
         return 0.1 / (1.0 + jnp.asarray(count, jnp.float32))
 
     def steps(schedule):
-        tx = topk_a(density_schedule=schedule)
+        tx = scheduled(schedule)
 
         def train(gradient):
             state = tx.init(gradient)
             for _ in range(2):
                 updates, state = tx.update(gradient, state)
-            return updates, state.clipped
+            return updates, state.selector.clipped
 
         return sc.simulate(train, axis="w", axis_size=3)(gradient(3))
 
-    (plain, _), (strict, clipped) = steps(falling), steps(optax_ext.strict_density(falling, 0.1))
+    (plain, _), (strict, clipped) = steps(falling), steps(strict_density(falling, 0.1))
     jax.effects_barrier()
     np.testing.assert_array_equal(plain, strict)
-    assert clipped.tolist() == [0, 0, 0]
+    assert clipped.tolist() == [[0]] * 3
 
 
 # Specs that leave the axis out.
@@ -118,7 +127,7 @@ def test_a_strict_schedule_in_range_changes_nothing_also_under_vmap():
 def test_a_residual_that_all_workers_share_is_named():
     tx = topk_a()
     _, specs = state_and_specs(tx)
-    shared = topk_a(axis_size=1).init(jnp.zeros(SIZE))
+    shared = optax_ext.init_state(tx, jnp.zeros(SIZE), {"w": 1})
     step = mapped(tx, jax.tree.map(lambda _: P(), shared), specs)
     with pytest.raises(ValueError, match=r"one row that all 4 workers of axis 'w' share.*specs"):
         step.lower(gradient(), shared)
@@ -196,7 +205,8 @@ def test_the_traffic_of_a_step_with_dense_steps():
     workers, dense_steps, steps = 8, 10, 1000
 
     def words(tx, name, **options):
-        state = jax.eval_shape(topk_a(axis_size=workers).init, jnp.zeros(SIZE))
+        make = lambda p: optax_ext.init_state(tx, p, {"w": workers})  # noqa: E731
+        state = jax.eval_shape(make, jnp.zeros(SIZE))
         specs = optax_ext.state_specs(state)
 
         def step(gradient, state):
@@ -225,3 +235,32 @@ def test_the_traffic_of_a_step_with_dense_steps():
     share = dense_steps / steps
     mean = words(both, "warmup", frequencies={"warmup": (1 - share, share)})
     np.testing.assert_allclose(mean, (1 - share) * sparse + share * dense)
+
+
+def test_the_programs_of_the_page_run():
+    page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
+    *programs, words = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    # The last one leaves arguments out.
+    assert "..." in words
+    assert len(programs) == 4
+    on_mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    params = {"w": jnp.ones((SIZE,))}
+    start = optax.chain(optax_ext.topk_a(0.1, axis="data"), optax.sgd(0.1))
+    names = {
+        "jax": jax,
+        "optax": optax,
+        "optax_ext": optax_ext,
+        "params": params,
+        "opt_state": optax_ext.init_state(start, params, on_mesh),
+        "batches": [np.eye(8, SIZE, dtype=np.float32)] * 2,
+    }
+    for program in programs[:3]:
+        exec(program, names)
+    assert names["state"].skipped == 0
+    tx = names["tx"]
+    names["opt_state"] = optax_ext.init_state(tx, params, on_mesh)
+    names["step"] = optax_ext.make_train_step(loss_fn, tx, on_mesh, donate=False)
+    exec(programs[3], names)
+    jax.effects_barrier()
+    assert int(optax_ext.get_state(names["opt_state"]).count) == 2
+    assert "exponential_density(end=0.01, start=0.1, steps=1000)" in str(names["selector"].spec)

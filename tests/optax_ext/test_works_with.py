@@ -193,6 +193,26 @@ def test_the_same_in_a_loop_of_ones_own(row, mode):
         np.testing.assert_allclose(ours[0], theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
+def test_ok_topk_sgd_with_an_injected_rate_is_what_the_row_writes_out():
+    params, loss_fn = combinations.model("mlp")
+    injected = optax.inject_hyperparams(optax_ext.ok_topk_sgd, static_args="density")
+    written = optax.inject_hyperparams(
+        lambda rate: optax.chain(
+            optax_ext.ok_topk(0.1, axis="data", local=optax.scale(rate)), optax.scale(-1.0)
+        )
+    )
+    ends = []
+    for tx in (injected(learning_rate=0.1, density=0.1, axis="data"), written(rate=0.1)):
+        state = optax_ext.init_state(tx, params, mesh())
+        step = optax_ext.make_train_step(loss_fn, tx, mesh(), donate=False)
+        end = params
+        for batch in batches():
+            end, state, _ = step(end, state, batch)
+        ends.append(end)
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+
+
 def test_the_documentation_is_up_to_date():
     """`python tools/combination_matrix.py` writes it anew."""
     assert combination_matrix.PAGE.read_text() == combination_matrix.page()
