@@ -6,7 +6,14 @@ import jax.numpy as jnp
 from sparse_collectives import _validation, _volumes, padded_coo, transport, wire
 from sparse_collectives._coo import _bits, compaction, kth_magnitude
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce._parts import _broadcast, _merge, _messages, _replicas, _step
+from sparse_collectives.allreduce._parts import (
+    _broadcast,
+    _merge,
+    _messages,
+    _range,
+    _replicas,
+    _step,
+)
 from sparse_collectives.allreduce._parts._step import StepState
 from sparse_collectives.padded_coo import PaddedCOO
 
@@ -60,6 +67,7 @@ def gtopk(*, density: float, codec: Codec | None = None) -> SparseAllreduce:
     density = _validation.check_density(density)
     codec = wire.raw() if codec is None else codec
 
+    @_range.sums_in_range(exact=codec.exact)
     def reduce(coo: PaddedCOO, state: StepState, *, axis: AxisName):
         workers = transport.axis_size(axis)
         me = transport.axis_index(axis)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from sparse_collectives import _compat, _validation, _volumes, padded_coo, transport
 from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce
+from sparse_collectives.allreduce._parts import _range
 from sparse_collectives.padded_coo import PaddedCOO
 
 
@@ -41,6 +42,7 @@ def torus_2d() -> SparseAllreduce:
         _validation.check_positive_int("axis_size", axis_size)
         return ()
 
+    @_range.sums_in_range()
     def reduce(coo: PaddedCOO, state: tuple[()], *, axis: AxisName):
         outer, inner = _pair(axis)
         inside, outside = transport.axis_size(inner), transport.axis_size(outer)
