@@ -24,13 +24,13 @@ import sparse_collectives as sc
 from sparse_collectives._coo import compaction
 from sparse_collectives.allreduce._parts import _merge, _step
 from sparse_collectives.wire import _gaps
+from tests.reference.windows import longest_wait
 
 PERIODS = range(1, 9)
-
-
-def longest_allowed(steps, capacity, count):
-    """Steps that an entry waits with probability 1e-6 in so many steps."""
-    return math.ceil(math.log(steps / 1e-6) / -math.log1p(-capacity / count))
+SLOW = pytest.mark.slow
+QUICK = (2, 3, 5)
+EVERY_PERIOD = pytest.param(PERIODS, 300, marks=SLOW, id="every period")
+SOME_PERIODS = pytest.param(QUICK, 100, id="some periods")
 
 
 class Crowd(NamedTuple):
@@ -184,7 +184,7 @@ def test_no_entry_starves_in_a_place(place, capacity, most):
     for period, who in found.items():
         present = np.pad(who.present, ((0, 0), (0, length - who.present.shape[1])))
         served = run(present[np.arange(steps) % period], jnp.int32(who.watched))
-        assert longest_run(~served) < longest_allowed(steps, capacity, who.count), period
+        assert longest_run(~served) < longest_wait(steps, capacity, who.count), period
 
 
 # The selectors: what is selected stays, and more reach the threshold than there are slots.
@@ -205,9 +205,10 @@ SELECTORS = {
 }
 
 
+@pytest.mark.parametrize(("periods", "steps"), [SOME_PERIODS, EVERY_PERIOD])
 @pytest.mark.parametrize("name", SELECTORS)
-def test_no_entry_starves_in_a_selector(name):
-    steps, selector = 300, SELECTORS[name]
+def test_no_entry_starves_in_a_selector(name, periods, steps):
+    selector = SELECTORS[name]
 
     @jax.jit
     def run(acc, period, watched):
@@ -221,12 +222,12 @@ def test_no_entry_starves_in_a_selector(name):
         _, state, _ = selector.select(acc[0] / 2, selector.init(sc.Layout(((LENGTH, 1),))))
         return jax.lax.scan(step, state, jnp.arange(steps))[1]
 
-    for period, who in crowds(CAPACITY, MOST).items():
+    for period, who in crowds(CAPACITY, MOST, periods).items():
         acc = np.zeros((max(PERIODS), LENGTH), np.float32)
         acc[:period, : who.present.shape[1]] = who.present
         served, crowded = run(acc, period, who.watched)
         assert np.mean(crowded) > 0.9
-        assert longest_run(~served) < longest_allowed(steps, CAPACITY, who.count), period
+        assert longest_run(~served) < longest_wait(steps, CAPACITY, who.count), period
 
 
 # The algorithms, with error feedback.
@@ -353,7 +354,7 @@ def feeding(who, holders, workers, size):
     return gradients
 
 
-def waits_in_an_algorithm(name, workers, capacity, periods, steps=300):
+def waits_in_an_algorithm(name, workers, capacity, periods, steps):
     """The longest wait of each period, and what is allowed."""
     place = ALLREDUCES[name]
     most = int(place.most(workers) * capacity)
@@ -362,7 +363,7 @@ def waits_in_an_algorithm(name, workers, capacity, periods, steps=300):
     length = max(who.present.shape[1] for who in found.values())
     size = workers * (length + 3)
     allreduce = _made(name, workers, capacity, size)
-    run = simulated(_topk(selected / size), allreduce, workers, steps)
+    run = simulated(_selector(selected / size), allreduce, workers, steps)
     for period in set(periods) & set(found):
         who = found[period]
         gradients = feeding(who, place.holders(workers), workers, size)
@@ -371,27 +372,40 @@ def waits_in_an_algorithm(name, workers, capacity, periods, steps=300):
         # Some of the crowd waited at nearly every step: the place was crowded.
         assert np.mean(overflow[0] > 0) > 0.8, (name, period)
         # What waited is still there when others come.
-        count = min(who.present.shape[1], selected * len(place.holders(workers)))
-        yield period, longest_run(~delivered[0]), longest_allowed(steps, capacity, count)
+        count = who.present.shape[1]
+        yield period, longest_run(~delivered[0]), longest_wait(steps, capacity, count)
 
 
-_topk = functools.cache(lambda density: sc.select.topk(density=density))
+# All that is not zero.
+_selector = functools.cache(lambda density: sc.select.threshold(magnitude=0, density=density))
 _made = functools.cache(lambda name, *sizes: ALLREDUCES[name].make(*sizes))
+
+
+# One with each place; the others differ in what is around it.
+QUICK_ALLREDUCES = (
+    "ok_topk",
+    "ok_topk, what fits",
+    "ssar_split_allgather, allgather",
+    "dsar_split_allgather",
+    "ring_sparse, on the way",
+)
 
 
 def algorithm_cases():
     for name, place in ALLREDUCES.items():
         for workers in (2, 3, 4, 5, 6, 8, 16):
-            for capacity in (12, 60):
-                if workers >= place.fewest:
-                    quick = workers == (3 if "way" in name else 8) and capacity == 12
-                    marks = () if quick else pytest.mark.slow
-                    yield pytest.param(name, workers, capacity, marks=marks)
+            if workers >= place.fewest:
+                for capacity in (12, 60):
+                    yield pytest.param(name, workers, capacity, *EVERY_PERIOD.values, marks=SLOW)
+        marks = () if name in QUICK_ALLREDUCES else SLOW
+        yield pytest.param(name, 3, 12, *SOME_PERIODS.values, marks=marks)
 
 
-@pytest.mark.parametrize(("name", "workers", "capacity"), list(algorithm_cases()))
-def test_no_index_starves_in_an_algorithm(name, workers, capacity):
-    found = list(waits_in_an_algorithm(name, workers, capacity, PERIODS))
-    assert len(found) > 1
+@pytest.mark.parametrize(
+    ("name", "workers", "capacity", "periods", "steps"), list(algorithm_cases())
+)
+def test_no_index_starves_in_an_algorithm(name, workers, capacity, periods, steps):
+    found = list(waits_in_an_algorithm(name, workers, capacity, periods, steps))
+    assert found
     for period, longest, allowed in found:
         assert longest < allowed, f"period {period}"
