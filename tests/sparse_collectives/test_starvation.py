@@ -213,9 +213,11 @@ def test_no_entry_starves_in_a_selector(name, periods, steps):
     @jax.jit
     def run(acc, period, watched):
         def step(state, t):
-            coo, state, info = selector.select(acc[t % period], state)
+            # The first step was number 0.
+            now = acc[(t + 1) % period]
+            coo, state, info = selector.select(now, state)
             # What ``mstopk`` leaves out it does not count.
-            crowded = jnp.sum(acc[t % period] > 0) > info.selected
+            crowded = jnp.sum(now > 0) > info.selected
             return state, (jnp.any(coo.indices == watched), crowded)
 
         # A first step, of smaller values, from which a threshold is taken.
