@@ -41,6 +41,23 @@ def random_bits(seed: jax.Array, position: jax.Array) -> jax.Array:
     return mix(mix(position.astype(jnp.uint32) ^ key) + mix(key))
 
 
+def below(turn: jax.Array, count: jax.Array) -> jax.Array:
+    """``i32[...]`` in ``[0, count)``: where a window over ``count i32[...]`` entries starts.
+
+    Every place in which entries wait for a slot takes a window over their ranks that
+    starts here, so that none waits for ever. Turns are as good as independent, and so a
+    start is uniform whatever the turns before it gave. Each value has probability
+    ``1 / count`` to within a share ``count / 2**32`` of that.
+
+    Args:
+      turn: an integer, ``[]``: another one at each step, and in each of several places
+        that an entry has to pass at the same step.
+      count: 0 gives 0.
+    """
+    bits = random_bits(turn, jnp.zeros((), jnp.int32))
+    return (bits % jnp.maximum(count, 1).astype(jnp.uint32)).astype(jnp.int32)
+
+
 def uniform(seed: jax.Array, position: jax.Array) -> jax.Array:
     """``f32[...]`` in [0, 1), a multiple of 2**-24."""
     bits = random_bits(seed, position) >> 8

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sparse_collectives import _hash
 from sparse_collectives._coo import _bits, _bitset
 from sparse_collectives.padded_coo import PaddedCOO
 
@@ -44,10 +45,10 @@ def set_positions(
       words: ``u32[ceil(size / 32)]``.
       capacity: the number of slots.
       size: what to write in the slots that stay empty.
-      turn: ``i32[]``. With more set bits than slots, some must wait: by default
-        the last ones. With ``turn`` (a step count) the slots take a window of
-        consecutive set bits that moves on by ``capacity`` at each turn, so that
-        no index waits for ever.
+      turn: an integer, ``[]``. With more set bits than slots, some must wait: by
+        default the last ones. With ``turn`` (a step count) the slots take a window
+        of consecutive set bits that starts at another place at each turn
+        (:func:`windowed_rank`), so that no index waits for ever.
 
     Returns:
       ``(i32[capacity], i32[])``: the positions, and the number of set bits, which
@@ -113,14 +114,25 @@ def _position_in_word(
 def windowed_rank(slot: jax.Array, count: jax.Array, capacity: int, turn: jax.Array) -> jax.Array:
     """Which of ``count`` entries each slot takes when only ``capacity`` fit.
 
-    The window ``[turn * capacity, (turn + 1) * capacity)``, modulo ``count``, in
-    ascending order. With ``count <= capacity`` slot j takes entry j.
+    A window of consecutive entries, modulo ``count``, in ascending order. With
+    ``count <= capacity`` slot j takes entry j.
+
+    The window starts at a hash of the turn. So an entry is in it with probability
+    ``capacity / count`` at each turn, whatever happened before: it waits for ``m`` turns
+    with probability ``(1 - capacity / count)**m``, and gets its slot at turn number
+    ``count / capacity`` in the mean. No other rule that looks at turns and counts alone
+    promises more. A window that moves on by its own length serves entries that stay the
+    same sooner (at turn ``ceil(count / capacity)`` at the latest), but never serves an
+    entry whose rank keeps out of its way, as it may in data with a period. The hash is no
+    secret: who computes it and chooses the other entries by it can keep an entry waiting.
 
     Args:
       slot: ``i32[..., capacity]``, 0 to capacity - 1.
       count: ``i32[...]``, broadcastable to ``slot``.
       capacity: static number of slots.
-      turn: ``i32[]``.
+      turn: an integer, ``[]``; places that an entry passes one after the other at the
+        same step need different ones, or a start that serves it in one might never
+        serve it in the next.
     """
     start, wrapped = _window(count, capacity, turn)
     return jnp.where(slot < wrapped, slot, start + slot - wrapped)
@@ -128,11 +140,8 @@ def windowed_rank(slot: jax.Array, count: jax.Array, capacity: int, turn: jax.Ar
 
 def _window(count: jax.Array, capacity: int, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Where the window starts, and how many of its entries came around to the front."""
-    # Unsigned arithmetic wraps modulo 2**32: any turn is a valid start.
-    moved = turn.astype(jnp.uint32) * jnp.uint32(capacity)
-    start = (moved % jnp.maximum(count, 1).astype(jnp.uint32)).astype(jnp.int32)
     crowded = count > capacity
-    start = jnp.where(crowded, start, 0)
+    start = jnp.where(crowded, _hash.below(turn, count), 0)
     return start, jnp.where(crowded, jnp.maximum(start - (count - capacity), 0), 0)
 
 

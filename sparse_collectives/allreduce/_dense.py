@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from sparse_collectives import _validation, _volumes, transport
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce._parts import _undelivered
+from sparse_collectives.allreduce._parts import _range, _undelivered
 from sparse_collectives.padded_coo import PaddedCOO
 
 
@@ -24,6 +24,7 @@ def dense() -> SparseAllreduce:
         _validation.check_positive_int("axis_size", axis_size)
         return ()
 
+    @_range.sums_in_range()
     def reduce(coo: PaddedCOO, state: tuple[()], *, axis: AxisName):
         workers = transport.axis_size(axis)
         total = transport.psum(coo.to_dense(), axis)

@@ -13,6 +13,7 @@ from sparse_collectives.allreduce._parts import (
     _equal_regions,
     _merge,
     _messages,
+    _range,
     _replicas,
     _slots,
     _step,
@@ -72,6 +73,7 @@ def dsar_split_allgather(
     dense_codec = codec if dense_codec is None else dense_codec
     exact = codec.exact and dense_codec.exact
 
+    @_range.sums_in_range(exact=exact)
     def reduce(coo: PaddedCOO, state: _step.StepState, *, axis: AxisName):
         workers = transport.axis_size(axis)
         next_state = _step.StepState(state.count + 1)
@@ -85,7 +87,7 @@ def dsar_split_allgather(
         capacity = _slots.block_slots(coo.capacity, regions, slack)
 
         # The split: each region's entries to its owner, who adds them up.
-        blocks = _equal_regions.split(coo, regions, capacity, state.count)
+        blocks = _equal_regions.split(coo, regions, capacity, _step.turn(state.count, 0))
         encoded = codec.encode(blocks.coo, _step.seed(state, 0, me))
         received = transport.all_to_all(encoded.message, axis)
         reduced = _merge.reduce_blocks(

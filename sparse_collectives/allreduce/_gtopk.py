@@ -11,6 +11,7 @@ from sparse_collectives.allreduce._parts import (
     _broadcast,
     _merge,
     _messages,
+    _range,
     _replicas,
     _step,
     _undelivered,
@@ -68,6 +69,7 @@ def gtopk(*, density: float, codec: Codec | None = None) -> SparseAllreduce:
     density = _validation.check_density(density)
     codec = wire.raw() if codec is None else codec
 
+    @_range.sums_in_range(exact=codec.exact)
     def reduce(coo: PaddedCOO, state: StepState, *, axis: AxisName):
         workers = transport.axis_size(axis)
         me = transport.axis_index(axis)

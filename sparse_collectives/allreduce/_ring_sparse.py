@@ -11,6 +11,7 @@ from sparse_collectives.allreduce._parts import (
     _equal_regions,
     _merge,
     _messages,
+    _range,
     _replicas,
     _slots,
     _step,
@@ -64,6 +65,7 @@ def ring_sparse(
     fill = None if fill is None else _validation.check_number("fill", fill, 1.0, math.inf)
     codec = wire.raw() if codec is None else codec
 
+    @_range.sums_in_range(exact=codec.exact)
     def reduce(coo: PaddedCOO, state: _step.StepState, *, axis: AxisName):
         workers = transport.axis_size(axis)
         next_state = _step.StepState(state.count + 1)
@@ -75,7 +77,7 @@ def ring_sparse(
         regions = _slots.make_regions(coo.size, workers)
         capacity = _slots.block_slots(coo.capacity, regions, slack)
         neighbours = [(source, (source + 1) % workers) for source in range(workers)]
-        blocks = _equal_regions.split(coo, regions, capacity, state.count)
+        blocks = _equal_regions.split(coo, regions, capacity, _step.turn(state.count, 0))
         overflow = coo.count() - jnp.sum(blocks.sent, dtype=jnp.int32)
         unsent = jnp.where(blocks.sent, jnp.zeros_like(coo.values), coo.values)
         kept = []
@@ -110,7 +112,7 @@ def ring_sparse(
                 capacity=partial.capacity + capacity,
             )
             slots = _slots.union_slots(coo.capacity, regions, stage + 2, slack, fill)
-            partial, left = _merge.bounded(partial, slots, state.count)
+            partial, left = _merge.bounded(partial, slots, _step.turn(state.count, stage + 1))
             if left.capacity:
                 kept.append(_equal_regions.from_region(left, regions, region))
                 overflow = overflow + left.count()

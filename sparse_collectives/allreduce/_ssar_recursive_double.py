@@ -8,7 +8,14 @@ import jax.numpy as jnp
 from sparse_collectives import _compat, _validation, _volumes, transport, wire
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce._parts import _merge, _messages, _replicas, _step, _undelivered
+from sparse_collectives.allreduce._parts import (
+    _merge,
+    _messages,
+    _range,
+    _replicas,
+    _step,
+    _undelivered,
+)
 from sparse_collectives.padded_coo import PaddedCOO
 
 
@@ -57,6 +64,7 @@ def ssar_recursive_double(
         capacity = _validation.check_positive_int("capacity", capacity)
     codec = wire.raw() if codec is None else codec
 
+    @_range.sums_in_range(exact=codec.exact)
     def reduce(coo: PaddedCOO, state: _step.StepState, *, axis: AxisName):
         workers = transport.axis_size(axis)
         next_state = _step.StepState(state.count + 1)
@@ -76,9 +84,10 @@ def ssar_recursive_double(
             mine = me % group == entries.indices % group
             return _merge.only_where((me < members) & mine, entries)
 
-        def bound(entries, group):
+        def bound(entries, stage, group):
             """The entries in the slots that there are, and how many find none."""
-            entries, left = _merge.bounded(entries, most_slots, state.count)
+            turn = _step.turn(state.count, stage)
+            entries, left = _merge.bounded(entries, most_slots, turn)
             left = one_of(group, left) if group else left
             kept.extend([left] if left.capacity else [])
             return entries, left.count()
@@ -99,7 +108,7 @@ def ssar_recursive_double(
             targets = jnp.asarray([target for _, target in pairs], jnp.int32)
             return _merge.only_where(jnp.any(targets == me), received)
 
-        entries, overflow = bound(coo, None)
+        entries, overflow = bound(coo, 0, None)
 
         # Appendix A: the surplus workers hand over what they have.
         fold = [(members + worker, worker) for worker in range(surplus)]
@@ -109,7 +118,7 @@ def ssar_recursive_double(
             words += _volumes.ppermute(message.size, workers, fold)
             useful += jnp.where(me >= members, filled, 0.0)
             entries = _add(entries, send(message, entries, fold), 2 * coo.capacity)
-            entries, left = bound(entries, 1)
+            entries, left = bound(entries, 1, 1)
             overflow += left
 
         # Round t: the two halves of each group of 2^(t+1) workers exchange their sums.
@@ -126,7 +135,7 @@ def ssar_recursive_double(
             is_lower = (me & half) == 0
             lower, upper = _choose(is_lower, own, other), _choose(is_lower, other, own)
             sources = 2 * half + min(surplus, 2 * half)
-            entries, left = bound(_add(lower, upper, sources * coo.capacity), 2 * half)
+            entries, left = bound(_add(lower, upper, sources * coo.capacity), stage + 2, 2 * half)
             overflow += left
 
         # Appendix A: the surplus workers get the result.

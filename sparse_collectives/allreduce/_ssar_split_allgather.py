@@ -12,6 +12,7 @@ from sparse_collectives.allreduce._parts import (
     _equal_regions,
     _merge,
     _messages,
+    _range,
     _replicas,
     _slots,
     _step,
@@ -63,6 +64,7 @@ def ssar_split_allgather(
     fill = None if fill is None else _validation.check_number("fill", fill, 1.0, math.inf)
     codec = wire.raw() if codec is None else codec
 
+    @_range.sums_in_range(exact=codec.exact)
     def reduce(coo: PaddedCOO, state: _step.StepState, *, axis: AxisName):
         workers = transport.axis_size(axis)
         next_state = _step.StepState(state.count + 1)
@@ -76,7 +78,7 @@ def ssar_split_allgather(
         slots = _slots.union_slots(coo.capacity, regions, workers, slack, fill)
 
         # The split: each region's entries to its owner, who adds them up.
-        blocks = _equal_regions.split(coo, regions, capacity, state.count)
+        blocks = _equal_regions.split(coo, regions, capacity, _step.turn(state.count, 0))
         encoded = codec.encode(blocks.coo, _step.seed(state, 0, me))
         received = transport.all_to_all(encoded.message, axis)
         reduced = _merge.reduce_blocks(
@@ -92,7 +94,7 @@ def ssar_split_allgather(
             error = error.at[source].set(encoded.error, mode="drop")
 
         # The sparse allgather.
-        mine, _ = _merge.bounded(reduced, slots, state.count)
+        mine, _ = _merge.bounded(reduced, slots, _step.turn(state.count, 1))
         outgoing = codec.encode(mine, _step.seed(state, 1, me))
         total = _equal_regions.gather(outgoing.message, regions, dtype, axis=axis, codec=codec)
 

@@ -7,7 +7,7 @@ from jax import lax
 from sparse_collectives import _volumes, transport, wire
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce._parts import _messages, _replicas, _step, _undelivered
+from sparse_collectives.allreduce._parts import _messages, _range, _replicas, _step, _undelivered
 from sparse_collectives.allreduce._parts._step import StepState
 from sparse_collectives.padded_coo import PaddedCOO
 
@@ -52,6 +52,7 @@ def topk_a(*, codec: Codec | None = None) -> SparseAllreduce:
     """
     codec = wire.raw() if codec is None else codec
 
+    @_range.sums_in_range(exact=codec.exact)
     def reduce(coo: PaddedCOO, state: StepState, *, axis: AxisName):
         workers = transport.axis_size(axis)
         new_state = StepState(state.count + 1)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from sparse_collectives import _compat, _validation, _volumes, transport
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce._parts import _undelivered
+from sparse_collectives.allreduce._parts import _range, _undelivered
 from sparse_collectives.padded_coo import PaddedCOO
 
 
@@ -43,6 +43,7 @@ def torus_2d() -> SparseAllreduce:
         _validation.check_positive_int("axis_size", axis_size)
         return ()
 
+    @_range.sums_in_range()
     def reduce(coo: PaddedCOO, state: tuple[()], *, axis: AxisName):
         outer, inner = _pair(axis)
         inside, outside = transport.axis_size(inner), transport.axis_size(outer)

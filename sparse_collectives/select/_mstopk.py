@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _validation
+from sparse_collectives import _hash, _validation
 from sparse_collectives._coo import _bits, compaction, kth_magnitude
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
@@ -57,13 +57,13 @@ def mstopk(*, density: float, samplings: int = 30) -> Selector:
     :math:`a + \rho (u - a)`, the ratio :math:`\rho` found by binary search. What is
     missing to make up ``k = max(1, round(density * n))`` is taken from the entries
     between the last two thresholds: a run of consecutive ones, which begins
-    further on at each step. Always exactly k entries, or all nonzeros
+    elsewhere at each step. Always exactly k entries, or all nonzeros
     where there are fewer; zeros never.
 
-    Deviations: the run begins where the step count says, not at random, and it
-    may wrap around, so that no index waits for ever. Mean and maximum are those
-    of the finite entries; infinities and NaN are above all thresholds. The
-    search compares in float32: magnitudes that the platform flushes to zero
+    Deviations: the run begins at a hash of the step count, and it may wrap around, so
+    that no index waits for ever. Mean and maximum are those of the finite entries;
+    infinities and NaN are above all thresholds. The search compares in float32:
+    magnitudes that the platform flushes to zero
     (subnormals) fall between the last two thresholds.
 
     Args:
@@ -237,8 +237,7 @@ def _words_between(acc: jax.Array, bracket: _Bracket, k: int, turn: jax.Array) -
     count = jnp.sum(_bits.popcount(within), dtype=jnp.int32)
     # The ranks of the first and the last of the run: a window of ``missing``.
     ends = jnp.stack([jnp.zeros_like(missing), missing - 1])
-    moved = turn.astype(jnp.uint32) * missing.astype(jnp.uint32)
-    start = (moved % jnp.maximum(count, 1).astype(jnp.uint32)).astype(jnp.int32)
+    start = _hash.below(turn, count)
     wraps = start + missing > count
     ranks = (start + ends) % jnp.maximum(count, 1)
     positions, _ = compaction.nth_position(within, ranks)

@@ -22,7 +22,7 @@ def threshold(*, magnitude: float, density: float) -> Selector:
     not zero. NaN counts as larger than infinity.
 
     Where more entries reach the threshold than there are slots, a window of them
-    is taken which moves on at each step, so that none waits for ever; the others
+    is taken which starts elsewhere at each step, so that none waits for ever; the others
     are counted as overflow and stay with the caller.
 
     Args:

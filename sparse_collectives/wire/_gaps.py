@@ -110,9 +110,7 @@ def lay_out(coo: PaddedCOO, slots: int, form: GapFormat, seed: jax.Array) -> Slo
     needed = end[:, -1:]
     crowded = needed > slots
     length = jnp.where(crowded, slots - form.digits, needed)
-    turn = _hash.random_bits(seed, jnp.zeros((), jnp.int32))
-    start = (turn % jnp.maximum(needed, 1).astype(jnp.uint32)).astype(jnp.int32)
-    start = jnp.where(crowded, start, 0)
+    start = jnp.where(crowded, _hash.below(seed, needed), 0)
     ahead = valid & (end <= start + length - needed)
     skipped = valid & ~ahead & (end <= start)
     behind = valid & ~ahead & (end > start) & (end <= start + length)

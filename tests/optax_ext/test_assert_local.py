@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax._src import dispatch
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sparse_collectives as sc
+from tests import jax_internals
 
 WORKERS, SIZE = 4, 10
 MESSAGE = "all workers have the same gradients"
@@ -82,7 +82,7 @@ def is_an_error(step):
             jax.effects_barrier()
     finally:
         # JAX would report the failed callback again when the process ends.
-        dispatch.runtime_tokens.clear()
+        jax_internals.forget_failed_callbacks()
 
 
 @MODES

@@ -425,3 +425,30 @@ def test_a_narrow_leaf_that_is_dense_saturates():
         state, (updates, _) = run(tx, given, axis_size=2)
         np.testing.assert_array_equal(updates, np.full((1, 2, 4), expected, np.float16))
         assert state.skipped.tolist() == [0, 0]
+
+
+OVERFLOWING = {
+    "gtopk": sc.allreduce.gtopk(density=0.25),
+    "ssar_recursive_double": sc.allreduce.ssar_recursive_double(capacity=4),
+    "ring_sparse": sc.allreduce.ring_sparse(slack=1.0, fill=1.0),
+}
+
+
+@pytest.mark.parametrize("name", OVERFLOWING)
+def test_after_a_sum_that_would_overflow_training_goes_on(name):
+    """Two workers have the one half of the large entries, the others the other half."""
+    steps = np.ones((6, 4, 16), np.float32)
+    steps[0] = 0
+    steps[0, :2, :4] = steps[0, 2:, 4:8] = 2e38
+    tx = optax_ext.sparse_allreduce(
+        sc.select.topk(density=0.25), OVERFLOWING[name], axis="w", nonfinite="skip"
+    )
+    state, (updates, (residuals, _, _)) = run(tx, steps, axis_size=4)
+    assert state.skipped.tolist() == [0] * 4
+    assert state.count.tolist() == [6] * 4
+    assert np.isfinite(updates).all()
+    assert np.isfinite(residuals).all()
+    assert (np.abs(updates).max((1, 2)) > 0).all()
+    applied = 4 * updates[:, 0].sum(0, dtype=np.float64)
+    kept = residuals[-1].sum(0, dtype=np.float64)
+    np.testing.assert_allclose(applied + kept, steps.sum((0, 1), dtype=np.float64), rtol=1e-6)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sparse_collectives import padded_coo
 from sparse_collectives._coo import _bits, compaction
-from tests.reference import selection
+from tests.reference import selection, windows
 
 # Under one word, a full word, one entry more, and many words with a rest.
 SIZES = (1, 5, 31, 32, 33, 1000)
@@ -54,14 +54,6 @@ def padded(indices, capacity, size):
     return np.concatenate([kept, np.full(capacity - len(kept), size)])
 
 
-def window(entries, capacity, turn):
-    """The entries that have a slot at ``turn``, ascending."""
-    if len(entries) <= capacity:
-        return entries
-    start = (turn * capacity % 2**32) % len(entries)
-    return np.sort(entries[(start + np.arange(capacity)) % len(entries)])
-
-
 @st.composite
 def masks(draw):
     """A case, and a mask with fewer, as many or more set bits than slots."""
@@ -85,7 +77,10 @@ def test_positions_are_those_of_nonzero(drawn, turn, rank):
     expected = np.flatnonzero(mask)
     bits = np.unpackbits(np.asarray(out["words"]).view(np.uint8), bitorder="little")
     np.testing.assert_array_equal(np.flatnonzero(bits), expected)
-    for name, entries in (("first", expected), ("window", window(expected, capacity, turn))):
+    for name, entries in (
+        ("first", expected),
+        ("window", windows.window(expected, capacity, turn)),
+    ):
         found, count = out[name]
         assert found.dtype == jnp.int32
         assert count.dtype == jnp.int32
@@ -146,7 +141,7 @@ def test_compact_takes_what_reaches_the_threshold(drawn, cutoff, turn):
     out = compact(size, capacity)(x, threshold, cutoff, turn)
     reached = selection.passing(x, threshold)
     check_coo(*out["plain"], x, reached, len(reached), capacity)
-    check_coo(*out["turn"], x, window(reached, capacity, turn), len(reached), capacity)
+    check_coo(*out["turn"], x, windows.window(reached, capacity, turn), len(reached), capacity)
     at_threshold = selection.magnitudes(x[reached]) == threshold
     at_threshold |= np.isnan(threshold) & np.isnan(x[reached])
     before = reached[~at_threshold | (reached < cutoff)]
@@ -204,7 +199,7 @@ def test_a_window_has_an_entry_for_each_slot_in_ascending_order(capacity, count,
         assert ranks[0] >= 0
         assert ranks[-1] < count
         assert (np.diff(ranks) > 0).all()
-        entries = np.array([(turn * capacity % 2**32 + j) % count for j in range(capacity)])
+        entries = windows.start(turn, count) + np.arange(capacity)
         np.testing.assert_array_equal(ranks, np.sort(entries % count))
 
 
@@ -212,10 +207,24 @@ def test_a_window_has_an_entry_for_each_slot_in_ascending_order(capacity, count,
 @settings(max_examples=50, deadline=None)
 @given(count=st.integers(1, 64), start=st.integers(0, 2**20))
 def test_over_enough_turns_every_entry_gets_a_slot(capacity, count, start):
-    turns = np.arange(start, start + TURNS, dtype=np.int32)
-    enough = -(-count // capacity)
+    enough = windows.steps_for_all(capacity, count) if count > capacity else 1
+    # One program for all counts.
+    turns = np.arange(start, start + windows.steps_for_all(capacity, 65), dtype=np.int32)
     ranks = np.asarray(windowed_rank(capacity)(count, turns))[:enough]
     assert set(range(count)) <= set(ranks.ravel().tolist())
+
+
+def test_each_entry_has_its_share_of_the_turns_and_waits_as_if_by_chance():
+    capacity, count, turns = 30, 100, 20_000
+    ranks = np.asarray(windowed_rank(capacity)(count, np.arange(turns, dtype=np.int32)))
+    served = np.zeros((turns, count), bool)
+    served[np.arange(turns)[:, None], ranks] = True
+    # Five standard deviations.
+    assert np.abs(served.mean(0) - 0.3).max() < 5 * np.sqrt(0.21 / turns)
+    # Neighbouring steps, and steps at some distance, are independent of each other.
+    for distance in range(1, 9):
+        both = (served[distance:] & served[:-distance]).mean()
+        assert both == pytest.approx(0.09, rel=0.02)
 
 
 def test_windows_of_counts_that_differ_by_row():
@@ -225,8 +234,8 @@ def test_windows_of_counts_that_differ_by_row():
     ranks = np.asarray(
         compaction.windowed_rank(slot[None], jnp.asarray(count), capacity, jnp.int32(1))
     )
-    expected = [[0, 1, 2, 3]] * 3 + [[0, 1, 2, 4], [4, 5, 6, 7]]
-    assert ranks.tolist() == expected
+    crowded = [windows.window(np.arange(c), capacity, 1).tolist() for c in (5, 9)]
+    assert ranks.tolist() == [[0, 1, 2, 3]] * 3 + crowded
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

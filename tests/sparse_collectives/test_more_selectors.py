@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 import sparse_collectives as sc
 from tests import jax_internals
-from tests.reference import more_selection, selection
+from tests.reference import more_selection, selection, windows
 
 SIZE = 1003
 # Above kth_magnitude.DIRECT_SIZE: candidates are compacted first.
@@ -213,7 +213,7 @@ class TestMstopk:
         selector, select = jitted("mstopk", density=0.1)
         acc, state = np.full(SIZE, -0.75, np.float32), selector.init(SIZE)
         seen = np.zeros(SIZE, bool)
-        for _ in range(11):
+        for _ in range(windows.steps_for_all(100, SIZE)):
             out = select(acc, state)
             state = out[1]
             seen[check(out, acc, 100)] = True
@@ -305,7 +305,7 @@ class TestThreshold:
         residual, state = selection.hard_vector("normal", SIZE), selector.init(SIZE)
         fixed, seen = residual.copy(), np.zeros(SIZE, bool)
         passing = selection.passing(fixed, 0.5)
-        for _ in range(math.ceil(len(passing) / 100)):
+        for _ in range(windows.steps_for_all(100, len(passing))):
             out = select(fixed, state)
             state = out[1]
             seen[check(out, fixed, 100)] = True

@@ -14,6 +14,7 @@ from sparse_collectives.allreduce.ok_topk import (
     _split_reduce,
 )
 from tests.reference import ok_topk as oracle
+from tests.reference import windows
 from tests.sparse_collectives import helpers
 
 
@@ -144,7 +145,8 @@ def test_in_a_full_block_other_entries_wait_at_each_step():
     allreduce = sc.allreduce.ok_topk(density=density, slack=1.0, repartition_period=1000)
     state = allreduce.init(size, workers)
     delivered = np.zeros(size, bool)
-    for _ in range(8):
+    # Ten slots for the 40 entries of each worker.
+    for _ in range(windows.steps_for_all(10, 40)):
         frozen = state._replace(
             boundaries=jnp.asarray([0, 100, 200, 300, 400], jnp.int32), crowded=jnp.bool_(False)
         )

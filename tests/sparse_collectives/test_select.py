@@ -14,7 +14,7 @@ from jax import lax
 import sparse_collectives as sc
 from sparse_collectives._coo import kth_magnitude
 from tests import jax_internals
-from tests.reference import selection
+from tests.reference import selection, windows
 
 SMALL = 1000
 # Above kth_magnitude.DIRECT_SIZE: the selection among candidates.
@@ -370,13 +370,14 @@ class TestThresholdReuse:
         assert info.overflow == max(0, passed - math.ceil((1 + headroom) * K))
 
     def test_each_overflowing_entry_gets_its_turn(self):
-        _, state, _ = select_reuse(servo=False)(normals(0), reuse(servo=False).init(SIZE))
+        options = {"servo": False, "period": 999}
+        _, state, _ = select_reuse(**options)(normals(0), reuse(**options).init(SIZE))
         acc = normals(1) * np.float32(3)
         seen = np.zeros(SIZE, bool)
         passed = selection.passing(acc, float(state.threshold))
         assert len(passed) > 4 * K
-        for _ in range(math.ceil(len(passed) / (1.25 * K))):
-            state, info, indices = check_reuse(select_reuse(servo=False)(acc, state), acc)
+        for _ in range(windows.steps_for_all(1.25 * K, len(passed))):
+            state, info, indices = check_reuse(select_reuse(**options)(acc, state), acc)
             assert len(indices) == 1.25 * K
             seen[indices] = True
         np.testing.assert_array_equal(np.flatnonzero(seen), passed)
@@ -388,7 +389,9 @@ class TestThresholdReuse:
         state = reuse(servo=servo).init(SIZE)
         largest = selection.passing(acc, float(np.abs(acc).max()))
         seen = np.zeros(SIZE, bool)
-        for step in range(2 * math.ceil(len(largest) / (1.25 * K))):
+        # At some steps as few as K / 2 have a slot.
+        enough = windows.steps_for_all(K / 2, max(K, len(largest)))
+        for step in range(enough):
             state, info, indices = check_reuse(select_reuse(servo=servo)(acc, state), acc)
             assert info.selected >= K / 2, f"step {step}"
             seen[indices] = True

@@ -38,7 +38,7 @@ def split(coo: PaddedCOO, boundaries: jax.Array, capacity: int, turn: jax.Array)
       coo: the selection, c slots.
       boundaries: ``i32[P + 1]``.
       capacity: slots of a block.
-      turn: ``i32[]``, the step: in a region with more entries than slots the ones
+      turn: ``u32[]``, from :func:`._step.turn`: in a region with more entries than slots the ones
         that wait change from step to step.
     """
     edges = jnp.searchsorted(coo.indices, boundaries).astype(jnp.int32)
@@ -110,7 +110,7 @@ def bounded(coo: PaddedCOO, capacity: int, turn: jax.Array) -> tuple[PaddedCOO, 
     Args:
       coo: ascending, padding last, c slots.
       capacity: slots; with c or more everything fits, and nothing is computed.
-      turn: ``i32[]``, the step: which entries are left changes from step to step.
+      turn: ``u32[]``, from :func:`._step.turn`: which entries are left changes from step to step.
 
     Returns:
       Two PaddedCOOs, of ``min(c, capacity)`` and of ``max(0, c - capacity)`` slots.

@@ -26,7 +26,7 @@ def dense_words(codec: Codec, length: int, dtype) -> int:
 
 def useful_words(words: jax.Array | float, entries: jax.Array, slots: int) -> jax.Array:
     """What of so many words sent is no padding, ``f32[]``, with ``entries`` in ``slots``."""
-    return jnp.float32(words) * entries.astype(jnp.float32) / max(1, slots)
+    return jnp.float32(words) * entries.astype(jnp.float32) / float(max(1, slots))
 
 
 def to_others(sent: jax.Array, me: jax.Array) -> jax.Array:

@@ -25,6 +25,16 @@ def init(size: int, axis_size: int) -> StepState:
     return StepState(count=jnp.zeros((), jnp.int32))
 
 
+def turn(count: jax.Array, stage: int) -> jax.Array:
+    """Which entries wait, in a stage of step ``count i32[]``: ``u32[]``, for windows.
+
+    Unlike any seed, and another one for each stage: a window that depended on the one
+    before it, or on what a codec leaves out, could leave out the same entry for ever.
+    The same on every worker, so that of an index that all have all parts go together.
+    """
+    return _hash.combine(count, stage, -1)
+
+
 def seed(state: StepState, stage: int, sender: jax.Array | int) -> jax.Array:
     """The seed of a message, ``u32[]``: another one for each step, stage and sender.
 

@@ -130,7 +130,7 @@ def balance(
       seed: ``u32[]``, for the codec.
       mode: ``'auto'``: by ``branch``; ``'always'``: everything by rank; ``'never'``: each
         worker takes of its own what fits.
-      turn: ``i32[]``, the step: with ``'never'``, which entries do not fit changes.
+      turn: ``u32[]``, from :func:`._step.turn`: with ``'never'``, which entries do not fit changes.
     """
     workers, capacity = plan.workers, plan.capacity
     me = transport.axis_index(axis)

@@ -11,7 +11,7 @@ from sparse_collectives import _hash, _validation, _volumes, padded_coo, transpo
 from sparse_collectives._coo import _bits, compaction
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce._parts import _messages
+from sparse_collectives.allreduce._parts import _messages, _range, _step
 from sparse_collectives.allreduce.ok_topk import (
     _balance,
     _gather,
@@ -135,6 +135,7 @@ def ok_topk(
             crowded=jnp.ones((), jnp.bool_),
         )
 
+    @_range.sums_in_range(exact=chosen_codec.exact)
     def reduce(coo: PaddedCOO, state: OkTopkState, *, axis: AxisName):
         workers = transport.axis_size(axis)
         _check_state(state, coo, workers)
@@ -175,7 +176,7 @@ def ok_topk(
                 reduced, sent, error, exchanged = _split_reduce.split_and_reduce(
                     coo,
                     boundaries,
-                    state.count,
+                    _step.turn(state.count, 0),
                     axis=axis,
                     codec=codec,
                     seed=seed(0),
@@ -215,7 +216,7 @@ def ok_topk(
                 codec=codec,
                 seed=seed(1),
                 mode=balance,
-                turn=state.count,
+                turn=_step.turn(state.count, 1),
             )
         with jax.named_scope("ok_topk/allgather"):
             gathered = _gather.gather(balanced.entries, axis=axis, codec=codec, seed=seed(2))

@@ -1,0 +1,79 @@
+"""Sums of finite numbers that stay finite.
+
+Each worker sends of an entry at most its share of the range of the dtype, and keeps the
+rest for the next step. No sum of what P workers send can then overflow, in whatever
+order and in however many parts it is made: nothing has to be checked on the way, no
+partial sum that is infinite can end in a residual, and it holds for a ``psum`` too.
+
+The share is a power of two. So what is sent and what is kept are exact, and add up to
+what there was. Only magnitudes above 1.7e38 / P are cut (float32 and bfloat16; float16:
+32768 / P), which are on their way to an overflow in any case; they are delivered over
+several steps. Infinities and NaN are sent as they are, to be seen.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+
+from sparse_collectives import transport
+from sparse_collectives._coo import _bits
+from sparse_collectives._types import AxisName, State
+from sparse_collectives.padded_coo import PaddedCOO
+
+_INFINITY_BITS = 0x7F800000
+# Rounding to a level of a coarse code can make a value larger: with ``qsgd(bits=2,
+# norm="l2")`` by the square root of its bucket, each time that it is encoded.
+_LOSSY_MARGIN = 16
+
+
+def largest_share(dtype, workers: int, *, exact: bool = True) -> float:
+    """The largest magnitude that each of P workers may add to a sum, a power of two.
+
+    P of them make at most half of the largest finite number.
+
+    Args:
+      dtype: of the values.
+      workers: P.
+      exact: whether the values arrive as they were sent. If not, a 2^16th of it, except
+        in float16, which does not have that much room to give away.
+    """
+    highest = int(jnp.finfo(dtype).maxexp) - 1
+    if not exact and jnp.finfo(dtype).maxexp > 2 * _LOSSY_MARGIN:
+        highest -= _LOSSY_MARGIN
+    return 2.0 ** (highest - (workers - 1).bit_length())
+
+
+def sums_in_range(*, exact: bool = True) -> Callable[[Callable], Callable]:
+    """A decorator for ``reduce`` of an allreduce that adds: entries are cut to their share.
+
+    What is cut off is in ``undelivered``. Cost: a few operations for each slot. One
+    worker adds nothing, and its entries are left alone.
+
+    Args:
+      exact: as of :func:`largest_share`.
+    """
+
+    def decorate(reduce: Callable) -> Callable:
+        @functools.wraps(reduce)
+        def cut_and_reduce(coo: PaddedCOO, state: State, *, axis: AxisName):
+            workers = transport.axis_size(axis)
+            if workers == 1:
+                return reduce(coo, state, axis=axis)
+            share = np.float32(largest_share(coo.values.dtype, workers, exact=exact))
+            bits = _bits.magnitude_bits(coo.values)
+            too_large = (bits > int(share.view(np.int32))) & (bits < _INFINITY_BITS)
+            cut = jnp.copysign(share.astype(coo.values.dtype), coo.values)
+            sent = jnp.where(too_large, cut, coo.values)
+            rest = jnp.where(too_large, coo.values - sent, 0)
+            total, undelivered, state, info = reduce(
+                PaddedCOO(sent, coo.indices, coo.size), state, axis=axis
+            )
+            # Not a sum for all slots: it would flush subnormals on some platforms.
+            slots = jnp.where(too_large, undelivered.slots + rest, undelivered.slots)
+            return total, undelivered._replace(slots=slots), state, info
+
+        return cut_and_reduce
+
+    return decorate

@@ -1,0 +1,126 @@
+"""Sums of finite numbers are finite, and nothing is lost where they would not have been."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparse_collectives as sc
+from sparse_collectives.allreduce._parts import _range
+from tests.sparse_collectives import helpers
+
+SIZE, DENSITY = 48, 0.25
+SELECTOR = sc.select.topk(density=DENSITY)
+
+
+def allreduces(codec):
+    return {
+        "ok_topk": sc.allreduce.ok_topk(density=DENSITY, codec=codec),
+        "topk_a": sc.allreduce.topk_a(codec=codec),
+        "gtopk": sc.allreduce.gtopk(density=DENSITY, codec=codec),
+        "ssar_recursive_double": sc.allreduce.ssar_recursive_double(codec=codec),
+        "ssar_recursive_double, bounded": sc.allreduce.ssar_recursive_double(
+            capacity=4, codec=codec
+        ),
+        "ssar_split_allgather": sc.allreduce.ssar_split_allgather(codec=codec),
+        "dsar_split_allgather": sc.allreduce.dsar_split_allgather(codec=codec),
+        "ring_sparse": sc.allreduce.ring_sparse(slack=1.0, fill=1.0, codec=codec),
+        "sparse_allgather": sc.allreduce.sparse_allgather(codec=codec),
+    }
+
+
+CODECS = {
+    "raw": None,
+    "bf16": sc.wire.bf16(),
+    "narrow16": sc.wire.narrow16(),
+    "narrow8": sc.wire.narrow8(),
+    "qsgd": sc.wire.qsgd(),
+    "qsgd, 2 bits, l2": sc.wire.qsgd(bits=2, norm="l2"),
+}
+CASES = {
+    f"{name}, {codec}": allreduce
+    for codec, made in CODECS.items()
+    for name, allreduce in allreduces(made).items()
+}
+CASES |= {
+    "dense": sc.allreduce.dense(),
+    "dense_bucketed": sc.allreduce.dense_bucketed(buckets=3),
+}
+QUICK = ("gtopk, raw", "ssar_recursive_double, bounded, raw", "ring_sparse, raw", "dense")
+
+
+def extremes(dtype, workers):
+    """Numbers near the largest finite one, many of one sign at one index."""
+    largest = float(jnp.finfo(dtype).max)
+    rng = np.random.default_rng(workers)
+    acc = rng.choice([1, -1, 0.9, 0.6, -0.3, 1e-3, 0], (workers, SIZE)) * largest
+    acc[:, ::4] = np.abs(acc[:, ::4])
+    return np.asarray(jnp.asarray(acc, dtype))
+
+
+def steps(allreduce, acc, number):
+    """``(total, residual)`` of each step, in float64."""
+    workers, dtype = acc.shape[0], acc.dtype
+    state, guess = allreduce.init(SIZE, workers), np.zeros(workers, np.float32)
+    for _ in range(number):
+        out = helpers.simulated_step(SELECTOR, allreduce, workers)(acc, guess, state)
+        state = jax.tree.map(lambda x: x[0], out["allreduce_state"])
+        kept = np.zeros((workers, SIZE + 1))
+        indices = np.asarray(out["kept"].indices)
+        values = np.asarray(out["kept"].values).astype(np.float64)
+        np.add.at(kept, (np.arange(workers)[:, None], indices), values)
+        before = acc.astype(np.float64)
+        residual = before - np.asarray(out["sent"]).astype(np.float64) + kept[:, :-1]
+        total = np.asarray(out["total"]).astype(np.float64)
+        assert (total == total[0]).all()
+        yield before, total[0], residual
+        # A dropped sum may find an entry of its own: what is added up here may be larger.
+        largest = float(jnp.finfo(dtype).max)
+        acc = np.asarray(jnp.asarray(np.clip(residual, -largest, largest), dtype))
+
+
+def all_cases():
+    for name in CASES:
+        for workers in (4, 7):
+            for dtype in ("float32", "bfloat16", "float16"):
+                quick = name in QUICK and workers == 4 and dtype == "float32"
+                marks = () if quick else pytest.mark.slow
+                yield pytest.param(name, workers, dtype, marks=marks)
+
+
+@pytest.mark.parametrize(("name", "workers", "dtype"), list(all_cases()))
+def test_sums_are_finite_and_nothing_is_lost(name, workers, dtype):
+    epsilon = float(jnp.finfo(dtype).eps)
+    for before, total, residual in steps(CASES[name], extremes(dtype, workers), 3):
+        assert np.isfinite(total).all()
+        assert np.isfinite(residual).all()
+        assert (total != 0).any()
+        np.testing.assert_allclose(
+            total + residual.sum(0),
+            before.sum(0),
+            rtol=0,
+            atol=workers**2 * epsilon * np.abs(before).max(),
+        )
+
+
+@pytest.mark.parametrize("name", ["topk_a, raw", "gtopk, raw", "dense"])
+def test_what_is_not_finite_is_passed_on(name):
+    acc = np.zeros((3, SIZE), np.float32)
+    acc[0, 3], acc[1, 5], acc[2, 7] = np.inf, -np.inf, np.nan
+    guess, state = np.zeros(3, np.float32), CASES[name].init(SIZE, 3)
+    out = helpers.simulated_step(SELECTOR, CASES[name], 3)(acc, guess, state)
+    np.testing.assert_array_equal(out["total"][0, jnp.array([3, 5, 7])], [np.inf, -np.inf, np.nan])
+    assert not helpers.added_up(out["kept"]).any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("workers", [2, 3, 64, 1000])
+@pytest.mark.parametrize("exact", [True, False])
+def test_what_is_cut_off_is_exact(workers, dtype, exact):
+    share = _range.largest_share(dtype, workers, exact=exact)
+    largest = float(jnp.finfo(dtype).max)
+    assert workers * share <= largest / 2 * (1 + 1e-2)
+    values = np.asarray(jnp.asarray(share * 2.0 ** np.linspace(0, 8, 999), dtype))
+    values = values[np.isfinite(values.astype(np.float32))]
+    rest = (values - np.asarray(share, values.dtype)).astype(np.float64)
+    np.testing.assert_array_equal(rest + share, values.astype(np.float64))
