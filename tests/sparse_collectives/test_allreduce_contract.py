@@ -19,8 +19,8 @@ STEPS = 4
 ALLREDUCES = {
     "dense": (sc.allreduce.dense(), True),
     "ok_topk": (sc.allreduce.ok_topk(density=DENSITY), False),
-    "ok_topk rotation, bucket 2": (
-        sc.allreduce.ok_topk(density=DENSITY, schedule="rotation", bucket_size=2),
+    "ok_topk rotation, 2 messages in flight": (
+        sc.allreduce.ok_topk(density=DENSITY, schedule="rotation", messages_in_flight=2),
         False,
     ),
     "ok_topk all_to_all": (

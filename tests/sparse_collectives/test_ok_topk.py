@@ -10,6 +10,7 @@ import pytest
 import sparse_collectives as sc
 from sparse_collectives.allreduce.ok_topk import (
     _global_selection,
+    _plan,
     _regions,
     _split_reduce,
 )
@@ -92,12 +93,12 @@ def test_delivers_exactly_k_or_all_nonzeros(workers):
             assert delivered == min(15, nonzeros), name
 
 
-def test_schedules_and_bucket_sizes_give_the_same_bits():
+def test_schedules_and_messages_in_flight_give_the_same_bits():
     workers = 5
     acc = helpers.hard_accumulators(workers, 403)["normal"]
     reference = reduced(acc, 0.05, schedule="all_to_all")
-    for bucket_size in (1, 2, 100):
-        out = reduced(acc, 0.05, schedule="rotation", bucket_size=bucket_size)
+    for messages_in_flight in (1, 2, 100):
+        out = reduced(acc, 0.05, schedule="rotation", messages_in_flight=messages_in_flight)
         for name in ("total", "kept"):
             np.testing.assert_array_equal(out[name], reference[name])
 
@@ -187,20 +188,39 @@ def test_local_boundaries_split_the_selection_evenly(workers):
     assert counts.max() - counts.min() <= 1
 
 
-def test_consensus_is_the_mean_of_the_local_boundaries():
-    workers, size = 3, 900
+@pytest.mark.parametrize(
+    ("workers", "size"), [(3, 900), (7, 2**31 - 1), (256, 85_002), (256, 2**31 - 1)]
+)
+def test_consensus_is_the_mean_of_the_local_boundaries(workers, size):
     rng = np.random.default_rng(2)
-    indices = np.sort(
-        np.stack([rng.choice(size, 90, replace=False) for _ in range(workers)]), axis=1
-    ).astype(np.int32)
+    indices = np.sort(rng.integers(size - size // 3, size, (workers, 600)), axis=1).astype(np.int32)
 
     def agree(indices):
-        coo = sc.PaddedCOO(jnp.zeros(90), indices, size)
+        coo = sc.PaddedCOO(jnp.zeros(600), indices, size)
         return _regions.consensus(coo, workers, "workers"), _regions.local_boundaries(coo, workers)
 
     agreed, local = sc.simulate(agree, axis_size=workers)(indices)
     assert (np.asarray(agreed) == np.asarray(agreed)[0]).all()
-    assert np.abs(np.asarray(agreed)[0] - np.asarray(local).mean(axis=0)).max() <= workers
+    exact = np.asarray(local, np.int64).sum(axis=0) // workers
+    np.testing.assert_array_equal(np.asarray(agreed)[0], exact)
+
+
+def test_the_last_region_has_its_share():
+    """Cuts that are all rounded down move P / 2 places to the left, and the last region grows."""
+    workers, size = 256, 85_002
+    rng = np.random.default_rng(3)
+    indices = np.stack([np.sort(rng.choice(size, 8500, False)) for _ in range(workers)])
+    indices = indices.astype(np.int32)
+
+    def agree(indices):
+        coo = sc.PaddedCOO(jnp.zeros(8500), indices, size)
+        return _regions.consensus(coo, workers, "workers")
+
+    boundaries = np.asarray(sc.simulate(agree, axis_size=workers)(indices)[0])
+    counts = np.histogram(indices, boundaries)[0] / indices.size * workers
+    # 8500 / 256 = 33 entries of each of 256 workers: a spread of about 1 %.
+    assert 0.95 < counts[0] < 1.05
+    assert 0.95 < counts[-1] < 1.05
 
 
 def test_an_empty_selection_has_regions_of_equal_width():
@@ -215,7 +235,7 @@ def test_rotation_has_each_worker_receive_from_one_other_at_a_time():
     jaxpr = str(
         jax.make_jaxpr(
             lambda x: jnp.concatenate(
-                list(_split_reduce.exchange(x, "w", schedule="rotation", bucket_size=2))
+                list(_split_reduce.send_blocks(x, "w", schedule="rotation", messages_in_flight=2))
             ),
             axis_env=[("w", 4)],
         )(jnp.zeros((4, 6), jnp.int32))
@@ -251,7 +271,7 @@ def test_reduce_blocks_adds_common_indices():
 
 @pytest.mark.parametrize("k", [1, 37, 2000, 70_000])
 def test_digits_cover_all_bits_within_their_share(k):
-    digits = _global_selection.digits(k)
+    digits = _plan.digits(k)
     top = 31
     for shift, width in digits:
         assert shift + width == top
@@ -299,7 +319,7 @@ def test_global_threshold_with_fewer_than_k_nonzeros_is_the_smallest():
         ({"density": 0.1, "repartition_period": 0}, "repartition_period must be an integer"),
         ({"density": 0.1, "global_period": 1.5}, "global_period must be an integer"),
         ({"density": 0.1, "schedule": "ring"}, "'rotation', 'all_to_all'"),
-        ({"density": 0.1, "bucket_size": 0}, "bucket_size must be an integer"),
+        ({"density": 0.1, "messages_in_flight": 0}, "messages_in_flight must be an integer"),
     ],
 )
 def test_bad_arguments_are_named(options, message):

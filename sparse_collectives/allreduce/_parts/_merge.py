@@ -47,7 +47,7 @@ def split(coo: PaddedCOO, boundaries: jax.Array, capacity: int, turn: jax.Array)
     rank = compaction.windowed_rank(slot[None], counts, capacity, turn)
     source = jnp.where(slot[None] < counts, start + rank, coo.capacity)
     sent = jnp.zeros((coo.capacity,), jnp.bool_).at[source.reshape(-1)].set(True, mode="drop")
-    return Blocks(_take(coo, source), sent, source)
+    return Blocks(take(coo, source), sent, source)
 
 
 def reduce_blocks(
@@ -127,7 +127,7 @@ def bounded(coo: PaddedCOO, capacity: int, turn: jax.Array) -> tuple[PaddedCOO, 
     around = jnp.where(place < rank[0], place, place + capacity)
     left = jnp.where(wrapped > 0, place + wrapped, around)
     left = jnp.where(place < count - capacity, left, coo.capacity)
-    return _take(coo, source), _take(coo, left)
+    return take(coo, source), take(coo, left)
 
 
 def concatenate(parts: Sequence[PaddedCOO]) -> PaddedCOO:
@@ -148,7 +148,7 @@ def only_where(condition: jax.Array, coo: PaddedCOO) -> PaddedCOO:
     )
 
 
-def _take(coo: PaddedCOO, source: jax.Array) -> PaddedCOO:
+def take(coo: PaddedCOO, source: jax.Array) -> PaddedCOO:
     """The given slots of ``coo``; slots past its capacity give padding."""
     values = coo.values.at[source].get(mode="fill", fill_value=0)
     indices = coo.indices.at[source].get(mode="fill", fill_value=coo.size)

@@ -1,5 +1,8 @@
 """How long a message is, and what of its entries the receivers will not see."""
 
+import functools
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -27,6 +30,39 @@ def dense_words(codec: Codec, length: int, dtype) -> int:
 def useful_words(words: jax.Array | float, entries: jax.Array, slots: int) -> jax.Array:
     """What of so many words sent is no padding, ``f32[]``, with ``entries`` in ``slots``."""
     return jnp.float32(words) * entries.astype(jnp.float32) / max(1, slots)
+
+
+class Words(NamedTuple):
+    """What an exchange moves, in words of 4 bytes.
+
+    Attributes:
+      received: ``f32[]``, by each worker, padding included; equal on all workers.
+      useful: ``f32[]``, sent by this worker, without padding.
+    """
+
+    received: jax.Array
+    useful: jax.Array
+
+
+def no_words() -> Words:
+    """Of no exchange."""
+    return Words(jnp.float32(0), jnp.float32(0))
+
+
+def words_in_full(received: jax.Array | float) -> Words:
+    """Of messages without padding."""
+    words = jnp.asarray(received, jnp.float32)
+    return Words(words, words)
+
+
+def words_of_pairs(received: float, entries: jax.Array, slots: int) -> Words:
+    """Of messages of value-index pairs: this worker sent ``entries`` in ``slots``."""
+    return Words(jnp.float32(received), useful_words(received, entries, slots))
+
+
+def words_in_all(*parts: Words) -> Words:
+    """Of several exchanges together."""
+    return functools.reduce(lambda a, b: Words(a.received + b.received, a.useful + b.useful), parts)
 
 
 def to_others(sent: jax.Array, me: jax.Array) -> jax.Array:

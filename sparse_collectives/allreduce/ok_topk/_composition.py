@@ -5,16 +5,17 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from sparse_collectives import _hash, _validation, _volumes, padded_coo, transport, wire
+from sparse_collectives import _hash, _validation, transport, wire
 from sparse_collectives._coo import _bits, compaction
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
 from sparse_collectives.allreduce._parts import _messages
+from sparse_collectives.allreduce._parts._merge import split
 from sparse_collectives.allreduce.ok_topk import (
     _balance,
     _gather,
     _global_selection,
+    _plan,
     _regions,
     _split_reduce,
     _undelivered,
@@ -46,11 +47,11 @@ class OkTopkState(NamedTuple):
 def ok_topk(
     *,
     density: float,
-    repartition_period: int = 64,
+    repartition_period: int = _plan.REPARTITION_PERIOD,
     global_period: int = 1,
-    slack: float = 1.25,
+    slack: float = _plan.SLACK,
     schedule: str = "auto",
-    bucket_size: int = 4,
+    messages_in_flight: int = 4,
     regions: str = "balanced",
     balance: str = "auto",
     codec: Codec | None = None,
@@ -73,8 +74,8 @@ def ok_topk(
     Args:
       density: k / n of the result, in (0, 1].
       repartition_period: tau, steps between two repartitions of the index space.
-        Deviation from the paper: a step on which more than an eighth of the
-        entries found no slot brings the next one forward.
+        Deviation from the paper: after a step on which more than an eighth of the
+        entries found no slot, the next one comes at once.
       global_period: tau', steps between two evaluations of the exact global
         threshold. 1, the default, selects exactly min(k, nonzeros) entries at
         every step; larger values reuse the threshold as the paper does, corrected
@@ -86,7 +87,7 @@ def ok_topk(
       schedule: ``'rotation'`` (one message for each distance on the ring, in
         buckets), ``'all_to_all'`` (one collective), or ``'auto'``: rotation for
         up to 16 workers. The result has the same bits.
-      bucket_size: messages of a rotation that may be in flight together.
+      messages_in_flight: messages of a rotation that may be under way together.
       regions: ``'balanced'`` (the paper: boundaries that follow the selections), or,
         to compare with, ``'equal'``: of equal width, never cut anew. Entries then
         overflow where selections are uneven.
@@ -96,8 +97,8 @@ def ok_topk(
         delivered, counts as overflow of that worker, and stays with all who
         contributed to it; which entries those are changes from step to step.
       codec: encoding of the messages, from :mod:`sparse_collectives.wire`; exact by
-        default. What a lossy one loses is in ``undelivered``: the error of an entry
-        with its worker, and that of a sum with the worker that sent it on. A
+        default. What a lossy one rounds away is in ``undelivered``: the error of an
+        entry with its worker, and that of a sum with the worker that sent it on. A
         worker's own region, and a single worker's selection, are not encoded.
 
     Returns:
@@ -118,7 +119,7 @@ def ok_topk(
     global_period = _validation.check_positive_int("global_period", global_period)
     slack = _validation.check_number("slack", slack, 1.0, math.inf)
     schedule = _validation.check_choice("schedule", schedule, ("auto", "rotation", "all_to_all"))
-    bucket_size = _validation.check_positive_int("bucket_size", bucket_size)
+    messages_in_flight = _validation.check_positive_int("messages_in_flight", messages_in_flight)
     regions = _validation.check_choice("regions", regions, ("balanced", "equal"))
     balance = _validation.check_choice("balance", balance, ("auto", "always", "never"))
     chosen_codec = wire.raw() if codec is None else codec
@@ -138,68 +139,56 @@ def ok_topk(
         workers = transport.axis_size(axis)
         _check_state(state, coo, workers)
         k = _validation.count_from_density(density, coo.size)
-        gain = 1 / max(math.log(coo.size / k), 1.0)
-        plan = _balance.make_plan(k, workers, slack)
-        # Between one worker and itself nothing has to be encoded.
+        plan = _plan.make_plan(k, workers, slack, selected=coo.capacity)
+        # A single worker sends nothing, so nothing has to be encoded.
         codec = chosen_codec if workers > 1 else wire.raw()
-        block_capacity = coo.capacity
-        if slack < workers:
-            block_capacity = min(block_capacity, math.ceil(slack * k / workers))
 
         def pair_words(slots: int) -> int:
-            message = padded_coo.empty(coo.size, slots, coo.values.dtype)
-            return jax.eval_shape(codec.encode, message, jnp.uint32(0)).message.size
+            return _messages.pair_words(codec, slots, coo.size, coo.values.dtype)
+
+        exchanges = _plan.exchanges(plan, pair_words, balance)
 
         def seed(phase: int) -> jax.Array:
             # Errors of different workers and steps don't add up if they are independent.
             return _hash.combine(state.count, phase, transport.axis_index(axis))
 
         # Lines 5 to 7: agree on the regions.
-        repartition, boundaries = jnp.zeros((), jnp.bool_), state.boundaries
+        boundaries, consensus_words = state.boundaries, _messages.no_words()
         if regions == "balanced":
             with jax.named_scope(f"ok_topk/repartition.every{repartition_period}"):
-                repartition = (state.count % repartition_period == 0) | state.crowded
-                boundaries = lax.cond(
-                    repartition,
-                    lambda: _regions.consensus(coo, workers, axis),
-                    lambda: state.boundaries,
+                boundaries, consensus_words = _regions.agree(
+                    coo,
+                    state.boundaries,
+                    (state.count % repartition_period == 0) | state.crowded,
+                    exchanges.consensus,
+                    axis,
                 )
 
         # Line 8: each region's entries to its owner.
         with jax.named_scope("ok_topk/split_reduce"):
-            if workers == 1:
-                reduced, sent, error = coo, coo.indices < coo.size, None
-                exchanged = jnp.zeros((), jnp.int32)
-            else:
-                reduced, sent, error, exchanged = _split_reduce.split_and_reduce(
-                    coo,
-                    boundaries,
-                    state.count,
-                    axis=axis,
-                    codec=codec,
-                    seed=seed(0),
-                    capacity=block_capacity,
-                    schedule=_schedule_for(schedule, workers),
-                    bucket_size=bucket_size,
-                )
-        overflow = coo.count() - jnp.sum(sent, dtype=jnp.int32)
+            reduced = _split_reduce.split_and_reduce(
+                coo,
+                lambda coo: split(coo, boundaries, plan.split_slots, state.count),
+                axis=axis,
+                codec=codec,
+                seed=seed(0),
+                exchange=exchanges.split,
+                schedule=_schedule_for(schedule, workers),
+                messages_in_flight=messages_in_flight,
+            )
+        overflow = coo.count() - jnp.sum(reduced.sent, dtype=jnp.int32)
 
         # Lines 9 to 12: the global threshold.
-        bits = _global_selection.deliverable_bits(reduced)
-        evaluate = (state.count % global_period == 0) | (state.threshold <= 0)
+        bits = _global_selection.deliverable_bits(reduced.entries)
         with jax.named_scope(f"ok_topk/global_threshold.every{global_period}"):
-            if global_period == 1:
-                threshold_bits = _global_selection.global_threshold(bits, k, axis)
-            else:
-                threshold_bits = lax.cond(
-                    evaluate,
-                    lambda: _global_selection.global_threshold(bits, k, axis),
-                    lambda: _bits.magnitude_bits(state.threshold),
-                )
+            threshold_bits, threshold_words = _global_selection.current_threshold(
+                bits, k, state.threshold, global_period, state.count, exchanges.threshold, axis
+            )
         with jax.named_scope("ok_topk/global_selection"):
             selection = _global_selection.select_global(bits, threshold_bits, k, overflow, axis)
+            counts_words = _messages.words_in_full(exchanges.counts.received(workers))
         mine, _ = compaction.compact_mask(
-            reduced, selection.mask, capacity=min(k, reduced.capacity)
+            reduced.entries, selection.mask, capacity=min(k, reduced.entries.capacity)
         )
 
         # Line 13: spread them evenly, then let everyone have them.
@@ -213,58 +202,57 @@ def ok_topk(
                 axis=axis,
                 codec=codec,
                 seed=seed(1),
+                exchanges=exchanges.balance,
                 mode=balance,
                 turn=state.count,
             )
         with jax.named_scope("ok_topk/allgather"):
-            gathered = _gather.gather(balanced.entries, axis=axis, codec=codec, seed=seed(2))
+            gathered = _gather.gather(
+                balanced.entries, axis=axis, codec=codec, seed=seed(2), exchange=exchanges.gather
+            )
         total = gathered.total
 
         # Line 14: what was sent and is in the total is delivered, the rest is kept.
         later = [(mine, balanced.error), (balanced.entries, gathered.error)]
-        undelivered = _undelivered.undelivered(coo, sent, error, later, total)
+        undelivered = _undelivered.undelivered(coo, reduced.sent, reduced.error, later, total)
 
         threshold = _bits.magnitude_from_bits(threshold_bits)
-        ratio = jnp.clip(selection.passed / k, 1 / 16, 16.0)
         new_state = OkTopkState(
             count=state.count + 1,
             boundaries=boundaries,
-            threshold=threshold if global_period == 1 else threshold * ratio**gain,
+            threshold=_next_threshold(threshold, selection.passed, k, coo.size, global_period),
             # Over an eighth of all that could be sent.
             crowded=selection.overflow > workers * k / 8,
         )
-        always_full = (
-            jnp.where(repartition, _regions.words_received(workers), 0.0)
-            + jnp.where(evaluate, _global_selection.threshold_words(k, workers), 0.0)
-            + _global_selection.selection_words(workers)
-        )
-        split_words = _split_reduce.words_received(pair_words(block_capacity), workers)
-        moved_words = _balance.words_received(plan, pair_words, balance)
-        moved_words = jnp.asarray(moved_words, jnp.float32)[branch]
-        gather_words = _volumes.all_gather(pair_words(plan.capacity), workers)
-        words = always_full + split_words + moved_words + gather_words
-
-        # Of what this worker sent, what is no padding.
-        me = transport.axis_index(axis)
-        moved = jnp.stack(_balance.entries_sent(selection.quota, me, plan, balance))[branch]
-        moved_slots = jnp.asarray(_balance.slots_sent(plan, balance), jnp.float32)[branch]
-        entries = balanced.entries.count() - gathered.lost
-        useful = (
-            always_full
-            + _messages.useful_words(split_words, exchanged, (workers - 1) * block_capacity)
-            + moved_words * (moved - balanced.lost).astype(jnp.float32) / moved_slots
-            + _messages.useful_words(gather_words, entries, plan.capacity)
+        words = _messages.words_in_all(
+            consensus_words,
+            reduced.words,
+            threshold_words,
+            counts_words,
+            balanced.words,
+            gathered.words,
         )
         info = ReduceInfo(
             delivered=total.count(),
-            overflow=overflow + balanced.lost + gathered.lost,
+            overflow=overflow + balanced.unsent + gathered.unsent,
             threshold=threshold,
-            words=words.astype(jnp.float32),
-            useful=useful.astype(jnp.float32),
+            words=words.received,
+            useful=words.useful,
         )
         return total, undelivered, new_state, info
 
     return SparseAllreduce(init, reduce)
+
+
+def _next_threshold(
+    threshold: jax.Array, passed: jax.Array, k: int, size: int, period: int
+) -> jax.Array:
+    """What the next step reuses: the threshold, corrected by the count that it gave."""
+    if period == 1:
+        return threshold
+    gain = 1 / max(math.log(size / k), 1.0)
+    ratio = jnp.clip(passed / k, 1 / 16, 16.0)
+    return threshold * ratio**gain
 
 
 def _schedule_for(schedule: str, workers: int) -> str:
