@@ -200,14 +200,14 @@ def ok_topk(w: Workload, codec: MessageSizes) -> Estimate:
     """
     if w.workers == 1:
         return certain(Cost())
-    plan = _plan.make_plan(w.selected, w.workers, _plan.SLACK)
-    # Regions are cut anew as selections change, so a gap may be as long as n.
-    step = _plan.exchanges(plan, lambda slots: codec.pairs(slots, w.size))
+    plan = _plan.make_plan(w.size, w.selected, w.workers)
+    step = _plan.exchanges(plan, codec.pairs)
     fixed = Cost()
     for exchange in (step.split, *step.threshold, step.counts, step.gather):
         fixed += _cost_of(exchange, w.workers)
-    consensus, period = _cost_of(step.consensus, w.workers), _plan.REPARTITION_PERIOD
-    fixed += _even(consensus.messages / period, consensus.words / period)
+    if _plan.REGIONS == "balanced":
+        consensus, period = _cost_of(step.consensus, w.workers), _plan.REPARTITION_PERIOD
+        fixed += _even(consensus.messages / period, consensus.words / period)
     # Slots for all k: nothing is ever uneven.
     if plan.gather_slots >= plan.k:
         return certain(fixed)

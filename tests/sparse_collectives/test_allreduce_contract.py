@@ -28,9 +28,14 @@ ALLREDUCES = {
         False,
     ),
     "ok_topk, reused global threshold": (
-        sc.allreduce.ok_topk(density=DENSITY, global_period=3, repartition_period=2),
+        sc.allreduce.ok_topk(density=DENSITY, global_period=3),
         False,
     ),
+    "ok_topk, balanced regions": (
+        sc.allreduce.ok_topk(density=DENSITY, regions="balanced", repartition_period=2),
+        False,
+    ),
+    "ok_topk, equal regions": (sc.allreduce.ok_topk(density=DENSITY, regions="equal"), False),
     "ok_topk, no slack": (sc.allreduce.ok_topk(density=DENSITY, slack=1.0), False),
     "ssar_recursive_double": (sc.allreduce.ssar_recursive_double(), True),
     "ssar_split_allgather": (sc.allreduce.ssar_split_allgather(), False),
@@ -231,6 +236,7 @@ def test_sixteen_bit_values(name, dtype):
         "dense_bucketed",
         "ok_topk",
         "ok_topk, reused global threshold",
+        "ok_topk, balanced regions",
         "topk_a",
         "topk_a, lossy",
         "sparse_allgather",

@@ -133,9 +133,9 @@ def test_the_useful_words_of_ok_topk(workers, balance):
 
 def test_every_way_to_balance_counts_what_it_moves():
     # 12 entries of 4 workers; 4 slots each in the allgather, 3 by rank.
-    plan = _plan.make_plan(12, 4, 1.25)
+    plan = _plan.make_plan(100, 12, 4, regions="equal")
     assert (plan.gather_slots, plan.rank_slots) == (4, 3)
-    exchanges = _plan.exchanges(plan, lambda slots: 2 * slots).balance
+    exchanges = _plan.exchanges(plan, lambda slots, size: 2 * slots).balance
     counts = jnp.array([7, 0, 4, 1], jnp.int32)
     none = jnp.zeros((), jnp.int32)
     words = [_balance.words_of_branches(exchanges, counts, me, plan, none) for me in range(4)]

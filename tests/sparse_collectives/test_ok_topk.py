@@ -1,6 +1,7 @@
 """Ok-Topk against the oracle, and its phases one by one."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
+from sparse_collectives.allreduce._parts import _merge
 from sparse_collectives.allreduce.ok_topk import (
     _global_selection,
+    _hashed,
     _plan,
     _regions,
     _split_reduce,
@@ -142,7 +145,9 @@ def test_in_a_full_block_other_entries_wait_at_each_step():
     acc = np.zeros((workers, size), np.float32)
     acc[:, :40] = 1.0 + np.arange(40) / 100
     selector = sc.select.topk(density=density)
-    allreduce = sc.allreduce.ok_topk(density=density, slack=1.0, repartition_period=1000)
+    allreduce = sc.allreduce.ok_topk(
+        density=density, slack=1.0, regions="balanced", repartition_period=1000
+    )
     state = allreduce.init(size, workers)
     delivered = np.zeros(size, bool)
     for _ in range(8):
@@ -159,7 +164,8 @@ def test_in_a_full_block_other_entries_wait_at_each_step():
 def test_crowded_regions_are_cut_anew_before_their_period():
     workers, size = 8, 4000
     acc = helpers.hard_accumulators(workers, size)["one region"]
-    selector, allreduce = sc.select.topk(density=0.02), sc.allreduce.ok_topk(density=0.02)
+    selector = sc.select.topk(density=0.02)
+    allreduce = sc.allreduce.ok_topk(density=0.02, regions="balanced")
     even = allreduce.init(size, workers)
     # As in the middle of a period, with the mass moved away from the regions.
     state = even._replace(count=jnp.int32(5), crowded=jnp.bool_(False))
@@ -226,6 +232,101 @@ def test_the_last_region_has_its_share():
 def test_an_empty_selection_has_regions_of_equal_width():
     coo = sc.PaddedCOO(jnp.zeros(4), jnp.full(4, 100, jnp.int32), 100)
     assert _regions.local_boundaries(coo, 4).tolist() == [0, 25, 50, 75, 100]
+
+
+# Hashed regions.
+
+
+@pytest.mark.parametrize(
+    ("workers", "size"), [(1, 7), (3, 900), (4, 901), (8, 5), (16, 12_015), (7, 2**31 - 1)]
+)
+def test_positions_are_a_bijection(workers, size):
+    rng = np.random.default_rng(5)
+    indices = np.arange(size)
+    if size > 10**6:
+        indices = np.concatenate([np.sort(rng.choice(size, 5000)), [size - 2, size - 1]])
+    padded = jnp.asarray(np.append(indices, size), jnp.int32)
+    starts = np.asarray(_hashed.starts(size, workers))
+    for step in (0, 1, 2**31 - 1):
+        row, owner = _hashed.row_and_owner(padded, size, workers, jnp.int32(step))
+        width = -(-size // workers)
+        rows = sc.PaddedCOO(padded, jnp.where(padded < size, row, width), width)
+        positions = _hashed.to_positions(rows, size, workers, owner)
+        region = np.searchsorted(starts, np.asarray(positions.indices)[:-1], side="right") - 1
+        np.testing.assert_array_equal(region, np.asarray(owner)[:-1])
+        if size < 10**6:
+            np.testing.assert_array_equal(np.sort(positions.indices), np.arange(size + 1))
+            # Of each complete row every worker owns one index.
+            complete = np.asarray(owner)[: size // workers * workers].reshape(-1, workers)
+            assert (np.sort(complete, axis=1) == np.arange(workers)).all()
+        back = _hashed.to_indices(positions, workers, jnp.int32(step))
+        np.testing.assert_array_equal(back.indices, padded)
+
+
+def test_owners_change_from_step_to_step_and_have_equal_shares():
+    size, workers = 80_000, 8
+    indices = jnp.arange(size, dtype=jnp.int32)
+    owners = [
+        np.asarray(_hashed.row_and_owner(indices, size, workers, jnp.int32(step))[1])
+        for step in range(3)
+    ]
+    assert 0.11 < (owners[0] == owners[1]).mean() < 0.14
+    for owner in owners:
+        # A layer, every eighth index, a column of a matrix: m entries, with at most four
+        # times the spread of m throws of a die.
+        for part in (owner[3000:3800], owner[5::8], owner[7::1000]):
+            counts = np.bincount(part, minlength=workers)
+            assert np.abs(counts - part.size / workers).max() < 4 * np.sqrt(part.size / workers)
+
+
+@pytest.mark.parametrize("slots", [600, 2**21])
+def test_split_by_owner_keeps_the_order(slots):
+    """Also with so many slots that owner and slot do not fit one sort key."""
+    workers, count = 4000, slots - 100
+    rng = np.random.default_rng(6)
+    owner = np.append(rng.integers(0, 9, count), np.full(100, workers))
+    indices = np.append(np.arange(count), np.full(100, slots))
+    coo = sc.PaddedCOO(jnp.arange(slots, dtype=jnp.float32), jnp.asarray(indices, jnp.int32), slots)
+    blocks = _merge.split_by_owner(coo, jnp.asarray(owner, jnp.int32), workers, 50, jnp.int32(0))
+    for worker in range(10):
+        expected = np.flatnonzero(owner == worker)[:50]
+        padded = np.pad(expected, (0, 50 - len(expected)), constant_values=slots)
+        np.testing.assert_array_equal(np.asarray(blocks.coo.indices)[worker], padded)
+    assert np.asarray(blocks.sent).sum() == np.minimum(np.bincount(owner)[:9], 50).sum()
+
+
+def test_ties_go_to_the_first_owners_and_there_to_the_lowest_rows():
+    size, workers, k, step = 403, 5, 20, 3
+    allreduce = sc.allreduce.ok_topk(density=k / size, slack=math.inf)
+    state = allreduce.init(size, workers)._replace(count=jnp.int32(step))
+    acc = np.zeros((workers, size), np.float32)
+    acc[:, 7:207:5] = 2.0
+    acc[:, 8:24:5] = 3.0
+    out = helpers.run_once(sc.select.topk(density=44 / size), allreduce, acc, state)
+    turn = np.asarray(_hashed.row_and_owner(jnp.arange(size), size, workers, jnp.int32(step))[1])
+    expected = oracle.ok_topk_by_owner(acc.sum(axis=0), turn, k)
+    np.testing.assert_array_equal(np.asarray(out["total"])[0], expected)
+
+
+@pytest.mark.parametrize("workers", [2, 8])
+def test_workers_whose_mass_is_in_different_regions_do_not_crowd_any_owner(workers):
+    """Boundaries that are averaged over the workers leave most of this waiting at each step."""
+    size, density = 12_000, 0.02
+    k = round(density * size)
+    rng = np.random.default_rng(8)
+    selector, allreduce = sc.select.topk(density=density), sc.allreduce.ok_topk(density=density)
+    state, overflow, missing = allreduce.init(size, workers), [], []
+    for _ in range(5):
+        acc = np.zeros((workers, size), np.float32)
+        for worker, part in enumerate(np.array_split(np.arange(size), workers)):
+            acc[worker, part] = rng.standard_normal(part.size)
+        out = helpers.run_once(selector, allreduce, acc, state)
+        state = jax.tree.map(lambda x: x[0], out["allreduce_state"])
+        total, _ = oracle.training_step(acc, k)
+        overflow.append(np.sum(out["info"].overflow) / (k * workers))
+        missing.append(np.mean(np.asarray(out["total"])[0][total != 0] == 0))
+    assert np.mean(overflow) < 0.01
+    assert np.mean(missing) < 0.02
 
 
 # Split and reduce.

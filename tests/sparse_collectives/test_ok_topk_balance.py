@@ -36,8 +36,8 @@ _RING_FLOW = jax.jit(_balance.ring_flow)
 
 @functools.cache
 def _balancer(workers, k, slack, branch):
-    plan = _plan.make_plan(k, workers, slack)
-    exchanges = _plan.exchanges(plan, lambda slots: 2 * slots)
+    plan = _plan.make_plan(10_000, k, workers, regions="equal", slack=slack)
+    exchanges = _plan.exchanges(plan, lambda slots, size: 2 * slots)
 
     def run(values, indices, counts):
         entries = sc.PaddedCOO(values, indices, 10_000)

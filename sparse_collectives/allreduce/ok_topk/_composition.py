@@ -15,6 +15,7 @@ from sparse_collectives.allreduce.ok_topk import (
     _balance,
     _gather,
     _global_selection,
+    _hashed,
     _plan,
     _regions,
     _split_reduce,
@@ -32,10 +33,11 @@ class OkTopkState(NamedTuple):
 
     Attributes:
       count: ``i32[]``, steps taken.
-      boundaries: ``i32[P + 1]``, where the regions begin and end.
+      boundaries: ``i32[P + 1]``, where the regions begin and end; with hashed
+        regions in the order of the owners.
       threshold: ``f32[]``, the global threshold of the next step.
-      crowded: ``bool[]``, whether so many entries found no slot that the regions
-        are to be cut anew at the next step.
+      crowded: ``bool[]``, whether so many entries found no slot that balanced
+        regions are cut anew at the next step.
     """
 
     count: jax.Array
@@ -49,10 +51,10 @@ def ok_topk(
     density: float,
     repartition_period: int = _plan.REPARTITION_PERIOD,
     global_period: int = 1,
-    slack: float = _plan.SLACK,
+    slack: float | None = None,
     schedule: str = "auto",
     messages_in_flight: int = 4,
-    regions: str = "balanced",
+    regions: str = _plan.REGIONS,
     balance: str = "auto",
     codec: Codec | None = None,
 ) -> SparseAllreduce:
@@ -62,18 +64,20 @@ def ok_topk(
 
     Entries of a worker that are not in the total are in its ``undelivered``.
 
-    The words that each worker receives, padding and periodic work included, with
-    the default arguments: 2.5 k (P-1)/P in the split and reduce, 2.5 k (P-1)/P in
-    the allgather, at most 0.2 k (P-1)/P (but at least 248 (P-1)/P) for the global
-    threshold, and for the balancing nothing, up to k (P-1)/(2P), or in the extreme
-    2 k (P-1)/P. The paper's bound is 6 k (P-1)/P; the lower bound is 2 k (P-1)/P
-    (Theorem 3.1). Latency: P - 1 messages (one with ``schedule='all_to_all'``), the
-    allgather, up to one exchange of the balancing, and five to ten small
-    collectives.
+    The words that each worker receives, padding included, with the default
+    arguments and m = k / P: ``(2.1 + 4 / sqrt(m)) k (P-1)/P`` in the split and
+    reduce, and again in the allgather; at most 0.2 k (P-1)/P (but at least
+    248 (P-1)/P) for the global threshold; and for the balancing nothing or, where
+    chance made a region large, ``4 sqrt(m)``, in the extreme 2 k (P-1)/P. The
+    paper's bound of 6 k (P-1)/P holds from about m = 100 on; the lower bound is
+    2 k (P-1)/P (Theorem 3.1). Latency: P - 1 messages (one with
+    ``schedule='all_to_all'``), the allgather, up to one exchange of the balancing,
+    and five to ten small collectives.
 
     Args:
       density: k / n of the result, in (0, 1].
-      repartition_period: tau, steps between two repartitions of the index space.
+      repartition_period: tau, steps between two repartitions of the index space, with
+        ``regions='balanced'``.
         Deviation from the paper: after a step on which more than an eighth of the
         entries found no slot, the next one comes at once.
       global_period: tau', steps between two evaluations of the exact global
@@ -81,16 +85,21 @@ def ok_topk(
         every step; larger values reuse the threshold as the paper does, corrected
         by the count, and deliver at most k.
       slack: slots of a message as a multiple of its share k / P, at least 1; from P
-        on, or ``math.inf``, there is room for everything.
+        on, or ``math.inf``, there is room for everything. None: with hashed regions
+        1.05 times k / P and twice the square root of k / P, else 1.25 times k / P.
         Entries that find no slot stay with their worker, and which ones changes
         from step to step.
       schedule: ``'rotation'`` (one message for each distance on the ring, in
         buckets), ``'all_to_all'`` (one collective), or ``'auto'``: rotation for
         up to 16 workers. The result has the same bits.
       messages_in_flight: messages of a rotation that may be under way together.
-      regions: ``'balanced'`` (the paper: boundaries that follow the selections), or,
-        to compare with, ``'equal'``: of equal width, never cut anew. Entries then
-        overflow where selections are uneven.
+      regions: which worker owns which index. ``'hashed'``: of each P consecutive
+        indices every worker owns one, by a hash of their place and of the step, so
+        that no selection crowds an owner, however uneven it is and however much the
+        workers differ. ``'balanced'``: the paper's boundaries, which follow the mean
+        of the workers' selections; where the workers differ, entries overflow.
+        ``'equal'``, to compare with: of equal width, never cut anew; entries
+        overflow wherever selections are uneven.
       balance: ``'auto'`` (as little as the counts require), or, to compare with,
         ``'always'``: everything by its rank at every step, 2 k (P-1)/P words; or
         ``'never'``: what does not fit a worker's slots of the allgather is not
@@ -102,9 +111,10 @@ def ok_topk(
         worker's own region, and a single worker's selection, are not encoded.
 
     Returns:
-      A :class:`SparseAllreduce`; its total is a PaddedCOO with about ``slack *
-      k`` slots. With a lossy codec an index may occur up to three times in
-      ``undelivered``, and ``overflow`` also counts what the codec had no room for.
+      A :class:`SparseAllreduce`; its total is a PaddedCOO with the slots of all
+      workers' messages of the allgather, indices in no order. With a lossy codec an
+      index may occur up to three times in ``undelivered``, and ``overflow`` also
+      counts what the codec had no room for.
 
     Raises:
       ValueError: an argument out of its range; at ``reduce``, an axis that is not
@@ -117,10 +127,11 @@ def ok_topk(
     density = _validation.check_density(density)
     repartition_period = _validation.check_positive_int("repartition_period", repartition_period)
     global_period = _validation.check_positive_int("global_period", global_period)
-    slack = _validation.check_number("slack", slack, 1.0, math.inf)
+    if slack is not None:
+        slack = _validation.check_number("slack", slack, 1.0, math.inf)
     schedule = _validation.check_choice("schedule", schedule, ("auto", "rotation", "all_to_all"))
     messages_in_flight = _validation.check_positive_int("messages_in_flight", messages_in_flight)
-    regions = _validation.check_choice("regions", regions, ("balanced", "equal"))
+    regions = _validation.check_choice("regions", regions, ("hashed", "balanced", "equal"))
     balance = _validation.check_choice("balance", balance, ("auto", "always", "never"))
     chosen_codec = wire.raw() if codec is None else codec
 
@@ -129,7 +140,9 @@ def ok_topk(
         _validation.check_positive_int("axis_size", axis_size)
         return OkTopkState(
             count=jnp.zeros((), jnp.int32),
-            boundaries=_regions.equal_regions(size, axis_size),
+            boundaries=(_hashed.starts if regions == "hashed" else _regions.equal_regions)(
+                size, axis_size
+            ),
             threshold=jnp.zeros((), jnp.float32),
             # The first step cuts the regions, whatever its count.
             crowded=jnp.ones((), jnp.bool_),
@@ -139,12 +152,14 @@ def ok_topk(
         workers = transport.axis_size(axis)
         _check_state(state, coo, workers)
         k = _validation.count_from_density(density, coo.size)
-        plan = _plan.make_plan(k, workers, slack, selected=coo.capacity)
+        plan = _plan.make_plan(
+            coo.size, k, workers, regions=regions, slack=slack, selected=coo.capacity
+        )
         # A single worker sends nothing, so nothing has to be encoded.
         codec = chosen_codec if workers > 1 else wire.raw()
 
-        def pair_words(slots: int) -> int:
-            return _messages.pair_words(codec, slots, coo.size, coo.values.dtype)
+        def pair_words(slots: int, size: int) -> int:
+            return _messages.pair_words(codec, slots, size, coo.values.dtype)
 
         exchanges = _plan.exchanges(plan, pair_words, balance)
 
@@ -164,11 +179,16 @@ def ok_topk(
                     axis,
                 )
 
+        def cut(coo: PaddedCOO):
+            if regions == "hashed":
+                return _hashed.split(coo, workers, plan.split_slots, state.count, state.count)
+            return split(coo, boundaries, plan.split_slots, state.count)
+
         # Line 8: each region's entries to its owner.
         with jax.named_scope("ok_topk/split_reduce"):
             reduced = _split_reduce.split_and_reduce(
                 coo,
-                lambda coo: split(coo, boundaries, plan.split_slots, state.count),
+                cut,
                 axis=axis,
                 codec=codec,
                 seed=seed(0),
@@ -190,6 +210,9 @@ def ok_topk(
         mine, _ = compaction.compact_mask(
             reduced.entries, selection.mask, capacity=min(k, reduced.entries.capacity)
         )
+        if regions == "hashed":
+            me = transport.axis_index(axis)
+            mine = _hashed.to_positions(mine, coo.size, workers, me)
 
         # Line 13: spread them evenly, then let everyone have them.
         branch = _balance.choose_branch(selection.quota, plan, axis)
@@ -210,10 +233,13 @@ def ok_topk(
             gathered = _gather.gather(
                 balanced.entries, axis=axis, codec=codec, seed=seed(2), exchange=exchanges.gather
             )
-        total = gathered.total
 
         # Line 14: what was sent and is in the total is delivered, the rest is kept.
-        later = [(mine, balanced.error), (balanced.entries, gathered.error)]
+        held = (gathered.total, mine, balanced.entries)
+        if regions == "hashed":
+            held = [_hashed.to_indices(entries, workers, state.count) for entries in held]
+        total, mine, spread = held
+        later = [(mine, balanced.error), (spread, gathered.error)]
         undelivered = _undelivered.undelivered(coo, reduced.sent, reduced.error, later, total)
 
         threshold = _bits.magnitude_from_bits(threshold_bits)

@@ -11,8 +11,14 @@ from sparse_collectives import _volumes
 from sparse_collectives._coo import _bits
 
 # The defaults of the algorithm, which the cost model assumes.
-SLACK = 1.25
+REGIONS = "hashed"
 REPARTITION_PERIOD = 64
+# Slots as a multiple of the share k / P: regions that follow the data are uneven.
+_SLACK = 1.25
+# Hashed regions are as even as chance: slots for selections that are a little larger
+# than k, and for two standard deviations.
+_HASHED_SLACK = 1.05
+_HASHED_DEVIATIONS = 2.0
 
 # Digit widths to choose from: wide ones need fewer rounds, and more words.
 _DIGIT_WIDTHS = (11, 8, 4)
@@ -28,8 +34,10 @@ class Plan(NamedTuple):
     """Slots of the messages.
 
     Attributes:
+      size: n.
       workers: P.
       k: entries of the result.
+      region: the largest number of indices that one worker may own.
       split_slots: of the block from one worker to one owner in the split and reduce.
       gather_slots: of each worker in the allgather.
       neighbour_slots: of the message to the right neighbour that balances.
@@ -37,8 +45,10 @@ class Plan(NamedTuple):
       rank_slots: of a block of the all_to_all of everything, ceil(k / P).
     """
 
+    size: int
     workers: int
     k: int
+    region: int
     split_slots: int
     gather_slots: int
     neighbour_slots: int
@@ -46,32 +56,57 @@ class Plan(NamedTuple):
     rank_slots: int
 
 
-def make_plan(k: int, workers: int, slack: float, *, selected: int | None = None) -> Plan:
-    """Slots for k entries over P workers.
+def make_plan(
+    size: int,
+    k: int,
+    workers: int,
+    *,
+    regions: str = REGIONS,
+    slack: float | None = None,
+    selected: int | None = None,
+) -> Plan:
+    """Slots for k of n entries over P workers.
 
     Args:
+      size: n.
       k: entries of the result.
       workers: P.
-      slack: slots of a message as a multiple of its share k / P.
+      regions: as for :func:`sparse_collectives.allreduce.ok_topk`.
+      slack: the same.
       selected: slots of a worker's selection; None: k.
     """
     selected = k if selected is None else selected
-    # From P on one message has room for everything.
-    slots = math.inf if slack >= workers else math.ceil(slack * k / workers)
+    slots = _message_slots(k, workers, regions, slack)
     rank = math.ceil(k / workers)
     gather = max(rank, int(min(slots, k)))
-    # Both messages are at most k (P-1) / (2P) words: with the default slack a step
-    # that moves a surplus stays within 6k (P-1)/P words for every P.
-    neighbour = min(gather, max(1, k * (workers - 1) // (4 * workers)))
+    # Both messages are at most k (P-1) / (2P) words: with a slack of 1.25 a step that
+    # moves a surplus stays within 6k (P-1)/P words for every P.
+    neighbour = k * (workers - 1) // (4 * workers)
+    if regions == "hashed":
+        # A surplus is as small as chance makes it.
+        neighbour = min(neighbour, math.ceil(_HASHED_DEVIATIONS * math.sqrt(k / workers)))
     return Plan(
+        size=size,
         workers=workers,
         k=k,
+        # Regions that follow the data may be as long as the whole vector.
+        region=-(-size // workers) if regions == "hashed" else size,
         split_slots=int(min(slots, selected)),
         gather_slots=gather,
-        neighbour_slots=neighbour,
+        neighbour_slots=min(gather, max(1, neighbour)),
         spread_slots=max(1, rank // 4),
         rank_slots=rank,
     )
+
+
+def _message_slots(k: int, workers: int, regions: str, slack: float | None) -> float:
+    """Slots for the share k / P of one message; ``math.inf`` has room for everything."""
+    share = k / workers
+    if slack is None and regions == "hashed":
+        return math.ceil(_HASHED_SLACK * share + _HASHED_DEVIATIONS * math.sqrt(share))
+    slack = _SLACK if slack is None else slack
+    # From P on, one message has room for everything.
+    return math.inf if slack >= workers else math.ceil(slack * share)
 
 
 def digits(k: int) -> tuple[tuple[int, int], ...]:
@@ -139,17 +174,20 @@ class Exchanges(NamedTuple):
     gather: Exchange
 
 
-def exchanges(plan: Plan, pair_words: Callable[[int], int], balance: str = "auto") -> Exchanges:
+def exchanges(
+    plan: Plan, pair_words: Callable[[int, int], int], balance: str = "auto"
+) -> Exchanges:
     """The collectives of a step.
 
     Args:
       plan: the slots.
-      pair_words: gives the words of a message of so many slots.
+      pair_words: ``pair_words(slots, size)``, the words of a message of so many slots
+        with the indices of a vector of length ``size``.
       balance: the mode, as for :func:`sparse_collectives.allreduce.ok_topk`.
     """
 
     def pairs(kind: str, slots: int) -> Exchange:
-        return Exchange(kind, pair_words(slots), slots)
+        return Exchange(kind, pair_words(slots, plan.size), slots)
 
     by_rank = pairs("all_to_all", plan.rank_slots)
     branches = {
@@ -165,7 +203,7 @@ def exchanges(plan: Plan, pair_words: Callable[[int], int], balance: str = "auto
     return Exchanges(
         # Quotients and remainders of the P - 1 inner boundaries.
         consensus=Exchange("psum", 2 * (plan.workers - 1)),
-        split=pairs("all_to_all", plan.split_slots),
+        split=Exchange("all_to_all", pair_words(plan.split_slots, plan.region), plan.split_slots),
         threshold=tuple(Exchange("psum", 1 << width) for _, width in digits(plan.k)),
         counts=Exchange("all_gather", _COUNTS),
         balance=branches[balance],
