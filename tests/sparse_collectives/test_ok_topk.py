@@ -242,16 +242,23 @@ def test_an_empty_selection_has_regions_of_equal_width():
 )
 def test_positions_are_a_bijection(workers, size):
     rng = np.random.default_rng(5)
-    indices = np.arange(size)
-    if size > 10**6:
-        indices = np.concatenate([np.sort(rng.choice(size, 5000)), [size - 2, size - 1]])
+    if size < 10**6:
+        indices = np.arange(size)
+    else:
+        indices = np.append(np.sort(rng.integers(0, size - 2, 5000)), [size - 2, size - 1])
     padded = jnp.asarray(np.append(indices, size), jnp.int32)
     starts = np.asarray(_hashed.starts(size, workers))
-    for step in (0, 1, 2**31 - 1):
-        row, owner = _hashed.row_and_owner(padded, size, workers, jnp.int32(step))
-        width = -(-size // workers)
+    width = -(-size // workers)
+
+    @jax.jit
+    def there_and_back(step):
+        row, owner = _hashed.row_and_owner(padded, size, workers, step)
         rows = sc.PaddedCOO(padded, jnp.where(padded < size, row, width), width)
         positions = _hashed.to_positions(rows, size, workers, owner)
+        return owner, positions, _hashed.to_indices(positions, workers, step)
+
+    for step in (0, 1, 2**31 - 1):
+        owner, positions, back = there_and_back(jnp.int32(step))
         region = np.searchsorted(starts, np.asarray(positions.indices)[:-1], side="right") - 1
         np.testing.assert_array_equal(region, np.asarray(owner)[:-1])
         if size < 10**6:
@@ -259,7 +266,6 @@ def test_positions_are_a_bijection(workers, size):
             # Of each complete row every worker owns one index.
             complete = np.asarray(owner)[: size // workers * workers].reshape(-1, workers)
             assert (np.sort(complete, axis=1) == np.arange(workers)).all()
-        back = _hashed.to_indices(positions, workers, jnp.int32(step))
         np.testing.assert_array_equal(back.indices, padded)
 
 
@@ -279,20 +285,22 @@ def test_owners_change_from_step_to_step_and_have_equal_shares():
             assert np.abs(counts - part.size / workers).max() < 4 * np.sqrt(part.size / workers)
 
 
-@pytest.mark.parametrize("slots", [600, 2**21])
-def test_split_by_owner_keeps_the_order(slots):
-    """Also with so many slots that owner and slot do not fit one sort key."""
-    workers, count = 4000, slots - 100
+@pytest.mark.parametrize(("slots", "workers"), [(600, 12), (2**16 + 100, 2**16)])
+def test_split_by_owner_keeps_the_order(slots, workers):
+    """Also with so many that owner and slot do not fit one sort key."""
+    count, capacity = slots - 100, 4
     rng = np.random.default_rng(6)
-    owner = np.append(rng.integers(0, 9, count), np.full(100, workers))
+    owner = np.append(rng.integers(0, workers - 2, count), np.full(100, workers))
     indices = np.append(np.arange(count), np.full(100, slots))
-    coo = sc.PaddedCOO(jnp.arange(slots, dtype=jnp.float32), jnp.asarray(indices, jnp.int32), slots)
-    blocks = _merge.split_by_owner(coo, jnp.asarray(owner, jnp.int32), workers, 50, jnp.int32(0))
-    for worker in range(10):
-        expected = np.flatnonzero(owner == worker)[:50]
-        padded = np.pad(expected, (0, 50 - len(expected)), constant_values=slots)
+    coo = sc.PaddedCOO(jnp.zeros(slots), jnp.asarray(indices, jnp.int32), slots)
+    split = jax.jit(_merge.split_by_owner, static_argnums=(2, 3))
+    blocks = split(coo, jnp.asarray(owner, jnp.int32), workers, capacity, jnp.int32(0))
+    for worker in (0, 3, 7, workers - 1):
+        expected = np.flatnonzero(owner == worker)[:capacity]
+        padded = np.pad(expected, (0, capacity - len(expected)), constant_values=slots)
         np.testing.assert_array_equal(np.asarray(blocks.coo.indices)[worker], padded)
-    assert np.asarray(blocks.sent).sum() == np.minimum(np.bincount(owner)[:9], 50).sum()
+    counts = np.bincount(owner, minlength=workers)[:workers]
+    assert np.asarray(blocks.sent).sum() == np.minimum(counts, capacity).sum()
 
 
 def test_ties_go_to_the_first_owners_and_there_to_the_lowest_rows():
