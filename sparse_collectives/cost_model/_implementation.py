@@ -208,8 +208,8 @@ def ok_topk(w: Workload, codec: MessageSizes) -> Estimate:
     if _plan.REGIONS == "balanced":
         consensus, period = _cost_of(step.consensus, w.workers), _plan.REPARTITION_PERIOD
         fixed += _even(consensus.messages / period, consensus.words / period)
-    # Slots for all k: nothing is ever uneven.
-    if plan.gather_slots >= plan.k:
+    # Slots for all that a worker may own: nothing is ever uneven.
+    if plan.gather_slots >= min(plan.k, plan.owned_slots):
         return certain(fixed)
     moves = [_cost_of(exchange, w.workers) for exchange in step.balance if exchange is not None]
     near, longest = moves[0], max(moves, key=lambda cost: cost.words)

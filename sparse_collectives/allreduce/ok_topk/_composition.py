@@ -193,6 +193,7 @@ def ok_topk(
                 codec=codec,
                 seed=seed(0),
                 exchange=exchanges.split,
+                owned_slots=plan.owned_slots,
                 schedule=_schedule_for(schedule, workers),
                 messages_in_flight=messages_in_flight,
             )

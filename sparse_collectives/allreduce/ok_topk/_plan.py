@@ -38,6 +38,7 @@ class Plan(NamedTuple):
       workers: P.
       k: entries of the result.
       region: the largest number of indices that one worker may own.
+      owned_slots: of the sums that one worker owns and may select from.
       split_slots: of the block from one worker to one owner in the split and reduce.
       gather_slots: of each worker in the allgather.
       neighbour_slots: of the message to the right neighbour that balances.
@@ -49,6 +50,7 @@ class Plan(NamedTuple):
     workers: int
     k: int
     region: int
+    owned_slots: int
     split_slots: int
     gather_slots: int
     neighbour_slots: int
@@ -76,7 +78,10 @@ def make_plan(
       selected: slots of a worker's selection; None: k.
     """
     selected = k if selected is None else selected
-    slots = _message_slots(k, workers, regions, slack)
+    # Regions that follow the data may be as long as the whole vector.
+    region = -(-size // workers) if regions == "hashed" else size
+    slots = min(_message_slots(k, workers, regions, slack), region)
+    split = int(min(slots, selected))
     rank = math.ceil(k / workers)
     gather = max(rank, int(min(slots, k)))
     # Both messages are at most k (P-1) / (2P) words: with a slack of 1.25 a step that
@@ -89,9 +94,9 @@ def make_plan(
         size=size,
         workers=workers,
         k=k,
-        # Regions that follow the data may be as long as the whole vector.
-        region=-(-size // workers) if regions == "hashed" else size,
-        split_slots=int(min(slots, selected)),
+        region=region,
+        owned_slots=min(workers * split, region),
+        split_slots=split,
         gather_slots=gather,
         neighbour_slots=min(gather, max(1, neighbour)),
         spread_slots=max(1, rank // 4),

@@ -76,6 +76,7 @@ def split_and_reduce(
     codec: Codec,
     seed: jax.Array,
     exchange: Exchange,
+    owned_slots: int,
     schedule: str,
     messages_in_flight: int,
 ) -> Reduced:
@@ -88,6 +89,7 @@ def split_and_reduce(
       codec: how a block is encoded.
       seed: ``u32[]``, for the codec.
       exchange: the size of the messages.
+      owned_slots: of the result.
       schedule: see :func:`send_blocks`.
       messages_in_flight: the same.
     """
@@ -118,7 +120,8 @@ def split_and_reduce(
         exchange.slots_sent(workers),
     )
     sent = _to_slots(sent, blocks.source, coo.capacity)
-    return Reduced(reduce_blocks(received, size, dtype), sent, error, words)
+    entries = reduce_blocks(received, size, dtype, owned_slots)
+    return Reduced(entries, sent, error, words)
 
 
 def _to_slots(rows: jax.Array, source: jax.Array, slots: int) -> jax.Array:
