@@ -19,19 +19,22 @@ steps in which an entry was in the ideal and not delivered, and "words" what a w
 units of k (P-1)/P. With `--time` the wall time of a step is printed, too: of all workers together
 on this machine, so only its ratios mean something.
 
-With `--text FILE` or `--images FOLDER` the selections of a training are recorded, as
-load_balance.py does, and sent through each way; without feedback, so there is no wait.
+With `--recorded` the selections of two trainings go through each way instead, recorded as in
+load_balance.py (`--text`, `--images`, `--every` and `--factor` are as there). Their residuals are
+those of the training, so "wait" means little.
 """
 
 import argparse
+import functools
 import json
 import sys
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _options import at_least_one, parser_of, recorded_runs
+from load_balance import record
 
 import sparse_collectives as sc
 
@@ -59,8 +62,11 @@ def gradient(name: str, step: int, workers: int, size: int, rng: np.random.Gener
     return np.where(place * workers // size == worker, normal, 1e-3 * normal)
 
 
-def make_step(allreduce: sc.SparseAllreduce, selector: sc.Selector, workers: int):
-    """A jitted step of error feedback, of all workers."""
+@functools.cache
+def make_step(regions: str, density: float, workers: int):
+    """The initial state of an allreduce, and a jitted step of error feedback, of all workers."""
+    allreduce = sc.allreduce.ok_topk(density=density, regions=regions, schedule="all_to_all")
+    selector = sc.select.topk(density=density)
 
     def step(grad, residual, state):
         acc = residual + grad
@@ -70,7 +76,7 @@ def make_step(allreduce: sc.SparseAllreduce, selector: sc.Selector, workers: int
         residual = residual.at[undelivered.indices].add(undelivered.values, mode="drop")
         return coo.to_dense(), total.to_dense(), residual, state, info
 
-    return sc.simulate(step, axis=AXIS, axis_size=workers, in_axes=(0, 0, None))
+    return allreduce.init, sc.simulate(step, axis=AXIS, axis_size=workers, in_axes=(0, 0, None))
 
 
 class Score:
@@ -108,10 +114,8 @@ class Score:
 def synthetic(name: str, workers: int, regions: str, args: argparse.Namespace) -> dict[str, float]:
     """All steps of one way on one input."""
     size, k = args.size, args.selected
-    density = k / size
-    allreduce = sc.allreduce.ok_topk(density=density, regions=regions, schedule="all_to_all")
-    step = make_step(allreduce, sc.select.topk(density=density), workers)
-    state, residual = allreduce.init(size, workers), jnp.zeros((workers, size))
+    init, step = make_step(regions, k / size, workers)
+    state, residual = init(size, workers), jnp.zeros((workers, size))
     rng, score, seconds = np.random.default_rng(args.seed), Score(size, k), []
     for i in range(args.steps):
         grad = jnp.asarray(gradient(name, i, workers, size, rng))
@@ -164,34 +168,25 @@ def show(case: str, workers: int, regions: str, row: dict[str, float], timed: bo
 
 def main(argv: list[str] | None = None) -> int:
     """Prints the table; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8, 16], metavar="P")
-    parser.add_argument("--size", type=int, default=12_000, help="n")
-    parser.add_argument("--selected", type=int, default=120, help="k")
-    parser.add_argument("--steps", type=int, default=100)
+    parser = parser_of(__doc__, steps=100)
+    parser.add_argument("--workers", type=at_least_one, nargs="+", default=[2, 4, 8, 16])
+    parser.add_argument("--size", type=at_least_one, default=12_000, help="n")
+    parser.add_argument("--selected", type=at_least_one, default=120, help="k")
     parser.add_argument("--inputs", nargs="+", choices=INPUTS, default=INPUTS, metavar="INPUT")
     parser.add_argument("--regions", nargs="+", choices=REGIONS, default=REGIONS[:2])
-    parser.add_argument("--every", type=int, default=5, help="steps to a record of a training")
+    parser.add_argument("--recorded", action="store_true", help="selections of two trainings")
+    parser.add_argument("--every", type=at_least_one, default=5, help="steps to a record")
     parser.add_argument("--factor", type=float, default=100.0, help="on one layer's gradient")
-    parser.add_argument("--text", type=Path, help="a file to train the text model on")
-    parser.add_argument("--images", type=Path, help="a folder of IDX files to train on")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--time", action="store_true", help="print the wall time of a step")
-    parser.add_argument("--json", type=Path, help="write all numbers to this file")
     args = parser.parse_args(argv)
+    if args.plot:
+        parser.error("--plot: this benchmark draws nothing")
     print(
         f"{'input':24} {'P':>3} {'regions':9} {'missing':>8} {'worst':>8} {'mass':>7} "
         f"{'overflow':>9} {'wait':>5} {'words':>6}" + (f" {'ms':>9}" if args.time else "")
     )
     rows = []
-    if args.text or args.images:
-        # Only here: the training needs flax-free models and data that the tables don't.
-        from _options import recorded_runs
-        from load_balance import record
-
-        args.model = None
+    if args.recorded:
         for run in recorded_runs(args):
             for hard in (False, True):
                 steps, description = record(run, max(args.workers), hard, args)
