@@ -107,7 +107,7 @@ def dsar_split_allgather(
                 total = _equal_regions.gather(
                     outgoing.message, regions, dtype, axis=axis, codec=codec
                 )
-                lost = nothing if exact else _messages.lost(mine, outgoing).to_dense()
+                lost = nothing if exact else _messages.kept_by_sender(mine, outgoing).to_dense()
                 entries = jnp.sum(outgoing.sent, dtype=jnp.int32)
                 return total.to_dense(), total.count(), entries, lost
 

@@ -95,7 +95,7 @@ def gtopk(*, density: float, codec: Codec | None = None) -> SparseAllreduce:
             received = codec.decode(message, coo.size, coo.values.dtype)
             received = _merge.only_where(receives, received)
             if not codec.exact:
-                kept.append(_merge.only_where(sends, _messages.lost(own, encoded)))
+                kept.append(_merge.only_where(sends, _messages.kept_by_sender(own, encoded)))
                 overflow += jnp.where(sends, _messages.unsent_count(own, encoded), 0)
             # A sender is done: it goes on with nothing, and drops nothing.
             merged = _sum(_merge.only_where(~sends, own), received)
@@ -114,7 +114,7 @@ def gtopk(*, density: float, codec: Codec | None = None) -> SparseAllreduce:
             # Passed on by many: the mean over the workers.
             useful += _messages.useful_words(broadcast, total.count(), own.capacity)
             if not codec.exact:
-                kept.append(_merge.only_where(me == 0, _messages.lost(own, encoded)))
+                kept.append(_merge.only_where(me == 0, _messages.kept_by_sender(own, encoded)))
                 overflow += jnp.where(me == 0, _messages.unsent_count(own, encoded), 0)
 
         magnitude = _bits.magnitude_bits(total.values)

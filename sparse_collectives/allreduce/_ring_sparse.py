@@ -92,7 +92,7 @@ def ring_sparse(
             sent_words = receivers * encoded.message.size
             useful.append(_messages.useful_words(sent_words, entries, partial.capacity))
             if not codec.exact:
-                lost = _messages.lost(partial, encoded)
+                lost = _messages.kept_by_sender(partial, encoded)
                 kept.append(_equal_regions.from_region(lost, regions, region))
             return encoded.message
 

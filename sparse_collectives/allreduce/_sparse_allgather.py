@@ -73,7 +73,7 @@ def sparse_allgather(*, codec: Codec | None = None) -> SparseAllreduce:
             _bitset.insert(_bitset.empty(coo.size), mine, coo.size), coo.indices
         )
         late = late & encoded.sent
-        lost = _messages.lost(coo, encoded)
+        lost = _messages.kept_by_sender(coo, encoded)
         undelivered = _undelivered.of_slots(coo, jnp.where(late, coo.values, lost.values))
         overflow = _messages.unsent_count(coo, encoded) + jnp.sum(late, dtype=jnp.int32)
         words = _volumes.all_gather(encoded.message.size, workers)

@@ -99,7 +99,7 @@ def ssar_recursive_double(
             filled = _messages.useful_words(encoded.message.size, count, entries.capacity)
             if codec.exact:
                 return encoded.message, filled, entries
-            kept.append(keeper(_messages.lost(entries, encoded)))
+            kept.append(keeper(_messages.kept_by_sender(entries, encoded)))
             return encoded.message, filled, _decode(encoded.message, entries, codec)
 
         def send(message, like, pairs):

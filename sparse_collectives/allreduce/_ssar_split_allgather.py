@@ -106,7 +106,7 @@ def ssar_split_allgather(
         others = []
         if not codec.exact:
             # Sums that the codec left out are not in the total: their parts are kept above.
-            errors = _merge.only_where(outgoing.sent, _messages.lost(mine, outgoing))
+            errors = _merge.only_where(outgoing.sent, _messages.kept_by_sender(mine, outgoing))
             own_region = _equal_regions.from_region(errors, regions, me)
             others.append(own_region)
         slots = jnp.where(delivered, error, coo.values)

@@ -66,7 +66,7 @@ def topk_a(*, codec: Codec | None = None) -> SparseAllreduce:
             gathered = transport.all_gather(encoded.message, axis)
         everyone = codec.decode(gathered, coo.size, coo.values.dtype)
         total = _sum_rows(everyone)
-        undelivered = _undelivered.of_slots(coo, _messages.lost(coo, encoded).values)
+        undelivered = _undelivered.of_slots(coo, _messages.kept_by_sender(coo, encoded).values)
         words = _volumes.all_gather(encoded.message.size, workers)
         entries = jnp.sum(encoded.sent, dtype=jnp.int32)
         useful = _messages.useful_words(words, entries, coo.capacity)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from sparse_collectives import _volumes
 from sparse_collectives.allreduce._parts import _slots
+from sparse_collectives.allreduce.ok_topk import _plan
 from sparse_collectives.cost_model._codecs import MessageSizes, codec_sizes
 from sparse_collectives.cost_model._fill_in import expected_union
 from sparse_collectives.cost_model._types import Cost, Estimate, Workload, certain, log2_rounds
@@ -20,8 +21,6 @@ Formula = Callable[[Workload, MessageSizes], Estimate]
 
 # Slots of a message as a multiple of its fair share: the algorithms' default.
 SLACK = 1.25
-# Steps between two repartitions of Ok-Topk, the default.
-REPARTITION_PERIOD = 64
 # Sparse forms of the dynamic SparCML, the default.
 SPARSE_FORMS = 3
 # Words of what all workers of a mesh agree on before Ok-Topk balances.
@@ -182,14 +181,15 @@ def gtopk(w: Workload, codec: MessageSizes) -> Estimate:
     return certain(up + down + _all_gather(block, workers))
 
 
-def _histogram_digits(k: int) -> list[int]:
-    """Bits of each digit of the global threshold: the widest that take k/5 words at most."""
-    digits = []
-    for width in (11, 8, 4):
-        digits = [min(width, top) for top in range(31, 0, -width)]
-        if sum(2 << bits for bits in digits) <= k / 5:
-            break
-    return digits
+def _cost_of(exchange: _plan.Exchange, workers: int) -> Cost:
+    """The cost of one exchange of a plan."""
+    if exchange.kind == "psum":
+        return _psum(exchange.words, workers)
+    if exchange.kind == "all_gather":
+        return _all_gather(exchange.words, workers, exchange.slots)
+    if exchange.kind == "all_to_all":
+        return _all_to_all(exchange.words, workers, exchange.slots)
+    return _even(1, exchange.words, exchange.slots)
 
 
 def ok_topk(w: Workload, codec: MessageSizes) -> Estimate:
@@ -200,27 +200,17 @@ def ok_topk(w: Workload, codec: MessageSizes) -> Estimate:
     """
     if w.workers == 1:
         return certain(Cost())
-    workers, k = w.workers, w.selected
-
-    def words(slots: int) -> int:
-        # Regions are cut anew as selections change, so a gap may be as long as n.
-        return codec.pairs(slots, w.size)
-
-    share = math.ceil(k / workers)
-    block = min(k, math.ceil(SLACK * k / workers))
-    slots = max(share, block)
-    fixed = _all_to_all(words(block), workers, block) + _all_gather(words(slots), workers, slots)
-    for bits in _histogram_digits(k):
-        fixed += _psum(1 << bits, workers)
-    fixed += _all_gather(3, workers)
-    consensus = _psum(workers - 1, workers)
-    fixed += _even(consensus.messages / REPARTITION_PERIOD, consensus.words / REPARTITION_PERIOD)
-    # Slots for all k: nothing is ever uneven.
-    if slots >= k:
+    plan = _plan.make_plan(w.size, w.selected, w.workers)
+    step = _plan.exchanges(plan, codec.pairs)
+    fixed = Cost()
+    for exchange in (step.split, *step.threshold, step.counts, step.gather):
+        fixed += _cost_of(exchange, w.workers)
+    if _plan.REGIONS == "balanced":
+        consensus, period = _cost_of(step.consensus, w.workers), _plan.REPARTITION_PERIOD
+        fixed += _even(consensus.messages / period, consensus.words / period)
+    # Slots for all that a worker may own: nothing is ever uneven.
+    if plan.gather_slots >= min(plan.k, plan.owned_slots):
         return certain(fixed)
-    neighbour = min(slots, max(1, k * (workers - 1) // (4 * workers)))
-    spread = max(1, share // 4)
-    near = _even(1, words(neighbour), neighbour)
-    exchanges = [near, *(_all_to_all(words(s), workers, s) for s in (spread, share))]
-    longest = max(exchanges, key=lambda cost: cost.words)
+    moves = [_cost_of(exchange, w.workers) for exchange in step.balance if exchange is not None]
+    near, longest = moves[0], max(moves, key=lambda cost: cost.words)
     return Estimate(fixed, fixed + near, fixed + longest)

@@ -71,7 +71,7 @@ def flat_allreduces(draw: Any, density: float) -> tuple[str, sc.SparseAllreduce]
         "ok_topk": lambda: sc.allreduce.ok_topk(
             density=density,
             slack=draw(SLACKS),
-            regions=draw(st.sampled_from(("balanced", "equal"))),
+            regions=draw(st.sampled_from(("hashed", "balanced", "equal"))),
             balance=draw(st.sampled_from(("auto", "always", "never"))),
             schedule=draw(st.sampled_from(("all_to_all", "all_to_all", "rotation"))),
             global_period=draw(st.sampled_from((1, 2))),

@@ -42,6 +42,21 @@ def ok_topk(selected: list[dict[int, float]], size: int, k: int):
     return result, kept
 
 
+def ok_topk_by_owner(total: np.ndarray, owner: np.ndarray, k: int) -> np.ndarray:
+    """Topk(total) where equal magnitudes go to the first owners, and there to the lowest indices.
+
+    Args:
+      total: ``f[n]``, the sum of the selections.
+      owner: ``i[n]``, who owns each index.
+      k: entries of the result.
+    """
+    by_owner = np.concatenate([np.flatnonzero(owner == each) for each in range(owner.max() + 1)])
+    chosen = by_owner[local_topk(total[by_owner], k)]
+    result = np.zeros_like(total)
+    result[chosen] = total[chosen]
+    return result
+
+
 def training_step(accs: np.ndarray, k: int):
     """Topk(sum_i Topk(acc_i)) with its residuals (lines 4 to 6 of Algorithm 2).
 

@@ -20,8 +20,8 @@ STEPS = 4
 ALLREDUCES = {
     "dense": (sc.allreduce.dense(), True),
     "ok_topk": (sc.allreduce.ok_topk(density=DENSITY), False),
-    "ok_topk rotation, bucket 2": (
-        sc.allreduce.ok_topk(density=DENSITY, schedule="rotation", bucket_size=2),
+    "ok_topk rotation, 2 messages in flight": (
+        sc.allreduce.ok_topk(density=DENSITY, schedule="rotation", messages_in_flight=2),
         False,
     ),
     "ok_topk all_to_all": (
@@ -29,9 +29,14 @@ ALLREDUCES = {
         False,
     ),
     "ok_topk, reused global threshold": (
-        sc.allreduce.ok_topk(density=DENSITY, global_period=3, repartition_period=2),
+        sc.allreduce.ok_topk(density=DENSITY, global_period=3),
         False,
     ),
+    "ok_topk, balanced regions": (
+        sc.allreduce.ok_topk(density=DENSITY, regions="balanced", repartition_period=2),
+        False,
+    ),
+    "ok_topk, equal regions": (sc.allreduce.ok_topk(density=DENSITY, regions="equal"), False),
     "ok_topk, no slack": (sc.allreduce.ok_topk(density=DENSITY, slack=1.0), False),
     "ssar_recursive_double": (sc.allreduce.ssar_recursive_double(), True),
     "ssar_split_allgather": (sc.allreduce.ssar_split_allgather(), False),
@@ -232,6 +237,7 @@ def test_sixteen_bit_values(name, dtype):
         "dense_bucketed",
         "ok_topk",
         "ok_topk, reused global threshold",
+        "ok_topk, balanced regions",
         "topk_a",
         "topk_a, lossy",
         "sparse_allgather",

@@ -8,7 +8,7 @@ import pytest
 
 import sparse_collectives as sc
 from sparse_collectives import _volumes
-from sparse_collectives.allreduce.ok_topk import _balance, _global_selection
+from sparse_collectives.allreduce.ok_topk import _balance, _plan
 from tests.sparse_collectives import helpers
 from tests.sparse_collectives.test_allreduce_contract import ALLREDUCES, DENSITY, SELECTOR, SIZE
 
@@ -124,7 +124,8 @@ def test_the_useful_words_of_ok_topk(workers, balance):
         rank = np.cumsum(np.asarray(out["total"][0]) != 0) - 1
         places = np.flatnonzero(np.asarray(out["total"][0]))
         moved = int((rank[places] // -(-K // workers) != owner[places]).sum())
-    fixed = _global_selection.threshold_words(K, workers) + _volumes.all_gather(3, workers)
+    fixed = _volumes.all_gather(3, workers)
+    fixed += sum(_volumes.all_reduce(1 << width, workers) for _, width in _plan.digits(K))
     pairs = leaving + moved + K * (workers - 1)
     useful = np.asarray(out["info"].useful, np.float64).mean()
     assert useful == pytest.approx(fixed + 2 * pairs / workers, rel=1e-6)
@@ -132,13 +133,18 @@ def test_the_useful_words_of_ok_topk(workers, balance):
 
 def test_every_way_to_balance_counts_what_it_moves():
     # 12 entries of 4 workers; 4 slots each in the allgather, 3 by rank.
-    plan = _balance.make_plan(12, 4, 1.25)
-    assert (plan.capacity, plan.block_capacity) == (4, 3)
+    plan = _plan.make_plan(100, 12, 4, regions="equal")
+    assert (plan.gather_slots, plan.rank_slots) == (4, 3)
+    exchanges = _plan.exchanges(plan, lambda slots, size: 2 * slots).balance
     counts = jnp.array([7, 0, 4, 1], jnp.int32)
-    moved = [[int(n) for n in _balance.entries_sent(counts, w, plan)] for w in range(4)]
+    none = jnp.zeros((), jnp.int32)
+    words = [_balance.words_of_branches(exchanges, counts, me, plan, none) for me in range(4)]
     # Nothing; what flows on; the surplus; those whose rank belongs to another worker.
-    assert moved == [[0, 3, 3, 4], [0, 0, 0, 0], [0, 0, 0, 2], [0, 0, 0, 0]]
-    assert _balance.slots_sent(plan) == (1, plan.neighbour_capacity, 3 * plan.spread_capacity, 9)
+    useful = [each.useful.tolist() for each in words]
+    assert useful == [[0, 6, 6, 8], [0, 0, 0, 0], [0, 0, 0, 4], [0, 0, 0, 0]]
+    # Two words for each slot, of which those for others count.
+    received = [0, 2 * plan.neighbour_slots, 2 * 3 * plan.spread_slots, 2 * 9]
+    assert words[0].received.tolist() == received
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Ok-Topk against the oracle, and its phases one by one."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +9,11 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
+from sparse_collectives.allreduce._parts import _merge
 from sparse_collectives.allreduce.ok_topk import (
     _global_selection,
+    _hashed,
+    _plan,
     _regions,
     _split_reduce,
 )
@@ -93,12 +97,12 @@ def test_delivers_exactly_k_or_all_nonzeros(workers):
             assert delivered == min(15, nonzeros), name
 
 
-def test_schedules_and_bucket_sizes_give_the_same_bits():
+def test_schedules_and_messages_in_flight_give_the_same_bits():
     workers = 5
     acc = helpers.hard_accumulators(workers, 403)["normal"]
     reference = reduced(acc, 0.05, schedule="all_to_all")
-    for bucket_size in (1, 2, 100):
-        out = reduced(acc, 0.05, schedule="rotation", bucket_size=bucket_size)
+    for messages_in_flight in (1, 2, 100):
+        out = reduced(acc, 0.05, schedule="rotation", messages_in_flight=messages_in_flight)
         for name in ("total", "kept"):
             np.testing.assert_array_equal(out[name], reference[name])
 
@@ -142,7 +146,9 @@ def test_in_a_full_block_other_entries_wait_at_each_step():
     acc = np.zeros((workers, size), np.float32)
     acc[:, :40] = 1.0 + np.arange(40) / 100
     selector = sc.select.topk(density=density)
-    allreduce = sc.allreduce.ok_topk(density=density, slack=1.0, repartition_period=1000)
+    allreduce = sc.allreduce.ok_topk(
+        density=density, slack=1.0, regions="balanced", repartition_period=1000
+    )
     state = allreduce.init(size, workers)
     delivered = np.zeros(size, bool)
     # Ten slots for the 40 entries of each worker.
@@ -160,7 +166,8 @@ def test_in_a_full_block_other_entries_wait_at_each_step():
 def test_crowded_regions_are_cut_anew_before_their_period():
     workers, size = 8, 4000
     acc = helpers.hard_accumulators(workers, size)["one region"]
-    selector, allreduce = sc.select.topk(density=0.02), sc.allreduce.ok_topk(density=0.02)
+    selector = sc.select.topk(density=0.02)
+    allreduce = sc.allreduce.ok_topk(density=0.02, regions="balanced")
     even = allreduce.init(size, workers)
     # As in the middle of a period, with the mass moved away from the regions.
     state = even._replace(count=jnp.int32(5), crowded=jnp.bool_(False))
@@ -189,25 +196,147 @@ def test_local_boundaries_split_the_selection_evenly(workers):
     assert counts.max() - counts.min() <= 1
 
 
-def test_consensus_is_the_mean_of_the_local_boundaries():
-    workers, size = 3, 900
+@pytest.mark.parametrize(
+    ("workers", "size"), [(3, 900), (7, 2**31 - 1), (256, 85_002), (256, 2**31 - 1)]
+)
+def test_consensus_is_the_mean_of_the_local_boundaries(workers, size):
     rng = np.random.default_rng(2)
-    indices = np.sort(
-        np.stack([rng.choice(size, 90, replace=False) for _ in range(workers)]), axis=1
-    ).astype(np.int32)
+    indices = np.sort(rng.integers(size - size // 3, size, (workers, 600)), axis=1).astype(np.int32)
 
     def agree(indices):
-        coo = sc.PaddedCOO(jnp.zeros(90), indices, size)
+        coo = sc.PaddedCOO(jnp.zeros(600), indices, size)
         return _regions.consensus(coo, workers, "workers"), _regions.local_boundaries(coo, workers)
 
     agreed, local = sc.simulate(agree, axis_size=workers)(indices)
     assert (np.asarray(agreed) == np.asarray(agreed)[0]).all()
-    assert np.abs(np.asarray(agreed)[0] - np.asarray(local).mean(axis=0)).max() <= workers
+    exact = np.asarray(local, np.int64).sum(axis=0) // workers
+    np.testing.assert_array_equal(np.asarray(agreed)[0], exact)
+
+
+def test_the_last_region_has_its_share():
+    """Cuts that are all rounded down move P / 2 places to the left, and the last region grows."""
+    workers, size = 256, 85_002
+    rng = np.random.default_rng(3)
+    indices = np.stack([np.sort(rng.choice(size, 8500, False)) for _ in range(workers)])
+    indices = indices.astype(np.int32)
+
+    def agree(indices):
+        coo = sc.PaddedCOO(jnp.zeros(8500), indices, size)
+        return _regions.consensus(coo, workers, "workers")
+
+    boundaries = np.asarray(sc.simulate(agree, axis_size=workers)(indices)[0])
+    counts = np.histogram(indices, boundaries)[0] / indices.size * workers
+    # 8500 / 256 = 33 entries of each of 256 workers: a spread of about 1 %.
+    assert 0.95 < counts[0] < 1.05
+    assert 0.95 < counts[-1] < 1.05
 
 
 def test_an_empty_selection_has_regions_of_equal_width():
     coo = sc.PaddedCOO(jnp.zeros(4), jnp.full(4, 100, jnp.int32), 100)
     assert _regions.local_boundaries(coo, 4).tolist() == [0, 25, 50, 75, 100]
+
+
+# Hashed regions.
+
+
+@pytest.mark.parametrize(
+    ("workers", "size"), [(1, 7), (3, 900), (4, 901), (8, 5), (16, 12_015), (7, 2**31 - 1)]
+)
+def test_positions_are_a_bijection(workers, size):
+    rng = np.random.default_rng(5)
+    if size < 10**6:
+        indices = np.arange(size)
+    else:
+        indices = np.append(np.sort(rng.integers(0, size - 2, 5000)), [size - 2, size - 1])
+    padded = jnp.asarray(np.append(indices, size), jnp.int32)
+    starts = np.asarray(_hashed.starts(size, workers))
+    width = -(-size // workers)
+
+    @jax.jit
+    def there_and_back(step):
+        row, owner = _hashed.row_and_owner(padded, size, workers, step)
+        rows = sc.PaddedCOO(padded, jnp.where(padded < size, row, width), width)
+        positions = _hashed.to_positions(rows, size, workers, owner)
+        return owner, positions, _hashed.to_indices(positions, workers, step)
+
+    for step in (0, 1, 2**31 - 1):
+        owner, positions, back = there_and_back(jnp.int32(step))
+        region = np.searchsorted(starts, np.asarray(positions.indices)[:-1], side="right") - 1
+        np.testing.assert_array_equal(region, np.asarray(owner)[:-1])
+        if size < 10**6:
+            np.testing.assert_array_equal(np.sort(positions.indices), np.arange(size + 1))
+            # Of each complete row every worker owns one index.
+            complete = np.asarray(owner)[: size // workers * workers].reshape(-1, workers)
+            assert (np.sort(complete, axis=1) == np.arange(workers)).all()
+        np.testing.assert_array_equal(back.indices, padded)
+
+
+def test_owners_change_from_step_to_step_and_have_equal_shares():
+    size, workers = 80_000, 8
+    indices = jnp.arange(size, dtype=jnp.int32)
+    owners = [
+        np.asarray(_hashed.row_and_owner(indices, size, workers, jnp.int32(step))[1])
+        for step in range(3)
+    ]
+    assert 0.11 < (owners[0] == owners[1]).mean() < 0.14
+    for owner in owners:
+        # A layer, every eighth index, a column of a matrix: m entries, with at most four
+        # times the spread of m throws of a die.
+        for part in (owner[3000:3800], owner[5::8], owner[7::1000]):
+            counts = np.bincount(part, minlength=workers)
+            assert np.abs(counts - part.size / workers).max() < 4 * np.sqrt(part.size / workers)
+
+
+@pytest.mark.parametrize(("slots", "workers"), [(600, 12), (2**16 + 100, 2**16)])
+def test_split_by_owner_keeps_the_order(slots, workers):
+    """Also with so many that owner and slot do not fit one sort key."""
+    count, capacity = slots - 100, 4
+    rng = np.random.default_rng(6)
+    owner = np.append(rng.integers(0, workers - 2, count), np.full(100, workers))
+    indices = np.append(np.arange(count), np.full(100, slots))
+    coo = sc.PaddedCOO(jnp.zeros(slots), jnp.asarray(indices, jnp.int32), slots)
+    split = jax.jit(_merge.split_by_owner, static_argnums=(2, 3))
+    blocks = split(coo, jnp.asarray(owner, jnp.int32), workers, capacity, jnp.int32(0))
+    for worker in (0, 3, 7, workers - 1):
+        expected = np.flatnonzero(owner == worker)[:capacity]
+        padded = np.pad(expected, (0, capacity - len(expected)), constant_values=slots)
+        np.testing.assert_array_equal(np.asarray(blocks.coo.indices)[worker], padded)
+    counts = np.bincount(owner, minlength=workers)[:workers]
+    assert np.asarray(blocks.sent).sum() == np.minimum(counts, capacity).sum()
+
+
+def test_ties_go_to_the_first_owners_and_there_to_the_lowest_rows():
+    size, workers, k, step = 403, 5, 20, 3
+    allreduce = sc.allreduce.ok_topk(density=k / size, slack=math.inf)
+    state = allreduce.init(size, workers)._replace(count=jnp.int32(step))
+    acc = np.zeros((workers, size), np.float32)
+    acc[:, 7:207:5] = 2.0
+    acc[:, 8:24:5] = 3.0
+    out = helpers.run_once(sc.select.topk(density=44 / size), allreduce, acc, state)
+    turn = np.asarray(_hashed.row_and_owner(jnp.arange(size), size, workers, jnp.int32(step))[1])
+    expected = oracle.ok_topk_by_owner(acc.sum(axis=0), turn, k)
+    np.testing.assert_array_equal(np.asarray(out["total"])[0], expected)
+
+
+@pytest.mark.parametrize("workers", [2, 8])
+def test_workers_whose_mass_is_in_different_regions_do_not_crowd_any_owner(workers):
+    """Boundaries that are averaged over the workers leave most of this waiting at each step."""
+    size, density = 12_000, 0.02
+    k = round(density * size)
+    rng = np.random.default_rng(8)
+    selector, allreduce = sc.select.topk(density=density), sc.allreduce.ok_topk(density=density)
+    state, overflow, missing = allreduce.init(size, workers), [], []
+    for _ in range(5):
+        acc = np.zeros((workers, size), np.float32)
+        for worker, part in enumerate(np.array_split(np.arange(size), workers)):
+            acc[worker, part] = rng.standard_normal(part.size)
+        out = helpers.run_once(selector, allreduce, acc, state)
+        state = jax.tree.map(lambda x: x[0], out["allreduce_state"])
+        total, _ = oracle.training_step(acc, k)
+        overflow.append(np.sum(out["info"].overflow) / (k * workers))
+        missing.append(np.mean(np.asarray(out["total"])[0][total != 0] == 0))
+    assert np.mean(overflow) < 0.01
+    assert np.mean(missing) < 0.02
 
 
 # Split and reduce.
@@ -217,7 +346,7 @@ def test_rotation_has_each_worker_receive_from_one_other_at_a_time():
     jaxpr = str(
         jax.make_jaxpr(
             lambda x: jnp.concatenate(
-                list(_split_reduce.exchange(x, "w", schedule="rotation", bucket_size=2))
+                list(_split_reduce.send_blocks(x, "w", schedule="rotation", messages_in_flight=2))
             ),
             axis_env=[("w", 4)],
         )(jnp.zeros((4, 6), jnp.int32))
@@ -253,7 +382,7 @@ def test_reduce_blocks_adds_common_indices():
 
 @pytest.mark.parametrize("k", [1, 37, 2000, 70_000])
 def test_digits_cover_all_bits_within_their_share(k):
-    digits = _global_selection.digits(k)
+    digits = _plan.digits(k)
     top = 31
     for shift, width in digits:
         assert shift + width == top
@@ -301,7 +430,7 @@ def test_global_threshold_with_fewer_than_k_nonzeros_is_the_smallest():
         ({"density": 0.1, "repartition_period": 0}, "repartition_period must be an integer"),
         ({"density": 0.1, "global_period": 1.5}, "global_period must be an integer"),
         ({"density": 0.1, "schedule": "ring"}, "'rotation', 'all_to_all'"),
-        ({"density": 0.1, "bucket_size": 0}, "bucket_size must be an integer"),
+        ({"density": 0.1, "messages_in_flight": 0}, "messages_in_flight must be an integer"),
     ],
 )
 def test_bad_arguments_are_named(options, message):

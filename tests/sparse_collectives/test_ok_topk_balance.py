@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparse_collectives as sc
-from sparse_collectives.allreduce.ok_topk import _balance, _gather, _spread
+from sparse_collectives.allreduce.ok_topk import _balance, _gather, _plan, _spread
 
 
 def sequential_flow(counts, capacity):
@@ -36,7 +36,8 @@ _RING_FLOW = jax.jit(_balance.ring_flow)
 
 @functools.cache
 def _balancer(workers, k, slack, branch):
-    plan = _balance.make_plan(k, workers, slack)
+    plan = _plan.make_plan(10_000, k, workers, regions="equal", slack=slack)
+    exchanges = _plan.exchanges(plan, lambda slots, size: 2 * slots)
 
     def run(values, indices, counts):
         entries = sc.PaddedCOO(values, indices, 10_000)
@@ -49,9 +50,14 @@ def _balancer(workers, k, slack, branch):
             axis="workers",
             codec=sc.wire.raw(),
             seed=jnp.uint32(0),
+            exchanges=exchanges.balance,
         )
         gathered = _gather.gather(
-            moved.entries, axis="workers", codec=sc.wire.raw(), seed=jnp.uint32(0)
+            moved.entries,
+            axis="workers",
+            codec=sc.wire.raw(),
+            seed=jnp.uint32(0),
+            exchange=exchanges.gather,
         )
         return gathered.total.to_dense(), moved.entries.count(), chosen
 
@@ -72,9 +78,9 @@ def check_balance(counts, k, slack, branch=None):
         first += count
     total, moved, chosen = run(values, indices, np.asarray(counts, np.int32))
     np.testing.assert_array_equal(total, np.broadcast_to(expected, total.shape))
-    assert np.asarray(moved).max() <= plan.capacity
+    assert np.asarray(moved).max() <= plan.gather_slots
     assert (np.asarray(chosen) == np.asarray(chosen)[0]).all()
-    return _balance.BRANCHES[int(chosen[0])]
+    return _plan.BRANCHES[int(chosen[0])]
 
 
 def test_balance_moves_nothing_when_all_fit():

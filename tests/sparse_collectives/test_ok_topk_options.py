@@ -28,7 +28,7 @@ def run(acc, state=None, **options):
 
 
 @functools.cache
-def scopes(balance="auto", regions="balanced", conditional="worst"):
+def scopes(balance="auto", regions="hashed", conditional="worst"):
     return sc.traffic.of_allreduce(
         allreduce(balance=balance, regions=regions),
         size=SIZE,
@@ -53,9 +53,12 @@ def test_equal_regions_stay_and_overflow_where_the_selection_is_uneven():
         assert state.boundaries.tolist() == [0, 100, 200, 300, 400]
         # A block has ceil(1.25 k / P) = 13 slots, and all 40 entries are for one owner.
         assert np.asarray(out["info"].overflow).tolist() == [K - 13] * WORKERS
-    assert np.asarray(run(crowded())["info"].overflow).sum() < WORKERS * (K - 13) / 2
+    for others in ("balanced", "hashed"):
+        overflow = np.asarray(run(crowded(), regions=others)["info"].overflow).sum()
+        assert overflow < WORKERS * (K - 13) / 2
     assert not any("repartition" in scope for scope in scopes("always", "equal"))
-    assert any("repartition" in scope for scope in scopes())
+    assert not any("repartition" in scope for scope in scopes())
+    assert any("repartition" in scope for scope in scopes("auto", "balanced"))
 
 
 def test_always_balancing_moves_everything_and_delivers_the_same():
@@ -109,7 +112,7 @@ def test_without_balancing_even_selections_are_delivered_in_full(workers):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"regions": "even"}, "regions must be one of 'balanced', 'equal', got 'even'"),
+        ({"regions": "even"}, "regions must be one of 'hashed', 'balanced', 'equal', got 'even'"),
         ({"balance": True}, "balance must be one of 'auto', 'always', 'never', got True"),
     ],
 )

@@ -42,12 +42,51 @@ def split(coo: PaddedCOO, boundaries: jax.Array, capacity: int, turn: jax.Array)
         that wait change from step to step.
     """
     edges = jnp.searchsorted(coo.indices, boundaries).astype(jnp.int32)
+    return _blocks(coo, edges, capacity, turn)
+
+
+def split_by_owner(
+    coo: PaddedCOO, owner: jax.Array, workers: int, capacity: int, turn: jax.Array
+) -> Blocks:
+    """Cuts a selection into one block of ``capacity`` slots an owner; the order stays.
+
+    Args:
+      coo: the selection, c slots.
+      owner: ``i32[c]``, P for padding.
+      workers: P.
+      capacity: slots of a block.
+      turn: as for :func:`split`.
+    """
+    slots = coo.capacity
+    slot = jnp.arange(slots, dtype=jnp.int32)
+    bits = max(1, (slots - 1).bit_length())
+    if bits + workers.bit_length() <= 32:
+        # Owner and slot in one number: sorting one array is several times cheaper.
+        key = lax.sort((owner.astype(jnp.uint32) << bits) | slot.astype(jnp.uint32))
+        owner, order = key >> bits, (key & ((1 << bits) - 1)).astype(jnp.int32)
+    else:
+        owner, order = lax.sort((owner, slot), num_keys=1)
+    everyone = jnp.arange(workers + 1, dtype=owner.dtype)
+    edges = jnp.searchsorted(owner, everyone).astype(jnp.int32)
+    return _blocks(coo, edges, capacity, turn, order)
+
+
+def _blocks(
+    coo: PaddedCOO,
+    edges: jax.Array,
+    capacity: int,
+    turn: jax.Array,
+    order: jax.Array | None = None,
+) -> Blocks:
+    """Block j has the slots from edge j up to the next one, of ``order`` if it is given."""
     start, counts = edges[:-1, None], jnp.diff(edges)[:, None]
     slot = jnp.arange(capacity, dtype=jnp.int32)
     rank = compaction.windowed_rank(slot[None], counts, capacity, turn)
     source = jnp.where(slot[None] < counts, start + rank, coo.capacity)
+    if order is not None:
+        source = order.at[source].get(mode="fill", fill_value=coo.capacity)
     sent = jnp.zeros((coo.capacity,), jnp.bool_).at[source.reshape(-1)].set(True, mode="drop")
-    return Blocks(_take(coo, source), sent, source)
+    return Blocks(take(coo, source), sent, source)
 
 
 def reduce_blocks(
@@ -127,7 +166,7 @@ def bounded(coo: PaddedCOO, capacity: int, turn: jax.Array) -> tuple[PaddedCOO, 
     around = jnp.where(place < rank[0], place, place + capacity)
     left = jnp.where(wrapped > 0, place + wrapped, around)
     left = jnp.where(place < count - capacity, left, coo.capacity)
-    return _take(coo, source), _take(coo, left)
+    return take(coo, source), take(coo, left)
 
 
 def concatenate(parts: Sequence[PaddedCOO]) -> PaddedCOO:
@@ -148,7 +187,7 @@ def only_where(condition: jax.Array, coo: PaddedCOO) -> PaddedCOO:
     )
 
 
-def _take(coo: PaddedCOO, source: jax.Array) -> PaddedCOO:
+def take(coo: PaddedCOO, source: jax.Array) -> PaddedCOO:
     """The given slots of ``coo``; slots past its capacity give padding."""
     values = coo.values.at[source].get(mode="fill", fill_value=0)
     indices = coo.indices.at[source].get(mode="fill", fill_value=coo.size)

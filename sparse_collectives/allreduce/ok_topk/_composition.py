@@ -5,17 +5,19 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from sparse_collectives import _hash, _validation, _volumes, padded_coo, transport, wire
+from sparse_collectives import _hash, _validation, transport, wire
 from sparse_collectives._coo import _bits, compaction
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
 from sparse_collectives.allreduce._parts import _messages, _range, _step
+from sparse_collectives.allreduce._parts._merge import split
 from sparse_collectives.allreduce.ok_topk import (
     _balance,
     _gather,
     _global_selection,
+    _hashed,
+    _plan,
     _regions,
     _split_reduce,
     _undelivered,
@@ -32,10 +34,11 @@ class OkTopkState(NamedTuple):
 
     Attributes:
       count: ``i32[]``, steps taken.
-      boundaries: ``i32[P + 1]``, where the regions begin and end.
+      boundaries: ``i32[P + 1]``, where the regions begin and end; with hashed
+        regions in the order of the owners.
       threshold: ``f32[]``, the global threshold of the next step.
-      crowded: ``bool[]``, whether so many entries found no slot that the regions
-        are to be cut anew at the next step.
+      crowded: ``bool[]``, whether so many entries found no slot that balanced
+        regions are cut anew at the next step.
     """
 
     count: jax.Array
@@ -47,12 +50,12 @@ class OkTopkState(NamedTuple):
 def ok_topk(
     *,
     density: float,
-    repartition_period: int = 64,
+    repartition_period: int = _plan.REPARTITION_PERIOD,
     global_period: int = 1,
-    slack: float = 1.25,
+    slack: float | None = None,
     schedule: str = "auto",
-    bucket_size: int = 4,
-    regions: str = "balanced",
+    messages_in_flight: int = 4,
+    regions: str = _plan.REGIONS,
     balance: str = "auto",
     codec: Codec | None = None,
 ) -> SparseAllreduce:
@@ -62,49 +65,57 @@ def ok_topk(
 
     Entries of a worker that are not in the total are in its ``undelivered``.
 
-    The words that each worker receives, padding and periodic work included, with
-    the default arguments: 2.5 k (P-1)/P in the split and reduce, 2.5 k (P-1)/P in
-    the allgather, at most 0.2 k (P-1)/P (but at least 248 (P-1)/P) for the global
-    threshold, and for the balancing nothing, up to k (P-1)/(2P), or in the extreme
-    2 k (P-1)/P. The paper's bound is 6 k (P-1)/P; the lower bound is 2 k (P-1)/P
-    (Theorem 3.1). Latency: P - 1 messages (one with ``schedule='all_to_all'``), the
-    allgather, up to one exchange of the balancing, and five to ten small
-    collectives.
+    The words that each worker receives, padding included, with the default
+    arguments and m = k / P: ``(2.1 + 4 / sqrt(m)) k (P-1)/P`` in the split and
+    reduce, and again in the allgather; at most 0.2 k (P-1)/P (but at least
+    248 (P-1)/P) for the global threshold; and for the balancing nothing or, where
+    chance made a region large, ``4 sqrt(m)``, in the extreme 2 k (P-1)/P. The
+    paper's bound of 6 k (P-1)/P holds from about m = 100 on; the lower bound is
+    2 k (P-1)/P (Theorem 3.1). Latency: P - 1 messages (one with
+    ``schedule='all_to_all'``), the allgather, up to one exchange of the balancing,
+    and five to ten small collectives.
 
     Args:
       density: k / n of the result, in (0, 1].
-      repartition_period: tau, steps between two repartitions of the index space.
-        Deviation from the paper: a step on which more than an eighth of the
-        entries found no slot brings the next one forward.
+      repartition_period: tau, steps between two repartitions of the index space, with
+        ``regions='balanced'``.
+        Deviation from the paper: after a step on which more than an eighth of the
+        entries found no slot, the next one comes at once.
       global_period: tau', steps between two evaluations of the exact global
         threshold. 1, the default, selects exactly min(k, nonzeros) entries at
         every step; larger values reuse the threshold as the paper does, corrected
         by the count, and deliver at most k.
       slack: slots of a message as a multiple of its share k / P, at least 1; from P
-        on, or ``math.inf``, there is room for everything.
+        on, or ``math.inf``, there is room for everything. None: with hashed regions
+        1.05 times k / P and twice the square root of k / P, else 1.25 times k / P.
         Entries that find no slot stay with their worker, and which ones changes
         from step to step.
       schedule: ``'rotation'`` (one message for each distance on the ring, in
         buckets), ``'all_to_all'`` (one collective), or ``'auto'``: rotation for
         up to 16 workers. The result has the same bits.
-      bucket_size: messages of a rotation that may be in flight together.
-      regions: ``'balanced'`` (the paper: boundaries that follow the selections), or,
-        to compare with, ``'equal'``: of equal width, never cut anew. Entries then
-        overflow where selections are uneven.
+      messages_in_flight: messages of a rotation that may be under way together.
+      regions: which worker owns which index. ``'hashed'``: of each P consecutive
+        indices every worker owns one, by a hash of their place and of the step, so
+        that no selection crowds an owner, however uneven it is and however much the
+        workers differ. ``'balanced'``: the paper's boundaries, which follow the mean
+        of the workers' selections; where the workers differ, entries overflow.
+        ``'equal'``, to compare with: of equal width, never cut anew; entries
+        overflow wherever selections are uneven.
       balance: ``'auto'`` (as little as the counts require), or, to compare with,
         ``'always'``: everything by its rank at every step, 2 k (P-1)/P words; or
         ``'never'``: what does not fit a worker's slots of the allgather is not
         delivered, counts as overflow of that worker, and stays with all who
         contributed to it; which entries those are changes from step to step.
       codec: encoding of the messages, from :mod:`sparse_collectives.wire`; exact by
-        default. What a lossy one loses is in ``undelivered``: the error of an entry
-        with its worker, and that of a sum with the worker that sent it on. A
+        default. What a lossy one rounds away is in ``undelivered``: the error of an
+        entry with its worker, and that of a sum with the worker that sent it on. A
         worker's own region, and a single worker's selection, are not encoded.
 
     Returns:
-      A :class:`SparseAllreduce`; its total is a PaddedCOO with about ``slack *
-      k`` slots. With a lossy codec an index may occur up to three times in
-      ``undelivered``, and ``overflow`` also counts what the codec had no room for.
+      A :class:`SparseAllreduce`; its total is a PaddedCOO with the slots of all
+      workers' messages of the allgather, indices in no order. With a lossy codec an
+      index may occur up to three times in ``undelivered``, and ``overflow`` also
+      counts what the codec had no room for.
 
     Raises:
       ValueError: an argument out of its range; at ``reduce``, an axis that is not
@@ -117,10 +128,11 @@ def ok_topk(
     density = _validation.check_density(density)
     repartition_period = _validation.check_positive_int("repartition_period", repartition_period)
     global_period = _validation.check_positive_int("global_period", global_period)
-    slack = _validation.check_number("slack", slack, 1.0, math.inf)
+    if slack is not None:
+        slack = _validation.check_number("slack", slack, 1.0, math.inf)
     schedule = _validation.check_choice("schedule", schedule, ("auto", "rotation", "all_to_all"))
-    bucket_size = _validation.check_positive_int("bucket_size", bucket_size)
-    regions = _validation.check_choice("regions", regions, ("balanced", "equal"))
+    messages_in_flight = _validation.check_positive_int("messages_in_flight", messages_in_flight)
+    regions = _validation.check_choice("regions", regions, ("hashed", "balanced", "equal"))
     balance = _validation.check_choice("balance", balance, ("auto", "always", "never"))
     chosen_codec = wire.raw() if codec is None else codec
 
@@ -129,7 +141,9 @@ def ok_topk(
         _validation.check_positive_int("axis_size", axis_size)
         return OkTopkState(
             count=jnp.zeros((), jnp.int32),
-            boundaries=_regions.equal_regions(size, axis_size),
+            boundaries=(_hashed.starts if regions == "hashed" else _regions.equal_regions)(
+                size, axis_size
+            ),
             threshold=jnp.zeros((), jnp.float32),
             # The first step cuts the regions, whatever its count.
             crowded=jnp.ones((), jnp.bool_),
@@ -140,69 +154,70 @@ def ok_topk(
         workers = transport.axis_size(axis)
         _check_state(state, coo, workers)
         k = _validation.count_from_density(density, coo.size)
-        gain = 1 / max(math.log(coo.size / k), 1.0)
-        plan = _balance.make_plan(k, workers, slack)
-        # Between one worker and itself nothing has to be encoded.
+        plan = _plan.make_plan(
+            coo.size, k, workers, regions=regions, slack=slack, selected=coo.capacity
+        )
+        # A single worker sends nothing, so nothing has to be encoded.
         codec = chosen_codec if workers > 1 else wire.raw()
-        block_capacity = coo.capacity
-        if slack < workers:
-            block_capacity = min(block_capacity, math.ceil(slack * k / workers))
 
-        def pair_words(slots: int) -> int:
-            message = padded_coo.empty(coo.size, slots, coo.values.dtype)
-            return jax.eval_shape(codec.encode, message, jnp.uint32(0)).message.size
+        def pair_words(slots: int, size: int) -> int:
+            return _messages.pair_words(codec, slots, size, coo.values.dtype)
+
+        exchanges = _plan.exchanges(plan, pair_words, balance)
 
         def seed(phase: int) -> jax.Array:
             # Errors of different workers and steps don't add up if they are independent.
             return _hash.combine(state.count, phase, transport.axis_index(axis))
 
         # Lines 5 to 7: agree on the regions.
-        repartition, boundaries = jnp.zeros((), jnp.bool_), state.boundaries
+        boundaries, consensus_words = state.boundaries, _messages.no_words()
         if regions == "balanced":
             with jax.named_scope(f"ok_topk/repartition.every{repartition_period}"):
-                repartition = (state.count % repartition_period == 0) | state.crowded
-                boundaries = lax.cond(
-                    repartition,
-                    lambda: _regions.consensus(coo, workers, axis),
-                    lambda: state.boundaries,
+                boundaries, consensus_words = _regions.agree(
+                    coo,
+                    state.boundaries,
+                    (state.count % repartition_period == 0) | state.crowded,
+                    exchanges.consensus,
+                    axis,
                 )
+
+        turn = _step.turn(state.count, 0)
+
+        def cut(coo: PaddedCOO):
+            if regions == "hashed":
+                return _hashed.split(coo, workers, plan.split_slots, state.count, turn)
+            return split(coo, boundaries, plan.split_slots, turn)
 
         # Line 8: each region's entries to its owner.
         with jax.named_scope("ok_topk/split_reduce"):
-            if workers == 1:
-                reduced, sent, error = coo, coo.indices < coo.size, None
-                exchanged = jnp.zeros((), jnp.int32)
-            else:
-                reduced, sent, error, exchanged = _split_reduce.split_and_reduce(
-                    coo,
-                    boundaries,
-                    _step.turn(state.count, 0),
-                    axis=axis,
-                    codec=codec,
-                    seed=seed(0),
-                    capacity=block_capacity,
-                    schedule=_schedule_for(schedule, workers),
-                    bucket_size=bucket_size,
-                )
-        overflow = coo.count() - jnp.sum(sent, dtype=jnp.int32)
+            reduced = _split_reduce.split_and_reduce(
+                coo,
+                cut,
+                axis=axis,
+                codec=codec,
+                seed=seed(0),
+                exchange=exchanges.split,
+                owned_slots=plan.owned_slots,
+                schedule=_schedule_for(schedule, workers),
+                messages_in_flight=messages_in_flight,
+            )
+        overflow = coo.count() - jnp.sum(reduced.sent, dtype=jnp.int32)
 
         # Lines 9 to 12: the global threshold.
-        bits = _global_selection.deliverable_bits(reduced)
-        evaluate = (state.count % global_period == 0) | (state.threshold <= 0)
+        bits = _global_selection.deliverable_bits(reduced.entries)
         with jax.named_scope(f"ok_topk/global_threshold.every{global_period}"):
-            if global_period == 1:
-                threshold_bits = _global_selection.global_threshold(bits, k, axis)
-            else:
-                threshold_bits = lax.cond(
-                    evaluate,
-                    lambda: _global_selection.global_threshold(bits, k, axis),
-                    lambda: _bits.magnitude_bits(state.threshold),
-                )
+            threshold_bits, threshold_words = _global_selection.current_threshold(
+                bits, k, state.threshold, global_period, state.count, exchanges.threshold, axis
+            )
         with jax.named_scope("ok_topk/global_selection"):
             selection = _global_selection.select_global(bits, threshold_bits, k, overflow, axis)
+            counts_words = _messages.words_in_full(exchanges.counts.received(workers))
         mine, _ = compaction.compact_mask(
-            reduced, selection.mask, capacity=min(k, reduced.capacity)
+            reduced.entries, selection.mask, capacity=min(k, reduced.entries.capacity)
         )
+        if regions == "hashed":
+            me = transport.axis_index(axis)
+            mine = _hashed.to_positions(mine, coo.size, workers, me)
 
         # Line 13: spread them evenly, then let everyone have them.
         branch = _balance.choose_branch(selection.quota, plan, axis)
@@ -215,54 +230,45 @@ def ok_topk(
                 axis=axis,
                 codec=codec,
                 seed=seed(1),
+                exchanges=exchanges.balance,
                 mode=balance,
                 turn=_step.turn(state.count, 1),
             )
         with jax.named_scope("ok_topk/allgather"):
-            gathered = _gather.gather(balanced.entries, axis=axis, codec=codec, seed=seed(2))
-        total = gathered.total
+            gathered = _gather.gather(
+                balanced.entries, axis=axis, codec=codec, seed=seed(2), exchange=exchanges.gather
+            )
 
         # Line 14: what was sent and is in the total is delivered, the rest is kept.
-        later = [(mine, balanced.error), (balanced.entries, gathered.error)]
-        undelivered = _undelivered.undelivered(coo, sent, error, later, total)
+        held = (gathered.total, mine, balanced.entries)
+        if regions == "hashed":
+            held = [_hashed.to_indices(entries, workers, state.count) for entries in held]
+        total, mine, spread = held
+        later = [(mine, balanced.error), (spread, gathered.error)]
+        undelivered = _undelivered.undelivered(coo, reduced.sent, reduced.error, later, total)
 
         threshold = _bits.magnitude_from_bits(threshold_bits)
-        ratio = jnp.clip(selection.passed / k, 1 / 16, 16.0)
         new_state = OkTopkState(
             count=state.count + 1,
             boundaries=boundaries,
-            threshold=threshold if global_period == 1 else threshold * ratio**gain,
+            threshold=_next_threshold(threshold, selection.passed, k, coo.size, global_period),
             # Over an eighth of all that could be sent.
             crowded=selection.overflow > workers * k / 8,
         )
-        always_full = (
-            jnp.where(repartition, _regions.words_received(workers), 0.0)
-            + jnp.where(evaluate, _global_selection.threshold_words(k, workers), 0.0)
-            + _global_selection.selection_words(workers)
-        )
-        split_words = _split_reduce.words_received(pair_words(block_capacity), workers)
-        moved_words = _balance.words_received(plan, pair_words, balance)
-        moved_words = jnp.asarray(moved_words, jnp.float32)[branch]
-        gather_words = _volumes.all_gather(pair_words(plan.capacity), workers)
-        words = always_full + split_words + moved_words + gather_words
-
-        # Of what this worker sent, what is no padding.
-        me = transport.axis_index(axis)
-        moved = jnp.stack(_balance.entries_sent(selection.quota, me, plan, balance))[branch]
-        moved_slots = jnp.asarray(_balance.slots_sent(plan, balance), jnp.float32)[branch]
-        entries = balanced.entries.count() - gathered.lost
-        useful = (
-            always_full
-            + _messages.useful_words(split_words, exchanged, (workers - 1) * block_capacity)
-            + moved_words * (moved - balanced.lost).astype(jnp.float32) / moved_slots
-            + _messages.useful_words(gather_words, entries, plan.capacity)
+        words = _messages.words_in_all(
+            consensus_words,
+            reduced.words,
+            threshold_words,
+            counts_words,
+            balanced.words,
+            gathered.words,
         )
         info = ReduceInfo(
             delivered=total.count(),
-            overflow=overflow + balanced.lost + gathered.lost,
+            overflow=overflow + balanced.unsent + gathered.unsent,
             threshold=threshold,
-            words=words.astype(jnp.float32),
-            useful=useful.astype(jnp.float32),
+            words=words.received,
+            useful=words.useful,
         )
         return total, undelivered, new_state, info
 
@@ -276,12 +282,23 @@ def ok_topk(
             global_period=global_period,
             slack=slack,
             schedule=schedule,
-            bucket_size=bucket_size,
+            messages_in_flight=messages_in_flight,
             regions=regions,
             balance=balance,
             codec=chosen_codec,
         ),
     )
+
+
+def _next_threshold(
+    threshold: jax.Array, passed: jax.Array, k: int, size: int, period: int
+) -> jax.Array:
+    """What the next step reuses: the threshold, corrected by the count that it gave."""
+    if period == 1:
+        return threshold
+    gain = 1 / max(math.log(size / k), 1.0)
+    ratio = jnp.clip(passed / k, 1 / 16, 16.0)
+    return threshold * ratio**gain
 
 
 def _schedule_for(schedule: str, workers: int) -> str:

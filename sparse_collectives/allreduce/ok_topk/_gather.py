@@ -10,6 +10,8 @@ import jax.numpy as jnp
 
 from sparse_collectives import transport
 from sparse_collectives._types import AxisName, Codec
+from sparse_collectives.allreduce._parts import _messages
+from sparse_collectives.allreduce.ok_topk._plan import Exchange
 from sparse_collectives.padded_coo import PaddedCOO
 
 
@@ -20,21 +22,27 @@ class Gathered(NamedTuple):
       total: unique indices, padding in between; the same bits on every worker.
       error: ``f[c]`` over the slots of this worker's entries: what the total misses
         of each. None with an exact codec.
-      lost: ``i32[]``, entries of this worker that are not in the total.
+      unsent: ``i32[]``, entries of this worker that the codec had no room for.
+      words: what the exchange moved.
     """
 
     total: PaddedCOO
     error: jax.Array | None
-    lost: jax.Array
+    unsent: jax.Array
+    words: _messages.Words
 
 
-def gather(entries: PaddedCOO, *, axis: AxisName, codec: Codec, seed: jax.Array) -> Gathered:
-    """The allgather. The worker that sends an entry takes it from there, too."""
+def gather(
+    entries: PaddedCOO, *, axis: AxisName, codec: Codec, seed: jax.Array, exchange: Exchange
+) -> Gathered:
+    """The allgather. The worker that sends an entry also takes it from there."""
     encoded = codec.encode(entries, seed)
-    words = transport.all_gather(encoded.message, axis)
-    everyone = codec.decode(words, entries.size, entries.values.dtype)
+    messages = transport.all_gather(encoded.message, axis)
+    everyone = codec.decode(messages, entries.size, entries.values.dtype)
     total = PaddedCOO(everyone.values.reshape(-1), everyone.indices.reshape(-1), entries.size)
-    if codec.exact:
-        return Gathered(total, None, jnp.zeros((), jnp.int32))
-    lost = (entries.indices < entries.size) & ~encoded.sent
-    return Gathered(total, encoded.error, jnp.sum(lost, dtype=jnp.int32))
+    unsent = jnp.zeros((), jnp.int32)
+    if not codec.exact:
+        unsent = _messages.unsent_count(entries, encoded)
+    received = exchange.received(transport.axis_size(axis))
+    words = _messages.words_of_pairs(received, entries.count() - unsent, exchange.slots)
+    return Gathered(total, None if codec.exact else encoded.error, unsent, words)

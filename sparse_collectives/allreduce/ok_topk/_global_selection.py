@@ -4,46 +4,35 @@ Ok-Topk, section 3.1.2 and line 9 to 12 of Algorithm 1. The paper finds the
 global threshold every tau' steps by gathering all reduced values.
 
 Deviation: a radix selection. The 31 bits of a magnitude are fixed from the top,
-a digit at a time, by summing histograms over the workers. It moves a small
+a digit at a time, by summing histograms over the workers. That moves a small
 share of k words, so it can run at every step, and it gives the exact k-th
-magnitude of the union. Ties go to the lowest indices, so that exactly
-min(k, nonzeros) entries are selected.
+magnitude of the union. Ties go to the first owners and there to the lowest
+indices, so that exactly min(k, nonzeros) entries are selected.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from sparse_collectives import _volumes, transport
+from sparse_collectives import transport
 from sparse_collectives._coo import _bits
 from sparse_collectives._types import AxisName
+from sparse_collectives.allreduce._parts import _messages
+from sparse_collectives.allreduce.ok_topk import _plan
+from sparse_collectives.allreduce.ok_topk._plan import Exchange
 from sparse_collectives.padded_coo import PaddedCOO
 
-# Digit widths to choose from: wide ones need fewer rounds, and more words.
-_WIDTHS = (11, 8, 4)
-_MAX_SHARE = 1 / 5
 _SMALLEST_NORMAL = 0x00800000
-
-
-def digits(k: int) -> tuple[tuple[int, int], ...]:
-    """The (shift, width) of each digit, from the top.
-
-    The widest digits whose histograms take at most a fifth of k words.
-    """
-    for width in _WIDTHS:
-        shifts = range(_bits.MAGNITUDE_BITS, 0, -width)
-        plan = tuple((max(0, top - width), min(width, top)) for top in shifts)
-        if sum(2 << bits for _, bits in plan) <= _MAX_SHARE * k:
-            break
-    return plan
 
 
 def deliverable_bits(reduced: PaddedCOO) -> jax.Array:
     """The magnitudes to select from, ``i32[m]``; 0 for what is never delivered.
 
-    That is padding, sums that cancelled to zero, and subnormal sums: arithmetic
-    on them flushes to zero on some platforms, so they stay in the residuals.
+    Never delivered are padding, sums that cancelled to zero, and subnormal sums:
+    some platforms flush subnormals to zero, so they stay in the residuals.
     """
     bits = _bits.magnitude_bits(reduced.values)
     deliverable = (reduced.indices < reduced.size) & (bits >= _SMALLEST_NORMAL)
@@ -59,12 +48,12 @@ def global_threshold(bits: jax.Array, k: int, axis: AxisName) -> jax.Array:
       axis: the workers.
 
     Returns:
-      The bits of the k-th largest nonzero magnitude, or of the smallest one where
-      there are fewer than k; 0 where there is none.
+      The bits of the k-th largest nonzero magnitude, or of the smallest one if
+      there are fewer than k; 0 if there is none.
     """
     prefix = jnp.int32(0)
     wanted = None
-    for shift, width in digits(k):
+    for shift, width in _plan.digits(k):
         buckets = 1 << width
         digit = (bits >> shift) & (buckets - 1)
         known = shift + width
@@ -82,6 +71,42 @@ def global_threshold(bits: jax.Array, k: int, axis: AxisName) -> jax.Array:
     return prefix
 
 
+def current_threshold(
+    bits: jax.Array,
+    k: int,
+    reused: jax.Array,
+    period: int,
+    step: jax.Array,
+    exchanges: Sequence[Exchange],
+    axis: AxisName,
+) -> tuple[jax.Array, _messages.Words]:
+    """Algorithm 1, lines 9 to 12: the exact threshold once in a period, else the reused one.
+
+    Args:
+      bits: ``i32[m]``, from :func:`deliverable_bits`.
+      k: how many entries are wanted in all.
+      reused: ``f32[]``, the threshold to reuse; 0 where there is none.
+      period: tau', steps between two exact evaluations.
+      step: ``i32[]``, steps taken.
+      exchanges: the histograms.
+      axis: the workers.
+
+    Returns:
+      ``i32[]``, the bits of the threshold, equal on all workers; and the words moved.
+    """
+    workers = transport.axis_size(axis)
+    received = sum(exchange.received(workers) for exchange in exchanges)
+    if period == 1:
+        return global_threshold(bits, k, axis), _messages.words_in_full(received)
+    evaluate = (step % period == 0) | (reused <= 0)
+    threshold_bits = lax.cond(
+        evaluate,
+        lambda: global_threshold(bits, k, axis),
+        lambda: _bits.magnitude_bits(reused),
+    )
+    return threshold_bits, _messages.words_in_full(jnp.where(evaluate, received, 0.0))
+
+
 class GlobalSelection(NamedTuple):
     """Which reduced entries are delivered.
 
@@ -89,8 +114,9 @@ class GlobalSelection(NamedTuple):
       mask: ``bool[m]`` over this worker's entries.
       quota: ``i32[P]``, how many each worker delivers; at most k in all.
       passed: ``i32[]``, entries of all workers that reach the threshold.
-      overflow: ``f32[]``, the overflow of all workers (their sum may pass 2**31). All
-        but the mask are equal on all workers.
+      overflow: ``f32[]``, the overflow of all workers; their sum may pass 2**31.
+
+    All but the mask are equal on all workers.
     """
 
     mask: jax.Array
@@ -104,14 +130,14 @@ def select_global(
 ) -> GlobalSelection:
     """Selects the entries that reach the threshold, k at most over all workers.
 
-    Entries above the threshold come first; of those equal to it the first in the
-    order of the workers, which is that of the indices.
+    Entries above the threshold come first; of those equal to it, the first in the
+    order of the workers and of their entries.
 
     Args:
-      bits: ``i32[m]``, from :func:`deliverable_bits`, ascending in index.
+      bits: ``i32[m]``, from :func:`deliverable_bits`.
       threshold_bits: ``i32[]``, equal on all workers.
       k: how many in all.
-      overflow: ``i32[]``, this worker's overflow, which travels along.
+      overflow: ``i32[]``, this worker's overflow, which travels with the counts.
       axis: the workers.
     """
     above = bits > jnp.maximum(threshold_bits, 0)
@@ -139,13 +165,3 @@ def _share(counts: jax.Array, available: jax.Array | int) -> jax.Array:
 
 def _rank(mask: jax.Array) -> jax.Array:
     return jnp.cumsum(mask, dtype=jnp.int32) - 1
-
-
-def threshold_words(k: int, workers: int) -> float:
-    """Words that :func:`global_threshold` makes each worker receive."""
-    return sum(_volumes.all_reduce(1 << width, workers) for _, width in digits(k))
-
-
-def selection_words(workers: int) -> float:
-    """Words that :func:`select_global` makes each worker receive."""
-    return _volumes.all_gather(3, workers)

@@ -7,9 +7,12 @@ all of them. An average of ascending cuts is ascending.
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from sparse_collectives import _volumes, transport
+from sparse_collectives import transport
 from sparse_collectives._types import AxisName
+from sparse_collectives.allreduce._parts import _messages
+from sparse_collectives.allreduce.ok_topk._plan import Exchange
 from sparse_collectives.padded_coo import PaddedCOO
 
 
@@ -33,18 +36,34 @@ def local_boundaries(coo: PaddedCOO, workers: int) -> jax.Array:
     return jnp.concatenate([equal[:1], inner, equal[-1:]])
 
 
+def agree(
+    coo: PaddedCOO,
+    boundaries: jax.Array,
+    repartition: jax.Array,
+    exchange: Exchange,
+    axis: AxisName,
+) -> tuple[jax.Array, _messages.Words]:
+    """Algorithm 1, lines 5 to 7: the consensus where ``repartition bool[]``, else as they were.
+
+    Returns:
+      ``i32[P + 1]``, equal on all workers; and the words moved.
+    """
+    workers = transport.axis_size(axis)
+    boundaries = lax.cond(repartition, lambda: consensus(coo, workers, axis), lambda: boundaries)
+    received = jnp.where(repartition, exchange.received(workers), 0.0)
+    return boundaries, _messages.words_in_full(received)
+
+
 def consensus(coo: PaddedCOO, workers: int, axis: AxisName) -> jax.Array:
     """The boundaries averaged over the workers, ``i32[P + 1]``, equal on all.
 
-    The sum is of integers, so it does not depend on the order of the workers, and
-    each is divided first, so it cannot overflow; a boundary is at most P too low.
+    The mean is rounded down. Its sum is one of integers, so it does not depend on
+    the order of the workers; quotients and remainders by P are summed separately,
+    so that nothing overflows for P up to 46,340.
     """
     inner = local_boundaries(coo, workers)[1:-1]
-    mean = transport.psum(inner // workers, axis)
+    parts = jnp.stack([inner // workers, inner % workers])
+    quotients, remainders = transport.psum(parts, axis)
+    mean = quotients + remainders // workers
     equal = equal_regions(coo.size, workers)
     return jnp.concatenate([equal[:1], mean, equal[-1:]])
-
-
-def words_received(workers: int) -> float:
-    """Words that :func:`consensus` makes each worker receive."""
-    return _volumes.all_reduce(workers - 1, workers)

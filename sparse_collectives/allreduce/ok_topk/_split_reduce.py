@@ -4,17 +4,18 @@ Ok-Topk, section 3.1.1. Each worker sends to each owner one block with a fixed
 number of slots. Entries that do not fit wait in the residual of their worker.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _volumes, transport
+from sparse_collectives import transport
 from sparse_collectives._types import AxisName, Codec
 from sparse_collectives.allreduce._parts import _messages
-from sparse_collectives.allreduce._parts._merge import reduce_blocks, split
+from sparse_collectives.allreduce._parts._merge import Blocks, reduce_blocks
+from sparse_collectives.allreduce.ok_topk._plan import Exchange
 from sparse_collectives.padded_coo import PaddedCOO
 
 
@@ -24,44 +25,44 @@ class Reduced(NamedTuple):
     Attributes:
       entries: the sums of the region that this worker owns, ascending.
       sent: ``bool[c]`` over the slots of the selection: whether its owner has it.
-      error: ``f[c]``, what the owner misses of an entry that was sent; None with an
-        exact codec.
-      exchanged: ``i32[]``, entries sent to other workers.
+      error: ``f[c]``, what the owner misses of an entry that was sent; None where
+        nothing was rounded.
+      words: what the exchange moved.
     """
 
     entries: PaddedCOO
     sent: jax.Array
     error: jax.Array | None
-    exchanged: jax.Array
+    words: _messages.Words
 
 
-def exchange(
-    words: jax.Array, axis: AxisName, *, schedule: str, bucket_size: int
+def send_blocks(
+    messages: jax.Array, axis: AxisName, *, schedule: str, messages_in_flight: int
 ) -> Iterator[jax.Array]:
-    """Sends row j of ``words[P, w]`` to worker j; yields what came, in buckets.
+    """Sends row j of ``messages[P, w]`` to worker j; yields what arrives, in buckets.
 
-    Each item is ``i32[b, w]``, rows in the order of the distance from the sender:
-    first that of the worker before, and so on around the ring. That order is the
-    same for both schedules, so they give the same bits. A worker's own row is left
-    out.
+    Each item is ``i32[b, w]``, its rows ordered by the distance to their sender:
+    first the message of the worker before this one, and so on around the ring. The
+    order is the same for both schedules, so they give the same bits. A worker's own
+    row is left out.
 
-    ``rotation`` (Figure 2 of the paper): at distance s worker i sends to worker
-    i + s, so no worker is the target of two messages at once; the messages of a
+    ``rotation`` (Figure 2 of the paper): at distance s, worker i sends to worker
+    i + s, so no worker is the target of two messages at once. The messages of a
     bucket do not depend on one another and may be in flight together, and the
     reduction of one bucket overlaps the exchange of the next.
     ``all_to_all``: one collective, one bucket.
     """
-    workers = words.shape[0]
+    workers = messages.shape[0]
     me = transport.axis_index(axis)
     if schedule == "all_to_all":
-        received = transport.all_to_all(words, axis)
+        received = transport.all_to_all(messages, axis)
         yield received[(me - jnp.arange(1, workers)) % workers]
         return
     distances = range(1, workers)
-    for first in range(0, len(distances), bucket_size):
+    for first in range(0, len(distances), messages_in_flight):
         bucket = []
-        for distance in distances[first : first + bucket_size]:
-            block = lax.dynamic_slice_in_dim(words, (me + distance) % workers, 1)
+        for distance in distances[first : first + messages_in_flight]:
+            block = lax.dynamic_slice_in_dim(messages, (me + distance) % workers, 1)
             pairs = [(source, (source + distance) % workers) for source in range(workers)]
             bucket.append(transport.ppermute(block, axis, pairs))
         yield jnp.concatenate(bucket)
@@ -69,43 +70,61 @@ def exchange(
 
 def split_and_reduce(
     coo: PaddedCOO,
-    boundaries: jax.Array,
-    turn: jax.Array,
+    cut: Callable[[PaddedCOO], Blocks],
     *,
     axis: AxisName,
     codec: Codec,
     seed: jax.Array,
-    capacity: int,
+    exchange: Exchange,
+    owned_slots: int,
     schedule: str,
-    bucket_size: int,
+    messages_in_flight: int,
 ) -> Reduced:
-    """Algorithm 1, line 8, for two workers or more."""
-    blocks = split(coo, boundaries, capacity, turn)
+    """Algorithm 1, line 8.
+
+    Args:
+      coo: this worker's selection.
+      cut: makes one block of ``exchange.slots`` slots for each owner.
+      axis: the workers.
+      codec: how a block is encoded.
+      seed: ``u32[]``, for the codec.
+      exchange: the size of the messages.
+      owned_slots: of the result.
+      schedule: see :func:`send_blocks`.
+      messages_in_flight: the same.
+    """
+    workers = transport.axis_size(axis)
+    if workers == 1:
+        return Reduced(coo, coo.indices < coo.size, None, _messages.no_words())
+    blocks = cut(coo)
+    size, dtype = blocks.coo.size, coo.values.dtype
     encoded = codec.encode(blocks.coo, seed)
     me = transport.axis_index(axis)
     # A worker's own block takes no part in the exchange, so nothing is rounded.
     own = jax.tree.map(lambda rows: lax.dynamic_slice_in_dim(rows, me, 1), blocks.coo)
     received = [own] + [
-        codec.decode(bucket, coo.size, coo.values.dtype)
-        for bucket in exchange(encoded.message, axis, schedule=schedule, bucket_size=bucket_size)
+        codec.decode(bucket, size, dtype)
+        for bucket in send_blocks(
+            encoded.message, axis, schedule=schedule, messages_in_flight=messages_in_flight
+        )
     ]
-    exchanged = _messages.to_others(encoded.sent, me)
     sent = blocks.source < coo.capacity
     error = None
     if not codec.exact:
-        is_own = jnp.arange(sent.shape[0])[:, None] == me
+        is_own = jnp.arange(workers)[:, None] == me
         sent = sent & (encoded.sent | is_own)
         error = _to_slots(jnp.where(is_own, 0, encoded.error), blocks.source, coo.capacity)
+    words = _messages.words_of_pairs(
+        exchange.received(workers),
+        _messages.to_others(encoded.sent, me),
+        exchange.slots_sent(workers),
+    )
     sent = _to_slots(sent, blocks.source, coo.capacity)
-    return Reduced(reduce_blocks(received, coo.size, coo.values.dtype), sent, error, exchanged)
+    entries = reduce_blocks(received, size, dtype, owned_slots)
+    return Reduced(entries, sent, error, words)
 
 
 def _to_slots(rows: jax.Array, source: jax.Array, slots: int) -> jax.Array:
-    """From blocks back to the slots that they were cut from; 0 for those not in a block."""
+    """From blocks back to the slots that they were cut from; 0 for slots not in a block."""
     flat = jnp.zeros((slots,), rows.dtype)
     return flat.at[source.reshape(-1)].set(rows.reshape(-1), mode="drop")
-
-
-def words_received(block_words: int, workers: int) -> float:
-    """Words that the exchange makes each worker receive, padding included."""
-    return _volumes.all_to_all(block_words * workers, workers)

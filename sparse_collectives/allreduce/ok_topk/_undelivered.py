@@ -1,9 +1,9 @@
 """What a worker keeps: line 14 of Algorithm 1, with what the encodings cost.
 
-With P workers, an entry is lost on its way to a sum, or a sum on its way to the
-total, or their rounding is. Whatever is not in the total, all keep as a whole who
-contributed to it. What is in the total differs from what was sent by the errors of
-the encodings; each is kept by the worker that encoded.
+An entry may find no slot on its way to a sum, and a sum none on its way to the
+total; a lossy codec rounds both. Where an index is not in the total, every worker
+keeps the whole of what it contributed. Where it is, the total differs from what was
+sent by the errors of the codec, and each error is kept by the worker that encoded.
 """
 
 import jax
@@ -26,10 +26,10 @@ def undelivered(
 
     Args:
       coo: its selection, c slots.
-      sent: ``bool[c]``, which of them the owners of their regions have.
-      error: ``f[c]``, what the owners miss of those, or None with an exact codec.
-      later: for each later exchange the entries that this worker held and what
-        their receivers miss of them.
+      sent: ``bool[c]``, which slots reached the owners of their regions.
+      error: ``f[c]``, what the owners miss of those; None with an exact codec.
+      later: for each later exchange, the entries that this worker held and what
+        their receivers miss of each.
       total: the result, the same on every worker.
 
     Returns:
@@ -40,9 +40,9 @@ def undelivered(
     delivered = sent & _bitset.contains(members, coo.indices)
     missing = jnp.zeros_like(coo.values) if error is None else error
     others = [
-        _where(_bitset.contains(members, entries.indices) & (lost != 0), lost, entries)
-        for entries, lost in later
-        if lost is not None
+        _where(_bitset.contains(members, entries.indices) & (missed != 0), missed, entries)
+        for entries, missed in later
+        if missed is not None
     ]
     return _undelivered.of_slots(coo, jnp.where(delivered, missing, coo.values), others)
 

@@ -1,0 +1,216 @@
+"""The static sizes of Ok-Topk: slots and words of each exchange, by phase.
+
+Plain Python, for the algorithm itself and for the cost model.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from sparse_collectives import _volumes
+from sparse_collectives._coo import _bits
+
+# The defaults of the algorithm, which the cost model assumes.
+REGIONS = "hashed"
+REPARTITION_PERIOD = 64
+# Slots as a multiple of the share k / P: regions that follow the data are uneven.
+_SLACK = 1.25
+# Hashed regions are as even as chance: slots for selections that are a little larger
+# than k, and for two standard deviations.
+_HASHED_SLACK = 1.05
+_HASHED_DEVIATIONS = 2.0
+
+# Digit widths to choose from: wide ones need fewer rounds, and more words.
+_DIGIT_WIDTHS = (11, 8, 4)
+_MAX_HISTOGRAM_SHARE = 1 / 5
+# What each worker tells about its selection: entries above the threshold, entries
+# equal to it, and its overflow.
+_COUNTS = 3
+
+BRANCHES = ("none", "neighbours", "spread", "all_to_all")
+
+
+class Plan(NamedTuple):
+    """Slots of the messages.
+
+    Attributes:
+      size: n.
+      workers: P.
+      k: entries of the result.
+      region: the largest number of indices that one worker may own.
+      owned_slots: of the sums that one worker owns and may select from.
+      split_slots: of the block from one worker to one owner in the split and reduce.
+      gather_slots: of each worker in the allgather.
+      neighbour_slots: of the message to the right neighbour that balances.
+      spread_slots: of a block of the all_to_all that deals out a surplus.
+      rank_slots: of a block of the all_to_all of everything, ceil(k / P).
+    """
+
+    size: int
+    workers: int
+    k: int
+    region: int
+    owned_slots: int
+    split_slots: int
+    gather_slots: int
+    neighbour_slots: int
+    spread_slots: int
+    rank_slots: int
+
+
+def make_plan(
+    size: int,
+    k: int,
+    workers: int,
+    *,
+    regions: str = REGIONS,
+    slack: float | None = None,
+    selected: int | None = None,
+) -> Plan:
+    """Slots for k of n entries over P workers.
+
+    Args:
+      size: n.
+      k: entries of the result.
+      workers: P.
+      regions: as for :func:`sparse_collectives.allreduce.ok_topk`.
+      slack: the same.
+      selected: slots of a worker's selection; None: k.
+    """
+    selected = k if selected is None else selected
+    # Regions that follow the data may be as long as the whole vector.
+    region = -(-size // workers) if regions == "hashed" else size
+    slots = min(_message_slots(k, workers, regions, slack), region)
+    split = int(min(slots, selected))
+    rank = math.ceil(k / workers)
+    gather = max(rank, int(min(slots, k)))
+    # Both messages are at most k (P-1) / (2P) words: with a slack of 1.25 a step that
+    # moves a surplus stays within 6k (P-1)/P words for every P.
+    neighbour = k * (workers - 1) // (4 * workers)
+    if regions == "hashed":
+        # A surplus is as small as chance makes it.
+        neighbour = min(neighbour, math.ceil(_HASHED_DEVIATIONS * math.sqrt(k / workers)))
+    return Plan(
+        size=size,
+        workers=workers,
+        k=k,
+        region=region,
+        owned_slots=min(workers * split, region),
+        split_slots=split,
+        gather_slots=gather,
+        neighbour_slots=min(gather, max(1, neighbour)),
+        spread_slots=max(1, rank // 4),
+        rank_slots=rank,
+    )
+
+
+def _message_slots(k: int, workers: int, regions: str, slack: float | None) -> float:
+    """Slots for the share k / P of one message; ``math.inf`` has room for everything."""
+    share = k / workers
+    if slack is None and regions == "hashed":
+        return math.ceil(_HASHED_SLACK * share + _HASHED_DEVIATIONS * math.sqrt(share))
+    slack = _SLACK if slack is None else slack
+    # From P on, one message has room for everything.
+    return math.inf if slack >= workers else math.ceil(slack * share)
+
+
+def digits(k: int) -> tuple[tuple[int, int], ...]:
+    """The (shift, width) of each digit of a magnitude, from the top.
+
+    The widest digits whose histograms take at most a fifth of k words.
+    """
+    for width in _DIGIT_WIDTHS:
+        shifts = range(_bits.MAGNITUDE_BITS, 0, -width)
+        plan = tuple((max(0, top - width), min(width, top)) for top in shifts)
+        if sum(2 << bits for _, bits in plan) <= _MAX_HISTOGRAM_SHARE * k:
+            break
+    return plan
+
+
+class Exchange(NamedTuple):
+    """One collective.
+
+    Attributes:
+      kind: ``'psum'``, ``'all_gather'``, ``'all_to_all'`` or ``'ppermute'``.
+      words: of one message: the whole operand of a psum, what one worker contributes
+        to an all_gather, one block of an all_to_all, the operand of a ppermute.
+      slots: value-index pairs that fit into a message; 0 where it holds none.
+    """
+
+    kind: str
+    words: int
+    slots: int = 0
+
+    def received(self, workers: int) -> float:
+        """Words that each worker receives, padding included."""
+        operand = self.words * workers if self.kind == "all_to_all" else self.words
+        return _VOLUMES[self.kind](operand, workers)
+
+    def slots_sent(self, workers: int) -> int:
+        """Slots of the messages with different content that a worker sends to others."""
+        return self.slots * (workers - 1 if self.kind == "all_to_all" else 1)
+
+
+_VOLUMES: dict[str, Callable[[float, int], float]] = {
+    "psum": _volumes.all_reduce,
+    "all_gather": _volumes.all_gather,
+    "all_to_all": _volumes.all_to_all,
+    "ppermute": _volumes.ppermute,
+}
+
+
+class Exchanges(NamedTuple):
+    """The collectives of a step, in the order of Algorithm 1.
+
+    Attributes:
+      consensus: of the regions, once in a period.
+      split: of the split and reduce.
+      threshold: the histograms of the global threshold.
+      counts: of the global selection.
+      balance: one of these, by :data:`BRANCHES`; None moves nothing.
+      gather: of the result.
+    """
+
+    consensus: Exchange
+    split: Exchange
+    threshold: tuple[Exchange, ...]
+    counts: Exchange
+    balance: tuple[Exchange | None, ...]
+    gather: Exchange
+
+
+def exchanges(
+    plan: Plan, pair_words: Callable[[int, int], int], balance: str = "auto"
+) -> Exchanges:
+    """The collectives of a step.
+
+    Args:
+      plan: the slots.
+      pair_words: ``pair_words(slots, size)``, the words of a message of so many slots
+        with the indices of a vector of length ``size``.
+      balance: the mode, as for :func:`sparse_collectives.allreduce.ok_topk`.
+    """
+
+    def pairs(kind: str, slots: int) -> Exchange:
+        return Exchange(kind, pair_words(slots, plan.size), slots)
+
+    by_rank = pairs("all_to_all", plan.rank_slots)
+    branches = {
+        "auto": (
+            None,
+            pairs("ppermute", plan.neighbour_slots),
+            pairs("all_to_all", plan.spread_slots),
+            by_rank,
+        ),
+        "always": (by_rank,) * len(BRANCHES),
+        "never": (None,) * len(BRANCHES),
+    }
+    return Exchanges(
+        # Quotients and remainders of the P - 1 inner boundaries.
+        consensus=Exchange("psum", 2 * (plan.workers - 1)),
+        split=Exchange("all_to_all", pair_words(plan.split_slots, plan.region), plan.split_slots),
+        threshold=tuple(Exchange("psum", 1 << width) for _, width in digits(plan.k)),
+        counts=Exchange("all_gather", _COUNTS),
+        balance=branches[balance],
+        gather=pairs("all_gather", plan.gather_slots),
+    )
