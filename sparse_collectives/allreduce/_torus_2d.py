@@ -43,8 +43,12 @@ def torus_2d() -> SparseAllreduce:
         _validation.check_positive_int("axis_size", axis_size)
         return ()
 
-    @_range.sums_in_range()
     def reduce(coo: PaddedCOO, state: tuple[()], *, axis: AxisName):
+        _pair(axis)  # Before anything else asks for its size.
+        return add(coo, state, axis=axis)
+
+    @_range.sums_in_range()
+    def add(coo: PaddedCOO, state: tuple[()], *, axis: AxisName):
         outer, inner = _pair(axis)
         inside, outside = transport.axis_size(inner), transport.axis_size(outer)
         part = -(-coo.size // inside)
