@@ -34,8 +34,10 @@ def _with_standard_promotion(function):
     return wrapped
 
 
-# Optax raises a float to the power of the integer count of its steps.
+# Optax raises a float to the power of the integer count of its steps, and multiplies integers and
+# floats by what is true or false.
 optax.tree.bias_correction = _with_standard_promotion(optax.tree.bias_correction)
+optax.MultiSteps.update = _with_standard_promotion(optax.MultiSteps.update)
 
 
 @pytest.fixture(scope="module")

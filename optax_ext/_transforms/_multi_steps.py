@@ -112,7 +112,7 @@ def multi_steps(
             new_updates, inner = lax.cond(emit, lambda: typed(exchange()), lambda: typed(wait()))
         return new_updates, MultiStepsState(
             mini_step=jnp.where(emit, 0, state.mini_step + 1),
-            gradient_step=state.gradient_step + emit,
+            gradient_step=state.gradient_step + emit.astype(jnp.int32),
             inner_opt_state=inner,
             # Not a product: 0 times what is not finite is not 0.
             acc_grads=jax.tree.map(lambda a: jnp.where(emit, 0.0, a), acc),

@@ -48,7 +48,7 @@ def run(tx, workers, dtype, steps=STEPS):
             scale = lax.psum(jnp.abs(residual) + jnp.abs(g.astype(jnp.float32)), "w") + 1e-30
             lost = jnp.max(jnp.abs(before - after - delivered) / scale)
             everyone = lax.all_gather(updates, "w")
-            agree = jnp.all(everyone == everyone[0])
+            agree = jnp.all(everyone == everyone[:1])
             nonzeros = jnp.sum(before != 0, dtype=jnp.int32)
             return state, (lost, agree, optax_ext.get_info(state), nonzeros)
 
