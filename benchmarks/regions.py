@@ -63,9 +63,11 @@ def gradient(name: str, step: int, workers: int, size: int, rng: np.random.Gener
 
 
 @functools.cache
-def make_step(regions: str, density: float, workers: int):
+def make_step(regions: str, density: float, workers: int, slack: float | None):
     """The initial state of an allreduce, and a jitted step of error feedback, of all workers."""
-    allreduce = sc.allreduce.ok_topk(density=density, regions=regions, schedule="all_to_all")
+    allreduce = sc.allreduce.ok_topk(
+        density=density, regions=regions, slack=slack, schedule="all_to_all"
+    )
     selector = sc.select.topk(density=density)
 
     def step(grad, residual, state):
@@ -114,7 +116,7 @@ class Score:
 def synthetic(name: str, workers: int, regions: str, args: argparse.Namespace) -> dict[str, float]:
     """All steps of one way on one input."""
     size, k = args.size, args.selected
-    init, step = make_step(regions, k / size, workers)
+    init, step = make_step(regions, k / size, workers, args.slack)
     state, residual = init(size, workers), jnp.zeros((workers, size))
     rng, score, seconds = np.random.default_rng(args.seed), Score(size, k), []
     for i in range(args.steps):
@@ -172,6 +174,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--workers", type=at_least_one, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--size", type=at_least_one, default=12_000, help="n")
     parser.add_argument("--selected", type=at_least_one, default=120, help="k")
+    parser.add_argument("--slack", type=float, help="of ok_topk; by default that of the regions")
     parser.add_argument("--inputs", nargs="+", choices=INPUTS, default=INPUTS, metavar="INPUT")
     parser.add_argument("--regions", nargs="+", choices=REGIONS, default=REGIONS[:2])
     parser.add_argument("--recorded", action="store_true", help="selections of two trainings")

@@ -70,7 +70,7 @@ def ok_topk(
     reduce, and again in the allgather; at most 0.2 k (P-1)/P (but at least
     248 (P-1)/P) for the global threshold; and for the balancing nothing or, where
     chance made a region large, ``4 sqrt(m)``, in the extreme 2 k (P-1)/P. The
-    paper's bound of 6 k (P-1)/P holds from about m = 100 on; the lower bound is
+    paper's bound of 6 k (P-1)/P holds from about m = 32 on; the lower bound is
     2 k (P-1)/P (Theorem 3.1). Latency: P - 1 messages (one with
     ``schedule='all_to_all'``), the allgather, up to one exchange of the balancing,
     and five to ten small collectives.
