@@ -1,6 +1,6 @@
 """What Ok-Topk delivers by its ways to divide the indices: `regions` hashed, balanced and equal.
 
-    python benchmarks/regions.py [--workers 2 4 8 16] [--size 12000] [--selected 120]
+    python -m benchmarks.training.regions [--workers 2 4 8 16] [--size 12000] [--selected 120]
 
 Simulated workers run error feedback with exact top-k selections on synthetic gradients, each of
 which is hard for regions in its own way:
@@ -20,23 +20,24 @@ units of k (P-1)/P. With `--time` the wall time of a step is printed, too: of al
 on this machine, so only its ratios mean something.
 
 With `--recorded` the selections of two trainings go through each way instead, recorded as in
-load_balance.py (`--text`, `--images`, `--every` and `--factor` are as there). Their residuals are
+load_balance (`--text`, `--images`, `--every` and `--factor` are as there). Their residuals are
 those of the training, so "wait" means little.
 """
 
 import argparse
 import functools
-import json
 import sys
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _options import at_least_one, parser_of, recorded_runs
-from load_balance import record
 
 import sparse_collectives as sc
+
+from .._common import options, reports
+from ._recorded_tasks import recorded_runs, recording_parser
+from .load_balance import record
 
 AXIS = "workers"
 REGIONS = ("hashed", "balanced", "equal")
@@ -168,22 +169,23 @@ def show(case: str, workers: int, regions: str, row: dict[str, float], timed: bo
     )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Prints the table; returns the exit status."""
-    parser = parser_of(__doc__, steps=100)
-    parser.add_argument("--workers", type=at_least_one, nargs="+", default=[2, 4, 8, 16])
-    parser.add_argument("--size", type=at_least_one, default=12_000, help="n")
-    parser.add_argument("--selected", type=at_least_one, default=120, help="k")
+@options.program
+def main(argv: list[str] | None = None) -> None:
+    """Prints the table."""
+    parser = recording_parser(__doc__, steps=100)
+    parser.add_argument("--workers", type=options.at_least_one, nargs="+", default=[2, 4, 8, 16])
+    parser.add_argument("--size", type=options.at_least_one, default=12_000, help="n")
+    parser.add_argument("--selected", type=options.at_least_one, default=120, help="k")
     parser.add_argument("--slack", type=float, help="of ok_topk; by default that of the regions")
     parser.add_argument("--inputs", nargs="+", choices=INPUTS, default=INPUTS, metavar="INPUT")
     parser.add_argument("--regions", nargs="+", choices=REGIONS, default=REGIONS[:2])
     parser.add_argument("--recorded", action="store_true", help="selections of two trainings")
-    parser.add_argument("--every", type=at_least_one, default=5, help="steps to a record")
+    parser.add_argument("--every", type=options.at_least_one, default=5, help="steps to a record")
     parser.add_argument("--factor", type=float, default=100.0, help="on one layer's gradient")
     parser.add_argument("--time", action="store_true", help="print the wall time of a step")
     args = parser.parse_args(argv)
     if args.plot:
-        parser.error("--plot: this benchmark draws nothing")
+        parser.error("--plot: this program draws nothing")
     print(
         f"{'input':24} {'P':>3} {'regions':9} {'missing':>8} {'worst':>8} {'mass':>7} "
         f"{'overflow':>9} {'wait':>5} {'words':>6}" + (f" {'ms':>9}" if args.time else "")
@@ -206,9 +208,7 @@ def main(argv: list[str] | None = None) -> int:
                     row = synthetic(case, workers, regions, args)
                     show(case, workers, regions, row, args.time)
                     rows.append({"case": case, "workers": workers, "regions": regions, **row})
-    if args.json:
-        args.json.write_text(json.dumps({"size": args.size, "rows": rows}) + "\n")
-    return 0
+    reports.write(args.json, {"size": args.size, "rows": rows})
 
 
 if __name__ == "__main__":
