@@ -172,10 +172,7 @@ def test_info_reports_the_words_that_the_program_moves(name):
         round(
             sc.traffic.of_traced(
                 traced(name, False),
-                {
-                    "balance": tuple(float(i == branch) for i in range(4)),
-                    "repartition.every64": (0.0, 1.0),
-                },
+                {"balance": tuple(float(i == branch) for i in range(4))},
             ).words
         )
         for branch in range(4)
