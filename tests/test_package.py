@@ -46,6 +46,8 @@ def test_all_is_complete_and_sorted(package):
     assert package.__all__ == sorted(package.__all__)
 
 
+# They are written as users write, to whom JAX promotes.
+@pytest.mark.usefixtures("default_promotion")
 @pytest.mark.parametrize("name", list(modules()))
 def test_docstring_examples_run(name):
     failures, _ = doctest.testmod(importlib.import_module(name), verbose=False)

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from sparse_collectives import _hash, _validation
 from sparse_collectives._spec import Spec
@@ -88,7 +89,7 @@ def narrow8(*, block: int = 128, escapes: float = 1 / 8, stochastic: bool = Fals
 
     def encode_dense(values: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
         _validation.check_float("values", values.dtype)
-        position = jnp.arange(values.shape[-1], dtype=jnp.int32)
+        position = lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
         codes, scales = quantize(values, position, seed)
         decoded = _log8.decode(codes, scales, block, values.dtype)
         message = jnp.concatenate([scales, _packing.pack(codes, 8)], axis=-1)

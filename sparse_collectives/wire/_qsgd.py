@@ -101,7 +101,8 @@ def qsgd(*, bits: int = 8, bucket: int = 512, norm: str = "max") -> Codec:
         return PaddedCOO(values, message[..., :slots], size)
 
     def encode_dense(values: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return quantize(values, jnp.arange(values.shape[-1], dtype=jnp.int32), seed)
+        position = lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
+        return quantize(values, position, seed)
 
     def decode_dense(message: jax.Array, length: int, dtype) -> jax.Array:
         split = _sizes.block_scales(length, bucket)

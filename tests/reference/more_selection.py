@@ -7,20 +7,13 @@ import math
 
 import numpy as np
 
+from tests.reference import windows
 from tests.reference.selection import magnitudes, passing, topk
-
-
-def run_of(members: np.ndarray, count: int, step: int) -> np.ndarray:
-    """``count`` consecutive ones of ``members``, further on at each step, cyclic."""
-    if len(members) <= count:
-        return members
-    start = step * count % len(members)
-    return np.sort(np.take(members, start + np.arange(count), mode="wrap"))
 
 
 def threshold(x: np.ndarray, magnitude: float, capacity: int, step: int) -> np.ndarray:
     """All that reaches a magnitude, or as many as there are slots."""
-    return run_of(passing(x, float(np.float32(magnitude))), capacity, step)
+    return windows.window(passing(x, float(np.float32(magnitude))), capacity, step)
 
 
 def bucketed(x: np.ndarray, density: float, bucket: int) -> np.ndarray:
@@ -54,10 +47,10 @@ def mstopk(x: np.ndarray, k: int, samplings: int, step: int) -> np.ndarray:
             if nnz < k2:
                 k2, threshold2 = nnz, middle
     if math.isinf(threshold1) and beyond.sum() > k:
-        return run_of(np.flatnonzero(beyond), k, step)
+        return windows.window(np.flatnonzero(beyond), k, step)
     above = (a >= threshold1) & (a > 0)
     within = np.flatnonzero(~above & (a >= threshold2) & (a > 0))
-    return np.sort(np.r_[np.flatnonzero(above), run_of(within, k - above.sum(), step)])
+    return np.sort(np.r_[np.flatnonzero(above), windows.window(within, k - above.sum(), step)])
 
 
 def chi_square(counts: np.ndarray) -> float:

@@ -77,7 +77,7 @@ def lossy_codec() -> sc.Codec:
     exact = sc.wire.raw()
 
     def encode(coo, seed):
-        slot = jnp.arange(coo.capacity, dtype=jnp.uint32)
+        slot = jax.lax.broadcasted_iota(jnp.uint32, coo.indices.shape, coo.indices.ndim - 1)
         sent = (coo.indices < coo.size) & ((slot + seed) % 7 != 0)
         rounded = (jnp.round(coo.values.astype(jnp.float32) * 256) / 256).astype(coo.values.dtype)
         error = jnp.where(sent, coo.values - rounded, 0)

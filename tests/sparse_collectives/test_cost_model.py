@@ -124,7 +124,8 @@ def traced(name, load, codec, *, check_vma=False):
         allreduce = sc.allreduce.hierarchical(inner_axis="device", outer=outer)
         coo_size = -(-load.size // load.inner_size)
         capacity = round(load.density * coo_size)
-        state = jax.eval_shape(lambda: allreduce.init(load.size, load.workers, load.inner_size))
+        nodes = load.workers // load.inner_size
+        state = jax.eval_shape(lambda: outer.init(coo_size, nodes))
     else:
         allreduce = program_of(name, load.density, codec)
         state = jax.eval_shape(lambda: allreduce.init(load.size, load.workers))

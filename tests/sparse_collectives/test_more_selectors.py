@@ -161,9 +161,11 @@ class TestMstopk:
         x = np.array([1, -1, 0, 2, 10, -5, 4, 1], np.float32)
         assert more_selection.mstopk(x, 1, 3, 0).tolist() == [4]
         assert more_selection.mstopk(x, 2, 2, 0).tolist() == [4, 5]
-        # Nothing separates the 4th from the 5th: by position, further on at step 1.
-        assert more_selection.mstopk(x, 4, 1, 0).tolist() == [0, 1, 3, 4]
-        assert more_selection.mstopk(x, 4, 1, 1).tolist() == [4, 5, 6, 7]
+        # One is above 6.5, and three of the other nonzeros come along: another run at each step.
+        others = np.array([0, 1, 3, 5, 6, 7])
+        runs = [more_selection.mstopk(x, 4, 1, step).tolist() for step in range(5)]
+        assert runs == [sorted([4, *windows.window(others, 3, step)]) for step in range(5)]
+        assert len(set(map(tuple, runs))) > 1
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(("density", "samplings"), [(1e-9, 30), (0.1, 4)])

@@ -393,7 +393,7 @@ class TestThresholdReuse:
         enough = windows.steps_for_all(K / 2, max(K, len(largest)))
         for step in range(enough):
             state, info, indices = check_reuse(select_reuse(servo=servo)(acc, state), acc)
-            assert info.selected >= K / 2, f"step {step}"
+            assert int(info.selected) >= K / 2, f"step {step}"
             seen[indices] = True
         assert seen[largest].all()
 

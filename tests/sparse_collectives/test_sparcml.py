@@ -328,7 +328,7 @@ def rounding(step=2.0**-8):
     raw = sc.wire.raw()
 
     def encode(coo, seed):
-        slot = jnp.arange(coo.capacity, dtype=jnp.uint32)
+        slot = jax.lax.broadcasted_iota(jnp.uint32, coo.indices.shape, coo.indices.ndim - 1)
         sent = (coo.indices < coo.size) & ((slot + seed) % 7 != 6)
         values = jnp.where(sent, jnp.round(coo.values / step) * step, 0)
         error = jnp.where(sent, coo.values - values, 0)

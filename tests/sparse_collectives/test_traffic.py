@@ -316,7 +316,7 @@ def test_collectives_in_an_unknown_primitive_are_an_error():
         measure(solve)
 
     def solve_locally(x):
-        diagonal = 2.0 + lax.axis_index("w")
+        diagonal = 2.0 + lax.axis_index("w").astype(x.dtype)
         return lax.custom_linear_solve(lambda x: diagonal * x, x, lambda _, x: x / diagonal)
 
     assert measure(solve_locally).words == 0
