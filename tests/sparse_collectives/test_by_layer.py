@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 import sparse_collectives as sc
 from sparse_collectives import _compat
-from tests.reference import by_layer, selection
+from tests.reference import by_layer, selection, windows
 
 # Two layers of one shape, rows of one entry and of no whole word, no entries at all.
 SHAPES = ((3, 2, 4, 9), (9,), (70, 12), (70, 12), (0, 3), (), (33, 1), (1, 40))
@@ -239,12 +239,12 @@ class TestVariants:
 
     def test_threshold_counts_what_finds_no_slot_and_lets_it_take_turns(self):
         selector, select = jitted(
-            "adtopk_threshold", density=0.1, steps=1000, warmup=2, period=50, headroom=0.5
+            "adtopk_threshold", density=0.1, steps=1000, warmup=2, period=1000, headroom=0.5
         )
         acc = np.linspace(1, 2, 100).astype(np.float32)
         state = selector.init(100)
         seen = set()
-        for step in range(8):
+        for step in range(windows.steps_for_all(15, 100)):
             # Everything is above the threshold of the first step.
             coo, state, info = select(acc * (10 if step else 1), state)
             seen |= set(used(coo, info).tolist())
