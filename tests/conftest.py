@@ -37,6 +37,11 @@ def _with_standard_promotion(function):
 # Optax raises a float to the power of the integer count of its steps, and multiplies integers and
 # floats by what is true or false.
 optax.tree.bias_correction = _with_standard_promotion(optax.tree.bias_correction)
+# It multiplies a float by the sign of an integer.
+_piecewise_constant = optax.piecewise_constant_schedule
+optax.piecewise_constant_schedule = lambda *args, **kwargs: _with_standard_promotion(
+    _piecewise_constant(*args, **kwargs)
+)
 optax.MultiSteps.update = _with_standard_promotion(optax.MultiSteps.update)
 
 

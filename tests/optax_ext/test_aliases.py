@@ -254,13 +254,7 @@ def test_options_make_the_program_of_the_composition(name):
 
 
 def test_ok_topk_sgd_puts_a_schedule_in_front_of_the_accumulation():
-    steps = optax.piecewise_constant_schedule(0.5, {2: 0.1})
-
-    def schedule(count):
-        # Optax multiplies a float by the sign of an integer.
-        with jax.numpy_dtype_promotion("standard"):
-            return steps(count)
-
+    schedule = optax.piecewise_constant_schedule(0.5, {2: 0.1})
     exchange = allreduce.ok_topk(density=DENSITY)
     sparse = with_topk(exchange)(local=optax.scale_by_schedule(schedule), axis="w")
     given = text("ok_topk_sgd", alias("ok_topk_sgd", learning_rate=schedule))

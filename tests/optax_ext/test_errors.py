@@ -224,7 +224,8 @@ def test_a_chain_that_does_not_reduce_the_gradients():
     # One of the leaves is passed on as it is.
     labels = {"kernel": "sparse", "bias": "none"}
     tx = optax.multi_transform({"sparse": ok_topk(), "none": optax.identity()}, labels)
-    step = optax_ext.make_train_step(lambda p, b: jnp.sum(b @ p["kernel"] + p["bias"]), tx, mesh())
+    loss = lambda p, b: jnp.sum(b @ p["kernel"]) + jnp.sum(p["bias"])  # noqa: E731
+    step = optax_ext.make_train_step(loss, tx, mesh())
     state = optax_ext.init_state(tx, PARAMS, mesh())
     with pytest.raises(ValueError, match=r"updates\['bias'\] of tx differ.*first in the chain"):
         step.lower(PARAMS, state, np.ones((4, 8), np.float32))

@@ -137,13 +137,7 @@ def test_ok_topk_sgd_is_algorithm_2_with_a_schedule():
     from tests.reference import ok_topk as oracle
 
     workers, size, density = 3, 200, 0.05
-    steps = optax.piecewise_constant_schedule(0.5, {2: 0.1})
-
-    def schedule(count):
-        # Optax multiplies a float by the sign of an integer.
-        with jax.numpy_dtype_promotion("standard"):
-            return steps(count)
-
+    schedule = optax.piecewise_constant_schedule(0.5, {2: 0.1})
     # ok_topk_sgd written out, for a slack with which no entry waits for a slot.
     tx = optax.chain(
         optax_ext.ok_topk(
