@@ -332,8 +332,7 @@ def simulated(selector, allreduce, workers, steps):
             acc = acc.at[watched].add(jnp.where((t == 0) & (acc[watched] > 0), 20.0, 0.0))
             coo, selector_state, _ = selector.select(acc, selector_state)
             total, kept, state, info = allreduce.reduce(coo, state, axis="workers")
-            acc = acc.at[coo.indices].set(0.0, mode="drop")
-            acc = acc.at[kept.indices].add(kept.values, mode="drop")
+            acc = kept.residual(acc, coo)
             total = total.to_dense() if isinstance(total, sc.PaddedCOO) else total
             overflow = jax.lax.psum(info.overflow, "workers")
             return (acc, selector_state, state), (total[watched] != 0, overflow)
@@ -369,8 +368,8 @@ def waits_in_an_algorithm(name, workers, capacity, periods, steps):
     for period in set(periods) & set(found):
         who = found[period]
         gradients = feeding(who, place.holders(workers), workers, size)
-        delivered, overflow = run(gradients, period, who.watched)
-        assert (np.asarray(delivered) == delivered[0]).all()
+        delivered, overflow = map(np.asarray, run(gradients, period, who.watched))
+        assert (delivered == delivered[0]).all()
         # Some of the crowd waited at nearly every step: the place was crowded.
         assert np.mean(overflow[0] > 0) > 0.8, (name, period)
         # What waited is still there when others come.
