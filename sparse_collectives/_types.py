@@ -75,13 +75,16 @@ class Undelivered(NamedTuple):
     def residual(self, acc: jax.Array, coo: PaddedCOO) -> jax.Array:
         """What is left of ``acc f[n]`` after its selection ``coo`` was exchanged, ``f[n]``.
 
-        In place where ``acc`` may be overwritten. Cost: one scatter of c values, and one of
-        the other entries where there can be any.
+        In place where ``acc`` may be overwritten, and in its shape, which may have leading
+        axes of 1. Cost: one scatter of c values, and one of the other entries where there
+        can be any.
         """
-        kept = acc.at[coo.indices].set(self.slots.astype(acc.dtype), mode="drop")
+        lead = (0,) * (acc.ndim - 1)
+        kept = acc.at[(*lead, coo.indices)].set(self.slots.astype(acc.dtype), mode="drop")
         if not self.others.capacity:
             return kept
-        return kept.at[self.others.indices].add(self.others.values.astype(acc.dtype), mode="drop")
+        added = self.others.values.astype(acc.dtype)
+        return kept.at[(*lead, self.others.indices)].add(added, mode="drop")
 
 
 def _whole(vector: jax.Array) -> jax.Array:

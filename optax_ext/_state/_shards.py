@@ -42,10 +42,11 @@ def workers_in_node(node: SparseAllreduceState) -> int:
     ]
     if len(fitting) == 1:
         return fitting[0]
+    name = shard_axis[0] if len(shard_axis) == 1 else shard_axis
     raise ValueError(
         f"state.residual has {rows} rows of {shard} for {size} entries, so a node may have any of "
         f"{fitting} workers, and an allreduce without a state does not say how many. Restore the "
-        f"state on a mesh with the axis {shard_axis!r} of the old workers."
+        f"state on a mesh with the axis {name!r} of the old workers."
     )
 
 

@@ -177,20 +177,25 @@ class ErrorFeedback:
         layout: _layout.TreeLayout,
         proceeds: jax.Array | None,
     ) -> tuple[jax.Array, Exchanged]:
-        """Selects from the accumulator, ``f32[m]``, and exchanges; both are returned."""
+        """Selects from the accumulator, ``f32[1, m]``, and exchanges; both are returned."""
         is_dense = state.count < self.dense_steps
         decays = ~is_dense if proceeds is None else ~is_dense & proceeds
         increment = part.increment
         if self.dense_steps:
             increment = jnp.where(is_dense, jnp.zeros_like(increment), increment)
-        acc = (_residual.decayed(part.residual, self.residual, decays) + increment)[0]
+        acc = _residual.decayed(part.residual, self.residual, decays) + increment
         parts = Exchange(self.selector, self.allreduce, self.axis, self.nonfinite)
         selector_state = _sparse_state.without_lead(state.selector)
         allreduce_state = _sparse_state.without_lead(state.allreduce)
 
         def sparse() -> Exchanged:
             return _exchange.sparse(
-                acc, selector_state, allreduce_state, parts=parts, layout=layout, proceeds=proceeds
+                acc[0],
+                selector_state,
+                allreduce_state,
+                parts=parts,
+                layout=layout,
+                proceeds=proceeds,
             )
 
         if not self.dense_steps:
@@ -220,7 +225,7 @@ class ErrorFeedback:
         stepped = stepped._replace(
             dropped=stepped.dropped + result.dropped,
             withheld=stepped.withheld + result.withheld,
-            residual=_residual.store(kept[None], self.residual, axis=self.axis, count=step),
+            residual=_residual.store(kept, self.residual, axis=self.axis, count=step),
             velocity=velocity,
             selector=_sparse_state.with_lead(result.selector),
             allreduce=_sparse_state.with_lead(result.allreduce),

@@ -171,9 +171,9 @@ def dense_or_sparse(is_dense: jax.Array, dense_branch: Any, sparse_branch: Any, 
 
 
 def with_rounding(residual: jax.Array, rounding: Any) -> jax.Array:
-    """The residual ``f32[m]`` and :attr:`Exchanged.rounding`."""
+    """The residual ``f32[1, m]`` and :attr:`Exchanged.rounding`."""
     if isinstance(rounding, PaddedCOO):
-        return residual.at[rounding.indices].add(rounding.values, mode="drop")
+        return residual.at[0, rounding.indices].add(rounding.values, mode="drop")
     return residual if isinstance(rounding, tuple) else residual + rounding
 
 
@@ -182,7 +182,7 @@ def delivered_of(result: Exchanged, residual: jax.Array) -> jax.Array:
     sent, kept = result.sent, result.undelivered.slots
     if result.undelivered.others.capacity:
         # What is kept of an entry may be in several parts.
-        kept = residual.at[sent.indices].get(mode="fill", fill_value=0)
+        kept = residual.at[0, sent.indices].get(mode="fill", fill_value=0)
     return (kept != sent.values) & (sent.indices < sent.size)
 
 
