@@ -162,8 +162,10 @@ ROWS = (
         'axis="data", local=optax.scale(rate), slack=8.0), optax.scale(-1.0)))(rate=0.1)',
         # With this slack a region has room for all, which density 1 needs.
         "Without options of the exchange: "
-        '`inject_hyperparams(ok_topk_sgd, static_args="density")(learning_rate=...)`. `density` '
-        "fixes shapes, so it has to be static; without `static_args` it is an error.",
+        '`inject_hyperparams(ok_topk_sgd, static_args=("density", "dense_steps"))'
+        "(learning_rate=...)`. "
+        "`density` fixes shapes and `dense_steps` branches, so they have to be static; without "
+        "`static_args` it is an error.",
     ),
     Row(
         "`inject_hyperparams`, optimizer",

@@ -196,7 +196,9 @@ def test_the_same_in_a_loop_of_ones_own(row, mode):
 @pytest.mark.slow
 def test_ok_topk_sgd_with_an_injected_rate_is_what_the_row_writes_out():
     params, loss_fn = combinations.model("mlp")
-    injected = optax.inject_hyperparams(optax_ext.ok_topk_sgd, static_args="density")
+    # Other numbers that it has by default would be hyperparameters too.
+    static = ("density", "dense_steps")
+    injected = optax.inject_hyperparams(optax_ext.ok_topk_sgd, static_args=static)
     written = optax.inject_hyperparams(
         lambda rate: optax.chain(
             optax_ext.ok_topk(0.1, axis="data", local=optax.scale(rate)), optax.scale(-1.0)
