@@ -174,7 +174,7 @@ def with_rounding(residual: jax.Array, rounding: Any) -> jax.Array:
     """The residual ``f32[1, m]`` and :attr:`Exchanged.rounding`."""
     if isinstance(rounding, PaddedCOO):
         return residual.at[0, rounding.indices].add(rounding.values, mode="drop")
-    return residual if isinstance(rounding, tuple) else residual + rounding
+    return residual if isinstance(rounding, tuple) else residual + rounding[None]
 
 
 def delivered_of(result: Exchanged, residual: jax.Array) -> jax.Array:
