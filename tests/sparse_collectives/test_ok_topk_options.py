@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
+from tests.reference import windows
 from tests.sparse_collectives import helpers
 
 SIZE, WORKERS, DENSITY = 400, 4, 0.1
@@ -86,7 +87,7 @@ def test_without_balancing_what_does_not_fit_waits_and_not_always_the_same():
     for worker in range(WORKERS):
         acc[worker, 13 * worker : 13 * (worker + 1)] = 1 + np.arange(13)
     delivered = np.zeros(SIZE, bool)
-    for step in range(8):
+    for step in range(windows.steps_for_all(13, K)):
         out = never_balanced(acc, step)
         assert int(out["info"].delivered[0]) == 13
         # 40 are selected, and their owner is the first worker.
