@@ -4,7 +4,7 @@ A system that is :func:`topk_a` with another selection has no name here: give th
 selection as ``selector=``. docs/selectors.md lists which paper's system is which.
 """
 
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack, cast
 
 import optax
 
@@ -124,7 +124,8 @@ def ok_topk_sgd(
     if callable(learning_rate):
         local = optax.scale_by_schedule(learning_rate)
     else:
-        local = optax.scale(learning_rate)
+        # optax before 0.2.6 declares a float, but an array (of inject_hyperparams) works as well.
+        local = optax.scale(cast(float, learning_rate))
     sparse = ok_topk(
         density,
         axis=axis,
