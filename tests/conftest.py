@@ -66,6 +66,30 @@ def _forget_programs():
         jax.clear_caches()
 
 
+_SLOW_TESTS = pathlib.Path(__file__).with_name("slow_tests.txt")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--slow-tests",
+        choices=("listed", "marked"),
+        default="listed",
+        help="what is slow: also what tests/slow_tests.txt lists, or only what is marked in the code",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Marks as slow what tools/slow_tests.py found to be."""
+    if config.getoption("--slow-tests") == "marked":
+        return
+    listed = set(_SLOW_TESTS.read_text().splitlines())
+    for item in items:
+        name = item.nodeid.removeprefix("tests/")
+        if name in listed or name.split("[")[0] in listed:
+            item.add_marker(pytest.mark.slow)
+
+
 def _may_leave_something(item):
     marks = item.iter_markers("filterwarnings") if item is not None else ()
     return any("PytestUnraisableExceptionWarning" in x for mark in marks for x in mark.args)

@@ -207,7 +207,7 @@ def _settings(examples: int) -> Any:
 
 
 @hypothesis.given(configurations())
-@_settings(8)
+@_settings(3)
 def test_laws_hold_for_a_few_configurations(configuration):
     check(configuration)
 

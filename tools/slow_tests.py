@@ -1,0 +1,76 @@
+"""Writes tests/slow_tests.txt, which `make test` leaves out, from the times of a whole run.
+
+    make test ARGS='--slow-tests=marked --junitxml=times.xml'
+    python tools/slow_tests.py times.xml
+
+A test is slow that takes more than SECONDS. Of its combinations of parameters the fastest stays
+quick, if it takes less than ALONE or is the only one of something in CORE.
+"""
+
+import collections
+import pathlib
+import sys
+import xml.etree.ElementTree as ET
+
+SECONDS, ALONE = 1.0, 2.0
+ROOT = pathlib.Path(__file__).parent.parent
+LIST = ROOT / "tests" / "slow_tests.txt"
+# What would hurt most if it broke, once each.
+CORE = (
+    "test_readme.py::test_the_programs_run",
+    "test_readme.py::test_the_programs_about_training_run",
+    "fuzz/test_fuzz.py::test_laws_hold_for_a_few_configurations",
+    "optax_ext/test_checkpoint.py::test_the_step_after_a_restore_has_the_same_bits",
+    "optax_ext/test_errors.py::test_a_sum_that_overflows_skips_the_step_too",
+    "optax_ext/test_hierarchical.py::test_on_a_mesh_it_does_what_it_does_in_simulation",
+    "optax_ext/test_invariants.py::test_nothing_is_lost_and_all_workers_agree",
+    "optax_ext/test_lossy.py::test_what_a_codec_loses_is_in_the_residuals",
+    "optax_ext/test_modes.py::test_mode_matches_the_oracle",
+    "optax_ext/test_nonfinite.py::test_after_a_sum_that_would_overflow_training_goes_on",
+    "optax_ext/test_train_step.py::test_at_density_one_it_trains_like_the_dense_one",
+    "optax_ext/test_train_step.py::test_one_trace_and_one_program_for_all_steps",
+    "optax_ext/test_works_with.py::test_at_density_a_tenth_nothing_is_lost_and_no_worker_drifts",
+    "sparse_collectives/test_ok_topk_lossy.py::test_nothing_is_lost_and_all_workers_agree",
+    "sparse_collectives/test_starvation.py::test_no_index_starves_in_an_algorithm",
+)
+
+
+def identity(case: ET.Element) -> tuple[str, str]:
+    """The test, as its path in tests/ and its name, and that with the parameters."""
+    module, name = case.get("classname", ""), case.get("name", "")
+    parts = module.removeprefix("tests.").split(".")
+    size = next(i for i in range(len(parts), 0, -1) if _file(parts[:i]).is_file())
+    path = _file(parts[:size]).relative_to(LIST.parent).as_posix()
+    prefix = "::".join([path, *parts[size:]])
+    return f"{prefix}::{name.split('[')[0]}", f"{prefix}::{name}"
+
+
+def _file(parts: list[str]) -> pathlib.Path:
+    return LIST.parent.joinpath(*parts).with_suffix(".py")
+
+
+def slow_tests(cases: list[ET.Element]) -> list[str]:
+    """What takes too long; a test of which nothing stays is named without its parameters."""
+    times = collections.defaultdict(list)
+    for case in cases:
+        test, combination = identity(case)
+        times[test].append((float(case.get("time", 0)), combination))
+    slow: list[str] = []
+    for test, combinations in times.items():
+        fastest, kept = min(combinations)
+        if fastest > ALONE and test not in CORE:
+            slow.append(test)
+            continue
+        slow += [name for seconds, name in combinations if seconds > SECONDS and name != kept]
+    return sorted(slow)
+
+
+def main(path: str) -> None:
+    """Writes the list."""
+    names = slow_tests(list(ET.parse(path).iter("testcase")))
+    LIST.write_text("".join(f"{name}\n" for name in names))
+    print(f"{len(names)} lines in {LIST.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
