@@ -74,7 +74,7 @@ def pytest_addoption(parser):
         "--slow-tests",
         choices=("listed", "marked"),
         default="listed",
-        help="what is slow: also what tests/slow_tests.txt lists, or only what is marked in the code",
+        help="what is slow: what tests/slow_tests.txt lists too, or only what is marked",
     )
 
 

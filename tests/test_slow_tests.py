@@ -2,7 +2,6 @@
 
 import re
 import xml.etree.ElementTree as ET
-from pathlib import Path
 
 from tools import slow_tests
 
@@ -14,14 +13,14 @@ def case(module, name, seconds):
 def test_what_is_listed_exists():
     for line in slow_tests.LIST.read_text().splitlines():
         file, *_, name = line.split("[")[0].split("::")
-        source = Path(__file__).with_name(file).read_text()
+        source = (slow_tests.LIST.parent / file).read_text()
         assert re.search(rf"^ *def {name}\(", source, re.M), line
 
 
 def test_what_is_to_stay_quick_exists():
     for test in slow_tests.CORE:
-        file, name = test.split("::")
-        assert f"\ndef {name}(" in Path(__file__).with_name(file).read_text(), test
+        file, name = test.split("[")[0].split("::")
+        assert f"\ndef {name}(" in (slow_tests.LIST.parent / file).read_text(), test
 
 
 def test_of_the_combinations_the_fastest_stays():
@@ -44,4 +43,12 @@ def test_of_the_combinations_the_fastest_stays():
         "sparse_collectives/test_select.py::TestTopk::test_one[a-[1]]",
         "sparse_collectives/test_select.py::TestTopk::test_one[c]",
         "test_package.py::test_slow",
+    ]
+
+
+def test_a_test_that_is_listed_as_a_whole_needs_no_combinations():
+    assert slow_tests.merged(["a::x[1]", "a::y[1]"], ["a::x", "a::y[2]"]) == [
+        "a::x",
+        "a::y[1]",
+        "a::y[2]",
     ]

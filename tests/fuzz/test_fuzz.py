@@ -207,7 +207,7 @@ def _settings(examples: int) -> Any:
 
 
 @hypothesis.given(configurations())
-@_settings(3)
+@_settings(2)
 def test_laws_hold_for_a_few_configurations(configuration):
     check(configuration)
 
