@@ -62,7 +62,7 @@ _tests = itertools.count()
 def _forget_programs():
     yield
     maps = pathlib.Path("/proc/self/maps")
-    if next(_tests) % 4 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > _MANY_MAPS:
+    if next(_tests) % 16 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > _MANY_MAPS:
         jax.clear_caches()
 
 
