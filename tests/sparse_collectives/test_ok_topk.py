@@ -140,6 +140,36 @@ def test_a_reused_global_threshold_delivers_k_at_most_and_follows_the_count():
     assert np.mean(counts) > 85
 
 
+def test_what_is_too_much_is_shared_out_evenly():
+    rng = np.random.default_rng(0)
+    for _ in range(300):
+        workers, available = rng.integers(1, 9), int(rng.integers(0, 60))
+        counts = rng.integers(0, 20, workers)
+        share = np.zeros(workers, int)
+        while share.sum() < min(available, counts.sum()):
+            share[np.argmin(np.where(share < counts, share, 100))] += 1
+        found = _global_selection._even_share(jnp.asarray(counts, jnp.int32), available)
+        np.testing.assert_array_equal(found, share)
+
+
+def test_a_reused_threshold_that_is_too_low_leaves_nothing_to_balance():
+    workers, size = 4, 20_000
+    allreduce = sc.allreduce.ok_topk(density=0.02, global_period=32)
+    selector = sc.select.topk(density=0.02)
+    rng = np.random.default_rng(2)
+    small = rng.standard_normal((workers, size)).astype(np.float32)
+    out = helpers.run_once(selector, allreduce, small)
+    state = jax.tree.map(lambda x: x[0], out["allreduce_state"])
+    # Three times as many of the sums reach the threshold of the step before.
+    out = helpers.run_once(selector, allreduce, 3 * small, state)
+    k, pairs = size // 50, 2
+    info = jax.tree.map(lambda x: x[0], out["info"])
+    assert info.delivered == k
+    plan = _plan.make_plan(size, k, workers)
+    counts = 3 * (workers - 1)
+    assert info.words == pairs * (workers - 1) * (plan.split_slots + plan.gather_slots) + counts
+
+
 def test_in_a_full_block_other_entries_wait_at_each_step():
     """Everything of all workers in one region of fixed boundaries: still none starves."""
     workers, size, density = 4, 400, 0.1

@@ -210,7 +210,9 @@ def ok_topk(
                 bits, k, state.threshold, global_period, state.count, exchanges.threshold, axis
             )
         with jax.named_scope("ok_topk/global_selection"):
-            selection = _global_selection.select_global(bits, threshold_bits, k, overflow, axis)
+            selection = _global_selection.select_global(
+                bits, threshold_bits, k, overflow, axis, _step.turn(state.count, 2)
+            )
             counts_words = _messages.words_in_full(exchanges.counts.received(workers))
         mine, _ = compaction.compact_mask(
             reduced.entries, selection.mask, capacity=min(k, reduced.entries.capacity)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import transport
+from sparse_collectives import _hash, transport
 from sparse_collectives._coo import _bits
 from sparse_collectives._types import AxisName
 from sparse_collectives.allreduce._parts import _messages
@@ -126,12 +126,19 @@ class GlobalSelection(NamedTuple):
 
 
 def select_global(
-    bits: jax.Array, threshold_bits: jax.Array, k: int, overflow: jax.Array, axis: AxisName
+    bits: jax.Array,
+    threshold_bits: jax.Array,
+    k: int,
+    overflow: jax.Array,
+    axis: AxisName,
+    turn: jax.Array,
 ) -> GlobalSelection:
     """Selects the entries that reach the threshold, k at most over all workers.
 
     Entries above the threshold come first; of those equal to it, the first in the
-    order of the workers and of their entries.
+    order of the workers and of their entries. Where more than k are above it (a reused
+    threshold may be too low), the workers deliver as many as can be each, and which of a
+    worker's entries wait changes from step to step.
 
     Args:
       bits: ``i32[m]``, from :func:`deliverable_bits`.
@@ -139,22 +146,44 @@ def select_global(
       k: how many in all.
       overflow: ``i32[]``, this worker's overflow, which travels with the counts.
       axis: the workers.
+      turn: ``u32[]``, from :func:`._step.turn`.
     """
     above = bits > jnp.maximum(threshold_bits, 0)
     tied = (bits == threshold_bits) & (bits > 0)
     local = [jnp.sum(above, dtype=jnp.int32), jnp.sum(tied, dtype=jnp.int32), overflow]
     above_counts, tied_counts, overflows = transport.all_gather(jnp.stack(local), axis).T
-    # More than k above the threshold happen only where it was reused.
-    above_quota = _share(above_counts, k)
+    above_quota = _even_share(above_counts, k)
     tied_quota = _share(tied_counts, k - jnp.sum(above_quota))
     me = transport.axis_index(axis)
-    mask = (above & (_rank(above) < above_quota[me])) | (tied & (_rank(tied) < tied_quota[me]))
+    count = above_counts[me]
+    start = jnp.where(count > above_quota[me], _hash.below(turn, count), 0)
+    place = _rank(above) - start
+    place = jnp.where(place < 0, place + count, place)
+    mask = (above & (place < above_quota[me])) | (tied & (_rank(tied) < tied_quota[me]))
     return GlobalSelection(
         mask=mask,
         quota=above_quota + tied_quota,
         passed=jnp.sum(above_counts) + jnp.sum(tied_counts),
         overflow=jnp.sum(overflows.astype(jnp.float32)),
     )
+
+
+def _even_share(counts: jax.Array, available: int) -> jax.Array:
+    """How many of ``counts`` fit into ``available``, the largest cut to one level.
+
+    First come, first served would fill the first workers beyond their slots of the
+    allgather, and leave those of the last empty.
+    """
+    workers = counts.shape[0]
+    ascending = jnp.sort(counts)
+    others = workers - jnp.arange(workers, dtype=jnp.int32)
+    # What is left for each, once all with fewer have what they have.
+    levels = (available - (jnp.cumsum(ascending) - ascending)) // others
+    level = jnp.max(jnp.minimum(ascending, levels))
+    share = jnp.minimum(counts, level)
+    rest = available - jnp.sum(share)
+    more = counts > level
+    return share + (more & (_rank(more) < rest)).astype(jnp.int32)
 
 
 def _share(counts: jax.Array, available: jax.Array | int) -> jax.Array:
