@@ -33,12 +33,13 @@ NEWEST_TESTS := $(addprefix tests/,\
 PYTEST := $(CACHE) $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-newest on-newest test-mpi lint format types build clean
+.PHONY: help demo test test-slow fuzz test-newest on-newest test-mpi lint format types build clean
 
 help:
 	@echo "make demo         train a small model, dense and sparse, and compare them (ARGS='--help')"
 	@echo "make test         run the tests, without the slow ones"
 	@echo "make test-slow    run the slow tests"
+	@echo "make fuzz         run those of them that combine options at random; about an hour"
 	@echo "make test-newest  run those that depend on jax's interfaces, on the newest jax"
 	@echo "make test-mpi     build mpi4jax and run the tests over MPI; needs a C compiler"
 	@echo "make lint         check style and formatting"
@@ -85,8 +86,13 @@ demo: $(VENV)/.installed-examples
 test: $(VENV)/.installed-test
 	$(call fast_compile,$(VENV)) $(PYTEST) -m "not slow" $(ARGS)
 
+# The fuzz tests are nearly all compilation, so they go without optimisations, too.
 test-slow: $(VENV)/.installed-test
-	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) -m slow --ignore tests/fuzz $(ARGS)
+	$(if $(ARGS),,$(MAKE) --no-print-directory fuzz)
+
+fuzz: $(VENV)/.installed-test
+	$(call fast_compile,$(VENV)) $(PYTEST) --dist load -m slow tests/fuzz $(ARGS)
 
 test-newest:
 	@if [ -z "$(ALLOW_NO_NEWEST)" ] || $(PYTHON) tools/newest_python.py $(NEWEST_PYTHON) >/dev/null; \

@@ -12,8 +12,8 @@ import pytest
 import sparse_collectives as sc
 from tests.fuzz.configurations import STEPS, Configuration, configurations, gradients
 
-# 20 parts, so that several processes share them, of so many configurations each.
-PARTS, IN_A_PART = 20, 100
+# Parts, so that several processes share them, of so many configurations each.
+PARTS, IN_A_PART = 100, 20
 _TINY = 2.0**-126
 
 
