@@ -139,7 +139,9 @@ def check_untouched(update: Any, before: Any, after: Any) -> None:
     assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(update))
     old, new = (state._replace(skipped=0) for state in (before, after))
     for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
-        np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+        # Bits, so that NaN equals NaN; of a number as of an array.
+        bits = [np.atleast_1d(np.ascontiguousarray(x)).view(np.uint8) for x in (a, b)]
+        np.testing.assert_array_equal(*bits)
 
 
 def check_conserved(
