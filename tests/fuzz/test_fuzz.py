@@ -168,6 +168,8 @@ def check_conserved(
             increment = increment + configuration.momentum * u if configuration.nesterov else u
             spread = spread + 2 * np.abs(u).sum(axis=0) + np.abs(increment).sum(axis=0)
         acc = old + increment
+        # Nothing is computed with an entry that is left out.
+        spread = np.where(np.isfinite(spread), spread, 0.0)
         narrow = np.where(np.isfinite(acc), np.clip(acc, -3.5e38, 3.5e38), acc)
         # What float32 can't hold is not finite for the policy either.
         finite = np.isfinite(acc) & (np.abs(narrow) <= float(np.finfo(np.float32).max))
