@@ -31,6 +31,9 @@ class Case(NamedTuple):
 _a, _w = sc.allreduce, sc.wire
 CASES = {
     "ok_topk": Case(lambda: _a.ok_topk(density=DENSITY), (2, 3, 4)),
+    "ok_topk, balanced regions": Case(
+        lambda: _a.ok_topk(density=DENSITY, regions="balanced"), (2, 3, 4)
+    ),
     "ok_topk all_to_all": Case(
         lambda: _a.ok_topk(density=DENSITY, schedule="all_to_all", global_period=3), (3,)
     ),

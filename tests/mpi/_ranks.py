@@ -46,7 +46,7 @@ def errors(x: jax.Array) -> dict[str, str]:
     state = tx.init(params)
     mesh = jax.make_mesh((1,), ("ranks",), axis_types=(jax.sharding.AxisType.Auto,))
     calls = {
-        "mesh": lambda: optax_ext.make_train_step(_cases.loss, tx, mesh),
+        "mesh": lambda: optax_ext.make_train_step(_cases.loss, tx, mesh)(params, state, None),
         "specs": lambda: optax_ext.state_specs(state),
         "consolidate": lambda: optax_ext.consolidate(state, params),
         "reshard": lambda: optax_ext.reshard(state, state),

@@ -26,6 +26,8 @@ MPIRUN = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil
 SECONDS = 900
 
 pytestmark = [
+    # optax's optimizers add numbers to rows.
+    pytest.mark.usefixtures("default_promotion"),
     pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("mpi4jax") is None,
@@ -179,7 +181,7 @@ def test_an_allreduce_has_the_bits_of_the_mesh_and_loses_nothing(name, workers):
 
 @pytest.mark.parametrize("workers", [3, 4])
 def test_ok_topk_has_taken_more_than_one_branch_of_its_balancing(workers):
-    words = ranks(workers)[0]["ok_topk['info']['words']"]
+    words = ranks(workers)[0]["ok_topk, balanced regions['info']['words']"]
     assert len(np.unique(words[1:])) >= 3
 
 
