@@ -137,7 +137,7 @@ def select_global(
 
     Entries above the threshold come first; of those equal to it, the first in the
     order of the workers and of their entries. Where more than k are above it (a reused
-    threshold may be too low), the workers deliver as many as can be each, and which of a
+    threshold may be too low), they are shared out evenly over the workers, and which of a
     worker's entries wait changes from step to step.
 
     Args:
