@@ -23,6 +23,7 @@ import pytest
 import sparse_collectives as sc
 from sparse_collectives._coo import compaction
 from sparse_collectives.allreduce._parts import _merge, _step
+from sparse_collectives.allreduce.ok_topk import _global_selection
 from sparse_collectives.wire import _gaps
 from tests.reference.windows import longest_wait
 
@@ -166,12 +167,29 @@ def _of_gaps(present, watched, capacity):
     return jax.vmap(served)(present, jnp.arange(len(present)))
 
 
+def _of_global_selection(present, watched, capacity):
+    """Two workers with too many above the threshold: each delivers half of the k entries."""
+
+    def served(mask, count):
+        def worker(bits):
+            selection = _global_selection.select_global(
+                bits, jnp.int32(1), 2 * capacity, jnp.int32(0), "workers", _step.turn(count, 2)
+            )
+            return selection.mask
+
+        crowded = jnp.stack([mask, jnp.ones_like(mask)])
+        return sc.simulate(worker, axis_size=2)(2 * crowded.astype(jnp.int32))[0, watched]
+
+    return jax.vmap(served)(present, jnp.arange(len(present)))
+
+
 PLACES = {
     "positions in a bit mask": _positions,
     "split": _of_split,
     "bounded": _of_bounded,
     "two places": _one_place_after_the_other,
     "gaps": _of_gaps,
+    "global selection": _of_global_selection,
 }
 
 
