@@ -67,10 +67,14 @@ class Undelivered(NamedTuple):
       others: a PaddedCOO of what it keeps besides: partial sums that found no slot on
         the way, and what encoding rounded off them. An index may occur more than
         once, and its values add. It has 0 slots where there can be no such entries.
+      instead: what it keeps in place of all that it had at the indices of the total,
+        selected by itself or not: 0, or what rounding took off. A PaddedCOO with unique
+        indices, which goes before ``slots``; None but from an allreduce that is ``complete``.
     """
 
     slots: jax.Array
     others: PaddedCOO
+    instead: PaddedCOO | None = None
 
     def residual(self, acc: jax.Array, coo: PaddedCOO) -> jax.Array:
         """What is left of ``acc f[n]`` after its selection ``coo`` was exchanged, ``f[n]``.
@@ -81,6 +85,9 @@ class Undelivered(NamedTuple):
         """
         lead = (0,) * (acc.ndim - 1)
         kept = acc.at[(*lead, coo.indices)].set(self.slots.astype(acc.dtype), mode="drop")
+        if self.instead is not None:
+            rest = self.instead.values.astype(acc.dtype)
+            kept = kept.at[(*lead, self.instead.indices)].set(rest, mode="drop")
         if not self.others.capacity:
             return kept
         added = self.others.values.astype(acc.dtype)
@@ -94,6 +101,16 @@ def _whole(vector: jax.Array) -> jax.Array:
 def _as_it_is(part: jax.Array, size: int) -> jax.Array:
     del size
     return part
+
+
+def _all_of_it(acc: jax.Array, state: State, *, axis: AxisName) -> jax.Array:
+    del state, axis
+    return acc
+
+
+def _where_it_is(coo: PaddedCOO, size: int, state: State, *, axis: AxisName) -> PaddedCOO:
+    del size, state, axis
+    return coo
 
 
 class SparseAllreduce(NamedTuple):
@@ -114,6 +131,14 @@ class SparseAllreduce(NamedTuple):
       scatter: ``scatter(f[n]) -> f[m]``: this worker's part of the sum over
         ``shard_axis``. Without such an axis the vector itself.
       gather: ``gather(f[m], n) -> f[n]``: the parts of all, the same on every worker.
+      complete: whether all workers add what they have of an index that any of them
+        selected. ``reduce`` then takes ``acc=``, the accumulator ``f[size]`` from which
+        ``coo`` was selected, and ``undelivered`` says ``instead`` what is left of it. It is
+        the accumulators that are conserved. Without ``acc`` a worker has nothing but ``coo``.
+      show: ``show(acc f[m], state, *, axis) -> f[s]``: what of its accumulator a worker
+        selects from at this step; by default all of it.
+      place: ``place(coo of s, m, state, *, axis) -> coo of m``: the indices of a selection
+        from that, in the accumulator.
     """
 
     init: Callable[..., State]
@@ -122,6 +147,9 @@ class SparseAllreduce(NamedTuple):
     shard_axis: tuple[Hashable, ...] = ()
     scatter: Callable[[jax.Array], jax.Array] = _whole
     gather: Callable[[jax.Array, int], jax.Array] = _as_it_is
+    complete: bool = False
+    show: Callable[..., jax.Array] = _all_of_it
+    place: Callable[..., PaddedCOO] = _where_it_is
 
 
 class ReduceInfo(NamedTuple):

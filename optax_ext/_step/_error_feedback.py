@@ -63,9 +63,11 @@ class ErrorFeedback:
         labels = _dense_leaves.resolve(self.dense_leaves, params)
         layout = _layout.layout_of(params, "params", labels)
         size = self._part_size(layout.size)
-        # A shard cuts through layers: to the selector it is one.
-        whole = not self.allreduce.shard_axis
-        selector_layout = Layout(layout.sparse_shapes) if whole and size else size
+        shared = self.allreduce.init(layout.size, workers) if size else ()
+        shown = self._shown_size(size, shared)
+        # A part cuts through layers: to the selector it is one.
+        whole = size and shown == layout.size
+        selector_layout = Layout(layout.sparse_shapes) if whole else shown
         correction, dense = self.correction, layout.dense_size
         per_worker = (
             jnp.zeros((size,), self.residual.dtype),
@@ -77,7 +79,6 @@ class ErrorFeedback:
         )
         per_worker = extend.to_varying(_sparse_state.with_lead(per_worker), self.axis)
         residual, velocity, dense_velocity, local, selector, info = per_worker
-        shared = self.allreduce.init(layout.size, workers) if size else ()
         if self.allreduce.shard_axis:
             shared = extend.to_varying(shared, self.allreduce.shard_axis)
         counters = {
@@ -162,7 +163,7 @@ class ErrorFeedback:
             increment, old = increment[None], velocity
             if self.correction is not None and increment.size:
                 velocity, increment = self.correction.update(velocity, increment)
-            return Part(residual, increment, velocity, old)
+            return Part(residual, self.residual.decay, increment, velocity, old)
 
         parts = [part(_residual.load(state.residual), loaded.gradient, state.velocity)]
         if layout.dense_size:
@@ -220,6 +221,11 @@ class ErrorFeedback:
         velocity = part.velocity
         if self.correction is not None:
             velocity = self.correction.mask(velocity, result.sent.indices, arrived)
+            whole = result.undelivered.instead
+            if whole is not None:
+                # All that this worker had of an entry that others selected has gone, too.
+                everywhere = jnp.ones(whole.indices.shape, jnp.bool_)
+                velocity = self.correction.mask(velocity, whole.indices, everywhere)
         # The seed of random rounding is the number of the step.
         step = stepped.count - 1
         stepped = stepped._replace(
@@ -242,8 +248,18 @@ class ErrorFeedback:
         stepped = stepped._replace(dense_velocity=part.velocity, dropped=stepped.dropped + dropped)
         return mean, stepped, jnp.float32(extend.all_reduce(mean.shape[0], workers))
 
+    def _shown_size(self, size: int, shared: Any) -> int:
+        """Entries that a worker selects from at one step, of the ``size`` that it holds."""
+        if not size:
+            return 0
+
+        def show(acc):
+            return self.allreduce.show(acc, shared, axis=self.axis)
+
+        return jax.eval_shape(show, jax.ShapeDtypeStruct((size,), jnp.float32)).shape[0]
+
     def _part_size(self, size: int) -> int:
-        """Entries of the buffer that one worker selects from."""
+        """Entries of the buffer that one worker holds."""
         inside = transport.axis_size(self.allreduce.shard_axis)
         return extend.shard_size(size, inside)
 

@@ -82,7 +82,10 @@ def sparse(
     proceeds: jax.Array | None,
 ) -> Exchanged:
     """Selects from ``acc f[m]``, and reduces."""
-    coo, selector_state, selection = parts.selector.select(acc, selector_state)
+    allreduce, axis = parts.allreduce, parts.axis
+    shown = allreduce.show(acc, allreduce_state, axis=axis)
+    coo, selector_state, selection = parts.selector.select(shown, selector_state)
+    coo = allreduce.place(coo, acc.shape[0], allreduce_state, axis=axis)
     if proceeds is not None:
         # A skipped step goes through the motions with nothing to send: a rare
         # cost, where a branch around the step would copy the residual at each.
@@ -91,8 +94,9 @@ def sparse(
             jnp.where(proceeds, coo.indices, coo.size),
             coo.size,
         )
-    total, undelivered, allreduce_state, reduction = parts.allreduce.reduce(
-        coo, allreduce_state, axis=parts.axis
+    held = {"acc": acc} if allreduce.complete else {}
+    total, undelivered, allreduce_state, reduction = allreduce.reduce(
+        coo, allreduce_state, axis=axis, **held
     )
     total, undelivered, withheld = _nonfinite.withhold(parts.nonfinite, total, coo, undelivered)
     mean, rounding, saturated = _mean(total, parts, layout)
@@ -133,17 +137,23 @@ def dense(increment: jax.Array, like: Exchanged, *, parts: Exchange) -> Exchange
     counts, words = parts.over_shards(counts)
     words += extend.all_reduce(size, workers // inside)
     words += extend.reduce_scatter(size * inside, inside) + extend.all_gather(size, inside)
-    slots = jnp.zeros_like(like.undelivered.slots)
     rounding = like.rounding
+    kept = like.undelivered
+
+    def none(entries):
+        return extend.empty(size, entries.capacity, jnp.float32)
+
     if isinstance(rounding, PaddedCOO):
-        rounding = extend.empty(size, rounding.capacity, jnp.float32)
+        rounding = none(rounding)
     else:
         rounding = jax.tree.map(jnp.zeros_like, rounding)
     return like._replace(
         mean=mean,
         sent=extend.empty(size, like.sent.capacity, like.sent.values.dtype),
         undelivered=Undelivered(
-            slots, extend.empty(size, like.undelivered.others.capacity, jnp.float32)
+            jnp.zeros_like(kept.slots),
+            none(kept.others),
+            None if kept.instead is None else none(kept.instead),
         ),
         rounding=rounding,
         dropped=counts[1],
@@ -180,7 +190,7 @@ def with_rounding(residual: jax.Array, rounding: Any) -> jax.Array:
 def delivered_of(result: Exchanged, residual: jax.Array) -> jax.Array:
     """Whether anything of each sent entry was delivered: less of it, or more, is kept."""
     sent, kept = result.sent, result.undelivered.slots
-    if result.undelivered.others.capacity:
+    if result.undelivered.others.capacity or result.undelivered.instead is not None:
         # What is kept of an entry may be in several parts.
         kept = residual.at[0, sent.indices].get(mode="fill", fill_value=0)
     return (kept != sent.values) & (sent.indices < sent.size)

@@ -17,15 +17,23 @@ class Part(NamedTuple):
 
     Attributes:
       residual: ``f32[1, n]``, or 0.0 for a buffer without one.
-      increment: ``f32[1, n]``, what is added to the residual.
+      decay: what the residual is multiplied with where the step proceeds.
+      increment: ``f32[1, n]``, what is added to that.
       velocity: ``f32[1, n]``, or ``()``.
       old_velocity: as before this step.
     """
 
     residual: Any
+    decay: float
     increment: jax.Array
     velocity: Any
     old_velocity: Any
+
+    @property
+    def accumulated(self) -> jax.Array:
+        """What has to be finite."""
+        residual = self.residual if self.decay == 1.0 else self.decay * self.residual
+        return residual + self.increment
 
 
 class Guarded(NamedTuple):
@@ -54,7 +62,7 @@ def guard(
     if policy == "propagate":
         return Guarded(parts, None, none)
     if policy == "drop":
-        bad = [~jnp.isfinite(part.residual + part.increment) for part in parts]
+        bad = [~jnp.isfinite(part.accumulated) for part in parts]
         local = sum((jnp.sum(x, dtype=jnp.int32) for x in bad), left_out)
         kept = [_without(part, x) for part, x in zip(parts, bad, strict=True)]
         return Guarded(kept, None, transport.psum(local, axis))
@@ -115,7 +123,8 @@ def withhold(
         values = jnp.where(delivered(others.indices), others.values, jnp.zeros_like(others.values))
         others = PaddedCOO(values, others.indices, others.size)
     total = jnp.where(finite, dense, jnp.zeros_like(dense))
-    return total, Undelivered(slots, others), jnp.sum(~finite, dtype=jnp.int32)
+    undelivered = undelivered._replace(slots=slots, others=others)
+    return total, undelivered, jnp.sum(~finite, dtype=jnp.int32)
 
 
 def _without(part: Part, bad: jax.Array) -> Part:
@@ -134,7 +143,7 @@ def _all_finite(parts: list[Part], axis: AxisName) -> jax.Array:
     for part in parts:
         # x - x is 0 where x is finite and NaN elsewhere: one reduction of one read,
         # several times faster on CPU than reducing isfinite.
-        acc = part.residual + part.increment
+        acc = part.accumulated
         local += jnp.sum(acc - acc)
     return transport.psum((local != 0).astype(jnp.int32), axis) == 0
 

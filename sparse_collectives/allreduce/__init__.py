@@ -1,5 +1,6 @@
 """Allreduces: who sends what to whom, and what of it reaches everyone."""
 
+from sparse_collectives.allreduce._agreed import agreed as agreed
 from sparse_collectives.allreduce._auto import AutoChoice as AutoChoice
 from sparse_collectives.allreduce._auto import auto as auto
 from sparse_collectives.allreduce._auto import explain_auto as explain_auto
@@ -28,6 +29,7 @@ __all__ = [
     "AutoChoice",
     "OkTopkState",
     "StepState",
+    "agreed",
     "auto",
     "dense",
     "dense_bucketed",

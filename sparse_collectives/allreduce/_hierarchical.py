@@ -7,6 +7,7 @@ from jax import lax
 from sparse_collectives import _compat, _validation, _volumes, transport
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce, State
+from sparse_collectives.padded_coo import PaddedCOO
 
 # Of delivered, threshold and words, which the workers of a node tell each other.
 _INFO_WORDS = 3
@@ -109,11 +110,17 @@ def hierarchical(*, inner_axis: AxisName, outer: SparseAllreduce) -> SparseAllre
         with jax.named_scope("hierarchical/inner"):
             return transport.psum_scatter(padded, inner_axis)
 
-    def reduce(coo, state: State, *, axis: AxisName):
+    def show(acc: jax.Array, state: State, *, axis: AxisName) -> jax.Array:
+        return outer.show(acc, state, axis=outer_axis(axis, inner_axis))
+
+    def place(coo: PaddedCOO, size: int, state: State, *, axis: AxisName) -> PaddedCOO:
+        return outer.place(coo, size, state, axis=outer_axis(axis, inner_axis))
+
+    def reduce(coo: PaddedCOO, state: State, *, axis: AxisName, **held: jax.Array):
         nodes = outer_axis(axis, inner_axis)
         inside = transport.axis_size(inner_axis)
         with jax.named_scope("hierarchical/outer"):
-            total, undelivered, state, info = outer.reduce(coo, state, axis=nodes)
+            total, undelivered, state, info = outer.reduce(coo, state, axis=nodes, **held)
         with jax.named_scope("hierarchical/inner"):
             info = _of_all_shards(info, inner_axis)
         word = coo.values.dtype.itemsize / 4
@@ -139,6 +146,9 @@ def hierarchical(*, inner_axis: AxisName, outer: SparseAllreduce) -> SparseAllre
         shard_axis=_compat.axis_names(inner_axis),
         scatter=scatter,
         gather=gather,
+        complete=outer.complete,
+        show=show,
+        place=place,
     )
 
 

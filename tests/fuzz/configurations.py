@@ -97,6 +97,9 @@ def flat_allreduces(draw: Any, density: float) -> tuple[str, sc.SparseAllreduce]
         "sparse_allgather": lambda: sc.allreduce.sparse_allgather(codec=codec),
         "dense": sc.allreduce.dense,
         "dense_bucketed": lambda: sc.allreduce.dense_bucketed(buckets=2),
+        "agreed": lambda: sc.allreduce.agreed(
+            density=draw(st.sampled_from((None, density))), bits=draw(st.sampled_from((32, 16)))
+        ),
     }
     name = draw(st.sampled_from(tuple(makers)))
     codec_name = draw(st.sampled_from(tuple(CODECS)))

@@ -64,6 +64,7 @@ def test_it_is_algorithm_2_of_the_paper(shape):
 
 
 OUTERS = {
+    "agreed": sc.allreduce.agreed(),
     "topk_a": TOPK_A,
     "gtopk": sc.allreduce.gtopk(density=DENSITY),
     "ok_topk": sc.allreduce.ok_topk(density=DENSITY, slack=1.0),

@@ -106,6 +106,26 @@ def test_with_threshold_reuse_as_in_the_paper():
     assert (np.asarray(info.delivered) <= k).all()
 
 
+@pytest.mark.parametrize("bits", [32, 16])
+@pytest.mark.parametrize(
+    ("workers", "dtype"),
+    [(1, "float32"), (3, "float32"), pytest.param(8, "bfloat16", marks=pytest.mark.slow)],
+)
+def test_agreed_indices(workers, dtype, bits):
+    density = 0.02
+    exchange = sc.allreduce.agreed(bits=bits)
+    tx = optax_ext.sparse_allreduce(sc.select.topk(density=density), exchange, axis="w")
+    _, (lost, agree, info, _) = run(tx, workers, dtype)
+    assert lost.max() < 2e-6
+    assert agree.all()
+    delivered = np.asarray(info.delivered)
+    assert (np.abs(delivered - density * SIZE) <= workers).all()
+    assert (np.asarray(info.overflow) == 0).all()
+    # All that a worker selected is delivered; in 16 bits the smallest may round to nothing.
+    arrived, selected = np.asarray(info.arrived).sum(), np.asarray(info.selected).sum()
+    assert arrived == selected if bits == 32 else arrived > 0.99 * selected
+
+
 def test_dense_allreduce_keeps_nothing():
     tx = optax_ext.sparse_allreduce(sc.select.topk(density=1.0), sc.allreduce.dense(), axis="w")
     state, (lost, agree, _, _) = run(tx, 3, "float32", steps=5)

@@ -101,6 +101,24 @@ def test_decay_forgets_and_conserves_what_it_has_not_forgotten():
         before = residuals[step]
 
 
+@pytest.mark.parametrize("policy", ["skip", "drop"])
+def test_what_is_finite_after_the_decay_is_accumulated(policy):
+    how = optax_ext.residual(decay=0.5)
+    tx = optax_ext.topk_a(0.5, axis="w", residual=how, nonfinite=policy)
+
+    def step(gradient):
+        state = tx.init(gradient)
+        state = state._replace(residual=jnp.full_like(state.residual, 3e38))
+        updates, state = tx.update(gradient, state)
+        return updates, state
+
+    gradient = jnp.full((1, 4), 1e38, jnp.float32)
+    updates, state = sc.simulate(step, axis="w", axis_size=1)(gradient)
+    assert int(state.skipped[0]) == int(state.dropped[0]) == 0
+    total = np.asarray(updates[0], np.float64) + np.asarray(state.residual[0, 0], np.float64)
+    np.testing.assert_allclose(total, 2.5e38, rtol=1e-6)
+
+
 def test_a_dense_warm_up_does_not_decay():
     how = optax_ext.residual(decay=0.5)
     tx = optax_ext.topk_a(0.1, axis="w", residual=how, dense_steps=2)

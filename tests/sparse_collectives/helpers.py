@@ -58,10 +58,14 @@ def simulated_reduce(allreduce: sc.SparseAllreduce, workers: int):
 
 def as_coo(coo: sc.PaddedCOO, undelivered: sc.Undelivered) -> sc.PaddedCOO:
     """All that a worker keeps, as entries; an index may occur more than once."""
-    others = undelivered.others
+    slots, parts = undelivered.slots, [undelivered.others]
+    instead = undelivered.instead
+    if instead is not None:
+        parts.append(instead)
+        slots = jnp.where(jnp.isin(coo.indices, instead.indices), 0, slots)
     return sc.PaddedCOO(
-        jnp.concatenate([undelivered.slots, others.values]),
-        jnp.concatenate([coo.indices, others.indices]),
+        jnp.concatenate([slots, *(part.values for part in parts)]),
+        jnp.concatenate([coo.indices, *(part.indices for part in parts)]),
         coo.size,
     )
 

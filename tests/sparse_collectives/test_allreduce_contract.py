@@ -18,6 +18,8 @@ STEPS = 4
 
 # name: (factory of the allreduce, whether every selected entry is delivered).
 ALLREDUCES = {
+    "agreed": (sc.allreduce.agreed(), False),
+    "agreed, 16 bits": (sc.allreduce.agreed(density=DENSITY, bits=16), False),
     "dense": (sc.allreduce.dense(), True),
     "ok_topk": (sc.allreduce.ok_topk(density=DENSITY), False),
     "ok_topk rotation, 2 messages in flight": (
@@ -54,12 +56,16 @@ ALLREDUCES = {
     "gtopk, lossy": (sc.allreduce.gtopk(density=DENSITY, codec=helpers.lossy_codec()), False),
 }
 # Those whose workers may keep rounding errors, or sums of what others sent.
-KEEPS_OTHER_VALUES = {name for name in ALLREDUCES if "lossy" in name or "gtopk" in name}
+KEEPS_OTHER_VALUES = {
+    name for name in ALLREDUCES if any(word in name for word in ("lossy", "gtopk", "bits"))
+}
 SELECTOR = sc.select.topk(density=DENSITY)
 
 
 # Every number of workers for each algorithm, a few for its variants.
 EVERY_NUMBER_OF_WORKERS = (
+    "agreed",
+    "agreed, 16 bits",
     "dense",
     "ok_topk",
     "topk_a",
@@ -172,6 +178,7 @@ def test_density_one_with_room_for_all_is_psum(workers):
         sc.allreduce.dense(),
         sc.allreduce.dense_bucketed(buckets=2),
         sc.allreduce.topk_a(),
+        sc.allreduce.agreed(density=1.0),
         *([sc.allreduce.gtopk(density=1.0)] if workers in (1, 3, 8) else []),
         sc.allreduce.ok_topk(density=1.0, slack=float(workers)),
     )
@@ -233,6 +240,8 @@ def test_sixteen_bit_values(name, dtype):
 @pytest.mark.parametrize(
     "name",
     [
+        "agreed",
+        "agreed, 16 bits",
         "dense",
         "dense_bucketed",
         "ok_topk",

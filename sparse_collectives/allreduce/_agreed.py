@@ -1,0 +1,210 @@
+"""Agreed indices: each worker selects in a part of its own, and all add what they have there."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from sparse_collectives import _validation, _volumes, transport
+from sparse_collectives._spec import Spec
+from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce
+from sparse_collectives.allreduce._parts import (
+    _complete,
+    _exclusive,
+    _fixed_point,
+    _index16,
+    _merge,
+    _messages,
+    _replicas,
+    _step,
+)
+from sparse_collectives.allreduce._parts._step import StepState
+from sparse_collectives.padded_coo import PaddedCOO
+
+
+def agreed(*, density: float | None = None, bits: int = 32) -> SparseAllreduce:
+    r"""Complete sums at indices of which each worker chooses its share.
+
+    The indices are dealt out to P parts. At step t worker i selects in part ``(i + t) mod P``
+    only, and all gather what was selected there. Then one psum adds what *all* workers have
+    at these indices, whoever selected them:
+
+    .. math::
+
+        I = \bigcup_i I_i, \qquad total_I = \sum_j acc_{j, I}, \qquad residual_{j, I} = 0
+
+    The parts have no index in common, so nothing is merged; each worker reads n / P entries
+    to select; and nothing that is in the total waits in any residual. An entry that only one
+    worker holds is found when that worker has its part, within P steps.
+
+    Parts are made of small blocks, in turn, so that each has some of every layer. (The
+    systems below give each worker one run of indices, and move its ends as they learn how
+    the layers differ.)
+
+    With ``bits=16`` an index takes 16 bits, and so does a value: each worker rounds what it
+    has to a multiple of a step, a power of two that is sent for each 256 entries, and keeps
+    the rest. The sums of these are exact. A worker's integers have ``16 - log2(P)`` bits.
+
+    Cost, for P selections of c slots, ``K = P c``: ``K (P-1)/P`` words received for the
+    indices and ``2 K (P-1)/P`` for the values, ``3 K (P-1)/P`` in all; with ``bits=16`` half
+    of that, and ``c / 256 + n / (2**16 P)`` more for each other worker. One all_gather and one
+    psum: ``3 log2 P`` latencies. Nothing can be crowded out on the way.
+
+    Args:
+      density: K / n at most; a selection of more than its share waits in part, in turn.
+        Rounded up to one entry for each worker. None: everything that is selected.
+      bits: of a value and of an index, 32 or 16.
+
+    Returns:
+      A :class:`SparseAllreduce` that is ``complete``, and shows a worker its own part. Its
+      total is a PaddedCOO of K slots. What a selection has of other parts waits, and counts
+      as ``overflow``. ``undelivered`` is exact in float32.
+
+    Raises:
+      ValueError: an argument out of its range; at ``reduce``, an axis that is not bound, or
+        more than 32,767 workers with ``bits=16``.
+
+    References:
+      Exclusive parts of the indices: Yoon and Oh, `MiCRO
+      <https://arxiv.org/abs/2310.00967>`_, HiPC 2023, and `ExDyna
+      <https://arxiv.org/abs/2402.13781>`_. Indices that all share, and complete sums: Chen
+      et al., `ScaleCom <https://arxiv.org/abs/2104.11125>`_, NeurIPS 2020.
+
+    Example:
+      >>> import jax.numpy as jnp, sparse_collectives as sc
+      >>> allreduce = agreed()
+      >>> def step(acc):
+      ...     state = allreduce.init(4, 2)
+      ...     mine = allreduce.show(acc, state, axis="workers")
+      ...     selector = sc.select.topk(density=0.5)
+      ...     coo, _, _ = selector.select(mine, selector.init(2))
+      ...     coo = allreduce.place(coo, 4, state, axis="workers")
+      ...     return allreduce.reduce(coo, state, axis="workers", acc=acc)[0].to_dense()
+      >>> acc = jnp.array([[5.0, 1.0, 2.0, 1.0], [3.0, 1.0, 1.0, 4.0]])
+      >>> sc.simulate(step, axis_size=2)(acc)[0].tolist()
+      [8.0, 0.0, 0.0, 5.0]
+    """
+    density = None if density is None else _validation.check_density(density)
+    if bits not in _complete.VALUE_BITS or isinstance(bits, bool):
+        raise ValueError(f"bits must be 32 or 16, got {bits!r}.")
+
+    def my_part(state: StepState, axis: AxisName) -> jax.Array:
+        workers = transport.axis_size(axis)
+        return (transport.axis_index(axis) + state.count) % workers
+
+    def show(acc: jax.Array, state: StepState, *, axis: AxisName) -> jax.Array:
+        parts = _exclusive.make_parts(acc.shape[0], transport.axis_size(axis))
+        return parts.take(acc, my_part(state, axis))
+
+    def place(coo: PaddedCOO, size: int, state: StepState, *, axis: AxisName) -> PaddedCOO:
+        parts = _exclusive.make_parts(size, transport.axis_size(axis))
+        indices = parts.place(coo.indices, my_part(state, axis))
+        return PaddedCOO(coo.values, indices, size)
+
+    def reduce(coo: PaddedCOO, state: StepState, *, axis: AxisName, acc: jax.Array | None = None):
+        workers = transport.axis_size(axis)
+        new_state = StepState(state.count + 1)
+        if workers == 1:
+            return _alone(coo, new_state, axis)
+        plan = make_plan(coo.size, coo.capacity, workers, density, bits)
+        held = coo.to_dense() if acc is None else acc
+        mine = _in_my_part(coo, plan, my_part(state, axis), _step.turn(state.count, 0))
+        with jax.named_scope("agreed/indices"):
+            gathered = transport.all_gather(_encoded(mine, plan), axis)
+        local, step = _decoded(gathered, plan)
+        part = (jnp.arange(workers, dtype=jnp.int32) + state.count) % workers
+        indices = plan.parts.place(local, part[:, None]).reshape(-1)
+        with jax.named_scope("agreed/values"):
+            result = _complete.sum_at(indices, held, coo, axis, step)
+        sent = mine.count()
+        gather = _volumes.all_gather(plan.message_words, workers)
+        values = _complete.sum_words(indices.shape[0], workers, bits)
+        info = ReduceInfo(
+            delivered=result.total.count(),
+            overflow=coo.count() - sent,
+            threshold=jnp.zeros((), jnp.float32),
+            words=jnp.float32(gather + values),
+            useful=_messages.useful_words(gather, sent, plan.slots) + jnp.float32(values),
+        )
+        return result.total, result.undelivered, new_state, info
+
+    return SparseAllreduce(
+        _step.init,
+        reduce,
+        spec=Spec.of("agreed", density=density, bits=bits),
+        complete=True,
+        show=show,
+        place=place,
+    )
+
+
+class Plan(NamedTuple):
+    """What is known before a step.
+
+    Attributes:
+      parts: of the indices.
+      slots: of one worker's message.
+      bits: of a value and of an index.
+    """
+
+    parts: _exclusive.Parts
+    slots: int
+    bits: int
+
+    @property
+    def message_words(self) -> int:
+        """Words of one worker's indices, and steps."""
+        if self.bits == _complete.VALUE_BITS[0]:
+            return self.slots
+        return _fixed_point.buckets(self.slots) + _index16.words(self.slots, self.parts.width)
+
+
+def make_plan(size: int, capacity: int, workers: int, density: float | None, bits: int) -> Plan:
+    """The plan for selections of ``capacity`` slots of a vector of length ``size``."""
+    parts = _exclusive.make_parts(size, workers)
+    slots = min(capacity, parts.width)
+    if density is not None:
+        k = _validation.count_from_density(density, size)
+        slots = min(slots, math.ceil(k / workers))
+    if bits != _complete.VALUE_BITS[0] and not _fixed_point.half(bits, workers):
+        raise ValueError(f"bits={bits} is too few for the sum of {workers} workers. Give bits=32.")
+    return Plan(parts, slots, bits)
+
+
+def _in_my_part(coo: PaddedCOO, plan: Plan, part: jax.Array, turn: jax.Array) -> PaddedCOO:
+    """The entries of my part, at their places in it, ascending, with padding at the end."""
+    local = plan.parts.local(coo.indices, part)
+    inside = local < plan.parts.width
+    slot = jnp.where(inside, jnp.cumsum(inside, dtype=jnp.int32) - 1, coo.capacity)
+    mine = PaddedCOO(
+        jnp.zeros_like(coo.values).at[slot].set(coo.values, mode="drop"),
+        jnp.full_like(coo.indices, plan.parts.width).at[slot].set(local, mode="drop"),
+        plan.parts.width,
+    )
+    return _merge.bounded(mine, plan.slots, turn)[0]
+
+
+def _encoded(mine: PaddedCOO, plan: Plan) -> jax.Array:
+    if plan.bits == _complete.VALUE_BITS[0]:
+        return mine.indices
+    workers = plan.parts.workers
+    sent = _complete.within_range(mine.values, workers)
+    step = _fixed_point.steps(sent, _fixed_point.half(plan.bits, workers))
+    indices = _index16.encode(mine.indices, plan.parts.width)
+    return jnp.concatenate([_fixed_point.as_words(step), indices])
+
+
+def _decoded(gathered: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array | None]:
+    """The places ``i32[P, c]`` that all workers selected, and the step of each, ``f32[P c]``."""
+    if plan.bits == _complete.VALUE_BITS[0]:
+        return gathered, None
+    count, width = _fixed_point.buckets(plan.slots), plan.parts.width
+    step = _fixed_point.of_slots(_fixed_point.from_words(gathered[:, :count]), plan.slots)
+    local = jax.vmap(lambda row: _index16.decode(row, plan.slots, width))(gathered[:, count:])
+    return local, step.reshape(-1)
+
+
+def _alone(coo: PaddedCOO, state: StepState, axis: AxisName):
+    total, undelivered, info = _replicas.of_one_worker(coo, axis)
+    return total, undelivered, state, info

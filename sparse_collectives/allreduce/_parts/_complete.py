@@ -1,0 +1,81 @@
+"""Complete sums: what all workers have of an index that any of them selected.
+
+Every worker knows the same indices. Each adds all that it has there, and keeps nothing
+but what rounding, or a cut to its share of the range, took off.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from sparse_collectives import _volumes, transport
+from sparse_collectives._types import AxisName, Undelivered
+from sparse_collectives.allreduce._parts import _fixed_point, _range, _undelivered
+from sparse_collectives.padded_coo import PaddedCOO
+
+VALUE_BITS = (32, 16)
+
+
+class Complete(NamedTuple):
+    """The sums at some indices.
+
+    Attributes:
+      total: a PaddedCOO in the order of the indices, the same on every worker.
+      undelivered: what this worker keeps.
+    """
+
+    total: PaddedCOO
+    undelivered: Undelivered
+
+
+def within_range(values: jax.Array, workers: int) -> jax.Array:
+    """Each value, cut to the share of its dtype's range that one of P workers may send."""
+    if workers == 1:
+        return values
+    share = jnp.asarray(_range.largest_share(values.dtype, workers), values.dtype)
+    # What is not finite is seen as it is.
+    return jnp.where(jnp.isfinite(values), jnp.clip(values, -share, share), values)
+
+
+def sum_at(
+    indices: jax.Array, acc: jax.Array, coo: PaddedCOO, axis: AxisName, step: jax.Array | None
+) -> Complete:
+    """One psum of what all workers have at ``indices``.
+
+    Args:
+      indices: ``i32[K]``, the same on every worker, unique but for padding.
+      acc: ``f[n]``, what this worker has.
+      coo: its selection.
+      axis: the workers.
+      step: ``f32[K]``, the same on every worker: values are sent in 16 bits, as multiples
+        of it. None: as they are.
+    """
+    workers, size = transport.axis_size(axis), coo.size
+    mine = acc.at[indices].get(mode="fill", fill_value=0)
+    sent = within_range(mine, workers)
+    if step is None:
+        total = transport.psum(sent.astype(jnp.float32), axis)
+        kept = jnp.where(sent == mine, 0, mine - sent)
+    else:
+        largest = _fixed_point.half(VALUE_BITS[1], workers)
+        whole = _fixed_point.rounded(sent, step, largest)
+        words = _fixed_point.pack(whole, largest, VALUE_BITS[1])
+        words = transport.psum(words, axis)
+        sums = _fixed_point.unpack(words, indices.shape[0], largest, VALUE_BITS[1], workers)
+        total = sums.astype(jnp.float32) * step
+        # Whole multiples of a step, which float32 has all the bits of.
+        kept = mine.astype(jnp.float32) - whole.astype(jnp.float32) * step
+    # What is not finite reaches everyone, and nobody keeps it.
+    kept = jnp.where(jnp.isfinite(total), kept, 0).astype(coo.values.dtype)
+    total = jnp.where(indices < size, total, 0).astype(coo.values.dtype)
+    undelivered = _undelivered.of_slots(coo, coo.values)
+    return Complete(
+        PaddedCOO(total, indices, size),
+        undelivered._replace(instead=PaddedCOO(kept, indices, size)),
+    )
+
+
+def sum_words(slots: int, workers: int, bits: int) -> float:
+    """Words that :func:`sum_at` makes each worker receive."""
+    return _volumes.all_reduce(slots if bits == VALUE_BITS[0] else -(-slots // 2), workers)

@@ -1,0 +1,269 @@
+"""Agreed indices: against the reference, over steps, in words, and at its edges."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparse_collectives as sc
+from sparse_collectives import _volumes
+from sparse_collectives.allreduce._parts import _exclusive, _fixed_point, _index16
+from tests.reference import agreed as reference
+
+
+@functools.cache
+def simulated(size, workers, density, bits=32, limit=None):
+    """``step(acc, selector_state, state) -> dict`` of all workers, jitted."""
+    allreduce = sc.allreduce.agreed(bits=bits, density=limit)
+    selector = sc.select.topk(density=density)
+
+    def step(acc, selector_state, state):
+        shown = allreduce.show(acc, state, axis="workers")
+        coo, selector_state, _ = selector.select(shown, selector_state)
+        coo = allreduce.place(coo, size, state, axis="workers")
+        total, undelivered, state, info = allreduce.reduce(coo, state, axis="workers", acc=acc)
+        return {
+            "total": total.to_dense(),
+            "kept": undelivered.residual(acc, coo),
+            "state": state,
+            "selector": selector_state,
+            "info": info,
+        }
+
+    run = sc.simulate(step, axis_size=workers, in_axes=(0, 0, None))
+    start = jnp.zeros(workers), allreduce.init(size, workers)
+
+    def one(acc, states=None):
+        out = run(acc, *(start if states is None else states))
+        states = out["selector"], jax.tree.map(lambda x: x[0], out["state"])
+        return out, states
+
+    return one
+
+
+def gradients(steps, workers, size, seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal((steps, workers, size)).astype(np.float32)
+
+
+SIZES = [(1, 3), (5, 8), (97, 7), (403, 2), (403, 5), (5_000, 8), (40_000, 3)]
+
+
+@pytest.mark.parametrize(("size", "workers"), SIZES)
+def test_parts_are_exclusive_and_have_every_index(size, workers):
+    parts = _exclusive.make_parts(size, workers)
+    owner = reference.part_of_each_index(size, workers, parts.block, parts.rounds)
+    vector = jnp.arange(1, size + 1, dtype=jnp.float32)
+    for part in range(workers):
+        taken = np.asarray(parts.take(vector, jnp.int32(part)))
+        mine = np.flatnonzero(owner == part)
+        np.testing.assert_array_equal(taken[taken > 0] - 1, mine)
+        places = np.asarray(parts.place(jnp.arange(parts.width), jnp.int32(part)))
+        np.testing.assert_array_equal(places, np.where(taken > 0, taken - 1, size))
+        local = np.asarray(parts.local(jnp.arange(size), jnp.int32(part)))
+        np.testing.assert_array_equal(local[mine], np.flatnonzero(taken))
+        assert (local[owner != part] == parts.width).all()
+
+
+@pytest.mark.parametrize("workers", [2, 3, 7, 8])
+def test_equals_the_reference_over_steps(workers):
+    size, density = 403, 0.05
+    run, residual, expected = simulated(size, workers, density), 0.0, 0.0
+    parts = _exclusive.make_parts(size, workers)
+    owner = reference.part_of_each_index(size, workers, parts.block, parts.rounds)
+    k_each, states = max(1, round(density * parts.width)), None
+    for count, gradient in enumerate(gradients(2 * workers, workers, size)):
+        acc = np.asarray(residual + gradient, np.float32)
+        out, states = run(acc, states)
+        total, expected = reference.step(acc, count, k_each, owner)
+        np.testing.assert_allclose(out["total"][0], total, rtol=0, atol=1e-5)
+        # What was sent is gone to the last bit, on every worker; the rest is untouched.
+        np.testing.assert_array_equal(np.asarray(out["kept"]), expected.astype(np.float32))
+        residual = np.asarray(out["kept"])
+        assert out["info"].delivered[0] == np.sum(total != 0)
+
+
+@pytest.mark.parametrize("bits", [32, 16])
+@pytest.mark.parametrize("workers", [2, 5, 16])
+def test_what_all_have_is_conserved(bits, workers):
+    size = 2_000
+    run, residual, states = simulated(size, workers, 0.02, bits), 0.0, None
+    for gradient in gradients(workers + 2, workers, size, seed=1):
+        acc = residual + gradient
+        out, states = run(acc, states)
+        residual = np.asarray(out["kept"])
+        total = np.asarray(out["total"])
+        assert (total == total[0]).all()
+        missing = acc.sum(0, dtype=np.float64) - total[0] - residual.sum(0, dtype=np.float64)
+        # Additions of P float32.
+        assert (np.abs(missing) <= workers * 2.0**-24 * np.abs(acc).sum(0)).all()
+        if bits == 16:
+            # What waits of an entry that went is rounding, a quarter of a step, of which
+            # 2**15 / P or half as many make the largest magnitude of a bucket. (A few, which
+            # are larger than all that were selected, are cut.)
+            sent = total[0] != 0
+            share = np.median(np.abs(residual[:, sent])) / np.abs(acc[:, sent]).max()
+            assert share < workers / 2**16
+
+
+@pytest.mark.parametrize("workers", [2, 7, 8])
+def test_an_entry_of_one_worker_is_found_when_it_has_the_part(workers):
+    size = 403
+    run = simulated(size, workers, 0.05)
+    for index in (0, 200, 402):
+        acc, states = np.zeros((workers, size), np.float32), None
+        acc[workers // 2, index] = 1.0
+        for _ in range(workers):
+            out, states = run(acc, states)
+            acc = np.asarray(out["kept"])
+            if out["total"][0, index] != 0:
+                break
+        assert out["total"][0, index] == 1.0
+        assert (acc == 0).all()
+
+
+def test_entries_of_other_parts_wait():
+    """A selection may be made from the whole accumulator; a worker then sends its own part."""
+    size, workers = 403, 4
+    allreduce = sc.allreduce.agreed()
+    selector = sc.select.topk(density=0.2)
+
+    def step(acc):
+        state = allreduce.init(size, workers)
+        coo, _, _ = selector.select(acc, selector.init(size))
+        total, undelivered, _, info = allreduce.reduce(coo, state, axis="workers", acc=acc)
+        return total.to_dense(), undelivered.residual(acc, coo), info.overflow, coo.indices
+
+    acc = gradients(1, workers, size)[0]
+    total, kept, overflow, indices = sc.simulate(step, axis_size=workers)(acc)
+    parts = _exclusive.make_parts(size, workers)
+    owner = reference.part_of_each_index(size, workers, parts.block, parts.rounds)
+    for worker in range(workers):
+        others = np.sum(owner[np.asarray(indices[worker])] != worker)
+        assert overflow[worker] == others > 0
+    np.testing.assert_allclose(acc.sum(0), total[0] + kept.sum(0), atol=1e-5)
+
+
+def test_more_than_the_density_waits_in_turn():
+    size, workers, steps = 800, 2, 60
+    run = simulated(size, workers, 0.2, limit=0.05)
+    acc, states = np.ones((workers, size), np.float32), None
+    seen = np.zeros(size, bool)
+    for _ in range(steps):
+        out, states = run(acc, states)
+        delivered = np.asarray(out["total"][0]) != 0
+        assert delivered.sum() == 40
+        assert (np.asarray(out["info"].overflow) == 60).all()
+        seen |= delivered
+    # The same entries are the first of equal ones at each step: it is they that take turns.
+    assert seen.sum() > 150
+
+
+@pytest.mark.parametrize("bits", [32, 16])
+def test_sums_of_large_numbers_stay_finite(bits):
+    size, workers = 403, 8
+    run, states = simulated(size, workers, 0.05, bits), None
+    acc = np.sign(gradients(1, workers, size)[0]) * np.float32(3e38)
+    before = acc.sum(0, dtype=np.float64)
+    after = 0.0
+    for _ in range(workers):
+        out, states = run(acc, states)
+        acc = np.asarray(out["kept"])
+        after = after + np.asarray(out["total"][0], np.float64)
+        assert np.isfinite(out["total"]).all()
+        assert np.isfinite(acc).all()
+    np.testing.assert_allclose(after + acc.sum(0, dtype=np.float64), before, atol=1e32)
+
+
+@pytest.mark.parametrize("bits", [32, 16])
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_what_is_not_finite_reaches_everyone_and_stays_with_nobody(bits, value):
+    size, workers = 403, 3
+    run, states = simulated(size, workers, 0.05, bits), None
+    acc = gradients(1, workers, size)[0]
+    acc[1, 17] = value
+    reached = False
+    for _ in range(workers):
+        out, states = run(acc, states)
+        acc = np.asarray(out["kept"])
+        reached = reached or not np.isfinite(np.asarray(out["total"])[:, 17]).any()
+    assert reached
+    assert np.isfinite(acc).all()
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4, 16, 60, 256, 1024])
+def test_words_are_those_of_the_formula(workers):
+    size, density = 1_000_000, 0.01
+    parts = _exclusive.make_parts(size, workers)
+    slots = round(density * parts.width)
+    k = workers * slots
+    share = (workers - 1) / workers
+    exact = sc.traffic.of_allreduce(
+        sc.allreduce.agreed(), size=size, capacity=slots, axis_size=workers
+    )
+    assert exact.words == pytest.approx(3 * k * share, abs=1e-6)
+    assert len(exact.collectives) == 2
+    narrow = sc.traffic.of_allreduce(
+        sc.allreduce.agreed(bits=16), size=size, capacity=slots, axis_size=workers
+    )
+    extra = _fixed_point.buckets(slots) + _index16.pages(parts.width)
+    odd = slots % 2 / 2
+    values = _volumes.all_reduce(-(-k // 2), workers)
+    assert narrow.words == pytest.approx(
+        (slots / 2 + odd + extra) * (workers - 1) + values, abs=1e-6
+    )
+    # A page for each worker is what is left of it where the parts are small.
+    assert narrow.words <= 1.5 * k * share * (1 + 2.1 / slots + 1 / 128) + 2 * workers
+
+
+def test_indices_of_sixteen_bits_are_exact():
+    rng = np.random.default_rng(0)
+    for width, slots in ((5, 5), (65_536, 40), (65_537, 41), (400_000, 999), (2**31 - 1, 64)):
+        for count in (0, 1, slots // 2, slots):
+            chosen = np.unique(rng.integers(0, width, count))
+            if count:
+                chosen[-1] = width - 1
+            local = np.full(slots, width, np.int64)
+            local[: len(chosen)] = chosen
+            local = jnp.asarray(local, jnp.int32)
+            message = _index16.encode(local, width)
+            assert message.shape == (_index16.words(slots, width),)
+            np.testing.assert_array_equal(_index16.decode(message, slots, width), local)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 7, 1024])
+def test_integers_of_sixteen_bits_add_up_exactly(workers):
+    rng = np.random.default_rng(0)
+    largest = _fixed_point.half(16, workers)
+    integers = rng.integers(-largest, largest + 1, (workers, 33))
+    integers[:, 0], integers[:, 1] = largest, -largest
+    words = [np.asarray(_fixed_point.pack(jnp.asarray(row), largest, 16)) for row in integers]
+    total = functools.reduce(lambda a, b: jnp.asarray(a) + jnp.asarray(b), words)
+    sums = _fixed_point.unpack(jnp.asarray(total), 33, largest, 16, workers)
+    np.testing.assert_array_equal(sums, integers.sum(0))
+
+
+def test_a_step_is_the_smallest_power_of_two_that_is_large_enough():
+    rng = np.random.default_rng(0)
+    values = (rng.standard_cauchy((40, 256)) * 10.0 ** rng.integers(-30, 30, (40, 1))).ravel()
+    values = values.astype(np.float32)
+    step = np.asarray(_fixed_point.steps(jnp.asarray(values), 1000))
+    most = np.abs(values.reshape(40, 256)).max(1)
+    assert (np.log2(step) % 1 == 0).all()
+    assert (1000 * step.astype(np.float64) >= most * (1 - 1e-7)).all()
+    assert (500 * step.astype(np.float64) < most * (1 + 1e-7)).all()
+
+
+@pytest.mark.parametrize("bits", [8, 0, True, "16"])
+def test_bits_are_32_or_16(bits):
+    with pytest.raises(ValueError, match="bits must be 32 or 16"):
+        sc.allreduce.agreed(bits=bits)
+
+
+def test_too_many_workers_for_the_bits():
+    with pytest.raises(ValueError, match="too few for the sum of 40000 workers. Give bits=32"):
+        sc.traffic.of_allreduce(
+            sc.allreduce.agreed(bits=16), size=10**6, capacity=2, axis_size=40_000
+        )
