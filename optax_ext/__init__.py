@@ -10,12 +10,15 @@ from optax_ext._aliases import (
     topk_a,
     topk_dsa,
 )
+from optax_ext._loop._ahead import ahead
 from optax_ext._loop._monitoring import Monitor, metrics, tensorboard_writer
 from optax_ext._loop._train_step import TrainStep, make_train_step
 from optax_ext._loop._watchdog import Watchdog
+from optax_ext._optimizers._adamw import sparse_adamw
+from optax_ext._optimizers._sgd import sparse_sgd
 from optax_ext._state._checkpoint import abstract_state, check_metadata, checkpoint_metadata
 from optax_ext._state._checksums import check_checksums, checksums
-from optax_ext._state._consolidate import consolidate
+from optax_ext._state._consolidate import consolidate, flush
 from optax_ext._state._find import get_info, get_state, get_states, state_specs
 from optax_ext._state._init import init_state
 from optax_ext._state._reshard import reshard
@@ -28,6 +31,7 @@ from optax_ext._step._sparse_allreduce import sparse_allreduce
 from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
 from optax_ext._transforms._assert_local import assert_local_gradients
 from optax_ext._transforms._buckets import BucketedState, bucketed
+from optax_ext._transforms._local_adam import ScaleByLocalAdamState, scale_by_local_adam
 from optax_ext._transforms._local_clip import local_clip_by_global_norm
 from optax_ext._transforms._multi_steps import multi_steps
 from optax_ext._transforms._partitioned_norms import lamb, lars, scale_by_trust_ratio
@@ -40,12 +44,14 @@ __all__ = [
     "Monitor",
     "MultiStepsState",
     "Residual",
+    "ScaleByLocalAdamState",
     "SparseAllreduceState",
     "StepInfo",
     "TrainStep",
     "Watchdog",
     "XiState",
     "abstract_state",
+    "ahead",
     "assert_local_gradients",
     "bucketed",
     "check_checksums",
@@ -55,6 +61,7 @@ __all__ = [
     "consolidate",
     "dense",
     "dgc",
+    "flush",
     "get_info",
     "get_state",
     "get_states",
@@ -74,9 +81,12 @@ __all__ = [
     "quantized_topk",
     "reshard",
     "residual",
+    "scale_by_local_adam",
     "scale_by_trust_ratio",
     "small_leaves",
+    "sparse_adamw",
     "sparse_allreduce",
+    "sparse_sgd",
     "state_specs",
     "tensorboard_writer",
     "topk_a",

@@ -52,8 +52,8 @@ class Variant(NamedTuple):
     """A way to train.
 
     Attributes:
-      exchange: averages the gradients over AXIS, on each worker.
-      optimizer: makes updates of the mean.
+      exchange: averages the gradients over AXIS, on each worker; or a whole optimizer.
+      optimizer: makes updates of the mean; ``optax.identity()`` where these are that already.
     """
 
     exchange: optax.GradientTransformation
@@ -137,13 +137,18 @@ def train(
     """
     if batch % workers:
         raise InputError(f"a batch of {batch} can't be dealt out to {workers} workers")
-    exchange = sc.simulate(variant.exchange.update, axis=AXIS, axis_size=workers)
+    shared = {"axis": AXIS, "axis_size": workers}
+    exchange = sc.simulate(variant.exchange.update, in_axes=(0, 0, None), **shared)
+    ahead = sc.simulate(optax_ext.ahead, in_axes=(None, 0), **shared)
+
+    def gradient_at(where):
+        return jax.value_and_grad(task.loss)(*where)
 
     def step(carry, batches):
         params, state, optimizer_state = carry
         # One worker after the other: small products of matrices stay in the cache.
-        losses, gradients = lax.map(lambda b: jax.value_and_grad(task.loss)(params, b), batches)
-        means, state = exchange(gradients, state)
+        losses, gradients = lax.map(gradient_at, (ahead(params, state), batches))
+        means, state = exchange(gradients, state, params)
         # Every worker has the same mean, to the bit.
         mean = jax.tree.map(lambda x: x[0], means)
         updates, optimizer_state = variant.optimizer.update(mean, optimizer_state, params)
@@ -156,7 +161,7 @@ def train(
 
     # A shorter part at the end is compiled on its own.
     part = jax.jit(lambda carry, batches: lax.scan(step, carry, batches))
-    init = sc.simulate(variant.exchange.init, axis=AXIS, axis_size=workers)
+    init = sc.simulate(variant.exchange.init, **shared)
 
     def one(seed: int) -> Curve:
         params = task.init(seed)

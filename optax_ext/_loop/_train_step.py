@@ -13,6 +13,7 @@ from jax import core as jax_core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optax_ext._loop import _in_flight
+from optax_ext._loop._ahead import ahead
 from optax_ext._state import _find, _init
 from optax_ext._step import _checks
 from sparse_collectives import extend, transport
@@ -80,9 +81,9 @@ def make_train_step(
 
     def local_step(params, opt_state, batch):
         axis = _find.axis_of(opt_state)
-        # Varying parameters have local gradients; replicated ones would have
-        # gradients that autodiff has already summed, densely.
-        local_params = extend.to_varying(params, axis)
+        # Varying parameters, so that gradients are local: autodiff would have summed those of
+        # replicated ones already, densely.
+        local_params = ahead(params, opt_state)
         loss, gradients = jax.value_and_grad(loss_fn, has_aux=has_aux)(local_params, batch)
         loss = jax.tree.map(lambda x: transport.pmean(x, axis), loss)
         value = loss[0] if has_aux else loss

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext._state import _find, _shards
-from optax_ext._step import _layout
+from optax_ext._state._residual_tree import residual_tree
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import extend
 
@@ -42,43 +42,55 @@ def consolidate(opt_state: Any, params: Any) -> tuple[Any, Any]:
       >>> gradient.tolist(), state.residual.tolist()
       ([2.0, 1.0], [[0.0, 0.0], [0.0, 0.0]])
     """
-    leaves, treedef = jax.tree.flatten(params)
-    gradient: list[Any] = [None] * len(leaves)
+    gradient = residual_tree(opt_state, params, _mean)
+    empty = jax.tree.map(_without_residual, opt_state, is_leaf=_find.is_state)
+    return gradient, empty
 
-    def fold(node):
-        if not isinstance(node, SparseAllreduceState):
-            return node
-        if extend.axis_is_bound(node.settings.axis):
+
+def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
+    """The parameters with all that waits in residuals applied, and the state without it.
+
+    For the end of a training with an optimizer whose residuals are updates of the parameters:
+    :func:`sparse_adamw`, :func:`sparse_sgd`, or another with ``residual(step_ahead=...)``.
+    With a learning rate that has fallen to 0 there is little to apply.
+
+    Args:
+      params: the parameters.
+      opt_state: the state of all workers, outside of the mapped function.
+
+    Returns:
+      ``(params, opt_state)``.
+
+    Raises:
+      ValueError: residuals that are gradients (give those of :func:`consolidate` to the
+        optimizer behind the allreduce); inside of the mapped function; a state of other
+        parameters.
+    """
+    for state in _find.get_states(opt_state):
+        if not state.settings.step_ahead:
             raise ValueError(
-                "consolidate was called inside the function mapped over axis "
-                f"{node.settings.axis!r}, where each worker sees its own residual. Call it outside."
+                "opt_state has residuals that may be gradients, and not updates of the parameters: "
+                "they were made without a step_ahead. Use optax_ext.consolidate(opt_state, "
+                "params), and give the gradient to the optimizer behind the allreduce."
             )
-        _shards.check_all_rows("opt_state", node)
-        workers = node.residual.shape[0]
-        rows = _shards.rows(node, node.residual).astype(jnp.float32)
-        # Divided first: the sum may be too large where the mean is not.
-        mean = jnp.sum(rows / workers, axis=0)
-        dense = jnp.zeros((node.layout.dense_size,), jnp.float32)
-        parts = _layout.unravel(mean, dense, node.layout, saturate=True)
-        # A part of the parameters, as in optax.multi_transform, has masks elsewhere.
-        parts, tree = jax.tree.flatten(parts, is_leaf=_is_mask)
-        if tree != treedef:
-            raise ValueError(
-                f"opt_state was made for parameters with another tree than params: {tree}, and "
-                f"{treedef}. Give the parameters that init was called with."
-            )
-        for i, part in enumerate(parts):
-            if not _is_mask(part):
-                gradient[i] = part if gradient[i] is None else gradient[i] + part
-        return node._replace(residual=jnp.zeros_like(node.residual))
-
-    opt_state = jax.tree.map(fold, opt_state, is_leaf=_find.is_state)
-    dense = [
-        jnp.zeros_like(leaf) if part is None else part
-        for leaf, part in zip(leaves, gradient, strict=True)
-    ]
-    return jax.tree.unflatten(treedef, dense), opt_state
+    updates, opt_state = consolidate(opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
 
 
-def _is_mask(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)
+def _mean(node: SparseAllreduceState) -> jax.Array:
+    if extend.axis_is_bound(node.settings.axis):
+        raise ValueError(
+            "consolidate was called inside the function mapped over axis "
+            f"{node.settings.axis!r}, where each worker sees its own residual. Call it outside."
+        )
+    _shards.check_all_rows("opt_state", node)
+    workers = node.residual.shape[0]
+    rows = _shards.rows(node, node.residual).astype(jnp.float32)
+    # Divided first: the sum may be too large where the mean is not.
+    return jnp.sum(rows / workers, axis=0)
+
+
+def _without_residual(node: Any) -> Any:
+    if not _find.is_state(node):
+        return node
+    return node._replace(residual=jnp.zeros_like(node.residual))

@@ -49,6 +49,17 @@ def check_parts(selector: Any, allreduce: Any, residual: Any) -> None:
         )
 
 
+def check_step_ahead(residual: Residual | None, local: Any) -> None:
+    """A residual that is applied to the parameters is in their unit."""
+    if residual is not None and residual.step_ahead and local is None:
+        raise ValueError(
+            f"residual has step_ahead={residual.step_ahead}, but without local= it holds "
+            "gradients, which can't be added to parameters. Put the rate in front, with its sign: "
+            "local=optax.scale_by_learning_rate(rate), and no optimizer behind; or use "
+            "optax_ext.sparse_adamw or sparse_sgd."
+        )
+
+
 def check_densities(selector: Selector, allreduce: SparseAllreduce) -> None:
     """The selector selects no more than the allreduce delivers, where both say how much."""
     specs = selector.spec, allreduce.spec

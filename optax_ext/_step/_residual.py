@@ -10,6 +10,8 @@ from sparse_collectives import Spec, extend, transport
 from sparse_collectives.extend import AxisName
 
 DTYPES = ("float32", "bfloat16")
+# The worker's own share of the mean of the residuals.
+SHARE = "1/P"
 
 
 class Residual(NamedTuple):
@@ -18,15 +20,20 @@ class Residual(NamedTuple):
     Attributes:
       dtype: float32 or bfloat16.
       decay: what the residual is multiplied with at each step, in [0, 1].
-      spec: both, as text.
+      step_ahead: the share of it that is applied before a gradient is taken; ``"1/P"``, or a
+        number. 0: none.
+      spec: all of it, as text.
     """
 
     dtype: Any
     decay: float
+    step_ahead: float | str
     spec: Spec | None
 
 
-def residual(dtype: Any = jnp.float32, *, decay: float = 1.0) -> Residual:
+def residual(
+    dtype: Any = jnp.float32, *, decay: float = 1.0, step_ahead: float | str = 0.0
+) -> Residual:
     """How the residual is kept from step to step, for ``sparse_allreduce(..., residual=)``.
 
     Args:
@@ -35,13 +42,20 @@ def residual(dtype: Any = jnp.float32, *, decay: float = 1.0) -> Residual:
       decay: the residual is multiplied with it at each step that accumulates, in [0, 1].
         Below 1 old gradients are forgotten, by intent; conservation then holds for
         ``acc_i = decay * residual_i + g_i``.
+      step_ahead: worker i differentiates at ``params + step_ahead * residual_i``, where a part
+        of what waits has been applied (Xu, Huo and Huang, `Step-Ahead Error Feedback
+        <https://arxiv.org/abs/2008.05823>`_, AAAI 2021). ``"1/P"`` is the worker's own
+        share of the mean of all residuals; or a number in [0, 1]. The residual has to be
+        an update of the parameters: ``local=`` has the learning rate, with its sign, as
+        :func:`sparse_adamw` and :func:`sparse_sgd` do. :func:`make_train_step` does it; in a
+        loop of one's own it is :func:`ahead`.
 
     Raises:
-      ValueError: another dtype, a decay out of [0, 1].
+      ValueError: another dtype, a decay or a step_ahead out of [0, 1].
 
     Example:
       >>> residual(jnp.bfloat16, decay=0.99).spec
-      Spec('residual(decay=0.99, dtype=bfloat16)')
+      Spec('residual(decay=0.99, dtype=bfloat16, step_ahead=0.0)')
     """
     name = jnp.dtype(dtype).name
     if name not in DTYPES:
@@ -50,7 +64,15 @@ def residual(dtype: Any = jnp.float32, *, decay: float = 1.0) -> Residual:
             "gradients add up; write optax_ext.residual(jnp.bfloat16) for half of the memory."
         )
     kept, decay = jnp.dtype(dtype), extend.check_number("decay", decay, 0.0, 1.0)
-    return Residual(kept, decay, Spec.of("residual", dtype=kept, decay=decay))
+    if step_ahead != SHARE:
+        step_ahead = extend.check_number("step_ahead (a number, or '1/P')", step_ahead, 0.0, 1.0)
+    spec = Spec.of("residual", dtype=kept, decay=decay, step_ahead=step_ahead)
+    return Residual(kept, decay, step_ahead, spec)
+
+
+def coefficient(step_ahead: float | str, workers: int) -> float:
+    """The number that ``step_ahead`` is for P workers."""
+    return 1.0 / workers if step_ahead == SHARE else float(step_ahead)
 
 
 def load(kept: jax.Array) -> jax.Array:

@@ -25,6 +25,8 @@ class Settings:
       shard_axis: the axes among them over which the buffer is dealt out before anything is
         selected; none but with a hierarchical allreduce.
       decay: that of the residual.
+      step_ahead: what of the residual is applied before a gradient is taken; see
+        :func:`optax_ext.residual`.
     """
 
     selector: str | None
@@ -35,3 +37,4 @@ class Settings:
     axis: Hashable
     shard_axis: tuple[Hashable, ...]
     decay: float
+    step_ahead: float | str

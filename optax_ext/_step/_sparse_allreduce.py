@@ -83,8 +83,8 @@ def sparse_allreduce(
         what it returns.
       correction: from :func:`momentum_correction`: what is accumulated is the velocity of
         the gradients, and not they.
-      residual: from :func:`optax_ext.residual`: dtype and decay; by default float32 without
-        decay.
+      residual: from :func:`optax_ext.residual`: dtype, decay and step-ahead; by default
+        float32 without either.
       dense_steps: for so many first steps the gradients are averaged by a dense allreduce
         in the same program. The residual does not change, and no velocity is masked.
       dense_leaves: leaves that are averaged by one dense allreduce instead: a function of
@@ -99,7 +99,8 @@ def sparse_allreduce(
       buffer during the step. An empty pytree works and does nothing.
 
     Raises:
-      ValueError: a selector of a larger density than the allreduce's; an axis that is not
+      ValueError: a selector of a larger density than the allreduce's; a step-ahead of a
+        residual of gradients; an axis that is not
         bound; gradients already summed over the axis; an update whose tree, shapes or dtypes
         differ from ``init``'s; a state of another number of workers; 2**31 entries or more; a
         leaf that ``dense_leaves`` has no label for.
@@ -118,6 +119,7 @@ def sparse_allreduce(
     """
     nonfinite = extend.check_choice("nonfinite", nonfinite, _nonfinite.POLICIES)
     _checks.check_parts(selector, allreduce, residual)
+    _checks.check_step_ahead(residual, local)
     _checks.check_shard_axis(axis, allreduce.shard_axis)
     _checks.check_densities(selector, allreduce)
     kept = _residual.residual() if residual is None else residual
@@ -140,6 +142,7 @@ def sparse_allreduce(
             axis=extend.static_axis(axis),
             shard_axis=extend.axis_names(extend.static_axis(allreduce.shard_axis)),
             decay=kept.decay,
+            step_ahead=kept.step_ahead,
         ),
     )
     # optax types a state as any pytree, which NamedTuples of arrays are at run time.

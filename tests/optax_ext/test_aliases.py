@@ -127,7 +127,9 @@ def test_every_alias_has_a_row():
 
     public = {name: getattr(optax_ext, name) for name in optax_ext.__all__}
     rows = {name.split(",")[0] for name in ALIASES}
-    assert {name for name, part in public.items() if is_alias(part)} == rows
+    # Whole optimizers have tests of their own.
+    optimizers = {name for name, part in public.items() if "._optimizers." in part.__module__}
+    assert {name for name, part in public.items() if is_alias(part)} - optimizers == rows
     in_files = {name for name, part in public.items() if part.__module__.endswith("_aliases")}
     assert in_files == rows
 

@@ -1,0 +1,65 @@
+"""Step-ahead: where a worker takes its gradient."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_ext._state import _find
+from optax_ext._state._residual_tree import residual_tree
+from optax_ext._step import _checks, _residual
+from optax_ext._step._sparse_state import SparseAllreduceState
+from sparse_collectives import extend, transport
+
+
+def ahead(params: Any, opt_state: Any) -> Any:
+    """The parameters at which this worker takes its gradient.
+
+    For a training loop of one's own, inside the mapped function::
+
+        gradients = jax.grad(loss_fn)(optax_ext.ahead(params, opt_state), batch)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        params = optax.apply_updates(params, updates)
+
+    With a ``step_ahead`` (:func:`residual`) that is ``params + step_ahead * residual_i``;
+    without one it is the parameters. In either case they are typed as this worker's own, as
+    local gradients need under ``shard_map(check_vma=True)``. (:func:`make_train_step` does
+    all of this.)
+
+    With :func:`~sparse_collectives.allreduce.hierarchical` a node has one residual, which its
+    workers gather: n words inside the node.
+
+    Args:
+      params: the parameters, the same on every worker.
+      opt_state: of this worker, before the step.
+
+    Returns:
+      The tree of ``params``, in its dtypes. Cost: one pass over n entries.
+
+    Raises:
+      ValueError: outside of the mapped function; a state of other parameters; no allreduce in
+        ``opt_state``.
+
+    References:
+      Xu, Huo and Huang, `Step-Ahead Error Feedback for Distributed Training with
+      Compressed Gradient <https://arxiv.org/abs/2008.05823>`_, AAAI 2021.
+    """
+    axis = _find.axis_of(opt_state)
+    workers = _checks.workers(axis)
+    local = extend.to_varying(params, axis)
+    states = _find.get_states(opt_state)
+    if not any(state.settings.step_ahead for state in states):
+        return local
+    waiting = residual_tree(opt_state, params, lambda state: _share(state, workers))
+    return jax.tree.map(lambda p, r: p + r.astype(p.dtype), local, waiting)
+
+
+def _share(state: SparseAllreduceState, workers: int) -> jax.Array:
+    """What of its residual this worker applies, ``f32[n]``."""
+    size = state.layout.size
+    coefficient = _residual.coefficient(state.settings.step_ahead, workers)
+    if not coefficient:
+        return jnp.zeros((size,), jnp.float32)
+    share = coefficient * _residual.load(state.residual)[0]
+    inside = state.settings.shard_axis
+    return transport.all_gather(share, inside).reshape(-1)[:size] if inside else share

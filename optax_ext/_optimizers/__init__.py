@@ -1,0 +1,1 @@
+"""Complete optimizers: gradients of each worker in, updates of the parameters out."""

@@ -1,0 +1,88 @@
+"""What the optimizers have in common: the rate in front of the exchange, the decay behind it."""
+
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_ext._step._residual import SHARE, Residual, residual
+from optax_ext._step._sparse_state import SparseAllreduceState
+from sparse_collectives import extend, transport
+from sparse_collectives.extend import AxisName
+
+
+def in_front(
+    learning_rate: optax.ScalarOrSchedule, gain: float | None, axis: AxisName
+) -> optax.GradientTransformation:
+    """Updates of the parameters: minus the rate, times the gain, times what comes in.
+
+    Args:
+      learning_rate: a number, or a schedule of the steps that were not skipped.
+      gain: None: that of :func:`default_gain`.
+      axis: of the workers.
+    """
+
+    def update(updates: Any, state: Any, params: Any = None):
+        del params
+        factor = default_gain(transport.axis_size(axis)) if gain is None else gain
+        return jax.tree.map(lambda u: factor * u, updates), state
+
+    scale = optax.GradientTransformation(lambda params: optax.EmptyState(), cast(Any, update))
+    # optax before 0.2.6 declares a float, but an array (of inject_hyperparams) works as well.
+    return optax.chain(scale, optax.scale_by_learning_rate(cast(Any, learning_rate)))
+
+
+def default_gain(workers: int) -> float:
+    """What makes up for the noise of one worker's gradient, max(1, sqrt(P) / 2)."""
+    return max(1.0, workers**0.5 / 2)
+
+
+def kept(given: Residual | None) -> Residual:
+    """How the residual is kept, by default with step-ahead by the worker's own share."""
+    return residual(step_ahead=SHARE) if given is None else given
+
+
+def decayed(
+    sparse: optax.GradientTransformation,
+    learning_rate: optax.ScalarOrSchedule,
+    weight_decay: float,
+    mask: Any,
+) -> optax.GradientTransformation:
+    """``sparse`` with weight decay behind it, which every worker computes by itself.
+
+    The state is that of ``sparse``; a step that it skips decays nothing.
+
+    Args:
+      sparse: a :func:`sparse_allreduce` whose updates are those of the parameters.
+      learning_rate: what the decay is multiplied with.
+      weight_decay: of the parameters, for a rate of 1.
+      mask: a tree of booleans like the parameters, or a function from them to it: where
+        there is decay. None: everywhere.
+    """
+    weight_decay = extend.check_number("weight_decay", weight_decay, 0.0, float("inf"))
+    if not weight_decay:
+        return sparse
+
+    def update(updates: Any, state: Any, params: Any = None):
+        if params is None:
+            raise ValueError(
+                "weight_decay needs the parameters: call tx.update(gradients, state, params)."
+            )
+        updates, updated = sparse.update(updates, state, params)
+        new = cast(SparseAllreduceState, updated)
+        stepped = (new.count - state.count).astype(jnp.float32)
+        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        factor = stepped * rate * weight_decay
+
+        def decay(update, parameter, decays):
+            if not decays:
+                return update
+            return update - (factor * parameter.astype(jnp.float32)).astype(update.dtype)
+
+        where = mask(params) if callable(mask) else mask
+        if where is None:
+            where = jax.tree.map(lambda _: True, params)
+        return jax.tree.map(decay, updates, params, where), new
+
+    return optax.GradientTransformation(sparse.init, cast(Any, update))

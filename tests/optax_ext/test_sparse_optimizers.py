@@ -1,0 +1,336 @@
+"""The complete optimizers: against NumPy, step-ahead, weight decay, skipped steps, the end."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import optax_ext
+import sparse_collectives as sc
+
+WORKERS, SIZE, STEPS = 4, 120, 8
+EXACT = sc.allreduce.agreed()
+
+
+def mesh(shape=(WORKERS,), names=("data",)):
+    count = int(np.prod(shape))
+    return jax.make_mesh(
+        shape, names, axis_types=(AxisType.Auto,) * len(names), devices=jax.devices()[:count]
+    )
+
+
+def params_at_start(dtype=jnp.float32):
+    values = np.random.default_rng(5).standard_normal(SIZE).astype(np.float32)
+    return {"a": jnp.asarray(values[:96].reshape(8, 12), dtype), "b": jnp.asarray(values[96:])}
+
+
+def flat(tree):
+    return np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)])
+
+
+def targets(seed=0):
+    """One for each worker and step: the loss is half of the squared distance to it."""
+    rng = np.random.default_rng(seed)
+    common = 2 * rng.standard_normal(SIZE)
+    return (common + rng.standard_normal((STEPS, WORKERS, SIZE))).astype(np.float32)
+
+
+def loss_fn(params, batch):
+    where = jnp.concatenate([jnp.ravel(x).astype(jnp.float32) for x in jax.tree.leaves(params)])
+    return 0.5 * jnp.sum((where - batch[0]) ** 2)
+
+
+def trained(tx, steps=STEPS, params=None, on=None, given=None, **options):
+    """Parameters and states after each step."""
+    on = mesh() if on is None else on
+    params = params_at_start() if params is None else params
+    state = optax_ext.init_state(tx, params, on)
+    step = optax_ext.make_train_step(loss_fn, tx, on, donate=False, **options)
+    states = [(params, state)]
+    for batch in (targets() if given is None else given)[:steps]:
+        params, state, _ = step(params, state, batch)
+        states.append((params, state))
+    return states
+
+
+# So large that the first steps of all entries are not of one length.
+EPS = 0.5
+
+
+def preconditioned(nu, g, t, b2=0.99):
+    nu = b2 * nu + (1 - b2) * g**2
+    return nu, g / (np.sqrt(nu / (1 - b2**t)) + EPS)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_sparse_adamw_is_what_it_says(check_vma):
+    """All of it in NumPy: the gradient at the step ahead, the preconditioner, parts, the decay."""
+    from tests.reference import agreed as reference
+
+    schedule = optax.linear_schedule(0.05, 0.01, STEPS)
+    tx = optax_ext.sparse_adamw(
+        schedule, density=0.1, axis="data", eps=EPS, weight_decay=0.1, exchange=EXACT
+    )
+    states = trained(tx, check_vma=check_vma)
+    w = flat(params_at_start())
+    residual, nu = np.zeros((WORKERS, SIZE)), np.zeros((WORKERS, SIZE))
+    owner = reference.part_of_each_index(SIZE, WORKERS, 1, SIZE // WORKERS)
+    for t, target in enumerate(targets()):
+        rate = float(schedule(t))
+        gradient = w + residual / WORKERS - target
+        nu, u = preconditioned(nu, gradient, t + 1)
+        # The default gain for four workers is 1.
+        total, residual = reference.step(residual - rate * u, t, 3, owner)
+        w = w + total / WORKERS - rate * 0.1 * w
+        np.testing.assert_allclose(flat(states[t + 1][0]), w, rtol=1e-4, atol=1e-5)
+        kept = optax_ext.get_state(states[t + 1][1]).residual
+        np.testing.assert_allclose(kept, residual, rtol=1e-3, atol=1e-5)
+
+
+def test_sparse_sgd_of_all_entries_is_sgd():
+    tx = optax_ext.sparse_sgd(0.1, density=1.0, axis="data", exchange=EXACT)
+    w = flat(params_at_start())
+    for target, (params, state) in zip(targets(), trained(tx)[1:], strict=True):
+        w = w - 0.1 * (w - target.mean(axis=0))
+        np.testing.assert_allclose(flat(params), w, rtol=1e-4, atol=1e-5)
+        assert (np.asarray(optax_ext.get_state(state).residual) == 0).all()
+
+
+def where_ahead(tx, params, state, on):
+    """What :func:`optax_ext.ahead` gives each worker, ``f64[P, n]``."""
+    axes = tuple(on.axis_names)
+    spec = P(axes if len(axes) > 1 else axes[0])
+
+    def local(params, state):
+        ahead = optax_ext.ahead(params, state)
+        return jax.tree.map(lambda x: x[None], ahead)
+
+    mapped = jax.shard_map(
+        local, mesh=on, in_specs=(P(), optax_ext.state_specs(state)), out_specs=spec
+    )
+    tree = jax.jit(mapped)(params, state)
+    rows = [np.asarray(x, np.float64).reshape(on.size, -1) for x in jax.tree.leaves(tree)]
+    return np.concatenate(rows, axis=1)
+
+
+WAYS = {
+    "plain": {},
+    "bfloat16 residual": {"residual": optax_ext.residual(jnp.bfloat16, step_ahead="1/P")},
+    "a number": {"residual": optax_ext.residual(step_ahead=0.5)},
+    "with correction": {"correction": optax_ext.momentum_correction(0.9)},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_worker_looks_ahead_by_a_share_of_its_residual(way):
+    tx = optax_ext.sparse_sgd(0.1, density=0.1, axis="data", **WAYS[way])
+    params, state = trained(tx, steps=3)[-1]
+    residual = np.asarray(optax_ext.get_state(state).residual.astype(jnp.float32), np.float64)
+    assert np.abs(residual).max() > 0.1
+    share = 0.5 if way == "a number" else 1 / WORKERS
+    np.testing.assert_allclose(
+        where_ahead(tx, params, state, mesh()), flat(params) + share * residual, rtol=1e-5
+    )
+
+
+def test_without_step_ahead_a_worker_stays_where_it_is():
+    tx = optax.chain(optax_ext.ok_topk(0.1, axis="data"), optax.sgd(0.1))
+    params, state = trained(tx, steps=2)[-1]
+    np.testing.assert_array_equal(
+        where_ahead(tx, params, state, mesh()), np.tile(flat(params), (WORKERS, 1))
+    )
+
+
+def test_buckets_and_dense_leaves_look_ahead_where_they_have_a_residual():
+    labels = {"a": "sparse", "b": "dense"}
+    tx = optax_ext.sparse_sgd(0.1, density=0.1, axis="data", dense_leaves=labels)
+    params, state = trained(tx, steps=2)[-1]
+    residual = np.asarray(optax_ext.get_state(state).residual)
+    expected = np.tile(flat(params), (WORKERS, 1))
+    expected[:, :96] += residual / WORKERS
+    np.testing.assert_allclose(where_ahead(tx, params, state, mesh()), expected, rtol=1e-5)
+
+    tx = optax_ext.bucketed(optax_ext.sparse_sgd(0.1, density=0.1, axis="data"), 2)
+    params, state = trained(tx, steps=2)[-1]
+    last, first = (np.asarray(bucket.residual) for bucket in optax_ext.get_states(state))
+    expected = np.tile(flat(params), (WORKERS, 1)) + np.concatenate([first, last], 1) / WORKERS
+    np.testing.assert_allclose(where_ahead(tx, params, state, mesh()), expected, rtol=1e-5)
+
+
+def test_the_workers_of_a_node_look_ahead_together():
+    on = mesh((2, 2), ("node", "device"))
+    exchange = sc.allreduce.hierarchical(inner_axis="device", outer=sc.allreduce.agreed(bits=16))
+    tx = optax_ext.sparse_sgd(0.1, density=0.1, axis=("node", "device"), exchange=exchange)
+    params, state = trained(tx, steps=3, on=on)[-1]
+    nodes = np.asarray(optax_ext.get_state(state).residual).reshape(2, -1)[:, :SIZE]
+    expected = flat(params) + np.repeat(nodes, 2, axis=0) / WORKERS
+    np.testing.assert_allclose(where_ahead(tx, params, state, on), expected, rtol=1e-5)
+
+
+def test_the_train_step_takes_gradients_ahead():
+    """A loss whose gradient says where it was taken."""
+    rate = 0.5
+    tx = optax_ext.sparse_sgd(rate, density=0.1, axis="data", exchange=EXACT)
+    states = trained(tx, steps=2)
+    (w, _), (_, before), (_, after) = ((flat(p), optax_ext.get_state(s)) for p, s in states)
+    del w
+    params = flat(states[1][0])
+    residual = np.asarray(before.residual, np.float64)
+    acc = residual - rate * (params + residual / WORKERS - targets()[1])
+    total = WORKERS * (flat(states[2][0]) - params)
+    np.testing.assert_allclose(
+        acc.sum(0), total + np.asarray(after.residual, np.float64).sum(0), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_a_skipped_step_decays_nothing_and_learns_nothing():
+    tx = optax_ext.sparse_adamw(0.1, density=0.1, axis="data", weight_decay=0.5)
+    given = targets()
+    given[3, 1, 7] = np.nan
+    states = trained(tx, given=given)
+    np.testing.assert_array_equal(flat(states[3][0]), flat(states[4][0]))
+    before, after = (optax_ext.get_state(states[i][1]) for i in (3, 4))
+    assert int(after.skipped) == 1
+    assert int(after.count) == int(before.count)
+    for old, new in zip(jax.tree.leaves(before.local), jax.tree.leaves(after.local), strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert np.isfinite(flat(states[-1][0])).all()
+
+
+def test_weight_decay_where_the_mask_says():
+    options = {"density": 0.1, "axis": "data", "exchange": EXACT}
+    plain, _ = trained(optax_ext.sparse_sgd(0.1, **options), steps=1)[-1]
+    mask = {"a": True, "b": False}
+    for given in (mask, lambda params: mask):
+        tx = optax_ext.sparse_sgd(0.1, weight_decay=0.3, mask=given, **options)
+        params, _ = trained(tx, steps=1)[-1]
+        np.testing.assert_allclose(
+            params["a"], plain["a"] - 0.1 * 0.3 * params_at_start()["a"], rtol=1e-5, atol=1e-6
+        )
+        np.testing.assert_array_equal(params["b"], plain["b"])
+
+
+def test_weight_decay_needs_the_parameters():
+    tx = optax_ext.sparse_adamw(0.1, axis="w")
+
+    def step(gradient):
+        return tx.update(gradient, tx.init(gradient))[0]
+
+    with pytest.raises(ValueError, match=r"call tx.update\(gradients, state, params\)"):
+        sc.simulate(step, axis="w", axis_size=2)(jnp.ones((2, 40)))
+
+
+def test_a_rate_that_is_zero_at_the_start_moves_nothing_and_recovers():
+    schedule = optax.linear_schedule(0.0, 0.1, 4)
+    for make in (optax_ext.sparse_adamw, optax_ext.sparse_sgd):
+        tx = make(schedule, density=0.1, axis="data")
+        states = trained(tx)
+        np.testing.assert_array_equal(flat(states[0][0]), flat(states[1][0]))
+        assert np.isfinite(flat(states[-1][0])).all()
+        assert (flat(states[-1][0]) != flat(states[0][0])).any()
+
+
+@pytest.mark.parametrize("density", [0.0001, 0.01, 1.0])
+def test_fewer_entries_than_workers_work(density):
+    tx = optax_ext.sparse_sgd(0.1, density=density, axis="data")
+    _, state = trained(tx)[-1]
+    # One entry for each worker at least.
+    assert int(optax_ext.get_info(state).delivered) >= (WORKERS if density < 1 else SIZE)
+
+
+def test_flush_applies_all_that_waits():
+    tx = optax_ext.sparse_sgd(0.1, density=0.1, axis="data")
+    params, state = trained(tx)[-1]
+    residual = np.asarray(optax_ext.get_state(state).residual, np.float64)
+    flushed, state = optax_ext.flush(params, state)
+    np.testing.assert_allclose(flat(flushed), flat(params) + residual.mean(0), rtol=1e-5)
+    assert (np.asarray(optax_ext.get_state(state).residual) == 0).all()
+
+
+def test_flush_refuses_gradients():
+    tx = optax.chain(optax_ext.ok_topk(0.1, axis="data"), optax.sgd(0.1))
+    params, state = trained(tx, steps=1)[-1]
+    with pytest.raises(ValueError, match=r"optax_ext.consolidate\(opt_state, params\)"):
+        optax_ext.flush(params, state)
+
+
+def test_step_ahead_needs_a_residual_of_updates():
+    ahead = optax_ext.residual(step_ahead="1/P")
+    with pytest.raises(ValueError, match="holds gradients.*Put the rate in front"):
+        optax_ext.topk_a(0.1, axis="w", residual=ahead)
+    for wrong in (-0.1, 1.5, "P"):
+        with pytest.raises(ValueError, match=r"step_ahead \(a number, or '1/P'\)"):
+            optax_ext.residual(step_ahead=wrong)
+
+
+def test_ahead_outside_of_the_mapped_function():
+    tx = optax_ext.sparse_sgd(0.1, axis="data")
+    state = optax_ext.init_state(tx, params_at_start(), mesh())
+    with pytest.raises(ValueError, match="axis='data' is not bound here"):
+        optax_ext.ahead(params_at_start(), state)
+
+
+@functools.cache
+def local_adam(workers, steps, **options):
+    tx = optax_ext.scale_by_local_adam(0.9, axis="w", **options)
+
+    def run(gradients):
+        def step(state, gradient):
+            scaled, state = tx.update(gradient, state)
+            return state, (scaled, state.nu)
+
+        return jax.lax.scan(step, tx.init(gradients[0]), gradients)[1]
+
+    gradients = np.random.default_rng(0).standard_normal((workers, steps, 7)).astype(np.float32)
+    return gradients, sc.simulate(run, axis="w", axis_size=workers)(gradients)
+
+
+def test_local_adam_is_adam_without_a_first_moment():
+    gradients, (scaled, _) = local_adam(2, 6)
+    adam = optax.scale_by_adam(b1=0.0, b2=0.9)
+    for worker in range(2):
+        state = adam.init(jnp.zeros(7))
+        for t in range(6):
+            expected, state = adam.update(jnp.asarray(gradients[worker, t]), state)
+            np.testing.assert_allclose(scaled[worker, t], expected, rtol=1e-5)
+
+
+def test_second_moments_are_averaged_every_so_many_steps():
+    gradients, (_, nu) = local_adam(3, 6, average_every=3)
+    expected = np.zeros((3, 7))
+    for t in range(6):
+        expected = 0.9 * expected + 0.1 * gradients[:, t].astype(np.float64) ** 2
+        if t % 3 == 2:
+            expected = np.tile(expected.mean(0), (3, 1))
+        np.testing.assert_allclose(nu[:, t], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"b2": 1.0}, "b2 must be less than 1"),
+        ({"b2": -0.1}, "b2 must be a number"),
+        ({"average_every": 0, "axis": "w"}, "average_every must be an integer of at least 1"),
+        ({"average_every": 5}, "Give the mesh axis of the workers as axis="),
+    ],
+)
+def test_local_adam_refuses(options, message):
+    with pytest.raises(ValueError, match=message):
+        optax_ext.scale_by_local_adam(**options)
+
+
+def test_averaged_moments_under_shard_map_with_types():
+    local = optax.chain(
+        optax_ext.scale_by_local_adam(axis="data", average_every=2),
+        optax.scale_by_learning_rate(0.1),
+    )
+    tx = optax_ext.sparse_allreduce(sc.select.topk(density=0.1), EXACT, axis="data", local=local)
+    params, state = trained(tx, steps=4)[-1]
+    nu = jax.tree.leaves(optax_ext.get_state(state).local[0].nu)
+    assert all((np.asarray(x) == np.asarray(x)[0]).all() for x in nu)
+    assert np.isfinite(flat(params)).all()
