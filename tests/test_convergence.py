@@ -51,8 +51,15 @@ def test_a_batch_of_more_examples_than_there_are(line):
 @pytest.mark.parametrize("workers", [2, 4])
 def test_dense_training_is_that_of_one_worker(line, workers):
     variant = training.Variant(optax_ext.dense(axis=training.AXIS), optax.sgd(0.01))
-    options = {"workers": workers, "steps": 5, "every": 2, "batch": 4, "seeds": 2, "label": ""}
-    curves = training.train(line, variant, **options)
+    options = {
+        "workers": workers,
+        "steps": 5,
+        "every": 2,
+        "batch": 4,
+        "seeds": range(2),
+        "label": "",
+    }
+    curves = training.train(line, variant, seeds=range(2), **options)
     for seed, curve in enumerate(curves):
         slope, expected = float(seed), {0: float(seed)}
         for step, chosen in enumerate(training.order_of(line, steps=5, batch=4, seed=seed)):

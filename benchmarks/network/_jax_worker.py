@@ -92,15 +92,21 @@ class Worker:
         import optax_ext
         from sparse_collectives import traffic
 
-        from ._methods import AXIS, JAX
+        from ._methods import AXIS, JAX, WHOLE
 
         self._use(self._alone if local else self._everyone)
-        tx = optax.chain(JAX[method](self._density), optax.sgd(1e-3))
+        behind = optax.identity() if method in WHOLE else optax.sgd(1e-3)
+        tx = optax.chain(JAX[method](self._density), behind)
         state = optax_ext.init_state(tx, self._parameters, self._mesh)
         specs = optax_ext.state_specs(state)
 
         def step(parameters, state, given):
-            updates, state = tx.update([leaf[0] for leaf in given], state, parameters)
+            gradients = [leaf[0] for leaf in given]
+            if method in WHOLE:
+                # A given gradient is taken nowhere: this makes it wait for the step ahead.
+                ahead = optax_ext.ahead(parameters, state)
+                gradients = [g + 1e-12 * x for g, x in zip(gradients, ahead, strict=True)]
+            updates, state = tx.update(gradients, state, parameters)
             return optax.apply_updates(parameters, updates), state
 
         mapped = jax.shard_map(

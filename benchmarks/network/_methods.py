@@ -5,7 +5,7 @@ from typing import Any
 import optax
 
 import optax_ext
-from sparse_collectives import select, wire
+from sparse_collectives import allreduce, select, wire
 
 AXIS = "workers"
 BASELINE = "dense"
@@ -23,6 +23,22 @@ def _ok_topk(codec: str = "raw", reuse: bool = False, **options: Any):
     return make
 
 
+def _agreed(bits: int):
+    def make(density: float) -> optax.GradientTransformation:
+        selector, exchange = select.topk(density=density), allreduce.agreed(bits=bits)
+        return optax_ext.sparse_allreduce(selector, exchange, axis=AXIS)
+
+    return make
+
+
+def _sparse_adamw(density: float) -> optax.GradientTransformation:
+    # Three and a third times the entries in the words of Ok-Topk.
+    return optax_ext.sparse_adamw(1e-3, min(1.0, 10 / 3 * density), axis=AXIS, weight_decay=0.01)
+
+
+# Whole optimizers, whose gradients are taken a step ahead.
+WHOLE = ("sparse_adamw",)
+
 # Each makes a transformation from a density.
 JAX = {
     # One allreduce of everything: the strongest dense one where messages have a latency.
@@ -35,6 +51,9 @@ JAX = {
     "ok_topk/reuse/narrow16": _ok_topk("narrow16", reuse=True),
     "ok_topk/reuse/narrow8": _ok_topk("narrow8", reuse=True),
     "ok_topk/reuse/global32": _ok_topk(reuse=True, global_period=32),
+    "agreed": _agreed(32),
+    "agreed/16": _agreed(16),
+    "sparse_adamw": _sparse_adamw,
     "topk_a": lambda density: optax_ext.topk_a(density, axis=AXIS),
     "topk_dsa": lambda density: optax_ext.topk_dsa(density, axis=AXIS),
     "gtopk": lambda density: optax_ext.gtopk(density, axis=AXIS),

@@ -16,6 +16,12 @@ AXIS = "workers"
 ALGORITHMS = {
     "dense": (lambda density: sc.allreduce.dense(), "dense", 1024),
     "dense_bucketed": (lambda density: sc.allreduce.dense_bucketed(buckets=4), "dense", 1024),
+    "agreed": (lambda density: sc.allreduce.agreed(density=density), None, 1024),
+    "agreed, 16 bits": (
+        lambda density: sc.allreduce.agreed(density=density, bits=16),
+        None,
+        1024,
+    ),
     "topk_a": (lambda density: sc.allreduce.topk_a(), "topk_a", 1024),
     "sparse_allgather": (lambda density: sc.allreduce.sparse_allgather(), "topk_a", 1024),
     "ssar_recursive_double": (

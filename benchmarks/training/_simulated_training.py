@@ -8,7 +8,7 @@ numbers of workers and different exchanges see the same examples at the same ste
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -125,7 +125,7 @@ def train(
     steps: int,
     every: int,
     batch: int,
-    seeds: int,
+    seeds: Iterable[int],
     label: str,
 ) -> list[Curve]:
     """Trains once for each seed and measures after each ``every`` steps, and at the end.
@@ -192,4 +192,4 @@ def train(
             curve = curve._replace(words=words, delivered=delivered / size)
         return curve
 
-    return [one(seed) for seed in range(seeds)]
+    return [one(seed) for seed in seeds]

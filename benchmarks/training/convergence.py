@@ -107,7 +107,7 @@ def run_all(tasks: Sequence[Task], args: argparse.Namespace) -> list[dict[str, A
                     steps=steps,
                     every=max(1, steps // args.points),
                     batch=batch,
-                    seeds=args.seeds,
+                    seeds=range(args.seeds),
                     label=name,
                 )
                 runs.append(

@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> None:
             steps=args.steps,
             every=max(1, args.steps // 4),
             batch=args.workers * args.batch,
-            seeds=args.seeds,
+            seeds=range(args.seeds),
             label=name,
         )
         last = np.array([curve.values[-1] for curve in curves])

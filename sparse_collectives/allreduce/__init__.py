@@ -4,6 +4,7 @@ from sparse_collectives.allreduce._agreed import agreed as agreed
 from sparse_collectives.allreduce._auto import AutoChoice as AutoChoice
 from sparse_collectives.allreduce._auto import auto as auto
 from sparse_collectives.allreduce._auto import explain_auto as explain_auto
+from sparse_collectives.allreduce._complete import complete as complete
 from sparse_collectives.allreduce._dense import dense as dense
 from sparse_collectives.allreduce._dense_bucketed import dense_bucketed as dense_bucketed
 from sparse_collectives.allreduce._dsar_split_allgather import (
@@ -11,6 +12,7 @@ from sparse_collectives.allreduce._dsar_split_allgather import (
 )
 from sparse_collectives.allreduce._gtopk import gtopk as gtopk
 from sparse_collectives.allreduce._hierarchical import hierarchical as hierarchical
+from sparse_collectives.allreduce._leader import leader as leader
 from sparse_collectives.allreduce._parts._step import StepState as StepState
 from sparse_collectives.allreduce._ring_sparse import ring_sparse as ring_sparse
 from sparse_collectives.allreduce._sparse_allgather import sparse_allgather as sparse_allgather
@@ -31,12 +33,14 @@ __all__ = [
     "StepState",
     "agreed",
     "auto",
+    "complete",
     "dense",
     "dense_bucketed",
     "dsar_split_allgather",
     "explain_auto",
     "gtopk",
     "hierarchical",
+    "leader",
     "ok_topk",
     "ring_sparse",
     "sparse_allgather",

@@ -10,7 +10,6 @@ from sparse_collectives import _validation, _volumes, transport
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce
 from sparse_collectives.allreduce._parts import (
-    _complete,
     _exclusive,
     _fixed_point,
     _index16,
@@ -18,6 +17,7 @@ from sparse_collectives.allreduce._parts import (
     _messages,
     _replicas,
     _step,
+    _sum_at,
 )
 from sparse_collectives.allreduce._parts._step import StepState
 from sparse_collectives.padded_coo import PaddedCOO
@@ -86,7 +86,7 @@ def agreed(*, density: float | None = None, bits: int = 32) -> SparseAllreduce:
       [8.0, 0.0, 0.0, 5.0]
     """
     density = None if density is None else _validation.check_density(density)
-    if bits not in _complete.VALUE_BITS or isinstance(bits, bool):
+    if bits not in _sum_at.VALUE_BITS or isinstance(bits, bool):
         raise ValueError(f"bits must be 32 or 16, got {bits!r}.")
 
     def my_part(state: StepState, axis: AxisName) -> jax.Array:
@@ -116,10 +116,10 @@ def agreed(*, density: float | None = None, bits: int = 32) -> SparseAllreduce:
         part = (jnp.arange(workers, dtype=jnp.int32) + state.count) % workers
         indices = plan.parts.place(local, part[:, None]).reshape(-1)
         with jax.named_scope("agreed/values"):
-            result = _complete.sum_at(indices, held, coo, axis, step)
+            result = _sum_at.sum_at(indices, held, coo, axis, step)
         sent = mine.count()
         gather = _volumes.all_gather(plan.message_words, workers)
-        values = _complete.sum_words(indices.shape[0], workers, bits)
+        values = _sum_at.sum_words(indices.shape[0], workers, bits)
         info = ReduceInfo(
             delivered=result.total.count(),
             overflow=coo.count() - sent,
@@ -155,7 +155,7 @@ class Plan(NamedTuple):
     @property
     def message_words(self) -> int:
         """Words of one worker's indices, and steps."""
-        if self.bits == _complete.VALUE_BITS[0]:
+        if self.bits == _sum_at.VALUE_BITS[0]:
             return self.slots
         return _fixed_point.buckets(self.slots) + _index16.words(self.slots, self.parts.width)
 
@@ -167,7 +167,7 @@ def make_plan(size: int, capacity: int, workers: int, density: float | None, bit
     if density is not None:
         k = _validation.count_from_density(density, size)
         slots = min(slots, math.ceil(k / workers))
-    if bits != _complete.VALUE_BITS[0] and not _fixed_point.half(bits, workers):
+    if bits != _sum_at.VALUE_BITS[0] and not _fixed_point.half(bits, workers):
         raise ValueError(f"bits={bits} is too few for the sum of {workers} workers. Give bits=32.")
     return Plan(parts, slots, bits)
 
@@ -186,10 +186,10 @@ def _in_my_part(coo: PaddedCOO, plan: Plan, part: jax.Array, turn: jax.Array) ->
 
 
 def _encoded(mine: PaddedCOO, plan: Plan) -> jax.Array:
-    if plan.bits == _complete.VALUE_BITS[0]:
+    if plan.bits == _sum_at.VALUE_BITS[0]:
         return mine.indices
     workers = plan.parts.workers
-    sent = _complete.within_range(mine.values, workers)
+    sent = _sum_at.within_range(mine.values, workers)
     step = _fixed_point.steps(sent, _fixed_point.half(plan.bits, workers))
     indices = _index16.encode(mine.indices, plan.parts.width)
     return jnp.concatenate([_fixed_point.as_words(step), indices])
@@ -197,7 +197,7 @@ def _encoded(mine: PaddedCOO, plan: Plan) -> jax.Array:
 
 def _decoded(gathered: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array | None]:
     """The places ``i32[P, c]`` that all workers selected, and the step of each, ``f32[P c]``."""
-    if plan.bits == _complete.VALUE_BITS[0]:
+    if plan.bits == _sum_at.VALUE_BITS[0]:
         return gathered, None
     count, width = _fixed_point.buckets(plan.slots), plan.parts.width
     step = _fixed_point.of_slots(_fixed_point.from_words(gathered[:, :count]), plan.slots)

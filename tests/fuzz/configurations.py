@@ -97,6 +97,18 @@ def flat_allreduces(draw: Any, density: float) -> tuple[str, sc.SparseAllreduce]
         "sparse_allgather": lambda: sc.allreduce.sparse_allgather(codec=codec),
         "dense": sc.allreduce.dense,
         "dense_bucketed": lambda: sc.allreduce.dense_bucketed(buckets=2),
+        "leader": sc.allreduce.leader,
+        "complete": lambda: sc.allreduce.complete(
+            draw(
+                st.sampled_from(
+                    (
+                        sc.allreduce.ok_topk(density=density, codec=codec),
+                        sc.allreduce.gtopk(density=density, codec=codec),
+                        sc.allreduce.ring_sparse(codec=codec),
+                    )
+                )
+            )
+        ),
         "agreed": lambda: sc.allreduce.agreed(
             density=draw(st.sampled_from((None, density))), bits=draw(st.sampled_from((32, 16)))
         ),

@@ -20,6 +20,12 @@ STEPS = 4
 ALLREDUCES = {
     "agreed": (sc.allreduce.agreed(), False),
     "agreed, 16 bits": (sc.allreduce.agreed(density=DENSITY, bits=16), False),
+    "leader": (sc.allreduce.leader(), False),
+    "complete ok_topk": (sc.allreduce.complete(sc.allreduce.ok_topk(density=DENSITY)), False),
+    "complete ring_sparse": (
+        sc.allreduce.complete(sc.allreduce.ring_sparse(slack=math.inf, fill=math.inf)),
+        True,
+    ),
     "dense": (sc.allreduce.dense(), True),
     "ok_topk": (sc.allreduce.ok_topk(density=DENSITY), False),
     "ok_topk rotation, 2 messages in flight": (
@@ -242,6 +248,8 @@ def test_sixteen_bit_values(name, dtype):
     [
         "agreed",
         "agreed, 16 bits",
+        "leader",
+        "complete ok_topk",
         "dense",
         "dense_bucketed",
         "ok_topk",

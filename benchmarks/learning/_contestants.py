@@ -1,0 +1,93 @@
+"""The ways to train that are compared, each as a function of the rate and the length of a run."""
+
+from collections.abc import Callable
+from typing import Any
+
+import optax
+
+import optax_ext
+import sparse_collectives as sc
+
+from ..training._recorded_training import MOMENTUM, schedule
+from ..training._simulated_training import AXIS, Variant, exact_top_k
+
+DENSE = "dense"
+# What the sparse ones are measured by: the words of ``ok_topk`` at 1 %.
+DENSITY = 0.01
+DECAY = 0.01
+Contestant = Callable[[float, int], Variant]
+
+
+def contestants(task: str, share: float = 1.0) -> dict[str, Contestant]:
+    """By name, the dense one first.
+
+    Args:
+      task: ``"text"``, with AdamW; or ``"images"``, with SGD and momentum.
+      share: every density is multiplied by it.
+    """
+    return {**(_text(share) if task == "text" else _images(share))}
+
+
+def whole(make: Callable[..., Any], density: float, **options: Any) -> Contestant:
+    """An optimizer of this library that is given a rate and a density."""
+
+    def variant(rate: float, steps: int) -> Variant:
+        given = dict(options)
+        if make is optax_ext.sparse_adamw:
+            given = {"weight_decay": DECAY, **given}
+        tx = make(schedule(rate, steps), density, axis=AXIS, selector=exact_top_k(density), **given)
+        return Variant(tx, optax.identity())
+
+    return variant
+
+
+def in_front(density: float, optimizer: Callable[[optax.Schedule], Any]) -> Contestant:
+    """``ok_topk`` in front of an optimizer of optax."""
+
+    def variant(rate: float, steps: int) -> Variant:
+        sparse = optax_ext.ok_topk(density, axis=AXIS, selector=exact_top_k(density))
+        return Variant(sparse, optimizer(schedule(rate, steps)))
+
+    return variant
+
+
+def dense(optimizer: Callable[[optax.Schedule], Any]) -> Contestant:
+    """All entries at every step."""
+
+    def variant(rate: float, steps: int) -> Variant:
+        return Variant(optax_ext.dense(axis=AXIS), optimizer(schedule(rate, steps)))
+
+    return variant
+
+
+def _adamw(rate: optax.Schedule) -> optax.GradientTransformation:
+    return optax.adamw(rate, weight_decay=DECAY)
+
+
+def _sgd(rate: optax.Schedule) -> optax.GradientTransformation:
+    return optax.sgd(rate, momentum=MOMENTUM)
+
+
+def _text(share: float) -> dict[str, Contestant]:
+    adamw, k = optax_ext.sparse_adamw, share * DENSITY
+    ok_topk = sc.allreduce.ok_topk(density=k)
+    return {
+        DENSE: dense(_adamw),
+        "ok_topk before AdamW": in_front(k, _adamw),
+        "sparse_adamw": whole(adamw, 10 / 3 * k),
+        "sparse_adamw, 32 bits": whole(adamw, 5 / 3 * k, exchange=sc.allreduce.agreed()),
+        "sparse_adamw, ok_topk": whole(adamw, k, exchange=ok_topk),
+        "sparse_adamw, complete ok_topk": whole(adamw, k, exchange=sc.allreduce.complete(ok_topk)),
+        "sparse_adamw, no step-ahead": whole(adamw, 10 / 3 * k, residual=optax_ext.residual()),
+    }
+
+
+def _images(share: float) -> dict[str, Contestant]:
+    sgd, k = optax_ext.sparse_sgd, share * DENSITY
+    return {
+        DENSE: dense(_sgd),
+        "ok_topk before SGD": in_front(k, _sgd),
+        "ok_topk_sgd": whole(optax_ext.ok_topk_sgd, k),
+        "sparse_sgd": whole(sgd, 10 / 3 * k),
+        "sparse_sgd, ok_topk": whole(sgd, k, exchange=sc.allreduce.ok_topk(density=k)),
+    }

@@ -1,0 +1,52 @@
+"""Runs in a file of JSON lines, so that an experiment that was cut short goes on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .._common.options import InputError
+
+# What tells one run from another.
+KEY = ("task", "width", "contestant", "share", "workers", "batch", "steps", "rate", "seed")
+NEEDED = (*KEY, "value", "words", "curve")
+
+
+class Store:
+    """The runs of a file; with no path they are kept until the program ends."""
+
+    def __init__(self, path: Path | None):
+        self._path = path
+        self.runs: list[dict[str, Any]] = [] if path is None or not path.exists() else _read(path)
+
+    def find(self, **wanted: Any) -> list[dict[str, Any]]:
+        """The runs in which all of ``wanted`` is so."""
+        return [
+            run for run in self.runs if all(run[name] == value for name, value in wanted.items())
+        ]
+
+    def add(self, run: dict[str, Any]) -> None:
+        """Keeps a run, at once."""
+        self.runs.append(run)
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(run) + "\n")
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {path}: {error}") from error
+    runs = []
+    for number, line in enumerate(lines, 1):
+        try:
+            run = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            if number == len(lines):
+                break  # The program was ended while it wrote this line.
+            raise InputError(f"{path}, line {number} is no JSON: {error}") from error
+        missing = [name for name in NEEDED if not isinstance(run, dict) or name not in run]
+        if missing:
+            raise InputError(f"{path}, line {number} is no run of this program: no {missing[0]!r}")
+        runs.append(run)
+    return runs

@@ -1,0 +1,69 @@
+"""Complete sums at the indices that another allreduce delivers."""
+
+import jax
+import jax.numpy as jnp
+
+from sparse_collectives import transport
+from sparse_collectives._spec import Spec
+from sparse_collectives._types import AxisName, SparseAllreduce, State
+from sparse_collectives.allreduce._parts import _sum_at
+from sparse_collectives.padded_coo import PaddedCOO
+
+
+def complete(inner: SparseAllreduce) -> SparseAllreduce:
+    r"""``inner`` chooses the indices, and then all workers add what they have there.
+
+    .. math:: total_I = \sum_j acc_{j, I}, \qquad residual_{j, I} = 0
+
+    An allreduce of selections applies to an entry what the few workers had that selected
+    it, and what the others have waits. With :func:`ok_topk` the indices are those of the
+    largest sums, which :func:`agreed` does not know.
+
+    Cost: that of ``inner``, and a psum of one word for each slot of its total:
+    ``2 k (P-1)/P`` words for k slots.
+
+    Args:
+      inner: an allreduce whose total is a PaddedCOO: :func:`ok_topk`, :func:`gtopk`,
+        :func:`ring_sparse`, :func:`ssar_split_allgather`, :func:`ssar_recursive_double` or
+        :func:`sparse_allgather`.
+
+    Returns:
+      A :class:`SparseAllreduce` that is ``complete``, with the state of ``inner``.
+
+    Raises:
+      TypeError: ``inner`` is not a :class:`SparseAllreduce`; at ``reduce``, a total that is
+        dense.
+      ValueError: ``inner`` is complete itself, or deals out its vectors: write
+        ``hierarchical(inner_axis=..., outer=complete(...))``.
+    """
+    if not isinstance(inner, SparseAllreduce):
+        raise TypeError(
+            f"inner must be a SparseAllreduce, got {type(inner).__name__}. Write for example "
+            "complete(sparse_collectives.allreduce.ok_topk(density=0.01))."
+        )
+    if inner.complete:
+        raise ValueError("inner has complete sums already: use it as it is.")
+    if inner.shard_axis:
+        raise ValueError(
+            f"inner deals out vectors over {inner.shard_axis!r}. Write "
+            "hierarchical(inner_axis=..., outer=complete(...))."
+        )
+
+    def reduce(coo: PaddedCOO, state: State, *, axis: AxisName, acc: jax.Array | None = None):
+        workers = transport.axis_size(axis)
+        total, undelivered, state, info = inner.reduce(coo, state, axis=axis)
+        if not isinstance(total, PaddedCOO):
+            raise TypeError(
+                "inner has a dense total, which does not say which indices were selected. Use an "
+                "allreduce whose total is a PaddedCOO, such as ok_topk."
+            )
+        if workers == 1:
+            return total, undelivered, state, info
+        held = coo.to_dense() if acc is None else acc
+        with jax.named_scope("complete"):
+            result = _sum_at.sum_at(total.indices, held, coo, axis, None)
+        words = jnp.float32(_sum_at.sum_words(total.capacity, workers, 32))
+        info = info._replace(words=info.words + words, useful=info.useful + words)
+        return result.total, result.undelivered, state, info
+
+    return SparseAllreduce(inner.init, reduce, spec=Spec.of("complete", inner=inner), complete=True)

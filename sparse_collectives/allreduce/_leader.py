@@ -1,0 +1,62 @@
+"""CLT-k: one worker chooses the indices, in turn, and all add what they have there."""
+
+import jax
+import jax.numpy as jnp
+
+from sparse_collectives import _volumes, transport
+from sparse_collectives._spec import Spec
+from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce
+from sparse_collectives.allreduce._parts import _messages, _replicas, _step, _sum_at
+from sparse_collectives.allreduce._parts._step import StepState
+from sparse_collectives.padded_coo import PaddedCOO
+
+
+def leader() -> SparseAllreduce:
+    r"""The cyclic local top-k of ScaleCom: worker ``t mod P`` chooses at step t.
+
+    .. math:: total_I = \sum_j acc_{j, I}, \qquad residual_{j, I} = 0, \qquad I = I_{t \bmod P}
+
+    It relies on the workers' accumulators being alike. :func:`agreed` asks each worker for its
+    share of the indices, at fewer words, and every worker selects from n / P entries; this
+    is here to be compared with it.
+
+    Cost, for a selection of c slots: ``2 c (P-1)/P`` words received for the indices (a psum
+    to which all others add zeros: the sender changes from step to step), and as many for the
+    values; two psums, ``4 log2 P`` latencies. Each worker selects from all n entries, and P - 1
+    of the P selections are not used.
+
+    Returns:
+      A :class:`SparseAllreduce` that is ``complete``. Its total is a PaddedCOO of c slots.
+
+    Raises:
+      ValueError: at ``reduce``, an axis that is not bound.
+
+    References:
+      Chen et al., `ScaleCom <https://arxiv.org/abs/2104.11125>`_, NeurIPS 2020, section 3.
+    """
+
+    def reduce(coo: PaddedCOO, state: StepState, *, axis: AxisName, acc: jax.Array | None = None):
+        workers = transport.axis_size(axis)
+        new_state = StepState(state.count + 1)
+        if workers == 1:
+            total, undelivered, info = _replicas.of_one_worker(coo, axis)
+            return total, undelivered, new_state, info
+        held = coo.to_dense() if acc is None else acc
+        chooses = transport.axis_index(axis) == state.count % workers
+        with jax.named_scope("leader/indices"):
+            indices = transport.psum(jnp.where(chooses, coo.indices, 0), axis)
+        with jax.named_scope("leader/values"):
+            result = _sum_at.sum_at(indices, held, coo, axis, None)
+        sent = jnp.where(chooses, coo.count(), 0)
+        gather = _volumes.all_reduce(coo.capacity, workers)
+        values = _sum_at.sum_words(coo.capacity, workers, 32)
+        info = ReduceInfo(
+            delivered=result.total.count(),
+            overflow=jnp.zeros((), jnp.int32),
+            threshold=jnp.zeros((), jnp.float32),
+            words=jnp.float32(gather + values),
+            useful=_messages.useful_words(gather, sent, coo.capacity) + jnp.float32(values),
+        )
+        return result.total, result.undelivered, new_state, info
+
+    return SparseAllreduce(_step.init, reduce, spec=Spec.of("leader"), complete=True)
