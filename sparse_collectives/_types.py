@@ -134,7 +134,7 @@ class SparseAllreduce(NamedTuple):
       complete: whether all workers add what they have of an index that any of them
         selected. ``reduce`` then takes ``acc=``, the accumulator ``f[size]`` from which
         ``coo`` was selected, and ``undelivered`` says ``instead`` what is left of it. It is
-        the accumulators that are conserved. Without ``acc`` a worker has nothing but ``coo``.
+        the accumulators that are conserved. Without ``acc`` a worker gives nothing but ``coo``.
       show: ``show(acc f[m], state, *, axis) -> f[s]``: what of its accumulator a worker
         selects from at this step; by default all of it.
       place: ``place(coo of s, m, state, *, axis) -> coo of m``: the indices of a selection

@@ -51,14 +51,7 @@ def test_a_batch_of_more_examples_than_there_are(line):
 @pytest.mark.parametrize("workers", [2, 4])
 def test_dense_training_is_that_of_one_worker(line, workers):
     variant = training.Variant(optax_ext.dense(axis=training.AXIS), optax.sgd(0.01))
-    options = {
-        "workers": workers,
-        "steps": 5,
-        "every": 2,
-        "batch": 4,
-        "seeds": range(2),
-        "label": "",
-    }
+    options = {"workers": workers, "steps": 5, "every": 2, "batch": 4, "label": ""}
     curves = training.train(line, variant, seeds=range(2), **options)
     for seed, curve in enumerate(curves):
         slope, expected = float(seed), {0: float(seed)}
@@ -134,7 +127,7 @@ def test_convergence_in_small(tmp_path, capsys):
         (curve,) = entry["curves"]
         assert curve["steps"] == [0, 2, 4]
         assert np.isfinite(curve["values"] + curve["losses"]).all()
-        assert (curve["words"] is None) == (entry["variant"] == "dense")
+        assert curve["words"] > 0
     # Reading them prints the same.
     assert main(["--read", str(kept), "--plot", str(plot)]) == 0
     assert capsys.readouterr().out == printed

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.learning import steps
 from benchmarks.learning._contestants import DENSE, contestants
+from benchmarks.training._simulated_training import Curve
 
 # The models are a user's: they add a bias to a batch.
 pytestmark = pytest.mark.usefixtures("default_promotion")
@@ -19,32 +20,56 @@ def text(tmp_path):
     return ["--text", str(path)]
 
 
-def test_runs_are_kept_and_not_made_again(tmp_path, text, capsys):
+@pytest.fixture
+def trained(monkeypatch):
+    """A training whose result depends on the rate, in place of the real one; its labels."""
+    labels = []
+
+    def train(task, variant, *, steps, seeds, label, **options):
+        del task, variant, options
+        labels.append(label)
+        rate = float(label.rpartition(" ")[2])
+        # The second rate is the better one.
+        value = abs(rate - 0.05) + 0.001 * seeds[0] + 1.0
+        return [Curve([0, steps], [4.0, value], [value], 100.0, 0.1)]
+
+    monkeypatch.setattr(steps, "train", train)
+    return labels
+
+
+def test_runs_are_kept_and_not_made_again(tmp_path, text, trained, capsys):
     runs = tmp_path / "runs"
     arguments = [*SMALL, *text, "--runs", str(runs), "--only", DENSE, "sparse_adamw"]
     arguments += ["--rates", "0.01", "0.05", "--seeds", "2"]
     assert steps.main(arguments) == 0
     table = capsys.readouterr().out
-    kept = [json.loads(line) for line in runs.read_text().splitlines()]
     # Both rates from seed 0, and the better one from seed 1, of both.
-    assert len(kept) == 6
-    assert {run["contestant"] for run in kept} == {DENSE, "sparse_adamw"}
-    again = [run for run in kept if run["seed"] == 1]
-    for run in again:
-        rivals = [r for r in kept if r["seed"] == 0 and r["contestant"] == run["contestant"]]
-        assert run["rate"] == min(rivals, key=lambda r: r["value"])["rate"]
+    assert trained == [
+        f"{name} at {rate}" for name in (DENSE, "sparse_adamw") for rate in (0.01, 0.05, 0.05)
+    ]
+    assert "sparse_adamw    2  0.05      2" in table
+    assert "% of the loss" in table
     # A line that was cut off is made again, and no other.
     lines = runs.read_text().splitlines(keepends=True)
+    assert [json.loads(line)["seed"] for line in lines] == [0, 0, 1] * 2
     runs.write_text("".join(lines[:-1]) + lines[-1][:20])
-    assert steps.main([*arguments, "--show"]) == 0
-    assert capsys.readouterr().out != table
-    runs.write_text("".join(lines[:-1]))
     assert steps.main(arguments) == 0
-    out = capsys.readouterr()
-    assert out.out == table
-    assert out.err.count("seed") == 2
-    assert "sparse_adamw" in table
-    assert "% of the loss" in table
+    assert capsys.readouterr().out == table
+    assert len(trained) == 7
+    # It is still a file of whole lines.
+    assert steps.main([*arguments, "--show"]) == 0
+    assert capsys.readouterr().out == table
+    assert len(trained) == 7
+
+
+@pytest.mark.slow
+def test_a_run_learns(text, capsys):
+    arguments = [*SMALL, *text, "--only", "sparse_adamw", "--rates", "0.05", "--seeds", "1"]
+    assert steps.main([*arguments, "--steps", "40"]) == 0
+    line = capsys.readouterr().out.splitlines()[-1].split()
+    assert line[:4] == ["sparse_adamw", "2", "0.05", "1"]
+    # From log(29), about 3.4.
+    assert float(line[4]) < 2.9
 
 
 def test_contestants_train_on_both_tasks():

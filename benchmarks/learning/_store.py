@@ -16,7 +16,11 @@ class Store:
 
     def __init__(self, path: Path | None):
         self._path = path
-        self.runs: list[dict[str, Any]] = [] if path is None or not path.exists() else _read(path)
+        self.runs: list[dict[str, Any]] = []
+        if path is not None and path.exists():
+            self.runs, whole = _read(path)
+            if not whole:
+                path.write_text("".join(json.dumps(run) + "\n" for run in self.runs))
 
     def find(self, **wanted: Any) -> list[dict[str, Any]]:
         """The runs in which all of ``wanted`` is so."""
@@ -32,7 +36,8 @@ class Store:
                 file.write(json.dumps(run) + "\n")
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def _read(path: Path) -> tuple[list[dict[str, Any]], bool]:
+    """The runs, and whether the last line is whole: the program may have been ended in it."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -43,10 +48,10 @@ def _read(path: Path) -> list[dict[str, Any]]:
             run = json.loads(line)
         except (ValueError, RecursionError) as error:
             if number == len(lines):
-                break  # The program was ended while it wrote this line.
+                return runs, False
             raise InputError(f"{path}, line {number} is no JSON: {error}") from error
         missing = [name for name in NEEDED if not isinstance(run, dict) or name not in run]
         if missing:
             raise InputError(f"{path}, line {number} is no run of this program: no {missing[0]!r}")
         runs.append(run)
-    return runs
+    return runs, True

@@ -67,8 +67,9 @@ class Curve(NamedTuple):
       steps: after which the others were measured.
       values: of ``Task.evaluate``.
       losses: the mean training loss since the measurement before.
-      words: the mean of the words that each worker received in a step; None if dense.
-      delivered: the mean of the entries in the update, / n; None if dense.
+      words: the mean of the words that each worker received in a step; None without an
+        allreduce.
+      delivered: the mean of the entries in the update, / n; None without one.
     """
 
     steps: list[int]

@@ -108,7 +108,6 @@ def agreed(*, density: float | None = None, bits: int = 32) -> SparseAllreduce:
         if workers == 1:
             return _alone(coo, new_state, axis)
         plan = make_plan(coo.size, coo.capacity, workers, density, bits)
-        held = coo.to_dense() if acc is None else acc
         mine = _in_my_part(coo, plan, my_part(state, axis), _step.turn(state.count, 0))
         with jax.named_scope("agreed/indices"):
             gathered = transport.all_gather(_encoded(mine, plan), axis)
@@ -116,7 +115,7 @@ def agreed(*, density: float | None = None, bits: int = 32) -> SparseAllreduce:
         part = (jnp.arange(workers, dtype=jnp.int32) + state.count) % workers
         indices = plan.parts.place(local, part[:, None]).reshape(-1)
         with jax.named_scope("agreed/values"):
-            result = _sum_at.sum_at(indices, held, coo, axis, step)
+            result = _sum_at.sum_at(indices, acc, coo, axis, step)
         sent = mine.count()
         gather = _volumes.all_gather(plan.message_words, workers)
         values = _sum_at.sum_words(indices.shape[0], workers, bits)

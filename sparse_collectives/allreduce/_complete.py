@@ -59,9 +59,8 @@ def complete(inner: SparseAllreduce) -> SparseAllreduce:
             )
         if workers == 1:
             return total, undelivered, state, info
-        held = coo.to_dense() if acc is None else acc
         with jax.named_scope("complete"):
-            result = _sum_at.sum_at(total.indices, held, coo, axis, None)
+            result = _sum_at.sum_at(total.indices, acc, coo, axis, None)
         words = jnp.float32(_sum_at.sum_words(total.capacity, workers, 32))
         info = info._replace(words=info.words + words, useful=info.useful + words)
         return result.total, result.undelivered, state, info

@@ -41,12 +41,11 @@ def leader() -> SparseAllreduce:
         if workers == 1:
             total, undelivered, info = _replicas.of_one_worker(coo, axis)
             return total, undelivered, new_state, info
-        held = coo.to_dense() if acc is None else acc
         chooses = transport.axis_index(axis) == state.count % workers
         with jax.named_scope("leader/indices"):
             indices = transport.psum(jnp.where(chooses, coo.indices, 0), axis)
         with jax.named_scope("leader/values"):
-            result = _sum_at.sum_at(indices, held, coo, axis, None)
+            result = _sum_at.sum_at(indices, acc, coo, axis, None)
         sent = jnp.where(chooses, coo.count(), 0)
         gather = _volumes.all_reduce(coo.capacity, workers)
         values = _sum_at.sum_words(coo.capacity, workers, 32)

@@ -38,6 +38,8 @@ CASES = {
         lambda: _a.ok_topk(density=DENSITY, schedule="all_to_all", global_period=3), (3,)
     ),
     "ok_topk qsgd": Case(lambda: _a.ok_topk(density=DENSITY, codec=_w.qsgd(bits=4)), (4,)),
+    "agreed": Case(lambda: _a.agreed(), (3,)),
+    "agreed, 16 bits": Case(lambda: _a.agreed(density=DENSITY, bits=16), (2, 3)),
     "topk_a": Case(lambda: _a.topk_a(), (2, 3)),
     "topk_a narrow8": Case(lambda: _a.topk_a(codec=_w.narrow8()), (3,)),
     "gtopk": Case(lambda: _a.gtopk(density=DENSITY), (3, 4)),

@@ -146,6 +146,23 @@ def test_entries_of_other_parts_wait():
     np.testing.assert_allclose(acc.sum(0), total[0] + kept.sum(0), atol=1e-5)
 
 
+@pytest.mark.parametrize("bits", [32, 16])
+def test_without_the_accumulator_only_what_was_selected_is_given(bits):
+    size, workers = 403, 4
+    allreduce = sc.allreduce.agreed(bits=bits)
+    selector = sc.select.topk(density=0.2)
+
+    def step(acc):
+        state = allreduce.init(size, workers)
+        coo, _, _ = selector.select(acc, selector.init(size))
+        total, undelivered, _, _ = allreduce.reduce(coo, state, axis="workers")
+        return total.to_dense(), undelivered.residual(acc, coo)
+
+    acc = gradients(1, workers, size)[0]
+    total, kept = sc.simulate(step, axis_size=workers)(acc)
+    np.testing.assert_allclose(acc.sum(0), total[0] + kept.sum(0), atol=1e-5)
+
+
 def test_more_than_the_density_waits_in_turn():
     size, workers, steps = 800, 2, 60
     run = simulated(size, workers, 0.2, limit=0.05)

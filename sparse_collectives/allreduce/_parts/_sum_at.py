@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from sparse_collectives import _volumes, transport
+from sparse_collectives._coo import _bitset
 from sparse_collectives._types import AxisName, Undelivered
 from sparse_collectives.allreduce._parts import _fixed_point, _range, _undelivered
 from sparse_collectives.padded_coo import PaddedCOO
@@ -39,20 +40,25 @@ def within_range(values: jax.Array, workers: int) -> jax.Array:
 
 
 def sum_at(
-    indices: jax.Array, acc: jax.Array, coo: PaddedCOO, axis: AxisName, step: jax.Array | None
+    indices: jax.Array,
+    acc: jax.Array | None,
+    coo: PaddedCOO,
+    axis: AxisName,
+    step: jax.Array | None,
 ) -> Complete:
     """One psum of what all workers have at ``indices``.
 
     Args:
       indices: ``i32[K]``, the same on every worker, unique but for padding.
-      acc: ``f[n]``, what this worker has.
+      acc: ``f[n]``, what this worker has; None: what it has selected, and nothing else is
+        its own to give or to clear.
       coo: its selection.
       axis: the workers.
       step: ``f32[K]``, the same on every worker: values are sent in 16 bits, as multiples
         of it. None: as they are.
     """
     workers, size = transport.axis_size(axis), coo.size
-    mine = acc.at[indices].get(mode="fill", fill_value=0)
+    mine = (coo.to_dense() if acc is None else acc).at[indices].get(mode="fill", fill_value=0)
     sent = within_range(mine, workers)
     if step is None:
         total = transport.psum(sent.astype(jnp.float32), axis)
@@ -69,10 +75,14 @@ def sum_at(
     # What is not finite reaches everyone, and nobody keeps it.
     kept = jnp.where(jnp.isfinite(total), kept, 0).astype(coo.values.dtype)
     total = jnp.where(indices < size, total, 0).astype(coo.values.dtype)
+    cleared = indices
+    if acc is None:
+        selected = _bitset.insert(_bitset.empty(size), coo.indices, size)
+        cleared = jnp.where(_bitset.contains(selected, indices), indices, size)
     undelivered = _undelivered.of_slots(coo, coo.values)
     return Complete(
         PaddedCOO(total, indices, size),
-        undelivered._replace(instead=PaddedCOO(kept, indices, size)),
+        undelivered._replace(instead=PaddedCOO(kept, cleared, size)),
     )
 
 
