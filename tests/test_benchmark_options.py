@@ -8,6 +8,7 @@ from benchmarks.training import (
     convergence,
     fill_in,
     load_balance,
+    regions,
     select_quality,
     training_tricks,
 )
@@ -23,6 +24,7 @@ PROGRAMS = (
     convergence,
     fill_in,
     load_balance,
+    regions,
     select_quality,
     training_tricks,
 )
@@ -39,6 +41,9 @@ WRONG = [
     *((program, ["--steps", "0"]) for program in RECORDING),
     (fill_in, ["--workers", "1"]),
     (load_balance, ["--workers", "1"]),
+    (regions, ["--workers", "0"]),
+    (regions, ["--plot", "plot.png"]),
+    (regions, ["--inputs", "x"]),
     (load_balance, ["--every", "9", "--steps", "8"]),
     (convergence, ["--text", "no-such-file", "--tasks", "text"]),
     (convergence, ["--images", "no-such-folder", "--tasks", "images"]),

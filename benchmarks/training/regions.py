@@ -75,9 +75,7 @@ def make_step(regions: str, density: float, workers: int, slack: float | None):
         acc = residual + grad
         coo, _, _ = selector.select(acc, selector.init(acc.shape[0]))
         total, undelivered, state, info = allreduce.reduce(coo, state, axis=AXIS)
-        residual = acc.at[coo.indices].add(-coo.values, mode="drop")
-        residual = residual.at[undelivered.indices].add(undelivered.values, mode="drop")
-        return coo.to_dense(), total.to_dense(), residual, state, info
+        return coo.to_dense(), total.to_dense(), undelivered.residual(acc, coo), state, info
 
     return allreduce.init, sc.simulate(step, axis=AXIS, axis_size=workers, in_axes=(0, 0, None))
 

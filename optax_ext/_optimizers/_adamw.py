@@ -44,8 +44,7 @@ def sparse_adamw(
     The exchange is :func:`sparse_collectives.allreduce.agreed` in 16 bits: at the default
     density the ``5 k (P-1)/P`` words that :func:`ok_topk` needs for 1 %.
 
-    There is no first moment: the wait in the residuals averages gradients already, and
-    momentum on top of it made the loss worse (docs/learning.md).
+    There is no first moment: the wait in the residuals averages gradients already.
 
     Args:
       learning_rate: a number or a schedule. Begin with the rate of the dense AdamW.
