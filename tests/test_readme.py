@@ -42,7 +42,7 @@ def test_the_programs_run():
 def test_the_programs_about_training_run(capsys):
     text = (README.parent / "docs" / "training.md").read_text()
     programs = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(programs) == 3
+    assert len(programs) == 4
     rng = np.random.default_rng(0)
     names = {
         "params": {"w": jnp.ones((10, 7)), "b": jnp.zeros(7)},

@@ -12,9 +12,9 @@ from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce
 from sparse_collectives.allreduce._parts import (
     _exclusive,
     _fixed_point,
-    _index16,
     _merge,
     _messages,
+    _paged,
     _replicas,
     _step,
     _sum_at,
@@ -22,8 +22,13 @@ from sparse_collectives.allreduce._parts import (
 from sparse_collectives.allreduce._parts._step import StepState
 from sparse_collectives.padded_coo import PaddedCOO
 
+EXACT, FEW = 32, "few"
+NARROW = (8, 10, 16)
+# The largest integer of a worker, with which a value of average size is not all rounding.
+ENOUGH = 15
 
-def agreed(*, density: float | None = None, bits: int = 32) -> SparseAllreduce:
+
+def agreed(*, density: float | None = None, bits: int | str = 32) -> SparseAllreduce:
     r"""Complete sums at indices of which each worker chooses its share.
 
     The indices are dealt out to P parts. At step t worker i selects in part ``(i + t) mod P``
@@ -42,19 +47,22 @@ def agreed(*, density: float | None = None, bits: int = 32) -> SparseAllreduce:
     systems below give each worker one run of indices, and move its ends as they learn how
     the layers differ.)
 
-    With ``bits=16`` an index takes 16 bits, and so does a value: each worker rounds what it
-    has to a multiple of a step, a power of two that is sent for each 256 entries, and keeps
-    the rest. The sums of these are exact. A worker's integers have ``16 - log2(P)`` bits.
+    With fewer ``bits`` each worker rounds what it has to a multiple of a step, a power of two
+    that is sent for each 256 entries, and keeps the rest. The sums of these are exact, in any
+    order: a value of b bits has room for the sum of P integers, each between -h and h with
+    ``h = (2**b - 1) // 2 P``. Of an index only the bits within a page are sent.
 
     Cost, for P selections of c slots, ``K = P c``: ``K (P-1)/P`` words received for the
-    indices and ``2 K (P-1)/P`` for the values, ``3 K (P-1)/P`` in all; with ``bits=16`` half
-    of that, and ``c / 256 + n / (2**16 P)`` more for each other worker. One all_gather and one
-    psum: ``3 log2 P`` latencies. Nothing can be crowded out on the way.
+    indices and ``2 K (P-1)/P`` for the values, ``3 K (P-1)/P`` in all. With fewer bits a value
+    takes a half of that (16), a third (10) or a quarter (8), and an index 0.25 to 0.6 words at
+    densities from 10 to 0.1 %; at 5 % that is 1.3, 0.95 and 0.78 ``K (P-1)/P``. One all_gather
+    and one psum: ``3 log2 P`` latencies. Nothing can be crowded out on the way.
 
     Args:
       density: K / n at most; a selection of more than its share waits in part, in turn.
         Rounded up to one entry for each worker. None: everything that is selected.
-      bits: of a value and of an index, 32 or 16.
+      bits: of a value: 32, 16, 10 or 8; or ``"few"``, the fewest of 8, 10 and 16 in which h is
+        at least 15: 8 for up to 8 workers, 10 for up to 34.
 
     Returns:
       A :class:`SparseAllreduce` that is ``complete``, and shows a worker its own part. Its
@@ -63,7 +71,7 @@ def agreed(*, density: float | None = None, bits: int = 32) -> SparseAllreduce:
 
     Raises:
       ValueError: an argument out of its range; at ``reduce``, an axis that is not bound, or
-        more than 32,767 workers with ``bits=16``.
+        too many workers for the bits (127 for 8, 511 for 10, 32,767 for 16).
 
     References:
       Exclusive parts of the indices: Yoon and Oh, `MiCRO
@@ -86,8 +94,8 @@ def agreed(*, density: float | None = None, bits: int = 32) -> SparseAllreduce:
       [8.0, 0.0, 0.0, 5.0]
     """
     density = None if density is None else _validation.check_density(density)
-    if bits not in _sum_at.VALUE_BITS or isinstance(bits, bool):
-        raise ValueError(f"bits must be 32 or 16, got {bits!r}.")
+    if bits not in (EXACT, *NARROW, FEW) or isinstance(bits, bool):
+        raise ValueError(f"bits must be 32, 16, 10, 8 or 'few', got {bits!r}.")
 
     def my_part(state: StepState, axis: AxisName) -> jax.Array:
         workers = transport.axis_size(axis)
@@ -115,10 +123,10 @@ def agreed(*, density: float | None = None, bits: int = 32) -> SparseAllreduce:
         part = (jnp.arange(workers, dtype=jnp.int32) + state.count) % workers
         indices = plan.parts.place(local, part[:, None]).reshape(-1)
         with jax.named_scope("agreed/values"):
-            result = _sum_at.sum_at(indices, acc, coo, axis, step)
+            result = _sum_at.sum_at(indices, acc, coo, axis, step, plan.bits)
         sent = mine.count()
         gather = _volumes.all_gather(plan.message_words, workers)
-        values = _sum_at.sum_words(indices.shape[0], workers, bits)
+        values = _sum_at.sum_words(indices.shape[0], workers, plan.bits)
         info = ReduceInfo(
             delivered=result.total.count(),
             overflow=coo.count() - sent,
@@ -144,7 +152,7 @@ class Plan(NamedTuple):
     Attributes:
       parts: of the indices.
       slots: of one worker's message.
-      bits: of a value and of an index.
+      bits: of a value.
     """
 
     parts: _exclusive.Parts
@@ -154,19 +162,23 @@ class Plan(NamedTuple):
     @property
     def message_words(self) -> int:
         """Words of one worker's indices, and steps."""
-        if self.bits == _sum_at.VALUE_BITS[0]:
+        if self.bits == EXACT:
             return self.slots
-        return _fixed_point.buckets(self.slots) + _index16.words(self.slots, self.parts.width)
+        return _fixed_point.buckets(self.slots) + _paged.words(self.slots, self.parts.width)
 
 
-def make_plan(size: int, capacity: int, workers: int, density: float | None, bits: int) -> Plan:
+def make_plan(
+    size: int, capacity: int, workers: int, density: float | None, bits: int | str
+) -> Plan:
     """The plan for selections of ``capacity`` slots of a vector of length ``size``."""
     parts = _exclusive.make_parts(size, workers)
     slots = min(capacity, parts.width)
     if density is not None:
         k = _validation.count_from_density(density, size)
         slots = min(slots, math.ceil(k / workers))
-    if bits != _sum_at.VALUE_BITS[0] and not _fixed_point.half(bits, workers):
+    if bits == FEW:
+        bits = next((b for b in NARROW if _fixed_point.half(b, workers) >= ENOUGH), NARROW[-1])
+    if bits != EXACT and not _fixed_point.half(bits, workers):
         raise ValueError(f"bits={bits} is too few for the sum of {workers} workers. Give bits=32.")
     return Plan(parts, slots, bits)
 
@@ -185,22 +197,22 @@ def _in_my_part(coo: PaddedCOO, plan: Plan, part: jax.Array, turn: jax.Array) ->
 
 
 def _encoded(mine: PaddedCOO, plan: Plan) -> jax.Array:
-    if plan.bits == _sum_at.VALUE_BITS[0]:
+    if plan.bits == EXACT:
         return mine.indices
     workers = plan.parts.workers
     sent = _sum_at.within_range(mine.values, workers)
     step = _fixed_point.steps(sent, _fixed_point.half(plan.bits, workers))
-    indices = _index16.encode(mine.indices, plan.parts.width)
+    indices = _paged.encode(mine.indices, plan.parts.width)
     return jnp.concatenate([_fixed_point.as_words(step), indices])
 
 
 def _decoded(gathered: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array | None]:
     """The places ``i32[P, c]`` that all workers selected, and the step of each, ``f32[P c]``."""
-    if plan.bits == _sum_at.VALUE_BITS[0]:
+    if plan.bits == EXACT:
         return gathered, None
     count, width = _fixed_point.buckets(plan.slots), plan.parts.width
     step = _fixed_point.of_slots(_fixed_point.from_words(gathered[:, :count]), plan.slots)
-    local = jax.vmap(lambda row: _index16.decode(row, plan.slots, width))(gathered[:, count:])
+    local = jax.vmap(lambda row: _paged.decode(row, plan.slots, width))(gathered[:, count:])
     return local, step.reshape(-1)
 
 

@@ -60,7 +60,7 @@ def complete(inner: SparseAllreduce) -> SparseAllreduce:
         if workers == 1:
             return total, undelivered, state, info
         with jax.named_scope("complete"):
-            result = _sum_at.sum_at(total.indices, acc, coo, axis, None)
+            result = _sum_at.sum_at(total.indices, acc, coo, axis)
         words = jnp.float32(_sum_at.sum_words(total.capacity, workers, 32))
         info = info._replace(words=info.words + words, useful=info.useful + words)
         return result.total, result.undelivered, state, info

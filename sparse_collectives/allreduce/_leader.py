@@ -45,7 +45,7 @@ def leader() -> SparseAllreduce:
         with jax.named_scope("leader/indices"):
             indices = transport.psum(jnp.where(chooses, coo.indices, 0), axis)
         with jax.named_scope("leader/values"):
-            result = _sum_at.sum_at(indices, acc, coo, axis, None)
+            result = _sum_at.sum_at(indices, acc, coo, axis)
         sent = jnp.where(chooses, coo.count(), 0)
         gather = _volumes.all_reduce(coo.capacity, workers)
         values = _sum_at.sum_words(coo.capacity, workers, 32)

@@ -110,7 +110,8 @@ def flat_allreduces(draw: Any, density: float) -> tuple[str, sc.SparseAllreduce]
             )
         ),
         "agreed": lambda: sc.allreduce.agreed(
-            density=draw(st.sampled_from((None, density))), bits=draw(st.sampled_from((32, 16)))
+            density=draw(st.sampled_from((None, density))),
+            bits=draw(st.sampled_from((32, 16, 10, 8, "few"))),
         ),
     }
     name = draw(st.sampled_from(tuple(makers)))

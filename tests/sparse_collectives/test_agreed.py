@@ -9,7 +9,8 @@ import pytest
 
 import sparse_collectives as sc
 from sparse_collectives import _volumes
-from sparse_collectives.allreduce._parts import _exclusive, _fixed_point, _index16
+from sparse_collectives.allreduce import _agreed
+from sparse_collectives.allreduce._parts import _exclusive, _fixed_point, _paged
 from tests.reference import agreed as reference
 
 
@@ -85,7 +86,7 @@ def test_equals_the_reference_over_steps(workers):
         assert out["info"].delivered[0] == np.sum(total != 0)
 
 
-@pytest.mark.parametrize("bits", [32, 16])
+@pytest.mark.parametrize("bits", [32, 16, 8])
 @pytest.mark.parametrize("workers", [2, 5, 16])
 def test_what_all_have_is_conserved(bits, workers):
     size = 2_000
@@ -99,13 +100,13 @@ def test_what_all_have_is_conserved(bits, workers):
         missing = acc.sum(0, dtype=np.float64) - total[0] - residual.sum(0, dtype=np.float64)
         # Additions of P float32.
         assert (np.abs(missing) <= workers * 2.0**-24 * np.abs(acc).sum(0)).all()
-        if bits == 16:
+        if bits < 32:
             # What waits of an entry that went is rounding, a quarter of a step, of which
-            # 2**15 / P or half as many make the largest magnitude of a bucket. (A few, which
-            # are larger than all that were selected, are cut.)
+            # 2**(bits - 1) / P or half as many make the largest magnitude of a bucket. (A few
+            # that are larger than all that were selected are cut.)
             sent = total[0] != 0
             share = np.median(np.abs(residual[:, sent])) / np.abs(acc[:, sent]).max()
-            assert share < workers / 2**16
+            assert share < workers / 2**bits
 
 
 @pytest.mark.parametrize("workers", [2, 7, 8])
@@ -222,20 +223,28 @@ def test_words_are_those_of_the_formula(workers):
     )
     assert exact.words == pytest.approx(3 * k * share, abs=1e-6)
     assert len(exact.collectives) == 2
-    narrow = sc.traffic.of_allreduce(
-        sc.allreduce.agreed(bits=16), size=size, capacity=slots, axis_size=workers
-    )
-    extra = _fixed_point.buckets(slots) + _index16.pages(parts.width)
-    odd = slots % 2 / 2
-    values = _volumes.all_reduce(-(-k // 2), workers)
-    assert narrow.words == pytest.approx(
-        (slots / 2 + odd + extra) * (workers - 1) + values, abs=1e-6
-    )
-    # A page for each worker is what is left of it where the parts are small.
-    assert narrow.words <= 1.5 * k * share * (1 + 2.1 / slots + 1 / 128) + 2 * workers
+    bits = (*(b for b in (8, 10, 16) if _fixed_point.half(b, workers)), "few")
+    for few in bits:
+        narrow = sc.traffic.of_allreduce(
+            sc.allreduce.agreed(bits=few), size=size, capacity=slots, axis_size=workers
+        )
+        used = _agreed.make_plan(size, slots, workers, None, few).bits
+        message = _fixed_point.buckets(slots) + _paged.words(slots, parts.width)
+        values = _volumes.all_reduce(-(-k // (32 // used)), workers)
+        assert narrow.words == pytest.approx(message * (workers - 1) + values, abs=1e-6)
+        assert len(narrow.collectives) == 2
+        # What the docstring says for 1 %, where a worker has more than a few entries.
+        if slots > 100:
+            assert narrow.words <= (2 / (32 // used) + 0.4) * k * share
 
 
-def test_indices_of_sixteen_bits_are_exact():
+@pytest.mark.parametrize(("workers", "bits"), [(2, 8), (8, 8), (9, 10), (34, 10), (35, 16)])
+def test_few_bits_are_enough_for_fifteen_steps(workers, bits):
+    assert _agreed.make_plan(10**6, 1000, workers, None, "few").bits == bits
+    assert _fixed_point.half(bits, workers) >= 15
+
+
+def test_indices_in_pages_are_exact():
     rng = np.random.default_rng(0)
     for width, slots in ((5, 5), (65_536, 40), (65_537, 41), (400_000, 999), (2**31 - 1, 64)):
         for count in (0, 1, slots // 2, slots):
@@ -245,20 +254,22 @@ def test_indices_of_sixteen_bits_are_exact():
             local = np.full(slots, width, np.int64)
             local[: len(chosen)] = chosen
             local = jnp.asarray(local, jnp.int32)
-            message = _index16.encode(local, width)
-            assert message.shape == (_index16.words(slots, width),)
-            np.testing.assert_array_equal(_index16.decode(message, slots, width), local)
+            message = _paged.encode(local, width)
+            assert message.shape == (_paged.words(slots, width),)
+            np.testing.assert_array_equal(_paged.decode(message, slots, width), local)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 7, 1024])
-def test_integers_of_sixteen_bits_add_up_exactly(workers):
+@pytest.mark.parametrize(
+    ("workers", "bits"), [(1, 16), (2, 16), (7, 16), (1024, 16), (7, 10), (127, 8)]
+)
+def test_integers_of_few_bits_add_up_exactly(workers, bits):
     rng = np.random.default_rng(0)
-    largest = _fixed_point.half(16, workers)
+    largest = _fixed_point.half(bits, workers)
     integers = rng.integers(-largest, largest + 1, (workers, 33))
     integers[:, 0], integers[:, 1] = largest, -largest
-    words = [np.asarray(_fixed_point.pack(jnp.asarray(row), largest, 16)) for row in integers]
+    words = [np.asarray(_fixed_point.pack(jnp.asarray(row), largest, bits)) for row in integers]
     total = functools.reduce(lambda a, b: jnp.asarray(a) + jnp.asarray(b), words)
-    sums = _fixed_point.unpack(jnp.asarray(total), 33, largest, 16, workers)
+    sums = _fixed_point.unpack(jnp.asarray(total), 33, largest, bits, workers)
     np.testing.assert_array_equal(sums, integers.sum(0))
 
 
@@ -273,9 +284,9 @@ def test_a_step_is_the_smallest_power_of_two_that_is_large_enough():
     assert (500 * step.astype(np.float64) < most * (1 + 1e-7)).all()
 
 
-@pytest.mark.parametrize("bits", [8, 0, True, "16"])
-def test_bits_are_32_or_16(bits):
-    with pytest.raises(ValueError, match="bits must be 32 or 16"):
+@pytest.mark.parametrize("bits", [4, 0, True, "16"])
+def test_bits_are_of_some_numbers(bits):
+    with pytest.raises(ValueError, match="bits must be 32, 16, 10, 8 or 'few', got"):
         sc.allreduce.agreed(bits=bits)
 
 

@@ -19,7 +19,7 @@ STEPS = 4
 # name: (factory of the allreduce, whether every selected entry is delivered).
 ALLREDUCES = {
     "agreed": (sc.allreduce.agreed(), False),
-    "agreed, 16 bits": (sc.allreduce.agreed(density=DENSITY, bits=16), False),
+    "agreed, few bits": (sc.allreduce.agreed(density=DENSITY, bits="few"), False),
     "leader": (sc.allreduce.leader(), False),
     "complete ok_topk": (sc.allreduce.complete(sc.allreduce.ok_topk(density=DENSITY)), False),
     "complete ring_sparse": (
@@ -71,7 +71,7 @@ SELECTOR = sc.select.topk(density=DENSITY)
 # Every number of workers for each algorithm, a few for its variants.
 EVERY_NUMBER_OF_WORKERS = (
     "agreed",
-    "agreed, 16 bits",
+    "agreed, few bits",
     "dense",
     "ok_topk",
     "topk_a",
@@ -247,7 +247,7 @@ def test_sixteen_bit_values(name, dtype):
     "name",
     [
         "agreed",
-        "agreed, 16 bits",
+        "agreed, few bits",
         "leader",
         "complete ok_topk",
         "dense",

@@ -15,8 +15,6 @@ from sparse_collectives._types import AxisName, Undelivered
 from sparse_collectives.allreduce._parts import _fixed_point, _range, _undelivered
 from sparse_collectives.padded_coo import PaddedCOO
 
-VALUE_BITS = (32, 16)
-
 
 class Complete(NamedTuple):
     """The sums at some indices.
@@ -44,7 +42,8 @@ def sum_at(
     acc: jax.Array | None,
     coo: PaddedCOO,
     axis: AxisName,
-    step: jax.Array | None,
+    step: jax.Array | None = None,
+    bits: int = 32,
 ) -> Complete:
     """One psum of what all workers have at ``indices``.
 
@@ -54,8 +53,9 @@ def sum_at(
         its own to give or to clear.
       coo: its selection.
       axis: the workers.
-      step: ``f32[K]``, the same on every worker: values are sent in 16 bits, as multiples
-        of it. None: as they are.
+      step: ``f32[K]``, the same on every worker: values are sent as multiples of it. None: as
+        they are.
+      bits: of a value, with a step.
     """
     workers, size = transport.axis_size(axis), coo.size
     mine = (coo.to_dense() if acc is None else acc).at[indices].get(mode="fill", fill_value=0)
@@ -64,11 +64,11 @@ def sum_at(
         total = transport.psum(sent.astype(jnp.float32), axis)
         kept = jnp.where(sent == mine, 0, mine - sent)
     else:
-        largest = _fixed_point.half(VALUE_BITS[1], workers)
+        largest = _fixed_point.half(bits, workers)
         whole = _fixed_point.rounded(sent, step, largest)
-        words = _fixed_point.pack(whole, largest, VALUE_BITS[1])
+        words = _fixed_point.pack(whole, largest, bits)
         words = transport.psum(words, axis)
-        sums = _fixed_point.unpack(words, indices.shape[0], largest, VALUE_BITS[1], workers)
+        sums = _fixed_point.unpack(words, indices.shape[0], largest, bits, workers)
         total = sums.astype(jnp.float32) * step
         # Whole multiples of a step, which float32 has all the bits of.
         kept = mine.astype(jnp.float32) - whole.astype(jnp.float32) * step
@@ -88,4 +88,4 @@ def sum_at(
 
 def sum_words(slots: int, workers: int, bits: int) -> float:
     """Words that :func:`sum_at` makes each worker receive."""
-    return _volumes.all_reduce(slots if bits == VALUE_BITS[0] else -(-slots // 2), workers)
+    return _volumes.all_reduce(-(-slots // (32 // bits)), workers)
