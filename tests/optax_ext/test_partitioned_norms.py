@@ -141,7 +141,8 @@ def test_behind_a_sparse_allreduce():
     plain = optax.lamb(0.1)
 
     def local(params):
-        gradient = jax.tree.map(lambda x: x * (1.0 + jax.lax.axis_index("w").astype(jnp.float32)), tree(1))
+        number = jax.lax.axis_index("w").astype(jnp.float32)
+        gradient = jax.tree.map(lambda x: x * (1.0 + number), tree(1))
         state = chained.init(params)
         reduced = sparse.update(gradient, state[0])[0]
         want = plain.update(reduced, plain.init(params), params)[0]
