@@ -176,11 +176,18 @@ def make_plan(
     if density is not None:
         k = _validation.count_from_density(density, size)
         slots = min(slots, math.ceil(k / workers))
-    if bits == FEW:
-        bits = next((b for b in NARROW if _fixed_point.half(b, workers) >= ENOUGH), NARROW[-1])
-    if bits != EXACT and not _fixed_point.half(bits, workers):
-        raise ValueError(f"bits={bits} is too few for the sum of {workers} workers. Give bits=32.")
-    return Plan(parts, slots, bits)
+    chosen = _fewest(workers) if isinstance(bits, str) else bits
+    if chosen != EXACT and not _fixed_point.half(chosen, workers):
+        raise ValueError(
+            f"bits={chosen} is too few for the sum of {workers} workers. Give bits=32."
+        )
+    return Plan(parts, slots, chosen)
+
+
+def _fewest(workers: int) -> int:
+    """The fewest bits that are enough for P workers."""
+    enough = (bits for bits in NARROW if _fixed_point.half(bits, workers) >= ENOUGH)
+    return next(enough, NARROW[-1])
 
 
 def _in_my_part(coo: PaddedCOO, plan: Plan, part: jax.Array, turn: jax.Array) -> PaddedCOO:
