@@ -74,11 +74,11 @@ def _text(share: float) -> dict[str, Contestant]:
     return {
         DENSE: dense(_adamw),
         "ok_topk before AdamW": in_front(k, _adamw),
-        "sparse_adamw": whole(adamw, 10 / 3 * k),
+        "sparse_adamw": whole(adamw, 5 * k),
         "sparse_adamw, 32 bits": whole(adamw, 5 / 3 * k, exchange=sc.allreduce.agreed()),
         "sparse_adamw, ok_topk": whole(adamw, k, exchange=ok_topk),
         "sparse_adamw, complete ok_topk": whole(adamw, k, exchange=sc.allreduce.complete(ok_topk)),
-        "sparse_adamw, no step-ahead": whole(adamw, 10 / 3 * k, residual=optax_ext.residual()),
+        "sparse_adamw, no step-ahead": whole(adamw, 5 * k, residual=optax_ext.residual()),
     }
 
 
@@ -88,6 +88,6 @@ def _images(share: float) -> dict[str, Contestant]:
         DENSE: dense(_sgd),
         "ok_topk before SGD": in_front(k, _sgd),
         "ok_topk_sgd": whole(optax_ext.ok_topk_sgd, k),
-        "sparse_sgd": whole(sgd, 10 / 3 * k),
+        "sparse_sgd": whole(sgd, 5 * k),
         "sparse_sgd, ok_topk": whole(sgd, k, exchange=sc.allreduce.ok_topk(density=k)),
     }

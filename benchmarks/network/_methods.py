@@ -23,7 +23,7 @@ def _ok_topk(codec: str = "raw", reuse: bool = False, **options: Any):
     return make
 
 
-def _agreed(bits: int):
+def _agreed(bits: int | str):
     def make(density: float) -> optax.GradientTransformation:
         selector, exchange = select.topk(density=density), allreduce.agreed(bits=bits)
         return optax_ext.sparse_allreduce(selector, exchange, axis=AXIS)
@@ -32,8 +32,8 @@ def _agreed(bits: int):
 
 
 def _sparse_adamw(density: float) -> optax.GradientTransformation:
-    # Three and a third times the entries in the words of Ok-Topk.
-    return optax_ext.sparse_adamw(1e-3, min(1.0, 10 / 3 * density), axis=AXIS, weight_decay=0.01)
+    # Five times the entries in the words of Ok-Topk.
+    return optax_ext.sparse_adamw(1e-3, min(1.0, 5 * density), axis=AXIS, weight_decay=0.01)
 
 
 # Whole optimizers, whose gradients are taken a step ahead.
@@ -52,7 +52,7 @@ JAX = {
     "ok_topk/reuse/narrow8": _ok_topk("narrow8", reuse=True),
     "ok_topk/reuse/global32": _ok_topk(reuse=True, global_period=32),
     "agreed": _agreed(32),
-    "agreed/16": _agreed(16),
+    "agreed/few": _agreed("few"),
     "sparse_adamw": _sparse_adamw,
     "topk_a": lambda density: optax_ext.topk_a(density, axis=AXIS),
     "topk_dsa": lambda density: optax_ext.topk_dsa(density, axis=AXIS),

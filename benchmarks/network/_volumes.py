@@ -17,8 +17,8 @@ ALGORITHMS = {
     "dense": (lambda density: sc.allreduce.dense(), "dense", 1024),
     "dense_bucketed": (lambda density: sc.allreduce.dense_bucketed(buckets=4), "dense", 1024),
     "agreed": (lambda density: sc.allreduce.agreed(density=density), None, 1024),
-    "agreed, 16 bits": (
-        lambda density: sc.allreduce.agreed(density=density, bits=16),
+    "agreed, few bits": (
+        lambda density: sc.allreduce.agreed(density=density, bits="few"),
         None,
         1024,
     ),

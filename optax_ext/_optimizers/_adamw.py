@@ -14,7 +14,7 @@ from sparse_collectives.extend import AxisName
 
 def sparse_adamw(
     learning_rate: optax.ScalarOrSchedule,
-    density: float = 1 / 30,
+    density: float = 0.05,
     *,
     axis: AxisName,
     b2: float = 0.99,
@@ -40,9 +40,9 @@ def sparse_adamw(
         acc_i &= residual_i - \alpha_t \, gain \, g_i / (\sqrt{\hat v_i} + eps) \\
         w &= w + \tfrac{1}{P} \, allreduce(select(acc_i)) - \alpha_t \lambda w
 
-    where g_i is the gradient at ``w + residual_i / P`` (step-ahead, see :func:`residual`).
-    The exchange is :func:`sparse_collectives.allreduce.agreed` in 16 bits: at the default
-    density the ``5 k (P-1)/P`` words that :func:`ok_topk` needs for 1 %.
+    where g_i is the gradient at ``w + a residual_i`` (step-ahead, see :func:`residual`).
+    The exchange is :func:`sparse_collectives.allreduce.agreed` in few bits: at the default
+    density, for up to 34 workers, no more words than :func:`ok_topk` needs for 1 %.
 
     There is no first moment: the wait in the residuals averages gradients already.
 
@@ -57,8 +57,8 @@ def sparse_adamw(
       gain: what the learning rate is multiplied with, for the noise of one worker's
         gradient. None: max(1, sqrt(P) / 2).
       selector: by default ``select.topk(density=density)``.
-      exchange: by default ``allreduce.agreed(bits=16)``.
-      residual: dtype, decay and step-ahead, by default float32 and ``step_ahead="1/P"``.
+      exchange: by default ``allreduce.agreed(bits="few")``.
+      residual: dtype, decay and step-ahead, by default float32 and ``step_ahead="auto"``.
       nonfinite: see :func:`sparse_allreduce`.
       dense_steps: how many steps to begin with are dense.
       dense_leaves: which leaves are exchanged densely.
@@ -85,7 +85,7 @@ def sparse_adamw(
     precondition = scale_by_local_adam(b2, eps)
     sparse = sparse_allreduce(
         select.topk(density=extend.check_density(density)) if selector is None else selector,
-        allreduce.agreed(bits=16) if exchange is None else exchange,
+        allreduce.agreed(bits="few") if exchange is None else exchange,
         axis=axis,
         nonfinite=nonfinite,
         local=optax.chain(precondition, _parts.in_front(learning_rate, gain, axis)),

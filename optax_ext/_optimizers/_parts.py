@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._step._residual import SHARE, Residual, residual
+from optax_ext._step._residual import AUTO, Residual, residual
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import extend, transport
 from sparse_collectives.extend import AxisName
@@ -39,8 +39,8 @@ def default_gain(workers: int) -> float:
 
 
 def kept(given: Residual | None) -> Residual:
-    """How the residual is kept, by default with step-ahead by the worker's own share."""
-    return residual(step_ahead=SHARE) if given is None else given
+    """How the residual is kept, by default with step-ahead."""
+    return residual(step_ahead=AUTO) if given is None else given
 
 
 def decayed(

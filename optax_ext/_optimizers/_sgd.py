@@ -14,7 +14,7 @@ from sparse_collectives.extend import AxisName
 
 def sparse_sgd(
     learning_rate: optax.ScalarOrSchedule,
-    density: float = 1 / 30,
+    density: float = 0.05,
     *,
     axis: AxisName,
     weight_decay: float = 0.0,
@@ -34,11 +34,11 @@ def sparse_sgd(
         acc_i &= residual_i - \alpha_t \, g_i \\
         w &= w + \tfrac{1}{P} \, allreduce(select(acc_i)) - \alpha_t \lambda w
 
-    where g_i is the gradient at ``w + residual_i / P`` (step-ahead, see :func:`residual`).
+    where g_i is the gradient at ``w + a residual_i`` (step-ahead, see :func:`residual`).
     A residual keeps the rate of the step that it comes from, as in Algorithm 2 of Ok-Topk
     (:func:`ok_topk_sgd`), and is an update of the parameters. The exchange is
-    :func:`sparse_collectives.allreduce.agreed` in 16 bits: at the default density the
-    ``5 k (P-1)/P`` words that :func:`ok_topk` needs for 1 %.
+    :func:`sparse_collectives.allreduce.agreed` in few bits: at the default density, for up
+    to 34 workers, no more words than :func:`ok_topk` needs for 1 %.
 
     The wait in the residuals is a momentum of its own. In place of SGD with momentum m begin
     with ``1 / (1 - m)`` times its rate, and no momentum.
@@ -50,9 +50,9 @@ def sparse_sgd(
       weight_decay: behind the exchange, decoupled as in ``optax.adamw``.
       mask: where there is weight decay, as in ``optax.adamw``.
       selector: by default ``select.topk(density=density)``.
-      exchange: by default ``allreduce.agreed(bits=16)``.
+      exchange: by default ``allreduce.agreed(bits="few")``.
       correction: momentum before the accumulation, from :func:`momentum_correction`.
-      residual: dtype, decay and step-ahead, by default float32 and ``step_ahead="1/P"``.
+      residual: dtype, decay and step-ahead, by default float32 and ``step_ahead="auto"``.
       nonfinite: see :func:`sparse_allreduce`.
       dense_steps: how many steps to begin with are dense.
       dense_leaves: which leaves are exchanged densely.
@@ -78,7 +78,7 @@ def sparse_sgd(
     """
     sparse = sparse_allreduce(
         select.topk(density=extend.check_density(density)) if selector is None else selector,
-        allreduce.agreed(bits=16) if exchange is None else exchange,
+        allreduce.agreed(bits="few") if exchange is None else exchange,
         axis=axis,
         nonfinite=nonfinite,
         local=_parts.in_front(learning_rate, 1.0, axis),

@@ -10,8 +10,9 @@ from sparse_collectives import Spec, extend, transport
 from sparse_collectives.extend import AxisName
 
 DTYPES = ("float32", "bfloat16")
-# The worker's own share of the mean of the residuals.
-SHARE = "1/P"
+AUTO = "auto"
+# With many workers their residuals have more in common than 1/P says.
+_LEAST = 0.1
 
 
 class Residual(NamedTuple):
@@ -20,7 +21,7 @@ class Residual(NamedTuple):
     Attributes:
       dtype: float32 or bfloat16.
       decay: what the residual is multiplied with at each step, in [0, 1].
-      step_ahead: the share of it that is applied before a gradient is taken; ``"1/P"``, or a
+      step_ahead: the share of it that is applied before a gradient is taken; ``"auto"``, or a
         number. 0: none.
       spec: all of it, as text.
     """
@@ -44,8 +45,9 @@ def residual(
         ``acc_i = decay * residual_i + g_i``.
       step_ahead: worker i differentiates at ``params + step_ahead * residual_i``, where a part
         of what waits has been applied (Xu, Huo and Huang, `Step-Ahead Error Feedback
-        <https://arxiv.org/abs/2008.05823>`_, AAAI 2021). ``"1/P"`` is the worker's own
-        share of the mean of all residuals; or a number in [0, 1]. The residual has to be
+        <https://arxiv.org/abs/2008.05823>`_, AAAI 2021). ``"auto"`` is 1/P, the worker's own
+        share of the mean of all residuals, and 0.1 for more than ten workers; or a number in
+        [0, 1]. The residual has to be
         an update of the parameters: ``local=`` has the learning rate, with its sign, as
         :func:`sparse_adamw` and :func:`sparse_sgd` do. :func:`make_train_step` does it; in a
         loop of one's own it is :func:`ahead`.
@@ -64,15 +66,15 @@ def residual(
             "gradients add up; write optax_ext.residual(jnp.bfloat16) for half of the memory."
         )
     kept, decay = jnp.dtype(dtype), extend.check_number("decay", decay, 0.0, 1.0)
-    if step_ahead != SHARE:
-        step_ahead = extend.check_number("step_ahead (a number, or '1/P')", step_ahead, 0.0, 1.0)
+    if step_ahead != AUTO:
+        step_ahead = extend.check_number("step_ahead (a number, or 'auto')", step_ahead, 0.0, 1.0)
     spec = Spec.of("residual", dtype=kept, decay=decay, step_ahead=step_ahead)
     return Residual(kept, decay, step_ahead, spec)
 
 
 def coefficient(step_ahead: float | str, workers: int) -> float:
     """The number that ``step_ahead`` is for P workers."""
-    return 1.0 / workers if step_ahead == SHARE else float(step_ahead)
+    return max(1.0 / workers, _LEAST) if step_ahead == AUTO else float(step_ahead)
 
 
 def load(kept: jax.Array) -> jax.Array:

@@ -120,7 +120,7 @@ def where_ahead(tx, params, state, on):
 
 WAYS = {
     "plain": {},
-    "bfloat16 residual": {"residual": optax_ext.residual(jnp.bfloat16, step_ahead="1/P")},
+    "bfloat16 residual": {"residual": optax_ext.residual(jnp.bfloat16, step_ahead="auto")},
     "a number": {"residual": optax_ext.residual(step_ahead=0.5)},
     "with correction": {"correction": optax_ext.momentum_correction(0.9)},
 }
@@ -260,11 +260,11 @@ def test_flush_refuses_gradients():
 
 
 def test_step_ahead_needs_a_residual_of_updates():
-    ahead = optax_ext.residual(step_ahead="1/P")
+    ahead = optax_ext.residual(step_ahead="auto")
     with pytest.raises(ValueError, match="holds gradients.*Put the rate in front"):
         optax_ext.topk_a(0.1, axis="w", residual=ahead)
     for wrong in (-0.1, 1.5, "P"):
-        with pytest.raises(ValueError, match=r"step_ahead \(a number, or '1/P'\)"):
+        with pytest.raises(ValueError, match=r"step_ahead \(a number, or 'auto'\)"):
             optax_ext.residual(step_ahead=wrong)
 
 
