@@ -106,7 +106,7 @@ def test_with_threshold_reuse_as_in_the_paper():
     assert (np.asarray(info.delivered) <= k).all()
 
 
-@pytest.mark.parametrize("bits", [32, 16])
+@pytest.mark.parametrize("bits", [32, "few"])
 @pytest.mark.parametrize(
     ("workers", "dtype"),
     [(1, "float32"), (3, "float32"), pytest.param(8, "bfloat16", marks=pytest.mark.slow)],
@@ -121,9 +121,9 @@ def test_agreed_indices(workers, dtype, bits):
     delivered = np.asarray(info.delivered)
     assert (np.abs(delivered - density * SIZE) <= workers).all()
     assert (np.asarray(info.overflow) == 0).all()
-    # All that a worker selected is delivered; in 16 bits the smallest may round to nothing.
+    # All that a worker selected is delivered; in few bits the smallest may round to nothing.
     arrived, selected = np.asarray(info.arrived).sum(), np.asarray(info.selected).sum()
-    assert arrived == selected if bits == 32 else arrived > 0.99 * selected
+    assert arrived == selected if bits == 32 else arrived > 0.9 * selected
 
 
 def test_dense_allreduce_keeps_nothing():
