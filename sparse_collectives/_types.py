@@ -84,10 +84,12 @@ class Undelivered(NamedTuple):
         can be any.
         """
         lead = (0,) * (acc.ndim - 1)
-        kept = acc.at[(*lead, coo.indices)].set(self.slots.astype(acc.dtype), mode="drop")
-        if self.instead is not None:
-            rest = self.instead.values.astype(acc.dtype)
-            kept = kept.at[(*lead, self.instead.indices)].set(rest, mode="drop")
+        if self.instead is None:
+            indices, values = coo.indices, self.slots
+        else:
+            # What was selected and is not in the total is in ``acc`` as it was.
+            indices, values = self.instead.indices, self.instead.values
+        kept = acc.at[(*lead, indices)].set(values.astype(acc.dtype), mode="drop")
         if not self.others.capacity:
             return kept
         added = self.others.values.astype(acc.dtype)
