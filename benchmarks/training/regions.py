@@ -133,17 +133,23 @@ def synthetic(name: str, workers: int, regions: str, args: argparse.Namespace) -
     return {**score.report(workers), "seconds": float(np.median(seconds[1:] or seconds))}
 
 
-def recorded(steps, workers: int, regions: str, density: float) -> dict[str, float]:
-    """Recorded selections through one way."""
-    size = steps[0].size
+@functools.cache
+def make_reduce(regions: str, density: float, workers: int):
+    """The initial state of an allreduce, and a jitted step of all workers."""
     allreduce = sc.allreduce.ok_topk(density=density, regions=regions, schedule="all_to_all")
 
     def reduce(coo, state):
         total, _, state, info = allreduce.reduce(coo, state, axis=AXIS)
         return coo.to_dense(), total.to_dense(), state, info
 
-    step = sc.simulate(reduce, axis=AXIS, axis_size=workers, in_axes=(0, None))
-    state, score = allreduce.init(size, workers), Score(size, max(1, round(density * size)))
+    return allreduce.init, sc.simulate(reduce, axis=AXIS, axis_size=workers, in_axes=(0, None))
+
+
+def recorded(steps, workers: int, regions: str, density: float) -> dict[str, float]:
+    """Recorded selections through one way."""
+    size = steps[0].size
+    init, step = make_reduce(regions, density, workers)
+    state, score = init(size, workers), Score(size, max(1, round(density * size)))
     for each in steps:
         coo = jax.tree.map(lambda x: jnp.asarray(x[:workers]), each)
         sent, total, states, info = step(coo, state)
