@@ -8,11 +8,12 @@ from typing import Any, TypedDict, Unpack, cast
 
 import optax
 
+from optax_ext._selection import selection
 from optax_ext._step._momentum_correction import MomentumCorrection, momentum_correction
 from optax_ext._step._residual import Residual
 from optax_ext._step._sparse_allreduce import sparse_allreduce
 from optax_ext._transforms._local_clip import local_clip_by_global_norm
-from sparse_collectives import Codec, Selector, allreduce, extend, select, wire
+from sparse_collectives import Codec, Selector, allreduce, select, wire
 from sparse_collectives.extend import AxisName
 
 
@@ -70,7 +71,7 @@ def ok_topk(
       >>> tx = optax.chain(ok_topk(density=0.01, axis="data"), optax.adam(1e-3))
     """
     return sparse_allreduce(
-        _selection(density, selector),
+        selection(density, selector),
         allreduce.ok_topk(density=density, **exchange),
         axis=axis,
         nonfinite=nonfinite,
@@ -164,7 +165,7 @@ def topk_a(
       >>> import optax
       >>> tx = optax.chain(topk_a(density=0.01, axis="data"), optax.adam(1e-3))
     """
-    selector = _selection(density, selector)
+    selector = selection(density, selector)
     return sparse_allreduce(selector, allreduce.topk_a(codec=codec), axis=axis, **options)
 
 
@@ -192,7 +193,7 @@ def gtopk(
       >>> import optax
       >>> tx = optax.chain(gtopk(density=0.01, axis="data"), optax.adam(1e-3))
     """
-    selector = _selection(density, selector)
+    selector = selection(density, selector)
     exchange = allreduce.gtopk(density=density, codec=codec)
     return sparse_allreduce(selector, exchange, axis=axis, **options)
 
@@ -223,7 +224,7 @@ def topk_dsa(
       >>> import optax
       >>> tx = optax.chain(topk_dsa(density=0.01, axis="data"), optax.adam(1e-3))
     """
-    selector = _selection(density, selector)
+    selector = selection(density, selector)
     exchange = allreduce.dsar_split_allgather(slack=slack, codec=codec)
     return sparse_allreduce(selector, exchange, axis=axis, **options)
 
@@ -336,18 +337,3 @@ def dgc(
     if max_norm is None:
         return sparse
     return optax.chain(local_clip_by_global_norm(max_norm, axis=axis), sparse)
-
-
-def _selection(density: float, selector: Selector | None) -> Selector:
-    """The exact selection, or another one that selects no more."""
-    density = extend.check_density(density)
-    if selector is None:
-        return select.topk(density=density)
-    spec = selector.spec if isinstance(selector, Selector) else None
-    selected = None if spec is None else spec.number("density")
-    if selected is not None and selected > density:
-        raise ValueError(
-            f"the selector has density={selected}, and density={density} is what is to be sent. "
-            f"Give both density={selected}, or both density={density}."
-        )
-    return selector

@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._step._residual import AUTO, Residual, residual
+from optax_ext._selection import selection
+from optax_ext._step._residual import AUTO, Residual
+from optax_ext._step._residual import residual as how_kept
+from optax_ext._step._sparse_allreduce import sparse_allreduce
 from optax_ext._step._sparse_state import SparseAllreduceState
-from sparse_collectives import extend, transport
+from sparse_collectives import Selector, SparseAllreduce, allreduce, extend, transport
 from sparse_collectives.extend import AxisName
 
 
@@ -38,9 +41,31 @@ def default_gain(workers: int) -> float:
     return max(1.0, workers**0.5 / 2)
 
 
-def kept(given: Residual | None) -> Residual:
-    """How the residual is kept, by default with step-ahead."""
-    return residual(step_ahead=AUTO) if given is None else given
+def whole(
+    local: optax.GradientTransformation,
+    learning_rate: optax.ScalarOrSchedule,
+    density: float,
+    *,
+    weight_decay: float,
+    mask: Any,
+    selector: Selector | None,
+    exchange: SparseAllreduce | None,
+    residual: Residual | None,
+    **options: Any,
+) -> optax.GradientTransformation:
+    """An optimizer with ``local``, which has the rate, before the accumulation.
+
+    The defaults of what is None are those that :func:`optax_ext.sparse_adamw` documents, and
+    ``options`` are those of :func:`optax_ext.sparse_allreduce`.
+    """
+    sparse = sparse_allreduce(
+        selection(density, selector),
+        allreduce.agreed(bits="few") if exchange is None else exchange,
+        local=local,
+        residual=how_kept(step_ahead=AUTO) if residual is None else residual,
+        **options,
+    )
+    return decayed(sparse, learning_rate, weight_decay, mask)
 
 
 def decayed(

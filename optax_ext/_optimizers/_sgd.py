@@ -7,8 +7,7 @@ import optax
 from optax_ext._optimizers import _parts
 from optax_ext._step._momentum_correction import MomentumCorrection
 from optax_ext._step._residual import Residual
-from optax_ext._step._sparse_allreduce import sparse_allreduce
-from sparse_collectives import Selector, SparseAllreduce, allreduce, extend, select
+from sparse_collectives import Selector, SparseAllreduce
 from sparse_collectives.extend import AxisName
 
 
@@ -36,31 +35,28 @@ def sparse_sgd(
 
     where g_i is the gradient at ``w + a residual_i`` (step-ahead, see :func:`residual`).
     A residual keeps the rate of the step that it comes from, as in Algorithm 2 of Ok-Topk
-    (:func:`ok_topk_sgd`), and is an update of the parameters. The exchange is
-    :func:`sparse_collectives.allreduce.agreed` in few bits: at the default density, for up
-    to 34 workers, no more words than :func:`ok_topk` needs for 1 %.
+    (:func:`ok_topk_sgd`), and is an update of the parameters. The exchange, and the words that
+    it takes, are those of :func:`sparse_adamw`.
 
     The wait in the residuals is a momentum of its own. In place of SGD with momentum m begin
     with ``1 / (1 - m)`` times its rate, and no momentum.
 
     Args:
       learning_rate: a number or a schedule.
-      density: k / n, the share of the parameters that move at a step, in (0, 1].
-      axis: the mesh axis (or a tuple of them) of the data-parallel workers.
+      density: see :func:`sparse_adamw`, as for all that is not said here.
+      axis: the mesh axis of the workers.
       weight_decay: behind the exchange, decoupled as in ``optax.adamw``.
-      mask: where there is weight decay, as in ``optax.adamw``.
-      selector: by default ``select.topk(density=density)``.
-      exchange: by default ``allreduce.agreed(bits="few")``.
+      mask: where there is weight decay.
+      selector: the local selection.
+      exchange: of what was selected.
       correction: momentum before the accumulation, from :func:`momentum_correction`.
-      residual: dtype, decay and step-ahead, by default float32 and ``step_ahead="auto"``.
-      nonfinite: see :func:`sparse_allreduce`.
+      residual: how it is kept.
+      nonfinite: what to do with what is not finite.
       dense_steps: how many steps to begin with are dense.
       dense_leaves: which leaves are exchanged densely.
 
     Returns:
-      An ``optax.GradientTransformation`` whose updates are ready for
-      ``optax.apply_updates``. Its state is a :class:`SparseAllreduceState`. What waits at the end
-      of a training is applied by :func:`flush`; with a rate that falls to 0 it is little.
+      An ``optax.GradientTransformation``, as :func:`sparse_adamw` returns it.
 
     Raises:
       ValueError: an argument out of its range; at ``update``, weight decay without ``params``.
@@ -76,15 +72,18 @@ def sparse_sgd(
       >>> [round(float(x), 3) for x in params["w"]]
       [1.0, -1.8]
     """
-    sparse = sparse_allreduce(
-        select.topk(density=extend.check_density(density)) if selector is None else selector,
-        allreduce.agreed(bits="few") if exchange is None else exchange,
+    return _parts.whole(
+        _parts.in_front(learning_rate, 1.0, axis),
+        learning_rate,
+        density,
         axis=axis,
-        nonfinite=nonfinite,
-        local=_parts.in_front(learning_rate, 1.0, axis),
+        weight_decay=weight_decay,
+        mask=mask,
+        selector=selector,
+        exchange=exchange,
         correction=correction,
-        residual=_parts.kept(residual),
+        residual=residual,
+        nonfinite=nonfinite,
         dense_steps=dense_steps,
         dense_leaves=dense_leaves,
     )
-    return _parts.decayed(sparse, learning_rate, weight_decay, mask)

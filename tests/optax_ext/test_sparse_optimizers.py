@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sparse_collectives as sc
+from optax_ext._step import _residual
 
 WORKERS, SIZE, STEPS = 4, 120, 8
 EXACT = sc.allreduce.agreed()
@@ -99,6 +100,31 @@ def test_sparse_sgd_of_all_entries_is_sgd():
         w = w - 0.1 * (w - target.mean(axis=0))
         np.testing.assert_allclose(flat(params), w, rtol=1e-4, atol=1e-5)
         assert (np.asarray(optax_ext.get_state(state).residual) == 0).all()
+
+
+@pytest.mark.parametrize(("workers", "gain"), [(2, 1.0), (16, 2.0)])
+def test_the_gain_makes_up_for_the_noise_of_many_workers(workers, gain):
+    tx = optax_ext.sparse_adamw(0.1, density=1.0, axis="w", exchange=EXACT, weight_decay=0.0)
+
+    def step(gradient):
+        return tx.update(gradient, tx.init(gradient), gradient)[0]
+
+    updates = sc.simulate(step, axis="w", axis_size=workers)(jnp.full((workers, 5), 3.0))
+    np.testing.assert_allclose(updates, -0.1 * gain, rtol=1e-4)
+
+
+def test_more_workers_look_ahead_by_a_tenth_at_least():
+    shares = [_residual.coefficient("auto", workers) for workers in (1, 4, 10, 16, 100)]
+    assert shares == [1.0, 0.25, 0.1, 0.1, 0.1]
+    assert _residual.coefficient(0.3, 100) == 0.3
+
+
+def test_a_selector_of_a_larger_density_is_an_error():
+    for make in (optax_ext.sparse_adamw, optax_ext.sparse_sgd):
+        with pytest.raises(ValueError, match="the selector has density=0.2, and density=0.05"):
+            make(0.1, axis="w", selector=sc.select.topk(density=0.2))
+        with pytest.raises(ValueError, match="density"):
+            make(0.1, 2.0, axis="w", selector=sc.select.topk(density=0.2))
 
 
 def where_ahead(tx, params, state, on):
