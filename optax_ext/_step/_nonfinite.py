@@ -139,13 +139,12 @@ def _without(part: Part, bad: jax.Array) -> Part:
 
 def _all_finite(parts: list[Part], axis: AxisName) -> jax.Array:
     """Whether every accumulator of every worker is finite; equal on all."""
-    local = jnp.zeros(())
+    finite = jnp.ones((), jnp.bool_)
     for part in parts:
-        # x - x is 0 where x is finite and NaN elsewhere: one reduction of one read,
-        # several times faster on CPU than reducing isfinite.
-        acc = part.accumulated
-        local += jnp.sum(acc - acc)
-    return transport.psum((local != 0).astype(jnp.int32), axis) == 0
+        # On CPU what is reduced is written first: a byte for each entry is a quarter of
+        # what a sum that is NaN where one of them is would take.
+        finite &= jnp.all(jnp.isfinite(part.accumulated))
+    return transport.psum((~finite).astype(jnp.int32), axis) == 0
 
 
 def _nothing(step: jax.Array) -> None:

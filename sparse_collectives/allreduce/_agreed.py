@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from sparse_collectives import _validation, _volumes, transport
 from sparse_collectives._spec import Spec
@@ -121,7 +122,8 @@ def agreed(*, density: float | None = None, bits: int | str = 32) -> SparseAllre
             gathered = transport.all_gather(_encoded(mine, plan), axis)
         local, step = _decoded(gathered, plan)
         part = (jnp.arange(workers, dtype=jnp.int32) + state.count) % workers
-        indices = plan.parts.place(local, part[:, None]).reshape(-1)
+        # Used several times, in ways that would each compute them anew.
+        indices = lax.optimization_barrier(plan.parts.place(local, part[:, None]).reshape(-1))
         with jax.named_scope("agreed/values"):
             result = _sum_at.sum_at(indices, acc, coo, axis, step, plan.bits)
         sent = mine.count()

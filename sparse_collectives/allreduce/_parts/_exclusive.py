@@ -61,7 +61,9 @@ class Parts(NamedTuple):
         Ascending where the places are.
         """
         whole = self.rounds * self.block
-        dealt = (local // self.block * self.workers + part) * self.block + local % self.block
+        # Truncated, not floored: nothing is negative but what is outside.
+        number, within = _divided(local, self.block)
+        dealt = (number * self.workers + part) * self.block + within
         behind = self._dealt + part * self.rest + (local - whole)
         index = jnp.where(local < whole, dealt, behind)
         inside = (local >= 0) & (local < self.width) & (index < self.size)
@@ -69,13 +71,20 @@ class Parts(NamedTuple):
 
     def local(self, indices: jax.Array, part: jax.Array) -> jax.Array:
         """The places of ``indices i32[...]`` in a part, ``width`` for those of other parts."""
-        number = indices // self.block
+        number, within = _divided(indices, self.block)
+        turn, owner = _divided(number, self.workers)
         dealt = indices < self._dealt
-        place = number // self.workers * self.block + indices % self.block
-        behind = indices - self._dealt
-        owner = jnp.where(dealt, number % self.workers, behind // max(1, self.rest))
-        place = jnp.where(dealt, place, self.rounds * self.block + behind % max(1, self.rest))
+        last, behind = _divided(indices - self._dealt, max(1, self.rest))
+        owner = jnp.where(dealt, owner, last)
+        place = jnp.where(dealt, turn, self.rounds) * self.block
+        place = place + jnp.where(dealt, within, behind)
         return jnp.where((indices < self.size) & (owner == part), place, self.width)
+
+
+def _divided(x: jax.Array, by: int) -> tuple[jax.Array, jax.Array]:
+    """Quotient and remainder, of what is not negative."""
+    divisor = jnp.full_like(x, by)
+    return lax.div(x, divisor), lax.rem(x, divisor)
 
 
 def make_parts(size: int, workers: int) -> Parts:

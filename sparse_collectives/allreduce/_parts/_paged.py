@@ -44,7 +44,9 @@ def decode(message: jax.Array, slots: int, width: int) -> jax.Array:
     ends = jnp.cumsum(_packing.unpack(message[:count_words], _COUNT_BITS))
     within = _packing.unpack(message[count_words:], low)[:slots]
     slot = jnp.arange(slots, dtype=jnp.int32)
-    page = jnp.searchsorted(ends, slot, side="right").astype(jnp.int32)
+    # Each page that ends at a slot moves it, and all behind it, one page on.
+    marks = jnp.zeros((slots,), jnp.int32).at[ends].add(1, mode="drop")
+    page = jnp.cumsum(marks, dtype=jnp.int32)
     return jnp.where(slot < ends[-1], (page << low) | within, width)
 
 
