@@ -10,6 +10,7 @@ import sparse_collectives as sc
 
 from ..training._recorded_training import MOMENTUM, schedule
 from ..training._simulated_training import AXIS, Variant, exact_top_k
+from ._tasks import ADAMW, KINDS
 
 DENSE = "dense"
 # What the sparse ones are measured by: the words of ``ok_topk`` at 1 %.
@@ -22,10 +23,10 @@ def contestants(task: str, share: float = 1.0) -> dict[str, Contestant]:
     """By name, the dense one first.
 
     Args:
-      task: ``"text"``, with AdamW; or ``"images"``, with SGD and momentum.
+      task: a key of KINDS, which says with which optimizer.
       share: every density is multiplied by it.
     """
-    return {**(_text(share) if task == "text" else _images(share))}
+    return _with_adamw(share) if KINDS[task].optimizer == ADAMW else _with_sgd(share)
 
 
 def whole(make: Callable[..., Any], density: float, **options: Any) -> Contestant:
@@ -68,7 +69,7 @@ def _sgd(rate: optax.Schedule) -> optax.GradientTransformation:
     return optax.sgd(rate, momentum=MOMENTUM)
 
 
-def _text(share: float) -> dict[str, Contestant]:
+def _with_adamw(share: float) -> dict[str, Contestant]:
     adamw, k = optax_ext.sparse_adamw, share * DENSITY
     ok_topk = sc.allreduce.ok_topk(density=k)
     return {
@@ -82,7 +83,7 @@ def _text(share: float) -> dict[str, Contestant]:
     }
 
 
-def _images(share: float) -> dict[str, Contestant]:
+def _with_sgd(share: float) -> dict[str, Contestant]:
     sgd, k = optax_ext.sparse_sgd, share * DENSITY
     return {
         DENSE: dense(_sgd),

@@ -1,5 +1,10 @@
 """Images to classify and text to continue, as tasks of _simulated_training."""
 
+import collections
+import re
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +12,7 @@ import numpy as np
 from examples._data import Dataset
 
 from .._common.options import InputError
+from . import _text_models
 from ._simulated_training import Task
 from ._small_models import CONTEXT, WIDTH, Network, loss_of, transformer
 
@@ -46,8 +52,34 @@ def image_task(data: Dataset, network: Network) -> Task:
     )
 
 
-def text_task(text: str, *, windows: int = 256, width: int = WIDTH) -> Task:
+def text_task(
+    text: str,
+    *,
+    windows: int = 256,
+    width: int = WIDTH,
+    network: Callable[[int, int], Network] = transformer,
+) -> Task:
     """The loss on the last tenth of the text, in nats for a character.
+
+    Args:
+      text: to learn.
+      windows: of the held-out part, evenly spread, which are measured.
+      width: of the network.
+      network: ``network(vocabulary, width)``.
+
+    Raises:
+      InputError: the text is too short.
+    """
+    alphabet, code = np.unique(np.array(list(text)), return_inverse=True)
+    made = network(len(alphabet), width)
+    return _sequence_task("characters", code, CONTEXT, made.init, loss_of(made), windows)
+
+
+def word_task(text: str, *, windows: int = 1024, width: int = _text_models.WIDTH) -> Task:
+    """The loss on the last tenth of the text, in nats for a word.
+
+    Capitals are no difference, a punctuation mark is a word, and so is each word that is not among
+    the most frequent ones.
 
     Args:
       text: to learn.
@@ -57,33 +89,47 @@ def text_task(text: str, *, windows: int = 256, width: int = WIDTH) -> Task:
     Raises:
       InputError: the text is too short.
     """
-    alphabet, code = np.unique(np.array(list(text)), return_inverse=True)
+    found = re.findall(r"\w+(?:'\w+)*|[^\w\s]", text.lower())
+    common = collections.Counter(found).most_common(_text_models.VOCABULARY - 1)
+    number = {word: i for i, (word, _) in enumerate(common)}
+    code = np.array([number.get(word, len(common)) for word in found])
+    made = _text_models.words(width)
+    return _sequence_task("words", code, _text_models.WORDS, made.init, made.loss, windows)
+
+
+def _sequence_task(
+    what: str,
+    code: np.ndarray,
+    context: int,
+    init: Callable[[int], Any],
+    loss: Callable[[Any, Any], jax.Array],
+    windows: int,
+) -> Task:
+    """The next of each of ``context`` numbers, from windows that begin anywhere."""
     cut = len(code) * 9 // 10
-    if len(code) - cut < 2 * CONTEXT:
-        raise InputError(f"the text has {len(code)} characters, at least {20 * CONTEXT} are needed")
-    network = transformer(len(alphabet), width)
-    loss = loss_of(network)
+    if len(code) - cut < 2 * context:
+        raise InputError(f"the text has {len(code)} {what}, at least {20 * context} are needed")
 
     def windows_at(part, starts):
-        found = part[starts[..., None] + np.arange(CONTEXT + 1)]
+        found = part[starts[..., None] + np.arange(context + 1)]
         return found[..., :-1], found[..., 1:]
 
     code = code.astype(np.int32)
-    starts = np.linspace(0, len(code) - cut - CONTEXT - 1, windows, dtype=np.int32)
+    starts = np.linspace(0, len(code) - cut - context - 1, windows, dtype=np.int32)
     held_out = windows_at(code[cut:], starts)
     part = min(64, windows)
 
     @jax.jit
     def measured(params):
-        parts = [jnp.asarray(x.reshape(-1, part, CONTEXT)) for x in held_out]
+        parts = [jnp.asarray(x.reshape(-1, part, context)) for x in held_out]
         return jax.lax.map(lambda batch: loss(params, batch), tuple(parts)).mean()
 
     return Task(
         "text",
-        network.init,
+        init,
         loss,
         lambda chosen: windows_at(code[:cut], chosen),
-        cut - CONTEXT,
+        cut - context,
         lambda params: float(measured(params)),
         once=False,
     )

@@ -1,0 +1,69 @@
+"""What can be learned: the model, its data, and what is usual for them."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from ..training import _small_models, _text_models
+from ..training._data import read_images, read_text
+from ..training._simulated_training import Task
+from ..training._small_tasks import image_task, text_task, word_task
+
+ADAMW, SGD = "AdamW", "SGD"
+
+
+class Kind(NamedTuple):
+    """What is usual for a task.
+
+    Attributes:
+      model: of what, in words.
+      optimizer: ADAMW; or SGD, with momentum.
+      rates: peaks of the rate, to choose from.
+      batch: of all workers.
+      width: of the model; None where it has none to choose.
+      large: whether a large value is a good one: an accuracy, and not a loss.
+    """
+
+    model: str
+    optimizer: str
+    rates: tuple[float, ...]
+    batch: int
+    width: int | None
+    large: bool
+
+
+KINDS = {
+    "text": Kind(
+        "a transformer on characters", ADAMW, (0.01, 0.02, 0.03), 32, _small_models.WIDTH, False
+    ),
+    "lstm": Kind(
+        "an LSTM on characters", ADAMW, (0.005, 0.01, 0.02, 0.04), 32, _text_models.CELLS, False
+    ),
+    "words": Kind(
+        "embeddings of words, with sparse gradients",
+        ADAMW,
+        (0.005, 0.01, 0.02),
+        32,
+        _text_models.WIDTH,
+        False,
+    ),
+    "images": Kind("a convolutional network", SGD, (0.02, 0.05, 0.1, 0.2, 0.5), 128, None, True),
+    "images-adamw": Kind("the same network", ADAMW, (0.001, 0.002, 0.004, 0.008), 128, None, True),
+}
+
+
+def make(name: str, width: int | None, text: Path | None, images: Path | None) -> Task:
+    """The task, from the data of the user or what is there without.
+
+    Raises:
+      InputError: the data can't be read, or are too few.
+    """
+    if name.startswith("images"):
+        data = read_images(images)
+        network = _small_models.convolutional(data.train_images.shape[1:], data.classes)
+        return image_task(data, network)._replace(name=name)
+    if name == "words":
+        made = word_task(read_text(text), width=width)
+    else:
+        network = _text_models.lstm if name == "lstm" else _small_models.transformer
+        made = text_task(read_text(text), width=width, network=network)
+    return made._replace(name=name)
