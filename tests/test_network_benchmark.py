@@ -171,7 +171,7 @@ def test_without_root_it_says_so_in_one_line(capsys, monkeypatch):
     monkeypatch.setattr(hosts.shutil, "which", lambda tool: tool)
     monkeypatch.setattr(hosts.os, "geteuid", lambda: 1000)
     # The handlers of the test's own process are left as they are.
-    monkeypatch.setattr(run.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit) as end:
         run.main(["--quick"])
     assert end.value.code == 2

@@ -4,8 +4,11 @@ import argparse
 import functools
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+
+from . import namespaces
 
 
 class InputError(ValueError):
@@ -74,12 +77,29 @@ def positive(text: str) -> float:
     return float(text)
 
 
+def link(text: str) -> str:
+    """The type of the rate of a link, such as 100mbit."""
+    try:
+        namespaces.rate(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def output(text: str) -> Path:
     """The type of a file to write: hours of work must not end with one that can't be written."""
     path = Path(text)
     if path.is_dir() or not os.access(path.resolve().parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"cannot write {path}")
     return path
+
+
+def say(text: str) -> None:
+    """Says on standard error what a run is at: on a terminal in one line, else with the time."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="\r", file=sys.stderr, flush=True)
+    else:
+        print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def progress(text: str, *, last: bool = False) -> None:

@@ -222,6 +222,19 @@ def coordinator() -> Iterator[tuple[str, dict[str, str]]]:
         yield address, {"JAX_COORDINATOR_BIND_ADDRESS": address}
 
 
+def interrupt_when_told() -> None:
+    """A plain ``kill`` of this process is a KeyboardInterrupt, as Ctrl-C is: it cleans up."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _interrupt)
+
+
+def _interrupt(*_) -> None:
+    # A second one must not interrupt the cleaning up.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
 def die_with_parent() -> None:
     """Ends this process when its parent ends, whatever becomes of that; on Linux."""
     if sys.platform == "linux":

@@ -1,24 +1,27 @@
 """Runs in a file of JSON lines, so that an experiment that was cut short goes on."""
 
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from .._common.options import InputError
 
-# What tells one run from another.
-KEY = ("task", "width", "contestant", "share", "workers", "batch", "steps", "rate", "seed")
-NEEDED = (*KEY, "value", "words", "curve")
-
 
 class Store:
-    """The runs of a file; with no path they are kept until the program ends."""
+    """The runs of a file; with no path they are kept until the program ends.
 
-    def __init__(self, path: Path | None):
+    A run has what tells it from others, among that its ``rate`` and ``seed``, and the ``value``
+    with which it ended.
+    """
+
+    def __init__(self, path: Path | None, needed: Sequence[str]):
+        """The runs that are there, in each of which all that is ``needed`` has to be."""
         self._path = path
         self.runs: list[dict[str, Any]] = []
         if path is not None and path.exists():
-            self.runs, whole = _read(path)
+            self.runs, whole = _read(path, needed)
             if not whole:
                 path.write_text("".join(json.dumps(run) + "\n" for run in self.runs))
 
@@ -28,6 +31,18 @@ class Store:
             run for run in self.runs if all(run[name] == value for name, value in wanted.items())
         ]
 
+    def best_rate(self, large: bool, **case: Any) -> float | None:
+        """The rate whose run from seed 0 ended best; None without runs.
+
+        Args:
+          large: whether a large value is a good one.
+          **case: the runs in question.
+        """
+        ended = [run for run in self.find(seed=0, **case) if math.isfinite(run["value"])]
+        if not ended:
+            return None
+        return min(ended, key=lambda run: -run["value"] if large else run["value"])["rate"]
+
     def add(self, run: dict[str, Any]) -> None:
         """Keeps a run, at once."""
         self.runs.append(run)
@@ -36,7 +51,7 @@ class Store:
                 file.write(json.dumps(run) + "\n")
 
 
-def _read(path: Path) -> tuple[list[dict[str, Any]], bool]:
+def _read(path: Path, needed: Sequence[str]) -> tuple[list[dict[str, Any]], bool]:
     """The runs, and whether the last line is whole: the program may have been ended in it."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -50,7 +65,7 @@ def _read(path: Path) -> tuple[list[dict[str, Any]], bool]:
             if number == len(lines):
                 return runs, False
             raise InputError(f"{path}, line {number} is no JSON: {error}") from error
-        missing = [name for name in NEEDED if not isinstance(run, dict) or name not in run]
+        missing = [name for name in needed if not isinstance(run, dict) or name not in run]
         if missing:
             raise InputError(f"{path}, line {number} is no run of this program: no {missing[0]!r}")
         runs.append(run)

@@ -13,7 +13,6 @@ Words are those that a worker receives in a step, as multiples of k (P-1)/P for 
 """
 
 import argparse
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,15 +30,9 @@ from ._neighbours import neighbour, option
 from ._store import Store
 from ._tasks import KINDS
 
-
-def best(store: Store, task: str, **case: Any) -> float | None:
-    """The rate whose run from seed 0 ended best; None without runs."""
-    ended = store.find(task=task, seed=0, **case)
-    ended = [run for run in ended if math.isfinite(run["value"])]
-    if not ended:
-        return None
-    sign = -1 if KINDS[task].large else 1
-    return min(ended, key=lambda run: sign * run["value"])["rate"]
+# What a run has: what tells it from others, and what it came to.
+KEY = ("task", "width", "contestant", "share", "workers", "batch", "steps", "rate", "seed")
+NEEDED = (*KEY, "value", "words", "curve")
 
 
 def chosen(args: argparse.Namespace) -> dict[str, Contestant]:
@@ -75,7 +68,7 @@ def run_all(task: Task, store: Store, args: argparse.Namespace) -> None:
 
             for rate in args.rates:
                 one(rate, 0)
-            found = best(store, **case)
+            found = store.best_rate(KINDS[args.task].large, **case)
             for seed in range(1, args.seeds):
                 if found is not None:
                     one(found, seed)
@@ -101,7 +94,7 @@ def kept(store: Store, args: argparse.Namespace) -> Iterator[_plot.Line]:
     for name in dict.fromkeys([*contestants(args.task, args.share), *args.neighbours, *stored]):
         for workers in args.workers:
             case = case_of(name, workers, args)
-            rate = best(store, **case)
+            rate = store.best_rate(KINDS[args.task].large, **case)
             if rate is None or (name == DENSE and workers != case["workers"]):
                 continue
             runs = sorted(store.find(rate=rate, **case), key=lambda run: run["seed"])
@@ -207,7 +200,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Trains what is missing, and prints all of it."""
     args = parse(argv)
-    store = Store(args.runs)
+    store = Store(args.runs, NEEDED)
     if not args.show:
         run_all(_tasks.make(args.task, args.width, args.text, args.images), store, args)
     show(store, args)

@@ -3,7 +3,7 @@
 import math
 from typing import Any, NamedTuple
 
-from . import _protocol
+from . import _gloo, _protocol
 
 # So many gradients are enough where each takes memory of its own.
 _COPIED = 4
@@ -22,9 +22,7 @@ class Worker:
 
     def __init__(self, config: dict[str, Any]):
         import jax
-        import jax.numpy as jnp
-        from jax.sharding import AxisType, NamedSharding
-        from jax.sharding import PartitionSpec as P
+        from jax.sharding import AxisType
 
         from ._methods import AXIS
         from ._problem import gradients
@@ -36,26 +34,13 @@ class Worker:
         workers = config["workers"]
         self._everyone = jax.make_mesh((workers,), (AXIS,), axis_types=auto)
         self._alone = jax.make_mesh((1,), (AXIS,), axis_types=auto, devices=jax.local_devices())
-        spec = NamedSharding(self._everyone, P(AXIS))
-        self._token = jax.make_array_from_process_local_data(spec, jnp.ones((1,)))
-        self._sum = jax.jit(
-            jax.shard_map(
-                lambda x: jax.lax.psum(x, AXIS),
-                mesh=self._everyone,
-                in_specs=P(AXIS),
-                out_specs=P(),
-            )
-        )
+        self.barrier = _gloo.barrier(self._everyone)
         self._parameters = self._data = None
         self._mesh = None
         self._steps: dict[str, Step] = {}
         self._turn = 0
         self._use(self._everyone)
         self.barrier()
-
-    def barrier(self) -> None:
-        """Returns when all workers have come here."""
-        self._sum(self._token).block_until_ready()
 
     def _use(self, mesh: Any) -> None:
         """Parameters and gradients on a mesh, in place of those on another."""
@@ -172,16 +157,7 @@ class Worker:
 def main() -> None:
     """Joins the other processes and does what it is told."""
     config, answer = _protocol.start()
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        config["coordinator"],
-        num_processes=config["workers"],
-        process_id=config["host"],
-        cluster_detection_method="deactivate",
-    )
+    _gloo.join(config)
     worker = Worker(config)
     _protocol.serve(
         answer,

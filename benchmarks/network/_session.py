@@ -154,7 +154,8 @@ def _started(
         def start(program: str) -> Workers:
             own = config | {"coordinator": f"{made.addresses[0]}:{next(_ports)}"}
             options = {"threads": 1 if s.pin else 0, "seconds": s.seconds}
-            return stack.enter_context(workers(program, made, own, **options))
+            module = f"{__package__}.{program}"
+            return stack.enter_context(workers(module, made, own, **options))
 
         jax = start("_jax_worker")
         torch = None

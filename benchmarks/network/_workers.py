@@ -73,10 +73,10 @@ class Workers:
 def workers(
     program: str, hosts: Hosts, config: dict[str, Any], *, threads: int, seconds: float
 ) -> Iterator[Workers]:
-    """Runs a program of this folder on each host until the end of the `with`.
+    """Runs a program on each host until the end of the `with`.
 
     Args:
-      program: the name of a module here.
+      program: a module to run.
       hosts: the hosts.
       config: what the program gets as its first argument, with its host added.
       threads: for OpenMP; 0: as many as there are cores.
@@ -85,7 +85,7 @@ def workers(
     more = _MALLOC | {"GLOO_SOCKET_IFNAME": "eth0"}
     if threads:
         more |= {"OMP_NUM_THREADS": str(threads)}
-    module = [sys.executable, "-m", f"{__package__}.{program}"]
+    module = [sys.executable, "-m", program]
     commands = [
         [*hosts.command(host), *module, json.dumps(config | {"host": host})]
         for host in range(len(hosts.addresses))

@@ -17,14 +17,13 @@ import argparse
 import importlib.util
 import os
 import platform
-import signal
 import sys
-import time
 from pathlib import Path
 
 import jax
 
 from .._common import namespaces, options, reports
+from .._common.processes import interrupt_when_told
 from . import _report, _session
 from ._methods import BASELINE, JAX, QUICK, TORCH
 from ._problem import SHAPES
@@ -39,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     made = options.parser_of(__doc__)
     add = made.add_argument
     add("--workers", type=options.several, nargs="+", default=[4], metavar="P")
-    add("--link", type=_link, nargs="+", default=["1gbit"], metavar="RATE")
+    add("--link", type=options.link, nargs="+", default=["1gbit"], metavar="RATE")
     add("--params", type=options.at_least_one, nargs="+", metavar="N", help="14.7e6")
     add("--density", type=options.share, default=0.01)
     add(
@@ -76,9 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         args.rounds, args.steps, args.warmup = 2, 2, 3
     sizes = args.params or [20_000 if args.quick else 14_700_000]
     methods = _methods(args)
-    # A plain `kill` cleans up as Ctrl-C does.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _interrupt)
+    interrupt_when_told()
     try:
         reason = namespaces.unusable()
     except KeyboardInterrupt:
@@ -103,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
             for hosts in args.workers:
                 available = _MEMORY_SHARE * _available_memory()
                 groups = _session.batches(methods, size, hosts, available, args.torch_alone)
-                rows = _session.measure(size, hosts, links, groups, settings, _say)
+                rows = _session.measure(size, hosts, links, groups, settings, options.say)
                 for name, more in rows.items():
                     found[name] += more
                 print("\n" + "\n\n".join(_report.tables(rows)), flush=True)
@@ -127,25 +124,11 @@ def _methods(args: argparse.Namespace) -> list[str]:
     if args.methods is None:
         names = list(QUICK if args.quick else JAX)
         if not has_torch:
-            _say("PyTorch is not installed: its methods are left out")
+            options.say("PyTorch is not installed: its methods are left out")
         return names + (list(TORCH) if has_torch else [])
     if not has_torch and any(name in TORCH for name in args.methods):
         parser().error("--methods: PyTorch is not installed (pip install torch)")
     return list(dict.fromkeys([BASELINE, *args.methods]))
-
-
-def _interrupt(*_) -> None:
-    # A second one must not interrupt the cleaning up.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt
-
-
-def _say(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="\r", file=sys.stderr, flush=True)
-    else:
-        print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def _available_memory() -> float:
@@ -162,14 +145,6 @@ def _machine() -> dict:
         "tcp_congestion_control": congestion.read_text().strip(),
         "jax": jax.__version__,
     }
-
-
-def _link(text: str) -> str:
-    try:
-        namespaces.rate(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
 
 
 if __name__ == "__main__":
