@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 
 from sparse_collectives import _validation, _volumes, transport, wire
-from sparse_collectives._coo import _bits, compaction, kth_magnitude
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
 from sparse_collectives.allreduce._parts import (
     _broadcast,
+    _largest,
     _merge,
     _messages,
     _range,
@@ -78,7 +78,7 @@ def gtopk(*, density: float, codec: Codec | None = None) -> SparseAllreduce:
         words, useful = 0.0, jnp.zeros((), jnp.float32)
         overflow = jnp.zeros((), jnp.int32)
 
-        own, kept = _keep_largest(coo, k)
+        own, kept = _largest.keep_largest(coo, k)
         for level in range(levels):
             distance = 1 << level
             pairs = [(w, w - distance) for w in range(distance, workers, 2 * distance)]
@@ -99,7 +99,7 @@ def gtopk(*, density: float, codec: Codec | None = None) -> SparseAllreduce:
                 overflow += jnp.where(sends, _messages.unsent_count(own, encoded), 0)
             # A sender is done: it goes on with nothing, and drops nothing.
             merged = _sum(_merge.only_where(~sends, own), received)
-            own, dropped = _keep_largest(merged, k)
+            own, dropped = _largest.keep_largest(merged, k)
             kept += dropped
 
         if workers == 1:
@@ -117,13 +117,10 @@ def gtopk(*, density: float, codec: Codec | None = None) -> SparseAllreduce:
                 kept.append(_merge.only_where(me == 0, _messages.kept_by_sender(own, encoded)))
                 overflow += jnp.where(me == 0, _messages.unsent_count(own, encoded), 0)
 
-        magnitude = _bits.magnitude_bits(total.values)
-        smallest = jnp.min(jnp.where(total.indices < coo.size, magnitude, jnp.iinfo(jnp.int32).max))
-        delivered = total.count()
         info = ReduceInfo(
-            delivered=delivered,
+            delivered=total.count(),
             overflow=overflow,
-            threshold=_bits.magnitude_from_bits(jnp.where(delivered > 0, smallest, 0)),
+            threshold=_largest.smallest_magnitude(total),
             words=jnp.float32(words),
             useful=useful,
         )
@@ -131,25 +128,6 @@ def gtopk(*, density: float, codec: Codec | None = None) -> SparseAllreduce:
         return total, undelivered, StepState(state.count + 1), info
 
     return SparseAllreduce(_step.init, reduce, spec=Spec.of("gtopk", density=density, codec=codec))
-
-
-def _keep_largest(coo: PaddedCOO, k: int) -> tuple[PaddedCOO, list[PaddedCOO]]:
-    """The k entries of ``coo[c]`` of largest magnitude, and the others.
-
-    Both in the order of ``coo``; of equals the first are kept. The others are no
-    buffer at all where all fit. Zeros are in neither.
-    """
-    if coo.capacity <= k:
-        return coo, []
-    bits = jnp.where(coo.indices < coo.size, _bits.magnitude_bits(coo.values), 0)
-    threshold = kth_magnitude.kth_magnitude_bits(coo.values, k)
-    above = bits > threshold
-    tied = (bits == threshold) & (bits > 0)
-    rank = jnp.cumsum(tied, dtype=jnp.int32) - 1
-    kept = above | (tied & (rank < k - jnp.sum(above, dtype=jnp.int32)))
-    largest, _ = compaction.compact_mask(coo, kept, capacity=k)
-    others, _ = compaction.compact_mask(coo, (bits > 0) & ~kept, capacity=coo.capacity - k)
-    return largest, [others]
 
 
 def _sum(own: PaddedCOO, received: PaddedCOO) -> PaddedCOO:

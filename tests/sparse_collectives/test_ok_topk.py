@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives.allreduce._parts import _merge
+from sparse_collectives.allreduce._parts import _hashed, _merge
 from sparse_collectives.allreduce.ok_topk import (
     _global_selection,
-    _hashed,
     _plan,
     _regions,
     _split_reduce,

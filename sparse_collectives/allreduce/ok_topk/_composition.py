@@ -10,17 +10,15 @@ from sparse_collectives import _hash, _validation, transport, wire
 from sparse_collectives._coo import _bits, compaction
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce._parts import _messages, _range, _step
+from sparse_collectives.allreduce._parts import _hashed, _messages, _range, _step, _undelivered
 from sparse_collectives.allreduce._parts._merge import split
 from sparse_collectives.allreduce.ok_topk import (
     _balance,
     _gather,
     _global_selection,
-    _hashed,
     _plan,
     _regions,
     _split_reduce,
-    _undelivered,
 )
 from sparse_collectives.padded_coo import PaddedCOO
 
@@ -247,7 +245,7 @@ def ok_topk(
             held = [_hashed.to_indices(entries, workers, state.count) for entries in held]
         total, mine, spread = held
         later = [(mine, balanced.error), (spread, gathered.error)]
-        undelivered = _undelivered.undelivered(coo, reduced.sent, reduced.error, later, total)
+        undelivered = _undelivered.by_total(coo, reduced.sent, reduced.error, later, total)
 
         threshold = _bits.magnitude_from_bits(threshold_bits)
         new_state = OkTopkState(

@@ -75,9 +75,21 @@ def to_indices(coo: PaddedCOO, workers: int, step: jax.Array) -> PaddedCOO:
     beyond = jnp.maximum(position - wide, 0)
     owner = jnp.where(position < wide, position // (rows + 1), rest + beyond // max(rows, 1))
     row = position - (owner * rows + jnp.minimum(owner, rest))
-    column = (owner - _turn(row, coo.size, workers, step)) % workers
-    indices = jnp.where(position < coo.size, row * workers + column, coo.size)
-    return PaddedCOO(coo.values, indices, coo.size)
+    indices = _index(row, owner, coo.size, workers, step)
+    return PaddedCOO(coo.values, jnp.where(position < coo.size, indices, coo.size), coo.size)
+
+
+def from_rows(
+    rows: PaddedCOO, size: int, workers: int, owner: jax.Array, step: jax.Array
+) -> PaddedCOO:
+    """The entries of ``owner i32[...]``, broadcast to the slots, at their indices."""
+    indices = _index(rows.indices, owner, size, workers, step)
+    return PaddedCOO(rows.values, jnp.where(rows.indices < rows.size, indices, size), size)
+
+
+def _index(row: jax.Array, owner: jax.Array, size: int, workers: int, step: jax.Array) -> jax.Array:
+    """The index that an owner has of a row, ``i32[...]``."""
+    return row * workers + (owner - _turn(row, size, workers, step)) % workers
 
 
 def _turn(row: jax.Array, size: int, workers: int, step: jax.Array) -> jax.Array:
