@@ -41,6 +41,7 @@ ALGORITHMS = {
     ),
     "ring_sparse": (lambda density: sc.allreduce.ring_sparse(), None, 100),
     "gtopk": (lambda density: sc.allreduce.gtopk(density=density), "gtopk", 1024),
+    "spardl": (lambda density: sc.allreduce.spardl(density=density), "spardl", 1024),
     "ok_topk": (lambda density: sc.allreduce.ok_topk(density=density), "ok_topk", 1024),
 }
 

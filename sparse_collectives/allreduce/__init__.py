@@ -15,6 +15,7 @@ from sparse_collectives.allreduce._hierarchical import hierarchical as hierarchi
 from sparse_collectives.allreduce._leader import leader as leader
 from sparse_collectives.allreduce._parts._step import StepState as StepState
 from sparse_collectives.allreduce._ring_sparse import ring_sparse as ring_sparse
+from sparse_collectives.allreduce._spardl import spardl as spardl
 from sparse_collectives.allreduce._sparse_allgather import sparse_allgather as sparse_allgather
 from sparse_collectives.allreduce._ssar_recursive_double import (
     ssar_recursive_double as ssar_recursive_double,
@@ -43,6 +44,7 @@ __all__ = [
     "leader",
     "ok_topk",
     "ring_sparse",
+    "spardl",
     "sparse_allgather",
     "ssar_recursive_double",
     "ssar_split_allgather",

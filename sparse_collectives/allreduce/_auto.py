@@ -12,6 +12,7 @@ from sparse_collectives.allreduce._dense_bucketed import dense_bucketed
 from sparse_collectives.allreduce._dsar_split_allgather import dsar_split_allgather
 from sparse_collectives.allreduce._gtopk import gtopk
 from sparse_collectives.allreduce._ring_sparse import ring_sparse
+from sparse_collectives.allreduce._spardl import spardl
 from sparse_collectives.allreduce._ssar_recursive_double import ssar_recursive_double
 from sparse_collectives.allreduce._ssar_split_allgather import ssar_split_allgather
 from sparse_collectives.allreduce._topk_a import topk_a
@@ -62,9 +63,9 @@ def auto(
     wins, a dense optimizer without selection is faster still (:func:`explain_auto`
     says so).
 
-    Algorithms differ in what they deliver: ``gtopk`` and ``ok_topk`` the global
-    top-k, the others all that was selected. Pass ``candidates`` to choose among
-    one kind.
+    Algorithms differ in what they deliver: ``ok_topk`` the global top-k, ``spardl`` and
+    ``gtopk`` nearly, the others all that was selected. Pass ``candidates`` to choose
+    among one kind.
 
     Args:
       density: k / n of the selection and of the result, in (0, 1].
@@ -224,5 +225,6 @@ _FACTORIES: dict[str, Callable[[_Arguments], SparseAllreduce]] = {
     "dsar_split_allgather": lambda given: dsar_split_allgather(codec=given.codec),
     "ring_sparse": lambda given: ring_sparse(codec=given.codec),
     "gtopk": lambda given: gtopk(density=given.density, codec=given.codec),
+    "spardl": lambda given: spardl(density=given.density, codec=given.codec),
     "ok_topk": lambda given: ok_topk(density=given.density, codec=given.codec),
 }

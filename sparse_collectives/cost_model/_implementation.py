@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 
 from sparse_collectives import _volumes
-from sparse_collectives.allreduce._parts import _slots
+from sparse_collectives.allreduce._parts import _halving, _slots
 from sparse_collectives.allreduce.ok_topk import _plan
 from sparse_collectives.cost_model._codecs import MessageSizes, codec_sizes
 from sparse_collectives.cost_model._fill_in import expected_union
@@ -179,6 +179,19 @@ def gtopk(w: Workload, codec: MessageSizes) -> Estimate:
     words = sum(span * block * targets[span] for span in spans) / workers
     down = Cost(rounds, words, sum(spans) * block)
     return certain(up + down + _all_gather(block, workers))
+
+
+def spardl(w: Workload, codec: MessageSizes) -> Estimate:
+    """Log P messages with P - 1 blocks in all, then an allgather of one of each worker."""
+    if w.workers == 1:
+        return certain(Cost())
+    plan = _halving.make_plan(w.size, w.selected, w.workers, w.selected)
+    reduced = Cost()
+    for step in plan.rounds:
+        words = step.blocks * codec.pairs(step.slots, plan.width)
+        reduced += _even(1, words, step.blocks * step.slots)
+    gathered = _all_gather(codec.pairs(plan.slots, plan.width), w.workers, plan.slots)
+    return certain(reduced + gathered)
 
 
 def _cost_of(exchange: _plan.Exchange, workers: int) -> Cost:

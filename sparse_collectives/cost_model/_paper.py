@@ -2,9 +2,9 @@
 
 Table 1 and section 3 of Ok-Topk (Li and Hoefler, PPoPP 2022,
 https://arxiv.org/abs/2201.07598), section 5.3 of SparCML (Renggli et al., SC 2019,
-https://arxiv.org/abs/1802.08021), and equations 7, 9 and 10 of Shi et al.
-(MLSys 2021, https://arxiv.org/abs/2010.10458). log P is taken as ceil(log2 P), so
-that every P >= 1 has a cost.
+https://arxiv.org/abs/1802.08021), SparDL (https://arxiv.org/abs/2304.00737), and
+equations 7, 9 and 10 of Shi et al. (MLSys 2021, https://arxiv.org/abs/2010.10458). log P
+is taken as ceil(log2 P), so that every P >= 1 has a cost.
 """
 
 from collections.abc import Callable
@@ -55,6 +55,12 @@ def ok_topk(w: Workload) -> Estimate:
     share = (w.workers - 1) / w.workers
     messages = 2 * w.workers + 2 * log2_rounds(w.workers) if w.workers > 1 else 0
     return _bounds(messages, 2 * w.selected * share, 6 * w.selected * share)
+
+
+def spardl(w: Workload) -> Estimate:
+    """4k (P-1)/P words, 2 log P messages: one team of workers (arXiv 2304.00737)."""
+    words = 4 * w.selected * (w.workers - 1) / w.workers
+    return _bounds(2 * log2_rounds(w.workers), words, words)
 
 
 def ssar_recursive_double(w: Workload) -> Estimate:
@@ -125,6 +131,7 @@ PAPER: dict[str, Callable[[Workload], Estimate]] = {
     "topk_dsa": topk_dsa,
     "gtopk": gtopk,
     "ok_topk": ok_topk,
+    "spardl": spardl,
     "ssar_recursive_double": ssar_recursive_double,
     "ssar_split_allgather": ssar_split_allgather,
     "dsar_split_allgather": dsar_split_allgather,
@@ -137,7 +144,7 @@ def paper_cost(name: str, workload: Workload) -> Estimate:
 
     Args:
       name: a key of ``PAPER``: dense, topk_a, gaussian_k, topk_dsa, gtopk, ok_topk,
-        ssar_recursive_double, ssar_split_allgather, dsar_split_allgather,
+        spardl, ssar_recursive_double, ssar_split_allgather, dsar_split_allgather,
         hierarchical.
       workload: n, k and P, and the workers of a node for ``hierarchical``.
 

@@ -17,9 +17,11 @@ IMPLEMENTATION: dict[str, Formula] = {
     "dsar_split_allgather": flat.dsar_split_allgather,
     "ring_sparse": flat.ring_sparse,
     "gtopk": flat.gtopk,
+    "spardl": flat.spardl,
     "ok_topk": flat.ok_topk,
     "hierarchical(topk_a)": hierarchical(flat.topk_a),
     "hierarchical(gtopk)": hierarchical(flat.gtopk),
+    "hierarchical(spardl)": hierarchical(flat.spardl),
     "hierarchical(ok_topk)": hierarchical(flat.ok_topk, agreed=flat.BALANCE_FLAGS),
 }
 

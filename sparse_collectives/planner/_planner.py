@@ -114,9 +114,11 @@ OPTIONS = (
     _flat("dsar_split_allgather", _no_arguments, "qsgd"),
     _flat("ring_sparse", _fill),
     _flat("gtopk", _density),
+    _flat("spardl", _density),
     _flat("ok_topk", _density),
     _in_nodes("topk_a", _no_arguments),
     _in_nodes("gtopk", _density),
+    _in_nodes("spardl", _density),
     _in_nodes("ok_topk", _density),
 )
 

@@ -80,6 +80,7 @@ def flat_allreduces(draw: Any, density: float) -> tuple[str, sc.SparseAllreduce]
         ),
         "topk_a": lambda: sc.allreduce.topk_a(codec=codec),
         "gtopk": lambda: sc.allreduce.gtopk(density=density, codec=codec),
+        "spardl": lambda: sc.allreduce.spardl(density=density, codec=codec),
         "ring_sparse": lambda: sc.allreduce.ring_sparse(
             slack=draw(SLACKS), fill=draw(FILLS), codec=codec
         ),
@@ -104,6 +105,7 @@ def flat_allreduces(draw: Any, density: float) -> tuple[str, sc.SparseAllreduce]
                     (
                         sc.allreduce.ok_topk(density=density, codec=codec),
                         sc.allreduce.gtopk(density=density, codec=codec),
+                        sc.allreduce.spardl(density=density, codec=codec),
                         sc.allreduce.ring_sparse(codec=codec),
                     )
                 )

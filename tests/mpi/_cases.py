@@ -43,6 +43,7 @@ CASES = {
     "topk_a": Case(lambda: _a.topk_a(), (2, 3)),
     "topk_a narrow8": Case(lambda: _a.topk_a(codec=_w.narrow8()), (3,)),
     "gtopk": Case(lambda: _a.gtopk(density=DENSITY), (3, 4)),
+    "spardl": Case(lambda: _a.spardl(density=DENSITY), (2, 3, 4)),
     "ring_sparse": Case(lambda: _a.ring_sparse(), (3,)),
     "sparse_allgather": Case(lambda: _a.sparse_allgather(), (3,)),
     "ssar_recursive_double": Case(lambda: _a.ssar_recursive_double(), (3, 4)),

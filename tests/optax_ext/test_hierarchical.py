@@ -67,6 +67,7 @@ OUTERS = {
     "agreed": sc.allreduce.agreed(),
     "topk_a": TOPK_A,
     "gtopk": sc.allreduce.gtopk(density=DENSITY),
+    "spardl": sc.allreduce.spardl(density=DENSITY),
     "ok_topk": sc.allreduce.ok_topk(density=DENSITY, slack=1.0),
 }
 

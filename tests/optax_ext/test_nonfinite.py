@@ -429,6 +429,7 @@ def test_a_narrow_leaf_that_is_dense_saturates():
 
 OVERFLOWING = {
     "gtopk": sc.allreduce.gtopk(density=0.25),
+    "spardl": sc.allreduce.spardl(density=0.25),
     "ssar_recursive_double": sc.allreduce.ssar_recursive_double(capacity=4),
     "ring_sparse": sc.allreduce.ring_sparse(slack=1.0, fill=1.0),
 }

@@ -59,11 +59,15 @@ ALLREDUCES = {
     "topk_a, lossy": (sc.allreduce.topk_a(codec=helpers.lossy_codec()), False),
     "sparse_allgather": (sc.allreduce.sparse_allgather(), False),
     "gtopk": (sc.allreduce.gtopk(density=DENSITY), False),
+    "spardl": (sc.allreduce.spardl(density=DENSITY), False),
+    "spardl, lossy": (sc.allreduce.spardl(density=DENSITY, codec=helpers.lossy_codec()), False),
     "gtopk, lossy": (sc.allreduce.gtopk(density=DENSITY, codec=helpers.lossy_codec()), False),
 }
 # Those whose workers may keep rounding errors, or sums of what others sent.
 KEEPS_OTHER_VALUES = {
-    name for name in ALLREDUCES if any(word in name for word in ("lossy", "gtopk", "bits"))
+    name
+    for name in ALLREDUCES
+    if any(word in name for word in ("lossy", "gtopk", "spardl", "bits"))
 }
 SELECTOR = sc.select.topk(density=DENSITY)
 
@@ -77,6 +81,7 @@ EVERY_NUMBER_OF_WORKERS = (
     "topk_a",
     "sparse_allgather",
     "gtopk",
+    "spardl",
     "ssar_recursive_double",
     "ssar_split_allgather",
     "dsar_split_allgather",
@@ -101,6 +106,7 @@ ENCODED = {
         codec=codec, dense_codec=codec
     ),
     "ring_sparse": lambda codec: sc.allreduce.ring_sparse(codec=codec),
+    "spardl": lambda codec: sc.allreduce.spardl(density=DENSITY, codec=codec),
 }
 WITH_CODECS = {
     f"{name}, {codec}": (make(CODECS[codec]), False)
@@ -112,11 +118,11 @@ KEEPS_OTHER_VALUES |= set(WITH_CODECS)
 
 def cases():
     """Each row with its numbers of workers; compiling them all takes minutes, so most are slow."""
-    for number, name in enumerate(ALLREDUCES | WITH_CODECS):
+    for name in ALLREDUCES | WITH_CODECS:
         for workers in helpers.WORKERS:
             if name in WITH_CODECS:
                 # One codec of each algorithm, in turn, on one number of workers.
-                quick = workers == 3 and number % 5 == 0
+                quick = workers == 3 and list(WITH_CODECS).index(name) % 5 == 1
             elif name in EVERY_NUMBER_OF_WORKERS:
                 quick = name == "ok_topk" or workers in (2, 5)
             elif workers in (3, 8):
@@ -186,6 +192,7 @@ def test_density_one_with_room_for_all_is_psum(workers):
         sc.allreduce.topk_a(),
         sc.allreduce.agreed(density=1.0),
         *([sc.allreduce.gtopk(density=1.0)] if workers in (1, 3, 8) else []),
+        *([sc.allreduce.spardl(density=1.0)] if workers in (1, 3, 8) else []),
         sc.allreduce.ok_topk(density=1.0, slack=float(workers)),
     )
     selector = sc.select.topk(density=1.0)
@@ -259,6 +266,7 @@ def test_sixteen_bit_values(name, dtype):
         "topk_a, lossy",
         "sparse_allgather",
         "gtopk",
+        "spardl",
     ],
 )
 def test_info_reports_the_words_that_the_program_moves(name):

@@ -30,6 +30,7 @@ TABLE_1 = {
     "gtopk": (6, 120, 120),
     "gaussian_k": (6, 140, 140),
     "ok_topk": (22, 17.5, 52.5),
+    "spardl": (6, 35, 35),
     # SparCML, section 5.3, pairs of 2 words: [3, 7] k; [14/8, 8] k; 875 and 875 + 2k.
     "ssar_recursive_double": (3, 60, 140),
     "ssar_split_allgather": (10, 35, 160),
@@ -167,6 +168,7 @@ LOSSY = [(1999, 100, 3)]
 VERIFIED_AT = dict.fromkeys(cost_model.IMPLEMENTATION, EXACT)
 VERIFIED_AT["ok_topk"] = [*EXACT, (4000, 1, 3), (10**5, 9000, 20)]
 VERIFIED_AT["gtopk"] = [*EXACT, (10**4, 100, 48)]
+VERIFIED_AT["spardl"] = [*EXACT, (10**4, 100, 48)]
 VERIFIED_AT["ssar_recursive_double"] = [*EXACT, (10**4, 700, 11)]
 # From few entries, where a short form does, to more than a dense one holds.
 VERIFIED_AT["dsar_split_allgather"] = [*EXACT, (10**4, 10, 8), (10**4, 3000, 7)]
@@ -190,7 +192,10 @@ def test_every_verified_algorithm_is_compared():
     assert set(VERIFIED_AT) == set(cost_model.VERIFIED) == set(cost_model.IMPLEMENTATION)
 
 
-@pytest.mark.parametrize(("name", "codec", "point"), POINTS)
+@pytest.mark.parametrize(
+    ("name", "codec", "point"),
+    [pytest.param(*each, id="-".join(map(str, (*each[:2], *each[2])))) for each in POINTS],
+)
 def test_words_are_those_of_the_traced_program(name, codec, point):
     n, k, workers = point
     if name in TWO_LEVELS:

@@ -18,6 +18,7 @@ ALLREDUCES = {
     "dsar_split_allgather": sc.allreduce.dsar_split_allgather(),
     "ring_sparse": sc.allreduce.ring_sparse(),
     "gtopk": sc.allreduce.gtopk(density=1.0),
+    "spardl": sc.allreduce.spardl(density=1.0),
     "topk_a": sc.allreduce.topk_a(),
     "sparse_allgather": sc.allreduce.sparse_allgather(),
     "dense": sc.allreduce.dense(),

@@ -14,7 +14,8 @@ from tests.sparse_collectives.test_allreduce_contract import ALLREDUCES, DENSITY
 
 K = round(DENSITY * SIZE)
 # All that these send are pairs.
-PAIRS_ONLY = ("topk_a", "sparse_allgather", "gtopk", "ssar_split_allgather", "ring_sparse")
+PAIRS_ONLY = ("topk_a", "sparse_allgather", "gtopk", "spardl", "ssar_split_allgather")
+PAIRS_ONLY += ("ring_sparse",)
 
 
 def occupancy(allreduce, acc, selector=SELECTOR):

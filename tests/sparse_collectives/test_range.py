@@ -18,6 +18,7 @@ def allreduces(codec):
         "ok_topk": sc.allreduce.ok_topk(density=DENSITY, codec=codec),
         "topk_a": sc.allreduce.topk_a(codec=codec),
         "gtopk": sc.allreduce.gtopk(density=DENSITY, codec=codec),
+        "spardl": sc.allreduce.spardl(density=DENSITY, codec=codec),
         "ssar_recursive_double": sc.allreduce.ssar_recursive_double(codec=codec),
         "ssar_recursive_double, bounded": sc.allreduce.ssar_recursive_double(
             capacity=4, codec=codec
