@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NoReturn
 
 from sparse_collectives import cost_model
-from sparse_collectives.planner import _measured_file, _plan_report, _planner, _units
+from sparse_collectives.planner import _measured_file, _plan_report, _planner, _steps, _units
 
 _PLAN_HELP = """\
 Predicts the time of a training step's exchange for each algorithm and encoding, and
@@ -73,6 +73,14 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     add("--merge-cost", metavar="T", help="local work per received pair (default: as above)")
     add("--exact", action="store_true", help="only encodings that round nothing")
+    add(
+        "--same-loss",
+        nargs="?",
+        const=_steps.ADAMW,
+        metavar="FILE",
+        help="compare times to the same loss: with the steps of sparse_adamw as they were "
+        "measured, or those of a JSON file, {algorithm: multiple of the steps of a dense run}",
+    )
     add("--all", action="store_true", help="show every encoding")
     add("--plot", metavar="FILE", help="draw the predicted step over P: a PNG")
     add("--json", metavar="FILE", help="also write all numbers here")
@@ -111,10 +119,19 @@ def _plan(args: argparse.Namespace) -> None:
     compute = _units.seconds("--compute", args.compute)
     overlap = None if args.expansion is None else _overlap(args.expansion, selected)
     codecs = [name for name, cost in cost_model.CODECS.items() if cost.exact or not args.exact]
+    names = [option.name for option in _planner.OPTIONS if not (option.rounds and args.exact)]
 
     def plan_for(count: int, local: _planner.LocalCost) -> _planner.Plan:
         workload = cost_model.Workload(size, selected, count, inner, overlap)
-        return _planner.make_plan(workload, network, local=local, compute=compute, codecs=codecs)
+        return _planner.make_plan(
+            workload,
+            network,
+            local=local,
+            compute=compute,
+            codecs=codecs,
+            names=names,
+            steps=None if args.same_loss is None else _steps.read(args.same_loss, count, density),
+        )
 
     local = _local_cost(args)
     plan = plan_for(workers, local)

@@ -149,7 +149,10 @@ def explain_auto(
 def _options(density, latency, bandwidth, candidates, codecs, merge_cost) -> tuple:
     """All arguments checked, and hashable."""
     density = _validation.check_density(density)
-    flat = tuple(option.name for option in _planner.OPTIONS if not option.two_level)
+    # A complete one has a say in the selection, which has been made by then.
+    flat = tuple(
+        option.name for option in _planner.OPTIONS if not option.two_level and not option.complete
+    )
     names = flat if candidates is None else tuple(candidates)
     for name in names:
         if name not in flat:

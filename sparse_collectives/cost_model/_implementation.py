@@ -11,7 +11,8 @@ import math
 from collections.abc import Callable
 
 from sparse_collectives import _volumes
-from sparse_collectives.allreduce._parts import _halving, _slots
+from sparse_collectives.allreduce import _agreed
+from sparse_collectives.allreduce._parts import _halving, _slots, _sum_at
 from sparse_collectives.allreduce.ok_topk import _plan
 from sparse_collectives.cost_model._codecs import MessageSizes, codec_sizes
 from sparse_collectives.cost_model._fill_in import expected_union
@@ -192,6 +193,31 @@ def spardl(w: Workload, codec: MessageSizes) -> Estimate:
         reduced += _even(1, words, step.blocks * step.slots)
     gathered = _all_gather(codec.pairs(plan.slots, plan.width), w.workers, plan.slots)
     return certain(reduced + gathered)
+
+
+def agreed(bits: int | str) -> Formula:
+    """The allgather of the parts' indices, and the sum of what all have there."""
+
+    def formula(w: Workload, codec: MessageSizes) -> Estimate:
+        del codec
+        if w.workers == 1:
+            return certain(Cost())
+        plan = _agreed.make_plan(w.size, w.selected, w.workers, w.density, bits)
+        slots = plan.slots * w.workers
+        indices = _all_gather(plan.message_words, w.workers)
+        words = _sum_at.sum_words(slots, w.workers, plan.bits)
+        return certain(indices + _even(2 * log2_rounds(w.workers), words, slots))
+
+    return formula
+
+
+def leader(w: Workload, codec: MessageSizes) -> Estimate:
+    """One worker's indices and the values of all, each a psum of k words."""
+    del codec
+    if w.workers == 1:
+        return certain(Cost())
+    each = _psum(w.selected, w.workers)
+    return certain(each + each + _even(0, 0, w.selected))
 
 
 def _cost_of(exchange: _plan.Exchange, workers: int) -> Cost:

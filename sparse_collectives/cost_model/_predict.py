@@ -19,6 +19,9 @@ IMPLEMENTATION: dict[str, Formula] = {
     "gtopk": flat.gtopk,
     "spardl": flat.spardl,
     "ok_topk": flat.ok_topk,
+    "agreed": flat.agreed(bits=32),
+    "agreed(few)": flat.agreed(bits="few"),
+    "leader": flat.leader,
     "hierarchical(topk_a)": hierarchical(flat.topk_a),
     "hierarchical(gtopk)": hierarchical(flat.gtopk),
     "hierarchical(spardl)": hierarchical(flat.spardl),
@@ -37,7 +40,7 @@ def predict(name: str, workload: Workload, codec: str = "raw") -> Estimate:
 
     Args:
       name: a key of ``IMPLEMENTATION``: the name in ``sparse_collectives.allreduce``,
-        or ``hierarchical(...)`` around one.
+        ``agreed(few)`` for that with the fewest bits, or ``hierarchical(...)`` around one.
       workload: n, k and P, and the workers of a node where there are two levels.
       codec: the name of a factory in ``sparse_collectives.wire``.
 

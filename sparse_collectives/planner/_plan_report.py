@@ -11,6 +11,7 @@ from sparse_collectives.planner._planner import MARGIN, OPTIONS, Plan, Predictio
 # One for each row of OPTIONS.
 _COLOURS = ("black", "gray", "tan", "tab:blue", "tab:cyan", "tab:purple", "tab:pink", "tab:brown")
 _COLOURS += ("tab:olive", "tab:red", "navy", "tab:orange", "tab:green", "gold", "teal", "magenta")
+_COLOURS += ("crimson", "indigo", "lime", "sienna")
 
 
 def text(plan: Plan, *, all_codecs: bool = False) -> str:
@@ -20,6 +21,7 @@ def text(plan: Plan, *, all_codecs: bool = False) -> str:
         "algorithm",
         "codec",
         "step ms",
+        "steps",
         "vs dense",
         "exchange",
         "local",
@@ -32,6 +34,7 @@ def text(plan: Plan, *, all_codecs: bool = False) -> str:
             row.name,
             row.codec,
             _ms(row.step),
+            f"{row.steps:.2f}x",
             f"{row.speedup:.2f}x",
             _ms(row.exchange),
             _ms(row.local),
@@ -41,11 +44,14 @@ def text(plan: Plan, *, all_codecs: bool = False) -> str:
         ]
         for row in rows
     ]
-    if not plan.compute:
-        head.remove("hidden")
-        for line in body:
-            del line[6]
     table = [head, *body]
+    unused = [
+        name for name, used in (("hidden", plan.compute), ("steps", plan.to_loss)) if not used
+    ]
+    for name in unused:
+        column = head.index(name)
+        for line in table:
+            del line[column]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [*_assumptions(plan), ""]
     for line in table:
@@ -59,6 +65,8 @@ def text(plan: Plan, *, all_codecs: bool = False) -> str:
         lines.append("words and MB are those between the nodes")
     if plan.crowded:
         lines.append(f"left out, as gaps are too long for them here: {', '.join(plan.crowded)}")
+    if plan.unknown:
+        lines.append(f"left out, without a number of steps: {', '.join(plan.unknown)}")
     return "\n".join([*lines, recommendation(plan)])
 
 
@@ -132,6 +140,8 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "predictions": [prediction(row) for row in plan.predictions],
         "recommended": prediction(plan.recommended),
         "left_out": list(plan.crowded),
+        "to_loss": plan.to_loss,
+        "unknown": list(plan.unknown),
         "reason": plan.reason,
     }
 

@@ -1,7 +1,7 @@
 """Which allreduce is fastest for a model, a network and a number of workers."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from sparse_collectives.cost_model import (
@@ -60,6 +60,9 @@ class Option(NamedTuple):
       two_level: whether it needs workers grouped in nodes.
       hierarchical: whether the factory's exchange is the outer one of ``hierarchical``.
       overlaps: whether it can run while the gradients are computed.
+      complete: whether all workers give what they have of an index that any selected, so
+        that the allreduce has a say in what is selected.
+      rounds: whether it does without any encoding.
     """
 
     name: str
@@ -70,6 +73,8 @@ class Option(NamedTuple):
     two_level: bool = False
     hierarchical: bool = False
     overlaps: bool = False
+    complete: bool = False
+    rounds: bool = False
 
 
 def _no_arguments(workload: Workload) -> tuple[str, ...]:
@@ -80,6 +85,10 @@ def _no_arguments(workload: Workload) -> tuple[str, ...]:
 def _density(workload: Workload) -> tuple[str, ...]:
     # As a float: `density` refuses the integer 1.
     return (f"density={float(f'{workload.density:.6g}')}",)
+
+
+def _few_bits(workload: Workload) -> tuple[str, ...]:
+    return (*_density(workload), 'bits="few"')
 
 
 def _buckets(workload: Workload) -> tuple[str, ...]:
@@ -116,6 +125,9 @@ OPTIONS = (
     _flat("gtopk", _density),
     _flat("spardl", _density),
     _flat("ok_topk", _density),
+    Option("agreed", ("raw",), "agreed", _density, complete=True),
+    Option("agreed(few)", ("raw",), "agreed", _few_bits, complete=True, rounds=True),
+    Option("leader", ("raw",), "leader", _no_arguments, complete=True),
     _in_nodes("topk_a", _no_arguments),
     _in_nodes("gtopk", _density),
     _in_nodes("spardl", _density),
@@ -136,7 +148,9 @@ class Prediction(NamedTuple):
       local: seconds of selection and merging.
       hidden: seconds of the exchange that can run behind the computation.
       step: seconds of a step: computation, local work and what is not hidden.
-      speedup: the step of ``dense`` over this one.
+      steps: to the same loss, as a multiple of the steps of a dense run; 1 where no factors
+        were given.
+      speedup: the time of ``dense`` over that of this one: of a step, or to the same loss.
     """
 
     name: str
@@ -148,7 +162,13 @@ class Prediction(NamedTuple):
     local: float
     hidden: float
     step: float
+    steps: float
     speedup: float
+
+    @property
+    def to_loss(self) -> float:
+        """Seconds to the loss of a dense step."""
+        return self.step * self.steps
 
 
 class Plan(NamedTuple):
@@ -162,6 +182,8 @@ class Plan(NamedTuple):
       predictions: fastest first.
       crowded: encodings left out, as the gaps at this density need more escapes than
         they have room for.
+      to_loss: whether they are ordered by the time to the same loss, and not by steps.
+      unknown: algorithms left out, as nobody said how many steps they need.
       recommended: the fastest; dense unless a sparse one is faster by ``MARGIN``.
       reason: one sentence.
     """
@@ -172,6 +194,8 @@ class Plan(NamedTuple):
     compute: float
     predictions: tuple[Prediction, ...]
     crowded: tuple[str, ...]
+    to_loss: bool
+    unknown: tuple[str, ...]
     recommended: Prediction
     reason: str
 
@@ -184,6 +208,7 @@ def make_plan(
     compute: float = 0.0,
     codecs: Iterable[str] | None = None,
     names: Iterable[str] | None = None,
+    steps: Mapping[str, float] | None = None,
 ) -> Plan:
     """Predicts every option and recommends one.
 
@@ -198,12 +223,15 @@ def make_plan(
         hide behind.
       codecs: names to consider; None: all.
       names: algorithms to consider, besides ``dense``; None: all.
+      steps: by the name of an algorithm, how many steps it needs to the same loss as a
+        multiple of those of a dense run (`benchmarks.learning`). Sparse ones that are
+        missing are left out. None: a step is compared with a step.
 
     Returns:
       A :class:`Plan`.
 
     Raises:
-      ValueError: a name is unknown.
+      ValueError: a name is unknown, or a factor is not a positive number.
     """
     known = [option.name for option in OPTIONS]
     names = known if names is None else ["dense", *names]
@@ -211,18 +239,34 @@ def make_plan(
     _check_known("names", names, known)
     _check_known("codecs", codecs, list(CODECS))
     crowded = tuple(c for c in codecs if not has_room(codec_sizes(c), workload.density))
+    _check_steps(steps, known)
     arguments = (workload, network, local, compute)
     base = _predict(OPTIONS[0], "raw", *arguments, math.nan)
+    offered = [
+        option
+        for option in OPTIONS
+        if option.name in names and (not option.two_level or workload.inner_size > 1)
+    ]
+    unknown = [o for o in offered if steps is not None and not o.dense and o.name not in steps]
     predictions = []
-    for option in OPTIONS:
-        if option.name not in names or (option.two_level and workload.inner_size == 1):
+    for option in offered:
+        if option in unknown:
             continue
+        factor = 1.0 if steps is None or option.dense else steps[option.name]
         for codec in option.codecs:
             if option.dense or (codec in codecs and codec not in crowded):
-                predictions.append(_predict(option, codec, *arguments, base.step))
-    predictions.sort(key=lambda row: row.step)
+                predictions.append(_predict(option, codec, *arguments, base.step, factor))
+    predictions.sort(key=lambda row: row.to_loss)
     recommended, reason = _recommend(predictions)
-    return Plan(*arguments, tuple(predictions), crowded, recommended, reason)
+    return Plan(
+        *arguments,
+        tuple(predictions),
+        crowded,
+        steps is not None,
+        tuple(option.name for option in unknown),
+        recommended,
+        reason,
+    )
 
 
 def _predict(
@@ -233,6 +277,7 @@ def _predict(
     local: LocalCost,
     compute: float,
     base: float,
+    steps: float = 1.0,
 ) -> Prediction:
     estimate = predict(option.name, workload, codec)
     exchange = estimate.expected.seconds(network)
@@ -257,7 +302,8 @@ def _predict(
         local=busy,
         hidden=hidden,
         step=step,
-        speedup=base / step if step > 0 else 1.0,
+        steps=steps,
+        speedup=base / (step * steps) if step > 0 else 1.0,
     )
 
 
@@ -268,9 +314,9 @@ def _recommend(predictions: list[Prediction]) -> tuple[Prediction, str]:
         return dense, "there is no sparse algorithm to compare with"
     if dense.exchange <= 0:
         return dense, "one worker exchanges nothing"
-    if sparse.step * MARGIN <= dense.step:
-        return sparse, f"{dense.step / sparse.step:.2f} times as fast as {dense.name}"
-    ratio = dense.step / sparse.step
+    ratio = dense.to_loss / sparse.to_loss
+    if ratio >= MARGIN:
+        return sparse, f"{ratio:.2f} times as fast as {dense.name}"
     return dense, f"{sparse.name} ({sparse.codec}) is only {ratio:.2f} times as fast"
 
 
@@ -282,6 +328,17 @@ def _code(option: Option, codec: str, workload: Workload) -> str:
     if option.hierarchical:
         call = f'sc.allreduce.hierarchical(inner_axis="device", outer={call})'
     return call
+
+
+def _check_steps(steps: Mapping[str, float] | None, known: list[str]) -> None:
+    for name, factor in (steps or {}).items():
+        _check_known("steps", [name], known)
+        number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
+        if not number or not 0 < factor < math.inf:
+            raise ValueError(
+                f"steps[{name!r}] must be a positive number, the steps to the same loss as a "
+                f"multiple of those of a dense run, got {factor!r}."
+            )
 
 
 def _check_known(name: str, given: Iterable[str], known: list[str]) -> None:

@@ -103,11 +103,11 @@ def test_two_levels_degenerate_to_one(name):
 
 
 # What an algorithm is made with besides density and codec.
-ARGUMENTS = {"dense_bucketed": {"buckets": 3}}
+ARGUMENTS = {"dense_bucketed": {"buckets": 3}, "agreed(few)": {"bits": "few"}}
 
 
 def program_of(name, density, codec):
-    factory = getattr(sc.allreduce, name)
+    factory = getattr(sc.allreduce, name.partition("(")[0])
     given = {"density": density, "codec": codec, **ARGUMENTS.get(name, {})}
     accepted = inspect.signature(factory).parameters
     return factory(**{key: value for key, value in given.items() if key in accepted})
@@ -167,6 +167,7 @@ EXACT = [(1000, 100, 2), (999, 5, 6), (20_000, 1000, 5), (64, 64, 3)]
 LOSSY = [(1999, 100, 3)]
 VERIFIED_AT = dict.fromkeys(cost_model.IMPLEMENTATION, EXACT)
 VERIFIED_AT["ok_topk"] = [*EXACT, (4000, 1, 3), (10**5, 9000, 20)]
+VERIFIED_AT["agreed(few)"] = [*EXACT, (10**5, 5000, 11), (10**5, 500, 40)]
 VERIFIED_AT["gtopk"] = [*EXACT, (10**4, 100, 48)]
 VERIFIED_AT["spardl"] = [*EXACT, (10**4, 100, 48)]
 VERIFIED_AT["ssar_recursive_double"] = [*EXACT, (10**4, 700, 11)]
@@ -180,7 +181,7 @@ POINTS += [
     for name in cost_model.IMPLEMENTATION
     for codec in ("bf16", "narrow16", "narrow8", "qsgd")
     for point in LOSSY
-    if "dense" not in name and name not in TWO_LEVELS
+    if "dense" not in name and name not in (*TWO_LEVELS, "agreed", "agreed(few)", "leader")
 ]
 POINTS += [
     (name, "narrow8", (20_000, 1000, 6))

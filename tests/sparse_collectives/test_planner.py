@@ -1,6 +1,7 @@
 """The planner, the command line, the choice at trace time, and the fit of a network."""
 
 import json
+import math
 import subprocess
 import sys
 import tomllib
@@ -17,7 +18,7 @@ from sparse_collectives import allreduce, cost_model
 from sparse_collectives.__main__ import main
 from sparse_collectives.allreduce import _auto
 from sparse_collectives.cost_model import Network, Workload, network
-from sparse_collectives.planner import _measure, _plan_report, _planner, _units
+from sparse_collectives.planner import _measure, _plan_report, _planner, _steps, _units
 
 ROOT = Path(__file__).parents[2]
 SLOW = ["--params", "10M", "--density", "0.01", "--workers", "16"]
@@ -133,6 +134,63 @@ def test_every_algorithm_is_an_option_but_the_one_for_disjoint_selections():
     names = {option.name for option in _planner.OPTIONS}
     assert names == set(cost_model.IMPLEMENTATION) - {"sparse_allgather"}
     assert len(_plan_report._COLOURS) >= len(names)
+
+
+def test_what_matters_to_the_loss_is_steps_times_their_time():
+    net = network("5us", "1Gbit")
+    given = {"names": ["ok_topk", "agreed(few)", "gtopk"], "codecs": ["raw"]}
+    by_step = plan_of(10**7, 0.01, 16, net, **given)
+    assert not by_step.to_loss
+    assert by_step.recommended.name == "agreed(few)"
+    steps = {"agreed(few)": 100.0, "ok_topk": 1.5}
+    plan = plan_of(10**7, 0.01, 16, net, steps=steps, **given)
+    assert plan.recommended.name == "ok_topk"
+    assert plan.unknown == ("gtopk",)
+    rows = {row.name: row for row in plan.predictions}
+    before = {row.name: row for row in by_step.predictions}
+    assert set(rows) == {"dense", "ok_topk", "agreed(few)"}
+    for name, factor in {"dense": 1.0, **steps}.items():
+        assert rows[name].step == before[name].step
+        assert rows[name].speedup == pytest.approx(before[name].speedup / factor)
+    assert [row.to_loss for row in plan.predictions] == sorted(r.to_loss for r in rows.values())
+    text = _plan_report.text(plan)
+    assert "steps" in text.splitlines()[4]
+    assert "1.50x" in text
+    assert "left out, without a number of steps: gtopk" in text
+    assert "steps" not in _plan_report.text(by_step).splitlines()[4]
+
+
+@pytest.mark.parametrize("factor", [0, -1.0, math.inf, math.nan, True, "2"])
+def test_steps_are_positive_numbers_of_known_algorithms(factor):
+    net = network("5us", "1Gbit")
+    with pytest.raises(ValueError, match=r"steps\['ok_topk'\] must be a positive number"):
+        plan_of(1000, 0.1, 4, net, steps={"ok_topk": factor})
+    with pytest.raises(ValueError, match="steps must be among .*got 'topk'"):
+        plan_of(1000, 0.1, 4, net, steps={"topk": 1.0})
+
+
+def test_steps_from_a_file_and_as_measured(tmp_path, capsys):
+    file = tmp_path / "steps.json"
+    file.write_text('{"gtopk": 3}')
+    call = ["plan", "--params", "10M", "--density", "0.01", "--workers", "8"]
+    call += ["--latency", "5us", "--bandwidth", "100Mbit"]
+    assert main([*call, "--same-loss", str(file)]) == 0
+    text = capsys.readouterr().out
+    assert "3.00x" in text
+    assert "Use gtopk" in text
+    assert main([*call, "--same-loss"]) == 0
+    text = capsys.readouterr().out
+    assert "agreed(few)" in text
+    assert "left out, without a number of steps" in text
+    for content, error in (("[1]", "must hold an object"), ("{", "is no JSON")):
+        file.write_text(content)
+        with pytest.raises(SystemExit):
+            main([*call, "--same-loss", str(file)])
+        assert error in capsys.readouterr().err
+    # The nearest case, by ratios.
+    cases = {(4, 0.01): 1.0, (16, 0.01): 2.0, (16, 0.1): 3.0}
+    nearest = [_steps._nearest(cases, *case) for case in ((7, 0.02), (9, 0.02), (9, 0.05))]
+    assert nearest == [1.0, 2.0, 3.0]
 
 
 def test_an_encoding_without_room_for_the_gaps_is_left_out():
@@ -502,7 +560,8 @@ def test_auto_runs():
 
 
 @pytest.mark.parametrize(
-    "name", [option.name for option in _planner.OPTIONS if not option.two_level]
+    "name",
+    [option.name for option in _planner.OPTIONS if not option.two_level and not option.complete],
 )
 def test_auto_can_make_every_candidate(name):
     choice = allreduce.explain_auto(64, 3, density=0.125, candidates=[], **NET)
@@ -521,7 +580,7 @@ def test_auto_can_make_every_candidate(name):
 
 
 def test_auto_has_a_row_for_every_candidate_and_codec():
-    flat = {option.name for option in _planner.OPTIONS if not option.two_level}
+    flat = {o.name for o in _planner.OPTIONS if not o.two_level and not o.complete}
     assert set(_auto._FACTORIES) == flat
     assert set(_auto._CODECS) == set(sc.wire.__all__)
     for name in flat:
@@ -549,7 +608,7 @@ def test_auto_explains_itself():
     choice = allreduce.explain_auto(10**6, 64, density=0.01, candidates=["ok_topk"], **NET)
     assert {name for name, _, _ in choice.predictions} == {"dense", "ok_topk"}
     everything = allreduce.explain_auto(10**6, 64, density=0.01, codecs=sc.wire.__all__, **NET)
-    flat = {option.name for option in _planner.OPTIONS if not option.two_level}
+    flat = {o.name for o in _planner.OPTIONS if not o.two_level and not o.complete}
     assert {name for name, _, _ in everything.predictions} == flat
     assert str(choice).startswith("ok_topk with raw: ")
     assert choice.seconds == choice.predictions[0][2]

@@ -1,0 +1,50 @@
+"""How many steps a sparse exchange needs to the loss of a dense one."""
+
+import json
+import math
+from collections.abc import Mapping
+
+# Not the name of a file: what was measured.
+ADAMW = "adamw"
+
+# With ``optax_ext.sparse_adamw`` around each, by workers and density (docs/learning.md,
+# "Steps to the same loss"). One small transformer: an order of magnitude, no promise.
+MEASURED: Mapping[str, Mapping[tuple[int, float], float]] = {
+    "agreed(few)": {(8, 0.05): 1.1},
+}
+
+
+def read(source: str, workers: int, density: float) -> dict[str, float]:
+    """Factors by the name of an algorithm.
+
+    Args:
+      source: ``ADAMW``: the measured ones, of the case that is nearest; or a JSON file.
+      workers: P.
+      density: k / n.
+
+    Raises:
+      OSError: the file can't be read.
+      ValueError: it holds something else.
+    """
+    if source == ADAMW:
+        return {name: _nearest(cases, workers, density) for name, cases in MEASURED.items()}
+    with open(source, encoding="utf-8") as stream:
+        try:
+            content = json.load(stream)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"--same-loss {source} is no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(
+            f'--same-loss {source} must hold an object such as {{"ok_topk": 1.4}}, the steps to '
+            "the same loss as a multiple of those of a dense run."
+        )
+    return content
+
+
+def _nearest(cases: Mapping[tuple[int, float], float], workers: int, density: float) -> float:
+    """That of the case whose workers and density differ by the smallest factors."""
+
+    def distance(case: tuple[int, float]) -> float:
+        return abs(math.log(case[0] / workers)) + abs(math.log(case[1] / density))
+
+    return cases[min(cases, key=distance)]
