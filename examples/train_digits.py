@@ -1,11 +1,12 @@
-"""Trains a small network twice on simulated workers, dense and with Ok-Topk, and compares the two.
+"""Trains a small network on simulated workers, dense and in two sparse ways, and compares them.
 
     python examples/train_digits.py
-    python examples/train_digits.py --data FOLDER_WITH_IDX_FILES --density 0.01 --out fashion.png
+    python examples/train_digits.py --data FOLDER_WITH_IDX_FILES --density 0.001 --out fashion.png
+    python examples/train_digits.py --optimizer sgd
 
-Both runs start from the same parameters and see the same batches. They differ in one line, the
-first transformation of the optimizer; `train` below is what to copy. The table and the figure set
-loss and accuracy against the words (4-byte units) that each worker receives.
+All runs start from the same parameters and see the same batches. They differ in the optimizer:
+`optimizers` makes them, and `train` below is what to copy. The table and the figure set loss and
+accuracy against the words (4-byte units) that each worker receives.
 """
 
 import argparse
@@ -36,6 +37,8 @@ CODECS = {
     "qsgd4": lambda: wire.qsgd(bits=4),
 }
 SELECTORS = {"topk": select.topk, "threshold_reuse": select.threshold_reuse}
+RATES = {"adamw": 0.003, "sgd": 0.05}
+MOMENTUM = 0.9
 
 
 class Classifier(nn.Module):
@@ -53,14 +56,39 @@ class Classifier(nn.Module):
         return nn.Dense(self.classes)(x)
 
 
+def optimizers(options: argparse.Namespace) -> dict[str, optax.GradientTransformation]:
+    """Returns what is compared, by name."""
+    rate = optax.cosine_decay_schedule(options.lr, options.steps)
+    selector = SELECTORS[options.selector](density=options.density)
+    sparse = optax_ext.ok_topk(
+        options.density, axis="data", selector=selector, codec=CODECS[options.codec]()
+    )
+    # Few bits for an index and a value: five times the entries in the words of Ok-Topk.
+    density = min(1.0, 5 * options.density)
+    if options.optimizer == "adamw":
+        return {
+            "dense": optax.chain(optax_ext.dense(axis="data"), optax.adamw(rate)),
+            "sparse_adamw": optax_ext.sparse_adamw(rate, density, axis="data"),
+            "ok_topk": optax.chain(sparse, optax.adamw(rate)),
+        }
+    dense = optax.chain(optax_ext.dense(axis="data"), optax.sgd(rate, momentum=MOMENTUM))
+    return {
+        "dense": dense,
+        "sparse_sgd": optax_ext.sparse_sgd(
+            lambda step: rate(step) / (1 - MOMENTUM), density, axis="data"
+        ),
+        "ok_topk": optax.chain(sparse, optax.sgd(rate, momentum=MOMENTUM)),
+    }
+
+
 def train(
-    reduce_gradients: optax.GradientTransformation,
+    tx: optax.GradientTransformation,
     data: Dataset,
     mesh: jax.sharding.Mesh,
     options: argparse.Namespace,
     advance: Callable[[], None],
 ) -> Run:
-    """Trains from the seed in `options`; `reduce_gradients` sums the workers' gradients."""
+    """Trains from the seed in `options`."""
     model = Classifier(data.classes)
 
     def loss_fn(params, batch):
@@ -70,7 +98,6 @@ def train(
 
     params = model.init(jax.random.key(options.seed), data.train_images[:1])["params"]
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
-    tx = optax.chain(reduce_gradients, optax.sgd(options.lr, momentum=0.9))
     opt_state = optax_ext.init_state(tx, params, mesh)
     step = optax_ext.make_train_step(loss_fn, tx, mesh)
 
@@ -111,7 +138,7 @@ def start_workers(count: int) -> jax.sharding.Mesh:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Returns the options; exits with status 2 and one line when one of them is wrong."""
     parser = argparse.ArgumentParser(
-        description="Train dense and with Ok-Topk on simulated workers, and compare."
+        description="Train dense and sparse on simulated workers, and compare."
     )
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")
 
@@ -123,7 +150,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             return number
 
         convert.__name__ = kind.__name__  # for argparse's message
-        text = f"{text} (default: {default})"
+        text = text if default is None else f"{text} (default: {default})"
         parser.add_argument(name, type=convert, default=default, metavar="N", help=text)
 
     parser.add_argument(
@@ -133,25 +160,36 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="folder of IDX files, .gz or not, instead of digits",
     )
     add("--workers", int, 8, 1, 64, "simulated workers")
-    add("--density", float, 0.02, 1e-6, 1.0, "selected components over all, k/n")
-    add("--steps", int, 600, 1, 10**7, "steps of each run")
+    add(
+        "--density",
+        float,
+        0.01,
+        1e-6,
+        1.0,
+        "k/n of Ok-Topk; the others have five times the entries",
+    )
+    add("--steps", int, 400, 1, 10**7, "steps of each run")
     add("--batch", int, 128, 1, 10**7, "images in a batch of all workers together")
-    add("--lr", float, 0.05, 1e-9, 1e3, "learning rate")
+    add("--lr", float, None, 1e-9, 1e3, "peak of the learning rate, 0.003 for AdamW, 0.05 for SGD")
     add("--seed", int, 0, 0, 2**31 - 1, "of the parameters and of the order of the images")
+    parser.add_argument(
+        "--optimizer", choices=RATES, default="adamw", help="AdamW, or SGD with momentum (adamw)"
+    )
     parser.add_argument(
         "--selector",
         choices=SELECTORS,
         default="topk",
-        help="how each worker selects: exactly, or by the reused threshold of the paper (topk)",
+        help="how Ok-Topk selects: exactly, or by the reused threshold of the paper (topk)",
     )
     parser.add_argument(
-        "--codec", choices=CODECS, default="raw", help="how the messages are encoded (raw)"
+        "--codec", choices=CODECS, default="raw", help="how Ok-Topk's messages are encoded (raw)"
     )
     parser.add_argument(
         "--out", type=Path, default=Path("digits.png"), help="the figure (digits.png)"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
     options = parser.parse_args(argv)
+    options.lr = options.lr or RATES[options.optimizer]
     if options.batch % options.workers:
         parser.error(f"--batch {options.batch} is not divisible by --workers {options.workers}")
     if options.out.suffix not in FORMATS:
@@ -167,27 +205,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Trains twice, prints the table, and writes the figure."""
+    """Trains with each, prints the table, and writes the figure."""
     data = idx_folder(options.data) if options.data else digits()
     if options.batch > len(data.train_images):
         raise InputError(f"--batch is {options.batch}, of {len(data.train_images)} images")
     mesh = start_workers(options.workers)
-    selector = SELECTORS[options.selector](density=options.density)
-    methods = {
-        "dense": optax_ext.dense(axis="data"),
-        "ok_topk": optax_ext.ok_topk(
-            density=options.density, axis="data", selector=selector, codec=CODECS[options.codec]()
-        ),
-    }
-
-    columns = (TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn())
+    columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn())
     runs = {}
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        for name, reduce_gradients in methods.items():
+        for name, tx in optimizers(options).items():
             task = progress.add_task(name, total=options.steps)
-            runs[name] = train(
-                reduce_gradients, data, mesh, options, lambda task=task: progress.advance(task)
-            )
+            runs[name] = train(tx, data, mesh, options, lambda task=task: progress.advance(task))
 
     numbers = summary(runs, options)
     Console().print(make_table(numbers))

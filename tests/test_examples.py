@@ -30,11 +30,13 @@ def test_digits_writes_a_figure_and_nothing_else(quick_run):
 
 def test_digits_reports_what_was_sent(quick_run):
     _, numbers = quick_run
-    sparse, dense = numbers["runs"]["ok_topk"], numbers["runs"]["dense"]
-    assert sparse["delivered"] == numbers["k"]
-    assert 0 < sparse["words"] < numbers["bound"]
-    assert dense["words"] == 2 * numbers["n"] * 3 / 4
-    assert sparse["test_accuracy"] > 0.5
+    runs = numbers["runs"]
+    assert list(runs) == ["dense", "sparse_adamw", "ok_topk"]
+    assert runs["ok_topk"]["delivered"] == numbers["k"]
+    assert runs["dense"]["words"] == 2 * numbers["n"] * 3 / 4
+    for name in ("sparse_adamw", "ok_topk"):
+        assert 0 < runs[name]["words"] < numbers["bound"]
+        assert runs[name]["test_accuracy"] > 0.5
 
 
 @pytest.mark.parametrize(
@@ -77,7 +79,8 @@ def test_digits_with_each_codec_is_within_half_a_point_of_raw(tmp_path):
     for codec in ("raw", "bf16", "narrow16", "narrow8", "qsgd8", "qsgd4"):
         for seed in range(4):
             numbers = tmp_path / "numbers.json"
-            argv = ["--codec", codec, "--seed", str(seed), "--steps", "400"]
+            argv = ["--codec", codec, "--seed", str(seed), "--optimizer", "sgd"]
+            argv += ["--density", "0.02"]
             argv += ["--out", str(tmp_path / "out.png"), "--json", str(numbers)]
             assert train_digits.main(argv) == 0
             run = json.loads(numbers.read_text())["runs"]["ok_topk"]
@@ -88,13 +91,27 @@ def test_digits_with_each_codec_is_within_half_a_point_of_raw(tmp_path):
 
 @pytest.mark.slow
 def test_digits_is_within_a_point_of_dense_over_three_seeds(tmp_path):
-    accuracy = {"dense": [], "ok_topk": []}
+    accuracy = {"dense": [], "sparse_sgd": [], "ok_topk": []}
     for seed in range(3):
         numbers = tmp_path / f"{seed}.json"
         argv = ["--seed", str(seed), "--out", str(tmp_path / "out.png"), "--json", str(numbers)]
+        argv += ["--optimizer", "sgd", "--density", "0.02"]
         assert train_digits.main(argv) == 0
         for name, run in json.loads(numbers.read_text())["runs"].items():
             accuracy[name].append(run["test_accuracy"])
             if name == "ok_topk":
                 assert run["selection_error"] <= 0.05
-    assert np.mean(accuracy["ok_topk"]) >= np.mean(accuracy["dense"]) - 0.01
+    for name in ("sparse_sgd", "ok_topk"):
+        assert np.mean(accuracy[name]) >= np.mean(accuracy["dense"]) - 0.01, accuracy
+
+
+@pytest.mark.slow
+def test_digits_shows_what_a_sparse_step_in_front_of_adam_costs(tmp_path):
+    """In few words: near the dense loss by `sparse_adamw`, several times above it before AdamW."""
+    numbers = tmp_path / "numbers.json"
+    argv = ["--out", str(tmp_path / "out.png"), "--json", str(numbers)]
+    assert train_digits.main(argv) == 0
+    runs = json.loads(numbers.read_text())["runs"]
+    assert runs["sparse_adamw"]["words"] < runs["ok_topk"]["words"] < 0.03 * runs["dense"]["words"]
+    assert runs["sparse_adamw"]["test_accuracy"] >= runs["dense"]["test_accuracy"] - 0.01
+    assert runs["ok_topk"]["train_loss"] > 2 * runs["sparse_adamw"]["train_loss"]
