@@ -137,6 +137,10 @@ class SparseAllreduce(NamedTuple):
         selected. ``reduce`` then takes ``acc=``, the accumulator ``f[size]`` from which
         ``coo`` was selected, and ``undelivered`` says ``instead`` what is left of it. It is
         the accumulators that are conserved. Without ``acc`` a worker gives nothing but ``coo``.
+      choose: ``choose(coo, state, *, axis) -> (indices i32[K], state, info)``: the indices
+        that ``total`` would have, unique but for padding, and the same on every worker. For
+        who adds up something else at them, and doesn't need the values: fewer words. None
+        where it would cost what ``reduce`` does.
       show: ``show(acc f[m], state, *, axis) -> f[s]``: what of its accumulator a worker
         selects from at this step; by default all of it.
       place: ``place(coo of s, m, state, *, axis) -> coo of m``: the indices of a selection
@@ -150,6 +154,7 @@ class SparseAllreduce(NamedTuple):
     scatter: Callable[[jax.Array], jax.Array] = _whole
     gather: Callable[[jax.Array, int], jax.Array] = _as_it_is
     complete: bool = False
+    choose: Callable[..., tuple[jax.Array, State, "ReduceInfo"]] | None = None
     show: Callable[..., jax.Array] = _all_of_it
     place: Callable[..., PaddedCOO] = _where_it_is
 

@@ -43,6 +43,11 @@ ALGORITHMS = {
     "gtopk": (lambda density: sc.allreduce.gtopk(density=density), "gtopk", 1024),
     "spardl": (lambda density: sc.allreduce.spardl(density=density), "spardl", 1024),
     "ok_topk": (lambda density: sc.allreduce.ok_topk(density=density), "ok_topk", 1024),
+    "complete(ok_topk)": (
+        lambda density: sc.allreduce.complete(sc.allreduce.ok_topk(density=density)),
+        None,
+        1024,
+    ),
 }
 
 

@@ -10,6 +10,7 @@ from sparse_collectives.allreduce._parts import (
     _equal_regions,
     _halving,
     _hashed,
+    _indices_alone,
     _largest,
     _merge,
     _messages,
@@ -78,7 +79,7 @@ def spardl(*, density: float, codec: Codec | None = None) -> SparseAllreduce:
     chosen_codec = wire.raw() if codec is None else codec
 
     @_range.sums_in_range(exact=chosen_codec.exact)
-    def reduce(coo: PaddedCOO, state: StepState, *, axis: AxisName):
+    def reduce(coo: PaddedCOO, state: StepState, *, axis: AxisName, indices_alone: bool = False):
         workers = transport.axis_size(axis)
         me = transport.axis_index(axis)
         dtype = coo.values.dtype
@@ -99,7 +100,7 @@ def spardl(*, density: float, codec: Codec | None = None) -> SparseAllreduce:
             entries = _merge.concatenate([rows for rows, _ in parts])
             return _hashed.from_rows(entries, coo.size, workers, owner, state.count)
 
-        def encode(rows, first, slots, stage):
+        def encode(rows, first, slots, stage, codec=codec):
             """The blocks from that of worker ``first`` on, cut and encoded; the rest is kept."""
             owner = owners(rows, first)
             largest, cut_off = jax.vmap(lambda row: _largest.keep_largest(row, slots))(rows)
@@ -132,9 +133,12 @@ def spardl(*, density: float, codec: Codec | None = None) -> SparseAllreduce:
             held = _add(staying, codec.decode(came, plan.width, dtype), step)
 
         # Everyone's own block, to all.
-        message, filled, unsent = encode(held, me, plan.slots, len(plan.rounds))
+        last = codec
+        if indices_alone:
+            last = _indices_alone.shorter(codec, plan.slots, plan.width, dtype)
+        message, filled, unsent = encode(held, me, plan.slots, len(plan.rounds), last)
         with jax.named_scope("spardl/allgather"):
-            everyone = codec.decode(transport.all_gather(message[0], axis), plan.width, dtype)
+            everyone = last.decode(transport.all_gather(message[0], axis), plan.width, dtype)
         words += _volumes.all_gather(message.size, workers)
         total = at_indices([(everyone, owners(everyone, 0))])
 
@@ -150,8 +154,12 @@ def spardl(*, density: float, codec: Codec | None = None) -> SparseAllreduce:
         undelivered = _undelivered.by_total(coo, blocks.sent, None, later, total)
         return total, undelivered, StepState(state.count + 1), info
 
+    def choose(coo: PaddedCOO, state: StepState, *, axis: AxisName):
+        total, _, state, info = reduce(coo, state, axis=axis, indices_alone=True)
+        return total.indices, state, info
+
     spec = Spec.of("spardl", density=density, codec=chosen_codec)
-    return SparseAllreduce(_step.init, reduce, spec=spec)
+    return SparseAllreduce(_step.init, reduce, spec=spec, choose=choose)
 
 
 def _add(held: PaddedCOO, received: PaddedCOO, step: _halving.Round) -> PaddedCOO:

@@ -13,6 +13,7 @@ several steps. Infinities and NaN are sent as they are, to be seen.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -57,10 +58,10 @@ def sums_in_range(*, exact: bool = True) -> Callable[[Callable], Callable]:
 
     def decorate(reduce: Callable) -> Callable:
         @functools.wraps(reduce)
-        def cut_and_reduce(coo: PaddedCOO, state: State, *, axis: AxisName):
+        def cut_and_reduce(coo: PaddedCOO, state: State, *, axis: AxisName, **options: Any):
             workers = transport.axis_size(axis)
             if workers == 1:
-                return reduce(coo, state, axis=axis)
+                return reduce(coo, state, axis=axis, **options)
             share = np.float32(largest_share(coo.values.dtype, workers, exact=exact))
             bits = _bits.magnitude_bits(coo.values)
             too_large = (bits > int(share.view(np.int32))) & (bits < _INFINITY_BITS)
@@ -68,7 +69,7 @@ def sums_in_range(*, exact: bool = True) -> Callable[[Callable], Callable]:
             sent = jnp.where(too_large, cut, coo.values)
             rest = jnp.where(too_large, coo.values - sent, 0)
             total, undelivered, state, info = reduce(
-                PaddedCOO(sent, coo.indices, coo.size), state, axis=axis
+                PaddedCOO(sent, coo.indices, coo.size), state, axis=axis, **options
             )
             # Not a sum for all slots: it would flush subnormals on some platforms.
             slots = jnp.where(too_large, undelivered.slots + rest, undelivered.slots)

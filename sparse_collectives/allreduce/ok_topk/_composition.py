@@ -10,7 +10,14 @@ from sparse_collectives import _hash, _validation, transport, wire
 from sparse_collectives._coo import _bits, compaction
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce._parts import _hashed, _messages, _range, _step, _undelivered
+from sparse_collectives.allreduce._parts import (
+    _hashed,
+    _indices_alone,
+    _messages,
+    _range,
+    _step,
+    _undelivered,
+)
 from sparse_collectives.allreduce._parts._merge import split
 from sparse_collectives.allreduce.ok_topk import (
     _balance,
@@ -148,7 +155,7 @@ def ok_topk(
         )
 
     @_range.sums_in_range(exact=chosen_codec.exact)
-    def reduce(coo: PaddedCOO, state: OkTopkState, *, axis: AxisName):
+    def reduce(coo: PaddedCOO, state: OkTopkState, *, axis: AxisName, indices_alone: bool = False):
         workers = transport.axis_size(axis)
         _check_state(state, coo, workers)
         k = _validation.count_from_density(density, coo.size)
@@ -157,11 +164,15 @@ def ok_topk(
         )
         # A single worker sends nothing, so nothing has to be encoded.
         codec = chosen_codec if workers > 1 else wire.raw()
+        # Once they are selected, whoever needs the indices alone needs no values.
+        last, dtype = codec, coo.values.dtype
+        if indices_alone:
+            last = _indices_alone.shorter(codec, plan.gather_slots, coo.size, dtype)
 
-        def pair_words(slots: int, size: int) -> int:
-            return _messages.pair_words(codec, slots, size, coo.values.dtype)
+        def words_with(codec: Codec):
+            return lambda slots, size: _messages.pair_words(codec, slots, size, dtype)
 
-        exchanges = _plan.exchanges(plan, pair_words, balance)
+        exchanges = _plan.exchanges(plan, words_with(codec), balance, words_with(last))
 
         def seed(phase: int) -> jax.Array:
             # Errors of different workers and steps don't add up if they are independent.
@@ -228,7 +239,7 @@ def ok_topk(
                 branch,
                 plan,
                 axis=axis,
-                codec=codec,
+                codec=last,
                 seed=seed(1),
                 exchanges=exchanges.balance,
                 mode=balance,
@@ -236,7 +247,7 @@ def ok_topk(
             )
         with jax.named_scope("ok_topk/allgather"):
             gathered = _gather.gather(
-                balanced.entries, axis=axis, codec=codec, seed=seed(2), exchange=exchanges.gather
+                balanced.entries, axis=axis, codec=last, seed=seed(2), exchange=exchanges.gather
             )
 
         # Line 14: what was sent and is in the total is delivered, the rest is kept.
@@ -272,9 +283,17 @@ def ok_topk(
         )
         return total, undelivered, new_state, info
 
+    def choose(coo: PaddedCOO, state: OkTopkState, *, axis: AxisName):
+        total, _, state, info = reduce(coo, state, axis=axis, indices_alone=True)
+        # The allgather has more slots than there are entries.
+        k = _validation.count_from_density(density, coo.size)
+        chosen, _ = compaction.compact_mask(total, total.indices < total.size, capacity=k)
+        return chosen.indices, state, info
+
     return SparseAllreduce(
         init,
         reduce,
+        choose=choose,
         spec=Spec.of(
             "ok_topk",
             density=density,

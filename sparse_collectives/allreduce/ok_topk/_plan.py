@@ -180,7 +180,10 @@ class Exchanges(NamedTuple):
 
 
 def exchanges(
-    plan: Plan, pair_words: Callable[[int, int], int], balance: str = "auto"
+    plan: Plan,
+    pair_words: Callable[[int, int], int],
+    balance: str = "auto",
+    last_words: Callable[[int, int], int] | None = None,
 ) -> Exchanges:
     """The collectives of a step.
 
@@ -189,10 +192,12 @@ def exchanges(
       pair_words: ``pair_words(slots, size)``, the words of a message of so many slots
         with the indices of a vector of length ``size``.
       balance: the mode, as for :func:`sparse_collectives.allreduce.ok_topk`.
+      last_words: the same of what is balanced and gathered; None: ``pair_words``.
     """
+    last_words = pair_words if last_words is None else last_words
 
     def pairs(kind: str, slots: int) -> Exchange:
-        return Exchange(kind, pair_words(slots, plan.size), slots)
+        return Exchange(kind, last_words(slots, plan.size), slots)
 
     by_rank = pairs("all_to_all", plan.rank_slots)
     branches = {
