@@ -213,9 +213,10 @@ def levels(args):
 
 def draw(file, rows, title):
     """Words over P of each algorithm; the paper's bounds as a band in the same colour."""
-    figure, panels = display.panels(4, 2, (10, 9), sharex=True, sharey=True)
     names = [name for name in _volumes.ALGORITHMS if name not in ("dense", "sparse_allgather")]
-    for name, axes in zip(names, panels.flat, strict=True):
+    lines = -(-len(names) // 2)
+    figure, panels = display.panels(lines, 2, (10, 2.25 * lines), sharex=True, sharey=True)
+    for name, axes in zip(names, panels.flat, strict=False):
         mine = [row for row in rows if row["algorithm"] == name]
         for other in _volumes.ALGORITHMS:
             points = [(r["workers"], r["worst"] / r["k"]) for r in rows if r["algorithm"] == other]
