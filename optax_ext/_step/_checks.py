@@ -30,7 +30,7 @@ def workers(axis: AxisName) -> int:
     return transport.axis_size(axis)
 
 
-def check_parts(selector: Any, allreduce: Any, residual: Any) -> None:
+def check_parts(selector: Any, allreduce: Any) -> None:
     """Each part is what its argument asks for."""
     wanted = (
         ("selector", selector, Selector, "sparse_collectives.select.topk(density=0.01)"),
@@ -42,6 +42,10 @@ def check_parts(selector: Any, allreduce: Any, residual: Any) -> None:
                 f"{name} must be a {kind.__name__}, got {part!r} of type {type(part).__name__}. "
                 f"Write for example {name}={example}."
             )
+
+
+def check_residual_option(residual: Any) -> None:
+    """It says how a residual is kept."""
     if residual is not None and not isinstance(residual, Residual):
         raise TypeError(
             f"residual must be made by optax_ext.residual, got {residual!r}. Write for example "

@@ -1,16 +1,14 @@
-"""The state and the step of :func:`sparse_allreduce`."""
+"""The state and the step of error feedback around an exchange."""
 
 import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from optax_ext._step import (
     _checks,
     _dense_leaves,
-    _exchange,
     _layout,
     _local,
     _nonfinite,
@@ -18,12 +16,11 @@ from optax_ext._step import (
     _settings,
     _sparse_state,
 )
-from optax_ext._step._exchange import Exchange, Exchanged
+from optax_ext._step._contract import Accumulated, Exchange, Options
 from optax_ext._step._momentum_correction import MomentumCorrection
-from optax_ext._step._nonfinite import Part
+from optax_ext._step._nonfinite import Guarded, Part
 from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
-from sparse_collectives import Layout, Selector, SparseAllreduce, extend, transport
-from sparse_collectives.extend import AxisName
+from sparse_collectives import extend
 
 
 class Loaded(NamedTuple):
@@ -44,43 +41,38 @@ class Loaded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ErrorFeedback:
-    """Checked options of :func:`sparse_allreduce`, which documents them."""
+    """A transformation that accumulates, exchanges and keeps what was not delivered.
 
-    selector: Selector
-    allreduce: SparseAllreduce
-    axis: AxisName
-    nonfinite: str
-    local: optax.GradientTransformation | None
+    Attributes:
+      exchange: from accumulators to the mean.
+      options: those that do not depend on the exchange.
+      correction: momentum before the accumulation, or None.
+      settings: all of it as text, but for the local transformation.
+    """
+
+    exchange: Exchange
+    options: Options
     correction: MomentumCorrection | None
-    residual: _residual.Residual
-    dense_steps: int
-    dense_leaves: Any
     settings: _settings.Settings
 
     def init(self, params: Any) -> SparseAllreduceState:
         """The state before the first step, of one worker."""
-        workers = _checks.workers(self.axis)
-        labels = _dense_leaves.resolve(self.dense_leaves, params)
-        layout = _layout.layout_of(params, "params", labels)
-        size = self._part_size(layout.size)
-        shared = self.allreduce.init(layout.size, workers) if size else ()
-        shown = self._shown_size(size, shared)
-        # A part cuts through layers: to the selector it is one.
-        whole = size and shown == layout.size
-        selector_layout = Layout(layout.sparse_shapes) if whole else shown
-        correction, dense = self.correction, layout.dense_size
+        options, correction = self.options, self.correction
+        workers = _checks.workers(options.axis)
+        labels = _dense_leaves.resolve(options.dense_leaves, params)
+        layout = _layout.layout_of(params, "params", self.exchange.dense(params, labels))
+        size, dense = self.exchange.part_size(layout.size), layout.dense_size
+        selector, shared = self.exchange.init(layout, workers)
         per_worker = (
-            jnp.zeros((size,), self.residual.dtype),
+            jnp.zeros((size,), options.residual.dtype),
             correction.init(size) if correction is not None else (),
             correction.init(dense) if correction is not None and dense else (),
-            _local.init(self.local, params),
-            self.selector.init(selector_layout) if size else (),
+            _local.init(options.local, params),
+            selector,
             _sparse_state.no_info(),
         )
-        per_worker = extend.to_varying(_sparse_state.with_lead(per_worker), self.axis)
+        per_worker = extend.to_varying(_sparse_state.with_lead(per_worker), options.axis)
         residual, velocity, dense_velocity, local, selector, info = per_worker
-        if self.allreduce.shard_axis:
-            shared = extend.to_varying(shared, self.allreduce.shard_axis)
         counters = {
             name: jnp.zeros((), jnp.int32) for name in ("count", "skipped", "dropped", "withheld")
         }
@@ -94,7 +86,9 @@ class ErrorFeedback:
             allreduce=_sparse_state.with_lead(shared),
             info=_sparse_state.joined(_sparse_state.no_info(), info),
             layout=layout,
-            settings=dataclasses.replace(self.settings, local=_local.describe(self.local, local)),
+            settings=dataclasses.replace(
+                self.settings, local=_local.describe(options.local, local)
+            ),
         )
 
     def update(self, updates: Any, state: SparseAllreduceState, params: Any = None):
@@ -102,58 +96,67 @@ class ErrorFeedback:
         layout = self._check(updates, state)
         if not layout.shapes:
             return updates, state._replace(count=state.count + 1)
+        options = self.options
         loaded = self._load(updates, state, params, layout)
-        parts = self._accumulate(loaded, state, layout)
         guarded = _nonfinite.guard(
-            self.nonfinite, parts, axis=self.axis, count=state.count, left_out=loaded.left_out
+            options.nonfinite,
+            self._parts(loaded, state, layout),
+            axis=options.axis,
+            count=state.count,
+            left_out=loaded.left_out,
+        )
+        result = self.exchange.reduce(self._accumulate(guarded, state, layout))
+        kept = _residual.store(
+            # The seed of random rounding is the number of the step.
+            result.residual,
+            options.residual,
+            axis=options.axis,
+            count=state.count,
         )
         stepped = state._replace(
-            count=state.count + 1, dropped=state.dropped + guarded.dropped, local=loaded.local
+            count=state.count + 1,
+            dropped=state.dropped + guarded.dropped + result.dropped,
+            withheld=state.withheld + result.withheld,
+            residual=kept,
+            velocity=result.velocity,
+            dense_velocity=result.dense_velocity,
+            local=loaded.local,
+            selector=result.selector,
+            allreduce=result.allreduce,
+            info=_reported(result.info, state.info),
         )
-        mean = jnp.zeros((0,), jnp.float32)
-        info = _sparse_state.per_worker(
-            _sparse_state.no_info(), lambda x: extend.to_varying(x, self.axis)
-        )
-        if layout.size:
-            acc, result = self._exchange(guarded.parts[0], state, layout, guarded.proceeds)
-            stepped, info = self._keep(acc, guarded.parts[0], result, stepped)
-            mean = self.allreduce.gather(result.mean, layout.size)
-        dense_mean = loaded.dense_gradient
-        if layout.dense_size:
-            dense_mean, stepped, words = self._dense_mean(guarded.parts[-1], stepped)
-            info = info._replace(words=info.words + words, useful=info.useful + words)
-        stepped = stepped._replace(info=_reported(info, state.info))
         if guarded.proceeds is not None:
             stepped = _unless_skipped(guarded.proceeds, stepped, state)
-        saturate = self.nonfinite != "propagate"
-        return _layout.unravel(mean, dense_mean, layout, saturate=saturate), stepped
+        saturate = options.nonfinite != "propagate"
+        return _layout.unravel(result.mean, result.dense_mean, layout, saturate=saturate), stepped
 
     def _check(self, updates: Any, state: SparseAllreduceState) -> _layout.TreeLayout:
         """Everything that can be wrong with a call, before anything is computed."""
+        axis = self.options.axis
         layout = _layout.layout_of(updates, "updates", state.layout.dense)
-        workers = _checks.workers(self.axis)
+        workers = _checks.workers(axis)
         _checks.check_layout(state.layout, layout)
         if layout.shapes:
-            size = self._part_size(layout.size)
-            _checks.check_residual(state.residual, size, workers, self.axis)
-            _checks.check_local_gradients(updates, self.axis)
+            size = self.exchange.part_size(layout.size)
+            _checks.check_residual(state.residual, size, workers, axis)
+            _checks.check_local_gradients(updates, axis)
         return layout
 
     def _load(
         self, updates: Any, state: SparseAllreduceState, params: Any, layout: _layout.TreeLayout
     ) -> Loaded:
         """The local transformation, and the leaves as flat buffers."""
-        left_out = jnp.zeros((), jnp.int32)
-        if self.local is not None and self.nonfinite == "drop":
+        options, left_out = self.options, jnp.zeros((), jnp.int32)
+        if options.local is not None and options.nonfinite == "drop":
             # Else one of them would stay in the state of the transformation for good.
             updates, left_out = _nonfinite.zeroed(updates)
-        updates, local = _local.update(self.local, updates, state.local, params, self.axis)
+        updates, local = _local.update(options.local, updates, state.local, params, options.axis)
         gradient, dense_gradient = _layout.ravel(updates, layout)
         if layout.size:
-            gradient = self.allreduce.scatter(gradient)
+            gradient = self.exchange.scatter(gradient)
         return Loaded(gradient, dense_gradient, local, left_out)
 
-    def _accumulate(
+    def _parts(
         self, loaded: Loaded, state: SparseAllreduceState, layout: _layout.TreeLayout
     ) -> list[Part]:
         """What is to be added to the residual, with the momentum of the correction."""
@@ -163,7 +166,7 @@ class ErrorFeedback:
             increment, old = increment[None], velocity
             if self.correction is not None and increment.size:
                 velocity, increment = self.correction.update(velocity, increment)
-            return Part(residual, self.residual.decay, increment, velocity, old)
+            return Part(residual, self.options.residual.decay, increment, velocity, old)
 
         parts = [part(_residual.load(state.residual), loaded.gradient, state.velocity)]
         if layout.dense_size:
@@ -171,97 +174,25 @@ class ErrorFeedback:
             parts.append(part(nothing, loaded.dense_gradient, state.dense_velocity))
         return parts
 
-    def _exchange(
-        self,
-        part: Part,
-        state: SparseAllreduceState,
-        layout: _layout.TreeLayout,
-        proceeds: jax.Array | None,
-    ) -> tuple[jax.Array, Exchanged]:
-        """Selects from the accumulator, ``f32[1, m]``, and exchanges; both are returned."""
-        is_dense = state.count < self.dense_steps
+    def _accumulate(
+        self, guarded: Guarded, state: SparseAllreduceState, layout: _layout.TreeLayout
+    ) -> Accumulated:
+        """The accumulator: the residual, and the increment but for dense steps."""
+        part, is_dense = guarded.parts[0], state.count < self.options.dense_steps
+        proceeds, increment = guarded.proceeds, part.increment
         decays = ~is_dense if proceeds is None else ~is_dense & proceeds
-        increment = part.increment
-        if self.dense_steps:
+        if self.options.dense_steps:
             increment = jnp.where(is_dense, jnp.zeros_like(increment), increment)
-        acc = _residual.decayed(part.residual, self.residual, decays) + increment
-        parts = Exchange(self.selector, self.allreduce, self.axis, self.nonfinite)
-        selector_state = _sparse_state.without_lead(state.selector)
-        allreduce_state = _sparse_state.without_lead(state.allreduce)
-
-        def sparse() -> Exchanged:
-            return _exchange.sparse(
-                acc[0],
-                selector_state,
-                allreduce_state,
-                parts=parts,
-                layout=layout,
-                proceeds=proceeds,
-            )
-
-        if not self.dense_steps:
-            return acc, sparse()
-        shapes = jax.eval_shape(sparse)
-        like = shapes._replace(selector=selector_state, allreduce=allreduce_state)
-        # All workers, and all groups of a larger mesh, have the same count.
-        return acc, _exchange.dense_or_sparse(
-            is_dense,
-            lambda: _exchange.dense(part.increment[0], like, parts=parts),
-            sparse,
-            self.axis,
+        acc = _residual.decayed(part.residual, self.options.residual, decays) + increment
+        return Accumulated(
+            acc=acc,
+            part=part,
+            dense_part=guarded.parts[1] if layout.dense_size else None,
+            state=state,
+            layout=layout,
+            proceeds=proceeds,
+            is_dense=is_dense if self.options.dense_steps else None,
         )
-
-    def _keep(
-        self, acc: jax.Array, part: Part, result: Exchanged, stepped: SparseAllreduceState
-    ) -> tuple[SparseAllreduceState, StepInfo]:
-        """The residual and all else that stays with this worker; the info of the step."""
-        kept = result.undelivered.residual(acc, result.sent)
-        arrived = _exchange.delivered_of(result, kept)
-        kept = _exchange.with_rounding(kept, result.rounding)
-        velocity = part.velocity
-        if self.correction is not None:
-            velocity = self.correction.mask(velocity, result.sent.indices, arrived)
-            whole = result.undelivered.instead
-            if whole is not None:
-                # All that this worker had of an entry that others selected has gone, too.
-                everywhere = jnp.ones(whole.indices.shape, jnp.bool_)
-                velocity = self.correction.mask(velocity, whole.indices, everywhere)
-        # The seed of random rounding is the number of the step.
-        step = stepped.count - 1
-        stepped = stepped._replace(
-            dropped=stepped.dropped + result.dropped,
-            withheld=stepped.withheld + result.withheld,
-            residual=_residual.store(kept, self.residual, axis=self.axis, count=step),
-            velocity=velocity,
-            selector=_sparse_state.with_lead(result.selector),
-            allreduce=_sparse_state.with_lead(result.allreduce),
-        )
-        return stepped, result.info._replace(arrived=jnp.sum(arrived, dtype=jnp.int32))
-
-    def _dense_mean(
-        self, part: Part, stepped: SparseAllreduceState
-    ) -> tuple[jax.Array, SparseAllreduceState, jax.Array]:
-        """The mean of the leaves that go dense, and the words that it takes."""
-        workers = transport.axis_size(self.axis)
-        total = transport.psum(part.increment[0], self.axis)
-        mean, dropped = _nonfinite.dense_mean(self.nonfinite, total, workers)
-        stepped = stepped._replace(dense_velocity=part.velocity, dropped=stepped.dropped + dropped)
-        return mean, stepped, jnp.float32(extend.all_reduce(mean.shape[0], workers))
-
-    def _shown_size(self, size: int, shared: Any) -> int:
-        """Entries that a worker selects from at one step, of the ``size`` that it holds."""
-        if not size:
-            return 0
-
-        def show(acc):
-            return self.allreduce.show(acc, shared, axis=self.axis)
-
-        return jax.eval_shape(show, jax.ShapeDtypeStruct((size,), jnp.float32)).shape[0]
-
-    def _part_size(self, size: int) -> int:
-        """Entries of the buffer that one worker holds."""
-        inside = transport.axis_size(self.allreduce.shard_axis)
-        return extend.shard_size(size, inside)
 
 
 def _reported(info: StepInfo, before: StepInfo) -> StepInfo:

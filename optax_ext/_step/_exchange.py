@@ -39,8 +39,8 @@ class Exchanged(NamedTuple):
     info: StepInfo
 
 
-class Exchange(NamedTuple):
-    """What an exchange is made with.
+class Parts(NamedTuple):
+    """What a sparse exchange is made with.
 
     Attributes:
       selector: from ``acc f[m]`` to what is sent.
@@ -77,7 +77,7 @@ def sparse(
     selector_state: Any,
     allreduce_state: Any,
     *,
-    parts: Exchange,
+    parts: Parts,
     layout: _layout.TreeLayout,
     proceeds: jax.Array | None,
 ) -> Exchanged:
@@ -122,7 +122,7 @@ def sparse(
     )
 
 
-def dense(increment: jax.Array, like: Exchanged, *, parts: Exchange) -> Exchanged:
+def dense(increment: jax.Array, like: Exchanged, *, parts: Parts) -> Exchanged:
     """The dense mean of ``increment f32[m]``, with nothing selected.
 
     Args:
@@ -197,7 +197,7 @@ def delivered_of(result: Exchanged, residual: jax.Array) -> jax.Array:
 
 
 def _mean(
-    total: PaddedCOO | jax.Array, parts: Exchange, layout: _layout.TreeLayout
+    total: PaddedCOO | jax.Array, parts: Parts, layout: _layout.TreeLayout
 ) -> tuple[jax.Array, Any, jax.Array]:
     """The total over P, ``f32[m]``, and what of it the leaves can't hold.
 

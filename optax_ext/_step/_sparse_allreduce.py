@@ -4,10 +4,11 @@ from typing import Any, cast
 
 import optax
 
-from optax_ext._step import _checks, _nonfinite, _residual, _settings
+from optax_ext._step import _checks, _contract, _residual
 from optax_ext._step._error_feedback import ErrorFeedback
 from optax_ext._step._momentum_correction import MomentumCorrection
-from sparse_collectives import Selector, SparseAllreduce, extend
+from optax_ext._step._sparse_exchange import SparseExchange
+from sparse_collectives import Selector, SparseAllreduce
 from sparse_collectives.extend import AxisName
 
 
@@ -117,32 +118,27 @@ def sparse_allreduce(
       >>> sc.simulate(step, axis="w", axis_size=2)(gradients)[0].tolist()
       [3.0, 0.0, 0.0, -3.0]
     """
-    nonfinite = extend.check_choice("nonfinite", nonfinite, _nonfinite.POLICIES)
-    _checks.check_parts(selector, allreduce, residual)
-    _checks.check_step_ahead(residual, local)
+    _checks.check_parts(selector, allreduce)
     _checks.check_shard_axis(axis, allreduce.shard_axis)
     _checks.check_densities(selector, allreduce)
-    kept = _residual.residual() if residual is None else residual
-    feedback = ErrorFeedback(
-        selector=selector,
-        allreduce=allreduce,
+    options = _contract.checked_options(
         axis=axis,
         nonfinite=nonfinite,
         local=local,
-        correction=correction,
-        residual=kept,
-        dense_steps=extend.check_positive_int("dense_steps", dense_steps, minimum=0),
+        residual=residual,
+        dense_steps=dense_steps,
         dense_leaves=dense_leaves,
-        settings=_settings.Settings(
+    )
+    feedback = ErrorFeedback(
+        exchange=SparseExchange(selector, allreduce, correction, options),
+        options=options,
+        correction=correction,
+        settings=_contract.settings_of(
+            options,
             selector=_declared(selector),
             allreduce=_declared(allreduce),
-            local="none",  # What it keeps is known at init.
-            residual=str(kept.spec),
             correction="none" if correction is None else _declared(correction),
-            axis=extend.static_axis(axis),
-            shard_axis=extend.axis_names(extend.static_axis(allreduce.shard_axis)),
-            decay=kept.decay,
-            step_ahead=kept.step_ahead,
+            shard_axis=allreduce.shard_axis,
         ),
     )
     # optax types a state as any pytree, which NamedTuples of arrays are at run time.

@@ -1,0 +1,187 @@
+"""What error feedback asks of an exchange, and what it gives to one."""
+
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_ext._step import _checks, _layout, _nonfinite, _residual, _settings, _sparse_state
+from optax_ext._step._nonfinite import Part
+from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
+from sparse_collectives import extend, transport
+from sparse_collectives.extend import AxisName
+
+
+class Options(NamedTuple):
+    """Checked options that every exchange has; :func:`sparse_allreduce` documents them."""
+
+    axis: AxisName
+    nonfinite: str
+    local: optax.GradientTransformation | None
+    residual: _residual.Residual
+    dense_steps: int
+    dense_leaves: Any
+
+
+class Accumulated(NamedTuple):
+    """What is to be exchanged in a step.
+
+    Attributes:
+      acc: ``f32[1, m]``, the accumulator; without the increment in a dense step, and without
+        either in a step that is skipped.
+      part: what it was made of.
+      dense_part: of the leaves that go dense; None where there are none.
+      state: before the step.
+      layout: of the leaves.
+      proceeds: ``bool[]``, the same on every worker; where it is False nothing may be delivered.
+        None: every step proceeds.
+      is_dense: ``bool[]``, the same on every worker: whether the increments are to be averaged,
+        and nothing of the residuals. None: no step is.
+    """
+
+    acc: jax.Array
+    part: Part
+    dense_part: Part | None
+    state: SparseAllreduceState
+    layout: _layout.TreeLayout
+    proceeds: jax.Array | None
+    is_dense: jax.Array | None
+
+
+class Reduced(NamedTuple):
+    """The result of an exchange.
+
+    Over the workers, the sum of ``residual`` and P times ``mean`` is the sum of the accumulators.
+
+    Attributes:
+      mean: ``f32[n]``, of the whole buffer, the same bits on every worker.
+      dense_mean: ``f32[d]``, of the leaves that go dense.
+      residual: ``f32[1, m]``, what this worker keeps.
+      velocity: as in the state.
+      dense_velocity: as in the state.
+      selector: as in the state.
+      allreduce: as in the state.
+      dropped: ``i32[]``, entries that were left out, and that no residual holds.
+      withheld: ``i32[]``, entries that could not be delivered, or not wholly.
+      info: without leading axes.
+    """
+
+    mean: jax.Array
+    dense_mean: jax.Array
+    residual: jax.Array
+    velocity: Any
+    dense_velocity: Any
+    selector: Any
+    allreduce: Any
+    dropped: jax.Array
+    withheld: jax.Array
+    info: StepInfo
+
+
+class Exchange(Protocol):
+    """How accumulators become a mean that every worker has."""
+
+    def dense(self, params: Any, labels: tuple[bool, ...] | None) -> tuple[bool, ...] | None:
+        """Which leaves go dense, those that the user has labelled among them."""
+        ...
+
+    def part_size(self, size: int) -> int:
+        """m, entries that one worker holds of a buffer of n."""
+        ...
+
+    def scatter(self, gradient: jax.Array) -> jax.Array:
+        """The part ``f32[m]`` of this worker of the gradients ``f32[n]``."""
+        ...
+
+    def init(self, layout: _layout.TreeLayout, workers: int) -> tuple[Any, Any]:
+        """What it keeps for each worker, and what all have in common; without leading axes."""
+        ...
+
+    def reduce(self, step: Accumulated) -> Reduced:
+        """One step."""
+        ...
+
+
+def checked_options(
+    *,
+    axis: AxisName,
+    nonfinite: str,
+    local: optax.GradientTransformation | None,
+    residual: _residual.Residual | None,
+    dense_steps: int,
+    dense_leaves: Any,
+) -> Options:
+    """The options as they were given, or an error that says what to write instead."""
+    nonfinite = extend.check_choice("nonfinite", nonfinite, _nonfinite.POLICIES)
+    _checks.check_residual_option(residual)
+    _checks.check_step_ahead(residual, local)
+    return Options(
+        axis=axis,
+        nonfinite=nonfinite,
+        local=local,
+        residual=_residual.residual() if residual is None else residual,
+        dense_steps=extend.check_positive_int("dense_steps", dense_steps, minimum=0),
+        dense_leaves=dense_leaves,
+    )
+
+
+def settings_of(
+    options: Options,
+    *,
+    selector: str | None,
+    allreduce: str | None,
+    correction: str | None,
+    shard_axis: AxisName = (),
+) -> _settings.Settings:
+    """What a state is made for, but for the local transformation."""
+    return _settings.Settings(
+        selector=selector,
+        allreduce=allreduce,
+        local="none",  # What it keeps is known at init.
+        residual=str(options.residual.spec),
+        correction=correction,
+        axis=extend.static_axis(options.axis),
+        shard_axis=extend.axis_names(extend.static_axis(shard_axis)),
+        decay=options.residual.decay,
+        step_ahead=options.residual.step_ahead,
+    )
+
+
+def nothing_exchanged(step: Accumulated, axis: AxisName) -> Reduced:
+    """The result for buffers without entries, to be completed."""
+    none, empty = jnp.zeros((), jnp.int32), jnp.zeros((0,), jnp.float32)
+    info = _sparse_state.per_worker(_sparse_state.no_info(), lambda x: extend.to_varying(x, axis))
+    return Reduced(
+        mean=empty,
+        dense_mean=empty,
+        residual=step.acc,
+        velocity=step.state.velocity,
+        dense_velocity=step.state.dense_velocity,
+        selector=step.state.selector,
+        allreduce=step.state.allreduce,
+        dropped=none,
+        withheld=none,
+        info=info,
+    )
+
+
+def with_dense_leaves(reduced: Reduced, part: Part, total: jax.Array, options: Options) -> Reduced:
+    """``reduced`` with the mean of the leaves that go dense, and the words that it took.
+
+    Args:
+      reduced: of all others.
+      part: of these leaves.
+      total: ``f32[d]``, their sum over the workers.
+      options: the axis, and the policy for what is not finite.
+    """
+    workers = transport.axis_size(options.axis)
+    mean, dropped = _nonfinite.dense_mean(options.nonfinite, total, workers)
+    words = jnp.float32(extend.all_reduce(total.shape[0], workers))
+    info = reduced.info
+    return reduced._replace(
+        dense_mean=mean,
+        dense_velocity=part.velocity,
+        dropped=reduced.dropped + dropped,
+        info=info._replace(words=info.words + words, useful=info.useful + words),
+    )
