@@ -1,4 +1,4 @@
-"""Sparse allreduce with error feedback as optax gradient transformations."""
+"""Sparse and low-rank allreduces with error feedback as optax gradient transformations."""
 
 from optax_ext._aliases import (
     dgc,
@@ -14,6 +14,8 @@ from optax_ext._loop._ahead import ahead
 from optax_ext._loop._monitoring import Monitor, metrics, tensorboard_writer
 from optax_ext._loop._train_step import TrainStep, make_train_step
 from optax_ext._loop._watchdog import Watchdog
+from optax_ext._low_rank._factors import Factors
+from optax_ext._low_rank._transformations import acp_sgd, powersgd
 from optax_ext._optimizers._adamw import sparse_adamw
 from optax_ext._optimizers._sgd import sparse_sgd
 from optax_ext._state._checkpoint import abstract_state, check_metadata, checkpoint_metadata
@@ -40,6 +42,7 @@ from optax_ext._transforms._xi import XiState, measure_xi
 __all__ = [
     "BucketedState",
     "DenseState",
+    "Factors",
     "MomentumCorrection",
     "Monitor",
     "MultiStepsState",
@@ -51,6 +54,7 @@ __all__ = [
     "Watchdog",
     "XiState",
     "abstract_state",
+    "acp_sgd",
     "ahead",
     "assert_local_gradients",
     "bucketed",
@@ -78,6 +82,7 @@ __all__ = [
     "multi_steps",
     "ok_topk",
     "ok_topk_sgd",
+    "powersgd",
     "quantized_topk",
     "reshard",
     "residual",

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from optax_ext._low_rank._factors import Factors
 from optax_ext._state import _find, _shards, _wrappers
 from optax_ext._step import _checks
 from optax_ext._step._sparse_state import SparseAllreduceState
@@ -35,7 +36,8 @@ def reshard(opt_state: Any, fresh_state: Any) -> Any:
     accumulated are dealt out in the same way.
 
     Regions, thresholds and counters of periods are those of ``fresh_state``, so that
-    the next step evaluates them anew. Steps that a selector or an allreduce has
+    the next step evaluates them anew. The factors of :func:`powersgd` and :func:`acp_sgd`, which
+    are of all workers, go on. Steps that a selector or an allreduce has
     counted (``count``) go on, and so does the rest of the optimizer state.
 
     The new state is given instead of a number of workers, since only the
@@ -164,7 +166,7 @@ def _node(old: SparseAllreduceState, new: SparseAllreduceState) -> SparseAllredu
         dense_velocity=if_both("dense_velocity", dealt_whole),
         local=_taken_over(old.local, new.local),
         selector=_with_counts(old.selector, new.selector),
-        allreduce=_with_counts(old.allreduce, new.allreduce),
+        allreduce=_exchanged(old.allreduce, new.allreduce),
     )
 
 
@@ -242,6 +244,15 @@ def _taken_over(old: Any, new: Any) -> Any:
         return _placed(host[np.arange(fresh.shape[0]) % len(host)], fresh)
 
     return jax.tree.map(rows, old, new)
+
+
+def _exchanged(old: Any, new: Any) -> Any:
+    """The state of an allreduce for other workers."""
+    if isinstance(old, Factors) and isinstance(new, Factors):
+        # Of the mean over the workers, however many there were; of another rank they start anew.
+        shapes = [[np.shape(x) for x in jax.tree.leaves(factors)] for factors in (old, new)]
+        return jax.tree.map(_placed, old, new) if shapes[0] == shapes[1] else new
+    return _with_counts(old, new)
 
 
 def _with_counts(old: Any, new: Any) -> Any:

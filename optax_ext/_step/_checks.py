@@ -110,7 +110,8 @@ def check_layout(expected: _layout.TreeLayout, got: _layout.TreeLayout) -> None:
             now, then = ("dense" if x[leaf] else "sparse" for x in (got.dense, expected.dense))
             raise ValueError(
                 f"params{jax.tree_util.keystr(path)} is {now} in one state and {then} in the "
-                "other. Give both transformations the same dense_leaves."
+                "other. Give both transformations the same dense_leaves (and powersgd and acp_sgd "
+                "the same rank, which makes some leaves dense)."
             )
 
 

@@ -1,4 +1,4 @@
-"""The state of :func:`optax_ext.sparse_allreduce`, and which parts belong to one worker."""
+"""The state of error feedback around an exchange, and which parts belong to one worker."""
 
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ PER_WORKER = ("selected", "overflow", "local_threshold", "useful", "arrived", "t
 
 
 class SparseAllreduceState(NamedTuple):
-    """State of :func:`sparse_allreduce`.
+    """State of :func:`sparse_allreduce`, and of :func:`powersgd` and :func:`acp_sgd`.
 
     Fields marked "for each worker" differ between the workers: every array in
     them has a leading axis, of size 1 inside the mapped function and of size P
@@ -69,8 +69,9 @@ class SparseAllreduceState(NamedTuple):
         dense; ``()`` without these or a ``correction``.
       local: the state of the transformation in front of the accumulation, for each worker;
         ``()`` without one.
-      selector: the selector's state, for each worker.
-      allreduce: the allreduce's state, for each shard.
+      selector: the selector's state, for each worker; ``()`` without one.
+      allreduce: the allreduce's state, for each shard; the :class:`Factors` of a low-rank
+        exchange.
       info: :class:`StepInfo` of the last step.
       layout: the tree, shapes and dtypes that the state was made for; it is
         static and has no arrays.

@@ -1,0 +1,1 @@
+"""Gradients exchanged as products of two thin matrices."""

@@ -1,0 +1,262 @@
+"""Low-rank products as an exchange of error feedback."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optax_ext._low_rank import _factors, _matrices, _phases
+from optax_ext._low_rank._factors import Factors, times
+from optax_ext._low_rank._matrices import Matrix
+from optax_ext._low_rank._phases import Given, Product, Sum
+from optax_ext._step import _contract, _layout, _nonfinite, _sparse_state
+from optax_ext._step._contract import Accumulated, Options, Reduced
+from sparse_collectives import extend, transport
+
+# Above it a factor, divided by the rank, is not sent. The product with a basis then is less than
+# the last bit of the largest number, so that no difference from it overflows.
+_LARGEST = 2.0**100
+
+
+class Delivered(NamedTuple):
+    """What was delivered, and how; the same fields in a dense step as in any other.
+
+    Attributes:
+      mean: ``f32[n]``, as the dtypes of the leaves can hold it.
+      rounding: ``f32[n]``, what that took off; ``()`` where every leaf is float32.
+      left: ``f32[rows, r]`` each: with ``right`` what this worker has given away.
+      right: ``f32[r, cols]`` each.
+      factors: for the next step.
+      rider: ``f32[d]``, the sum of the leaves that go dense.
+      dropped: ``i32[]``, entries that were left out.
+      withheld: ``i32[]``, entries that could not be delivered, or not wholly.
+      selected: ``i32[]``, numbers that this worker sent, of the matrices.
+      delivered: ``i32[]``, entries in the update.
+      words: ``f32[]``, received for the matrices.
+    """
+
+    mean: jax.Array
+    rounding: Any
+    left: list[jax.Array]
+    right: list[jax.Array]
+    factors: Factors
+    rider: jax.Array
+    dropped: jax.Array
+    withheld: jax.Array
+    selected: jax.Array
+    delivered: jax.Array
+    words: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LowRankExchange:
+    """The :class:`Exchange` of :func:`powersgd` and :func:`acp_sgd`, which document it."""
+
+    rank: int
+    alternate: bool
+    seed: int
+    options: Options
+
+    def dense(self, params: Any, labels: tuple[bool, ...] | None) -> tuple[bool, ...] | None:
+        """Those that the user has labelled, and those that have nothing to gain."""
+        return _matrices.dense_leaves(params, labels, self.rank)
+
+    def part_size(self, size: int) -> int:
+        """Every worker holds the whole buffer."""
+        return size
+
+    def scatter(self, gradient: jax.Array) -> jax.Array:
+        """The whole gradient of this worker."""
+        return gradient
+
+    def init(self, layout: _layout.TreeLayout, workers: int) -> tuple[Any, Any]:
+        """Nothing for each worker; factors that all of them have."""
+        del workers
+        if not layout.size:
+            return (), ()
+        matrices = _matrices.matrices_of(layout)
+        return (), _factors.start(matrices, self.rank, self.seed, left=self.alternate)
+
+    def reduce(self, step: Accumulated) -> Reduced:
+        """One step."""
+        options, part = self.options, step.dense_part
+        reduced = _contract.nothing_exchanged(step, options.axis)
+        rider = jnp.zeros((0,), jnp.float32) if part is None else part.increment[0]
+        if step.layout.size:
+            result = self._delivered(step, rider)
+            reduced, rider = self._keep(step, result, reduced), result.rider
+        else:
+            rider = transport.psum(rider, options.axis)
+        if part is not None:
+            # Its words are those of a message of its own: it shares the latency of another.
+            reduced = _contract.with_dense_leaves(reduced, part, rider, options)
+        return reduced
+
+    def _delivered(self, step: Accumulated, rider: jax.Array) -> Delivered:
+        matrices = _matrices.matrices_of(step.layout)
+        factors: Factors = _sparse_state.without_lead(step.state.allreduce)
+        accs = [matrix.of(step.acc[0]) for matrix in matrices]
+        given = Given(accs, factors, matrices, self.rank, rider)
+
+        def low_rank() -> Delivered:
+            return self._low_rank(given, step)
+
+        if step.is_dense is None:
+            return low_rank()
+
+        def typed(result: Delivered) -> Delivered:
+            left, right, selected = extend.to_varying(
+                (result.left, result.right, result.selected), self.options.axis
+            )
+            return result._replace(left=left, right=right, selected=selected)
+
+        # All workers, and all groups of a larger mesh, have the same count.
+        return lax.cond(
+            step.is_dense,
+            lambda: typed(self._dense(given, step)),
+            lambda: typed(low_rank()),
+        )
+
+    def _low_rank(self, given: Given, step: Accumulated) -> Delivered:
+        """One step of PowerSGD, or of ACP-SGD."""
+        workers = transport.axis_size(self.options.axis)
+        product, sent = self._product(given, step)
+        flat = _factors.joined([times(*x) for x in zip(product.mean_left, product.mean_right)])
+        mean, rounding, saturated = self._held(flat, given.matrices)
+        lost = [
+            jnp.where(ok, 0, matrix.size)
+            for ok, matrix in zip(product.fits, given.matrices, strict=True)
+        ]
+        lost = sum(lost, jnp.zeros((), jnp.int32))
+        return Delivered(
+            mean=mean,
+            rounding=rounding,
+            left=product.left,
+            right=product.right,
+            factors=product.factors,
+            rider=product.rider,
+            dropped=jnp.zeros((), jnp.int32),
+            withheld=lost + saturated,
+            selected=sent,
+            delivered=step.layout.size - lost,
+            words=sent.astype(jnp.float32) * jnp.float32(extend.all_reduce(1, workers)),
+        )
+
+    def _product(self, given: Given, step: Accumulated) -> tuple[Product, jax.Array]:
+        """The product that is delivered, and how many numbers a worker sends for it."""
+        rows, cols = (
+            self.rank * sum(side)
+            for side in zip(*((m.rows, m.cols) for m in given.matrices), strict=True)
+        )
+
+        def add(parts: Sequence[jax.Array], rider: jax.Array) -> Sum:
+            return self._add(parts, rider, step.proceeds)
+
+        if not self.alternate:
+            return _phases.power_iteration(given, add), jnp.int32(rows + cols)
+
+        def typed(phase):
+            product = phase(given, add)
+            mine = extend.to_varying((product.left, product.right), self.options.axis)
+            return product._replace(left=mine[0], right=mine[1])
+
+        # Steps that are skipped are not counted: the next one repeats their phase.
+        by_rows = (step.state.count - self.options.dense_steps) % 2 == 0
+        # The traffic meter reads from the scope that each branch is taken every other step.
+        with jax.named_scope("acp_sgd.every2"):
+            product = lax.cond(
+                by_rows,
+                lambda: typed(_phases.project_rows),
+                lambda: typed(_phases.project_columns),
+            )
+        return product, jnp.where(by_rows, jnp.int32(rows), jnp.int32(cols))
+
+    def _add(self, parts: Sequence[jax.Array], rider: jax.Array, proceeds: jax.Array | None) -> Sum:
+        """Factors summed up over the workers, all in one message.
+
+        What is not finite, or too large, on one worker makes the sum of its matrix NaN on all:
+        so they agree, without another message, that each keeps its own.
+        """
+        axis, guarded = self.options.axis, self.options.nonfinite != "propagate"
+        if proceeds is not None:
+            # A skipped step goes through the motions with nothing to send.
+            parts = [jnp.where(proceeds, part, 0.0) for part in parts]
+        if guarded:
+            limit = jnp.float32(_LARGEST / self.rank)
+            parts = [jnp.where(jnp.max(jnp.abs(part)) <= limit, part, jnp.nan) for part in parts]
+        shapes = [part.shape for part in parts]
+        total = transport.psum(_factors.joined([*parts, rider]), axis)
+        *sums, rider = _factors.split(total, [*shapes, rider.shape])
+        means = [total / transport.axis_size(axis) for total in sums]
+        if not guarded:
+            return Sum(list(parts), means, [jnp.ones((), jnp.bool_)] * len(sums), rider)
+        fits = [jnp.all(jnp.isfinite(total)) for total in sums]
+        return Sum(_phases.where(fits, parts), _phases.where(fits, means), fits, rider)
+
+    def _dense(self, given: Given, step: Accumulated) -> Delivered:
+        """The dense mean of the increments, with nothing taken from the accumulators."""
+        size, workers = step.layout.size, transport.axis_size(self.options.axis)
+        increment = step.part.increment[0]
+        total = transport.psum(_factors.joined([increment, given.rider]), self.options.axis)
+        mean, dropped = _nonfinite.dense_mean(self.options.nonfinite, total[:size], workers)
+        narrow = any(matrix.dtype != jnp.float32 for matrix in given.matrices)
+        lefts = _factors.left_shapes(given.matrices, self.rank)
+        rights = _factors.right_shapes(given.matrices, self.rank)
+        return Delivered(
+            mean=mean,
+            rounding=jnp.zeros_like(mean) if narrow else (),
+            left=[jnp.zeros(shape, jnp.float32) for shape in lefts],
+            right=[jnp.zeros(shape, jnp.float32) for shape in rights],
+            factors=given.factors,
+            rider=total[size:],
+            dropped=dropped,
+            withheld=jnp.zeros((), jnp.int32),
+            selected=jnp.sum(increment != 0, dtype=jnp.int32),
+            delivered=jnp.sum(total[:size] != 0, dtype=jnp.int32),
+            words=jnp.float32(extend.all_reduce(size, workers)),
+        )
+
+    def _held(
+        self, mean: jax.Array, matrices: Sequence[Matrix]
+    ) -> tuple[jax.Array, Any, jax.Array]:
+        """The mean as the leaves can hold it, what that took off, and how many saturate."""
+        none = jnp.zeros((), jnp.int32)
+        if all(matrix.dtype == jnp.float32 for matrix in matrices):
+            return mean, (), none
+        saturate = self.options.nonfinite != "propagate"
+        held, saturated = [], none
+        for matrix in matrices:
+            part = mean[matrix.start : matrix.start + matrix.size]
+            narrow = _layout.narrowed(part, matrix.dtype, saturate=saturate)
+            held.append(narrow.astype(jnp.float32))
+            large = jnp.abs(part) > jnp.float32(jnp.finfo(matrix.dtype).max)
+            saturated += jnp.sum(large & saturate, dtype=jnp.int32)
+        held = _factors.joined(held)
+        # What is not finite is in the update, by policy, and nothing of it can be kept.
+        return held, jnp.where(jnp.isfinite(held), mean - held, 0.0), saturated
+
+    def _keep(self, step: Accumulated, result: Delivered, reduced: Reduced) -> Reduced:
+        """The residual: the accumulator, but what this worker has given away."""
+        given_away = [times(*x) for x in zip(result.left, result.right, strict=True)]
+        kept = step.acc - _factors.joined(given_away)[None]
+        if not isinstance(result.rounding, tuple):
+            kept = kept + result.rounding[None]
+        selected = extend.to_varying(result.selected, self.options.axis)
+        words = extend.to_varying(result.words, self.options.axis)
+        return reduced._replace(
+            mean=result.mean,
+            residual=kept,
+            allreduce=_sparse_state.with_lead(result.factors),
+            dropped=result.dropped,
+            withheld=result.withheld,
+            info=reduced.info._replace(
+                selected=selected,
+                arrived=selected,
+                delivered=result.delivered,
+                words=result.words,
+                useful=words,
+            ),
+        )

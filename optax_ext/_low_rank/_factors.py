@@ -1,0 +1,100 @@
+"""The factors of all matrices: from step to step, as one message, and as bases."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optax_ext._low_rank._matrices import Matrix
+from sparse_collectives import extend
+
+# What is added to the unit columns of a factor.
+_NOISE = 2.0**-20
+
+
+class Factors(NamedTuple):
+    """What the next step starts from, the same on every worker.
+
+    With a leading axis of 1 in the optimizer state.
+
+    Attributes:
+      left: ``f32[r * sum of rows]``, the left factors of the last step, one matrix after the
+        other; ``()`` where none is needed (PowerSGD).
+      right: ``f32[r * sum of cols]``, the right ones, ``[r, cols]`` each.
+    """
+
+    left: Any
+    right: jax.Array
+
+
+def start(matrices: Sequence[Matrix], rank: int, seed: int, *, left: bool) -> Factors:
+    """Independent normal numbers, the same on every worker and platform."""
+
+    def normal(number, sides):
+        key = jax.random.fold_in(jax.random.key(seed), number)
+        return jax.random.normal(key, (rank * sum(sides),), jnp.float32)
+
+    rows, cols = [m.rows for m in matrices], [m.cols for m in matrices]
+    return Factors(normal(0, rows) if left else (), normal(1, cols))
+
+
+def joined(parts: Sequence[jax.Array]) -> jax.Array:
+    """All of them as one ``f32[...]``."""
+    flat = [part.reshape(-1) for part in parts]
+    return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
+
+
+def split(flat: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+    """The inverse of :func:`joined`."""
+    parts, offset = [], 0
+    for shape in shapes:
+        size = 1
+        for side in shape:
+            size *= side
+        parts.append(flat[offset : offset + size].reshape(shape))
+        offset += size
+    return parts
+
+
+def left_shapes(matrices: Sequence[Matrix], rank: int) -> list[tuple[int, ...]]:
+    """Of the left factors."""
+    return [(m.rows, rank) for m in matrices]
+
+
+def right_shapes(matrices: Sequence[Matrix], rank: int) -> list[tuple[int, ...]]:
+    """Of the right factors; transposed, so that no product takes a transposed matrix."""
+    return [(rank, m.cols) for m in matrices]
+
+
+def times(one: jax.Array, other: jax.Array) -> jax.Array:
+    """The matrix product, in float32 on every platform.
+
+    In the 10 bits of TensorFloat32 the products of the workers would not add up to that of
+    their mean, and what is lost would be in no residual.
+    """
+    return jnp.matmul(one, other, precision=lax.Precision.HIGHEST)
+
+
+def unit(columns: jax.Array) -> jax.Array:
+    """Columns of about the same length, and none of them zero, ``f32[m, r]``.
+
+    A column that vanished (of a gradient that is zero, or of a lower rank) would stay zero: a
+    little noise gives it a new direction. Without this squares of small columns would vanish,
+    too.
+    """
+    most = jnp.max(jnp.abs(columns), axis=0, keepdims=True)
+    scaled = columns / jnp.where(most > 0, most, 1.0)
+    place = lax.iota(jnp.uint32, columns.size).reshape(columns.shape)
+    noise = lax.bitcast_convert_type(extend.mix(place), jnp.int32).astype(jnp.float32)
+    return scaled + jnp.float32(_NOISE / 2**31) * noise
+
+
+def basis(columns: jax.Array) -> jax.Array:
+    """An orthonormal basis of the space of the columns, ``f32[m, r]``.
+
+    By Householder reflections, where the paper has Gram-Schmidt: of columns that depend on one
+    another they still make an orthonormal basis, whose other directions are arbitrary.
+    """
+    return jnp.linalg.qr(unit(columns), mode="reduced")[0]

@@ -1,0 +1,196 @@
+"""PowerSGD and ACP-SGD as optax transformations."""
+
+from typing import Any, cast
+
+import optax
+
+from optax_ext._low_rank._exchange import LowRankExchange
+from optax_ext._step import _contract, _residual
+from optax_ext._step._error_feedback import ErrorFeedback
+from sparse_collectives import Spec, extend
+from sparse_collectives.extend import AxisName
+
+
+def powersgd(
+    rank: int,
+    *,
+    axis: AxisName,
+    seed: int = 0,
+    nonfinite: str = "skip",
+    local: optax.GradientTransformation | None = None,
+    residual: _residual.Residual | None = None,
+    dense_steps: int = 0,
+    dense_leaves: Any = None,
+) -> optax.GradientTransformation:
+    r"""PowerSGD: gradients exchanged as products of two thin matrices.
+
+    At each step worker i does for each matrix, with orthonormal columns of P and the Q of the
+    last step,
+
+    .. math::
+
+        acc_i &= residual_i + local(g_i) \\
+        P &= orthonormal(\tfrac1W \sum_j acc_j Q) \\
+        Q_i &= acc_i^T P \qquad Q = \tfrac1W \sum_j Q_j \\
+        residual_i &= acc_i - P Q_i^T \\
+        update &= P Q^T
+
+    for W workers, so that nothing is lost: over the workers, the sum of ``acc`` is W times the
+    update plus the sum of the new residuals. Give it *local* gradients, before any optimizer:
+    ``optax.chain(powersgd(4, axis="data"), optax.sgd(0.1, momentum=0.9))``. The update is dense
+    and the same bits on every worker.
+
+    Words for each worker: ``2 (W-1)/W (r sum(rows + cols) + d)`` in two allreduces, for d
+    entries of the leaves that go dense; these ride with the first. The number does not grow with
+    W. (:func:`acp_sgd` has half of it.)
+
+    A leaf of more than two dimensions is cut into rows and columns where their sum is smallest:
+    a convolution ``(h, w, in, out)`` is a matrix ``(h w in, out)``. Leaves of fewer, and those
+    with ``r (rows + cols) >= rows cols``, go dense by themselves.
+
+    What is not finite is treated as in :func:`sparse_allreduce`, by ``nonfinite``. What
+    stays in the residuals because a sum would be too large is the whole matrix, which happens
+    where a factor has an entry above 2**100 / r; ``withheld`` counts its entries.
+
+    Args:
+      rank: r, columns of the factors. 1 to 4 is what the paper uses for images, 4 to 32 for
+        text.
+      axis: the mesh axis (or a tuple of them), or the MPI communicator, of the workers.
+      seed: of the first Q, normal numbers which all workers have.
+      nonfinite: ``"skip"``, ``"drop"``, ``"raise"`` or ``"propagate"``; see
+        :func:`sparse_allreduce`, as for all that follow.
+      local: a transformation before the accumulation.
+      residual: its dtype, decay and step-ahead.
+      dense_steps: how many steps to begin with are dense. They leave the factors as they are.
+      dense_leaves: further leaves that are exchanged densely: labels ``"dense"``, and
+        ``"sparse"`` for those that are not.
+
+    Returns:
+      An ``optax.GradientTransformation`` with a :class:`SparseAllreduceState`, whose
+      ``allreduce`` has the factors. In its info ``selected`` counts the numbers that a
+      worker sends for the matrices, and ``delivered`` the entries of their updates. An empty
+      pytree works and does nothing.
+
+      Cost: 6 r flops for each entry, and two QR factorisations of a thin matrix for each leaf.
+      Memory: the residual, n float32 for each worker, and two n-sized buffers during the step.
+
+    Raises:
+      ValueError: at ``init``, a rank that makes no leaf smaller; an axis that is not bound;
+        gradients already summed over the axis; updates, or a state, that do not fit; a
+        step-ahead of a residual of gradients.
+      TypeError: leaves that are not float32, bfloat16 or float16.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, sparse_collectives as sc
+      >>> tx = powersgd(1, axis="w")
+      >>> def step(gradient):
+      ...     return tx.update(gradient, tx.init(gradient))[0]
+      >>> one = jnp.array([1.0, 1.0, 2.0])
+      >>> gradients = jnp.stack([jnp.outer(one, one), jnp.outer(one, 3 * one)])
+      >>> update = sc.simulate(step, axis="w", axis_size=2)(gradients)[0]
+      >>> update.round(4).tolist()  # their mean, which has rank 1
+      [[2.0, 2.0, 4.0], [2.0, 2.0, 4.0], [4.0, 4.0, 8.0]]
+
+    References:
+      Vogels, Karimireddy and Jaggi, `PowerSGD: Practical Low-Rank Gradient Compression for
+      Distributed Optimization <https://arxiv.org/abs/1905.13727>`_, NeurIPS 2019, Algorithms 1
+      and 2.
+    """
+    return _low_rank(
+        "powersgd",
+        rank,
+        seed,
+        axis=axis,
+        nonfinite=nonfinite,
+        local=local,
+        residual=residual,
+        dense_steps=dense_steps,
+        dense_leaves=dense_leaves,
+    )
+
+
+def acp_sgd(
+    rank: int,
+    *,
+    axis: AxisName,
+    seed: int = 0,
+    nonfinite: str = "skip",
+    local: optax.GradientTransformation | None = None,
+    residual: _residual.Residual | None = None,
+    dense_steps: int = 0,
+    dense_leaves: Any = None,
+) -> optax.GradientTransformation:
+    r"""ACP-SGD: PowerSGD that sends one of the two factors at a step, in one allreduce.
+
+    The steps take turns. With the factors of the step before
+
+    .. math::
+
+        \text{odd:} \quad Q &= orthonormal(Q), & P_i &= acc_i Q, & P &= \tfrac1W \sum_j P_j,
+            & residual_i &= acc_i - P_i Q^T \\
+        \text{even:} \quad P &= orthonormal(P), & Q_i &= acc_i^T P, & Q &= \tfrac1W \sum_j Q_j,
+            & residual_i &= acc_i - P Q_i^T
+
+    and in both the update is :math:`P Q^T`. Each worker keeps what its own product misses, so
+    that nothing is lost: :math:`\sum_i P_i Q^T = W P Q^T`. A step that is skipped is
+    repeated.
+
+    Words for each worker: ``2 (W-1)/W (r sum(rows) + d)`` at odd steps and ``2 (W-1)/W
+    (r sum(cols) + d)`` at even ones: half of those of :func:`powersgd`, and half of its products
+    and messages.
+
+    Args:
+      rank: r, columns of the factors.
+      axis: see :func:`powersgd`, as for all that follow.
+      seed: of the first factors.
+      nonfinite: what to do with what is not finite.
+      local: a transformation before the accumulation.
+      residual: its dtype, decay and step-ahead.
+      dense_steps: how many steps to begin with are dense.
+      dense_leaves: further leaves that are exchanged densely.
+
+    Returns:
+      An ``optax.GradientTransformation``, as :func:`powersgd` returns it.
+
+    Raises:
+      ValueError: as :func:`powersgd`.
+      TypeError: leaves that are not float32, bfloat16 or float16.
+
+    Example:
+      >>> import optax
+      >>> tx = optax.chain(acp_sgd(4, axis="data"), optax.sgd(0.1, momentum=0.9))
+
+    References:
+      Zhang, Zhang, Shi, Chu and Li, Evaluation and Optimization of Gradient Compression for
+      Distributed Deep Learning, ICDCS 2023.
+    """
+    return _low_rank(
+        "acp_sgd",
+        rank,
+        seed,
+        axis=axis,
+        nonfinite=nonfinite,
+        local=local,
+        residual=residual,
+        dense_steps=dense_steps,
+        dense_leaves=dense_leaves,
+    )
+
+
+def _low_rank(name: str, rank: int, seed: int, **given: Any) -> optax.GradientTransformation:
+    rank = extend.check_positive_int("rank", rank)
+    seed = extend.check_positive_int("seed", seed, minimum=0)
+    options = _contract.checked_options(**given)
+    feedback = ErrorFeedback(
+        exchange=LowRankExchange(rank, name == "acp_sgd", seed, options),
+        options=options,
+        correction=None,
+        settings=_contract.settings_of(
+            options,
+            selector="none",
+            allreduce=str(Spec.of(name, rank=rank, seed=seed)),
+            correction="none",
+        ),
+    )
+    # optax types a state as any pytree, which NamedTuples of arrays are at run time.
+    return optax.GradientTransformation(cast(Any, feedback.init), cast(Any, feedback.update))

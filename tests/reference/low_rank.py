@@ -1,0 +1,35 @@
+"""PowerSGD and ACP-SGD in NumPy, in float64, for one matrix of all workers."""
+
+import numpy as np
+
+
+def powersgd(acc, q):
+    """One step.
+
+    Args:
+      acc: ``f[W, rows, cols]``, residual plus gradient of each worker.
+      q: ``f[cols, r]``.
+
+    Returns:
+      The update, the residuals and the next q.
+    """
+    p = np.mean([m @ q for m in acc], axis=0)
+    p = np.linalg.qr(p)[0]
+    own = [m.T @ p for m in acc]
+    q = np.mean(own, axis=0)
+    return p @ q.T, np.array([m - p @ mine.T for m, mine in zip(acc, own)]), q
+
+
+def acp_sgd(acc, p, q, step):
+    """One step of a count that begins with 0; the update, the residuals, and both factors."""
+    if step % 2 == 0:
+        q = np.linalg.qr(q)[0]
+        own = [m @ q for m in acc]
+        p = np.mean(own, axis=0)
+        kept = [m - mine @ q.T for m, mine in zip(acc, own)]
+    else:
+        p = np.linalg.qr(p)[0]
+        own = [m.T @ p for m in acc]
+        q = np.mean(own, axis=0)
+        kept = [m - p @ mine.T for m, mine in zip(acc, own)]
+    return p @ q.T, np.array(kept), p, q
