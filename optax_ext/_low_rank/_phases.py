@@ -95,8 +95,8 @@ class Given(NamedTuple):
 def power_iteration(given: Given, add: Add) -> Product:
     """One step of subspace iteration (PowerSGD, Algorithm 1), with two sums.
 
-    The error that a worker keeps is that of its own product, ``M - P Q^T``, as in the paper.
-    Published programs keep ``M - P mean(Q)^T``. Over the workers it adds up to the same, and so
+    The error that a worker keeps is that of its own product, ``M - P Q^T``. PyTorch's hook
+    keeps ``M - P mean(Q)^T``. Over the workers it adds up to the same, and so
     it trains the same, but what the workers disagree about would pile up in the residuals, to
     cancel in their sum.
     """

@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ both = pytest.mark.parametrize(
 )
 PARAMS = {"b": jnp.zeros(12), "w": jnp.zeros((16, 12))}
 SIZE, STEPS = 16 * 12, 40
+PAGE = Path(__file__).parents[2] / "docs" / "low_rank.md"
 
 
 def mesh(workers=4):
@@ -218,6 +220,14 @@ def test_without_matrices_all_is_dense_and_without_leaves_nothing_is_done(method
 
 def batch_loss(params, batch):
     return jnp.mean((jnp.tanh(batch @ params["w"] + params["b"][None]) @ params["w"].T) ** 2)
+
+
+def test_the_program_on_the_page_runs():
+    (program,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    names = {"jax": jax, "optax": optax, "optax_ext": optax_ext, "loss_fn": loss_fn}
+    names |= {"params": jax.tree.map(jnp.array, PARAMS), "batches": [batch_of(i) for i in range(3)]}
+    exec(program, names)
+    assert int(optax_ext.get_state(names["opt_state"]).count) == 3
 
 
 WRAPPED = {
