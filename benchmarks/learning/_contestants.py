@@ -52,6 +52,15 @@ def in_front(density: float, optimizer: Callable[[optax.Schedule], Any]) -> Cont
     return variant
 
 
+def low_rank(make: Callable[..., Any], rank: int) -> Contestant:
+    """PowerSGD or ACP-SGD in front of AdamW."""
+
+    def variant(rate: float, steps: int) -> Variant:
+        return Variant(make(rank, axis=AXIS), _adamw(schedule(rate, steps)))
+
+    return variant
+
+
 def dense(optimizer: Callable[[optax.Schedule], Any]) -> Contestant:
     """All entries at every step."""
 
@@ -80,6 +89,8 @@ def _with_adamw(share: float) -> dict[str, Contestant]:
         "sparse_adamw, ok_topk": whole(adamw, k, exchange=ok_topk),
         "sparse_adamw, complete ok_topk": whole(adamw, k, exchange=sc.allreduce.complete(ok_topk)),
         "sparse_adamw, no step-ahead": whole(adamw, 5 * k, residual=optax_ext.residual()),
+        **{f"powersgd({r}) before AdamW": low_rank(optax_ext.powersgd, r) for r in (1, 2, 4)},
+        "acp_sgd(4) before AdamW": low_rank(optax_ext.acp_sgd, 4),
     }
 
 

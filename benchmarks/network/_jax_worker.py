@@ -77,11 +77,10 @@ class Worker:
         import optax_ext
         from sparse_collectives import traffic
 
-        from ._methods import AXIS, JAX, WHOLE
+        from ._methods import AXIS, JAX, WHOLE, behind
 
         self._use(self._alone if local else self._everyone)
-        behind = optax.identity() if method in WHOLE else optax.sgd(1e-3)
-        tx = optax.chain(JAX[method](self._density), behind)
+        tx = optax.chain(JAX[method](self._density), behind(method))
         state = optax_ext.init_state(tx, self._parameters, self._mesh)
         specs = optax_ext.state_specs(state)
 

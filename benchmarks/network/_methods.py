@@ -36,13 +36,29 @@ def _sparse_adamw(density: float) -> optax.GradientTransformation:
     return optax_ext.sparse_adamw(1e-3, min(1.0, 5 * density), axis=AXIS, weight_decay=0.01)
 
 
+def _powersgd(density: float) -> optax.GradientTransformation:
+    del density
+    return optax_ext.powersgd(1, axis=AXIS)
+
+
+def _acp_sgd(density: float) -> optax.GradientTransformation:
+    del density
+    return optax_ext.acp_sgd(1, axis=AXIS)
+
+
+def _dense(density: float) -> optax.GradientTransformation:
+    del density
+    return optax_ext.dense(axis=AXIS, buckets=1)
+
+
 # Whole optimizers, whose gradients are taken a step ahead.
 WHOLE = ("sparse_adamw",)
 
 # Each makes a transformation from a density.
 JAX = {
     # One allreduce of everything: the strongest dense one where messages have a latency.
-    "dense": lambda density: optax_ext.dense(axis=AXIS, buckets=1),
+    "dense": _dense,
+    "dense/adamw": _dense,
     "dense/leaves": lambda density: optax_ext.dense(axis=AXIS),
     "ok_topk": _ok_topk(),
     "ok_topk/narrow16": _ok_topk("narrow16"),
@@ -54,10 +70,24 @@ JAX = {
     "agreed": _agreed(32),
     "agreed/few": _agreed("few"),
     "sparse_adamw": _sparse_adamw,
+    "powersgd1": _powersgd,
+    "powersgd1/adamw": _powersgd,
+    "acp_sgd1": _acp_sgd,
     "topk_a": lambda density: optax_ext.topk_a(density, axis=AXIS),
     "topk_dsa": lambda density: optax_ext.topk_dsa(density, axis=AXIS),
     "gtopk": lambda density: optax_ext.gtopk(density, axis=AXIS),
 }
+
+
+def behind(method: str) -> optax.GradientTransformation:
+    """What makes updates of the means: plain SGD, so that little but the exchange is timed."""
+    if method in WHOLE:
+        return optax.identity()
+    if method.endswith("/adamw"):
+        return optax.adamw(1e-3, weight_decay=0.01)
+    return optax.sgd(1e-3)
+
+
 # Hooks of DistributedDataParallel; see `_torch_worker`.
 TORCH = ("ddp", "ddp/fp16", "ddp/powersgd1", "ddp/powersgd4")
 
