@@ -10,6 +10,8 @@ import jax
 import optax
 import pytest
 
+from benchmarks._common import namespaces
+
 # The same examples at every run: a gate must not depend on luck. To look for new
 # ones, run with `--hypothesis-profile default`.
 hypothesis.settings.register_profile("fixed", derandomize=True, deadline=None)
@@ -50,6 +52,14 @@ def default_promotion():
     """For programs as users write them, and models of other libraries: they add biases to rows."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
+
+
+@pytest.fixture
+def usable():
+    """Skips where no network can be made: it takes Linux, root, ip, tc and namespaces."""
+    reason = namespaces.unusable()
+    if reason is not None:
+        pytest.skip(reason)
 
 
 # A compiled program maps hundreds of pieces of memory, and Linux lets a process have

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,6 +14,7 @@ from benchmarks._common.options import InputError
 from benchmarks._common.processes import ROOT, environment
 from benchmarks.network import _prediction, _problem, _report, _session, run, scaling
 from benchmarks.network._workers import WorkerError
+from tests.leftovers import left_by
 
 
 def point(**changes):
@@ -179,27 +179,12 @@ def test_without_root_it_says_so_in_one_line(capsys, monkeypatch):
     assert "need root" in message
 
 
-def left_by(pid):
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
-    names = [line.split()[0] for line in listed.stdout.splitlines()]
-    names += [path.name for path in Path("/etc/netns").glob("*")]
-    return {name for name in names if name.startswith(f"scnet{pid}-")}
-
-
 def started(*argv):
     # Unoptimised machine code compiles fastest, and nothing here is a time.
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
     command = [sys.executable, "-m", "benchmarks.network.run", "--workers", "2", *argv]
     variables = environment() | {"XLA_FLAGS": flags}
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=variables, cwd=ROOT)
-
-
-@pytest.fixture
-def usable():
-    """Skips where no network can be made: it takes Linux, root, ip, tc and namespaces."""
-    reason = hosts.unusable()
-    if reason is not None:
-        pytest.skip(reason)
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import argparse
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optax_ext
@@ -49,29 +49,51 @@ def neighbour(task: str, share: float, given: Sequence[Option]) -> tuple[str, Co
       ValueError: there is no such option, or the value is none for it.
     """
     make = optax_ext.sparse_adamw if KINDS[task].optimizer == ADAMW else optax_ext.sparse_sgd
-    arguments = inspect.signature(make).parameters
-    possible = [name for name in _NUMBERS if name in arguments] + list(_OF_RESIDUAL)
-    possible += [name for name, (argument, _) in _MADE.items() if argument in arguments]
-    options: dict[str, Any] = {"density": 5 * share * DENSITY}
-    kept = {"step_ahead": "auto"}
+    made = {"density": 5 * share * DENSITY, **arguments(make, given)}
+    contestant = whole(make, **made)
+    _checked(given, contestant, 0.1, 10)
+    return name_of(make, given), contestant
+
+
+def arguments(make: Callable[..., Any], given: Sequence[Option]) -> dict[str, Any]:
+    """What an optimizer is called with for the options.
+
+    Raises:
+      ValueError: there is no such option, or the value is none for it.
+    """
+    taken = inspect.signature(make).parameters
+    possible = [name for name in _NUMBERS if name in taken] + list(_OF_RESIDUAL)
+    possible += [name for name, (argument, _) in _MADE.items() if argument in taken]
+    unknown = [name for name, _ in given if name not in possible]
+    if unknown:
+        raise ValueError(
+            f"{make.__name__} has no {unknown[0]!r} here: it has {', '.join(possible)}"
+        )
+    made = {name: value for name, value in given if name in _NUMBERS}
+    kept = {name: value for name, value in given if name in _OF_RESIDUAL}
+    if kept:
+        kept = {"step_ahead": "auto", **kept}
+        made["residual"] = _checked(given, lambda: optax_ext.residual(**kept))
     for name, value in given:
-        if name not in possible:
-            raise ValueError(f"{make.__name__} has no {name!r} here: it has {', '.join(possible)}")
-        try:
-            if name in _OF_RESIDUAL:
-                kept[name] = value
-            elif name in _MADE:
-                argument, made = _MADE[name]
-                options[argument] = made(value)
-            else:
-                options[name] = value
-            contestant = whole(make, residual=optax_ext.residual(**kept), **options)
-            # What is wrong shows when it is made.
-            contestant(0.1, 10)
-        except TypeError as error:
-            raise ValueError(f"{name}={value}: {error}") from error
+        if name in _MADE:
+            argument, function = _MADE[name]
+            made[argument] = _checked(given, function, value)
+    return made
+
+
+def name_of(make: Callable[..., Any], given: Sequence[Option]) -> str:
+    """The name of an optimizer with options, the same in whatever order they come."""
     values = [
         f"{name}={value if isinstance(value, str) else format(value, 'g')}"
         for name, value in sorted(given)
     ]
-    return " ".join([make.__name__, *values]), contestant
+    return " ".join([make.__name__, *values])
+
+
+def _checked(given: Sequence[Option], make: Callable[..., Any], *values: Any) -> Any:
+    """``make(*values)``; of a word in place of a number a ValueError, too."""
+    try:
+        return make(*values)
+    except TypeError as error:
+        written = " ".join(f"{name}={value}" for name, value in given)
+        raise ValueError(f"{written}: {error}") from error

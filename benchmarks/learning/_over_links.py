@@ -1,0 +1,67 @@
+"""The ways to train that are compared over real links, each as a function of the rate."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import optax_ext
+from sparse_collectives import select
+
+from ._contestants import DECAY, DENSE, DENSITY
+from ._neighbours import Option, arguments, name_of
+
+AXIS = "workers"
+Make = Callable[[optax.Schedule], optax.GradientTransformation]
+# Where the library has them.
+_LOW_RANK, _RANKS = ("powersgd", "acp_sgd"), (1, 2, 4)
+
+
+def contestants() -> dict[str, Make]:
+    """By name, the dense one first."""
+    made: dict[str, Make] = {
+        # One allreduce of everything: the strongest dense one where messages have a latency.
+        DENSE: before_adamw(optax_ext.dense(axis=AXIS, buckets=1)),
+        "dense, float16": before_adamw(half(optax_ext.dense(axis=AXIS, buckets=1))),
+        "sparse_adamw": neighbour([])[1],
+        "ok_topk before AdamW": before_adamw(
+            optax_ext.ok_topk(DENSITY, axis=AXIS, selector=select.threshold_reuse(density=DENSITY))
+        ),
+    }
+    for name, rank in itertools.product(_LOW_RANK, _RANKS):
+        low_rank = getattr(optax_ext, name, None)
+        if low_rank is not None:
+            made[f"{name}({rank}) before AdamW"] = before_adamw(low_rank(rank, axis=AXIS))
+    return made
+
+
+def neighbour(given: Sequence[Option]) -> tuple[str, Make]:
+    """``sparse_adamw`` with options, and its name.
+
+    Raises:
+      ValueError: there is no such option, or the value is none for it.
+    """
+    make = optax_ext.sparse_adamw
+    made: dict[str, Any] = {"axis": AXIS, "weight_decay": DECAY, **arguments(make, given)}
+    make(0.1, **made)
+    return name_of(make, given), lambda rate: make(rate, **made)
+
+
+def before_adamw(exchange: optax.GradientTransformation) -> Make:
+    """An exchange of gradients in front of optax's AdamW."""
+    return lambda rate: optax.chain(exchange, optax.adamw(rate, weight_decay=DECAY))
+
+
+def half(exchange: optax.GradientTransformation) -> optax.GradientTransformation:
+    """An exchange of float16, as DDP's `fp16_compress_hook` does it.
+
+    (XLA makes bfloat16 wider before it adds up on a CPU, so that nothing would be saved.)
+    """
+    return optax.chain(_cast(jnp.float16), exchange, _cast(jnp.float32))
+
+
+def _cast(dtype: Any) -> optax.GradientTransformation:
+    return optax.stateless(lambda tree, _: jax.tree.map(lambda x: x.astype(dtype), tree))
