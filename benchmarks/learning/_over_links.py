@@ -16,8 +16,8 @@ from ._neighbours import Option, arguments, name_of
 
 AXIS = "workers"
 Make = Callable[[optax.Schedule], optax.GradientTransformation]
-# Where the library has them.
-_LOW_RANK, _RANKS = ("powersgd", "acp_sgd"), (1, 2, 4)
+_LOW_RANK = {"powersgd": optax_ext.powersgd, "acp_sgd": optax_ext.acp_sgd}
+_RANKS = (1, 2, 4)
 
 
 def contestants() -> dict[str, Make]:
@@ -31,10 +31,8 @@ def contestants() -> dict[str, Make]:
             optax_ext.ok_topk(DENSITY, axis=AXIS, selector=select.threshold_reuse(density=DENSITY))
         ),
     }
-    for name, rank in itertools.product(_LOW_RANK, _RANKS):
-        low_rank = getattr(optax_ext, name, None)
-        if low_rank is not None:
-            made[f"{name}({rank}) before AdamW"] = before_adamw(low_rank(rank, axis=AXIS))
+    for (name, low_rank), rank in itertools.product(_LOW_RANK.items(), _RANKS):
+        made[f"{name}({rank}) before AdamW"] = before_adamw(low_rank(rank, axis=AXIS))
     return made
 
 

@@ -17,6 +17,8 @@ _MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": str(2**30),
     "MALLOC_TRIM_THRESHOLD_": str(2**40),
     "MALLOC_TOP_PAD_": str(2**28),
+    # Pages of 2 MB where the system gives them to those who ask.
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
 
 
