@@ -16,7 +16,7 @@ def sparse_adamw(
     density: float = 0.05,
     *,
     axis: AxisName,
-    b2: float = 0.99,
+    b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float = 1e-4,
     mask: Any = None,
