@@ -63,7 +63,7 @@ def trained(tx, steps=STEPS, params=None, on=None, given=None, **options):
 EPS = 0.5
 
 
-def preconditioned(nu, g, t, b2=0.99):
+def preconditioned(nu, g, t, b2=0.999):
     nu = b2 * nu + (1 - b2) * g**2
     return nu, g / (np.sqrt(nu / (1 - b2**t)) + EPS)
 
