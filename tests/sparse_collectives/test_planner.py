@@ -178,19 +178,22 @@ def test_steps_from_a_file_and_as_measured(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "3.00x" in text
     assert "Use gtopk" in text
+    call[call.index("0.01")] = "0.05"
     assert main([*call, "--same-loss"]) == 0
     text = capsys.readouterr().out
-    assert "agreed(few)" in text
-    assert "left out, without a number of steps" in text
+    assert "Use agreed(few)" in text
+    assert "1.17x" in text
+    assert "left out, without a number of steps: topk_a" in text
     for content, error in (("[1]", "must hold an object"), ("{", "is no JSON")):
         file.write_text(content)
         with pytest.raises(SystemExit):
             main([*call, "--same-loss", str(file)])
         assert error in capsys.readouterr().err
-    # The nearest case, by ratios.
-    cases = {(4, 0.01): 1.0, (16, 0.01): 2.0, (16, 0.1): 3.0}
-    nearest = [_steps._nearest(cases, *case) for case in ((7, 0.02), (9, 0.02), (9, 0.05))]
-    assert nearest == [1.0, 2.0, 3.0]
+    # The nearest case, by ratios; and none where it says nothing.
+    cases = {(4, 0.01): 1.0, (16, 0.01): 2.0, (16, 0.015): 3.0}
+    near = [(7, 0.01), (9, 0.011), (9, 0.02), (9, 0.03), (65, 0.01), (64, 0.015)]
+    nearest = [_steps._nearest(cases, *case) for case in near]
+    assert nearest == [1.0, 2.0, 3.0, None, None, 3.0]
 
 
 def test_an_encoding_without_room_for_the_gaps_is_left_out():
