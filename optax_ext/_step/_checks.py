@@ -186,7 +186,8 @@ def check_state_types(opt_state: Any, specs: Any, axis: AxisName) -> None:
             raise ValueError(
                 f"opt_state{jax.tree_util.keystr(path)} differs between the workers of axis "
                 f"{axis!r}: a transformation keeps something of the gradients before they are "
-                "reduced. Put it behind the allreduce in the chain. To accumulate gradients in "
-                "front of it use optax_ext.multi_steps, for momentum in front of it "
+                "reduced. Put it behind the allreduce in the chain, or give it to the allreduce as "
+                "local=, which keeps a state for each worker. To accumulate gradients in front of "
+                "it use optax_ext.multi_steps, for momentum in front of it "
                 "optax_ext.momentum_correction."
             )
