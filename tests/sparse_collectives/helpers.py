@@ -6,6 +6,8 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import sparse_collectives as sc
 
@@ -164,3 +166,27 @@ def independent_psums(jaxpr) -> list:
         if equation.primitive.name.startswith("psum") or behind & set(inputs):
             behind |= set(equation.outvars)
     return summed
+
+
+def check_replicated_on_a_mesh(selector, allreduce, size, *, check_vma):
+    """Over three devices the total, and what is kept, have the bits of one device."""
+    workers = 3
+    mesh = jax.make_mesh(
+        (workers,), ("w",), axis_types=(AxisType.Auto,), devices=jax.devices()[:workers]
+    )
+    acc = hard_accumulators(workers, size)["normal"]
+
+    def step(acc):
+        coo, _, _ = selector.select(acc[0], selector.init(size))
+        total, undelivered, _, info = allreduce.reduce(coo, allreduce.init(size, workers), axis="w")
+        kept = sum_of_parts(as_coo(coo, undelivered))
+        return total.to_dense(), kept[None], info.words
+
+    run = jax.shard_map(
+        step, mesh=mesh, in_specs=P("w"), out_specs=(P(), P("w"), P()), check_vma=check_vma
+    )
+    total, kept, words = jax.jit(run)(acc)
+    expected = run_once(selector, allreduce, acc)
+    np.testing.assert_array_equal(total, expected["total"][0])
+    np.testing.assert_array_equal(kept, expected["kept"])
+    assert words == expected["info"].words[0]

@@ -144,23 +144,4 @@ def test_its_total_is_typed_as_replicated():
 @pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_on_a_mesh_the_total_is_replicated(check_vma):
-    workers = 3
-    mesh = jax.make_mesh(
-        (workers,), ("w",), axis_types=(AxisType.Auto,), devices=jax.devices()[:workers]
-    )
-    acc = helpers.hard_accumulators(workers, SIZE)["normal"]
-
-    def step(acc):
-        coo, _, _ = SELECTOR.select(acc[0], SELECTOR.init(SIZE))
-        total, undelivered, _, info = SPARDL.reduce(coo, SPARDL.init(SIZE, workers), axis="w")
-        kept = helpers.sum_of_parts(helpers.as_coo(coo, undelivered))
-        return total.to_dense(), kept[None], info.words
-
-    run = jax.shard_map(
-        step, mesh=mesh, in_specs=P("w"), out_specs=(P(), P("w"), P()), check_vma=check_vma
-    )
-    total, kept, words = jax.jit(run)(acc)
-    expected = helpers.run_once(SELECTOR, SPARDL, acc)
-    np.testing.assert_array_equal(total, expected["total"][0])
-    np.testing.assert_array_equal(kept, expected["kept"])
-    assert words == expected["info"].words[0]
+    helpers.check_replicated_on_a_mesh(SELECTOR, SPARDL, SIZE, check_vma=check_vma)
