@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
 from benchmarks._common.processes import ROOT, environment
-from benchmarks.learning import _clock, _over_links, time
+from benchmarks.learning import _clock, _over_links, _tasks, _times, time
 from benchmarks.training._recorded_training import schedule
+from benchmarks.training._small_tasks import word_task
 from tests.leftovers import left_by
 
 
@@ -58,9 +60,9 @@ def test_one_step_is_taken_however_long_it_is():
 
 def test_a_curve_reaches_a_value_between_its_points():
     seconds, losses = np.array([0.0, 10, 20, 30]), np.array([4.0, 3, 2, 2.5])
-    assert time.when(seconds, losses, 2.5, large=False) == 15
-    assert time.when(seconds, losses, 1.9, large=False) is None
-    assert time.when(seconds, -losses, -4.0, large=True) == 0
+    assert _times.when(seconds, losses, 2.5, large=False) == 15
+    assert _times.when(seconds, losses, 1.9, large=False) is None
+    assert _times.when(seconds, -losses, -4.0, large=True) == 0
 
 
 @pytest.fixture
@@ -80,7 +82,7 @@ def trained(monkeypatch):
             del link
 
     monkeypatch.setattr(time, "_train", train)
-    monkeypatch.setattr(time, "_started", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(time, "_started", lambda *_: contextlib.nullcontext(lambda name: None))
     monkeypatch.setattr(time, "interrupt_when_told", lambda: None)
     monkeypatch.setattr(time.namespaces, "unusable", lambda: None)
     monkeypatch.setattr(time.namespaces, "network", lambda _: contextlib.nullcontext(Hosts()))
@@ -123,6 +125,28 @@ def test_all_are_contestants():
         assert callable(make(lambda count: 0.1).update)
 
 
+def test_pytorch_has_the_same_networks():
+    """The same loss and gradients, from the same parameters and batch."""
+    torch = pytest.importorskip("torch", reason="PyTorch is installed by hand: it is large")
+    from benchmarks.learning import _torch_models
+
+    text = " ".join(f"word{i % 97} of {i * i % 89}," for i in range(3000))
+    for name, loss in _torch_models.LOSSES.items():
+        task = _tasks.make(name, 16, None, None) if name == "text" else word_task(text, width=16)
+        params, batch = task.init(0), task.batch_of(np.arange(4) * 50)
+        with jax.numpy_rank_promotion("allow"):
+            value, gradients = jax.value_and_grad(task.loss)(params, batch)
+        leaves, tree = jax.tree.flatten(params)
+        given = [torch.from_numpy(np.array(leaf)).requires_grad_() for leaf in leaves]
+        found = loss(tree.unflatten(given), tuple(torch.from_numpy(x).long() for x in batch))
+        found.backward()
+        np.testing.assert_allclose(found.item(), value, rtol=1e-5)
+        for leaf, expected in zip(given, jax.tree.leaves(gradients), strict=True):
+            # Sums of float32 in another order; entries that cancel have no digits of their own.
+            largest = float(np.abs(expected).max())
+            np.testing.assert_allclose(leaf.grad, expected, rtol=1e-4, atol=1e-5 * largest)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -133,6 +157,7 @@ def test_all_are_contestants():
         (["--options", "rate=1"], "--options: sparse_adamw has no 'rate' here"),
         (["--options", "gain=2", "density=2"], "--options: density"),
         (["--show"], "--show needs --runs FILE"),
+        (["--task", "lstm", "--only", "PyTorch, dense"], "needs PyTorch (pip install torch), and"),
     ],
 )
 def test_wrong_options_are_one_line(arguments, message, capsys):

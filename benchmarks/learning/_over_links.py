@@ -18,6 +18,12 @@ AXIS = "workers"
 Make = Callable[[optax.Schedule], optax.GradientTransformation]
 _LOW_RANK = {"powersgd": optax_ext.powersgd, "acp_sgd": optax_ext.acp_sgd}
 _RANKS = (1, 2, 4)
+# The hooks of DistributedDataParallel in front of PyTorch's AdamW; see `_torch_trainer`.
+TORCH = {
+    "PyTorch, dense": "",
+    "PyTorch, float16": "fp16",
+    **{f"PyTorch, PowerSGD({rank})": f"powersgd{rank}" for rank in _RANKS},
+}
 
 
 def contestants() -> dict[str, Make]:

@@ -9,16 +9,19 @@ the same number of seconds, and its rate comes to its end exactly then, whatever
 compiling and measuring take none of them. It does so with every rate of ``--rates``, and with the
 best of them from the other seeds. A run that is in FILE is not made again.
 
-Each ``--options`` adds a contestant: ``sparse_adamw`` with these options, such as density=0.01.
+Where PyTorch is installed, its DistributedDataParallel and hooks are contestants, too, with the
+same parameters and batches. Each ``--options`` adds a contestant: ``sparse_adamw`` with these
+options, such as density=0.01.
 
 Linux only, with root and iproute2 (ip, tc); ``--show`` needs none of it.
 """
 
 import argparse
 import contextlib
+import importlib.util
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +29,9 @@ import numpy as np
 
 from .._common import display, namespaces, options
 from .._common.processes import interrupt_when_told
-from .._common.timing import quartiles
 from ..network._workers import WorkerError, Workers, workers
 from ..training._small_models import HEADS
-from . import _clock, _over_links, _plot
+from . import _clock, _over_links, _plot, _times
 from ._contestants import DENSE
 from ._neighbours import Option, option
 from ._store import Store
@@ -43,6 +45,8 @@ NEEDED = (*_CASE, "rate", "seed", "value", "curve")
 WIDTHS = {"words": 128, "text": 208, "lstm": 480}
 RATES = {"words": (0.005, 0.01, 0.02), "text": (0.002, 0.005, 0.01)}
 BATCHES = {"text": 8}
+# The tasks of `_torch_models`, which can't be imported without PyTorch.
+_IN_TORCH = ("words", "text")
 _PORT = 9500
 # Steps that tell how long one takes, about.
 _WARM_UP = 3
@@ -57,18 +61,23 @@ def run_all(store: Store, args: argparse.Namespace) -> None:
     ]
     if not missing:
         return
-    with namespaces.network(args.workers) as made, _started(made, args) as group:
+    with namespaces.network(args.workers) as made, _started(made, args) as group_of:
         for name, link in missing:
             made.limit(link)
             for rate, seed in _missing(store, args, name, link):
-                found = _train(group, args, name, link, rate, seed)
+                found = _train(group_of(name), args, name, link, rate, seed)
                 store.add({**case_of(name, link, args), "rate": rate, "seed": seed, **found})
 
 
 def chosen(args: argparse.Namespace) -> dict[str, Sequence[Option] | None]:
     """The contestants that are to train, and the options of those that have some."""
-    names = [name for name in _over_links.contestants() if not args.only or name in args.only]
+    possible = [*_over_links.contestants(), *(_over_links.TORCH if _has_torch(args.task) else ())]
+    names = [name for name in possible if not args.only or name in args.only]
     return dict.fromkeys(names) | args.neighbours
+
+
+def _has_torch(task: str) -> bool:
+    return importlib.util.find_spec("torch") is not None and task in _IN_TORCH
 
 
 def case_of(name: str, link: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -91,7 +100,10 @@ def _missing(
 
 
 @contextlib.contextmanager
-def _started(made: namespaces.Hosts, args: argparse.Namespace) -> Iterator[Workers]:
+def _started(
+    made: namespaces.Hosts, args: argparse.Namespace
+) -> Iterator[Callable[[str], Workers]]:
+    """Gives the processes for a contestant, which start when they are first asked for."""
     files = {
         name: str(path.resolve()) if path else None
         for name, path in (("text", args.text), ("images", args.images))
@@ -103,12 +115,21 @@ def _started(made: namespaces.Hosts, args: argparse.Namespace) -> Iterator[Worke
         "workers": args.workers,
         "batch": args.batch,
         "pin": not args.no_pin,
-        "coordinator": f"{made.addresses[0]}:{_PORT}",
     }
     given = {"threads": 0 if args.no_pin else 1, "seconds": args.timeout}
-    options.say("starting the processes")
-    with workers(f"{__package__}._trainer", made, config, **given) as group:
-        yield group
+    groups: dict[str, Workers] = {}
+    with contextlib.ExitStack() as stack:
+
+        def group_of(contestant: str) -> Workers:
+            program = "_torch_trainer" if contestant in _over_links.TORCH else "_trainer"
+            if program not in groups:
+                options.say(f"starting the processes of {program}")
+                own = {"coordinator": f"{made.addresses[0]}:{_PORT + len(groups)}"}
+                group = workers(f"{__package__}.{program}", made, config | own, **given)
+                groups[program] = stack.enter_context(group)
+            return groups[program]
+
+        yield group_of
 
 
 def _train(
@@ -148,7 +169,8 @@ def _train(
 def kept(store: Store, args: argparse.Namespace) -> Iterator[_plot.Line]:
     """The runs with the best rate of each contestant over each link, in the order of the seeds."""
     stored = (run["contestant"] for run in store.runs)
-    names = dict.fromkeys([*_over_links.contestants(), *args.neighbours, *stored])
+    known = [*_over_links.contestants(), *_over_links.TORCH]
+    names = dict.fromkeys([*known, *args.neighbours, *stored])
     for link, name in itertools.product(args.link, names):
         case = case_of(name, link, args)
         rate = store.best_rate(KINDS[args.task].large, **case)
@@ -171,51 +193,12 @@ def show(store: Store, args: argparse.Namespace) -> None:
         unit = "points" if large else "% of the loss"
         title = f"{args.task}, n = {size:,}, P = {args.workers}, {link}, {args.seconds:g} s"
         note = f"worse by {unit}; time until dense's end is reached; ms and MB of a step"
-        display.show(f"{title}; {note}", head, [_cells(line, dense, large) for line in here])
+        display.show(f"{title}; {note}", head, [_times.cells(line, dense, large) for line in here])
     if args.plot:
         measure = "accuracy" if large else "validation loss"
         _plot.draw_links(
             args.plot, f"{args.task}, P = {args.workers}; best rate of each", measure, lines
         )
-
-
-def _cells(line: _plot.Line, dense: _plot.Line | None, large: bool) -> list[str]:
-    runs, scale = line.runs, 100 if large else 1
-    ended = scale * np.array([run["value"] for run in runs])
-    worse = reached = "-"
-    if dense is not None:
-        other = scale * np.mean([run["value"] for run in dense.runs])
-        worse = f"{other - ended.mean() if large else 100 * (ended.mean() / other - 1):+.2f}"
-        at = when(_plot.seconds_of(line), _plot.values_of(line) * scale, float(other), large)
-        reached = "-" if at is None else f"{at:.1f} s"
-    # Wide quartiles are a sign of other work on the machine, which the run has paid for.
-    each = [1e3 * part[1] for run in runs for part in run["curve"]["parts"] for _ in range(part[0])]
-    low, middle, high = quartiles(each)
-    return [
-        line.name,
-        f"{runs[0]['rate']:g}",
-        str(len(runs)),
-        f"{ended.mean():.3f}",
-        f"{ended.std(ddof=1):.3f}" if len(ended) > 1 else "-",
-        worse,
-        reached,
-        f"{middle:.1f}",
-        f"{low:.1f} - {high:.1f}",
-        f"{np.mean([run['received'] for run in runs]) / 1e6:.3f}",
-        f"{np.mean([run['steps'] for run in runs]):.0f}",
-    ]
-
-
-def when(seconds: np.ndarray, values: np.ndarray, wanted: float, large: bool) -> float | None:
-    """When a curve first is as good as wanted, between its points along a line; None: never."""
-    good = values >= wanted if large else values <= wanted
-    if not good.any():
-        return None
-    i = int(np.argmax(good))
-    if i == 0:
-        return float(seconds[0])
-    part = (wanted - values[i - 1]) / (values[i] - values[i - 1])
-    return float(seconds[i - 1] + part * (seconds[i] - seconds[i - 1]))
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -250,10 +233,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.width = args.width or WIDTHS.get(args.task)
     if args.task == "text" and args.width % HEADS:
         parser.error(f"--width {args.width} can't be divided into {HEADS} heads")
-    names = _over_links.contestants()
+    names = [*_over_links.contestants(), *_over_links.TORCH]
     for name in args.only or ():
         if name not in names:
             parser.error(f"--only {name!r} is none of: {'; '.join(names)}")
+        if name in _over_links.TORCH and not args.show and not _has_torch(args.task):
+            parser.error(
+                f"--only {name!r} needs PyTorch (pip install torch), and a task among "
+                f"{', '.join(_IN_TORCH)}"
+            )
     try:
         args.neighbours = {_over_links.neighbour(each)[0]: each for each in args.options}
     except ValueError as error:

@@ -41,6 +41,29 @@ def synchronous_power_sgd():
     return module
 
 
+def register_hook(model: Any, hook: str) -> None:
+    """Has a DDP module exchange its gradients in a way of PyTorch's own.
+
+    Args:
+      model: the module.
+      hook: ``fp16``; ``powersgd`` with a rank, as in ``powersgd2``; or nothing, for float32.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    if hook == "fp16":
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif hook:
+        module = synchronous_power_sgd()
+        # Compression from the second step on, and wherever it makes anything smaller.
+        state = module.PowerSGDState(
+            process_group=None,
+            matrix_approximation_rank=int(hook.removeprefix("powersgd")),
+            start_powerSGD_iter=2,
+            min_compression_rate=1,
+        )
+        model.register_comm_hook(state, module.powerSGD_hook)
+
+
 class Worker:
     """One DDP module and optimizer for each hook."""
 
@@ -88,24 +111,10 @@ class Worker:
     def prepare(self, method: str, warmup: int) -> dict[str, Any]:
         """Makes the module, registers its hook, and takes `warmup` steps."""
         torch = self._torch
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
         model = torch.nn.parallel.DistributedDataParallel(
             self._model(), gradient_as_bucket_view=True
         )
-        hook = method.partition("/")[2]
-        if hook == "fp16":
-            model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        elif hook.startswith("powersgd"):
-            module = synchronous_power_sgd()
-            # Compression from the second step on, and wherever it makes anything smaller.
-            state = module.PowerSGDState(
-                process_group=None,
-                matrix_approximation_rank=int(hook.removeprefix("powersgd")),
-                start_powerSGD_iter=2,
-                min_compression_rate=1,
-            )
-            model.register_comm_hook(state, module.powerSGD_hook)
+        register_hook(model, method.partition("/")[2])
         self._models[method] = model, torch.optim.SGD(model.parameters(), lr=1e-3)
         # Buckets are made after the first step, and PowerSGD starts after two.
         self.take(method, max(4, warmup))
