@@ -82,7 +82,7 @@ def case_of(name: str, workers: int, args: argparse.Namespace) -> dict[str, Any]
         "contestant": name,
         # A dense run is the same for every share, and for every number of workers.
         "share": 1.0 if name == DENSE else args.share,
-        "workers": min(args.workers) if name == DENSE else workers,
+        "workers": 1 if name == DENSE else workers,
         "batch": args.batch,
         "steps": args.steps,
     }
@@ -95,7 +95,7 @@ def kept(store: Store, args: argparse.Namespace) -> Iterator[_plot.Line]:
         for workers in args.workers:
             case = case_of(name, workers, args)
             rate = store.best_rate(KINDS[args.task].large, **case)
-            if rate is None or (name == DENSE and workers != case["workers"]):
+            if rate is None or (name == DENSE and workers != args.workers[0]):
                 continue
             runs = sorted(store.find(rate=rate, **case), key=lambda run: run["seed"])
             yield _plot.Line(name, None if name == DENSE else workers, runs)

@@ -77,7 +77,7 @@ class Worker:
         import optax_ext
         from sparse_collectives import traffic
 
-        from ._methods import AXIS, JAX, WHOLE, behind
+        from ._methods import ALONE, AXIS, JAX, WHOLE, behind
 
         self._use(self._alone if local else self._everyone)
         tx = optax.chain(JAX[method](self._density), behind(method))
@@ -87,9 +87,11 @@ class Worker:
         def step(parameters, state, given):
             gradients = [leaf[0] for leaf in given]
             if method in WHOLE:
-                # A given gradient is taken nowhere: this makes it wait for the step ahead.
+                # A given gradient is taken nowhere: this makes it wait for the step ahead, which
+                # a product reads, as that of a layer does. (XLA would compute a sum twice.)
                 ahead = optax_ext.ahead(parameters, state)
-                gradients = [g + 1e-12 * x for g, x in zip(gradients, ahead, strict=True)]
+                pairs = zip(gradients, ahead, strict=True)
+                gradients = [g + 1e-12 * jax.numpy.vdot(x, x) for g, x in pairs]
             updates, state = tx.update(gradients, state, parameters)
             return optax.apply_updates(parameters, updates), state
 
@@ -99,7 +101,7 @@ class Worker:
             in_specs=(P(), specs, P(AXIS)),
             out_specs=(P(), specs),
             # Of one worker nothing has to be the same on all.
-            check_vma=not local,
+            check_vma=not local and method not in ALONE,
         )
         jitted = jax.jit(mapped, donate_argnums=(0, 1))
         traced = jitted.trace(self._parameters, state, self._data[0])

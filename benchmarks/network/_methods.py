@@ -54,11 +54,16 @@ def _dense(density: float) -> optax.GradientTransformation:
 # Whole optimizers, whose gradients are taken a step ahead.
 WHOLE = ("sparse_adamw",)
 
+# Those whose parameters come to differ between the workers.
+ALONE = ("alone/adamw",)
+
 # Each makes a transformation from a density.
 JAX = {
     # One allreduce of everything: the strongest dense one where messages have a latency.
     "dense": _dense,
     "dense/adamw": _dense,
+    # Nothing is exchanged: what is left of a step whose exchange costs nothing.
+    "alone/adamw": lambda density: optax.identity(),
     "dense/leaves": lambda density: optax_ext.dense(axis=AXIS),
     "ok_topk": _ok_topk(),
     "ok_topk/narrow16": _ok_topk("narrow16"),
