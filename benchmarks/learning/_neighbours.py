@@ -14,7 +14,7 @@ from ._tasks import ADAMW, KINDS
 
 Option = tuple[str, Any]
 # Arguments of the optimizers that are numbers; those of `residual`; and what makes others of one.
-_NUMBERS = ("density", "b2", "eps", "weight_decay", "gain", "dense_steps")
+_NUMBERS = ("density", "b2", "eps", "weight_decay", "gain", "limit", "dense_steps")
 _OF_RESIDUAL = ("step_ahead", "decay")
 _MADE = {
     "bits": ("exchange", lambda bits: sc.allreduce.agreed(bits=bits)),
@@ -84,7 +84,7 @@ def arguments(make: Callable[..., Any], given: Sequence[Option]) -> dict[str, An
 def name_of(make: Callable[..., Any], given: Sequence[Option]) -> str:
     """The name of an optimizer with options, the same in whatever order they come."""
     values = [
-        f"{name}={value if isinstance(value, str) else format(value, 'g')}"
+        f"{name}={format(value, 'g') if isinstance(value, (int, float)) else value}"
         for name, value in sorted(given)
     ]
     return " ".join([make.__name__, *values])

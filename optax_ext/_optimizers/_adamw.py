@@ -21,6 +21,7 @@ def sparse_adamw(
     weight_decay: float = 1e-4,
     mask: Any = None,
     gain: float | None = None,
+    limit: float | None = 2.0,
     selector: Selector | None = None,
     exchange: SparseAllreduce | None = None,
     residual: Residual | None = None,
@@ -37,9 +38,12 @@ def sparse_adamw(
 
         v_i &= b_2 v_i + (1 - b_2) g_i^2 \\
         acc_i &= residual_i - \alpha_t \, gain \, g_i / (\sqrt{\hat v_i} + eps) \\
-        w &= w + \tfrac{1}{P} \, allreduce(select(acc_i)) - \alpha_t \lambda w
+        w &= w + clip(\tfrac{1}{P} \, allreduce(select(acc_i)), \pm \alpha_t \, limit)
+            - \alpha_t \lambda w
 
-    where g_i is the gradient at ``w + a residual_i`` (step-ahead, see :func:`residual`).
+    where g_i is the gradient at ``w + a residual_i`` (step-ahead, see :func:`residual`). What has
+    waited for long would come at once, and shoot past its aim: an entry moves by ``limit`` rates
+    in a step at most, and the rest stays in the residuals.
     The exchange is :func:`sparse_collectives.allreduce.agreed` in few bits: at the default
     density ``4 k (P-1)/P`` words for up to 8 workers and 4.8 for up to 34, with k = 1 % of n,
     about what :func:`ok_topk` needs for 1 %.
@@ -55,7 +59,9 @@ def sparse_adamw(
       weight_decay: as in ``optax.adamw``, behind the exchange.
       mask: where there is weight decay, as in ``optax.adamw``.
       gain: what the learning rate is multiplied with, for the noise of one worker's
-        gradient. None: max(1, sqrt(P) / 2).
+        gradient. None: sqrt(P / 2), but 1 at least and 2 at most.
+      limit: the most that an entry moves in a step, as a multiple of the learning rate; what is
+        beyond waits. None: there is none.
       selector: by default ``select.topk(density=density)``.
       exchange: by default ``allreduce.agreed(bits="few")``.
       residual: dtype, decay and step-ahead, by default float32 and ``step_ahead="auto"``.
@@ -96,4 +102,5 @@ def sparse_adamw(
         nonfinite=nonfinite,
         dense_steps=dense_steps,
         dense_leaves=dense_leaves,
+        limit=_parts.limit_of(limit, learning_rate),
     )

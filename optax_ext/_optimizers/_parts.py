@@ -37,8 +37,22 @@ def in_front(
 
 
 def default_gain(workers: int) -> float:
-    """What makes up for the noise of one worker's gradient, max(1, sqrt(P) / 2)."""
-    return max(1.0, workers**0.5 / 2)
+    """What makes up for the noise of one worker's gradient: sqrt(P / 2), from 1 to 2."""
+    return min(2.0, max(1.0, (workers / 2) ** 0.5))
+
+
+def limit_of(
+    limit: float | None, learning_rate: optax.ScalarOrSchedule
+) -> optax.ScalarOrSchedule | None:
+    """The limit of an entry of an update, from what it is as a multiple of the rate."""
+    if limit is None:
+        return None
+    factor = extend.check_number("limit", limit, 0.0, float("inf"))
+    if not factor:
+        raise ValueError("limit must be greater than 0, got 0.0: nothing would ever move.")
+    if callable(learning_rate):
+        return lambda count: factor * learning_rate(count)
+    return lambda count: factor * learning_rate
 
 
 def whole(

@@ -64,6 +64,21 @@ def check_step_ahead(residual: Residual | None, local: Any) -> None:
         )
 
 
+def check_limit(limit: Any, local: Any) -> None:
+    """What bounds the updates of parameters is positive, and there are such updates."""
+    if limit is None:
+        return
+    if local is None:
+        raise ValueError(
+            "limit bounds what an entry of the parameters moves in a step, but without local= "
+            "what is exchanged are gradients. Put the rate in front, with its sign: "
+            "local=optax.scale_by_learning_rate(rate), and no optimizer behind; or use "
+            "optax_ext.sparse_adamw. Gradients are clipped by optax_ext.local_clip_by_global_norm."
+        )
+    if isinstance(limit, (int, float)) and not limit > 0:
+        raise ValueError(f"limit must be greater than 0, got {limit}: nothing would ever move.")
+
+
 def check_densities(selector: Selector, allreduce: SparseAllreduce) -> None:
     """The selector selects no more than the allreduce delivers, where both say how much."""
     specs = selector.spec, allreduce.spec

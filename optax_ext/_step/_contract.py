@@ -22,6 +22,7 @@ class Options(NamedTuple):
     residual: _residual.Residual
     dense_steps: int
     dense_leaves: Any
+    limit: optax.ScalarOrSchedule | None = None
 
 
 class Accumulated(NamedTuple):
@@ -111,11 +112,13 @@ def checked_options(
     residual: _residual.Residual | None,
     dense_steps: int,
     dense_leaves: Any,
+    limit: optax.ScalarOrSchedule | None = None,
 ) -> Options:
     """The options as they were given, or an error that says what to write instead."""
     nonfinite = extend.check_choice("nonfinite", nonfinite, _nonfinite.POLICIES)
     _checks.check_residual_option(residual)
     _checks.check_step_ahead(residual, local)
+    _checks.check_limit(limit, local)
     return Options(
         axis=axis,
         nonfinite=nonfinite,
@@ -123,6 +126,7 @@ def checked_options(
         residual=_residual.residual() if residual is None else residual,
         dense_steps=extend.check_positive_int("dense_steps", dense_steps, minimum=0),
         dense_leaves=dense_leaves,
+        limit=limit,
     )
 
 

@@ -16,11 +16,12 @@ class Exchanged(NamedTuple):
     """The result of an exchange, of this worker's shard where there are shards.
 
     Attributes:
-      mean: ``f32[m]``, the total over P, as the dtypes of the leaves can hold it.
+      mean: ``f32[m]``, the total over P, within the limit, as the dtypes of the leaves can hold it.
       sent: the selection of this worker, as a PaddedCOO.
       undelivered: what this worker keeps of it, and besides.
-      rounding: what it keeps of the total that the leaves can't hold, whoever sent it: a
-        PaddedCOO, or ``f32[m]`` where the total is dense; ``()`` where every leaf is float32.
+      rounding: what it keeps of the total that the leaves can't hold, or that is beyond the limit,
+        whoever sent it: a PaddedCOO, or ``f32[m]`` where the total is dense; ``()`` where every
+        leaf is float32 and there is no limit.
       selector: the selector's state.
       allreduce: the allreduce's state.
       dropped: ``i32[]``, entries that were left out.
@@ -47,12 +48,14 @@ class Parts(NamedTuple):
       allreduce: from that to the total.
       axis: of all workers.
       nonfinite: the policy.
+      limit: ``f32[]``, no entry of a mean is larger; None: there is no limit.
     """
 
     selector: Selector
     allreduce: SparseAllreduce
     axis: AxisName
     nonfinite: str
+    limit: jax.Array | None = None
 
     @property
     def nodes_axis(self) -> AxisName:
@@ -180,6 +183,22 @@ def dense_or_sparse(is_dense: jax.Array, dense_branch: Any, sparse_branch: Any, 
     return lax.cond(is_dense, lambda: typed(dense_branch), lambda: typed(sparse_branch))
 
 
+def joined(result: Exchanged) -> Exchanged:
+    """``result`` with what is kept of the total at hand, where both are of the same indices.
+
+    One scatter less, where a total is complete.
+    """
+    instead, rounding = result.undelivered.instead, result.rounding
+    if instead is None or not isinstance(rounding, PaddedCOO):
+        return result
+    if instead.indices is not rounding.indices:
+        return result
+    values = instead.values + rounding.values.astype(instead.values.dtype)
+    both = PaddedCOO(values, instead.indices, instead.size)
+    undelivered = result.undelivered._replace(instead=both)
+    return result._replace(undelivered=undelivered, rounding=())
+
+
 def with_rounding(residual: jax.Array, rounding: Any) -> jax.Array:
     """The residual ``f32[1, m]`` and :attr:`Exchanged.rounding`."""
     if isinstance(rounding, PaddedCOO):
@@ -199,11 +218,11 @@ def delivered_of(result: Exchanged, residual: jax.Array) -> jax.Array:
 def _mean(
     total: PaddedCOO | jax.Array, parts: Parts, layout: _layout.TreeLayout
 ) -> tuple[jax.Array, Any, jax.Array]:
-    """The total over P, ``f32[m]``, and what of it the leaves can't hold.
+    """The total over P, ``f32[m]``, and what of it is not applied.
 
-    A 16-bit leaf rounds its update, and may be too narrow for it. What that takes off is
-    the same on every worker; each keeps it once for every worker whose update it is, so
-    that over the workers the sum of the residuals has all of it.
+    There may be a limit, and a 16-bit leaf rounds its update, and may be too narrow for it. What
+    that takes off is the same on every worker; each keeps it once for every worker whose update
+    it is, so that over the workers the sum of the residuals has all of it.
 
     Returns:
       The mean; what this worker keeps, as :attr:`Exchanged.rounding`; ``i32[]``, entries that
@@ -212,19 +231,26 @@ def _mean(
     workers = transport.axis_size(parts.axis)
     runs = _layout.narrow_runs(layout)
     saturates = parts.nonfinite != "propagate"
-    none = jnp.zeros((), jnp.int32)
+    saturated = jnp.zeros((), jnp.int32)
+    whole = not runs and parts.limit is None
 
     def narrowed(mean, index):
-        """The mean as the leaves can hold it, what that takes off, and where it saturates."""
+        """The mean as the leaves can hold it, and where it saturates."""
         held, large = mean, jnp.zeros(mean.shape, jnp.bool_)
         for start, stop, dtype in runs:
             in_run = (index >= start) & (index < stop)
             narrow = _layout.narrowed(mean, dtype, saturate=saturates).astype(jnp.float32)
             held = jnp.where(in_run, narrow, held)
             large = large | (in_run & (jnp.abs(mean) > jnp.float32(jnp.finfo(dtype).max)))
+        return held, jnp.sum(large & saturates, dtype=jnp.int32)
+
+    def applied(mean, index):
+        """What of the mean is applied, what is not, and how many saturate."""
+        held = _limited(mean, parts.limit)
+        held, count = narrowed(held, index) if runs else (held, saturated)
         # What is not finite is in the update, by policy, and nothing of it can be kept.
         off = jnp.where(jnp.isfinite(held), mean - held, 0.0) * jnp.float32(parts.shards)
-        return held, off, jnp.sum(large & saturates, dtype=jnp.int32)
+        return held, off, count
 
     def place(local):
         """Where an entry of this shard is in the whole buffer."""
@@ -234,13 +260,21 @@ def _mean(
     if not isinstance(total, PaddedCOO):
         size = total.shape[0]
         mean = total.astype(jnp.float32) / workers
-        if not runs:
-            return mean, (), none
-        return narrowed(mean, place(jnp.arange(size, dtype=jnp.int32)))
+        if whole:
+            return mean, (), saturated
+        return applied(mean, place(jnp.arange(size, dtype=jnp.int32)))
     size = total.size
-    values, rounding, saturated = total.values.astype(jnp.float32) / workers, (), none
-    if runs:
+    values, rounding = total.values.astype(jnp.float32) / workers, ()
+    if not whole:
         index = jnp.where(total.indices < size, place(total.indices), -1)
-        values, off, saturated = narrowed(values, index)
+        values, off, saturated = applied(values, index)
         rounding = PaddedCOO(off, total.indices, size)
     return PaddedCOO(values, total.indices, size).to_dense(), rounding, saturated
+
+
+def _limited(mean: jax.Array, limit: jax.Array | None) -> jax.Array:
+    """``mean`` within the limit, so that the rest is exact in float32."""
+    if limit is None:
+        return mean
+    beyond = mean - jnp.clip(mean, -limit, limit)
+    return jnp.where(jnp.isfinite(mean), mean - beyond, mean)

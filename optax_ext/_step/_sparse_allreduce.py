@@ -23,6 +23,7 @@ def sparse_allreduce(
     residual: _residual.Residual | None = None,
     dense_steps: int = 0,
     dense_leaves: Any = None,
+    limit: optax.ScalarOrSchedule | None = None,
 ) -> optax.GradientTransformation:
     r"""Replaces the dense allreduce of gradients with a sparse one.
 
@@ -93,6 +94,10 @@ def sparse_allreduce(
         :func:`small_leaves`, or a pytree of labels, as in ``optax.multi_transform``. They have
         no residual, and are no part of n; all other options hold for them too, and a step is
         skipped for all leaves or for none.
+      limit: no entry of a sparse update is larger than this in magnitude, and what is beyond
+        stays in the residuals: a number, or a schedule of the steps that were not skipped. What
+        has waited for long then comes in parts, and an update does not shoot past its aim. For
+        residuals that are updates of the parameters, as ``local=`` with a rate makes them.
 
     Returns:
       An ``optax.GradientTransformation``. Its updates have the dtypes of the
@@ -100,8 +105,8 @@ def sparse_allreduce(
       buffer during the step. An empty pytree works and does nothing.
 
     Raises:
-      ValueError: a selector of a larger density than the allreduce's; a step-ahead of a
-        residual of gradients; an axis that is not
+      ValueError: a selector of a larger density than the allreduce's; a step-ahead or a limit
+        where residuals are gradients; an axis that is not
         bound; gradients already summed over the axis; an update whose tree, shapes or dtypes
         differ from ``init``'s; a state of another number of workers; 2**31 entries or more; a
         leaf that ``dense_leaves`` has no label for.
@@ -128,6 +133,7 @@ def sparse_allreduce(
         residual=residual,
         dense_steps=dense_steps,
         dense_leaves=dense_leaves,
+        limit=limit,
     )
     feedback = ErrorFeedback(
         exchange=SparseExchange(selector, allreduce, correction, options),

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optax_ext._step import _contract, _exchange, _layout, _sparse_state
 from optax_ext._step._contract import Accumulated, Options, Reduced
@@ -64,7 +65,13 @@ class SparseExchange:
     def _exchange(self, step: Accumulated) -> Exchanged:
         """Selects from the accumulator, and exchanges."""
         options = self.options
-        parts = _exchange.Parts(self.selector, self.allreduce, options.axis, options.nonfinite)
+        parts = _exchange.Parts(
+            selector=self.selector,
+            allreduce=self.allreduce,
+            axis=options.axis,
+            nonfinite=options.nonfinite,
+            limit=_limit_at(options.limit, step.state.count),
+        )
         selector_state = _sparse_state.without_lead(step.state.selector)
         allreduce_state = _sparse_state.without_lead(step.state.allreduce)
 
@@ -92,6 +99,7 @@ class SparseExchange:
 
     def _keep(self, step: Accumulated, result: Exchanged, reduced: Reduced) -> Reduced:
         """What stays with this worker, and the mean of the whole buffer."""
+        result = _exchange.joined(result)
         kept = result.undelivered.residual(step.acc, result.sent)
         arrived = _exchange.delivered_of(result, kept)
         kept = _exchange.with_rounding(kept, result.rounding)
@@ -121,3 +129,9 @@ class SparseExchange:
             return self.allreduce.show(acc, shared, axis=self.options.axis)
 
         return jax.eval_shape(show, jax.ShapeDtypeStruct((size,), jnp.float32)).shape[0]
+
+
+def _limit_at(limit: optax.ScalarOrSchedule | None, count: jax.Array) -> jax.Array | None:
+    if limit is None:
+        return None
+    return jnp.asarray(limit(count) if callable(limit) else limit, jnp.float32)

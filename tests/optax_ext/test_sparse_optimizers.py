@@ -79,18 +79,22 @@ def test_sparse_adamw_is_what_it_says(check_vma):
     )
     states = trained(tx, check_vma=check_vma)
     w = flat(params_at_start())
-    residual, nu = np.zeros((WORKERS, SIZE)), np.zeros((WORKERS, SIZE))
+    residual, nu, beyond = np.zeros((WORKERS, SIZE)), np.zeros((WORKERS, SIZE)), 0
     owner = reference.part_of_each_index(SIZE, WORKERS, 1, SIZE // WORKERS)
     for t, target in enumerate(targets()):
         rate = float(schedule(t))
         gradient = w + residual / WORKERS - target
         nu, u = preconditioned(nu, gradient, t + 1)
-        # The default gain for four workers is 1.
-        total, residual = reference.step(residual - rate * u, t, 3, owner)
-        w = w + total / WORKERS - rate * 0.1 * w
+        # The default gain for four workers is the root of 2, and the limit 2 rates.
+        total, residual = reference.step(residual - rate * 2**0.5 * u, t, 3, owner)
+        moved = np.clip(total / WORKERS, -2 * rate, 2 * rate)
+        residual = residual + total / WORKERS - moved
+        beyond += (moved != total / WORKERS).sum()
+        w = w + moved - rate * 0.1 * w
         np.testing.assert_allclose(flat(states[t + 1][0]), w, rtol=1e-4, atol=1e-5)
         kept = optax_ext.get_state(states[t + 1][1]).residual
         np.testing.assert_allclose(kept, residual, rtol=1e-3, atol=1e-5)
+    assert beyond > STEPS
 
 
 def test_sparse_sgd_of_all_entries_is_sgd():
@@ -102,7 +106,7 @@ def test_sparse_sgd_of_all_entries_is_sgd():
         assert (np.asarray(optax_ext.get_state(state).residual) == 0).all()
 
 
-@pytest.mark.parametrize(("workers", "gain"), [(2, 1.0), (16, 2.0)])
+@pytest.mark.parametrize(("workers", "gain"), [(2, 1.0), (4, 2**0.5), (16, 2.0), (32, 2.0)])
 def test_the_gain_makes_up_for_the_noise_of_many_workers(workers, gain):
     tx = optax_ext.sparse_adamw(0.1, density=1.0, axis="w", exchange=EXACT, weight_decay=0.0)
 

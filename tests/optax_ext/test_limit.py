@@ -1,0 +1,149 @@
+"""A limit of what an entry moves in a step: what is beyond it stays in the residuals."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_ext
+import sparse_collectives as sc
+from tests.optax_ext.test_nonfinite import AXES, tree_of
+
+STEPS, SIZE = 6, 46
+NODES, DEVICES = 3, 2
+MINUS = optax.scale(-1.0)
+EXCHANGES = {
+    "topk_a": sc.allreduce.topk_a(),
+    "dsar": sc.allreduce.dsar_split_allgather(),
+    "agreed": sc.allreduce.agreed(),
+    "agreed, few bits": sc.allreduce.agreed(bits="few"),
+    "ok_topk": sc.allreduce.ok_topk(density=0.1),
+    "hierarchical": sc.allreduce.hierarchical(inner_axis="device", outer=sc.allreduce.topk_a()),
+}
+LIMITS = {"number": 0.25, "schedule": lambda count: 0.5 / jnp.float32(1 + count)}
+
+
+def run(tx, params, given, shape):
+    """Updates and residuals of each step, ``f64[steps, P, n]`` and, of a node, ``f64[steps, n]``."""
+    nodes = len(shape) > 1
+
+    def train(gradients):
+        def step(state, gradient):
+            updates, state = tx.update(gradient, state)
+            return state, (updates, state.residual[0])
+
+        return jax.lax.scan(step, tx.init(params), gradients)[1]
+
+    axis = {"axis": AXES if nodes else "w", "axis_size": shape if nodes else shape[0]}
+    updates, residuals = sc.simulate(train, **axis, in_axes=1, out_axes=1)(given)
+    workers, n = int(np.prod(shape)), SIZE * len(params)
+    leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(updates)]
+    kept = np.asarray(residuals, np.float64).reshape(STEPS, shape[0], -1)[..., :n].sum(1)
+    return np.concatenate(leaves, -1).reshape(STEPS, workers, -1), kept
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_no_entry_moves_further_and_nothing_is_lost(name, limit):
+    shape = (NODES, DEVICES) if name == "hierarchical" else (NODES,)
+    dtypes = ("float32", "bfloat16") if limit == "number" else ("float32",)
+    params = tree_of(dtypes, SIZE)
+    rng = np.random.default_rng(1)
+    given = {
+        key: jnp.asarray(rng.standard_normal((STEPS, *shape, SIZE)), leaf.dtype)
+        for key, leaf in params.items()
+    }
+    tx = optax_ext.sparse_allreduce(
+        sc.select.topk(density=0.1),
+        EXCHANGES[name],
+        axis=AXES if len(shape) > 1 else "w",
+        local=MINUS,
+        limit=LIMITS[limit],
+    )
+    applied, kept = run(tx, params, given, shape)
+    assert (applied == applied[:, :1]).all()
+    value = LIMITS[limit]
+    bound = np.array([value(t) if callable(value) else value for t in range(STEPS)])[:, None]
+    reached = np.abs(applied[:, 0])
+    # A 16-bit leaf rounds, here to no more: the bounds are powers of two or float32.
+    assert (reached <= bound * (1 + 1e-6)).all()
+    assert (reached > 0.99 * bound).any(axis=1).all()
+    workers = int(np.prod(shape))
+    leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(given)]
+    sums = np.concatenate(leaves, -1).reshape(STEPS, workers, -1)
+    acc = -sums.sum(1).cumsum(0)
+    scale = np.abs(sums).sum(1).cumsum(0)
+    got = workers * applied[:, 0].cumsum(0) + kept
+    # Sums of float32, some in another order.
+    assert (np.abs(got - acc) <= 4e-6 * scale).all()
+
+
+def test_what_is_beyond_comes_later():
+    tx = optax_ext.sparse_allreduce(
+        sc.select.topk(density=1.0), sc.allreduce.topk_a(), axis="w", local=MINUS, limit=2.0
+    )
+
+    def train(gradient):
+        def step(state, gradient):
+            updates, state = tx.update(gradient, state)
+            return state, updates
+
+        given = jnp.stack([gradient, *[jnp.zeros_like(gradient)] * 3])
+        return jax.lax.scan(step, tx.init(gradient), given)[1]
+
+    given = jnp.array([[-10.0, 1.0], [0.0, 3.0]])
+    updates = sc.simulate(train, axis="w", axis_size=2)(given)[0]
+    assert updates.tolist() == [[2.0, -2.0], [2.0, 0.0], [1.0, 0.0], [0.0, 0.0]]
+
+
+def test_dense_steps_have_no_limit():
+    tx = optax_ext.sparse_allreduce(
+        sc.select.topk(density=0.5),
+        sc.allreduce.topk_a(),
+        axis="w",
+        local=MINUS,
+        limit=1e-3,
+        dense_steps=1,
+    )
+    given = jnp.array([[4.0, 1.0], [2.0, 3.0]])
+    updates = sc.simulate(lambda g: tx.update(g, tx.init(g))[0], axis="w", axis_size=2)(given)
+    assert updates.tolist() == [[-3.0, -2.0]] * 2
+
+
+@pytest.mark.parametrize("policy", ["skip", "propagate"])
+def test_what_is_not_finite_goes_as_without_a_limit(policy):
+    def made(limit):
+        return optax_ext.sparse_allreduce(
+            sc.select.topk(density=1.0),
+            sc.allreduce.topk_a(),
+            axis="w",
+            local=MINUS,
+            nonfinite=policy,
+            limit=limit,
+        )
+
+    given = jnp.array([[np.inf, 0.5, np.nan], [1.0, 0.25, 1.0]])
+
+    def once(tx):
+        def step(gradient):
+            updates, state = tx.update(gradient, tx.init(gradient))
+            return updates, state.residual
+
+        return [np.asarray(x) for x in sc.simulate(step, axis="w", axis_size=2)(given)]
+
+    for with_one, without in zip(once(made(1.0)), once(made(None)), strict=True):
+        np.testing.assert_array_equal(with_one, without)
+
+
+def test_bad_limits_are_errors_that_say_what_to_write():
+    parts = sc.select.topk(density=0.5), sc.allreduce.topk_a()
+    with pytest.raises(ValueError, match=r"limit bounds .* local=optax.scale_by_learning_rate"):
+        optax_ext.sparse_allreduce(*parts, axis="w", limit=1.0)
+    for limit in (0, -1.0):
+        with pytest.raises(ValueError, match=f"limit must be greater than 0, got {limit}"):
+            optax_ext.sparse_allreduce(*parts, axis="w", local=MINUS, limit=limit)
+    with pytest.raises(ValueError, match="limit must be greater than 0, got 0.0"):
+        optax_ext.sparse_adamw(0.1, axis="w", limit=0)
+    with pytest.raises(ValueError, match="limit must be a number in"):
+        optax_ext.sparse_adamw(0.1, axis="w", limit="2")
