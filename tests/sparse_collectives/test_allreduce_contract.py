@@ -22,6 +22,7 @@ ALLREDUCES = {
     "agreed, few bits": (sc.allreduce.agreed(density=DENSITY, bits="few"), False),
     "leader": (sc.allreduce.leader(), False),
     "complete ok_topk": (sc.allreduce.complete(sc.allreduce.ok_topk(density=DENSITY)), False),
+    "complete spardl": (sc.allreduce.complete(sc.allreduce.spardl(density=DENSITY)), False),
     "complete ring_sparse": (
         sc.allreduce.complete(sc.allreduce.ring_sparse(slack=math.inf, fill=math.inf)),
         True,
