@@ -25,7 +25,7 @@ LIMITS = {"number": 0.25, "schedule": lambda count: 0.5 / jnp.float32(1 + count)
 
 
 def run(tx, params, given, shape):
-    """Updates and residuals of each step, ``f64[steps, P, n]`` and, of a node, ``f64[steps, n]``."""
+    """Updates of each step, ``f64[steps, P, n]``, and the sums of the residuals."""
     nodes = len(shape) > 1
 
     def train(gradients):
