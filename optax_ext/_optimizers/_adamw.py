@@ -61,7 +61,8 @@ def sparse_adamw(
       gain: what the learning rate is multiplied with, for the noise of one worker's
         gradient. None: sqrt(P / 2), but 1 at least and 2 at most.
       limit: the most that an entry moves in a step, as a multiple of the learning rate; what is
-        beyond waits. None: there is none.
+        beyond waits. None: there is none, which suits gradients that are sparse by themselves,
+        such as those of embeddings.
       selector: by default ``select.topk(density=density)``.
       exchange: by default ``allreduce.agreed(bits="few")``.
       residual: dtype, decay and step-ahead, by default float32 and ``step_ahead="auto"``.
