@@ -64,17 +64,21 @@ def draw_links(path: Path, title: str, measure: str, lines: Sequence[Line]) -> N
       lines: what to draw.
     """
     links = list(dict.fromkeys(line.group for line in lines))
-    figure, panels = display.panels(1, max(1, len(links)), (1 + 5 * max(1, len(links)), 4.5))
-    colors = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(line.name for line in lines))}
+    figure, panels = display.panels(1, max(1, len(links)), (1 + 5 * max(1, len(links)), 6.0))
+    names = enumerate(dict.fromkeys(line.name for line in lines))
+    # There are ten colors.
+    styles = {
+        name: {"color": f"C{i}", "linestyle": ("-", "--", ":")[i // 10 % 3]} for i, name in names
+    }
     for axes, link in zip(panels[0], links, strict=False):
         here = [line for line in lines if line.group == link]
         for line in here:
             label = f"{line.name}, {line.runs[0]['rate']:g}"
             seconds, values = seconds_of(line)[1:], values_of(line)[1:]
-            axes.plot(seconds, values, color=colors[line.name], label=label, marker=".")
+            axes.plot(seconds, values, label=label, marker=".", **styles[line.name])
         axes.set(xlabel="seconds of training", ylabel=measure, title=link)
         axes.grid(True, alpha=0.25)
-        axes.legend(fontsize=7)
+        axes.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     figure.suptitle(title, fontsize=10)
     display.save(figure, path)
 
