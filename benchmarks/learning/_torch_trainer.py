@@ -1,11 +1,11 @@
 """One host's PyTorch process: the training of `_trainer` by DistributedDataParallel over Gloo."""
 
-import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..network import _protocol
-from ..network._torch_worker import register_hook
+from ..network._torch_worker import register_hook, run
 
 
 class Trainer:
@@ -104,26 +104,10 @@ class Trainer:
         return [tuple(self._torch.from_numpy(x).long() for x in batch) for batch in batches]
 
 
-def main() -> None:
-    """Joins the other processes and does what it is told."""
-    config, answer = _protocol.start()
-    import torch
-
-    # A set-up that PyTorch advises against says so at each step.
-    warnings.simplefilter("once")
-    if config["pin"]:
-        torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo",
-        init_method=f"tcp://{config['coordinator']}",
-        world_size=config["workers"],
-        rank=config["host"],
-    )
+def _commands(config: dict[str, Any]) -> dict[str, Callable[..., Any]]:
     trainer = Trainer(config)
-    commands = {"begin": trainer.begin, "take": trainer.take, "evaluate": trainer.evaluate}
-    _protocol.serve(answer, commands)
-    torch.distributed.destroy_process_group()
+    return {"begin": trainer.begin, "take": trainer.take, "evaluate": trainer.evaluate}
 
 
 if __name__ == "__main__":
-    main()
+    run(_commands)

@@ -1,6 +1,7 @@
 """One host's PyTorch process: DistributedDataParallel over Gloo, with given gradients."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from . import _protocol
@@ -139,8 +140,8 @@ class Worker:
         return _protocol.measured(self.barrier, take, steps)
 
 
-def main() -> None:
-    """Joins the other processes and does what it is told."""
+def run(make: Callable[[dict[str, Any]], dict[str, Callable[..., Any]]]) -> None:
+    """Joins the other processes and does what it is told; ``make(config)`` gives the commands."""
     config, answer = _protocol.start()
     import torch
 
@@ -154,10 +155,14 @@ def main() -> None:
         world_size=config["workers"],
         rank=config["host"],
     )
-    worker = Worker(config)
-    _protocol.serve(answer, {"prepare": worker.prepare, "measure": worker.measure})
+    _protocol.serve(answer, make(config))
     torch.distributed.destroy_process_group()
 
 
+def _commands(config: dict[str, Any]) -> dict[str, Callable[..., Any]]:
+    worker = Worker(config)
+    return {"prepare": worker.prepare, "measure": worker.measure}
+
+
 if __name__ == "__main__":
-    main()
+    run(_commands)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext._selection import selection
+from optax_ext._step import _checks
 from optax_ext._step._residual import AUTO, Residual
 from optax_ext._step._residual import residual as how_kept
 from optax_ext._step._sparse_allreduce import sparse_allreduce
@@ -47,12 +48,10 @@ def limit_of(
     """The limit of an entry of an update, from what it is as a multiple of the rate."""
     if limit is None:
         return None
-    factor = extend.check_number("limit", limit, 0.0, float("inf"))
-    if not factor:
-        raise ValueError("limit must be greater than 0, got 0.0: nothing would ever move.")
+    _checks.check_positive_limit(limit)
     if callable(learning_rate):
-        return lambda count: factor * learning_rate(count)
-    return lambda count: factor * learning_rate
+        return lambda count: limit * learning_rate(count)
+    return lambda count: limit * learning_rate
 
 
 def whole(

@@ -75,8 +75,16 @@ def check_limit(limit: Any, local: Any) -> None:
             "local=optax.scale_by_learning_rate(rate), and no optimizer behind; or use "
             "optax_ext.sparse_adamw. Gradients are clipped by optax_ext.local_clip_by_global_norm."
         )
-    if isinstance(limit, (int, float)) and not limit > 0:
-        raise ValueError(f"limit must be greater than 0, got {limit}: nothing would ever move.")
+    check_positive_limit(limit)
+
+
+def check_positive_limit(limit: Any) -> None:
+    """A limit is a schedule, an array, or a number above 0."""
+    if callable(limit) or isinstance(limit, jax.Array):
+        return
+    number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
+    if not number or not limit > 0:
+        raise ValueError(f"limit must be a number greater than 0, got {limit!r}, or None.")
 
 
 def check_densities(selector: Selector, allreduce: SparseAllreduce) -> None:

@@ -1,5 +1,7 @@
 """A limit of what an entry moves in a step: what is beyond it stays in the residuals."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -140,10 +142,9 @@ def test_bad_limits_are_errors_that_say_what_to_write():
     parts = sc.select.topk(density=0.5), sc.allreduce.topk_a()
     with pytest.raises(ValueError, match=r"limit bounds .* local=optax.scale_by_learning_rate"):
         optax_ext.sparse_allreduce(*parts, axis="w", limit=1.0)
-    for limit in (0, -1.0):
-        with pytest.raises(ValueError, match=f"limit must be greater than 0, got {limit}"):
+    for limit in (0, -1.0, "2", True, float("nan")):
+        expected = re.escape(f"limit must be a number greater than 0, got {limit!r}, or None")
+        with pytest.raises(ValueError, match=expected):
             optax_ext.sparse_allreduce(*parts, axis="w", local=MINUS, limit=limit)
-    with pytest.raises(ValueError, match="limit must be greater than 0, got 0.0"):
-        optax_ext.sparse_adamw(0.1, axis="w", limit=0)
-    with pytest.raises(ValueError, match="limit must be a number in"):
-        optax_ext.sparse_adamw(0.1, axis="w", limit="2")
+        with pytest.raises(ValueError, match=expected):
+            optax_ext.sparse_adamw(0.1, axis="w", limit=limit)
