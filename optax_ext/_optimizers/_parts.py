@@ -8,6 +8,7 @@ import optax
 
 from optax_ext._selection import selection
 from optax_ext._step import _checks
+from optax_ext._step._local import Elementwise
 from optax_ext._step._residual import AUTO, Residual
 from optax_ext._step._residual import residual as how_kept
 from optax_ext._step._sparse_allreduce import sparse_allreduce
@@ -74,7 +75,8 @@ def whole(
     sparse = sparse_allreduce(
         selection(density, selector),
         allreduce.agreed(bits="few") if exchange is None else exchange,
-        local=local,
+        # What the optimizers here do to an entry does not depend on its leaf.
+        local=Elementwise(local.init, local.update),
         residual=how_kept(step_ahead=AUTO) if residual is None else residual,
         **options,
     )

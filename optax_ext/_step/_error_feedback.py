@@ -1,7 +1,7 @@
 """The state and the step of error feedback around an exchange."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,26 +17,11 @@ from optax_ext._step import (
     _sparse_state,
 )
 from optax_ext._step._contract import Accumulated, Exchange, Options
+from optax_ext._step._local import Transformed
 from optax_ext._step._momentum_correction import MomentumCorrection
 from optax_ext._step._nonfinite import Guarded, Part
 from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
 from sparse_collectives import extend
-
-
-class Loaded(NamedTuple):
-    """What a worker brings to a step.
-
-    Attributes:
-      gradient: ``f32[m]``, of its shard where there are shards.
-      dense_gradient: ``f32[d]``, of the leaves that go dense.
-      local: the next state of the local transformation.
-      left_out: ``i32[]``, entries of the gradient that it was not shown.
-    """
-
-    gradient: jax.Array
-    dense_gradient: jax.Array
-    local: Any
-    left_out: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,7 +52,7 @@ class ErrorFeedback:
             jnp.zeros((size,), options.residual.dtype),
             correction.init(size) if correction is not None else (),
             correction.init(dense) if correction is not None and dense else (),
-            _local.init(options.local, params),
+            _local.init(options.local, params, layout),
             selector,
             _sparse_state.no_info(),
         )
@@ -120,7 +105,7 @@ class ErrorFeedback:
             residual=kept,
             velocity=result.velocity,
             dense_velocity=result.dense_velocity,
-            local=loaded.local,
+            local=loaded.state,
             selector=result.selector,
             allreduce=result.allreduce,
             info=_reported(result.info, state.info),
@@ -144,20 +129,23 @@ class ErrorFeedback:
 
     def _load(
         self, updates: Any, state: SparseAllreduceState, params: Any, layout: _layout.TreeLayout
-    ) -> Loaded:
-        """The local transformation, and the leaves as flat buffers."""
-        options, left_out = self.options, jnp.zeros((), jnp.int32)
-        if options.local is not None and options.nonfinite == "drop":
-            # Else one of them would stay in the state of the transformation for good.
-            updates, left_out = _nonfinite.zeroed(updates)
-        updates, local = _local.update(options.local, updates, state.local, params, options.axis)
-        gradient, dense_gradient = _layout.ravel(updates, layout)
-        if layout.size:
-            gradient = self.exchange.scatter(gradient)
-        return Loaded(gradient, dense_gradient, local, left_out)
+    ) -> Transformed:
+        """The gradients as flat buffers, transformed; of its shard where there are shards."""
+        loaded = _local.update(
+            self.options.local,
+            updates,
+            state.local,
+            params,
+            layout,
+            axis=self.options.axis,
+            drop=self.options.nonfinite == "drop",
+        )
+        if not layout.size:
+            return loaded
+        return loaded._replace(gradient=self.exchange.scatter(loaded.gradient))
 
     def _parts(
-        self, loaded: Loaded, state: SparseAllreduceState, layout: _layout.TreeLayout
+        self, loaded: Transformed, state: SparseAllreduceState, layout: _layout.TreeLayout
     ) -> list[Part]:
         """What is to be added to the residual, with the momentum of the correction."""
 

@@ -1,42 +1,94 @@
 """A transformation of each worker's own gradient, in front of the accumulation."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._step import _sparse_state
+from optax_ext._step import _layout, _nonfinite, _sparse_state
 from sparse_collectives import extend
 from sparse_collectives.extend import AxisName
 
 
-def init(tx: optax.GradientTransformation | None, params: Any) -> Any:
+class Elementwise(optax.GradientTransformation):
+    """One that treats every entry alike, whatever its leaf, and asks for no parameters.
+
+    It is given the flat buffers, once they are made: a leaf for itself would be written once
+    more, to be joined.
+    """
+
+
+class Transformed(NamedTuple):
+    """What is accumulated in place of the gradients.
+
+    Attributes:
+      gradient: ``f32[n]``, of the leaves in the sparse buffer.
+      dense_gradient: ``f32[d]``, of the leaves that go dense.
+      state: the next one, with a leading axis of 1.
+      left_out: ``i32[]``, entries of the gradients that the transformation was not shown.
+    """
+
+    gradient: jax.Array
+    dense_gradient: jax.Array
+    state: Any
+    left_out: jax.Array
+
+
+def init(tx: optax.GradientTransformation | None, params: Any, layout: _layout.TreeLayout) -> Any:
     """Its state, without a leading axis; float32 whatever the dtypes of the leaves."""
     if tx is None:
         return ()
+    if isinstance(tx, Elementwise):
+        sizes = (layout.size, layout.dense_size)
+        return tx.init([jnp.zeros((size,), jnp.float32) for size in sizes if size])
     return tx.init(jax.tree.map(_in_float32, params))
 
 
 def update(
-    tx: optax.GradientTransformation | None, gradients: Any, state: Any, params: Any, axis: AxisName
-) -> tuple[Any, Any]:
-    """What is accumulated in place of the gradients, and the next state.
+    tx: optax.GradientTransformation | None,
+    gradients: Any,
+    state: Any,
+    params: Any,
+    layout: _layout.TreeLayout,
+    *,
+    axis: AxisName,
+    drop: bool,
+) -> Transformed:
+    """The gradients as flat buffers, transformed.
 
     Args:
       tx: the transformation, or None.
       gradients: of this worker.
       state: as in the optimizer state: with a leading axis of 1.
       params: the parameters, or None.
+      layout: of the gradients.
       axis: of the workers.
+      drop: whether what is not finite is zero to the transformation: it would stay in its state
+        for good.
     """
+    none = jnp.zeros((), jnp.int32)
     if tx is None:
-        return gradients, ()
+        return Transformed(*_layout.ravel(gradients, layout), (), none)
     # The increments of a 16-bit leaf add up in float32, and so they are made in it.
     gradients = jax.tree.map(_in_float32, gradients)
-    params = None if params is None else jax.tree.map(_in_float32, params)
-    gradients, state = tx.update(gradients, _sparse_state.without_lead(state), params)
-    return gradients, extend.to_varying(_sparse_state.with_lead(state), axis)
+    if isinstance(tx, Elementwise):
+        gradients = [x for x in _layout.ravel(gradients, layout) if x.size]
+    gradients, left_out = _nonfinite.zeroed(gradients) if drop else (gradients, none)
+    if isinstance(tx, Elementwise):
+        # In the shape of the state: XLA then writes in place where it is donated.
+        before, step = _sparse_state.with_lead(gradients), jax.vmap(tx.update)
+        gradients = step(before, state)[0]
+        # Computed once more, where it is chosen or not: what is shared would be written twice.
+        state = step(jax.lax.optimization_barrier(before), state)[1]
+        made = iter(_sparse_state.without_lead(gradients))
+        empty = jnp.zeros((0,), jnp.float32)
+        flat = [next(made) if size else empty for size in (layout.size, layout.dense_size)]
+    else:
+        params = None if params is None else jax.tree.map(_in_float32, params)
+        gradients, state = tx.update(gradients, _sparse_state.without_lead(state), params)
+        flat, state = _layout.ravel(gradients, layout), _sparse_state.with_lead(state)
+    return Transformed(*flat, extend.to_varying(state, axis), left_out)
 
 
 def describe(tx: optax.GradientTransformation | None, state: Any) -> str:

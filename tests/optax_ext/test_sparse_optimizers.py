@@ -97,6 +97,46 @@ def test_sparse_adamw_is_what_it_says(check_vma):
     assert beyond > STEPS
 
 
+@pytest.mark.parametrize(
+    ("labels", "nonfinite"),
+    [
+        (None, "skip"),
+        ({"a": "sparse", "b": "dense"}, "drop"),
+        ({"a": "dense", "b": "dense"}, "skip"),
+    ],
+)
+def test_the_flat_buffers_of_adamw_get_what_the_leaves_would(labels, nonfinite):
+    """One buffer for each way of exchange, in place of a transformation of the tree."""
+    given = targets()
+    given[2, 1, [7, 100]] = np.nan
+    options = {"axis": "data", "nonfinite": nonfinite, "dense_leaves": labels}
+    whole = optax_ext.sparse_adamw(0.05, 0.2, weight_decay=0.0, gain=1.0, eps=EPS, **options)
+    tree = optax_ext.sparse_allreduce(
+        sc.select.topk(density=0.2),
+        sc.allreduce.agreed(bits="few"),
+        local=optax.chain(
+            optax_ext.scale_by_local_adam(eps=EPS), optax.scale_by_learning_rate(0.05)
+        ),
+        residual=optax_ext.residual(step_ahead="auto"),
+        limit=0.1,
+        **options,
+    )
+    params = params_at_start(jnp.bfloat16)
+    for (a, one), (b, other) in zip(
+        trained(whole, params=params, given=given),
+        trained(tree, params=params, given=given),
+        strict=True,
+    ):
+        np.testing.assert_allclose(flat(a), flat(b), rtol=1e-6)
+        one, other = optax_ext.get_state(one), optax_ext.get_state(other)
+        np.testing.assert_allclose(one.residual, other.residual, rtol=1e-5, atol=1e-7)
+        moments = [optax.tree.get(state.local, "nu") for state in (one, other)]
+        moments = [sorted(flat(nu)) for nu in moments]
+        np.testing.assert_allclose(*moments, rtol=1e-6)
+        assert (one.skipped, one.dropped) == (other.skipped, other.dropped)
+    assert one.dropped + one.skipped
+
+
 def test_sparse_sgd_of_all_entries_is_sgd():
     tx = optax_ext.sparse_sgd(0.1, density=1.0, axis="data", exchange=EXACT)
     w = flat(params_at_start())

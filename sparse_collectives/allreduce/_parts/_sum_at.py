@@ -58,7 +58,9 @@ def sum_at(
       bits: of a value, with a step.
     """
     workers, size = transport.axis_size(axis), coo.size
-    mine = (coo.to_dense() if acc is None else acc).at[indices].get(mode="fill", fill_value=0)
+    held = coo.to_dense() if acc is None else acc
+    # Unsigned: else jax asks of each index whether it counts from the end.
+    mine = held.at[indices.astype(jnp.uint32)].get(mode="fill", fill_value=0)
     sent = within_range(mine, workers)
     if step is None:
         total = transport.psum(sent.astype(jnp.float32), axis)
