@@ -83,12 +83,14 @@ def update(
         state = step(jax.lax.optimization_barrier(before), state)[1]
         made = iter(_sparse_state.without_lead(gradients))
         empty = jnp.zeros((0,), jnp.float32)
-        flat = [next(made) if size else empty for size in (layout.size, layout.dense_size)]
+        sparse = next(made) if layout.size else empty
+        dense = next(made) if layout.dense_size else empty
     else:
         params = None if params is None else jax.tree.map(_in_float32, params)
         gradients, state = tx.update(gradients, _sparse_state.without_lead(state), params)
-        flat, state = _layout.ravel(gradients, layout), _sparse_state.with_lead(state)
-    return Transformed(*flat, extend.to_varying(state, axis), left_out)
+        sparse, dense = _layout.ravel(gradients, layout)
+        state = _sparse_state.with_lead(state)
+    return Transformed(sparse, dense, extend.to_varying(state, axis), left_out)
 
 
 def describe(tx: optax.GradientTransformation | None, state: Any) -> str:
