@@ -1,4 +1,4 @@
-"""ADTopk-t: exact by layer early, a reused threshold in between, by row late."""
+"""ADTopk-t: rows and a reused threshold take turns, and late there are rows alone."""
 
 import math
 from typing import NamedTuple
@@ -28,7 +28,7 @@ class ADTopkThresholdState(NamedTuple):
     Attributes:
       count: ``i32[]``, steps taken.
       threshold: ``f32[]``, the magnitude that is reused.
-      period: ``i32[]``, tau, steps between two evaluations.
+      period: ``i32[]``, tau, turns between two evaluations.
       steady: ``bool[]``, whether the last evaluation changed the threshold by less
         than a tenth.
       exact: the state of the exact selection.
@@ -50,27 +50,34 @@ def adtopk_threshold(
     headroom: float = 0.25,
     row_axis: int = -1,
 ) -> Selector:
-    """Selects by layer, most steps with a reused threshold, and by row at the end.
+    """Selects by row, and by layer with a reused threshold, in turn; late by row alone.
 
-    For each layer, in step t = 1, 2, and so on:
+    This is :func:`adtopk_interleaved` with Algorithm 2 in place of its exact top-k (section 5:
+    "we use threshold-based sparsification in ADTopk-t to replace the TradTopk"). In step
+    t = 1, 2, and so on, all layers select by row where t is odd, as :func:`adtopk`. Where it is
+    even, each layer does the first of these that holds:
 
     1. t < ``warmup``: exact top-k of the layer; its k-th magnitude is kept.
-    2. In the last quarter of ``steps``, once the threshold is steady: by row, as
-       :func:`adtopk`.
-    3. Every ``period`` steps: exact top-k, and a new threshold. If it changed by
-       less than a tenth, the period grows by one step; if by more than a fifth, it
+    2. In the last quarter of ``steps``, once the threshold is steady: by row.
+    3. Every ``period`` of its turns: exact top-k, and a new threshold. If it changed by
+       less than a tenth, the period grows by one turn; if by more than a fifth, it
        shrinks by one.
-    4. Otherwise: all that is above the threshold.
+    4. All that is above the threshold.
 
-    Deviation: Algorithm 2 tests for (2) whether ``thr_reuse < 10 epsilon``. Its
-    epsilon is a tenth of ``thr_reuse`` at every evaluation, so that never holds.
-    The text asks that the change be small, and that is tested here.
+    Where the paper is open, or can't be followed to the letter:
+
+    - Algorithm 2 tests for (2) whether ``thr_reuse < 10 epsilon``. Its epsilon is a tenth of
+      ``thr_reuse`` at every evaluation, so that never holds. The text asks that the change be
+      small, and that is tested here.
+    - It tests for (3) whether ``(t - 1) % tau == 0``. At even t that never holds for an even tau,
+      and tau would be so for good: the turns are counted, of which the text says that "the next
+      tau - 1" reuse a threshold. Without one, as after a change of workers, (1) takes place.
 
     Args:
       density: of each layer, and of each row; in (0, 1].
       steps: T, the steps of the whole training.
-      warmup: sigma.
-      period: tau at the beginning; it stays at 1 or more.
+      warmup: sigma, in steps.
+      period: tau at the beginning, in turns; it stays at 1 or more.
       headroom: slots beyond k for what is above a reused threshold, as a share of
         k. Entries that find no slot are counted as overflow and stay with the
         caller; which ones changes from step to step.
@@ -84,11 +91,11 @@ def adtopk_threshold(
     Raises:
       ValueError: an argument out of its range.
 
-    Cost: one pass over n entries in most steps, that of :func:`topk` or
-    :func:`adtopk` in the others; under ``vmap`` all three in each step.
+    Cost: that of :func:`adtopk` in every second step, and one pass over n entries, or now and
+    then that of :func:`topk`, in the others; under ``vmap`` all three in each step.
 
     References:
-      Ming et al., ADTopk, HPDC 2024, section 4.3, Algorithm 2.
+      Ming et al., ADTopk, HPDC 2024, section 4.3, Algorithm 2, and section 5.
     """
     density = _validation.check_density(density)
     steps = _validation.check_positive_int("steps", steps)
@@ -148,11 +155,11 @@ def adtopk_threshold(
             return coo.indices, state, SelectInfo(selected, count - selected, state.threshold)
 
         late = (t > 3 * steps // 4) & state.steady
+        evaluates = (t // 2 - 1) % state.period == 0
         # Without a threshold, after a change of workers, there is nothing to reuse.
         otherwise = jnp.where(state.threshold > 0, 3, 0)
-        branch = jnp.where(
-            t < warmup, 0, jnp.where(late, 1, jnp.where((t - 1) % state.period == 0, 2, otherwise))
-        )
+        branch = jnp.where(late, 1, jnp.where(evaluates, 2, otherwise))
+        branch = jnp.where(t % 2 == 1, 1, jnp.where(t < warmup, 0, branch))
         places, state, info = lax.switch(branch, (by_layer, by_row, evaluate, reuse))
         return places, state._replace(count=t), info
 

@@ -186,6 +186,10 @@ LOCALS: dict[str, Callable[[], optax.GradientTransformation | None]] = {
     ),
     "adam": lambda: recording(optax.scale_by_adam()),
 }
+LIMITS: dict[str, Any] = {
+    "of 0.3": 0.3,
+    "that falls": lambda count: 1.0 / (1.0 + count.astype(jnp.float32)),
+}
 DATA = (
     "normal",
     "ties",
@@ -227,12 +231,16 @@ def configurations(draw: Any) -> Configuration:
     momentum, nesterov, masking = one_of(None, None, 0.9), one_of(False, True), one_of(True, False)
     narrow, decay = one_of(False, True), one_of(1.0, 1.0, 0.75)
     dense_steps, dense_leaves = one_of(0, 0, 2), one_of(None, "small")
+    limit = one_of(None, None, *LIMITS)
     seed = draw(st.integers(0, 2**16))
+    if LOCALS[local]() is None:
+        limit = None
     options: dict[str, Any] = {
         "nonfinite": policy,
         "local": LOCALS[local](),
         "residual": optax_ext.residual(jnp.bfloat16 if narrow else jnp.float32, decay=decay),
         "dense_steps": dense_steps,
+        "limit": None if limit is None else LIMITS[limit],
     }
     if momentum is not None:
         options["correction"] = optax_ext.momentum_correction(
@@ -246,7 +254,7 @@ def configurations(draw: Any) -> Configuration:
             f"{SELECTORS[selector](density).spec} -> {exchange.spec} as {name} over {shape}, "
             f"{tree} of {dtypes}, {policy}, local {local}, momentum {momentum} (Nesterov "
             f"{nesterov}, masking {masking}), residual bfloat16 {narrow} decay {decay}, "
-            f"{dense_steps} dense steps, dense leaves {dense_leaves}, "
+            f"limit {limit}, {dense_steps} dense steps, dense leaves {dense_leaves}, "
             f"gradients {data!r} of seed {seed}"
         ),
         dense_steps=dense_steps,

@@ -51,7 +51,10 @@ def layerwise_topk(x: np.ndarray, shapes, density: float) -> np.ndarray:
 
 
 class ThresholdLayer:
-    """Algorithm 2 for one layer, with the change of the threshold tested in line 5."""
+    """Algorithm 2 for one layer, in the place of Algorithm 1's TradTopk (section 5).
+
+    With the change of the threshold tested in line 5, and its own turns counted in line 7.
+    """
 
     def __init__(self, shape, density, steps, warmup, period):
         self.shape, self.density, self.steps = shape, density, steps
@@ -61,6 +64,9 @@ class ThresholdLayer:
 
     def step(self, layer: np.ndarray) -> np.ndarray:
         self.t += 1
+        if self.t % 2:
+            self.branches.append("interleaved rows")
+            return of_rows(layer, self.shape, self.density, -1)
         if self.t < self.warmup:
             self.branches.append("layer")
             self.threshold = kth_magnitude(layer, count(self.density, layer.size))
@@ -68,7 +74,7 @@ class ThresholdLayer:
         if self.t > self.steps * 3 / 4 and self.steady:
             self.branches.append("rows")
             return of_rows(layer, self.shape, self.density, -1)
-        if (self.t - 1) % self.period == 0:
+        if (self.t // 2 - 1) % self.period == 0:
             self.branches.append("evaluate")
             threshold = kth_magnitude(layer, count(self.density, layer.size))
             epsilon = threshold / 10

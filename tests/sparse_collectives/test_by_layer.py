@@ -239,14 +239,16 @@ class TestVariants:
 
     def test_threshold_counts_what_finds_no_slot_and_lets_it_take_turns(self):
         selector, select = jitted(
-            "adtopk_threshold", density=0.1, steps=1000, warmup=2, period=1000, headroom=0.5
+            "adtopk_threshold", density=0.1, steps=1000, warmup=3, period=1000, headroom=0.5
         )
         acc = np.linspace(1, 2, 100).astype(np.float32)
         state = selector.init(100)
         seen = set()
         for step in range(windows.steps_for_all(15, 100)):
-            # Everything is above the threshold of the first step.
-            coo, state, info = select(acc * (10 if step else 1), state)
+            # Everything is above the threshold of the first steps; in turn with those by row.
+            given = acc * (10 if step else 1)
+            _, state, _ = select(given, state)
+            coo, state, info = select(given, state)
             seen |= set(used(coo, info).tolist())
             if step:
                 assert (int(info.selected), int(info.overflow)) == (15, 85)

@@ -106,6 +106,32 @@ def test_schedules_and_messages_in_flight_give_the_same_bits():
             np.testing.assert_array_equal(out[name], reference[name])
 
 
+def test_a_bucket_is_reduced_before_the_next_one_has_arrived_which_waits_for_it():
+    """Section 3.1.1: communication in buckets, with the local reductions beside it."""
+    allreduce = sc.allreduce.ok_topk(density=0.1, schedule="rotation", messages_in_flight=1)
+
+    def step(values, indices):
+        coo = sc.PaddedCOO(values, indices, 400)
+        return allreduce.reduce(coo, allreduce.init(400, 4), axis="w")[0]
+
+    given = jnp.zeros(40), jnp.zeros(40, jnp.int32)
+    equations = jax.make_jaxpr(step, axis_env=[("w", 4)])(*given).jaxpr.eqns
+    sent, reduced_from, before = 0, set(), {}
+    for equation in equations:
+        needed = set().union(*(before.get(id(x), set()) for x in equation.invars))
+        if equation.primitive.name == "ppermute":
+            # All messages before it have arrived.
+            assert needed == set(range(sent))
+            needed, sent = needed | {sent}, sent + 1
+        elif equation.primitive.name == "scatter-add":
+            reduced_from.add(frozenset(needed))
+        for x in equation.outvars:
+            before[id(x)] = needed
+        if reduced_from >= {frozenset(range(i)) for i in (1, 2, 3)}:
+            return
+    raise AssertionError(f"{sent} messages, sums of those of {sorted(map(sorted, reduced_from))}")
+
+
 def test_unlimited_slack_has_room_for_everything():
     acc = helpers.hard_accumulators(4, 300)["one region"]
     out = reduced(acc, 0.05, slack=float("inf"))

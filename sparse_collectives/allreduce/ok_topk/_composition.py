@@ -98,7 +98,10 @@ def ok_topk(
       schedule: ``'rotation'`` (one message for each distance on the ring, in
         buckets), ``'all_to_all'`` (one collective), or ``'auto'``: rotation for
         up to 16 workers. The result has the same bits.
-      messages_in_flight: messages of a rotation that may be under way together.
+      messages_in_flight: messages of a rotation that may be under way together: a bucket.
+        It is added to the region's sums while the next one is under way (section 3.1.1),
+        where the platform's collectives are asynchronous; each bucket costs a pass over the
+        sums so far.
       regions: which worker owns which index. ``'hashed'``: of each P consecutive
         indices every worker owns one, by a hash of their place and of the step, so
         that no selection crowds an owner, however uneven it is and however much the

@@ -48,8 +48,9 @@ def send_blocks(
 
     ``rotation`` (Figure 2 of the paper): at distance s, worker i sends to worker
     i + s, so no worker is the target of two messages at once. The messages of a
-    bucket do not depend on one another and may be in flight together, and the
-    reduction of one bucket overlaps the exchange of the next.
+    bucket do not depend on one another and may be in flight together; those of the
+    next one wait until they have arrived. Nothing waits for what is computed of a
+    bucket: it may be reduced while the next one is under way.
     ``all_to_all``: one collective, one bucket.
     """
     workers = messages.shape[0]
@@ -66,6 +67,7 @@ def send_blocks(
             pairs = [(source, (source + distance) % workers) for source in range(workers)]
             bucket.append(transport.ppermute(block, axis, pairs))
         yield jnp.concatenate(bucket)
+        messages, _ = lax.optimization_barrier((messages, bucket))
 
 
 def split_and_reduce(
@@ -102,12 +104,17 @@ def split_and_reduce(
     me = transport.axis_index(axis)
     # A worker's own block takes no part in the exchange, so nothing is rounded.
     own = jax.tree.map(lambda rows: lax.dynamic_slice_in_dim(rows, me, 1), blocks.coo)
-    received = [own] + [
-        codec.decode(bucket, size, dtype)
-        for bucket in send_blocks(
-            encoded.message, axis, schedule=schedule, messages_in_flight=messages_in_flight
-        )
-    ]
+    buckets = send_blocks(
+        encoded.message, axis, schedule=schedule, messages_in_flight=messages_in_flight
+    )
+    entries = own
+    for bucket in buckets:
+        # A bucket is added when it is there. The sums are made in the order of the rows, with
+        # the same bits in however many buckets they come.
+        parts = [entries, codec.decode(bucket, size, dtype)]
+        entries = reduce_blocks(parts, size, jnp.float32, owned_slots)
+        entries = jax.tree.map(lambda x: x[None], entries)
+    entries = PaddedCOO(entries.values[0].astype(dtype), entries.indices[0], size)
     sent = blocks.source < coo.capacity
     error = None
     if not codec.exact:
@@ -120,7 +127,6 @@ def split_and_reduce(
         exchange.slots_sent(workers),
     )
     sent = _to_slots(sent, blocks.source, coo.capacity)
-    entries = reduce_blocks(received, size, dtype, owned_slots)
     return Reduced(entries, sent, error, words)
 
 
