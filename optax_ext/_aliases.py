@@ -233,34 +233,54 @@ def quantized_topk(
     density: float,
     *,
     axis: AxisName,
-    bits: int = 8,
-    bucket: int = 512,
+    bits: int = 4,
+    bucket: int = 1024,
+    dense_only: bool = False,
+    feedback: bool = False,
     selector: Selector | None = None,
     slack: float = 1.25,
     **options: Unpack[Options],
 ) -> optax.GradientTransformation:
-    """SparCML's quantized top-k: :func:`topk_dsa` with QSGD values and error feedback.
+    """SparCML's quantized top-k SGD: :func:`topk_dsa` with QSGD values.
 
-    What rounding loses stays in the residuals.
+    As in its Algorithm 1 the residual is ``acc - TopK(acc)``: what rounding takes off, with a
+    mean of 0, is kept by nobody, and total and residuals do not add up to the accumulators.
 
     Args:
-      density: k / n of each worker's selection, in (0, 1].
+      density: k / n of each worker's selection, in (0, 1]; 8 / 512 for 8 of each 512.
       axis: the mesh axis (or a tuple of them) of the data-parallel workers.
-      bits: of a value; see :func:`sparse_collectives.wire.qsgd`. Use 4 or 8.
+      bits: of a value; see :func:`sparse_collectives.wire.qsgd`.
       bucket: values that share a scale.
-      selector: see :func:`topk_dsa`.
+      dense_only: whether only sums that go dense are quantized, and pairs are exact, as
+        section 6 says of SparCML in practice.
+      feedback: whether the residuals keep what rounding takes off, so that nothing is lost.
+        Use 4 or 8 bits with it: with 2 it diverges.
+      selector: by default ``select.bucketed(density=density, bucket=512)``, as section 8 has it.
       slack: see :func:`topk_dsa`.
       **options: see :func:`sparse_allreduce`.
 
     Returns:
       An ``optax.GradientTransformation`` to chain before an optimizer.
 
+    Raises:
+      ValueError: an argument out of its range.
+
     Example:
       >>> import optax
-      >>> tx = optax.chain(quantized_topk(density=0.01, axis="data", bits=4), optax.adam(1e-3))
+      >>> tx = optax.chain(quantized_topk(density=8 / 512, axis="data"), optax.sgd(0.1))
+
+    References:
+      Renggli et al., `SparCML <https://arxiv.org/abs/1802.08021>`_, SC 2019, Algorithm 1.
     """
     codec = wire.qsgd(bits=bits, bucket=bucket)
-    return topk_dsa(density, axis=axis, selector=selector, codec=codec, slack=slack, **options)
+    if not feedback:
+        codec = wire.without_feedback(codec)
+    exchange = allreduce.dsar_split_allgather(
+        slack=slack, codec=wire.raw() if dense_only else codec, dense_codec=codec
+    )
+    if selector is None:
+        selector = select.bucketed(density=density, bucket=512)
+    return sparse_allreduce(selection(density, selector), exchange, axis=axis, **options)
 
 
 def hitopk(

@@ -25,7 +25,7 @@ def qsgd(*, bits: int = 8, bucket: int = 512, norm: str = "max") -> Codec:
     same message everywhere. Each error is less than ``scale / s``. With 2 bits it is,
     for values below half of the scale, on average larger than the value. Error
     feedback, which keeps it, then amplifies it until training diverges: use 4 or
-    8 bits with it.
+    8 bits with it, or :func:`without_feedback`.
 
     A message is the indices, as they are; ``scale / s`` of each bucket as float32;
     and the codes, the first in the lowest bits of its word: s more than the signed

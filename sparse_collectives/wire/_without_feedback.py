@@ -1,0 +1,54 @@
+"""Rounding that nobody keeps."""
+
+import jax
+import jax.numpy as jnp
+
+from sparse_collectives._spec import Spec
+from sparse_collectives._types import Codec, Encoded
+from sparse_collectives.padded_coo import PaddedCOO
+
+
+def without_feedback(codec: Codec) -> Codec:
+    """The same messages as of ``codec``; what rounding takes off is kept by no worker.
+
+    SparCML's residual is ``acc - TopK(acc)``: the error of the quantization is not in it, and
+    cancels out over the steps because its mean is 0. That also is the only way to use 2 bits:
+    their error is larger than most values, and feedback of it diverges. Entries that find no
+    room in a message stay with their worker, as ever.
+
+    With it the total and the residuals of a step do not add up to the accumulators, by intent.
+
+    Args:
+      codec: one whose error has a mean of 0, such as :func:`qsgd`. Of one that rounds to the
+        nearest, such as :func:`bf16`, small updates may be lost for good.
+
+    Returns:
+      A :class:`Codec`, of the same messages and cost.
+
+    References:
+      Renggli et al., `SparCML <https://arxiv.org/abs/1802.08021>`_, SC 2019, Algorithm 1.
+
+    Example:
+      >>> import jax.numpy as jnp, sparse_collectives as sc
+      >>> codec = without_feedback(sc.wire.qsgd(bits=2))
+      >>> coo = sc.PaddedCOO(jnp.array([3.0, 1.0]), jnp.array([0, 2]), 3)
+      >>> codec.encode(coo, jnp.uint32(0)).error.tolist()
+      [0.0, 0.0]
+    """
+
+    def encode(coo: PaddedCOO, seed: jax.Array) -> Encoded:
+        encoded = codec.encode(coo, seed)
+        return encoded._replace(error=jnp.zeros_like(encoded.error))
+
+    def encode_dense(values: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
+        message, error = codec.encode_dense(values, seed)
+        return message, jnp.zeros_like(error)
+
+    return Codec(
+        encode,
+        codec.decode,
+        encode_dense,
+        codec.decode_dense,
+        exact=codec.exact,
+        spec=None if codec.spec is None else Spec.of("without_feedback", codec=codec),
+    )
