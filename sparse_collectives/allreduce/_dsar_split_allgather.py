@@ -16,6 +16,7 @@ from sparse_collectives.allreduce._parts import (
     _range,
     _replicas,
     _slots,
+    _split,
     _step,
     _undelivered,
 )
@@ -86,17 +87,8 @@ def dsar_split_allgather(
         width = regions.width
         capacity = _slots.block_slots(coo.capacity, regions, slack)
 
-        # The split: each region's entries to its owner, who adds them up.
-        blocks = _equal_regions.split(coo, regions, capacity, _step.turn(state.count, 0))
-        encoded = codec.encode(blocks.coo, _step.seed(state, 0, me))
-        received = transport.all_to_all(encoded.message, axis)
-        reduced = _merge.reduce_blocks(
-            [codec.decode(received, width, dtype)], width, dtype, capacity=workers * capacity
-        )
-        sent, error = blocks.sent, jnp.zeros_like(coo.values)
-        if not codec.exact:
-            sent = sent.at[blocks.source].set(encoded.sent, mode="drop")
-            error = error.at[blocks.source].set(encoded.error, mode="drop")
+        split = _split.to_owners(coo, regions, capacity, axis=axis, codec=codec, state=state)
+        reduced = split.sums
 
         nothing = jnp.zeros((0,), dtype)
 
@@ -115,8 +107,9 @@ def dsar_split_allgather(
 
         def dense():
             message, lost = dense_codec.encode_dense(reduced.to_dense(), _step.seed(state, 1, me))
-            everyone = dense_codec.decode_dense(transport.all_gather(message, axis), width, dtype)
-            total = everyone.reshape(-1)[: coo.size]
+            total = _equal_regions.gather_dense(
+                message, regions, dtype, axis=axis, codec=dense_codec
+            )
             delivered = jnp.sum(counts, dtype=jnp.int32)
             return total, delivered, reduced.count(), nothing if exact else lost
 
@@ -149,27 +142,25 @@ def dsar_split_allgather(
             own_region = _merge.only_where(lost.values != 0, lost)
             own_region = _equal_regions.from_region(own_region, regions, me)
             others.append(own_region)
-        undelivered = _undelivered.of_slots(coo, jnp.where(sent, error, coo.values), others)
+        undelivered = _undelivered.of_slots(
+            coo, jnp.where(split.sent, split.error, coo.values), others
+        )
 
-        block_words = _messages.pair_words(codec, capacity, width, dtype)
-        split_words = _volumes.all_to_all(workers * block_words, workers)
         count_words = _volumes.all_gather(1, workers)
         gather_words = [_volumes.all_gather(words, workers) for words in form_words]
         gather_words = jnp.asarray(gather_words, jnp.float32)[form]
         # The dense form has no padding.
         shares = [entries / slots for slots in ladder] + [1.0] * (len(forms) - len(ladder))
         useful = (
-            _messages.useful_words(
-                split_words, _messages.to_others(encoded.sent, me), (workers - 1) * capacity
-            )
+            split.words.useful
             + count_words
             + gather_words * jnp.stack([jnp.float32(share) for share in shares])[form]
         )
         info = ReduceInfo(
             delivered=delivered,
-            overflow=coo.count() - jnp.sum(sent, dtype=jnp.int32),
+            overflow=coo.count() - jnp.sum(split.sent, dtype=jnp.int32),
             threshold=jnp.zeros((), jnp.float32),
-            words=gather_words + jnp.float32(split_words + count_words),
+            words=gather_words + split.words.received + jnp.float32(count_words),
             useful=useful,
         )
         return total, undelivered, next_state, info

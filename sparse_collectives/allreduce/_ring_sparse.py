@@ -10,11 +10,11 @@ from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllredu
 from sparse_collectives.allreduce._parts import (
     _equal_regions,
     _merge,
-    _messages,
     _range,
     _replicas,
     _slots,
     _step,
+    _stream,
     _undelivered,
 )
 from sparse_collectives.padded_coo import PaddedCOO
@@ -33,7 +33,8 @@ def ring_sparse(
     and the sum of m blocks as many as are expected: ``g_m = ceil(slack K_m / P)``, K_m
     being the union of m selections. An entry that finds no slot in its worker's block
     stays there; a partial sum that finds no slot on the way stays with the worker that
-    drops it. Which entries wait changes from step to step.
+    drops it. Which entries wait changes from step to step. Where the slots of a sum would
+    take more words than all values of its region, it travels dense, and stays so (section 5.1).
 
     Cost in the alpha-beta model, in words of ``raw``: ``2 (g_1 + ... + g_(P-1))`` words
     received in P - 1 messages, then ``2 g_P (P-1)`` in an allgather. Each worker talks
@@ -50,8 +51,8 @@ def ring_sparse(
 
     Returns:
       A :class:`SparseAllreduce` with a :class:`StepState`; its total is a PaddedCOO
-      with ``P g_P`` slots. With ``slack=math.inf, fill=math.inf`` everything is
-      delivered, whatever the indices are.
+      with ``P g_P`` slots, or ``f[n]`` where that takes fewer words. With
+      ``slack=math.inf, fill=math.inf`` everything is delivered, whatever the indices are.
 
     Raises:
       ValueError: an argument out of its range; at ``reduce``, an axis that is not
@@ -87,43 +88,40 @@ def ring_sparse(
             return PaddedCOO(blocks.coo.values[region], blocks.coo.indices[region], regions.width)
 
         def encode(partial, stage, region, receivers):
-            encoded = codec.encode(partial, _step.seed(state, stage, me))
-            entries = jnp.sum(encoded.sent, dtype=jnp.int32)
-            sent_words = receivers * encoded.message.size
-            useful.append(_messages.useful_words(sent_words, entries, partial.capacity))
+            sent = _stream.encode(partial, codec, _step.seed(state, stage, me))
+            useful.append(receivers * sent.useful)
             if not codec.exact:
-                lost = _messages.kept_by_sender(partial, encoded)
-                kept.append(_equal_regions.from_region(lost, regions, region))
-            return encoded.message
+                kept.append(_equal_regions.from_region(sent.lost, regions, region))
+            return sent.message
 
         # The reduce-scatter: region r starts at worker r + 1 and ends at worker r.
         region = (me - 1) % workers
-        partial = block(region)
+        partial = _stream.shorter(block(region), codec)
         for stage in range(workers - 1):
             message = encode(partial, stage, region, 1)
             words += _volumes.ppermute(message.size, workers, neighbours)
             received = transport.ppermute(message, axis, neighbours)
             region = (region - 1) % workers
-            rows = [codec.decode(received, regions.width, dtype), block(region)]
-            partial = _merge.reduce_blocks(
-                [PaddedCOO(row.values[None], row.indices[None], row.size) for row in rows],
-                regions.width,
-                dtype,
-                capacity=partial.capacity + capacity,
-            )
-            slots = _slots.union_slots(coo.capacity, regions, stage + 2, slack, fill)
-            partial, left = _merge.bounded(partial, slots, _step.turn(state.count, stage + 1))
-            if left.capacity:
-                kept.append(_equal_regions.from_region(left, regions, region))
-                overflow = overflow + left.count()
+            received = _stream.decode(received, partial, codec)
+            most = min((stage + 2) * capacity, regions.width)
+            partial = _stream.add(received, block(region), most)
+            if isinstance(partial, PaddedCOO):
+                slots = _slots.union_slots(coo.capacity, regions, stage + 2, slack, fill)
+                partial, left = _merge.bounded(partial, slots, _step.turn(state.count, stage + 1))
+                if left.capacity:
+                    kept.append(_equal_regions.from_region(left, regions, region))
+                    overflow = overflow + left.count()
+                partial = _stream.shorter(partial, codec)
 
         # The allgather.
         message = encode(partial, workers - 1, region, workers - 1)
         words += _volumes.all_gather(message.size, workers)
-        total = _equal_regions.gather(message, regions, dtype, axis=axis, codec=codec)
+        sparse = isinstance(partial, PaddedCOO)
+        gather = _equal_regions.gather if sparse else _equal_regions.gather_dense
+        total = gather(message, regions, dtype, axis=axis, codec=codec)
 
         info = ReduceInfo(
-            delivered=total.count(),
+            delivered=_stream.count(total),
             overflow=overflow,
             threshold=jnp.zeros((), jnp.float32),
             words=jnp.float32(words),

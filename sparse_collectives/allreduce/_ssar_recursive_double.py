@@ -10,12 +10,13 @@ from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
 from sparse_collectives.allreduce._parts import (
     _merge,
-    _messages,
     _range,
     _replicas,
     _step,
+    _stream,
     _undelivered,
 )
+from sparse_collectives.allreduce._parts._stream import Stream
 from sparse_collectives.padded_coo import PaddedCOO
 
 
@@ -29,14 +30,17 @@ def ssar_recursive_double(
     largest power of two up to P, the last P - Q workers first send theirs to the first
     ones and get the result at the end (appendix A).
 
-    Messages grow with the union: round t has ``min(2^t c, n)`` slots (up to twice that
+    Messages grow with the union: round t has ``2^t c`` slots (up to twice that
     where P is not a power of two), c being the slots of the selection, or ``capacity``
-    where that is less. What finds no slot, or is lost by the codec, is kept by one of
-    the workers that hold the sum, and which entries wait changes from step to step.
+    where that is less; and where so many pairs would take more words than a dense vector,
+    it is one, and so are all that follow (section 5.1). What finds no slot, or is lost by
+    the codec, is kept by one of the workers that hold the sum, and which entries wait
+    changes from step to step.
 
-    Cost in the alpha-beta model, in words of ``raw``: ``2 c (P-1)`` words received at
-    most, ``2 capacity log2(P)`` with a bound; log2(P) latencies. Where P is not a
-    power of two, two more latencies and messages, the last as long as the total.
+    Cost in the alpha-beta model, in words of ``raw``: ``min(2^(t+1) c, n)`` words received
+    in round t, ``2 c (P-1)`` in all where none is dense, ``2 capacity log2(P)`` with a bound;
+    log2(P) latencies. Where P is not a power of two, two more latencies and messages, the
+    last as long as the total.
 
     Under ``shard_map(check_vma=True)`` the total has to be typed as replicated, which
     takes an allgather of its slots in Q parts: ``L (P-1)/Q`` words more, L being those
@@ -44,13 +48,13 @@ def ssar_recursive_double(
     ``check_vma=False`` nothing is added.
 
     Args:
-      capacity: the most slots of a message and of the total. By default there is
+      capacity: the most slots of a sparse message and of a sparse total. By default there is
         room for everything.
       codec: encoding of the messages, exact by default.
 
     Returns:
       A :class:`SparseAllreduce` with a :class:`StepState`; its total is a PaddedCOO
-      with ``min(P c, n)`` slots, or ``capacity``.
+      with ``P c`` slots, or ``capacity``; or ``f[n]``, where that takes fewer words.
 
     Raises:
       ValueError: an argument out of its range; at ``reduce``, an axis that is not
@@ -84,41 +88,42 @@ def ssar_recursive_double(
             mine = me % group == entries.indices % group
             return _merge.only_where((me < members) & mine, entries)
 
-        def bound(entries, stage, group):
+        def bound(stream, stage, group):
             """The entries in the slots that there are, and how many find none."""
+            if not isinstance(stream, PaddedCOO):
+                return stream, jnp.zeros((), jnp.int32)
             turn = _step.turn(state.count, stage)
-            entries, left = _merge.bounded(entries, most_slots, turn)
+            entries, left = _merge.bounded(stream, most_slots, turn)
             left = one_of(group, left) if group else left
             kept.extend([left] if left.capacity else [])
-            return entries, left.count()
+            return _stream.shorter(entries, codec), left.count()
 
-        def encode(entries, stage, sender, keeper):
-            """The message, its words that are no padding, and what each receiver makes of it."""
-            encoded = codec.encode(entries, _step.seed(state, stage, sender))
-            count = jnp.sum(encoded.sent, dtype=jnp.int32)
-            filled = _messages.useful_words(encoded.message.size, count, entries.capacity)
+        def encode(stream, stage, sender, keeper):
+            """The message, and what each receiver makes of it."""
+            sent = _stream.encode(stream, codec, _step.seed(state, stage, sender))
             if codec.exact:
-                return encoded.message, filled, entries
-            kept.append(keeper(_messages.kept_by_sender(entries, encoded)))
-            return encoded.message, filled, _decode(encoded.message, entries, codec)
+                return sent, stream
+            kept.append(keeper(sent.lost))
+            return sent, _stream.decode(sent.message, stream, codec)
 
         def send(message, like, pairs):
-            """What comes; padding for those that are sent nothing."""
-            received = _decode(transport.ppermute(message, axis, pairs), like, codec)
+            """What comes; nothing for those that are sent nothing."""
+            received = _stream.decode(transport.ppermute(message, axis, pairs), like, codec)
             targets = jnp.asarray([target for _, target in pairs], jnp.int32)
-            return _merge.only_where(jnp.any(targets == me), received)
+            return _stream.only_where(jnp.any(targets == me), received)
 
-        entries, overflow = bound(coo, 0, None)
+        stream, overflow = bound(coo, 0, None)
 
         # Appendix A: the surplus workers hand over what they have.
         fold = [(members + worker, worker) for worker in range(surplus)]
         if surplus:
             own_part = functools.partial(_merge.only_where, me >= members)
-            message, filled, _ = encode(entries, 0, me, own_part)
-            words += _volumes.ppermute(message.size, workers, fold)
-            useful += jnp.where(me >= members, filled, 0.0)
-            entries = _add(entries, send(message, entries, fold), 2 * coo.capacity)
-            entries, left = bound(entries, 1, 1)
+            sent, _ = encode(stream, 0, me, own_part)
+            words += _volumes.ppermute(sent.message.size, workers, fold)
+            useful += jnp.where(me >= members, sent.useful, 0.0)
+            other = send(sent.message, stream, fold)
+            stream = _stream.add(stream, other, 2 * coo.capacity)
+            stream, left = bound(stream, 1, 1)
             overflow += left
 
         # Round t: the two halves of each group of 2^(t+1) workers exchange their sums.
@@ -127,39 +132,36 @@ def ssar_recursive_double(
             pairs = [(worker, worker ^ half) for worker in range(members)]
             # All workers of a half hold the same sum and send the same bits.
             part = functools.partial(one_of, half)
-            message, filled, own = encode(entries, stage + 1, me // half, part)
-            words += _volumes.ppermute(message.size, workers, pairs)
-            useful += jnp.where(me < members, filled, 0.0)
-            other = send(message, entries, pairs)
+            sent, own = encode(stream, stage + 1, me // half, part)
+            words += _volumes.ppermute(sent.message.size, workers, pairs)
+            useful += jnp.where(me < members, sent.useful, 0.0)
+            other = send(sent.message, stream, pairs)
             # In the order of the workers, so that both halves have the same bits.
             is_lower = (me & half) == 0
             lower, upper = _choose(is_lower, own, other), _choose(is_lower, other, own)
             sources = 2 * half + min(surplus, 2 * half)
-            entries, left = bound(_add(lower, upper, sources * coo.capacity), stage + 2, 2 * half)
+            stream = _stream.add(lower, upper, sources * coo.capacity)
+            stream, left = bound(stream, stage + 2, 2 * half)
             overflow += left
 
         # Appendix A: the surplus workers get the result.
-        total = entries
+        total = stream
         if _compat.checks_varying(axis):
-            shared = _replicas.words_received(
-                total.capacity, total.size, total.values.dtype, members, workers
-            )
+            shared, filled = _replicas.shared_words(total, members, workers)
             words += shared
             total = _replicas.share(total, axis, members)
-            # Each of the members has its part of the entries, and the others send padding.
-            slots = workers * (total.capacity // members)
-            useful += _messages.useful_words(shared, total.count(), slots)
+            useful += filled
         elif surplus:
             part = functools.partial(one_of, members)
-            message, filled, own = encode(total, members.bit_length(), jnp.zeros_like(me), part)
+            sent, own = encode(total, members.bit_length(), jnp.zeros_like(me), part)
             back = [(target, source) for source, target in fold]
-            words += _volumes.ppermute(message.size, workers, back)
-            useful += jnp.where(me < surplus, filled, 0.0)
-            total = _choose(me < members, own, send(message, total, back))
+            words += _volumes.ppermute(sent.message.size, workers, back)
+            useful += jnp.where(me < surplus, sent.useful, 0.0)
+            total = _choose(me < members, own, send(sent.message, total, back))
 
         undelivered = _undelivered.nothing(coo, kept)
         info = ReduceInfo(
-            delivered=total.count(),
+            delivered=_stream.count(total),
             overflow=overflow,
             threshold=jnp.zeros((), jnp.float32),
             words=jnp.float32(words),
@@ -172,15 +174,5 @@ def ssar_recursive_double(
     )
 
 
-def _decode(message: jax.Array, like: PaddedCOO, codec: Codec) -> PaddedCOO:
-    return codec.decode(message, like.size, like.values.dtype)
-
-
-def _choose(condition: jax.Array, chosen: PaddedCOO, otherwise: PaddedCOO) -> PaddedCOO:
+def _choose(condition: jax.Array, chosen: Stream, otherwise: Stream) -> Stream:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), chosen, otherwise)
-
-
-def _add(first: PaddedCOO, second: PaddedCOO, most: int) -> PaddedCOO:
-    """The sum, ascending, of vectors that have at most ``most`` indices between them."""
-    rows = [PaddedCOO(x.values[None], x.indices[None], x.size) for x in (first, second)]
-    return _merge.reduce_blocks(rows, first.size, first.values.dtype, capacity=most)

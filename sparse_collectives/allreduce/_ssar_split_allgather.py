@@ -15,7 +15,9 @@ from sparse_collectives.allreduce._parts import (
     _range,
     _replicas,
     _slots,
+    _split,
     _step,
+    _stream,
     _undelivered,
 )
 from sparse_collectives.padded_coo import PaddedCOO
@@ -33,7 +35,8 @@ def ssar_split_allgather(
     Messages have a fixed number of slots: ``s = ceil(slack c / P)`` for a block, c
     being the slots of the selection, and ``g = ceil(slack K / P)`` for the allgather,
     K being the expected size of the union. What finds no slot stays with the workers
-    that contributed, and which entries wait changes from step to step.
+    that contributed, and which entries wait changes from step to step. Where so many pairs
+    would take more words than all values of a region, those are gathered (section 5.1).
 
     Cost in the alpha-beta model, in words of ``raw``: ``2 s (P-1) + 2 g (P-1)`` words
     received, so ``slack (2 c + 2 K) (P-1)/P``; P - 1 + log2(P) latencies.
@@ -49,8 +52,9 @@ def ssar_split_allgather(
 
     Returns:
       A :class:`SparseAllreduce` with a :class:`StepState`; its total is a PaddedCOO
-      with ``P g`` slots. ``ssar_split_allgather(slack=math.inf, fill=math.inf)``
-      delivers everything, whatever the indices are.
+      with ``P g`` slots, or ``f[n]`` where that takes fewer words.
+      ``ssar_split_allgather(slack=math.inf, fill=math.inf)`` delivers everything, whatever
+      the indices are.
 
     Raises:
       ValueError: an argument out of its range; at ``reduce``, an axis that is not
@@ -76,55 +80,46 @@ def ssar_split_allgather(
         regions = _slots.make_regions(coo.size, workers)
         capacity = _slots.block_slots(coo.capacity, regions, slack)
         slots = _slots.union_slots(coo.capacity, regions, workers, slack, fill)
+        turn = _step.turn(state.count, 1)
 
-        # The split: each region's entries to its owner, who adds them up.
-        blocks = _equal_regions.split(coo, regions, capacity, _step.turn(state.count, 0))
-        encoded = codec.encode(blocks.coo, _step.seed(state, 0, me))
-        received = transport.all_to_all(encoded.message, axis)
-        reduced = _merge.reduce_blocks(
-            [codec.decode(received, regions.width, dtype)],
-            regions.width,
-            dtype,
-            capacity=workers * capacity,
-        )
-        sent, error = blocks.sent, jnp.zeros_like(coo.values)
-        if not codec.exact:
-            source = blocks.source
-            sent = sent.at[source].set(encoded.sent, mode="drop")
-            error = error.at[source].set(encoded.error, mode="drop")
+        split = _split.to_owners(coo, regions, capacity, axis=axis, codec=codec, state=state)
+        sums = split.sums
 
-        # The sparse allgather.
-        mine, _ = _merge.bounded(reduced, slots, _step.turn(state.count, 1))
-        outgoing = codec.encode(mine, _step.seed(state, 1, me))
-        total = _equal_regions.gather(outgoing.message, regions, dtype, axis=axis, codec=codec)
-
-        # What was sent and is in the total is delivered, the rest is kept.
-        delivered = sent
-        if slots < reduced.capacity or not codec.exact:
-            in_total = _bitset.insert(_bitset.empty(coo.size), total.indices, coo.size)
-            delivered = sent & _bitset.contains(in_total, coo.indices)
+        # The allgather: of pairs, or dense where that is shorter.
+        room = min(slots, sums.capacity)
+        whole = _stream.goes_dense(codec, room, regions.width, dtype)
+        mine = sums.to_dense() if whole else _merge.bounded(sums, slots, turn)[0]
+        outgoing = _stream.encode(mine, codec, _step.seed(state, 1, me))
+        delivered = split.sent
+        if whole:
+            total = _equal_regions.gather_dense(
+                outgoing.message, regions, dtype, axis=axis, codec=codec
+            )
+        else:
+            total = _equal_regions.gather(outgoing.message, regions, dtype, axis=axis, codec=codec)
+            if room < sums.capacity or not codec.exact:
+                # What was sent and is in the total is delivered, the rest is kept.
+                in_total = _bitset.insert(_bitset.empty(coo.size), total.indices, coo.size)
+                delivered = delivered & _bitset.contains(in_total, coo.indices)
         others = []
         if not codec.exact:
             # Sums that the codec left out are not in the total: their parts are kept above.
-            errors = _merge.only_where(outgoing.sent, _messages.kept_by_sender(mine, outgoing))
-            own_region = _equal_regions.from_region(errors, regions, me)
-            others.append(own_region)
-        slots = jnp.where(delivered, error, coo.values)
-        undelivered = _undelivered.of_slots(coo, slots, others)
+            errors = _merge.only_where(outgoing.sent, outgoing.lost)
+            others.append(_equal_regions.from_region(errors, regions, me))
+        kept = jnp.where(delivered, split.error, coo.values)
+        undelivered = _undelivered.of_slots(coo, kept, others)
 
-        block_words = _messages.pair_words(codec, capacity, regions.width, dtype)
-        split_words = _volumes.all_to_all(workers * block_words, workers)
         gather_words = _volumes.all_gather(outgoing.message.size, workers)
-        entries = _messages.to_others(encoded.sent, me)
-        useful = _messages.useful_words(split_words, entries, (workers - 1) * capacity)
-        entries = jnp.sum(outgoing.sent, dtype=jnp.int32)
-        useful += _messages.useful_words(gather_words, entries, mine.capacity)
+        useful = outgoing.useful * (gather_words / max(1, outgoing.message.size))
+        words = _messages.words_in_all(
+            split.words, _messages.Words(jnp.float32(gather_words), useful)
+        )
         info = ReduceInfo(
-            delivered=total.count(),
+            delivered=_stream.count(total),
             overflow=coo.count() - jnp.sum(delivered, dtype=jnp.int32),
             threshold=jnp.zeros((), jnp.float32),
-            words=jnp.float32(split_words + gather_words),
-            useful=useful,
+            words=words.received,
+            useful=words.useful,
         )
         return total, undelivered, next_state, info
 

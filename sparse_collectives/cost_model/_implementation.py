@@ -78,7 +78,7 @@ def fill(w: Workload) -> float | None:
 
 
 def ssar_recursive_double(w: Workload, codec: MessageSizes) -> Estimate:
-    """Log P exchanges whose slots double, up to n of them.
+    """Log P exchanges whose slots double, up to n words.
 
     Expected and upper: with the allgather that types the total as replicated, as
     under ``shard_map(check_vma=True)``. Lower: without.
@@ -89,17 +89,18 @@ def ssar_recursive_double(w: Workload, codec: MessageSizes) -> Estimate:
     surplus = w.workers - members
 
     def message(sources: int, receivers: int) -> Cost:
-        slots = min(w.size, sources * w.selected)
-        words = codec.pairs(slots, w.size)
-        return Cost(1, words * receivers / w.workers, words, pairs=slots)
+        words, pairs = _stream(codec, min(w.size, sources * w.selected), w.size)
+        return Cost(1, words * receivers / w.workers, words, pairs=pairs)
 
     cost = message(1, surplus) if surplus else Cost()
     for stage in range(log2_rounds(members)):
         half = 1 << stage
         cost += message(half + min(surplus, half), members)
-    replicated = codec_sizes("raw").pairs(
-        math.ceil(min(w.size, w.workers * w.selected) / members), w.size
-    )
+    slots, raw = min(w.size, w.workers * w.selected), codec_sizes("raw")
+    if _stream(codec, slots, w.size)[1]:
+        replicated = raw.pairs(math.ceil(slots / members), w.size)
+    else:
+        replicated = raw.dense(math.ceil(w.size / members))
     typed = cost + _all_gather(replicated, w.workers)
     untyped = cost + message(w.workers, surplus) if surplus else cost
     return Estimate(untyped, typed, typed)
@@ -109,7 +110,14 @@ def _split(w: Workload, codec: MessageSizes) -> tuple[Cost, _slots.Regions, int]
     """The exchange of blocks for regions of equal width, and the slots of a block."""
     regions = _slots.make_regions(w.size, w.workers)
     slots = _slots.block_slots(w.selected, regions, SLACK)
-    return _all_to_all(codec.pairs(slots, regions.width), w.workers, slots), regions, slots
+    words, pairs = _stream(codec, slots, regions.width)
+    return _all_to_all(words, w.workers, pairs), regions, slots
+
+
+def _stream(codec: MessageSizes, slots: int, size: int) -> tuple[int, int]:
+    """Words of a message of so many pairs, or of all values where that is shorter; its pairs."""
+    pairs, dense_words = codec.pairs(slots, size), codec.dense(size)
+    return (dense_words, 0) if pairs > dense_words else (pairs, slots)
 
 
 def ssar_split_allgather(w: Workload, codec: MessageSizes) -> Estimate:
@@ -118,7 +126,8 @@ def ssar_split_allgather(w: Workload, codec: MessageSizes) -> Estimate:
         return certain(Cost())
     split, regions, _ = _split(w, codec)
     slots = _slots.union_slots(w.selected, regions, w.workers, SLACK, fill(w))
-    return certain(split + _all_gather(codec.pairs(slots, regions.width), w.workers, slots))
+    words, pairs = _stream(codec, slots, regions.width)
+    return certain(split + _all_gather(words, w.workers, pairs))
 
 
 def dsar_split_allgather(w: Workload, codec: MessageSizes) -> Estimate:
@@ -157,12 +166,13 @@ def ring_sparse(w: Workload, codec: MessageSizes) -> Estimate:
     block = _slots.block_slots(w.selected, regions, SLACK)
     slots, words, pairs, expansion = block, 0, 0, fill(w)
     for sources in range(2, w.workers + 1):
-        words += codec.pairs(slots, regions.width)
-        pairs += slots
+        more_words, more_pairs = _stream(codec, slots, regions.width)
+        words, pairs = words + more_words, pairs + more_pairs
         room = _slots.union_slots(w.selected, regions, sources, SLACK, expansion)
         slots = min(slots + block, regions.width, room)
     cost = _even(w.workers - 1, words, pairs)
-    return certain(cost + _all_gather(codec.pairs(slots, regions.width), w.workers, slots))
+    words, pairs = _stream(codec, slots, regions.width)
+    return certain(cost + _all_gather(words, w.workers, pairs))
 
 
 def gtopk(w: Workload, codec: MessageSizes) -> Estimate:

@@ -170,7 +170,7 @@ def test_split_and_allgather_are_two_collectives_of_the_expected_words(workers):
     slots = min(math.ceil(1.25 * union / workers), block * workers, math.ceil(1000 / workers))
     assert got == [
         ("all_to_all", _volumes.all_to_all(2 * block * workers, workers)),
-        ("all_gather", _volumes.all_gather(2 * slots, workers)),
+        ("all_gather", _volumes.all_gather(min(2 * slots, math.ceil(1000 / workers)), workers)),
     ]
     overlapping = collectives(sc.allreduce.ssar_split_allgather(fill=1.0), workers)
     assert overlapping[1][1] == _volumes.all_gather(2 * block, workers)
@@ -227,6 +227,51 @@ def test_the_switch_is_where_both_messages_have_the_same_words():
             frequencies={"form": (1.0, 0.0)},
         )
         assert traffic.collectives[-1].words == 2 * slots * 3
+
+
+STREAMS = {
+    "ssar_recursive_double": sc.allreduce.ssar_recursive_double,
+    "ssar_split_allgather": sc.allreduce.ssar_split_allgather,
+    "ring_sparse": sc.allreduce.ring_sparse,
+}
+
+
+@pytest.mark.parametrize("codec", [sc.wire.raw, sc.wire.narrow16])
+@pytest.mark.parametrize("workers", [4, 6])
+@pytest.mark.parametrize("name", STREAMS)
+def test_no_message_is_longer_than_a_dense_one(name, workers, codec):
+    """Section 5.1: past delta a stream is dense, and a sum of it stays so."""
+    codec = codec()
+    whole = codec.encode_dense(jnp.zeros(1000), jnp.uint32(0))[0].size
+    region = codec.encode_dense(jnp.zeros(math.ceil(1000 / workers)), jnp.uint32(0))[0].size
+    # Beside `all_gather` and `all_to_all`, whose messages are of regions.
+    most = {"collective_permute": whole if name == "ssar_recursive_double" else region}
+    for capacity in (30, 300, 1000):
+        got = collectives(STREAMS[name](codec=codec), workers, capacity=capacity)
+        for kind, words in got:
+            assert words <= most.get(kind, region * (workers - 1)), capacity
+        # All of them are, where the selection is dense itself.
+        if capacity == 1000 and workers == 4:
+            assert all(w == most.get(kind, region * (workers - 1)) for kind, w in got)
+
+
+@pytest.mark.parametrize(
+    ("workers", "density"),
+    [(7, 0.15), *(pytest.param(*rest, marks=pytest.mark.slow) for rest in ((4, 0.15), (3, 0.7)))],
+)
+@pytest.mark.parametrize("name", STREAMS)
+def test_sums_of_dense_streams(name, workers, density):
+    """The switch is after some rounds, or before the first; the program has the words."""
+    allreduce = STREAMS[name]()
+    for case in ("normal", "one region", "cancelling"):
+        acc = helpers.hard_accumulators(workers, 203)[case]
+        out = helpers.run_once(sc.select.topk(density=density), allreduce, acc)
+        assert conserved(out), case
+    has_words_of_program(out, allreduce, 203, round(203 * density))
+    # In the end there is room for everything.
+    if density > 0.5:
+        assert not np.asarray(out["kept"]).any()
+        np.testing.assert_allclose(out["total"][0], exact_total(out["sent"]), atol=1e-5)
 
 
 # Fill-in.
@@ -352,6 +397,8 @@ LOSSY_CASES = {
         4,
     ),
     "ring_sparse": (sc.allreduce.ring_sparse(codec=LOSSY), 3),
+    # Of 40 of 200 entries of 7 workers the sums go dense on the way.
+    **{f"{name}, dense": (make(codec=LOSSY), 7) for name, make in STREAMS.items()},
 }
 
 

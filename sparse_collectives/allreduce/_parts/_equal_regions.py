@@ -42,6 +42,14 @@ def gather(words: jax.Array, regions: Regions, dtype, *, axis: AxisName, codec: 
     return PaddedCOO(total.values.reshape(-1), total.indices.reshape(-1), regions.size)
 
 
+def gather_dense(
+    words: jax.Array, regions: Regions, dtype, *, axis: AxisName, codec: Codec
+) -> jax.Array:
+    """Everyone's encoded region, all values of it, on every worker: ``f[n]``."""
+    everyone = codec.decode_dense(transport.all_gather(words, axis), regions.width, dtype)
+    return everyone.reshape(-1)[: regions.size]
+
+
 def _boundaries(regions: Regions) -> jax.Array:
     """Where the regions begin and end, ``i32[P + 1]``."""
     ends = [min(worker * regions.width, regions.size) for worker in range(regions.workers + 1)]

@@ -7,15 +7,20 @@ allgather to which each of Q holders gives its share of the slots: L (P-1)/Q wor
 for a total of L words. Where types are not checked nothing is moved.
 """
 
+from typing import cast
+
+import jax
 import jax.numpy as jnp
+from jax import lax
 
 from sparse_collectives import _compat, _volumes, transport, wire
 from sparse_collectives._types import AxisName, ReduceInfo, Undelivered
 from sparse_collectives.allreduce._parts import _messages, _undelivered
+from sparse_collectives.allreduce._parts._stream import Stream
 from sparse_collectives.padded_coo import PaddedCOO
 
 
-def share(total: PaddedCOO, axis: AxisName, holders: int) -> PaddedCOO:
+def share(total: Stream, axis: AxisName, holders: int) -> Stream:
     """The total, typed as the same on every worker.
 
     Args:
@@ -24,10 +29,17 @@ def share(total: PaddedCOO, axis: AxisName, holders: int) -> PaddedCOO:
       holders: how many workers give a share; the others receive only.
 
     Returns:
-      As ``total``, with up to ``holders - 1`` more slots of padding.
+      As ``total``; one of pairs with up to ``holders - 1`` more slots of padding.
     """
-    part = share_slots(total.capacity, holders)
-    me = transport.axis_index(axis)
+    codec, me, seed = wire.raw(), transport.axis_index(axis), jnp.uint32(0)
+    part = share_slots(_slots_of(total), holders)
+    if not isinstance(total, PaddedCOO):
+        # What the others give is not looked at.
+        whole = jnp.pad(total, (0, holders * part - total.shape[0]))
+        mine = lax.dynamic_slice_in_dim(whole, jnp.minimum(me, holders - 1) * part, part)
+        gathered = transport.all_gather(codec.encode_dense(mine, seed)[0], axis)
+        everyone = codec.decode_dense(gathered[:holders], part, total.dtype)
+        return everyone.reshape(-1)[: total.shape[0]]
     slot = me * part + jnp.arange(part, dtype=jnp.int32)
     slot = jnp.where(me < holders, slot, total.capacity)
     mine = PaddedCOO(
@@ -35,8 +47,7 @@ def share(total: PaddedCOO, axis: AxisName, holders: int) -> PaddedCOO:
         total.indices.at[slot].get(mode="fill", fill_value=total.size),
         total.size,
     )
-    codec = wire.raw()
-    gathered = transport.all_gather(codec.encode(mine, jnp.uint32(0)).message, axis)
+    gathered = transport.all_gather(codec.encode(mine, seed).message, axis)
     everyone = codec.decode(gathered[:holders], total.size, total.values.dtype)
     return PaddedCOO(everyone.values.reshape(-1), everyone.indices.reshape(-1), total.size)
 
@@ -46,15 +57,29 @@ def share_slots(slots: int, holders: int) -> int:
     return -(-slots // holders)
 
 
-def words_received(slots: int, size: int, dtype, holders: int, workers: int) -> float:
-    """Words that :func:`share` makes each worker receive."""
-    part = share_slots(slots, holders)
-    return _volumes.all_gather(_messages.pair_words(wire.raw(), part, size, dtype), workers)
+def shared_words(total: Stream, holders: int, workers: int) -> tuple[float, jax.Array]:
+    """Words that :func:`share` makes each worker receive, and how many are no padding."""
+    codec, part = wire.raw(), share_slots(_slots_of(total), holders)
+    if not isinstance(total, PaddedCOO):
+        words = _volumes.all_gather(_messages.dense_words(codec, part, total.dtype), workers)
+        return words, jnp.float32(words * holders / workers)
+    message = _messages.pair_words(codec, part, total.size, total.values.dtype)
+    words = _volumes.all_gather(message, workers)
+    # Each of the holders has its part of the entries, and the others send padding.
+    return words, _messages.useful_words(
+        words, total.count(), workers * (total.capacity // holders)
+    )
+
+
+def _slots_of(total: Stream) -> int:
+    return total.capacity if isinstance(total, PaddedCOO) else total.shape[0]
 
 
 def of_one_worker(coo: PaddedCOO, axis: AxisName) -> tuple[PaddedCOO, Undelivered, ReduceInfo]:
     """P = 1: the total is the selection, nothing is kept, and no word is received."""
-    total = share(coo, axis, 1) if _compat.checks_varying(axis) else coo
+    total = coo
+    if _compat.checks_varying(axis):
+        total = cast(PaddedCOO, share(coo, axis, 1))
     info = ReduceInfo(
         delivered=total.count(),
         overflow=jnp.zeros((), jnp.int32),
