@@ -36,6 +36,7 @@ from optax_ext._transforms._buckets import BucketedState, bucketed
 from optax_ext._transforms._local_adam import ScaleByLocalAdamState, scale_by_local_adam
 from optax_ext._transforms._local_clip import local_clip_by_global_norm
 from optax_ext._transforms._multi_steps import multi_steps
+from optax_ext._transforms._partition import partition
 from optax_ext._transforms._partitioned_norms import lamb, lars, scale_by_trust_ratio
 from optax_ext._transforms._xi import XiState, measure_xi
 
@@ -82,6 +83,7 @@ __all__ = [
     "multi_steps",
     "ok_topk",
     "ok_topk_sgd",
+    "partition",
     "powersgd",
     "quantized_topk",
     "reshard",

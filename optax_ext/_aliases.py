@@ -9,6 +9,7 @@ from typing import Any, TypedDict, Unpack, cast
 import optax
 
 from optax_ext._selection import selection
+from optax_ext._step._contract import DenseSteps
 from optax_ext._step._momentum_correction import MomentumCorrection, momentum_correction
 from optax_ext._step._residual import Residual
 from optax_ext._step._sparse_allreduce import sparse_allreduce
@@ -23,7 +24,7 @@ class StepOptions(TypedDict, total=False):
     nonfinite: str
     local: optax.GradientTransformation | None
     residual: Residual | None
-    dense_steps: int
+    dense_steps: DenseSteps
     dense_leaves: Any
 
 
@@ -42,7 +43,7 @@ def ok_topk(
     local: optax.GradientTransformation | None = None,
     correction: MomentumCorrection | None = None,
     residual: Residual | None = None,
-    dense_steps: int = 0,
+    dense_steps: DenseSteps = 0,
     dense_leaves: Any = None,
     **exchange: Any,
 ) -> optax.GradientTransformation:
@@ -53,13 +54,15 @@ def ok_topk(
         what the paper uses for BERT, 0.02 for an LSTM.
       axis: the mesh axis (or a tuple of them) of the data-parallel workers.
       selector: the local selection; by default ``select.topk(density=density)``,
-        which is exact at every step. The paper's is
-        ``select.threshold_reuse(density=density)``.
+        which is exact at every step. With ``paper=True`` it is that of the paper,
+        ``select.threshold_reuse(density=density, servo=False, headroom=slack - 1)`` with a
+        period of ``global_period``.
       nonfinite: see :func:`sparse_allreduce`, as for all that follow.
       local: a transformation before the accumulation.
       correction: momentum before the accumulation.
       residual: its dtype and decay.
-      dense_steps: how many steps to begin with are dense.
+      dense_steps: how many steps to begin with are dense, or which: see
+        :func:`sparse_allreduce`.
       dense_leaves: which leaves are exchanged densely.
       **exchange: see :func:`sparse_collectives.allreduce.ok_topk`.
 
@@ -69,7 +72,18 @@ def ok_topk(
     Example:
       >>> import optax
       >>> tx = optax.chain(ok_topk(density=0.01, axis="data"), optax.adam(1e-3))
+      >>> as_published = ok_topk(density=0.01, axis="data", paper=True)
     """
+    if exchange.get("paper"):
+        # One period and one room for the local half and the global one.
+        exchange = {"global_period": 32, "slack": 4.0} | exchange
+        if selector is None:
+            selector = select.threshold_reuse(
+                density=density,
+                period=exchange["global_period"],
+                servo=False,
+                headroom=exchange["slack"] - 1,
+            )
     return sparse_allreduce(
         selection(density, selector),
         allreduce.ok_topk(density=density, **exchange),
@@ -92,7 +106,7 @@ def ok_topk_sgd(
     nonfinite: str = "skip",
     correction: MomentumCorrection | None = None,
     residual: Residual | None = None,
-    dense_steps: int = 0,
+    dense_steps: DenseSteps = 0,
     dense_leaves: Any = None,
 ) -> optax.GradientTransformation:
     r"""Ok-Topk SGD (Algorithm 2 of the paper).
@@ -113,7 +127,8 @@ def ok_topk_sgd(
       nonfinite: what to do with what is not finite.
       correction: momentum before the accumulation.
       residual: its dtype and decay.
-      dense_steps: how many steps to begin with are dense.
+      dense_steps: how many steps to begin with are dense, or which: see
+        :func:`sparse_allreduce`.
       dense_leaves: which leaves are exchanged densely.
 
     Returns:

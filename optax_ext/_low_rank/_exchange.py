@@ -164,7 +164,7 @@ class LowRankExchange:
             return product._replace(left=mine[0], right=mine[1])
 
         # Steps that are skipped are not counted: the next one repeats their phase.
-        by_rows = (step.state.count - self.options.dense_steps) % 2 == 0
+        by_rows = (step.state.count - self.options.dense_first) % 2 == 0
         # The traffic meter reads from the scope that each branch is taken every other step.
         with jax.named_scope("acp_sgd.every2"):
             product = lax.cond(
@@ -197,7 +197,7 @@ class LowRankExchange:
         return Sum(_phases.where(fits, parts), _phases.where(fits, means), fits, rider)
 
     def _dense(self, given: Given, step: Accumulated) -> Delivered:
-        """The dense mean of the increments, with nothing taken from the accumulators."""
+        """The dense mean of the increments, in which is all that there is."""
         size, workers = step.layout.size, transport.axis_size(self.options.axis)
         increment = step.part.increment[0]
         total = transport.psum(_factors.joined([increment, given.rider]), self.options.axis)

@@ -6,6 +6,7 @@ import optax
 
 from optax_ext._low_rank._exchange import LowRankExchange
 from optax_ext._step import _contract, _residual
+from optax_ext._step._contract import DenseSteps
 from optax_ext._step._error_feedback import ErrorFeedback
 from sparse_collectives import Spec, extend
 from sparse_collectives.extend import AxisName
@@ -19,7 +20,7 @@ def powersgd(
     nonfinite: str = "skip",
     local: optax.GradientTransformation | None = None,
     residual: _residual.Residual | None = None,
-    dense_steps: int = 0,
+    dense_steps: DenseSteps = 0,
     dense_leaves: Any = None,
 ) -> optax.GradientTransformation:
     r"""PowerSGD: gradients exchanged as products of two thin matrices.
@@ -61,7 +62,8 @@ def powersgd(
         :func:`sparse_allreduce`, as for all that follow.
       local: a transformation before the accumulation.
       residual: its dtype, decay and step-ahead.
-      dense_steps: how many steps to begin with are dense. They leave the factors as they are.
+      dense_steps: how many steps to begin with are dense, or which: see
+        :func:`sparse_allreduce`. They leave the factors as they are.
       dense_leaves: further leaves that are exchanged densely: labels ``"dense"``, and
         ``"sparse"`` for those that are not.
 
@@ -117,7 +119,7 @@ def acp_sgd(
     nonfinite: str = "skip",
     local: optax.GradientTransformation | None = None,
     residual: _residual.Residual | None = None,
-    dense_steps: int = 0,
+    dense_steps: DenseSteps = 0,
     dense_leaves: Any = None,
 ) -> optax.GradientTransformation:
     r"""ACP-SGD: PowerSGD that sends one of the two factors at a step, in one allreduce.
@@ -146,7 +148,8 @@ def acp_sgd(
       nonfinite: what to do with what is not finite.
       local: a transformation before the accumulation.
       residual: its dtype, decay and step-ahead.
-      dense_steps: how many steps to begin with are dense.
+      dense_steps: how many steps to begin with are dense, or which: see
+        :func:`sparse_allreduce`.
       dense_leaves: further leaves that are exchanged densely.
 
     Returns:

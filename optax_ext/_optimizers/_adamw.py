@@ -5,6 +5,7 @@ from typing import Any
 import optax
 
 from optax_ext._optimizers import _parts
+from optax_ext._step._contract import DenseSteps
 from optax_ext._step._residual import Residual
 from optax_ext._transforms._local_adam import scale_by_local_adam
 from sparse_collectives import Selector, SparseAllreduce
@@ -26,7 +27,7 @@ def sparse_adamw(
     exchange: SparseAllreduce | None = None,
     residual: Residual | None = None,
     nonfinite: str = "skip",
-    dense_steps: int = 0,
+    dense_steps: DenseSteps = 0,
     dense_leaves: Any = None,
 ) -> optax.GradientTransformation:
     r"""AdamW whose workers exchange a few entries at each step.
@@ -67,7 +68,8 @@ def sparse_adamw(
       exchange: by default ``allreduce.agreed(bits="few")``.
       residual: dtype, decay and step-ahead, by default float32 and ``step_ahead="auto"``.
       nonfinite: see :func:`sparse_allreduce`.
-      dense_steps: how many steps to begin with are dense.
+      dense_steps: how many steps to begin with are dense, or which: see
+        :func:`sparse_allreduce`.
       dense_leaves: which leaves are exchanged densely.
 
     Returns:

@@ -5,6 +5,7 @@ from typing import Any
 import optax
 
 from optax_ext._optimizers import _parts
+from optax_ext._step._contract import DenseSteps
 from optax_ext._step._momentum_correction import MomentumCorrection
 from optax_ext._step._residual import Residual
 from sparse_collectives import Selector, SparseAllreduce
@@ -23,7 +24,7 @@ def sparse_sgd(
     correction: MomentumCorrection | None = None,
     residual: Residual | None = None,
     nonfinite: str = "skip",
-    dense_steps: int = 0,
+    dense_steps: DenseSteps = 0,
     dense_leaves: Any = None,
 ) -> optax.GradientTransformation:
     r"""SGD whose workers exchange a few entries at each step.
@@ -52,7 +53,8 @@ def sparse_sgd(
       correction: momentum before the accumulation, from :func:`momentum_correction`.
       residual: how it is kept.
       nonfinite: what to do with what is not finite.
-      dense_steps: how many steps to begin with are dense.
+      dense_steps: how many steps to begin with are dense, or which: see
+        :func:`sparse_allreduce`.
       dense_leaves: which leaves are exchanged densely.
 
     Returns:

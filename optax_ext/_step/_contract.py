@@ -1,5 +1,6 @@
 """What error feedback asks of an exchange, and what it gives to one."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -12,6 +13,9 @@ from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
 from sparse_collectives import extend, transport
 from sparse_collectives.extend import AxisName
 
+# The first so many, or a function of the steps taken, ``i32[]``, that says which.
+DenseSteps = int | Callable[[jax.Array], Any]
+
 
 class Options(NamedTuple):
     """Checked options that every exchange has; :func:`sparse_allreduce` documents them."""
@@ -20,25 +24,36 @@ class Options(NamedTuple):
     nonfinite: str
     local: optax.GradientTransformation | None
     residual: _residual.Residual
-    dense_steps: int
+    dense_steps: DenseSteps
     dense_leaves: Any
     limit: optax.ScalarOrSchedule | None = None
+
+    @property
+    def dense_first(self) -> int:
+        """How many steps to begin with are dense."""
+        return 0 if callable(self.dense_steps) else self.dense_steps
+
+    def is_dense(self, count: jax.Array) -> jax.Array | None:
+        """``bool[]``, whether step ``count`` is dense; None where no step is."""
+        if callable(self.dense_steps):
+            return jnp.asarray(self.dense_steps(count), jnp.bool_)
+        return count < self.dense_steps if self.dense_steps else None
 
 
 class Accumulated(NamedTuple):
     """What is to be exchanged in a step.
 
     Attributes:
-      acc: ``f32[1, m]``, the accumulator; without the increment in a dense step, and without
-        either in a step that is skipped.
-      part: what it was made of.
+      acc: ``f32[1, m]``, the accumulator; nothing in a dense step, and the residual alone in a
+        step that is skipped.
+      part: what it was made of; in a dense step its increment is all of the accumulator.
       dense_part: of the leaves that go dense; None where there are none.
       state: before the step.
       layout: of the leaves.
       proceeds: ``bool[]``, the same on every worker; where it is False nothing may be delivered.
         None: every step proceeds.
-      is_dense: ``bool[]``, the same on every worker: whether the increments are to be averaged,
-        and nothing of the residuals. None: no step is.
+      is_dense: ``bool[]``, the same on every worker: whether the increments are to be averaged.
+        None: no step is.
     """
 
     acc: jax.Array
@@ -110,7 +125,7 @@ def checked_options(
     nonfinite: str,
     local: optax.GradientTransformation | None,
     residual: _residual.Residual | None,
-    dense_steps: int,
+    dense_steps: DenseSteps,
     dense_leaves: Any,
     limit: optax.ScalarOrSchedule | None = None,
 ) -> Options:
@@ -119,12 +134,14 @@ def checked_options(
     _checks.check_residual_option(residual)
     _checks.check_step_ahead(residual, local)
     _checks.check_limit(limit, local)
+    if not callable(dense_steps):
+        dense_steps = extend.check_positive_int("dense_steps", dense_steps, minimum=0)
     return Options(
         axis=axis,
         nonfinite=nonfinite,
         local=local,
         residual=_residual.residual() if residual is None else residual,
-        dense_steps=extend.check_positive_int("dense_steps", dense_steps, minimum=0),
+        dense_steps=dense_steps,
         dense_leaves=dense_leaves,
         limit=limit,
     )

@@ -166,12 +166,16 @@ class ErrorFeedback:
         self, guarded: Guarded, state: SparseAllreduceState, layout: _layout.TreeLayout
     ) -> Accumulated:
         """The accumulator: the residual, and the increment but for dense steps."""
-        part, is_dense = guarded.parts[0], state.count < self.options.dense_steps
-        proceeds, increment = guarded.proceeds, part.increment
-        decays = ~is_dense if proceeds is None else ~is_dense & proceeds
-        if self.options.dense_steps:
-            increment = jnp.where(is_dense, jnp.zeros_like(increment), increment)
-        acc = _residual.decayed(part.residual, self.options.residual, decays) + increment
+        part, proceeds = guarded.parts[0], guarded.proceeds
+        decays = jnp.ones((), jnp.bool_) if proceeds is None else proceeds
+        acc = _residual.decayed(part.residual, self.options.residual, decays) + part.increment
+        is_dense = self.options.is_dense(state.count)
+        if is_dense is not None:
+            # What waits goes with the increments; of a step that is skipped nothing does.
+            goes = is_dense if proceeds is None else is_dense & proceeds
+            nothing = jnp.zeros_like(acc)
+            part = part._replace(increment=jnp.where(goes, acc, nothing))
+            acc = jnp.where(goes, nothing, acc)
         return Accumulated(
             acc=acc,
             part=part,
@@ -179,7 +183,7 @@ class ErrorFeedback:
             state=state,
             layout=layout,
             proceeds=proceeds,
-            is_dense=is_dense if self.options.dense_steps else None,
+            is_dense=is_dense,
         )
 
 

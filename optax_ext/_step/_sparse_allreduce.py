@@ -5,6 +5,7 @@ from typing import Any, cast
 import optax
 
 from optax_ext._step import _checks, _contract, _residual
+from optax_ext._step._contract import DenseSteps
 from optax_ext._step._error_feedback import ErrorFeedback
 from optax_ext._step._momentum_correction import MomentumCorrection
 from optax_ext._step._sparse_exchange import SparseExchange
@@ -21,7 +22,7 @@ def sparse_allreduce(
     local: optax.GradientTransformation | None = None,
     correction: MomentumCorrection | None = None,
     residual: _residual.Residual | None = None,
-    dense_steps: int = 0,
+    dense_steps: DenseSteps = 0,
     dense_leaves: Any = None,
     limit: optax.ScalarOrSchedule | None = None,
 ) -> optax.GradientTransformation:
@@ -88,7 +89,9 @@ def sparse_allreduce(
       residual: from :func:`optax_ext.residual`: dtype, decay and step-ahead; by default
         float32 without either.
       dense_steps: for so many first steps the gradients are averaged by a dense allreduce
-        in the same program. The residual does not change, and no velocity is masked.
+        in the same program; or a function of the steps that were not skipped which says what
+        steps: ``lambda step: step >= 9000`` ends densely, as MSTopK's record run did. A dense
+        step delivers what waits in the residuals, too, and masks no velocity.
       dense_leaves: leaves that are averaged by one dense allreduce instead: a function of
         the parameters that labels their leaves ``"sparse"`` or ``"dense"``, such as
         :func:`small_leaves`, or a pytree of labels, as in ``optax.multi_transform``. They have

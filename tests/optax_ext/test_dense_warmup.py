@@ -1,4 +1,4 @@
-"""Dense steps first, in the same program."""
+"""Dense steps first, or last, in the same program."""
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,28 @@ def test_dense_first_then_sparse_and_nothing_is_lost(alias):
     np.testing.assert_allclose(info.words[:3], 2 * SIZE * (WORKERS - 1) / WORKERS)
     assert (info.selected[3:] == 4).all()
     given = np.cumsum(gradients().sum(1, dtype=np.float64), axis=0)
+    applied = np.cumsum(WORKERS * updates[:, 0].astype(np.float64), axis=0)
+    np.testing.assert_allclose(applied + residuals.sum(1), given, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "drop"])
+@pytest.mark.parametrize("alias", [optax_ext.topk_a, optax_ext.ok_topk])
+def test_sparse_first_then_dense_and_nothing_waits(alias, nonfinite):
+    """As in MSTopK's run for DAWNBench; a step that is skipped delivers nothing that waits."""
+    last, given = STEPS // 2, gradients()
+    if nonfinite == "skip":
+        given[last, 1, 3] = np.nan
+    tx = alias(0.1, axis="w", dense_steps=lambda step: step >= last, nonfinite=nonfinite)
+    state, (updates, (residuals, _, info)) = run(tx, given)
+    assert (np.abs(residuals[:last]).sum(axis=(1, 2)) > 0).all()
+    if nonfinite == "skip":
+        np.testing.assert_array_equal(residuals[last], residuals[last - 1])
+        assert not updates[last].any()
+        given[last] = 0
+        last += 1
+    assert (residuals[last:] == 0).all()
+    assert (info.delivered[last:] == SIZE).all()
+    given = np.cumsum(given.sum(1, dtype=np.float64), axis=0)
     applied = np.cumsum(WORKERS * updates[:, 0].astype(np.float64), axis=0)
     np.testing.assert_allclose(applied + residuals.sum(1), given, rtol=1e-5, atol=1e-5)
 

@@ -78,3 +78,36 @@ def training_step(accs: np.ndarray, k: int):
             if index not in keeps:
                 residual[index] = 0
     return total, residuals
+
+
+class Published:
+    """Algorithm 1 and 2 over many steps, with both thresholds reused for tau' of them.
+
+    Regions, rotation and balancing move entries and change no result, so they are not here.
+    """
+
+    def __init__(self, workers: int, size: int, k: int, period: int):
+        self.k, self.period, self.t = k, period, 0
+        self.residuals = np.zeros((workers, size))
+        self.local, self.whole = np.zeros(workers), 0.0
+        self.counts: list[tuple[list[int], int]] = []
+
+    def step(self, gradients: np.ndarray) -> np.ndarray:
+        """The total; the counts of the workers' selections and of the total are kept."""
+        evaluates = self.t % self.period == 0
+        self.t += 1
+        acc = self.residuals + gradients
+        if evaluates:
+            self.local = np.array([self._kth(row) for row in acc])
+        selected = np.where(np.abs(acc) >= self.local[:, None], acc, 0.0)
+        reduced = selected.sum(axis=0)
+        if evaluates:
+            self.whole = self._kth(reduced)
+        delivered = (np.abs(reduced) >= self.whole) & (reduced != 0)
+        self.residuals = np.where((selected != 0) & delivered, 0.0, acc)
+        self.counts.append(([int(row.sum()) for row in selected != 0], int(delivered.sum())))
+        return np.where(delivered, reduced, 0.0)
+
+    def _kth(self, x: np.ndarray) -> float:
+        magnitudes = np.sort(np.abs(x))[::-1]
+        return float(magnitudes[min(self.k, np.count_nonzero(x)) - 1])

@@ -5,9 +5,9 @@ the fullest one needs, so entries are first moved from workers that selected
 many to workers that selected few.
 
 Deviation: the paper balances where the largest count is over four times the
-mean. Messages here have a fixed size, so what counts is whether each worker's
-entries fit its slots of the allgather, and there are four cases, chosen by the
-counts that all workers know:
+mean, which is the mode ``'paper'``. Messages here have a fixed size, so what counts
+is whether each worker's entries fit its slots of the allgather, and there are four
+cases, chosen by the counts that all workers know:
 
 0. all fit: nothing moves;
 1. the surplus fits when each worker passes a few entries to its right
@@ -34,6 +34,9 @@ from sparse_collectives.allreduce.ok_topk import _spread
 from sparse_collectives.allreduce.ok_topk._plan import Exchange, Plan
 from sparse_collectives.padded_coo import PaddedCOO
 
+# Over so many times the mean, the largest count makes the paper balance.
+_GATE = 4
+
 
 def ring_flow(counts: jax.Array, capacity: int) -> jax.Array:
     """How many entries each worker passes to the right, ``i32[P]``.
@@ -49,8 +52,23 @@ def ring_flow(counts: jax.Array, capacity: int) -> jax.Array:
     return (total - lowest)[workers:]
 
 
-def choose_branch(counts: jax.Array, plan: Plan, axis: AxisName) -> jax.Array:
-    """The index into ``_plan.BRANCHES``, ``i32[]``, equal on all workers and on the whole mesh."""
+def choose_branch(
+    counts: jax.Array, plan: Plan, axis: AxisName, *, paper: bool = False
+) -> jax.Array:
+    """The index into ``_plan.BRANCHES``, ``i32[]``, equal on all workers and on the whole mesh.
+
+    Args:
+      counts: ``i32[P]``, how many entries each worker has.
+      plan: the slots.
+      axis: the workers.
+      paper: everything by rank where one has over four times the mean, or more than fit.
+    """
+    if paper:
+        most, total = jnp.max(counts), jnp.sum(counts.astype(jnp.float32))
+        even = most.astype(jnp.float32) <= _GATE * total / plan.workers
+        stays = even & (most <= plan.gather_slots)
+        stays = transport.holds_on_mesh(stays[None], axis)[0]
+        return jnp.where(stays, 0, 3).astype(jnp.int32)
     flow = ring_flow(counts, plan.gather_slots)
     fits = jnp.all(counts <= plan.gather_slots)
     # An entry moves one hop at most, so a worker passes on only its own.
@@ -112,8 +130,8 @@ def balance(
       codec: how a message is encoded.
       seed: ``u32[]``, for the codec.
       exchanges: what each branch moves.
-      mode: ``'auto'``: by ``branch``; ``'always'``: everything by rank; ``'never'``: each
-        worker takes as many of its own as fit.
+      mode: ``'auto'`` and ``'paper'``: by ``branch``; ``'always'``: everything by rank;
+        ``'never'``: each worker takes as many of its own as fit.
       turn: ``u32[]``, from :func:`._step.turn`: with ``'never'``, which entries do not fit
         changes from step to step.
     """
@@ -184,6 +202,8 @@ def balance(
             return stay()
         if mode == "always":
             return by_rank()
+        if mode == "paper":
+            return lax.cond(branch == 3, by_rank, stay)
         # Slots for all k: nothing can be uneven.
         if capacity >= entries.capacity:
             return stay()

@@ -34,6 +34,10 @@ from sparse_collectives.padded_coo import PaddedCOO
 _ROTATION_MAX_WORKERS = 16
 
 
+# As published: tau' of its vision model and of its LSTM, and the gate of the balancing.
+_PAPER_PERIOD, _PAPER_ROOM = 32, 4.0
+
+
 class OkTopkState(NamedTuple):
     """State of :func:`ok_topk`, the same on every worker.
 
@@ -56,12 +60,13 @@ def ok_topk(
     *,
     density: float,
     repartition_period: int = _plan.REPARTITION_PERIOD,
-    global_period: int = 1,
+    global_period: int | None = None,
     slack: float | None = None,
     schedule: str = "auto",
     messages_in_flight: int = 4,
     regions: str = _plan.REGIONS,
     balance: str = "auto",
+    paper: bool = False,
     codec: Codec | None = None,
 ) -> SparseAllreduce:
     r"""The sparse allreduce of Ok-Topk (Algorithm 1; Li and Hoefler, PPoPP 2022).
@@ -89,7 +94,7 @@ def ok_topk(
       global_period: tau', steps between two evaluations of the exact global
         threshold. 1, the default, selects exactly min(k, nonzeros) entries at
         every step; larger values reuse the threshold as the paper does, corrected
-        by the count, and deliver at most k.
+        by the count, and deliver at most k. (With ``paper`` 32 by default.)
       slack: slots of a message as a multiple of its share k / P, at least 1; from P
         on, or ``math.inf``, there is room for everything. None: with hashed regions
         1.05 times k / P and twice the square root of k / P, else 1.25 times k / P.
@@ -114,6 +119,14 @@ def ok_topk(
         ``'never'``: what does not fit a worker's slots of the allgather is not
         delivered, counts as overflow of that worker, and stays with all who
         contributed to it; which entries those are changes from step to step.
+      paper: Algorithm 1 as it is published, to judge its claims by: a global threshold that is
+        reused as it is for tau' steps, and everything that reaches it is delivered; the
+        paper's regions, cut anew every tau steps and at no other; and balancing where the
+        largest count is over four times the mean. Its messages have the size of their
+        contents. Here they have room for ``slack`` times k entries (4 by default, which the
+        gate of four times the mean takes), and ``useful`` in place of ``words`` says what the
+        paper's would take. Its local half is
+        ``select.threshold_reuse(density=density, servo=False, headroom=slack - 1)``.
       codec: encoding of the messages, from :mod:`sparse_collectives.wire`; exact by
         default. What a lossy one rounds away is in ``undelivered``: the error of an
         entry with its worker, and that of a sum with the worker that sent it on. A
@@ -135,6 +148,8 @@ def ok_topk(
     """
     density = _validation.check_density(density)
     repartition_period = _validation.check_positive_int("repartition_period", repartition_period)
+    if global_period is None:
+        global_period = _PAPER_PERIOD if paper else 1
     global_period = _validation.check_positive_int("global_period", global_period)
     if slack is not None:
         slack = _validation.check_number("slack", slack, 1.0, math.inf)
@@ -143,6 +158,13 @@ def ok_topk(
     regions = _validation.check_choice("regions", regions, ("hashed", "balanced", "equal"))
     balance = _validation.check_choice("balance", balance, ("auto", "always", "never"))
     chosen_codec = wire.raw() if codec is None else codec
+    if paper:
+        if regions not in (_plan.REGIONS, "balanced") or balance != "auto":
+            raise ValueError(
+                f"paper=True has regions and a balancing of its own, got regions={regions!r} and "
+                f"balance={balance!r}. Leave both out."
+            )
+        regions, balance, slack = "balanced", "paper", _PAPER_ROOM if slack is None else slack
 
     def init(size: int, axis_size: int) -> OkTopkState:
         _validation.check_size(size)
@@ -162,8 +184,13 @@ def ok_topk(
         workers = transport.axis_size(axis)
         _check_state(state, coo, workers)
         k = _validation.count_from_density(density, coo.size)
+        # How many are delivered at most.
+        most, share_slack = k, slack
+        if paper:
+            most = min(coo.size, math.ceil(min(slack, coo.size) * k))
+            share_slack = math.inf if slack >= workers else 1.0
         plan = _plan.make_plan(
-            coo.size, k, workers, regions=regions, slack=slack, selected=coo.capacity
+            coo.size, most, workers, regions=regions, slack=share_slack, selected=coo.capacity
         )
         # A single worker sends nothing, so nothing has to be encoded.
         codec = chosen_codec if workers > 1 else wire.raw()
@@ -223,18 +250,18 @@ def ok_topk(
             )
         with jax.named_scope("ok_topk/global_selection"):
             selection = _global_selection.select_global(
-                bits, threshold_bits, k, overflow, axis, _step.turn(state.count, 2)
+                bits, threshold_bits, most, overflow, axis, _step.turn(state.count, 2)
             )
             counts_words = _messages.words_in_full(exchanges.counts.received(workers))
         mine, _ = compaction.compact_mask(
-            reduced.entries, selection.mask, capacity=min(k, reduced.entries.capacity)
+            reduced.entries, selection.mask, capacity=min(most, reduced.entries.capacity)
         )
         if regions == "hashed":
             me = transport.axis_index(axis)
             mine = _hashed.to_positions(mine, coo.size, workers, me)
 
         # Line 13: spread them evenly, then let everyone have them.
-        branch = _balance.choose_branch(selection.quota, plan, axis)
+        branch = _balance.choose_branch(selection.quota, plan, axis, paper=paper)
         with jax.named_scope("ok_topk/balance"):
             balanced = _balance.balance(
                 mine,
@@ -265,9 +292,11 @@ def ok_topk(
         new_state = OkTopkState(
             count=state.count + 1,
             boundaries=boundaries,
-            threshold=_next_threshold(threshold, selection.passed, k, coo.size, global_period),
+            threshold=threshold
+            if paper
+            else _next_threshold(threshold, selection.passed, k, coo.size, global_period),
             # Over an eighth of all that could be sent.
-            crowded=selection.overflow > workers * k / 8,
+            crowded=(selection.overflow > workers * k / 8) & (not paper),
         )
         words = _messages.words_in_all(
             consensus_words,
@@ -290,7 +319,8 @@ def ok_topk(
         total, _, state, info = reduce(coo, state, axis=axis, indices_alone=True)
         # The allgather has more slots than there are entries.
         k = _validation.count_from_density(density, coo.size)
-        chosen, _ = compaction.compact_mask(total, total.indices < total.size, capacity=k)
+        capacity = min(total.capacity, coo.size) if paper else k
+        chosen, _ = compaction.compact_mask(total, total.indices < total.size, capacity=capacity)
         return chosen.indices, state, info
 
     return SparseAllreduce(
@@ -307,6 +337,7 @@ def ok_topk(
             messages_in_flight=messages_in_flight,
             regions=regions,
             balance=balance,
+            paper=paper,
             codec=chosen_codec,
         ),
     )

@@ -209,6 +209,7 @@ def exchanges(
         ),
         "always": (by_rank,) * len(BRANCHES),
         "never": (None,) * len(BRANCHES),
+        "paper": (None, None, None, by_rank),
     }
     return Exchanges(
         # Quotients and remainders of the P - 1 inner boundaries.
