@@ -165,6 +165,7 @@ def ok_topk(
                 f"balance={balance!r}. Leave both out."
             )
         regions, balance, slack = "balanced", "paper", _PAPER_ROOM if slack is None else slack
+    room = slack if paper else None
 
     def init(size: int, axis_size: int) -> OkTopkState:
         _validation.check_size(size)
@@ -186,9 +187,9 @@ def ok_topk(
         k = _validation.count_from_density(density, coo.size)
         # How many are delivered at most.
         most, share_slack = k, slack
-        if paper:
-            most = min(coo.size, math.ceil(min(slack, coo.size) * k))
-            share_slack = math.inf if slack >= workers else 1.0
+        if room is not None:
+            most = min(coo.size, math.ceil(min(room, float(coo.size)) * k))
+            share_slack = math.inf if room >= workers else 1.0
         plan = _plan.make_plan(
             coo.size, most, workers, regions=regions, slack=share_slack, selected=coo.capacity
         )
