@@ -26,8 +26,9 @@ def test_dense_first_then_sparse_and_nothing_is_lost(alias):
     np.testing.assert_allclose(applied + residuals.sum(1), given, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("nonfinite", ["skip", "drop"])
-@pytest.mark.parametrize("alias", [optax_ext.topk_a, optax_ext.ok_topk])
+@pytest.mark.parametrize(
+    ("alias", "nonfinite"), [(optax_ext.topk_a, "skip"), (optax_ext.ok_topk, "drop")]
+)
 def test_sparse_first_then_dense_and_nothing_waits(alias, nonfinite):
     """As in MSTopK's run for DAWNBench; a step that is skipped delivers nothing that waits."""
     last, given = STEPS // 2, gradients()

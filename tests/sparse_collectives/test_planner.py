@@ -19,6 +19,7 @@ from sparse_collectives.__main__ import main
 from sparse_collectives.allreduce import _auto
 from sparse_collectives.cost_model import Network, Workload, network
 from sparse_collectives.planner import _measure, _plan_report, _planner, _steps, _units
+from tests.sparse_collectives import helpers
 
 ROOT = Path(__file__).parents[2]
 SLOW = ["--params", "10M", "--density", "0.01", "--workers", "16"]
@@ -585,12 +586,12 @@ def test_auto_can_make_every_candidate(name):
 def test_auto_has_a_row_for_every_candidate_and_codec():
     flat = {o.name for o in _planner.OPTIONS if not o.two_level and not o.complete}
     assert set(_auto._FACTORIES) == flat
-    assert set(_auto._CODECS) == set(sc.wire.__all__)
+    assert set(_auto._CODECS) == set(helpers.CODECS)
     for name in flat:
         assert hasattr(allreduce, name)
 
 
-@pytest.mark.parametrize("codec", sc.wire.__all__)
+@pytest.mark.parametrize("codec", helpers.CODECS)
 def test_auto_gives_the_codec_to_the_chosen_one(codec):
     choice = allreduce.explain_auto(64, 3, density=0.125, candidates=[], **NET)
     reducer = _auto._make(choice._replace(name="topk_a", codec=codec), 64, 0.125)
@@ -610,7 +611,7 @@ def test_auto_gives_the_codec_to_the_chosen_one(codec):
 def test_auto_explains_itself():
     choice = allreduce.explain_auto(10**6, 64, density=0.01, candidates=["ok_topk"], **NET)
     assert {name for name, _, _ in choice.predictions} == {"dense", "ok_topk"}
-    everything = allreduce.explain_auto(10**6, 64, density=0.01, codecs=sc.wire.__all__, **NET)
+    everything = allreduce.explain_auto(10**6, 64, density=0.01, codecs=helpers.CODECS, **NET)
     flat = {o.name for o in _planner.OPTIONS if not o.two_level and not o.complete}
     assert {name for name, _, _ in everything.predictions} == flat
     assert str(choice).startswith("ok_topk with raw: ")

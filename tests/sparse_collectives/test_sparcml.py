@@ -236,7 +236,9 @@ STREAMS = {
 }
 
 
-@pytest.mark.parametrize("codec", [sc.wire.raw, sc.wire.narrow16])
+@pytest.mark.parametrize(
+    "codec", [sc.wire.raw, pytest.param(sc.wire.narrow16, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("workers", [4, 6])
 @pytest.mark.parametrize("name", STREAMS)
 def test_no_message_is_longer_than_a_dense_one(name, workers, codec):

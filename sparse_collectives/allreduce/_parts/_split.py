@@ -70,6 +70,8 @@ def _dense(
     received = codec.decode_dense(transport.all_to_all(message, axis), width, dtype)
     sums = _stream.entries_of(jnp.sum(received.astype(jnp.float32), axis=0).astype(dtype))
     ascending = _merge.reduce_blocks([jax.tree.map(lambda x: x[None], sums)], width, dtype)
-    error = lost.reshape(-1).at[coo.indices].get(mode="fill", fill_value=0)
+    # By row and column: all places together may be more than an int32 counts.
+    place = coo.indices // width, coo.indices % width
+    error = jnp.where(coo.indices < coo.size, lost.at[place].get(mode="fill", fill_value=0), 0)
     words = _messages.words_in_full(_volumes.all_to_all(message.size, workers))
     return Split(ascending, coo.indices < coo.size, error, words)
