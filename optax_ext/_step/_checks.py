@@ -3,6 +3,8 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from optax_ext._step import _layout
 from optax_ext._step._residual import Residual
@@ -85,6 +87,18 @@ def check_positive_limit(limit: Any) -> None:
     number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
     if not number or not limit > 0:
         raise ValueError(f"limit must be a number greater than 0, got {limit!r}, or None.")
+
+
+def whether_dense(answer: Any) -> jax.Array:
+    """What a function ``dense_steps`` returned, as ``bool[]``."""
+    given = jnp.asarray(answer) if isinstance(answer, (bool, np.bool_, jax.Array)) else None
+    if given is None or given.shape or given.dtype != jnp.bool_:
+        came = repr(answer) if given is None else f"{given.dtype}{list(given.shape)}"
+        raise ValueError(
+            "dense_steps must return one bool for the number of the step, as lambda step: "
+            f"step >= 9000 does; it returned {came}."
+        )
+    return given
 
 
 def check_densities(selector: Selector, allreduce: SparseAllreduce) -> None:

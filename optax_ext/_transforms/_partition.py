@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from optax_ext._transforms import _mapped
 from sparse_collectives import extend, transport
 from sparse_collectives.extend import AxisName
 
@@ -52,7 +53,7 @@ def partition(fn: Callable[..., Any], *, axis: AxisName) -> Callable[..., Any]:
     """
 
     def apply(tree: Any, *rest: Any) -> Any:
-        workers = _bound_workers(axis)
+        workers = _mapped.workers(axis, "leaves", "jax.tree.map")
         leaves, treedef = jax.tree.flatten(tree)
         arguments = [leaves, *(treedef.flatten_up_to(other) for other in rest)]
         of_leaves = list(zip(*arguments, strict=True))
@@ -120,14 +121,3 @@ def _summed(parts: Sequence[jax.Array], axis: AxisName) -> list[jax.Array]:
             sums[i] = total[start : start + parts[i].size]
             start += parts[i].size
     return sums
-
-
-def _bound_workers(axis: AxisName) -> int:
-    if not extend.axis_is_bound(axis):
-        raise ValueError(
-            f"axis={axis!r} is not bound here: its workers share the leaves inside a mapped "
-            "function. Call it under jax.shard_map over a mesh with an axis named "
-            f"{axis!r}, under jax.pmap(..., axis_name={axis!r}), or through "
-            f"sparse_collectives.simulate(..., axis={axis!r}, axis_size=P)."
-        )
-    return transport.axis_size(axis)

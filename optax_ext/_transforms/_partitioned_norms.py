@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from optax_ext._transforms import _mapped
 from sparse_collectives import extend, transport
 from sparse_collectives.extend import AxisName
 
@@ -99,7 +100,7 @@ def scale_by_trust_ratio(
                 "params=None was given, but a trust ratio needs them: call "
                 "tx.update(updates, state, params)."
             )
-        workers = _bound_workers(axis)
+        workers = _mapped.workers(axis, "norms", "the function of the same name in optax")
         _check_leaves("updates", updates, axis)
         _check_leaves("params", params, axis)
         leaves, treedef = jax.tree.flatten(updates)
@@ -286,18 +287,6 @@ def trust_ratios(
 
 def _sum_of_squares(x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(x.astype(jnp.float32)))
-
-
-def _bound_workers(axis: AxisName) -> int:
-    if not extend.axis_is_bound(axis):
-        raise ValueError(
-            f"axis={axis!r} is not bound here: the workers of an axis share the norms inside a "
-            "mapped function. Call update under jax.shard_map over a mesh with an axis named "
-            f"{axis!r}, under jax.pmap(..., axis_name={axis!r}), or through "
-            f"sparse_collectives.simulate(..., axis={axis!r}, axis_size=P); in a program of one "
-            "worker use the function of the same name in optax."
-        )
-    return transport.axis_size(axis)
 
 
 def _check_leaves(name: str, tree: Any, axis: AxisName) -> None:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from sparse_collectives import transport
+from sparse_collectives._coo import compaction
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, SparseAllreduce, State
 from sparse_collectives.allreduce._parts import _sum_at
@@ -29,16 +30,15 @@ def complete(inner: SparseAllreduce) -> SparseAllreduce:
     more than neighbours have to balance it.
 
     Args:
-      inner: an allreduce whose total is a PaddedCOO: :func:`ok_topk`, :func:`spardl`,
-        :func:`gtopk`, :func:`ring_sparse`, :func:`ssar_split_allgather`,
-        :func:`ssar_recursive_double` or :func:`sparse_allgather`.
+      inner: an allreduce of selections: :func:`ok_topk`, :func:`spardl` and :func:`gtopk` have
+        k slots in their totals. Others have up to P k, or n where that is less: a total that
+        is dense, by itself or because that was shorter, has the indices at which it is not 0.
 
     Returns:
       A :class:`SparseAllreduce` that is ``complete``, with the state of ``inner``.
 
     Raises:
-      TypeError: ``inner`` is not a :class:`SparseAllreduce`; at ``reduce``, a total that is
-        dense.
+      TypeError: ``inner`` is not a :class:`SparseAllreduce`.
       ValueError: ``inner`` is complete itself, or deals out its vectors: write
         ``hierarchical(inner_axis=..., outer=complete(...))``.
     """
@@ -58,12 +58,10 @@ def complete(inner: SparseAllreduce) -> SparseAllreduce:
     def reduce(coo: PaddedCOO, state: State, *, axis: AxisName, acc: jax.Array | None = None):
         workers = transport.axis_size(axis)
         if workers == 1:
-            total, undelivered, state, info = inner.reduce(coo, state, axis=axis)
-            _sparse(total)
-            return total, undelivered, state, info
+            return inner.reduce(coo, state, axis=axis)
         if inner.choose is None:
             total, _, state, info = inner.reduce(coo, state, axis=axis)
-            indices = _sparse(total).indices
+            indices = _indices_of(total, workers * coo.capacity)
         else:
             indices, state, info = inner.choose(coo, state, axis=axis)
         with jax.named_scope("complete"):
@@ -75,10 +73,10 @@ def complete(inner: SparseAllreduce) -> SparseAllreduce:
     return SparseAllreduce(inner.init, reduce, spec=Spec.of("complete", inner=inner), complete=True)
 
 
-def _sparse(total: PaddedCOO | jax.Array) -> PaddedCOO:
-    if not isinstance(total, PaddedCOO):
-        raise TypeError(
-            "inner has a dense total, which does not say which indices were selected. Use an "
-            "allreduce whose total is a PaddedCOO, such as ok_topk."
-        )
-    return total
+def _indices_of(total: PaddedCOO | jax.Array, most: int) -> jax.Array:
+    """The indices of a total; of a dense one, with ``most`` entries at most, where it is not 0."""
+    if isinstance(total, PaddedCOO):
+        return total.indices
+    size = total.shape[0]
+    words = compaction.mask_words(lambda start, stop: total[start:stop] != 0, size)
+    return compaction.set_positions(words, min(most, size), size)[0]

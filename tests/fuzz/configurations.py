@@ -30,6 +30,8 @@ DTYPES = {
     "mixed": (jnp.float32, jnp.bfloat16, jnp.float16),
 }
 STEPS = 4
+# The first so many steps, or a function of the number of the step.
+DENSE_STEPS: dict[str, Any] = {"no": 0, "the first": 2, "the last": lambda step: step >= 2}
 
 SELECTORS: dict[str, Callable[[float], sc.Selector]] = {
     "topk": lambda d: sc.select.topk(density=d),
@@ -75,6 +77,14 @@ def flat_allreduces(draw: Any, density: float) -> tuple[str, sc.SparseAllreduce]
             balance=draw(st.sampled_from(("auto", "always", "never"))),
             schedule=draw(st.sampled_from(("all_to_all", "all_to_all", "rotation"))),
             global_period=draw(st.sampled_from((1, 2))),
+            repartition_period=draw(st.sampled_from((1, 3))),
+            codec=codec,
+        ),
+        "ok_topk as published": lambda: sc.allreduce.ok_topk(
+            density=density,
+            paper=True,
+            slack=draw(st.sampled_from((None, 1.0, math.inf))),
+            global_period=draw(st.sampled_from((1, 3))),
             repartition_period=draw(st.sampled_from((1, 3))),
             codec=codec,
         ),
@@ -132,7 +142,7 @@ class Configuration:
       axes: names of the axes of the workers.
       shape: their sizes.
       params: shapes and dtypes.
-      dense_steps: how many steps to begin with are dense.
+      dense_steps: a key of DENSE_STEPS.
       policy: what it does with what is not finite.
       decay: of the residual.
       narrow_residual: whether it is bfloat16, rounded at random.
@@ -143,7 +153,7 @@ class Configuration:
     """
 
     text: str
-    dense_steps: int
+    dense_steps: str
     tx: optax.GradientTransformation
     axes: tuple[str, ...]
     shape: tuple[int, ...]
@@ -160,6 +170,11 @@ class Configuration:
     def workers(self) -> int:
         """P."""
         return math.prod(self.shape)
+
+    def is_dense(self, count: int) -> bool:
+        """Whether step ``count`` is dense."""
+        which = DENSE_STEPS[self.dense_steps]
+        return bool(which(count)) if callable(which) else count < which
 
     def __repr__(self) -> str:
         return self.text
@@ -189,6 +204,10 @@ LOCALS: dict[str, Callable[[], optax.GradientTransformation | None]] = {
 LIMITS: dict[str, Any] = {
     "of 0.3": 0.3,
     "that falls": lambda count: 1.0 / (1.0 + count.astype(jnp.float32)),
+}
+LOW_RANK: dict[str, Callable[..., optax.GradientTransformation]] = {
+    "powersgd(1)": lambda **options: optax_ext.powersgd(1, **options),
+    "acp_sgd(2)": lambda **options: optax_ext.acp_sgd(2, **options),
 }
 DATA = (
     "normal",
@@ -230,7 +249,8 @@ def configurations(draw: Any) -> Configuration:
     tree, policy, data = one_of(*TREES), one_of("skip", "drop", "propagate"), one_of(*DATA)
     momentum, nesterov, masking = one_of(None, None, 0.9), one_of(False, True), one_of(True, False)
     narrow, decay = one_of(False, True), one_of(1.0, 1.0, 0.75)
-    dense_steps, dense_leaves = one_of(0, 0, 2), one_of(None, "small")
+    dense_steps, dense_leaves = one_of("no", *DENSE_STEPS), one_of(None, "small")
+    low_rank = one_of(*[None] * 7, *LOW_RANK)
     limit = one_of(None, None, *LIMITS)
     seed = draw(st.integers(0, 2**16))
     if LOCALS[local]() is None:
@@ -239,9 +259,12 @@ def configurations(draw: Any) -> Configuration:
         "nonfinite": policy,
         "local": LOCALS[local](),
         "residual": optax_ext.residual(jnp.bfloat16 if narrow else jnp.float32, decay=decay),
-        "dense_steps": dense_steps,
-        "limit": None if limit is None else LIMITS[limit],
+        "dense_steps": DENSE_STEPS[dense_steps],
     }
+    if low_rank is not None:
+        limit = momentum = None
+    if limit is not None:
+        options["limit"] = LIMITS[limit]
     if momentum is not None:
         options["correction"] = optax_ext.momentum_correction(
             momentum, nesterov=nesterov, masking=masking
@@ -249,16 +272,22 @@ def configurations(draw: Any) -> Configuration:
     if dense_leaves is not None:
         options["dense_leaves"] = optax_ext.small_leaves(min_size=20, min_ndim=1)
     leaves = zip(sorted(TREES[tree]), DTYPES[dtypes])
+    if low_rank is not None:
+        what, tx = low_rank, LOW_RANK[low_rank](axis=axes, **options)
+    else:
+        chosen = SELECTORS[selector](density)
+        what = f"{chosen.spec} -> {exchange.spec} as {name}"
+        tx = optax_ext.sparse_allreduce(chosen, exchange, axis=axes, **options)
     return Configuration(
         text=(
-            f"{SELECTORS[selector](density).spec} -> {exchange.spec} as {name} over {shape}, "
+            f"{what} over {shape}, "
             f"{tree} of {dtypes}, {policy}, local {local}, momentum {momentum} (Nesterov "
             f"{nesterov}, masking {masking}), residual bfloat16 {narrow} decay {decay}, "
-            f"limit {limit}, {dense_steps} dense steps, dense leaves {dense_leaves}, "
+            f"limit {limit}, {dense_steps} steps dense, dense leaves {dense_leaves}, "
             f"gradients {data!r} of seed {seed}"
         ),
         dense_steps=dense_steps,
-        tx=optax_ext.sparse_allreduce(SELECTORS[selector](density), exchange, axis=axes, **options),
+        tx=tx,
         axes=axes,
         shape=shape,
         params={leaf: jax.ShapeDtypeStruct(TREES[tree][leaf], dtype) for leaf, dtype in leaves},

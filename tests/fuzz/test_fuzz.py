@@ -15,6 +15,8 @@ from tests.fuzz.configurations import STEPS, Configuration, configurations, grad
 # Parts, so that several processes share them, of so many configurations each.
 PARTS, IN_A_PART = 100, 20
 _TINY = 2.0**-126
+# A sum of these that goes dense may be too large, and is dropped.
+OVERFLOWING = ("heavy tail", "huge", "largest", "not finite")
 
 
 def trajectory(configuration: Configuration) -> tuple[list[Any], list[Any], Any]:
@@ -98,8 +100,7 @@ def check(configuration: Configuration) -> None:
         if skipped:
             check_untouched(update, before, after)
             continue
-        dense_step = before.count[0] < configuration.dense_steps
-        check_conserved(configuration, before, after, update, gradient, bool(dense_step))
+        check_conserved(configuration, before, after, update, gradient)
 
 
 def check_replicas(update: Any, state: Any) -> None:
@@ -145,11 +146,12 @@ def check_untouched(update: Any, before: Any, after: Any) -> None:
 
 
 def check_conserved(
-    configuration: Configuration, before: Any, after: Any, update: Any, gradient: Any, dense: bool
+    configuration: Configuration, before: Any, after: Any, update: Any, gradient: Any
 ) -> None:
     """The sum of what the workers had is the update, for all of them, and what they keep."""
     layout, workers = after.layout, configuration.workers
-    if not layout.size or dense:
+    dense = configuration.is_dense(before.count[0])
+    if not layout.size or (dense and configuration.data in OVERFLOWING):
         return
     # What was accumulated is in the state of the recording transformation.
     source = gradient if not after.local else jax.tree.map(lambda x: x[:, 0], after.local[1])
@@ -191,6 +193,10 @@ def check_conserved(
     magnitude = np.abs(acc).sum(axis=0) + np.abs(kept).sum(axis=0) + workers * np.abs(delivered)
     # Half an ulp for each addition on the way, and arithmetic that flushes subnormals.
     allowed = (2 * workers + 8) * (2.0**-24 * (magnitude + spread) + _TINY)
+    if dense:
+        # The mean of a dense step is rounded to the dtype of its leaf, and no residual has it.
+        assert not kept.any(), "something waits"
+        allowed = allowed + workers * (2.0**-8 * np.abs(delivered) + 2.0**-25)
     if configuration.narrow_residual:
         allowed = allowed + 2.0**-7 * np.abs(kept).sum(axis=0)
     worst = np.argmax(np.abs(missing) - allowed)

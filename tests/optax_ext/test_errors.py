@@ -201,6 +201,9 @@ def test_unknown_choices():
         ok_topk(nonfinite="ignore")
     with pytest.raises(ValueError, match="dense_steps must be an integer of at least 0, got -1"):
         ok_topk(dense_steps=-1)
+    for wrong, came in ((3, "3"), (jnp.ones(2, bool), r"bool\[2\]"), (jnp.ones(()), "float32")):
+        with pytest.raises(ValueError, match=f"dense_steps must return one bool.*{came}"):
+            trace_update(ok_topk(dense_steps=lambda step, wrong=wrong: wrong), PARAMS, PARAMS)
     with pytest.raises(TypeError, match="unexpected keyword argument 'axis_size'"):
         ok_topk(axis_size=4)
     with pytest.raises(TypeError, match="unexpected keyword argument 'repartition'"):

@@ -3,7 +3,6 @@
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -143,13 +142,26 @@ def test_nothing_is_lost_with_a_codec(name, codec):
         acc = np.roll(np.asarray(residual), count, axis=1)
 
 
-def test_a_dense_total_has_no_indices():
-    allreduce = sc.allreduce.complete(sc.allreduce.topk_a())
-    indices = jnp.zeros((2, 1), jnp.int32)
+@pytest.mark.parametrize(
+    ("inner", "share"),
+    # Few entries in a dense total; a stream that is dense because pairs would be longer.
+    [(sc.allreduce.topk_a(), 0.05), (sc.allreduce.ring_sparse(), 0.6), (sc.allreduce.dense(), 0.6)],
+    ids=lambda x: getattr(x, "spec", x),
+)
+def test_a_dense_total_is_complete_where_it_is_not_zero(inner, share):
+    allreduce, workers = sc.allreduce.complete(inner), 3
+    selector = sc.select.topk(density=share)
 
-    def step(indices):
-        coo = sc.PaddedCOO(jnp.ones(1), indices, 4)
-        return allreduce.reduce(coo, allreduce.init(4, 2), axis="workers")[0]
+    def step(acc):
+        coo, _, _ = selector.select(acc, selector.init(SIZE))
+        state = allreduce.init(SIZE, workers)
+        total, kept, _, _ = allreduce.reduce(coo, state, axis="workers", acc=acc)
+        assert isinstance(total, sc.PaddedCOO)
+        assert total.capacity == min(SIZE, workers * coo.capacity)
+        return total.to_dense(), kept.residual(acc, coo), coo.to_dense()
 
-    with pytest.raises(TypeError, match="inner has a dense total"):
-        sc.simulate(step, axis_size=2)(indices)
+    acc = np.random.default_rng(0).normal(size=(workers, SIZE)).astype(np.float32)
+    total, residual, selected = map(np.asarray, sc.simulate(step, axis_size=workers)(acc))
+    chosen = selected.sum(0) != 0
+    np.testing.assert_allclose(total[0], np.where(chosen, acc.sum(0), 0), rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(residual, np.where(chosen, 0, acc))

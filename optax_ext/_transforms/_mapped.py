@@ -1,0 +1,25 @@
+"""What works inside a mapped function only."""
+
+from sparse_collectives import extend, transport
+from sparse_collectives.extend import AxisName
+
+
+def workers(axis: AxisName, shared: str, instead: str) -> int:
+    """P of the bound axis.
+
+    Args:
+      axis: a mesh axis, or a tuple of them.
+      shared: what the workers share.
+      instead: what to use in a program of one worker.
+
+    Raises:
+      ValueError: it is not bound.
+    """
+    if not extend.axis_is_bound(axis):
+        raise ValueError(
+            f"axis={axis!r} is not bound here: its workers share the {shared} inside a mapped "
+            f"function. Call it under jax.shard_map over a mesh with an axis named {axis!r}, under "
+            f"jax.pmap(..., axis_name={axis!r}), or through sparse_collectives.simulate(..., "
+            f"axis={axis!r}, axis_size=P); in a program of one worker use {instead}."
+        )
+    return transport.axis_size(axis)
