@@ -60,6 +60,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--params", type=options.at_least_one, default=1_000_000, metavar="N")
     add("--density", type=options.share, default=0.01)
     add("--codec", choices=CODECS, default="raw", help="encoding in the section ok_topk")
+    add("--sizes", type=options.at_least_one, default=1, help="of messages, in the same section")
     options.add_outputs(parser, plot=True)
     args = parser.parse_args(argv)
     if args.plot and "algorithms" not in args.sections:
@@ -67,10 +68,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def of_ok_topk(size, density, workers, codec):
+def of_ok_topk(size, density, workers, codec, sizes=1):
     """Words and phases of each case, from one traced program."""
     k = max(1, round(size * density))
-    program = _volumes.trace(ok_topk(density=density, codec=CODECS[codec]()), size, k, workers)
+    allreduce = ok_topk(density=density, sizes=sizes, codec=CODECS[codec]())
+    program = _volumes.trace(allreduce, size, k, workers)
     row = {"workers": workers, "k": k, "bound": 6 * k * (workers - 1) / workers}
     for case, choice in CASES.items():
         measured = traffic.of_traced(program, **choice)
@@ -135,10 +137,12 @@ def algorithms(args):
 def cases(args):
     """Ok-Topk: each case and each phase as shares of the bound, and as multiples of k(P-1)/P."""
     size = args.params
-    rows = [of_ok_topk(size, args.density, workers, args.codec) for workers in args.workers]
+    rows = [
+        of_ok_topk(size, args.density, workers, args.codec, args.sizes) for workers in args.workers
+    ]
     title = f"Ok-Topk, words as shares of 6k(P-1)/P (multiples of k(P-1)/P); n = {size:,}"
     show(
-        f"{title}, density {args.density:g}, codec {args.codec}",
+        f"{title}, density {args.density:g}, codec {args.codec}, sizes {args.sizes}",
         ["P", "bound", *CASES],
         [
             [

@@ -25,9 +25,9 @@ def complete(inner: SparseAllreduce) -> SparseAllreduce:
     are gathered in the end, as the values are added up again (``SparseAllreduce.choose``),
     unless a codec makes pairs shorter than indices. With exact pairs that is ``5 k (P-1)/P``
     words in all around :func:`spardl`. Around :func:`ok_topk` it is, with m = k / P,
-    ``(5.15 + 6 / sqrt(m)) k (P-1)/P`` and at most 0.2 of them for the global threshold: less
-    than ``6 k (P-1)/P`` from about m = 100 on, unless chance makes a region so large that
-    more than neighbours have to balance it.
+    ``(5.15 + 6 / sqrt(m)) k (P-1)/P``, or ``5 + 9 / sqrt(m)`` of them from m = 400 on, and at
+    most 0.2 for the global threshold: less than ``6 k (P-1)/P`` from about m = 100 on, unless
+    chance makes a region so large that more than neighbours have to balance it.
 
     Args:
       inner: an allreduce of selections: :func:`ok_topk`, :func:`spardl` and :func:`gtopk` have

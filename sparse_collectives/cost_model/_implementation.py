@@ -252,7 +252,7 @@ def ok_topk(w: Workload, codec: MessageSizes) -> Estimate:
     plan = _plan.make_plan(w.size, w.selected, w.workers)
     step = _plan.exchanges(plan, codec.pairs)
     fixed = Cost()
-    for exchange in (step.split, *step.threshold, step.counts, step.gather):
+    for exchange in (step.split[-1], *step.threshold, step.counts, step.gather[-1]):
         fixed += _cost_of(exchange, w.workers)
     if _plan.REGIONS == "balanced":
         consensus, period = _cost_of(step.consensus, w.workers), _plan.REPARTITION_PERIOD

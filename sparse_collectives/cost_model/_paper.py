@@ -23,6 +23,28 @@ def dense(w: Workload) -> Estimate:
     return _bounds(2 * log2_rounds(w.workers), words, words)
 
 
+def tree(w: Workload) -> Estimate:
+    """TreeAR: 2n words, 4 log m messages, between m nodes; chains of their g workers.
+
+    The double binary trees of Sanders et al. (Parallel Computing 35, 2009), as in NCCL, the
+    baseline of section 5.3 of Shi et al. A worker is inside one of the trees, where it receives
+    a half of the n values from each of its two children, and a leaf of the other; on the way
+    back it receives a half in each. 2 log m messages either way, with the pipeline full: its
+    blocks, of which the best number depends on the network, are not counted. The workers of a
+    node share its link; within it n values go along a chain and back.
+    """
+    group, nodes = w.inner_size, w.workers // w.inner_size
+    words = 2 * w.size / group if nodes > 1 else 0
+    cost = Cost(
+        messages=4 * log2_rounds(nodes),
+        words=words,
+        path_words=words,
+        inner_messages=2 * (group - 1),
+        inner_words=2 * w.size if group > 1 else 0,
+    )
+    return Estimate(cost, cost, cost)
+
+
 def topk_a(w: Workload) -> Estimate:
     """2k (P-1) words, log P messages: an allgather of all selections (Table 1)."""
     words = 2 * w.selected * (w.workers - 1)
@@ -126,6 +148,7 @@ def hierarchical(w: Workload) -> Estimate:
 
 PAPER: dict[str, Callable[[Workload], Estimate]] = {
     "dense": dense,
+    "tree": tree,
     "topk_a": topk_a,
     "gaussian_k": gaussian_k,
     "topk_dsa": topk_dsa,
@@ -143,10 +166,10 @@ def paper_cost(name: str, workload: Workload) -> Estimate:
     """The cost of an algorithm as its paper states it.
 
     Args:
-      name: a key of ``PAPER``: dense, topk_a, gaussian_k, topk_dsa, gtopk, ok_topk,
+      name: a key of ``PAPER``: dense, tree, topk_a, gaussian_k, topk_dsa, gtopk, ok_topk,
         spardl, ssar_recursive_double, ssar_split_allgather, dsar_split_allgather,
         hierarchical.
-      workload: n, k and P, and the workers of a node for ``hierarchical``.
+      workload: n, k and P, and the workers of a node for ``hierarchical`` and ``tree``.
 
     Returns:
       Bounds; the papers give no expectation, so ``expected`` is the upper one.

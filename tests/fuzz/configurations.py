@@ -75,6 +75,7 @@ def flat_allreduces(draw: Any, density: float) -> tuple[str, sc.SparseAllreduce]
             slack=draw(SLACKS),
             regions=draw(st.sampled_from(("hashed", "balanced", "equal"))),
             balance=draw(st.sampled_from(("auto", "always", "never"))),
+            sizes=draw(st.sampled_from((1, 1, 3))),
             schedule=draw(st.sampled_from(("all_to_all", "all_to_all", "rotation"))),
             global_period=draw(st.sampled_from((1, 2))),
             repartition_period=draw(st.sampled_from((1, 3))),

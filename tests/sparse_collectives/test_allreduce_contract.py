@@ -46,6 +46,7 @@ ALLREDUCES = {
         False,
     ),
     "ok_topk, equal regions": (sc.allreduce.ok_topk(density=DENSITY, regions="equal"), False),
+    "ok_topk, messages of several sizes": (sc.allreduce.ok_topk(density=DENSITY, sizes=3), False),
     "ok_topk, no slack": (sc.allreduce.ok_topk(density=DENSITY, slack=1.0), False),
     "ssar_recursive_double": (sc.allreduce.ssar_recursive_double(), True),
     "ssar_split_allgather": (sc.allreduce.ssar_split_allgather(), False),

@@ -26,6 +26,8 @@ def paper(name, n, k, workers, inner=1):
 # By hand from Table 1 of Ok-Topk with n = 1000, k = 10, P = 8: log P = 3, (P-1)/P = 7/8.
 TABLE_1 = {
     "dense": (6, 1750, 1750),
+    # Two trees of three levels up and down, n / 2 each from two children and from two parents.
+    "tree": (12, 2000, 2000),
     "topk_a": (3, 140, 140),
     "topk_dsa": (14, 35, 892.5),
     "gtopk": (6, 120, 120),
@@ -52,6 +54,16 @@ def test_the_papers_formula_for_two_levels_by_hand():
     cost = paper("hierarchical", 800, 16, 8, inner=2).lower
     assert (cost.messages, cost.words) == (2, 24)
     assert (cost.inner_messages, cost.inner_words) == (1 + 1, 400 + 32)
+
+
+def test_the_tree_between_nodes_by_hand():
+    # 4 nodes of 2: trees of two levels; the two share 2n words. A chain of one message each way.
+    cost = paper("tree", 800, 16, 8, inner=2).expected
+    assert (cost.messages, cost.words) == (8, 800)
+    assert (cost.inner_messages, cost.inner_words) == (2, 1600)
+    # All in one node: nothing between nodes.
+    cost = paper("tree", 800, 16, 8, inner=8).expected
+    assert (cost.messages, cost.words, cost.inner_messages) == (0, 0, 14)
 
 
 def test_folding_of_recursive_doubling():

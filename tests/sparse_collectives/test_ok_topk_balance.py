@@ -54,12 +54,13 @@ def _balancer(workers, k, slack, branch):
         )
         gathered = _gather.gather(
             moved.entries,
+            moved.most,
             axis="workers",
             codec=sc.wire.raw(),
             seed=jnp.uint32(0),
-            exchange=exchanges.gather,
+            exchanges=exchanges.gather,
         )
-        return gathered.total.to_dense(), moved.entries.count(), chosen
+        return gathered.total.to_dense(), moved.entries.count(), chosen, moved.most
 
     return plan, sc.simulate(run, axis_size=workers, in_axes=(0, 0, None))
 
@@ -76,7 +77,8 @@ def check_balance(counts, k, slack, branch=None):
         values[worker, :count] = 1 + np.arange(first, first + count)
         expected[indices[worker, :count]] = values[worker, :count]
         first += count
-    total, moved, chosen = run(values, indices, np.asarray(counts, np.int32))
+    total, moved, chosen, most = run(values, indices, np.asarray(counts, np.int32))
+    assert (np.max(moved) <= np.asarray(most)).all()
     np.testing.assert_array_equal(total, np.broadcast_to(expected, total.shape))
     assert np.asarray(moved).max() <= plan.gather_slots
     assert (np.asarray(chosen) == np.asarray(chosen)[0]).all()

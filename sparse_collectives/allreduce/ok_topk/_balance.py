@@ -87,12 +87,14 @@ class Balanced(NamedTuple):
       error: ``f[m]`` over the slots of the entries that went in: what the worker
         that now holds an entry misses of it. None with an exact codec.
       unsent: ``i32[]``, entries that this worker could not pass on.
+      most: ``i32[]``, how many a worker has at most, which all of them know.
       words: what the exchange moved.
     """
 
     entries: PaddedCOO
     error: jax.Array | None
     unsent: jax.Array
+    most: jax.Array
     words: _messages.Words
 
 
@@ -214,7 +216,20 @@ def balance(
     result = moved()
     of_branches = words_of_branches(exchanges, counts, me, plan, result.unsent)
     words = jax.tree.map(lambda of_branch: of_branch[branch], of_branches)
-    return Balanced(result.entries, result.error, result.unsent, words)
+    most = _most_after(counts, branch, plan, mode)
+    return Balanced(result.entries, result.error, result.unsent, most, words)
+
+
+def _most_after(counts: jax.Array, branch: jax.Array, plan: Plan, mode: str) -> jax.Array:
+    """How many entries a worker has at most when they are balanced, ``i32[]``."""
+    if mode == "always":
+        return jnp.asarray(plan.rank_slots, jnp.int32)
+    most, room = jnp.max(counts), plan.gather_slots
+    if mode == "never":
+        return jnp.minimum(most, room)
+    flow = ring_flow(counts, room)
+    passed = jnp.max(counts - flow + jnp.roll(flow, 1))
+    return jnp.where(branch == 0, most, jnp.where(branch == 1, passed, room)).astype(jnp.int32)
 
 
 def words_of_branches(

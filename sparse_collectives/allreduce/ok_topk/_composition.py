@@ -66,6 +66,7 @@ def ok_topk(
     messages_in_flight: int = 4,
     regions: str = _plan.REGIONS,
     balance: str = "auto",
+    sizes: int = 1,
     paper: bool = False,
     codec: Codec | None = None,
 ) -> SparseAllreduce:
@@ -77,13 +78,14 @@ def ok_topk(
 
     The words that each worker receives, padding included, with the default
     arguments and m = k / P: ``(2.1 + 4 / sqrt(m)) k (P-1)/P`` in the split and
-    reduce, and again in the allgather; at most 0.2 k (P-1)/P (but at least
+    reduce, and again in the allgather, or ``2 + 6 / sqrt(m)`` where that is less (in
+    the split for selections of k slots only); at most 0.2 k (P-1)/P (but at least
     248 (P-1)/P) for the global threshold; and for the balancing nothing or, where
-    chance made a region large, ``4 sqrt(m)``, in the extreme 2 k (P-1)/P. The
-    paper's bound of 6 k (P-1)/P holds from about m = 32 on; the lower bound is
-    2 k (P-1)/P (Theorem 3.1). Latency: P - 1 messages (one with
-    ``schedule='all_to_all'``), the allgather, up to one exchange of the balancing,
-    and five to ten small collectives.
+    chance made a region large, ``4 sqrt(m)``, in the extreme 2 k (P-1)/P. That is
+    within the paper's bound of 6 k (P-1)/P from about m = 32 on, but for the extreme
+    (``docs/design.md`` has a table); the lower bound is 2 k (P-1)/P (Theorem 3.1).
+    Latency: P - 1 messages (one with ``schedule='all_to_all'``), the allgather, up to
+    one exchange of the balancing, and five to ten small collectives.
 
     Args:
       density: k / n of the result, in (0, 1].
@@ -97,7 +99,8 @@ def ok_topk(
         by the count, and deliver at most k. (With ``paper`` 32 by default.)
       slack: slots of a message as a multiple of its share k / P, at least 1; from P
         on, or ``math.inf``, there is room for everything. None: with hashed regions
-        1.05 times k / P and twice the square root of k / P, else 1.25 times k / P.
+        1.05 times k / P and twice the square root of k / P (or the even share of all that
+        can be sent and three times, where that is less), else 1.25 times k / P.
         Entries that find no slot stay with their worker, and which ones changes
         from step to step.
       schedule: ``'rotation'`` (one message for each distance on the ring, in
@@ -119,6 +122,10 @@ def ok_topk(
         ``'never'``: what does not fit a worker's slots of the allgather is not
         delivered, counts as overflow of that worker, and stays with all who
         contributed to it; which entries those are changes from step to step.
+      sizes: how many sizes the messages of a step may have. With several, a step takes the
+        shortest that has room: from what is even, k / P, up to ``slack``. The workers tell
+        each other the size of their largest block first (a word each, and a latency); of the
+        allgather they know it. The program holds the two exchanges so many times.
       paper: Algorithm 1 as it is published, to judge its claims by: a global threshold that is
         reused as it is for tau' steps, and everything that reaches it is delivered; the
         paper's regions, cut anew every tau steps and at no other; and balancing where the
@@ -157,6 +164,7 @@ def ok_topk(
     messages_in_flight = _validation.check_positive_int("messages_in_flight", messages_in_flight)
     regions = _validation.check_choice("regions", regions, ("hashed", "balanced", "equal"))
     balance = _validation.check_choice("balance", balance, ("auto", "always", "never"))
+    sizes = _validation.check_positive_int("sizes", sizes)
     chosen_codec = wire.raw() if codec is None else codec
     if paper:
         if regions not in (_plan.REGIONS, "balanced") or balance != "auto":
@@ -191,7 +199,13 @@ def ok_topk(
             most = min(coo.size, math.ceil(min(room, float(coo.size)) * k))
             share_slack = math.inf if room >= workers else 1.0
         plan = _plan.make_plan(
-            coo.size, most, workers, regions=regions, slack=share_slack, selected=coo.capacity
+            coo.size,
+            most,
+            workers,
+            regions=regions,
+            slack=share_slack,
+            selected=coo.capacity,
+            sizes=sizes,
         )
         # A single worker sends nothing, so nothing has to be encoded.
         codec = chosen_codec if workers > 1 else wire.raw()
@@ -236,7 +250,7 @@ def ok_topk(
                 axis=axis,
                 codec=codec,
                 seed=seed(0),
-                exchange=exchanges.split,
+                exchanges=exchanges.split,
                 owned_slots=plan.owned_slots,
                 schedule=_schedule_for(schedule, workers),
                 messages_in_flight=messages_in_flight,
@@ -278,7 +292,12 @@ def ok_topk(
             )
         with jax.named_scope("ok_topk/allgather"):
             gathered = _gather.gather(
-                balanced.entries, axis=axis, codec=last, seed=seed(2), exchange=exchanges.gather
+                balanced.entries,
+                balanced.most,
+                axis=axis,
+                codec=last,
+                seed=seed(2),
+                exchanges=exchanges.gather,
             )
 
         # Line 14: what was sent and is in the total is delivered, the rest is kept.
@@ -338,6 +357,7 @@ def ok_topk(
             messages_in_flight=messages_in_flight,
             regions=regions,
             balance=balance,
+            sizes=sizes,
             paper=paper,
             codec=chosen_codec,
         ),

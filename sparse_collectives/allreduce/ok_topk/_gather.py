@@ -3,6 +3,7 @@
 Ok-Topk, section 3.1.2, the last exchange.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from sparse_collectives import transport
 from sparse_collectives._types import AxisName, Codec
 from sparse_collectives.allreduce._parts import _messages
+from sparse_collectives.allreduce.ok_topk import _sizes
 from sparse_collectives.allreduce.ok_topk._plan import Exchange
 from sparse_collectives.padded_coo import PaddedCOO
 
@@ -33,16 +35,40 @@ class Gathered(NamedTuple):
 
 
 def gather(
-    entries: PaddedCOO, *, axis: AxisName, codec: Codec, seed: jax.Array, exchange: Exchange
+    entries: PaddedCOO,
+    most: jax.Array,
+    *,
+    axis: AxisName,
+    codec: Codec,
+    seed: jax.Array,
+    exchanges: Sequence[Exchange],
 ) -> Gathered:
-    """The allgather. The worker that sends an entry also takes it from there."""
-    encoded = codec.encode(entries, seed)
-    messages = transport.all_gather(encoded.message, axis)
-    everyone = codec.decode(messages, entries.size, entries.values.dtype)
-    total = PaddedCOO(everyone.values.reshape(-1), everyone.indices.reshape(-1), entries.size)
-    unsent = jnp.zeros((), jnp.int32)
-    if not codec.exact:
-        unsent = _messages.unsent_count(entries, encoded)
-    received = exchange.received(transport.axis_size(axis))
-    words = _messages.words_of_pairs(received, entries.count() - unsent, exchange.slots)
-    return Gathered(total, None if codec.exact else encoded.error, unsent, words)
+    """The allgather. The worker that sends an entry also takes it from there.
+
+    Args:
+      entries: of this worker, packed to the front.
+      most: ``i32[]``, how many a worker has at most; all workers know it.
+      axis: the workers.
+      codec: how a message is encoded.
+      seed: ``u32[]``, for the codec.
+      exchanges: of the sizes that a message may have, ascending; the shortest that has room
+        for everyone's entries is chosen.
+    """
+    slots, size, dtype = entries.capacity, entries.size, entries.values.dtype
+
+    def through(exchange: Exchange):
+        room = (0, slots - exchange.slots)
+        mine = jax.tree.map(lambda x: x[: exchange.slots], entries)
+        encoded = codec.encode(mine, seed)
+        everyone = codec.decode(transport.all_gather(encoded.message, axis), size, dtype)
+        values = jnp.pad(everyone.values, ((0, 0), room))
+        indices = jnp.pad(everyone.indices, ((0, 0), room), constant_values=size)
+        total = PaddedCOO(values.reshape(-1), indices.reshape(-1), size)
+        if codec.exact:
+            return total, jnp.zeros((), jnp.int32), None
+        return total, _messages.unsent_count(mine, encoded), jnp.pad(encoded.error, room)
+
+    which = _sizes.shortest(most, exchanges)
+    found, words = _sizes.run(which, exchanges, through, transport.axis_size(axis))
+    total, unsent, error = found
+    return Gathered(total, error, unsent, words(entries.count() - unsent))

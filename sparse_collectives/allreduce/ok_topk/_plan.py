@@ -16,9 +16,10 @@ REPARTITION_PERIOD = 64
 # Slots as a multiple of the share k / P: regions that follow the data are uneven.
 _SLACK = 1.25
 # Hashed regions are as even as chance: slots for selections that are a little larger
-# than k, and for two standard deviations.
+# than k, and for two standard deviations; or for three, where no selection can be larger.
 _HASHED_SLACK = 1.05
 _HASHED_DEVIATIONS = 2.0
+_HASHED_MOST_DEVIATIONS = 3.0
 
 # Digit widths to choose from: wide ones need fewer rounds, and more words.
 _DIGIT_WIDTHS = (11, 8, 4)
@@ -44,6 +45,9 @@ class Plan(NamedTuple):
       neighbour_slots: of the message to the right neighbour that balances.
       spread_slots: of a block of the all_to_all that deals out a surplus.
       rank_slots: of a block of the all_to_all of everything, ceil(k / P).
+      split_sizes: slots from which the blocks of a step take the fewest that are enough,
+        ascending up to ``split_slots``.
+      gather_sizes: the same of the allgather.
     """
 
     size: int
@@ -56,6 +60,8 @@ class Plan(NamedTuple):
     neighbour_slots: int
     spread_slots: int
     rank_slots: int
+    split_sizes: tuple[int, ...]
+    gather_sizes: tuple[int, ...]
 
 
 def make_plan(
@@ -66,6 +72,7 @@ def make_plan(
     regions: str = REGIONS,
     slack: float | None = None,
     selected: int | None = None,
+    sizes: int = 1,
 ) -> Plan:
     """Slots for k of n entries over P workers.
 
@@ -76,16 +83,19 @@ def make_plan(
       regions: as for :func:`sparse_collectives.allreduce.ok_topk`.
       slack: the same.
       selected: slots of a worker's selection; None: k.
+      sizes: as for :func:`sparse_collectives.allreduce.ok_topk`.
     """
     selected = k if selected is None else selected
     # Regions that follow the data may be as long as the whole vector.
     region = -(-size // workers) if regions == "hashed" else size
-    slots = min(_message_slots(k, workers, regions, slack), region)
-    split = int(min(slots, selected))
-    rank = math.ceil(k / workers)
-    gather = max(rank, int(min(slots, k)))
-    # Both messages are at most k (P-1) / (2P) words: with a slack of 1.25 a step that
-    # moves a surplus stays within 6k (P-1)/P words for every P.
+
+    def slots(most: int) -> int:
+        return int(min(_message_slots(k, most, workers, regions, slack), region, most))
+
+    split, rank = slots(selected), math.ceil(k / workers)
+    gather = max(rank, slots(k))
+    # Both messages are about k (P-1) / (2P) words: with a slack of 1.25 a step that moves a
+    # surplus stays within 6k (P-1)/P words where rounding up (small k / P) does not count.
     neighbour = k * (workers - 1) // (4 * workers)
     if regions == "hashed":
         # A surplus is as small as chance makes it.
@@ -101,14 +111,29 @@ def make_plan(
         neighbour_slots=min(gather, max(1, neighbour)),
         spread_slots=max(1, rank // 4),
         rank_slots=rank,
+        split_sizes=_sizes(math.ceil(min(k, selected) / workers), split, sizes),
+        gather_sizes=_sizes(rank, gather, sizes),
     )
 
 
-def _message_slots(k: int, workers: int, regions: str, slack: float | None) -> float:
-    """Slots for the share k / P of one message; ``math.inf`` has room for everything."""
+def _sizes(even: int, most: int, count: int) -> tuple[int, ...]:
+    """Up to ``count`` of them, ascending: ``even``, and up to ``most`` each twice as far off."""
+    if count == 1 or even >= most:
+        return (most,)
+    rest = most - even
+    return tuple(sorted({even, *(even + -(-rest // 2**halvings) for halvings in range(count - 1))}))
+
+
+def _message_slots(k: int, most: int, workers: int, regions: str, slack: float | None) -> float:
+    """Slots for the share k / P of one message; ``math.inf`` has room for everything.
+
+    There are ``most`` entries for all owners at most.
+    """
     share = k / workers
     if slack is None and regions == "hashed":
-        return math.ceil(_HASHED_SLACK * share + _HASHED_DEVIATIONS * math.sqrt(share))
+        deviation = math.sqrt(share)
+        usual = _HASHED_SLACK * share + _HASHED_DEVIATIONS * deviation
+        return math.ceil(min(usual, most / workers + _HASHED_MOST_DEVIATIONS * deviation))
     slack = _SLACK if slack is None else slack
     # From P on, one message has room for everything.
     return math.inf if slack >= workers else math.ceil(slack * share)
@@ -164,19 +189,19 @@ class Exchanges(NamedTuple):
 
     Attributes:
       consensus: of the regions, once in a period.
-      split: of the split and reduce.
+      split: of the split and reduce, one of ``Plan.split_sizes`` each.
       threshold: the histograms of the global threshold.
       counts: of the global selection.
       balance: one of these, by :data:`BRANCHES`; None moves nothing.
-      gather: of the result.
+      gather: of the result, one of ``Plan.gather_sizes`` each.
     """
 
     consensus: Exchange
-    split: Exchange
+    split: tuple[Exchange, ...]
     threshold: tuple[Exchange, ...]
     counts: Exchange
     balance: tuple[Exchange | None, ...]
-    gather: Exchange
+    gather: tuple[Exchange, ...]
 
 
 def exchanges(
@@ -214,9 +239,12 @@ def exchanges(
     return Exchanges(
         # Quotients and remainders of the P - 1 inner boundaries.
         consensus=Exchange("psum", 2 * (plan.workers - 1)),
-        split=Exchange("all_to_all", pair_words(plan.split_slots, plan.region), plan.split_slots),
+        split=tuple(
+            Exchange("all_to_all", pair_words(slots, plan.region), slots)
+            for slots in plan.split_sizes
+        ),
         threshold=tuple(Exchange("psum", 1 << width) for _, width in digits(plan.k)),
         counts=Exchange("all_gather", _COUNTS),
         balance=branches[balance],
-        gather=pairs("all_gather", plan.gather_slots),
+        gather=tuple(pairs("all_gather", slots) for slots in plan.gather_sizes),
     )

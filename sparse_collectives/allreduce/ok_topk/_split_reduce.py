@@ -4,17 +4,18 @@ Ok-Topk, section 3.1.1. Each worker sends to each owner one block with a fixed
 number of slots. Entries that do not fit wait in the residual of their worker.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import transport
+from sparse_collectives import _volumes, transport
 from sparse_collectives._types import AxisName, Codec
 from sparse_collectives.allreduce._parts import _messages
 from sparse_collectives.allreduce._parts._merge import Blocks, reduce_blocks
+from sparse_collectives.allreduce.ok_topk import _sizes
 from sparse_collectives.allreduce.ok_topk._plan import Exchange
 from sparse_collectives.padded_coo import PaddedCOO
 
@@ -77,7 +78,7 @@ def split_and_reduce(
     axis: AxisName,
     codec: Codec,
     seed: jax.Array,
-    exchange: Exchange,
+    exchanges: Sequence[Exchange],
     owned_slots: int,
     schedule: str,
     messages_in_flight: int,
@@ -86,11 +87,12 @@ def split_and_reduce(
 
     Args:
       coo: this worker's selection.
-      cut: makes one block of ``exchange.slots`` slots for each owner.
+      cut: makes one block for each owner, with the slots of the last of ``exchanges``.
       axis: the workers.
       codec: how a block is encoded.
       seed: ``u32[]``, for the codec.
-      exchange: the size of the messages.
+      exchanges: of the sizes that the messages may have, ascending. With several the workers
+        tell each other what their largest block needs, and take the shortest.
       owned_slots: of the result.
       schedule: see :func:`send_blocks`.
       messages_in_flight: the same.
@@ -100,34 +102,55 @@ def split_and_reduce(
         return Reduced(coo, coo.indices < coo.size, None, _messages.no_words())
     blocks = cut(coo)
     size, dtype = blocks.coo.size, coo.values.dtype
-    encoded = codec.encode(blocks.coo, seed)
     me = transport.axis_index(axis)
+    is_own = jnp.arange(workers)[:, None] == me
     # A worker's own block takes no part in the exchange, so nothing is rounded.
     own = jax.tree.map(lambda rows: lax.dynamic_slice_in_dim(rows, me, 1), blocks.coo)
-    buckets = send_blocks(
-        encoded.message, axis, schedule=schedule, messages_in_flight=messages_in_flight
-    )
-    entries = own
-    for bucket in buckets:
-        # A bucket is added when it is there. The sums are made in the order of the rows, with
-        # the same bits in however many buckets they come.
-        parts = [entries, codec.decode(bucket, size, dtype)]
-        entries = reduce_blocks(parts, size, jnp.float32, owned_slots)
-        entries = jax.tree.map(lambda x: x[None], entries)
+
+    def through(exchange: Exchange):
+        rows = jax.tree.map(lambda x: x[:, : exchange.slots], blocks.coo)
+        encoded = codec.encode(rows, seed)
+        buckets = send_blocks(
+            encoded.message, axis, schedule=schedule, messages_in_flight=messages_in_flight
+        )
+        entries = own
+        for bucket in buckets:
+            # A bucket is added when it is there. The sums are made in the order of the rows, with
+            # the same bits in however many buckets they come.
+            parts = [entries, codec.decode(bucket, size, dtype)]
+            entries = reduce_blocks(parts, size, jnp.float32, owned_slots)
+            entries = jax.tree.map(lambda x: x[None], entries)
+        more = ((0, 0), (0, owned_slots - entries.capacity))
+        entries = PaddedCOO(
+            jnp.pad(entries.values, more),
+            jnp.pad(entries.indices, more, constant_values=size),
+            size,
+        )
+        room = ((0, 0), (0, blocks.source.shape[1] - exchange.slots))
+        error = None
+        if not codec.exact:
+            error = jnp.pad(jnp.where(is_own, 0, encoded.error), room)
+        return entries, jnp.pad(encoded.sent, room), error
+
+    occupied = blocks.source < coo.capacity
+    which = jnp.zeros((), jnp.int32)
+    if len(exchanges) > 1:
+        largest = jnp.max(jnp.sum(occupied & ~is_own, axis=1, dtype=jnp.int32))
+        most = jnp.max(transport.all_gather(largest, axis))
+        smaller = jnp.asarray([each.slots for each in exchanges[:-1]], jnp.int32)
+        # A rotation is of ppermutes, in which all devices of a mesh meet.
+        fits = transport.holds_on_mesh(most <= smaller, axis)
+        which = jnp.sum(~fits, dtype=jnp.int32)
+    (entries, there, error), words_of = _sizes.run(which, exchanges, through, workers)
+    words = words_of(_messages.to_others(there, me))
+    if len(exchanges) > 1:
+        told = _messages.words_in_full(_volumes.all_gather(1, workers))
+        words = _messages.words_in_all(words, told)
     entries = PaddedCOO(entries.values[0].astype(dtype), entries.indices[0], size)
-    sent = blocks.source < coo.capacity
-    error = None
-    if not codec.exact:
-        is_own = jnp.arange(workers)[:, None] == me
-        sent = sent & (encoded.sent | is_own)
-        error = _to_slots(jnp.where(is_own, 0, encoded.error), blocks.source, coo.capacity)
-    words = _messages.words_of_pairs(
-        exchange.received(workers),
-        _messages.to_others(encoded.sent, me),
-        exchange.slots_sent(workers),
-    )
-    sent = _to_slots(sent, blocks.source, coo.capacity)
-    return Reduced(entries, sent, error, words)
+    sent = occupied if codec.exact else occupied & (there | is_own)
+    if error is not None:
+        error = _to_slots(error, blocks.source, coo.capacity)
+    return Reduced(entries, _to_slots(sent, blocks.source, coo.capacity), error, words)
 
 
 def _to_slots(rows: jax.Array, source: jax.Array, slots: int) -> jax.Array:
