@@ -99,7 +99,6 @@ def train(options: argparse.Namespace, say) -> float | None:
                 decode,
                 memory=Memory(_bytes(options.memory_limit)),
                 disk=disk,
-                holds=options.holds,
             )
             for _ in range(options.workers)
         ]

@@ -70,7 +70,6 @@ class DataCache:
         *,
         memory: Memory | None = None,
         disk: Disk | None = None,
-        holds: str = "records",
     ):
         """Puts the levels in front of a source.
 
@@ -79,14 +78,18 @@ class DataCache:
           prepare: makes a sample of a record.
           memory: the memory level; None: one without a limit.
           disk: the disk level, made with ``stamp(source, holds, prepare)``, which several caches
-            may share; None: there is none.
-          holds: what the disk level holds: "records", as in the paper, whose local file system
-            caches what was read and whose memory caches what was prepared, or "samples". Records
-            of compressed images are smaller and fit any preparation, samples save its time in
-            the next run.
+            may share; None: there is none. In the paper it holds records: the local file system
+            caches what was read, and the memory what was prepared. Records of compressed images
+            are smaller than samples and fit any preparation; samples save its time in the next
+            run.
+
+        Raises:
+          CacheError: the disk level is of another source or preparation.
         """
-        stamp(source, holds, prepare)  # checks `holds`
-        self._source, self._prepare, self._holds = source, prepare, holds
+        if disk is not None and disk.stamp != stamp(source, disk.stamp["holds"], prepare):
+            raise CacheError(f"the disk level in {disk.folder} is of another source or preparation")
+        self._source, self._prepare = source, prepare
+        self._samples_on_disk = disk is not None and disk.stamp["holds"] == "samples"
         self._memory = Memory() if memory is None else memory
         self._disk = disk
         self._counts = Counts()
@@ -126,7 +129,7 @@ class DataCache:
         return sample
 
     def _from_entry(self, index: int, payload: bytes) -> Sample:
-        if self._holds == "samples":
+        if self._samples_on_disk:
             sample = read_only(serialization.msgpack_restore(payload))
         else:
             sample = self._prepared(index, payload)
@@ -139,8 +142,9 @@ class DataCache:
         self._count(Counts(source_reads=1, source_bytes=len(record), damaged=int(damaged)))
         # After the preparation, so that a record that is no good is not kept.
         if self._disk is not None and not self._disk.full:
-            samples = self._holds == "samples"
-            self._disk.put(index, serialization.msgpack_serialize(sample) if samples else record)
+            if self._samples_on_disk:
+                record = serialization.msgpack_serialize(sample)
+            self._disk.put(index, record)
         return sample
 
     def _prepared(self, index: int, record: bytes) -> Sample:

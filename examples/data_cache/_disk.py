@@ -8,6 +8,7 @@ checksum of each entry, which includes its index and what the cache is of.
 import functools
 import json
 import os
+import shutil
 import sqlite3
 import struct
 import sys
@@ -79,6 +80,7 @@ class Disk:
         stamp: dict[str, Any],
         *,
         limit: int | None = None,
+        keep_free: int = 64 * 10**6,
         warn: Callable[[str], None] | None = None,
     ):
         """Opens the folder, or makes it.
@@ -86,14 +88,17 @@ class Disk:
         Args:
           folder: on a local disk; new, empty, or with a cache of the same stamp.
           stamp: what the entries are of (:func:`stamp`).
-          limit: bytes of the folder; None: as much as the disk has.
+          limit: bytes of the entries; None: as much as the disk has.
+          keep_free: bytes of the disk that are left to others. Opening the file again takes some
+            of it, up to 4 MB for what SQLite has not moved to its place.
           warn: takes the one line when no more can be written, or read; None: standard error does.
 
         Raises:
           CacheError: the folder cannot be used, or holds something else. It is left as it is.
         """
-        self.folder, self.limit = folder, limit
+        self.folder, self.stamp, self.limit = folder, stamp, limit
         self.full = self.broken = False
+        self._keep_free = keep_free
         self._warn = warn or functools.partial(print, file=sys.stderr, flush=True)
         _claim(folder, stamp)
         self._seed = zlib.crc32(json.dumps(stamp, sort_keys=True).encode())
@@ -101,9 +106,7 @@ class Disk:
         # closing them: one thread of our own has the only one.
         self._thread = ThreadPoolExecutor(1, "data_cache")
         try:
-            self._entries = self._do(
-                lambda: diskcache.Cache(str(folder / _ENTRIES), disk=_OnlyBytes, **_SETTINGS)
-            )
+            self._entries = self._do(lambda: _open(folder / _ENTRIES))
         except (OSError, sqlite3.Error) as error:
             self._thread.shutdown()
             raise CacheError(
@@ -146,31 +149,30 @@ class Disk:
             return False
         entry = self._header(index, payload) + payload
         try:
-            fits = self._do(lambda: self._put(index, entry))
+            obstacle = self._do(lambda: self._put(index, entry))
         except (OSError, sqlite3.Error, diskcache.Timeout) as error:
-            self._stop(f"cannot write to the cache in {self.folder} ({error or 'locked'})")
-            return False
-        if not fits:
-            self._stop(f"the cache in {self.folder} has reached its limit of {self.limit:,} bytes")
-        return fits
+            obstacle = f"cannot write to the cache in {self.folder} ({error or 'locked'})"
+        if obstacle and not self.full:  # several threads may find out at once
+            self.full = True
+            self._warn(
+                f"data_cache: {obstacle}; keeping the entries that it holds, and reading the rest "
+                "from the source in each run"
+            )
+        return not obstacle
 
     def close(self) -> None:
         """Closes the file. Do this when nothing reads from it any more."""
         self._do(lambda: self._entries.close())
         self._thread.shutdown()
 
-    def _put(self, index: int, entry: bytes) -> bool:
+    def _put(self, index: int, entry: bytes) -> str | None:
+        """Writes an entry, or says what stands against it."""
         if self.limit is not None and self._entries.volume() + len(entry) > self.limit:
-            return False
-        return self._entries.set(index, entry)
-
-    def _stop(self, reason: str) -> None:
-        if not self.full:  # several threads may find out at once
-            self.full = True
-            self._warn(
-                f"data_cache: {reason}; keeping what it holds, {len(self):,} entries, and reading "
-                "the others from the source in each run"
-            )
+            return f"the cache in {self.folder} has reached its limit of {self.limit:,} bytes"
+        if shutil.disk_usage(self.folder).free < self._keep_free + len(entry):
+            return f"the disk of {self.folder} has less than {self._keep_free:,} bytes free"
+        self._entries.set(index, entry)
+        return None
 
     def _header(self, index: int, payload: bytes) -> bytes:
         checksum = zlib.crc32(payload, zlib.crc32(index.to_bytes(8, "little"), self._seed))
@@ -178,6 +180,16 @@ class Disk:
 
     def _do(self, function: Callable[[], Any]) -> Any:
         return self._thread.submit(function).result()
+
+
+def _open(folder: Path) -> diskcache.Cache:
+    entries = diskcache.Cache.__new__(diskcache.Cache)
+    try:
+        entries.__init__(str(folder), disk=_OnlyBytes, **_SETTINGS)
+    except BaseException:
+        entries.close()  # it opens the file first
+        raise
+    return entries
 
 
 def stamp(source: Any, holds: str, prepare: Any = None) -> dict[str, Any]:
