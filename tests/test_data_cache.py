@@ -157,8 +157,9 @@ def test_many_threads_count_each_sample(open_disk):
     cache = DataCache(source, Prepare(), disk=open_disk(source))
 
     def read(worker):
-        for index in range(worker, 60, 4):
-            assert cache[index]["x"][0] == 10 * index
+        share = range(worker, 60, 4)
+        for index, sample in zip(share, cache.__getitems__(share), strict=True):
+            assert sample["x"][0] == 10 * index
 
     for _ in range(2):
         threads = [threading.Thread(target=read, args=(worker,)) for worker in range(4)]
@@ -211,7 +212,7 @@ def test_a_damaged_entry_is_fetched_again_and_counted(open_disk):
     source = Numbers()
     disk = open_disk(source)
     read_all(DataCache(source, Prepare(), disk=disk))
-    disk._do(lambda: disk._entries.set(3, b"something else"))
+    disk._entries.set(3, b"something else")
     cache = DataCache(source, Prepare(), disk=disk)
     read_all(cache)
     assert cache.counts == Counts(disk_hits=11, source_reads=1, source_bytes=8, damaged=1)
@@ -222,7 +223,7 @@ def test_a_damaged_entry_is_fetched_again_and_counted(open_disk):
 def test_a_training_goes_on_when_the_disk_level_is_full(open_disk):
     source, said = Numbers(size=3000), []
     empty = open_disk(source)
-    room = empty._do(empty._entries.volume) + 20_000
+    room = empty._entries.volume() + 20_000
     cache = DataCache(source, Prepare(), disk=open_disk(source, limit=room, warn=said.append))
     read_all(cache)
     read_all(cache)

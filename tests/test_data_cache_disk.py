@@ -250,7 +250,7 @@ def test_a_limit_is_kept_and_said_once(folder, opened):
     count = sum(written)
     assert 5 < count < 20
     assert written == [True] * count + [False] * (30 - count)
-    assert disk._do(disk._entries.volume) <= 100_000
+    assert disk._entries.volume() <= 100_000
     assert said == [
         f"data_cache: the cache in {folder} has reached its limit of 100,000 bytes; keeping the "
         "entries that it holds, and reading the rest from the source in each run"
@@ -262,7 +262,7 @@ def test_a_limit_is_kept_and_said_once(folder, opened):
 def test_a_full_disk_is_said_once_and_what_is_there_stays(folder, opened):
     """SQLite's own error of a full disk, from its limit of pages."""
     disk, said = opened(folder)
-    disk._do(lambda: disk._entries._sql("PRAGMA max_page_count = 40"))
+    disk._entries._sql("PRAGMA max_page_count = 40")
     written = [disk.put(index, payload(index)) for index in range(40)]
     count = sum(written)
     assert 5 < count < 40

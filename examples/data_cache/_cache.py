@@ -1,6 +1,8 @@
 """The two levels as one sequence of prepared samples."""
 
+import contextlib
 import threading
+from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 from flax import serialization
@@ -127,6 +129,11 @@ class DataCache:
             sample = self._from_entry(index, entry.payload)
         self._memory.put(index, sample)
         return sample
+
+    def __getitems__(self, indices: Iterable[int]) -> list[Sample]:
+        """The samples of a batch; a thread that ends afterwards leaves nothing open."""
+        with self._disk.session() if self._disk is not None else contextlib.nullcontext():
+            return [self[index] for index in indices]
 
     def _from_entry(self, index: int, payload: bytes) -> Sample:
         if self._samples_on_disk:

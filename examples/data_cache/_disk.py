@@ -5,6 +5,7 @@ because every entry is a transaction. What the disk loses or changes afterwards 
 checksum of each entry, which includes its index and what the cache is of.
 """
 
+import contextlib
 import functools
 import json
 import os
@@ -12,9 +13,9 @@ import shutil
 import sqlite3
 import struct
 import sys
+import threading
 import zlib
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,13 +103,11 @@ class Disk:
         self._warn = warn or functools.partial(print, file=sys.stderr, flush=True)
         _claim(folder, stamp)
         self._seed = zlib.crc32(json.dumps(stamp, sort_keys=True).encode())
-        # SQLite's connections belong to threads, and those of a loader come and go without
-        # closing them: one thread of our own has the only one.
-        self._thread = ThreadPoolExecutor(1, "data_cache")
+        # Waiting here is quicker than in SQLite, which sleeps while another thread writes.
+        self._writing = threading.Lock()
         try:
-            self._entries = self._do(lambda: _open(folder / _ENTRIES))
+            self._entries = _open(folder / _ENTRIES)
         except (OSError, sqlite3.Error) as error:
-            self._thread.shutdown()
             raise CacheError(
                 f"cannot open the cache in {folder} ({error}): make room and access for it, or "
                 "delete the folder"
@@ -116,7 +115,7 @@ class Disk:
 
     def __len__(self) -> int:
         """The number of entries."""
-        return self._do(lambda: len(self._entries))
+        return len(self._entries)
 
     @property
     def bytes(self) -> int:
@@ -128,7 +127,7 @@ class Disk:
         if self.broken:
             return Entry(None)
         try:
-            entry = self._do(lambda: self._entries.get(index))
+            entry = self._entries.get(index)
         except (OSError, sqlite3.Error, diskcache.Timeout) as error:
             self.broken = self.full = True
             self._warn(
@@ -149,7 +148,8 @@ class Disk:
             return False
         entry = self._header(index, payload) + payload
         try:
-            obstacle = self._do(lambda: self._put(index, entry))
+            with self._writing:
+                obstacle = self._put(index, entry)
         except (OSError, sqlite3.Error, diskcache.Timeout) as error:
             obstacle = f"cannot write to the cache in {self.folder} ({error or 'locked'})"
         if obstacle and not self.full:  # several threads may find out at once
@@ -161,9 +161,19 @@ class Disk:
         return not obstacle
 
     def close(self) -> None:
-        """Closes the file. Do this when nothing reads from it any more."""
-        self._do(lambda: self._entries.close())
-        self._thread.shutdown()
+        """Closes the file in this thread, where it opens again when it is used."""
+        self._entries.close()
+
+    @contextlib.contextmanager
+    def session(self) -> Iterator[None]:
+        """Closes the file in this thread at the end of the block.
+
+        Each thread opens the file for itself, and those of a loader come and go.
+        """
+        try:
+            yield
+        finally:
+            self.close()
 
     def _put(self, index: int, entry: bytes) -> str | None:
         """Writes an entry, or says what stands against it."""
@@ -177,9 +187,6 @@ class Disk:
     def _header(self, index: int, payload: bytes) -> bytes:
         checksum = zlib.crc32(payload, zlib.crc32(index.to_bytes(8, "little"), self._seed))
         return _HEADER.pack(len(payload), checksum)
-
-    def _do(self, function: Callable[[], Any]) -> Any:
-        return self._thread.submit(function).result()
 
 
 def _open(folder: Path) -> diskcache.Cache:

@@ -34,7 +34,7 @@ class Loader:
         """Makes the batches of a worker.
 
         Args:
-          samples: of all workers, such as a `DataCache`.
+          samples: of all workers, such as a `DataCache`; it may have a `__getitems__`.
           worker: 0 to `workers` - 1.
           workers: P.
           batch: samples of this worker in a batch.
@@ -61,7 +61,10 @@ class Loader:
             data = data[worker::workers].shuffle(seed=seed)
 
         def read(indices: list[int], random: np.random.Generator) -> Sample:
-            chosen = [samples[index] for index in indices]
+            if hasattr(samples, "__getitems__"):
+                chosen = samples.__getitems__(indices)
+            else:
+                chosen = [samples[index] for index in indices]
             if augment is not None:  # behind the cache
                 chosen = [augment(sample, random) for sample in chosen]
             return {name: np.stack([sample[name] for sample in chosen]) for name in chosen[0]}
