@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.local import partitioned_norms, select_speed, state_memory, step_cost
+from benchmarks.local import data_cache, partitioned_norms, select_speed, state_memory, step_cost
 from benchmarks.network import run, scaling, traffic
 from benchmarks.training import (
     convergence,
@@ -14,6 +14,7 @@ from benchmarks.training import (
 )
 
 PROGRAMS = (
+    data_cache,
     partitioned_norms,
     select_speed,
     state_memory,
@@ -39,6 +40,9 @@ WRONG = [
     *((program, ["--images", "no-such-folder"]) for program in RECORDING),
     *((program, ["--density-text", "2"]) for program in RECORDING),
     *((program, ["--steps", "0"]) for program in RECORDING),
+    (data_cache, ["--images", "8", "--batch", "9"]),
+    (data_cache, ["--bandwidth", "0"]),
+    (data_cache, ["--folder", "no-such-folder"]),
     (fill_in, ["--workers", "1"]),
     (load_balance, ["--workers", "1"]),
     (regions, ["--workers", "0"]),

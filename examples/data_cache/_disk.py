@@ -73,6 +73,13 @@ class Disk:
 
     When the limit is reached, or the disk is full, it keeps what it has and takes no more, and
     says so in one line: a training goes on. Nothing is evicted, for the reason that `Memory` gives.
+
+    Attributes:
+      folder: where it is.
+      stamp: what its entries are of.
+      limit: bytes, or None.
+      full: nothing more is written.
+      broken: nothing more is read.
     """
 
     def __init__(
@@ -103,7 +110,7 @@ class Disk:
         self._warn = warn or functools.partial(print, file=sys.stderr, flush=True)
         _claim(folder, stamp)
         self._seed = zlib.crc32(json.dumps(stamp, sort_keys=True).encode())
-        # Waiting here is quicker than in SQLite, which sleeps while another thread writes.
+        # Of what is written: SQLite sleeps while another thread writes, and waiting is quicker.
         self._writing = threading.Lock()
         try:
             self._entries = _open(folder / _ENTRIES)
@@ -129,10 +136,10 @@ class Disk:
         try:
             entry = self._entries.get(index)
         except (OSError, sqlite3.Error, diskcache.Timeout) as error:
-            self.broken = self.full = True
-            self._warn(
-                f"data_cache: cannot read the cache in {self.folder} any more ({error}); going on "
-                "from the source. Delete the folder before the next run"
+            self._give_up(
+                f"cannot read the cache in {self.folder} any more ({error}); going on from the "
+                "source. Delete the folder before the next run",
+                broken=True,
             )
             return Entry(None, damaged=True)
         if entry is None:
@@ -152,11 +159,10 @@ class Disk:
                 obstacle = self._put(index, entry)
         except (OSError, sqlite3.Error, diskcache.Timeout) as error:
             obstacle = f"cannot write to the cache in {self.folder} ({error or 'locked'})"
-        if obstacle and not self.full:  # several threads may find out at once
-            self.full = True
-            self._warn(
-                f"data_cache: {obstacle}; keeping the entries that it holds, and reading the rest "
-                "from the source in each run"
+        if obstacle:
+            self._give_up(
+                f"{obstacle}; keeping the entries that it holds, and reading the rest from the "
+                "source in each run"
             )
         return not obstacle
 
@@ -183,6 +189,13 @@ class Disk:
             return f"the disk of {self.folder} has less than {self._keep_free:,} bytes free"
         self._entries.set(index, entry)
         return None
+
+    def _give_up(self, reason: str, broken: bool = False) -> None:
+        with self._writing:  # several threads may find out at once
+            known = self.broken if broken else self.full
+            self.full, self.broken = True, self.broken or broken
+        if not known:
+            self._warn(f"data_cache: {reason}")
 
     def _header(self, index: int, payload: bytes) -> bytes:
         checksum = zlib.crc32(payload, zlib.crc32(index.to_bytes(8, "little"), self._seed))
