@@ -11,10 +11,9 @@ Sample = dict[str, np.ndarray]
 class Memory:
     """Keeps samples until a limit in bytes, and then those that it has.
 
-    Nothing is evicted. An epoch reads each sample once, so that what was read longest ago is as
-    likely to be the next as any other: to put one sample in the place of another gains nothing,
-    and evicting the least recently used loses nearly all hits where a share is a little larger
-    than the limit.
+    Nothing is evicted. An epoch reads each sample once, so what was just read is the last to come
+    again: with room for half of a share, half of it is found, and evicting the least recently
+    used would find 15 %.
     """
 
     def __init__(self, limit: int | None = None):
