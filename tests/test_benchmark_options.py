@@ -8,6 +8,7 @@ from benchmarks.training import (
     convergence,
     fill_in,
     load_balance,
+    paper_counts,
     regions,
     select_quality,
     training_tricks,
@@ -25,12 +26,13 @@ PROGRAMS = (
     convergence,
     fill_in,
     load_balance,
+    paper_counts,
     regions,
     select_quality,
     training_tricks,
 )
 RECORDING = (fill_in, load_balance, select_quality)
-DRAWING = (*RECORDING, convergence, run, scaling, traffic, select_speed)
+DRAWING = (*RECORDING, convergence, paper_counts, run, scaling, traffic, select_speed)
 
 WRONG = [
     *((program, ["--json", "no-such-folder/numbers.json"]) for program in PROGRAMS),
@@ -57,6 +59,9 @@ WRONG = [
     (convergence, ["--steps", "1"]),
     (convergence, ["--width", "62"]),
     (convergence, ["--tasks", "images", "--workers", "2", "--batch-images", "5000"]),
+    (paper_counts, ["--images", "no-such-folder", "--tasks", "images"]),
+    (paper_counts, ["--text", "no-such-file", "--tasks", "lstm"]),
+    (paper_counts, ["--workers", "5", "--tasks", "images"]),
     (training_tricks, ["--images", "no-such-folder"]),
     (training_tricks, ["--only", "no-such-variant"]),
     (training_tricks, ["--rate", "nan"]),

@@ -82,7 +82,7 @@ def trained(monkeypatch):
             del link
 
     monkeypatch.setattr(time, "_train", train)
-    monkeypatch.setattr(time, "_started", lambda *_: contextlib.nullcontext(lambda name: None))
+    monkeypatch.setattr(time, "started", lambda *_: contextlib.nullcontext(lambda name: None))
     monkeypatch.setattr(time, "interrupt_when_told", lambda: None)
     monkeypatch.setattr(time.namespaces, "unusable", lambda: None)
     monkeypatch.setattr(time.namespaces, "network", lambda _: contextlib.nullcontext(Hosts()))

@@ -18,6 +18,7 @@ AXIS = "workers"
 Make = Callable[[optax.Schedule], optax.GradientTransformation]
 _LOW_RANK = {"powersgd": optax_ext.powersgd, "acp_sgd": optax_ext.acp_sgd}
 _RANKS = (1, 2, 4)
+NOTHING = "nothing exchanged"
 # The hooks of DistributedDataParallel in front of PyTorch's AdamW; see `_torch_trainer`.
 TORCH = {
     "PyTorch, dense": "",
@@ -40,6 +41,39 @@ def contestants() -> dict[str, Make]:
     for (name, low_rank), rank in itertools.product(_LOW_RANK.items(), _RANKS):
         made[f"{name}({rank}) before AdamW"] = before_adamw(low_rank(rank, axis=AXIS))
     return made
+
+
+def in_buckets() -> dict[str, Make]:
+    """Exchanges that may begin before the gradient is whole, beside those that may not."""
+    sparse = optax_ext.ok_topk(DENSITY, axis=AXIS, selector=select.threshold_reuse(density=DENSITY))
+    return {
+        NOTHING: before_adamw(_of_sums(optax_ext.dense(axis=AXIS, buckets=1))),
+        DENSE: before_adamw(optax_ext.dense(axis=AXIS, buckets=1)),
+        **{
+            f"dense, {count} buckets": before_adamw(optax_ext.dense(axis=AXIS, buckets=count))
+            for count in (2, 4, 8)
+        },
+        "dense, each leaf": before_adamw(optax_ext.dense(axis=AXIS)),
+        "ok_topk": before_adamw(sparse),
+        **{
+            f"ok_topk, {count} buckets": before_adamw(optax_ext.bucketed(sparse, count))
+            for count in (2, 4)
+        },
+    }
+
+
+def _of_sums(exchange: optax.GradientTransformation) -> optax.GradientTransformation:
+    """All of the gradients is computed, and of each leaf one number exchanged."""
+
+    def init(params: Any) -> Any:
+        return exchange.init(jax.tree.map(jnp.sum, params))
+
+    def update(tree: Any, state: Any, params: Any = None):
+        del params
+        sums, state = exchange.update(jax.tree.map(jnp.sum, tree), state)
+        return jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), sums, tree), state
+
+    return optax.GradientTransformation(init, update)
 
 
 def neighbour(given: Sequence[Option]) -> tuple[str, Make]:

@@ -80,7 +80,7 @@ class Trainer:
 
         if options is not None:
             return _over_links.neighbour([tuple(option) for option in options])[1]
-        return _over_links.contestants()[contestant]
+        return (_over_links.in_buckets() | _over_links.contestants())[contestant]
 
     def _start(self, tx: Any) -> None:
         """The first parameters and a new state."""

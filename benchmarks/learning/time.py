@@ -61,7 +61,7 @@ def run_all(store: Store, args: argparse.Namespace) -> None:
     ]
     if not missing:
         return
-    with namespaces.network(args.workers) as made, _started(made, args) as group_of:
+    with namespaces.network(args.workers) as made, started(made, args) as group_of:
         for name, link in missing:
             made.limit(link)
             for rate, seed in _missing(store, args, name, link):
@@ -100,9 +100,7 @@ def _missing(
 
 
 @contextlib.contextmanager
-def _started(
-    made: namespaces.Hosts, args: argparse.Namespace
-) -> Iterator[Callable[[str], Workers]]:
+def started(made: namespaces.Hosts, args: argparse.Namespace) -> Iterator[Callable[[str], Workers]]:
     """Gives the processes for a contestant, which start when they are first asked for."""
     files = {
         name: str(path.resolve()) if path else None

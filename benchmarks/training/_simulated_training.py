@@ -70,6 +70,8 @@ class Curve(NamedTuple):
       words: the mean of the words that each worker received in a step; None without an
         allreduce.
       delivered: the mean of the entries in the update, / n; None without one.
+      counts: what a worker selected and what was delivered at each step, ``f64[2, steps]``; None
+        without one.
     """
 
     steps: list[int]
@@ -77,6 +79,7 @@ class Curve(NamedTuple):
     losses: list[float]
     words: float | None
     delivered: float | None
+    counts: np.ndarray | None = None
 
 
 def exact_top_k(density: float) -> sc.Selector:
@@ -154,7 +157,9 @@ def train(
         mean = jax.tree.map(lambda x: x[0], means)
         updates, optimizer_state = variant.optimizer.update(mean, optimizer_state, params)
         info = optax_ext.get_info(state)
-        sent = (info.words[0], info.delivered[0] * 1.0) if info is not None else ()
+        sent = ()
+        if info is not None:
+            sent = (info.words[0], info.selected.mean(), info.delivered[0] * 1.0)
         return (optax.apply_updates(params, updates), state, optimizer_state), (
             losses.mean(),
             sent,
@@ -186,11 +191,15 @@ def train(
                 flush=True,
             )
         if sent[0]:
-            words, delivered = (
-                float(np.concatenate([np.asarray(counts[i]) for counts in sent]).mean())
-                for i in range(2)
+            words, selected, delivered = (
+                np.concatenate([np.asarray(counts[i], np.float64) for counts in sent])
+                for i in range(3)
             )
-            curve = curve._replace(words=words, delivered=delivered / size)
+            curve = curve._replace(
+                words=float(words.mean()),
+                delivered=float(delivered.mean()) / size,
+                counts=np.stack([selected, delivered]),
+            )
         return curve
 
     return [one(seed) for seed in seeds]

@@ -1,0 +1,121 @@
+"""What an exchange in buckets gains behind the backward pass, over links with a limited bandwidth.
+
+    sudo python -m benchmarks.learning.overlap --link 100mbit 1gbit --rounds 5 [options]
+
+A bucket of the last layers is complete before the backward pass is, and may be exchanged while the
+rest is computed: DenseOvlp of Ok-Topk's evaluation, and `optax_ext.bucketed` around a sparse
+exchange. Here processes on hosts of their own (network namespaces) take steps of a real model with
+AdamW, as in ``benchmarks.learning.time``. "hidden" is the share of the exchange that costs no time:
+1 - (t - alone) / (whole - alone), where alone is a step that exchanges nothing and whole one
+exchange of the same kind when all is there; it is negative where buckets cost more than they hide.
+
+Linux only, with root and iproute2 (ip, tc).
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from statistics import median
+
+from .._common import display, namespaces, options, reports
+from .._common.processes import interrupt_when_told
+from ..network._workers import WorkerError
+from . import _over_links, time
+from ._contestants import DENSE
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The options."""
+    parser = options.parser_of(__doc__)
+    add = parser.add_argument
+    add("--task", choices=time.WIDTHS, default="text")
+    add("--text", type=Path, metavar="FILE", help="plain text; Python's help topics by default")
+    add("--link", type=options.link, nargs="+", default=["100mbit", "1gbit"], metavar="RATE")
+    add("--workers", type=options.at_least(2), default=4, metavar="P")
+    add("--batch", type=options.at_least_one, default=8, help="of all workers")
+    add("--width", type=options.at_least_one, help="of the model")
+    add("--rounds", type=options.at_least_one, default=5)
+    add("--steps", type=options.at_least_one, default=10, help="of a contestant in a round")
+    add("--no-pin", action="store_true", help="let the processes move between the cores")
+    add("--timeout", type=options.positive, default=600.0, metavar="SECONDS", help="of an answer")
+    options.add_outputs(parser)
+    args = parser.parse_args(argv)
+    args.images, args.width = None, args.width or time.WIDTHS[args.task]
+    if args.batch % args.workers:
+        parser.error(f"--batch {args.batch} can't be dealt out to {args.workers} workers")
+    return args
+
+
+def measure(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    """Seconds of a step by link and contestant, one for each round."""
+    seconds = {link: {name: [] for name in _over_links.in_buckets()} for link in args.link}
+    with namespaces.network(args.workers) as made, time.started(made, args) as group_of:
+        for number in range(args.rounds):
+            for link, of_link in seconds.items():
+                made.limit(link)
+                for name, found in of_link.items():
+                    options.progress(f"round {number + 1} of {args.rounds}, {link}, {name}")
+                    begin = {"options": None, "contestant": name, "seed": 0}
+                    answers = group_of(name).ask("begin", **begin, warmup=args.steps)
+                    found.append(max(answer["seconds"] for answer in answers))
+    options.progress("", last=True)
+    return seconds
+
+
+def hidden(found: dict[str, list[float]], name: str) -> list[float] | None:
+    """What of the exchange costs no time, by round; None for what is not in buckets."""
+    whole = name.split(",")[0]
+    if "," not in name:
+        return None
+    rounds = zip(found[name], found[_over_links.NOTHING], found[whole], strict=True)
+    return [1 - (step - alone) / (all_of_it - alone) for step, alone, all_of_it in rounds]
+
+
+def show(seconds: dict[str, dict[str, list[float]]], args: argparse.Namespace) -> None:
+    """The table of each link."""
+    for link, found in seconds.items():
+        rows = []
+        for name, times in found.items():
+            ratios = [a / b for a, b in zip(found[DENSE], times, strict=True)]
+            shares = hidden(found, name)
+            rows.append(
+                [
+                    name,
+                    f"{1000 * median(times):.0f}",
+                    f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+                    "-"
+                    if shares is None
+                    else f"{median(shares):.2f} ({min(shares):.2f} to {max(shares):.2f})",
+                ]
+            )
+        display.show(
+            f"{args.task}, {link}, P = {args.workers}, batch {args.batch}, {args.rounds} rounds of "
+            f"{args.steps} steps",
+            ["contestant", "step, ms", "times dense", "hidden"],
+            rows,
+        )
+
+
+@options.program
+def main(argv: list[str] | None = None) -> int:
+    """Measures, and prints the tables."""
+    args = parse(argv)
+    interrupt_when_told()
+    reason = namespaces.unusable()
+    if reason is not None:
+        raise options.InputError(reason)
+    try:
+        seconds = measure(args)
+    except (namespaces.NetworkError, WorkerError) as error:
+        print(f"overlap: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("overlap: interrupted", file=sys.stderr)
+        return 130
+    show(seconds, args)
+    reports.write(args.json, seconds)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
