@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 @jax.tree_util.register_dataclass
@@ -36,6 +37,41 @@ class PaddedCOO:
     values: jax.Array
     indices: jax.Array
     size: int = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def from_pairs(cls, indices: jax.Array, values: jax.Array, size: int) -> "PaddedCOO":
+        """A vector from value-index pairs in any order; the values of one index are added.
+
+        For gradients that come as pairs, such as those of embeddings or of linear models on
+        sparse rows: no vector of length ``size`` is made.
+
+        Args:
+          indices: ``i32[c]``, in ``[0, size]``; ``size`` marks padding.
+          values: ``f[c]``; they are added in float32, in the order in which they come.
+          size: n.
+
+        Returns:
+          Unique ascending indices in c slots, padding last. Cost: a sort of c pairs.
+
+        Example:
+          >>> import jax.numpy as jnp
+          >>> coo = PaddedCOO.from_pairs(jnp.array([4, 1, 4]), jnp.array([1.0, 2.0, 3.0]), 5)
+          >>> coo.indices.tolist(), coo.values.tolist()
+          ([1, 4, 5], [2.0, 4.0, 0.0])
+        """
+        if indices.ndim != 1 or indices.shape != values.shape:
+            raise ValueError(
+                f"indices and values must be of one shape [c], got {indices.shape} and "
+                f"{values.shape}."
+            )
+        slots = indices.shape[0]
+        indices, values = lax.sort((indices.astype(jnp.int32), values), num_keys=1)
+        is_new = jnp.diff(indices, prepend=-1) > 0
+        slot = jnp.where(indices < size, jnp.cumsum(is_new, dtype=jnp.int32) - 1, slots)
+        sums = jnp.zeros((slots,), jnp.float32)
+        sums = sums.at[slot].add(values.astype(jnp.float32), mode="drop")
+        unique = jnp.full((slots,), size, jnp.int32).at[slot].set(indices, mode="drop")
+        return cls(sums.astype(values.dtype), unique, size)
 
     @property
     def capacity(self) -> int:

@@ -31,6 +31,7 @@ from . import (
     reference,
     report,
     sgd,
+    sharded,
 )
 from .run import Run
 
@@ -99,11 +100,12 @@ def _train(
         def trainer(name: str):
             return sgd.Trainer(workers, model, made, name, settings)
     else:
-        problem = coordinate_descent.problem_of(source, workers)
+        descent = sharded if opts.features == "sharded" else coordinate_descent
+        problem = descent.problem_of(source, workers)
         settings = coordinate_descent.Settings(opts.block, opts.regularisation, opts.seed)
 
         def trainer(name: str):
-            return coordinate_descent.Trainer(workers, model, problem, name, settings)
+            return descent.Trainer(workers, model, problem, name, settings)
 
     runs = []
     for name in opts.exchange:

@@ -2,11 +2,11 @@
 
 Worker i owns the i-th of P equal ranges of features. In a step it takes some of them, 100 in
 SparCML, and moves each to where a bound of the objective along it has its minimum. The steps are
-disjoint by construction, so the exchange is an allgather; then everyone knows the new margins. All
-workers have all rows and columns, as the margins of all rows depend on every step.
+disjoint by construction, so the exchange is an allgather. All workers have the whole matrix and
+follow the margins of all rows; in :mod:`.sharded` each has its own columns only.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -126,33 +126,42 @@ def damping(row_length: int, block: int, owned: int, workers: int) -> float:
 
 
 class Schedule:
-    """Which coordinates move in which step: each worker's own, in an order of the seed.
+    """Which coordinates move in which step: each worker's own, in an order of the seed."""
 
-    Attributes:
-      length: steps of an epoch, in which every coordinate that occurs has its turn.
-      owned: coordinates that occur, of the worker that has fewest.
-    """
+    def __init__(
+        self, owned: Mapping[int, np.ndarray], *, length: int, size: int, block: int, seed: int
+    ):
+        """The order of the coordinates of some workers.
 
-    def __init__(self, counts: np.ndarray, workers: int, block: int, seed: int):
-        """For ``counts i32[n]``, the nonzeros of each column."""
-        size, width = len(counts), -(-len(counts) // workers)
-        self._owned = [
-            np.flatnonzero(counts[start : start + width]).astype(np.int32) + np.int32(start)
-            for start in range(0, workers * width, width)
-        ]
-        self._size, self._block, self._seed = size, block, seed
-        self.owned = max(1, min(len(owned) for owned in self._owned))
-        self.length = -(-max(len(owned) for owned in self._owned) // block)
+        Args:
+          owned: for each of the workers, by number, its coordinates that occur, ``i32``.
+          length: steps of an epoch, in which each of them has its turn, with any worker.
+          size: what to write where there is no coordinate.
+          block: coordinates of a worker in a step.
+          seed: of the order.
+        """
+        self._owned, self._size, self._block, self._seed = owned, size, block, seed
+        self.length = length
 
     def epoch(self, number: int) -> np.ndarray:
-        """``i32[steps, P, block]``, ascending in each block, n where there is none."""
+        """``i32[steps, workers, block]``, ascending in each block, ``size`` where there is none."""
         picked = []
-        for worker, owned in enumerate(self._owned):
+        for worker, owned in self._owned.items():
             order = np.random.default_rng([self._seed, number, worker]).permutation(owned)
-            room = self.length * self._block - len(order)
             # Blocks that are not full come last.
-            picked.append(np.pad(order, (0, room), constant_values=self._size))
-        return np.sort(np.stack(picked).reshape(len(picked), self.length, -1).swapaxes(0, 1), -1)
+            room = self.length * self._block - len(order)
+            order = np.pad(order, (0, room), constant_values=self._size)
+            picked.append(np.sort(order.reshape(self.length, self._block)))
+        return np.stack(picked, axis=1)
+
+
+def occurring(counts: np.ndarray, workers: int) -> dict[int, np.ndarray]:
+    """For each worker, the features of its range that occur, of ``counts i32[n]`` nonzeros."""
+    width = -(-len(counts) // workers)
+    return {
+        worker: np.flatnonzero(counts[start : start + width]).astype(np.int32) + np.int32(start)
+        for worker, start in enumerate(range(0, workers * width, width))
+    }
 
 
 class Trainer:
@@ -161,8 +170,11 @@ class Trainer:
     def __init__(self, group: Group, model: Model, problem: "Problem", exchange: str, s: Settings):
         self._group, self._problem, self._settings = group, problem, s
         rows, size = problem.labels.shape[0], problem.columns.starts.shape[0] - 1
-        self._schedule = Schedule(problem.lengths, group.workers, s.block, s.seed)
-        factor = damping(problem.row_length, s.block, self._schedule.owned, group.workers)
+        owned = occurring(problem.lengths, group.workers)
+        most, least = (pick(map(len, owned.values())) for pick in (max, min))
+        length = -(-most // s.block)
+        self._schedule = Schedule(owned, length=length, size=size, block=s.block, seed=s.seed)
+        factor = damping(problem.row_length, s.block, max(1, least), group.workers)
 
         def local(state: State, columns: Columns, labels: jax.Array, picked: jax.Array):
             weights = state.weights.at[picked].get(mode="fill", fill_value=0)

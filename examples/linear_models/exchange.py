@@ -50,6 +50,9 @@ GRADIENTS: dict[str, Callable[[Fit, int], SparseAllreduce]] = {
     "topk_a": lambda fit, workers: allreduce.topk_a(),
 }
 
+# Of changes of margins, of which nobody knows beforehand where they are.
+MARGINS = {name: GRADIENTS[name] for name in ("dense", "ssar_recursive_double", "topk_a")}
+
 
 def dense_allgather(shards: int) -> SparseAllreduce:
     """The dense counterpart of a sparse allgather, for updates of one's own range of indices.

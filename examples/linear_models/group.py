@@ -26,6 +26,7 @@ class MeshGroup:
       workers: P.
       mine: the numbers of the workers in this process.
       leads: whether this process is the one that reports.
+      mesh: the mesh.
     """
 
     def __init__(self, mesh: jax.sharding.Mesh):
@@ -35,7 +36,7 @@ class MeshGroup:
         devices = enumerate(mesh.devices.flat)
         self.mine = [i for i, device in devices if device.process_index == here]
         self.leads = here == 0
-        self._mesh = mesh
+        self.mesh = mesh
         self._specs = {SAME: P(), OWN: P(_AXIS)}
 
     def jit(
@@ -56,7 +57,7 @@ class MeshGroup:
 
         mapped = jax.shard_map(
             worker,
-            mesh=self._mesh,
+            mesh=self.mesh,
             in_specs=tuple(self._specs[kind] for kind in ins),
             out_specs=tuple(self._specs[kind] for kind in outs),
             # What the exchanges return is the same on all workers, by their contract; to have it
@@ -67,7 +68,7 @@ class MeshGroup:
 
     def own(self, parts: Sequence[Any]) -> Any:
         """Arrays of the workers in this process, one tree each, as an `OWN` argument."""
-        sharding = NamedSharding(self._mesh, P(_AXIS))
+        sharding = NamedSharding(self.mesh, P(_AXIS))
 
         def place(*leaves: np.ndarray) -> jax.Array:
             return jax.make_array_from_process_local_data(sharding, np.stack(leaves))
@@ -76,7 +77,7 @@ class MeshGroup:
 
     def same(self, tree: Any) -> Any:
         """Arrays that every process has, as a `SAME` argument that stays on the devices."""
-        sharding = NamedSharding(self._mesh, P())
+        sharding = NamedSharding(self.mesh, P())
         make = jax.make_array_from_process_local_data
         return jax.tree.map(lambda x: make(sharding, np.asarray(x)), tree)
 
@@ -85,13 +86,15 @@ class MeshGroup:
         return np.concatenate([shard.data for shard in array.addressable_shards])
 
     def largest(self, numbers: Sequence[float]) -> list[float]:
-        """The largest of each number over all processes; exact for whole ones below 2^24."""
+        """The largest of each number over all processes."""
         if jax.process_count() == 1:
             return list(numbers)
         from jax.experimental import multihost_utils
 
-        gathered = multihost_utils.process_allgather(np.asarray(numbers, np.float32))
-        return np.max(gathered, axis=0).tolist()
+        # As words: jax has no float64 unless it is asked for.
+        words = np.asarray(numbers, np.float64).view(np.uint32)
+        gathered = np.ascontiguousarray(multihost_utils.process_allgather(words))
+        return np.max(gathered.view(np.float64), axis=0).tolist()
 
 
 class MpiGroup:

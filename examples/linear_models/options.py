@@ -7,10 +7,16 @@ from pathlib import Path
 
 from . import exchange, generate, models, report
 
-EXCHANGES = {"sgd": exchange.GRADIENTS, "scd": exchange.COORDINATES}
+# By method, and by where the features are.
+EXCHANGES = {
+    ("sgd", "replicated"): exchange.GRADIENTS,
+    ("scd", "replicated"): exchange.COORDINATES,
+    ("scd", "sharded"): exchange.MARGINS,
+}
 _DEFAULT = {
-    "sgd": ["dense", "ssar_recursive_double"],
-    "scd": ["dense_allgather", "sparse_allgather"],
+    ("sgd", "replicated"): ["dense", "ssar_recursive_double"],
+    ("scd", "replicated"): ["dense_allgather", "sparse_allgather"],
+    ("scd", "sharded"): ["dense", "ssar_recursive_double"],
 }
 
 
@@ -40,12 +46,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--generate", choices=generate.SHAPES, default="small", help="data without --data (small)")
     number("--rows", int, None, 1, 10**9, "rows of generated data")
     add("--model", choices=models.MODELS, default="logistic", help="(logistic); svm: squared hinge")
-    add("--method", choices=EXCHANGES, default="sgd", help="SGD, or coordinate descent (sgd)")
+    add("--method", choices=("sgd", "scd"), default="sgd", help="SGD, or coordinate descent (sgd)")
+    add(
+        "--features",
+        choices=("replicated", "sharded"),
+        default="replicated",
+        help="sharded, with scd: a worker has the columns of its own features only (replicated)",
+    )
     add(
         "--exchange",
         nargs="+",
         metavar="NAME",
-        help="; ".join(f"{method}: {', '.join(names)}" for method, names in EXCHANGES.items())
+        help="; ".join(f"{' '.join(key)}: {', '.join(names)}" for key, names in EXCHANGES.items())
         + "; each is a training, by default the dense and the first sparse one",
     )
     number("--workers", int, None, 1, 1024, "workers (4; with --mpi the ranks)")
@@ -66,16 +78,25 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     reason = _wrong(options)
     if reason:
         parser.error(reason)
-    options.exchange = list(dict.fromkeys(options.exchange or _DEFAULT[options.method]))
+    options.exchange = list(dict.fromkeys(options.exchange or _DEFAULT[_key(options)]))
     return options
+
+
+def _key(options: argparse.Namespace) -> tuple[str, str]:
+    return options.method, options.features
 
 
 def _wrong(options: argparse.Namespace) -> str | None:
     """What is wrong with the options together, in one line."""
-    known = EXCHANGES[options.method]
+    if _key(options) not in EXCHANGES:
+        return "--features sharded is for --method scd"
+    known = EXCHANGES[_key(options)]
     for name in options.exchange or ():
         if name not in known:
-            return f"--exchange {name} is none of --method {options.method}: {', '.join(known)}"
+            return (
+                f"--exchange {name} is none of --method {options.method} with {options.features} "
+                f"features: {', '.join(known)}"
+            )
     if options.method == "scd" and models.MODELS[options.model]().curvature is None:
         return f"--model {options.model} has no second derivative, which scd needs: --model svm"
     if (options.rate or 0) * options.regularisation >= 1:

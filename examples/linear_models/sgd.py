@@ -139,11 +139,11 @@ class Trainer:
         square = float(np.asarray(self._square(self._weights)[0]))
         return sum(sums) / sum(self._batches.counts) + self._settings.regularisation / 2 * square
 
-    def epoch(self, advance: Callable[[], None] = lambda: None) -> None:
-        """One pass over the batches, in an order of its own."""
+    def epoch(self, advance: Callable[[], None] = lambda: None, most: int | None = None) -> None:
+        """One pass over the batches, in an order of its own, or the first ``most`` of them."""
         clock, number = Clock(self._group), len(self.run.seconds)
         order = np.random.default_rng([self._settings.seed, number])
-        for at in order.permutation(len(self._batches.parts)):
+        for at in order.permutation(len(self._batches.parts))[:most]:
             self._step(clock, at)
             advance()
         clock.close(self.run.exchange)

@@ -104,3 +104,28 @@ def test_it_cannot_be_changed_in_place():
     coo, _ = example()
     with pytest.raises(dataclasses.FrozenInstanceError):
         coo.size = 3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("pairs", [1, 7, 40])
+def test_pairs_of_one_index_are_added_and_the_indices_ascend(pairs, dtype):
+    rng = np.random.default_rng(pairs)
+    indices = rng.integers(0, SIZE + 1, pairs).astype(np.int32)
+    values = rng.integers(-8, 8, pairs).astype(np.float32)
+    expected = np.zeros(SIZE + 1)
+    np.add.at(expected, indices, values)
+    coo = jax.jit(sc.PaddedCOO.from_pairs, static_argnums=2)(
+        jnp.asarray(indices), jnp.asarray(values, dtype), SIZE
+    )
+    assert coo.capacity == pairs
+    assert coo.values.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(coo.to_dense(), np.float64), expected[:SIZE])
+    count = int(coo.count())
+    assert coo.indices[:count].tolist() == sorted(set(indices.tolist()) - {SIZE})
+    assert (coo.indices[count:] == SIZE).all()
+    assert (coo.values[count:] == 0).all()
+
+
+def test_pairs_must_be_pairs():
+    with pytest.raises(ValueError, match=r"must be of one shape \[c\], got \(3,\) and \(2,\)"):
+        sc.PaddedCOO.from_pairs(jnp.zeros(3, jnp.int32), jnp.zeros(2), SIZE)
