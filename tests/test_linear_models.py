@@ -31,7 +31,8 @@ from sparse_collectives import PaddedCOO, _compat, simulate
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
 
-SHAPE = generate.Shape(size=300, nonzeros=8, rows=130, exponent=1.1)
+# Neither features nor rows are a multiple of the workers.
+SHAPE = generate.Shape(size=301, nonzeros=8, rows=130, exponent=1.1)
 RIDGE = 0.01
 
 
@@ -239,8 +240,8 @@ def test_messages_have_room_for_the_largest_batch_and_no_more():
             sets.append(set(source.rows(low, min(low + 20, 130))[0].indices) if low < 130 else [])
         union = set().union(*sets)
         selections += map(len, sets)
-        blocks += [sum(i // 100 == r for i in one) for one in sets for r in range(3)]
-        regions += [sum(i // 100 == r for i in union) for r in range(3)]
+        blocks += [sum(i // 101 == r for i in one) for one in sets for r in range(3)]
+        regions += [sum(i // 101 == r for i in union) for r in range(3)]
         unions.append(len(union))
     assert made.fit == batches.Fit(max(selections), max(blocks), max(regions), max(unions))
     assert made.parts[0].indices.shape == (3, made.fit.selection)
@@ -384,8 +385,8 @@ def test_the_dense_exchanges_of_coordinates_give_the_same_bits(name, gathered):
     sparse = training.finished()
     found = descended(coordinate_descent, workers, made, name).finished()
     np.testing.assert_array_equal(found.weights, sparse.weights)
-    per_step = {"dense": 2 * 300 * 2 / 3, "dense_allgather": 100 * 2}[name]
-    assert found.words[0] == per_step * found.steps
+    per_step = {"dense": 2 * 301 * 2 / 3, "dense_allgather": 101 * 2}[name]
+    assert found.words[0] == pytest.approx(per_step * found.steps)
     assert sparse.words[0] == 2 * 10 * 2 * sparse.steps
 
 
@@ -471,7 +472,7 @@ def test_wrong_input_is_one_line(argv, message, capsys):
     [
         ("sgd", "logistic", ["--rate", "4"]),
         ("sgd", "svm", []),
-        ("sgd", "hinge", ["--rate", "0.3", "--batch", "4"]),
+        ("sgd", "hinge", ["--rate", "20", "--epochs", "60"]),
         ("scd", "logistic", ["--block", "3"]),
         ("scd", "svm", ["--block", "3"]),
     ],

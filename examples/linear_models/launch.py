@@ -80,7 +80,8 @@ def on_loopback(argv: Sequence[str], workers: int) -> int:
 
 def _show(process: subprocess.Popen[str]) -> None:
     assert process.stdout is not None
-    for line in process.stdout:
-        # Gloo writes lines of its own.
-        if not line.startswith("[Gloo]"):
-            print(line, end="", flush=True)
+    with process.stdout as lines:
+        for line in lines:
+            # Gloo writes lines of its own.
+            if not line.startswith("[Gloo]"):
+                print(line, end="", flush=True)

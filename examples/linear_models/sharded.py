@@ -61,7 +61,6 @@ def problem_of(source: Source, group: Group) -> Problem:
         for worker, kept in parts.items():
             kept.append(matrix[:, worker * width : (worker + 1) * width])
     made = [by_column.of_matrix(vstack(kept, format="csr")) for kept in parts.values()]
-    lengths = [np.diff(columns.starts) for columns in made]
     nonzeros = int(group.largest([max(len(columns.rows) for columns in made)])[0])
     # As many for all; nothing refers to what is added.
     placed = [
@@ -72,6 +71,7 @@ def problem_of(source: Source, group: Group) -> Problem:
         for columns in made
     ]
     labels = group.same(np.concatenate(all_labels))
+    lengths = [np.diff(columns.starts) for columns in placed]
     own = dict(zip(group.mine, lengths, strict=True))
     return Problem(group.own(placed), labels, own, row_length, source.size)
 
