@@ -1,26 +1,18 @@
-"""The linear models of the examples: reading, steps against NumPy, and that nothing is lost."""
-
-import gzip
-import json
+"""The linear models of the examples: steps against NumPy, and that nothing is lost."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from PIL import Image
 from scipy.sparse import csr_matrix, random_array
-from sklearn.datasets import dump_svmlight_file
 
-from examples._data import InputError
 from examples.linear_models import (
-    __main__,
     batches,
     coordinate_descent,
     data,
     exchange,
     generate,
     group,
-    launch,
     models,
     reference,
     sgd,
@@ -50,86 +42,6 @@ def slope(name, margins, labels):
         "svm": -2 * labels * np.maximum(0, 1 - products),
         "hinge": -labels * (products < 1),
     }[name]
-
-
-# Data.
-
-
-def test_what_is_written_is_read(tmp_path):
-    matrix, labels = problem()
-    for path in (tmp_path / "data", tmp_path / "data.gz"):
-        opened = gzip.open if path.suffix else open
-        with opened(path, "wb") as file:
-            dump_svmlight_file(matrix, np.where(labels > 0, 7, 3), file, zero_based=False)
-        read, found, classes = data.read(path, size=50)
-        assert classes == (3, 7)
-        assert read.shape == (60, 50)
-        assert read.dtype == np.float32
-        np.testing.assert_array_equal(found, labels)
-        np.testing.assert_allclose(read.toarray()[:, :40], matrix.toarray(), rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("1 1:2\nx 2:3", "line 2: the label 'x' is not a finite number"),
-        ("1 1:2\n-1 2:3 4", "line 2: '4' is not INDEX:VALUE"),
-        ("1 1:2\n-1 a:3", "line 2: 'a:3' is not INDEX:VALUE"),
-        ("1 1:2\n# none\n-1 2:y", "line 3: the value of '2:y' is not a finite number"),
-        ("1 1:2\n-1 2:nan", "line 2: the value of '2:nan' is not a finite number"),
-        ("1 1:2\n-1 2:1e39", "line 2: the value of '2:1e39' is not a finite number"),
-        ("inf 1:2\n-1 2:1", "line 1: the label 'inf' is not a finite number"),
-        ("1 0:2\n-1 2:3", "line 1: the index of '0:2' is below 1"),
-        ("1 -4:2\n-1 2:3", "line 1: the index of '-4:2' is below 1"),
-        ("1 1:2\n-1 3:1 2:1", "line 2: the index of '2:1' is not above the one before it, 3"),
-        ("1 1:2\n-1 3:1 3:1", "line 2: the index of '3:1' is not above the one before it, 3"),
-        ("1 1:2\n-1 6:1", "line 2: the index of '6:1' is above the size, 5"),
-        ("1 1:2\n-1 99999999999:1", "line 2: the index of '99999999999:1' is above the size, 5"),
-        ("1 1:2\n1 2:2", "has 1 labels (1): a linear classifier takes two"),
-        ("1 1:2\n2 2:2\n3 1:1", "has 3 labels (1, 2, 3): a linear classifier takes two"),
-        ("1 1:2\n0 2:2", "has the labels 0, 1, expected -1, 1"),
-        ("", "has no rows"),
-    ],
-)
-def test_a_malformed_file_is_one_line_that_names_the_place(text, message, tmp_path):
-    path = tmp_path / "bad"
-    path.write_text(text + "\n")
-    with pytest.raises(InputError) as raised:
-        data.read(path, 5, (-1.0, 1.0))
-    assert str(raised.value).startswith(str(path))
-    assert message in str(raised.value)
-    assert "\n" not in str(raised.value)
-
-
-def test_a_file_that_is_not_there_is_one_line(tmp_path):
-    with pytest.raises(InputError, match="cannot read .*none: No such file"):
-        data.read(tmp_path / "none")
-
-
-@pytest.mark.parametrize("size", [1, 2, 5, 123, 3600, 3_231_961])
-def test_features_are_renumbered_one_to_one_and_runs_come_apart(size):
-    moved = data.spread_indices(np.arange(size), size)
-    assert moved.dtype == np.int32
-    np.testing.assert_array_equal(np.sort(moved), np.arange(size))
-    if size > 1000:
-        shares = np.histogram(moved[: size // 10], bins=4, range=(0, size))[0] / (size // 10)
-        np.testing.assert_allclose(shares, 0.25, atol=0.05)
-
-
-def test_generated_rows_do_not_depend_on_who_asks():
-    shape = SHAPE._replace(rows=600)
-    source = generate.power_law("some", shape, seed=3)
-    matrix, labels = source.rows(0, 600)
-    part, part_labels = source.rows(240, 510)
-    np.testing.assert_array_equal(part.toarray(), matrix.toarray()[240:510])
-    np.testing.assert_array_equal(part_labels, labels[240:510])
-    np.testing.assert_allclose(np.sqrt(matrix.multiply(matrix).sum(1)), 1, rtol=1e-5)
-    other = generate.power_law("some", shape, seed=4).rows(0, 600)[0]
-    assert (other != matrix).nnz > 0
-    popularity = matrix.getnnz(axis=0)
-    assert popularity[0] > 5 * popularity[100:].mean() > 0
-    assert 4 < matrix.nnz / 600 < 8
-    assert set(labels) == {-1, 1}
 
 
 # Gradients.
@@ -398,113 +310,3 @@ def test_sharded_features_give_what_replicated_ones_do(name, gathered):
     expected = training.finished()
     np.testing.assert_allclose(found.objectives, expected.objectives, rtol=1e-5)
     np.testing.assert_allclose(found.weights, expected.weights, rtol=1e-4, atol=1e-5)
-
-
-# The command line.
-
-
-def written(folder, *argv):
-    out, numbers = folder / "out.png", folder / "numbers.json"
-    assert __main__.main([*argv, "--out", str(out), "--json", str(numbers)]) == 0
-    with Image.open(out) as image:
-        assert image.width > 600
-        assert len(np.unique(np.asarray(image.convert("L")))) > 20
-    return json.loads(numbers.read_text())
-
-
-def libsvm_file(path, rows=900):
-    shape = generate.Shape(size=120, nonzeros=14, rows=rows, exponent=1.1)
-    matrix, labels = generate.power_law("some", shape, seed=1).rows(0, rows)
-    dump_svmlight_file(matrix, labels, str(path), zero_based=False)
-    return str(path)
-
-
-def test_the_program_compares_exchanges_on_a_file(tmp_path, capsys):
-    file = libsvm_file(tmp_path / "rows", 300)
-    argv = ["--data", file, "--test", file, "--workers", "2", "--epochs", "2", "--solver"]
-    numbers = written(tmp_path, *argv, "--exchange", "dense", "topk_a")
-    assert list(numbers["runs"]) == ["dense", "topk_a"]
-    assert numbers["runs"]["dense"]["words"] == [120 * 2] * 2  # two steps of 2 n / 2
-    assert numbers["runs"]["topk_a"]["difference"] < 1e-5
-    assert numbers["solver"] < min(numbers["runs"]["dense"]["objectives"])
-    assert 0.5 < numbers["test_accuracy"] <= 1
-    printed = capsys.readouterr().out
-    assert "300 rows, 120 features; logistic, sgd, 2 workers" in printed
-    assert "scikit-learn" in printed
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--workers", "0"], "0 is not between 1 and"),
-        (["--exchange", "ring"], "--exchange ring is none of --method sgd"),
-        (["--method", "scd", "--exchange", "topk_a"], "is none of --method scd"),
-        (["--method", "scd", "--model", "hinge"], "has no second derivative"),
-        (["--features", "sharded"], "--features sharded is for --method scd"),
-        (["--rate", "1e5", "--regularisation", "1"], "must be below 1"),
-        (["--test", "file"], "--test and --size are for --data"),
-        (["--data", "none", "--rows", "5"], "--rows is for generated data"),
-        (["--data", "no-such-file"], "cannot read no-such-file: No such file"),
-        (["--mpi", "--processes"], "exclude one another"),
-        (["--mpi", "--workers", "2"], "it is the -n of mpirun"),
-        (["--coordinator", "host:1"], "--coordinator and --process-id go together"),
-        (["--coordinator", "host", "--process-id", "0"], "expected HOST:PORT"),
-        (["--coordinator", "host:1", "--process-id", "4"], "--process-id is 4, of 4 workers"),
-        (["--workers", "9"], "--workers is 9, but jax runs with 8 devices"),
-        (["--out", "figure.txt"], "must end in one of"),
-        (["--json", "no/such/folder/file"], "cannot write"),
-    ],
-)
-def test_wrong_input_is_one_line(argv, message, capsys):
-    try:
-        status = __main__.main(argv)
-    except SystemExit as exit_:
-        status = exit_.code
-    assert status == 2
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1
-    assert message in lines[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "model", "more"),
-    [
-        ("sgd", "logistic", ["--rate", "4"]),
-        ("sgd", "svm", []),
-        ("sgd", "hinge", ["--rate", "20", "--epochs", "60"]),
-        ("scd", "logistic", ["--block", "3"]),
-        ("scd", "svm", ["--block", "3"]),
-    ],
-)
-def test_it_reaches_the_objective_of_a_solver(method, model, more, tmp_path):
-    argv = ["--data", libsvm_file(tmp_path / "rows"), "--method", method, "--model", model]
-    argv += ["--epochs", "150", "--batch", "16", "--regularisation", "1e-3", "--solver", *more]
-    numbers = written(tmp_path, *argv)
-    for name, run in numbers["runs"].items():
-        assert numbers["solver"] <= run["objectives"][-1] * (1 + 1e-5)
-        assert run["objectives"][-1] < 1.01 * numbers["solver"], name
-        assert run["difference"] < 1e-5
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "argv", [[], ["--method", "scd"], ["--method", "scd", "--features", "sharded"]]
-)
-def test_processes_compute_what_the_devices_of_one_do(argv, tmp_path):
-    argv = [*argv, "--rows", "800", "--workers", "3", "--epochs", "2"]
-    here = written(tmp_path, *argv)
-    there = written(tmp_path, *argv, "--processes")
-    for name, run in here["runs"].items():
-        objectives = there["runs"][name]["objectives"]
-        np.testing.assert_allclose(objectives, run["objectives"], rtol=1e-5)
-        assert there["runs"][name]["words"] == run["words"]
-
-
-@pytest.mark.slow
-def test_processes_that_fail_end_with_the_status_and_one_line(tmp_path, capfd):
-    file = tmp_path / "bad"
-    file.write_text("1 1:1\n-1 x\n")
-    assert launch.on_loopback(["--data", str(file), "--workers", "2"], 2) == 2
-    lines = [x for x in capfd.readouterr().err.splitlines() if "linear_models" in x]
-    assert lines == [f"linear_models: {file}, line 2: 'x' is not INDEX:VALUE"]

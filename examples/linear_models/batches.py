@@ -80,16 +80,13 @@ def make(source: Source, group: Group, rows: int) -> Batches:
         [_pack(*_taken(source, start + worker * rows, rows), rows) for worker in group.mine]
         for start in starts
     ]
-    each = [batch for batch, _ in (pair for pairs in made for pair in pairs)]
-    longest = max(length for pairs in made for _, length in pairs)
-    selection, nonzeros, largest_row = group.largest(
-        [max(len(b.indices) for b in each), max(len(b.rows) for b in each), longest]
-    )
+    needs = [(len(b.indices), len(b.rows), length) for pairs in made for b, length in pairs]
+    selection, nonzeros, largest_row = group.largest([max(each) for each in zip(*needs)])
     slots, nonzeros = int(selection), int(nonzeros)
     parts = []
     for pairs in made:
         parts.append(group.own([_padded(b, source.size, slots, nonzeros) for b, _ in pairs]))
-        pairs.clear()
+        pairs.clear()  # the devices have them now
     counts = [min(together, source.count - start) for start in starts]
     fit = _fit([part.indices for part in parts], source.size, slots, group)
     return Batches(parts, counts, source.size, fit, largest_row)

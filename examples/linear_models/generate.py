@@ -46,15 +46,16 @@ def power_law(name: str, shape: Shape, seed: int) -> Source:
       seed: of everything.
 
     Returns:
-      A :class:`Source`. Feature 0 is the most common one. A row has ``nonzeros`` draws give or take
-      a third, less those that fall on the same feature; its values are positive and differ by
-      small factors. A tenth of the labels are random.
+      A :class:`Source`. Feature 0 is the most common one. A row has ``nonzeros`` features in the
+      mean, give or take a third; its values are positive and differ by small factors. A tenth of
+      the labels are random.
     """
+    draws = _draws(shape)
     weights = np.random.default_rng([seed, 0]).standard_normal(shape.size, np.float32)
 
     def block(number: int) -> tuple[csr_matrix, np.ndarray]:
         random = np.random.default_rng([seed, 1, number])
-        lengths = random.uniform(2 / 3, 4 / 3, _BLOCK) * shape.nonzeros
+        lengths = random.uniform(2 / 3, 4 / 3, _BLOCK) * draws
         lengths = np.maximum(1, lengths.astype(np.int64))
         row = np.repeat(np.arange(_BLOCK), lengths)
         keys = np.unique(row * shape.size + _ranks(random, len(row), shape))
@@ -79,6 +80,23 @@ def power_law(name: str, shape: Shape, seed: int) -> Source:
         return _stacked(matrices), np.concatenate(labels)
 
     return Source(name, shape.size, shape.rows, rows)
+
+
+def _draws(shape: Shape) -> float:
+    """How many draws with replacement have ``nonzeros`` different features in the mean."""
+    # Ranks between two edges are taken as equally common.
+    edges = np.unique(np.geomspace(1, shape.size + 1, 4000).astype(np.int64)) - 1
+    power = 1 - shape.exponent
+    shares = (edges + _FLAT) ** power
+    widths = np.diff(edges)
+    one = np.diff(shares) / (shares[-1] - shares[0]) / widths
+
+    low, high = 0.0, 1e3 * shape.nonzeros
+    for _ in range(60):
+        middle = (low + high) / 2
+        different = -(widths * np.expm1(middle * np.log1p(-one))).sum()
+        low, high = (middle, high) if different < shape.nonzeros else (low, middle)
+    return high
 
 
 def _ranks(random: np.random.Generator, count: int, shape: Shape) -> np.ndarray:

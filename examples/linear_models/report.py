@@ -1,5 +1,6 @@
 """The table and the figure of trainings that differ in their exchange."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -86,10 +87,12 @@ def draw(numbers: dict[str, Any], path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     runs = numbers["runs"]
     moves = all(row["words"][0] > 0 for row in runs.values())
+    # Two exchanges of as many words lie on one another: both are to be seen.
+    styles = itertools.cycle(("-o", "--s", ":^", "-.d", "--x"))
     for name, row in runs.items():
         epochs = np.arange(1, len(row["words"]) + 1)
         x = np.cumsum(row["words"]) if moves else epochs
-        left.plot(x, row["objectives"][1:], marker="o", markersize=3, label=name)
+        left.plot(x, row["objectives"][1:], next(styles), markersize=4, alpha=0.8, label=name)
     if numbers["solver"] is not None:
         left.axhline(numbers["solver"], color="0.5", linestyle="--", label="scikit-learn")
     left.set(
@@ -100,7 +103,7 @@ def draw(numbers: dict[str, Any], path: Path) -> None:
     if moves:  # a single worker receives nothing
         left.set_xscale("log")
         left.xaxis.set_minor_formatter(NullFormatter())
-    left.legend()
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower left", ncols=3)
 
     places = np.arange(len(runs))
     exchange = np.array([np.median(row["exchange_seconds"]) for row in runs.values()])
@@ -109,6 +112,6 @@ def draw(numbers: dict[str, Any], path: Path) -> None:
     right.barh(places, whole - exchange, left=exchange, label="computing", color="0.7")
     right.set(xlabel="seconds", title="of an epoch", yticks=places, yticklabels=list(runs))
     right.invert_yaxis()
-    right.legend()
+    right.legend(loc="lower right")
     write_atomically(path, lambda part: figure.savefig(part, dpi=150, format=path.suffix[1:]))
     plt.close(figure)

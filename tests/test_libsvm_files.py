@@ -1,0 +1,88 @@
+"""LIBSVM files and generated rows of the linear models: what is read, and what is refused."""
+
+import gzip
+
+import numpy as np
+import pytest
+from sklearn.datasets import dump_svmlight_file
+
+from examples._data import InputError
+from examples.linear_models import data, generate
+
+SHAPE = generate.Shape(size=300, nonzeros=8, rows=600, exponent=1.1)
+
+
+def test_what_is_written_is_read(tmp_path):
+    matrix, labels = generate.power_law("some", SHAPE, seed=0).rows(0, 60)
+    for path in (tmp_path / "data", tmp_path / "data.gz"):
+        opened = gzip.open if path.suffix else open
+        with opened(path, "wb") as file:
+            dump_svmlight_file(matrix, np.where(labels > 0, 7, 3), file, zero_based=False)
+        read, found, classes = data.read(path, size=350)
+        assert classes == (3, 7)
+        assert read.shape == (60, 350)
+        assert read.dtype == np.float32
+        np.testing.assert_array_equal(found, labels)
+        np.testing.assert_allclose(read.toarray()[:, :300], matrix.toarray(), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1 1:2\nx 2:3", "line 2: the label 'x' is not a finite number"),
+        ("1 1:2\n-1 2:3 4", "line 2: '4' is not INDEX:VALUE"),
+        ("1 1:2\n-1 a:3", "line 2: 'a:3' is not INDEX:VALUE"),
+        ("1 1:2\n# none\n-1 2:y", "line 3: the value of '2:y' is not a finite number"),
+        ("1 1:2\n-1 2:nan", "line 2: the value of '2:nan' is not a finite number"),
+        ("1 1:2\n-1 2:1e39", "line 2: the value of '2:1e39' is not a finite number"),
+        ("inf 1:2\n-1 2:1", "line 1: the label 'inf' is not a finite number"),
+        ("1 0:2\n-1 2:3", "line 1: the index of '0:2' is below 1"),
+        ("1 -4:2\n-1 2:3", "line 1: the index of '-4:2' is below 1"),
+        ("1 1:2\n-1 3:1 2:1", "line 2: the index of '2:1' is not above the one before it, 3"),
+        ("1 1:2\n-1 3:1 3:1", "line 2: the index of '3:1' is not above the one before it, 3"),
+        ("1 1:2\n-1 6:1", "line 2: the index of '6:1' is above the size, 5"),
+        ("1 1:2\n-1 99999999999:1", "line 2: the index of '99999999999:1' is above the size, 5"),
+        ("1 1:2\n1 2:2", "has 1 labels (1): a linear classifier takes two"),
+        ("1 1:2\n2 2:2\n3 1:1", "has 3 labels (1, 2, 3): a linear classifier takes two"),
+        ("1 1:2\n0 2:2", "has the labels 0, 1, expected -1, 1"),
+        ("", "has no rows"),
+    ],
+)
+def test_a_malformed_file_is_one_line_that_names_the_place(text, message, tmp_path):
+    path = tmp_path / "bad"
+    path.write_text(text + "\n")
+    with pytest.raises(InputError) as raised:
+        data.read(path, 5, (-1.0, 1.0))
+    assert str(raised.value).startswith(str(path))
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_file_that_is_not_there_is_one_line(tmp_path):
+    with pytest.raises(InputError, match="cannot read .*none: No such file"):
+        data.read(tmp_path / "none")
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 123, 3600, 3_231_961])
+def test_features_are_renumbered_one_to_one_and_runs_come_apart(size):
+    moved = data.spread_indices(np.arange(size), size)
+    assert moved.dtype == np.int32
+    np.testing.assert_array_equal(np.sort(moved), np.arange(size))
+    if size > 1000:
+        shares = np.histogram(moved[: size // 10], bins=4, range=(0, size))[0] / (size // 10)
+        np.testing.assert_allclose(shares, 0.25, atol=0.05)
+
+
+def test_generated_rows_do_not_depend_on_who_asks():
+    source = generate.power_law("some", SHAPE, seed=3)
+    matrix, labels = source.rows(0, 600)
+    part, part_labels = source.rows(240, 510)
+    np.testing.assert_array_equal(part.toarray(), matrix.toarray()[240:510])
+    np.testing.assert_array_equal(part_labels, labels[240:510])
+    np.testing.assert_allclose(np.sqrt(matrix.multiply(matrix).sum(1)), 1, rtol=1e-5)
+    other = generate.power_law("some", SHAPE, seed=4).rows(0, 600)[0]
+    assert (other != matrix).nnz > 0
+    popularity = matrix.getnnz(axis=0)
+    assert popularity[0] > 5 * popularity[100:].mean() > 0
+    assert matrix.nnz / 600 == pytest.approx(8, rel=0.1)
+    assert set(labels) == {-1, 1}
