@@ -135,6 +135,17 @@ def test_one_batch_of_all_rows_is_gradient_descent():
     np.testing.assert_allclose(found.objectives, objectives, rtol=1e-5)
 
 
+def test_every_row_counts_as_much_also_in_a_short_batch():
+    """Steps too small for the order to matter add up to one step of the whole gradient."""
+    matrix, labels = problem()
+    workers = group.on_devices(2)
+    made = batches.make(data.of_matrix("some", matrix, labels), workers, 14)
+    assert made.counts == [28, 28, 4]
+    found = trained(made, workers, "dense", epochs=1, rate=1e-3)
+    gradient = matrix.T @ slope("logistic", np.zeros(60), labels) / 60
+    np.testing.assert_allclose(found.weights, -1e-3 * 60 / 28 * gradient, rtol=1e-2, atol=1e-8)
+
+
 def made_for(count, rows=20):
     workers = group.on_devices(count)
     source = data.spread(generate.power_law("some", SHAPE, seed=0))

@@ -32,7 +32,8 @@ class Settings(NamedTuple):
     """What a training takes besides data and model.
 
     Attributes:
-      rate: of the first step; step t has ``rate / (1 + rate * regularisation * t)``.
+      rate: of the first step; step t has ``rate / (1 + rate * regularisation * t)``, and that of
+        a batch with fewer rows as much less.
       regularisation: the factor of ``|w|^2 / 2`` in the objective.
       seed: of their order.
     """
@@ -156,8 +157,10 @@ class Trainer:
 
     def _step(self, clock: Clock, at: int) -> None:
         rate, regularisation = self._settings.rate, self._settings.regularisation
-        now = np.float32(rate / (1 + rate * regularisation * self._steps))
         part, count = self._batches.parts[at], np.float32(self._batches.counts[at])
+        # A short batch moves less, or each of its rows would count for more than another.
+        share = count / max(self._batches.counts)
+        now = np.float32(share * rate / (1 + rate * regularisation * self._steps))
         (self._weights,) = clock.step(
             lambda: self._gradient(self._weights, part, count)[0],
             self._exchange,
