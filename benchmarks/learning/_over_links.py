@@ -47,8 +47,8 @@ def in_buckets() -> dict[str, Make]:
     """Exchanges that may begin before the gradient is whole, beside those that may not."""
     sparse = optax_ext.ok_topk(DENSITY, axis=AXIS, selector=select.threshold_reuse(density=DENSITY))
     return {
-        NOTHING: before_adamw(_of_sums(optax_ext.dense(axis=AXIS, buckets=1))),
         DENSE: before_adamw(optax_ext.dense(axis=AXIS, buckets=1)),
+        NOTHING: before_adamw(_of_sums(optax_ext.dense(axis=AXIS, buckets=1))),
         **{
             f"dense, {count} buckets": before_adamw(optax_ext.dense(axis=AXIS, buckets=count))
             for count in (2, 4, 8)
@@ -60,6 +60,37 @@ def in_buckets() -> dict[str, Make]:
             for count in (2, 4)
         },
     }
+
+
+def with_norms() -> dict[str, Make]:
+    """LAMB behind a dense exchange, by who computes the norms of the layers."""
+    ratios = {
+        "lamb, every worker": optax.scale_by_trust_ratio(),
+        "lamb, slices": optax_ext.scale_by_trust_ratio(axis=AXIS),
+        "lamb, layers": optax.stateless(_by_layers),
+    }
+
+    def made(ratio: optax.GradientTransformation) -> Make:
+        return lambda rate: optax.chain(
+            optax_ext.dense(axis=AXIS, buckets=1),
+            optax.scale_by_adam(),
+            optax.add_decayed_weights(DECAY),
+            ratio,
+            optax.scale_by_learning_rate(rate),
+        )
+
+    return {name: made(ratio) for name, ratio in ratios.items()}
+
+
+def _by_layers(updates: Any, params: Any) -> Any:
+    """The trust ratio of each layer from one worker."""
+
+    def ratio(update: jax.Array, weights: jax.Array) -> jax.Array:
+        norms = jnp.linalg.norm(weights), jnp.linalg.norm(update)
+        return jnp.where((norms[0] == 0) | (norms[1] == 0), 1.0, norms[0] / norms[1])
+
+    ratios = optax_ext.partition(ratio, axis=AXIS)(updates, params)
+    return jax.tree.map(lambda x, scale: x * scale, updates, ratios)
 
 
 def _of_sums(exchange: optax.GradientTransformation) -> optax.GradientTransformation:

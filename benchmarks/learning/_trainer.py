@@ -80,7 +80,8 @@ class Trainer:
 
         if options is not None:
             return _over_links.neighbour([tuple(option) for option in options])[1]
-        return (_over_links.in_buckets() | _over_links.contestants())[contestant]
+        groups = _over_links.contestants, _over_links.in_buckets, _over_links.with_norms
+        return {name: made for group in groups for name, made in group().items()}[contestant]
 
     def _start(self, tx: Any) -> None:
         """The first parameters and a new state."""

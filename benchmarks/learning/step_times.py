@@ -1,13 +1,20 @@
-"""What an exchange in buckets gains behind the backward pass, over links with a limited bandwidth.
+"""The time of a step of a real model over links with a limited bandwidth, in two groups.
 
-    sudo python -m benchmarks.learning.overlap --link 100mbit 1gbit --rounds 5 [options]
+    sudo python -m benchmarks.learning.step_times --group buckets norms --link 100mbit 1gbit
 
-A bucket of the last layers is complete before the backward pass is, and may be exchanged while the
-rest is computed: DenseOvlp of Ok-Topk's evaluation, and `optax_ext.bucketed` around a sparse
-exchange. Here processes on hosts of their own (network namespaces) take steps of a real model with
-AdamW, as in ``benchmarks.learning.time``. "hidden" is the share of the exchange that costs no time:
-1 - (t - alone) / (whole - alone), where alone is a step that exchanges nothing and whole one
-exchange of the same kind when all is there; it is negative where buckets cost more than they hide.
+Processes on hosts of their own (network namespaces) take steps of a real model, as in
+``benchmarks.learning.time``. Contestants take turns in every round.
+
+buckets: what an exchange in buckets gains behind the backward pass. A bucket of the last layers is
+complete before the pass is, and may be exchanged while the rest is computed: DenseOvlp of Ok-Topk's
+evaluation, and `optax_ext.bucketed` around a sparse exchange. "hidden" is the share of the exchange
+that costs no time: 1 - (t - alone) / (whole - alone), where alone is a step that exchanges nothing
+and whole one exchange of the same kind when all is there; it is negative where buckets cost more
+than they hide.
+
+norms: the layers' norms of LAMB computed by every worker (optax), a slice of each by each worker
+(`optax_ext.lamb`), and whole layers dealt out (`optax_ext.partition`, the operator of Shi et al.),
+with the allreduce that brings them together.
 
 Linux only, with root and iproute2 (ip, tc).
 """
@@ -21,13 +28,16 @@ from .._common import display, namespaces, options, reports
 from .._common.processes import interrupt_when_told
 from ..network._workers import WorkerError
 from . import _over_links, time
-from ._contestants import DENSE
+
+# The contestants of each, the one first that the others are compared with.
+GROUPS = {"buckets": _over_links.in_buckets, "norms": _over_links.with_norms}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options."""
     parser = options.parser_of(__doc__)
     add = parser.add_argument
+    add("--group", choices=GROUPS, nargs="+", default=list(GROUPS))
     add("--task", choices=time.WIDTHS, default="text")
     add("--text", type=Path, metavar="FILE", help="plain text; Python's help topics by default")
     add("--link", type=options.link, nargs="+", default=["100mbit", "1gbit"], metavar="RATE")
@@ -47,11 +57,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """Seconds of a step by link and contestant, one for each round."""
-    seconds = {link: {name: [] for name in _over_links.in_buckets()} for link in args.link}
+    """Seconds of a step by group and link, and contestant, one for each round."""
+    cases = [(group, link) for group in args.group for link in args.link]
+    seconds = {f"{g}, {link}": {name: [] for name in GROUPS[g]()} for g, link in cases}
     with namespaces.network(args.workers) as made, time.started(made, args) as group_of:
         for number in range(args.rounds):
-            for link, of_link in seconds.items():
+            for (_, link), of_link in zip(cases, seconds.values(), strict=True):
                 made.limit(link)
                 for name, found in of_link.items():
                     options.progress(f"round {number + 1} of {args.rounds}, {link}, {name}")
@@ -65,18 +76,18 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
 def hidden(found: dict[str, list[float]], name: str) -> list[float] | None:
     """What of the exchange costs no time, by round; None for what is not in buckets."""
     whole = name.split(",")[0]
-    if "," not in name:
+    if whole == name or _over_links.NOTHING not in found:
         return None
     rounds = zip(found[name], found[_over_links.NOTHING], found[whole], strict=True)
     return [1 - (step - alone) / (all_of_it - alone) for step, alone, all_of_it in rounds]
 
 
 def show(seconds: dict[str, dict[str, list[float]]], args: argparse.Namespace) -> None:
-    """The table of each link."""
-    for link, found in seconds.items():
-        rows = []
+    """The table of each group and link."""
+    for case, found in seconds.items():
+        first, rows = next(iter(found)), []
         for name, times in found.items():
-            ratios = [a / b for a, b in zip(found[DENSE], times, strict=True)]
+            ratios = [a / b for a, b in zip(found[first], times, strict=True)]
             shares = hidden(found, name)
             rows.append(
                 [
@@ -89,9 +100,9 @@ def show(seconds: dict[str, dict[str, list[float]]], args: argparse.Namespace) -
                 ]
             )
         display.show(
-            f"{args.task}, {link}, P = {args.workers}, batch {args.batch}, {args.rounds} rounds of "
+            f"{args.task}, {case}, P = {args.workers}, batch {args.batch}, {args.rounds} rounds of "
             f"{args.steps} steps",
-            ["contestant", "step, ms", "times dense", "hidden"],
+            ["contestant", "step, ms", f"times as fast as {first}", "hidden"],
             rows,
         )
 
@@ -107,10 +118,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         seconds = measure(args)
     except (namespaces.NetworkError, WorkerError) as error:
-        print(f"overlap: {error}", file=sys.stderr)
+        print(f"step_times: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("overlap: interrupted", file=sys.stderr)
+        print("step_times: interrupted", file=sys.stderr)
         return 130
     show(seconds, args)
     reports.write(args.json, seconds)
