@@ -197,10 +197,10 @@ class LowRankExchange:
         return Sum(_phases.where(fits, parts), _phases.where(fits, means), fits, rider)
 
     def _dense(self, given: Given, step: Accumulated) -> Delivered:
-        """The dense mean of the accumulators."""
+        """The dense mean of the increments, in which is all that there is."""
         size, workers = step.layout.size, transport.axis_size(self.options.axis)
-        acc = step.given_densely()
-        total = transport.psum(_factors.joined([acc, given.rider]), self.options.axis)
+        increment = step.part.increment[0]
+        total = transport.psum(_factors.joined([increment, given.rider]), self.options.axis)
         mean, dropped = _nonfinite.dense_mean(self.options.nonfinite, total[:size], workers)
         narrow = any(matrix.dtype != jnp.float32 for matrix in given.matrices)
         lefts = _factors.left_shapes(given.matrices, self.rank)
@@ -214,7 +214,7 @@ class LowRankExchange:
             rider=total[size:],
             dropped=dropped,
             withheld=jnp.zeros((), jnp.int32),
-            selected=jnp.sum(acc != 0, dtype=jnp.int32),
+            selected=jnp.sum(increment != 0, dtype=jnp.int32),
             delivered=jnp.sum(total[:size] != 0, dtype=jnp.int32),
             words=jnp.float32(extend.all_reduce(size, workers)),
         )
@@ -241,7 +241,7 @@ class LowRankExchange:
     def _keep(self, step: Accumulated, result: Delivered, reduced: Reduced) -> Reduced:
         """The residual: the accumulator, but what this worker has given away."""
         given_away = [times(*x) for x in zip(result.left, result.right, strict=True)]
-        kept = step.left() - _factors.joined(given_away)[None]
+        kept = step.acc - _factors.joined(given_away)[None]
         if not isinstance(result.rounding, tuple):
             kept = kept + result.rounding[None]
         selected = extend.to_varying(result.selected, self.options.axis)

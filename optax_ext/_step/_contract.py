@@ -44,15 +44,16 @@ class Accumulated(NamedTuple):
     """What is to be exchanged in a step.
 
     Attributes:
-      acc: ``f32[1, m]``, the accumulator; in a step that is skipped the residual alone.
-      part: what it was made of.
+      acc: ``f32[1, m]``, the accumulator; nothing in a dense step, and the residual alone in a
+        step that is skipped.
+      part: what it was made of; in a dense step its increment is all of the accumulator.
       dense_part: of the leaves that go dense; None where there are none.
       state: before the step.
       layout: of the leaves.
       proceeds: ``bool[]``, the same on every worker; where it is False nothing may be delivered.
         None: every step proceeds.
-      is_dense: ``bool[]``, the same on every worker: whether the accumulators are to be averaged
-        whole. None: no step is.
+      is_dense: ``bool[]``, the same on every worker: whether the increments are to be averaged.
+        None: no step is.
     """
 
     acc: jax.Array
@@ -62,18 +63,6 @@ class Accumulated(NamedTuple):
     layout: _layout.TreeLayout
     proceeds: jax.Array | None
     is_dense: jax.Array | None
-
-    def given_densely(self) -> jax.Array:
-        """``f32[m]``, what a dense step averages: all of it, or nothing where it is skipped."""
-        acc = self.acc[0]
-        return acc if self.proceeds is None else jnp.where(self.proceeds, acc, 0.0)
-
-    def left(self) -> jax.Array:
-        """``f32[1, m]``, the accumulator without what a dense step averages."""
-        if self.is_dense is None:
-            return self.acc
-        goes = self.is_dense if self.proceeds is None else self.is_dense & self.proceeds
-        return jnp.where(goes, 0.0, self.acc)
 
 
 class Reduced(NamedTuple):

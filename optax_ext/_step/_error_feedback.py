@@ -165,18 +165,25 @@ class ErrorFeedback:
     def _accumulate(
         self, guarded: Guarded, state: SparseAllreduceState, layout: _layout.TreeLayout
     ) -> Accumulated:
-        """The accumulator: the residual and the increment."""
+        """The accumulator: the residual and the increment, which a dense step takes as a whole."""
         part, proceeds = guarded.parts[0], guarded.proceeds
         decays = jnp.ones((), jnp.bool_) if proceeds is None else proceeds
-        decayed = _residual.decayed(part.residual, self.options.residual, decays)
+        acc = _residual.decayed(part.residual, self.options.residual, decays) + part.increment
+        is_dense = self.options.is_dense(state.count)
+        if is_dense is not None:
+            # What waits goes with the increments; of a step that is skipped nothing does.
+            goes = is_dense if proceeds is None else is_dense & proceeds
+            nothing = jnp.zeros_like(acc)
+            part = part._replace(increment=jnp.where(goes, acc, nothing))
+            acc = jnp.where(goes, nothing, acc)
         return Accumulated(
-            acc=decayed + part.increment,
+            acc=acc,
             part=part,
             dense_part=guarded.parts[1] if layout.dense_size else None,
             state=state,
             layout=layout,
             proceeds=proceeds,
-            is_dense=self.options.is_dense(state.count),
+            is_dense=is_dense,
         )
 
 

@@ -125,16 +125,16 @@ def sparse(
     )
 
 
-def dense(acc: jax.Array, like: Exchanged, *, parts: Parts) -> Exchanged:
-    """The dense mean of ``acc f32[m]``, with nothing selected.
+def dense(increment: jax.Array, like: Exchanged, *, parts: Parts) -> Exchanged:
+    """The dense mean of ``increment f32[m]``, with nothing selected.
 
     Args:
-      acc: of this worker, or of its shard.
+      increment: of this worker, or of its shard.
       like: the shapes of :func:`sparse`'s result, with states that are passed on.
       parts: the axis, and how the buffer is dealt out.
     """
-    workers, size, inside = transport.axis_size(parts.axis), acc.shape[0], parts.shards
-    total = transport.psum(acc, parts.nodes_axis)
+    workers, size, inside = transport.axis_size(parts.axis), increment.shape[0], parts.shards
+    total = transport.psum(increment, parts.nodes_axis)
     mean, dropped = _nonfinite.dense_mean(parts.nonfinite, total, workers)
     counts = jnp.stack([jnp.sum(total != 0, dtype=jnp.int32), dropped])
     counts, words = parts.over_shards(counts)
@@ -162,7 +162,7 @@ def dense(acc: jax.Array, like: Exchanged, *, parts: Parts) -> Exchanged:
         dropped=counts[1],
         withheld=jnp.zeros((), jnp.int32),
         info=_sparse_state.no_info()._replace(
-            selected=jnp.sum(acc != 0, dtype=jnp.int32),
+            selected=jnp.sum(increment != 0, dtype=jnp.int32),
             delivered=counts[0],
             words=jnp.float32(words),
             useful=jnp.float32(words),

@@ -92,7 +92,7 @@ class SparseExchange:
         # All workers, and all groups of a larger mesh, have the same count.
         return _exchange.dense_or_sparse(
             step.is_dense,
-            lambda: _exchange.dense(step.given_densely(), like, parts=parts),
+            lambda: _exchange.dense(step.part.increment[0], like, parts=parts),
             sparse,
             options.axis,
         )
@@ -100,7 +100,7 @@ class SparseExchange:
     def _keep(self, step: Accumulated, result: Exchanged, reduced: Reduced) -> Reduced:
         """What stays with this worker, and the mean of the whole buffer."""
         result = _exchange.joined(result)
-        kept = result.undelivered.residual(step.left(), result.sent)
+        kept = result.undelivered.residual(step.acc, result.sent)
         arrived = _exchange.delivered_of(result, kept)
         kept = _exchange.with_rounding(kept, result.rounding)
         velocity = step.part.velocity
