@@ -74,7 +74,9 @@ def test_total_is_that_of_the_paper_and_of_the_dense_sum(name, workers):
         scale = np.abs(acc).max() * 1e-6
         for expected in (oracle.as_vector(stream, SIZE), exact_total(out["sent"])):
             np.testing.assert_allclose(out["total"][0], expected, atol=scale, err_msg=case)
-        assert (np.asarray(out["info"].delivered) == len(stream)).all(), case
+        # Where a sum is dense, values that add up to 0 are no entries.
+        entries = (len(stream), np.count_nonzero(out["total"][0]))
+        assert np.isin(out["info"].delivered, entries).all(), case
         assert not np.asarray(out["kept"]).any(), case
     has_words_of_program(out, allreduce, SIZE, K)
 
@@ -152,14 +154,15 @@ def test_a_bound_keeps_the_messages_of_recursive_doubling_short():
 def test_the_ring_has_p_minus_one_messages_that_grow(workers):
     got = collectives(sc.allreduce.ring_sparse(slack=math.inf, fill=math.inf), workers)
     width = math.ceil(1000 / workers)
-    steps = [("collective_permute", 2.0 * min(30 * (t + 1), width)) for t in range(workers - 1)]
-    gather = ("all_gather", 2.0 * min(30 * workers, width) * (workers - 1))
+    # Pairs, or the dense region where these would be longer.
+    steps = [("collective_permute", min(60.0 * (t + 1), width)) for t in range(workers - 1)]
+    gather = ("all_gather", min(60.0 * workers, width) * (workers - 1))
     assert got == [*steps, gather]
     bounded = collectives(sc.allreduce.ring_sparse(), workers)
     words = [words for _, words in bounded[:-1]]
     assert words == sorted(words)
     union = oracle.expected_union(1000, 30, workers)
-    assert bounded[-1][1] == 2 * math.ceil(1.25 * union / workers) * (workers - 1)
+    assert bounded[-1][1] == min(2 * math.ceil(1.25 * union / workers), width) * (workers - 1)
 
 
 @pytest.mark.parametrize("workers", [2, 3, 8, 64])
