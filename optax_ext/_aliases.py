@@ -76,7 +76,8 @@ def ok_topk(
     """
     if exchange.get("paper"):
         # One period and one room for the local half and the global one.
-        exchange = {"global_period": 32, "slack": 4.0} | exchange
+        given = {name: value for name, value in exchange.items() if value is not None}
+        exchange = {"global_period": 32, "slack": 4.0} | given
         if selector is None:
             selector = select.threshold_reuse(
                 density=density,

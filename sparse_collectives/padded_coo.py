@@ -100,6 +100,6 @@ def empty(size: int, capacity: int, dtype=jnp.float32) -> PaddedCOO:
 
 def widen(coo: PaddedCOO, capacity: int) -> PaddedCOO:
     """The same entries in ``capacity`` slots, at least as many as ``coo`` has."""
-    room = (0, capacity - coo.capacity)
+    room = [(0, 0)] * (coo.indices.ndim - 1) + [(0, capacity - coo.capacity)]
     indices = jnp.pad(coo.indices, room, constant_values=coo.size)
     return PaddedCOO(jnp.pad(coo.values, room), indices, coo.size)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import transport
+from sparse_collectives import padded_coo, transport
 from sparse_collectives._types import AxisName, Codec
 from sparse_collectives.allreduce._parts import _messages
 from sparse_collectives.allreduce.ok_topk import _sizes
@@ -57,16 +57,18 @@ def gather(
     slots, size, dtype = entries.capacity, entries.size, entries.values.dtype
 
     def through(exchange: Exchange):
-        room = (0, slots - exchange.slots)
         mine = jax.tree.map(lambda x: x[: exchange.slots], entries)
         encoded = codec.encode(mine, seed)
         everyone = codec.decode(transport.all_gather(encoded.message, axis), size, dtype)
-        values = jnp.pad(everyone.values, ((0, 0), room))
-        indices = jnp.pad(everyone.indices, ((0, 0), room), constant_values=size)
-        total = PaddedCOO(values.reshape(-1), indices.reshape(-1), size)
+        everyone = padded_coo.widen(everyone, slots)
+        total = PaddedCOO(everyone.values.reshape(-1), everyone.indices.reshape(-1), size)
         if codec.exact:
             return total, jnp.zeros((), jnp.int32), None
-        return total, _messages.unsent_count(mine, encoded), jnp.pad(encoded.error, room)
+        return (
+            total,
+            _messages.unsent_count(mine, encoded),
+            jnp.pad(encoded.error, (0, slots - exchange.slots)),
+        )
 
     which = _sizes.shortest(most, exchanges)
     found, words = _sizes.run(which, exchanges, through, transport.axis_size(axis))

@@ -16,15 +16,20 @@ from sparse_collectives.allreduce._parts import _messages
 from sparse_collectives.allreduce.ok_topk._plan import Exchange
 
 
-def shortest(most: jax.Array, exchanges: Sequence[Exchange]) -> jax.Array:
+def shortest(
+    most: jax.Array,
+    exchanges: Sequence[Exchange],
+    agreed: Callable[[jax.Array], jax.Array] = lambda fit: fit,
+) -> jax.Array:
     """The first that has room for ``most`` entries, or else the last, ``i32[]``.
 
     Args:
       most: ``i32[]``, which all workers know.
       exchanges: of ascending sizes.
+      agreed: whether each of some flags holds for all who take part in the exchange.
     """
     smaller = jnp.asarray([each.slots for each in exchanges[:-1]], jnp.int32)
-    return jnp.sum(most > smaller, dtype=jnp.int32)
+    return jnp.sum(~agreed(most <= smaller), dtype=jnp.int32)
 
 
 def run(

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _volumes, transport
+from sparse_collectives import _volumes, padded_coo, transport
 from sparse_collectives._types import AxisName, Codec
 from sparse_collectives.allreduce._parts import _messages
 from sparse_collectives.allreduce._parts._merge import Blocks, reduce_blocks
@@ -120,12 +120,7 @@ def split_and_reduce(
             parts = [entries, codec.decode(bucket, size, dtype)]
             entries = reduce_blocks(parts, size, jnp.float32, owned_slots)
             entries = jax.tree.map(lambda x: x[None], entries)
-        more = ((0, 0), (0, owned_slots - entries.capacity))
-        entries = PaddedCOO(
-            jnp.pad(entries.values, more),
-            jnp.pad(entries.indices, more, constant_values=size),
-            size,
-        )
+        entries = padded_coo.widen(entries, owned_slots)
         room = ((0, 0), (0, blocks.source.shape[1] - exchange.slots))
         error = None
         if not codec.exact:
@@ -137,10 +132,8 @@ def split_and_reduce(
     if len(exchanges) > 1:
         largest = jnp.max(jnp.sum(occupied & ~is_own, axis=1, dtype=jnp.int32))
         most = jnp.max(transport.all_gather(largest, axis))
-        smaller = jnp.asarray([each.slots for each in exchanges[:-1]], jnp.int32)
         # A rotation is of ppermutes, in which all devices of a mesh meet.
-        fits = transport.holds_on_mesh(most <= smaller, axis)
-        which = jnp.sum(~fits, dtype=jnp.int32)
+        which = _sizes.shortest(most, exchanges, lambda fit: transport.holds_on_mesh(fit, axis))
     (entries, there, error), words_of = _sizes.run(which, exchanges, through, workers)
     words = words_of(_messages.to_others(there, me))
     if len(exchanges) > 1:
