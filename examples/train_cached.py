@@ -23,6 +23,7 @@ import optax
 
 import optax_ext
 from _data import InputError
+from _options import numbers_of, parser_of
 from data_cache import (
     Augment,
     CacheError,
@@ -194,21 +195,8 @@ def _bytes(megabytes: float) -> int | None:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Returns the options; exits with status 2 and one line when one of them is wrong."""
-    parser = argparse.ArgumentParser(description="Train from a slow source, through a cache.")
-    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")
-
-    def add(name: str, kind: type, default, low: float, high: float, text: str):
-        def convert(value: str):
-            number = kind(value)
-            if not low <= number <= high:
-                raise argparse.ArgumentTypeError(f"{value} is not between {low} and {high}")
-            return number
-
-        convert.__name__ = kind.__name__  # for argparse's message
-        parser.add_argument(
-            name, type=convert, default=default, metavar="N", help=f"{text} (default: {default})"
-        )
-
+    parser = parser_of("Train from a slow source, through a cache.")
+    add = numbers_of(parser)
     inf = math.inf
     parser.add_argument(
         "--data", type=Path, metavar="DIR", help="images as DIR/<class>/<name>.jpg, not digits"

@@ -25,6 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import optax_ext
 from _data import Dataset, InputError, batches, digits, idx_folder
+from _options import numbers_of, parser_of
 from _report import FORMATS, Run, draw, make_table, summary, traffic, write_atomically
 from sparse_collectives import select, wire
 
@@ -137,21 +138,8 @@ def start_workers(count: int) -> jax.sharding.Mesh:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Returns the options; exits with status 2 and one line when one of them is wrong."""
-    parser = argparse.ArgumentParser(
-        description="Train dense and sparse on simulated workers, and compare."
-    )
-    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")
-
-    def add(name: str, kind: type, default, low: float, high: float, text: str):
-        def convert(value: str):
-            number = kind(value)
-            if not low <= number <= high:
-                raise argparse.ArgumentTypeError(f"{value} is not between {low} and {high}")
-            return number
-
-        convert.__name__ = kind.__name__  # for argparse's message
-        text = text if default is None else f"{text} (default: {default})"
-        parser.add_argument(name, type=convert, default=default, metavar="N", help=text)
+    parser = parser_of("Train dense and sparse on simulated workers, and compare.")
+    add = numbers_of(parser)
 
     parser.add_argument(
         "--data",

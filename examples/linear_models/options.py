@@ -5,6 +5,7 @@ import os
 import re
 from pathlib import Path
 
+from .._options import numbers_of, parser_of
 from . import exchange, generate, models, report
 
 # By method, and by where the features are.
@@ -22,23 +23,9 @@ _DEFAULT = {
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Returns the options; exits with status 2 and one line when one of them is wrong."""
-    parser = argparse.ArgumentParser(
-        prog="linear_models",
-        description="Train a linear model on sparse data with several workers, lossless.",
-    )
-    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")
-    add = parser.add_argument
-
-    def number(name: str, kind: type, default, low: float, high: float, text: str):
-        def convert(value: str):
-            found = kind(value)
-            if not low <= found <= high:
-                raise argparse.ArgumentTypeError(f"{value} is not between {low} and {high}")
-            return found
-
-        convert.__name__ = kind.__name__  # for argparse's message
-        text = text if default is None else f"{text} ({default})"
-        add(name, type=convert, default=default, metavar="N", help=text)
+    about = "Train a linear model on sparse data with several workers, lossless."
+    parser = parser_of(about, "linear_models")
+    add, number = parser.add_argument, numbers_of(parser)
 
     add("--data", type=Path, metavar="FILE", help="a LIBSVM file, .gz and .bz2 unpacked")
     add("--test", type=Path, metavar="FILE", help="another one, for the accuracy")
