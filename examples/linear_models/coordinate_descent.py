@@ -227,12 +227,8 @@ class Trainer:
         for picked in self._schedule.epoch(number)[:most]:
             self._step(clock, picked)
             advance()
-        clock.close(self.run.exchange)
+        clock.close(self.run)
         self.run.objectives.append(self.objective())
-        self.run.seconds.append(clock.seconds)
-        self.run.exchange_seconds.append(clock.exchange_seconds)
-        self.run.words.append(clock.words)
-        self.run.delivered.append(clock.delivered)
 
     def finished(self) -> Run:
         """What was measured, with the weights."""

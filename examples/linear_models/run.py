@@ -57,17 +57,21 @@ class Clock:
         self._infos.append(info)
         return result
 
-    def close(self, name: str) -> None:
-        """Reads the counts of the steps, when the clock has stopped.
+    def close(self, run: Run) -> None:
+        """Adds the epoch to ``run``, all but its objective, when the clock has stopped.
 
         Raises:
           RuntimeError: an entry found no slot: the sum was not that of the dense allreduce.
         """
         for words, delivered, overflow in self._infos:
             if self._group.mine_of(overflow).any():
-                raise RuntimeError(f"{name}: an entry found no slot, and its step has lost it")
+                raise RuntimeError(f"{run.exchange}: an entry found no slot: its step has lost it")
             self.words += float(np.asarray(words))
             self.delivered += float(np.asarray(delivered)) / len(self._infos)
+        run.seconds.append(self.seconds)
+        run.exchange_seconds.append(self.exchange_seconds)
+        run.words.append(self.words)
+        run.delivered.append(self.delivered)
 
 
 def exchange_of(allreduce: SparseAllreduce, group: Group, size: int) -> Callable[[PaddedCOO], Any]:

@@ -147,13 +147,9 @@ class Trainer:
         for at in order.permutation(len(self._batches.parts))[:most]:
             self._step(clock, at)
             advance()
-        clock.close(self.run.exchange)
+        clock.close(self.run)
         (self._weights,) = self._settle(self._weights)
         self.run.objectives.append(self.objective())
-        self.run.seconds.append(clock.seconds)
-        self.run.exchange_seconds.append(clock.exchange_seconds)
-        self.run.words.append(clock.words)
-        self.run.delivered.append(clock.delivered)
 
     def _step(self, clock: Clock, at: int) -> None:
         rate, regularisation = self._settings.rate, self._settings.regularisation

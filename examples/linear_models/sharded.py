@@ -152,12 +152,8 @@ class Trainer:
         for each, need in zip(picked[:most], self._needs(picked)[:most], strict=True):
             self._step(clock, each, next(size for size in self._sizes if need <= size))
             advance()
-        clock.close(self.run.exchange)
+        clock.close(self.run)
         self.run.objectives.append(self.objective())
-        self.run.seconds.append(clock.seconds)
-        self.run.exchange_seconds.append(clock.exchange_seconds)
-        self.run.words.append(clock.words)
-        self.run.delivered.append(clock.delivered)
 
     def finished(self) -> Run:
         """What was measured, with the weights of all workers."""
