@@ -18,6 +18,8 @@ from tests.sparse_collectives import helpers
         (5, {"schedule": "rotation", "messages_in_flight": 2}),
         (4, {"regions": "balanced", "balance": "always"}),
         (4, {"codec": sc.wire.narrow16()}),
+        # It decodes more slots than it encodes, and not the same more in each size.
+        (3, {"codec": sc.wire.narrow8(block=8, escapes=0.0), "slack": math.inf}),
     ],
 )
 def test_the_result_has_the_same_bits(workers, options):

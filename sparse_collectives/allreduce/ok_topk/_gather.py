@@ -3,6 +3,7 @@
 Ok-Topk, section 3.1.2, the last exchange.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -56,11 +57,18 @@ def gather(
     """
     slots, size, dtype = entries.capacity, entries.size, entries.values.dtype
 
+    def decoded(exchange: Exchange) -> PaddedCOO:
+        mine = jax.tree.map(lambda x: x[: exchange.slots], entries)
+        return codec.decode(codec.encode(mine, seed).message, size, dtype)
+
+    # A codec may decode more slots than it encodes: its escapes become padding.
+    width = max(jax.eval_shape(functools.partial(decoded, each)).capacity for each in exchanges)
+
     def through(exchange: Exchange):
         mine = jax.tree.map(lambda x: x[: exchange.slots], entries)
         encoded = codec.encode(mine, seed)
         everyone = codec.decode(transport.all_gather(encoded.message, axis), size, dtype)
-        everyone = padded_coo.widen(everyone, slots)
+        everyone = padded_coo.widen(everyone, width)
         total = PaddedCOO(everyone.values.reshape(-1), everyone.indices.reshape(-1), size)
         if codec.exact:
             return total, jnp.zeros((), jnp.int32), None
