@@ -141,7 +141,7 @@ def ppermute(x: jax.Array, axis: AxisName, pairs: Sequence[tuple[int, int]]) -> 
         strict=True,
     )
     received = lax.ppermute(x, axis, pairs + list(idle))
-    is_target = jnp.any(jnp.asarray(targets) == lax.axis_index(axis))
+    is_target = jnp.any(jnp.asarray(targets, jnp.int32) == lax.axis_index(axis))
     return jnp.where(is_target, received, jnp.zeros_like(received))
 
 

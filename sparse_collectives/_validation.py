@@ -96,18 +96,19 @@ def as_vector(name: str, x: Any) -> jax.Array:
     return jnp.asarray(x)
 
 
-def check_float(name: str, dtype: Any) -> None:
-    """float32, bfloat16 or float16."""
+def check_float(name: str, dtype: Any, *, float64: bool = False) -> None:
+    """float32, bfloat16 or float16, or float64 where that can be summed."""
     dtype = jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
             f"{name} must be of a real floating type, got {dtype}. Leave such leaves out with "
             "optax.masked, or cast them to float32."
         )
-    if dtype.itemsize not in (2, 4):
+    if dtype.itemsize not in ((2, 4, 8) if float64 else (2, 4)):
         raise TypeError(
             f"{name} must be float32, bfloat16 or float16, got {dtype}: values travel in 32-bit "
-            "words. Cast it to float32."
+            "words. Cast it to float32. (Only the allreduces of SparCML and topk_a, ring_sparse "
+            "and dense sum float64, of pairs from PaddedCOO.from_pairs.)"
         )
 
 

@@ -47,7 +47,7 @@ class PaddedCOO:
 
         Args:
           indices: ``i32[c]``, in ``[0, size]``; ``size`` marks padding.
-          values: ``f[c]``; they are added in float32, in the order in which they come.
+          values: ``f[c]``; they are added in :func:`sum_dtype`, in the order in which they come.
           size: n.
 
         Returns:
@@ -68,8 +68,8 @@ class PaddedCOO:
         indices, values = lax.sort((indices.astype(jnp.int32), values), num_keys=1)
         is_new = jnp.diff(indices, prepend=-1) > 0
         slot = jnp.where(indices < size, jnp.cumsum(is_new, dtype=jnp.int32) - 1, slots)
-        sums = jnp.zeros((slots,), jnp.float32)
-        sums = sums.at[slot].add(values.astype(jnp.float32), mode="drop")
+        wide = sum_dtype(values.dtype)
+        sums = jnp.zeros((slots,), wide).at[slot].add(values.astype(wide), mode="drop")
         unique = jnp.full((slots,), size, jnp.int32).at[slot].set(indices, mode="drop")
         return cls(sums.astype(values.dtype), unique, size)
 
@@ -91,6 +91,11 @@ class PaddedCOO:
         dense = jnp.full((self.size,), zero)
         # Set and not added: an addition flushes subnormals on some platforms.
         return dense.at[self.indices].set(self.values, mode="drop")
+
+
+def sum_dtype(dtype):
+    """The dtype in which values are added up: float32, or float64 for its own."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
 def empty(size: int, capacity: int, dtype=jnp.float32) -> PaddedCOO:

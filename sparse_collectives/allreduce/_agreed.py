@@ -112,6 +112,7 @@ def agreed(*, density: float | None = None, bits: int | str = 32) -> SparseAllre
         return PaddedCOO(coo.values, indices, size)
 
     def reduce(coo: PaddedCOO, state: StepState, *, axis: AxisName, acc: jax.Array | None = None):
+        _validation.check_float("coo.values", coo.values.dtype)
         workers = transport.axis_size(axis)
         new_state = StepState(state.count + 1)
         if workers == 1:

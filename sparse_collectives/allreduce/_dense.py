@@ -24,7 +24,7 @@ def dense() -> SparseAllreduce:
         _validation.check_positive_int("axis_size", axis_size)
         return ()
 
-    @_range.sums_in_range()
+    @_range.sums_in_range(float64=True)
     def reduce(coo: PaddedCOO, state: tuple[()], *, axis: AxisName):
         workers = transport.axis_size(axis)
         total = transport.psum(coo.to_dense(), axis)

@@ -51,7 +51,7 @@ def dense_bucketed(*, buckets: int) -> SparseAllreduce:
         _validation.check_positive_int("axis_size", axis_size)
         return ()
 
-    @_range.sums_in_range()
+    @_range.sums_in_range(float64=True)
     def reduce(coo: PaddedCOO, state: tuple[()], *, axis: AxisName):
         workers = transport.axis_size(axis)
         vector = coo.to_dense()

@@ -74,7 +74,7 @@ def dsar_split_allgather(
     dense_codec = codec if dense_codec is None else dense_codec
     exact = codec.exact and dense_codec.exact
 
-    @_range.sums_in_range(exact=exact)
+    @_range.sums_in_range(exact=exact, float64=True)
     def reduce(coo: PaddedCOO, state: _step.StepState, *, axis: AxisName):
         workers = transport.axis_size(axis)
         next_state = _step.StepState(state.count + 1)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _volumes, transport
+from sparse_collectives import _validation, _volumes, transport
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce
 from sparse_collectives.allreduce._parts import _messages, _replicas, _step, _sum_at
@@ -36,6 +36,7 @@ def leader() -> SparseAllreduce:
     """
 
     def reduce(coo: PaddedCOO, state: StepState, *, axis: AxisName, acc: jax.Array | None = None):
+        _validation.check_float("coo.values", coo.values.dtype)
         workers = transport.axis_size(axis)
         new_state = StepState(state.count + 1)
         if workers == 1:

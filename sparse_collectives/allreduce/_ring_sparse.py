@@ -66,7 +66,7 @@ def ring_sparse(
     fill = None if fill is None else _validation.check_number("fill", fill, 1.0, math.inf)
     codec = wire.raw() if codec is None else codec
 
-    @_range.sums_in_range(exact=codec.exact)
+    @_range.sums_in_range(exact=codec.exact, float64=True)
     def reduce(coo: PaddedCOO, state: _step.StepState, *, axis: AxisName):
         workers = transport.axis_size(axis)
         next_state = _step.StepState(state.count + 1)

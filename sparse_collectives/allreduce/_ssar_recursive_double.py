@@ -68,7 +68,7 @@ def ssar_recursive_double(
         capacity = _validation.check_positive_int("capacity", capacity)
     codec = wire.raw() if codec is None else codec
 
-    @_range.sums_in_range(exact=codec.exact)
+    @_range.sums_in_range(exact=codec.exact, float64=True)
     def reduce(coo: PaddedCOO, state: _step.StepState, *, axis: AxisName):
         workers = transport.axis_size(axis)
         next_state = _step.StepState(state.count + 1)

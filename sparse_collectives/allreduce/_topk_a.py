@@ -9,7 +9,7 @@ from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
 from sparse_collectives.allreduce._parts import _messages, _range, _replicas, _step, _undelivered
 from sparse_collectives.allreduce._parts._step import StepState
-from sparse_collectives.padded_coo import PaddedCOO
+from sparse_collectives.padded_coo import PaddedCOO, sum_dtype
 
 
 def topk_a(*, codec: Codec | None = None) -> SparseAllreduce:
@@ -52,7 +52,7 @@ def topk_a(*, codec: Codec | None = None) -> SparseAllreduce:
     """
     codec = wire.raw() if codec is None else codec
 
-    @_range.sums_in_range(exact=codec.exact)
+    @_range.sums_in_range(exact=codec.exact, float64=True)
     def reduce(coo: PaddedCOO, state: StepState, *, axis: AxisName):
         workers = transport.axis_size(axis)
         new_state = StepState(state.count + 1)
@@ -80,14 +80,14 @@ def _sum_rows(coo: PaddedCOO) -> jax.Array:
     """The sum of the rows of ``coo[P, c]``, ``f[n]``, the same bits on every worker.
 
     Row by row, since indices are unique within one: a GPU adds to one place in no
-    fixed order, and each worker makes this sum by itself. In float32.
+    fixed order, and each worker makes this sum by itself. In float32, or float64.
     """
     # The carry has to have the type of its result from the start.
-    zero = jnp.zeros_like(coo.values[0, 0], jnp.float32)
+    zero = jnp.zeros_like(coo.values[0, 0], sum_dtype(coo.values.dtype))
 
     def add(total, row):
         indices, values = row
-        return total.at[indices].add(values.astype(jnp.float32), mode="drop"), None
+        return total.at[indices].add(values.astype(total.dtype), mode="drop"), None
 
     total, _ = lax.scan(add, jnp.full((coo.size,), zero), (coo.indices, coo.values))
     return total.astype(coo.values.dtype)

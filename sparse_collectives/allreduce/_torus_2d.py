@@ -47,7 +47,7 @@ def torus_2d() -> SparseAllreduce:
         _pair(axis)  # Before anything else asks for its size.
         return add(coo, state, axis=axis)
 
-    @_range.sums_in_range()
+    @_range.sums_in_range(float64=True)
     def add(coo: PaddedCOO, state: tuple[()], *, axis: AxisName):
         outer, inner = _pair(axis)
         inside, outside = transport.axis_size(inner), transport.axis_size(outer)

@@ -13,11 +13,11 @@ def raw() -> Codec:
     """Values and indices side by side in one integer array, exactly.
 
     One array rather than two, so that an exchange is one collective. A 16-bit value
-    travels in a 32-bit word; nothing is rounded.
+    travels in a 32-bit word, and one of 64 bits in two; nothing is rounded.
 
     Returns:
-      A :class:`Codec`; ``c`` pairs take ``2 c`` words, ``m`` dense values take ``m``, or
-      half of that where they have 16 bits.
+      A :class:`Codec`; ``c`` pairs take ``2 c`` words (``3 c`` in float64), ``m`` dense
+      values take ``m``, half of that where they have 16 bits, and twice in float64.
     """
     return Codec(_encode, _decode, _encode_dense, _decode_dense, exact=True, spec=Spec.of("raw"))
 
@@ -29,11 +29,13 @@ def _encode(coo: PaddedCOO, seed: jax.Array) -> Encoded:
 
 
 def _decode(message: jax.Array, size: int, dtype) -> PaddedCOO:
-    values, indices = jnp.split(message, 2, axis=-1)
-    if jnp.dtype(dtype).itemsize == 2:
+    width = jnp.dtype(dtype).itemsize
+    words = message.shape[-1] * width // (width + 4) if width > 4 else message.shape[-1] // 2
+    values, indices = message[..., :words], message[..., words:]
+    if width == 2:
         values = lax.bitcast_convert_type(values.astype(jnp.uint16), dtype)
     else:
-        values = lax.bitcast_convert_type(values, dtype)
+        values = _decode_dense(values, indices.shape[-1], dtype)
     return PaddedCOO(values, indices, size)
 
 
@@ -44,12 +46,16 @@ def _encode_dense(values: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Ar
         odd = values.shape[-1] % 2
         halves = jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, odd)])
         values = halves.reshape(*halves.shape[:-1], -1, 2)
-    return lax.bitcast_convert_type(values, jnp.int32), error
+        return lax.bitcast_convert_type(values, jnp.int32), error
+    return _as_words(values), error
 
 
 def _decode_dense(message: jax.Array, length: int, dtype) -> jax.Array:
+    width = jnp.dtype(dtype).itemsize
+    if width == 8:
+        message = message.reshape(*message.shape[:-1], -1, 2)
     values = lax.bitcast_convert_type(message, dtype)
-    if jnp.dtype(dtype).itemsize == 2:
+    if width == 2:
         values = values.reshape(*message.shape[:-1], -1)
     return values[..., :length]
 
@@ -57,4 +63,10 @@ def _decode_dense(message: jax.Array, length: int, dtype) -> jax.Array:
 def _widened(values: jax.Array) -> jax.Array:
     if values.dtype.itemsize == 2:
         return lax.bitcast_convert_type(values, jnp.uint16).astype(jnp.int32)
-    return lax.bitcast_convert_type(values, jnp.int32)
+    return _as_words(values)
+
+
+def _as_words(values: jax.Array) -> jax.Array:
+    """One word a value, or two one after the other."""
+    words = lax.bitcast_convert_type(values, jnp.int32)
+    return words.reshape(*values.shape[:-1], -1) if words.ndim > values.ndim else words

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives._coo import _bitset, compaction
-from sparse_collectives.padded_coo import PaddedCOO
+from sparse_collectives.padded_coo import PaddedCOO, sum_dtype
 
 
 class Blocks(NamedTuple):
@@ -102,7 +102,7 @@ def reduce_blocks(
     Args:
       received: PaddedCOOs of ``[b, c]`` slots; the indices of each row are unique.
       size: n.
-      dtype: of the result; sums are made in float32.
+      dtype: of the result; sums are made in :func:`sum_dtype`.
       capacity: slots of the result, where the caller knows that the union has no
         more members; by default as many as were received, n at most.
 
@@ -122,10 +122,10 @@ def reduce_blocks(
 
     def add_row(sums, row):
         slot, values = row
-        return sums.at[slot].add(values.astype(jnp.float32), mode="drop")
+        return sums.at[slot].add(values.astype(sums.dtype), mode="drop")
 
     indices = jnp.full((capacity,), size, jnp.int32)
-    sums = jnp.zeros((capacity,), jnp.float32)
+    sums = jnp.zeros((capacity,), sum_dtype(dtype))
     for block in received:
         slot = jnp.where(block.indices < size, _bitset.rank(ranked, block.indices), capacity)
         indices = indices.at[slot].set(block.indices, mode="drop")

@@ -7,7 +7,7 @@ partial sum that is infinite can end in a residual, and it holds for a ``psum`` 
 
 The share is a power of two. So what is sent and what is kept are exact, and add up to
 what there was. Only magnitudes above 1.7e38 / P are cut (float32 and bfloat16; float16:
-32768 / P), which are on their way to an overflow in any case; they are delivered over
+32768 / P; float64: 9e307 / P), which are on their way to an overflow in any case; they are delivered over
 several steps. Infinities and NaN are sent as they are, to be seen.
 """
 
@@ -18,12 +18,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_collectives import transport
-from sparse_collectives._coo import _bits
+from sparse_collectives import _validation, transport
 from sparse_collectives._types import AxisName, State
 from sparse_collectives.padded_coo import PaddedCOO
 
-_INFINITY_BITS = 0x7F800000
 # Rounding to a level of a coarse code can make a value larger: with ``qsgd(bits=2,
 # norm="l2")`` by the square root of its bucket, each time that it is encoded.
 _LOSSY_MARGIN = 16
@@ -46,7 +44,9 @@ def largest_share(dtype, workers: int, *, exact: bool = True) -> float:
     return 2.0 ** (highest - (workers - 1).bit_length())
 
 
-def sums_in_range(*, exact: bool = True) -> Callable[[Callable], Callable]:
+def sums_in_range(
+    *, exact: bool = True, float64: bool = False
+) -> Callable[[Callable], Callable]:
     """A decorator for ``reduce`` of an allreduce that adds: entries are cut to their share.
 
     What is cut off is in ``undelivered``. Cost: a few operations for each slot. One
@@ -54,18 +54,23 @@ def sums_in_range(*, exact: bool = True) -> Callable[[Callable], Callable]:
 
     Args:
       exact: as of :func:`largest_share`.
+      float64: whether all that ``reduce`` does keeps values of 64 bits whole.
+
+    Raises:
+      TypeError: at ``reduce``, values of another dtype.
     """
 
     def decorate(reduce: Callable) -> Callable:
         @functools.wraps(reduce)
         def cut_and_reduce(coo: PaddedCOO, state: State, *, axis: AxisName, **options: Any):
+            dtype = coo.values.dtype
+            _validation.check_float("coo.values", dtype, float64=float64)
             workers = transport.axis_size(axis)
             if workers == 1:
                 return reduce(coo, state, axis=axis, **options)
-            share = np.float32(largest_share(coo.values.dtype, workers, exact=exact))
-            bits = _bits.magnitude_bits(coo.values)
-            too_large = (bits > int(share.view(np.int32))) & (bits < _INFINITY_BITS)
-            cut = jnp.copysign(share.astype(coo.values.dtype), coo.values)
+            share = np.asarray(largest_share(dtype, workers, exact=exact), dtype)
+            too_large = (jnp.abs(coo.values) > share) & jnp.isfinite(coo.values)
+            cut = jnp.copysign(share, coo.values)
             sent = jnp.where(too_large, cut, coo.values)
             rest = jnp.where(too_large, coo.values - sent, 0)
             total, undelivered, state, info = reduce(

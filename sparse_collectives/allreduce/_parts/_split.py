@@ -9,7 +9,7 @@ from sparse_collectives import _volumes, transport
 from sparse_collectives._types import AxisName, Codec
 from sparse_collectives.allreduce._parts import _equal_regions, _merge, _messages, _step, _stream
 from sparse_collectives.allreduce._parts._slots import Regions
-from sparse_collectives.padded_coo import PaddedCOO
+from sparse_collectives.padded_coo import PaddedCOO, sum_dtype
 
 
 class Split(NamedTuple):
@@ -68,7 +68,7 @@ def _dense(
     rows = jnp.pad(coo.to_dense(), (0, workers * width - coo.size)).reshape(workers, width)
     message, lost = codec.encode_dense(rows, seed)
     received = codec.decode_dense(transport.all_to_all(message, axis), width, dtype)
-    sums = _stream.entries_of(jnp.sum(received.astype(jnp.float32), axis=0).astype(dtype))
+    sums = _stream.entries_of(jnp.sum(received.astype(sum_dtype(dtype)), axis=0).astype(dtype))
     ascending = _merge.reduce_blocks([jax.tree.map(lambda x: x[None], sums)], width, dtype)
     # By row and column: all places together may be more than an int32 counts.
     place = coo.indices // width, coo.indices % width

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from sparse_collectives._types import Codec
 from sparse_collectives.allreduce._parts import _merge, _messages
-from sparse_collectives.padded_coo import PaddedCOO
+from sparse_collectives.padded_coo import PaddedCOO, sum_dtype
 
 # Pairs, or ``f[n]``.
 Stream = PaddedCOO | jax.Array
@@ -88,7 +88,8 @@ def add(first: Stream, second: Stream, most: int) -> Stream:
         rows = [PaddedCOO(x.values[None], x.indices[None], x.size) for x in (first, second)]
         return _merge.reduce_blocks(rows, first.size, first.values.dtype, capacity=most)
     a, b = (x.to_dense() if isinstance(x, PaddedCOO) else x for x in (first, second))
-    return (a.astype(jnp.float32) + b.astype(jnp.float32)).astype(a.dtype)
+    wide = sum_dtype(a.dtype)
+    return (a.astype(wide) + b.astype(wide)).astype(a.dtype)
 
 
 def only_where(condition: jax.Array, stream: Stream) -> Stream:

@@ -1,0 +1,135 @@
+"""float64 under ``jax_enable_x64``: sums to its rounding, at the words it takes."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparse_collectives as sc
+from sparse_collectives import traffic
+from sparse_collectives.padded_coo import PaddedCOO
+
+SIZE, SLOTS = 300, 40
+WIDE = {
+    "dense": sc.allreduce.dense(),
+    "dense_bucketed": sc.allreduce.dense_bucketed(buckets=3),
+    "topk_a": sc.allreduce.topk_a(),
+    "ring_sparse": sc.allreduce.ring_sparse(slack=math.inf, fill=math.inf),
+    "ssar_recursive_double": sc.allreduce.ssar_recursive_double(),
+    "ssar_split_allgather": sc.allreduce.ssar_split_allgather(slack=1.0, fill=1.0),
+    "dsar_split_allgather": sc.allreduce.dsar_split_allgather(slack=1.5),
+}
+NARROW = {
+    "ok_topk": sc.allreduce.ok_topk(density=0.1),
+    "agreed": sc.allreduce.agreed(density=0.1),
+    "leader": sc.allreduce.leader(),
+    "gtopk": sc.allreduce.gtopk(density=0.1),
+    "spardl": sc.allreduce.spardl(density=0.1),
+}
+
+
+@pytest.fixture
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def selections(workers, size=SIZE, disjoint=False):
+    """Pairs of very different magnitudes, with indices in common unless ``disjoint``."""
+    rng = np.random.default_rng(0)
+    picks = [rng.choice(size, SLOTS, replace=False) for _ in range(workers)]
+    if disjoint:
+        picks = rng.permutation(size)[: workers * SLOTS].reshape(workers, SLOTS)
+    values = rng.standard_normal((workers, SLOTS)) * 10.0 ** rng.integers(-9, 9, (workers, SLOTS))
+    return np.asarray(picks, np.int32), values
+
+
+def reduced(allreduce, picks, values, size=SIZE):
+    """The total, what the workers keep, and the info, each of all workers."""
+
+    def step(indices, values):
+        coo = PaddedCOO.from_pairs(indices, values, size)
+        state = allreduce.init(size, len(picks))
+        total, undelivered, _, info = allreduce.reduce(coo, state, axis="w")
+        total = total.to_dense() if isinstance(total, PaddedCOO) else total
+        return total, undelivered.residual(coo.to_dense(), coo), info
+
+    total, kept, info = sc.simulate(step, axis="w", axis_size=len(picks))(
+        jnp.asarray(picks), jnp.asarray(values)
+    )
+    return np.asarray(total), np.asarray(kept), info
+
+
+def dense_sum(picks, values, size=SIZE):
+    dense = np.zeros(size)
+    np.add.at(dense, picks.reshape(-1), values.reshape(-1))
+    return dense
+
+
+@pytest.mark.parametrize("workers", [1, 3, 4])
+@pytest.mark.parametrize("name", WIDE)
+def test_nothing_is_lost_but_the_rounding_of_float64(x64, name, workers):
+    picks, values = selections(workers)
+    total, kept, _ = reduced(WIDE[name], picks, values)
+    assert total.dtype == kept.dtype == np.float64
+    np.testing.assert_array_equal(total, np.broadcast_to(total[:1], total.shape))
+    expected = dense_sum(picks, values)
+    # Of the largest of a place's values: they may cancel.
+    atol = 4 * np.finfo(np.float64).eps * dense_sum(picks, np.abs(values))
+    assert (np.abs(total[0] + kept.sum(axis=0) - expected) <= atol).all()
+    # In float32 the same sum is off by far more.
+    assert (np.abs(expected.astype(np.float32) - expected) > 1e3 * atol).any()
+
+
+def test_disjoint_pairs_come_as_they_are(x64):
+    picks, values = selections(4, disjoint=True)
+    total, kept, _ = reduced(sc.allreduce.sparse_allgather(), picks, values)
+    np.testing.assert_array_equal(total[0], dense_sum(picks, values))
+    assert not kept.any()
+
+
+@pytest.mark.parametrize("name", [*WIDE, "sparse_allgather"])
+def test_words_are_those_of_the_program(x64, name):
+    """Two for a value: of messages that hold pairs, half as many again as of float32."""
+    allreduce = WIDE.get(name, sc.allreduce.sparse_allgather())
+    size, workers = 4000, 4
+    picks, values = selections(workers, size, disjoint=name == "sparse_allgather")
+    _, _, info = reduced(allreduce, picks, values, size)
+
+    def step(indices, values):
+        coo = PaddedCOO.from_pairs(indices, values, size)
+        return allreduce.reduce(coo, allreduce.init(size, workers), axis="w")[0]
+
+    like = (jax.ShapeDtypeStruct((SLOTS,), "int32"), jax.ShapeDtypeStruct((SLOTS,), "float64"))
+    programs = traffic.of_function(step, *like, axis="w", axis_size=workers)
+    if name == "dsar_split_allgather":  # It chooses from several by what there is.
+        assert float(info.words[0]) <= programs.words
+    else:
+        assert float(info.words[0]) == pytest.approx(programs.words)
+    _, _, narrow = reduced(allreduce, picks, values.astype(np.float32), size)
+    if name in ("topk_a", "sparse_allgather", "ssar_recursive_double"):
+        assert float(info.words[0]) == pytest.approx(1.5 * float(narrow.words[0]))
+
+
+def test_magnitudes_beyond_float32_are_summed(x64):
+    picks = np.asarray([[3, 7], [3, 9]], np.int32)
+    values = np.asarray([[1e300, -1e-300], [2e300, 1e308]])
+    for allreduce in WIDE.values():
+        total, kept, _ = reduced(allreduce, picks, values)
+        assert np.isfinite(total).all()
+        sums = total[0] + kept.sum(axis=0)
+        np.testing.assert_allclose(sums[[3, 7, 9]], [3e300, -1e-300, 1e308], rtol=1e-15)
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_what_selects_refuses_it(x64, name):
+    with pytest.raises(TypeError, match=r"coo\.values must be float32.*got float64.*Cast it"):
+        reduced(NARROW[name], *selections(3))
+
+
+@pytest.mark.parametrize("codec", [sc.wire.bf16(), sc.wire.narrow16(), sc.wire.qsgd()])
+def test_lossy_codecs_refuse_it(x64, codec):
+    with pytest.raises(TypeError, match="got float64"):
+        reduced(sc.allreduce.topk_a(codec=codec), *selections(3))
