@@ -10,6 +10,7 @@ import pytest
 
 import optax_ext
 import sparse_collectives as sc
+from benchmarks.local import select_speed
 
 TEXT = (Path(__file__).parents[1] / "docs" / "selectors.md").read_text()
 ROWS = re.findall(r"^\| [^|]+ \| `(optax_ext\.topk_a\(.*sc\.select\.(\w+)\(.*)` \|$", TEXT, re.M)
@@ -41,3 +42,9 @@ def test_the_composition_goes_before_an_optimizer(code, name):
     updates, words = jax.eval_shape(sc.simulate(step, axis="data", axis_size=2), gradients)
     assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, gradients)
     assert words.shape == (2,)
+
+
+def test_the_benchmark_of_speed_has_every_selector():
+    made = select_speed.selectors(0.01)
+    assert all(isinstance(selector, sc.Selector) for selector in made.values())
+    assert {"topk", "adtopk_threshold", "random_k"} <= made.keys()

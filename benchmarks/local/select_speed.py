@@ -11,6 +11,7 @@ outside contestants are `jnp.nonzero(size=k)` at the exact threshold,
 """
 
 import argparse
+import inspect
 import sys
 
 import jax
@@ -28,8 +29,8 @@ except ImportError:
     torch = None
 
 BASE = "lax.top_k"
-# Those that do not have a density as their only argument.
-SPECIAL = {"threshold", "adtopk_threshold", "layerwise"}
+# They need more than a density.
+SPECIAL = {"threshold", "adtopk_threshold"}
 
 
 def accumulators(size, seed):
@@ -58,11 +59,12 @@ def outside(density, k, host):
 
 
 def selectors(density):
-    """Every selector whose one needed argument is a density, by name."""
+    """Every selector by name, but for `threshold`."""
+    public = {name: getattr(select, name) for name in select.__all__ if name[0].islower()}
     factories = {
-        name: getattr(select, name)
-        for name in select.__all__
-        if name[0].islower() and name not in SPECIAL
+        name: factory
+        for name, factory in public.items()
+        if name not in SPECIAL and "density" in inspect.signature(factory).parameters
     }
     made = {name: factory(density=density) for name, factory in factories.items()}
     made["adtopk_threshold"] = select.adtopk_threshold(density=density, steps=10**9, warmup=2)

@@ -122,7 +122,7 @@ def lay_out(coo: PaddedCOO, slots: int, form: GapFormat, seed: jax.Array) -> Slo
     joint_gap = jnp.where(last_ahead >= 0, (indices - last_index) & _MODULUS_MASK, 0)
     gap = jnp.where(joint, joint_gap, gap)
     saved = jnp.where(joint, width - 1 - form.escapes(gap), jnp.where(skipped, width, 0))
-    saved = jnp.sum(saved, axis=1, keepdims=True)
+    saved = jnp.sum(saved, axis=1, keepdims=True, dtype=jnp.int32)
     end = end - jnp.where(behind, saved, 0)
 
     place = jnp.where((ahead | behind) & (end <= slots), end - 1, slots)

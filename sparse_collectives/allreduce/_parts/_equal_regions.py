@@ -38,7 +38,7 @@ def from_region(entries: PaddedCOO, regions: Regions, owner: jax.Array) -> Padde
 def gather(words: jax.Array, regions: Regions, dtype, *, axis: AxisName, codec: Codec) -> PaddedCOO:
     """Everyone's encoded region, on every worker; unique indices, padding in between."""
     everyone = codec.decode(transport.all_gather(words, axis), regions.width, dtype)
-    total = from_region(everyone, regions, jnp.arange(regions.workers))
+    total = from_region(everyone, regions, jnp.arange(regions.workers, dtype=jnp.int32))
     return PaddedCOO(total.values.reshape(-1), total.indices.reshape(-1), regions.size)
 
 

@@ -41,7 +41,7 @@ def decode(message: jax.Array, slots: int, width: int) -> jax.Array:
     """The inverse of :func:`encode`, ``i32[c]``, with ``width`` for padding."""
     low = low_bits(slots, width)
     count_words = -(-_pages(width, low) * _COUNT_BITS // 32)
-    ends = jnp.cumsum(_packing.unpack(message[:count_words], _COUNT_BITS))
+    ends = jnp.cumsum(_packing.unpack(message[:count_words], _COUNT_BITS), dtype=jnp.int32)
     within = _packing.unpack(message[count_words:], low)[:slots]
     slot = jnp.arange(slots, dtype=jnp.int32)
     # Each page that ends at a slot moves it, and all behind it, one page on.

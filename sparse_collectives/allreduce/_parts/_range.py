@@ -7,8 +7,8 @@ partial sum that is infinite can end in a residual, and it holds for a ``psum`` 
 
 The share is a power of two. So what is sent and what is kept are exact, and add up to
 what there was. Only magnitudes above 1.7e38 / P are cut (float32 and bfloat16; float16:
-32768 / P; float64: 9e307 / P), which are on their way to an overflow in any case; they are delivered over
-several steps. Infinities and NaN are sent as they are, to be seen.
+32768 / P; float64: 9e307 / P), which are on their way to an overflow in any case; they
+are delivered over several steps. Infinities and NaN are sent as they are, to be seen.
 """
 
 import functools
@@ -44,9 +44,7 @@ def largest_share(dtype, workers: int, *, exact: bool = True) -> float:
     return 2.0 ** (highest - (workers - 1).bit_length())
 
 
-def sums_in_range(
-    *, exact: bool = True, float64: bool = False
-) -> Callable[[Callable], Callable]:
+def sums_in_range(*, exact: bool = True, float64: bool = False) -> Callable[[Callable], Callable]:
     """A decorator for ``reduce`` of an allreduce that adds: entries are cut to their share.
 
     What is cut off is in ``undelivered``. Cost: a few operations for each slot. One

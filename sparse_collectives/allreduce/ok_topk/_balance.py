@@ -47,7 +47,7 @@ def ring_flow(counts: jax.Array, capacity: int) -> jax.Array:
     """
     workers = counts.shape[0]
     surplus = jnp.tile(counts - capacity, 2)
-    total = jnp.cumsum(surplus)
+    total = jnp.cumsum(surplus, dtype=jnp.int32)
     lowest = jnp.minimum(lax.cummin(total), 0)
     return (total - lowest)[workers:]
 
@@ -192,7 +192,7 @@ def balance(
 
     def by_rank():
         block = plan.rank_slots
-        first = jnp.sum(jnp.where(everyone < me, counts, 0))
+        first = jnp.sum(jnp.where(everyone < me, counts, 0), dtype=jnp.int32)
         # Slot q of the block for worker d is for entry d * block + q of all.
         source = jnp.arange(workers * block, dtype=jnp.int32).reshape(workers, block) - first
         mine = (source >= 0) & (source < counts[me])
@@ -241,7 +241,8 @@ def words_of_branches(
 ) -> _messages.Words:
     """What each branch moves, ``f32[4]``."""
     workers, mine, block = plan.workers, counts[me], plan.rank_slots
-    first = jnp.sum(jnp.where(jnp.arange(workers) < me, counts, 0))
+    before = jnp.arange(workers, dtype=jnp.int32) < me
+    first = jnp.sum(jnp.where(before, counts, 0), dtype=jnp.int32)
     # Those whose rank is in this worker's own block stay.
     staying = jnp.minimum(first + mine, (me + 1) * block) - jnp.maximum(first, me * block)
     by_rank = mine - jnp.maximum(staying, 0)

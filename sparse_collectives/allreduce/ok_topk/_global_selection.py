@@ -61,7 +61,7 @@ def global_threshold(bits: jax.Array, k: int, axis: AxisName) -> jax.Array:
         digit = jnp.where(matches, digit, buckets)
         local = jnp.zeros((buckets,), jnp.int32).at[digit].add(1, mode="drop")
         histogram = transport.psum(local, axis)
-        at_least = jnp.cumsum(histogram[::-1])[::-1]
+        at_least = jnp.cumsum(histogram[::-1], dtype=jnp.int32)[::-1]
         wanted = jnp.minimum(k, at_least[0]) if wanted is None else wanted
         # The largest digit that still has enough entries at or above it.
         chosen = jnp.sum(at_least >= jnp.maximum(wanted, 1), dtype=jnp.int32) - 1
@@ -153,7 +153,7 @@ def select_global(
     local = [jnp.sum(above, dtype=jnp.int32), jnp.sum(tied, dtype=jnp.int32), overflow]
     above_counts, tied_counts, overflows = transport.all_gather(jnp.stack(local), axis).T
     above_quota = _even_share(above_counts, k)
-    tied_quota = _share(tied_counts, k - jnp.sum(above_quota))
+    tied_quota = _share(tied_counts, k - jnp.sum(above_quota, dtype=jnp.int32))
     me = transport.axis_index(axis)
     count = above_counts[me]
     start = jnp.where(count > above_quota[me], _hash.below(turn, count), 0)
@@ -163,7 +163,7 @@ def select_global(
     return GlobalSelection(
         mask=mask,
         quota=above_quota + tied_quota,
-        passed=jnp.sum(above_counts) + jnp.sum(tied_counts),
+        passed=jnp.sum(above_counts, dtype=jnp.int32) + jnp.sum(tied_counts, dtype=jnp.int32),
         overflow=jnp.sum(overflows.astype(jnp.float32)),
     )
 
@@ -178,17 +178,17 @@ def _even_share(counts: jax.Array, available: int) -> jax.Array:
     ascending = jnp.sort(counts)
     others = workers - jnp.arange(workers, dtype=jnp.int32)
     # What is left for each, once all with fewer have what they have.
-    levels = (available - (jnp.cumsum(ascending) - ascending)) // others
+    levels = (available - (jnp.cumsum(ascending, dtype=jnp.int32) - ascending)) // others
     level = jnp.max(jnp.minimum(ascending, levels))
     share = jnp.minimum(counts, level)
-    rest = available - jnp.sum(share)
+    rest = available - jnp.sum(share, dtype=jnp.int32)
     more = counts > level
     return share + (more & (_rank(more) < rest)).astype(jnp.int32)
 
 
 def _share(counts: jax.Array, available: jax.Array | int) -> jax.Array:
     """How many of ``counts`` fit into ``available``, first come first served."""
-    before = jnp.cumsum(counts) - counts
+    before = jnp.cumsum(counts, dtype=jnp.int32) - counts
     return jnp.clip(available - before, 0, counts)
 
 

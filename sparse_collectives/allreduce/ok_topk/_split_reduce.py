@@ -58,7 +58,7 @@ def send_blocks(
     me = transport.axis_index(axis)
     if schedule == "all_to_all":
         received = transport.all_to_all(messages, axis)
-        yield received[(me - jnp.arange(1, workers)) % workers]
+        yield received[(me - jnp.arange(1, workers, dtype=jnp.int32)) % workers]
         return
     distances = range(1, workers)
     for first in range(0, len(distances), messages_in_flight):
@@ -103,7 +103,7 @@ def split_and_reduce(
     blocks = cut(coo)
     size, dtype = blocks.coo.size, coo.values.dtype
     me = transport.axis_index(axis)
-    is_own = jnp.arange(workers)[:, None] == me
+    is_own = jnp.arange(workers, dtype=jnp.int32)[:, None] == me
     # A worker's own block takes no part in the exchange, so nothing is rounded.
     own = jax.tree.map(lambda rows: lax.dynamic_slice_in_dim(rows, me, 1), blocks.coo)
 

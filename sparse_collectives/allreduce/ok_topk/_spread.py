@@ -35,7 +35,7 @@ def most_per_pair(counts: jax.Array, capacity: int) -> jax.Array:
     """
     room = jnp.maximum(capacity - counts, 0)
     surplus = jnp.maximum(counts - capacity, 0)
-    first = jnp.cumsum(surplus) - surplus
+    first = jnp.cumsum(surplus, dtype=jnp.int32) - surplus
     last = first + surplus - 1
     levels = _level(last, room, capacity) - _level(first, room, capacity) + 1
     return jnp.max(jnp.where(surplus > 0, levels, 0))
@@ -52,7 +52,8 @@ def deal(counts: jax.Array, me: jax.Array, capacity: int, entry: jax.Array) -> D
     """
     workers = counts.shape[0]
     surplus = jnp.maximum(counts - capacity, 0)
-    first = jnp.sum(jnp.where(jnp.arange(workers) < me, surplus, 0))
+    before = jnp.arange(workers, dtype=jnp.int32) < me
+    first = jnp.sum(jnp.where(before, surplus, 0), dtype=jnp.int32)
     level = jnp.arange(capacity, dtype=jnp.int32)[:, None]
     free = (level < (capacity - counts)[None, :]).reshape(-1)
     words = compaction.mask_words(lambda start, stop: free[start:stop], free.shape[0])
@@ -67,7 +68,7 @@ def _level(rank: jax.Array, room: jax.Array, capacity: int) -> jax.Array:
 
     def slots_below(level):
         room_of_each = lax.expand_dims(room, range(level.ndim))
-        return jnp.sum(jnp.minimum(room_of_each, level[..., None]), axis=-1)
+        return jnp.sum(jnp.minimum(room_of_each, level[..., None]), axis=-1, dtype=jnp.int32)
 
     low, high = jnp.zeros_like(rank), jnp.full_like(rank, capacity)
     for _ in range(capacity.bit_length()):

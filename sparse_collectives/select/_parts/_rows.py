@@ -78,7 +78,7 @@ def _candidates(matrix: jax.Array, k: int, axis: int, capacity: int) -> tuple[ja
         # Nothing is known, so nothing is a candidate.
         return _mask_words(matrix, axis, lambda bits: bits < _to(bits, low)), jnp.any(low == 0)
     words = _mask_words(matrix, axis, lambda bits: bits >= _to(bits, jnp.maximum(low, 1)))
-    count = jnp.sum(_bits.popcount(words), axis=0)
+    count = jnp.sum(_bits.popcount(words), axis=0, dtype=jnp.int32)
     return words, jnp.any(count > capacity)
 
 
@@ -101,7 +101,7 @@ def _exact_selection(carry, matrix: jax.Array, k: int, axis: int):
         here, pattern = lax.optimization_barrier((matrix, pattern))
         candidate = pattern | (jnp.int32(1) << (_bits.MAGNITUDE_BITS - 1 - i))
         words = _mask_words(here, axis, lambda bits: bits >= _to(bits, candidate))
-        count = jnp.sum(_bits.popcount(words), axis=0)
+        count = jnp.sum(_bits.popcount(words), axis=0, dtype=jnp.int32)
         return jnp.where(count >= k, candidate, pattern)
 
     threshold = lax.fori_loop(0, _bits.MAGNITUDE_BITS, step, _zero_per_row(matrix, axis))

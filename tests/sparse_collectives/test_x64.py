@@ -1,4 +1,4 @@
-"""float64 under ``jax_enable_x64``: sums to its rounding, at the words it takes."""
+"""Under ``jax_enable_x64``: float64 is summed to its rounding, and float32 stays as it is."""
 
 import math
 
@@ -10,6 +10,8 @@ import pytest
 import sparse_collectives as sc
 from sparse_collectives import traffic
 from sparse_collectives.padded_coo import PaddedCOO
+from tests.fuzz.configurations import CODECS, SELECTORS
+from tests.sparse_collectives.test_allreduce_contract import ALLREDUCES
 
 SIZE, SLOTS = 300, 40
 WIDE = {
@@ -133,3 +135,60 @@ def test_what_selects_refuses_it(x64, name):
 def test_lossy_codecs_refuse_it(x64, codec):
     with pytest.raises(TypeError, match="got float64"):
         reduced(sc.allreduce.topk_a(codec=codec), *selections(3))
+
+
+def of_64_bits(tree):
+    return [x for x in jax.tree.leaves(tree) if jnp.dtype(x.dtype).itemsize == 8]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", SELECTORS)
+def test_a_selector_has_the_types_that_it_has_without(x64, name, dtype):
+    selector = SELECTORS[name](0.05)
+    state = jax.eval_shape(lambda: selector.init(SIZE))
+    out = jax.eval_shape(selector.select, jax.ShapeDtypeStruct((SIZE,), dtype), state)
+    assert not of_64_bits(out)
+    assert jax.tree.map(lambda x: x.dtype, out[1]) == jax.tree.map(lambda x: x.dtype, state)
+
+
+@pytest.mark.parametrize("workers", [3, 4])
+@pytest.mark.parametrize("name", ALLREDUCES)
+def test_an_allreduce_has_the_types_that_it_has_without(x64, name, workers):
+    allreduce, _ = ALLREDUCES[name]
+
+    def step(coo, state):
+        held = {"acc": coo.to_dense()} if allreduce.complete else {}
+        return allreduce.reduce(coo, state, axis="w", **held)
+
+    coo = PaddedCOO(
+        jax.ShapeDtypeStruct((workers, SLOTS), "float32"),
+        jax.ShapeDtypeStruct((workers, SLOTS), "int32"),
+        SIZE,
+    )
+    state = jax.eval_shape(lambda: allreduce.init(SIZE, workers))
+    assert not of_64_bits(state)
+    out = jax.eval_shape(jax.vmap(step, axis_name="w", in_axes=(0, None)), coo, state)
+    assert not of_64_bits(out)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_a_codec_has_the_types_that_it_has_without(x64, name):
+    codec = CODECS[name]()
+
+    def there_and_back(values, indices):
+        encoded = codec.encode(PaddedCOO(values, indices, SIZE), jnp.uint32(0))
+        return encoded, codec.decode(encoded.message, SIZE, values.dtype)
+
+    like = [jax.ShapeDtypeStruct((3, SLOTS), dtype) for dtype in ("float32", "int32")]
+    assert not of_64_bits(jax.eval_shape(there_and_back, *like))
+
+
+@pytest.mark.parametrize("name", ["ok_topk", "ok_topk rotation, 2 messages in flight"])
+def test_float32_has_the_same_bits(name):
+    picks, values = selections(4)
+    allreduce, _ = ALLREDUCES[name]
+    without = reduced(allreduce, picks, values.astype(np.float32))
+    with jax.enable_x64(True):
+        within = reduced(allreduce, picks, values.astype(np.float32))
+    for a, b in zip(jax.tree.leaves(without), jax.tree.leaves(within), strict=True):
+        np.testing.assert_array_equal(a, b)
