@@ -7,10 +7,12 @@ the casts between them. Over an MPI communicator there is no mapped function at
 all: each process is one worker. These helpers do what the context needs.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import math
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -76,6 +78,36 @@ def axis_size(axis: AxisName) -> int:
     return size
 
 
+_indices: contextvars.ContextVar[Mapping[Hashable, jax.Array]] = contextvars.ContextVar(
+    "axis_indices", default={}
+)
+
+
+@contextlib.contextmanager
+def axis_indices(indices: Mapping[Hashable, jax.Array]) -> Iterator[None]:
+    """:func:`axis_index` of these names is as given, instead of asking the mapped function.
+
+    For a ``shard_map`` inside another one: jax 0.10 can't lower an axis_index there.
+    """
+    token = _indices.set(indices)
+    try:
+        yield
+    finally:
+        _indices.reset(token)
+
+
+def axis_index(axis: AxisName) -> jax.Array:
+    """The number of this worker on a bound axis of a mesh, ``i32[]``; row-major of several."""
+    given = _indices.get()
+    names = axis_names(axis)
+    if not set(names) <= given.keys():
+        return lax.axis_index(axis)
+    index = jnp.zeros((), jnp.int32)
+    for name in names:
+        index = index * lax.axis_size(name) + given[name]
+    return index
+
+
 def other_mesh_axes(axis: AxisName) -> tuple[Hashable, ...]:
     """The mesh axes, besides ``axis``, that the enclosing ``shard_map`` or ``pmap`` has bound."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
@@ -89,7 +121,8 @@ def is_simulated(axis: AxisName) -> bool:
 
 def varying_axes(x) -> frozenset[Hashable]:
     """The mesh axes over which the type of ``x`` says that it varies."""
-    aval = jax.typeof(x)
+    # jax 0.10 can't tell the type of a shape where some axes of a mesh are the compiler's.
+    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     manual = getattr(aval, "manual_axis_type", None)
     if manual is not None:
         return frozenset(manual.varying)
@@ -105,7 +138,7 @@ def checks_varying(axis: AxisName) -> bool:
 
 def to_varying(tree, axis: AxisName):
     """Types every leaf as varying over ``axis``; a no-op where types are not kept."""
-    if not checks_varying(axis):
+    if not axis_names(axis) or not checks_varying(axis):
         return tree
 
     def cast(x):
@@ -141,7 +174,7 @@ def ppermute(x: jax.Array, axis: AxisName, pairs: Sequence[tuple[int, int]]) -> 
         strict=True,
     )
     received = lax.ppermute(x, axis, pairs + list(idle))
-    is_target = jnp.any(jnp.asarray(targets, jnp.int32) == lax.axis_index(axis))
+    is_target = jnp.any(jnp.asarray(targets, jnp.int32) == axis_index(axis))
     return jnp.where(is_target, received, jnp.zeros_like(received))
 
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from optax_ext._state import _find
-from optax_ext._state._residual_tree import residual_tree
-from optax_ext._step import _checks, _residual
+from optax_ext._state._residual_tree import of_vector, residual_tree
+from optax_ext._step import _checks, _residual, _sharding
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import extend, transport
 
@@ -54,12 +54,30 @@ def ahead(params: Any, opt_state: Any) -> Any:
     return jax.tree.map(lambda p, r: p + r.astype(p.dtype), local, waiting)
 
 
-def _share(state: SparseAllreduceState, workers: int) -> jax.Array:
-    """What of its residual this worker applies, ``f32[n]``."""
-    size = state.layout.size
-    coefficient = _residual.coefficient(state.settings.step_ahead, workers)
+def _share(state: SparseAllreduceState, workers: int) -> Any:
+    """What of its residual this worker applies, as leaves."""
+    layout, settings = state.layout, state.settings
+    if layout.sharding is None:
+        return _share_of_part(state.residual, layout, settings, workers)
+    part = _sharding.part_layout(layout)
+
+    def of_device(residual: jax.Array) -> Any:
+        mine = _share_of_part(residual, part, settings, workers)
+        return _sharding.gather(mine, layout)
+
+    specs = _sharding.specs_of(layout)
+    return _sharding.on_each_device(
+        of_device, layout.sharding, settings.axis, in_specs=(specs.split,), out_specs=specs.leaves
+    )(state.residual)
+
+
+def _share_of_part(residual: jax.Array, layout: Any, settings: Any, workers: int) -> Any:
+    """The same of leaves that are whole, or of the part of a device."""
+    size = layout.size
+    coefficient = _residual.coefficient(settings.step_ahead, workers)
     if not coefficient:
-        return jnp.zeros((size,), jnp.float32)
-    share = coefficient * _residual.load(state.residual)[0]
-    inside = state.settings.shard_axis
-    return transport.all_gather(share, inside).reshape(-1)[:size] if inside else share
+        return of_vector(jnp.zeros((size,), jnp.float32), layout)
+    share = coefficient * _residual.load(residual)[0]
+    inside = settings.shard_axis
+    share = transport.all_gather(share, inside).reshape(-1)[:size] if inside else share
+    return of_vector(share, layout)

@@ -47,15 +47,14 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     states, info = _find.get_states(opt_state), _find.get_info(opt_state)
     if info is None or not states:
         return {}
-    size = sum(state.residual.shape[1] for state in states)
+    size = sum(state.residual.shape[1] * state.parts for state in states)
     largest = max(states, key=lambda state: state.layout.size)
 
     def share(part, whole):
         return jnp.where(whole > 0, part / jnp.where(whole > 0, whole, 1), 0)
 
     squares = sum(
-        jnp.sum(jnp.square(state.residual.astype(jnp.float32))) / state.residual.shape[0]
-        for state in states
+        jnp.sum(jnp.square(state.residual.astype(jnp.float32))) / state.workers for state in states
     )
     values = {
         "steps": largest.count,

@@ -7,14 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 import optax
-from jax import core as jax_core
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
-from optax_ext._loop import _in_flight
+from optax_ext._loop import _in_flight, _places
 from optax_ext._loop._ahead import ahead
-from optax_ext._state import _find, _init
+from optax_ext._state import _find, _init, _placement
 from optax_ext._step import _checks
 from sparse_collectives import extend, transport
 from sparse_collectives.extend import AxisName
@@ -29,13 +27,17 @@ def make_train_step(
     check_vma: bool = True,
     donate: bool = True,
     steps_in_flight: int | None = None,
+    batch_spec: PartitionSpec | None = None,
 ) -> TrainStep:
     """A jitted ``step(params, opt_state, batch) -> (params, opt_state, loss)``.
 
     Each worker differentiates the loss of its part of the batch; ``tx`` turns the
-    local gradients into one update for all. Parameters stay replicated. The axis of the
-    workers is that of ``tx``; the leaves of a batch are split over it along their leading
-    dimension.
+    local gradients into one update for all. The axis of the workers is that of ``tx``; the
+    leaves of a batch are split over it along their leading dimension.
+
+    Parameters stay where they are: replicated, or sharded over other axes of the mesh (tensor
+    parallelism, FSDP). Those axes are left to the compiler, so that ``loss_fn`` and what follows
+    the exchange see whole arrays; only the exchange runs on each device's part.
 
     Args:
       loss_fn: ``loss_fn(params, batch) -> scalar``, the mean over the batch it is
@@ -54,6 +56,9 @@ def make_train_step(
         call waits for older ones. None: 2 on CPU, and as many as JAX allows elsewhere. On
         CPU, XLA ends the process when the devices of a collective do not all reach it within
         40 seconds, which happens where many steps are queued on few cores.
+      batch_spec: where the leaves of a batch are, by default ``PartitionSpec(axis)``. With FSDP
+        the devices of a worker share its examples: ``PartitionSpec(("replica", "fsdp"))``, the
+        axis of ``tx`` first.
 
     Returns:
       The step. The loss is the mean over the workers.
@@ -78,6 +83,7 @@ def make_train_step(
     """
     tx = optax.with_extra_args_support(tx)
     in_flight = _in_flight.limit(steps_in_flight, mesh)
+    mesh = _placement.with_auto_axes(mesh)
 
     def local_step(params, opt_state, batch):
         axis = _find.axis_of(opt_state)
@@ -93,62 +99,72 @@ def make_train_step(
         params = optax.apply_updates(params, updates)
         return (params, opt_state, *loss) if has_aux else (params, opt_state, loss)
 
-    def step(params, opt_state, batch):
+    def step(params, opt_state, batch, places):
         axis = _axis_on(mesh, opt_state)
         workers = math.prod(mesh.shape[name] for name in extend.axis_names(axis))
         _check_batch(batch, workers, axis)
-        specs = _find.state_specs(opt_state)
+        # Where parameters are sharded, the other axes are the compiler's.
+        manual = None if places is None else extend.axis_names(axis)
+        specs = _find.state_specs(opt_state, manual=manual)
         whole = PartitionSpec()
-        return jax.shard_map(
+        results = jax.shard_map(
             local_step,
             mesh=mesh,
             in_specs=(whole, specs, PartitionSpec(axis)),
             out_specs=(whole, specs, whole, whole)[: 4 if has_aux else 3],
             check_vma=check_vma,
+            **({} if manual is None else {"axis_names": set(manual)}),
         )(params, opt_state, batch)
+        if places is None:
+            return results
+        return (*places.constrain(results[:2]), *results[2:])
 
-    return TrainStep(jax.jit(step, donate_argnums=(0, 1) if donate else ()), mesh, in_flight)
+    jitted = jax.jit(step, static_argnames="places", donate_argnums=(0, 1) if donate else ())
+    return TrainStep(jitted, mesh, in_flight, batch_spec)
 
 
 class TrainStep:
     """A jitted training step; see :func:`make_train_step`."""
 
-    def __init__(self, step: Any, mesh: Mesh, in_flight: int | None):
+    def __init__(
+        self, step: Any, mesh: Mesh, in_flight: int | None, batch_spec: PartitionSpec | None
+    ):
         self._step = step
         self._mesh = mesh
+        self._batch_spec = batch_spec
         self._queue = _in_flight.Queue(in_flight)
-        self._specs: dict[Any, Any] = {}
+        self._places: dict[Any, _places.Places] = {}
 
     def __call__(self, params: Any, opt_state: Any, batch: Any) -> tuple[Any, ...]:
         """``(params, opt_state, loss)``, or with aux a fourth."""
         _check_global(batch, self._mesh, opt_state)
-        results = self._step(*self._placed(params, opt_state), batch)
+        params, opt_state, batch, places = self._placed(params, opt_state, batch)
+        results = self._step(params, opt_state, batch, places=places)
         # The loss is new at each step, and nobody donates it.
         self._queue.add(results[2])
         return results
 
     def trace(self, params: Any, opt_state: Any, batch: Any) -> jax.stages.Traced:
         """As ``jax.jit(f).trace``, for :mod:`sparse_collectives.traffic` among others."""
-        return self._step.trace(*self._placed(params, opt_state), batch)
+        params, opt_state, batch, places = self._placed(params, opt_state, batch)
+        return self._step.trace(params, opt_state, batch, places=places)
 
     def lower(self, params: Any, opt_state: Any, batch: Any) -> jax.stages.Lowered:
         """As ``jax.jit(f).lower``."""
-        return self._step.lower(*self._placed(params, opt_state), batch)
+        params, opt_state, batch, places = self._placed(params, opt_state, batch)
+        return self._step.lower(params, opt_state, batch, places=places)
 
-    def _placed(self, params: Any, opt_state: Any) -> tuple[Any, Any]:
+    def _placed(self, params: Any, opt_state: Any, batch: Any) -> tuple[Any, ...]:
         # Where an array is belongs to its type, so arrays that are not on the
         # mesh at the first call would make it another program than the second.
-        structure = jax.tree.structure(opt_state)
-        if structure not in self._specs:
+        structure = jax.tree.structure((params, opt_state))
+        places = self._places.get(structure)
+        if places is None or not places.holds(params):
             _axis_on(self._mesh, opt_state)
-            self._specs[structure] = _find.state_specs(opt_state)
-        specs = (PartitionSpec(), self._specs[structure])
-
-        def place(spec, tree):
-            sharding = NamedSharding(self._mesh, spec)
-            return jax.tree.map(lambda x: _place(x, sharding), tree)
-
-        return jax.tree.map(place, specs, (params, opt_state), is_leaf=_is_spec)
+            places = _places.of(params, opt_state, self._mesh, self._batch_spec)
+            self._places[structure] = places
+        params, opt_state = places.put(params), places.put_state(opt_state)
+        return params, opt_state, places.put_batch(batch), places if places.sharded else None
 
 
 def _axis_on(mesh: Mesh, opt_state: Any) -> Any:
@@ -158,34 +174,13 @@ def _axis_on(mesh: Mesh, opt_state: Any) -> Any:
     return axis
 
 
-def _is_spec(node: Any) -> bool:
-    return isinstance(node, PartitionSpec)
-
-
-def _place(x: Any, sharding: NamedSharding) -> Any:
-    here = getattr(x, "sharding", None)
-    if here == sharding:
-        return x
-    if isinstance(x, jax.Array) and not sharding.is_fully_addressable and _is_local(x):
-        # One committed to a device of this process would not be spread over others.
-        x = np.asarray(x)
-    return jax.device_put(x, sharding)
-
-
-def _is_local(x: Any) -> bool:
-    """Whether x is an array of this process alone."""
-    if isinstance(x, jax_core.Tracer):
-        return False
-    return not isinstance(x, jax.Array) or x.is_fully_addressable
-
-
 def _check_global(batch: Any, mesh: Mesh, opt_state: Any) -> None:
     if not mesh.is_multi_process:
         return
     axis = _find.axis_of(opt_state)
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
         # jit would take it for all workers' examples, and each process for others.
-        if _is_local(leaf):
+        if _places.is_local(leaf):
             raise ValueError(
                 f"batch{jax.tree_util.keystr(path)} is an array of this process, but the mesh has "
                 "devices of several. Make a global one of the examples that each process has "

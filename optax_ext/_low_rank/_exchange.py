@@ -111,7 +111,8 @@ class LowRankExchange:
             left, right, selected = extend.to_varying(
                 (result.left, result.right, result.selected), self.options.axis
             )
-            return result._replace(left=left, right=right, selected=selected)
+            result = result._replace(left=left, right=right, selected=selected)
+            return extend.to_varying(result, step.layout.part_axes)
 
         # All workers, and all groups of a larger mesh, have the same count.
         return lax.cond(
@@ -161,7 +162,8 @@ class LowRankExchange:
         def typed(phase):
             product = phase(given, add)
             mine = extend.to_varying((product.left, product.right), self.options.axis)
-            return product._replace(left=mine[0], right=mine[1])
+            product = product._replace(left=mine[0], right=mine[1])
+            return extend.to_varying(product, step.layout.part_axes)
 
         # Steps that are skipped are not counted: the next one repeats their phase.
         by_rows = (step.state.count - self.options.dense_first) % 2 == 0

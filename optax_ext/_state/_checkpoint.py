@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
-from optax_ext._state import _find, _init, _shards, _text
+from optax_ext._state import _find, _init, _placement, _shards, _text, _wrappers
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import __version__, extend
 
@@ -22,6 +22,7 @@ def abstract_state(
     mesh: Mesh | AbstractMesh,
     *,
     sharding: Sharding | None = None,
+    specs: Any = None,
 ) -> Any:
     """Shapes, dtypes and shardings of ``init_state``, without any array.
 
@@ -34,6 +35,8 @@ def abstract_state(
         not have: those that wrote a checkpoint.
       sharding: where to restore every array, instead of where ``init_state`` would
         place it. Needed with an ``AbstractMesh``.
+      specs: as for :func:`optax_ext.init_state`, of parameters that other axes of the mesh shard
+        and that do not say so themselves.
 
     Returns:
       A pytree of ``jax.ShapeDtypeStruct``.
@@ -46,14 +49,19 @@ def abstract_state(
             "mesh is an AbstractMesh, which has no devices to restore to. Give for example "
             "sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])."
         )
-    shapes = jax.eval_shape(lambda p: _init.init_state(tx, p, mesh), params)
+    given = _placement.given_of(params, mesh, specs)
+    made = None if given is None else _placement.specs_like(params, given)
+    shapes = jax.eval_shape(lambda p: _init.init_state(tx, p, mesh, specs=made), params)
 
     def place(spec, tree):
         where = NamedSharding(mesh, spec) if sharding is None else sharding
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
 
-    specs = _find.state_specs(shapes)
-    return jax.tree.map(place, specs, shapes, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    if given is None or not _wrappers.reductions(shapes):
+        places = _find.state_specs(shapes)
+    else:
+        places = _placement.placements(shapes, params, given)
+    return jax.tree.map(place, places, shapes, is_leaf=_find.is_spec)
 
 
 def checkpoint_metadata(opt_state: Any) -> dict[str, Any]:
@@ -154,7 +162,7 @@ def _metadata_of(node: SparseAllreduceState) -> dict[str, Any]:
         jax.tree.unflatten(layout.treedef, range(len(layout.shapes)))
     )
     metadata = {
-        "workers": extend.ranks(node.settings.axis) or node.residual.shape[0],
+        "workers": extend.ranks(node.settings.axis) or node.workers,
         "n": layout.size,
         "selector": _declared("selector", node.settings.selector),
         "allreduce": _declared("allreduce", node.settings.allreduce),
@@ -167,6 +175,12 @@ def _metadata_of(node: SparseAllreduceState) -> dict[str, Any]:
             for path, i in places
         },
     }
+    if layout.sharding is not None:
+        sharding = layout.sharding
+        metadata["sharding"] = {
+            "devices": dict(zip(map(str, sharding.axes), sharding.sizes, strict=True)),
+            "params": {jax.tree_util.keystr(path): str(sharding.spec(i)) for path, i in places},
+        }
     if node.settings.shard_axis:
         metadata["workers_in_a_node"] = _shards.workers_in_node(node)
     return metadata

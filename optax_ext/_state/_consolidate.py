@@ -77,17 +77,17 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
     return optax.apply_updates(params, updates), opt_state
 
 
-def _mean(node: SparseAllreduceState) -> jax.Array:
+def _mean(node: SparseAllreduceState) -> Any:
     if extend.axis_is_bound(node.settings.axis):
         raise ValueError(
             "consolidate was called inside the function mapped over axis "
             f"{node.settings.axis!r}, where each worker sees its own residual. Call it outside."
         )
     _shards.check_all_rows("opt_state", node)
-    workers = node.residual.shape[0]
-    rows = _shards.rows(node, node.residual).astype(jnp.float32)
+    rows = _shards.part_rows(node, node.residual).astype(jnp.float32)
     # Divided first: the sum may be too large where the mean is not.
-    return jnp.sum(rows / workers, axis=0)
+    mean = jnp.sum(rows / node.workers, axis=0)
+    return _shards.leaves_of(node, mean)
 
 
 def _without_residual(node: Any) -> Any:

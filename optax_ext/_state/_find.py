@@ -1,17 +1,18 @@
 """Finding the states of allreduces in an optimizer state: their infos, axis and PartitionSpecs."""
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_ext._state import _wrappers
 from optax_ext._step import _sparse_state
 from optax_ext._step._dense import DenseState
 from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
 from sparse_collectives import extend
+from sparse_collectives.extend import AxisName
 
 
 def is_state(node: Any) -> bool:
@@ -89,7 +90,7 @@ def axis_of(opt_state: Any) -> Hashable:
     return next(iter(axes))
 
 
-def state_specs(opt_state: Any) -> Any:
+def state_specs(opt_state: Any, *, manual: AxisName | None = None) -> Any:
     """The PartitionSpec of each leaf of an optimizer state, as a pytree.
 
     For ``in_specs`` and ``out_specs`` of ``jax.shard_map``: what belongs to one
@@ -99,9 +100,15 @@ def state_specs(opt_state: Any) -> Any:
     allreduce belong to one worker too: outside of the mapped function those of all
     workers lie one behind the other.
 
+    Of parameters that other axes shard, what belongs to one device is split over these, too;
+    what the rest of the optimizer keeps is as it is placed, which arrays (and those of
+    :func:`abstract_state`) say themselves.
+
     Args:
       opt_state: the state, or anything of its structure (as from
         ``jax.eval_shape``).
+      manual: the axes that the mapped function makes manual, its ``axis_names``: the specs name
+        no others. None: all axes of the mesh.
 
     Raises:
       ValueError: an axis that is an MPI communicator; allreduces that name different axes; a
@@ -109,34 +116,83 @@ def state_specs(opt_state: Any) -> Any:
         (``optax.apply_if_finite``); ``optax.MultiSteps`` with a scalar parameter, or whose
         state was made outside of the mapped function.
     """
+    specs = _all_specs(opt_state)
+    if manual is None:
+        return specs
+    names = extend.axis_names(manual)
+    return jax.tree.map(lambda spec: restricted(spec, names), specs, is_leaf=is_spec)
+
+
+def _all_specs(opt_state: Any) -> Any:
     marked = _wrappers.mark(opt_state)
     if not _wrappers.reductions(opt_state):
-        return jax.tree.map(lambda _: PartitionSpec(), opt_state)
+        return jax.tree.map(_placed_spec, opt_state)
     axis = axis_of(opt_state)
     check_mesh_axis(axis)
-    split, whole = PartitionSpec(axis), PartitionSpec()
+    parted = any(state.layout.sharding is not None for state in get_states(opt_state))
+    whole = PartitionSpec()
 
     def over(spec: PartitionSpec, tree: Any) -> Any:
         return jax.tree.map(lambda _: spec, tree)
 
+    def placed(leaf: Any) -> PartitionSpec:
+        return _placed_spec(leaf) if parted else whole
+
+    def of_worker(leaf: Any) -> PartitionSpec:
+        spec = placed(leaf)
+        return spec if len(spec) else PartitionSpec(axis)
+
     def specs(node):
         if isinstance(node, _wrappers.PerWorker):
-            return over(split, node.tree)
+            return jax.tree.map(of_worker, node.tree)
         if not is_state(node):
-            return whole
+            return placed(node)
+        sharding = node.layout.sharding
+        part_axes = () if sharding is None else sharding.axes
+        split = PartitionSpec((*extend.axis_names(axis), *part_axes)) if part_axes else None
+        split = PartitionSpec(axis) if split is None else split
+        shards = (*node.settings.shard_axis, *part_axes)
         everywhere = over(whole, node)
-        shard = PartitionSpec(node.settings.shard_axis) if node.settings.shard_axis else whole
+        rows = node.residual.shape[0]
+
+        def of_local(leaf: Any) -> PartitionSpec:
+            return split if not part_axes or leaf.shape[0] == rows else of_worker(leaf)
+
         return everywhere._replace(
             residual=split,
             velocity=over(split, node.velocity),
             dense_velocity=over(split, node.dense_velocity),
-            local=over(split, node.local),
+            local=jax.tree.map(of_local, node.local),
             selector=over(split, node.selector),
-            allreduce=over(shard, node.allreduce),
-            info=_sparse_state.per_worker(everywhere.info, lambda _: split),
+            allreduce=over(PartitionSpec(shards) if shards else whole, node.allreduce),
+            info=_sparse_state.per_worker(everywhere.info, lambda _: PartitionSpec(axis)),
         )
 
     return jax.tree.map(specs, marked, is_leaf=is_state)
+
+
+def is_spec(node: Any) -> bool:
+    """Whether it is a PartitionSpec, which is a leaf."""
+    return isinstance(node, PartitionSpec)
+
+
+def restricted(spec: PartitionSpec, names: Collection[Hashable]) -> PartitionSpec:
+    """``spec`` without all other names."""
+    kept = [
+        tuple(name for name in extend.axis_names(dim) if name in names) if dim is not None else ()
+        for dim in spec
+    ]
+    while kept and not kept[-1]:
+        kept.pop()
+    return PartitionSpec(*((dim[0] if len(dim) == 1 else dim) if dim else None for dim in kept))
+
+
+def _placed_spec(leaf: Any) -> PartitionSpec:
+    """Where an array says that it is."""
+    placed = getattr(leaf, "sharding", None)
+    if not isinstance(placed, NamedSharding) or isinstance(leaf, jax.core.Tracer):
+        return PartitionSpec()
+    return restricted(placed.spec, placed.mesh.axis_names)
 
 
 def check_mesh_axis(axis: Any) -> None:

@@ -6,32 +6,43 @@ from typing import Any
 
 import jax
 import optax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from optax_ext._state import _find, _wrappers
+from optax_ext._state import _find, _placement, _wrappers
+from optax_ext._step import _given
 from optax_ext._step._checks import UnboundAxisError
 from sparse_collectives import extend
 
 
 def init_state(
-    tx: optax.GradientTransformation, params: Any, mesh: Mesh | AbstractMesh | Mapping[str, int]
+    tx: optax.GradientTransformation,
+    params: Any,
+    mesh: Mesh | AbstractMesh | Mapping[str, int],
+    *,
+    specs: Any = None,
 ) -> Any:
     """``tx.init(params)`` for all workers, each worker's part on its own device of a mesh.
 
-    The axis is that of the transformation.
+    The axis is that of the transformation. Other axes of the mesh may shard the parameters: a
+    worker is then several devices, each of which selects from and exchanges a part of its own,
+    and the state is sharded as the parameters are.
 
     Args:
       tx: a transformation with :func:`sparse_allreduce` or :func:`dense` anywhere in it.
-      params: the parameters, replicated.
+      params: the parameters, whole on each worker: replicated, or sharded over axes of the mesh
+        that are not those of the workers.
       mesh: the mesh; an ``AbstractMesh`` only under ``jax.eval_shape``. Or the sizes of its
         axes, as ``{"data": 8}``: the state of all workers is then where ``params`` are, to
         be looked at, or to be filled with what the workers hold.
+      specs: a tree of PartitionSpecs, or one for all leaves, of parameters whose arrays do not say
+        how they are to be sharded. None: the ``NamedSharding`` of the arrays.
 
     Returns:
       The optimizer state, sharded as :func:`state_specs` says.
 
     Raises:
-      ValueError: the mesh has no such axis; allreduces that name different axes; see
+      ValueError: the mesh has no such axis; allreduces that name different axes; parameters that
+        are sharded over the axis of the workers, over another mesh, or not evenly; see
         :func:`state_specs`.
 
     Example:
@@ -42,7 +53,15 @@ def init_state(
     """
     sizes = dict(mesh) if isinstance(mesh, Mapping) else dict(mesh.shape)
     names = tuple(sizes)
-    everywhere = tx.init
+    if isinstance(mesh, Mesh):
+        mesh = _placement.with_auto_axes(mesh)
+    given = _placement.given_of(params, mesh, specs)
+
+    def init(params: Any) -> Any:
+        with _given.sharded(given):
+            return tx.init(params)
+
+    everywhere = init
     for name in reversed(names):
         everywhere = jax.vmap(everywhere, in_axes=None, axis_name=name, axis_size=sizes[name])
     try:
@@ -51,14 +70,30 @@ def init_state(
         check_axis(error.axis, names)
         raise
     local = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[len(names) :], x.dtype), shapes)
-    if _wrappers.reductions(local):
+    reduces = bool(_wrappers.reductions(local))
+    if reduces:
         check_axis(_find.axis_of(local), names)
     specs = _find.state_specs(local)
     if isinstance(mesh, Mapping):
         states = jax.jit(everywhere)(params)
         return jax.tree.map(lambda spec, x: _joined(x, spec, names), specs, states)
-    init = jax.shard_map(tx.init, mesh=mesh, in_specs=PartitionSpec(), out_specs=specs)
-    return jax.jit(init)(params)
+    if given is None or not reduces:
+        mapped = jax.shard_map(init, mesh=mesh, in_specs=PartitionSpec(), out_specs=specs)
+        return jax.jit(mapped)(params)
+    workers = extend.axis_names(_find.axis_of(local))
+    mapped = jax.shard_map(
+        init,
+        mesh=mesh,
+        in_specs=PartitionSpec(),
+        out_specs=_find.state_specs(local, manual=workers),
+        axis_names=set(workers),
+    )
+    whole = jax.eval_shape(jax.jit(mapped), params)
+    where = _placement.placements(whole, params, given)
+    if isinstance(mesh, AbstractMesh):
+        return jax.jit(mapped)(params)
+    placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), where, is_leaf=_find.is_spec)
+    return jax.jit(mapped, out_shardings=placed)(_placement.put(params, mesh, given))
 
 
 def _joined(x: jax.Array, spec: PartitionSpec, names: tuple[str, ...]) -> jax.Array:

@@ -1,5 +1,6 @@
 """Another number of workers: what becomes of the residuals."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ from jax.sharding import Mesh
 
 from optax_ext._low_rank._factors import Factors
 from optax_ext._state import _find, _shards, _wrappers
-from optax_ext._step import _checks
+from optax_ext._step import _checks, _sharding
 from optax_ext._step._sparse_state import SparseAllreduceState
 
 # Columns that are added up at a time, so that the float64 of them stay small.
@@ -18,6 +19,8 @@ _COLUMNS = 1 << 20
 
 def reshard(opt_state: Any, fresh_state: Any) -> Any:
     """The optimizer state of other workers, with nothing of the residuals lost.
+
+    Also where the parameters are sharded in another way than they were, or no longer.
 
     The new state has the sum over workers of the residuals of the old one. More
     workers: each residual is dealt out by index among several, without arithmetic.
@@ -115,8 +118,10 @@ def _check(path: str, old: Any, new: Any) -> None:
         return
     _shards.check_all_rows(f"opt_state{path}", old)
     _shards.check_all_rows(f"fresh_state{path}", new)
-    if old.layout != new.layout:
-        _checks.check_layout(new.layout, old.layout)
+    # The same leaves, however they are sharded; which of them have to be dense may depend on that.
+    before, after = (dataclasses.replace(x.layout, sharding=None) for x in (old, new))
+    if before != after:
+        _checks.check_layout(after, before)
     if (old.settings.local == "none") != (new.settings.local == "none"):
         which = "without a" if old.settings.local == "none" else "behind a"
         raise ValueError(
@@ -143,12 +148,16 @@ def _check_readable(opt_state: Any) -> None:
 def _node(old: SparseAllreduceState, new: SparseAllreduceState) -> SparseAllreduceState:
     def dealt(before: Any, fresh: Any) -> Any:
         rows = _shards.rows(old, np.asarray(before))
-        workers = fresh.shape[0] // _shards.workers_in_node(new)
+        workers = new.workers // _shards.workers_in_node(new)
         return _placed(_shards.unrows(new, _deal(rows, workers, fresh.dtype)), fresh)
 
     def dealt_whole(before: Any, fresh: Any) -> Any:
-        # These leaves have no shards.
-        return _placed(_deal(np.asarray(before), fresh.shape[0], fresh.dtype), fresh)
+        # These leaves are dealt out over no node.
+        parts = np.asarray(before).reshape(old.workers, old.parts, -1)
+        rows = _shards.joined(parts, old.layout, dense=True)
+        rows = _deal(rows, new.workers, fresh.dtype)
+        parts = _shards.parted(rows, new.layout, dense=True)
+        return _placed(parts.reshape(fresh.shape), fresh)
 
     def if_both(name: str, deal: Any) -> Any:
         before, fresh = getattr(old, name), getattr(new, name)
@@ -164,9 +173,9 @@ def _node(old: SparseAllreduceState, new: SparseAllreduceState) -> SparseAllredu
         # The velocity of a momentum correction adds up over the workers as the residual does.
         velocity=if_both("velocity", dealt),
         dense_velocity=if_both("dense_velocity", dealt_whole),
-        local=_taken_over(old.local, new.local),
+        local=_taken_over(old, new),
         selector=_with_counts(old.selector, new.selector),
-        allreduce=_exchanged(old.allreduce, new.allreduce),
+        allreduce=_exchanged(old, new),
     )
 
 
@@ -229,25 +238,54 @@ def _two_sum(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return total, (a - (total - part)) + (b - part)
 
 
-def _taken_over(old: Any, new: Any) -> Any:
+def _taken_over(old: SparseAllreduceState, new: SparseAllreduceState) -> Any:
     """The states of local transformations: each new worker has that of an old one.
 
     They are counts and averages, and not sums, as residuals are.
     """
-    if jax.tree.structure(old) != jax.tree.structure(new):
-        return new
+    if jax.tree.structure(old.local) != jax.tree.structure(new.local):
+        return new.local
 
     def rows(before: Any, fresh: Any) -> Any:
-        if np.shape(before)[1:] != np.shape(fresh)[1:]:
+        host, kind = np.asarray(before), _buffer_of(new, fresh)
+        host = _of_workers(old, host, _buffer_of(old, host))
+        host = host[np.arange(new.workers) % len(host)]
+        if kind is not None:
+            whole = new.layout.dense_size if kind else new.layout.size
+            if host.shape[1:] != (whole,):
+                return fresh
+            parts = _shards.parted(host, new.layout, dense=kind)
+            return _placed(parts.reshape(fresh.shape), fresh)
+        if host.shape[1:] != np.shape(fresh)[1:]:
             return fresh
-        host = np.asarray(before)
-        return _placed(host[np.arange(fresh.shape[0]) % len(host)], fresh)
+        # The devices of a worker are side by side, and have what the worker has.
+        return _placed(host[np.arange(len(fresh)) // (len(fresh) // new.workers)], fresh)
 
-    return jax.tree.map(rows, old, new)
+    return jax.tree.map(rows, old.local, new.local)
 
 
-def _exchanged(old: Any, new: Any) -> Any:
+def _buffer_of(node: SparseAllreduceState, array: Any) -> bool | None:
+    """Whether it is of the dense buffer of a part, or of the sparse one; or of neither."""
+    if node.layout.sharding is None or array.ndim != 2 or not array.shape[1]:
+        return None
+    part = _sharding.part_layout(node.layout)
+    return {part.dense_size: True, part.size: False}.get(array.shape[1])
+
+
+def _of_workers(node: SparseAllreduceState, array: np.ndarray, dense: bool | None) -> np.ndarray:
+    """A row for each worker: what its devices have of a buffer, or all have alike."""
+    if len(array) != node.workers * node.parts:
+        return array
+    parts = array.reshape(node.workers, node.parts, *array.shape[1:])
+    return parts[:, 0] if dense is None else _shards.joined(parts, node.layout, dense=dense)
+
+
+def _exchanged(old_node: SparseAllreduceState, new_node: SparseAllreduceState) -> Any:
     """The state of an allreduce for other workers."""
+    old, new = old_node.allreduce, new_node.allreduce
+    if old_node.layout != new_node.layout and isinstance(new, Factors):
+        # They are of other matrices.
+        return new
     if isinstance(old, Factors) and isinstance(new, Factors):
         # Of the mean over the workers, however many there were; of another rank they start anew.
         shapes = [[np.shape(x) for x in jax.tree.leaves(factors)] for factors in (old, new)]

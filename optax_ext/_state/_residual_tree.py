@@ -13,15 +13,15 @@ from optax_ext._step._sparse_state import SparseAllreduceState
 
 
 def residual_tree(
-    opt_state: Any, params: Any, vector: Callable[[SparseAllreduceState], jax.Array]
+    opt_state: Any, params: Any, leaves_of: Callable[[SparseAllreduceState], Any]
 ) -> Any:
-    """``vector(state) -> f32[n]`` of each allreduce in an optimizer state, at its leaves.
+    """``leaves_of(state)``, a tree, of each allreduce in an optimizer state, at its leaves.
 
     Args:
       opt_state: the optimizer state.
       params: of the tree and shapes of the parameters. Leaves that no sparse allreduce
         covers get zeros.
-      vector: what a state's leaves get.
+      leaves_of: what a state's leaves get; :func:`of_vector` makes it of a vector.
 
     Raises:
       ValueError: a state of other parameters.
@@ -29,8 +29,7 @@ def residual_tree(
     leaves, treedef = jax.tree.flatten(params)
     found: list[Any] = [None] * len(leaves)
     for state in _find.get_states(opt_state):
-        dense = jnp.zeros((state.layout.dense_size,), jnp.float32)
-        parts = _layout.unravel(vector(state), dense, state.layout, saturate=True)
+        parts = leaves_of(state)
         # A part of the parameters, as in optax.multi_transform, has masks elsewhere.
         parts, tree = jax.tree.flatten(parts, is_leaf=_is_mask)
         if tree != treedef:
@@ -46,6 +45,12 @@ def residual_tree(
         for leaf, part in zip(leaves, found, strict=True)
     ]
     return jax.tree.unflatten(treedef, whole)
+
+
+def of_vector(vector: jax.Array, layout: _layout.TreeLayout) -> Any:
+    """``f32[n]`` as leaves; those that go dense are 0."""
+    dense = jnp.zeros((layout.dense_size,), jnp.float32)
+    return _layout.unravel(vector, dense, layout, saturate=True)
 
 
 def _is_mask(node: Any) -> bool:

@@ -4,9 +4,12 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from optax_ext._state._residual_tree import of_vector
+from optax_ext._step import _layout, _sharding
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import extend
 
@@ -24,17 +27,17 @@ def workers_in_node(node: SparseAllreduceState) -> int:
         return of_ranks
     arrays = jax.tree.leaves(node.allreduce)
     if arrays:
-        return arrays[0].shape[0]
+        return arrays[0].shape[0] // node.parts
     # An allreduce without a state does not say; a residual that is split over the workers does.
     placed = getattr(node.residual, "sharding", None)
-    rows, shard = node.residual.shape
+    rows, shard = node.workers, node.residual.shape[1]
     if isinstance(placed, NamedSharding) and placed.spec:
         sizes = placed.mesh.shape
         # Axes of one worker are not in the spec.
         split = math.prod(sizes[name] for name in extend.axis_names(placed.spec[0] or ()))
-        if split == rows and set(shard_axis) <= set(sizes):
+        if split == node.residual.shape[0] and set(shard_axis) <= set(sizes):
             return math.prod(sizes[name] for name in shard_axis)
-    size = node.layout.size
+    size = part_size(node)
     fitting = [
         workers
         for workers in range(1, rows + 1)
@@ -50,26 +53,85 @@ def workers_in_node(node: SparseAllreduceState) -> int:
     )
 
 
-def rows(node: SparseAllreduceState, residual: Any) -> Any:
-    """The residual as ``f32[m, n]``, a row for each worker, or node of workers."""
+def part_rows(node: SparseAllreduceState, residual: Any) -> Any:
+    """The residual as ``f32[w, m, n]``: of each worker, or node, and each of its m devices.
+
+    n is the size of a part: of the whole buffer where parameters are whole.
+    """
+    parts, shard = node.parts, residual.shape[1]
+    by_worker = residual.reshape(-1, parts, shard)
     if not node.settings.shard_axis:
-        return residual
-    inner, shard = workers_in_node(node), residual.shape[1]
+        return by_worker
+    inner = workers_in_node(node)
     if _inner_first(node):
-        parts = residual.reshape(inner, -1, shard).swapaxes(0, 1)
+        split = by_worker.reshape(inner, -1, parts, shard).transpose(1, 2, 0, 3)
     else:
-        parts = residual.reshape(-1, inner, shard)
-    return parts.reshape(-1, inner * shard)[:, : node.layout.size]
+        split = by_worker.reshape(-1, inner, parts, shard).transpose(0, 2, 1, 3)
+    return split.reshape(-1, parts, inner * shard)[:, :, : part_size(node)]
+
+
+def part_size(node: SparseAllreduceState) -> int:
+    """Entries of the buffer that one device has of a worker."""
+    layout = node.layout
+    return layout.size if layout.sharding is None else _sharding.part_layout(layout).size
+
+
+def leaves_of(node: SparseAllreduceState, parts: Any) -> Any:
+    """The leaves of ``f32[m, n]``, the parts of one worker; those that go dense are 0."""
+    layout = node.layout
+    if layout.sharding is None:
+        return of_vector(parts[0], layout)
+    leaves = [jnp.zeros(s, t) for s, t in zip(layout.shapes, layout.dtypes, strict=True)]
+    for leaf, start in _sharding.starts(layout):
+        whole = _sharding.whole_leaves(parts, layout, leaf, start)
+        leaves[leaf] = _layout.narrowed(whole, layout.dtypes[leaf], saturate=True)
+    return jax.tree.unflatten(layout.treedef, leaves)
+
+
+def rows(node: SparseAllreduceState, residual: np.ndarray) -> np.ndarray:
+    """The residual as ``f32[w, n]``, a row for each worker, or node of workers."""
+    return joined(part_rows(node, residual), node.layout)
 
 
 def unrows(node: SparseAllreduceState, rows: np.ndarray) -> np.ndarray:
     """The inverse of :func:`rows`."""
+    parts = parted(rows, node.layout)
     if not node.settings.shard_axis:
-        return rows
-    inner, shard = workers_in_node(node), node.residual.shape[1]
-    parts = np.pad(rows, ((0, 0), (0, inner * shard - rows.shape[1])))
-    parts = parts.reshape(-1, inner, shard)
-    return (parts.swapaxes(0, 1) if _inner_first(node) else parts).reshape(-1, shard)
+        return parts.reshape(-1, parts.shape[-1])
+    inner, shard, m = workers_in_node(node), node.residual.shape[1], node.parts
+    parts = np.pad(parts, ((0, 0), (0, 0), (0, inner * shard - parts.shape[2])))
+    split = parts.reshape(-1, m, inner, shard)
+    split = split.transpose((2, 0, 1, 3) if _inner_first(node) else (0, 2, 1, 3))
+    return split.reshape(-1, shard)
+
+
+def joined(parts: np.ndarray, layout: _layout.TreeLayout, *, dense: bool = False) -> np.ndarray:
+    """``[w, m, part]`` as ``[w, n]``: what the devices of each worker have, as one buffer."""
+    if layout.sharding is None:
+        return parts[:, 0]
+    places = list(_sharding.starts(layout, dense=dense))
+    whole = [
+        [_sharding.whole_leaves(row, layout, leaf, start).reshape(-1) for leaf, start in places]
+        for row in parts
+    ]
+    return np.stack([np.concatenate(row) for row in whole])
+
+
+def parted(rows: np.ndarray, layout: _layout.TreeLayout, *, dense: bool = False) -> np.ndarray:
+    """The inverse of :func:`joined`."""
+    if layout.sharding is None:
+        return rows[:, None]
+    places = list(_sharding.starts(layout, dense=dense))
+    made = []
+    for row in rows:
+        parts, offset = [], 0
+        for leaf, _ in places:
+            size = math.prod(layout.shapes[leaf])
+            whole = row[offset : offset + size].reshape(layout.shapes[leaf])
+            parts.append(_sharding.parts_of_leaf(whole, layout, leaf, np.pad))
+            offset += size
+        made.append(np.concatenate(parts, axis=1))
+    return np.stack(made)
 
 
 def _inner_first(node: SparseAllreduceState) -> bool:
@@ -87,7 +149,7 @@ def _inner_first(node: SparseAllreduceState) -> bool:
 
 def check_all_rows(name: str, node: SparseAllreduceState) -> None:
     """The state has the rows of all workers."""
-    workers, rows = extend.ranks(node.settings.axis), node.residual.shape[0]
+    workers, rows = extend.ranks(node.settings.axis), node.workers
     if workers and rows != workers:
         raise ValueError(
             f"{name} was made over an MPI communicator of {workers} ranks and has the part of "

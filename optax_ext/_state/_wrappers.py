@@ -102,7 +102,7 @@ def mark(opt_state: Any) -> Any:
         if isinstance(node, optax.MultiStepsState):
             _check_multi_steps(node, inside)
         sparse = [state for state in inside if isinstance(state, SparseAllreduceState)]
-        workers = sparse[0].residual.shape[0] if sparse else None
+        workers = sparse[0].workers if sparse else None
         return node._replace(inner_opt_state=inner, acc_grads=PerWorker(node.acc_grads, workers))
 
     return jax.tree.map(marked, opt_state, is_leaf=is_multi_steps)
@@ -147,7 +147,7 @@ def _check_multi_steps(node: Any, inside: list[Any]) -> None:
             continue
         if state.layout.treedef != jax.tree.structure(node.acc_grads):
             continue  # A part of the parameters, as in optax.masked.
-        workers = state.residual.shape[0]
+        workers = state.workers
         for (path, leaf), shape in zip(leaves, state.layout.shapes, strict=True):
             expected = (workers * shape[0], *shape[1:])
             if np.shape(leaf) != expected:

@@ -1,6 +1,7 @@
 """The state and the step of error feedback around an exchange."""
 
 import dataclasses
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -9,11 +10,13 @@ import jax.numpy as jnp
 from optax_ext._step import (
     _checks,
     _dense_leaves,
+    _given,
     _layout,
     _local,
     _nonfinite,
     _residual,
     _settings,
+    _sharded,
     _sparse_state,
 )
 from optax_ext._step._contract import Accumulated, Exchange, Options
@@ -22,6 +25,7 @@ from optax_ext._step._momentum_correction import MomentumCorrection
 from optax_ext._step._nonfinite import Guarded, Part
 from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
 from sparse_collectives import extend
+from sparse_collectives.extend import AxisName
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,12 +46,19 @@ class ErrorFeedback:
 
     def init(self, params: Any) -> SparseAllreduceState:
         """The state before the first step, of one worker."""
+        labels = _dense_leaves.resolve(self.options.dense_leaves, params)
+        _checks.workers(self.options.axis)
+        sharding = _given.sharding_of(params, self.options.axis)
+        if sharding is None:
+            layout = _layout.layout_of(params, "params", self.exchange.dense(params, labels))
+            return self.start(layout, params)
+        return _sharded.init(self, params, labels, sharding)
+
+    def start(self, layout: _layout.TreeLayout, params: Any) -> SparseAllreduceState:
+        """The state of this worker, or of this device of it."""
         options, correction = self.options, self.correction
-        workers = _checks.workers(options.axis)
-        labels = _dense_leaves.resolve(options.dense_leaves, params)
-        layout = _layout.layout_of(params, "params", self.exchange.dense(params, labels))
         size, dense = self.exchange.part_size(layout.size), layout.dense_size
-        selector, shared = self.exchange.init(layout, workers)
+        selector, shared = self.exchange.init(layout, _checks.workers(options.axis))
         per_worker = (
             jnp.zeros((size,), options.residual.dtype),
             correction.init(size) if correction is not None else (),
@@ -57,7 +68,10 @@ class ErrorFeedback:
             _sparse_state.no_info(),
         )
         per_worker = extend.to_varying(_sparse_state.with_lead(per_worker), options.axis)
-        residual, velocity, dense_velocity, local, selector, info = per_worker
+        *kept, info = per_worker
+        # Of the info all devices of a worker have the same.
+        kept, shared = extend.to_varying((kept, shared), layout.part_axes)
+        residual, velocity, dense_velocity, local, selector = kept
         counters = {
             name: jnp.zeros((), jnp.int32) for name in ("count", "skipped", "dropped", "withheld")
         }
@@ -78,19 +92,38 @@ class ErrorFeedback:
 
     def update(self, updates: Any, state: SparseAllreduceState, params: Any = None):
         """One step; ``(updates, state)``."""
+        if state.layout.sharding is not None:
+            return _sharded.update(self, updates, state, params)
         layout = self._check(updates, state)
         if not layout.shapes:
             return updates, state._replace(count=state.count + 1)
+        return self.step(updates, state, params, layout)
+
+    def step(
+        self,
+        updates: Any,
+        state: SparseAllreduceState,
+        params: Any,
+        layout: _layout.TreeLayout,
+        left_out: jax.Array | None = None,
+    ):
+        """One step of this worker, or of the part of one of its devices."""
         options = self.options
+        size = self.exchange.part_size(layout.size)
+        _checks.check_residual(state.residual, size, _checks.workers(options.axis), options.axis)
         loaded = self._load(updates, state, params, layout)
+        if left_out is not None:
+            loaded = loaded._replace(left_out=loaded.left_out + left_out)
         guarded = _nonfinite.guard(
             options.nonfinite,
             self._parts(loaded, state, layout),
-            axis=options.axis,
+            # All devices of a worker take a step, or none of them.
+            axis=_with(options.axis, layout.part_axes),
             count=state.count,
             left_out=loaded.left_out,
         )
         result = self.exchange.reduce(self._accumulate(guarded, state, layout))
+        result = _sharded.of_all_parts(result, layout.part_axes)
         kept = _residual.store(
             # The seed of random rounding is the number of the step.
             result.residual,
@@ -119,11 +152,9 @@ class ErrorFeedback:
         """Everything that can be wrong with a call, before anything is computed."""
         axis = self.options.axis
         layout = _layout.layout_of(updates, "updates", state.layout.dense)
-        workers = _checks.workers(axis)
+        _checks.workers(axis)
         _checks.check_layout(state.layout, layout)
         if layout.shapes:
-            size = self.exchange.part_size(layout.size)
-            _checks.check_residual(state.residual, size, workers, axis)
             _checks.check_local_gradients(updates, axis)
         return layout
 
@@ -185,6 +216,10 @@ class ErrorFeedback:
             proceeds=proceeds,
             is_dense=is_dense,
         )
+
+
+def _with(axis: AxisName, part_axes: tuple[Hashable, ...]) -> AxisName:
+    return (*extend.axis_names(axis), *part_axes) if part_axes else axis
 
 
 def _reported(info: StepInfo, before: StepInfo) -> StepInfo:

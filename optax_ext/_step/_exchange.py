@@ -1,5 +1,6 @@
 """From an accumulator to the mean that every worker applies: sparse, or dense to begin with."""
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -170,7 +171,13 @@ def dense(increment: jax.Array, like: Exchanged, *, parts: Parts) -> Exchanged:
     )
 
 
-def dense_or_sparse(is_dense: jax.Array, dense_branch: Any, sparse_branch: Any, axis: AxisName):
+def dense_or_sparse(
+    is_dense: jax.Array,
+    dense_branch: Any,
+    sparse_branch: Any,
+    axis: AxisName,
+    part_axes: tuple[Hashable, ...],
+):
     """One of the two, typed alike; all workers have the same ``is_dense``."""
 
     def typed(branch):
@@ -178,7 +185,8 @@ def dense_or_sparse(is_dense: jax.Array, dense_branch: Any, sparse_branch: Any, 
         per_worker = (result.sent, result.undelivered, result.rounding)
         sent, undelivered, rounding = extend.to_varying(per_worker, axis)
         info = _sparse_state.per_worker(result.info, lambda x: extend.to_varying(x, axis))
-        return result._replace(sent=sent, undelivered=undelivered, rounding=rounding, info=info)
+        result = result._replace(sent=sent, undelivered=undelivered, rounding=rounding, info=info)
+        return extend.to_varying(result, part_axes)
 
     return lax.cond(is_dense, lambda: typed(dense_branch), lambda: typed(sparse_branch))
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -22,12 +23,17 @@ class TreeLayout:
       shapes: the shape of each leaf.
       dtypes: the dtype of each leaf.
       dense: whether each leaf is exchanged densely, and not in the sparse buffer.
+      sharding: how other axes of the mesh shard the leaves; None where a device holds them whole.
+      part_axes: the axes over whose devices these leaves are dealt out, where they are the part of
+        one of them.
     """
 
     treedef: Any
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[Any, ...]
     dense: tuple[bool, ...]
+    sharding: Any = None
+    part_axes: tuple[Hashable, ...] = ()
 
     @property
     def size(self) -> int:

@@ -70,12 +70,10 @@ def update(
     none = jnp.zeros((), jnp.int32)
     if tx is None:
         return Transformed(*_layout.ravel(gradients, layout), (), none)
-    # The increments of a 16-bit leaf add up in float32, and so they are made in it.
-    gradients = jax.tree.map(_in_float32, gradients)
     if isinstance(tx, Elementwise):
+        gradients = jax.tree.map(_in_float32, gradients)
         gradients = [x for x in _layout.ravel(gradients, layout) if x.size]
-    gradients, left_out = _nonfinite.zeroed(gradients) if drop else (gradients, none)
-    if isinstance(tx, Elementwise):
+        gradients, left_out = _nonfinite.zeroed(gradients) if drop else (gradients, none)
         # In the shape of the state: XLA then writes in place where it is donated.
         before, step = _sparse_state.with_lead(gradients), jax.vmap(tx.update)
         gradients = step(before, state)[0]
@@ -85,12 +83,28 @@ def update(
         empty = jnp.zeros((0,), jnp.float32)
         sparse = next(made) if layout.size else empty
         dense = next(made) if layout.dense_size else empty
-    else:
-        params = None if params is None else jax.tree.map(_in_float32, params)
-        gradients, state = tx.update(gradients, _sparse_state.without_lead(state), params)
-        sparse, dense = _layout.ravel(gradients, layout)
-        state = _sparse_state.with_lead(state)
-    return Transformed(sparse, dense, extend.to_varying(state, axis), left_out)
+        return Transformed(sparse, dense, extend.to_varying(state, axis), left_out)
+    gradients, state, left_out = of_leaves(tx, gradients, state, params, axis=axis, drop=drop)
+    return Transformed(*_layout.ravel(gradients, layout), state, left_out)
+
+
+def of_leaves(
+    tx: optax.GradientTransformation,
+    gradients: Any,
+    state: Any,
+    params: Any,
+    *,
+    axis: AxisName,
+    drop: bool,
+) -> tuple[Any, Any, jax.Array]:
+    """The gradients as leaves in float32, transformed; the next state; what was left out."""
+    # The increments of a 16-bit leaf add up in float32, and so they are made in it.
+    gradients = jax.tree.map(_in_float32, gradients)
+    none = jnp.zeros((), jnp.int32)
+    gradients, left_out = _nonfinite.zeroed(gradients) if drop else (gradients, none)
+    params = None if params is None else jax.tree.map(_in_float32, params)
+    gradients, state = tx.update(gradients, _sparse_state.without_lead(state), params)
+    return gradients, extend.to_varying(_sparse_state.with_lead(state), axis), left_out
 
 
 def describe(tx: optax.GradientTransformation | None, state: Any) -> str:

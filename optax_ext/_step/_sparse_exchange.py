@@ -95,6 +95,7 @@ class SparseExchange:
             lambda: _exchange.dense(step.part.increment[0], like, parts=parts),
             sparse,
             options.axis,
+            step.layout.part_axes,
         )
 
     def _keep(self, step: Accumulated, result: Exchanged, reduced: Reduced) -> Reduced:

@@ -45,6 +45,11 @@ PER_WORKER = ("selected", "overflow", "local_threshold", "useful", "arrived", "t
 class SparseAllreduceState(NamedTuple):
     """State of :func:`sparse_allreduce`, and of :func:`powersgd` and :func:`acp_sgd`.
 
+    Of parameters that other axes of the mesh shard, each of the m devices of a worker has a part
+    of its own: what is said to be "for each worker" below, but for ``info`` and a ``local``
+    transformation that looks at leaves, then has a row for each device, P m in all, and n is
+    the size of a part.
+
     Fields marked "for each worker" differ between the workers: every array in
     them has a leading axis, of size 1 inside the mapped function and of size P
     outside, sharded over the axis. Those marked "for each shard" have such an axis over
@@ -92,6 +97,16 @@ class SparseAllreduceState(NamedTuple):
     info: StepInfo
     layout: _layout.TreeLayout
     settings: _settings.Settings
+
+    @property
+    def workers(self) -> int:
+        """P outside of the mapped function, and 1 inside."""
+        return max(1, self.residual.shape[0] // self.parts)
+
+    @property
+    def parts(self) -> int:
+        """m, devices of a worker that have parts of their own; 1 of parameters that are whole."""
+        return self.layout.sharding.parts if self.layout.sharding is not None else 1
 
 
 def with_lead(tree: Any) -> Any:

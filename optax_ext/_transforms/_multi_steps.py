@@ -76,7 +76,7 @@ def multi_steps(
                 f"axis={axis!r} is not bound where init is called. Call init inside the mapped "
                 "function, or use optax_ext.init_state(tx, params, mesh)."
             )
-        lead = sparse[0].residual.shape[0] if sparse else 1
+        lead = sparse[0].workers if sparse else 1
         acc = jax.tree.map(lambda x: jnp.zeros((lead, *jnp.shape(x)), jnp.float32), params)
         if bound:
             acc = extend.to_varying(acc, axis)

@@ -8,6 +8,7 @@ listed here or there is private.
 
 from sparse_collectives import transport
 from sparse_collectives._compat import (
+    axis_indices,
     axis_is_bound,
     axis_names,
     checks_varying,
@@ -39,6 +40,7 @@ __all__ = [
     "State",
     "all_gather",
     "all_reduce",
+    "axis_indices",
     "axis_is_bound",
     "axis_names",
     "check_choice",

@@ -28,7 +28,7 @@ def axis_size(axis: AxisName) -> int:
 
 def axis_index(axis: AxisName) -> jax.Array:
     """This worker's number, ``i32[]`` in [0, P)."""
-    return lax.axis_index(axis)
+    return _compat.axis_index(axis)
 
 
 def psum(x: jax.Array, axis: AxisName) -> jax.Array:

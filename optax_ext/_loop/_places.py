@@ -1,0 +1,162 @@
+"""Where the arguments of a training step are, and where its results stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax import core as jax_core
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from optax_ext._state import _find, _placement
+from sparse_collectives import extend
+
+
+def of(params: Any, opt_state: Any, mesh: Mesh, batch_spec: PartitionSpec | None) -> Places:
+    """From where the parameters are, and what the state was made for.
+
+    Raises:
+      ValueError: parameters that are sharded in another way than those that the state was made
+        for; a batch_spec that does not begin with the axis of the workers.
+    """
+    given = _placement.given_of(params, mesh)
+    axis = _find.axis_of(opt_state)
+    batch = PartitionSpec(axis) if batch_spec is None else batch_spec
+    workers = extend.axis_names(axis)
+    first = extend.axis_names(batch[0]) if len(batch) and batch[0] is not None else ()
+    if first[: len(workers)] != workers:
+        raise ValueError(
+            f"batch_spec={batch_spec} must split the leading dimension over the workers first, and "
+            f"then over other axes: PartitionSpec(({', '.join(map(repr, workers))}, ...))."
+        )
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    _check(given, opt_state)
+    if given is None:
+        specs, states = [PartitionSpec()] * len(paths), _find.state_specs(opt_state)
+    else:
+        specs = [given.specs[path] for path in paths]
+        states = _placement.placements(opt_state, params, given)
+    leaves = jax.tree.leaves(states, is_leaf=_find.is_spec)
+    return Places(
+        mesh,
+        [NamedSharding(mesh, spec) for spec in specs],
+        [NamedSharding(mesh, spec) for spec in leaves],
+        NamedSharding(mesh, batch),
+        sharded=given is not None or any(name not in workers for name in first),
+    )
+
+
+class Places:
+    """The shardings of parameters, state and batch, leaf by leaf; static to a jitted step."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        params: list[NamedSharding],
+        states: list[NamedSharding],
+        batch: NamedSharding,
+        *,
+        sharded: bool,
+    ):
+        self._mesh = mesh
+        self._params = tuple(params)
+        self._states = tuple(states)
+        self._batch = batch
+        self.sharded = sharded
+
+    def __hash__(self) -> int:
+        return hash((self._params, self._states))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Places) and (self._params, self._states) == (
+            other._params,
+            other._states,
+        )
+
+    def holds(self, params: Any) -> bool:
+        """Whether the parameters are where they were."""
+        if not self.sharded:
+            # Shards would have to be gathered.
+            return not any(map(_is_sharded, jax.tree.leaves(params)))
+        leaves = zip(jax.tree.leaves(params), self._params, strict=True)
+        return all(getattr(leaf, "sharding", None) == place for leaf, place in leaves)
+
+    def put(self, params: Any) -> Any:
+        """The parameters where they belong."""
+        return _put(params, self._params)
+
+    def put_state(self, opt_state: Any) -> Any:
+        """The state where it belongs."""
+        return _put(opt_state, self._states)
+
+    def put_batch(self, batch: Any) -> Any:
+        """A batch where it belongs, if that is not the same as anywhere."""
+        if not self.sharded:
+            return batch
+        return jax.tree.map(lambda x: _place(x, self._batch), batch)
+
+    def constrain(self, results: tuple[Any, Any]) -> tuple[Any, Any]:
+        """Parameters and state of a step, where those before it were."""
+        params, opt_state = results
+        return _constrained(params, self._params), _constrained(opt_state, self._states)
+
+
+def is_local(x: Any) -> bool:
+    """Whether x is an array of this process alone."""
+    if isinstance(x, jax_core.Tracer):
+        return False
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
+
+
+def _check(given: Any, opt_state: Any) -> None:
+    """The parameters are sharded as when the state was made."""
+    for state in _find.get_states(opt_state):
+        sharding, layout = state.layout.sharding, state.layout
+        leaves = jax.tree_util.tree_leaves_with_path(
+            jax.tree.unflatten(layout.treedef, range(len(layout.shapes)))
+        )
+        for path, leaf in leaves:
+            name = jax.tree_util.keystr(path)
+            then = PartitionSpec() if sharding is None else sharding.spec(leaf)
+            now = PartitionSpec() if given is None else given.specs.get(name, then)
+            if _names(then) != _names(now):
+                raise ValueError(
+                    f"params{name} is sharded as {now}, and was sharded as {then} when the state "
+                    "was made. Put it back with jax.device_put, or make another state with "
+                    "optax_ext.init_state(tx, params, mesh); optax_ext.reshard(opt_state, that) "
+                    "keeps what the residuals hold."
+                )
+
+
+def _names(spec: PartitionSpec) -> list[tuple[Any, ...]]:
+    names = [extend.axis_names(dim) if dim is not None else () for dim in spec]
+    while names and not names[-1]:
+        names.pop()
+    return names
+
+
+def _is_sharded(x: Any) -> bool:
+    placed = getattr(x, "sharding", None)
+    return isinstance(placed, NamedSharding) and not placed.is_fully_replicated
+
+
+def _put(tree: Any, places: tuple[NamedSharding, ...]) -> Any:
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten([_place(x, place) for x, place in zip(leaves, places, strict=True)])
+
+
+def _constrained(tree: Any, places: tuple[NamedSharding, ...]) -> Any:
+    leaves, treedef = jax.tree.flatten(tree)
+    pairs = zip(leaves, places, strict=True)
+    return treedef.unflatten([jax.lax.with_sharding_constraint(x, place) for x, place in pairs])
+
+
+def _place(x: Any, sharding: NamedSharding) -> Any:
+    here = getattr(x, "sharding", None)
+    if here == sharding:
+        return x
+    if isinstance(x, jax.Array) and not sharding.is_fully_addressable and is_local(x):
+        # One committed to a device of this process would not be spread over others.
+        x = np.asarray(x)
+    return jax.device_put(x, sharding)

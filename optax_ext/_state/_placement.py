@@ -1,0 +1,169 @@
+"""Where parameters are on a mesh, and where what an optimizer keeps of them goes."""
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from optax_ext._state import _find, _wrappers
+from optax_ext._step._given import Given
+from optax_ext._step._sparse_state import SparseAllreduceState
+from sparse_collectives import extend
+
+
+def with_auto_axes(mesh: Mesh) -> Mesh:
+    """The mesh with axes of which the compiler does what a mapped function leaves to it.
+
+    ``jax.make_mesh`` makes explicit ones, whose arrays shard_map takes only as they are typed.
+    """
+    if all(kind == AxisType.Auto for kind in mesh.axis_types):
+        return mesh
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
+
+
+def given_of(
+    params: Any, mesh: Mesh | AbstractMesh | Mapping[str, int], specs: Any = None
+) -> Given | None:
+    """How the parameters are sharded over the mesh; None where they are whole on each device.
+
+    Args:
+      params: arrays or their shapes.
+      mesh: the mesh, or the sizes of its axes.
+      specs: a tree of PartitionSpecs, a prefix of that of ``params``; None: where the arrays are.
+
+    Raises:
+      ValueError: a leaf that is sharded over another mesh, or over an axis that this one lacks.
+    """
+    sizes = dict(mesh) if isinstance(mesh, Mapping) else dict(mesh.shape)
+    flat = jax.tree_util.tree_leaves_with_path(params)
+    if specs is None:
+        found = [_spec_on(mesh, path, leaf) for path, leaf in flat]
+    else:
+        found = jax.tree.leaves(
+            jax.tree.map(
+                lambda spec, tree: jax.tree.map(lambda _: spec, tree),
+                specs,
+                params,
+                is_leaf=_find.is_spec,
+            ),
+            is_leaf=_find.is_spec,
+        )
+    for (path, _), spec in zip(flat, found, strict=True):
+        missing = [n for dim in spec if dim for n in extend.axis_names(dim) if n not in sizes]
+        if missing:
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)} has the spec {spec}, and axis {missing[0]!r} "
+                f"is not an axis of the mesh, whose axes are {tuple(sizes)}."
+            )
+    names = [[n for dim in spec if dim for n in extend.axis_names(dim)] for spec in found]
+    if not any(sizes[name] > 1 for leaf in names for name in leaf):
+        return None
+    paths = (jax.tree_util.keystr(path) for path, _ in flat)
+    return Given(sizes, dict(zip(paths, found, strict=True)))
+
+
+def _spec_on(mesh: Any, path: Any, leaf: Any) -> PartitionSpec:
+    placed = getattr(leaf, "sharding", None)
+    if not isinstance(placed, NamedSharding) or isinstance(leaf, jax.core.Tracer):
+        return PartitionSpec()
+    spec = _find.restricted(placed.spec, placed.mesh.axis_names)
+    if not any(placed.mesh.shape[n] > 1 for d in spec if d for n in extend.axis_names(d)):
+        return PartitionSpec()
+    sizes = dict(mesh) if isinstance(mesh, Mapping) else dict(mesh.shape)
+    same = dict(placed.mesh.shape) == sizes
+    if same and isinstance(mesh, Mesh) and isinstance(placed.mesh, Mesh):
+        same = np.array_equal(mesh.devices, placed.mesh.devices)
+    if not same:
+        raise ValueError(
+            f"params{jax.tree_util.keystr(path)} is sharded over another mesh, {placed.mesh}, than "
+            f"the one that was given, {mesh}. Put the parameters on it with jax.device_put."
+        )
+    return spec
+
+
+def placements(opt_state: Any, params: Any, given: Given) -> Any:
+    """The spec of each array of the state of all workers, over all axes of the mesh.
+
+    What follows the exchange keeps arrays in the shapes of the parameters, under their paths,
+    as ``mu`` and ``nu`` of Adam; they are sharded as these are. Of all else each device has
+    a copy, as the compiler does not say where it would like to have it.
+
+    Args:
+      opt_state: shapes of the state of all workers.
+      params: the parameters.
+      given: how they are sharded.
+    """
+    leaves = {
+        path: (np.shape(leaf), given.specs[jax.tree_util.keystr(path)])
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
+
+    def spec_of(path: tuple, shape: tuple[int, ...]) -> PartitionSpec:
+        for start in range(len(path) + 1):
+            known = leaves.get(path[start:])
+            if known is not None and known[0] == shape:
+                return known[1]
+        return PartitionSpec()
+
+    def is_special(node: Any) -> bool:
+        return _find.is_state(node) or isinstance(node, _wrappers.PerWorker)
+
+    axis = extend.axis_names(_find.axis_of(opt_state))
+    marked = _wrappers.mark(opt_state)
+    known = _find.state_specs(opt_state)
+    flat, treedef = jax.tree_util.tree_flatten_with_path(marked, is_leaf=is_special)
+    specs = treedef.flatten_up_to(known)
+    made = []
+    for (path, node), spec in zip(flat, specs, strict=True):
+        if isinstance(node, SparseAllreduceState):
+            local = _local_specs(node, spec.local, axis, spec_of)
+            made.append(spec._replace(local=local))
+        elif isinstance(node, _wrappers.PerWorker):
+            made.append(_of_workers(node.tree, axis, spec_of))
+        else:
+            made.append(spec_of(path, np.shape(node)))
+    return jax.tree.unflatten(treedef, made)
+
+
+def _local_specs(node: SparseAllreduceState, specs: Any, axis: Any, spec_of: Any) -> Any:
+    """Of a transformation in front of the accumulation, which may look at whole leaves."""
+    if node.layout.sharding is None:
+        return specs
+    rows = node.residual.shape[0]
+    by_leaf = _of_workers(node.local, axis, spec_of)
+    return jax.tree.map(
+        lambda leaf, spec, of_leaf: spec if leaf.shape[0] == rows else of_leaf,
+        node.local,
+        specs,
+        by_leaf,
+    )
+
+
+def _of_workers(tree: Any, axis: tuple[Hashable, ...], spec_of: Any) -> Any:
+    """Of arrays with an axis of the workers before the dimensions of a parameter."""
+
+    def spec(path: tuple, leaf: Any) -> PartitionSpec:
+        return PartitionSpec(axis if len(axis) > 1 else axis[0], *spec_of(path, leaf.shape[1:]))
+
+    return jax.tree_util.tree_map_with_path(spec, tree)
+
+
+def specs_like(params: Any, given: Given) -> Any:
+    """The specs as a tree like the parameters."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: given.specs[jax.tree_util.keystr(path)], params
+    )
+
+
+def put(params: Any, mesh: Mesh, given: Given) -> Any:
+    """The parameters on the mesh, where ``given`` says."""
+
+    def place(path: tuple, leaf: Any) -> Any:
+        if isinstance(leaf, jax.core.Tracer):
+            return leaf
+        spec = given.specs[jax.tree_util.keystr(path)]
+        return jax.device_put(leaf, NamedSharding(mesh, spec))
+
+    return jax.tree_util.tree_map_with_path(place, params)
