@@ -32,6 +32,7 @@ from optax_ext._step._residual import Residual, residual
 from optax_ext._step._sparse_allreduce import sparse_allreduce
 from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
 from optax_ext._transforms._assert_local import assert_local_gradients
+from optax_ext._transforms._assert_replicated import assert_replicated_gradients
 from optax_ext._transforms._buckets import BucketedState, bucketed
 from optax_ext._transforms._local_adam import ScaleByLocalAdamState, scale_by_local_adam
 from optax_ext._transforms._local_clip import local_clip_by_global_norm
@@ -58,6 +59,7 @@ __all__ = [
     "acp_sgd",
     "ahead",
     "assert_local_gradients",
+    "assert_replicated_gradients",
     "bucketed",
     "check_checksums",
     "check_metadata",

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_ext._state import _wrappers
@@ -190,7 +191,7 @@ def restricted(spec: PartitionSpec, names: Collection[Hashable]) -> PartitionSpe
 def _placed_spec(leaf: Any) -> PartitionSpec:
     """Where an array says that it is."""
     placed = getattr(leaf, "sharding", None)
-    if not isinstance(placed, NamedSharding) or isinstance(leaf, jax.core.Tracer):
+    if not isinstance(placed, NamedSharding) or isinstance(leaf, Tracer):
         return PartitionSpec()
     return restricted(placed.spec, placed.mesh.axis_names)
 

@@ -1,10 +1,11 @@
 """Where parameters are on a mesh, and where what an optimizer keeps of them goes."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optax_ext._state import _find, _wrappers
@@ -61,12 +62,12 @@ def given_of(
     if not any(sizes[name] > 1 for leaf in names for name in leaf):
         return None
     paths = (jax.tree_util.keystr(path) for path, _ in flat)
-    return Given(sizes, dict(zip(paths, found, strict=True)))
+    return Given({**sizes}, dict(zip(paths, found, strict=True)))
 
 
 def _spec_on(mesh: Any, path: Any, leaf: Any) -> PartitionSpec:
     placed = getattr(leaf, "sharding", None)
-    if not isinstance(placed, NamedSharding) or isinstance(leaf, jax.core.Tracer):
+    if not isinstance(placed, NamedSharding) or isinstance(leaf, Tracer):
         return PartitionSpec()
     spec = _find.restricted(placed.spec, placed.mesh.axis_names)
     if not any(placed.mesh.shape[n] > 1 for d in spec if d for n in extend.axis_names(d)):
@@ -141,11 +142,12 @@ def _local_specs(node: SparseAllreduceState, specs: Any, axis: Any, spec_of: Any
     )
 
 
-def _of_workers(tree: Any, axis: tuple[Hashable, ...], spec_of: Any) -> Any:
+def _of_workers(tree: Any, axis: tuple[Any, ...], spec_of: Any) -> Any:
     """Of arrays with an axis of the workers before the dimensions of a parameter."""
 
     def spec(path: tuple, leaf: Any) -> PartitionSpec:
-        return PartitionSpec(axis if len(axis) > 1 else axis[0], *spec_of(path, leaf.shape[1:]))
+        first = axis[0] if len(axis) == 1 else axis
+        return PartitionSpec(first, *spec_of(path, leaf.shape[1:]))
 
     return jax.tree_util.tree_map_with_path(spec, tree)
 
@@ -161,7 +163,7 @@ def put(params: Any, mesh: Mesh, given: Given) -> Any:
     """The parameters on the mesh, where ``given`` says."""
 
     def place(path: tuple, leaf: Any) -> Any:
-        if isinstance(leaf, jax.core.Tracer):
+        if isinstance(leaf, Tracer):
             return leaf
         spec = given.specs[jax.tree_util.keystr(path)]
         return jax.device_put(leaf, NamedSharding(mesh, spec))

@@ -1,5 +1,6 @@
 """What can be wrong with a call, found at trace time and said plainly."""
 
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -140,7 +141,9 @@ def check_layout(expected: _layout.TreeLayout, got: _layout.TreeLayout) -> None:
             raise ValueError(
                 f"updates{jax.tree_util.keystr(path)} has shape {new[0]} and dtype {new[1]}, but "
                 f"init was called with shape {old[0]} and dtype {old[1]}. Cast or reshape the "
-                "gradient, or make a new state with init."
+                "gradient, or make a new state with init. (Inside a function that is mapped over "
+                "axes that shard the parameters, the state is that of "
+                "optax_ext.init_state(tx, params, mesh) of the sharded parameters.)"
             )
     for path, leaf in paths:
         if got.dense[leaf] != expected.dense[leaf]:
@@ -194,6 +197,24 @@ def check_local_gradients(updates: Any, axis: AxisName) -> None:
                 "to compress. Write\n"
                 f"    params = jax.lax.pcast(params, {axis!r}, to='varying')\n"
                 "before jax.grad, or use optax_ext.make_train_step, which does it."
+            )
+
+
+def check_same_on_devices(
+    updates: Any, free: Sequence[tuple[Hashable, ...]], axis: AxisName
+) -> None:
+    """Where the devices of a worker hold the same of a parameter, its gradient is the same."""
+    if not extend.checks_varying(axis):
+        return  # Nothing in the types tells.
+    leaves = jax.tree_util.tree_leaves_with_path(updates)
+    for (path, leaf), names in zip(leaves, free, strict=True):
+        differs = [name for name in names if name in extend.varying_axes(leaf)]
+        if differs:
+            raise ValueError(
+                f"updates{jax.tree_util.keystr(path)} may differ between the devices of a worker "
+                f"along {differs[0]!r}, which all hold the same of that parameter: each has the "
+                "gradient of its own part of the loss. Add them up with jax.lax.psum(gradient, "
+                f"{differs[0]!r}) before tx.update."
             )
 
 

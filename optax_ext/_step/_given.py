@@ -2,7 +2,7 @@
 
 import contextlib
 import contextvars
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,7 @@ class Given(NamedTuple):
       specs: by the path of a leaf.
     """
 
-    sizes: Mapping[Hashable, int]
+    sizes: Mapping[Any, int]
     specs: Mapping[str, PartitionSpec]
 
 

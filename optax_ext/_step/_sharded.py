@@ -161,21 +161,10 @@ def _stripped(state: SparseAllreduceState) -> Any:
 def _specs(layout: _layout.TreeLayout) -> Any:
     """The specs of a stripped state, over the axes of the sharding."""
     split, whole = PartitionSpec(layout.sharding.axes), PartitionSpec()
-    return SparseAllreduceState(
-        count=whole,
-        skipped=whole,
-        dropped=whole,
-        withheld=whole,
-        residual=split,
-        velocity=split,
-        dense_velocity=split,
-        local=split,
-        selector=split,
-        allreduce=split,
-        info=whole,
-        layout=None,
-        settings=None,
-    )  # pyright: ignore[reportArgumentType]
+    specs: dict[str, Any] = dict.fromkeys(SparseAllreduceState._fields, split)
+    for name in ("count", "skipped", "dropped", "withheld", "info"):
+        specs[name] = whole
+    return SparseAllreduceState(**{**specs, "layout": None, "settings": None})
 
 
 def _check(updates: Any, layout: _layout.TreeLayout, axis: Any) -> None:
@@ -189,3 +178,6 @@ def _check(updates: Any, layout: _layout.TreeLayout, axis: Any) -> None:
     _checks.workers(axis)
     _checks.check_layout(expected, got)
     _checks.check_local_gradients(updates, axis)
+    if _sharding.is_manual(sharding):
+        frees = [sharding.free(i) for i in range(len(layout.shapes))]
+        _checks.check_same_on_devices(updates, frees, axis)

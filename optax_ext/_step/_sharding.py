@@ -259,16 +259,16 @@ def whole_leaves(rows: Any, layout: _layout.TreeLayout, leaf: int, start: int) -
     shard = sharding.shard_shape(leaf, shape)
     free = sharding.free(leaf)
     used = [name for names in sharding.dims[leaf] for name in names]
-    parts = rows[:, start : start + math.prod(part)].reshape(*sharding.sizes, -1)
+    parts = rows[:, start : start + math.prod(part)].reshape((*sharding.sizes, -1))
     # The devices that split the leaf first, in the order of its dimensions.
     order = [sharding.axes.index(name) for name in (*used, *free)]
-    parts = parts.transpose(*order, parts.ndim - 1)
+    parts = parts.transpose((*order, parts.ndim - 1))
     count = math.prod(shard)
-    shards = parts.reshape(sharding.size(used), -1)[:, :count]
+    shards = parts.reshape((sharding.size(used), -1))[:, :count]
     grid = [sharding.size(names) for names in sharding.dims[leaf]]
-    blocks = shards.reshape(*grid, *shard)
+    blocks = shards.reshape((*grid, *shard))
     ndim = len(shape)
-    blocks = blocks.transpose(*[i for d in range(ndim) for i in (d, ndim + d)])
+    blocks = blocks.transpose([i for d in range(ndim) for i in (d, ndim + d)])
     return blocks.reshape(shape)
 
 
@@ -290,16 +290,15 @@ def parts_of_leaf(whole: Any, layout: _layout.TreeLayout, leaf: int, pad: Callab
     used = [name for names in sharding.dims[leaf] for name in names]
     grid = [sharding.size(names) for names in sharding.dims[leaf]]
     ndim = len(shape)
-    blocks = whole.reshape(*[n for pair in zip(grid, shard, strict=True) for n in pair])
-    blocks = blocks.transpose(*range(0, 2 * ndim, 2), *range(1, 2 * ndim, 2))
-    shards = blocks.reshape(sharding.size(used), -1)
+    blocks = whole.reshape([n for pair in zip(grid, shard, strict=True) for n in pair])
+    blocks = blocks.transpose((*range(0, 2 * ndim, 2), *range(1, 2 * ndim, 2)))
+    shards = blocks.reshape((sharding.size(used), -1))
     shards = pad(shards, ((0, 0), (0, part * sharding.size(free) - shards.shape[1])))
     order = [*used, *free]
     lengths = [sharding.sizes[sharding.axes.index(name)] for name in order]
-    parts = shards.reshape(*lengths, part)
-    return parts.transpose(*[order.index(name) for name in sharding.axes], len(order)).reshape(
-        sharding.parts, part
-    )
+    by_axis = [order.index(name) for name in sharding.axes]
+    parts = shards.reshape((*lengths, part)).transpose((*by_axis, len(order)))
+    return parts.reshape((sharding.parts, part))
 
 
 def starts(layout: _layout.TreeLayout, *, dense: bool = False) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,168 @@
+"""Steps of parameters that other axes of a mesh shard, and the oracle of their parts."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import optax_ext
+import sparse_collectives as sc
+from optax_ext._step import _sharding
+
+SHAPES = {
+    "columns": ((6, 16), PartitionSpec(None, "model")),
+    "rows": ((16, 5), PartitionSpec("model")),
+    # All devices hold it: its rows are dealt out.
+    "whole": ((8, 7), PartitionSpec()),
+    # Neither its rows nor its entries are a multiple of the devices.
+    "odd": ((3, 3), PartitionSpec()),
+    "scalar": ((), PartitionSpec()),
+}
+SPECS = {name: spec for name, (_, spec) in SHAPES.items()}
+
+
+def mesh_of(sizes, names=("data", "model"), kind=AxisType.Auto):
+    devices = np.asarray(jax.devices()[: math.prod(sizes)]).reshape(sizes)
+    return jax.sharding.Mesh(devices, names, axis_types=(kind,) * len(sizes))
+
+
+def params_of(seed=0, shapes=SHAPES):
+    rng = np.random.default_rng(seed)
+    return {
+        name: np.asarray(rng.standard_normal(shape), np.float32)
+        for name, (shape, _) in shapes.items()
+    }
+
+
+def placed(params, mesh, specs=SPECS):
+    return {
+        name: jax.device_put(leaf, NamedSharding(mesh, specs[name]))
+        for name, leaf in params.items()
+    }
+
+
+def gradients_of(workers, steps, seed=1, shapes=SHAPES):
+    """``[steps, P, ...]`` for each leaf."""
+    rng = np.random.default_rng(seed)
+    return {
+        name: rng.standard_t(3, (steps, workers, *shape)).astype(np.float32)
+        for name, (shape, _) in shapes.items()
+    }
+
+
+def stepper(tx, mesh, params, state, *, manual, axis="data", check_vma=True, specs=SPECS):
+    """A jitted ``(params, state, gradients[P, ...]) -> (updates, state)``."""
+    names = (axis,) if isinstance(axis, str) else axis
+    leading = PartitionSpec(axis)
+    if manual:
+        of_params = specs
+        of_gradients = jax.tree.map(
+            lambda spec: PartitionSpec(axis, *spec),
+            specs,
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
+        )
+        of_state, kept = optax_ext.state_specs(state), {}
+    else:
+        of_params, of_gradients = PartitionSpec(), leading
+        of_state = optax_ext.state_specs(state, manual=axis)
+        kept = {"axis_names": set(names)}
+
+    def step(params, state, gradients):
+        gradients = jax.tree.map(lambda x: x[0], gradients)
+        return tx.update(gradients, state, params)
+
+    mapped = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(of_params, of_state, of_gradients),
+        out_specs=(of_params, of_state),
+        check_vma=check_vma,
+        **kept,
+    )
+    return jax.jit(mapped)
+
+
+def run(tx, mesh, gradients, *, params=None, specs=SPECS, **options):
+    """The updates of all steps, and the last state."""
+    params = placed(params_of() if params is None else params, mesh, specs)
+    state = optax_ext.init_state(tx, params, mesh)
+    step = stepper(tx, mesh, params, state, specs=specs, **options)
+    steps = len(next(iter(gradients.values())))
+    made = []
+    for i in range(steps):
+        updates, state = step(params, state, {name: g[i] for name, g in gradients.items()})
+        made.append(jax.tree.map(np.asarray, updates))
+        params = optax.apply_updates(params, updates)
+    return made, state
+
+
+def by_parts(tx, gradients, layout):
+    """The same of unsharded runs, one for each device of a worker with its part of the leaves.
+
+    Returns:
+      The updates of all steps, and the residuals ``[P, m, n]``.
+    """
+    steps, workers = next(iter(gradients.values())).shape[:2]
+    names = sorted(gradients)  # The order of the leaves of a dictionary.
+    part = _sharding.part_layout(layout)
+
+    def parts_of(name):
+        leaf = names.index(name)
+        cut = functools.partial(_sharding.parts_of_leaf, layout=layout, leaf=leaf, pad=np.pad)
+        flat = [[cut(g) for g in of_step] for of_step in gradients[name]]
+        # steps, P, m and the shape of a part
+        return np.asarray(flat).reshape((steps, workers, layout.sharding.parts, *part.shapes[leaf]))
+
+    cut = {name: parts_of(name) for name in names}
+
+    def train(gradients):
+        def step(state, gradient):
+            updates, state = tx.update(gradient, state)
+            return state, updates
+
+        first = jax.tree.map(lambda x: x[0], gradients)
+        return jax.lax.scan(step, tx.init(first), gradients)
+
+    run = sc.simulate(train, axis="data", axis_size=workers)
+    rows, residuals = [], []
+    for j in range(layout.sharding.parts):
+        mine = {name: jnp.asarray(x[:, :, j].swapaxes(0, 1)) for name, x in cut.items()}
+        state, updates = run(mine)
+        residuals.append(np.asarray(optax_ext.get_state(state).residual)[:, 0])
+        rows.append([np.asarray(updates[name][0]).reshape(steps, -1) for name in names])
+    made = []
+    for i in range(steps):
+        of_step = {}
+        for leaf, name in enumerate(names):
+            parts = np.stack([row[leaf][i] for row in rows])
+            of_step[name] = _sharding.whole_leaves(parts, layout, leaf, 0)
+        made.append(of_step)
+    return made, np.stack(residuals, axis=1)
+
+
+def same_on_devices(tree):
+    """Arrays have the same bits wherever several devices hold the same part of them."""
+    for leaf in jax.tree.leaves(tree):
+        seen = {}
+        for shard in leaf.addressable_shards:
+            bits = np.asarray(shard.data).tobytes()
+            assert seen.setdefault(str(shard.index), bits) == bits
+
+
+_SHAPE = re.compile(r"\b(?:f|s|u|bf|pred)(?:\d+)?\[([\d,]*)\]")
+
+
+def shapes_in(program):
+    """The shapes of all arrays in a compiled program: those that one device holds."""
+    return [tuple(map(int, found.split(","))) if found else () for found in _SHAPE.findall(program)]
+
+
+def gathered(program):
+    """The entries of the results of all its allgathers."""
+    found = re.findall(r"= (\S+) all-gather(?:-start)?\(", program)
+    return [math.prod(shape) for text in found for shape in shapes_in(text)]

@@ -1,0 +1,298 @@
+"""Parameters that other axes of the mesh shard: each device takes the step of its part."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import optax_ext
+import sparse_collectives as sc
+from tests.optax_ext import shards
+
+TOPK = sc.select.topk(density=0.1)
+
+
+def sparse(allreduce, **options):
+    return optax_ext.sparse_allreduce(TOPK, allreduce, axis="data", **options)
+
+
+TRANSFORMATIONS = {
+    "ok_topk": lambda: optax_ext.ok_topk(0.1, axis="data"),
+    "topk_a": lambda: sparse(sc.allreduce.topk_a()),
+    "agreed": lambda: sparse(sc.allreduce.agreed()),
+    "complete": lambda: sparse(sc.allreduce.complete(sc.allreduce.ok_topk(density=0.1))),
+    "momentum": lambda: sparse(
+        sc.allreduce.topk_a(), correction=optax_ext.momentum_correction(0.9)
+    ),
+    "dense leaves": lambda: sparse(
+        sc.allreduce.topk_a(), dense_leaves=optax_ext.small_leaves(min_size=20)
+    ),
+    "dense steps": lambda: sparse(sc.allreduce.topk_a(), dense_steps=2),
+    "rows": lambda: optax_ext.topk_a(0.1, axis="data", selector=sc.select.adtopk(density=0.1)),
+    "powersgd": lambda: optax_ext.powersgd(rank=1, axis="data"),
+}
+
+
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_it_has_the_bits_of_unsharded_runs_of_the_same_parts(name, manual):
+    if name == "dense leaves":  # Labels of whole leaves, where parts are smaller.
+        labels = {"columns": "sparse", "rows": "sparse", "whole": "sparse"}
+        tx = sparse(
+            sc.allreduce.topk_a(), dense_leaves={**labels, "odd": "dense", "scalar": "dense"}
+        )
+    else:
+        tx = TRANSFORMATIONS[name]()
+    gradients = shards.gradients_of(2, steps=4)
+    updates, state = shards.run(tx, shards.mesh_of((2, 4)), gradients, manual=manual)
+    expected, residuals = shards.by_parts(tx, gradients, state.layout)
+    for made, wanted in zip(updates, expected, strict=True):
+        for leaf, value in wanted.items():
+            np.testing.assert_array_equal(made[leaf], value, leaf)
+    found = np.asarray(state.residual).reshape(residuals.shape)
+    np.testing.assert_array_equal(found, residuals)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", ["ok_topk", "agreed"])
+def test_nothing_is_lost_and_no_device_drifts(name, check_vma):
+    tx = TRANSFORMATIONS[name]()
+    gradients = shards.gradients_of(2, steps=5)
+    mesh = shards.mesh_of((2, 4))
+    updates, state = shards.run(tx, mesh, gradients, manual=False, check_vma=check_vma)
+    waiting, empty = optax_ext.consolidate(state, shards.params_of())
+    for leaf, given in gradients.items():
+        given = given.astype(np.float64).mean(axis=1).sum(axis=0)
+        applied = sum(u[leaf].astype(np.float64) for u in updates)
+        np.testing.assert_allclose(applied + np.asarray(waiting[leaf]), given, atol=2e-5)
+    assert not np.asarray(empty.residual).any()
+    shards.same_on_devices(state)
+
+
+def test_three_axes_with_leaves_over_each_of_them():
+    shapes = {
+        "none": ((8, 3), PartitionSpec()),
+        "fsdp": ((8, 4), PartitionSpec("fsdp")),
+        "tensor": ((4, 6), PartitionSpec(None, "tensor")),
+        "both": ((4, 4), PartitionSpec("tensor", "fsdp")),
+        "joint": ((8, 2), PartitionSpec(("tensor", "fsdp"))),
+    }
+    specs = {name: spec for name, (_, spec) in shapes.items()}
+    tx = optax_ext.ok_topk(0.2, axis="data")
+    gradients = shards.gradients_of(2, steps=3, shapes=shapes)
+    mesh = shards.mesh_of((2, 2, 2), ("data", "fsdp", "tensor"))
+    params = shards.params_of(shapes=shapes)
+    updates, state = shards.run(tx, mesh, gradients, params=params, specs=specs, manual=False)
+    expected, residuals = shards.by_parts(tx, gradients, state.layout)
+    for made, wanted in zip(updates, expected, strict=True):
+        for leaf, value in wanted.items():
+            np.testing.assert_array_equal(made[leaf], value, leaf)
+    found = np.asarray(state.residual).reshape(residuals.shape)
+    np.testing.assert_array_equal(found, residuals)
+    # The mesh may have the axis of the workers anywhere.
+    mesh = shards.mesh_of((2, 2, 2), ("fsdp", "data", "tensor"))
+    again, _ = shards.run(tx, mesh, gradients, params=params, specs=specs, manual=False)
+    for made, wanted in zip(again, updates, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, made, wanted)
+
+
+def test_the_info_is_that_of_all_devices():
+    tx = TRANSFORMATIONS["topk_a"]()
+    gradients = shards.gradients_of(2, steps=1)
+    _, state = shards.run(tx, shards.mesh_of((2, 4)), gradients, manual=False)
+    sizes = [round(0.1 * state.residual.shape[1])] * 4
+    info = state.info
+    assert info.selected.tolist() == [sum(sizes)] * 2
+    assert float(info.words) == 2 * sum(sizes)  # Pairs of one other worker.
+    assert info.arrived.tolist() == info.selected.tolist()
+    metrics = optax_ext.metrics(state)
+    waiting = np.asarray(state.residual, np.float64)
+    norm = np.sqrt((waiting**2).sum() / 2)
+    np.testing.assert_allclose(metrics["residual_norm"], norm, rtol=1e-6)
+    assert float(metrics["effective_density"]) == pytest.approx(0.1, abs=0.01)
+    shards.same_on_devices(state.info)
+
+
+def test_a_step_is_skipped_by_all_devices_or_by_none():
+    tx = TRANSFORMATIONS["topk_a"]()
+    gradients = shards.gradients_of(2, steps=3)
+    # One entry of one device of one worker.
+    gradients["columns"][1, 0, 0, 0] = np.nan
+    updates, state = shards.run(tx, shards.mesh_of((2, 4)), gradients, manual=False)
+    assert (int(state.count), int(state.skipped)) == (2, 1)
+    assert not any(np.asarray(leaf).any() for leaf in updates[1].values())
+    shards.same_on_devices(state)
+
+
+def test_a_worker_looks_ahead_with_all_of_its_devices():
+    mesh = shards.mesh_of((2, 4))
+    tx = optax_ext.sparse_adamw(0.1, 0.1, axis="data", weight_decay=0.0)
+    _, state = shards.run(tx, mesh, shards.gradients_of(2, steps=2), manual=False)
+    params = shards.placed(shards.params_of(), mesh)
+
+    def look(params, state):
+        return jax.tree.map(lambda x: x[None], optax_ext.ahead(params, state))
+
+    mapped = jax.shard_map(
+        look,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), optax_ext.state_specs(state, manual="data")),
+        out_specs=PartitionSpec("data"),
+        axis_names={"data"},
+    )
+    seen = jax.jit(mapped)(params, state)
+    for worker in range(2):
+        # Its residual alone, as that of both workers.
+        rows = np.asarray(state.residual).reshape(2, 4, -1)[[worker] * 2].reshape(8, -1)
+        alone = state._replace(residual=jnp.asarray(rows))
+        waiting, _ = optax_ext.consolidate(alone, params)
+        for name, leaf in shards.params_of().items():
+            expected = leaf + np.asarray(waiting[name]) / 2
+            np.testing.assert_allclose(np.asarray(seen[name])[worker], expected, rtol=1e-6)
+
+
+def test_a_local_transformation_sees_whole_leaves():
+    """By its norm of all entries, which no device has."""
+    tx = sparse(sc.allreduce.topk_a(), local=optax.clip_by_global_norm(1.0))
+    gradients = shards.gradients_of(2, steps=1)
+    updates, state = shards.run(tx, shards.mesh_of((2, 4)), gradients, manual=False)
+    waiting, _ = optax_ext.consolidate(state, shards.params_of())
+    norms = np.sqrt(
+        sum((g[0].reshape(2, -1).astype(np.float64) ** 2).sum(axis=1) for g in gradients.values())
+    )
+    for leaf, given in gradients.items():
+        clipped = given[0] / norms.reshape(2, *(1,) * (given.ndim - 2))
+        found = updates[0][leaf] + np.asarray(waiting[leaf])
+        np.testing.assert_allclose(found, clipped.mean(axis=0), atol=1e-6)
+
+
+def loss_fn(params, batch):
+    x, y = batch
+    hidden = jnp.tanh(x @ params["up"] + params["bias"][None])
+    return jnp.mean((hidden @ params["down"] - y) ** 2)
+
+
+def trained(tx, mesh, specs, steps=6, donate=True, **options):
+    rng = np.random.default_rng(0)
+    params = {
+        "up": rng.standard_normal((6, 16)).astype(np.float32) / 2,
+        "bias": np.zeros(16, np.float32),
+        "down": rng.standard_normal((16, 3)).astype(np.float32) / 4,
+    }
+    params = {
+        name: jax.device_put(leaf, NamedSharding(mesh, specs.get(name, PartitionSpec())))
+        for name, leaf in params.items()
+    }
+    x = rng.standard_normal((8, 6)).astype(np.float32)
+    batch = (x, np.sin(x[:, :3]))
+    state = optax_ext.init_state(tx, params, mesh)
+    step = optax_ext.make_train_step(loss_fn, tx, mesh, donate=donate, **options)
+    losses = []
+    for _ in range(steps):
+        params, state, loss = step(params, state, batch)
+        losses.append(float(loss))
+    return params, state, losses, step
+
+
+TENSOR = {"up": PartitionSpec(None, "model"), "down": PartitionSpec("model")}
+FSDP = {"up": PartitionSpec("model"), "down": PartitionSpec("model"), "bias": PartitionSpec()}
+
+
+@pytest.mark.parametrize("specs", [TENSOR, {**TENSOR, "bias": PartitionSpec("model")}])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_at_density_one_it_trains_like_the_dense_one_and_stays_where_it_was(specs, check_vma):
+    mesh = shards.mesh_of((2, 4))
+    every = optax_ext.sparse_allreduce(
+        sc.select.topk(density=1.0), sc.allreduce.topk_a(), axis="data"
+    )
+    # A norm of all entries behind the exchange, and moments of each.
+    tail = (optax.clip_by_global_norm(0.5), optax.adam(0.05))
+    found = trained(optax.chain(every, *tail), mesh, specs, check_vma=check_vma)
+    dense = trained(optax.chain(optax_ext.dense(axis="data"), *tail), mesh, specs)
+    np.testing.assert_allclose(found[2], dense[2], rtol=1e-5)
+    for name, leaf in found[0].items():
+        assert leaf.sharding == NamedSharding(mesh, specs.get(name, PartitionSpec()))
+        np.testing.assert_allclose(leaf, dense[0][name], atol=1e-5)
+    adam = found[1][2][0]
+    for moment in (adam.mu, adam.nu):
+        assert moment["up"].sharding.spec == specs["up"]
+    assert found[1][0].residual.sharding.spec == PartitionSpec(("data", "model"))
+    shards.same_on_devices(found[:2])
+    # One program for all steps.
+    assert found[3]._step._cache_size() == 1
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax_ext.sparse_adamw(0.05, 0.2, axis="data"),
+        optax_ext.sparse_sgd(0.2, 0.2, axis="data"),
+        optax.chain(optax_ext.bucketed(optax_ext.topk_a(0.2, axis="data"), 2), optax.adam(0.05)),
+        optax_ext.multi_steps(optax.chain(optax_ext.topk_a(0.2, axis="data"), optax.adam(0.1)), 2),
+        optax.chain(optax_ext.powersgd(rank=1, axis="data"), optax.adam(0.05)),
+    ],
+    ids=["sparse_adamw", "sparse_sgd", "bucketed", "multi_steps", "powersgd"],
+)
+def test_optimizers_and_wrappers_train(tx):
+    mesh = shards.mesh_of((2, 2))
+    params, state, losses, _ = trained(tx, mesh, TENSOR, steps=30)
+    assert losses[-1] < 0.5 * losses[0]
+    assert params["up"].sharding.spec == TENSOR["up"]
+    shards.same_on_devices((params, state))
+
+
+def test_with_fsdp_the_devices_of_a_worker_share_its_examples():
+    mesh = shards.mesh_of((2, 2))
+    tx = optax.chain(TRANSFORMATIONS["topk_a"](), optax.sgd(0.1))
+    spec = PartitionSpec(("data", "model"))
+    apart = trained(tx, mesh, FSDP, batch_spec=spec)
+    together = trained(tx, mesh, FSDP)
+    np.testing.assert_allclose(apart[2], together[2], rtol=1e-5)
+    with pytest.raises(ValueError, match=r"batch_spec=.*workers first.*'data', \.\.\."):
+        trained(tx, mesh, FSDP, batch_spec=PartitionSpec("model"))
+
+
+def test_axes_that_are_explicit():
+    """As jax.make_mesh makes them by default."""
+    tx = optax.chain(TRANSFORMATIONS["topk_a"](), optax.sgd(0.1))
+    for sizes, specs in (((2, 2), TENSOR), ((2, 1), {})):
+        explicit = trained(tx, shards.mesh_of(sizes, kind=AxisType.Explicit), specs)
+        automatic = trained(tx, shards.mesh_of(sizes), specs)
+        np.testing.assert_array_equal(explicit[2], automatic[2])
+
+
+def test_no_device_holds_what_the_others_have():
+    """Of what is as large as the parameters, or their part of a residual, each has its share."""
+    size, mesh = 64, shards.mesh_of((2, 4))
+    specs = {"up": PartitionSpec(None, "model"), "down": PartitionSpec("model")}
+    rng = np.random.default_rng(0)
+    host = {
+        "up": rng.standard_normal((size, 4 * size)).astype(np.float32),
+        "down": rng.standard_normal((4 * size, size)).astype(np.float32),
+    }
+    params = {k: jax.device_put(v, NamedSharding(mesh, specs[k])) for k, v in host.items()}
+
+    def loss(params, x):
+        return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"] - x) ** 2)
+
+    def compiled(tx):
+        state = optax_ext.init_state(tx, params, mesh)
+        step = optax_ext.make_train_step(loss, tx, mesh)
+        return state, step.lower(params, state, jnp.ones((8, size))).compile()
+
+    sparse_tx = optax.chain(optax_ext.ok_topk(0.01, axis="data"), optax.adam(0.1))
+    state, program = compiled(sparse_tx)
+    n = sum(leaf.size for leaf in host.values())
+    for leaf in jax.tree.leaves(state):
+        if leaf.size >= n // 4:
+            assert leaf.addressable_shards[0].data.size <= n // 4
+    largest = max(map(math.prod, shards.shapes_in(program.as_text())))
+    assert largest <= n // 4
+    # Nothing as large as a part is gathered that the dense step does not gather.
+    _, dense = compiled(optax.chain(optax_ext.dense(axis="data"), optax.adam(0.1)))
+    assert not [w for w in shards.gathered(program.as_text()) if w >= n // 16]
+    assert shards.gathered(dense.as_text()) == []
