@@ -58,8 +58,7 @@ def given_of(
                 f"params{jax.tree_util.keystr(path)} has the spec {spec}, and axis {missing[0]!r} "
                 f"is not an axis of the mesh, whose axes are {tuple(sizes)}."
             )
-    names = [[n for dim in spec if dim for n in extend.axis_names(dim)] for spec in found]
-    if not any(sizes[name] > 1 for leaf in names for name in leaf):
+    if not any(dim for spec in found for dim in spec):
         return None
     paths = (jax.tree_util.keystr(path) for path, _ in flat)
     return Given({**sizes}, dict(zip(paths, found, strict=True)))
@@ -70,8 +69,8 @@ def _spec_on(mesh: Any, path: Any, leaf: Any) -> PartitionSpec:
     if not isinstance(placed, NamedSharding) or isinstance(leaf, Tracer):
         return PartitionSpec()
     spec = _find.restricted(placed.spec, placed.mesh.axis_names)
-    if not any(placed.mesh.shape[n] > 1 for d in spec if d for n in extend.axis_names(d)):
-        return PartitionSpec()
+    if not len(spec):
+        return spec
     sizes = dict(mesh) if isinstance(mesh, Mapping) else dict(mesh.shape)
     same = dict(placed.mesh.shape) == sizes
     if same and isinstance(mesh, Mesh) and isinstance(placed.mesh, Mesh):

@@ -148,7 +148,8 @@ def gather(tree: Any, layout: _layout.TreeLayout) -> Any:
     shards: list[Any] = list(parts)
     together: dict[Any, list[int]] = {}
     for i, part in enumerate(parts):
-        if sharding.size(sharding.free(i)) > 1:
+        # Also of one device: it types the result as the same on all.
+        if sharding.free(i):
             together.setdefault((sharding.free(i), part.dtype), []).append(i)
     for (free, _), leaves in together.items():
         flat = [jnp.ravel(parts[i]) for i in leaves]
