@@ -106,12 +106,13 @@ def _measured(eqn, kind: str, axes: Mapping[Any, int], scope: Scope) -> Collecti
     words = sum(_words(variable.aval, dimensions) for variable in eqn.invars)
     if kind == "collective_permute":
         received = _volumes.ppermute(words, workers, params["perm"])
-        return Collective(scope, kind, received, workers)
+        return Collective(scope, kind, received, workers, tuple(names))
     groups = params.get("axis_index_groups")
     sizes = np.array([len(group) for group in groups] if groups else [workers])
     # With groups of several sizes: the mean over workers.
     received = sum(_VOLUMES[kind](words, int(size)) * int(size) for size in sizes)
-    return Collective(scope, kind, float(received / sizes.sum()), int(sizes.max()))
+    received = float(received / sizes.sum())
+    return Collective(scope, kind, received, int(sizes.max()), tuple(names))
 
 
 def _words(aval, dimensions) -> float:

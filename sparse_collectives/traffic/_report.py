@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Hashable
+from typing import Any, NamedTuple
 
 
 class CollectiveTraffic(NamedTuple):
@@ -16,6 +17,7 @@ class CollectiveTraffic(NamedTuple):
         'collective_permute' the mean over workers).
       weight: mean number of executions per call of the program.
       group_size: workers that take part together.
+      axes: the names of the axes that it is over.
     """
 
     kind: str
@@ -23,6 +25,7 @@ class CollectiveTraffic(NamedTuple):
     words: float
     weight: float
     group_size: int
+    axes: tuple[Any, ...] = ()
 
 
 class Traffic(NamedTuple):
@@ -50,6 +53,16 @@ class Traffic(NamedTuple):
         for row in self.collectives:
             scope = "/".join(row.scope.split("/")[:depth])
             totals[scope] = totals.get(scope, 0.0) + row.words * row.weight
+        return totals
+
+    def by_axes(self) -> dict[tuple[Hashable, ...], float]:
+        """Weighted words per axis of the mesh, or several that a collective is over at once.
+
+        Where one axis is between sites and another inside of them, their links differ.
+        """
+        totals: dict[tuple[Hashable, ...], float] = {}
+        for row in self.collectives:
+            totals[row.axes] = totals.get(row.axes, 0.0) + row.words * row.weight
         return totals
 
     def table(self) -> str:

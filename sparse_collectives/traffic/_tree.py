@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 Scope = tuple[str, ...]
 
@@ -18,6 +19,7 @@ class Collective:
     kind: str
     words: float  # received per worker and execution
     group_size: int
+    axes: tuple[Any, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

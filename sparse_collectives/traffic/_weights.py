@@ -44,7 +44,9 @@ class Weigher:
             scope = node.scope
             if isinstance(node, _tree.Collective):
                 path = "/".join(scope)
-                rows.append(CollectiveTraffic(node.kind, path, node.words, 1.0, node.group_size))
+                rows.append(
+                    CollectiveTraffic(node.kind, path, node.words, 1.0, node.group_size, node.axes)
+                )
             elif isinstance(node, _tree.Branches):
                 branches = [self.weigh(branch, scope, loop) for branch in node.branches]
                 weights = self._branch_weights(scope, conditional, branches)
