@@ -27,3 +27,10 @@ def numbers_of(parser: argparse.ArgumentParser) -> Callable[..., None]:
         parser.add_argument(name, type=convert, default=default, metavar="N", help=text)
 
     return add
+
+
+def positive(value: str) -> int:
+    """A whole number of 1 or more, as the type of an option."""
+    if not value.isdecimal() or int(value) < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return int(value)

@@ -9,13 +9,7 @@ its own workers. docs/multihost.md says more.
 """
 
 import argparse
-import contextlib
-import os
-import re
-import socket
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +24,13 @@ from jax.sharding import PartitionSpec as P
 
 import optax_ext
 from _data import Dataset, InputError, digits, idx_folder
+from _options import parser_of, positive
+from _processes import add_processes, start
 
 METHODS = {
     "ok_topk": lambda density: optax_ext.ok_topk(density, axis="data"),
     "dense": lambda density: optax_ext.dense(axis="data"),
 }
-# jax itself reads JAX_COORDINATOR_ADDRESS, SLURM's variables and those of Open MPI up to 4.
-COUNTS = ("JAX_NUM_PROCESSES", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-IDS = ("JAX_PROCESS_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
-DETECTED = ("OMPI_MCA_orte_hnp_uri", "SLURM_STEP_NODELIST", "TPU_WORKER_HOSTNAMES")
 
 
 class Classifier(nn.Module):
@@ -51,75 +43,6 @@ class Classifier(nn.Module):
         """Maps f32[batch, height, width] to logits, f32[batch, classes]."""
         x = images.reshape(images.shape[0], -1)
         return nn.Dense(self.classes)(nn.relu(nn.Dense(256)(x)))
-
-
-def start(options: argparse.Namespace) -> None:
-    """Joins the processes, if there are several; then jax has the devices of all of them.
-
-    Raises:
-      InputError: the options and the environment don't say which process this is.
-    """
-    coordinator = options.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
-    count = _number("--num-processes", options.num_processes, COUNTS)
-    process = _number("--process-id", options.process_id, IDS)
-    detected = any(name in os.environ for name in DETECTED)
-    if options.devices:
-        jax.config.update("jax_num_cpu_devices", options.devices)
-    if (coordinator, count, process) == (None, None, None) and not detected:
-        return
-    given = {"--coordinator": coordinator, "--num-processes": count, "--process-id": process}
-    missing = [name for name, value in given.items() if value is None]
-    if missing and not detected:
-        raise InputError(f"{' and '.join(missing)} must be given, or be in the environment")
-    if count is not None and count < 1:
-        raise InputError(f"--num-processes is {count}; it must be 1 or more")
-    if process is not None and process < 0 or None not in (count, process) and process >= count:
-        raise InputError(f"--process-id is {process}, of {count} processes: give 0 to {count - 1}")
-    if coordinator is not None and not re.fullmatch(r".+:\d{1,5}", coordinator):
-        raise InputError(f"--coordinator is {coordinator!r}; expected HOST:PORT")
-    try:
-        socket.getaddrinfo(socket.gethostname(), None)
-    except OSError as error:
-        raise InputError(
-            f"the name of this host, {socket.gethostname()}, has no address, which CPU "
-            "collectives need: add it to /etc/hosts"
-        ) from error
-    with _end_after(options.timeout, f"{coordinator or 'the coordinator'}", count):
-        # jax would end the process itself, without an exception; it gets more time.
-        jax.distributed.initialize(
-            coordinator, count, process, initialization_timeout=options.timeout + 60
-        )
-
-
-@contextlib.contextmanager
-def _end_after(seconds: int, address: str, count: int | None) -> Iterator[None]:
-    def end():
-        print(
-            f"train_multihost.py: the {count or ''} processes have not met at {address} within "
-            f"{seconds} s: start all of them, and check that the address can be reached",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(2)
-
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _number(option: str, given: int | None, names: tuple[str, ...]) -> int | None:
-    if given is not None:
-        return given
-    for name in names:
-        if value := os.environ.get(name):
-            if not value.isdecimal():
-                raise InputError(f"{name} is {value!r}; expected a number, for {option}")
-            return int(value)
-    return None
 
 
 class Parts:
@@ -255,20 +178,9 @@ def _counts(opt_state: Any) -> str:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Returns the options; exits with status 2 and one line when one of them is wrong."""
-    parser = argparse.ArgumentParser(description="Train over several processes.")
-    parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")
-
-    def positive(value: str) -> int:
-        if not value.isdecimal() or int(value) < 1:
-            raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-        return int(value)
-
+    parser = parser_of("Train over several processes.")
     add = parser.add_argument
-    add("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
-    add("--num-processes", type=int, metavar="N", help="processes of all hosts")
-    add("--process-id", type=int, metavar="I", help="of this process, 0 to N-1")
-    add("--timeout", type=positive, default=120, help="seconds for the processes to meet (120)")
-    add("--devices", type=positive, help="CPU devices of this process (1)")
+    add_processes(parser)
     add("--method", choices=METHODS, default="ok_topk", help="reduction of gradients (ok_topk)")
     add("--density", type=float, default=0.02, help="selected components over all, k/n (0.02)")
     add("--steps", type=positive, default=300, help="the last step (300)")

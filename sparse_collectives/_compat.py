@@ -78,8 +78,8 @@ def axis_size(axis: AxisName) -> int:
     return size
 
 
-_indices: contextvars.ContextVar[Mapping[Hashable, jax.Array]] = contextvars.ContextVar(
-    "axis_indices", default={}
+_indices: contextvars.ContextVar[Mapping[Hashable, jax.Array] | None] = contextvars.ContextVar(
+    "axis_indices", default=None
 )
 
 
@@ -98,7 +98,7 @@ def axis_indices(indices: Mapping[Hashable, jax.Array]) -> Iterator[None]:
 
 def axis_index(axis: AxisName) -> jax.Array:
     """The number of this worker on a bound axis of a mesh, ``i32[]``; row-major of several."""
-    given = _indices.get()
+    given = _indices.get() or {}
     names = axis_names(axis)
     if not set(names) <= given.keys():
         return lax.axis_index(axis)
