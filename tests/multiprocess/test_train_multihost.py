@@ -6,6 +6,7 @@ import sys
 import jax
 import pytest
 
+import _processes
 import train_multihost
 from benchmarks._common.processes import ROOT, coordinator
 from tests.multiprocess import _launch
@@ -81,7 +82,7 @@ def test_processes_that_do_not_meet_end_with_one_line(tmp_path):
     ],
 )
 def test_wrong_input_is_one_line(argv, variables, message, monkeypatch, capsys):
-    for name in (*train_multihost.COUNTS, *train_multihost.IDS, *train_multihost.DETECTED):
+    for name in (*_processes.COUNTS, *_processes.IDS, *_processes.DETECTED):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
     for name, value in variables.items():
