@@ -26,7 +26,9 @@ For every row it is checked that
 
 That is under `jax.shard_map` with `check_vma=True`, by `optax_ext.make_train_step`. Rows with
 pmap or simulate are run there too, at density 0.1: the parameters are the same, and have the same
-bits on every worker.
+bits on every worker. In rows with sharded, matrices are sharded over two devices of each of four
+workers ([sharded.md](sharded.md)): at density 1 the parameters are those of the dense allreduce of
+whole ones, and they stay where they were.
 """
 
 _TAIL = """
@@ -60,7 +62,7 @@ def page() -> str:
             lines.append("| combination | how to write it | tested in | notes |")
             lines.append("|---|---|---|---|")
         how = f"`{row.code}`" + (f"; {row.how}" if row.how else "")
-        modes = ", ".join(("shard_map", *row.also))
+        modes = ", ".join(("shard_map", *row.also, *(("sharded",) if row.sharded else ())))
         lines.append(f"| {row.name} | {how} | {modes} | {row.note} |")
         following = combinations.ROWS[combinations.ROWS.index(row) + 1 :]
         if not following or following[0].group != group:
