@@ -157,6 +157,13 @@ def all_gather_replicated(x: jax.Array, axis: AxisName) -> jax.Array:
     """``all_gather`` whose result is typed as the same on every worker."""
     if is_varying(x, axis):
         return lax.all_gather(x, axis, to="invarying")
+    names = axis_names(axis)
+    if len(names) > 1 and is_simulated(axis):
+        # vmap gathers over one axis only.
+        rows = x
+        for name in reversed(names):
+            rows = lax.all_gather(rows, name)
+        return rows.reshape((axis_size(axis), *x.shape))
     return lax.all_gather(x, axis)
 
 

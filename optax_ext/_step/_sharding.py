@@ -126,7 +126,7 @@ def take(tree: Any, layout: _layout.TreeLayout) -> Any:
         if holders == 1:
             return shard
         shard = extend.to_varying(shard, free)
-        if len(shape) != shard.ndim or shape[1:] != shard.shape[1:]:
+        if (holders * shape[0], *shape[1:]) != shard.shape:
             shard = jnp.ravel(shard)
             shard = jnp.pad(shard, (0, holders * shape[0] - shard.size))
         here = transport.axis_index(free) * shape[0]

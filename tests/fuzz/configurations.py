@@ -225,16 +225,24 @@ DATA = (
     "not finite",
 )
 
+# Those by which steps may be left out.
+AGREED = ("not finite", "largest", "huge")
+
 
 @st.composite
-def configurations(draw: Any) -> Configuration:
-    """One of everything."""
+def configurations(draw: Any, *, of_parts: bool = False) -> Configuration:
+    """One of everything.
+
+    With ``of_parts`` what runs of parts of the leaves do as well: without nodes, whose workers
+    share a residual, labels by the shape of a leaf, what looks at whole leaves, and data by which
+    workers agree not to take a step.
+    """
 
     def one_of(*options: Any) -> Any:
         return draw(st.sampled_from(options))
 
     density = one_of(*DENSITIES)
-    two_levels = one_of(False, False, False, True)
+    two_levels = not of_parts and one_of(False, False, False, True)
     axes, shape = one_of(*(NODES if two_levels else FLAT))
     name, exchange = draw(flat_allreduces(density))
     if two_levels and one_of(True, True, False):
@@ -246,11 +254,13 @@ def configurations(draw: Any) -> Configuration:
         name, exchange = "torus_2d", sc.allreduce.torus_2d()
     # What takes long to compile comes up less often: all branches of it are computed here.
     selector = one_of(*SELECTORS, "topk", "topk", *["threshold"] * 4, *["dgc", "random_k"] * 2)
-    local, dtypes = one_of(*LOCALS), one_of(*DTYPES)
-    tree, policy, data = one_of(*TREES), one_of("skip", "drop", "propagate"), one_of(*DATA)
+    local, dtypes = "none" if of_parts else one_of(*LOCALS), one_of(*DTYPES)
+    kinds = [kind for kind in DATA if not (of_parts and kind in AGREED)]
+    tree, policy, data = one_of(*TREES), one_of("skip", "drop", "propagate"), one_of(*kinds)
     momentum, nesterov, masking = one_of(None, None, 0.9), one_of(False, True), one_of(True, False)
     narrow, decay = one_of(False, True), one_of(1.0, 1.0, 0.75)
-    dense_steps, dense_leaves = one_of("no", *DENSE_STEPS), one_of(None, "small")
+    dense_steps = one_of("no", *DENSE_STEPS)
+    dense_leaves = None if of_parts else one_of(None, "small")
     low_rank = one_of(*[None] * 7, *LOW_RANK)
     limit = one_of(None, None, *LIMITS)
     seed = draw(st.integers(0, 2**16))

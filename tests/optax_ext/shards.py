@@ -21,6 +21,7 @@ SHAPES = {
     "whole": ((8, 7), PartitionSpec()),
     # Neither its rows nor its entries are a multiple of the devices.
     "odd": ((3, 3), PartitionSpec()),
+    "vector": ((7,), PartitionSpec()),
     "scalar": ((), PartitionSpec()),
 }
 SPECS = {name: spec for name, (_, spec) in SHAPES.items()}
@@ -101,8 +102,10 @@ def run(tx, mesh, gradients, *, params=None, specs=SPECS, **options):
     return made, state
 
 
-def by_parts(tx, gradients, layout):
+def by_parts(tx, gradients, layout, *, axis="data", scanned=True):
     """The same of unsharded runs, one for each device of a worker with its part of the leaves.
+
+    A scan of all steps is one program; ``scanned=False`` compiles one step, as training does.
 
     Returns:
       The updates of all steps, and the residuals ``[P, m, n]``.
@@ -121,18 +124,33 @@ def by_parts(tx, gradients, layout):
     cut = {name: parts_of(name) for name in names}
 
     def train(gradients):
+        first = jax.tree.map(lambda x: x[0], gradients)
+        if not scanned:
+            return tx.init(first)
+
         def step(state, gradient):
             updates, state = tx.update(gradient, state)
             return state, updates
 
-        first = jax.tree.map(lambda x: x[0], gradients)
         return jax.lax.scan(step, tx.init(first), gradients)
 
-    run = sc.simulate(train, axis="data", axis_size=workers)
+    run = sc.simulate(train, axis=axis, axis_size=workers)
+    step = sc.simulate(lambda s, g: tx.update(g, s), axis=axis, axis_size=workers)
+
+    def trained(mine):
+        if scanned:
+            return run(mine)
+        state, made = run(mine), []
+        for i in range(steps):
+            now = {name: x[:, i] for name, x in mine.items()}
+            updates, state = step(state, now)
+            made.append(updates)
+        return state, jax.tree.map(lambda *x: jnp.stack(x, axis=1), *made)
+
     rows, residuals = [], []
     for j in range(layout.sharding.parts):
         mine = {name: jnp.asarray(x[:, :, j].swapaxes(0, 1)) for name, x in cut.items()}
-        state, updates = run(mine)
+        state, updates = trained(mine)
         residuals.append(np.asarray(optax_ext.get_state(state).residual)[:, 0])
         rows.append([np.asarray(updates[name][0]).reshape(steps, -1) for name in names])
     made = []

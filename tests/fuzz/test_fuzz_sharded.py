@@ -1,0 +1,175 @@
+"""Whatever is combined: with sharded parameters each device does what it would do alone.
+
+The bits of every update and of every residual are those of runs of the parts, one for each device
+of a worker. What holds for those (`test_fuzz.py`) then holds here, replicas and conservation among
+it.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
+
+import optax_ext
+import sparse_collectives as sc
+from optax_ext._step import _given
+from tests.fuzz.configurations import STEPS, Configuration, configurations, gradients
+from tests.fuzz.test_fuzz import IN_A_PART, PARTS, _settings
+from tests.optax_ext import shards
+
+SHAPES = {"kernel": (6, 8), "other": (4, 6), "bias": (8,), "odd": (5,), "scale": ()}
+# Sizes of the axes that shard; of a dimension, none or one or both of them.
+INSIDE = ((2, 1), (1, 2), (2, 2), (4, 1))
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Sharded:
+    """A configuration with other parameters, and how they are sharded."""
+
+    configuration: Configuration
+    inside: tuple[int, int]
+    specs: dict[str, PartitionSpec]
+
+    def __repr__(self) -> str:
+        dtypes = {name: leaf.dtype.name for name, leaf in self.configuration.params.items()}
+        return f"{self.configuration}, of {dtypes}, inside {self.inside}, {self.specs}"
+
+
+@st.composite
+def sharded(draw: Any) -> Sharded:
+    """One of everything that parts do as well, and how it is sharded."""
+    drawn = draw(configurations(of_parts=True).filter(lambda c: c.workers < 6))
+    dtypes = draw(
+        st.sampled_from((("float32",) * 5, ("bfloat16",) * 5, ("float32", "float16") * 3))
+    )
+    params = {
+        name: jax.ShapeDtypeStruct(shape, dtype)
+        for (name, shape), dtype in zip(SHAPES.items(), dtypes, strict=False)
+    }
+    inside = draw(st.sampled_from(INSIDE))
+    sizes = dict(zip(("fsdp", "tensor"), inside, strict=True))
+    specs = {}
+    for name, shape in SHAPES.items():
+        free, dims = list(sizes), []
+        for length in shape:
+            fits = [axis for axis in free if length % sizes[axis] == 0]
+            axis = draw(st.sampled_from([None, *fits]))
+            dims.append(axis)
+            free = [other for other in free if other != axis]
+        specs[name] = PartitionSpec(*dims)
+    # Another text: what was drawn for the other parameters does not hold.
+    configuration = dataclasses.replace(drawn, params=params)
+    return Sharded(configuration, inside, specs)
+
+
+def shard(array: np.ndarray, spec: PartitionSpec, place: dict[str, int], sizes: dict) -> np.ndarray:
+    """What the device at ``place`` has of an array, by NumPy."""
+    for dim, axis in enumerate(spec):
+        if axis is not None:
+            array = np.split(array, sizes[axis], axis=dim)[place[axis]]
+    return array
+
+
+def unshard(shards_of: Any, spec: PartitionSpec, sizes: dict) -> np.ndarray:
+    """The whole of ``shards_of(place)``."""
+    axes = list(sizes)
+
+    def join(place: dict[str, int], dims: list) -> np.ndarray:
+        if not dims:
+            return shards_of({**dict.fromkeys(axes, 0), **place})
+        (dim, axis), *rest = dims
+        parts = [join({**place, axis: i}, rest) for i in range(sizes[axis])]
+        return np.concatenate(parts, axis=dim)
+
+    return join({}, [(dim, axis) for dim, axis in enumerate(spec) if axis is not None])
+
+
+def run(drawn: Sharded) -> tuple[list[dict], Any, Any]:
+    """Updates of all steps as whole leaves, the last state ``[P, f, t, ...]``, the gradients."""
+    configuration, workers = drawn.configuration, drawn.configuration.workers
+    tx, sizes = configuration.tx, dict(zip(("fsdp", "tensor"), drawn.inside, strict=True))
+    (axis,) = configuration.axes
+    shape = (workers, *drawn.inside)
+    given = gradients(configuration)
+    names = {axis: workers, **sizes}
+
+    def init(_: Any) -> Any:
+        with _given.sharded(_given.Given(names, {f"['{k}']": s for k, s in drawn.specs.items()})):
+            return tx.init(
+                {k: jnp.zeros(x.shape, x.dtype) for k, x in configuration.params.items()}
+            )
+
+    everywhere = init
+    for name, size in reversed(names.items()):
+        everywhere = jax.vmap(everywhere, axis_name=name, axis_size=size)
+    state = everywhere(jnp.zeros(shape))
+    step = sc.simulate(
+        lambda state, gradient: tx.update(gradient, state), axis=tuple(names), axis_size=shape
+    )
+    places = [{"fsdp": f, "tensor": t} for f in range(shape[1]) for t in range(shape[2])]
+    made = []
+    for t in range(STEPS):
+        of_devices = {}
+        for name, leaf in given.items():
+            pieces = [
+                [shard(np.asarray(worker), drawn.specs[name], place, sizes) for place in places]
+                for worker in leaf[t]
+            ]
+            array = np.asarray(pieces)
+            of_devices[name] = jnp.asarray(array.reshape(*shape, *array.shape[2:]))
+        update, state = step(state, of_devices)
+        update = jax.tree.map(np.asarray, update)
+        for name, leaf in update.items():
+            # Wherever the same part is, it is the same.
+            spec = drawn.specs[name]
+            whole = unshard(lambda p, leaf=leaf: leaf[0, p["fsdp"], p["tensor"]], spec, sizes)
+            for worker in range(workers):
+                for place in places:
+                    mine = leaf[worker, place["fsdp"], place["tensor"]]
+                    expected = shard(whole, spec, place, sizes)
+                    assert mine.tobytes() == expected.tobytes(), f"{name} differs"
+            update[name] = whole
+        made.append(update)
+    return made, jax.device_get(state), given
+
+
+def check(drawn: Sharded) -> None:
+    updates, state, given = run(drawn)
+    node = optax_ext.get_state(state)
+    (axis,) = drawn.configuration.axes
+    whole = {name: np.asarray(leaf) for name, leaf in given.items()}
+    expected, residuals = shards.by_parts(
+        drawn.configuration.tx, whole, node.layout, axis=axis, scanned=False
+    )
+    for made, wanted in zip(updates, expected, strict=True):
+        for name, leaf in wanted.items():
+            assert made[name].tobytes() == np.asarray(leaf, made[name].dtype).tobytes(), name
+    parts = math.prod(drawn.inside)
+    found = np.asarray(node.residual).reshape(len(residuals), parts, -1)
+    assert found.tobytes() == residuals.astype(found.dtype).tobytes()
+    assert int(node.skipped.max()) == 0
+
+
+@hypothesis.given(sharded())
+@_settings(2)
+def test_each_device_does_what_it_would_do_alone(drawn):
+    check(drawn)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS // 4))
+def test_each_device_does_so_in_all_that_can_be_combined(part):
+    @hypothesis.seed(part)
+    @hypothesis.given(sharded())
+    @_settings(IN_A_PART // 4)
+    def holds(drawn):
+        check(drawn)
+
+    holds()
