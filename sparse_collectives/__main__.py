@@ -58,6 +58,8 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--measured", metavar="FILE", help="take both from what 'measure --json FILE' wrote")
     add("--compute", default="0s", metavar="T", help="forward and backward pass: 300ms")
     add("--inner", default="1", metavar="G", help="workers in a node; adds two-level schemes")
+    add("--shard", default="1", metavar="M", help="devices of a worker that shard its parameters")
+    add("--links", default="1", metavar="L", help="of a worker with --shard, which they share")
     add("--inner-latency", metavar="T", help=f"within a node (default {_INNER_LATENCY})")
     add("--inner-bandwidth", metavar="B", help=f"within a node (default {_INNER_BANDWIDTH})")
     add(
@@ -114,8 +116,20 @@ def _plan(args: argparse.Namespace) -> None:
     inner = _units.count("--inner", args.inner, **_WORKERS)
     if workers % inner:
         raise ValueError(f"--inner must divide --workers={workers}, got {inner}.")
+    devices = _units.count("--shard", args.shard, **_WORKERS)
+    links = _units.count("--links", args.links, **_WORKERS)
+    if devices > 1 and inner > 1:
+        raise ValueError(
+            f"--shard={devices} and --inner={inner} are of two plans: the workers of a node have "
+            "the same parameters, the devices of a worker have parts of them. Give one of them."
+        )
+    if links > devices:
+        raise ValueError(f"--links must be at most --shard={devices}, got {links}.")
     measured = _measured_file.read(args.measured) if args.measured is not None else None
     network = _network(args, inner, measured)
+    # Each device exchanges its part while the others do, over the links of their worker.
+    network = network._replace(seconds_per_word=network.seconds_per_word * devices / links)
+    size, selected = -(-size // devices), -(-selected // devices)
     compute = _units.seconds("--compute", args.compute)
     overlap = None if args.expansion is None else _overlap(args.expansion, selected)
     codecs = [name for name, cost in cost_model.CODECS.items() if cost.exact or not args.exact]
@@ -147,6 +161,11 @@ def _plan(args: argparse.Namespace) -> None:
     if measured is not None and (args.latency is None or args.bandwidth is None):
         remarks += _measured_file.warnings(measured.error)
     table, _, last = _plan_report.text(plan, all_codecs=args.all).rpartition("\n")
+    if devices > 1:
+        remarks.append(
+            f"all of one of the {devices} devices of a worker, which exchange their parts at once "
+            f"over {links} link{'s' if links > 1 else ''}"
+        )
     print("\n".join([table, *remarks, last]))
 
 

@@ -233,9 +233,10 @@ AGREED = ("not finite", "largest", "huge")
 def configurations(draw: Any, *, of_parts: bool = False) -> Configuration:
     """One of everything.
 
-    With ``of_parts`` what runs of parts of the leaves do as well: without nodes, whose workers
-    share a residual, labels by the shape of a leaf, what looks at whole leaves, and data by which
-    workers agree not to take a step.
+    With ``of_parts`` what runs of parts of the leaves do to the bit: without nodes, whose workers
+    share a residual, labels by the shape of a leaf, what looks at whole leaves, data by which
+    workers agree not to take a step, and products that a program may round with a sum (momentum,
+    decay, low rank), or not.
     """
 
     def one_of(*options: Any) -> Any:
@@ -259,9 +260,11 @@ def configurations(draw: Any, *, of_parts: bool = False) -> Configuration:
     tree, policy, data = one_of(*TREES), one_of("skip", "drop", "propagate"), one_of(*kinds)
     momentum, nesterov, masking = one_of(None, None, 0.9), one_of(False, True), one_of(True, False)
     narrow, decay = one_of(False, True), one_of(1.0, 1.0, 0.75)
+    if of_parts:
+        momentum, decay = None, 1.0
     dense_steps = one_of("no", *DENSE_STEPS)
     dense_leaves = None if of_parts else one_of(None, "small")
-    low_rank = one_of(*[None] * 7, *LOW_RANK)
+    low_rank = None if of_parts else one_of(*[None] * 7, *LOW_RANK)
     limit = one_of(None, None, *LIMITS)
     seed = draw(st.integers(0, 2**16))
     if LOCALS[local]() is None:

@@ -164,7 +164,7 @@ def test_each_device_does_what_it_would_do_alone(drawn):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(PARTS // 4))
+@pytest.mark.parametrize("part", range(PARTS // 8))
 def test_each_device_does_so_in_all_that_can_be_combined(part):
     @hypothesis.seed(part)
     @hypothesis.given(sharded())

@@ -310,6 +310,27 @@ def test_dense_is_the_answer_where_selection_costs_more_than_it_saves(capsys):
     assert not run(capsys, *fast, "--select-cost", "gpu").splitlines()[-1].startswith("Use dense")
 
 
+def test_the_devices_of_a_worker_have_parts_and_share_its_links(capsys, tmp_path):
+    def planned(*arguments):
+        file = tmp_path / "plan.json"
+        out = run(capsys, *SLOW, *arguments, "--json", str(file))
+        return out, json.loads(file.read_text())
+
+    _, whole = planned()
+    out, shared = planned("--shard", "4")
+    _, alone = planned("--shard", "4", "--links", "4")
+    assert "one of the 4 devices of a worker" in out
+    assert shared["size"] == -(-whole["size"] // 4)
+    assert shared["selected"] == -(-whole["selected"] // 4)
+
+    def dense(plan):
+        return next(row for row in plan["predictions"] if row["name"] == "dense")["exchange"]
+
+    # As much over the same links, and a quarter of it over each of four.
+    assert dense(shared) == pytest.approx(dense(whole), rel=1e-2)
+    assert dense(alone) == pytest.approx(dense(whole) / 4, rel=1e-2)
+
+
 def test_expansion_shortens_what_fills_in(capsys, tmp_path):
     def words(name, *arguments):
         file = tmp_path / "plan.json"
@@ -472,6 +493,9 @@ def test_a_plot_shows_what_was_assumed(tmp_path, monkeypatch):
         (["--bandwidth", "0Gbit"], "--bandwidth"),
         (["--bandwidth", "25"], "--bandwidth"),
         (["--inner", "3"], "--inner"),
+        (["--shard", "0"], "--shard must be a whole number"),
+        (["--shard", "2", "--links", "3"], "--links must be at most --shard=2, got 3"),
+        (["--shard", "2", "--inner", "2"], "--shard=2 and --inner=2 are of two plans"),
         (["--inner", "4", "--inner-bandwidth", "0GB/s"], "--inner-bandwidth"),
         (["--compute", "-1s"], "--compute"),
         (["--expansion", "9@8"], "--expansion"),
