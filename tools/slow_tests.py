@@ -30,6 +30,12 @@ CORE = (
     "optax_ext/test_modes.py::test_mode_matches_the_oracle",
     "optax_ext/test_ok_topk_paper.py::test_every_step_is_that_of_the_paper",
     "optax_ext/test_nonfinite.py::test_after_a_sum_that_would_overflow_training_goes_on",
+    "optax_ext/test_sharded.py::test_it_has_the_bits_of_unsharded_runs_of_the_same_parts"
+    "[topk_a-automatic]",
+    "optax_ext/test_sharded.py::test_no_device_holds_what_the_others_have",
+    "optax_ext/test_sharded_state.py::test_a_checkpoint_continues_with_the_same_bits_and_on_other_"
+    "meshes",
+    "optax_ext/test_sharded_state.py::test_on_another_mesh_nothing_of_the_residuals_is_lost",
     "optax_ext/test_train_step.py::test_at_density_one_it_trains_like_the_dense_one",
     "optax_ext/test_train_step.py::test_one_trace_and_one_program_for_all_steps",
     "optax_ext/test_works_with.py::test_at_density_a_tenth_nothing_is_lost_and_no_worker_drifts",

@@ -61,13 +61,16 @@ CODECS: dict[str, Callable[[], sc.Codec]] = {
     "qsgd4": lambda: sc.wire.qsgd(bits=4, bucket=16),
     "qsgd8": lambda: sc.wire.qsgd(bits=8, bucket=16),
 }
+WITHOUT_PRODUCTS = ("raw", "bf16", "narrow16")
 SLACKS = st.sampled_from((1.25, 1.0, 2.0, math.inf))
 codecs = st.sampled_from(tuple(CODECS.values())).map(lambda make: make())
 FILLS = st.sampled_from((None, 1.0, 2.0))
 
 
 @st.composite
-def flat_allreduces(draw: Any, density: float) -> tuple[str, sc.SparseAllreduce]:
+def flat_allreduces(
+    draw: Any, density: float, codecs: tuple[str, ...] = tuple(CODECS)
+) -> tuple[str, sc.SparseAllreduce]:
     """An allreduce over one axis, with all of its options, and a name for it."""
     makers = {
         "ok_topk": lambda: sc.allreduce.ok_topk(
@@ -104,7 +107,7 @@ def flat_allreduces(draw: Any, density: float) -> tuple[str, sc.SparseAllreduce]
         "dsar_split_allgather": lambda: sc.allreduce.dsar_split_allgather(
             slack=draw(SLACKS),
             codec=codec,
-            dense_codec=CODECS[draw(st.sampled_from(tuple(CODECS)))](),
+            dense_codec=CODECS[draw(st.sampled_from(codecs))](),
         ),
         "sparse_allgather": lambda: sc.allreduce.sparse_allgather(codec=codec),
         "dense": sc.allreduce.dense,
@@ -128,7 +131,7 @@ def flat_allreduces(draw: Any, density: float) -> tuple[str, sc.SparseAllreduce]
         ),
     }
     name = draw(st.sampled_from(tuple(makers)))
-    codec_name = draw(st.sampled_from(tuple(CODECS)))
+    codec_name = draw(st.sampled_from(codecs))
     codec = CODECS[codec_name]()
     return f"{name}/{codec_name}", makers[name]()
 
@@ -236,7 +239,7 @@ def configurations(draw: Any, *, of_parts: bool = False) -> Configuration:
     With ``of_parts`` what runs of parts of the leaves do to the bit: without nodes, whose workers
     share a residual, labels by the shape of a leaf, what looks at whole leaves, data by which
     workers agree not to take a step, and products that a program may round with a sum (momentum,
-    decay, low rank), or not.
+    decay, low rank, codecs with scales), or not.
     """
 
     def one_of(*options: Any) -> Any:
@@ -245,7 +248,8 @@ def configurations(draw: Any, *, of_parts: bool = False) -> Configuration:
     density = one_of(*DENSITIES)
     two_levels = not of_parts and one_of(False, False, False, True)
     axes, shape = one_of(*(NODES if two_levels else FLAT))
-    name, exchange = draw(flat_allreduces(density))
+    codecs = WITHOUT_PRODUCTS if of_parts else tuple(CODECS)
+    name, exchange = draw(flat_allreduces(density, codecs))
     if two_levels and one_of(True, True, False):
         name, exchange = (
             f"hierarchical({name})",

@@ -42,10 +42,9 @@ TRANSFORMATIONS = {
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_it_has_the_bits_of_unsharded_runs_of_the_same_parts(name, manual):
     if name == "dense leaves":  # Labels of whole leaves, where parts are smaller.
-        labels = {"columns": "sparse", "rows": "sparse", "whole": "sparse"}
-        tx = sparse(
-            sc.allreduce.topk_a(), dense_leaves={**labels, "odd": "dense", "scalar": "dense"}
-        )
+        few = ("odd", "scalar", "vector")
+        labels = {leaf: "dense" if leaf in few else "sparse" for leaf in shards.SHAPES}
+        tx = sparse(sc.allreduce.topk_a(), dense_leaves=labels)
     else:
         tx = TRANSFORMATIONS[name]()
     gradients = shards.gradients_of(2, steps=4)
