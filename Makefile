@@ -28,7 +28,7 @@ CACHE := JAX_COMPILATION_CACHE_DIR=.cache/jax JAX_PERSISTENT_CACHE_MIN_COMPILE_T
 NEWEST_TESTS := $(addprefix tests/,\
     test_package.py mpi/test_dispatch.py sparse_collectives/test_traffic.py \
     sparse_collectives/test_padded_coo.py \
-    $(addprefix optax_ext/,test_modes.py test_train_step.py test_checkpoint.py test_errors.py \
+    $(addprefix optax_ext/,test_modes.py test_train_step.py test_sharded.py test_checkpoint.py test_errors.py \
         test_nonfinite.py))
 PYTEST := $(CACHE) $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile
 

@@ -20,7 +20,11 @@ def of(params: Any, opt_state: Any, mesh: Mesh, batch_spec: PartitionSpec | None
       ValueError: parameters that are sharded in another way than those that the state was made
         for; a batch_spec that does not begin with the axis of the workers.
     """
+    # What all devices hold does not say whether it is dealt out among them; the state does.
+    dealt = any(state.layout.sharding is not None for state in _find.get_states(opt_state))
     given = _placement.given_of(params, mesh)
+    if given is None and dealt:
+        given = _placement.given_of(params, mesh, PartitionSpec())
     axis = _find.axis_of(opt_state)
     batch = PartitionSpec(axis) if batch_spec is None else batch_spec
     workers = extend.axis_names(axis)
@@ -32,6 +36,12 @@ def of(params: Any, opt_state: Any, mesh: Mesh, batch_spec: PartitionSpec | None
         )
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     _check(given, opt_state)
+    if given is None and len(first) > len(workers) and _find.get_states(opt_state):
+        raise ValueError(
+            f"batch_spec={batch_spec} splits the examples of a worker over several devices, which "
+            "all hold all parameters, and the state is not dealt out among them. Make it with "
+            "optax_ext.init_state(tx, params, mesh, specs=jax.sharding.PartitionSpec())."
+        )
     if given is None:
         specs, states = [PartitionSpec()] * len(paths), _find.state_specs(opt_state)
     else:

@@ -35,7 +35,8 @@ def init_state(
         axes, as ``{"data": 8}``: the state of all workers is then where ``params`` are, to
         be looked at, or to be filled with what the workers hold.
       specs: a tree of PartitionSpecs, or one for all leaves, of parameters whose arrays do not say
-        how they are to be sharded. None: the ``NamedSharding`` of the arrays.
+        how they are to be sharded. None: the ``NamedSharding`` of the arrays. With
+        ``PartitionSpec()`` each device of a worker holds all of them, and exchanges a part.
 
     Returns:
       The optimizer state, sharded as :func:`state_specs` says.

@@ -27,7 +27,10 @@ def with_auto_axes(mesh: Mesh) -> Mesh:
 def given_of(
     params: Any, mesh: Mesh | AbstractMesh | Mapping[str, int], specs: Any = None
 ) -> Given | None:
-    """How the parameters are sharded over the mesh; None where they are whole on each device.
+    """How the parameters are sharded over the mesh.
+
+    None where they are whole on each device and nobody has said that this is how they are meant
+    to be: with ``specs`` what all devices of a worker hold is dealt out among them.
 
     Args:
       params: arrays or their shapes.
@@ -58,7 +61,7 @@ def given_of(
                 f"params{jax.tree_util.keystr(path)} has the spec {spec}, and axis {missing[0]!r} "
                 f"is not an axis of the mesh, whose axes are {tuple(sizes)}."
             )
-    if not any(dim for spec in found for dim in spec):
+    if specs is None and not any(dim for spec in found for dim in spec):
         return None
     paths = (jax.tree_util.keystr(path) for path, _ in flat)
     return Given({**sizes}, dict(zip(paths, found, strict=True)))

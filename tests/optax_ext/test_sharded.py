@@ -256,6 +256,31 @@ def test_with_fsdp_the_devices_of_a_worker_share_its_examples():
         trained(tx, mesh, FSDP, batch_spec=PartitionSpec("model"))
 
 
+def test_parameters_that_all_devices_of_a_worker_hold():
+    """HiTopKComm: a worker is a node, whose devices have examples of their own."""
+    mesh = shards.mesh_of((2, 2))
+    tx = optax.chain(TRANSFORMATIONS["topk_a"](), optax.sgd(0.1))
+    rng = np.random.default_rng(0)
+    params = {"up": rng.standard_normal((6, 16)), "bias": np.zeros(16), "down": np.ones((16, 3))}
+    params = {name: leaf.astype(np.float32) for name, leaf in params.items()}
+    x = rng.standard_normal((8, 6)).astype(np.float32)
+    batch, spec = (x, np.sin(x[:, :3])), PartitionSpec(("data", "model"))
+    step = optax_ext.make_train_step(loss_fn, tx, mesh, batch_spec=spec, donate=False)
+    with pytest.raises(ValueError, match=r"init_state\(tx, params, mesh, specs=jax"):
+        step(params, optax_ext.init_state(tx, params, mesh), batch)
+    state = optax_ext.init_state(tx, params, mesh, specs=PartitionSpec())
+    n = sum(leaf.size for leaf in params.values())
+    assert state[0].residual.shape == (4, n // 2)
+    gradients = [jax.grad(loss_fn)(params, (x[i : i + 4], batch[1][i : i + 4])) for i in (0, 4)]
+    new, state, _ = step(params, state, batch)
+    waiting, _ = optax_ext.consolidate(state, params)
+    for name, leaf in params.items():
+        mean = sum(np.asarray(g[name]) for g in gradients) / 2
+        moved = (leaf - np.asarray(new[name])) / np.float32(0.1)
+        np.testing.assert_allclose(moved + np.asarray(waiting[name]), mean, atol=1e-5)
+    shards.same_on_devices((new, state))
+
+
 def test_axes_that_are_explicit():
     """As jax.make_mesh makes them by default."""
     tx = optax.chain(TRANSFORMATIONS["topk_a"](), optax.sgd(0.1))
