@@ -15,10 +15,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from sparse_collectives import _validation, transport
+from sparse_collectives._coo import _bits
 from sparse_collectives._types import AxisName, State
 from sparse_collectives.padded_coo import PaddedCOO
 
@@ -67,7 +69,7 @@ def sums_in_range(*, exact: bool = True, float64: bool = False) -> Callable[[Cal
             if workers == 1:
                 return reduce(coo, state, axis=axis, **options)
             share = np.asarray(largest_share(dtype, workers, exact=exact), dtype)
-            too_large = (jnp.abs(coo.values) > share) & jnp.isfinite(coo.values)
+            too_large = _exceeds(coo.values, share)
             cut = jnp.copysign(share, coo.values)
             sent = jnp.where(too_large, cut, coo.values)
             rest = jnp.where(too_large, coo.values - sent, 0)
@@ -81,3 +83,12 @@ def sums_in_range(*, exact: bool = True, float64: bool = False) -> Callable[[Cal
         return cut_and_reduce
 
     return decorate
+
+
+def _exceeds(values: jax.Array, share: np.ndarray) -> jax.Array:
+    """Where finite magnitudes are above ``share``."""
+    if values.dtype == jnp.float64:
+        return (jnp.abs(values) > share) & jnp.isfinite(values)
+    bits = _bits.magnitude_bits(values)
+    most = int(share.astype(np.float32).view(np.int32))
+    return (bits > most) & (bits < _bits.INFINITY_BITS)
