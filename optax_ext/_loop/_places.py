@@ -49,7 +49,6 @@ def of(params: Any, opt_state: Any, mesh: Mesh, batch_spec: PartitionSpec | None
         states = _placement.placements(opt_state, params, given)
     leaves = jax.tree.leaves(states, is_leaf=_find.is_spec)
     return Places(
-        mesh,
         [NamedSharding(mesh, spec) for spec in specs],
         [NamedSharding(mesh, spec) for spec in leaves],
         NamedSharding(mesh, batch),
@@ -62,14 +61,12 @@ class Places:
 
     def __init__(
         self,
-        mesh: Mesh,
         params: list[NamedSharding],
         states: list[NamedSharding],
         batch: NamedSharding,
         *,
         sharded: bool,
     ):
-        self._mesh = mesh
         self._params = tuple(params)
         self._states = tuple(states)
         self._batch = batch

@@ -6,10 +6,10 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from optax_ext._step import _checks
-from sparse_collectives import extend, transport
+from optax_ext._transforms._fingerprint import fingerprint
+from sparse_collectives import transport
 from sparse_collectives.extend import AxisName
 
 
@@ -54,7 +54,7 @@ def assert_local_gradients(*, axis: AxisName) -> optax.GradientTransformation:
         _checks.check_local_gradients(updates, axis)
         if workers == 1:
             return updates, state
-        parts = map(_fingerprint, itertools.count(), jax.tree.leaves(updates))
+        parts = map(fingerprint, itertools.count(), jax.tree.leaves(updates))
         mine = sum(parts, jnp.uint32(0))
         first = transport.psum(
             jnp.where(transport.axis_index(axis) == 0, mine, jnp.uint32(0)), axis
@@ -65,19 +65,6 @@ def assert_local_gradients(*, axis: AxisName) -> optax.GradientTransformation:
 
     # optax types a state as any pytree, which NamedTuples of arrays are at run time.
     return optax.GradientTransformation(cast(Any, init), cast(Any, update))
-
-
-def _fingerprint(number: int, leaf: jax.Array) -> jax.Array:
-    """A hash of the entries of a leaf and of their places, ``u32[]``; 0 where all are zero."""
-    flat = leaf.reshape(-1)
-    bits = extend.magnitude_bits(flat).astype(jnp.uint32)
-    signed = jnp.where(flat < 0, bits | jnp.uint32(1 << 31), bits)
-    place = lax.iota(jnp.uint32, flat.shape[0]) ^ extend.combine(number)
-    # The same entries at other places are other gradients.
-    hashed = extend.mix(signed + extend.mix(place))
-    # NaN on all workers is what a run that diverges has.
-    counts = (bits != 0) & jnp.isfinite(flat)
-    return jnp.sum(jnp.where(counts, hashed, jnp.uint32(0)), dtype=jnp.uint32)
 
 
 def _raise(equal: Any) -> None:

@@ -9,7 +9,8 @@ import optax
 
 from optax_ext._state import _find
 from optax_ext._step import _sharding
-from sparse_collectives import extend, transport
+from optax_ext._transforms._fingerprint import fingerprint
+from sparse_collectives import transport
 
 
 def assert_replicated_gradients(
@@ -57,11 +58,7 @@ def assert_replicated_gradients(
 
 
 def _check(name: str, leaf: jax.Array, free: tuple[Any, ...]) -> None:
-    flat = leaf.reshape(-1)
-    bits = extend.magnitude_bits(flat).astype(jnp.uint32)
-    signed = jnp.where(flat < 0, bits | jnp.uint32(1 << 31), bits)
-    place = jax.lax.iota(jnp.uint32, flat.shape[0])
-    mine = jnp.sum(extend.mix(signed + extend.mix(place)), dtype=jnp.uint32)
+    mine = fingerprint(0, leaf)
     first = transport.psum(jnp.where(transport.axis_index(free) == 0, mine, jnp.uint32(0)), free)
     differ = transport.psum((mine != first).astype(jnp.int32), free) > 0
     jax.debug.callback(functools.partial(_raise, name, free), differ)

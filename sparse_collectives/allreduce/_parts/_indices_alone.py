@@ -29,4 +29,5 @@ def _decode(message: jax.Array, size: int, dtype) -> PaddedCOO:
 
 
 def _no_dense(*arguments):
+    # A dense run has no indices, and whoever asks for indices alone has none to send.
     raise NotImplementedError(f"no indices to send in a dense run: {arguments}")
