@@ -36,8 +36,9 @@ def test_it_learns_and_a_device_holds_its_share(capsys, layout):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("default_promotion")
-def test_a_site_may_be_a_process(tmp_path, capsys):
-    options = [*SMALL, "--steps", "10", "--layout", "fsdp", "--method", "ok_topk"]
+@pytest.mark.parametrize("layout", ["fsdp", "tensor"])
+def test_a_site_may_be_a_process(tmp_path, capsys, layout):
+    options = [*SMALL, "--steps", "10", "--layout", layout, "--method", "ok_topk"]
     with coordinator() as (address, bound):
         group = ["--coordinator", address, "--num-processes", "2", "--devices", "4"]
         commands = [

@@ -178,9 +178,3 @@ _SHAPE = re.compile(r"\b(?:f|s|u|bf|pred)(?:\d+)?\[([\d,]*)\]")
 def shapes_in(program):
     """The shapes of all arrays in a compiled program: those that one device holds."""
     return [tuple(map(int, found.split(","))) if found else () for found in _SHAPE.findall(program)]
-
-
-def gathered(program):
-    """The entries of the results of all its allgathers."""
-    found = re.findall(r"= (\S+) all-gather(?:-start)?\(", program)
-    return [math.prod(shape) for text in found for shape in shapes_in(text)]

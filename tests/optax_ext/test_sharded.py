@@ -1,17 +1,14 @@
 """Parameters that other axes of the mesh shard: each device takes the step of its part."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optax_ext
 import sparse_collectives as sc
-from sparse_collectives import traffic
 from tests.optax_ext import shards
 
 TOPK = sc.select.topk(density=0.1)
@@ -288,89 +285,3 @@ def test_axes_that_are_explicit():
         explicit = trained(tx, shards.mesh_of(sizes, kind=AxisType.Explicit), specs)
         automatic = trained(tx, shards.mesh_of(sizes), specs)
         np.testing.assert_array_equal(explicit[2], automatic[2])
-
-
-def test_no_device_holds_what_the_others_have():
-    """Of what is as large as the parameters, or their part of a residual, each has its share."""
-    size, mesh = 64, shards.mesh_of((2, 4))
-    specs = {"up": PartitionSpec(None, "model"), "down": PartitionSpec("model")}
-    rng = np.random.default_rng(0)
-    host = {
-        "up": rng.standard_normal((size, 4 * size)).astype(np.float32),
-        "down": rng.standard_normal((4 * size, size)).astype(np.float32),
-    }
-    params = {k: jax.device_put(v, NamedSharding(mesh, specs[k])) for k, v in host.items()}
-
-    def loss(params, x):
-        return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"] - x) ** 2)
-
-    def compiled(tx):
-        state = optax_ext.init_state(tx, params, mesh)
-        step = optax_ext.make_train_step(loss, tx, mesh)
-        return state, step.lower(params, state, jnp.ones((8, size))).compile()
-
-    sparse_tx = optax.chain(optax_ext.ok_topk(0.01, axis="data"), optax.adam(0.1))
-    state, program = compiled(sparse_tx)
-    n = sum(leaf.size for leaf in host.values())
-    for leaf in jax.tree.leaves(state):
-        if leaf.size >= n // 4:
-            assert leaf.addressable_shards[0].data.size <= n // 4
-    largest = max(map(math.prod, shards.shapes_in(program.as_text())))
-    assert largest <= n // 4
-    # Nothing as large as a part is gathered that the dense step does not gather.
-    _, dense = compiled(optax.chain(optax_ext.dense(axis="data"), optax.adam(0.1)))
-    assert not [w for w in shards.gathered(program.as_text()) if w >= n // 16]
-    assert shards.gathered(dense.as_text()) == []
-
-
-@pytest.mark.parametrize("sizes", [(2, 4), (4, 8), (16, 16)], ids=str)
-@pytest.mark.parametrize("name", ["ok_topk", "topk_a", "agreed", "dense"])
-def test_words_between_the_workers_are_those_of_a_part(sizes, name):
-    """Read from the program, beside that of parameters of the size of a part."""
-    workers, parts = sizes
-    shapes = {
-        "columns": ((64, 16 * parts), PartitionSpec(None, "model")),
-        "whole": ((8 * parts, 64), PartitionSpec()),
-    }
-    specs = {leaf: spec for leaf, (_, spec) in shapes.items()}
-    tx = optax_ext.dense(axis="data") if name == "dense" else TRANSFORMATIONS[name]()
-    mesh = AbstractMesh(sizes, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    like = {k: jax.ShapeDtypeStruct(shape, "float32") for k, (shape, _) in shapes.items()}
-    state = jax.eval_shape(lambda p: optax_ext.init_state(tx, p, mesh, specs=specs), like)
-
-    def step(gradients, state):
-        return tx.update(jax.tree.map(lambda x: x[0], gradients), state)
-
-    stacked = {
-        k: jax.ShapeDtypeStruct((workers, *shape), "float32") for k, (shape, _) in shapes.items()
-    }
-    of_state = optax_ext.state_specs(state)
-    mapped = jax.shard_map(
-        step,
-        mesh=mesh,
-        in_specs=({k: PartitionSpec("data", *spec) for k, spec in specs.items()}, of_state),
-        out_specs=(specs, of_state),
-    )
-    found = traffic.of_traced(jax.jit(mapped).trace(stacked, state)).by_axes()
-
-    part = {"columns": (64, 16), "whole": (8, 64)}
-    if name == "dense":  # Each device takes the mean of all that it holds.
-        part["whole"] = shapes["whole"][0]
-    like = {k: jax.ShapeDtypeStruct(shape, "float32") for k, shape in part.items()}
-
-    def alone(gradients):
-        return tx.update(gradients, tx.init(gradients))[0]
-
-    expected = traffic.of_function(alone, like, axis="data", axis_size=workers).words
-    # Whether all are finite is agreed on with the devices of the other parts.
-    agreed = 0.0 if name == "dense" else 2 * (workers - 1) / workers
-    assert found[("data",)] == pytest.approx(expected - agreed)
-    others = {axes: words for axes, words in found.items() if axes != ("data",)}
-    if name == "dense":
-        assert not others
-    else:
-        # The mean of what all hold, some numbers of the step, and whether it is taken.
-        assert others.pop(("data", "model")) <= 2
-        gathered = 8 * 64 * (parts - 1)
-        assert gathered < others.pop(("model",)) <= gathered + 16 * (parts - 1)
-        assert not others
