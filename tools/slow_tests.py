@@ -32,7 +32,7 @@ CORE = (
     "optax_ext/test_nonfinite.py::test_after_a_sum_that_would_overflow_training_goes_on",
     "optax_ext/test_sharded.py::test_it_has_the_bits_of_unsharded_runs_of_the_same_parts"
     "[topk_a-automatic]",
-    "optax_ext/test_sharded.py::test_no_device_holds_what_the_others_have",
+    "optax_ext/test_sharded_program.py::test_no_device_holds_what_the_others_have",
     "optax_ext/test_sharded_state.py::test_a_checkpoint_continues_with_the_same_bits_and_on_other_"
     "meshes",
     "optax_ext/test_sharded_state.py::test_on_another_mesh_nothing_of_the_residuals_is_lost",
