@@ -6,12 +6,15 @@ runs over n / 32 words; each output slot finds its word by a running maximum or 
 binary search, and its bit by halving. The indices come out ascending.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import _hash
-from sparse_collectives._coo import _bits, _bitset
+from sparse_collectives._coo import _bits, _bitset, search
+from sparse_collectives._platform import by_platform
 from sparse_collectives.padded_coo import PaddedCOO
 
 # Fewer slots than this share of the words are found by binary search.
@@ -61,7 +64,23 @@ def set_positions(
     count = inclusive[-1]
     start = wrapped = jnp.zeros_like(count)
     if turn is not None:
-        start, wrapped = _window(count, capacity, turn)
+        start, wrapped = window(count, capacity, turn)
+    positions = functools.partial(_by_slot, capacity=capacity, size=size)
+    scattered = functools.partial(_by_position, capacity=capacity, size=size)
+    return by_platform(positions, scattered, words, inclusive, start, wrapped), count
+
+
+def _by_slot(
+    words: jax.Array,
+    inclusive: jax.Array,
+    start: jax.Array,
+    wrapped: jax.Array,
+    *,
+    capacity: int,
+    size: int,
+) -> jax.Array:
+    """Each slot finds its word and its bit: work for the slots and the words alone."""
+    counts = _bits.popcount(words)
     slot = jnp.arange(capacity, dtype=jnp.int32)
     rank = jnp.where(slot < wrapped, slot, start + slot - wrapped)
     if capacity < words.shape[0] // _SLOTS_PER_WORD:
@@ -69,12 +88,34 @@ def set_positions(
     else:
         word = _word_of_slot(inclusive - counts, counts, capacity, start, wrapped)
     position = _position_in_word(words, inclusive, word, rank)
-    return jnp.where(rank < count, position, size), count
+    return jnp.where(rank < inclusive[-1], position, size)
+
+
+def _by_position(
+    words: jax.Array,
+    inclusive: jax.Array,
+    start: jax.Array,
+    wrapped: jax.Array,
+    *,
+    capacity: int,
+    size: int,
+) -> jax.Array:
+    """Each position finds its slot: one kernel of n threads, few of which write."""
+    bit = jnp.arange(32, dtype=jnp.uint32)[None]
+    is_set = (words[:, None] >> bit) & 1
+    below = _bits.popcount(words[:, None] & ((jnp.uint32(1) << bit) - 1))
+    rank = (inclusive - _bits.popcount(words))[:, None] + below
+    slot = slot_of_rank(rank, start, wrapped, capacity)
+    position = jnp.arange(words.shape[0] * 32, dtype=jnp.int32).reshape(-1, 32)
+    # Unsigned: else jax asks of each index whether it counts from the end.
+    slot = jnp.where(is_set == 1, slot, capacity).astype(jnp.uint32)
+    empty = jnp.full((capacity,), size, jnp.int32)
+    return empty.at[slot.reshape(-1)].set(position.reshape(-1), mode="drop")
 
 
 def _word_of_rank(inclusive: jax.Array, rank: jax.Array) -> jax.Array:
     """The word of each set bit, by binary search: best for few slots."""
-    return jnp.searchsorted(inclusive, rank, side="right", method="scan").astype(jnp.int32)
+    return search.places(inclusive, rank, side="right")
 
 
 def _word_of_slot(
@@ -134,11 +175,24 @@ def windowed_rank(slot: jax.Array, count: jax.Array, capacity: int, turn: jax.Ar
         same step need different ones, or a start that serves it in one might never
         serve it in the next.
     """
-    start, wrapped = _window(count, capacity, turn)
+    start, wrapped = window(count, capacity, turn)
     return jnp.where(slot < wrapped, slot, start + slot - wrapped)
 
 
-def _window(count: jax.Array, capacity: int, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
+def slot_of_rank(rank: jax.Array, start: jax.Array, wrapped: jax.Array, capacity: int) -> jax.Array:
+    """The slot that takes the entry ``rank``, else ``capacity``: the inverse of the window.
+
+    Args:
+      rank: ``i32[...]``.
+      start: of the window, from :func:`window`, broadcastable to it.
+      wrapped: the same.
+      capacity: number of slots.
+    """
+    slot = jnp.where(rank < wrapped, rank, rank - start + wrapped)
+    return jnp.where(((rank < wrapped) | (rank >= start)) & (slot < capacity), slot, capacity)
+
+
+def window(count: jax.Array, capacity: int, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Where the window starts, and how many of its entries came around to the front."""
     crowded = count > capacity
     start = jnp.where(crowded, _hash.below(turn, count), 0)
@@ -197,10 +251,17 @@ def compact_mask(coo: PaddedCOO, mask: jax.Array, *, capacity: int) -> tuple[Pad
     """
     # A running sum over the slots: with this many of them set it beats finding each by rank.
     rank = jnp.cumsum(mask, dtype=jnp.int32)
-    slot = jnp.where(mask, rank - 1, capacity)
-    values = jnp.zeros((capacity,), coo.values.dtype).at[slot].set(coo.values, mode="drop")
-    indices = jnp.full((capacity,), coo.size, jnp.int32).at[slot].set(coo.indices, mode="drop")
-    return PaddedCOO(values, indices, coo.size), rank[-1]
+    return to_slots(coo, jnp.where(mask, rank - 1, capacity), capacity=capacity), rank[-1]
+
+
+def to_slots(coo: PaddedCOO, slot: jax.Array, *, capacity: int) -> PaddedCOO:
+    """The entries of ``coo [c]`` in ``slot i32[c]``: those that have one, each its own."""
+    source = jnp.full((capacity,), coo.capacity, jnp.int32)
+    # Numbers are scattered, once, and not values and indices.
+    source = source.at[slot].set(jnp.arange(coo.capacity, dtype=jnp.int32), mode="drop")
+    values = coo.values.at[source].get(mode="fill", fill_value=0)
+    indices = coo.indices.at[source].get(mode="fill", fill_value=coo.size)
+    return PaddedCOO(values, indices, coo.size)
 
 
 def compact_indices(

@@ -14,12 +14,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives._coo import _bits, compaction
+from sparse_collectives._platform import by_platform
 
 # Below this size 31 passes over everything cost less than sampling.
 DIRECT_SIZE = 1 << 17
 _SAMPLE_SIZE = 1 << 16
 # Expected members of the sample above the k-th magnitude: fixes the accuracy.
 _SAMPLE_HITS = 256
+# Bits that a GPU fixes in a pass over so many entries at most: of few a launch costs more than
+# the comparisons.
+_WIDTHS = ((1 << 15, 11), (1 << 19, 8), (1 << 31, 4))
+_NONE = 0x7FFFFFFF
 
 
 def kth_magnitude_bits(x: jax.Array, k: int) -> jax.Array:
@@ -77,14 +82,52 @@ def _plan(size: int, k: int) -> tuple[int, int, int]:
 
 def bisect(bits: jax.Array, k: int | jax.Array) -> jax.Array:
     """The largest pattern that at least k entries of ``bits i32[m]`` reach, or 0."""
+    return bisect_and_count(bits, k)[0]
 
-    def step(i, pattern):
+
+def bisect_and_count(bits: jax.Array, k: int | jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The pattern of :func:`bisect`, and how many entries reach it, ``i32[]`` each.
+
+    Of the pattern 0 the count means nothing.
+    """
+    return by_platform(_by_halving, _by_counting, bits, jnp.asarray(k, jnp.int32))
+
+
+def _by_halving(bits: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A bit at a time: 31 passes."""
+
+    def step(i, carry):
+        pattern, reached = carry
         candidate = pattern | (jnp.int32(1) << (_bits.MAGNITUDE_BITS - 1 - i))
-        reached = jnp.sum(bits >= candidate, dtype=jnp.int32) >= k
-        return jnp.where(reached, candidate, pattern)
+        count = jnp.sum(bits >= candidate, dtype=jnp.int32)
+        taken = count >= k
+        return jnp.where(taken, candidate, pattern), jnp.where(taken, count, reached)
 
     start = jnp.zeros_like(bits[0])
-    return lax.fori_loop(0, _bits.MAGNITUDE_BITS, step, start)
+    return lax.fori_loop(0, _bits.MAGNITUDE_BITS, step, (start, start))
+
+
+def _by_counting(bits: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Several bits at a time: one pass compares with all patterns that they may make.
+
+    Counts and not histograms: what is added where takes no turns at one address, which
+    all magnitudes of a size would want.
+    """
+    size = bits.shape[0]
+    width = next(width for longest, width in _WIDTHS if size <= longest)
+    pattern, shift = jnp.zeros_like(bits[0]), _bits.MAGNITUDE_BITS
+    reached = pattern
+    while shift:
+        width = min(width, shift)
+        shift -= width
+        candidates = pattern | (jnp.arange(1, 1 << width, dtype=jnp.int32) << shift)
+        counts = jnp.sum(bits[:, None] >= candidates[None], axis=0, dtype=jnp.int32)
+        # They fall, so that the smallest that is enough is of the last candidate to be reached.
+        enough = counts >= k
+        pattern |= jnp.sum(enough, dtype=jnp.int32) << shift
+        smallest = jnp.min(jnp.where(enough, counts, _NONE))
+        reached = jnp.where(smallest < _NONE, smallest, reached)
+    return pattern, reached
 
 
 def largest_mask(bits: jax.Array, k: int | jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -93,10 +136,28 @@ def largest_mask(bits: jax.Array, k: int | jax.Array) -> tuple[jax.Array, jax.Ar
     Of several at the k-th pattern the first are taken; zeros never are.
     """
     pattern = bisect(bits, k)
+    slot, _ = slots_from(bits, pattern, k, none=k)
+    return slot < k, pattern
+
+
+def slots_from(
+    bits: jax.Array, pattern: jax.Array, k: int | jax.Array, *, none: int | jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Slots, in their order, for what of ``bits i32[m]`` reaches ``pattern`` and is not 0.
+
+    k at most, where no more are above it: of those equal to it the first ones.
+
+    Returns:
+      ``i32[m]``, ``none`` for those without a slot; ``i32[]``, how many have one.
+    """
     above = bits > pattern
     tied = (bits == pattern) & (bits > 0)
-    wanted = k - jnp.sum(above, dtype=jnp.int32)
-    return above | (tied & (jnp.cumsum(tied, dtype=jnp.int32) <= wanted)), pattern
+    # Of both at once: a GPU takes several launches for a running sum.
+    passed = jnp.cumsum(jnp.stack([above, tied]), axis=1, dtype=jnp.int32)
+    ties = k - passed[0, -1]
+    chosen = above | (tied & (passed[1] <= ties))
+    slot = jnp.where(chosen, passed[0] + jnp.minimum(passed[1], ties) - 1, none)
+    return slot, passed[0, -1] + jnp.minimum(passed[1, -1], ties)
 
 
 def bisect_all(x: jax.Array, k: int, found: jax.Array, needed: jax.Array) -> jax.Array:

@@ -24,8 +24,8 @@ Formula = Callable[[Workload, MessageSizes], Estimate]
 SLACK = 1.25
 # Sparse forms of the dynamic SparCML, the default.
 SPARSE_FORMS = 3
-# Words of what all workers of a mesh agree on before Ok-Topk balances.
-BALANCE_FLAGS = 3
+# Words of what all workers of a mesh agree on before Ok-Topk balances, and whether it has to.
+_BALANCE_FLAGS, _WINDOW_FLAGS = 3, 1
 # Bytes of one bucket of the dense allreduce in buckets.
 BUCKET_BYTES = 25 * 2**20
 
@@ -241,25 +241,42 @@ def _cost_of(exchange: _plan.Exchange, workers: int) -> Cost:
     return _even(1, exchange.words, exchange.slots)
 
 
+def ok_topk_flags(w: Workload) -> tuple[int, int, int]:
+    """Words that all workers of a mesh agree on: at least, as expected, and at most."""
+    plan = _plan.make_plan(w.size, w.selected, w.workers, windows=True)
+    if not plan.window:
+        return _BALANCE_FLAGS, _BALANCE_FLAGS, _BALANCE_FLAGS
+    return _WINDOW_FLAGS, _WINDOW_FLAGS, _WINDOW_FLAGS + _BALANCE_FLAGS
+
+
 def ok_topk(w: Workload, codec: MessageSizes) -> Estimate:
     """2.5k + 2.5k words in `raw`, at most 0.2k for the threshold, and the balancing.
 
-    Lower: nothing to balance. Expected: the surplus goes to the neighbours. Upper:
-    the longest of the exchanges that balance.
+    Lower and expected: windows show the threshold, and nothing has to be balanced. Upper:
+    they don't, and the longest of the exchanges that balance is taken. Where there are no
+    windows the threshold takes its rounds, and expected is that the surplus goes to the
+    neighbours.
     """
     if w.workers == 1:
         return certain(Cost())
-    plan = _plan.make_plan(w.size, w.selected, w.workers)
+    plan = _plan.make_plan(w.size, w.selected, w.workers, windows=True)
     step = _plan.exchanges(plan, codec.pairs)
-    fixed = Cost()
-    for exchange in (step.split[-1], *step.threshold, step.counts, step.gather[-1]):
+    fixed, rounds = Cost(), Cost()
+    for exchange in (step.split[-1], step.gather[-1]):
         fixed += _cost_of(exchange, w.workers)
+    for exchange in (*step.threshold, step.counts):
+        rounds += _cost_of(exchange, w.workers)
+    if step.window is None:
+        fixed += rounds
     if _plan.REGIONS == "balanced":
         consensus, period = _cost_of(step.consensus, w.workers), _plan.REPARTITION_PERIOD
         fixed += _even(consensus.messages / period, consensus.words / period)
     # Slots for all that a worker may own: nothing is ever uneven.
-    if plan.gather_slots >= min(plan.k, plan.owned_slots):
-        return certain(fixed)
     moves = [_cost_of(exchange, w.workers) for exchange in step.balance if exchange is not None]
+    if plan.gather_slots >= min(plan.k, plan.owned_slots):
+        moves = [Cost()]
     near, longest = moves[0], max(moves, key=lambda cost: cost.words)
+    if step.window is not None:
+        at_once = fixed + _cost_of(step.window, w.workers)
+        return Estimate(at_once, at_once, at_once + rounds + longest)
     return Estimate(fixed, fixed + near, fixed + longest)

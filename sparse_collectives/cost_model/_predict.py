@@ -25,7 +25,7 @@ IMPLEMENTATION: dict[str, Formula] = {
     "hierarchical(topk_a)": hierarchical(flat.topk_a),
     "hierarchical(gtopk)": hierarchical(flat.gtopk),
     "hierarchical(spardl)": hierarchical(flat.spardl),
-    "hierarchical(ok_topk)": hierarchical(flat.ok_topk, agreed=flat.BALANCE_FLAGS),
+    "hierarchical(ok_topk)": hierarchical(flat.ok_topk, flat.ok_topk_flags),
 }
 
 # A test compares the words of these with the program, with every codec: all of them.

@@ -1,6 +1,7 @@
 """The costs of the schemes for workers grouped in nodes."""
 
 import math
+from collections.abc import Callable
 
 from sparse_collectives import _volumes
 from sparse_collectives.cost_model._codecs import MessageSizes
@@ -37,13 +38,20 @@ def torus_2d(w: Workload, codec: MessageSizes) -> Estimate:
     return certain(_within_nodes(w) + dense(_between_nodes(w), codec).expected)
 
 
-def hierarchical(formula: Formula, agreed: int = 0) -> Formula:
+def _nothing(w: Workload) -> tuple[int, int, int]:
+    del w
+    return 0, 0, 0
+
+
+def hierarchical(
+    formula: Formula, agreed: Callable[[Workload], tuple[int, int, int]] = _nothing
+) -> Formula:
     """An exchange of shards between nodes, in a dense one within them.
 
     Args:
       formula: the cost of the exchange between nodes.
       agreed: words that it sums over the workers of a node, so that all of them
-        take the same branch.
+        take the same branch: at least, as expected, and at most.
     """
 
     def cost(w: Workload, codec: MessageSizes) -> Estimate:
@@ -52,10 +60,16 @@ def hierarchical(formula: Formula, agreed: int = 0) -> Formula:
         inner = _within_nodes(w) + Cost(
             inner_messages=rounds, inner_words=_volumes.all_gather(INFO_WORDS, group)
         )
-        if agreed:
-            summed = _volumes.all_reduce(agreed, group)
-            inner += Cost(inner_messages=2 * rounds, inner_words=summed)
-        return Estimate(*(inner + cost for cost in formula(_between_nodes(w), codec)))
+        outer = _between_nodes(w)
+
+        def told(words: int) -> Cost:
+            if not words:
+                return Cost()
+            summed = _volumes.all_reduce(words, group)
+            return Cost(inner_messages=2 * rounds, inner_words=summed)
+
+        flags, costs = agreed(outer), formula(outer, codec)
+        return Estimate(*(inner + told(f) + c for f, c in zip(flags, costs, strict=True)))
 
     cost.__doc__ = f"Between dense steps in the node, on a shard: {formula.__doc__}"
     return cost

@@ -25,6 +25,8 @@ from sparse_collectives.select._parts import _masks
 _AIM = 1.15
 _ROOM = 1.4
 _NONE_BITS = 0x7FFFFFFF
+# To find candidates.
+_ATTEMPTS = 4
 
 
 def topk(*, density: float) -> Selector:
@@ -67,11 +69,11 @@ def topk(*, density: float) -> Selector:
         capacity = math.ceil(_ROOM * k) + 32
         if size <= kth_magnitude.DIRECT_SIZE or 2 * capacity >= size:
             coo, threshold_bits = select_directly(acc, k)
-            guess = state
+            selected, guess = coo.count(), state
         else:
-            coo, threshold_bits, guess = _select_among_candidates(acc, k, capacity, state)
+            coo, selected, threshold_bits, guess = _select_among_candidates(acc, k, capacity, state)
         info = SelectInfo(
-            selected=coo.count(),
+            selected=selected,
             overflow=jnp.zeros_like(threshold_bits),
             threshold=_bits.magnitude_from_bits(threshold_bits),
         )
@@ -91,22 +93,15 @@ def select_directly(acc: jax.Array, k: int) -> tuple[PaddedCOO, jax.Array]:
 
 def _select_among_candidates(
     acc: jax.Array, k: int, capacity: int, guess: jax.Array
-) -> tuple[PaddedCOO, jax.Array, jax.Array]:
-    """The selection, the bits of the k-th magnitude, and the next guess."""
-    candidates, count = _candidates(acc, k, capacity, guess)
+) -> tuple[PaddedCOO, jax.Array, jax.Array, jax.Array]:
+    """The selection and its count, the bits of the k-th magnitude, and the next guess."""
+    candidates, count, low = _candidates(acc, k, capacity, guess)
     bits = _bits.magnitude_bits(candidates.values)
-    chosen, threshold_bits = kth_magnitude.largest_mask(bits, k)
-    coo, _ = compaction.compact_mask(candidates, chosen, capacity=k)
-    # Candidates that do not fit even at the exact magnitude: it has many ties.
-    flooded = count > capacity
-    coo = lax.cond(flooded, lambda: _break_ties(acc, threshold_bits, k), lambda: coo)
-    guess = _next_guess(_lowest(bits), count, _bits.magnitude_from_bits(threshold_bits), k)
-    return coo, threshold_bits, guess
-
-
-def _lowest(bits: jax.Array) -> jax.Array:
-    """The smallest nonzero magnitude among the candidates, ``f32[]``."""
-    return _bits.magnitude_from_bits(jnp.min(jnp.where(bits > 0, bits, _bits.INFINITY_BITS)))
+    threshold_bits = kth_magnitude.bisect(bits, k)
+    slot, selected = kth_magnitude.slots_from(bits, threshold_bits, k, none=k)
+    coo = compaction.to_slots(candidates, slot, capacity=k)
+    low, threshold = (_bits.magnitude_from_bits(x) for x in (low, threshold_bits))
+    return coo, selected, threshold_bits, _next_guess(low, count, threshold, k)
 
 
 def _next_guess(low: jax.Array, count: jax.Array, threshold: jax.Array, k: int) -> jax.Array:
@@ -124,38 +119,46 @@ def _next_guess(low: jax.Array, count: jax.Array, threshold: jax.Array, k: int) 
 
 def _candidates(
     acc: jax.Array, k: int, capacity: int, guess: jax.Array
-) -> tuple[PaddedCOO, jax.Array]:
-    """All entries from some magnitude on, k or more, and their count.
+) -> tuple[PaddedCOO, jax.Array, jax.Array]:
+    """All entries from some magnitude on, k or more; their count, and its bits.
 
-    Three attempts: the guess, a sample, the exact k-th magnitude. The count is
-    below k only where there are no more nonzeros, and above ``capacity`` only
-    where many entries have the k-th magnitude.
+    Four attempts: the guess, a sample, the exact k-th magnitude, and, where more entries
+    have that than there are slots, the first of them. The count is below k only where there
+    are no more nonzeros.
     """
+    size = acc.shape[0]
 
     def failed(carry):
         attempt, low, _, count = carry
         enough = ((count >= k) | (low <= 1)) & (count <= capacity)
-        return (attempt < 3) & ~enough
+        return (attempt < _ATTEMPTS) & ~enough
 
     def again(carry):
         # Tied to the carry, or XLA moves |acc| out of the loop into n words.
         here, attempt = lax.optimization_barrier((acc, carry[0]))
         sampled = kth_magnitude.sampled_magnitude_bits(here, k)
-        low = kth_magnitude.bisect_all(here, k, sampled, attempt == 2)
-        return (attempt + 1, low, *compaction.compact(here, low, capacity=capacity))
+        low = kth_magnitude.bisect_all(here, k, sampled, attempt >= 2)
+        last = attempt == _ATTEMPTS - 1
+        end = lax.cond(last, lambda: _end_of_ties(here, low, k), lambda: jnp.full_like(low, size))
+        return (attempt + 1, low, *compaction.compact(here, low, capacity=capacity, tie_cutoff=end))
 
     # Without a guess nothing passes, and the first attempt fails.
     low = jnp.where(guess > 0, _bits.magnitude_bits(guess), _NONE_BITS)
     first = compaction.compact(acc, low, capacity=capacity)
     carry = (jnp.ones_like(first[1]), low, *first)
-    _, _, candidates, count = lax.while_loop(failed, again, carry)
-    return candidates, count
+    _, low, candidates, count = lax.while_loop(failed, again, carry)
+    return candidates, count, low
 
 
 def _break_ties(acc: jax.Array, threshold_bits: jax.Array, k: int) -> PaddedCOO:
     """All above the threshold, and the first of those equal to it."""
+    end = _end_of_ties(acc, threshold_bits, k)
+    return compaction.compact(acc, threshold_bits, capacity=k, tie_cutoff=end)[0]
+
+
+def _end_of_ties(acc: jax.Array, threshold_bits: jax.Array, k: int) -> jax.Array:
+    """The index up to which entries equal to the threshold are taken, ``i32[]``."""
     above = _masks.mask_words(acc, lambda bits: bits > threshold_bits)
     taken = jnp.sum(_bits.popcount(above), dtype=jnp.int32)
     tied = _masks.mask_words(acc, lambda bits: bits == threshold_bits)
-    cutoff, _ = compaction.nth_position(tied, k - taken - 1)
-    return compaction.compact(acc, threshold_bits, capacity=k, tie_cutoff=cutoff + 1)[0]
+    return compaction.nth_position(tied, k - taken - 1)[0] + 1

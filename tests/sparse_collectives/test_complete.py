@@ -89,10 +89,12 @@ NUMBERS = (2, 3, 4, 5, 6, 7, 8, 12, 16, 48, 100, 384)
 def test_ok_topk_takes_less_than_six_words_for_an_entry(workers, branch):
     size, k = 10**7, 10**5
     allreduce = sc.allreduce.complete(sc.allreduce.ok_topk(density=k / size))
-    plan, share = _plan.make_plan(size, k, workers), (workers - 1) / workers
+    plan, share = _plan.make_plan(size, k, workers, windows=True), (workers - 1) / workers
     threshold = sum(2 * (1 << width) for _, width in _plan.digits(k)) * share
     slots = 2 * plan.split_slots + plan.gather_slots
-    fixed = slots * (workers - 1) + threshold + _plan._COUNTS * (workers - 1) + 2 * k * share
+    counts = _plan._COUNTS * (workers - 1)
+    window = (plan.window + _plan._WINDOW_COUNTS) * (workers - 1) if plan.window else 0
+    fixed = slots * (workers - 1) + window + threshold + counts + 2 * k * share
     # Nothing to balance, a neighbour, dealt out, all anew.
     dealt = plan.spread_slots, plan.rank_slots
     moved = (0, plan.neighbour_slots, *(each * (workers - 1) for each in dealt))

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import sparse_collectives as sc
 from sparse_collectives import cost_model, traffic
 from sparse_collectives.allreduce._parts import _messages
-from sparse_collectives.cost_model import Cost, Network, Overlap, Workload
+from sparse_collectives.cost_model import Cost, Network, Overlap, Workload, _implementation
 from tests.sparse_collectives import helpers
 
 P_ALL = [1, 2, 3, 4, 5, 6, 8, 12, 100, 256, 1000]
@@ -228,7 +228,10 @@ def test_words_are_those_of_the_traced_program(name, codec, point):
             outer = sum(words for scope, words in scopes.items() if scope.endswith("/outer"))
             if "ok_topk" in name:
                 # The sum over the node is in the scope of what needs it.
-                outer -= 2 * 3 * (load.inner_size - 1) / load.inner_size
+                nodes = Workload(-(-n // inner), max(1, round(k / inner)), workers // inner)
+                least, _, most = _implementation.ok_topk_flags(nodes)
+                told = least if bound == "lower" else most
+                outer -= 2 * told * (load.inner_size - 1) / load.inner_size
             inside = measured.words - outer
             assert estimate[bound].inner_words == pytest.approx(inside, rel=1e-9), bound
         if name == "ssar_recursive_double" and bound == "upper":
@@ -244,15 +247,24 @@ def test_recursive_doubling_is_expected_to_be_typed_as_replicated(n, k, workers)
     assert estimate.expected.words == pytest.approx(traffic.of_traced(program).words, rel=1e-9)
 
 
-def test_the_expected_words_of_ok_topk_are_those_of_the_neighbours():
+@pytest.mark.parametrize(
+    ("n", "k", "workers", "way"),
+    [
+        (20_000, 1000, 6, {"delivery": (0, 1)}),
+        # Windows of so many workers would be long: a neighbour takes the surplus.
+        (100_000, 10_000, 64, {"balance": (0, 1, 0, 0)}),
+    ],
+    ids=["windows", "neighbours"],
+)
+def test_the_expected_words_of_ok_topk(n, k, workers, way):
     measured = traffic.of_allreduce(
-        sc.allreduce.ok_topk(density=0.05),
-        size=20_000,
-        capacity=1000,
-        axis_size=6,
-        frequencies={"balance": (0, 1, 0, 0)},
+        sc.allreduce.ok_topk(density=k / n),
+        size=n,
+        capacity=k,
+        axis_size=workers,
+        frequencies=way,
     )
-    expected = cost_model.predict("ok_topk", Workload(20_000, 1000, 6)).expected
+    expected = cost_model.predict("ok_topk", Workload(n, k, workers)).expected
     assert expected.words == pytest.approx(measured.words, rel=1e-9)
 
 

@@ -4,15 +4,21 @@ What the allreduces that reduce on the way have in common. Nothing here
 communicates.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from sparse_collectives._coo import _bitset, compaction
+from sparse_collectives._coo import _bitset, compaction, search
+from sparse_collectives._platform import by_platform
 from sparse_collectives.padded_coo import PaddedCOO, sum_dtype
+
+# Numbers of a running sum for each owner, beyond which a sort is quicker on a GPU, too.
+_MOST_COUNTED = 1 << 26
 
 
 class Blocks(NamedTuple):
@@ -24,11 +30,18 @@ class Blocks(NamedTuple):
       sent: ``bool[c]`` over the slots of the selection: whether it is in a block.
       source: ``i32[P, capacity]``, the slot of the selection that is in each slot of
         the blocks; c where that is padding.
+      counts: ``i32[P]``, entries for each owner, in the block or left.
     """
 
     coo: PaddedCOO
     sent: jax.Array
     source: jax.Array
+    counts: jax.Array
+
+    @property
+    def filled(self) -> jax.Array:
+        """Entries in each block, ``i32[P]``."""
+        return jnp.minimum(self.counts, self.source.shape[1])
 
 
 def split(coo: PaddedCOO, boundaries: jax.Array, capacity: int, turn: jax.Array) -> Blocks:
@@ -41,8 +54,9 @@ def split(coo: PaddedCOO, boundaries: jax.Array, capacity: int, turn: jax.Array)
       turn: ``u32[]``, from :func:`._step.turn`: in a region with more entries than slots the ones
         that wait change from step to step.
     """
-    edges = jnp.searchsorted(coo.indices, boundaries).astype(jnp.int32)
-    return _blocks(coo, edges, capacity, turn)
+    edges = search.places(coo.indices, boundaries)
+    source, sent, counts = _sources(edges, coo.capacity, capacity, turn)
+    return Blocks(take(coo, source), sent, source, counts)
 
 
 def split_by_owner(
@@ -58,6 +72,18 @@ def split_by_owner(
       turn: as for :func:`split`.
     """
     slots = coo.capacity
+    by_sorting = functools.partial(_sources_sorted, workers=workers, capacity=capacity)
+    by_counting = functools.partial(_sources_counted, workers=workers, capacity=capacity)
+    if slots * workers > _MOST_COUNTED:
+        source, sent, counts = by_sorting(owner, turn)
+    else:
+        source, sent, counts = by_platform(by_sorting, by_counting, owner, turn)
+    return Blocks(take(coo, source), sent, source, counts)
+
+
+def _sources_sorted(owner: jax.Array, turn: jax.Array, *, workers: int, capacity: int):
+    """The slots in the order of their owners."""
+    slots = owner.shape[0]
     slot = jnp.arange(slots, dtype=jnp.int32)
     bits = max(1, (slots - 1).bit_length())
     if bits + workers.bit_length() <= 32:
@@ -67,26 +93,48 @@ def split_by_owner(
     else:
         owner, order = lax.sort((owner, slot), num_keys=1)
     everyone = jnp.arange(workers + 1, dtype=owner.dtype)
-    edges = jnp.searchsorted(owner, everyone).astype(jnp.int32)
-    return _blocks(coo, edges, capacity, turn, order)
+    return _sources(search.places(owner, everyone), slots, capacity, turn, order)
 
 
-def _blocks(
-    coo: PaddedCOO,
+def _sources_counted(owner: jax.Array, turn: jax.Array, *, workers: int, capacity: int):
+    """Each slot is numbered among those of its owner: a running sum for each owner, no sort."""
+    slots = owner.shape[0]
+    everyone = jnp.arange(workers, dtype=owner.dtype)
+    passed = jnp.cumsum(owner[None] == everyone[:, None], axis=1, dtype=jnp.int32)
+    counts = passed[:, -1]
+    inside = owner < workers
+    mine = jnp.minimum(owner, workers - 1)
+    rank = jnp.take_along_axis(passed, mine[None], axis=0)[0] - 1
+    start, wrapped = compaction.window(counts, capacity, turn)
+    place = compaction.slot_of_rank(rank, start[mine], wrapped[mine], capacity)
+    sent = inside & (place < capacity)
+    target = jnp.where(sent, mine * capacity + place, workers * capacity)
+    source = jnp.full((workers * capacity,), slots, jnp.int32)
+    slot = jnp.arange(slots, dtype=jnp.int32)
+    source = source.at[target].set(slot, mode="drop").reshape(workers, capacity)
+    return source, sent, counts
+
+
+def _sources(
     edges: jax.Array,
+    slots: int,
     capacity: int,
     turn: jax.Array,
     order: jax.Array | None = None,
-) -> Blocks:
-    """Block j has the slots from edge j up to the next one, of ``order`` if it is given."""
+):
+    """Block j has the slots from edge j up to the next one, of ``order`` if it is given.
+
+    Returns:
+      The fields of :class:`Blocks` but for the entries.
+    """
     start, counts = edges[:-1, None], jnp.diff(edges)[:, None]
     slot = jnp.arange(capacity, dtype=jnp.int32)
     rank = compaction.windowed_rank(slot[None], counts, capacity, turn)
-    source = jnp.where(slot[None] < counts, start + rank, coo.capacity)
+    source = jnp.where(slot[None] < counts, start + rank, slots)
     if order is not None:
-        source = order.at[source].get(mode="fill", fill_value=coo.capacity)
-    sent = jnp.zeros((coo.capacity,), jnp.bool_).at[source.reshape(-1)].set(True, mode="drop")
-    return Blocks(take(coo, source), sent, source)
+        source = order.at[source].get(mode="fill", fill_value=slots)
+    sent = jnp.zeros((slots,), jnp.bool_).at[source.reshape(-1)].set(True, mode="drop")
+    return source, sent, counts[:, 0]
 
 
 def reduce_blocks(
@@ -109,28 +157,57 @@ def reduce_blocks(
     Returns:
       An ascending PaddedCOO, padding last.
     """
+    slots = sum(block.indices.size for block in received)
+    capacity = min(slots, size, slots if capacity is None else capacity)
+    rows = functools.partial(_row_by_row, size=size, capacity=capacity, dtype=sum_dtype(dtype))
+    table = functools.partial(_in_a_table, size=size, capacity=capacity, dtype=sum_dtype(dtype))
+    leaves = [(block.indices, block.values) for block in received]
+    indices, sums = by_platform(rows, table, leaves)
+    return PaddedCOO(sums.astype(dtype), indices, size)
+
+
+def _row_by_row(blocks, *, size: int, capacity: int, dtype) -> tuple[jax.Array, jax.Array]:
+    """Each row is added into the slots of the union, in place."""
 
     def insert_row(members, row):
         return _bitset.insert(members, row, size)
-
-    slots = sum(block.indices.size for block in received)
-    members = _bitset.empty(size)
-    for block in received:
-        members = _fold_rows(insert_row, members, block.indices)
-    ranked = _bitset.rank_index(members)
-    capacity = min(slots, size, slots if capacity is None else capacity)
 
     def add_row(sums, row):
         slot, values = row
         return sums.at[slot].add(values.astype(sums.dtype), mode="drop")
 
-    indices = jnp.full((capacity,), size, jnp.int32)
-    sums = jnp.zeros((capacity,), sum_dtype(dtype))
-    for block in received:
-        slot = jnp.where(block.indices < size, _bitset.rank(ranked, block.indices), capacity)
-        indices = indices.at[slot].set(block.indices, mode="drop")
-        sums = _fold_rows(add_row, sums, (slot, block.values))
-    return PaddedCOO(sums.astype(dtype), indices, size)
+    members = _bitset.empty(size)
+    for indices, _ in blocks:
+        members = _fold_rows(insert_row, members, indices)
+    ranked = _bitset.rank_index(members)
+    union = jnp.full((capacity,), size, jnp.int32)
+    sums = jnp.zeros((capacity,), dtype)
+    for indices, values in blocks:
+        slot = jnp.where(indices < size, _bitset.rank(ranked, indices), capacity)
+        union = union.at[slot].set(indices, mode="drop")
+        sums = _fold_rows(add_row, sums, (slot, values))
+    return union, sums
+
+
+def _in_a_table(blocks, *, size: int, capacity: int, dtype) -> tuple[jax.Array, jax.Array]:
+    """The rows side by side, a column for each member: no row waits for another one.
+
+    Cost: a table of b times as many values as the union has slots.
+    """
+    indices = jnp.concatenate([indices.reshape(-1) for indices, _ in blocks])
+    values = jnp.concatenate([values.reshape(-1).astype(dtype) for _, values in blocks])
+    lengths = [length for rows, _ in blocks for length in [rows.shape[-1]] * len(rows)]
+    row = jnp.asarray(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
+    is_member = jnp.zeros((size,), jnp.bool_).at[indices].set(True, mode="drop")
+    words = compaction.mask_words(lambda start, stop: is_member[start:stop], size)
+    ranked = _bitset.rank_index(words)
+    slot = jnp.where(indices < size, _bitset.rank(ranked, indices), capacity)
+    union = jnp.full((capacity,), size, jnp.int32).at[slot].set(indices, mode="drop")
+    table = jnp.zeros((len(lengths), capacity), dtype).at[row, slot].set(values, mode="drop")
+    sums = jnp.zeros((capacity,), dtype)
+    for each in table:
+        sums = sums + each
+    return union, sums
 
 
 def _fold_rows(function, carry: jax.Array, rows):

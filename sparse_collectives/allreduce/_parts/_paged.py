@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparse_collectives._coo import search
 from sparse_collectives.wire import _packing
 
 # Bits of an index; of the largest pages a count may need 17.
@@ -32,7 +33,7 @@ def encode(local: jax.Array, width: int) -> jax.Array:
     low = low_bits(local.shape[0], width)
     # In NumPy: the last edge may be 2**31.
     edges = np.minimum(np.arange(_pages(width, low) + 1, dtype=np.int64) << low, width)
-    counts = jnp.diff(jnp.searchsorted(local, jnp.asarray(edges, jnp.int32)).astype(jnp.int32))
+    counts = jnp.diff(search.places(local, jnp.asarray(edges, jnp.int32)))
     within = _packing.pack(local & ((1 << low) - 1), low)
     return jnp.concatenate([_packing.pack(counts, _COUNT_BITS), within])
 

@@ -49,7 +49,7 @@ def by_total(
     Returns:
       An answer to each slot of ``coo``; the slots of ``later`` as other entries.
     """
-    members = _bitset.insert(_bitset.empty(coo.size), total.indices, coo.size)
+    members = _bitset.of_unique(total.indices, coo.size)
     delivered = sent & _bitset.contains(members, coo.indices)
     missing = jnp.zeros_like(coo.values) if error is None else error
     others = [

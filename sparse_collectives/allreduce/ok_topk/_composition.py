@@ -20,19 +20,13 @@ from sparse_collectives.allreduce._parts import (
 )
 from sparse_collectives.allreduce._parts._merge import split
 from sparse_collectives.allreduce.ok_topk import (
-    _balance,
+    _delivery,
     _gather,
-    _global_selection,
     _plan,
     _regions,
     _split_reduce,
 )
 from sparse_collectives.padded_coo import PaddedCOO
-
-# Above this many workers the program of a rotation, one message for each
-# distance, is longer than what it saves.
-_ROTATION_MAX_WORKERS = 16
-
 
 # As published: tau' of its vision model and of its LSTM, and the gate of the balancing.
 _PAPER_PERIOD, _PAPER_ROOM = 32, 4.0
@@ -62,7 +56,7 @@ def ok_topk(
     repartition_period: int = _plan.REPARTITION_PERIOD,
     global_period: int | None = None,
     slack: float | None = None,
-    schedule: str = "auto",
+    schedule: str = "all_to_all",
     messages_in_flight: int = 4,
     regions: str = _plan.REGIONS,
     balance: str = "auto",
@@ -79,13 +73,13 @@ def ok_topk(
     The words that each worker receives, padding included, with the default
     arguments and m = k / P: ``(2.1 + 4 / sqrt(m)) k (P-1)/P`` in the split and
     reduce, and again in the allgather, or ``2 + 6 / sqrt(m)`` where that is less (in
-    the split for selections of k slots only); at most 0.2 k (P-1)/P (but at least
-    248 (P-1)/P) for the global threshold; and for the balancing nothing or, where
-    chance made a region large, ``4 sqrt(m)``, in the extreme 2 k (P-1)/P. That is
-    within the paper's bound of 6 k (P-1)/P from about m = 32 on, but for the extreme
-    (``docs/design.md`` has a table); the lower bound is 2 k (P-1)/P (Theorem 3.1).
-    Latency: P - 1 messages (one with ``schedule='all_to_all'``), the allgather, up to
-    one exchange of the balancing, and five to ten small collectives.
+    the split for selections of k slots only); and ``7 / sqrt(m) k (P-1)/P`` for the global
+    threshold, if that is at most 0.2 k or 4096 words. Else, and in about P of 2000 steps in
+    addition, the threshold takes at most 0.2 k (P-1)/P (but at least 248 (P-1)/P), and the
+    balancing nothing or, where chance made a region large, ``4 sqrt(m)``, in the extreme
+    2 k (P-1)/P. That is within the paper's bound of 6 k (P-1)/P from about m = 90 on, but for
+    the extreme (``docs/design.md`` has a table); the lower bound is 2 k (P-1)/P (Theorem 3.1).
+    Latency: three collectives in most steps; five to ten small ones more in the others.
 
     Args:
       density: k / n of the result, in (0, 1].
@@ -103,9 +97,8 @@ def ok_topk(
         can be sent and three times, where that is less), else 1.25 times k / P.
         Entries that find no slot stay with their worker, and which ones changes
         from step to step.
-      schedule: ``'rotation'`` (one message for each distance on the ring, in
-        buckets), ``'all_to_all'`` (one collective), or ``'auto'``: rotation for
-        up to 16 workers. The result has the same bits.
+      schedule: ``'all_to_all'``, one collective, or the paper's ``'rotation'``, one message for
+        each distance on the ring, in buckets. The result has the same bits.
       messages_in_flight: messages of a rotation that may be under way together: a bucket.
         It is added to the region's sums while the next one is under way (section 3.1.1),
         where the platform's collectives are asynchronous; each bucket costs a pass over the
@@ -160,7 +153,7 @@ def ok_topk(
     global_period = _validation.check_positive_int("global_period", global_period)
     if slack is not None:
         slack = _validation.check_number("slack", slack, 1.0, math.inf)
-    schedule = _validation.check_choice("schedule", schedule, ("auto", "rotation", "all_to_all"))
+    schedule = _validation.check_choice("schedule", schedule, ("all_to_all", "rotation"))
     messages_in_flight = _validation.check_positive_int("messages_in_flight", messages_in_flight)
     regions = _validation.check_choice("regions", regions, ("hashed", "balanced", "equal"))
     balance = _validation.check_choice("balance", balance, ("auto", "always", "never"))
@@ -206,6 +199,10 @@ def ok_topk(
             slack=share_slack,
             selected=coo.capacity,
             sizes=sizes,
+            windows=regions == "hashed"
+            and global_period == 1
+            and balance in ("auto", "never")
+            and not paper,
         )
         # A single worker sends nothing, so nothing has to be encoded.
         codec = chosen_codec if workers > 1 else wire.raw()
@@ -252,48 +249,45 @@ def ok_topk(
                 seed=seed(0),
                 exchanges=exchanges.split,
                 owned_slots=plan.owned_slots,
-                schedule=_schedule_for(schedule, workers),
+                schedule=schedule,
                 messages_in_flight=messages_in_flight,
             )
-        overflow = coo.count() - jnp.sum(reduced.sent, dtype=jnp.int32)
 
-        # Lines 9 to 12: the global threshold.
-        bits = _global_selection.deliverable_bits(reduced.entries)
-        with jax.named_scope(f"ok_topk/global_threshold.every{global_period}"):
-            threshold_bits, threshold_words = _global_selection.current_threshold(
-                bits, k, state.threshold, global_period, state.count, exchanges.threshold, axis
-            )
-        with jax.named_scope("ok_topk/global_selection"):
-            selection = _global_selection.select_global(
-                bits, threshold_bits, most, overflow, axis, _step.turn(state.count, 2)
-            )
-            counts_words = _messages.words_in_full(exchanges.counts.received(workers))
-        mine, _ = compaction.compact_mask(
-            reduced.entries, selection.mask, capacity=min(most, reduced.entries.capacity)
-        )
-        if regions == "hashed":
-            me = transport.axis_index(axis)
-            mine = _hashed.to_positions(mine, coo.size, workers, me)
+        # Lines 9 to 13: which of the sums are delivered, spread evenly.
+        def placed(mine: PaddedCOO) -> PaddedCOO:
+            if regions != "hashed":
+                return mine
+            return _hashed.to_positions(mine, coo.size, workers, transport.axis_index(axis))
 
-        # Line 13: spread them evenly, then let everyone have them.
-        branch = _balance.choose_branch(selection.quota, plan, axis, paper=paper)
-        with jax.named_scope("ok_topk/balance"):
-            balanced = _balance.balance(
-                mine,
-                selection.quota,
-                branch,
-                plan,
-                axis=axis,
-                codec=last,
+        delivery = _delivery.deliver(
+            reduced.entries,
+            reduced.overflow,
+            _delivery.Turns(
+                count=state.count,
+                threshold=state.threshold,
+                select=_step.turn(state.count, 2),
+                balance=_step.turn(state.count, 1),
                 seed=seed(1),
-                exchanges=exchanges.balance,
-                mode=balance,
-                turn=_step.turn(state.count, 1),
-            )
+            ),
+            _delivery.Options(
+                axis=axis,
+                plan=plan,
+                exchanges=exchanges,
+                k=k,
+                most=most,
+                period=global_period,
+                balance=balance,
+                paper=paper,
+                codec=last,
+                placed=placed,
+            ),
+        )
+        # Line 13 goes on: let everyone have them.
         with jax.named_scope("ok_topk/allgather"):
             gathered = _gather.gather(
-                balanced.entries,
-                balanced.most,
+                delivery.entries,
+                delivery.held,
+                delivery.most,
                 axis=axis,
                 codec=last,
                 seed=seed(2),
@@ -301,34 +295,37 @@ def ok_topk(
             )
 
         # Line 14: what was sent and is in the total is delivered, the rest is kept.
-        held = (gathered.total, mine, balanced.entries)
-        if regions == "hashed":
-            held = [_hashed.to_indices(entries, workers, state.count) for entries in held]
-        total, mine, spread = held
-        later = [(mine, balanced.error), (spread, gathered.error)]
+        def indices_of(entries: PaddedCOO) -> PaddedCOO:
+            if regions != "hashed":
+                return entries
+            return _hashed.to_indices(entries, workers, state.count)
+
+        total = indices_of(gathered.total)
+        later = [(indices_of(delivery.entries), gathered.error)]
+        if delivery.moved is not None:
+            mine, missed = delivery.moved
+            later.insert(0, (indices_of(mine), missed))
         undelivered = _undelivered.by_total(coo, reduced.sent, reduced.error, later, total)
 
-        threshold = _bits.magnitude_from_bits(threshold_bits)
+        threshold = _bits.magnitude_from_bits(delivery.threshold_bits)
         new_state = OkTopkState(
             count=state.count + 1,
             boundaries=boundaries,
             threshold=threshold
             if paper
-            else _next_threshold(threshold, selection.passed, k, coo.size, global_period),
+            else _next_threshold(threshold, delivery.passed, k, coo.size, global_period),
             # Over an eighth of all that could be sent.
-            crowded=(selection.overflow > workers * k / 8) & (not paper),
+            crowded=(delivery.overflow > workers * k / 8) & (not paper),
         )
         words = _messages.words_in_all(
             consensus_words,
             reduced.words,
-            threshold_words,
-            counts_words,
-            balanced.words,
+            delivery.words,
             gathered.words,
         )
         info = ReduceInfo(
-            delivered=total.count(),
-            overflow=overflow + balanced.unsent + gathered.unsent,
+            delivered=delivery.delivered if last.exact else total.count(),
+            overflow=reduced.overflow + delivery.unsent + gathered.unsent,
             threshold=threshold,
             words=words.received,
             useful=words.useful,
@@ -373,12 +370,6 @@ def _next_threshold(
     gain = 1 / max(math.log(size / k), 1.0)
     ratio = jnp.clip(passed / k, 1 / 16, 16.0)
     return threshold * ratio**gain
-
-
-def _schedule_for(schedule: str, workers: int) -> str:
-    if schedule != "auto":
-        return schedule
-    return "rotation" if workers <= _ROTATION_MAX_WORKERS else "all_to_all"
 
 
 def _check_state(state: OkTopkState, coo: PaddedCOO, workers: int) -> None:

@@ -37,6 +37,7 @@ class Gathered(NamedTuple):
 
 def gather(
     entries: PaddedCOO,
+    held: jax.Array,
     most: jax.Array,
     *,
     axis: AxisName,
@@ -48,6 +49,7 @@ def gather(
 
     Args:
       entries: of this worker, packed to the front.
+      held: ``i32[]``, how many they are.
       most: ``i32[]``, how many a worker has at most; all workers know it.
       axis: the workers.
       codec: how a message is encoded.
@@ -81,4 +83,4 @@ def gather(
     which = _sizes.shortest(most, exchanges)
     found, words = _sizes.run(which, exchanges, through, transport.axis_size(axis))
     total, unsent, error = found
-    return Gathered(total, error, unsent, words(entries.count() - unsent))
+    return Gathered(total, error, unsent, words(held - unsent))

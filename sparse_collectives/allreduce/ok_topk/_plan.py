@@ -27,6 +27,13 @@ _MAX_HISTOGRAM_SHARE = 1 / 5
 # What each worker tells about its selection: entries above the threshold, entries
 # equal to it, and its overflow.
 _COUNTS = 3
+# A window reaches so many standard deviations to both sides: of a thousand steps with eight
+# workers, four miss.
+_WINDOW_DEVIATIONS = 3.5
+# With a window each worker tells how many are above it and in it, its ends, and its overflow.
+_WINDOW_COUNTS = 5
+# Words of the windows of all workers that are worth a few latencies, however small k is.
+_WINDOW_WORDS = 4096
 
 BRANCHES = ("none", "neighbours", "spread", "all_to_all")
 
@@ -48,6 +55,8 @@ class Plan(NamedTuple):
       split_sizes: slots from which the blocks of a step take the fewest that are enough,
         ascending up to ``split_slots``.
       gather_sizes: the same of the allgather.
+      window_ranks: of its sums, which a worker shows to find the global threshold: from the
+        first of these to the last one. Both 0: none.
     """
 
     size: int
@@ -62,6 +71,12 @@ class Plan(NamedTuple):
     rank_slots: int
     split_sizes: tuple[int, ...]
     gather_sizes: tuple[int, ...]
+    window_ranks: tuple[int, int] = (0, 0)
+
+    @property
+    def window(self) -> int:
+        """Slots of a window; 0 where there is none."""
+        return self.window_ranks[1] - self.window_ranks[0]
 
 
 def make_plan(
@@ -73,6 +88,7 @@ def make_plan(
     slack: float | None = None,
     selected: int | None = None,
     sizes: int = 1,
+    windows: bool = False,
 ) -> Plan:
     """Slots for k of n entries over P workers.
 
@@ -84,6 +100,7 @@ def make_plan(
       slack: the same.
       selected: slots of a worker's selection; None: k.
       sizes: as for :func:`sparse_collectives.allreduce.ok_topk`.
+      windows: whether the global threshold is looked for in windows, where that is short.
     """
     selected = k if selected is None else selected
     # Regions that follow the data may be as long as the whole vector.
@@ -113,7 +130,18 @@ def make_plan(
         rank_slots=rank,
         split_sizes=_sizes(math.ceil(min(k, selected) / workers), split, sizes),
         gather_sizes=_sizes(rank, gather, sizes),
+        window_ranks=_window(k, workers, region) if windows else (0, 0),
     )
+
+
+def _window(k: int, workers: int, region: int) -> tuple[int, int]:
+    """The ranks among a worker's sums at which the k-th largest of all may be."""
+    share = k / workers
+    reach = math.ceil(_WINDOW_DEVIATIONS * math.sqrt(share)) + 1
+    first, last = max(0, math.floor(share) - reach), min(region, math.ceil(share) + reach)
+    words = workers * (last - first)
+    worth = workers > 1 and words <= max(_MAX_HISTOGRAM_SHARE * k, _WINDOW_WORDS)
+    return (first, last) if worth else (0, 0)
 
 
 def _sizes(even: int, most: int, count: int) -> tuple[int, ...]:
@@ -190,6 +218,8 @@ class Exchanges(NamedTuple):
     Attributes:
       consensus: of the regions, once in a period.
       split: of the split and reduce, one of ``Plan.split_sizes`` each.
+      window: of the global selection, if it is looked for in windows: else, or where these
+        fail, the next two.
       threshold: the histograms of the global threshold.
       counts: of the global selection.
       balance: one of these, by :data:`BRANCHES`; None moves nothing.
@@ -198,6 +228,7 @@ class Exchanges(NamedTuple):
 
     consensus: Exchange
     split: tuple[Exchange, ...]
+    window: Exchange | None
     threshold: tuple[Exchange, ...]
     counts: Exchange
     balance: tuple[Exchange | None, ...]
@@ -243,6 +274,7 @@ def exchanges(
             Exchange("all_to_all", pair_words(slots, plan.region), slots)
             for slots in plan.split_sizes
         ),
+        window=Exchange("all_gather", plan.window + _WINDOW_COUNTS) if plan.window else None,
         threshold=tuple(Exchange("psum", 1 << width) for _, width in digits(plan.k)),
         counts=Exchange("all_gather", _COUNTS),
         balance=branches[balance],

@@ -26,6 +26,7 @@ class Reduced(NamedTuple):
     Attributes:
       entries: the sums of the region that this worker owns, ascending.
       sent: ``bool[c]`` over the slots of the selection: whether its owner has it.
+      overflow: ``i32[]``, entries of the selection that were not sent.
       error: ``f[c]``, what the owner misses of an entry that was sent; None where
         nothing was rounded.
       words: what the exchange moved.
@@ -33,6 +34,7 @@ class Reduced(NamedTuple):
 
     entries: PaddedCOO
     sent: jax.Array
+    overflow: jax.Array
     error: jax.Array | None
     words: _messages.Words
 
@@ -99,7 +101,8 @@ def split_and_reduce(
     """
     workers = transport.axis_size(axis)
     if workers == 1:
-        return Reduced(coo, coo.indices < coo.size, None, _messages.no_words())
+        none = jnp.zeros((), jnp.int32)
+        return Reduced(coo, coo.indices < coo.size, none, None, _messages.no_words())
     blocks = cut(coo)
     size, dtype = blocks.coo.size, coo.values.dtype
     me = transport.axis_index(axis)
@@ -130,20 +133,26 @@ def split_and_reduce(
     occupied = blocks.source < coo.capacity
     which = jnp.zeros((), jnp.int32)
     if len(exchanges) > 1:
-        largest = jnp.max(jnp.sum(occupied & ~is_own, axis=1, dtype=jnp.int32))
+        largest = jnp.max(jnp.where(is_own[:, 0], 0, blocks.filled))
         most = jnp.max(transport.all_gather(largest, axis))
         # A rotation is of ppermutes, in which all devices of a mesh meet.
         which = _sizes.shortest(most, exchanges, lambda fit: transport.holds_on_mesh(fit, axis))
     (entries, there, error), words_of = _sizes.run(which, exchanges, through, workers)
-    words = words_of(_messages.to_others(there, me))
+    # What is known of the blocks is not counted again.
+    filled = blocks.filled if codec.exact else jnp.sum(there, axis=1, dtype=jnp.int32)
+    words = words_of(jnp.sum(filled, dtype=jnp.int32) - filled[me])
     if len(exchanges) > 1:
         told = _messages.words_in_full(_volumes.all_gather(1, workers))
         words = _messages.words_in_all(words, told)
     entries = PaddedCOO(entries.values[0].astype(dtype), entries.indices[0], size)
-    sent = occupied if codec.exact else occupied & (there | is_own)
-    if error is not None:
+    sent, given = blocks.sent, blocks.filled
+    if not codec.exact:
+        rows = occupied & (there | is_own)
+        given = jnp.sum(rows, axis=1, dtype=jnp.int32)
+        sent = _to_slots(rows, blocks.source, coo.capacity)
         error = _to_slots(error, blocks.source, coo.capacity)
-    return Reduced(entries, _to_slots(sent, blocks.source, coo.capacity), error, words)
+    overflow = jnp.sum(blocks.counts - given, dtype=jnp.int32)
+    return Reduced(entries, sent, overflow, error, words)
 
 
 def _to_slots(rows: jax.Array, source: jax.Array, slots: int) -> jax.Array:

@@ -1,0 +1,221 @@
+"""What each worker delivers of the sums that it owns: lines 9 to 13 of Algorithm 1.
+
+Two ways with the same result. At once, where windows show the global threshold and what all
+deliver fits their slots of the allgather: one exchange. Else by rounds: the threshold digit by
+digit, the counts, and the balancing.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sparse_collectives import _compat, padded_coo, transport
+from sparse_collectives._coo import compaction, kth_magnitude
+from sparse_collectives._types import AxisName, Codec
+from sparse_collectives.allreduce._parts import _messages
+from sparse_collectives.allreduce.ok_topk import _balance, _global_selection, _windows
+from sparse_collectives.allreduce.ok_topk._plan import Exchanges, Plan
+from sparse_collectives.padded_coo import PaddedCOO
+
+
+class Options(NamedTuple):
+    """What is known of a step before it.
+
+    Attributes:
+      axis: the workers.
+      plan: the slots.
+      exchanges: the messages.
+      k: entries of the result that the threshold is of.
+      most: entries of the result at most.
+      period: steps between two exact evaluations of the threshold.
+      balance: the mode.
+      paper: whether it is Algorithm 1 as published.
+      codec: of what is balanced.
+      placed: a worker's entries, where they belong in the whole vector.
+    """
+
+    axis: AxisName
+    plan: Plan
+    exchanges: Exchanges
+    k: int
+    most: int
+    period: int
+    balance: str
+    paper: bool
+    codec: Codec
+    placed: Callable[[PaddedCOO], PaddedCOO]
+
+
+class Delivery(NamedTuple):
+    """What this worker delivers, and what all of them know.
+
+    Attributes:
+      entries: of this worker after the balancing, ``plan.gather_slots`` slots.
+      held: ``i32[]``, how many they are.
+      most: ``i32[]``, how many a worker has at most.
+      delivered: ``i32[]``, how many all have.
+      threshold_bits: ``i32[]``, of the global threshold.
+      passed: ``i32[]``, entries of all workers that reach it.
+      overflow: ``f32[]``, of all workers.
+      unsent: ``i32[]``, entries that this worker could not pass on.
+      moved: its entries before the balancing, and what their holders miss of each; None where
+        nothing can be missed.
+      words: what was moved.
+    """
+
+    entries: PaddedCOO
+    held: jax.Array
+    most: jax.Array
+    delivered: jax.Array
+    threshold_bits: jax.Array
+    passed: jax.Array
+    overflow: jax.Array
+    unsent: jax.Array
+    moved: tuple[PaddedCOO, jax.Array] | None
+    words: _messages.Words
+
+
+class Turns(NamedTuple):
+    """What changes from step to step.
+
+    Attributes:
+      count: ``i32[]``, steps taken.
+      threshold: ``f32[]``, of the step before.
+      select: ``u32[]``, which entries wait where more reach the threshold than are delivered.
+      balance: ``u32[]``, the same where more are delivered than fit.
+      seed: ``u32[]``, of the codec.
+    """
+
+    count: jax.Array
+    threshold: jax.Array
+    select: jax.Array
+    balance: jax.Array
+    seed: jax.Array
+
+
+def deliver(entries: PaddedCOO, overflow: jax.Array, turns: Turns, options: Options) -> Delivery:
+    """Selects of the sums ``entries`` that this worker owns; all workers take the same way.
+
+    Args:
+      entries: ascending, at the places of this worker's region.
+      overflow: ``i32[]``, of this worker.
+      turns: of this step.
+      options: of all steps.
+    """
+    bits = _global_selection.deliverable_bits(entries)
+    plan, axis = options.plan, options.axis
+
+    def by_rounds() -> Delivery:
+        return _by_rounds(entries, bits, overflow, turns, options)
+
+    if not plan.window:
+        return by_rounds()
+    with jax.named_scope("ok_topk/windows"):
+        seen = _windows.look(bits, plan, overflow, axis)
+    fits = seen.holds & (jnp.max(seen.quota) <= plan.gather_slots)
+    # Among the rounds is a ppermute, in which all devices of a mesh meet.
+    fits = transport.holds_on_mesh(fits[None], axis)[0]
+    assert options.exchanges.window is not None
+    words = _messages.words_in_full(options.exchanges.window.received(plan.workers))
+    with jax.named_scope("ok_topk/delivery"):
+        found = lax.cond(
+            fits,
+            lambda: _typed(_at_once(entries, bits, seen, options), axis),
+            lambda: _typed(by_rounds(), axis),
+        )
+    return found._replace(words=_messages.words_in_all(words, found.words))
+
+
+def _at_once(
+    entries: PaddedCOO, bits: jax.Array, seen: _windows.Seen, options: Options
+) -> Delivery:
+    """By what the windows show."""
+    plan = options.plan
+    mine = seen.quota[transport.axis_index(options.axis)]
+    slot, held = kth_magnitude.slots_from(bits, seen.threshold_bits, mine, none=plan.gather_slots)
+    kept = options.placed(compaction.to_slots(entries, slot, capacity=plan.gather_slots))
+    moved = None
+    if not options.codec.exact:
+        slots = min(options.most, entries.capacity)
+        none = padded_coo.empty(kept.size, slots, entries.values.dtype)
+        moved = (none, none.values)
+    return Delivery(
+        entries=kept,
+        held=held,
+        delivered=jnp.sum(seen.quota, dtype=jnp.int32),
+        most=jnp.max(seen.quota),
+        threshold_bits=seen.threshold_bits,
+        passed=jnp.sum(seen.quota, dtype=jnp.int32),
+        overflow=seen.overflow,
+        unsent=jnp.zeros((), jnp.int32),
+        moved=moved,
+        words=_messages.no_words(),
+    )
+
+
+def _by_rounds(
+    entries: PaddedCOO, bits: jax.Array, overflow: jax.Array, turns: Turns, options: Options
+) -> Delivery:
+    """The threshold, the counts, and the balancing, one after the other."""
+    axis, plan, exchanges = options.axis, options.plan, options.exchanges
+    with jax.named_scope(f"ok_topk/global_threshold.every{options.period}"):
+        threshold_bits, threshold_words = _global_selection.current_threshold(
+            bits,
+            options.k,
+            turns.threshold,
+            options.period,
+            turns.count,
+            exchanges.threshold,
+            axis,
+        )
+    with jax.named_scope("ok_topk/global_selection"):
+        selection = _global_selection.select_global(
+            bits, threshold_bits, options.most, overflow, axis, turns.select
+        )
+        counts_words = _messages.words_in_full(exchanges.counts.received(plan.workers))
+    mine, _ = compaction.compact_mask(
+        entries, selection.mask, capacity=min(options.most, entries.capacity)
+    )
+    mine = options.placed(mine)
+    # Line 13: spread them evenly.
+    branch = _balance.choose_branch(selection.quota, plan, axis, paper=options.paper)
+    with jax.named_scope("ok_topk/balance"):
+        balanced = _balance.balance(
+            mine,
+            selection.quota,
+            branch,
+            plan,
+            axis=axis,
+            codec=options.codec,
+            seed=turns.seed,
+            exchanges=exchanges.balance,
+            mode=options.balance,
+            turn=turns.balance,
+        )
+    # With 'never' what does not fit stays.
+    room = plan.gather_slots if options.balance == "never" else options.most
+    stays = jnp.minimum(selection.quota, room)
+    return Delivery(
+        entries=balanced.entries,
+        held=balanced.entries.count(),
+        delivered=jnp.sum(stays, dtype=jnp.int32),
+        most=balanced.most,
+        threshold_bits=threshold_bits,
+        passed=selection.passed,
+        overflow=selection.overflow,
+        unsent=balanced.unsent,
+        moved=None if balanced.error is None else (mine, balanced.error),
+        words=_messages.words_in_all(threshold_words, counts_words, balanced.words),
+    )
+
+
+def _typed(delivery: Delivery, axis: AxisName) -> Delivery:
+    """Typed alike: of its own a worker has the entries, what became of them, and its words."""
+    words = delivery.words
+    own = (delivery.entries, delivery.held, delivery.unsent, delivery.moved, words.useful)
+    entries, held, unsent, moved, useful = _compat.to_varying(own, axis)
+    words = words._replace(useful=useful)
+    return delivery._replace(entries=entries, held=held, unsent=unsent, moved=moved, words=words)

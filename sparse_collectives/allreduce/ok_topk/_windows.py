@@ -1,0 +1,100 @@
+"""The global selection in one exchange: each worker shows its entries near the threshold.
+
+Hashed regions make what a worker owns a random part of all: of the k largest sums it has
+k / P, give or take some square roots of that. So it shows the magnitudes that are about
+number k / P of its own, a window of them, and how many are above. If the k-th largest of all
+lies within every window, and the windows say whether it does, then all workers know it
+exactly, and how many each of them delivers. Else they go on as :mod:`._global_selection` does.
+
+Deviation from the paper, which gathers all reduced values every tau' steps, and reuses the
+threshold in between.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from sparse_collectives import transport
+from sparse_collectives._coo import compaction, kth_magnitude
+from sparse_collectives._types import AxisName
+from sparse_collectives.allreduce.ok_topk._plan import Plan
+
+# Above all magnitudes.
+_END = 0x7FFFFFFF
+
+
+class Seen(NamedTuple):
+    """What the windows show. All is equal on all workers.
+
+    Attributes:
+      holds: ``bool[]``, whether the rest can be trusted.
+      threshold_bits: ``i32[]``, of the k-th largest magnitude of all workers.
+      above: ``i32[P]``, entries of each above it.
+      tied: ``i32[P]``, of those equal to it the ones that each delivers.
+      overflow: ``f32[]``, of all workers.
+    """
+
+    holds: jax.Array
+    threshold_bits: jax.Array
+    above: jax.Array
+    tied: jax.Array
+    overflow: jax.Array
+
+    @property
+    def quota(self) -> jax.Array:
+        """How many each worker delivers, ``i32[P]``."""
+        return self.above + self.tied
+
+
+def look(bits: jax.Array, plan: Plan, overflow: jax.Array, axis: AxisName) -> Seen:
+    """One allgather of ``plan.window`` words and a few.
+
+    Args:
+      bits: ``i32[m]``, from :func:`._global_selection.deliverable_bits`.
+      plan: with a window.
+      overflow: ``i32[]``, this worker's overflow, which travels with the window.
+      axis: the workers.
+
+    Cost: besides the exchange a bisection over m magnitudes for both ends of the window at
+    once, and one over all windows.
+    """
+    slots, size = plan.window, bits.shape[0]
+    first, last = plan.window_ranks
+    ranks = jnp.asarray([first, last], jnp.int32)
+    (high, low), (above, _) = jax.vmap(kth_magnitude.bisect_and_count, in_axes=(None, 0))(
+        bits, ranks
+    )
+    if not first:
+        # Down to the first rank all may be shown.
+        high, above = jnp.full_like(high, _END), jnp.zeros_like(above)
+
+    def in_window(start, stop):
+        part = bits[start:stop]
+        return (part >= jnp.maximum(low, 1)) & (part < high)
+
+    places, shown = compaction.set_positions(compaction.mask_words(in_window, size), slots, size)
+    window = bits.at[places].get(mode="fill", fill_value=0)
+    # Of ends that are turned around the smallest is the largest.
+    told = jnp.stack([above, shown, overflow, low, ~high])
+    gathered = transport.all_gather(jnp.concatenate([window, told]), axis)
+    windows, told = gathered[:, :slots], gathered[:, slots:]
+    known, inside, *_ = jnp.sum(told, axis=0, dtype=jnp.int32)
+    _, fullest, _, low, high = jnp.max(told, axis=0)
+
+    least = jnp.minimum(plan.k, known + inside)
+    wanted = jnp.where(low == 0, least, plan.k) - known
+    threshold = kth_magnitude.bisect(windows.reshape(-1), wanted)
+    holds = (low <= threshold) & (threshold < ~high) & (fullest <= slots)
+    over = jnp.sum(windows > threshold, axis=1, dtype=jnp.int32)
+    equal = jnp.sum(windows == threshold, axis=1, dtype=jnp.int32)
+    above = told[:, 0] + over
+    before = jnp.cumsum(equal, dtype=jnp.int32) - equal
+    rest = plan.k - jnp.sum(above, dtype=jnp.int32)
+    return Seen(
+        holds=holds & (wanted > 0) & (threshold > 0),
+        threshold_bits=threshold,
+        above=above,
+        tied=jnp.clip(rest - before, 0, equal),
+        overflow=jnp.sum(told[:, 2].astype(jnp.float32)),
+    )

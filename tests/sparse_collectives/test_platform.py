@@ -1,0 +1,177 @@
+"""The forms for GPUs give the bits of those for everything else; a CPU runs both."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparse_collectives as sc
+from sparse_collectives import _platform
+from sparse_collectives._coo import _bits, compaction, kth_magnitude, search
+from sparse_collectives.allreduce._parts import _merge
+from tests.sparse_collectives import helpers
+
+RNG = np.random.default_rng(0)
+
+
+def of_both(function, *args):
+    """What each form gives, compiled."""
+    results = []
+    for form in (_platform.PORTABLE, _platform.GPU):
+        with _platform.form(form):
+            # Another function each time: a cache knows no forms.
+            results.append(jax.jit(lambda *a: function(*a))(*args))
+    return results
+
+
+def same(function, *args):
+    portable, gpu = of_both(function, *args)
+    jax.tree.map(np.testing.assert_array_equal, portable, gpu)
+    return portable
+
+
+VECTORS = {
+    "normal": RNG.standard_normal(5000),
+    "ties": RNG.integers(-3, 4, 5000),
+    "one value": np.ones(5000),
+    "zeros": np.zeros(5000),
+    "few": np.where(np.arange(5000) % 700 == 3, 2.0, 0.0),
+    "wide": np.exp(20 * RNG.standard_normal(5000)),
+    "not finite": np.where(np.arange(5000) % 900 == 1, np.inf, RNG.standard_normal(5000)),
+}
+
+
+@pytest.mark.parametrize("name", VECTORS)
+@pytest.mark.parametrize("k", [1, 57, 4999, 5000])
+def test_the_kth_magnitude_and_how_many_reach_it(name, k):
+    bits = _bits.magnitude_bits(jnp.asarray(VECTORS[name], jnp.float32))
+    pattern, count = same(lambda b: kth_magnitude.bisect_and_count(b, k), bits)
+    assert pattern == np.sort(np.asarray(bits))[-k]
+    if pattern:
+        assert count == np.sum(np.asarray(bits) >= np.asarray(pattern))
+
+
+@pytest.mark.parametrize("size", [40_000, 600_000])
+def test_more_entries_take_fewer_bits_at_a_time(size):
+    bits = _bits.magnitude_bits(jnp.asarray(RNG.standard_normal(size), jnp.float32))
+    pattern = same(lambda b: kth_magnitude.bisect(b, size // 100), bits)
+    assert pattern == np.sort(np.asarray(bits))[-(size // 100)]
+
+
+@pytest.mark.parametrize("turn", [None, 0, 7])
+@pytest.mark.parametrize("capacity", [1, 40, 400, 5000])
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.3, 1.0])
+def test_positions_of_set_bits_also_in_a_window(share, capacity, turn):
+    mask = jnp.asarray(RNG.random(5000) < share)
+    words = compaction.mask_words(lambda start, stop: mask[start:stop], 5000)
+    turn = None if turn is None else jnp.uint32(turn)
+    positions, count = same(lambda w: compaction.set_positions(w, capacity, 5000, turn), words)
+    assert count == mask.sum()
+    if count <= capacity:
+        np.testing.assert_array_equal(positions[:count], np.flatnonzero(mask))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_places_in_an_ascending_array(side):
+    ascending = jnp.sort(jnp.asarray(RNG.integers(0, 50, 300), jnp.int32))
+    queries = jnp.asarray(RNG.integers(-5, 60, (4, 7)), jnp.int32)
+    found = same(functools.partial(search.places, side=side), ascending, queries)
+    np.testing.assert_array_equal(found, np.searchsorted(ascending, queries, side=side))
+
+
+@pytest.mark.parametrize("capacity", [1, 10, 60, 300])
+def test_a_selection_cut_by_owner(capacity):
+    indices = np.sort(RNG.choice(5000, 200, replace=False))
+    coo = sc.PaddedCOO(
+        jnp.asarray(RNG.standard_normal(240), jnp.float32),
+        jnp.asarray(np.concatenate([indices, np.full(40, 5000)]), jnp.int32),
+        5000,
+    )
+    owner = jnp.where(coo.indices < 5000, (coo.indices * 7) % 6, 6)
+    blocks = same(lambda c, o: _merge.split_by_owner(c, o, 6, capacity, jnp.uint32(5)), coo, owner)
+    np.testing.assert_array_equal(blocks.counts, np.bincount(owner, minlength=6)[:6])
+    np.testing.assert_array_equal(blocks.filled, (np.asarray(blocks.source) < 240).sum(axis=1))
+
+
+@pytest.mark.parametrize("shapes", [[(5, 30)], [(1, 40), (3, 30)]])
+def test_sums_of_blocks(shapes):
+    blocks = [
+        sc.PaddedCOO(
+            jnp.asarray(RNG.standard_normal(shape), jnp.float32),
+            jnp.asarray(
+                np.stack([RNG.choice(80, shape[1], replace=False) for _ in range(shape[0])]),
+                jnp.int32,
+            ),
+            70,
+        )
+        for shape in shapes
+    ]
+    blocks = [sc.PaddedCOO(b.values, jnp.minimum(b.indices, 70), 70) for b in blocks]
+    same(lambda b: _merge.reduce_blocks(b, 70, jnp.float32), blocks)
+
+
+SELECTORS = {
+    "topk": lambda: sc.select.topk(density=0.01),
+    "threshold_reuse": lambda: sc.select.threshold_reuse(density=0.01, period=2),
+    "dgc": lambda: sc.select.dgc(density=0.01),
+    "adtopk": lambda: sc.select.adtopk(density=0.01),
+}
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_selectors_step_after_step(name):
+    size = 200_000
+    steps = [RNG.standard_normal(size) * (1 + 0.2 * step) for step in range(3)]
+    # Then with more at the k-th magnitude than there are slots, and with less than k.
+    steps += [np.round(steps[0]), np.where(np.arange(size) < 900, 1.0, 0.0)]
+    selector = SELECTORS[name]()
+    states = [selector.init(size)] * 2
+    for x in steps:
+        x = jnp.asarray(x, jnp.float32)
+        found = []
+        for i, form in enumerate((_platform.PORTABLE, _platform.GPU)):
+            with _platform.form(form):
+                coo, states[i], info = jax.jit(lambda *a: selector.select(*a))(x, states[i])
+            found.append((coo, info))
+        jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+ALLREDUCES = {
+    "ok_topk": lambda: sc.allreduce.ok_topk(density=0.05),
+    "ok_topk narrow8": lambda: sc.allreduce.ok_topk(density=0.05, codec=sc.wire.narrow8()),
+    "ok_topk balanced": lambda: sc.allreduce.ok_topk(density=0.05, regions="balanced"),
+    "agreed few": lambda: sc.allreduce.agreed(bits="few"),
+    "spardl": lambda: sc.allreduce.spardl(density=0.05),
+    "ssar_split_allgather": lambda: sc.allreduce.ssar_split_allgather(),
+}
+
+
+@pytest.mark.parametrize("name", ALLREDUCES)
+def test_allreduces_of_hard_data(name):
+    workers, allreduce = 4, ALLREDUCES[name]()
+    selector = sc.select.topk(density=0.05)
+    for case, acc in helpers.hard_accumulators(workers, 600).items():
+        found = []
+        for form in (_platform.PORTABLE, _platform.GPU):
+            with _platform.form(form):
+                found.append(helpers.run_once(selector, allreduce, acc))
+        for field in ("total", "kept"):
+            np.testing.assert_array_equal(found[0][field], found[1][field], case)
+
+
+def test_a_program_holds_the_form_of_its_platform():
+    selector = sc.select.topk(density=0.01)
+    x = jax.ShapeDtypeStruct((300_000,), jnp.float32)
+    state = jax.eval_shape(lambda: selector.init(300_000))
+    traced = jax.jit(selector.select).trace(x, state)
+    texts = {
+        platform: traced.lower(lowering_platforms=(platform,)).as_text()
+        for platform in ("cpu", "cuda", "rocm", "tpu")
+    }
+    assert texts["cuda"].count("stablehlo.while") < texts["cpu"].count("stablehlo.while")
+    assert texts["rocm"].count("stablehlo.while") == texts["cuda"].count("stablehlo.while")
+    # A platform that is neither has the portable form.
+    assert texts["tpu"].count("stablehlo.while") == texts["cpu"].count("stablehlo.while")
+    assert not any("stablehlo.case" in text and "platform" in text for text in texts.values())
