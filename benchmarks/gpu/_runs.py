@@ -1,0 +1,142 @@
+"""What is timed on a device: a function of the turn for each contestant, and its program."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+import optax_ext
+import sparse_collectives as sc
+from sparse_collectives import Selector
+
+from . import _compiled, _contestants
+from ._contestants import Step
+from ._described import AXIS
+from ._hlo import parse
+from ._paths import Paths
+
+# Turns of the loop whose time says what a launch costs.
+_TURNS = 1000
+
+
+@dataclass
+class Run:
+    """A compiled program, and what a turn calls.
+
+    Attributes:
+      compiled: the program, which the gauge can read.
+      call: runs it once; what it returns is to be waited for.
+    """
+
+    compiled: Any
+    call: Callable[[int], Any]
+
+    def launches(self) -> int:
+        """Kernels of the lightest path, as the gauge counts them."""
+        return Paths(parse(self.compiled.as_text())).lightest().launches
+
+
+def gradients(size: int, seed: int) -> list[jax.Array]:
+    """Three vectors with heavy tails, of a scale that differs by layer."""
+    made = []
+    for key in jax.random.split(jax.random.key(seed), 3):
+        body, tail, scale = jax.random.split(key, 3)
+        layer = jnp.exp(jax.random.normal(scale, (32,)) / 2)
+        product = jax.random.normal(body, (size,)) * jax.random.normal(tail, (size,))
+        made.append(product * jnp.repeat(layer, -(-size // 32))[:size])
+    return made
+
+
+def copy(data: Sequence[jax.Array]) -> Run:
+    """Reads n and writes n: what nothing that reads and writes them can beat."""
+    return _stateless(jnp.copy, data)
+
+
+def top_k(data: Sequence[jax.Array], k: int) -> Run:
+    """Selection as JAX has it."""
+    return _stateless(lambda x: jax.lax.top_k(jnp.abs(x), k), data)
+
+
+def launches() -> Run:
+    """A loop of kernels that have nothing to do, so that their launches are all that it costs."""
+
+    def loop(x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, _TURNS, lambda _, y: jnp.sin(y) + 1, x)
+
+    return _stateless(loop, [jnp.zeros(256)])
+
+
+def selection(selector: Selector, data: Sequence[jax.Array]) -> Run:
+    """A selector from state to state."""
+    state = selector.init(_contestants.layout(data[0].size))
+
+    def select(x: jax.Array, state: Any) -> tuple[Any, Any]:
+        coo, state, info = selector.select(x, state)
+        return (coo, info), state
+
+    return _stepping(select, [(x,) for x in data], state)
+
+
+def step(made: Step, density: float, data: Sequence[jax.Array]) -> Run:
+    """``tx.update`` of one worker."""
+    mesh = Mesh(np.array(jax.devices()[:1]), (AXIS,), axis_types=(AxisType.Auto,))
+    tx = made.made(density, AXIS)
+    params = _shaped(made, jnp.zeros_like(data[0]))
+    state = optax_ext.init_state(tx, params, mesh)
+    mapped = _compiled.map_update(tx, state, mesh)
+
+    def update(gradients: Any, params: Any, state: Any) -> tuple[Any, Any]:
+        return mapped(gradients, state, params)
+
+    stream = [(jax.tree.map(lambda g: g[None], _shaped(made, x)), params) for x in data]
+    return _stepping(update, stream, state)
+
+
+def simulated(made: Step, density: float, data: Sequence[jax.Array], workers: int) -> Run:
+    """``tx.update`` of several workers on this device, each with its part of the entries."""
+    size = data[0].size // workers
+    tx = made.made(density, AXIS)
+    params = _shaped(made, jnp.zeros(size, data[0].dtype))
+    shared = {"axis": AXIS, "axis_size": workers}
+    state = sc.simulate(tx.init, in_axes=None, **shared)(params)
+    mapped = sc.simulate(
+        lambda gradient, params, state: tx.update(gradient, state, params),
+        in_axes=(0, None, 0),
+        **shared,
+    )
+    split = jax.vmap(lambda x: _shaped(made, x))
+    stream = [(split(x[: size * workers].reshape(workers, size)), params) for x in data]
+    return _stepping(mapped, stream, state)
+
+
+def _shaped(made: Step, vector: jax.Array) -> Any:
+    """The entries in the shapes that the contestant's gradient has."""
+    if not made.matrices:
+        return vector
+    shapes = _contestants.layers(vector.size)
+    ends = np.cumsum([np.prod(shape) for shape in shapes])[:-1].tolist()
+    return [x.reshape(s) for x, s in zip(jnp.split(vector, ends), shapes)]
+
+
+def _stateless(function: Callable[[Any], Any], data: Sequence[jax.Array]) -> Run:
+    compiled = jax.jit(function).lower(data[0]).compile()
+    return Run(compiled, lambda turn: compiled(data[turn % len(data)]))
+
+
+def _stepping(function: Callable[..., Any], stream: Sequence[tuple[Any, ...]], state: Any) -> Run:
+    """Calls it with what the stream has next and the state, which is donated."""
+    last = len(stream[0])
+    jitted = jax.jit(function, donate_argnums=last)
+    compiled = jitted.lower(*stream[0], state).compile()
+    # The arrays that a state begins with may share a buffer, which can't be donated twice.
+    held = [jax.tree.map(jnp.array, state)]
+
+    def call(turn: int) -> Any:
+        out, held[0] = compiled(*stream[turn % len(stream)], held[0])
+        return out, held[0]
+
+    return Run(compiled, call)
