@@ -9,6 +9,9 @@ NEWEST_PYTHON ?=
 ALLOW_NO_NEWEST ?=
 PYTEST_WORKERS ?= 2
 ARGS ?=
+# Of `make contract`; empty: the templates in docs/templates/.
+SELECTOR ?=
+ALLREDUCE ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -33,7 +36,8 @@ NEWEST_TESTS := $(addprefix tests/,\
 PYTEST := $(CACHE) $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow fuzz test-newest on-newest test-mpi lint format types build clean
+.PHONY: help demo test test-slow fuzz test-newest on-newest test-mpi contract lint format types docs \
+    build clean
 
 help:
 	@echo "make demo         train a small model, dense and sparse, and compare them (ARGS='--help')"
@@ -42,9 +46,11 @@ help:
 	@echo "make fuzz         run those of them that combine options at random; about an hour"
 	@echo "make test-newest  run those that depend on jax's interfaces, on the newest jax"
 	@echo "make test-mpi     build mpi4jax and run the tests over MPI; needs a C compiler"
+	@echo "make contract     check a selector or an allreduce of one's own (SELECTOR=file.py:factory, ALLREDUCE=...)"
 	@echo "make lint         check style and formatting"
 	@echo "make format       apply both"
 	@echo "make types        check types"
+	@echo "make docs         build the manual into site/; a warning fails"
 	@echo "make build        build sdist and wheel, and check the wheel"
 	@echo "make clean        remove what these targets made, .venv included"
 
@@ -107,6 +113,10 @@ on-newest: $(NEWEST)/.installed-test
 test-mpi: $(VENV)/.installed-mpi
 	$(call fast_compile,$(VENV)) $(CACHE) $(BIN)/python -m pytest tests/mpi $(ARGS)
 
+contract: $(VENV)/.installed-test
+	SELECTOR='$(SELECTOR)' ALLREDUCE='$(ALLREDUCE)' $(call fast_compile,$(VENV)) $(CACHE) \
+	    $(BIN)/python -m pytest tests/test_templates.py $(ARGS)
+
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -118,11 +128,16 @@ format: $(VENV)/.installed-test
 types: $(VENV)/.installed-test
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+# --strict counts warnings only where they are printed, so not with --quiet.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
+	@echo "the manual is site/index.html"
+
 build: $(VENV)/.installed-test
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist .
 	$(BIN)/python tools/check_wheel.py dist
 
 clean:
-	rm -rf $(VENV) $(NEWEST) dist .cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) dist site .cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,258 @@
+"""The contracts of a selector and of an allreduce, of docs/templates/ or of one's own.
+
+    make contract SELECTOR=my_file.py:my_selector ALLREDUCE=my_file.py:my_allreduce
+
+Each is ``file.py:factory``, or ``package.module:factory``, and is called with ``density=``.
+"""
+
+import importlib
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_ext
+import sparse_collectives as sc
+from tests import jax_internals
+from tests.sparse_collectives import helpers
+
+TEMPLATES = Path(__file__).parents[1] / "docs" / "templates"
+SIZE = 203
+DENSITY = 0.05
+K = 10
+
+
+def factory(variable):
+    """What an environment variable names, or the template."""
+    template = f"{TEMPLATES / f'my_{variable.lower()}.py'}:my_{variable.lower()}"
+    place, _, name = (os.environ.get(variable) or template).rpartition(":")
+    if not place.endswith(".py"):
+        return getattr(importlib.import_module(place), name)
+    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+SELECTOR, ALLREDUCE = factory("SELECTOR"), factory("ALLREDUCE")
+
+
+def types_of(tree):
+    return jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree)
+
+
+@pytest.fixture(scope="module")
+def selector():
+    return SELECTOR(density=DENSITY)
+
+
+@pytest.fixture(scope="module")
+def select(selector):
+    return jax.jit(selector.select)
+
+
+@pytest.fixture(scope="module")
+def allreduce():
+    return ALLREDUCE(density=DENSITY)
+
+
+class TestSelector:
+    """``init(layout) -> state`` and ``select(acc, state) -> (coo, state, info)``."""
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+    def test_the_selection_has_entries_of_the_accumulator(self, selector, select, dtype):
+        """Their indices are unique and ascending, zeros are not sent, and padding comes last."""
+        state, capacity = selector.init(SIZE), None
+        for name, accs in helpers.hard_accumulators(1, SIZE).items():
+            acc = np.asarray(jnp.asarray(accs[0]).astype(dtype))
+            coo, state, info = select(acc, state)
+            indices, values = np.asarray(coo.indices), np.asarray(coo.values)
+            assert coo.size == SIZE, name
+            assert indices.shape == values.shape == (capacity or coo.capacity,), name
+            assert (indices.dtype, values.dtype) == (np.int32, acc.dtype), name
+            capacity = coo.capacity
+            used = int(info.selected)
+            assert (np.diff(indices[:used]) > 0).all(), name
+            assert ((indices[:used] >= 0) & (indices[:used] < SIZE)).all(), name
+            assert (values[:used] == acc[indices[:used]]).all(), name
+            assert values[:used].astype(np.float32).all(), name
+            assert (indices[used:] == SIZE).all(), name
+            assert not values[used:].astype(np.float32).any(), name
+
+    def test_what_it_reports(self, selector, select):
+        _, _, info = select(helpers.hard_accumulators(1, SIZE)["normal"][0], selector.init(SIZE))
+        assert isinstance(info, sc.SelectInfo)
+        assert [x.dtype for x in info] == [jnp.int32, jnp.int32, jnp.float32]
+        assert all(x.shape == () for x in info)
+
+    def test_the_state_keeps_its_structure_and_steps_are_traced_once(self):
+        selector = SELECTOR(density=DENSITY)
+        select, state = jax.jit(selector.select), selector.init(SIZE)
+        types = types_of(state)
+        for acc in helpers.hard_accumulators(1, SIZE).values():
+            _, state, _ = select(acc[0], state)
+            assert types_of(state) == types
+        assert jax_internals.programs(select) == 1
+
+    def test_it_takes_a_layout(self, selector, select):
+        state = selector.init(sc.Layout(((20, 10), (3,))))
+        coo, _, _ = select(helpers.hard_accumulators(1, SIZE)["normal"][0], state)
+        assert coo.size == SIZE
+
+    def test_no_index_waits_for_ever(self, selector, select):
+        """Of gradients that stay the same every entry goes sooner or later."""
+        gradient = np.linspace(1, 2, SIZE, dtype=np.float32)
+        residual, state, sent = np.zeros(SIZE, np.float32), selector.init(SIZE), np.zeros(SIZE)
+        for _ in range(20 * round(1 / DENSITY)):
+            residual = residual + gradient
+            coo, state, _ = select(residual, state)
+            delivered = np.asarray(coo.to_dense())
+            residual, sent = residual - delivered, sent + (delivered != 0)
+        assert sent.all()
+
+
+class TestAllreduce:
+    """``init(size, P) -> state`` and ``reduce(coo, state, axis=)``."""
+
+    selector = sc.select.topk(density=DENSITY)
+
+    @pytest.mark.parametrize("workers", [1, 2, 3, 5])
+    def test_nothing_is_lost_and_all_workers_agree(self, allreduce, workers):
+        for name, acc in helpers.hard_accumulators(workers, SIZE).items():
+            state = allreduce.init(SIZE, workers)
+            for step in range(3):
+                acc = np.roll(acc, 7 * step, axis=1)
+                out = helpers.run_once(self.selector, allreduce, acc, state)
+                state = jax.tree.map(lambda x: x[0], out["allreduce_state"])
+                total = np.asarray(out["total"])
+                bits = total.view(np.int32)
+                np.testing.assert_array_equal(bits, np.broadcast_to(bits[:1], bits.shape), name)
+                sent, kept = (np.asarray(out[x], np.float64) for x in ("sent", "kept"))
+                scale = np.abs(sent).sum(axis=0) + 1e-30
+                error = np.abs(sent.sum(axis=0) - kept.sum(axis=0) - total[0]) / scale
+                assert error.max() < 1e-6, f"{name}, step {step}"
+                for field in ("delivered", "threshold", "words"):
+                    values = np.asarray(getattr(out["info"], field))
+                    assert (values == values[0]).all(), f"{name}: {field}"
+
+    def test_the_total_keeps_its_capacity(self, allreduce):
+        def reduce(acc):
+            coo, _, _ = self.selector.select(acc, self.selector.init(SIZE))
+            return allreduce.reduce(coo, allreduce.init(SIZE, 3), axis="workers")[0]
+
+        totals, found = sc.simulate(reduce, axis_size=3), set()
+        for acc in helpers.hard_accumulators(3, SIZE).values():
+            total = totals(acc)
+            if not isinstance(total, sc.PaddedCOO):
+                assert total.shape == (3, SIZE)
+                continue
+            found.add(total.capacity)
+            for indices in np.asarray(total.indices):
+                used = indices[indices < SIZE]
+                assert len(set(used.tolist())) == len(used)
+        assert len(found) <= 1
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    def test_sixteen_bit_values(self, allreduce, dtype):
+        acc = jnp.asarray(helpers.hard_accumulators(3, SIZE)["normal"]).astype(dtype)
+        out = helpers.run_once(self.selector, allreduce, acc)
+        assert out["total"].dtype == dtype
+        total, sent, kept = (np.asarray(out[x], np.float64) for x in ("total", "sent", "kept"))
+        scale = np.abs(sent).sum(axis=0) + 1e-30
+        error = np.abs(sent.sum(axis=0) - kept.sum(axis=0) - total[0]) / scale
+        assert error.max() <= 4 * float(jnp.finfo(dtype).eps)
+
+    def test_sums_of_finite_entries_stay_finite(self, allreduce):
+        acc = np.zeros((3, SIZE), np.float32)
+        acc[:, :K] = np.finfo(np.float32).max
+        out = helpers.run_once(self.selector, allreduce, acc)
+        assert np.isfinite(out["total"]).all()
+        assert np.isfinite(out["kept"]).all()
+
+    def test_the_state_keeps_its_structure_and_steps_are_traced_once(self, allreduce):
+        acc = helpers.hard_accumulators(3, SIZE)["normal"]
+        state = allreduce.init(SIZE, 3)
+        types = types_of(state)
+        reduce = helpers.simulated_reduce(allreduce, 3)
+        for step in range(3):
+            out = helpers.run_once(self.selector, allreduce, acc * (step + 1), state)
+            state = jax.tree.map(lambda x: x[0], out["allreduce_state"])
+            assert types_of(state) == types
+        before = jax_internals.programs(reduce)
+        helpers.run_once(self.selector, allreduce, acc * 9, state)
+        assert jax_internals.programs(reduce) == before
+
+    def test_one_worker_is_plain_selection(self, allreduce):
+        out = helpers.run_once(
+            self.selector, allreduce, helpers.hard_accumulators(1, SIZE)["normal"]
+        )
+        np.testing.assert_array_equal(out["total"], out["sent"])
+        assert out["info"].words[0] == 0
+
+    def test_its_words_are_those_of_its_program(self, allreduce):
+        """Of an exchange without choices; with them, see `frequencies` of `traffic`."""
+        acc = helpers.hard_accumulators(4, SIZE)["normal"]
+        words = helpers.run_once(self.selector, allreduce, acc)["info"].words[0]
+        least, most = (
+            sc.traffic.of_allreduce(
+                allreduce, size=SIZE, capacity=K, axis_size=4, conditional=conditional
+            ).words
+            for conditional in ("best", "worst")
+        )
+        assert least <= words <= most
+
+
+class TestBoth:
+    """Over a mesh, where types tell what differs between the workers."""
+
+    @pytest.mark.parametrize("check_vma", [True, False])
+    def test_a_training_step(self, check_vma):
+        selector, allreduce = SELECTOR(density=DENSITY), ALLREDUCE(density=DENSITY)
+        tx = optax_ext.sparse_allreduce(selector, allreduce, axis="data")
+        mesh = jax.make_mesh(
+            (3,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:3]
+        )
+        params = {"w": jnp.zeros((20, 10)), "b": jnp.zeros((3,))}
+        state = optax_ext.init_state(tx, params, mesh)
+        weights = np.random.default_rng(0).standard_normal((3, SIZE)).astype(np.float32)
+
+        def loss_fn(params, batch):
+            flat = jnp.concatenate([params["w"].reshape(-1), params["b"]])
+            return jnp.mean(batch @ flat)
+
+        step = optax_ext.make_train_step(loss_fn, tx, mesh, check_vma=check_vma)
+        given = np.zeros(SIZE)
+        for _ in range(3):
+            params, state, _ = step(params, state, weights)
+            given += weights.sum(axis=0)
+        applied = np.concatenate([np.asarray(params[name]).reshape(-1) for name in ("w", "b")])
+        found = optax_ext.get_state(state)
+        assert found is not None
+        # The leaves of the flat buffer are in the order of the names.
+        waiting = np.asarray(found.residual).sum(axis=0)
+        waiting = np.concatenate([waiting[3:], waiting[:3]])
+        np.testing.assert_allclose(3 * applied + waiting, given, rtol=1e-5, atol=1e-5)
+        assert int(found.count) == 3
+
+
+@pytest.mark.usefixtures("default_promotion")
+def test_the_program_of_the_page_runs(monkeypatch):
+    monkeypatch.syspath_prepend(TEMPLATES)
+    page = (TEMPLATES.parent / "extending.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names = {}
+    exec(program, names)
+    state = optax_ext.get_state(names["opt_state"])
+    assert state is not None
+    assert int(state.count) == 3
+    # Both declare what they were made as, so that a checkpoint has metadata.
+    metadata = str(optax_ext.checkpoint_metadata(names["opt_state"]))
+    assert "my_selector(density=0.1)" in metadata
+    assert "my_allreduce(density=0.1)" in metadata
