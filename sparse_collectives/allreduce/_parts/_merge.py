@@ -17,8 +17,8 @@ from sparse_collectives._coo import _bitset, compaction, search
 from sparse_collectives._platform import by_platform
 from sparse_collectives.padded_coo import PaddedCOO, sum_dtype
 
-# Numbers of a running sum for each owner, beyond which a sort is quicker on a GPU, too.
-_MOST_COUNTED = 1 << 26
+# Of so few owners running sums are quicker than a sort on a CPU, and of more of them on a GPU.
+_FEW_OWNERS, _MOST_COUNTED = 8, 1 << 26
 
 
 class Blocks(NamedTuple):
@@ -74,10 +74,12 @@ def split_by_owner(
     slots = coo.capacity
     by_sorting = functools.partial(_sources_sorted, workers=workers, capacity=capacity)
     by_counting = functools.partial(_sources_counted, workers=workers, capacity=capacity)
-    if slots * workers > _MOST_COUNTED:
-        source, sent, counts = by_sorting(owner, turn)
-    else:
+    if workers <= _FEW_OWNERS:
+        source, sent, counts = by_counting(owner, turn)
+    elif slots * workers <= _MOST_COUNTED:
         source, sent, counts = by_platform(by_sorting, by_counting, owner, turn)
+    else:
+        source, sent, counts = by_sorting(owner, turn)
     return Blocks(take(coo, source), sent, source, counts)
 
 
