@@ -145,6 +145,9 @@ class SparseAllreduce(NamedTuple):
         selects from at this step; by default all of it.
       place: ``place(coo of s, m, state, *, axis) -> coo of m``: the indices of a selection
         from that, in the accumulator.
+      tells: whether ``reduce`` takes ``told=``, a number ``i32[]`` of this worker that travels
+        with its messages: ``info.told`` is its sum over the workers. One collective less for who
+        has to agree on something, and can do so at the end.
     """
 
     init: Callable[..., State]
@@ -157,6 +160,7 @@ class SparseAllreduce(NamedTuple):
     choose: Callable[..., tuple[jax.Array, State, "ReduceInfo"]] | None = None
     show: Callable[..., jax.Array] = _all_of_it
     place: Callable[..., PaddedCOO] = _where_it_is
+    tells: bool = False
 
 
 class ReduceInfo(NamedTuple):
@@ -172,6 +176,8 @@ class ReduceInfo(NamedTuple):
         with e entries in c slots counts e / c of its words; dense runs, counts and
         histograms count in full. What is sent is received, so the mean over the
         workers, divided by ``words``, is the occupancy of the messages.
+      told: ``i32[]``, the sum of what the workers were given to tell, which is in no count of
+        words; equal on all workers. None where nothing was.
     """
 
     delivered: jax.Array
@@ -179,6 +185,7 @@ class ReduceInfo(NamedTuple):
     threshold: jax.Array
     words: jax.Array
     useful: jax.Array
+    told: jax.Array | None = None
 
 
 class Codec(NamedTuple):

@@ -60,6 +60,11 @@ class LowRankExchange:
     seed: int
     options: Options
 
+    @property
+    def tells(self) -> bool:
+        """Never: it sums up matrices."""
+        return False
+
     def dense(self, params: Any, labels: tuple[bool, ...] | None) -> tuple[bool, ...] | None:
         """Those that the user has labelled, and those that have nothing to gain."""
         return _matrices.dense_leaves(params, labels, self.rank)

@@ -40,6 +40,18 @@ class Options(NamedTuple):
         return count < self.dense_steps if self.dense_steps else None
 
 
+class Late(NamedTuple):
+    """A step of which the workers agree during the exchange whether it proceeds.
+
+    Attributes:
+      bad: ``i32[]``, 1 where something of this worker is not finite.
+      settled: of ``proceeds bool[]``: the step as it would be, had it been known before.
+    """
+
+    bad: jax.Array
+    settled: Callable[[jax.Array], "Accumulated"]
+
+
 class Accumulated(NamedTuple):
     """What is to be exchanged in a step.
 
@@ -54,6 +66,7 @@ class Accumulated(NamedTuple):
         None: every step proceeds.
       is_dense: ``bool[]``, the same on every worker: whether the increments are to be averaged.
         None: no step is.
+      late: where ``proceeds`` is None and yet not every step proceeds.
     """
 
     acc: jax.Array
@@ -63,6 +76,7 @@ class Accumulated(NamedTuple):
     layout: _layout.TreeLayout
     proceeds: jax.Array | None
     is_dense: jax.Array | None
+    late: Late | None = None
 
 
 class Reduced(NamedTuple):
@@ -81,6 +95,7 @@ class Reduced(NamedTuple):
       dropped: ``i32[]``, entries that were left out, and that no residual holds.
       withheld: ``i32[]``, entries that could not be delivered, or not wholly.
       info: without leading axes.
+      proceeds: of a step that was :class:`Late`.
     """
 
     mean: jax.Array
@@ -93,10 +108,16 @@ class Reduced(NamedTuple):
     dropped: jax.Array
     withheld: jax.Array
     info: StepInfo
+    proceeds: jax.Array | None = None
 
 
 class Exchange(Protocol):
     """How accumulators become a mean that every worker has."""
+
+    @property
+    def tells(self) -> bool:
+        """Whether a step may be :class:`Late`."""
+        ...
 
     def dense(self, params: Any, labels: tuple[bool, ...] | None) -> tuple[bool, ...] | None:
         """Which leaves go dense, those that the user has labelled among them."""

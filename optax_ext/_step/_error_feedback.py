@@ -19,13 +19,16 @@ from optax_ext._step import (
     _sharded,
     _sparse_state,
 )
-from optax_ext._step._contract import Accumulated, Exchange, Options
+from optax_ext._step._contract import Accumulated, Exchange, Late, Options
 from optax_ext._step._local import Transformed
 from optax_ext._step._momentum_correction import MomentumCorrection
 from optax_ext._step._nonfinite import Guarded, Part
 from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
 from sparse_collectives import extend
 from sparse_collectives.extend import AxisName
+
+# Entries at most: 16 MiB, which allocators keep, and do not ask the system for at each step.
+_LATE_SIZE = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -114,15 +117,20 @@ class ErrorFeedback:
         loaded = self._load(updates, state, params, layout)
         if left_out is not None:
             loaded = loaded._replace(left_out=loaded.left_out + left_out)
+        late = self._agrees_late(layout)
         guarded = _nonfinite.guard(
-            options.nonfinite,
+            "propagate" if late else options.nonfinite,
             self._parts(loaded, state, layout),
             # All devices of a worker take a step, or none of them.
             axis=_with(options.axis, layout.part_axes),
             count=state.count,
             left_out=loaded.left_out,
         )
-        result = self.exchange.reduce(self._accumulate(guarded, state, layout))
+        accumulated = self._accumulate(guarded, state, layout)
+        if late:
+            accumulated = accumulated._replace(late=self._late(guarded.parts, state, layout))
+        result = self.exchange.reduce(accumulated)
+        proceeds = result.proceeds if late else guarded.proceeds
         result = _sharded.of_all_parts(result, layout.part_axes)
         kept = _residual.store(
             # The seed of random rounding is the number of the step.
@@ -143,10 +151,35 @@ class ErrorFeedback:
             allreduce=result.allreduce,
             info=_reported(result.info, state.info),
         )
-        if guarded.proceeds is not None:
-            stepped = _unless_skipped(guarded.proceeds, stepped, state)
+        if proceeds is not None:
+            stepped = _unless_skipped(proceeds, stepped, state)
         saturate = options.nonfinite != "propagate"
         return _layout.unravel(result.mean, result.dense_mean, layout, saturate=saturate), stepped
+
+    def _agrees_late(self, layout: _layout.TreeLayout) -> bool:
+        """Whether the workers agree to skip a step by the messages of its exchange.
+
+        One collective less; but the accumulator takes memory of its own, until it is known
+        whether the residual may become it. So of few entries, whose latencies count.
+        """
+        options = self.options
+        whole = not layout.dense_size and not layout.part_axes
+        return (
+            options.nonfinite == "skip"
+            and self.exchange.tells
+            and whole
+            and not callable(options.dense_steps)
+            and not options.dense_steps
+            and 0 < layout.size <= _LATE_SIZE
+        )
+
+    def _late(
+        self, parts: list[Part], state: SparseAllreduceState, layout: _layout.TreeLayout
+    ) -> Late:
+        def settled(proceeds: jax.Array) -> Accumulated:
+            return self._accumulate(_nonfinite.settled(parts, proceeds), state, layout)
+
+        return Late(_nonfinite.late(parts), settled)
 
     def _check(self, updates: Any, state: SparseAllreduceState) -> _layout.TreeLayout:
         """Everything that can be wrong with a call, before anything is computed."""

@@ -28,6 +28,7 @@ class Exchanged(NamedTuple):
       dropped: ``i32[]``, entries that were left out.
       withheld: ``i32[]``, entries that could not be delivered, or not wholly.
       info: without leading axes.
+      proceeds: ``bool[]``, what the workers agreed on meanwhile; None: nothing.
     """
 
     mean: jax.Array
@@ -39,6 +40,7 @@ class Exchanged(NamedTuple):
     dropped: jax.Array
     withheld: jax.Array
     info: StepInfo
+    proceeds: jax.Array | None = None
 
 
 class Parts(NamedTuple):
@@ -84,8 +86,12 @@ def sparse(
     parts: Parts,
     layout: _layout.TreeLayout,
     proceeds: jax.Array | None,
+    bad: jax.Array | None = None,
 ) -> Exchanged:
-    """Selects from ``acc f[m]``, and reduces."""
+    """Selects from ``acc f[m]``, and reduces.
+
+    With ``bad``, ``i32[]``, nothing is sent, delivered or kept if any worker has a 1 there.
+    """
     allreduce, axis = parts.allreduce, parts.axis
     shown = allreduce.show(acc, allreduce_state, axis=axis)
     coo, selector_state, selection = parts.selector.select(shown, selector_state)
@@ -93,15 +99,21 @@ def sparse(
     if proceeds is not None:
         # A skipped step goes through the motions with nothing to send: a rare
         # cost, where a branch around the step would copy the residual at each.
-        coo = PaddedCOO(
-            jnp.where(proceeds, coo.values, jnp.zeros_like(coo.values)),
-            jnp.where(proceeds, coo.indices, coo.size),
-            coo.size,
-        )
+        coo = _only_if(proceeds, coo)
     held = {"acc": acc} if allreduce.complete else {}
+    if bad is not None:
+        held["told"] = bad
     total, undelivered, allreduce_state, reduction = allreduce.reduce(
         coo, allreduce_state, axis=axis, **held
     )
+    agreed = None
+    if bad is not None:
+        agreed = reduction.told == 0
+        coo, total, undelivered = jax.tree.map(
+            lambda entries: _only_if(agreed, entries),
+            (coo, total, undelivered),
+            is_leaf=lambda x: isinstance(x, PaddedCOO),
+        )
     total, undelivered, withheld = _nonfinite.withhold(parts.nonfinite, total, coo, undelivered)
     mean, rounding, saturated = _mean(total, parts, layout)
     withheld, words = parts.over_shards(withheld + saturated)
@@ -123,6 +135,18 @@ def sparse(
             words=reduction.words + jnp.float32(words),
             useful=reduction.useful + jnp.float32(words),
         ),
+        proceeds=agreed,
+    )
+
+
+def _only_if(condition: jax.Array, entries: Any) -> Any:
+    """``entries``, or nothing; values without indices stay as they are."""
+    if not isinstance(entries, PaddedCOO):
+        return entries
+    return PaddedCOO(
+        jnp.where(condition, entries.values, jnp.zeros_like(entries.values)),
+        jnp.where(condition, entries.indices, entries.size),
+        entries.size,
     )
 
 

@@ -73,6 +73,17 @@ def guard(
     return Guarded([_without(part, ~finite) for part in parts], finite, none)
 
 
+def late(parts: list[Part]) -> jax.Array:
+    """1 where something that is about to be accumulated is not finite, else 0, ``i32[]``."""
+    return (~_finite(parts)).astype(jnp.int32)
+
+
+def settled(parts: list[Part], proceeds: jax.Array) -> Guarded:
+    """What :func:`guard` with ``skip`` gives, of what the workers have agreed on by now."""
+    kept = [_without(part, ~proceeds) for part in parts]
+    return Guarded(kept, proceeds, jnp.zeros((), jnp.int32))
+
+
 def zeroed(tree: Any) -> tuple[Any, jax.Array]:
     """A tree with zeros for what is not finite, and how many entries that are."""
     finite = jax.tree.map(jnp.isfinite, tree)
@@ -139,12 +150,17 @@ def _without(part: Part, bad: jax.Array) -> Part:
 
 def _all_finite(parts: list[Part], axis: AxisName) -> jax.Array:
     """Whether every accumulator of every worker is finite; equal on all."""
+    return transport.psum((~_finite(parts)).astype(jnp.int32), axis) == 0
+
+
+def _finite(parts: list[Part]) -> jax.Array:
+    """Whether every accumulator of this worker is finite."""
     finite = jnp.ones((), jnp.bool_)
     for part in parts:
         # On CPU what is reduced is written first: a byte for each entry is a quarter of
         # what a sum that is NaN where one of them is would take.
         finite &= jnp.all(jnp.isfinite(part.accumulated))
-    return transport.psum((~finite).astype(jnp.int32), axis) == 0
+    return finite
 
 
 def _nothing(step: jax.Array) -> None:

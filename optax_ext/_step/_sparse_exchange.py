@@ -23,6 +23,11 @@ class SparseExchange:
     correction: MomentumCorrection | None
     options: Options
 
+    @property
+    def tells(self) -> bool:
+        """As the allreduce does."""
+        return self.allreduce.tells
+
     def dense(self, params: Any, labels: tuple[bool, ...] | None) -> tuple[bool, ...] | None:
         """Those that the user has labelled."""
         del params
@@ -56,7 +61,10 @@ class SparseExchange:
         """One step."""
         reduced = _contract.nothing_exchanged(step, self.options.axis)
         if step.layout.size:
-            reduced = self._keep(step, self._exchange(step), reduced)
+            result = self._exchange(step)
+            if step.late is not None and result.proceeds is not None:
+                step = step.late.settled(result.proceeds)
+            reduced = self._keep(step, result, reduced)._replace(proceeds=result.proceeds)
         if step.dense_part is not None:
             total = transport.psum(step.dense_part.increment[0], self.options.axis)
             reduced = _contract.with_dense_leaves(reduced, step.dense_part, total, self.options)
@@ -83,6 +91,7 @@ class SparseExchange:
                 parts=parts,
                 layout=step.layout,
                 proceeds=step.proceeds,
+                bad=None if step.late is None else step.late.bad,
             )
 
         if step.is_dense is None:

@@ -111,16 +111,24 @@ def agreed(*, density: float | None = None, bits: int | str = 32) -> SparseAllre
         indices = parts.place(coo.indices, my_part(state, axis))
         return PaddedCOO(coo.values, indices, size)
 
-    def reduce(coo: PaddedCOO, state: StepState, *, axis: AxisName, acc: jax.Array | None = None):
+    def reduce(
+        coo: PaddedCOO,
+        state: StepState,
+        *,
+        axis: AxisName,
+        acc: jax.Array | None = None,
+        told: jax.Array | None = None,
+    ):
         _validation.check_float("coo.values", coo.values.dtype)
         workers = transport.axis_size(axis)
         new_state = StepState(state.count + 1)
         if workers == 1:
-            return _alone(coo, new_state, axis)
+            return _alone(coo, new_state, axis, told)
         plan = make_plan(coo.size, coo.capacity, workers, density, bits)
         mine = _in_my_part(coo, plan, my_part(state, axis), _step.turn(state.count, 0))
         with jax.named_scope("agreed/indices"):
-            gathered = transport.all_gather(_encoded(mine, plan), axis)
+            message = _messages.with_told(_encoded(mine, plan), told)
+            gathered, told = _messages.split_told(transport.all_gather(message, axis), told)
         local, step = _decoded(gathered, plan)
         part = (jnp.arange(workers, dtype=jnp.int32) + state.count) % workers
         # Used several times, in ways that would each compute them anew.
@@ -136,6 +144,7 @@ def agreed(*, density: float | None = None, bits: int | str = 32) -> SparseAllre
             threshold=jnp.zeros((), jnp.float32),
             words=jnp.float32(gather + values),
             useful=_messages.useful_words(gather, sent, plan.slots) + jnp.float32(values),
+            told=told,
         )
         return result.total, result.undelivered, new_state, info
 
@@ -146,6 +155,7 @@ def agreed(*, density: float | None = None, bits: int | str = 32) -> SparseAllre
         complete=True,
         show=show,
         place=place,
+        tells=True,
     )
 
 
@@ -226,6 +236,7 @@ def _decoded(gathered: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array | No
     return local, step.reshape(-1)
 
 
-def _alone(coo: PaddedCOO, state: StepState, axis: AxisName):
+def _alone(coo: PaddedCOO, state: StepState, axis: AxisName, told: jax.Array | None):
     total, undelivered, info = _replicas.of_one_worker(coo, axis)
-    return total, undelivered, state, info
+    told = None if told is None else transport.psum(told, axis)
+    return total, undelivered, state, info._replace(told=told)

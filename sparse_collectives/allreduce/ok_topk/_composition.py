@@ -182,7 +182,14 @@ def ok_topk(
         )
 
     @_range.sums_in_range(exact=chosen_codec.exact)
-    def reduce(coo: PaddedCOO, state: OkTopkState, *, axis: AxisName, indices_alone: bool = False):
+    def reduce(
+        coo: PaddedCOO,
+        state: OkTopkState,
+        *,
+        axis: AxisName,
+        indices_alone: bool = False,
+        told: jax.Array | None = None,
+    ):
         workers = transport.axis_size(axis)
         _check_state(state, coo, workers)
         k = _validation.count_from_density(density, coo.size)
@@ -268,6 +275,7 @@ def ok_topk(
                 select=_step.turn(state.count, 2),
                 balance=_step.turn(state.count, 1),
                 seed=seed(1),
+                told=told,
             ),
             _delivery.Options(
                 axis=axis,
@@ -329,6 +337,7 @@ def ok_topk(
             threshold=threshold,
             words=words.received,
             useful=words.useful,
+            told=delivery.told,
         )
         return total, undelivered, new_state, info
 
@@ -344,6 +353,7 @@ def ok_topk(
         init,
         reduce,
         choose=choose,
+        tells=True,
         spec=Spec.of(
             "ok_topk",
             density=density,

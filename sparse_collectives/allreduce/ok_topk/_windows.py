@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from sparse_collectives import transport
 from sparse_collectives._coo import compaction, kth_magnitude
 from sparse_collectives._types import AxisName
+from sparse_collectives.allreduce._parts import _messages
 from sparse_collectives.allreduce.ok_topk._plan import Plan
 
 # Above all magnitudes.
@@ -33,6 +34,7 @@ class Seen(NamedTuple):
       above: ``i32[P]``, entries of each above it.
       tied: ``i32[P]``, of those equal to it the ones that each delivers.
       overflow: ``f32[]``, of all workers.
+      told: ``i32[]``, the sum of what they tell; None where that is nothing.
     """
 
     holds: jax.Array
@@ -40,6 +42,7 @@ class Seen(NamedTuple):
     above: jax.Array
     tied: jax.Array
     overflow: jax.Array
+    told: jax.Array | None
 
     @property
     def quota(self) -> jax.Array:
@@ -47,7 +50,13 @@ class Seen(NamedTuple):
         return self.above + self.tied
 
 
-def look(bits: jax.Array, plan: Plan, overflow: jax.Array, axis: AxisName) -> Seen:
+def look(
+    bits: jax.Array,
+    plan: Plan,
+    overflow: jax.Array,
+    axis: AxisName,
+    told: jax.Array | None = None,
+) -> Seen:
     """One allgather of ``plan.window`` words and a few.
 
     Args:
@@ -55,6 +64,7 @@ def look(bits: jax.Array, plan: Plan, overflow: jax.Array, axis: AxisName) -> Se
       plan: with a window.
       overflow: ``i32[]``, this worker's overflow, which travels with the window.
       axis: the workers.
+      told: ``i32[]``, a number of this worker that travels, too.
 
     Cost: besides the exchange a bisection over m magnitudes for both ends of the window at
     once, and one over all windows.
@@ -76,11 +86,12 @@ def look(bits: jax.Array, plan: Plan, overflow: jax.Array, axis: AxisName) -> Se
     places, shown = compaction.set_positions(compaction.mask_words(in_window, size), slots, size)
     window = bits.at[places].get(mode="fill", fill_value=0)
     # Of ends that are turned around the smallest is the largest.
-    told = jnp.stack([above, shown, overflow, low, ~high])
-    gathered = transport.all_gather(jnp.concatenate([window, told]), axis)
-    windows, told = gathered[:, :slots], gathered[:, slots:]
-    known, inside, *_ = jnp.sum(told, axis=0, dtype=jnp.int32)
-    _, fullest, _, low, high = jnp.max(told, axis=0)
+    numbers = jnp.stack([above, shown, overflow, low, ~high])
+    message = _messages.with_told(jnp.concatenate([window, numbers]), told)
+    gathered, told = _messages.split_told(transport.all_gather(message, axis), told)
+    windows, numbers = gathered[:, :slots], gathered[:, slots:]
+    known, inside, *_ = jnp.sum(numbers, axis=0, dtype=jnp.int32)
+    _, fullest, _, low, high = jnp.max(numbers, axis=0)
 
     least = jnp.minimum(plan.k, known + inside)
     wanted = jnp.where(low == 0, least, plan.k) - known
@@ -88,7 +99,7 @@ def look(bits: jax.Array, plan: Plan, overflow: jax.Array, axis: AxisName) -> Se
     holds = (low <= threshold) & (threshold < ~high) & (fullest <= slots)
     over = jnp.sum(windows > threshold, axis=1, dtype=jnp.int32)
     equal = jnp.sum(windows == threshold, axis=1, dtype=jnp.int32)
-    above = told[:, 0] + over
+    above = numbers[:, 0] + over
     before = jnp.cumsum(equal, dtype=jnp.int32) - equal
     rest = plan.k - jnp.sum(above, dtype=jnp.int32)
     return Seen(
@@ -96,5 +107,6 @@ def look(bits: jax.Array, plan: Plan, overflow: jax.Array, axis: AxisName) -> Se
         threshold_bits=threshold,
         above=above,
         tied=jnp.clip(rest - before, 0, equal),
-        overflow=jnp.sum(told[:, 2].astype(jnp.float32)),
+        overflow=jnp.sum(numbers[:, 2].astype(jnp.float32)),
+        told=told,
     )
