@@ -24,7 +24,7 @@ from optax_ext._state._consolidate import consolidate, flush
 from optax_ext._state._find import get_info, get_state, get_states, state_specs
 from optax_ext._state._init import init_state
 from optax_ext._state._reshard import reshard
-from optax_ext._state._wrappers import MultiStepsState
+from optax_ext._state._wrappers import DelayedState, MultiStepsState
 from optax_ext._step._dense import DenseState, dense
 from optax_ext._step._dense_leaves import small_leaves
 from optax_ext._step._momentum_correction import MomentumCorrection, momentum_correction
@@ -34,6 +34,7 @@ from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
 from optax_ext._transforms._assert_local import assert_local_gradients
 from optax_ext._transforms._assert_replicated import assert_replicated_gradients
 from optax_ext._transforms._buckets import BucketedState, bucketed
+from optax_ext._transforms._delayed import delayed
 from optax_ext._transforms._local_adam import ScaleByLocalAdamState, scale_by_local_adam
 from optax_ext._transforms._local_clip import local_clip_by_global_norm
 from optax_ext._transforms._multi_steps import multi_steps
@@ -47,6 +48,7 @@ __all__ = [
     "Factors",
     "MomentumCorrection",
     "Monitor",
+    "DelayedState",
     "MultiStepsState",
     "Residual",
     "ScaleByLocalAdamState",
@@ -82,6 +84,7 @@ __all__ = [
     "measure_xi",
     "metrics",
     "momentum_correction",
+    "delayed",
     "multi_steps",
     "ok_topk",
     "ok_topk_sgd",

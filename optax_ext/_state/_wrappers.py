@@ -8,11 +8,13 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from optax_ext._step._dense import DenseState
 from optax_ext._step._sparse_state import SparseAllreduceState
+from sparse_collectives import extend
 
 _REFUSED = {
     optax.ApplyIfFiniteState: (
@@ -53,6 +55,30 @@ class MultiStepsState(NamedTuple):
     gradient_step: jax.Array
     inner_opt_state: Any
     acc_grads: Any
+
+
+class DelayedState(MultiStepsState):
+    """State of :func:`optax_ext.delayed`: the accumulators hold the gradient that waits."""
+
+
+def accumulators(inner: Any, params: Any) -> Any:
+    """Zeros for what each worker accumulates around the reductions in ``inner``, ``f32[P, ...]``.
+
+    Raises:
+      ValueError: a dense reduction whose axis is not bound.
+    """
+    inside = reductions(inner)
+    sparse = [state for state in inside if isinstance(state, SparseAllreduceState)]
+    axis = sparse[0].settings.axis if sparse else inside[0].axis
+    bound = extend.axis_is_bound(axis)
+    if not sparse and not bound and not extend.ranks(axis):
+        raise ValueError(
+            f"axis={axis!r} is not bound where init is called. Call init inside the mapped "
+            "function, or use optax_ext.init_state(tx, params, mesh)."
+        )
+    lead = sparse[0].workers if sparse else 1
+    acc = jax.tree.map(lambda x: jnp.zeros((lead, *jnp.shape(x)), jnp.float32), params)
+    return extend.to_varying(acc, axis) if bound else acc
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_ext._state._wrappers import MultiStepsState, reductions
-from optax_ext._step._sparse_state import SparseAllreduceState
+from optax_ext._state._wrappers import MultiStepsState, accumulators, reductions
 from sparse_collectives import extend
 
 
@@ -62,26 +61,13 @@ def multi_steps(
 
     def init(params: Any) -> MultiStepsState:
         inner = inner_tx.init(params)
-        inside = reductions(inner)
-        if not inside:
+        if not reductions(inner):
             raise ValueError(
                 "tx of optax_ext.multi_steps has no sparse allreduce, and no optax_ext.dense, in "
                 "it. Wrap the whole chain, or use optax.MultiSteps behind the allreduce."
             )
-        sparse = [state for state in inside if isinstance(state, SparseAllreduceState)]
-        axis = sparse[0].settings.axis if sparse else inside[0].axis
-        bound = extend.axis_is_bound(axis)
-        if not sparse and not bound and not extend.ranks(axis):
-            raise ValueError(
-                f"axis={axis!r} is not bound where init is called. Call init inside the mapped "
-                "function, or use optax_ext.init_state(tx, params, mesh)."
-            )
-        lead = sparse[0].workers if sparse else 1
-        acc = jax.tree.map(lambda x: jnp.zeros((lead, *jnp.shape(x)), jnp.float32), params)
-        if bound:
-            acc = extend.to_varying(acc, axis)
         zeros = [jnp.zeros((), jnp.int32) for _ in range(2)]
-        return MultiStepsState(zeros[0], zeros[1], inner, acc)
+        return MultiStepsState(zeros[0], zeros[1], inner, accumulators(inner, params))
 
     def update(updates: Any, state: MultiStepsState, params: Any = None, **extra_args: Any):
         acc = jax.tree.map(lambda a, g: a + g[None].astype(a.dtype), state.acc_grads, updates)

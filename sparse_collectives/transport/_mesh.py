@@ -48,6 +48,9 @@ def all_gather(x: jax.Array, axis: AxisName) -> jax.Array:
 
 def all_to_all(x: jax.Array, axis: AxisName) -> jax.Array:
     """Block j of ``x[P, ...]`` goes to worker j; row i came from worker i."""
+    if _compat.is_simulated(axis):
+        # Of what is the same on all workers vmap makes an array of another shape.
+        x = jnp.where(axis_index(axis) >= 0, x, jnp.zeros_like(x))
     return lax.all_to_all(x, axis, split_axis=0, concat_axis=0)
 
 

@@ -322,3 +322,16 @@ def test_lowers_without_devices(row, platform):
     acc = jax.ShapeDtypeStruct((size,), jnp.float32)
     lowered = jax.jit(mapped).trace(acc, state).lower(lowering_platforms=(platform,))
     assert "stablehlo" in lowered.as_text()
+
+
+def test_what_is_the_same_on_all_workers_is_exchanged_under_vmap():
+    """Zeros to begin with, say, which vmap does not know to differ."""
+
+    def step(x):
+        mine = jnp.arange(12, dtype=jnp.int32).reshape(3, 4)
+        return sc.transport.all_to_all(mine, "w") + x
+
+    found = sc.simulate(step, axis="w", axis_size=3)(jnp.zeros((3, 1, 1), jnp.int32))
+    for worker in range(3):
+        row = np.arange(4 * worker, 4 * worker + 4)
+        np.testing.assert_array_equal(found[worker], np.stack([row] * 3))

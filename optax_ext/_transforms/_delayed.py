@@ -1,0 +1,71 @@
+"""The exchange of one step beside the computation of the next one."""
+
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_ext._state._wrappers import DelayedState, accumulators, reductions
+
+
+def delayed(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    r"""Exchanges at each step the gradient of the step before.
+
+    The exchange then depends on nothing that the step computes: a compiler with asynchronous
+    collectives (XLA's for GPUs, with its latency-hiding scheduler) puts it beside forward and
+    backward pass, and a step takes the longer of the two instead of both. Updates are late by a
+    step, as with a pipeline of depth one: docs/training.md says what that costs in loss.
+
+    The first step exchanges a gradient of zeros. At the end the last gradient waits in the
+    state: one more ``update`` with zeros delivers it.
+
+    Args:
+      tx: the whole chain, with :func:`sparse_allreduce` or :func:`dense` in it.
+
+    Returns:
+      A transformation. Extra arguments go to ``tx``, with the parameters of the step in which
+      it is called. Cost: n entries for each worker in float32.
+
+    Raises:
+      ValueError: at ``init``, no reduction in ``tx``.
+      TypeError: at ``update``, a state that was made without the delay.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_ext, sparse_collectives as sc
+      >>> tx = delayed(optax.chain(optax_ext.dense(axis="w"), optax.sgd(1.0)))
+      >>> def train(first, second):
+      ...     updates_1, state = tx.update(first, tx.init(first))
+      ...     return updates_1, tx.update(second, state)[0]
+      >>> gradients = jnp.array([1.0, 3.0]), jnp.array([5.0, 3.0])  # of two workers
+      >>> [u.tolist() for u in sc.simulate(train, axis="w", axis_size=2)(*gradients)]
+      [[0.0, 0.0], [-2.0, -2.0]]
+    """
+    inner_tx = optax.with_extra_args_support(tx)
+
+    def init(params: Any) -> DelayedState:
+        inner = inner_tx.init(params)
+        if not reductions(inner):
+            raise ValueError(
+                "tx of optax_ext.delayed has no sparse allreduce, and no optax_ext.dense, in it. "
+                "Wrap the whole chain."
+            )
+        zeros = [jnp.zeros((), jnp.int32) for _ in range(2)]
+        return DelayedState(zeros[0], zeros[1], inner, accumulators(inner, params))
+
+    def update(updates: Any, state: DelayedState, params: Any = None, **extra_args: Any):
+        if not isinstance(state, DelayedState):
+            raise TypeError(
+                f"state is a {type(state).__name__}, made without the delay of one step: make it "
+                "with optax_ext.init_state(optax_ext.delayed(tx), params, mesh), or leave "
+                "optax_ext.delayed out."
+            )
+        before = jax.tree.map(lambda a, g: a[0].astype(g.dtype), state.acc_grads, updates)
+        new_updates, inner = inner_tx.update(before, state.inner_opt_state, params, **extra_args)
+        waiting = jax.tree.map(lambda a, g: g[None].astype(a.dtype), state.acc_grads, updates)
+        return new_updates, state._replace(
+            gradient_step=state.gradient_step + 1, inner_opt_state=inner, acc_grads=waiting
+        )
+
+    # optax types a state as any pytree, which NamedTuples of arrays are at run time.
+    return optax.GradientTransformationExtraArgs(cast(Any, init), cast(Any, update))
