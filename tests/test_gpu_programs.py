@@ -13,6 +13,7 @@ import pytest
 from benchmarks.gpu import _contestants, _described, programs
 from benchmarks.gpu._hlo import longest, parse, size_of
 from benchmarks.gpu._paths import Cost, Paths
+from sparse_collectives.planner import _gpu
 
 ROOT = Path(__file__).parents[1]
 RECORDED = ROOT / "benchmarks" / "gpu" / "programs.json"
@@ -342,3 +343,13 @@ def test_no_step_has_become_heavier():
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_planner_has_the_recorded_launches_and_bytes():
+    recorded = json.loads(RECORDED.read_text())
+    rows = {row["program"]: row for row in recorded["programs"]}
+    for name, program in _gpu.PROGRAMS.items():
+        row = rows["agreed_few" if name == "agreed(few)" else name]
+        assert program.launches == row["launches"][0], name
+        per_entry = row["touched_bytes"][0] / recorded["size"]
+        assert program.bytes == pytest.approx(per_entry, abs=0.051), name

@@ -52,6 +52,16 @@ def in_front(density: float, optimizer: Callable[[optax.Schedule], Any]) -> Cont
     return variant
 
 
+def late(contestant: Contestant) -> Contestant:
+    """The same on the gradients of the step before."""
+
+    def variant(rate: float, steps: int) -> Variant:
+        made = contestant(rate, steps)
+        return made._replace(exchange=optax_ext.delayed(made.exchange))
+
+    return variant
+
+
 def low_rank(make: Callable[..., Any], rank: int) -> Contestant:
     """PowerSGD or ACP-SGD in front of AdamW."""
 
@@ -88,6 +98,8 @@ def _with_adamw(share: float) -> dict[str, Contestant]:
         "sparse_adamw, 32 bits": whole(adamw, 5 / 3 * k, exchange=sc.allreduce.agreed()),
         "sparse_adamw, ok_topk": whole(adamw, k, exchange=ok_topk),
         "sparse_adamw, complete ok_topk": whole(adamw, k, exchange=sc.allreduce.complete(ok_topk)),
+        "sparse_adamw, delayed": late(whole(adamw, 5 * k)),
+        "dense, delayed": late(dense(_adamw)),
         "sparse_adamw, no step-ahead": whole(adamw, 5 * k, residual=optax_ext.residual()),
         **{f"powersgd({r}) before AdamW": low_rank(optax_ext.powersgd, r) for r in (1, 2, 4)},
         "acp_sgd(4) before AdamW": low_rank(optax_ext.acp_sgd, 4),

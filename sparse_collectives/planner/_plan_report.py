@@ -6,7 +6,8 @@ from typing import Any
 
 from sparse_collectives.cost_model import Cost
 from sparse_collectives.cost_model._types import BYTES_PER_WORD
-from sparse_collectives.planner._planner import MARGIN, OPTIONS, Plan, Prediction
+from sparse_collectives.planner import _gpu
+from sparse_collectives.planner._planner import MARGIN, OPTIONS, LocalCost, Plan, Prediction
 
 # One for each row of OPTIONS.
 _COLOURS = ("black", "gray", "tan", "tab:blue", "tab:cyan", "tab:purple", "tab:pink", "tab:brown")
@@ -102,11 +103,23 @@ def _assumptions(plan: Plan) -> list[str]:
             f" {_gigabits(net.inner_seconds_per_word):.4g} Gbit/s"
         )
     lines.append(
-        f"worker: selection {plan.local.select * 1e9:.3g} ns a parameter,"
-        f" merging {plan.local.merge * 1e9:.3g} ns a pair"
-        f"; computation {_ms(plan.compute) if plan.compute else 0} ms"
+        f"worker: {_local(plan.local)}; computation {_ms(plan.compute) if plan.compute else 0} ms"
     )
     return lines
+
+
+def _local(local: LocalCost) -> str:
+    given = (
+        f"selection {local.select * 1e9:.3g} ns a parameter, merging {local.merge * 1e9:.3g} ns "
+        "a pair"
+    )
+    if not local.gpu:
+        return given
+    counted = (
+        f"a GPU, {_gpu.LAUNCH * 1e6:.3g} us a launch and {_gpu.BANDWIDTH / 1e12:.3g} TB/s, "
+        "counted and not timed"
+    )
+    return f"{counted}; {given}" if local.select or local.merge else counted
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from sparse_collectives.cost_model import (
     predict,
 )
 from sparse_collectives.cost_model._implementation import bucket_count, fill
+from sparse_collectives.planner import _gpu
 
 # A sparse step costs convergence and memory, and the model is not exact: it has to be
 # faster than a dense one by this much to be recommended.
@@ -33,18 +34,26 @@ class LocalCost(NamedTuple):
       select: seconds per gradient component, for error feedback, selection and the
         update.
       merge: seconds per received pair.
+      gpu: whether it is a GPU, whose steps are counted in launches and bytes: then ``select`` and
+        ``merge`` come on top.
     """
 
     select: float
     merge: float
+    gpu: bool = False
+
+    def seconds(self, name: str, entries: float, pairs: float) -> float:
+        """Of a step of an algorithm that selects from so many entries."""
+        given = self.select * entries + self.merge * pairs
+        return given + (_gpu.program_of(name).seconds(entries) if self.gpu else 0.0)
 
 
 # `benchmarks.local.step_cost`: a whole step with ok_topk takes about 6 ns a component on
 # two CPU cores, n = 14.7M. A scatter-add of pairs into n floats takes 2 to 7 ns a
 # pair on the same machine.
 CPU = LocalCost(6e-9, 6e-9)
-# Not measured: the CPU's costs divided by 100, about the ratio of memory bandwidths.
-GPU = LocalCost(6e-11, 6e-11)
+# Not timed: read from compiled programs.
+GPU = LocalCost(0.0, 0.0, gpu=True)
 
 
 class Option(NamedTuple):
@@ -285,7 +294,7 @@ def _predict(
     share = workload.inner_size if option.two_level else 1
     busy = 0.0
     if not option.dense:
-        busy = local.select * workload.size / share + local.merge * estimate.expected.pairs
+        busy = local.seconds(option.name, workload.size / share, estimate.expected.pairs)
     hidden = 0.0
     if option.overlaps:
         # The last bucket is ready when the computation is over.
