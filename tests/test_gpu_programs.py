@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from benchmarks.gpu import _contestants, _described, programs
+from benchmarks.gpu import _contestants, _described, overlap, programs
 from benchmarks.gpu._hlo import longest, parse, size_of
 from benchmarks.gpu._paths import Cost, Paths
 from sparse_collectives.planner import _gpu
@@ -353,3 +353,21 @@ def test_the_planner_has_the_recorded_launches_and_bytes():
         assert program.launches == row["launches"][0], name
         per_entry = row["touched_bytes"][0] / recorded["size"]
         assert program.bytes == pytest.approx(per_entry, abs=0.051), name
+
+
+def test_products_between_the_start_and_the_end_of_a_collective():
+    lines = """
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %p = f32[8] parameter(0)
+  %before = f32[8] custom-call(%p), custom_call_target="__cublas", metadata={op_name="dot_general"}
+  %start = f32[8] all-reduce-start(%p), to_apply=%add
+  %other = f32[8] fusion(%p), kind=kLoop, calls=%f, metadata={op_name="jit(f)/add"}
+  %product = f32[8] fusion(%p), kind=kCustom, calls=%g, metadata={op_name="jit(f)/dot_general"}
+  %done = f32[8] all-reduce-done(%start)
+  %gather = f32[8] all-gather-start(%p), dimensions={0}
+  ROOT %end = f32[8] all-gather-done(%gather)
+}
+"""
+    program = parse(lines)
+    found = list(overlap.beside(program.computations[program.entry]))
+    assert found == [("all-reduce", 1), ("all-gather", 0)]

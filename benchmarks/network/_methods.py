@@ -67,7 +67,6 @@ JAX = {
     "dense/leaves": lambda density: optax_ext.dense(axis=AXIS),
     "ok_topk": _ok_topk(),
     "ok_topk/rotation": _ok_topk(schedule="rotation"),
-    "ok_topk/all_to_all": _ok_topk(schedule="all_to_all"),
     "ok_topk/narrow16": _ok_topk("narrow16"),
     "ok_topk/narrow8": _ok_topk("narrow8"),
     "ok_topk/reuse": _ok_topk(reuse=True),

@@ -1,0 +1,120 @@
+"""Which collectives XLA puts beside the matrix products of a training step, on a described GPU.
+
+    python -m benchmarks.gpu.overlap
+
+A chain of dense layers on eight H100, compiled with the latency-hiding scheduler. For each
+collective of the steady step it says how many matrix products are between its start and its end:
+0 means that the device waits. Nothing is run, and nothing is timed.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import optax_ext
+import sparse_collectives as sc
+
+from .._common import options
+from .._common.display import show
+from . import _described
+from ._described import AXIS
+from ._hlo import Instruction, parse
+
+LAYERS, WIDTH, EXAMPLES, DEVICES, DENSITY = 6, 2048, 512, 8, 0.01
+_SCHEDULER: Any = {"xla_gpu_enable_latency_hiding_scheduler": True}
+
+
+def reductions() -> dict[str, optax.GradientTransformation]:
+    """What stands in front of SGD."""
+    exchange = sc.allreduce.agreed()
+    agreed = optax_ext.sparse_allreduce(sc.select.topk(density=DENSITY), exchange, axis=AXIS)
+    return {
+        "dense": optax_ext.dense(axis=AXIS),
+        "delayed(dense)": optax_ext.delayed(optax_ext.dense(axis=AXIS)),
+        "agreed": agreed,
+        "bucketed(agreed, 3)": optax_ext.bucketed(agreed, 3),
+        "delayed(agreed)": optax_ext.delayed(agreed),
+        "ok_topk": optax_ext.ok_topk(DENSITY, axis=AXIS),
+        "delayed(ok_topk)": optax_ext.delayed(optax_ext.ok_topk(DENSITY, axis=AXIS)),
+    }
+
+
+def compiled(reduction: optax.GradientTransformation, mesh: Mesh) -> str:
+    """The program of a training step, as text."""
+    tx = optax.chain(reduction, optax.sgd(0.1))
+    layer = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+    params = {f"layer_{i}": layer for i in range(LAYERS)}
+    state = jax.eval_shape(lambda p: optax_ext.init_state(tx, p, dict(mesh.shape)), params)
+    specs = optax_ext.state_specs(state)
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        for layer in params.values():
+            x = jnp.tanh(x @ layer)
+        return jnp.mean(x**2)
+
+    def step(params: Any, state: Any, x: jax.Array) -> tuple[Any, Any]:
+        mine = jax.tree.map(lambda p: jax.lax.pcast(p, AXIS, to="varying"), params)
+        gradients = jax.grad(loss)(mine, x)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), specs, P(AXIS)), out_specs=(P(), specs))
+    given = jax.ShapeDtypeStruct((DEVICES * EXAMPLES, WIDTH), jnp.float32)
+    lowered = jax.jit(mapped, donate_argnums=(0, 1)).lower(params, state, given)
+    return lowered.compile(compiler_options=_SCHEDULER).as_text()
+
+
+def beside(lines: tuple[Instruction, ...]) -> Iterator[tuple[str, int]]:
+    """Each collective that has a start and an end, and the products between them."""
+    started: dict[str, int] = {}
+    products = 0
+    for line in lines:
+        products += _is_product(line)
+        if re.fullmatch(r"(all|reduce|collective)-[a-z\-]+-start", line.opcode):
+            started[line.name] = products
+        elif line.opcode.endswith("-done") and line.operands and line.operands[0] in started:
+            kind = line.opcode.removesuffix("-done")
+            yield kind, products - started.pop(line.operands[0])
+
+
+def _is_product(line: Instruction) -> bool:
+    """Whether an instruction is a matrix product, of a library or of XLA's own."""
+    made_of = re.search(r'op_name="([^"]*)"', line.attributes)
+    named = made_of is not None and "dot_general" in made_of[1]
+    return named and line.opcode in ("custom-call", "fusion")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the table."""
+    parser = options.parser_of(__doc__)
+    parser.add_argument("--only", nargs="+", choices=reductions(), help="these reductions")
+    args = parser.parse_args(argv)
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    jax.config.update("jax_platforms", "cpu")
+    mesh = _described.mesh(DEVICES)
+    rows = []
+    for name, reduction in reductions().items():
+        if args.only and name not in args.only:
+            continue
+        program = parse(compiled(reduction, mesh))
+        lines = program.computations[program.entry]
+        found = [f"{kind} {count}" for kind, count in beside(lines)]
+        rows.append([name, str(sum(map(_is_product, lines))), ", ".join(found)])
+    show(
+        f"{LAYERS} layers of {WIDTH} x {WIDTH}, {_described.NAME}, {DEVICES} devices",
+        ["reduction", "products", "collectives, and the products beside each"],
+        rows,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
