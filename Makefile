@@ -36,8 +36,8 @@ NEWEST_TESTS := $(addprefix tests/,\
 PYTEST := $(CACHE) $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow fuzz test-newest on-newest test-mpi contract lint format types docs \
-    build clean
+.PHONY: help demo test test-slow fuzz test-newest on-newest test-mpi contract evidence lint format \
+    types docs build clean
 
 help:
 	@echo "make demo         train a small model, dense and sparse, and compare them (ARGS='--help')"
@@ -47,6 +47,7 @@ help:
 	@echo "make test-newest  run those that depend on jax's interfaces, on the newest jax"
 	@echo "make test-mpi     build mpi4jax and run the tests over MPI; needs a C compiler"
 	@echo "make contract     check a selector or an allreduce of one's own (SELECTOR=file.py:factory, ALLREDUCE=...)"
+	@echo "make evidence     check the claims of the papers and of README, one by one (ARGS=--quick: in minutes)"
 	@echo "make lint         check style and formatting"
 	@echo "make format       apply both"
 	@echo "make types        check types"
@@ -116,6 +117,10 @@ test-mpi: $(VENV)/.installed-mpi
 contract: $(VENV)/.installed-test
 	SELECTOR='$(SELECTOR)' ALLREDUCE='$(ALLREDUCE)' $(call fast_compile,$(VENV)) $(CACHE) \
 	    $(BIN)/python -m pytest tests/test_templates.py $(ARGS)
+
+# Results are kept one by one: a run that was stopped goes on.
+evidence: $(VENV)/.installed-test
+	$(CACHE) $(BIN)/python -m benchmarks.evidence $(ARGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

@@ -69,7 +69,7 @@ def compiled(reduction: optax.GradientTransformation, mesh: Mesh) -> str:
     mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), specs, P(AXIS)), out_specs=(P(), specs))
     given = jax.ShapeDtypeStruct((DEVICES * EXAMPLES, WIDTH), jnp.float32)
     lowered = jax.jit(mapped, donate_argnums=(0, 1)).lower(params, state, given)
-    return lowered.compile(compiler_options=_SCHEDULER).as_text()
+    return str(lowered.compile(compiler_options=_SCHEDULER).as_text())
 
 
 def beside(lines: tuple[Instruction, ...]) -> Iterator[tuple[str, int]]:

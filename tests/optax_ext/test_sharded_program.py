@@ -88,7 +88,8 @@ def test_what_is_sent_beyond_the_dense_step(name, layout):
     # gathered, and so is Adam's step of it, which the compiler splits as it likes.
     large = [x for x in more if x >= 4 * SIZE]
     assert large in ([], [4 * SIZE], [4 * SIZE] * 2)
-    assert len(more) - len(large) <= 4
+    # And what ok_topk asks all devices before it takes one of its ways.
+    assert len(more) - len(large) <= 5
     assert sum(more) - sum(large) <= 64
 
 
@@ -147,8 +148,9 @@ def test_words_between_the_workers_are_those_of_a_part(sizes, name):
         return tx.update(gradients, tx.init(gradients))[0]
 
     expected = traffic.of_function(alone, like, axis="data", axis_size=workers).words
-    # Whether all are finite is agreed on with the devices of the other parts.
-    agreed = 0.0 if name == "dense" else 2 * (workers - 1) / workers
+    # Whether all are finite is agreed on with the devices of the other parts, and not among the
+    # workers alone: by a word that travels along, or by a sum of its own.
+    agreed = {"dense": 0.0, "topk_a": 2 * (workers - 1) / workers}.get(name, workers - 1)
     assert found[("data",)] == pytest.approx(expected - agreed)
     others = {axes: words for axes, words in found.items() if axes != ("data",)}
     if name == "dense":

@@ -6,7 +6,7 @@ digit, the counts, and the balancing.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -126,11 +126,7 @@ def deliver(entries: PaddedCOO, overflow: jax.Array, turns: Turns, options: Opti
     assert options.exchanges.window is not None
     words = _messages.words_in_full(options.exchanges.window.received(plan.workers))
     with jax.named_scope("ok_topk/delivery"):
-        found = lax.cond(
-            fits,
-            lambda: _typed(_at_once(entries, bits, seen, options), axis),
-            lambda: _typed(by_rounds(), axis),
-        )
+        found = _cond(fits, lambda: _at_once(entries, bits, seen, options), by_rounds)
     return found._replace(words=_messages.words_in_all(words, found.words), told=seen.told)
 
 
@@ -217,10 +213,16 @@ def _by_rounds(
     )
 
 
-def _typed(delivery: Delivery, axis: AxisName) -> Delivery:
-    """Typed alike: of its own a worker has the entries, what became of them, and its words."""
-    words = delivery.words
-    own = (delivery.entries, delivery.held, delivery.unsent, delivery.moved, words.useful)
-    entries, held, unsent, moved, useful = _compat.to_varying(own, axis)
-    words = words._replace(useful=useful)
-    return delivery._replace(entries=entries, held=held, unsent=unsent, moved=moved, words=words)
+def _cond(predicate: jax.Array, *branches: Callable[[], Delivery]) -> Delivery:
+    """``lax.cond`` of branches that need not type alike what varies."""
+    shapes = [jax.eval_shape(branch) for branch in branches]
+
+    def typed(branch: Callable[[], Delivery]) -> Callable[[], Delivery]:
+        return lambda: jax.tree.map(_varying_like, branch(), *shapes)
+
+    return lax.cond(predicate, *map(typed, branches))
+
+
+def _varying_like(x: jax.Array, *others: Any) -> jax.Array:
+    axes = frozenset().union(*map(_compat.varying_axes, others))
+    return _compat.to_varying(x, tuple(axes)) if axes else x

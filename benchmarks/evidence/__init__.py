@@ -1,0 +1,1 @@
+"""Claims of the papers and of this library, checked one by one."""

@@ -1,0 +1,161 @@
+"""Checks what five papers claim, and what this library claims of itself, one by one.
+
+    python -m benchmarks.evidence [--quick] [--only ID ...] [--seeds N] [--list]
+
+Each claim has a check, which measures, and a rule, which decides; a page is made of the results,
+like docs/evidence/index.md. A result is kept as soon as it is there, so a run that was stopped goes
+on where it was. With --quick trainings are shorter and have one seed. --only takes ids, or their
+beginnings, such as sparcml.
+"""
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from .._common import options
+from ._catalogue import CLAIMS
+from ._claims import VERDICTS, Claim, verdict
+from ._page import page
+from ._store import Store
+
+KEPT = Path("docs/evidence")
+FOLDER = Path(".cache/evidence")
+# Of a claim that was never measured, in seconds.
+_GUESS = 20.0
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The options; exits with status 2 and one line when one of them is wrong."""
+    parser = options.parser_of(__doc__)
+    add = parser.add_argument
+    add("--quick", action="store_true", help="shorter trainings, and one seed")
+    add("--only", nargs="+", metavar="ID", help="these claims, by id or by how it begins")
+    add("--seeds", type=options.at_least_one, help="of what is drawn at random (3)")
+    add("--list", action="store_true", help="print the claims, and check nothing")
+    add("--again", action="store_true", help="also what there is a result of")
+    add("--folder", type=Path, default=FOLDER, help=f"of results and page ({FOLDER})")
+    args = parser.parse_args(argv)
+    if args.seeds is None:
+        args.seeds = 1 if args.quick else 3
+    for wanted in args.only or ():
+        if not any(claim.id.startswith(wanted) for claim in CLAIMS):
+            parser.error(f"--only {wanted!r} is the beginning of no claim: see --list")
+    return args
+
+
+def chosen(args: argparse.Namespace) -> list[Claim]:
+    """The claims that are asked for."""
+    wanted = args.only or [""]
+    return [claim for claim in CLAIMS if any(claim.id.startswith(x) for x in wanted)]
+
+
+def open_tasks(args: argparse.Namespace, store: Store) -> list[tuple[Claim, int]]:
+    """What is left to do. Seed by seed, as claims look at the same trainings."""
+    return [
+        (claim, seed)
+        for seed in range(args.seeds)
+        for claim in chosen(args)
+        if claim.check and not (claim.exact and seed)
+        if args.again or not store.has(claim, seed, args.quick)
+    ]
+
+
+def expected(claim: Claim, seed: int, quick: bool, known: Store) -> float:
+    """Seconds that a check took when it was measured before."""
+    found = known.results(claim, quick) or known.results(claim)
+    same = [result for result in found if result["seed"] == seed] or found
+    return max(0.1, same[0]["seconds"]) if same else _GUESS
+
+
+def measure(
+    tasks: list[tuple[Claim, int]], args: argparse.Namespace, store: Store
+) -> list[tuple[str, Exception]]:
+    """Checks, and keeps each result; returns the checks that failed to measure anything."""
+    failed: list[tuple[str, Exception]] = []
+    known = Store(KEPT) if KEPT.is_dir() and args.folder != KEPT else store
+    costs = [expected(claim, seed, args.quick, known) for claim, seed in tasks]
+    with _bar(sum(costs), len(tasks)) as advance:
+        for (claim, seed), cost in zip(tasks, costs, strict=True):
+            start = time.perf_counter()
+            assert claim.check is not None
+            try:
+                numbers = claim.check(seed, args.quick)
+            except Exception as error:  # the other claims are still to be checked
+                failed.append((claim.id, error))
+                advance(f"{claim.id}: {type(error).__name__}, seed {seed}", cost)
+                continue
+            seconds = time.perf_counter() - start
+            store.add(claim, seed, args.quick, numbers, seconds)
+            decided, _ = verdict(claim, [numbers])
+            advance(f"{claim.id}: {decided}, seed {seed}, {seconds:.1f} s", cost)
+    return failed
+
+
+@contextlib.contextmanager
+def _bar(total: float, count: int) -> Iterator[Callable[[str, float], None]]:
+    """A bar with the time left on a terminal, else a line for each result."""
+    # As it is now: checks may redirect what they print.
+    console = Console(file=sys.stderr)
+    done = 0
+    # Its unit is what a second was when the claims were measured before.
+    columns = (TextColumn("{task.fields[count]}"), BarColumn(), TimeRemainingColumn())
+    text = TextColumn("{task.description:42.42}")
+    quiet = not console.is_terminal
+    with Progress(*columns, text, console=console, disable=quiet) as bar:
+        task = bar.add_task("", total=total, count=f"0 of {count}")
+
+        def advance(text: str, cost: float) -> None:
+            nonlocal done
+            done += 1
+            bar.update(task, description=text, advance=cost, count=f"{done} of {count}")
+            if quiet:
+                options.say(f"{done} of {count}: {text}")
+
+        yield advance
+
+
+@options.program
+def main(argv: list[str] | None = None) -> int:
+    """Measures what is missing, writes the page, and prints the count; 1 where a check broke."""
+    args = parse(argv)
+    if args.list:
+        for claim in chosen(args):
+            print(f"{claim.id:32} {claim.source:48} {claim.text}")
+        return 0
+    store = Store(args.folder)
+    tasks = open_tasks(args, store)
+    failed = measure(tasks, args, store)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    file = args.folder / "index.md"
+    file.write_text(page(CLAIMS, store), encoding="utf-8")
+    report(args, store)
+    print(f"{len(tasks) - len(failed)} checks made now; {file}")
+    for name, error in failed:
+        print(f"{name} could not be measured: {error!r}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def report(args: argparse.Namespace, store: Store) -> None:
+    """Prints what does not hold, and how many claims have which verdict."""
+    kept = Store(KEPT) if KEPT.is_dir() else store
+    counts: dict[str, int] = dict.fromkeys(VERDICTS, 0)
+    for claim in chosen(args):
+        decided, note = verdict(claim, [r["numbers"] for r in store.best(claim)])
+        counts[decided] += 1
+        before, _ = verdict(claim, [r["numbers"] for r in kept.best(claim)])
+        if decided in VERDICTS[:2] or decided != before:
+            other = "" if before == decided else f" (in {KEPT}: {before})"
+            print(f"{decided}: {claim.id}{f', {note}' if note else ''}{other}")
+    print("; ".join(f"{count} {name}" for name, count in counts.items() if count))
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)
+    sys.exit(main())

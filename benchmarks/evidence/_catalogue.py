@@ -1,0 +1,26 @@
+"""All claims, in the order of the page."""
+
+from . import (
+    _linear,
+    _models,
+    _ok_topk_words,
+    _promises,
+    _selections,
+    _sparcml_words,
+    _times,
+    _trainings,
+    _unreachable,
+)
+from ._claims import Claim
+
+CLAIMS: tuple[Claim, ...] = (
+    *_ok_topk_words.CLAIMS,
+    *_sparcml_words.CLAIMS,
+    *_linear.CLAIMS,
+    *_models.CLAIMS,
+    *_promises.CLAIMS,
+    *_selections.CLAIMS,
+    *_trainings.CLAIMS,
+    *_times.CLAIMS,
+    *_unreachable.CLAIMS,
+)

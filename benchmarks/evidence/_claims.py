@@ -1,0 +1,150 @@
+"""What a claim is, and what its rule makes of measured numbers.
+
+A rule is a list of bounds on named numbers, so that one place says when a claim holds, in which
+words the page says so, and which of several seeds is the worse one.
+"""
+
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+Numbers = Mapping[str, float]
+# Of a quotient that is to be 1 to rounding.
+_ROUNDING = 1e-9
+
+HOLDS = "holds"
+ELSEWHERE = "holds elsewhere"
+FAILS = "does not hold"
+UNCHECKED = "cannot be checked here"
+UNMEASURED = "not measured yet"
+# Failures are listed first.
+VERDICTS = (FAILS, ELSEWHERE, HOLDS, UNMEASURED, UNCHECKED)
+
+
+class Bound(NamedTuple):
+    """What a number has to be.
+
+    Attributes:
+      name: of the number, in the words of the page.
+      least: it is at least this.
+      most: and at most this.
+    """
+
+    name: str
+    least: float = -math.inf
+    most: float = math.inf
+
+    def slack(self, numbers: Numbers) -> float:
+        """How far inside the number is; negative where it is not, or is no number."""
+        value = numbers[self.name]
+        if math.isnan(value):
+            return -math.inf
+        room = _ROUNDING * max(1.0, abs(value))
+        return min(value - self.least, self.most - value) + room
+
+    def __str__(self) -> str:
+        if self.least == self.most:
+            return f"{self.name} = {shown(self.least)}"
+        if math.isinf(self.least):
+            return f"{self.name} at most {shown(self.most)}"
+        if math.isinf(self.most):
+            return f"{self.name} at least {shown(self.least)}"
+        return f"{self.name} from {shown(self.least)} to {shown(self.most)}"
+
+
+class Elsewhere(NamedTuple):
+    """Where a claim holds if not where it was made.
+
+    Attributes:
+      where: in words.
+      rule: what the numbers measured there have to be.
+    """
+
+    where: str
+    rule: tuple[Bound, ...]
+
+
+class Claim(NamedTuple):
+    """One claim and how it is checked.
+
+    Attributes:
+      id: for ``--only`` and the results.
+      text: what is claimed.
+      source: paper, and section, figure or table.
+      paper: the number there.
+      setting: what is measured here.
+      rule: bounds that all have to be met; none where it cannot be checked.
+      check: ``check(seed, quick) -> numbers``, with every name of the rule; None where it
+        cannot be checked.
+      exact: nothing is drawn, so that one seed is enough.
+      elsewhere: where it holds otherwise.
+      reason: why it cannot be checked.
+    """
+
+    id: str
+    text: str
+    source: str
+    paper: str
+    setting: str = ""
+    rule: tuple[Bound, ...] = ()
+    check: Callable[[int, bool], dict[str, float]] | None = None
+    exact: bool = False
+    elsewhere: Elsewhere | None = None
+    reason: str = ""
+
+
+def mark(claim: Claim) -> str:
+    """Changes with what is measured: a result of another setting or of other numbers is stale."""
+    rules = (claim.rule, claim.elsewhere.rule if claim.elsewhere else ())
+    names = [bound.name for rule in rules for bound in rule]
+    return f"{zlib.crc32(repr((claim.setting, names)).encode()):08x}"
+
+
+def unchecked(id: str, text: str, source: str, paper: str, reason: str) -> Claim:
+    """A claim that cannot be checked here."""
+    return Claim(id, text, source, paper, reason=reason)
+
+
+def verdict(claim: Claim, measured: Sequence[Numbers]) -> tuple[str, str]:
+    """The verdict over all seeds, and a note: where it holds, or why it is not checked."""
+    if claim.check is None:
+        return UNCHECKED, claim.reason
+    if not measured:
+        return UNMEASURED, ""
+    met = sum(_met(claim.rule, numbers) for numbers in measured)
+    if met == len(measured):
+        return HOLDS, ""
+    note = f"{met} of {len(measured)} seeds do" if met else ""
+    if claim.elsewhere and all(_met(claim.elsewhere.rule, numbers) for numbers in measured):
+        return ELSEWHERE, "; ".join(filter(None, (claim.elsewhere.where, note)))
+    return FAILS, note
+
+
+def spread(claim: Claim, measured: Sequence[Numbers]) -> list[tuple[str, float, float]]:
+    """Each number by name: the worse of the seeds, then the better one.
+
+    A number without a bound has no worse one: the smallest comes first.
+    """
+    bounds = {bound.name: bound for bound in claim.rule}
+    if claim.elsewhere:
+        bounds = {bound.name: bound for bound in claim.elsewhere.rule} | bounds
+    rows = []
+    for name in measured[0] if measured else ():
+        key = bounds[name].slack if name in bounds else (lambda numbers, name=name: numbers[name])
+        ordered = sorted(measured, key=key)
+        rows.append((name, ordered[0][name], ordered[-1][name]))
+    return rows
+
+
+def shown(value: float) -> str:
+    """A number with four digits, or whole where it is large."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+
+
+def _met(rule: Sequence[Bound], numbers: Numbers) -> bool:
+    return all(bound.slack(numbers) >= 0 for bound in rule)

@@ -1,0 +1,187 @@
+"""Small trainings over simulated workers, kept, as several claims compare with the same ones."""
+
+import contextlib
+import functools
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+import optax_ext
+import sparse_collectives as sc
+from sparse_collectives import select
+
+from ..training import _simulated_training as training
+from ..training._data import read_images, read_text
+from ..training._recorded_training import MOMENTUM, schedule
+from ..training._simulated_training import AXIS, Curve, Task, Variant, exact_top_k
+from ..training._small_models import convolutional
+from ..training._small_tasks import image_task, text_task
+
+WORKERS, BATCH, RATE = 8, 64, 0.05
+STEPS = (120, 400)
+TEXT_WORKERS, TEXT_BATCH, TEXT_RATE = 4, 16, 0.01
+TEXT_STEPS = (60, 400)
+DENSITY = 0.01
+
+
+@functools.cache
+def digits() -> Task:
+    """A convolutional network on scikit-learn's digits, n = 18,154; 450 test images."""
+    data = read_images(None)
+    return image_task(data, convolutional(data.train_images.shape[1:], data.classes))
+
+
+@functools.cache
+def characters() -> Task:
+    """A transformer of two blocks on Python's help topics."""
+    return text_task(read_text(None))
+
+
+@functools.cache
+def regression() -> Task:
+    """Linear, without noise: what a training cannot fit is its own doing."""
+    rng = np.random.default_rng(0)
+    inputs = rng.standard_normal((4096, 1024)).astype(np.float32)
+    targets = inputs @ rng.standard_normal(1024).astype(np.float32)
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        return jnp.mean((batch[0] @ params["weights"] - batch[1]) ** 2)
+
+    return Task(
+        "regression",
+        lambda seed: {"weights": jnp.zeros(1024)},
+        loss,
+        lambda chosen: (inputs[chosen], targets[chosen]),
+        len(targets),
+        lambda params: float(loss(params, (inputs, targets))),
+        once=False,
+    )
+
+
+def image_variants(steps: int) -> dict[str, Variant]:
+    """Ways to train on the digits, by name."""
+    behind = optax.sgd(schedule(RATE, steps), momentum=MOMENTUM)
+    # Without momentum the same distance takes a rate larger by what momentum sums up.
+    alone = optax.sgd(schedule(RATE / (1 - MOMENTUM), steps))
+    inside = schedule(RATE / (1 - MOMENTUM), steps)
+    top_k = exact_top_k(DENSITY)
+    given: dict[str, Any] = {"density": DENSITY, "axis": AXIS}
+
+    def by(selector: sc.Selector, *, feedback: bool = True) -> Variant:
+        residual = None if feedback else optax_ext.residual(decay=0.0)
+        return Variant(optax_ext.topk_a(**given, selector=selector, residual=residual), alone)
+
+    by_threshold = select.adtopk_threshold(density=DENSITY, steps=steps)
+    return {
+        "dense": Variant(optax_ext.dense(axis=AXIS), behind),
+        "ok_topk_sgd": Variant(
+            optax_ext.ok_topk_sgd(inside, **given, selector=top_k), optax.identity()
+        ),
+        "paper": Variant(optax_ext.ok_topk(**given, paper=True), alone),
+        # Room for four times k: what it lets through is what is to be seen.
+        "gaussian": by(select.gaussian_k(density=DENSITY, headroom=3.0)),
+        "4 bits": Variant(
+            optax_ext.quantized_topk(8 / 512, axis=AXIS, bits=4),
+            alone,
+        ),
+        "top-k": by(top_k),
+        "adtopk": by(select.adtopk(density=DENSITY)),
+        "adtopk-i": by(select.adtopk_interleaved(density=DENSITY)),
+        "adtopk-t": by(by_threshold),
+        "mstopk": by(select.mstopk(density=DENSITY)),
+        "top-k, no feedback": by(top_k, feedback=False),
+        "adtopk, no feedback": by(select.adtopk(density=DENSITY), feedback=False),
+        "adamw": Variant(optax_ext.dense(axis=AXIS), optax.adamw(schedule(0.002, steps))),
+        "sparse_adamw": Variant(
+            optax_ext.sparse_adamw(schedule(0.002, steps), axis=AXIS), optax.identity()
+        ),
+    }
+
+
+def text_variants(steps: int) -> dict[str, Variant]:
+    """Ways to train on characters, by name."""
+    rate = schedule(TEXT_RATE, steps)
+    adamw = optax.adamw(rate)
+    sparse = optax_ext.ok_topk(DENSITY, axis=AXIS, selector=exact_top_k(DENSITY))
+    return {
+        "dense": Variant(optax_ext.dense(axis=AXIS), adamw),
+        "ok_topk": Variant(sparse, adamw),
+        "sparse_adamw": Variant(optax_ext.sparse_adamw(rate, axis=AXIS), optax.identity()),
+    }
+
+
+@functools.lru_cache(maxsize=64)
+def on_digits(name: str, seed: int, quick: bool) -> Curve:
+    """Trains once; the last of its values is the accuracy on the test images."""
+    steps = STEPS[0 if quick else 1]
+    return _train(digits(), image_variants(steps)[name], WORKERS, steps, BATCH, seed, name)
+
+
+@functools.lru_cache(maxsize=16)
+def on_text(name: str, seed: int, quick: bool) -> Curve:
+    """Trains once; the last of its values is the loss on the last tenth of the text."""
+    steps = TEXT_STEPS[0 if quick else 1]
+    variant = text_variants(steps)[name]
+    return _train(characters(), variant, TEXT_WORKERS, steps, TEXT_BATCH, seed, name)
+
+
+@functools.lru_cache(maxsize=8)
+def on_regression(bits: int | None, seed: int, quick: bool) -> Curve:
+    """Trains once; its values are the loss before and after. None: exact pairs."""
+    steps, given = 200 if quick else 600, {"axis": AXIS, "selector": exact_top_k(0.05)}
+    exchange = (
+        optax_ext.topk_dsa(0.05, **given)
+        if bits is None
+        else optax_ext.quantized_topk(0.05, bits=bits, **given)
+    )
+    variant = Variant(exchange, optax.sgd(0.01))
+    return _train(regression(), variant, 4, steps, 64, seed, f"{bits} bits")
+
+
+def xi(density: float, seed: int, quick: bool) -> np.ndarray:
+    """The xi of Ok-Topk at each step of a training on the digits."""
+    task, steps = digits(), STEPS[0 if quick else 1]
+    sparse = optax_ext.ok_topk(density, axis=AXIS, selector=exact_top_k(density))
+    tx = optax_ext.measure_xi(sparse, axis=AXIS)
+    shared = {"axis": AXIS, "axis_size": WORKERS}
+    exchange = sc.simulate(tx.update, in_axes=(0, 0, None), **shared)
+    rate = schedule(RATE / (1 - MOMENTUM), steps)
+
+    def step(carry: Any, given: Any) -> Any:
+        params, state = carry
+        batch, count = given
+        gradients = lax.map(lambda one: jax.grad(task.loss)(params, one), batch)
+        # As in Algorithm 2, the rate is applied before the accumulation.
+        gradients = jax.tree.map(lambda x: rate(count) * x, gradients)
+        means, state = exchange(gradients, state, params)
+        params = jax.tree.map(lambda p, mean: p - mean[0], params, means)
+        return (params, state), state.xi[0]
+
+    params = task.init(seed)
+    copies = jax.tree.map(lambda x: jnp.broadcast_to(x, (WORKERS, *x.shape)), params)
+    chosen = training.order_of(task, steps=steps, batch=BATCH, seed=seed)
+    batches = task.batch_of(chosen.reshape(steps, WORKERS, BATCH // WORKERS))
+    start = (params, sc.simulate(tx.init, **shared)(copies))
+    scanned = jax.jit(lambda carry, given: lax.scan(step, carry, given))
+    return np.asarray(scanned(start, (batches, jnp.arange(steps)))[1])
+
+
+def _train(
+    task: Task, variant: Variant, workers: int, steps: int, batch: int, seed: int, label: str
+) -> Curve:
+    given: dict[str, Any] = {"workers": workers, "steps": steps, "every": steps, "batch": batch}
+    with quiet():
+        return training.train(task, variant, **given, seeds=[seed], label=label)[0]
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without what programs print: the progress of all claims is shown instead."""
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+        yield

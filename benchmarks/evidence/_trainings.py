@@ -1,0 +1,242 @@
+"""What the papers say of accuracy, thresholds and convergence, on small networks."""
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from ._claims import Bound, Claim, Elsewhere
+from ._runs import DENSITY, WORKERS, digits, on_digits, on_regression, on_text, xi
+
+OK_TOPK, SPARCML, ADTOPK = "Ok-Topk", "SparCML", "ADTopk"
+DIGITS = (
+    "a convolutional network on digits, P = 8, density 1 %, 400 steps; one image is 0.22 points"
+)
+TEXT = "a transformer on characters, P = 4, 400 steps"
+
+
+def points(sparse: str, dense: str = "dense") -> Callable[[int, bool], dict[str, float]]:
+    """A check: accuracies, and how many points the first is below the second."""
+
+    def check(seed: int, quick: bool) -> dict[str, float]:
+        one, other = (on_digits(name, seed, quick).values[-1] for name in (sparse, dense))
+        return {"points below": 100 * (other - one), f"{sparse}, %": 100 * one}
+
+    return check
+
+
+def worse(sparse: str) -> Callable[[int, bool], dict[str, float]]:
+    """A check: by how many percent the loss is above that of the dense AdamW."""
+
+    def check(seed: int, quick: bool) -> dict[str, float]:
+        one, other = (on_text(name, seed, quick).values[-1] for name in (sparse, "dense"))
+        return {"% above dense": 100 * (one / other - 1), "loss": one}
+
+    return check
+
+
+def _deviation(which: int, name: str) -> Callable[[int, bool], dict[str, float]]:
+    """A check: how far a count of Ok-Topk as published is from k, after the first tenth."""
+
+    def check(seed: int, quick: bool) -> dict[str, float]:
+        shares = _counts("paper", seed, quick)[which]
+        late = shares[max(1, len(shares) // 10) :]
+        return {
+            f"deviation of the {name} count": float(np.abs(late - 1).mean()),
+            "mean count, k": float(late.mean()),
+        }
+
+    return check
+
+
+def _gaussian(seed: int, quick: bool) -> dict[str, float]:
+    shares = _counts("gaussian", seed, quick)[0]
+    steps = len(shares)
+    return {
+        "first tenth, k": float(shares[: max(1, steps // 10)].mean()),
+        "last quarter, k": float(shares[steps - max(1, steps // 4) :].mean()),
+    }
+
+
+def _counts(name: str, seed: int, quick: bool) -> np.ndarray:
+    """What a worker selects and what is delivered at each step, / k."""
+    curve = on_digits(name, seed, quick)
+    assert curve.counts is not None
+    size = sum(leaf.size for leaf in jax.tree.leaves(digits().init(0)))
+    return curve.counts / round(DENSITY * size)
+
+
+def _xi_below(seed: int, quick: bool) -> dict[str, float]:
+    found = xi(0.01, seed, quick)
+    first = found[: len(found) // 2]
+    return {
+        "mean xi": float(found.mean()),
+        "mean xi, first half": float(first.mean()),
+        "median xi": float(np.median(found)),
+    }
+
+
+def _xi_density(seed: int, quick: bool) -> dict[str, float]:
+    one, two = (xi(density, seed, quick) for density in (0.01, 0.02))
+    half = len(one) // 2
+    return {"xi at 2 % / at 1 %, second half": float(two[half:].mean() / one[half:].mean())}
+
+
+def _two_bits(seed: int, quick: bool) -> dict[str, float]:
+    coarse, exact = (on_regression(bits, seed, quick).values for bits in (2, None))
+    return {
+        "loss / that of exact values": coarse[-1] / exact[-1],
+        "loss / that before": coarse[-1] / coarse[0],
+    }
+
+
+CLAIMS = (
+    Claim(
+        "ok-topk/accuracy",
+        "Ok-Topk SGD reaches the accuracy of dense SGD.",
+        f"{OK_TOPK}, section 5.4.1, Figure 9",
+        "0.1 points below",
+        DIGITS,
+        (Bound("points below", most=1),),
+        points("ok_topk_sgd"),
+    ),
+    Claim(
+        "ok-topk/language-model",
+        "With Ok-Topk in front of Adam BERT's loss is 2.43, and 2.33 dense: 4.3 % more.",
+        f"{OK_TOPK}, section 5.4.3, Figure 13",
+        "4.3 %",
+        f"{TEXT}, `ok_topk` at 1 % in front of AdamW",
+        (Bound("% above dense", most=5),),
+        worse("ok_topk"),
+    ),
+    Claim(
+        "ok-topk/global-count",
+        "With thresholds reused for 32 steps the global count is within 11 % of k.",
+        f"{OK_TOPK}, section 5.2, Figure 6",
+        "below 0.11",
+        f"{DIGITS}, `ok_topk(paper=True)`; after the first tenth",
+        (Bound("deviation of the global count", most=0.11),),
+        _deviation(1, "global"),
+    ),
+    Claim(
+        "ok-topk/local-count",
+        "So is the local count, with thresholds reused for 32 steps.",
+        f"{OK_TOPK}, section 5.2, Figure 6",
+        "below 0.11",
+        f"{DIGITS}, `ok_topk(paper=True)`; after the first tenth",
+        (Bound("deviation of the local count", most=0.11),),
+        _deviation(0, "local"),
+    ),
+    Claim(
+        "ok-topk/gaussian-count",
+        "Gaussiank selects too many at first, later an order of magnitude too few.",
+        f"{OK_TOPK}, section 5.2, Figure 6",
+        "above 1, then 0.1",
+        f"{DIGITS}, its own selection drives the training",
+        (Bound("first tenth, k", least=1), Bound("last quarter, k", most=0.1)),
+        _gaussian,
+    ),
+    Claim(
+        "ok-topk/xi",
+        "xi stays below P, so that training converges.",
+        f"{OK_TOPK}, section 4, Figure 5",
+        "below P",
+        f"{DIGITS}, `ok_topk` at every step; as the digits are learned by heart the gradient, by "
+        "which xi is divided, vanishes",
+        (Bound("mean xi", most=WORKERS),),
+        _xi_below,
+    ),
+    Claim(
+        "ok-topk/xi-density",
+        "A higher density makes xi smaller.",
+        f"{OK_TOPK}, section 4, Figure 5",
+        "below 1",
+        f"{DIGITS}, and 2 %",
+        (Bound("xi at 2 % / at 1 %, second half", most=1),),
+        _xi_density,
+    ),
+    Claim(
+        "sparcml/four-bits",
+        "8 of each 512 entries with 4 bits end within 1 % of the full accuracy.",
+        f"{SPARCML}, section 8.3",
+        "1 point",
+        f"{DIGITS.replace('density 1 %', '8 of 512')}",
+        (Bound("points below", most=1),),
+        points("4 bits"),
+    ),
+    Claim(
+        "sparcml/two-bits",
+        "Quantised top-k SGD converges for any unbiased rounding, as 2 bits.",
+        f"{SPARCML}, Theorem 4.1 and Algorithm 1",
+        "converges",
+        "linear regression, n = 1,024, density 5 %, P = 4, 600 steps, `quantized_topk(bits=2)`",
+        (Bound("loss / that of exact values", most=2),),
+        _two_bits,
+        elsewhere=Elsewhere(
+            "more slowly than with exact values", (Bound("loss / that before", most=0.5),)
+        ),
+    ),
+    Claim(
+        "adtopk/accuracy",
+        "ADTopk ends above top-k.",
+        f"{ADTOPK}, experiment 3",
+        "1.5 to 5.2 points above",
+        f"{DIGITS}, both with error feedback",
+        (Bound("points below", most=0),),
+        points("adtopk", "top-k"),
+    ),
+    Claim(
+        "adtopk/no-feedback",
+        "Without error feedback, too, and by far.",
+        f"{ADTOPK}, experiment 5, Figure 13",
+        "10.3 points above",
+        f"{DIGITS}, both without error feedback",
+        (Bound("points below", most=0),),
+        points("adtopk, no feedback", "top-k, no feedback"),
+    ),
+    Claim(
+        "adtopk/interleaved",
+        "ADTopk-i, which takes turns with top-k, ends at or above ADTopk.",
+        f"{ADTOPK}, section 4.2",
+        "above",
+        f"{DIGITS}; half a point is left to chance",
+        (Bound("points below", most=0.5),),
+        points("adtopk-i", "adtopk"),
+    ),
+    Claim(
+        "adtopk/threshold",
+        "ADTopk-t, with reused thresholds, ends as ADTopk-i.",
+        f"{ADTOPK}, section 4.3",
+        "the same",
+        f"{DIGITS}; half a point is left to chance",
+        (Bound("points below", most=0.5),),
+        points("adtopk-t", "adtopk-i"),
+    ),
+    Claim(
+        "mstopk/accuracy",
+        "Training with MSTopK ends as with exact top-k.",
+        "MSTopK, section 5.5.1, Table 2",
+        "slightly below dense",
+        f"{DIGITS}, both with error feedback",
+        (Bound("points below", most=0.5),),
+        points("mstopk", "top-k"),
+    ),
+    Claim(
+        "library/sparse-adamw-digits",
+        "`sparse_adamw` ends near the accuracy of the dense AdamW.",
+        "This library, README",
+        "97.63 and 98.00 %",
+        f"{DIGITS.replace('density 1 %', 'defaults')}",
+        (Bound("points below", most=1),),
+        points("sparse_adamw", "adamw"),
+    ),
+    Claim(
+        "library/sparse-adamw-text",
+        "In the same steps `sparse_adamw` ends 0.5 % above the loss of AdamW with 4 workers.",
+        "This library, README",
+        "0.5 %, at worst 1.3 %, after 2,000 steps",
+        TEXT,
+        (Bound("% above dense", most=1.3),),
+        worse("sparse_adamw"),
+    ),
+)
