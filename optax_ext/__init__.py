@@ -44,11 +44,11 @@ from optax_ext._transforms._xi import XiState, measure_xi
 
 __all__ = [
     "BucketedState",
+    "DelayedState",
     "DenseState",
     "Factors",
     "MomentumCorrection",
     "Monitor",
-    "DelayedState",
     "MultiStepsState",
     "Residual",
     "ScaleByLocalAdamState",
@@ -68,6 +68,7 @@ __all__ = [
     "checkpoint_metadata",
     "checksums",
     "consolidate",
+    "delayed",
     "dense",
     "dgc",
     "flush",
@@ -84,7 +85,6 @@ __all__ = [
     "measure_xi",
     "metrics",
     "momentum_correction",
-    "delayed",
     "multi_steps",
     "ok_topk",
     "ok_topk_sgd",

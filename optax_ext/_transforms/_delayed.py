@@ -39,7 +39,7 @@ def delayed(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
       ...     return updates_1, tx.update(second, state)[0]
       >>> gradients = jnp.array([1.0, 3.0]), jnp.array([5.0, 3.0])  # of two workers
       >>> [u.tolist() for u in sc.simulate(train, axis="w", axis_size=2)(*gradients)]
-      [[0.0, 0.0], [-2.0, -2.0]]
+      [[-0.0, -0.0], [-2.0, -2.0]]
     """
     inner_tx = optax.with_extra_args_support(tx)
 

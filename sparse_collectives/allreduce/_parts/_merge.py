@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from sparse_collectives._coo import _bitset, compaction, search
@@ -19,6 +18,8 @@ from sparse_collectives.padded_coo import PaddedCOO, sum_dtype
 
 # Of so few owners running sums are quicker than a sort on a CPU, and of more of them on a GPU.
 _FEW_OWNERS, _MOST_COUNTED = 8, 1 << 26
+# A table has a flag for each of n, which must not be many more than the slots, and so many cells.
+_SPARSEST, _MOST_CELLS = 64, 1 << 28
 
 
 class Blocks(NamedTuple):
@@ -164,7 +165,11 @@ def reduce_blocks(
     rows = functools.partial(_row_by_row, size=size, capacity=capacity, dtype=sum_dtype(dtype))
     table = functools.partial(_in_a_table, size=size, capacity=capacity, dtype=sum_dtype(dtype))
     leaves = [(block.indices, block.values) for block in received]
-    indices, sums = by_platform(rows, table, leaves)
+    cells = capacity * sum(block.indices.shape[0] for block in received)
+    if size <= _SPARSEST * slots and cells <= _MOST_CELLS:
+        indices, sums = by_platform(rows, table, leaves)
+    else:
+        indices, sums = rows(leaves)
     return PaddedCOO(sums.astype(dtype), indices, size)
 
 
@@ -198,14 +203,18 @@ def _in_a_table(blocks, *, size: int, capacity: int, dtype) -> tuple[jax.Array, 
     """
     indices = jnp.concatenate([indices.reshape(-1) for indices, _ in blocks])
     values = jnp.concatenate([values.reshape(-1).astype(dtype) for _, values in blocks])
-    lengths = [length for rows, _ in blocks for length in [rows.shape[-1]] * len(rows)]
-    row = jnp.asarray(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
+    rows, first = [], 0
+    for block, _ in blocks:
+        of_block = jnp.arange(first, first + block.shape[0], dtype=jnp.int32)
+        rows.append(jnp.broadcast_to(of_block[:, None], block.shape).reshape(-1))
+        first += block.shape[0]
     is_member = jnp.zeros((size,), jnp.bool_).at[indices].set(True, mode="drop")
     words = compaction.mask_words(lambda start, stop: is_member[start:stop], size)
     ranked = _bitset.rank_index(words)
     slot = jnp.where(indices < size, _bitset.rank(ranked, indices), capacity)
     union = jnp.full((capacity,), size, jnp.int32).at[slot].set(indices, mode="drop")
-    table = jnp.zeros((len(lengths), capacity), dtype).at[row, slot].set(values, mode="drop")
+    table = jnp.zeros((first, capacity), dtype)
+    table = table.at[jnp.concatenate(rows), slot].set(values, mode="drop")
     sums = jnp.zeros((capacity,), dtype)
     for each in table:
         sums = sums + each
