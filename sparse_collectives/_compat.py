@@ -148,6 +148,12 @@ def to_varying(tree, axis: AxisName):
     return jax.tree.map(cast, tree)
 
 
+def varying_like(x: Any, *others: Any) -> Any:
+    """``x``, typed as varying wherever any of ``others``, arrays or shapes, is."""
+    axes = frozenset().union(*map(varying_axes, others))
+    return to_varying(x, tuple(axes)) if axes else x
+
+
 def is_varying(x, axis: AxisName) -> bool:
     """Whether ``x`` is typed as varying over all names of ``axis``."""
     return not is_communicator(axis) and set(axis_names(axis)) <= varying_axes(x)

@@ -168,7 +168,6 @@ class ErrorFeedback:
             options.nonfinite == "skip"
             and self.exchange.tells
             and whole
-            and not callable(options.dense_steps)
             and not options.dense_steps
             and 0 < layout.size <= _LATE_SIZE
         )

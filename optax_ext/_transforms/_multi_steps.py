@@ -88,8 +88,8 @@ def multi_steps(
             # Branches must agree in what they type as varying.
             new_updates, inner = result
             return (
-                jax.tree.map(_typed_like, new_updates, shapes),
-                jax.tree.map(_typed_like, inner, state.inner_opt_state, inner_shapes),
+                jax.tree.map(extend.varying_like, new_updates, shapes),
+                jax.tree.map(extend.varying_like, inner, state.inner_opt_state, inner_shapes),
             )
 
         emit = state.mini_step + 1 >= k
@@ -106,9 +106,3 @@ def multi_steps(
 
     # optax types a state as any pytree, which NamedTuples of arrays are at run time.
     return optax.GradientTransformationExtraArgs(cast(Any, init), cast(Any, update))
-
-
-def _typed_like(x: Any, *others: Any) -> Any:
-    """``x`` varying wherever any of ``others`` is."""
-    axes = frozenset().union(*(extend.varying_axes(other) for other in others))
-    return extend.to_varying(x, tuple(axes)) if axes else x

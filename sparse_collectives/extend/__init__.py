@@ -18,6 +18,7 @@ from sparse_collectives._compat import (
     static_axis,
     to_varying,
     varying_axes,
+    varying_like,
 )
 from sparse_collectives._coo._bits import magnitude_bits
 from sparse_collectives._coo.kth_magnitude import largest_mask
@@ -65,4 +66,5 @@ __all__ = [
     "to_varying",
     "transport",
     "varying_axes",
+    "varying_like",
 ]

@@ -396,6 +396,38 @@ def test_workers_whose_mass_is_in_different_regions_do_not_crowd_any_owner(worke
     assert np.mean(missing) < 0.02
 
 
+# Global selection: at once, or by rounds.
+
+
+@pytest.mark.parametrize("workers", [2, 8])
+def test_windows_and_rounds_select_the_same(workers, monkeypatch):
+    size, density = 4000, 0.05
+    selector = sc.select.topk(density=density)
+    allreduce = sc.allreduce.ok_topk(density=density)
+    cases = helpers.hard_accumulators(workers, size)
+    # In each window more entries at the threshold than slots: it shows a part of what it should.
+    rng = np.random.default_rng(0)
+    full = np.zeros((workers, size), np.float32)
+    for row in full:
+        row[rng.choice(size, 100, replace=False)] = 1.0
+    full[:, rng.choice(size, 100, replace=False)] = np.linspace(5, 9, 100, dtype=np.float32)
+    cases["full windows"] = full
+    at_once = {name: helpers.run_once(selector, allreduce, acc) for name, acc in cases.items()}
+    monkeypatch.setattr(_plan, "_window", lambda *_: (0, 0))
+    for name, acc in cases.items():
+        by_rounds = helpers.run_once(selector, allreduce, acc)
+        for field in ("total", "kept"):
+            np.testing.assert_array_equal(at_once[name][field], by_rounds[field], name)
+    # Where the data are usual the windows are enough, and else the rounds come on top.
+    plan = _plan.make_plan(size, 200, workers)
+    pairs = 2 * (workers - 1) * (plan.split_slots + plan.gather_slots)
+    monkeypatch.undo()
+    plan = _plan.make_plan(size, 200, workers, windows=True)
+    window = (plan.window + 5) * (workers - 1)
+    assert at_once["normal"]["info"].words[0] == pairs + window
+    assert at_once["ties"]["info"].words[0] > pairs + window
+
+
 # Split and reduce.
 
 

@@ -6,7 +6,7 @@ digit, the counts, and the balancing.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -218,11 +218,6 @@ def _cond(predicate: jax.Array, *branches: Callable[[], Delivery]) -> Delivery:
     shapes = [jax.eval_shape(branch) for branch in branches]
 
     def typed(branch: Callable[[], Delivery]) -> Callable[[], Delivery]:
-        return lambda: jax.tree.map(_varying_like, branch(), *shapes)
+        return lambda: jax.tree.map(_compat.varying_like, branch(), *shapes)
 
     return lax.cond(predicate, *map(typed, branches))
-
-
-def _varying_like(x: jax.Array, *others: Any) -> jax.Array:
-    axes = frozenset().union(*map(_compat.varying_axes, others))
-    return _compat.to_varying(x, tuple(axes)) if axes else x
