@@ -10,9 +10,13 @@ import contextvars
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 from jax import lax
 
+from sparse_collectives import _validation
+
 GPU, PORTABLE = "gpu", "portable"
+_GPU_BACKENDS = ("gpu", "cuda", "rocm")
 _forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("form", default=None)
 
 
@@ -27,9 +31,24 @@ def by_platform(portable: Callable[..., Any], gpu: Callable[..., Any], *args: An
     return lax.platform_dependent(*args, cuda=gpu, rocm=gpu, default=portable)
 
 
+def is_for_gpu() -> bool:
+    """Whether what is traced now is meant for a GPU, for choices that only a trace can make.
+
+    It goes by the default platform, and by :func:`traced_for`. So results may not depend on it.
+    """
+    forced = _forced.get()
+    if forced is not None:
+        return forced == GPU
+    return jax.default_backend() in _GPU_BACKENDS
+
+
 @contextlib.contextmanager
-def form(name: str) -> Iterator[None]:
-    """What is traced within has the form ``name`` on every platform: for tests."""
+def traced_for(name: str) -> Iterator[None]:
+    """What is traced within has the form ``name``, "gpu" or "portable", on every platform.
+
+    For programs that are compiled ahead of time on a machine without a GPU, and for tests.
+    """
+    _validation.check_choice("name", name, (GPU, PORTABLE))
     token = _forced.set(name)
     try:
         yield

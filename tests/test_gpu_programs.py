@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from sparse_collectives.planner import _gpu
 
 ROOT = Path(__file__).parents[1]
 RECORDED = ROOT / "benchmarks" / "gpu" / "programs.json"
+GUIDE = ROOT / "docs" / "gpu.md"
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 # A body of two kernels over 4 float32: each reads 16 bytes and writes 16.
@@ -124,6 +126,75 @@ ENTRY %main (x: SHAPE) -> SHAPE {
   ROOT %out = SHAPE fusion(%x), kind=kInput, calls=%fused_sort
 }
 """
+# Of 4096 entries: 1 kB that are added, gathers and slices of which only a part is read.
+FUSED = """\
+%fused (p: f32[4096], q: f32[4096], i: s32[8], u: f32[8]) -> RESULT {
+  %p = f32[4096]{0} parameter(0)
+  %q = f32[4096]{0} parameter(1)
+  %i = s32[8]{0} parameter(2)
+  %u = f32[8]{0} parameter(3)
+  BODY
+}
+
+ENTRY %main (p.1: f32[4096], q.1: f32[4096], i.1: s32[8], u.1: f32[8]) -> RESULT {
+  %p.1 = f32[4096]{0} parameter(0)
+  %q.1 = f32[4096]{0} parameter(1)
+  %i.1 = s32[8]{0} parameter(2)
+  %u.1 = f32[8]{0} parameter(3)
+  ROOT %out = RESULT fusion(%p.1, %q.1, %i.1, %u.1), kind=kLoop, calls=%fused
+}
+"""
+WHOLE, FEW, SECTORS = 4 * 4096, 4 * 8, 32 * 8
+MOVED = {
+    "a sum": ("f32[4096]", "ROOT %r = f32[4096]{0} add(%p, %q)", 3 * WHOLE),
+    "a gather reads sectors, and all of its indices": (
+        "f32[8]",
+        "ROOT %r = f32[8]{0} gather(%p, %i), slice_sizes={1}",
+        SECTORS + FEW + FEW,
+    ),
+    "a gather of a sum reads both": (
+        "f32[8]",
+        """%s = f32[4096]{0} add(%p, %q)
+  ROOT %r = f32[8]{0} gather(%s, %i), slice_sizes={1}""",
+        2 * SECTORS + FEW + FEW,
+    ),
+    "a slice": ("f32[8]", "ROOT %r = f32[8]{0} slice(%p), slice={[0:8]}", FEW + FEW),
+    "what is reduced is read as a whole": (
+        "f32[]",
+        "%z = f32[] constant(0)\n  ROOT %r = f32[] reduce(%p, %z), dimensions={0}, to_apply=%add",
+        WHOLE + 4,
+    ),
+    "a scatter in place": (
+        "f32[4096]",
+        "ROOT %r = f32[4096]{0} scatter(%p, %i, %u), to_apply=%add",
+        2 * SECTORS + FEW + FEW,
+    ),
+    "in place through another shape": (
+        "f32[1,4096]",
+        """%f = f32[1,4096]{1,0} bitcast(%p)
+  %s = f32[1,4096]{1,0} scatter(%f, %i, %u), to_apply=%add
+  ROOT %r = f32[1,4096]{1,0} bitcast(%s)""",
+        2 * SECTORS + FEW + FEW,
+    ),
+    "a scatter into what is made in the same launch": (
+        "f32[4096]",
+        """%s = f32[4096]{0} add(%p, %q)
+  ROOT %r = f32[4096]{0} scatter(%s, %i, %u), to_apply=%add""",
+        3 * WHOLE + FEW + FEW,
+    ),
+    "an update of a slice": (
+        "f32[4096]",
+        "ROOT %r = f32[4096]{0} dynamic-update-slice(%p, %u, %i)",
+        FEW + FEW + FEW,
+    ),
+    "several results, an operand that two of them read counted once": (
+        "(f32[4096], f32[8])",
+        """%s = f32[4096]{0} negate(%p)
+  %g = f32[8]{0} gather(%p, %i), slice_sizes={1}
+  ROOT %r = (f32[4096]{0}, f32[8]{0}) tuple(%s, %g)""",
+        2 * WHOLE + FEW + FEW,
+    ),
+}
 RADIX = """\
 ENTRY %main (x: u32[9000]) -> u32[9000] {
   %x = u32[9000]{0} parameter(0)
@@ -190,7 +261,7 @@ def test_operands_may_have_shapes_and_no_percent_signs():
     )
     program = parse(text)
     assert program.computations["main"][1].operands == ("a", "a")
-    assert paths(text).lightest() == Cost(launches=1, touched=24)
+    assert paths(text).lightest() == Cost(launches=1, touched=24, moved=16)
 
 
 def test_text_without_an_entry_is_an_error():
@@ -200,13 +271,13 @@ def test_text_without_an_entry_is_an_error():
 
 def test_a_loop_of_known_length_is_multiplied_out():
     found = paths(LOOPS.replace("TRIPS", KNOWN))
-    assert found.lightest() == found.heaviest() == Cost(launches=10, touched=5 * 2 * 32)
+    assert found.lightest() == found.heaviest() == Cost(launches=10, touched=5 * 2 * 32, moved=5 * 2 * 32)
 
 
 def test_a_loop_of_unknown_length_takes_no_turn_or_one():
     found = paths(LOOPS.replace("TRIPS", ""))
     assert found.lightest() == Cost(waits=1)
-    assert found.heaviest() == Cost(launches=2, touched=64, waits=1)
+    assert found.heaviest() == Cost(launches=2, touched=64, moved=64, waits=1)
 
 
 def test_what_a_known_loop_waits_for_it_waits_for_at_each_turn():
@@ -227,9 +298,9 @@ ENTRY %main (p.1: f32[4]) -> f32[4] {
 @pytest.mark.parametrize("kind", [INDEXED, BOOLEAN], ids=["indexed", "boolean"])
 def test_of_a_conditional_the_branch_with_fewest_launches(kind):
     found = branching(kind)
-    assert found.lightest() == Cost(launches=1, touched=2048, waits=1)
+    assert found.lightest() == Cost(launches=1, touched=2048, moved=2048, waits=1)
     # The most of each number, though no branch has them all.
-    assert found.heaviest() == Cost(launches=2, touched=2048, waits=1, collectives=1)
+    assert found.heaviest() == Cost(2, 2048, moved=2048, waits=1, collectives=1)
     assert found.collectives() == 1
 
 
@@ -254,6 +325,14 @@ def test_long_sorts_are_named(text, sorts):
     assert (found.launches, found.sorts) == (1, sorts)
 
 
+@pytest.mark.parametrize("case", MOVED)
+def test_bytes_that_a_launch_moves(case):
+    result, body, expected = MOVED[case]
+    text = FUSED.replace("RESULT", result).replace("BODY", body)
+    assert paths(text).lightest().moved == expected
+    assert paths(text).lightest().touched >= expected or "scatter" in body
+
+
 def test_the_parts_add_up_to_the_path():
     found = paths(LOOPS.replace("TRIPS", KNOWN))
     assert sum((part.cost * part.times for part in found.parts()), Cost()) == found.lightest()
@@ -270,16 +349,22 @@ def test_the_text_of_a_real_program_is_read():
     assert paths(text.as_text()).lightest().launches > 0
 
 
-def row(name, launches, touched):
-    return {"program": name, "launches": [launches, 99], "touched_bytes": [touched, 10**9]}
+def row(name, launches, touched, moved=10):
+    return {
+        "program": name,
+        "launches": [launches, 99],
+        "touched_bytes": [touched, 10**9],
+        "moved_bytes": [moved, 10**9],
+    }
 
 
 def test_growth_of_more_than_a_tenth_is_named():
     before = [row("a", 100, 1000), row("b", 100, 1000), row("c", 100, 1000)]
-    now = [row("a", 110, 1100), row("b", 111, 500), row("c", 50, 1101), row("d", 1, 1)]
+    now = [row("a", 110, 1100), row("b", 111, 500), row("c", 50, 1101, 12), row("d", 1, 1)]
     assert programs.grown(now, before) == [
         "b: 111 launches, 100 before",
-        "c: 1,101 bytes, 1,000 before",
+        "c: 1,101 bytes touched, 1,000 before",
+        "c: 12 bytes moved, 10 before",
         "d is not in the file",
     ]
 
@@ -351,8 +436,42 @@ def test_the_planner_has_the_recorded_launches_and_bytes():
     for name, program in _gpu.PROGRAMS.items():
         row = rows["agreed_few" if name == "agreed(few)" else name]
         assert program.launches == row["launches"][0], name
-        per_entry = row["touched_bytes"][0] / recorded["size"]
+        per_entry = row["moved_bytes"][0] / recorded["size"]
         assert program.bytes == pytest.approx(per_entry, abs=0.051), name
+
+
+def table_of(text, head):
+    """The cells below a table's first cell, by the first cell of each row."""
+    lines = iter(text.splitlines())
+    next(line for line in lines if line.startswith(f"| {head} |"))
+    next(lines)
+    rows = {}
+    for line in lines:
+        if not line.startswith("|"):
+            return rows
+        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        rows[name] = cells
+    return rows
+
+
+def test_the_table_of_programs_is_that_of_the_recorded_file():
+    recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
+    rows = {row["program"]: programs.cells(row)[1:] for row in recorded["programs"]}
+    written = table_of(GUIDE.read_text(encoding="utf-8"), "program")
+    assert len(written) > 15
+    for name, cells in written.items():
+        *counts, collectives, _ = rows[name.split("`")[1]]
+        start, _, of_all = collectives.partition(" of ")
+        assert cells == [*counts, start if start == of_all else collectives], name
+
+
+def test_the_table_of_overlaps_is_that_of_the_recorded_file():
+    recorded = json.loads(RECORDED.with_name("overlap.json").read_text(encoding="utf-8"))
+    written = table_of(GUIDE.read_text(encoding="utf-8"), "reduction")
+    assert len(written) == len(recorded["programs"])
+    for row, (name, (cell,)) in zip(recorded["programs"], written.items(), strict=True):
+        assert row["reduction"] in name.replace("`", "")
+        assert [int(x) for x in re.findall(r"\d+", cell)] == [x["products"] for x in row["beside"]]
 
 
 def test_products_between_the_start_and_the_end_of_a_collective():

@@ -145,6 +145,12 @@ def size_of(shape: str) -> int:
     return total
 
 
+def count_of(shape: str) -> int:
+    """The entries of an array, or of all arrays of a tuple."""
+    found = (dimensions for _, dimensions in _ARRAY.findall(shape))
+    return sum(math.prod(int(d) for d in dimensions.split(",") if d) for dimensions in found)
+
+
 def longest(shape: str) -> int:
     """The largest dimension of an array, or of all arrays of a tuple; 1 of a scalar."""
     found = (dimensions.split(",") for _, dimensions in _ARRAY.findall(shape))

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ._hlo import Instruction, Program, longest, size_of
+from ._moved import moved_by
 
 # What launches nothing, besides whatever ends in -done or -update.
 _FREE = {
@@ -31,6 +32,7 @@ class Cost:
     Attributes:
       launches: kernels, copies and library calls.
       touched: bytes of all their operands and results, an upper bound of what moves.
+      moved: bytes, of a gather what it takes and of a scatter what it changes.
       waits: conditionals and loops for whose predicate the host may have to wait.
       collectives: that are started.
       sorts: launches that are in truth tens of kernels each.
@@ -38,6 +40,7 @@ class Cost:
 
     launches: int = 0
     touched: int = 0
+    moved: int = 0
     waits: int = 0
     collectives: int = 0
     sorts: int = 0
@@ -53,7 +56,7 @@ class Cost:
         return Cost(*map(max, self._values(), other._values()))
 
     def _values(self) -> tuple[int, ...]:
-        return self.launches, self.touched, self.waits, self.collectives, self.sorts
+        return self.launches, self.touched, self.moved, self.waits, self.collectives, self.sorts
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,8 @@ class Paths:
     def _alone(self, computation: str, line: Instruction) -> Cost:
         shapes = self._shapes[computation]
         touched = size_of(line.shape) + sum(size_of(shapes.get(x, "")) for x in line.operands)
-        return Cost(1, touched, 0, self._collective(line), self._sorts(line))
+        moved = moved_by(line, shapes, self._program.computations.__getitem__)
+        return Cost(1, touched, round(moved), 0, self._collective(line), self._sorts(line))
 
     def _inside(self, line: Instruction) -> tuple[Instruction, ...]:
         """The instruction, and those of which it is made."""

@@ -1,6 +1,6 @@
 """Which collectives XLA puts beside the matrix products of a training step, on a described GPU.
 
-    python -m benchmarks.gpu.overlap
+    python -m benchmarks.gpu.overlap [--write FILE]
 
 A chain of dense layers on eight H100, compiled with the latency-hiding scheduler. For each
 collective of the steady step it says how many matrix products are between its start and its end:
@@ -21,8 +21,9 @@ from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sparse_collectives as sc
+from sparse_collectives import extend
 
-from .._common import options
+from .._common import options, reports
 from .._common.display import show
 from . import _described
 from ._described import AXIS
@@ -68,7 +69,8 @@ def compiled(reduction: optax.GradientTransformation, mesh: Mesh) -> str:
 
     mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), specs, P(AXIS)), out_specs=(P(), specs))
     given = jax.ShapeDtypeStruct((DEVICES * EXAMPLES, WIDTH), jnp.float32)
-    lowered = jax.jit(mapped, donate_argnums=(0, 1)).lower(params, state, given)
+    with extend.traced_for("gpu"):
+        lowered = jax.jit(mapped, donate_argnums=(0, 1)).lower(params, state, given)
     return str(lowered.compile(compiler_options=_SCHEDULER).as_text())
 
 
@@ -96,22 +98,33 @@ def main(argv: list[str] | None = None) -> int:
     """Prints the table."""
     parser = options.parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=reductions(), help="these reductions")
+    parser.add_argument("--write", type=options.output, metavar="FILE", help="also write it here")
     args = parser.parse_args(argv)
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     jax.config.update("jax_platforms", "cpu")
     mesh = _described.mesh(DEVICES)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, reduction in reductions().items():
         if args.only and name not in args.only:
             continue
         program = parse(compiled(reduction, mesh))
         lines = program.computations[program.entry]
-        found = [f"{kind} {count}" for kind, count in beside(lines)]
-        rows.append([name, str(sum(map(_is_product, lines))), ", ".join(found)])
+        found = [{"collective": kind, "products": count} for kind, count in beside(lines)]
+        products = sum(map(_is_product, lines))
+        rows.append({"reduction": name, "products": products, "beside": found})
+    content = {"jax": jax.__version__, "layers": LAYERS, "width": WIDTH, "devices": DEVICES}
+    reports.write(args.write, content | {"programs": rows})
     show(
         f"{LAYERS} layers of {WIDTH} x {WIDTH}, {_described.NAME}, {DEVICES} devices",
         ["reduction", "products", "collectives, and the products beside each"],
-        rows,
+        [
+            [
+                row["reduction"],
+                str(row["products"]),
+                ", ".join(f"{x['collective']} {x['products']}" for x in row["beside"]),
+            ]
+            for row in rows
+        ],
     )
     return 0
 

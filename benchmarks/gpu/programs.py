@@ -3,14 +3,14 @@
     python -m benchmarks.gpu.programs [--only NAME ...] [--write FILE] [--check FILE]
 
 XLA compiles for a device that is described to it. This counts in the compiled program the kernels
-that a step launches, the bytes that they touch (an upper bound), the temporary memory, the
-conditionals and loops for which the host may have to wait, and the collectives that are started.
+that a step launches, the bytes that they touch (all operands, an upper bound) and move (of a gather
+what it takes, of a scatter what it changes), the temporary memory, the conditionals and loops for which the host may have to wait, and the collectives that are started.
 Steps run on the given number of devices, selections on one. Of two numbers the first is the
 steady step, the lightest path, and the second the heaviest path, or all collectives of the
 program. "sorts" are launches that are tens of kernels each.
 
---check compares with what --write has written, and is status 1 where a steady step launches or
-touches over a tenth more. --breakdown shows where the launches of one program come from. Nothing
+--check compares with what --write has written, and is status 1 where a steady step launches,
+touches or moves over a tenth more. --breakdown shows where the launches of one program come from. Nothing
 is run, and nothing is timed.
 """
 
@@ -33,7 +33,12 @@ from ._paths import Cost, Paths
 SIZE, DENSITY, DEVICES = 14_700_000, 0.01, 8
 # Growth that --check lets pass: compilers change their minds about a fusion.
 TOLERANCE = 1.1
-HEAD = ("program", "launches", "GB touched", "MB temporary", "waits", "collectives", "sorts")
+_LIMITED = {
+    "launches": "launches",
+    "touched_bytes": "bytes touched",
+    "moved_bytes": "bytes moved",
+}
+HEAD = ("program", "launches", "GB touched", "GB moved", "MB temporary", "waits", "collectives", "sorts")
 _count = reports.whole(0, 2**62)
 PATTERN: reports.Pattern = {
     "jax": reports.text(),
@@ -41,7 +46,12 @@ PATTERN: reports.Pattern = {
     "density": reports.number(0, 1),
     "device": {"devices": reports.whole(1)},
     "programs": [
-        {"program": reports.text(), "launches": [_count], "touched_bytes": [_count]},
+        {
+            "program": reports.text(),
+            "launches": [_count],
+            "touched_bytes": [_count],
+            "moved_bytes": [_count],
+        },
     ],
 }
 
@@ -68,6 +78,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         row["program"],
         " .. ".join(f"{x:,}" for x in row["launches"]),
         " .. ".join(f"{x / 1e9:.2f}" for x in row["touched_bytes"]),
+        " .. ".join(f"{x / 1e9:.2f}" for x in row["moved_bytes"]),
         f"{row['temporary_bytes'] / 1e6:,.0f}",
         str(row["waits"]),
         "{} of {}".format(*row["collectives"]) if row["collectives"][1] else "",
@@ -84,7 +95,7 @@ def grown(rows: list[dict[str, Any]], recorded: list[dict[str, Any]]) -> list[st
         if old is None:
             found.append(f"{row['program']} is not in the file")
             continue
-        for key, unit in (("launches", "launches"), ("touched_bytes", "bytes")):
+        for key, unit in _LIMITED.items():
             if row[key][0] > TOLERANCE * old[key][0]:
                 found.append(f"{row['program']}: {row[key][0]:,} {unit}, {old[key][0]:,} before")
     return found
@@ -106,13 +117,14 @@ def breakdown(name: str, hlo: str) -> None:
     order = sorted(groups.items(), key=lambda item: (-item[1].launches, -item[1].touched))
     show(
         f"{name}: the steady step",
-        ["scope", "function", "launches", "MB touched", "waits", "collectives"],
+        ["scope", "function", "launches", "MB touched", "MB moved", "waits", "collectives"],
         [
             [
                 scope or "-",
                 source or "-",
                 str(cost.launches),
                 f"{cost.touched / 1e6:.1f}",
+                f"{cost.moved / 1e6:.1f}",
                 str(cost.waits or ""),
                 str(cost.collectives or ""),
             ]

@@ -27,8 +27,9 @@ from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
 from sparse_collectives import extend
 from sparse_collectives.extend import AxisName
 
-# Entries at most: 16 MiB, which allocators keep, and do not ask the system for at each step.
-_LATE_SIZE = 1 << 22
+# Entries at most: 16 MiB, which allocators keep, and do not ask the system for at each step. A
+# GPU's keep all they have; there 64 MiB, of which three passes take about as long as a latency.
+_LATE_SIZE, _LATE_ON_GPU = 1 << 22, 1 << 24
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -169,7 +170,7 @@ class ErrorFeedback:
             and self.exchange.tells
             and whole
             and not options.dense_steps
-            and 0 < layout.size <= _LATE_SIZE
+            and 0 < layout.size <= (_LATE_ON_GPU if extend.is_for_gpu() else _LATE_SIZE)
         )
 
     def _late(

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import PaddedCOO, Undelivered, transport
+from sparse_collectives import PaddedCOO, Undelivered, extend, transport
 from sparse_collectives.extend import AxisName
 
 POLICIES = ("skip", "drop", "raise", "propagate")
@@ -157,9 +157,7 @@ def _finite(parts: list[Part]) -> jax.Array:
     """Whether every accumulator of this worker is finite."""
     finite = jnp.ones((), jnp.bool_)
     for part in parts:
-        # On CPU what is reduced is written first: a byte for each entry is a quarter of
-        # what a sum that is NaN where one of them is would take.
-        finite &= jnp.all(jnp.isfinite(part.accumulated))
+        finite &= extend.all_finite(part.accumulated)
     return finite
 
 

@@ -82,8 +82,9 @@ def _sum_rows(coo: PaddedCOO) -> jax.Array:
     Row by row, since indices are unique within one: a GPU adds to one place in no
     fixed order, and each worker makes this sum by itself. In float32, or float64.
     """
-    # The carry has to have the type of its result from the start.
-    zero = jnp.zeros_like(coo.values[0, 0], sum_dtype(coo.values.dtype))
+    # The carry has to have the type of its result from the start. It is a zero that XLA can't
+    # tell from a result of the indices, or the n of them would outlive the sum.
+    zero = jnp.minimum(coo.indices[0, 0], 0).astype(sum_dtype(coo.values.dtype))
 
     def add(total, row):
         indices, values = row

@@ -21,8 +21,10 @@ from sparse_collectives._compat import (
     varying_like,
 )
 from sparse_collectives._coo._bits import magnitude_bits
+from sparse_collectives._coo.finite import all_finite
 from sparse_collectives._coo.kth_magnitude import largest_mask
 from sparse_collectives._hash import combine, mix
+from sparse_collectives._platform import is_for_gpu, traced_for
 from sparse_collectives._types import AxisName, State
 from sparse_collectives._validation import (
     check_choice,
@@ -39,6 +41,7 @@ from sparse_collectives.padded_coo import empty
 __all__ = [
     "AxisName",
     "State",
+    "all_finite",
     "all_gather",
     "all_reduce",
     "axis_indices",
@@ -54,6 +57,7 @@ __all__ = [
     "combine",
     "empty",
     "is_communicator",
+    "is_for_gpu",
     "is_varying",
     "largest_mask",
     "magnitude_bits",
@@ -64,6 +68,7 @@ __all__ = [
     "shard_size",
     "static_axis",
     "to_varying",
+    "traced_for",
     "transport",
     "varying_axes",
     "varying_like",

@@ -1,8 +1,7 @@
 """What a sparse step costs on a GPU, from its compiled programs.
 
 None of it was timed. `benchmarks.gpu.programs` compiles the steps for a described H100 and counts
-the kernels that a steady step launches, and the bytes they touch, whole operands of gathers and
-scatters included. A launch is taken as 4 us (they take 2 to 5), and memory at 60 % of its
+the kernels that a steady step launches, and the bytes they move. A launch is taken as 4 us (they take 2 to 5), and memory at 60 % of its
 bandwidth. A test holds the numbers equal to those of `benchmarks/gpu/programs.json`.
 """
 
@@ -18,7 +17,7 @@ class Program(NamedTuple):
 
     Attributes:
       launches: of kernels, those of collectives included.
-      bytes: touched, for each entry of the gradient.
+      bytes: moved, for each entry of the gradient.
     """
 
     launches: int
@@ -31,15 +30,15 @@ class Program(NamedTuple):
 
 # At n = 14.7M, 1 % and P = 8; of another P the launches are about the same.
 PROGRAMS: Mapping[str, Program] = {
-    "ok_topk": Program(150, 52.9),
-    "topk_a": Program(85, 130.7),
-    "gtopk": Program(214, 87.0),
-    "agreed": Program(69, 71.0),
-    "agreed(few)": Program(81, 71.3),
-    "spardl": Program(279, 73.0),
-    "ssar_recursive_double": Program(117, 81.9),
-    "ssar_split_allgather": Program(101, 55.9),
-    "dsar_split_allgather": Program(104, 63.9),
+    "ok_topk": Program(150, 38.4),
+    "topk_a": Program(87, 44.3),
+    "gtopk": Program(215, 56.0),
+    "agreed": Program(71, 37.7),
+    "agreed(few)": Program(83, 37.9),
+    "spardl": Program(279, 42.3),
+    "ssar_recursive_double": Program(118, 65.4),
+    "ssar_split_allgather": Program(101, 41.9),
+    "dsar_split_allgather": Program(105, 42.3),
 }
 # What was not compiled: as the longest of those that were.
 DEFAULT = max(PROGRAMS.values(), key=lambda program: program.launches)

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 import optax_ext
 import sparse_collectives as sc
 from optax_ext._step import _error_feedback
-from sparse_collectives import traffic
+from sparse_collectives import extend, traffic
 
 WORKERS, SIZE, DENSITY = 4, 600, 0.05
 
@@ -81,6 +81,21 @@ def test_it_has_the_bits_of_an_agreement_before(name, monkeypatch):
     assert int(late[-1][1].skipped) == 2
     assert not late[1][0].any()
     np.testing.assert_array_equal(late[1][1].residual, late[0][1].residual)
+
+
+@pytest.mark.parametrize("name", ["ok_topk", "agreed", "momentum"])
+def test_what_is_traced_for_a_gpu_agrees_late_up_to_a_size_of_its_own(name, monkeypatch):
+    before = run(CASES[name](), gradients())
+    monkeypatch.setattr(_error_feedback, "_LATE_SIZE", 0)
+    early = collectives_of(CASES[name]())
+    with extend.traced_for("gpu"):
+        assert collectives_of(CASES[name]()) == early - 1
+        late = run(CASES[name](), gradients())
+        monkeypatch.setattr(_error_feedback, "_LATE_ON_GPU", SIZE - 1)
+        assert collectives_of(CASES[name]()) == early
+    for (update, state), (expected, wanted) in zip(late, before, strict=True):
+        np.testing.assert_array_equal(update, expected)
+        jax.tree.map(np.testing.assert_array_equal, state, wanted)
 
 
 def collectives_of(tx):

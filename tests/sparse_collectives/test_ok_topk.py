@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives import _platform
+from sparse_collectives import extend
 from sparse_collectives.allreduce._parts import _hashed, _merge
 from sparse_collectives.allreduce.ok_topk import (
     _global_selection,
@@ -116,7 +116,7 @@ def test_a_bucket_is_reduced_before_the_next_one_has_arrived_which_waits_for_it(
         return allreduce.reduce(coo, allreduce.init(400, 4), axis="w")[0]
 
     given = jnp.zeros(40), jnp.zeros(40, jnp.int32)
-    with _platform.form(_platform.PORTABLE):
+    with extend.traced_for("portable"):
         equations = jax.make_jaxpr(step, axis_env=[("w", 4)])(*given).jaxpr.eqns
     sent, reduced_from, before = 0, set(), {}
     for equation in equations:
@@ -403,8 +403,13 @@ def test_workers_whose_mass_is_in_different_regions_do_not_crowd_any_owner(worke
 def test_windows_and_rounds_select_the_same(workers, monkeypatch):
     size, density = 4000, 0.05
     selector = sc.select.topk(density=density)
-    allreduce = sc.allreduce.ok_topk(density=density)
     cases = helpers.hard_accumulators(workers, size)
+
+    def run(cases):
+        # One that was not compiled before, with the other way.
+        allreduce = sc.allreduce.ok_topk(density=density)
+        return {name: helpers.run_once(selector, allreduce, acc) for name, acc in cases.items()}
+
     # In each window more entries at the threshold than slots: it shows a part of what it should.
     rng = np.random.default_rng(0)
     full = np.zeros((workers, size), np.float32)
@@ -412,12 +417,21 @@ def test_windows_and_rounds_select_the_same(workers, monkeypatch):
         row[rng.choice(size, 100, replace=False)] = 1.0
     full[:, rng.choice(size, 100, replace=False)] = np.linspace(5, 9, 100, dtype=np.float32)
     cases["full windows"] = full
-    at_once = {name: helpers.run_once(selector, allreduce, acc) for name, acc in cases.items()}
+    # The same, and a few of the larger ones come last, where the window has no room for them.
+    late = np.zeros((workers, size), np.float32)
+    large, few = 200 // workers, 16 // workers
+    for worker, row in enumerate(late):
+        values = np.linspace(2, 9, large)
+        row[worker : (large - few) * workers : workers] = values[few:]
+        row[500 + worker : 500 + 200 * workers : workers] = 1.0
+        row[size - few * workers + worker :: workers] = values[:few]
+    cases["full of small ones"] = late
+    at_once = run(cases)
     monkeypatch.setattr(_plan, "_window", lambda *_: (0, 0))
-    for name, acc in cases.items():
-        by_rounds = helpers.run_once(selector, allreduce, acc)
+    by_rounds = run(cases)
+    for name in cases:
         for field in ("total", "kept"):
-            np.testing.assert_array_equal(at_once[name][field], by_rounds[field], name)
+            np.testing.assert_array_equal(at_once[name][field], by_rounds[name][field], name)
     # Where the data are usual the windows are enough, and else the rounds come on top.
     plan = _plan.make_plan(size, 200, workers)
     pairs = 2 * (workers - 1) * (plan.split_slots + plan.gather_slots)

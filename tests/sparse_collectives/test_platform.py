@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives import _platform
+from sparse_collectives import extend
 from sparse_collectives._coo import _bits, compaction, kth_magnitude, search
 from sparse_collectives.allreduce._parts import _merge
 from tests.sparse_collectives import helpers
@@ -19,8 +19,8 @@ RNG = np.random.default_rng(0)
 def of_both(function, *args):
     """What each form gives, compiled."""
     results = []
-    for form in (_platform.PORTABLE, _platform.GPU):
-        with _platform.form(form):
+    for form in ("portable", "gpu"):
+        with extend.traced_for(form):
             # Another function each time: a cache knows no forms.
             results.append(jax.jit(lambda *a: function(*a))(*args))
     return results
@@ -51,6 +51,27 @@ def test_the_kth_magnitude_and_how_many_reach_it(name, k):
     assert pattern == np.sort(np.asarray(bits))[-k]
     if pattern:
         assert count == np.sum(np.asarray(bits) >= np.asarray(pattern))
+
+
+@pytest.mark.parametrize("shape", [(1,), (31,), (32,), (1, 1003), (0,)])
+def test_whether_all_is_finite(shape):
+    x = RNG.standard_normal(shape).astype(np.float32)
+    assert same(extend.all_finite, jnp.asarray(x))
+    for bad in (np.nan, np.inf, -np.inf):
+        for place in (0, -1) if x.size else ():
+            spoilt = x.copy()
+            spoilt.flat[place] = bad
+            assert not same(extend.all_finite, jnp.asarray(spoilt))
+
+
+def test_what_a_trace_is_for():
+    assert not extend.is_for_gpu()
+    with extend.traced_for("gpu"):
+        assert extend.is_for_gpu()
+        with extend.traced_for("portable"):
+            assert not extend.is_for_gpu()
+    with pytest.raises(ValueError, match="name must be one of"):
+        extend.traced_for("tpu").__enter__()
 
 
 @pytest.mark.parametrize("size", [40_000, 600_000])
@@ -131,8 +152,8 @@ def test_selectors_step_after_step(name):
     for x in steps:
         x = jnp.asarray(x, jnp.float32)
         found = []
-        for i, form in enumerate((_platform.PORTABLE, _platform.GPU)):
-            with _platform.form(form):
+        for i, form in enumerate(("portable", "gpu")):
+            with extend.traced_for(form):
                 coo, states[i], info = jax.jit(lambda *a: selector.select(*a))(x, states[i])
             found.append((coo, info))
         jax.tree.map(np.testing.assert_array_equal, *found)
@@ -150,15 +171,17 @@ ALLREDUCES = {
 
 @pytest.mark.parametrize("name", ALLREDUCES)
 def test_allreduces_of_hard_data(name):
-    workers, allreduce = 4, ALLREDUCES[name]()
-    selector = sc.select.topk(density=0.05)
-    for case, acc in helpers.hard_accumulators(workers, 600).items():
-        found = []
-        for form in (_platform.PORTABLE, _platform.GPU):
-            with _platform.form(form):
-                found.append(helpers.run_once(selector, allreduce, acc))
+    cases, found = helpers.hard_accumulators(4, 600), {}
+    for form in ("portable", "gpu"):
+        # Of each its own: the programs of one are compiled once.
+        selector, allreduce = sc.select.topk(density=0.05), ALLREDUCES[name]()
+        with extend.traced_for(form):
+            for case, acc in cases.items():
+                found[form, case] = helpers.run_once(selector, allreduce, acc)
+    for case in cases:
         for field in ("total", "kept"):
-            np.testing.assert_array_equal(found[0][field], found[1][field], case)
+            portable, gpu = found["portable", case][field], found["gpu", case][field]
+            np.testing.assert_array_equal(portable, gpu, case)
 
 
 def test_a_program_holds_the_form_of_its_platform():
