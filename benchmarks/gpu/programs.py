@@ -3,15 +3,16 @@
     python -m benchmarks.gpu.programs [--only NAME ...] [--write FILE] [--check FILE]
 
 XLA compiles for a device that is described to it. This counts in the compiled program the kernels
-that a step launches, the bytes that they touch (all operands, an upper bound) and move (of a gather
-what it takes, of a scatter what it changes), the temporary memory, the conditionals and loops for which the host may have to wait, and the collectives that are started.
-Steps run on the given number of devices, selections on one. Of two numbers the first is the
-steady step, the lightest path, and the second the heaviest path, or all collectives of the
-program. "sorts" are launches that are tens of kernels each.
+that a step launches, the bytes that they touch (all operands, an upper bound) and move (of a
+gather what it takes, of a scatter what it changes), the temporary memory, the conditionals and
+loops for which the host may have to wait, and the collectives that are started. Steps run on the
+given number of devices, selections on one. Of two numbers the first is the steady step, the
+lightest path, and the second the heaviest path, or all collectives of the program. "sorts" are
+launches that are tens of kernels each.
 
 --check compares with what --write has written, and is status 1 where a steady step launches,
-touches or moves over a tenth more. --breakdown shows where the launches of one program come from. Nothing
-is run, and nothing is timed.
+touches or moves over a tenth more. --breakdown shows where the launches of one program come from.
+Nothing is run, and nothing is timed.
 """
 
 import collections
@@ -38,7 +39,10 @@ _LIMITED = {
     "touched_bytes": "bytes touched",
     "moved_bytes": "bytes moved",
 }
-HEAD = ("program", "launches", "GB touched", "GB moved", "MB temporary", "waits", "collectives", "sorts")
+HEAD = (
+    *("program", "launches", "GB touched", "GB moved"),
+    *("MB temporary", "waits", "collectives", "sorts"),
+)
 _count = reports.whole(0, 2**62)
 PATTERN: reports.Pattern = {
     "jax": reports.text(),

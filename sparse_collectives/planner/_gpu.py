@@ -1,8 +1,9 @@
 """What a sparse step costs on a GPU, from its compiled programs.
 
 None of it was timed. `benchmarks.gpu.programs` compiles the steps for a described H100 and counts
-the kernels that a steady step launches, and the bytes they move. A launch is taken as 4 us (they take 2 to 5), and memory at 60 % of its
-bandwidth. A test holds the numbers equal to those of `benchmarks/gpu/programs.json`.
+the kernels that a steady step launches, and the bytes they move. A launch is taken as 4 us (they
+take 2 to 5), and memory at 60 % of its bandwidth. A test holds the numbers equal to those of
+`benchmarks/gpu/programs.json`.
 """
 
 from collections.abc import Mapping
