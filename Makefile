@@ -27,12 +27,13 @@ FAST_FLAGS := --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=f
 fast_compile = XLA_FLAGS="$$XLA_FLAGS $$($(1)/bin/python tools/xla_flags.py $(1)/.xla-flags \
     $(FAST_FLAGS))"
 CACHE := JAX_COMPILATION_CACHE_DIR=.cache/jax JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.1
-# What depends on the surface of jax: types under shard_map, pmap, tracing, serialization, callbacks.
+# What depends on the surface of jax: types under shard_map, pmap, tracing, serialization, callbacks,
+# barriers, what is sharded by the compiler.
 NEWEST_TESTS := $(addprefix tests/,\
     test_package.py mpi/test_dispatch.py sparse_collectives/test_traffic.py \
     sparse_collectives/test_padded_coo.py \
     $(addprefix optax_ext/,test_modes.py test_train_step.py test_sharded.py test_checkpoint.py test_errors.py \
-        test_nonfinite.py))
+        test_nonfinite.py test_buckets.py test_sharded_program.py))
 PYTEST := $(CACHE) $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
@@ -50,9 +51,9 @@ help:
 	@echo "make evidence     check the claims of the papers and of README, one by one (ARGS=--quick: in minutes)"
 	@echo "make lint         check style and formatting"
 	@echo "make format       apply both"
-	@echo "make types        check types"
+	@echo "make types        check types, and that all of the public ones are known"
 	@echo "make docs         build the manual into site/; a warning fails"
-	@echo "make build        build sdist and wheel, and check the wheel"
+	@echo "make build        build sdist and wheel, and check both"
 	@echo "make clean        remove what these targets made, .venv included"
 
 $(VENV)/.created:
@@ -132,6 +133,7 @@ format: $(VENV)/.installed-test
 
 types: $(VENV)/.installed-test
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/python tools/check_public_types.py
 
 # --strict counts warnings only where they are printed, so not with --quiet.
 docs: $(VENV)/.installed-docs
@@ -141,7 +143,9 @@ docs: $(VENV)/.installed-docs
 build: $(VENV)/.installed-test
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist .
+	$(BIN)/twine check --strict dist/*
 	$(BIN)/python tools/check_wheel.py dist
+	$(call fast_compile,$(VENV)) $(BIN)/python tools/check_sdist.py dist
 
 clean:
 	rm -rf $(VENV) $(NEWEST) dist site .cache .pytest_cache .ruff_cache .hypothesis

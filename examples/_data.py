@@ -1,4 +1,4 @@
-"""Data for the examples: scikit-learn's digits, or a folder of IDX files, and batches of either."""
+"""Data for the examples: digits or other images, text, and batches of either."""
 
 import gzip
 import math
@@ -103,13 +103,44 @@ def batches(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields batches without end, in a new order in each epoch, leaving out a last part batch."""
     if not 0 < size <= len(images):
-        raise ValueError(f"size is {size}; there are {len(images)} images")
+        raise InputError(f"a batch of {size} images is asked for, and there are {len(images)}")
     random = np.random.default_rng(seed)
     while True:
         order = random.permutation(len(images))
         for start in range(0, len(order) - size + 1, size):
             chosen = order[start : start + size]
             yield images[chosen], labels[chosen]
+
+
+def text_of(path: Path | None) -> np.ndarray:
+    """The characters of a file, or of Python's own help topics, as ASCII: ``u8[n]``.
+
+    Raises:
+      InputError: the file cannot be read.
+    """
+    if path is None:
+        from pydoc_data import topics
+
+        text = "".join(topics.topics.values())
+    else:
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise InputError(f"cannot read {path}: {error.strerror}") from error
+    # What is not ASCII becomes a question mark.
+    return np.frombuffer(text.encode("ascii", "replace"), np.uint8)
+
+
+def windows(text: np.ndarray, *, count: int, length: int, seed: int | tuple) -> np.ndarray:
+    """``i32[count, length + 1]``: pieces of the text from random places.
+
+    Raises:
+      InputError: the text is shorter than a window.
+    """
+    if len(text) <= length + 1:
+        raise InputError(f"a text of {len(text)} characters has no windows of {length + 1}")
+    starts = np.random.default_rng(seed).integers(0, len(text) - length - 1, count)
+    return text[starts[:, None] + np.arange(length + 1)].astype(np.int32)
 
 
 def _images_and_labels(folder: Path, part: str) -> tuple[np.ndarray, np.ndarray]:

@@ -9,10 +9,25 @@ from typing import Any, NamedTuple
 import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.ticker import LogLocator, NullFormatter
 from rich import box
 from rich.table import Table
 
-FORMATS = (".pdf", ".png", ".svg")
+Style = dict[str, Any]
+
+
+class HeldOut(NamedTuple):
+    """What was measured on images that no step has seen.
+
+    Attributes:
+      over_steps: the loss after so many steps.
+      losses: f64[images], of each after the last step.
+      right: f64[images], how often each is classified as it should be, after the last step.
+    """
+
+    over_steps: dict[int, float]
+    losses: np.ndarray
+    right: np.ndarray
 
 
 class Run(NamedTuple):
@@ -24,9 +39,11 @@ class Run(NamedTuple):
       train_loss: on all training images, after the last step.
       losses: f64[steps], of the step's batch.
       words: f64[steps], received by each worker.
-      selected: f64[steps, workers], components that each worker selected.
+      selected: f64[steps, workers], components that each worker selected; f64[steps, 1] in a
+        dense run, where all workers have all of them.
       delivered: f64[steps], components in the result that all workers apply.
-      overflow: f64[steps, workers], selected components that found no slot and wait.
+      overflow: as `selected`: those of them that found no slot and wait.
+      held_out: the losses of the test images, where they were measured.
     """
 
     size: int
@@ -37,22 +54,12 @@ class Run(NamedTuple):
     selected: np.ndarray
     delivered: np.ndarray
     overflow: np.ndarray
+    held_out: HeldOut | None = None
 
 
-def traffic(infos, *, size: int, workers: int) -> dict[str, np.ndarray]:
-    """Returns the counts of a run as arrays over steps.
-
-    Args:
-      infos: one `optax_ext.get_info` for each step. For a dense run each of them is None, and the
-        counts are those of a ring allreduce: 2n(P-1)/P words for P workers.
-      size: n, the number of gradient components.
-      workers: P.
-    """
+def traffic(infos) -> dict[str, np.ndarray]:
+    """Returns the counts of a run as arrays over steps, from `optax_ext.get_info` of each step."""
     names = ("words", "selected", "delivered", "overflow")
-    if infos[0] is None:
-        everywhere = np.full((len(infos), workers), float(size))
-        words = np.full(len(infos), 2 * size * (workers - 1) / workers)
-        return dict(zip(names, (words, everywhere, everywhere[:, 0], 0 * everywhere), strict=True))
     return {name: np.asarray([getattr(i, name) for i in infos], np.float64) for name in names}
 
 
@@ -65,7 +72,19 @@ def summary(runs: dict[str, Run], options: argparse.Namespace) -> dict[str, Any]
         dense = run.selected.min() == n and k < n
         return None if dense else float(np.abs(run.selected - k).mean() / k)
 
-    names = ("optimizer", "workers", "steps", "batch", "lr", "density", "seed")
+    def against_first(run: Run) -> dict[str, float]:
+        """On the same images, so that what they have in common is no noise."""
+        (first, *_), now = (run.held_out for run in runs.values()), run.held_out
+        if first is None or now is None:
+            return {}
+        pairs = {"loss": now.losses - first.losses, "accuracy": now.right - first.right}
+        return {
+            "test_loss": float(now.losses.mean()),
+            **{f"{name}_above": float(pair.mean()) for name, pair in pairs.items()},
+            **{f"{name}_error": _error_of_mean(pair) for name, pair in pairs.items()},
+        }
+
+    names = ("optimizer", "workers", "steps", "batch", "lr", "density", "noise", "seed")
     return {
         "n": n,
         "k": k,
@@ -75,6 +94,7 @@ def summary(runs: dict[str, Run], options: argparse.Namespace) -> dict[str, Any]
             name: {
                 "test_accuracy": run.accuracy,
                 "train_loss": run.train_loss,
+                **against_first(run),
                 "words": float(run.words.mean()),
                 "selected": float(run.selected.mean()),
                 "delivered": float(run.delivered.mean()),
@@ -84,6 +104,37 @@ def summary(runs: dict[str, Run], options: argparse.Namespace) -> dict[str, Any]
             for name, run in runs.items()
         },
     }
+
+
+def _error_of_mean(values: np.ndarray) -> float:
+    return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else 0.0
+
+
+def title_of(numbers: dict[str, Any]) -> str:
+    """What was trained, in a line."""
+    return (
+        f"{numbers['n']:,} parameters, {numbers['workers']} workers, {numbers['steps']} steps, "
+        f"batch {numbers['batch']}, noise {numbers['noise']:g}, seed {numbers['seed']}"
+    )
+
+
+def remarks(numbers: dict[str, Any]) -> list[str]:
+    """What the table shows, and how much of it is chance."""
+    (first, _), *others = numbers["runs"].items()
+    lines = []
+    for name, row in others:
+        loss, error = row["loss_above"], row["loss_error"]
+        clear = abs(loss) > 2 * error
+        lines.append(
+            f"{name}: held-out loss {loss:+.4f} +- {error:.4f} and accuracy "
+            f"{100 * row['accuracy_above']:+.2f} +- {100 * row['accuracy_error']:.2f} points "
+            f"against {first}" + ("." if clear else ": within the noise of these images.")
+        )
+    lines.append(
+        "+- is the standard error over the held-out images. Another --seed moves the results, too: "
+        "compare several."
+    )
+    return lines
 
 
 def make_table(numbers: dict[str, Any]) -> Table:
@@ -100,6 +151,7 @@ def make_table(numbers: dict[str, Any]) -> Table:
     table.add_column("")
     for header in (
         "test\naccuracy",
+        "test\nloss",
         "train\nloss",
         "\nwords",
         "\nof dense",
@@ -111,6 +163,7 @@ def make_table(numbers: dict[str, Any]) -> Table:
         table.add_row(
             name,
             f"{row['test_accuracy']:.2%}",
+            f"{row['test_loss']:.4f}",
             f"{row['train_loss']:.4f}",
             f"{row['words']:,.0f}",
             f"1/{most / row['words']:,.0f}" if row["words"] else "-",
@@ -119,31 +172,60 @@ def make_table(numbers: dict[str, Any]) -> Table:
         )
     table.add_section()
     compare_with = (f"n {n:,}\nbound {bound:,.0f}", "", f"k {k:,}")
-    table.add_row("reference", "", "", *compare_with, style="dim")
+    table.add_row("reference", "", "", "", *compare_with, style="dim")
     return table
 
 
-def draw(runs: dict[str, Run], path: Path) -> None:
-    """Writes the figure: loss against steps, and against the words each worker has received."""
+def draw(runs: dict[str, Run], path: Path, *, title: str = "") -> None:
+    """Writes the figure: loss against steps, and against the words each worker has received.
+
+    Where there is a held-out loss it is the thick line, and that of the batches a thin one.
+    """
     matplotlib.use("Agg")
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
-    for name, run in runs.items():
-        steps = np.arange(1, len(run.losses) + 1)
-        # A mean over past steps only, so that the curve shows nothing before it happened.
-        window = max(1, len(steps) // 60)
-        total = np.cumsum(np.concatenate([[0.0], run.losses]))
-        first = np.maximum(steps - window, 0)
-        smooth = (total[steps] - total[first]) / (steps - first)
-        for axes, x in ((left, steps), (right, np.cumsum(run.words))):
-            (line,) = axes.plot(x, smooth, label=name)
-            axes.plot(x, run.losses, color=line.get_color(), alpha=0.2, linewidth=0.7, zorder=1)
-    left.set(xlabel="step", ylabel="training loss", yscale="log")
-    right.set(xlabel="words received per worker (4 bytes each)")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 5), sharey=True, layout="constrained")
+    thick: Style = {"linewidth": 2.0}
+    thin: Style = {"linewidth": 0.8, "alpha": 0.45, "zorder": 1}
+    held_out = all(run.held_out for run in runs.values())
+    for i, (name, run) in enumerate(runs.items()):
+        batches = _smooth(run.losses)
+        steps = np.arange(1, len(batches) + 1)
+        words = np.cumsum(run.words)
+        share = run.delivered.mean() / run.size
+        label = (
+            f"{name}: density {100 * share:.3g} %, {run.words.mean():,.0f} words a step, "
+            f"test accuracy {100 * run.accuracy:.1f} %"
+        )
+        for axes, x in ((left, steps), (right, words)):
+            axes.plot(x, batches, color=f"C{i}", **(thin if held_out else thick))
+            if run.held_out:
+                at = np.asarray(list(run.held_out.over_steps))
+                looks = list(run.held_out.over_steps.values())
+                axes.plot(x[at - 1], looks, color=f"C{i}", **thick)
+        left.plot([], [], color=f"C{i}", linewidth=2, label=label)
+    kind = "loss: held-out (thick), batches (thin)" if held_out else "loss of the batches"
+    left.set(xlabel="step", ylabel=kind, yscale="log")
+    bottom, top = left.get_ylim()
+    ticks = (1, 2, 3, 5) if top < 30 * bottom else (1,)
+    left.yaxis.set_major_locator(LogLocator(subs=ticks))
+    left.yaxis.set_major_formatter("{x:g}")
+    left.yaxis.set_minor_formatter(NullFormatter())
+    right.set(xlabel="words received by each worker, of 4 bytes")
     if all(run.words[0] > 0 for run in runs.values()):  # a single worker receives nothing
         right.set_xscale("log")
-    right.legend()
+    for axes in (left, right):
+        axes.grid(alpha=0.3, linewidth=0.5)
+    figure.suptitle(title, fontsize=10)
+    figure.legend(loc="outside lower center", fontsize=9, frameon=False)
     write_atomically(path, lambda part: figure.savefig(part, dpi=150, format=path.suffix[1:]))
     plt.close(figure)
+
+
+def _smooth(losses: np.ndarray) -> np.ndarray:
+    """A mean over past steps only, so that the curve shows nothing before it happened."""
+    steps = np.arange(1, len(losses) + 1)
+    first = np.maximum(steps - max(1, len(steps) // 60), 0)
+    total = np.cumsum(np.concatenate([[0.0], losses]))
+    return (total[steps] - total[first]) / (steps - first)
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:

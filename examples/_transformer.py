@@ -81,7 +81,15 @@ class LanguageModel(nnx.Module):
 
 def sharded_model(mesh: jax.sharding.Mesh, layout: str, seed: int, **sizes: int) -> Any:
     """``(graphdef, params)``; the parameters are made where the rules of the layout say."""
-    rules = [(kind, RULES[layout].get(kind)) for kind in KINDS]
-    with jax.set_mesh(mesh), nnx.logical_axis_rules(rules):
+    return _split_model(mesh, RULES[layout], seed, sizes)
+
+
+def whole_model(mesh: jax.sharding.Mesh, seed: int, **sizes: int) -> Any:
+    """``(graphdef, params)``; every device has all of the parameters."""
+    return _split_model(mesh, {}, seed, sizes)
+
+
+def _split_model(mesh: jax.sharding.Mesh, rules: dict[str, str], seed: int, sizes: Any) -> Any:
+    with jax.set_mesh(mesh), nnx.logical_axis_rules([(kind, rules.get(kind)) for kind in KINDS]):
         model = LanguageModel(**sizes, rngs=nnx.Rngs(seed))
     return nnx.split(model)

@@ -23,7 +23,8 @@ import optax
 
 import optax_ext
 from _data import InputError
-from _options import numbers_of, parser_of
+from _options import check_batch, numbers_of, parser_of
+from _workers import start_workers
 from data_cache import (
     Augment,
     CacheError,
@@ -38,7 +39,7 @@ from data_cache import (
     Throttled,
     stamp,
 )
-from train_digits import Classifier, start_workers
+from train_digits import Classifier
 
 MEGABYTE = 10**6
 COLUMNS = {
@@ -226,8 +227,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--density", float, 0.05, 1e-6, 1.0, "of sparse_adamw")
     add("--seed", int, 0, 0, 2**31 - 1, "of parameters, order and augmentation")
     options = parser.parse_args(argv)
-    if options.batch % options.workers:
-        parser.error(f"--batch {options.batch} is not divisible by --workers {options.workers}")
+    check_batch(parser, options)
     return options
 
 

@@ -7,13 +7,17 @@
 All runs start from the same parameters and see the same batches. They differ in the optimizer:
 `optimizers` makes them, and `train` below is what to copy. The table and the figure set loss and
 accuracy against the words (4-byte units) that each worker receives.
+
+Clean digits are soon learned by heart, and every loss is then next to nothing. So each image gets
+new noise whenever it is seen (`--noise`), and what is compared is the loss on held-out images.
 """
 
 import argparse
+import contextlib
 import json
-import os
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import flax.linen as nn
@@ -25,8 +29,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import optax_ext
 from _data import Dataset, InputError, batches, digits, idx_folder
-from _options import numbers_of, parser_of
-from _report import FORMATS, Run, draw, make_table, summary, traffic, write_atomically
+from _options import FIGURES, check_batch, check_outputs, numbers_of, parser_of
+from _report import (
+    HeldOut,
+    Run,
+    draw,
+    make_table,
+    remarks,
+    summary,
+    title_of,
+    traffic,
+    write_atomically,
+)
+from _workers import start_workers
 from sparse_collectives import select, wire
 
 CODECS = {
@@ -40,6 +55,10 @@ CODECS = {
 SELECTORS = {"topk": select.topk, "threshold_reuse": select.threshold_reuse}
 RATES = {"adamw": 0.003, "sgd": 0.05}
 MOMENTUM = 0.9
+# Of noise and pixels, whose deviation is 1; each held-out image is seen so often.
+NOISE, COPIES = 1.0, 8
+# How often the held-out images are looked at: so often in equal steps and in equal ratios.
+LOOKS = 40
 
 
 class Classifier(nn.Module):
@@ -92,48 +111,74 @@ def train(
     """Trains from the seed in `options`."""
     model = Classifier(data.classes)
 
-    def loss_fn(params, batch):
+    def losses_of(params, batch):
         images, labels = batch
         logits = model.apply({"params": params}, images)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels), logits
+
+    def loss_fn(params, batch):
+        return losses_of(params, batch)[0].mean()
+
+    @jax.jit
+    def look(params):
+        losses, logits = losses_of(params, held_out)
+        return losses, logits.argmax(-1) == held_out[1]
 
     params = model.init(jax.random.key(options.seed), data.train_images[:1])["params"]
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
     opt_state = optax_ext.init_state(tx, params, mesh)
     step = optax_ext.make_train_step(loss_fn, tx, mesh)
 
-    stream = batches(data.train_images, data.train_labels, size=options.batch, seed=options.seed)
-    history = []
-    for _ in range(options.steps):
+    held_out = noisy(data.test_images, data.test_labels, options)
+    stream = noisy_batches(data, options)
+    history, looks = [], {}
+    when = {*np.geomspace(1, options.steps, LOOKS, dtype=int)}
+    when |= {*np.linspace(1, options.steps, LOOKS, dtype=int)}
+    for number in range(1, options.steps + 1):
         params, opt_state, loss = step(params, opt_state, next(stream))
         # Copied to the host at once, because the next step reuses the memory of the state.
         history.append(jax.device_get((loss, optax_ext.get_info(opt_state))))
+        if number in when:
+            looks[number] = look(jax.device_get(params))
         advance()
 
-    params = jax.device_get(params)
-    logits = model.apply({"params": params}, data.test_images)
     losses, infos = zip(*history, strict=True)
+    # Of each held-out image, the mean over its copies.
+    of_images = [
+        np.asarray(x, np.float64).reshape(-1, len(data.test_images)).mean(0)
+        for x in looks[options.steps]
+    ]
     return Run(
         size=size,
-        accuracy=float(np.mean(np.argmax(logits, axis=-1) == data.test_labels)),
-        train_loss=float(loss_fn(params, (data.train_images, data.train_labels))),
+        accuracy=float(of_images[1].mean()),
+        train_loss=float(loss_fn(params, noisy(data.train_images, data.train_labels, options))),
         losses=np.asarray(losses, np.float64),
-        **traffic(infos, size=size, workers=options.workers),
+        held_out=HeldOut(
+            {at: float(losses.mean()) for at, (losses, _) in looks.items()}, *of_images
+        ),
+        **traffic(infos),
     )
 
 
-def start_workers(count: int) -> jax.sharding.Mesh:
-    """Returns a mesh of `count` simulated CPU devices, the workers, on one axis "data"."""
-    try:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:  # jax runs already, as it does in a test: take the devices it has
-        pass
-    devices = jax.devices("cpu")[:count]
-    if len(devices) < count:
-        raise InputError(f"--workers is {count}, but jax runs with {len(devices)} devices")
-    auto = (jax.sharding.AxisType.Auto,)
-    return jax.make_mesh((count,), ("data",), axis_types=auto, devices=devices)
+def noisy_batches(
+    data: Dataset, options: argparse.Namespace
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Batches of the training images without end, with noise that is never the same again."""
+    random = np.random.default_rng((options.seed, 1))
+    stream = batches(data.train_images, data.train_labels, size=options.batch, seed=options.seed)
+    for images, labels in stream:
+        noise = random.standard_normal(images.shape, np.float32)
+        yield images + np.float32(options.noise) * noise, labels
+
+
+def noisy(
+    images: np.ndarray, labels: np.ndarray, options: argparse.Namespace
+) -> tuple[np.ndarray, np.ndarray]:
+    """The images `COPIES` times, each time with other noise; the same at every call."""
+    copies = COPIES if options.noise else 1
+    images, labels = np.concatenate([images] * copies), np.concatenate([labels] * copies)
+    noise = np.random.default_rng(0).standard_normal(images.shape, np.float32)
+    return images + np.float32(options.noise) * noise, labels
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -172,23 +217,29 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--codec", choices=CODECS, default="raw", help="how Ok-Topk's messages are encoded (raw)"
     )
+    add(
+        "--noise",
+        float,
+        None,
+        0.0,
+        100.0,
+        f"deviation of the noise, that of the pixels being 1; {NOISE:g} on digits, 0 with --data",
+    )
     parser.add_argument(
-        "--out", type=Path, default=Path("digits.png"), help="the figure (digits.png)"
+        "--out",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=f"the figure, {', '.join(FIGURES)} (default: digits.png in a new folder among the "
+        f"system's temporary files, {tempfile.gettempdir()}; its name is printed)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the table as JSON")
     options = parser.parse_args(argv)
     options.lr = options.lr or RATES[options.optimizer]
-    if options.batch % options.workers:
-        parser.error(f"--batch {options.batch} is not divisible by --workers {options.workers}")
-    if options.out.suffix not in FORMATS:
-        parser.error(f"--out {options.out} must end in one of {', '.join(FORMATS)}")
-    for path in filter(None, (options.out, options.json)):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            parser.error(f"cannot create the folder of {path}: {error.strerror}")
-        if path.is_dir() or not os.access(path.parent, os.W_OK):
-            parser.error(f"cannot write {path}")
+    if options.noise is None:
+        options.noise = 0.0 if options.data else NOISE
+    check_batch(parser, options)
+    check_outputs(parser, options.out, options.json)
     return options
 
 
@@ -198,20 +249,40 @@ def compare(options: argparse.Namespace) -> None:
     if options.batch > len(data.train_images):
         raise InputError(f"--batch is {options.batch}, of {len(data.train_images)} images")
     mesh = start_workers(options.workers)
-    columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn())
-    runs = {}
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        for name, tx in optimizers(options).items():
-            task = progress.add_task(name, total=options.steps)
-            runs[name] = train(tx, data, mesh, options, lambda task=task: progress.advance(task))
+    with figure_file(options.out) as output:
+        print(f"the figure will be {output}", flush=True)
+        columns = (TextColumn("{task.description:12}"), BarColumn(), MofNCompleteColumn())
+        runs = {}
+        with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+            for name, tx in optimizers(options).items():
+                task = progress.add_task(name, total=options.steps)
+                runs[name] = train(
+                    tx, data, mesh, options, lambda task=task: progress.advance(task)
+                )
 
-    numbers = summary(runs, options)
-    Console().print(make_table(numbers))
-    draw(runs, options.out)
-    print(f"wrote {options.out}")
+        numbers = summary(runs, options)
+        Console().print(make_table(numbers))
+        for line in remarks(numbers):
+            print(line)
+        draw(runs, output, title=title_of(numbers))
+        print(f"wrote {output}")
     if options.json:
         text = json.dumps(numbers, indent=2) + "\n"
         write_atomically(options.json, lambda part: part.write_text(text))
+
+
+@contextlib.contextmanager
+def figure_file(given: Path | None) -> Generator[Path]:
+    """Where the figure goes; a folder that was made for it is removed if nothing came."""
+    if given:
+        yield given
+        return
+    folder = Path(tempfile.mkdtemp(prefix="train_digits-"))
+    try:
+        yield folder / "digits.png"
+    finally:
+        with contextlib.suppress(OSError):  # It is not empty.
+            folder.rmdir()
 
 
 def main(argv: list[str] | None = None) -> int:

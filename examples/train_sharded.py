@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optax_ext
-from _data import InputError
+from _data import InputError, text_of, windows
 from _options import parser_of, positive
 from _processes import add_processes, start
 from _transformer import RULES, sharded_model
@@ -51,21 +51,11 @@ def mesh_of(options: argparse.Namespace) -> jax.sharding.Mesh:
     return jax.make_mesh((sites, *shape), names, axis_types=(AxisType.Auto,) * 3)
 
 
-def text_of(path: Path | None) -> np.ndarray:
-    """Bytes of a file, or Python's own help topics, ``u8[n]``."""
-    if path is not None:
-        return np.frombuffer(path.read_bytes(), np.uint8)
-    from pydoc_data import topics
-
-    return np.frombuffer("".join(topics.topics.values()).encode("ascii", "replace"), np.uint8)
-
-
 def batch_of(text: np.ndarray, step: int, options: argparse.Namespace, where: NamedSharding):
     """The windows of a step, each device's made by its own process."""
-    random = np.random.default_rng((options.seed, step))
-    starts = random.integers(0, len(text) - options.length - 1, options.batch)
-    windows = text[starts[:, None] + np.arange(options.length + 1)].astype(np.int32)
-    return jax.make_array_from_callback(windows.shape, where, lambda index: windows[index])
+    seed = (options.seed, step)
+    batch = windows(text, count=options.batch, length=options.length, seed=seed)
+    return jax.make_array_from_callback(batch.shape, where, lambda index: batch[index])
 
 
 def train(options: argparse.Namespace) -> None:

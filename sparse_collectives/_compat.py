@@ -12,7 +12,7 @@ import contextvars
 import dataclasses
 import math
 import sys
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -84,7 +84,7 @@ _indices: contextvars.ContextVar[Mapping[Hashable, jax.Array] | None] = contextv
 
 
 @contextlib.contextmanager
-def axis_indices(indices: Mapping[Hashable, jax.Array]) -> Iterator[None]:
+def axis_indices(indices: Mapping[Hashable, jax.Array]) -> Generator[None]:
     """:func:`axis_index` of these names is as given, instead of asking the mapped function.
 
     For a ``shard_map`` inside another one: jax 0.10 can't lower an axis_index there.
@@ -119,7 +119,7 @@ def is_simulated(axis: AxisName) -> bool:
     return not set(axis_names(axis)) <= set(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def varying_axes(x) -> frozenset[Hashable]:
+def varying_axes(x: Any) -> frozenset[Hashable]:
     """The mesh axes over which the type of ``x`` says that it varies."""
     # jax 0.10 can't tell the type of a shape where some axes of a mesh are the compiler's.
     aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
@@ -136,7 +136,7 @@ def checks_varying(axis: AxisName) -> bool:
     return set(axis_names(axis)) <= varying_axes(lax.axis_index(axis))
 
 
-def to_varying(tree, axis: AxisName):
+def to_varying(tree: Any, axis: AxisName) -> Any:
     """Types every leaf as varying over ``axis``; a no-op where types are not kept."""
     if not axis_names(axis) or not checks_varying(axis):
         return tree
@@ -154,7 +154,7 @@ def varying_like(x: Any, *others: Any) -> Any:
     return to_varying(x, tuple(axes)) if axes else x
 
 
-def is_varying(x, axis: AxisName) -> bool:
+def is_varying(x: Any, axis: AxisName) -> bool:
     """Whether ``x`` is typed as varying over all names of ``axis``."""
     return not is_communicator(axis) and set(axis_names(axis)) <= varying_axes(x)
 

@@ -7,7 +7,7 @@ much they count.
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -43,7 +43,7 @@ def is_for_gpu() -> bool:
 
 
 @contextlib.contextmanager
-def traced_for(name: str) -> Iterator[None]:
+def traced_for(name: str) -> Generator[None]:
     """What is traced within has the form ``name``, "gpu" or "portable", on every platform.
 
     For programs that are compiled ahead of time on a machine without a GPU, and for tests.

@@ -81,8 +81,9 @@ def as_text(name: str, value: Any) -> str:
         return repr(value)
     if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
         return np.dtype(value).name
+    # jnp.float32 and its like.
     if callable(value) and isinstance(getattr(value, "dtype", None), np.dtype):
-        return value.dtype.name  # jnp.float32 and its like.
+        return value.dtype.name  # pyright: ignore[reportFunctionMemberAccess]
     if isinstance(value, np.ndarray | np.generic | jax.Array):
         return _array_as_text(value)
     if isinstance(value, Mapping):

@@ -28,6 +28,11 @@ class Communicator(Protocol):
 AxisName = Hashable | tuple[Hashable, ...] | Communicator | tuple[Communicator, ...]
 
 
+def _as_made(state: State, number: jax.Array) -> State:
+    del number
+    return state
+
+
 class Selector(NamedTuple):
     """Chooses which entries of a worker's accumulator are sent.
 
@@ -37,11 +42,15 @@ class Selector(NamedTuple):
       select: ``select(acc f[size], state) -> (PaddedCOO, state, SelectInfo)``.
         The values of the PaddedCOO are ``acc`` at its indices, unchanged.
       spec: what it was made as; checkpoints ask for it, and nothing else does.
+      apart: ``apart(state, number i32[]) -> state``: of several buffers of one size, the first
+        state of the one with that number. For selectors that draw random indices, so that
+        buffers do not draw the same; by default the state as it was made. Number 0 has that.
     """
 
     init: Callable[..., State]
     select: Callable[..., tuple[PaddedCOO, State, "SelectInfo"]]
     spec: Spec | None = None
+    apart: Callable[[State, jax.Array], State] = _as_made
 
 
 class SelectInfo(NamedTuple):

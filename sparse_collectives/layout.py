@@ -32,7 +32,7 @@ class Layout:
 
     shapes: tuple[tuple[int, ...], ...]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _validation.check_size(self.size)
 
     @classmethod

@@ -1,9 +1,11 @@
 """A sparse vector in coordinate (COO) format with a static number of slots."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 
@@ -93,12 +95,12 @@ class PaddedCOO:
         return dense.at[self.indices].set(self.values, mode="drop")
 
 
-def sum_dtype(dtype):
+def sum_dtype(dtype: type[Any] | np.dtype[Any]) -> type[Any]:
     """The dtype in which values are added up: float32, or float64 for its own."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
-def empty(size: int, capacity: int, dtype=jnp.float32) -> PaddedCOO:
+def empty(size: int, capacity: int, dtype: type[Any] | np.dtype[Any] = jnp.float32) -> PaddedCOO:
     """A PaddedCOO of padding only."""
     return PaddedCOO(jnp.zeros((capacity,), dtype), jnp.full((capacity,), size, jnp.int32), size)
 

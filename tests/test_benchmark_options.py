@@ -2,7 +2,14 @@
 
 import pytest
 
-from benchmarks.local import data_cache, partitioned_norms, select_speed, state_memory, step_cost
+from benchmarks.local import (
+    compile_time,
+    data_cache,
+    partitioned_norms,
+    select_speed,
+    state_memory,
+    step_cost,
+)
 from benchmarks.network import run, scaling, traffic
 from benchmarks.training import (
     convergence,
@@ -15,6 +22,7 @@ from benchmarks.training import (
 )
 
 PROGRAMS = (
+    compile_time,
     data_cache,
     partitioned_norms,
     select_speed,
@@ -65,6 +73,7 @@ WRONG = [
     (training_tricks, ["--images", "no-such-folder"]),
     (training_tricks, ["--only", "no-such-variant"]),
     (training_tricks, ["--rate", "nan"]),
+    (compile_time, ["--size", "0.5"]),
     (step_cost, ["--size", "0"]),
     (step_cost, ["--density", "0"]),
     (select_speed, ["--sizes", "2**40"]),

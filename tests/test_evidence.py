@@ -3,10 +3,12 @@
 import json
 import math
 
+import numpy as np
 import pytest
 
 from benchmarks._common.processes import ROOT
 from benchmarks.evidence import __main__ as program
+from benchmarks.evidence import _figures
 from benchmarks.evidence._catalogue import CLAIMS
 from benchmarks.evidence._claims import (
     ELSEWHERE,
@@ -21,6 +23,7 @@ from benchmarks.evidence._claims import (
     spread,
     verdict,
 )
+from benchmarks.evidence._curves import CURVES, Curve, Curves
 from benchmarks.evidence._page import page
 from benchmarks.evidence._store import FORMAT, Store
 
@@ -44,7 +47,67 @@ def claim_of(check, **more):
 
 
 def test_the_page_is_what_the_kept_results_give():
-    assert (KEPT / "index.md").read_text(encoding="utf-8") == page(CLAIMS, Store(KEPT))
+    figures = [figure.name for figure in _figures.FIGURES]
+    written = (KEPT / "index.md").read_text(encoding="utf-8")
+    assert written == page(CLAIMS, Store(KEPT), figures)
+
+
+def test_the_kept_curves_are_those_that_there_are():
+    kept = Curves(KEPT / _figures.FOLDER / "curves.json")
+    assert kept.path.stat().st_size < 100_000
+    names = {
+        (series["figure"], series["line"]) for series in json.loads(kept.path.read_text())["series"]
+    }
+    assert names == {(curve.figure, curve.line) for curve in CURVES}
+    for curve in CURVES:
+        seeds = [series["seed"] for series in kept.of(curve, quick=False)]
+        assert seeds == ([0] if curve.exact else [0, 1, 2]), curve.line
+    assert {curve.figure for curve in CURVES} == {figure.name for figure in _figures.FIGURES}
+    for figure in _figures.FIGURES:
+        assert (KEPT / _figures.FOLDER / f"{figure.name}.png").stat().st_size < 200_000
+
+
+def test_figures_of_the_kept_curves(tmp_path):
+    kept = Curves(KEPT / _figures.FOLDER / "curves.json")
+    drawn = _figures.draw(tmp_path, kept)
+    assert [path.stem for path in drawn] == [figure.name for figure in _figures.FIGURES]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+    # Of what was not measured there is nothing to draw.
+    assert _figures.draw(tmp_path, Curves(tmp_path / "none.json")) == []
+
+
+def test_a_curve_is_kept_thinned_and_found_again(tmp_path):
+    path = tmp_path / "figures" / "curves.json"
+    curve = Curve("xi", "a line", lambda *_: (np.arange(1.0, 401.0), np.arange(400.0)))
+    curves = Curves(path)
+    curves.add(curve, 0, True, curve.measure(0, True))
+    assert curves.has(curve, 0, quick=True)
+    assert not curves.has(curve, 0, quick=False)
+    curves.add(curve, 0, False, curve.measure(0, False))
+    assert curves.has(curve, 0, quick=True)
+    (series,) = Curves(path).best(curve)
+    assert not series["quick"]
+    assert len(series["x"]) == len(series["y"]) == 80
+    # Means of five points each.
+    assert series["x"][:2] == [3.0, 8.0]
+    assert series["y"][-1] == 397.0
+    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(ValueError, match="has format 2, and this program reads and writes 1"):
+        Curves(path)
+
+
+def test_lines_of_figures_are_measured_like_claims(tmp_path, monkeypatch, capsys):
+    curve = Curve("xi", "a line", lambda seed, quick: (np.arange(3.0), np.arange(3.0) + seed))
+    monkeypatch.setattr(program, "CLAIMS", ())
+    monkeypatch.setattr(program, "CURVES", (curve,))
+    monkeypatch.setattr(_figures, "CURVES", (curve,))
+    argv = ["--folder", str(tmp_path), "--seeds", "2", "--only", "figures/xi"]
+    assert program.main(argv) == 0
+    assert "2 measured now" in capsys.readouterr().out
+    assert program.main(argv) == 0
+    assert "0 measured now" in capsys.readouterr().out
+    assert (tmp_path / "figures" / "xi.png").exists()
+    assert "![xi](figures/xi.png)" in (tmp_path / "index.md").read_text()
 
 
 def test_kept_results_are_small_and_of_claims_that_there_are():
@@ -172,12 +235,13 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, monkeypatch, capsys):
         return {"x": float(seed)}
 
     monkeypatch.setattr(program, "CLAIMS", (claim_of(check),))
+    monkeypatch.setattr(program, "CURVES", ())
     argv = ["--folder", str(tmp_path), "--seeds", "2"]
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         program.main(argv)
     program.main(argv)
     assert done == [0, 1, 1]
-    assert "1 checks made now" in capsys.readouterr().out
+    assert "1 measured now" in capsys.readouterr().out
     program.main(argv)
     assert done == [0, 1, 1]
     assert "**1 claims, 1 of them checked.**" in (tmp_path / "index.md").read_text()
@@ -189,6 +253,7 @@ def test_a_check_that_breaks_does_not_stop_the_others(tmp_path, monkeypatch, cap
 
     claims = (claim_of(broken)._replace(id="some/broken"), claim_of(lambda *_: {"x": 0.5}))
     monkeypatch.setattr(program, "CLAIMS", claims)
+    monkeypatch.setattr(program, "CURVES", ())
     assert program.main(["--folder", str(tmp_path), "--quick"]) == 1
     assert "some/broken could not be measured: RuntimeError" in capsys.readouterr().err
     assert Store(tmp_path).has(claims[1], 0, quick=True)

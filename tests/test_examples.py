@@ -80,7 +80,7 @@ def test_digits_with_each_codec_is_within_half_a_point_of_raw(tmp_path):
         for seed in range(4):
             numbers = tmp_path / "numbers.json"
             argv = ["--codec", codec, "--seed", str(seed), "--optimizer", "sgd"]
-            argv += ["--density", "0.02"]
+            argv += ["--density", "0.02", "--noise", "0"]
             argv += ["--out", str(tmp_path / "out.png"), "--json", str(numbers)]
             assert train_digits.main(argv) == 0
             run = json.loads(numbers.read_text())["runs"]["ok_topk"]
@@ -95,7 +95,7 @@ def test_digits_is_within_a_point_of_dense_over_three_seeds(tmp_path):
     for seed in range(3):
         numbers = tmp_path / f"{seed}.json"
         argv = ["--seed", str(seed), "--out", str(tmp_path / "out.png"), "--json", str(numbers)]
-        argv += ["--optimizer", "sgd", "--density", "0.02"]
+        argv += ["--optimizer", "sgd", "--density", "0.02", "--noise", "0"]
         assert train_digits.main(argv) == 0
         for name, run in json.loads(numbers.read_text())["runs"].items():
             accuracy[name].append(run["test_accuracy"])
@@ -107,11 +107,13 @@ def test_digits_is_within_a_point_of_dense_over_three_seeds(tmp_path):
 
 @pytest.mark.slow
 def test_digits_shows_what_a_sparse_step_in_front_of_adam_costs(tmp_path):
-    """In few words: near the dense loss by `sparse_adamw`, several times above it before AdamW."""
+    """In few words, and on held-out images: more than by `sparse_adamw`, and neither is chance."""
     numbers = tmp_path / "numbers.json"
     argv = ["--out", str(tmp_path / "out.png"), "--json", str(numbers)]
     assert train_digits.main(argv) == 0
     runs = json.loads(numbers.read_text())["runs"]
     assert runs["sparse_adamw"]["words"] < runs["ok_topk"]["words"] < 0.03 * runs["dense"]["words"]
-    assert runs["sparse_adamw"]["test_accuracy"] >= runs["dense"]["test_accuracy"] - 0.01
-    assert runs["ok_topk"]["train_loss"] > 2 * runs["sparse_adamw"]["train_loss"]
+    assert runs["sparse_adamw"]["accuracy_above"] > -0.02
+    assert 0.01 < runs["sparse_adamw"]["loss_above"] < 0.06 < runs["ok_topk"]["loss_above"] < 0.15
+    for name in ("sparse_adamw", "ok_topk"):
+        assert runs[name]["loss_above"] > 3 * runs[name]["loss_error"]

@@ -10,6 +10,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.version import Version
 
 import optax_ext
@@ -79,6 +80,70 @@ import sparse_collectives
 """
     done = run_python(code)
     assert done.returncode == 0, done.stderr
+
+
+# Those that the examples and the logging need, and that users may not have.
+OPTIONAL = (
+    "diskcache",
+    "flax",
+    "grain",
+    "matplotlib",
+    "mpi4jax",
+    "mpi4py",
+    "orbax",
+    "pandas",
+    "PIL",
+    "rich",
+    "scipy",
+    "sklearn",
+    "tensorboardX",
+)
+
+
+@pytest.mark.parametrize(
+    ("package", "needed"),
+    [("sparse_collectives", ("jax", "numpy")), ("optax_ext", ("jax", "numpy", "optax"))],
+)
+def test_an_import_loads_nothing_but_what_the_package_depends_on(package, needed):
+    code = f"""
+import importlib, sys
+def load(names):
+    for name in names:
+        importlib.import_module(name)
+    return {{module.split(".")[0] for module in sys.modules}}
+before = load({needed})
+after = load([{package!r}])
+others = after - before - set(sys.stdlib_module_names)
+print(*sorted(name for name in others if not name.startswith("_")))
+print(*sorted(after & set({OPTIONAL}) - before))
+"""
+    done = run_python(code)
+    assert done.returncode == 0, done.stderr
+    loaded, optional = done.stdout.split("\n")[:2]
+    assert set(loaded.split()) <= {"sparse_collectives", package}
+    assert not optional
+
+
+def test_the_citation_is_complete_and_of_this_version():
+    root = Path(__file__).parents[1]
+    citation = yaml.safe_load((root / "CITATION.cff").read_text())
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    # What the schema of the format requires.
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["message"]
+    assert citation["title"].startswith(project["name"])
+    assert all("name" in author or "family-names" in author for author in citation["authors"])
+    for reference in citation["references"]:
+        assert {"type", "title", "authors"} <= reference.keys()
+        assert re.fullmatch(r"10\.\d{4,}/\S+", reference.get("doi", "10.1000/none"))
+    assert citation["version"] == project["version"] == sparse_collectives.__version__
+    assert citation["license"] == project["license"]
+    # A release has a heading with its date in the changelog; the citation gives the same.
+    changelog = (root / "CHANGELOG.md").read_text()
+    version = re.escape(project["version"])
+    released = re.search(rf"^## \[{version}\] - ([\d-]+)$", changelog, re.MULTILINE)
+    date = citation.get("date-released")
+    assert (str(date) if date else None) == (released[1] if released else None)
 
 
 def test_importing_starts_no_backend():

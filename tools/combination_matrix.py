@@ -8,6 +8,11 @@ PAGE = ROOT / "docs" / "works_with.md"
 
 _HEAD = """# What it works with
 
+For AdamW begin with `optax_ext.sparse_adamw(1e-3, axis="data")`, and for SGD with
+`optax_ext.sparse_sgd(0.1, axis="data")`. Each stands for a whole optimizer, and can be put where
+this page has a chain. A row here says that a combination works, not that it learns as well: a plain
+sparse allreduce in front of Adam [learns least of all](training.md).
+
 This page is written by `python tools/combination_matrix.py` from
 `tests/optax_ext/combinations.py`. `tests/optax_ext/test_works_with.py` evaluates the code of each
 row as it stands here and trains with it for 4 steps on 8 workers. In the code `reduce` is the

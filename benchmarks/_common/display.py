@@ -38,9 +38,10 @@ def panels(rows: int, columns: int, size: tuple[float, float], **options: Any) -
 
 def logarithmic(axes: Any) -> None:
     """Powers of two to the right, such as numbers of workers, and a logarithmic scale upwards."""
-    from matplotlib.ticker import NullLocator
+    from matplotlib.ticker import NullLocator, StrMethodFormatter
 
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes.set_yscale("log")
     axes.xaxis.set_minor_locator(NullLocator())
     axes.grid(True, alpha=0.25)

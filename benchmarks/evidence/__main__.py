@@ -3,25 +3,29 @@
     python -m benchmarks.evidence [--quick] [--only ID ...] [--seeds N] [--list]
 
 Each claim has a check, which measures, and a rule, which decides; a page is made of the results,
-like docs/evidence/index.md. A result is kept as soon as it is there, so a run that was stopped goes
-on where it was. With --quick trainings are shorter and have one seed. --only takes ids, or their
-beginnings, such as sparcml.
+with figures, like docs/evidence/index.md. A result is kept as soon as it is there, so a run that
+was stopped goes on where it was. With --quick trainings are shorter and have one seed. --only takes
+ids, or their beginnings, such as sparcml or figures/xi.
 """
 
 import argparse
 import contextlib
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .._common import options
+from . import _figures
 from ._catalogue import CLAIMS
 from ._claims import VERDICTS, Claim, verdict
+from ._curves import CURVES, Curve, Curves
 from ._page import page
 from ._store import Store
 
@@ -38,15 +42,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--quick", action="store_true", help="shorter trainings, and one seed")
     add("--only", nargs="+", metavar="ID", help="these claims, by id or by how it begins")
     add("--seeds", type=options.at_least_one, help="of what is drawn at random (3)")
-    add("--list", action="store_true", help="print the claims, and check nothing")
+    add(
+        "--list",
+        action="store_true",
+        help="print what there is, and measure nothing",
+    )
     add("--again", action="store_true", help="also what there is a result of")
     add("--folder", type=Path, default=FOLDER, help=f"of results and page ({FOLDER})")
     args = parser.parse_args(argv)
     if args.seeds is None:
         args.seeds = 1 if args.quick else 3
     for wanted in args.only or ():
-        if not any(claim.id.startswith(wanted) for claim in CLAIMS):
-            parser.error(f"--only {wanted!r} is the beginning of no claim: see --list")
+        names = [*(claim.id for claim in CLAIMS), *map(_name, CURVES)]
+        if not any(name.startswith(wanted) for name in names):
+            parser.error(f"--only {wanted!r} is the beginning of no claim or figure: see --list")
     return args
 
 
@@ -56,15 +65,62 @@ def chosen(args: argparse.Namespace) -> list[Claim]:
     return [claim for claim in CLAIMS if any(claim.id.startswith(x) for x in wanted)]
 
 
-def open_tasks(args: argparse.Namespace, store: Store) -> list[tuple[Claim, int]]:
-    """What is left to do. Seed by seed, as claims look at the same trainings."""
-    return [
-        (claim, seed)
-        for seed in range(args.seeds)
-        for claim in chosen(args)
-        if claim.check and not (claim.exact and seed)
-        if args.again or not store.has(claim, seed, args.quick)
-    ]
+def chosen_curves(args: argparse.Namespace) -> list[Curve]:
+    """The lines of figures that are asked for."""
+    wanted = args.only or [""]
+    return [curve for curve in CURVES if any(_name(curve).startswith(x) for x in wanted)]
+
+
+def _name(curve: Curve) -> str:
+    return f"{_figures.FOLDER}/{curve.figure}"
+
+
+class Task(NamedTuple):
+    """Something that is left to measure.
+
+    Attributes:
+      name: of a claim, or of a figure.
+      seed: of what is drawn at random.
+      cost: seconds that it took when it was measured before.
+      run: measures, keeps the result, and says what came out.
+    """
+
+    name: str
+    seed: int
+    cost: float
+    run: Callable[[], str]
+
+
+def open_tasks(args: argparse.Namespace, store: Store, curves: Curves) -> list[Task]:
+    """What is left to do. Seed by seed, as claims and figures look at the same trainings."""
+    known = Store(KEPT) if KEPT.is_dir() and args.folder != KEPT else store
+    tasks = []
+    for seed in range(args.seeds):
+        for claim in chosen(args):
+            done = not args.again and store.has(claim, seed, args.quick)
+            if claim.check and not (claim.exact and seed) and not done:
+                cost = expected(claim, seed, args.quick, known)
+                run = functools.partial(_check, claim, seed, args.quick, store)
+                tasks.append(Task(claim.id, seed, cost, run))
+        for curve in chosen_curves(args):
+            done = not args.again and curves.has(curve, seed, args.quick)
+            if not (curve.exact and seed) and not done:
+                run = functools.partial(_follow, curve, seed, args.quick, curves)
+                tasks.append(Task(_name(curve), seed, _GUESS / 4, run))
+    return tasks
+
+
+def _check(claim: Claim, seed: int, quick: bool, store: Store) -> str:
+    assert claim.check is not None
+    start = time.perf_counter()
+    numbers = claim.check(seed, quick)
+    store.add(claim, seed, quick, numbers, time.perf_counter() - start)
+    return verdict(claim, [numbers])[0]
+
+
+def _follow(curve: Curve, seed: int, quick: bool, curves: Curves) -> str:
+    curves.add(curve, seed, quick, curve.measure(seed, quick))
+    return curve.line
 
 
 def expected(claim: Claim, seed: int, quick: bool, known: Store) -> float:
@@ -74,27 +130,19 @@ def expected(claim: Claim, seed: int, quick: bool, known: Store) -> float:
     return max(0.1, same[0]["seconds"]) if same else _GUESS
 
 
-def measure(
-    tasks: list[tuple[Claim, int]], args: argparse.Namespace, store: Store
-) -> list[tuple[str, Exception]]:
-    """Checks, and keeps each result; returns the checks that failed to measure anything."""
+def measure(tasks: list[Task]) -> list[tuple[str, Exception]]:
+    """Does what is left; returns what failed to measure anything."""
     failed: list[tuple[str, Exception]] = []
-    known = Store(KEPT) if KEPT.is_dir() and args.folder != KEPT else store
-    costs = [expected(claim, seed, args.quick, known) for claim, seed in tasks]
-    with _bar(sum(costs), len(tasks)) as advance:
-        for (claim, seed), cost in zip(tasks, costs, strict=True):
+    with _bar(sum(task.cost for task in tasks), len(tasks)) as advance:
+        for task in tasks:
             start = time.perf_counter()
-            assert claim.check is not None
             try:
-                numbers = claim.check(seed, args.quick)
-            except Exception as error:  # the other claims are still to be checked
-                failed.append((claim.id, error))
-                advance(f"{claim.id}: {type(error).__name__}, seed {seed}", cost)
-                continue
+                found = task.run()
+            except Exception as error:  # the others are still to be measured
+                failed.append((task.name, error))
+                found = type(error).__name__
             seconds = time.perf_counter() - start
-            store.add(claim, seed, args.quick, numbers, seconds)
-            decided, _ = verdict(claim, [numbers])
-            advance(f"{claim.id}: {decided}, seed {seed}, {seconds:.1f} s", cost)
+            advance(f"{task.name}: {found}, seed {task.seed}, {seconds:.1f} s", task.cost)
     return failed
 
 
@@ -128,15 +176,19 @@ def main(argv: list[str] | None = None) -> int:
     if args.list:
         for claim in chosen(args):
             print(f"{claim.id:32} {claim.source:48} {claim.text}")
+        for curve in chosen_curves(args):
+            print(f"{_name(curve):32} {'':48} {curve.line}")
         return 0
     store = Store(args.folder)
-    tasks = open_tasks(args, store)
-    failed = measure(tasks, args, store)
+    curves = Curves(args.folder / _figures.FOLDER / "curves.json")
+    tasks = open_tasks(args, store, curves)
+    failed = measure(tasks)
     args.folder.mkdir(parents=True, exist_ok=True)
+    drawn = _figures.draw(args.folder / _figures.FOLDER, curves)
     file = args.folder / "index.md"
-    file.write_text(page(CLAIMS, store), encoding="utf-8")
+    file.write_text(page(CLAIMS, store, [path.stem for path in drawn]), encoding="utf-8")
     report(args, store)
-    print(f"{len(tasks) - len(failed)} checks made now; {file}")
+    print(f"{len(tasks) - len(failed)} measured now; {file}")
     for name, error in failed:
         print(f"{name} could not be measured: {error!r}", file=sys.stderr)
     return 1 if failed else 0

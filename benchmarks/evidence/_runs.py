@@ -4,7 +4,7 @@ import contextlib
 import functools
 import io
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,14 @@ from ..training._recorded_training import MOMENTUM, schedule
 from ..training._simulated_training import AXIS, Curve, Task, Variant, exact_top_k
 from ..training._small_models import convolutional
 from ..training._small_tasks import image_task, text_task
+from ..training._text_models import CELLS, lstm
 
 WORKERS, BATCH, RATE = 8, 64, 0.05
 STEPS = (120, 400)
 TEXT_WORKERS, TEXT_BATCH, TEXT_RATE = 4, 16, 0.01
 TEXT_STEPS = (60, 400)
+# Of SGD without momentum: the one with the lowest loss of three, each a third of the next.
+TEXT_SGD_RATE = {"transformer": 1.0, "lstm": 10.0}
 DENSITY = 0.01
 
 
@@ -41,6 +44,12 @@ def digits() -> Task:
 def characters() -> Task:
     """A transformer of two blocks on Python's help topics."""
     return text_task(read_text(None))
+
+
+@functools.cache
+def lstm_characters() -> Task:
+    """An LSTM on the same characters."""
+    return text_task(read_text(None), width=CELLS, network=lstm)
 
 
 @functools.cache
@@ -144,14 +153,50 @@ def on_regression(bits: int | None, seed: int, quick: bool) -> Curve:
     return _train(regression(), variant, 4, steps, 64, seed, f"{bits} bits")
 
 
-def xi(density: float, seed: int, quick: bool) -> np.ndarray:
-    """The xi of Ok-Topk at each step of a training on the digits."""
-    task, steps = digits(), STEPS[0 if quick else 1]
+class Followed(NamedTuple):
+    """A training in which xi is measured.
+
+    Attributes:
+      task: what is trained.
+      workers: how many.
+      batch: examples of all workers in a step.
+      rate: its peak, of SGD without momentum.
+    """
+
+    task: Task
+    workers: int
+    batch: int
+    rate: float
+
+
+def followed(model: str) -> Followed:
+    """That of a model by its name."""
+    if model == "digits":
+        return Followed(digits(), WORKERS, BATCH, RATE / (1 - MOMENTUM))
+    task = characters() if model == "transformer" else lstm_characters()
+    return Followed(task, WORKERS, 2 * TEXT_BATCH, TEXT_SGD_RATE[model])
+
+
+@functools.lru_cache(maxsize=8)
+def xi(
+    density: float, seed: int, quick: bool, model: str = "digits", falls: bool = False
+) -> np.ndarray:
+    """The xi of Ok-Topk at each step of a training.
+
+    Args:
+      density: k / n.
+      seed: of parameters and batches.
+      quick: fewer steps.
+      model: digits, lstm or transformer.
+      falls: the rate falls to a hundredth, and is not the same at all steps.
+    """
+    task, workers, batch_size, peak = followed(model)
+    steps = (STEPS if model == "digits" else TEXT_STEPS)[0 if quick else 1]
     sparse = optax_ext.ok_topk(density, axis=AXIS, selector=exact_top_k(density))
     tx = optax_ext.measure_xi(sparse, axis=AXIS)
-    shared = {"axis": AXIS, "axis_size": WORKERS}
+    shared = {"axis": AXIS, "axis_size": workers}
     exchange = sc.simulate(tx.update, in_axes=(0, 0, None), **shared)
-    rate = schedule(RATE / (1 - MOMENTUM), steps)
+    rate = schedule(peak, steps) if falls else optax.constant_schedule(peak)
 
     def step(carry: Any, given: Any) -> Any:
         params, state = carry
@@ -164,9 +209,9 @@ def xi(density: float, seed: int, quick: bool) -> np.ndarray:
         return (params, state), state.xi[0]
 
     params = task.init(seed)
-    copies = jax.tree.map(lambda x: jnp.broadcast_to(x, (WORKERS, *x.shape)), params)
-    chosen = training.order_of(task, steps=steps, batch=BATCH, seed=seed)
-    batches = task.batch_of(chosen.reshape(steps, WORKERS, BATCH // WORKERS))
+    copies = jax.tree.map(lambda x: jnp.broadcast_to(x, (workers, *x.shape)), params)
+    chosen = training.order_of(task, steps=steps, batch=batch_size, seed=seed)
+    batches = task.batch_of(chosen.reshape(steps, workers, batch_size // workers))
     start = (params, sc.simulate(tx.init, **shared)(copies))
     scanned = jax.jit(lambda carry, given: lax.scan(step, carry, given))
     return np.asarray(scanned(start, (batches, jnp.arange(steps)))[1])

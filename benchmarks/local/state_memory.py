@@ -31,6 +31,10 @@ def contestants(density: float):
     return [
         ("dense", one, optax_ext.dense(axis=one)),
         ("dense, adam behind it", one, optax.chain(optax_ext.dense(axis=one), optax.adam(1e-3))),
+        ("sparse_adamw", one, optax_ext.sparse_adamw(1e-3, axis=one)),
+        ("sparse_sgd", one, optax_ext.sparse_sgd(1e-2, axis=one)),
+        ("ok_topk_sgd", one, optax_ext.ok_topk_sgd(1e-2, density, axis=one)),
+        ("powersgd, rank 4", one, optax_ext.powersgd(4, axis=one)),
         ("ok_topk", one, ok_topk()),
         ("ok_topk, residual in bfloat16", one, ok_topk(residual=optax_ext.residual(jnp.bfloat16))),
         ("ok_topk, small leaves dense", one, ok_topk(dense_leaves=optax_ext.small_leaves())),
@@ -76,16 +80,16 @@ def measure(name: str, axis, tx, layers: int, width: int) -> dict:
     whole, specs = jax.P(), optax_ext.state_specs(state)
     step = jax.jit(
         jax.shard_map(
-            lambda gradient, state: tx.update(gradient, state),
+            tx.update,
             mesh=mesh,
-            in_specs=(whole, specs),
+            in_specs=(whole, specs, whole),
             out_specs=(whole, specs),
             # The gradients are a stand-in: the same on every worker.
             check_vma=False,
         ),
         donate_argnums=(0, 1),
     )
-    temporary = step.lower(params, state).compile().memory_analysis().temp_size_in_bytes
+    temporary = step.lower(params, state, params).compile().memory_analysis().temp_size_in_bytes
     return {"option": name, "n": size, "state": of_worker / size, "temporary": temporary / size}
 
 

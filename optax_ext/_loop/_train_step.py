@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
 from optax_ext._loop import _in_flight, _places
@@ -61,10 +62,16 @@ def make_train_step(
         axis of ``tx`` first.
 
     Returns:
-      The step. The loss is the mean over the workers.
+      The step. The loss is the mean over the workers, at what they differentiate at: with
+      :func:`sparse_adamw` and :func:`sparse_sgd` parameters that are a step ahead, where each
+      worker's own part of what waits has been applied to the batch that it is from. In short runs
+      that loss is lower than on data held out; :func:`flush` applies what waits for everybody.
 
     Raises:
-      ValueError: fewer than one step in flight; at the first call of a shape, an axis that
+      TypeError: at the first call of a shape, a loss that is no scalar, or with ``has_aux`` no
+        pair.
+      ValueError: fewer than one step in flight; arrays that an earlier step has taken over; at
+        the first call of a shape, a loss that is a mean over the workers already, an axis that
         the mesh does not have, a batch whose leading dimension P does not divide, or a ``tx``
         that does not reduce the gradients over the axis, or keeps a state that differs
         between the workers; on a mesh over several processes, a batch that is no global
@@ -87,10 +94,14 @@ def make_train_step(
 
     def local_step(params, opt_state, batch):
         axis = _find.axis_of(opt_state)
+
+        def checked_loss(params, batch):
+            return _checks.check_loss(loss_fn(params, batch), has_aux, axis)
+
         # Varying parameters, so that gradients are local: autodiff would have summed those of
         # replicated ones already, densely.
         local_params = ahead(params, opt_state)
-        loss, gradients = jax.value_and_grad(loss_fn, has_aux=has_aux)(local_params, batch)
+        loss, gradients = jax.value_and_grad(checked_loss, has_aux=has_aux)(local_params, batch)
         loss = jax.tree.map(lambda x: transport.pmean(x, axis), loss)
         value = loss[0] if has_aux else loss
         updates, opt_state = tx.update(gradients, opt_state, params, value=value)
@@ -137,6 +148,7 @@ class TrainStep:
 
     def __call__(self, params: Any, opt_state: Any, batch: Any) -> tuple[Any, ...]:
         """``(params, opt_state, loss)``, or with aux a fourth."""
+        _check_not_donated(params=params, opt_state=opt_state)
         _check_global(batch, self._mesh, opt_state)
         params, opt_state, batch, places = self._placed(params, opt_state, batch)
         results = self._step(params, opt_state, batch, places=places)
@@ -172,6 +184,19 @@ def _axis_on(mesh: Mesh, opt_state: Any) -> Any:
     axis = _find.axis_of(opt_state)
     _init.check_axis(axis, mesh.axis_names)
     return axis
+
+
+def _check_not_donated(**trees: Any) -> None:
+    """No earlier step has taken over the arrays; with some versions of JAX that is no error."""
+    for name, tree in trees.items():
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
+                raise ValueError(
+                    f"{name}{jax.tree_util.keystr(path)} has been deleted: an earlier step took "
+                    "it over and updated it in place. Go on with what that step returned, begin "
+                    "each run with a copy (jax.tree.map(jax.numpy.copy, params)), or write "
+                    "make_train_step(..., donate=False)."
+                )
 
 
 def _check_global(batch: Any, mesh: Mesh, opt_state: Any) -> None:

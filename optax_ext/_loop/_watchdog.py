@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import NamedTuple
 
 import jax
@@ -83,7 +83,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
-    def __call__(self, what: str, *, seconds: float | None = None) -> Iterator[None]:
+    def __call__(self, what: str, *, seconds: float | None = None) -> Generator[None]:
         """A block with a deadline.
 
         Args:

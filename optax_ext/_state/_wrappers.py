@@ -109,10 +109,11 @@ def mark(opt_state: Any) -> Any:
     """The state with a :class:`PerWorker` for each tree of accumulated local gradients.
 
     Raises:
-      ValueError: a wrapper that can't be around a reduction; accumulators that
-        were made for all workers at once.
+      ValueError: a wrapper that can't be around a reduction; a reduction of what another has
+        reduced; accumulators that were made for all workers at once.
     """
     _check_refused(opt_state)
+    _check_chained(opt_state)
 
     def is_multi_steps(node):
         return isinstance(node, optax.MultiStepsState | MultiStepsState)
@@ -147,6 +148,26 @@ def _check_refused(opt_state: Any) -> None:
                 f"{instead}."
             )
         _check_refused(node.inner_state)
+
+
+def _check_chained(opt_state: Any) -> None:
+    """No chain reduces the same gradients twice: the second would send what all workers have."""
+
+    def twice(node: Any) -> bool:
+        if type(node) is not tuple:  # The state of an optax.chain.
+            return False
+        sparse = [state.layout for state in node if isinstance(state, SparseAllreduceState)]
+        trees = [layout.treedef for layout in sparse if layout.shapes]
+        dense = any(isinstance(state, DenseState) for state in node)
+        # The buckets of `bucketed` are in a tuple too, but each is of other leaves.
+        return len({*trees}) < len(trees) or (dense and bool(trees))
+
+    if any(twice(node) for node in jax.tree.leaves(opt_state, is_leaf=twice)):
+        raise ValueError(
+            "tx has two allreduces of the same gradients, one after the other: all workers have "
+            "the same behind the first, so that the second has nothing to add up. Keep one of "
+            "them. (For leaves of two kinds: dense_leaves=, optax.masked or optax.multi_transform.)"
+        )
 
 
 def _check_multi_steps(node: Any, inside: list[Any]) -> None:

@@ -1,14 +1,17 @@
 """What can be wrong with a call, found at trace time and said plainly."""
 
+import re
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from optax_ext._step import _layout
 from optax_ext._step._residual import Residual
+from optax_ext._step._settings import Settings
 from sparse_collectives import Selector, SparseAllreduce, extend, transport
 from sparse_collectives.extend import AxisName
 
@@ -121,6 +124,59 @@ def check_shard_axis(axis: AxisName, shard_axis: AxisName) -> None:
     extend.outer_axis(axis, names[0] if len(names) == 1 else names)
 
 
+def check_settings(state: Settings, tx: Settings) -> None:
+    """The state was made by a transformation with these settings."""
+    check_state_axis(state.axis, tx.axis)
+    fields = ("selector", "allreduce", "residual", "correction")
+    pairs = ((name, getattr(state, name), getattr(tx, name)) for name in fields)
+    differences = [
+        f"{name}={_parts_of(then, now)} in the state and {name}={_parts_of(now, then)} in tx"
+        for name, then, now in pairs
+        # A part of one's own need not say what it is, and a traced array can't.
+        if then is not None and now is not None and _without_hashes(then) != _without_hashes(now)
+    ]
+    if differences:
+        raise ValueError(
+            f"the state was made for another transformation: {'; '.join(differences)}. Give update "
+            "the state of this tx. To go on with other settings, and with the residuals: "
+            "optax_ext.reshard(opt_state, optax_ext.init_state(tx, params, mesh)). For a density "
+            "that changes from step to step: selector=sparse_collectives.select.scheduled(...)."
+        )
+
+
+def check_state_axis(state: Any, tx: Any) -> None:
+    """The state was made for the axis of the transformation."""
+    if extend.axis_names(state) != extend.axis_names(tx):
+        raise ValueError(
+            f"the state was made for axis={state!r}, and the transformation has axis={tx!r}. Make "
+            "the state with optax_ext.init_state(tx, params, mesh), of the same tx as the step."
+        )
+
+
+def _parts_of(text: str, other: str) -> str:
+    """A spec with those of its arguments alone that the other one does not have."""
+    (name, arguments), (other_name, others) = _split(text), _split(other)
+    kept = [argument for argument in arguments if argument not in others]
+    return f"{name}({', '.join(kept)})" if kept and name == other_name else text
+
+
+def _split(spec: str) -> tuple[str, list[str]]:
+    """The name in a spec, and its arguments: what commas separate that are in no brackets."""
+    name, _, rest = spec.removesuffix(")").partition("(")
+    arguments, depth = [""], 0
+    for part in re.split(r"([,(\[{}\])])", rest):
+        depth += (part in "([{") - (part in ")]}") if part else 0
+        if part == "," and not depth:
+            arguments.append("")
+        else:
+            arguments[-1] += part
+    return name, [argument.strip() for argument in arguments]
+
+
+def _without_hashes(text: str) -> str:
+    return re.sub(r"#[0-9a-f]{8}", "", text)
+
+
 def check_layout(expected: _layout.TreeLayout, got: _layout.TreeLayout) -> None:
     """The updates have the tree, shapes and dtypes of the parameters at init."""
     if got == expected:
@@ -192,12 +248,54 @@ def check_local_gradients(updates: Any, axis: AxisName) -> None:
         if not extend.is_varying(leaf, axis):
             raise ValueError(
                 f"updates{jax.tree_util.keystr(path)} is the same on every worker of axis "
-                f"{axis!r}: under shard_map(check_vma=True) the gradient with respect to a "
-                "replicated parameter is already summed over the axis, so there is nothing left "
-                "to compress. Write\n"
-                f"    params = jax.lax.pcast(params, {axis!r}, to='varying')\n"
-                "before jax.grad, or use optax_ext.make_train_step, which does it."
+                f"{axis!r}: the gradients are already summed or averaged over it, so there is "
+                "nothing left to compress. One of these is the cause:\n"
+                "  - jax.lax.pmean or psum of the gradients: take it out, the transformation "
+                "averages them;\n"
+                "  - another allreduce of optax_ext earlier in the chain: keep one of the two;\n"
+                "  - in a mapped function of your own, gradients with respect to parameters that "
+                "all workers share, which jax.grad sums under shard_map(check_vma=True): "
+                "differentiate at optax_ext.ahead(params, opt_state), or at\n"
+                f"    jax.lax.pcast(params, {axis!r}, to='varying')\n"
+                "optax_ext.make_train_step does that."
             )
+
+
+def check_loss(result: Any, has_aux: bool, axis: AxisName) -> Any:
+    """A loss function returned a scalar of this worker, or with auxiliary values a pair."""
+    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+        raise TypeError(
+            f"loss_fn must return (loss, aux), as has_aux=True says, got {_described(result)}. "
+            "Return a pair, or leave has_aux out."
+        )
+    loss = result[0] if has_aux else result
+    if loss is None or isinstance(loss, (tuple, list, dict)):
+        raise TypeError(
+            f"loss_fn must return a scalar, got {_described(loss)}. For auxiliary values "
+            "write has_aux=True in optax_ext.make_train_step, and return (loss, aux)."
+        )
+    if jnp.shape(loss):
+        raise TypeError(
+            f"loss_fn must return a scalar, got {_described(loss)}. Return the mean over the "
+            "examples, as loss.mean() is."
+        )
+    # A constant depends on no worker, and has no gradient.
+    traced = isinstance(loss, Tracer) and extend.checks_varying(axis)
+    if traced and not extend.is_varying(loss, axis):
+        raise ValueError(
+            f"loss_fn returned the same on every worker of axis {axis!r}: it takes pmean or psum "
+            "over that axis, and the gradients would be divided by the number of workers twice. "
+            "Return the mean over the examples of this worker; the step averages over the workers."
+        )
+    return result
+
+
+def _described(result: Any) -> str:
+    if isinstance(result, (tuple, list)):
+        return f"a {type(result).__name__} of {len(result)}"
+    if hasattr(result, "shape"):
+        return f"an array of shape {result.shape}"
+    return f"a {type(result).__name__}"
 
 
 def check_same_on_devices(

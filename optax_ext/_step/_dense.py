@@ -73,6 +73,7 @@ def dense(*, axis: AxisName, buckets: int | None = None) -> optax.GradientTransf
 
     def update(updates: Any, state: DenseState, params: Any = None):
         del params
+        _checks.check_state_axis(state.axis, extend.static_axis(axis))
         workers = _checks.workers(axis)
         for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
             extend.check_float(f"updates{jax.tree_util.keystr(path)}", leaf.dtype)

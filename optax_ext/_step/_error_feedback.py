@@ -96,6 +96,7 @@ class ErrorFeedback:
 
     def update(self, updates: Any, state: SparseAllreduceState, params: Any = None):
         """One step; ``(updates, state)``."""
+        _checks.check_settings(state.settings, self.settings)
         if state.layout.sharding is not None:
             return _sharded.update(self, updates, state, params)
         layout = self._check(updates, state)

@@ -2,7 +2,7 @@
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +31,7 @@ _given: contextvars.ContextVar[Given | None] = contextvars.ContextVar("sharding"
 
 
 @contextlib.contextmanager
-def sharded(given: Given | None) -> Iterator[None]:
+def sharded(given: Given | None) -> Generator[None]:
     """``init`` of any transformation finds the sharding of its leaves by their paths."""
     token = _given.set(given)
     try:

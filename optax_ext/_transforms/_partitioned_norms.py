@@ -26,9 +26,9 @@ SMALL = 1 << 14
 
 
 def scale_by_trust_ratio(
-    min_norm: jax.typing.ArrayLike = 0.0,
-    trust_coefficient: jax.typing.ArrayLike = 1.0,
-    eps: jax.typing.ArrayLike = 0.0,
+    min_norm: float | jax.Array = 0.0,
+    trust_coefficient: float | jax.Array = 1.0,
+    eps: float | jax.Array = 0.0,
     *,
     axis: AxisName,
 ) -> optax.GradientTransformation:
@@ -126,10 +126,10 @@ def lars(
     learning_rate: optax.ScalarOrSchedule,
     weight_decay: Any = 0.0,
     weight_decay_mask: MaskOrFn = True,
-    trust_coefficient: jax.typing.ArrayLike = 0.001,
-    eps: jax.typing.ArrayLike = 0.0,
+    trust_coefficient: float | jax.Array = 0.001,
+    eps: float | jax.Array = 0.0,
     trust_ratio_mask: MaskOrFn = True,
-    momentum: jax.typing.ArrayLike = 0.9,
+    momentum: float | jax.Array = 0.9,
     nesterov: bool = False,
     *,
     axis: AxisName,
@@ -179,10 +179,10 @@ def lars(
 
 def lamb(
     learning_rate: optax.ScalarOrSchedule,
-    b1: jax.typing.ArrayLike = 0.9,
-    b2: jax.typing.ArrayLike = 0.999,
-    eps: jax.typing.ArrayLike = 1e-6,
-    eps_root: jax.typing.ArrayLike = 0.0,
+    b1: float | jax.Array = 0.9,
+    b2: float | jax.Array = 0.999,
+    eps: float | jax.Array = 1e-6,
+    eps_root: float | jax.Array = 0.0,
     weight_decay: Any = 0.0,
     mask: MaskOrFn = None,
     *,
@@ -272,9 +272,9 @@ def complete_squares(
 
 def trust_ratios(
     squares: jax.Array,
-    min_norm: jax.typing.ArrayLike,
-    trust_coefficient: jax.typing.ArrayLike,
-    eps: jax.typing.ArrayLike,
+    min_norm: float | jax.Array,
+    trust_coefficient: float | jax.Array,
+    eps: float | jax.Array,
 ) -> jax.Array:
     """``f32[L]`` from ``squares f32[2 L]``, those of the parameters first."""
     clipped = jnp.sqrt(squares) <= min_norm

@@ -268,7 +268,7 @@ def ok_topk(w: Workload, codec: MessageSizes) -> Estimate:
         rounds += _cost_of(exchange, w.workers)
     if step.window is None:
         fixed += rounds
-    if _plan.REGIONS == "balanced":
+    if _plan.REGIONS == "balanced":  # pyright: ignore[reportUnnecessaryComparison]
         consensus, period = _cost_of(step.consensus, w.workers), _plan.REPARTITION_PERIOD
         fixed += _even(consensus.messages / period, consensus.words / period)
     # Slots for all that a worker may own: nothing is ever uneven.

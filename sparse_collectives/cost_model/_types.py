@@ -78,7 +78,7 @@ class Workload:
     inner_size: int = 1
     overlap: Overlap | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_counts(self.size, self.selected, self.workers)
         if self.inner_size < 1 or self.workers % self.inner_size:
             raise ValueError(

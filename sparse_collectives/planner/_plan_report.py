@@ -9,6 +9,8 @@ from sparse_collectives.cost_model._types import BYTES_PER_WORD
 from sparse_collectives.planner import _gpu
 from sparse_collectives.planner._planner import MARGIN, OPTIONS, LocalCost, Plan, Prediction
 
+# Of each decade of a short logarithmic axis.
+_TICKS = (1, 1.5, 2, 3, 4, 5, 7)
 # One for each row of OPTIONS.
 _COLOURS = ("black", "gray", "tan", "tab:blue", "tab:cyan", "tab:purple", "tab:pink", "tab:brown")
 _COLOURS += ("tab:olive", "tab:red", "navy", "tab:orange", "tab:green", "gold", "teal", "magenta")
@@ -170,11 +172,12 @@ def plot(file: str, plan_for: Callable[[int], Plan], workers: int, inner: int) -
 
     Raises:
       ImportError: matplotlib is not installed.
+      ValueError: the file cannot be written, or has the name of no picture.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-        from matplotlib.ticker import NullLocator
+        from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
     except ImportError as error:
         raise ImportError(
             f"--plot {file} is drawn by matplotlib, which cannot be imported ({error}). Install it "
@@ -217,6 +220,10 @@ def plot(file: str, plan_for: Callable[[int], Plan], workers: int, inner: int) -
     axes.set_yscale("log")
     axes.set_xticks(counts, [str(count) for count in counts])
     axes.xaxis.set_minor_locator(NullLocator())
+    bottom, top = axes.get_ylim()
+    axes.yaxis.set_major_locator(LogLocator(subs=_TICKS if top < 100 * bottom else (1,)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("workers P")
     axes.set_ylabel("predicted step, ms")
     plan = plan_for(workers)
@@ -224,7 +231,12 @@ def plot(file: str, plan_for: Callable[[int], Plan], workers: int, inner: int) -
     axes.set_title("\n".join([*_assumptions(plan), "fastest encoding of each"]), fontsize=9)
     axes.grid(True, which="both", alpha=0.25)
     figure.legend(loc="outside right upper", fontsize=8)
-    figure.savefig(file)
+    try:
+        figure.savefig(file)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"--plot must be a file that can be written, such as plan.png, got {file}: {error}"
+        ) from error
 
 
 def _ms(seconds: float) -> str:

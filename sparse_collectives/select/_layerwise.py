@@ -20,7 +20,8 @@ def layerwise(selector: Selector) -> Selector:
 
     Args:
       selector: from :mod:`sparse_collectives.select`; its density is that of each
-        layer, and each layer has a state of its own.
+        layer, and each layer has a state of its own. Where it draws random indices, layers
+        of one size draw others.
 
     Returns:
       A :class:`Selector` whose ``init`` takes a
@@ -45,7 +46,9 @@ def layerwise(selector: Selector) -> Selector:
     def init(size: int | Layout) -> _layers.LayersState:
         # Only the sizes matter, so layers of one size share a program.
         flat = Layout(tuple((length,) for length in as_layout(size).sizes))
-        return _layers.init_layers(flat, lambda shape: selector.init(math.prod(shape)))
+        return _layers.init_layers(
+            flat, lambda shape: selector.init(math.prod(shape)), selector.apart
+        )
 
     def select(acc: jax.Array, state: _layers.LayersState):
         def of_layer(layer, shape, state):

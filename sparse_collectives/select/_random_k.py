@@ -20,6 +20,8 @@ from sparse_collectives.padded_coo import PaddedCOO
 from sparse_collectives.transport import _mesh
 
 _ROUNDS = 6
+# Of the golden ratio: multiples of it, modulo 2**32, are far from one another.
+_STRIDE = 0x9E3779B9 - 2**32
 # A bijection of very few bits has few distinct keys.
 _FEWEST_BITS = 6
 
@@ -48,7 +50,8 @@ def random_k(
 
     Returns:
       A :class:`Selector` whose buffers have k slots and whose state is ``i32[]``,
-      the number of steps. ``info.threshold`` is 0.
+      which grows by 1 at each step, from 0 (in :func:`layerwise` from another number for
+      each layer of a size). ``info.threshold`` is 0.
 
     Raises:
       ValueError: an argument is out of its range, or ``axis`` is missing or not used.
@@ -104,9 +107,13 @@ def random_k(
         )
         return PaddedCOO(values, indices, size), state + 1, info
 
+    def apart(state: jax.Array, number: jax.Array) -> jax.Array:
+        return state + number * jnp.int32(_STRIDE)
+
     return Selector(
         init,
         select,
+        apart=apart,
         spec=Spec.of(
             "random_k",
             density=density,

@@ -35,6 +35,7 @@ class Row(NamedTuple):
 
 ALL = ("pmap", "simulate")
 ADAM = "optax.chain(reduce, optax.adam(1e-2))"
+WHOLE = "`optax_ext.sparse_adamw` in place of the chain learns more."
 BEHIND = "Behind the sparse allreduce only; around it is an error."
 # A sum in another order changes the last bits of a gradient. Newton-Schulz iterations multiply
 # small singular values, and what was rounded in them, by up to 3.4 each.
@@ -56,8 +57,13 @@ ROWS = (
         _OPTIMIZER,
         "optax.chain(reduce, optax.sgd(0.1, momentum=0.9, nesterov=True))",
     ),
-    Row("`adam`", _OPTIMIZER, ADAM, also=ALL),
-    Row("`adamw`", _OPTIMIZER, "optax.chain(reduce, optax.adamw(1e-2, weight_decay=0.1))"),
+    Row("`adam`", _OPTIMIZER, ADAM, note=WHOLE, also=ALL),
+    Row(
+        "`adamw`",
+        _OPTIMIZER,
+        "optax.chain(reduce, optax.adamw(1e-2, weight_decay=0.1))",
+        note=WHOLE,
+    ),
     Row("`lion`", _OPTIMIZER, "optax.chain(reduce, optax.lion(1e-3))"),
     Row("`adafactor`", _OPTIMIZER, "optax.chain(reduce, optax.adafactor(1e-2))"),
     Row("`lamb`", _OPTIMIZER, "optax.chain(reduce, optax.lamb(1e-2))"),
@@ -120,6 +126,13 @@ ROWS = (
         _WRAPPER,
         "optax_ext.multi_steps(optax.chain(reduce, optax.adam(1e-2)), 2)",
         "One exchange for k mini-steps. Parameters may be scalars.",
+        also=ALL,
+    ),
+    Row(
+        "`optax_ext.delayed` around the chain",
+        _WRAPPER,
+        "optax_ext.delayed(optax.chain(reduce, optax.adam(1e-2)))",
+        "Each step exchanges the gradient of the step before, beside its own computation.",
         also=ALL,
     ),
     Row(

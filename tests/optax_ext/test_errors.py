@@ -115,6 +115,150 @@ def test_gradients_already_summed_over_the_axis(tx):
     with pytest.raises(ValueError, match=r"(?s)updates\['bias'\].*already summed.*pcast") as error:
         jax.eval_shape(step, PARAMS, jnp.ones((8, 8)))
     assert "jax.lax.pcast(params, 'data', to='varying')" in str(error.value)
+    assert "optax_ext.ahead(params, opt_state)" in str(error.value)
+    assert "jax.lax.pmean or psum of the gradients: take it out" in str(error.value)
+    assert "another allreduce of optax_ext earlier in the chain" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [
+        (ok_topk(), ok_topk()),
+        (ok_topk(), optax.scale(0.5), ok_topk(density=0.2), optax.sgd(0.1)),
+        (optax_ext.dense(axis="data"), ok_topk()),
+    ],
+    ids=["twice", "apart", "dense"],
+)
+def test_two_allreduces_of_the_same_gradients(chain):
+    tx = optax.chain(*chain)
+    message = "tx has two allreduces of the same gradients, one after the other.*Keep one"
+    with pytest.raises(ValueError, match=message):
+        optax_ext.init_state(tx, PARAMS, mesh())
+    inside = optax.chain(optax.masked(optax.identity(), True), tx)
+    with pytest.raises(ValueError, match=message):
+        init(inside)
+
+
+def test_allreduces_of_other_leaves_are_no_mistake():
+    sparse = {"kernel": True, "bias": False}
+    dense = {"kernel": False, "bias": True}
+    reduce = optax_ext.dense(axis="data")
+    for tx in (
+        optax.chain(optax.masked(ok_topk(), sparse), optax.masked(reduce, dense)),
+        optax_ext.bucketed(ok_topk(), 2),
+        optax_ext.bucketed(reduce, 2),
+    ):
+        init(tx)
+    assert optax_ext.get_state(init(optax.chain(ok_topk(), optax.sgd(0.1)), {})) is not None
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        (ok_topk(density=0.2), ["topk(density=0.1)", "topk(density=0.2)", "ok_topk(density=0.2)"]),
+        (ok_topk(codec=sc.wire.narrow8()), ["ok_topk(codec=raw())", "ok_topk(codec=narrow8("]),
+        (optax_ext.topk_a(0.1, axis="data"), ["allreduce=ok_topk(", "allreduce=topk_a("]),
+        (
+            ok_topk(residual=optax_ext.residual(decay=0.9)),
+            ["residual=", "decay=1.0) in the state", "decay=0.9) in tx"],
+        ),
+    ],
+    ids=["density", "codec", "allreduce", "residual"],
+)
+def test_a_state_made_with_other_settings(other, named):
+    with pytest.raises(ValueError, match="state was made for another transformation") as error:
+        trace_update(other, PARAMS, PARAMS, init(ok_topk()))
+    text = str(error.value)
+    assert all(part in text for part in named), text
+    assert "optax_ext.reshard(opt_state, optax_ext.init_state(tx, params, mesh))" in text
+    assert "select.scheduled" in text
+    # What the message says to do works.
+    moved = optax_ext.reshard(init(ok_topk()), init(other))
+    trace_update(other, PARAMS, PARAMS, moved)
+
+
+def test_settings_that_say_nothing_are_not_compared():
+    def with_spec(spec):
+        selector = sc.select.topk(density=0.1)._replace(spec=spec)
+        return optax_ext.sparse_allreduce(selector, sc.allreduce.ok_topk(density=0.1), axis="data")
+
+    for spec in (None, sc.Spec.of("own", scale=np.ones(2, np.float32))):
+        trace_update(with_spec(spec), PARAMS, PARAMS, init(with_spec(spec)))
+    trace_update(with_spec(None), PARAMS, PARAMS, init(ok_topk()))
+    # The text of a traced array has no hash.
+    own = sc.Spec("own", (("scale", "float32[2]"),))
+    trace_update(
+        with_spec(own), PARAMS, PARAMS, init(with_spec(sc.Spec.of("own", scale=np.ones(2, "f4"))))
+    )
+
+
+@pytest.mark.parametrize("kind", ["sparse", "dense"])
+def test_a_state_made_for_another_axis(kind):
+    def tx(axis):
+        return ok_topk(axis=axis) if kind == "sparse" else optax_ext.dense(axis=axis)
+
+    state = optax_ext.init_state(tx("data"), PARAMS, mesh())
+    step = optax_ext.make_train_step(lambda p, b: jnp.sum(b @ p["kernel"]), tx("dta"), mesh())
+    message = r"state was made for axis='data', and the transformation has axis='dta'.*same tx"
+    with pytest.raises(ValueError, match=message):
+        step.lower(PARAMS, state, np.ones((4, 8), np.float32))
+
+
+def traced_step(loss, **options):
+    tx = optax.chain(ok_topk(), optax.sgd(0.1))
+    state = optax_ext.init_state(tx, PARAMS, mesh())
+    step = optax_ext.make_train_step(loss, tx, mesh(), **options)
+    return step.lower(PARAMS, state, np.ones((4, 8), np.float32))
+
+
+def scalar_loss(params, batch):
+    return jnp.mean(batch @ params["kernel"]) + jnp.sum(params["bias"])
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "message"),
+    [
+        (
+            lambda p, b: (scalar_loss(p, b), {"aux": 1.0}),
+            {},
+            "scalar, got a tuple of 2.*has_aux=True in optax_ext.make_train_step",
+        ),
+        (scalar_loss, {"has_aux": True}, r"\(loss, aux\), as has_aux=True says, got an array"),
+        (lambda p, b: None, {}, "scalar, got a NoneType"),
+        (lambda p, b: b @ p["kernel"], {}, r"scalar, got an array of shape \(1, 4\).*loss.mean"),
+        (lambda p, b: (b @ p["kernel"], 0), {"has_aux": True}, r"scalar, .*\(1, 4\).*loss.mean"),
+    ],
+    ids=["has_aux forgotten", "no aux", "nothing", "no mean", "no mean, with aux"],
+)
+def test_a_loss_of_another_form(loss, options, message):
+    with pytest.raises(TypeError, match=f"loss_fn must return .*{message}"):
+        traced_step(loss, **options)
+
+
+def test_a_loss_that_is_averaged_over_the_workers_already():
+    message = "loss_fn returned the same on every worker of axis 'data'.*pmean or psum.*twice"
+    for reduce in (jax.lax.pmean, jax.lax.psum):
+        with pytest.raises(ValueError, match=message):
+            traced_step(lambda p, b, reduce=reduce: reduce(scalar_loss(p, b), "data"))
+    # Statistics inside of a loss may be over all workers, and a constant is of none.
+    traced_step(lambda p, b: scalar_loss(p, b - jax.lax.pmean(b.mean(), "data")))
+    traced_step(lambda p, b: 0.0)
+
+
+def test_parameters_that_an_earlier_step_took_over():
+    tx = optax.chain(ok_topk(), optax.sgd(0.1))
+    step = optax_ext.make_train_step(scalar_loss, tx, mesh())
+    everywhere = jax.sharding.NamedSharding(mesh(), P())
+    params = jax.device_put(jax.tree.map(np.asarray, PARAMS), everywhere)
+    state = optax_ext.init_state(tx, params, mesh())
+    batch = np.ones((4, 8), np.float32)
+    result = step(params, state, batch)
+    message = r"has been deleted: an earlier step took it over.*jax\.numpy\.copy.*donate=False"
+    with pytest.raises(ValueError, match=r"params\['bias'\] " + message):
+        step(params, result[1], batch)
+    with pytest.raises(ValueError, match="opt_state.* " + message):
+        step(result[0], state, batch)
+    step(*result[:2], batch)
 
 
 def test_an_update_of_another_tree():

@@ -101,7 +101,8 @@ def test_what_is_traced_for_a_gpu_agrees_late_up_to_a_size_of_its_own(name, monk
 def collectives_of(tx):
     state = jax.eval_shape(lambda p: optax_ext.init_state(tx, p, {"w": WORKERS}), jnp.zeros(SIZE))
     specs = optax_ext.state_specs(state)
-    mesh = jax.sharding.AbstractMesh((WORKERS,), ("w",))
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.sharding.AbstractMesh((WORKERS,), ("w",), axis_types=auto)
 
     def step(gradient, state):
         return tx.update(gradient[0], state)

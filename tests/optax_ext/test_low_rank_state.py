@@ -206,7 +206,7 @@ def test_wrong_calls(method):
     specs = optax_ext.state_specs(state)
     whole = jax.sharding.PartitionSpec()
     step = jax.shard_map(tx.update, mesh=mesh(2), in_specs=(whole, specs), out_specs=(whole, specs))
-    with pytest.raises(ValueError, match="already summed over the axis"):
+    with pytest.raises(ValueError, match="already summed or averaged"):
         step(PARAMS, state)
 
 

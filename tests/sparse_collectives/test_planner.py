@@ -459,6 +459,13 @@ def test_plot(capsys, tmp_path):
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("name", ["plan.xyz", "no/such/folder/plan.png"])
+def test_a_plot_that_cannot_be_written(capsys, tmp_path, name):
+    pytest.importorskip("matplotlib")
+    error = fails(capsys, "plan", *SLOW, "--plot", str(tmp_path / name))
+    assert "--plot must be a file that can be written, such as plan.png, got" in error
+
+
 def test_a_plot_shows_what_was_assumed(tmp_path, monkeypatch):
     titles = []
     axes = pytest.importorskip("matplotlib.axes").Axes

@@ -177,7 +177,7 @@ def digits(k: int) -> tuple[tuple[int, int], ...]:
         plan = tuple((max(0, top - width), min(width, top)) for top in shifts)
         if sum(2 << bits for _, bits in plan) <= _MAX_HISTOGRAM_SHARE * k:
             break
-    return plan
+    return plan  # pyright: ignore[reportPossiblyUnboundVariable]
 
 
 class Exchange(NamedTuple):

@@ -35,13 +35,28 @@ class LayersState(NamedTuple):
     layout: Layout
 
 
-def init_layers(layout: Layout, of_shape: Callable[[tuple[int, ...]], State]) -> LayersState:
-    """The same initial state for all layers of a shape."""
+def init_layers(
+    layout: Layout,
+    of_shape: Callable[[tuple[int, ...]], State],
+    apart: Callable[[State, jax.Array], State] | None = None,
+) -> LayersState:
+    """The states before the first step.
+
+    Args:
+      layout: of all layers.
+      of_shape: the initial state of a layer of a shape.
+      apart: ``apart(state, i32[])``, the state of the layer of that number among those of its
+        shape, as :attr:`Selector.apart`; None: the same for all of them.
+    """
     states = []
     for shape, offsets in _same_shape(layout):
         number = len(offsets)
+        state = of_shape(shape)
         stack = lambda x, number=number: jnp.broadcast_to(x[None], (number, *x.shape))  # noqa: E731
-        states.append(jax.tree.map(stack, of_shape(shape)))
+        stacked = jax.tree.map(stack, state)
+        if apart is not None:
+            stacked = jax.vmap(apart)(stacked, jnp.arange(number, dtype=jnp.int32))
+        states.append(stacked)
     return LayersState(tuple(states), layout)
 
 

@@ -1,0 +1,99 @@
+"""Checks that the type of every public symbol of both packages is known in full.
+
+Usage: python tools/check_public_types.py
+
+The checker only reports wrong types of what is annotated, so that a parameter without an annotation
+passes it. This asks it how complete the types are that a user's checker sees, of everything public
+and of what that refers to. Types that are unknown because jax or optax leave them so do not count
+where they are theirs by name, jax.Array, but do where we spell them out, jax.typing.ArrayLike.
+"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("sparse_collectives", "optax_ext")
+BIN = Path(sys.executable).parent
+
+
+def report(package: str) -> dict[str, Any]:
+    """What pyright says of the symbols of a package."""
+    # Here pyright takes the packages of the first `python` on the PATH, whatever --pythonpath says,
+    # and what lies in the current folder is no package to it.
+    environment = {
+        **os.environ,
+        "PATH": os.pathsep.join([str(BIN), os.environ.get("PATH", "")]),
+        "PYTHONPATH": str(ROOT),
+    }
+    command = ["pyright", "--verifytypes", package, "--ignoreexternal", "--outputjson"]
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [BIN / command[0], *command[1:]],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+    try:
+        return json.loads(done.stdout)["typeCompleteness"]
+    except (ValueError, KeyError):
+        sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+
+
+def incomplete(symbols: list[dict[str, Any]]) -> list[str]:
+    """One line for each reason why a symbol's type is not known in full."""
+    unknown = [s for s in symbols if not s["isTypeKnown"] or s["isTypeAmbiguous"]]
+    # Those without a reason of their own only refer to others.
+    reasons = [
+        f"{_place(entry)}{symbol['name']}: {' '.join(entry['message'].split())}"
+        for symbol in unknown
+        for entry in symbol["diagnostics"]
+        if entry["severity"] == "error"
+    ]
+    return reasons or [symbol["name"] for symbol in unknown]
+
+
+def _place(entry: dict[str, Any]) -> str:
+    if "range" not in entry:
+        return ""
+    file = Path(entry["file"])
+    name = file.relative_to(ROOT) if file.is_relative_to(ROOT) else file
+    return f"{name}:{entry['range']['start']['line'] + 1}: "
+
+
+def unseen(package: str, symbols: list[dict[str, Any]]) -> list[str]:
+    """Public names that pyright has not looked at: then it has found another package, or none."""
+    module = importlib.import_module(package)
+    seen = {symbol["name"] for symbol in symbols}
+    return [
+        f"{package}.{name}: not seen by pyright"
+        for name in module.__all__
+        if f"{package}.{name}" not in seen
+        and not name.startswith("__")
+        and not isinstance(getattr(module, name), ModuleType)
+    ]
+
+
+def main() -> None:
+    """Prints a line for each package, or exits with the symbols that are wrong."""
+    sys.path.insert(0, str(ROOT))
+    wrong: list[str] = []
+    for package in PACKAGES:
+        symbols = report(package)["symbols"]
+        found = incomplete(symbols) + unseen(package, symbols)
+        public = sum(symbol["isExported"] for symbol in symbols)
+        print(f"{package}: {public} public symbols, {'incomplete' if found else 'all typed'}")
+        wrong += found
+    if wrong:
+        sys.exit("\n".join(["These types are not known in full:", *wrong]))
+
+
+if __name__ == "__main__":
+    main()

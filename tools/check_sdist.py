@@ -1,0 +1,79 @@
+"""Checks that the sdist has every file of the repository, and that its tests run from it.
+
+Usage: python tools/check_sdist.py DIST_FOLDER
+
+Who packages it for a distribution tests what is in it. All tests are collected, and those are run
+that read files and are quick about it.
+"""
+
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# What reads the manual, recorded results, constraints, tools, CITATION.cff and the changelog.
+TESTS = (
+    "test_docs_planner.py",
+    "test_evidence.py::test_kept_results_are_small_and_of_claims_that_there_are",
+    "test_gpu_programs.py",
+    "test_package.py",
+    "test_reference.py",
+    "test_selectors_table.py",
+    "test_slow_tests.py",
+)
+# Not what computes.
+NOT = "not docstring_examples"
+
+
+def tracked() -> set[str]:
+    """The files of the repository; none where this is not a checkout."""
+    command = ["git", "-C", str(ROOT), "ls-files", "-z"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        return set()
+    # Deleted files stay in the index until that is committed.
+    names = done.stdout.split("\0") if done.returncode == 0 else []
+    return {name for name in names if name and (ROOT / name).is_file()}
+
+
+def run_tests(folder: Path) -> None:
+    """Raises SystemExit when the tests in the unpacked sdist can't be collected, or fail."""
+    cache = ROOT / ".cache" / "jax"
+    # The path goes before that of the checkout, which is installed in editable form.
+    environment = os.environ | {"PYTHONPATH": str(folder), "JAX_COMPILATION_CACHE_DIR": str(cache)}
+    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    tests = [f"tests/{name}" for name in TESTS]
+    for what, options in (
+        ("collected", ["--collect-only"]),
+        ("run", ["-m", "not slow", "-k", NOT, *tests]),
+    ):
+        done = subprocess.run(
+            [*pytest, *options], cwd=folder, env=environment, capture_output=True, text=True
+        )
+        if done.returncode:
+            sys.exit(f"{done.stdout[-4000:]}{done.stderr}\nthe sdist's tests can't be {what}")
+        print(f"{folder.name}: {done.stdout.splitlines()[-1].strip('= ')}")
+
+
+def check(dist: Path) -> None:
+    """Raises SystemExit with the reason when the sdist in `dist` is not what it should be."""
+    sdists = list(dist.glob("*.tar.gz"))
+    if len(sdists) != 1:
+        sys.exit(f"expected one sdist in {dist}, found {len(sdists)}")
+    with tempfile.TemporaryDirectory() as target, tarfile.open(sdists[0]) as archive:
+        archive.extractall(target, filter="data")
+        (folder,) = Path(target).iterdir()
+        files = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+        if missing := sorted(tracked() - files):
+            sys.exit(f"missing from the sdist: {', '.join(missing)}")
+        run_tests(folder)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python tools/check_sdist.py DIST_FOLDER")
+    check(Path(sys.argv[1]))
