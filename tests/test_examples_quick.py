@@ -6,6 +6,7 @@ mpi/test_over_mpi.py, and several processes in multiprocess/.
 """
 
 import base64
+import contextlib
 import json
 import re
 import runpy
@@ -151,17 +152,25 @@ def test_what_is_wrong_is_said_in_one_line(main, argv, message, capsys):
     assert len(error.splitlines()) == 1
 
 
+@pytest.fixture
+def settings():
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
 def text_of(outputs):
     return "".join(line for output in outputs for line in output.get("text", []))
 
 
 @pytest.mark.parametrize("steps", [60, pytest.param(200, marks=pytest.mark.slow)])
-def test_the_notebook_runs_and_prints_what_it_shows(steps, capsys):
+def test_the_notebook_runs_and_prints_what_it_shows(steps, capsys, settings):
     """From top to bottom, in one namespace, as a kernel runs it; with fewer steps in the end."""
     cells = [x for x in json.loads(NOTEBOOK.read_text())["cells"] if x["cell_type"] == "code"]
     assert plt.get_backend().lower() == "agg"
     assert sum("".join(cell["source"]).count("steps=200") for cell in cells) == 1
     names, figures = {}, 0
+    # Settings of the notebook's plots are not those of other tests.
+    settings.enter_context(plt.rc_context())
     for number, cell in enumerate(cells, 1):
         assert cell["execution_count"] == number
         source = "".join(cell["source"]).replace("steps=200", f"steps={steps}")

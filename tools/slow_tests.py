@@ -20,14 +20,26 @@ LIST = ROOT / "tests" / "slow_tests.txt"
 CORE = (
     "test_readme.py::test_the_programs_run",
     "test_readme.py::test_the_programs_about_training_run",
+    "test_docs_idea.py::test_the_page_tells_what_they_show",
+    "test_docs_quick_start.py::test_the_programs_run",
+    "test_examples_quick.py::test_a_language_model_learns_a_text_of_ones_own",
+    "test_examples_quick.py::test_a_loop_of_ones_own_learns",
+    "test_examples_quick.py::test_an_nnx_classifier_is_compared_with_the_dense_one",
+    "test_examples_quick.py::test_nothing_that_waits_is_lost_with_other_workers",
+    "test_examples_quick.py::test_the_notebook_runs_and_prints_what_it_shows",
+    "test_examples_quick.py::test_the_quick_start_learns",
     "fuzz/test_fuzz.py::test_laws_hold_for_a_few_configurations",
     "optax_ext/test_checkpoint.py::test_the_step_after_a_restore_has_the_same_bits",
+    "optax_ext/test_checkpoint_faults.py::test_a_damaged_checkpoint_is_an_error",
     "optax_ext/test_errors.py::test_a_sum_that_overflows_skips_the_step_too",
     "optax_ext/test_invariants.py::test_agreed_indices",
     "optax_ext/test_invariants.py::test_nothing_is_lost_and_all_workers_agree",
+    "optax_ext/test_late_agreement.py::test_a_step_takes_one_collective_less[ok_topk-3-4]",
+    "optax_ext/test_late_agreement.py::test_it_has_the_bits_of_an_agreement_before[ok_topk]",
     "optax_ext/test_limit.py::test_no_entry_moves_further_and_nothing_is_lost",
     "optax_ext/test_lossy.py::test_what_a_codec_loses_is_in_the_residuals",
     "optax_ext/test_modes.py::test_mode_matches_the_oracle",
+    "optax_ext/test_nonfinite.py::test_a_sum_that_overflows_stays_with_the_workers",
     "optax_ext/test_ok_topk_paper.py::test_every_step_is_that_of_the_paper",
     "optax_ext/test_nonfinite.py::test_after_a_sum_that_would_overflow_training_goes_on",
     "optax_ext/test_sharded.py::test_it_has_the_bits_of_unsharded_runs_of_the_same_parts"
@@ -41,8 +53,10 @@ CORE = (
     "optax_ext/test_works_with.py::test_at_density_a_tenth_nothing_is_lost_and_no_worker_drifts",
     "sparse_collectives/test_allreduce_contract.py::test_nothing_is_lost_and_all_workers_agree"
     "[ok_topk-3]",
+    "sparse_collectives/test_ok_topk.py::test_windows_and_rounds_select_the_same",
     "sparse_collectives/test_ok_topk_lossy.py::test_nothing_is_lost_and_all_workers_agree",
     "sparse_collectives/test_ok_topk_sizes.py::test_a_step_takes_the_shortest_that_has_room",
+    "sparse_collectives/test_platform.py::test_selectors_step_after_step",
     "sparse_collectives/test_starvation.py::test_no_index_starves_in_an_algorithm",
 )
 
