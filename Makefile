@@ -33,7 +33,7 @@ NEWEST_TESTS := $(addprefix tests/,\
     test_package.py mpi/test_dispatch.py sparse_collectives/test_traffic.py \
     sparse_collectives/test_padded_coo.py \
     $(addprefix optax_ext/,test_modes.py test_train_step.py test_sharded.py test_checkpoint.py test_errors.py \
-        test_nonfinite.py test_buckets.py test_sharded_program.py))
+        test_nonfinite.py test_buckets.py test_late_agreement.py test_sharded_program.py))
 PYTEST := $(CACHE) $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
@@ -119,9 +119,10 @@ contract: $(VENV)/.installed-test
 	SELECTOR='$(SELECTOR)' ALLREDUCE='$(ALLREDUCE)' $(call fast_compile,$(VENV)) $(CACHE) \
 	    $(BIN)/python -m pytest tests/test_templates.py $(ARGS)
 
-# Results are kept one by one: a run that was stopped goes on.
+# Results are kept one by one: a run that was stopped goes on. Of each program in the cache XLA would
+# log a screenful, as it does not know features of the machine that it has chosen itself.
 evidence: $(VENV)/.installed-test
-	$(CACHE) $(BIN)/python -m benchmarks.evidence $(ARGS)
+	@TF_CPP_MIN_LOG_LEVEL=3 $(CACHE) $(BIN)/python -m benchmarks.evidence $(ARGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

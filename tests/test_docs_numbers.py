@@ -254,5 +254,14 @@ def test_memory():
     assert [f"{kept[name]:.0f}" for name in ("ok_topk", "sparse_adamw")] == list(said.groups())
 
 
+def test_the_count_of_claims():
+    page = (ROOT / "docs" / "evidence" / "index.md").read_text(encoding="utf-8")
+    found = re.search(r"\*\*(\d+) claims, (\d+) of them checked", page)
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert found is not None
+    assert f"lists {found[1]} claims" in text
+    assert f"checks {found[2]} of them" in text
+
+
 def test_the_files_are_small():
     assert sum(path.stat().st_size for path in DATA.iterdir()) < 400_000

@@ -92,7 +92,7 @@ def page(claims: Sequence[Claim], store: Store, figures: Sequence[str] = ()) -> 
 
 
 def _filled(text: str, claims: Sequence[Claim], store: Store) -> str:
-    """``text`` with the worse and the better of each number that it names."""
+    """``text`` with the least and the most of each number that it names."""
     known = {claim.id: claim for claim in claims}
 
     def numbers(found: re.Match[str]) -> str:
@@ -100,7 +100,7 @@ def _filled(text: str, claims: Sequence[Claim], store: Store) -> str:
         measured = [result["numbers"] for result in store.best(claim)] if claim else []
         for name, worse, better in spread(claim, measured) if claim else ():
             if name == found[2]:
-                few = [f"{worse:.2g}", f"{better:.2g}"]
+                few = [f"{value:.2g}" for value in sorted((worse, better))]
                 return " to ".join(dict.fromkeys(few))
         return "(not measured)"
 

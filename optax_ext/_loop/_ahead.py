@@ -38,15 +38,17 @@ def ahead(params: Any, opt_state: Any) -> Any:
 
     Raises:
       ValueError: outside of the mapped function; a state of other parameters; no allreduce in
-        ``opt_state``.
+        ``opt_state``; a hierarchical one over MPI communicators, with a ``step_ahead``.
 
     References:
       Xu, Huo and Huang, `Step-Ahead Error Feedback for Distributed Training with
       Compressed Gradient <https://arxiv.org/abs/2008.05823>`_, AAAI 2021.
     """
     axis = _find.axis_of(opt_state)
-    workers = _checks.workers(axis)
-    local = extend.to_varying(params, axis)
+    # Over MPI the state knows how many ranks there are, and nothing is typed as varying.
+    ranks = extend.ranks(axis)
+    workers = ranks or _checks.workers(axis)
+    local = params if ranks else extend.to_varying(params, axis)
     states = _find.get_states(opt_state)
     if not any(state.settings.step_ahead for state in states):
         return local
@@ -79,5 +81,10 @@ def _share_of_part(residual: jax.Array, layout: Any, settings: Any, workers: int
         return of_vector(jnp.zeros((size,), jnp.float32), layout)
     share = coefficient * _residual.load(residual)[0]
     inside = settings.shard_axis
+    if extend.ranks(inside):
+        raise ValueError(
+            "ahead: of a hierarchical allreduce over MPI communicators a worker can't gather the "
+            "residual of its node. Leave out step_ahead=."
+        )
     share = transport.all_gather(share, inside).reshape(-1)[:size] if inside else share
     return of_vector(share, layout)

@@ -185,7 +185,7 @@ def loss(params: Any, batch: jax.Array) -> jax.Array:
 
 
 def train_step(tx: optax.GradientTransformation, params: Any, state: Any, batch: jax.Array):
-    value, grads = jax.value_and_grad(loss)(params, batch)
+    value, grads = jax.value_and_grad(loss)(optax_ext.ahead(params, state), batch)
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state, value
 
@@ -203,6 +203,7 @@ TRAININGS = {
     "ok_topk": Training(
         lambda axis, _: optax.chain(optax_ext.ok_topk(0.05, axis=axis), optax.adam(1e-2)), 4, 50
     ),
+    "sparse_adamw": Training(lambda axis, _: optax_ext.sparse_adamw(1e-2, axis=axis), 3, 14),
     "dense warm-up, lamb": Training(
         lambda axis, _: optax.chain(
             optax_ext.topk_a(0.05, axis=axis, dense_steps=3), optax_ext.lamb(1e-2, axis=axis)
