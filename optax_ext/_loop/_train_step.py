@@ -65,7 +65,7 @@ def make_train_step(
       The step. The loss is the mean over the workers, at what they differentiate at: with
       :func:`sparse_adamw` and :func:`sparse_sgd` parameters that are a step ahead, where each
       worker's own part of what waits has been applied to the batch that it is from. In short runs
-      that loss is lower than on data held out; :func:`flush` applies what waits for everybody.
+      that loss is lower than on data held out.
 
     Raises:
       TypeError: at the first call of a shape, a loss that is no scalar, or with ``has_aux`` no

@@ -52,7 +52,9 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
 
     For the end of a training with an optimizer whose residuals are updates of the parameters:
     :func:`sparse_adamw`, :func:`sparse_sgd`, or another with ``residual(step_ahead=...)``.
-    With a learning rate that has fallen to 0 there is little to apply.
+    With a learning rate that has fallen to 0 there is little to apply. At a constant rate there is
+    much, all at once, and the parameters may be worse for it (docs/training.md): evaluate them as
+    they are.
 
     Args:
       params: the parameters.
