@@ -14,6 +14,7 @@ from benchmarks.network import run, scaling, traffic
 from benchmarks.training import (
     convergence,
     fill_in,
+    flush_cost,
     load_balance,
     paper_counts,
     regions,
@@ -33,6 +34,7 @@ PROGRAMS = (
     traffic,
     convergence,
     fill_in,
+    flush_cost,
     load_balance,
     paper_counts,
     regions,
@@ -67,6 +69,7 @@ WRONG = [
     (convergence, ["--steps", "1"]),
     (convergence, ["--width", "62"]),
     (convergence, ["--tasks", "images", "--workers", "2", "--batch-images", "5000"]),
+    (flush_cost, ["--images", "no-such-folder"]),
     (paper_counts, ["--images", "no-such-folder", "--tasks", "images"]),
     (paper_counts, ["--text", "no-such-file", "--tasks", "lstm"]),
     (paper_counts, ["--workers", "5", "--tasks", "images"]),

@@ -254,6 +254,19 @@ def test_memory():
     assert [f"{kept[name]:.0f}" for name in ("ok_topk", "sparse_adamw")] == list(said.groups())
 
 
+def test_what_flush_costs():
+    text = " ".join((ROOT / "docs" / "training.md").read_text(encoding="utf-8").split())
+    found = {row["method"]: row["accuracy"] for row in read(DATA / "flush_cost.json")["rows"]}
+    five, one = found["sparse_adamw, 5%"], found["sparse_adamw, 1%"]
+    before, after, low, high = (
+        f"{x:.1f}" for x in (*map(statistics.mean, five), *map(statistics.mean, one))
+    )
+    assert f"{before} % test accuracy before `flush` and {after} % after it" in text
+    assert f"({min(five[1]):.1f} with the worst)" in text
+    assert f"at a density of 1 % {low} and {high} %" in text
+    assert f"dense AdamW {statistics.mean(found['dense'][0]):.1f} %" in text
+
+
 def test_the_count_of_claims():
     page = (ROOT / "docs" / "evidence" / "index.md").read_text(encoding="utf-8")
     found = re.search(r"\*\*(\d+) claims, (\d+) of them checked", page)
