@@ -188,15 +188,23 @@ def _axis_on(mesh: Mesh, opt_state: Any) -> Any:
 
 def _check_not_donated(**trees: Any) -> None:
     """No earlier step has taken over the arrays; with some versions of JAX that is no error."""
-    for name, tree in trees.items():
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted():
-                raise ValueError(
-                    f"{name}{jax.tree_util.keystr(path)} has been deleted: an earlier step took "
-                    "it over and updated it in place. Go on with what that step returned, begin "
-                    "each run with a copy (jax.tree.map(jax.numpy.copy, params)), or write "
-                    "make_train_step(..., donate=False)."
-                )
+    # Of each step: the paths are only looked for where something is wrong.
+    if not any(map(_is_deleted, jax.tree.leaves(trees))):
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
+        if _is_deleted(leaf):
+            # The first key is the name of the argument.
+            name = path[0].key + jax.tree_util.keystr(path[1:])
+            raise ValueError(
+                f"{name} has been deleted: an earlier step took it over and updated it in place. "
+                "Go on with what that step returned, begin each run with a copy "
+                "(jax.tree.map(jax.numpy.copy, params)), or write make_train_step(..., "
+                "donate=False)."
+            )
+
+
+def _is_deleted(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
 
 
 def _check_global(batch: Any, mesh: Mesh, opt_state: Any) -> None:
