@@ -241,8 +241,8 @@ def test_the_example_trains_and_its_ranks_agree():
     assert lines[0].endswith("parameters equal")
 
 
-def test_the_program_in_the_readme_runs(tmp_path):
-    snippets = re.findall(r"```py\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def test_the_program_in_the_docs_runs(tmp_path):
+    snippets = re.findall(r"```py\n(.*?)```", (ROOT / "docs/multihost.md").read_text(), re.DOTALL)
     program = [text for text in snippets if "mpi4py" in text]
     assert len(program) == 1
     before = """
@@ -259,7 +259,7 @@ every = MPI.COMM_WORLD.allgather(params["w"].tobytes())
 assert int(optax_ext.get_state(opt_state).count) == 3 and len(set(every)) == 1
 assert not jnp.all(params["w"] == 1)
 """
-    script = tmp_path / "readme.py"
+    script = tmp_path / "multihost.py"
     script.write_text(before + program[0] + after)
     mpirun(2, str(script))
 
