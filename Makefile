@@ -37,8 +37,8 @@ NEWEST_TESTS := $(addprefix tests/,\
 PYTEST := $(CACHE) $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow fuzz test-newest on-newest test-mpi contract evidence lint format \
-    types docs build clean
+.PHONY: help demo test test-slow fuzz test-newest on-newest test-mpi contract evidence tables lint \
+    format types docs build clean
 
 help:
 	@echo "make demo         train a small model, dense and sparse, and compare them (ARGS='--help')"
@@ -49,6 +49,7 @@ help:
 	@echo "make test-mpi     build mpi4jax and run the tests over MPI; needs a C compiler"
 	@echo "make contract     check a selector or an allreduce of one's own (SELECTOR=file.py:factory, ALLREDUCE=...)"
 	@echo "make evidence     check the claims of the papers and of README, one by one (ARGS=--quick: in minutes)"
+	@echo "make tables       write the tables of numbers of README and docs from docs/data"
 	@echo "make lint         check style and formatting"
 	@echo "make format       apply both"
 	@echo "make types        check types, and that all of the public ones are known"
@@ -123,6 +124,9 @@ contract: $(VENV)/.installed-test
 # log a screenful, as it does not know features of the machine that it has chosen itself.
 evidence: $(VENV)/.installed-test
 	@TF_CPP_MIN_LOG_LEVEL=3 $(CACHE) $(BIN)/python -m benchmarks.evidence $(ARGS)
+
+tables: $(VENV)/.installed-test
+	@$(BIN)/python -m tools.tables $(ARGS)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

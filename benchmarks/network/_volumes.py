@@ -1,7 +1,5 @@
 """Words received by the workers in a traced step of any allreduce."""
 
-import time
-
 import jax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
@@ -73,7 +71,6 @@ def of_algorithm(name, size, density, workers):
     make, paper, most = ALGORITHMS[name]
     if workers > most:
         return None
-    start = time.perf_counter()
     k = max(1, round(size * density))
     traced = trace(make(density), size, k, workers)
     words = {case: traffic.of_traced(traced, conditional=case).words for case in ("best", "worst")}
@@ -81,7 +78,7 @@ def of_algorithm(name, size, density, workers):
     if paper is not None:
         bounds = cost_model.paper_cost(paper, cost_model.Workload(size, k, workers))
         row |= {"paper": paper, "lower": bounds.lower.words, "upper": bounds.upper.words}
-    return row | {"seconds": time.perf_counter() - start}
+    return row
 
 
 def of_two_levels(size, density, nodes, inside):

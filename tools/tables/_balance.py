@@ -1,0 +1,127 @@
+"""Which worker owns which index, and how even that is: `benchmarks.training`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ._data import blank_repeats, percent, read
+from ._pages import Rows
+
+REGIONS = ("hashed", "balanced")
+INPUTS = {
+    "iid": "iid",
+    "same region": "all workers in the same region",
+    "drifting": "a region that drifts",
+    "heavy tails": "heavy tails, scales by layer",
+    "one worker": "one worker in a region, heavier than the others",
+    "own region": "each worker in a region of its own",
+}
+# What a table has of each way to cut the regions.
+ALL = ("missing", "mass", "overflow", "wait", "words")
+
+
+def regions(
+    file: str,
+    *,
+    workers: bool = True,
+    names: dict[str, str] | None = None,
+    hashed: Sequence[str] = ALL,
+    balanced: Sequence[str] = ALL,
+) -> Rows:
+    """`benchmarks.training.regions`: hashed regions beside balanced ones."""
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for row in read(file)["rows"]:
+        found.setdefault((row["case"], row["workers"]), {})[row["regions"]] = row
+    rows = []
+    # The file has the inputs in their order, and workers as they were asked for.
+    cases = list(dict.fromkeys(case for case, _ in found))
+    for case, p in sorted(found, key=lambda key: (cases.index(key[0]), key[1])):
+        of = found[case, p]
+        if names is not None and case not in names:
+            continue
+        cells = [_cell(of["hashed"], column) for column in hashed]
+        cells += [_cell(of["balanced"], column) for column in balanced]
+        rows.append(
+            [case if names is None else names[case], *([str(p)] if workers else []), *cells]
+        )
+    return blank_repeats(rows)
+
+
+def _cell(row: dict[str, Any], column: str) -> str:
+    value = row[column]
+    if column == "missing":
+        worst = f"{100 * row['missing_worst']:.0f}"
+        return f"{_share(value)} ({worst})"
+    if column == "overflow":
+        return _share(value, 2)
+    return {"mass": f"{value:.3f}", "wait": f"{value:.0f}"}.get(column, f"{value:.2f}")
+
+
+def _share(value: float, digits: int = 1) -> str:
+    """Fewer digits where there is more."""
+    if value >= 0.1:
+        return percent(value)
+    return percent(value, digits if value < 0.05 else 1)
+
+
+def _named(run: dict[str, Any]) -> str:
+    """A recorded run; the scaled layer is named by the benchmark."""
+    scaled = run["case"]
+    return run["run"] if scaled == "as it is" else f"{run['run']}, `{scaled.split()[0]}` x 100"
+
+
+def concentrations() -> Rows:
+    """Where selected entries are from."""
+    rows = []
+    for run in read("load_balance.json")["runs"]:
+        layers = sorted(run["layers"].items(), key=lambda item: -item[1]["selected"])
+        shown = layers[:1] if layers[0][1]["selected"] > 0.6 else layers[:2]
+        parts = [
+            f"{share['selected']:.0%} `{name}` ({_percent_of_n(share['parameters'])} of n)"
+            for name, share in shown
+        ]
+        before, after = (run[f"validation_{when}"]["loss"] for when in ("before", "after"))
+        text = ", ".join(parts).replace("%", " %")
+        rows.append([_named(run), text, f"{before:.2f} to {after:.2f}"])
+    return rows
+
+
+def _percent_of_n(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
+
+
+def split() -> Rows:
+    """Entries that an owner receives, for equal and for balanced regions."""
+    rows = []
+    for run in read("load_balance.json")["runs"]:
+        at = {(row["workers"], row["regions"]): row for row in run["rows"]}
+        for p in dict.fromkeys(row["workers"] for row in run["rows"]):
+            cells = [_named(run), str(p)]
+            for kind in ("equal", "balanced"):
+                row = at[p, kind]
+                uneven = (
+                    f"{row['received']:.2f}" if row["received"] < 10 else f"{row['received']:.1f}"
+                )
+                fullest = row["received_of_k"]
+                cells += [uneven, f"{fullest:.2f}" if fullest < 10 else f"{fullest:.1f}"]
+                cells.append(_share(row["overflow"]))
+            rows.append(cells)
+    return blank_repeats(rows)
+
+
+def allgather() -> Rows:
+    """Entries of each worker before and after the balancing."""
+    rows = []
+    for run in read("load_balance.json")["runs"]:
+        for kind in ("equal", "balanced"):
+            for row in run["rows"]:
+                if row["regions"] != kind:
+                    continue
+                cells = [_named(run), kind, str(row["workers"]), f"{row['before']:.2f}"]
+                cells.append(percent(row["over_trigger"]))
+                for mode in ("never", "auto", "always"):
+                    of = row["balance"][mode]
+                    share = of["delivered"]
+                    cells += [f"{of['after']:.2f}", percent(share, 0 if share > 0.9995 else 1)]
+                    cells.append(f"{of['words_of_bound']:.2f}")
+                rows.append(cells)
+    return blank_repeats(rows, 2)

@@ -1,0 +1,62 @@
+"""Steps over real links with a limited bandwidth: `benchmarks.network.run`."""
+
+import statistics
+from typing import Any
+
+from ._data import DATA, interval, middle, read
+from ._pages import Rows
+
+POINTS = ((4, 14_700_000, "100mbit"), (4, 14_700_000, "1gbit"), (8, 1_000_000, "1gbit"))
+
+
+def ratios(point: dict[str, Any]) -> list[float]:
+    """How many times as fast as dense, in each round."""
+    pairs = zip(point["baseline_seconds"], point["seconds"], strict=True)
+    return [base / own for base, own in pairs]
+
+
+def runs() -> list[tuple[str, dict[str, Any]]]:
+    """Every method of every run that was kept, with the name of the file."""
+    files = sorted(DATA.glob("network*.json"))
+    return [(path.name, point) for path in files for point in read(path)["points"]]
+
+
+def of_run(file: str, link: str) -> Rows:
+    """One run and one link: step, speed-up, processor time and bytes of each method."""
+    return [
+        [
+            f"`{point['method']}`",
+            middle([1e3 * x for x in point["seconds"]], 0),
+            middle(ratios(point), 2),
+            f"{1e3 * statistics.median(point['cpu_seconds']):.0f}",
+            f"{statistics.mean(point['received']) / 1e6:.2f}",
+        ]
+        for point in read(file)["points"]
+        if point["link"] == link
+    ]
+
+
+def speedups(workers: int, params: int, link: str) -> dict[str, list[float]]:
+    """How many times as fast as dense: the medians of all runs, by method."""
+    found: dict[str, list[float]] = {}
+    for _, point in runs():
+        if (point["workers"], point["params"], point["link"]) == (workers, params, link):
+            found.setdefault(point["method"], []).append(statistics.median(ratios(point)))
+    return found
+
+
+def of_all_runs() -> Rows:
+    """The least and the most of the medians of all runs."""
+    names = {
+        "ok_topk": "`ok_topk`",
+        "ok_topk/reuse/global32": "`ok_topk`, thresholds reused for 32 steps",
+        "agreed": "`agreed`, the exchange of `sparse_adamw`",
+        "sparse_adamw": "`sparse_adamw`, AdamW's arithmetic included",
+        "powersgd1": "`powersgd(1)`",
+        "powersgd1/adamw": "`powersgd(1)` before AdamW",
+    }
+    columns = [speedups(*point) for point in POINTS]
+    return [
+        [shown, *(interval(column[name], 1) if name in column else "" for column in columns)]
+        for name, shown in names.items()
+    ]
