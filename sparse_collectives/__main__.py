@@ -70,7 +70,7 @@ def _make_parser() -> argparse.ArgumentParser:
     add(
         "--select-cost",
         metavar="T",
-        help="local work per parameter: a time such as 0.1ns, 'cpu' (6ns, measured: the default) "
+        help="local work per parameter: a time such as 0.1ns, 'cpu' (3ns, measured: the default) "
         "or 'gpu' (launches and bytes of compiled programs, not timed)",
     )
     add("--merge-cost", metavar="T", help="local work per received pair (default: as above)")

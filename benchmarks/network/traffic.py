@@ -47,8 +47,8 @@ CODECS = {
     "qsgd4": lambda: wire.qsgd(bits=4),
     "qsgd2": lambda: wire.qsgd(bits=2),
 }
-# What a step of Ok-Topk may take, as a multiple of k (P-1)/P: the paper's bound, and what is asked of
-# pairs in fewer bits.
+# What a step of Ok-Topk may take, as a multiple of k (P-1)/P: the paper's bound, and what is asked
+# of pairs in fewer bits.
 FLAT_SIZE, FLAT_WORKERS = 10**8, (16, 64, 256, 1024)
 FLAT_BOUNDS = {"raw": 6.0, "narrow16": 3.0, "narrow8": 1.6}
 # Entries, and workers, of the section "bound".

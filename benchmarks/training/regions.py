@@ -211,6 +211,8 @@ def main(argv: list[str] | None = None) -> None:
                 for regions in args.regions:
                     row = synthetic(case, workers, regions, args)
                     show(case, workers, regions, row, args.time)
+                    if not args.time:
+                        del row["seconds"]
                     rows.append({"case": case, "workers": workers, "regions": regions, **row})
     reports.write(args.json, {"size": args.size, "rows": rows})
 

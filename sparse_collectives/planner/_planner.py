@@ -48,10 +48,10 @@ class LocalCost(NamedTuple):
         return given + (_gpu.program_of(name).seconds(entries) if self.gpu else 0.0)
 
 
-# `benchmarks.local.step_cost`: a whole step with ok_topk takes about 6 ns a component on
+# `benchmarks.local.step_cost`: a whole step with ok_topk takes about 3 ns a component on
 # two CPU cores, n = 14.7M. A scatter-add of pairs into n floats takes 2 to 7 ns a
 # pair on the same machine.
-CPU = LocalCost(6e-9, 6e-9)
+CPU = LocalCost(3e-9, 6e-9)
 # Not timed: read from compiled programs.
 GPU = LocalCost(0.0, 0.0, gpu=True)
 

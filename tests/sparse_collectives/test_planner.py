@@ -286,7 +286,7 @@ def test_table_and_recommendation(capsys):
     lines = out.splitlines()
     assert max(map(len, lines[:-1])) <= 100
     assert "n = 10,000,000, k = 100,000" in lines[0]
-    assert "selection 6 ns a parameter" in lines[2]
+    assert "selection 3 ns a parameter" in lines[2]
     assert "computation 100.0 ms" in lines[2]
     assert any(line.startswith("hierarchical(ok_topk)") for line in lines)
     assert "hidden" in out
@@ -473,7 +473,7 @@ def test_a_plot_shows_what_was_assumed(tmp_path, monkeypatch):
     plan = plan_of(10**6, 0.01, 4, network("5us", "1Gbit"))
     _plan_report.plot(str(tmp_path / "plan.png"), lambda count: plan, 4, 1)
     (title,) = titles
-    for said in ("P = 4", "1 Gbit/s", "selection 6 ns a parameter", "computation 0 ms"):
+    for said in ("P = 4", "1 Gbit/s", "selection 3 ns a parameter", "computation 0 ms"):
         assert said in title
 
 

@@ -15,6 +15,12 @@ INPUTS = {
     "one worker": "one worker in a region, heavier than the others",
     "own region": "each worker in a region of its own",
 }
+FOUR = {
+    "iid": "iid",
+    "drifting": "a region that drifts",
+    "one worker": "one worker in a region",
+    "own region": "each worker in a region of its own",
+}
 # What a table has of each way to cut the regions.
 ALL = ("missing", "mass", "overflow", "wait", "words")
 
@@ -65,8 +71,8 @@ def _share(value: float, digits: int = 1) -> str:
 
 def _named(run: dict[str, Any]) -> str:
     """A recorded run; the scaled layer is named by the benchmark."""
-    scaled = run["case"]
-    return run["run"] if scaled == "as it is" else f"{run['run']}, `{scaled.split()[0]}` x 100"
+    layer, *factor = run["case"].split(" x ")
+    return f"{run['run']}, `{layer}` x {factor[0]}" if factor else run["run"]
 
 
 def concentrations() -> Rows:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from . import _choosing, _costs, _learning, _links, _words
+from . import _balance, _choosing, _costs, _fill_in, _learning, _links, _predicted, _words
 from ._pages import Found, Rows, pages, tables
 from ._printed import printed
 
@@ -60,6 +60,35 @@ MADE = (
     Table("docs/choosing.md", "| wish | take |", _choosing.wishes),
     Table("docs/design.md", "| n | P | m = k / P |", _words.where_the_bound_holds),
     Table("docs/wire.md", "| codec | P = 16 |", _words.by_codec),
+    Table("docs/measurements.md", "| P | 1 %: formula |", _fill_in.uniform),
+    Table("docs/measurements.md", "| run | P | union / n, mean |", _fill_in.trainings),
+    Table("docs/measurements.md", "| prediction for P = 32 |", _fill_in.predicted),
+    Table(
+        "docs/measurements.md",
+        "| input | hashed: missing | overflow | words |",
+        lambda: _balance.regions(
+            "regions_recorded.json",
+            workers=False,
+            hashed=("missing", "overflow", "words"),
+            balanced=("missing", "mass", "overflow", "words"),
+        ),
+    ),
+    Table(
+        "docs/measurements.md",
+        "| input | P | hashed: missing |",
+        lambda: _balance.regions("regions.json", names=_balance.INPUTS),
+    ),
+    Table(
+        "docs/measurements.md",
+        "| input | hashed: missing | overflow | wait |",
+        lambda: _balance.regions(
+            "regions_large.json",
+            workers=False,
+            names=_balance.FOUR,
+            hashed=("missing", "overflow", "wait", "words"),
+        ),
+    ),
+    Table("docs/network.md", "| | P | topk_a | gtopk |", _predicted.scaling),
     Table("docs/training.md", "| option | state, bytes per parameter |", _costs.memory),
 )
 
