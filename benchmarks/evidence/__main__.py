@@ -25,7 +25,8 @@ from .._common import options
 from . import _figures
 from ._catalogue import CLAIMS
 from ._claims import VERDICTS, Claim, verdict
-from ._curves import CURVES, Curve, Curves
+from ._curves import Curve, Curves
+from ._lines import CURVES
 from ._page import page
 from ._store import Store
 

@@ -6,9 +6,9 @@ from sparse_collectives import cost_model
 
 from ..network import _volumes
 from ..network.scaling import compare_words
-from ..network.traffic import of_ok_topk
 from ._claims import Bound, Claim
 from ._runs import quiet
+from ._words import words_of, words_of_ok_topk
 
 OK_TOPK, MSTOPK, LIBRARY = "Ok-Topk", "MSTopK", "This library"
 BERT, BERT_SELECTED = 133_547_324, 1_335_473
@@ -79,8 +79,8 @@ def _predicted_words(_seed: int, _quick: bool) -> dict[str, float]:
 
 
 def _table(_seed: int, _quick: bool) -> dict[str, float]:
-    row = of_ok_topk(1_000_000, 0.01, 256, "raw")
-    dense = _volumes.of_algorithm("dense", 1_000_000, 0.01, 256)
+    row = words_of_ok_topk(1_000_000, 0.01, 256)
+    dense = words_of("dense", 1_000_000, 0.01, 256)
     assert dense is not None
     return {
         "even": row["even"]["of_bound"],

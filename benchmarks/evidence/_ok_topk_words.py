@@ -4,8 +4,8 @@ import sparse_collectives as sc
 from sparse_collectives import cost_model, traffic
 
 from ..network import _volumes
-from ..network.traffic import of_ok_topk
 from ._claims import Bound, Claim, Elsewhere
+from ._words import words_of, words_of_ok_topk
 
 PAPER = "Ok-Topk"
 SIZE, DENSITY = 1_000_000, 0.01
@@ -17,13 +17,13 @@ SETTING = f"n = {SIZE:,}, density 1 %, P = {WORKERS[0]} to {WORKERS[-1]:,}, trac
 
 def _of_formula(name: str) -> dict[str, float]:
     """The least and the most of program / formula over P."""
-    rows = [_volumes.of_algorithm(name, SIZE, DENSITY, p) for p in WORKERS]
+    rows = [words_of(name, SIZE, DENSITY, p) for p in WORKERS]
     ratios = [row["worst"] / row["upper"] for row in rows if row]
     return {"least of program / formula": min(ratios), "most of program / formula": max(ratios)}
 
 
 def _bounds(_seed: int, _quick: bool) -> dict[str, float]:
-    rows = [of_ok_topk(SIZE, DENSITY, p, "raw") for p in FAIR]
+    rows = [words_of_ok_topk(SIZE, DENSITY, p) for p in FAIR]
     return {
         "worst step / bound": max(row["worst"]["of_bound"] for row in rows),
         "even step / bound": max(row["even"]["of_bound"] for row in rows),
@@ -33,25 +33,25 @@ def _bounds(_seed: int, _quick: bool) -> dict[str, float]:
 
 def _near_optimal(_seed: int, _quick: bool) -> dict[str, float]:
     # The lower bound is a third of the upper one.
-    ratios = [3 * of_ok_topk(SIZE, DENSITY, p, "raw")["even"]["of_bound"] for p in FAIR]
+    ratios = [3 * words_of_ok_topk(SIZE, DENSITY, p)["even"]["of_bound"] for p in FAIR]
     return {"least of words / bound": min(ratios), "most of words / bound": max(ratios)}
 
 
 def _flat(_seed: int, _quick: bool) -> dict[str, float]:
     few, twice, many = (
-        of_ok_topk(10**8, DENSITY, p, "raw")["even"]["words"] for p in (16, 32, 1024)
+        words_of_ok_topk(10**8, DENSITY, p)["even"]["words"] for p in (16, 32, 1024)
     )
     return {"words at P = 32 / P = 16": twice / few, "words at P = 1,024 / P = 16": many / few}
 
 
 def _doubling(_seed: int, _quick: bool) -> dict[str, float]:
-    rows = [_volumes.of_algorithm("topk_a", SIZE, DENSITY, p) for p in (16, 32)]
+    rows = [words_of("topk_a", SIZE, DENSITY, p) for p in (16, 32)]
     few, many = (row["worst"] for row in rows if row)
     return {"words at P = 32 / P = 16": many / few}
 
 
 def _topk_dsa(_seed: int, _quick: bool) -> dict[str, float]:
-    rows = [_volumes.of_algorithm("dsar_split_allgather", SIZE, DENSITY, p) for p in WORKERS]
+    rows = [words_of("dsar_split_allgather", SIZE, DENSITY, p) for p in WORKERS]
     found = [row for row in rows if row]
     return {
         "least of best step / lower bound": min(row["best"] / row["lower"] for row in found),
@@ -60,7 +60,7 @@ def _topk_dsa(_seed: int, _quick: bool) -> dict[str, float]:
 
 
 def _above_dense(_seed: int, _quick: bool) -> dict[str, float]:
-    rows = [_volumes.of_algorithm(name, SIZE, DENSITY, 256) for name in ("topk_a", "dense")]
+    rows = [words_of(name, SIZE, DENSITY, 256) for name in ("topk_a", "dense")]
     sparse, dense = (row["worst"] for row in rows if row)
     return {"words / dense": sparse / dense}
 

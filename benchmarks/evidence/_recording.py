@@ -5,7 +5,8 @@ Several claims look at the same training, so it is made once for a seed and kept
 
 import argparse
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 from sparse_collectives import Layout, PaddedCOO, select
 
 from ..training import _recorded_training as training
-from ..training._measures import MissingRows, overlap
+from ..training._measures import Leaf, MissingRows, layer_selection, overlap, row_selection
 from ..training._recorded_tasks import recorded_runs
 from ..training._unions import growth
 from ..training.load_balance import HARD_LAYER
@@ -27,6 +28,9 @@ DENSITIES = {"images": 0.01, "text": 0.02}
 STEPS = {"images": (20, 100), "text": (8, 30)}
 RECORDS = 8
 FACTOR = 100.0
+# The matrix whose rows are looked at one by one, and what is selected of it.
+ROWS_OF = "lstm_1/recurrent"
+ROW_CHOICES = ("no compression", "top-k of the layer", "ADTopk")
 
 
 class Recording(NamedTuple):
@@ -37,9 +41,14 @@ class Recording(NamedTuple):
       unions: distinct indices in the selections of the first worker, the first two, and so on,
         at each step, / n: ``[steps, P]``.
       selections: ``[P, c]`` of some steps.
-      missing: the rows in which top-k selects nothing, of some accumulators.
+      missing: the rows in which top-k selects nothing, of some accumulators of the text run.
       same: the share of the exact top-k that MSTopK selects, at some steps.
-      by_row: the sum of magnitudes that ADTopk selects, / that of top-k, at some steps.
+      by_row: the sum of magnitudes that ADTopk selects, / that of top-k, at some steps of the
+        text run.
+      thresholds: the k-th magnitude of the first worker's accumulator and what Gaussiank takes it
+        for, at each step.
+      rows: some steps of the text run, and the sums of the magnitudes in each row of ROWS_OF that
+        ROW_CHOICES select, ``[3, rows]``.
     """
 
     size: int
@@ -48,11 +57,12 @@ class Recording(NamedTuple):
     missing: MissingRows
     same: list[float]
     by_row: list[float]
+    thresholds: list[tuple[float, float]]
+    rows: list[tuple[int, np.ndarray]]
 
 
-@functools.lru_cache(maxsize=3)
 def recording(name: str, seed: int, quick: bool, hard: bool = False) -> Recording:
-    """Trains once.
+    """Trains once, however it is called: the arguments of a cache are told apart by their form.
 
     Args:
       name: images or text.
@@ -60,6 +70,11 @@ def recording(name: str, seed: int, quick: bool, hard: bool = False) -> Recordin
       quick: a fifth of the steps.
       hard: the gradient of one layer is a hundred times as large before the selection.
     """
+    return _recorded(name, seed, quick, hard)
+
+
+@functools.lru_cache(maxsize=3)
+def _recorded(name: str, seed: int, quick: bool, hard: bool) -> Recording:
     given = argparse.Namespace(text=None, images=None, batch=2 if name == "text" else 4, seed=seed)
     given.density_images, given.density_text = DENSITIES["images"], DENSITIES["text"]
     run = next(run for run in recorded_runs(given) if run.name == name)
@@ -72,20 +87,30 @@ def recording(name: str, seed: int, quick: bool, hard: bool = False) -> Recordin
     if hard:
         scaled = next(leaf for leaf in layout if leaf.name == HARD_LAYER[name])
         units = jnp.ones(size).at[scaled.start : scaled.start + scaled.size].set(FACTOR)
-    shadows = _shadows(run.density, Layout.of(task.params))
-    found = Recording(size, np.zeros(0), [], MissingRows(layout), [], [])
+    # Compiling ADTopk takes longer than the training, so only where it is looked at.
+    shadowing = ("mstopk", "adtopk") if name == "text" else ("mstopk",)
+    shadows = _shadows(shadowing, run.density, Layout.of(task.params))
+    # Each shape is compiled for all densities, and a bias is one row, which is never missed.
+    rows = MissingRows([leaf for leaf in layout if not quick or len(leaf.shape) > 1])
+    found = Recording(size, np.zeros(0), [], rows, [], [], [], [])
     unions, every = [], max(1, steps // RECORDS)
 
     def visit(step: int, acc: jax.Array, gradient: jax.Array) -> None:
         del gradient
-        if step % every == every - 1 and not hard:
-            host = np.asarray(acc)
-            found.missing.add(accumulator=host)
-            mstopk, adtopk = shadows(acc)
+        if hard:
+            return
+        host = np.asarray(acc)
+        found.thresholds.append(thresholds(host, run.density))
+        if step % every == every - 1:
+            if name == "text":
+                found.missing.add(accumulator=host)
+                found.rows.append((step, row_sums(host, layout, run.density)))
             exact = np.argpartition(np.abs(host), size - k)[size - k :]
-            found.same.append(overlap(mstopk, exact[host[exact] != 0]))
-            kept = float(np.abs(host[adtopk]).sum())
-            found.by_row.append(kept / float(np.abs(host[exact]).sum()))
+            chosen = shadows(acc)
+            found.same.append(overlap(chosen["mstopk"], exact[host[exact] != 0]))
+            if "adtopk" in chosen:
+                kept = float(np.abs(host[chosen["adtopk"]]).sum())
+                found.by_row.append(kept / float(np.abs(host[exact]).sum()))
 
     def visit_all(step: int, selections: Any) -> None:
         unions.append(growth((np.asarray(coo.indices) for coo in selections), size) / size)
@@ -106,12 +131,38 @@ def recording(name: str, seed: int, quick: bool, hard: bool = False) -> Recordin
     return found._replace(unions=np.array(unions))
 
 
-def _shadows(density: float, layout: Layout) -> Callable[[jax.Array], list[np.ndarray]]:
-    """The indices that MSTopK and ADTopk select, which do not drive the training."""
-    selectors = select.mstopk(density=density), select.adtopk(density=density)
-    chosen = jax.jit(lambda acc: [s.select(acc, s.init(layout))[0].indices for s in selectors])
+def thresholds(acc: np.ndarray, density: float) -> tuple[float, float]:
+    """The k-th magnitude, and that of a normal distribution with the same mean and deviation."""
+    k = max(1, round(density * acc.size))
+    exact = np.partition(np.abs(acc), acc.size - k)[acc.size - k]
+    quantile = -NormalDist().inv_cdf(k / acc.size / 2)
+    return float(exact), float(abs(acc.mean()) + quantile * acc.std())
 
-    def indices(acc: jax.Array) -> list[np.ndarray]:
-        return [x[x < acc.shape[0]] for x in jax.device_get(chosen(acc))]
+
+def row_sums(acc: np.ndarray, layout: list[Leaf], density: float) -> np.ndarray:
+    """What ROW_CHOICES select in each row of ROWS_OF: sums of magnitudes, ``[3, rows]``."""
+    leaf = next(leaf for leaf in layout if leaf.name == ROWS_OF)
+    everything = np.arange(leaf.start, leaf.start + leaf.size)
+    sums = []
+    for chosen in (
+        everything,
+        *(f(acc, [leaf], density) for f in (layer_selection, row_selection)),
+    ):
+        row = np.unravel_index(chosen - leaf.start, leaf.shape)[leaf.axis]
+        sums.append(np.bincount(row, np.abs(acc[chosen]), leaf.rows))
+    return np.stack(sums)
+
+
+def _shadows(
+    names: Sequence[str], density: float, layout: Layout
+) -> Callable[[jax.Array], dict[str, np.ndarray]]:
+    """The indices that selectors select, by name, which do not drive the training."""
+    selectors = {name: getattr(select, name)(density=density) for name in names}
+    chosen = jax.jit(
+        lambda acc: {n: s.select(acc, s.init(layout))[0].indices for n, s in selectors.items()}
+    )
+
+    def indices(acc: jax.Array) -> dict[str, np.ndarray]:
+        return {n: x[x < acc.shape[0]] for n, x in jax.device_get(chosen(acc)).items()}
 
     return indices

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +28,8 @@ WORKERS, BATCH, RATE = 8, 64, 0.05
 STEPS = (120, 400)
 TEXT_WORKERS, TEXT_BATCH, TEXT_RATE = 4, 16, 0.01
 TEXT_STEPS = (60, 400)
+# Measurements along a training, evenly spread.
+POINTS = (5, 20)
 # Of SGD without momentum: the one with the lowest loss of three, each a third of the next.
 TEXT_SGD_RATE = {"transformer": 1.0, "lstm": 10.0}
 DENSITY = 0.01
@@ -128,16 +130,17 @@ def text_variants(steps: int) -> dict[str, Variant]:
 @functools.lru_cache(maxsize=64)
 def on_digits(name: str, seed: int, quick: bool) -> Curve:
     """Trains once; the last of its values is the accuracy on the test images."""
-    steps = STEPS[0 if quick else 1]
-    return _train(digits(), image_variants(steps)[name], WORKERS, steps, BATCH, seed, name)
+    steps, points = STEPS[0 if quick else 1], POINTS[0 if quick else 1]
+    variant = image_variants(steps)[name]
+    return _train(digits(), variant, WORKERS, steps, BATCH, seed, name, points)
 
 
 @functools.lru_cache(maxsize=16)
 def on_text(name: str, seed: int, quick: bool) -> Curve:
     """Trains once; the last of its values is the loss on the last tenth of the text."""
-    steps = TEXT_STEPS[0 if quick else 1]
+    steps, points = TEXT_STEPS[0 if quick else 1], POINTS[0 if quick else 1]
     variant = text_variants(steps)[name]
-    return _train(characters(), variant, TEXT_WORKERS, steps, TEXT_BATCH, seed, name)
+    return _train(characters(), variant, TEXT_WORKERS, steps, TEXT_BATCH, seed, name, points)
 
 
 @functools.lru_cache(maxsize=8)
@@ -177,11 +180,10 @@ def followed(model: str) -> Followed:
     return Followed(task, WORKERS, 2 * TEXT_BATCH, TEXT_SGD_RATE[model])
 
 
-@functools.lru_cache(maxsize=8)
 def xi(
     density: float, seed: int, quick: bool, model: str = "digits", falls: bool = False
 ) -> np.ndarray:
-    """The xi of Ok-Topk at each step of a training.
+    """The xi of Ok-Topk at each step of a training, which is made once.
 
     Args:
       density: k / n.
@@ -190,37 +192,57 @@ def xi(
       model: digits, lstm or transformer.
       falls: the rate falls to a hundredth, and is not the same at all steps.
     """
+    return _followed_xi(density, seed, quick, model, falls)
+
+
+@functools.lru_cache(maxsize=8)
+def _followed_xi(density: float, seed: int, quick: bool, model: str, falls: bool) -> np.ndarray:
     task, workers, batch_size, peak = followed(model)
     steps = (STEPS if model == "digits" else TEXT_STEPS)[0 if quick else 1]
-    sparse = optax_ext.ok_topk(density, axis=AXIS, selector=exact_top_k(density))
-    tx = optax_ext.measure_xi(sparse, axis=AXIS)
-    shared = {"axis": AXIS, "axis_size": workers}
-    exchange = sc.simulate(tx.update, in_axes=(0, 0, None), **shared)
+    init, scanned = _measured_xi(density, model)
     rate = schedule(peak, steps) if falls else optax.constant_schedule(peak)
-
-    def step(carry: Any, given: Any) -> Any:
-        params, state = carry
-        batch, count = given
-        gradients = lax.map(lambda one: jax.grad(task.loss)(params, one), batch)
-        # As in Algorithm 2, the rate is applied before the accumulation.
-        gradients = jax.tree.map(lambda x: rate(count) * x, gradients)
-        means, state = exchange(gradients, state, params)
-        params = jax.tree.map(lambda p, mean: p - mean[0], params, means)
-        return (params, state), state.xi[0]
-
     params = task.init(seed)
     copies = jax.tree.map(lambda x: jnp.broadcast_to(x, (workers, *x.shape)), params)
     chosen = training.order_of(task, steps=steps, batch=batch_size, seed=seed)
     batches = task.batch_of(chosen.reshape(steps, workers, batch_size // workers))
-    start = (params, sc.simulate(tx.init, **shared)(copies))
-    scanned = jax.jit(lambda carry, given: lax.scan(step, carry, given))
-    return np.asarray(scanned(start, (batches, jnp.arange(steps)))[1])
+    rates = jnp.asarray([rate(count) for count in range(steps)], jnp.float32)
+    return np.asarray(scanned((params, init(copies)), (batches, rates))[1])
+
+
+@functools.lru_cache(maxsize=4)
+def _measured_xi(density: float, model: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The initial state of all workers, and a compiled training; with any rate it is the same."""
+    task, workers, _, _ = followed(model)
+    sparse = optax_ext.ok_topk(density, axis=AXIS, selector=exact_top_k(density))
+    tx = optax_ext.measure_xi(sparse, axis=AXIS)
+    shared = {"axis": AXIS, "axis_size": workers}
+    exchange = sc.simulate(tx.update, in_axes=(0, 0, None), **shared)
+
+    def step(carry: Any, given: Any) -> Any:
+        params, state = carry
+        batch, rate = given
+        gradients = lax.map(lambda one: jax.grad(task.loss)(params, one), batch)
+        # As in Algorithm 2, the rate is applied before the accumulation.
+        gradients = jax.tree.map(lambda x: rate * x, gradients)
+        means, state = exchange(gradients, state, params)
+        params = jax.tree.map(lambda p, mean: p - mean[0], params, means)
+        return (params, state), state.xi[0]
+
+    return sc.simulate(tx.init, **shared), jax.jit(lambda carry, xs: lax.scan(step, carry, xs))
 
 
 def _train(
-    task: Task, variant: Variant, workers: int, steps: int, batch: int, seed: int, label: str
+    task: Task,
+    variant: Variant,
+    workers: int,
+    steps: int,
+    batch: int,
+    seed: int,
+    label: str,
+    points: int = 1,
 ) -> Curve:
-    given: dict[str, Any] = {"workers": workers, "steps": steps, "every": steps, "batch": batch}
+    given: dict[str, Any] = {"workers": workers, "steps": steps, "batch": batch}
+    given["every"] = steps // points
     with quiet():
         return training.train(task, variant, **given, seeds=[seed], label=label)[0]
 

@@ -1,5 +1,7 @@
 """What selections of real trainings look like: fill-in, balance, thresholds, missing rows."""
 
+import functools
+
 import numpy as np
 
 from sparse_collectives import cost_model
@@ -46,7 +48,8 @@ def _grows(seed: int, quick: bool) -> dict[str, float]:
     return {"least growth as P doubles": float(min(ratios)), "most": float(max(ratios))}
 
 
-def _loads(regions: str, workers: int, seed: int, quick: bool, *, hard: bool = False):
+@functools.lru_cache(maxsize=8)
+def _loads(regions: str, workers: int, seed: int, quick: bool, hard: bool):
     """Entries that the owners receive at each recorded step, and the replayed steps."""
     steps = recording("text", seed, quick, hard).selections
     common = {"workers": workers, "density": SELECTED["text"], "period": 64}
@@ -59,7 +62,7 @@ def _loads(regions: str, workers: int, seed: int, quick: bool, *, hard: bool = F
 
 
 def _fullest(regions: str, workers: int, seed: int, quick: bool, *, hard: bool = False) -> float:
-    loads, _ = _loads(regions, workers, seed, quick, hard=hard)
+    loads, _ = _loads(regions, workers, seed, quick, hard)
     return float(np.mean([load.max() for load in loads]))
 
 
@@ -87,7 +90,7 @@ def _balanced_volume(seed: int, quick: bool) -> dict[str, float]:
 def _gate(seed: int, quick: bool) -> dict[str, float]:
     shares = {}
     for kind in ("balanced", "equal"):
-        _, results = _loads(kind, 32, seed, quick)
+        _, results = _loads(kind, 32, seed, quick, False)
         ratios = [unevenness(owned(r.indices, r.boundaries)) for r in results]
         shares[f"{kind} regions: steps above 4"] = float(np.mean([x > 4 for x in ratios]))
     return shares
@@ -106,7 +109,7 @@ def _gathered(sizes: np.ndarray) -> float:
 def _balanced_gather(seed: int, quick: bool) -> dict[str, float]:
     gains, rare = {}, 0
     for workers in (16, 32):
-        _, results = _loads("equal", workers, seed, quick, hard=True)
+        _, results = _loads("equal", workers, seed, quick, True)
         found = []
         for result in results:
             counts = owned(result.indices, result.boundaries)

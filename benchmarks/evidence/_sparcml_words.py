@@ -10,6 +10,7 @@ from sparse_collectives import cost_model, traffic, wire
 from ..network import _volumes
 from ..training._unions import uniform
 from ._claims import Bound, Claim, Elsewhere
+from ._words import words_of
 
 PAPER = "SparCML"
 AXIS = "workers"
@@ -64,7 +65,7 @@ def _lower_bound(_seed: int, _quick: bool) -> dict[str, float]:
 
 
 def _split(_seed: int, _quick: bool) -> dict[str, float]:
-    rows = [_volumes.of_algorithm("ssar_split_allgather", 10**6, 0.01, p) for p in (4, 8, 16, 32)]
+    rows = [words_of("ssar_split_allgather", 10**6, 0.01, p) for p in (4, 8, 16, 32)]
     found = [row for row in rows if row]
     split = sc.allreduce.ssar_split_allgather()
     return {
@@ -78,10 +79,7 @@ def _dense_end(_seed: int, _quick: bool) -> dict[str, float]:
     """The gain over a dense allreduce where the sum goes out dense."""
     gains = []
     for workers in (64, 128, 256):
-        rows = [
-            _volumes.of_algorithm(name, 10**6, 0.02, workers)
-            for name in ("dense", "dsar_split_allgather")
-        ]
+        rows = [words_of(name, 10**6, 0.02, workers) for name in ("dense", "dsar_split_allgather")]
         dense, sparse = (row["worst"] for row in rows if row)
         gains.append(dense / sparse)
     return {"most of dense / DSAR": max(gains), "least of dense / DSAR": min(gains)}

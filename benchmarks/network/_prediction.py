@@ -44,8 +44,8 @@ def local_cost(choice: str) -> tuple[LocalCost, float, str]:
     Raises:
       InputError: the file is not one of benchmarks.local.step_cost.
     """
-    if choice in ("cpu", "gpu"):
-        return {"cpu": _planner.CPU, "gpu": _planner.GPU}[choice], 0.0, f"the planner's {choice}"
+    if choice == "cpu":
+        return _planner.CPU, 0.0, "the planner's cpu"
     report = reports.read(Path(choice), LOCAL, "benchmarks.local.step_cost --json")
     times = {row["contestant"]: row["median_ms"] / 1e3 for row in report["times"]}
     for name in ("dense (psum)", "ok_topk"):

@@ -137,7 +137,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--workers", type=options.at_least_one, nargs="+", default=WORKERS, metavar="P")
     add("--codec", choices=("raw", "bf16", "narrow16", "narrow8"), default="raw")
     add("--compute", default="0s", metavar="T", help="forward and backward pass of a worker")
-    add("--local", default="cpu", metavar="cpu|gpu|FILE", help="gpu: the cpu's over 100, a guess")
+    add(
+        "--local", default="cpu", metavar="cpu|FILE", help="of local.step_cost --json; cpu: planned"
+    )
     network = ("NAME", "LATENCY", "BANDWIDTH")
     add("--network", nargs=3, action="append", metavar=network, help="in place of the three")
     add("--no-programs", action="store_true", help="don't compare the words with programs")
