@@ -188,7 +188,7 @@ def main(argv=None):
     for name in (*OPTIMIZERS, "norms"):
         found = measure(name, params, gradients, args.workers, args.rounds)
         show(name, timing.CELLS, [timing.cells(row) for row in found])
-        rows += found
+        rows += [{"of": name} | row for row in found]
     shared = 2 * sum(p.size >= norms.SMALL for p in params)
     milliseconds, devices = measure_allreduce(shared, args.rounds)
     print(f"allreduce of {shared} numbers over {devices} devices here: {milliseconds:.3f} ms")

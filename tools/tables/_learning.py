@@ -1,8 +1,10 @@
 """Loss after the same steps, and after the same seconds: `benchmarks.learning`."""
 
+import json
+import statistics
 from typing import Any
 
-from ._data import blank_repeats, listed, mean, read
+from ._data import DATA, blank_repeats, listed, mean, read
 from ._pages import Rows
 
 LINKS = ("100mbit", "1gbit")
@@ -16,6 +18,17 @@ NAMES = {
     "PyTorch: PowerSGD(1)": "PyTorch: PowerSGD(1)",
     "PyTorch: PowerSGD(4)": "PyTorch: PowerSGD(4)",
 }
+# Contestants of the same steps, and the workers that they were run with.
+STEPS = {
+    "sparse_adamw": ("`sparse_adamw`", (4, 8, 16, 32)),
+    "sparse_adamw limit=1000": ("without a limit", (4, 8)),
+    "sparse_adamw b2=0.99": ("`b2=0.99`", (4, 8)),
+    "sparse_adamw density=0.01 limit=10": ("`density=0.01`", (8,)),
+    "sparse_adamw density=0.01 limit=2": ("`density=0.01, limit=2`", (8,)),
+    "sparse_adamw, ok_topk": ("`density=0.01, exchange=ok_topk(density=0.01)`", (8,)),
+    "sparse_adamw, complete ok_topk": ("the same, `complete(ok_topk(...))`", (8,)),
+}
+RATES = {"text": 0.02, "images-adamw": 0.004}
 # The rate at which one seed was run later; the others are the better of two for three seeds.
 LATER, LARGER = 0.0015, 0.006
 
@@ -57,17 +70,73 @@ def over_links() -> Rows:
     return rows
 
 
+def runs(**wanted: Any) -> list[dict[str, Any]]:
+    """Runs of `benchmarks.learning.steps`, by their seed."""
+    lines = (DATA / "learning_steps.jsonl").read_text(encoding="utf-8").splitlines()
+    found = [json.loads(line) for line in lines]
+    fitting = [run for run in found if all(run[key] == value for key, value in wanted.items())]
+    return sorted(fitting, key=lambda run: run["seed"])
+
+
+def above_dense(contestant: str, workers: int) -> list[float]:
+    """How far the loss of each seed is above that of dense, in percent, at 2,000 steps of text."""
+    same = {"task": "text", "steps": 2000, "width": 32, "rate": 0.02}
+    dense = runs(contestant="dense", **same)
+    found = runs(contestant=contestant, workers=workers, **same)
+    assert [run["seed"] for run in found] == [run["seed"] for run in dense], contestant
+    return [100 * (a["value"] / b["value"] - 1) for a, b in zip(found, dense, strict=True)]
+
+
 def steps() -> Rows:
     """Loss after the same steps, beside dense."""
-    rows = []
-    for row in read("learning_steps.json")["rows"]:
-        method = row["method"].replace("sparse_adamw", "`sparse_adamw`")
-        loss = f"{row['loss']:.3f} ({row['deviation']:.3f})"
-        if "workers" not in row:
-            rows.append([method, "any", "", loss, "", ""])
-            continue
-        above = row["above_dense"]
-        cells = [method, str(row["workers"]), f"{row['words']:.2f}", loss]
-        # Of rounded numbers the mean is off by up to 0.05, so it is kept beside them.
-        rows.append([*cells, f"{row['mean']:.1f} %", listed(above, 1)])
+    same = {"task": "text", "steps": 2000, "width": 32, "rate": 0.02}
+
+    def loss(found: list[dict[str, Any]]) -> str:
+        values = [run["value"] for run in found]
+        return f"{statistics.mean(values):.3f} ({statistics.stdev(values):.3f})"
+
+    rows = [["dense AdamW", "any", "", loss(runs(contestant="dense", **same)), "", ""]]
+    for contestant, (shown, counts) in STEPS.items():
+        for workers in counts:
+            found = runs(contestant=contestant, workers=workers, **same)
+            above = above_dense(contestant, workers)
+            rows.append(
+                [
+                    shown,
+                    str(workers),
+                    words(found[0]),
+                    loss(found),
+                    f"{statistics.mean(above):.1f} %",
+                    listed(above, 1),
+                ]
+            )
     return blank_repeats(rows)
+
+
+def words(run: dict[str, Any]) -> str:
+    """Words of a step, as a multiple of k (P-1)/P for k = 1 % of n."""
+    unit = 0.01 * run["curve"]["size"] * (run["workers"] - 1) / run["workers"]
+    return f"{run['words'] / unit:.2f}"
+
+
+def limits() -> Rows:
+    """What the limit does at low densities: the loss, or accuracy, of each seed."""
+    cases = (
+        ("text, 1 %, P = 8, 2,000 steps: loss", "text", 2000, 8, "density=0.01", 10),
+        ("the same, 1,000 steps", "text", 1000, 8, "density=0.01", 10),
+        ("images, 0.5 %, P = 4, 600 steps: accuracy", "images-adamw", 600, 4, "density=0.005", 20),
+    )
+    rows = []
+    for shown, task, count, workers, density, default in cases:
+        cells = [shown]
+        names = [f"sparse_adamw {density} limit={limit}" for limit in (default, 2, 1000)]
+        for name in (*names, "dense"):
+            same = {"task": task, "steps": count, "contestant": name, "rate": RATES[task]}
+            found = [run for run in runs(**same) if name == "dense" or run["workers"] == workers]
+            if task == "text":
+                cells.append(listed([run["value"] for run in found], 3))
+            else:
+                shares = listed([100 * run["value"] for run in found], 2)
+                cells.append(f"{shares} %" if found else "")
+        rows.append(cells)
+    return rows

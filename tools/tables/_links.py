@@ -3,9 +3,12 @@
 import statistics
 from typing import Any
 
+from benchmarks.network._report import breakdown
+
 from ._data import DATA, interval, middle, read
 from ._pages import Rows
 
+PARTS = ("rest", "sparsification", "communication", "of_it_unlimited")
 POINTS = ((4, 14_700_000, "100mbit"), (4, 14_700_000, "1gbit"), (8, 1_000_000, "1gbit"))
 
 
@@ -60,3 +63,37 @@ def of_all_runs() -> Rows:
         [shown, *(interval(column[name], 1) if name in column else "" for column in columns)]
         for name, shown in names.items()
     ]
+
+
+def medians() -> Rows:
+    """How many times as fast as dense in each run of four workers at 1 Gbit/s."""
+    found = speedups(*POINTS[1])
+    most = max(map(len, found.values()))
+    return [
+        [f"`{name}`", *(f"{x:.2f}" for x in values)]
+        for name, values in found.items()
+        if len(values) == most
+    ]
+
+
+def parts() -> Rows:
+    """Where the time of a step goes, at 1 Gbit/s; and without a limit."""
+    found = read("breakdown_4.json")
+    points = found["points"]
+    free = {point["method"]: point for point in points if point["link"] == "none"}
+    rows = []
+    for point in points:
+        if point["link"] == "1gbit":
+            seconds = breakdown(point, found)
+            assert seconds is not None
+            rows.append(
+                [
+                    f"`{point['method']}`",
+                    f"{1e3 * statistics.median(point['seconds']):.0f}",
+                    middle(ratios(point), 2),
+                    *(f"{1e3 * seconds[part]:.0f}" for part in PARTS),
+                    f"{statistics.median(ratios(free[point['method']])):.2f}",
+                    f"{1e3 * statistics.median(point['cpu_seconds']):.0f}",
+                ]
+            )
+    return rows

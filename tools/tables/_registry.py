@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from . import _balance, _choosing, _costs, _fill_in, _learning, _links, _predicted, _words
+from . import _balance, _choosing, _costs, _fill_in, _learning, _links, _predicted, _timed, _words
 from ._pages import Found, Rows, pages, tables
 from ._printed import printed
 
@@ -34,15 +34,19 @@ MADE = (
     Table("README.md", "| workers | 2 | 4 |", _words.shares_of_the_bound),
     Table("README.md", "| beside lax.top_k |", _costs.steps),
     Table("README.md", "| times as fast as dense |", _links.of_all_runs),
-    Table("docs/network.md", "| P = 4, n = 14.7M, 100 Mbit/s |", _run("network_4.json", "100mbit")),
-    Table("docs/network.md", "| P = 4, n = 14.7M, 1 Gbit/s |", _run("network_4.json", "1gbit")),
     Table(
         "docs/network.md",
-        "| P = 4, n = 14.7M, 1 Gbit/s, again |",
-        _run("network_4_again.json", "1gbit"),
+        "| P = 4, n = 14.7M, 100 Mbit/s |",
+        _run("network_4_third.json", "100mbit"),
     ),
+    Table(
+        "docs/network.md", "| P = 4, n = 14.7M, 1 Gbit/s |", _run("network_4_third.json", "1gbit")
+    ),
+    Table("docs/network.md", "| times as fast as dense, 1 Gbit/s |", _links.medians),
+    Table("docs/network.md", "| method | step, ms | times as fast |", _links.parts),
     Table("docs/network.md", "| P = 8, n = 1M, 1 Gbit/s |", _run("network_8.json", "1gbit")),
     Table("docs/learning.md", "| | P | words | loss (deviation) |", _learning.steps),
+    Table("docs/learning.md", "| | 0.1 / density | 2 rates |", _learning.limits),
     Table("docs/learning.md", "| | 100 Mbit/s: loss | steps |", _learning.over_links),
     Table(
         "docs/allreduces.md", "| P | 2 | 3 |", _words.multiples(_words.ALGORITHMS, _words.WORKERS)
@@ -89,6 +93,21 @@ MADE = (
         ),
     ),
     Table("docs/network.md", "| | P | topk_a | gtopk |", _predicted.scaling),
+    Table("docs/sharded.md", "| sharded by | link |", _timed.sites),
+    Table(
+        "docs/linear_models.md",
+        "| logistic | epoch, s | exchange, s | epoch ratio | exchange ratio | words of a step "
+        "| of dense",
+        _timed.linear("linear_url.json", "logistic", _timed.EXCHANGES, words=True),
+    ),
+    Table(
+        "docs/linear_models.md",
+        "| svm | epoch, s |",
+        _timed.linear("linear_url.json", "svm", _timed.EXCHANGES, words=False),
+    ),
+    Table("docs/partitioned_norms.md", "| | optax | P = 1 |", _timed.norms),
+    Table("docs/data_cache.md", "| | epoch 1 | epoch 2 |", _timed.cache),
+    Table("docs/selectors.md", "| selector | selected |", _timed.selectors),
     Table("docs/training.md", "| option | state, bytes per parameter |", _costs.memory),
 )
 

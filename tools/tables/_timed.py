@@ -1,23 +1,28 @@
 """Steps and epochs that take turns, as ratios of the same round."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from ._data import middle, read
 from ._pages import Rows, tables
 
+EXCHANGES = {
+    "dense": "`dense`",
+    "ssar_recursive_double": "`ssar_recursive_double`",
+    "ssar_split_allgather": "`ssar_split_allgather`",
+    "dsar_split_allgather": "`dsar_split_allgather`",
+    "topk_a": "`topk_a` (an allgather)",
+}
+CACHES = {
+    "records in a dictionary": "records in a dictionary, as the system caches files",
+    "samples in a dictionary": "samples in a dictionary, without a disk level",
+}
 LINKS = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
 
 
 def _ratios(row: dict[str, Any], base: dict[str, Any], key: str = "seconds") -> list[float]:
     return [a / b for a, b in zip(base[key], row[key], strict=True)]
-
-
-def _times(values: Sequence[float]) -> str:
-    """The least, the middle and the most of some ratios."""
-    low, high = min(values), max(values)
-    return f"{statistics.median(values):.2f} ({low:.2f} to {high:.2f})"
 
 
 def sites() -> Rows:
@@ -71,10 +76,11 @@ def linear(file: str, model: str, names: dict[str, str], *, words: bool) -> Call
 
 def norms() -> Rows:
     """A worker's step with partitioned norms, as a ratio to optax."""
-    found = {row["contestant"]: row for row in read("partitioned_norms.json")["times"]}
+    times = read("partitioned_norms.json")["times"]
+    found = {(row["of"], row["contestant"]): row for row in times}
 
-    def cell(name: str) -> str:
-        row = found[name]
+    def cell(name: str, contestant: str) -> str:
+        row = found[name, contestant]
         low, high = row["ratio_quartiles"]
         return f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})"
 
@@ -82,8 +88,8 @@ def norms() -> Rows:
         [
             name,
             "1",
-            *(cell(f"{name}, P = {p}") for p in (1, 8, 64)),
-            f"{found[f'{name}, no norms']['ratio']:.2f}",
+            *(cell(name, f"P = {p}") for p in (1, 8, 64)),
+            f"{found[name, 'no norms']['ratio']:.2f}",
         ]
         for name in ("lamb", "lars")
     ]
@@ -93,7 +99,7 @@ def cache() -> Rows:
     """Samples for a second from a slow source, as ratios to no cache."""
     rows = []
     for row in read("data_cache.json")["rows"]:
-        cells = [row["contestant"]]
+        cells = [CACHES.get(row["contestant"], row["contestant"])]
         for number in (1, 2, 3, 4):
             value, low, high = row[f"epoch {number}"]
             if number == 1 and value == low == high == 1:
@@ -103,27 +109,6 @@ def cache() -> Rows:
             cells.append(f"{value:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})")
         added, disk = row["added_memory"][0] / 1e6, row["disk"] / 1e6
         rows.append([*cells, f"{added:.0f}" if added else "", f"{disk:.0f}" if disk else ""])
-    return rows
-
-
-def over_links(group: str, names: dict[str, str], *, ms: bool) -> Callable[[], Rows]:
-    """Steps of a model over links: `benchmarks.learning.step_times`."""
-
-    def rows() -> Rows:
-        found = read(f"step_times_{group}.json")
-        lines = []
-        for name, shown in names.items():
-            cells = [shown]
-            for link in ("100mbit", "1gbit"):
-                case = next(times for title, times in found.items() if title.endswith(link))
-                first = case[next(iter(case))]
-                ratios = [a / b for a, b in zip(first, case[name], strict=True)]
-                if ms:
-                    cells.append(f"{1000 * statistics.median(case[name]):.0f}")
-                cells.append("1" if case[name] is first else _times(ratios))
-            lines.append(cells)
-        return lines
-
     return rows
 
 
