@@ -3,7 +3,18 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from . import _balance, _choosing, _costs, _fill_in, _learning, _links, _predicted, _timed, _words
+from . import (
+    _balance,
+    _choosing,
+    _costs,
+    _fill_in,
+    _learning,
+    _links,
+    _predicted,
+    _timed,
+    _trainings,
+    _words,
+)
 from ._pages import Found, Rows, pages, tables
 from ._printed import printed
 
@@ -107,6 +118,7 @@ MADE = (
     ),
     Table("docs/partitioned_norms.md", "| | optax | P = 1 |", _timed.norms),
     Table("docs/data_cache.md", "| | epoch 1 | epoch 2 |", _timed.cache),
+    Table("docs/selectors.md", "| | tau' | local: all steps |", _trainings.paper_counts),
     Table("docs/selectors.md", "| selector | selected |", _timed.selectors),
     Table("docs/training.md", "| option | state, bytes per parameter |", _costs.memory),
 )
