@@ -3,7 +3,7 @@
 import re
 import statistics
 
-from . import _learning, _timed
+from . import _learning, _timed, _trainings
 from ._data import interval, mean, percent, read
 from ._links import runs, speedups
 from ._pages import Rows, cells
@@ -205,7 +205,7 @@ def exchanges() -> Rows:
 def wishes() -> Rows:
     """Which selector and which encoding."""
     speed = {row[0]: row[3] for row in _timed.selectors()}
-    quality = {row[0]: row for row in _table("docs/selectors.md", "| selector | images: passed")}
+    quality = {row[0]: row for row in _trainings.quality()}
     shares = [_percents(quality["`layerwise(topk)`"][i])[0] for i in (3, 6)]
     steps = {row[0]: row for row in _table("docs/network.md", "| method | 1 Gbit/s | quartiles |")}
     narrow, exact = steps["`ok_topk/reuse/narrow16`"], steps["`ok_topk/reuse`"]

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import numpy as np
-
 from ._data import blank_repeats, percent, read
 from ._pages import Rows
 
@@ -30,10 +28,10 @@ def quality() -> Rows:
     runs = [run["selectors"] for run in read("select_quality.json")["runs"]]
 
     def cells(row: dict[str, Any]) -> list[str]:
-        overlap = row["overlap"]["mean"]
-        shown = percent(overlap, 0 if overlap > 0.99999 or overlap < 0.985 else 1)
-        if shown == "100.0 %":
-            shown = f"{percent(overlap, 2)} (worst {percent(row['overlap']['worst'], 2)})"
+        overlap, worst = (row["overlap"][of] for of in ("mean", "worst"))
+        shown = percent(overlap, 1 if 0.985 < overlap < 0.9995 else 0)
+        if overlap > 0.9995 and worst < 1:
+            shown = f"{percent(overlap, 2)} (worst {percent(worst, 2)})"
         passed = [row["passed"][part] for part in ("first_tenth", "last_quarter")]
         return [*(f"{x:.2f}" if x < 10 else f"{x:.1f}" for x in passed), shown]
 
@@ -46,10 +44,10 @@ def quality() -> Rows:
 def missing() -> Rows:
     """Rows of the LSTM without a selected entry."""
     rates = read("select_quality.json")["runs"][1]["missing_rows"]["accumulator"]
-    whole, layers, rows = rates["top-k of the whole"], rates["top-k of each layer"], rates["adtopk"]
+    whole, layers, rows = rates["top-k of all"], rates["top-k of each layer"], rates["adtopk"]
 
     def line(name: str, values: list[float]) -> list[str]:
-        return [name, *(percent(x, 0 if x > 0.005 else 1) if x else "0" for x in values)]
+        return [name, *(percent(x, 0 if x > 0.005 else 2) for x in values)]
 
     return [
         ["the paper: LSTM, words of WikiText-2", "96 %", "", "", "", "26 %"],
@@ -77,11 +75,3 @@ def paper_counts() -> Rows:
             ]
         )
     return blank_repeats(rows)
-
-
-def tricks(file: str) -> dict[str, np.ndarray]:
-    """The accuracies of the seeds, by variant: `benchmarks.training.training_tricks`."""
-    curves = read(file)["curves"]
-    return {
-        name: 100 * np.array([curve["values"][-1] for curve in of]) for name, of in curves.items()
-    }
