@@ -49,13 +49,12 @@ def limit_of(
     """The limit of an entry of an update, from what it is as a multiple of the rate."""
     if limit is None:
         return None
-    rates = limit
     if isinstance(limit, str) and limit == AUTO:
         # An entry waits 1 / density steps for its turn, and what it has then are as many updates.
-        rates = max(2.0, 0.1 / extend.check_density(density))
+        factor = max(2.0, 0.1 / extend.check_density(density))
     else:
         _checks.check_positive_limit(limit, auto=True)
-    factor = cast(float, rates)
+        factor = cast(float, limit)
     if callable(learning_rate):
         return lambda count: factor * learning_rate(count)
     return lambda count: factor * learning_rate
