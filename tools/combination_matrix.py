@@ -8,10 +8,11 @@ PAGE = ROOT / "docs" / "works_with.md"
 
 _HEAD = """# What it works with
 
-For AdamW begin with `optax_ext.sparse_adamw(1e-3, axis="data")`, and for SGD with
-`optax_ext.sparse_sgd(0.1, axis="data")`. Each stands for a whole optimizer, and can be put where
-this page has a chain. A row here says that a combination works, not that it learns as well: a plain
-sparse allreduce in front of Adam [learns least of all](training.md).
+For AdamW begin with `optax_ext.sparse_adamw(rate, axis="data")`, and for SGD with momentum m with
+`optax_ext.ok_topk_sgd(rate / (1 - m), 0.01, axis="data")`. Each stands for a whole optimizer, and
+can be put where this page has a chain. A row here says that a combination works, not that it learns
+as well: on a transformer a plain sparse allreduce in front of Adam ended furthest from dense, while
+on word embeddings it was level ([learning.md](learning.md)).
 
 This page is written by `python tools/combination_matrix.py` from
 `tests/optax_ext/combinations.py`. `tests/optax_ext/test_works_with.py` evaluates the code of each
@@ -52,6 +53,85 @@ In front of the allreduce, or around it, a transformation sees the gradients of 
   state for each worker; or use `optax_ext.momentum_correction`, `optax_ext.multi_steps` and
   `nonfinite="drop"`.
 - One without a state (`clip`, `scale`) works in front.
+
+## A model of flax nnx with BatchNorm and Dropout
+
+The running statistics of BatchNorm are no parameters: they go through the step beside them, and
+their mean over the workers is kept. A dropout key comes with each step, and each worker makes its
+own of it. `copy=True` gives the loss variables that it may change. A test runs this as it stands;
+`mesh`, and `batches` of `(x, y)`, are yours.
+
+```python
+import jax, jax.numpy as jnp, optax, optax_ext
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.hidden = nnx.Linear(6, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2)
+        self.out = nnx.Linear(8, 2, rngs=rngs)
+
+    def __call__(self, x, rngs=None):
+        x = nnx.relu(self.norm(self.hidden(x)))
+        return self.out(self.dropout(x, rngs=rngs))
+
+
+graph, params, stats = nnx.split(Model(nnx.Rngs(0)), nnx.Param, nnx.BatchStat)
+tx = optax_ext.sparse_adamw(1e-2, axis="data")
+opt_state = optax_ext.init_state(tx, params, mesh)
+specs = optax_ext.state_specs(opt_state)
+
+
+def loss_fn(params, stats, batch, key):
+    model = nnx.merge(graph, params, stats, copy=True)
+    x, y = batch
+    loss = jnp.mean((model(x, rngs=nnx.Rngs(dropout=key)) - y) ** 2)
+    return loss, nnx.state(model, nnx.BatchStat)
+
+
+def local_step(params, stats, opt_state, batch, key):
+    key = jax.random.fold_in(key, jax.lax.axis_index("data"))  # other masks on each worker
+    at = optax_ext.ahead(params, opt_state)
+    (loss, stats), gradients = jax.value_and_grad(loss_fn, has_aux=True)(at, stats, batch, key)
+    updates, opt_state = tx.update(gradients, opt_state, params)
+    loss, stats = jax.lax.pmean((loss, stats), "data")
+    return optax.apply_updates(params, updates), stats, opt_state, loss
+
+
+step = jax.jit(
+    jax.shard_map(
+        local_step,
+        mesh=mesh,
+        in_specs=(P(), P(), specs, P("data"), P()),
+        out_specs=(P(), P(), specs, P()),
+    ),
+    donate_argnums=(0, 1, 2),
+)
+for number, batch in enumerate(batches):
+    key = jax.random.fold_in(jax.random.key(0), number)
+    params, stats, opt_state, loss = step(params, stats, opt_state, batch, key)
+    jax.block_until_ready(loss)
+model = nnx.merge(graph, params, stats)
+model.eval()  # running statistics, no dropout
+```
+
+## A float16 allreduce
+
+Half the bytes of the dense allreduce, without a residual. Gradients that float16 cannot hold (above
+65,504, or below 6e-8) become infinite or 0. On a CPU bfloat16 gains nothing, since XLA widens it
+before it adds up.
+
+```python
+def cast(dtype):
+    return optax.stateless(lambda tree, _: jax.tree.map(lambda x: x.astype(dtype), tree))
+
+
+dense16 = optax.chain(cast(jnp.float16), optax_ext.dense(axis="data"), cast(jnp.float32))
+tx = optax.chain(dense16, optax.adamw(1e-3))
+```
 """
 
 
