@@ -5,9 +5,8 @@ Or their numbers are those of a program that another test compares with the page
 
 # By page, the beginning of the first line.
 EXPLAINING = {
-    "README.md": ["| you have |", "| | |"],
+    "README.md": ["| | |"],
     "docs/allreduces.md": ["| algorithm | use it when |"],
-    "docs/choosing.md": ["| your optimizer |"],
     "docs/data_cache.md": ["| step | where |", "| | |"],
     "docs/design.md": ["| message | slots |", "| bits over MPI |"],
     "docs/extending.md": ["| of a selector |", "| of an allreduce |"],
@@ -24,7 +23,7 @@ EXPLAINING = {
     "docs/quick-start.md": ["| in `info` |"],
     "docs/selectors.md": ["| system | composition |"],
     "docs/sharp-bits.md": ["| what you see |", "| word | means |"],
-    "docs/training.md": ["| wish | option |", "| your optimizer |", "| name | what it says |"],
+    "docs/training.md": ["| wish | option |", "| name | what it says |", "| `optax.adamw` |"],
     "docs/wire.md": ["| codec | words per pair |", "| | narrow16 |"],
     # tests/optax_ext/test_works_with.py
     "docs/works_with.md": ["| combination |"],

@@ -48,16 +48,19 @@ def speedups(workers: int, params: int, link: str) -> dict[str, list[float]]:
     return found
 
 
-def of_all_runs() -> Rows:
+SHOWN = {
+    "ok_topk": "`ok_topk`",
+    "ok_topk/reuse/global32": "`ok_topk`, thresholds reused for 32 steps",
+    "agreed": "`agreed`, the exchange of `sparse_adamw`",
+    "sparse_adamw": "`sparse_adamw`, AdamW's arithmetic included",
+    "powersgd1": "`powersgd(1)`",
+    "powersgd1/adamw": "`powersgd(1)` before AdamW",
+}
+MORE = {"topk_a": "`topk_a`", "acp_sgd1": "`acp_sgd(1)`"}
+
+
+def of_all_runs(names: dict[str, str] = SHOWN) -> Rows:
     """The least and the most of the medians of all runs."""
-    names = {
-        "ok_topk": "`ok_topk`",
-        "ok_topk/reuse/global32": "`ok_topk`, thresholds reused for 32 steps",
-        "agreed": "`agreed`, the exchange of `sparse_adamw`",
-        "sparse_adamw": "`sparse_adamw`, AdamW's arithmetic included",
-        "powersgd1": "`powersgd(1)`",
-        "powersgd1/adamw": "`powersgd(1)` before AdamW",
-    }
     columns = [speedups(*point) for point in POINTS]
     return [
         [shown, *(interval(column[name], 1) if name in column else "" for column in columns)]

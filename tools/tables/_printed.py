@@ -1,7 +1,7 @@
 """Tables of runs of which only what was printed is kept: docs/data/printed.
 
 They are older than the benchmarks' option ``--json``, or of programs of their own that were not
-kept. A file there has the cells of a page's tables, and where they are from.
+kept. A file there has the cells of a page's tables, transcribed by hand, and where they are from.
 """
 
 import json

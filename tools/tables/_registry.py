@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from . import (
+    _advice,
     _balance,
     _choosing,
     _costs,
@@ -40,6 +41,7 @@ def _run(file: str, link: str) -> Callable[[], Rows]:
 
 
 MADE = (
+    Table("README.md", "| you have |", _advice.readme),
     Table("README.md", "| seconds to compile |", _costs.compile_seconds),
     Table("README.md", "| after 20 seconds |", _learning.over_links_short),
     Table("README.md", "| workers | 2 | 4 |", _words.shares_of_the_bound),
@@ -65,7 +67,8 @@ MADE = (
     Table(
         "docs/idea.md", "| workers | 2 | 6 |", _words.multiples(_words.SHORT, _words.SHORT_WORKERS)
     ),
-    Table("docs/choosing.md", "| link | parameters |", _choosing.is_it_faster),
+    Table("docs/choosing.md", "| your optimizer |", _advice.choosing),
+    Table("docs/choosing.md", "| times as fast as dense |", _choosing.is_it_faster),
     Table("docs/choosing.md", "| | workers | words |", _choosing.adamw),
     Table("docs/choosing.md", "| | transformer, 100 Mbit/s |", _choosing.in_the_same_seconds),
     Table("docs/choosing.md", "| | workers | below dense |", _choosing.sgd),
@@ -125,6 +128,7 @@ MADE = (
     Table("docs/selectors.md", "| selector | images: passed", _trainings.quality),
     Table("docs/selectors.md", "| rows without a selected entry |", _trainings.missing),
     Table("docs/selectors.md", "| selector | selected |", _timed.selectors),
+    Table("docs/training.md", "| your optimizer |", _advice.training),
     Table("docs/training.md", "| option | state, bytes per parameter |", _costs.memory),
 )
 
