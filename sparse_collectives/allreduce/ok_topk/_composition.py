@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from sparse_collectives import _hash, _validation, transport, wire
-from sparse_collectives._coo import _bits, compaction
+from sparse_collectives._coo import _bits, compaction, fixed_factors
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
 from sparse_collectives.allreduce._parts import (
@@ -30,6 +30,7 @@ from sparse_collectives.padded_coo import PaddedCOO
 
 # As published: tau' of its vision model and of its LSTM, and the gate of the balancing.
 _PAPER_PERIOD, _PAPER_ROOM = 32, 4.0
+_CORRECTED = "corrected"
 
 
 class OkTopkState(NamedTuple):
@@ -61,7 +62,7 @@ def ok_topk(
     regions: str = _plan.REGIONS,
     balance: str = "auto",
     sizes: int = 1,
-    paper: bool = False,
+    paper: bool | str = False,
     codec: Codec | None = None,
 ) -> SparseAllreduce:
     r"""The sparse allreduce of Ok-Topk (Algorithm 1; Li and Hoefler, PPoPP 2022).
@@ -159,6 +160,7 @@ def ok_topk(
     balance = _validation.check_choice("balance", balance, ("auto", "always", "never"))
     sizes = _validation.check_positive_int("sizes", sizes)
     chosen_codec = wire.raw() if codec is None else codec
+    paper = _validation.check_choice("paper", paper, (False, True, _CORRECTED))
     if paper:
         if regions not in (_plan.REGIONS, "balanced") or balance != "auto":
             raise ValueError(
@@ -167,6 +169,11 @@ def ok_topk(
             )
         regions, balance, slack = "balanced", "paper", _PAPER_ROOM if slack is None else slack
     room = slack if paper else None
+
+    def next_threshold(threshold: jax.Array, passed: jax.Array, k: int, size: int) -> jax.Array:
+        if paper == _CORRECTED:
+            return fixed_factors.next_global(threshold, passed, k)
+        return threshold if paper else _followed(threshold, passed, k, size, global_period)
 
     def init(size: int, axis_size: int) -> OkTopkState:
         _validation.check_size(size)
@@ -285,7 +292,7 @@ def ok_topk(
                 most=most,
                 period=global_period,
                 balance=balance,
-                paper=paper,
+                paper=bool(paper),
                 codec=last,
                 placed=placed,
             ),
@@ -319,9 +326,7 @@ def ok_topk(
         new_state = OkTopkState(
             count=state.count + 1,
             boundaries=boundaries,
-            threshold=threshold
-            if paper
-            else _next_threshold(threshold, delivery.passed, k, coo.size, global_period),
+            threshold=next_threshold(threshold, delivery.passed, k, coo.size),
             # Over an eighth of all that could be sent.
             crowded=(delivery.overflow > workers * k / 8) & (not paper),
         )
@@ -371,7 +376,7 @@ def ok_topk(
     )
 
 
-def _next_threshold(
+def _followed(
     threshold: jax.Array, passed: jax.Array, k: int, size: int, period: int
 ) -> jax.Array:
     """What the next step reuses: the threshold, corrected by the count that it gave."""
