@@ -5,9 +5,9 @@ the fullest one needs, so entries are first moved from workers that selected
 many to workers that selected few.
 
 Deviation: the paper balances where the largest count is over four times the
-mean, by case 3 below, which is the mode ``'paper'``. Messages here have a fixed size, so what counts
-is whether each worker's entries fit its slots of the allgather, and there are four
-cases, chosen by the counts that all workers know:
+mean, as in case 3 below, which is the mode ``'paper'``. Messages here have a fixed
+size, so what counts is whether each worker's entries fit its slots of the allgather,
+and there are four cases, chosen by the counts that all workers know:
 
 0. all fit: nothing moves;
 1. the surplus fits when each worker passes a few entries to its right

@@ -376,9 +376,7 @@ def ok_topk(
     )
 
 
-def _followed(
-    threshold: jax.Array, passed: jax.Array, k: int, size: int, period: int
-) -> jax.Array:
+def _followed(threshold: jax.Array, passed: jax.Array, k: int, size: int, period: int) -> jax.Array:
     """What the next step reuses: the threshold, corrected by the count that it gave."""
     if period == 1:
         return threshold
