@@ -83,6 +83,22 @@ def training_step(accs: np.ndarray, k: int):
     return total, residuals
 
 
+def balanced(owned: list[int]) -> tuple[list[int], list[int]]:
+    """How many entries each worker has after the balancing, and has passed on (section 3.1.2).
+
+    Where one has over four times the mean (section 5.3), everyone gets its share of what there is,
+    in the order of the workers.
+    """
+    workers, total = len(owned), sum(owned)
+    if max(owned) * workers <= 4 * total:
+        return owned, [0] * workers
+    has = np.repeat(np.arange(workers), owned)
+    gets = np.arange(total) // math.ceil(total / workers)
+    held = np.bincount(gets, minlength=workers)
+    moved = np.bincount(has[has != gets], minlength=workers)
+    return held.tolist(), moved.tolist()
+
+
 class Step(NamedTuple):
     """What a step of :class:`Published` did.
 
@@ -163,7 +179,7 @@ class Published:
         self.residuals = np.where((selected != 0) & delivered, 0.0, acc)
 
         owned = [int((delivered & (owner == worker)).sum()) for worker in range(self.workers)]
-        held, moved = self._balanced(owned)
+        held, moved = balanced(owned)
         others = self.workers - 1
         words = []
         for worker in range(self.workers):
@@ -175,21 +191,6 @@ class Published:
         return Step(
             np.where(delivered, reduced, 0.0), counts, int(delivered.sum()), owned, held, words
         )
-
-    def _balanced(self, owned: list[int]) -> tuple[list[int], list[int]]:
-        """How many entries each worker has, and has passed on, where one had over 4 times the mean.
-
-        Everyone gets its share of what there is, in the order of the workers.
-        """
-        total = sum(owned)
-        if max(owned) * self.workers <= 4 * total:
-            return owned, [0] * self.workers
-        share = math.ceil(total / self.workers)
-        has = np.repeat(np.arange(self.workers), owned)
-        gets = np.arange(total) // share
-        held = np.bincount(gets, minlength=self.workers)
-        moved = np.bincount(has[has != gets], minlength=self.workers)
-        return held.tolist(), moved.tolist()
 
     def _consensus(self, selected: np.ndarray) -> np.ndarray:
         """The workers' own boundaries, which cut their selections evenly; the mean of these."""

@@ -164,8 +164,8 @@ def ok_topk(
     if paper:
         if regions not in (_plan.REGIONS, "balanced") or balance != "auto":
             raise ValueError(
-                f"paper=True has regions and a balancing of its own, got regions={regions!r} and "
-                f"balance={balance!r}. Leave both out."
+                f"paper={paper!r} has regions and a balancing of its own, got "
+                f"regions={regions!r} and balance={balance!r}. Leave both out."
             )
         regions, balance, slack = "balanced", "paper", _PAPER_ROOM if slack is None else slack
     room = slack if paper else None
