@@ -51,8 +51,8 @@ class Setting(NamedTuple):
 
 SETTINGS = {
     "images": Setting(0.5, 0.01, 32),
-    "lstm": Setting(10.0, 0.02, 32),
-    "text": Setting(1.0, 0.01, 128),
+    "lstm": Setting(5.0, 0.02, 32),
+    "text": Setting(0.5, 0.01, 128),
 }
 
 

@@ -155,3 +155,22 @@ def test_balance_delivers_everything_whatever_the_counts(counts):
         limited.append(min(count, left))
         left -= limited[-1]
     check_balance(limited, k=40, slack=1.25)
+
+
+def test_from_which_k_on_balanced_regions_keep_the_bound():
+    def share(k, workers, size=10**8):
+        """Words of the worst of the first three branches, of 6 k (P-1)/P."""
+        plan = _plan.make_plan(size, k, workers, regions="balanced")
+        step = _plan.exchanges(plan, lambda slots, size: 2 * slots)
+        most = max(branch.received(workers) if branch else 0 for branch in step.balance[:3])
+        always = [*step.split, *step.threshold, step.counts, *step.gather]
+        words = sum(each.received(workers) for each in always) + most
+        words += step.consensus.received(workers) / _plan.REPARTITION_PERIOD
+        return words / (6 * k * (workers - 1) / workers)
+
+    # The numbers of docs/design.md.
+    for workers, k in ((8, 580), (64, 1300), (256, 4000)):
+        shares = [share(more, workers) for more in range(k, 4 * k, 7)]
+        assert max(shares) <= 1
+        assert share(k // 2, workers) > 1
+    assert 1 < share(1000, 64, 10**5) < 1.015

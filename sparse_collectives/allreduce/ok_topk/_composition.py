@@ -120,14 +120,22 @@ def ok_topk(
         shortest that has room: from what is even, k / P, up to ``slack``. The workers tell
         each other the size of their largest block first (a word each, and a latency); of the
         allgather they know it. The program holds the two exchanges so many times.
-      paper: Algorithm 1 as it is published, to judge its claims by: a global threshold that is
-        reused as it is for tau' steps, and everything that reaches it is delivered; the
-        paper's regions, cut anew every tau steps and at no other; and balancing where the
-        largest count is over four times the mean. Its messages have the size of their
-        contents. Here they have room for ``slack`` times k entries (4 by default, which the
-        gate of four times the mean takes), and ``useful`` in place of ``words`` says what the
-        paper's would take. Its local half is
-        ``select.threshold_reuse(density=density, servo=False, headroom=slack - 1)``.
+      paper: to judge the paper's claims by. ``True``: Algorithm 1 as it is published, with a
+        global threshold that is reused as it is for tau' steps, and everything that reaches it
+        is delivered; the paper's regions, cut anew every tau steps and at no other; and
+        balancing where one worker has over four times the mean (or more than its slots of the
+        allgather), after which each has ceil(m / P) of the m entries. ``'corrected'``: the same,
+        but the global threshold is multiplied by 1.008 after a step that delivers more than
+        4k/3, and divided by it after one with fewer than 2k/3, as in the program that the paper
+        links to. The local half is ``select.threshold_reuse(density=density, servo=False,
+        headroom=slack - 1)``, and with ``'corrected'`` the same with ``servo='fixed'``.
+        The paper's messages have the size of their contents. Here all workers together have
+        room for ``slack`` times k entries (4 by default): the block of a worker has ``slack``
+        times k / P slots, or, where P is no more than ``slack``, room for everything. What finds
+        no slot stays with its worker. ``useful`` in place of ``words`` says what the paper's
+        messages would take: the pairs of the split, of the balancing and of the allgather, and
+        every tau' steps those of line 10, the allgather of all sums, for which there are
+        histograms here (so it may be above ``words``); boundaries and counts are those of here.
       codec: encoding of the messages, from :mod:`sparse_collectives.wire`; exact by
         default. What a lossy one rounds away is in ``undelivered``: the error of an
         entry with its worker, and that of a sum with the worker that sent it on. A
