@@ -56,7 +56,7 @@ def ok_topk(
       selector: the local selection; by default ``select.topk(density=density)``,
         which is exact at every step. With ``paper=True`` it is that of the paper,
         ``select.threshold_reuse(density=density, servo=False, headroom=slack - 1)`` with a
-        period of ``global_period``.
+        period of ``global_period``, and with ``paper="corrected"`` that with ``servo="fixed"``.
       nonfinite: see :func:`sparse_allreduce`, as for all that follow.
       local: a transformation before the accumulation.
       correction: momentum before the accumulation.
@@ -82,7 +82,7 @@ def ok_topk(
             selector = select.threshold_reuse(
                 density=density,
                 period=exchange["global_period"],
-                servo=False,
+                servo="fixed" if exchange["paper"] == "corrected" else False,
                 headroom=exchange["slack"] - 1,
             )
     return sparse_allreduce(
@@ -104,6 +104,7 @@ def ok_topk_sgd(
     *,
     axis: AxisName,
     selector: Selector | None = None,
+    paper: bool | str = False,
     nonfinite: str = "skip",
     correction: MomentumCorrection | None = None,
     residual: Residual | None = None,
@@ -125,6 +126,8 @@ def ok_topk_sgd(
       density: k / n.
       axis: the mesh axis of the workers.
       selector: see :func:`ok_topk`, as for all that follow.
+      paper: Algorithm 1 as published, or with corrected thresholds: see
+        :func:`sparse_collectives.allreduce.ok_topk`.
       nonfinite: what to do with what is not finite.
       correction: momentum before the accumulation.
       residual: its dtype and decay.
@@ -153,6 +156,7 @@ def ok_topk_sgd(
         residual=residual,
         dense_steps=dense_steps,
         dense_leaves=dense_leaves,
+        paper=paper,
     )
     return optax.chain(sparse, optax.scale(-1.0))
 

@@ -184,7 +184,8 @@ class ReduceInfo(NamedTuple):
       useful: ``f32[]``, words that this worker sent and that are no padding: a message
         with e entries in c slots counts e / c of its words; dense runs, counts and
         histograms count in full. What is sent is received, so the mean over the
-        workers, divided by ``words``, is the occupancy of the messages.
+        workers, divided by ``words``, is the occupancy of the messages. (In the paper's mode
+        of ``ok_topk`` it is what the paper's messages would take.)
       told: ``i32[]``, the sum of what the workers were given to tell, which is in no count of
         words; equal on all workers. None where nothing was.
     """

@@ -66,8 +66,8 @@ def check_number(name: str, value: Any, low: float, high: float) -> float:
     return float(value)
 
 
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
-    """One of a few words."""
+def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
+    """One of a few words, or of other values."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
     return value

@@ -72,7 +72,8 @@ FIGURES = (
         "Selected and delivered",
         "Ok-Topk, Figure 6: what a worker selects (local) and all deliver (global), as multiples "
         "of k, in trainings of a small convolutional network. The paper's thresholds are reused "
-        "for 32 steps; ours are exact at every step.",
+        "for 32 steps, as its text says, or corrected by their counts in between, as in the "
+        "program that it links to; ours are exact at every step.",
         "step",
         "entries / k",
         log=True,

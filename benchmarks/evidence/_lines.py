@@ -100,6 +100,8 @@ CURVES = (
     Curve("missing_rows", "ADTopk", _missing("adtopk")),
     Curve("counts", "paper's schedule, local", _counts("paper", 0)),
     Curve("counts", "paper's schedule, global", _counts("paper", 1)),
+    Curve("counts", "corrected thresholds, local", _counts("paper, corrected", 0)),
+    Curve("counts", "corrected thresholds, global", _counts("paper, corrected", 1)),
     Curve("counts", "Gaussiank, local", _counts("gaussian", 0)),
     Curve("counts", "ours, local and global", _counts("ok_topk_sgd", 1)),
     Curve("xi", "a convolutional network", _xi("digits")),

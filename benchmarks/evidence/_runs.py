@@ -94,7 +94,10 @@ def image_variants(steps: int) -> dict[str, Variant]:
         "ok_topk_sgd": Variant(
             optax_ext.ok_topk_sgd(inside, **given, selector=top_k), optax.identity()
         ),
-        "paper": Variant(optax_ext.ok_topk(**given, paper=True), alone),
+        "paper": Variant(optax_ext.ok_topk_sgd(inside, **given, paper=True), optax.identity()),
+        "paper, corrected": Variant(
+            optax_ext.ok_topk_sgd(inside, **given, paper="corrected"), optax.identity()
+        ),
         # Room for four times k: what it lets through is what is to be seen.
         "gaussian": by(select.gaussian_k(density=DENSITY, headroom=3.0)),
         "4 bits": Variant(

@@ -22,8 +22,7 @@ def topk_a(*, codec: Codec | None = None) -> SparseAllreduce:
     workers; its volume grows with P.
 
     Values and indices are packed in one integer array, so that a step is one
-    collective. That is what AllgatherFast of ADTopk gains over an allgather of
-    values and one of indices.
+    collective.
 
     Cost, for selections of c slots: ``2 c (P-1)`` words received (an exact codec),
     ``log2 P`` latencies. Compute: P c random additions into n zeros.
@@ -47,8 +46,7 @@ def topk_a(*, codec: Codec | None = None) -> SparseAllreduce:
 
     References:
       Table 1 of Li and Hoefler, `Near-Optimal Sparse Allreduce for Distributed Deep
-      Learning <https://doi.org/10.1145/3503221.3508399>`_, PPoPP 2022; section 5 of
-      the ADTopk paper for AllgatherFast.
+      Learning <https://doi.org/10.1145/3503221.3508399>`_, PPoPP 2022.
     """
     codec = wire.raw() if codec is None else codec
 

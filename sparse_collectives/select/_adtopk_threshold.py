@@ -64,7 +64,7 @@ def adtopk_threshold(
        shrinks by one.
     4. All that is above the threshold.
 
-    Where the paper is open, or can't be followed to the letter:
+    Where the paper is open, or is not followed to the letter:
 
     - Algorithm 2 tests for (2) whether ``thr_reuse < 10 epsilon``. Its epsilon is a tenth of
       ``thr_reuse`` at every evaluation, so that never holds. The text asks that the change be
@@ -72,6 +72,8 @@ def adtopk_threshold(
     - It tests for (3) whether ``(t - 1) % tau == 0``. At even t that never holds for an even tau,
       and tau would be so for good: the turns are counted, of which the text says that "the next
       tau - 1" reuse a threshold. Without one, as after a change of workers, (1) takes place.
+    - All that is above the threshold is sent there. Here a layer has slots for 1.25 k entries
+      (``headroom``), as shapes are static, and what finds none stays with the caller.
 
     Args:
       density: of each layer, and of each row; in (0, 1].

@@ -11,6 +11,9 @@ threshold, count ~ threshold^-s, so t <- t (count / k)^(1/s). The exponent start
 as that of an exponential tail, log(n / k), and is then measured from pairs of
 thresholds and counts. A step whose count is off is counted again before
 anything is selected.
+
+The program that the paper links to has a servo, too, by fixed factors: see
+:mod:`sparse_collectives._coo.fixed_factors`.
 """
 
 import math
@@ -21,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import _validation
-from sparse_collectives._coo import _bits, compaction
+from sparse_collectives._coo import _bits, compaction, fixed_factors
 from sparse_collectives._coo.kth_magnitude import kth_magnitude_bits
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
@@ -74,7 +77,7 @@ def threshold_reuse(
     *,
     density: float,
     period: int = 32,
-    servo: bool = True,
+    servo: bool | str = True,
     tolerance: float = 0.03,
     headroom: float = 0.25,
 ) -> Selector:
@@ -84,9 +87,12 @@ def threshold_reuse(
       density: the wanted k / n, in (0, 1].
       period: tau', steps between two exact evaluations (32 for VGG-16 and LSTM,
         128 for BERT in the paper).
-      servo: whether the threshold follows the count in between. Without it this
-        is the selection of the paper.
-      tolerance: with the servo, a step whose count is further than this share
+      servo: whether the threshold follows the count in between. ``False``: it does not,
+        which is the selection of the paper's text. ``'fixed'``: by fixed factors, as in the
+        program that the paper links to: while over 4k/3 entries pass, a step raises the
+        threshold by 1.03, up to five times; the next step has it divided by 1.012 if fewer than
+        2k/3 passed, and multiplied by it if more than 5k/4 did. An exact threshold is not raised.
+      tolerance: with ``servo=True``, a step whose count is further than this share
         from k is counted again with a corrected threshold, up to four times.
         ``math.inf`` never counts again.
       headroom: slots beyond k, as a share of k. Entries that pass the threshold
@@ -101,9 +107,13 @@ def threshold_reuse(
 
     Cost: one pass over n entries; every ``period`` steps and at each recount one
     more.
+
+    References:
+      Li and Hoefler, Ok-Topk, PPoPP 2022, section 3.1.3 and Algorithm 1, lines 2 to 4.
     """
     density = _validation.check_density(density)
     period = _validation.check_positive_int("period", period)
+    servo = _validation.check_choice("servo", servo, (True, False, "fixed"))
     tolerance = _validation.check_number("tolerance", tolerance, 0.0, math.inf)
     headroom = _validation.check_number("headroom", headroom, 0.0, math.inf)
 
@@ -127,7 +137,10 @@ def threshold_reuse(
         trial = _try(acc, lax.cond(due, exact, lambda: state.threshold))
         steepness = jnp.where(state.steepness > 0, state.steepness, max(math.log(size / k), 1.0))
         following = trial.threshold
-        if servo:
+        if servo == "fixed":
+            trial = _raise(acc, trial, k, due)
+            following = fixed_factors.next_local(trial.threshold, trial.count, k)
+        elif servo:
             trial, steepness = _recount(acc, trial, steepness, k, tolerance, due)
             # Still off by a factor of two: evaluate exactly at the next step.
             lost = (trial.count > 2 * k) | (2 * trial.count < k)
@@ -167,6 +180,22 @@ def _try(acc: jax.Array, threshold: jax.Array) -> _Trial:
     bits = jnp.maximum(_bits.magnitude_bits(threshold), 1)
     words = _masks.mask_words(acc, lambda magnitude: magnitude >= bits)
     return _Trial(threshold, words, jnp.sum(_bits.popcount(words), dtype=jnp.int32))
+
+
+def _raise(acc: jax.Array, trial: _Trial, k: int, exact: jax.Array) -> _Trial:
+    """Tries higher thresholds while too many entries pass, but after an exact one."""
+
+    def off(carry):
+        turn, trial = carry
+        return (turn < fixed_factors.MOST_RAISES) & fixed_factors.too_many(trial.count, k) & ~exact
+
+    def again(carry):
+        turn, trial = carry
+        # Tied to the carry, or XLA moves |acc| out of the loop into n words.
+        here, threshold = lax.optimization_barrier((acc, fixed_factors.raised(trial.threshold)))
+        return turn + 1, _try(here, threshold)
+
+    return lax.while_loop(off, again, (jnp.zeros_like(trial.count), trial))[1]
 
 
 def _ratio(count: jax.Array, k: int) -> jax.Array:

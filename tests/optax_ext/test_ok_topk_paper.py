@@ -1,33 +1,36 @@
-"""Ok-Topk as it is published: Algorithm 1 over many steps, with tau and tau'."""
+"""Ok-Topk as it is published: Algorithms 1 and 2 over many steps, with tau and tau'."""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optax_ext
 import sparse_collectives as sc
-from sparse_collectives.allreduce.ok_topk import _balance, _plan
-from tests.reference.ok_topk import Published
+from sparse_collectives import _volumes
+from tests.reference.ok_topk import Published, balanced
+from tests.sparse_collectives.helpers import as_coo, sum_of_parts
 
 WORKERS, SIZE, DENSITY, K, STEPS = 4, 300, 0.05, 15, 20
 TAU, TAU_PRIME = 6, 4
 
 
 def gradients(workers=WORKERS):
-    """Multiples of 2**-10 that grow and shrink: their sums are exact in float32."""
+    """Multiples of 2**-10 that grow and shrink, late in one place most: their sums are exact."""
     rng = np.random.default_rng(0)
     shape = (STEPS, workers, SIZE)
     x = rng.standard_t(3, shape) * (1 + np.sin(np.arange(STEPS)))[:, None, None]
+    x[STEPS // 2 :, :, : SIZE // 10] *= 6
     return (np.round(x * 2**10) / 2**10).astype(np.float32)
 
 
 @functools.cache
-def run(workers=WORKERS, **options):
+def run(workers=WORKERS, paper=True, **options):
     options = {"repartition_period": TAU, "global_period": TAU_PRIME, **options}
-    tx = optax_ext.ok_topk(DENSITY, axis="w", paper=True, **options)
+    tx = optax_ext.ok_topk(DENSITY, axis="w", paper=paper, **options)
 
     def train(gradients):
         def step(state, gradient):
@@ -41,27 +44,91 @@ def run(workers=WORKERS, **options):
     return jax.tree.map(np.asarray, simulated(jnp.asarray(gradients(workers))))
 
 
-@pytest.mark.parametrize("workers", [4, pytest.param(8, marks=pytest.mark.slow)])
-def test_every_step_is_that_of_the_paper(workers):
-    oracle = Published(workers, SIZE, K, TAU_PRIME)
-    updates, (residuals, info, boundaries) = run(workers, slack=float("inf"))
+def agreed_words(t, workers):
+    """What is told besides entries: the boundaries, and three counts of each worker."""
+    boundaries = _volumes.all_reduce(2 * (workers - 1), workers) * (t % TAU == 0)
+    return boundaries + _volumes.all_gather(3, workers)
+
+
+@pytest.mark.parametrize(
+    ("workers", "paper"),
+    [
+        (8, True),
+        (4, "corrected"),
+        pytest.param(4, True, marks=pytest.mark.slow),
+        pytest.param(8, "corrected", marks=pytest.mark.slow),
+    ],
+)
+def test_every_step_is_that_of_the_paper(workers, paper):
+    oracle = Published(workers, SIZE, K, TAU_PRIME, TAU, corrected=paper == "corrected")
+    updates, (residuals, info, boundaries) = run(workers, paper, slack=float("inf"))
+    steps = []
     for t, given in enumerate(gradients(workers)):
-        total = oracle.step(given)
-        np.testing.assert_array_equal(workers * updates[t, 0].astype(np.float64), total)
+        step = oracle.step(given)
+        np.testing.assert_array_equal(workers * updates[t, 0].astype(np.float64), step.total)
         np.testing.assert_array_equal(residuals[t], oracle.residuals)
-        selected, delivered = oracle.counts[-1]
-        assert info.selected[t, :, 0].tolist() == selected
-        assert (info.delivered[t] == delivered).all()
+        assert info.selected[t, :, 0].tolist() == step.selected
+        assert (info.delivered[t] == step.delivered).all()
+        words = np.add(step.words, agreed_words(t, workers))
+        np.testing.assert_allclose(info.useful[t, :, 0], words, rtol=1e-6)
+        steps.append(step)
     assert not info.overflow.any()
-    # Thresholds that are only reused: in between the counts are not k.
-    locally, whole = zip(*oracle.counts, strict=True)
-    assert set(np.ravel(locally[::TAU_PRIME])) == set(whole[::TAU_PRIME]) == {K}
+    # In between the counts are not k.
+    whole = [step.delivered for step in steps]
+    assert set(np.ravel([step.selected for step in steps[::TAU_PRIME]])) == {K}
+    assert set(whole[::TAU_PRIME]) == {K}
     assert max(whole) > 1.5 * K
     assert min(whole) < 0.75 * K
+    # With four workers none can have over four times the mean.
+    assert any(step.held != step.owned for step in steps) == (workers > 4)
     # The regions are cut anew every tau steps and at no other.
     boundaries = boundaries[:, 0]
     changes = [t for t in range(1, STEPS) if (boundaries[t] != boundaries[t - 1]).any()]
     assert changes == list(range(TAU, STEPS, TAU))
+
+
+# Of 8 workers: one has all, two have, one has just four times the mean and one more than that.
+OWNED = [[32, *[0] * 7], [0, 0, 0, 20, 12, 0, 0, 0], [16, 16, *[0] * 6], [17, 15, *[0] * 6]]
+OWNED += [[0] * 7 + [3], [0] * 8, [4] * 8]
+# More than the paper's mean allows, more than have a slot each, and more than have one in all.
+CROWDED = [[32, 32, 16, 16, 8, 8, 8, 8], [17, 16, 16, 16, 15, 16, 16, 16], [32] * 8]
+
+
+@functools.cache
+def published_reduce():
+    """A step of 8 workers that reuses the threshold 1, with the default slack."""
+    allreduce = sc.allreduce.ok_topk(density=0.05, paper=True)
+    state = allreduce.init(640, 8)
+    state = state._replace(count=state.count + 1, threshold=jnp.float32(1), crowded=False)
+    state = jax.tree.map(jnp.asarray, state)
+
+    def reduce(indices, values):
+        coo = sc.PaddedCOO(values, indices, 640)
+        total, undelivered, _, _ = allreduce.reduce(coo, state, axis="w")
+        return total.indices, total.to_dense(), sum_of_parts(as_coo(coo, undelivered))
+
+    return sc.simulate(reduce, axis="w", axis_size=8)
+
+
+@pytest.mark.parametrize("owned", [*OWNED, *CROWDED, "random"])
+def test_after_the_gate_each_worker_has_its_share_of_what_there_is(owned):
+    rng = np.random.default_rng(0)
+    cases = rng.multinomial(32, [0.4, 0.3, 0.05, 0.05, 0.05, 0.05, 0.05, 0.05], 6)
+    cases = cases.tolist() if owned == "random" else [owned]
+    for counts in cases:
+        # Each worker has 4 entries in each region of 80, and no other worker the same ones.
+        place = np.arange(8)[:, None, None], np.arange(8)[:, None], np.arange(4)
+        indices = 80 * place[1] + 4 * place[0] + place[2]
+        large = indices % 80 < np.asarray(counts)[:, None]
+        values = np.where(large, 2 + indices / 1024, 0.25).astype(np.float32).reshape(8, 32)
+        indices = indices.reshape(8, 32).astype(np.int32)
+        slots, total, kept = map(np.asarray, published_reduce()(indices, values))
+        # A row of the slots of the allgather for each worker, the same on all.
+        held = (slots[0].reshape(8, -1) < 640).sum(1).tolist()
+        assert held == ([16] * 8 if counts in CROWDED else balanced(counts)[0])
+        everything = np.zeros(640)
+        np.add.at(everything, indices.ravel(), values.ravel().astype(np.float64))
+        np.testing.assert_array_equal(total[0] + kept.sum(0, dtype=np.float64), everything)
 
 
 def test_there_is_room_for_four_times_k_and_what_finds_none_waits():
@@ -70,30 +137,48 @@ def test_there_is_room_for_four_times_k_and_what_finds_none_waits():
     given = np.cumsum(gradients().sum(1, dtype=np.float64), axis=0)
     applied = np.cumsum(WORKERS * updates[:, 0].astype(np.float64), axis=0)
     np.testing.assert_array_equal(applied + residuals.sum(1, dtype=np.float64), given)
-    tx = optax_ext.ok_topk(DENSITY, axis="w", paper=True)
+
+
+@pytest.mark.parametrize(("paper", "servo"), [(True, False), ("corrected", "fixed")])
+def test_algorithm_2_has_one_period_and_one_room_for_both_halves(paper, servo):
+    tx = optax_ext.ok_topk_sgd(0.5, DENSITY, axis="w", paper=paper)
     settings = optax_ext.get_state(optax_ext.init_state(tx, jnp.zeros(SIZE), {"w": 4})).settings
-    assert "headroom=3.0" in settings.selector
-    assert "period=32" in settings.selector
-    assert "global_period=32" in settings.allreduce
-    assert "slack=4.0" in settings.allreduce
+    for part in (f"servo={servo!r}", "headroom=3.0", "period=32"):
+        assert part in settings.selector
+    for part in ("global_period=32", "slack=4.0", f"paper={paper!r}"):
+        assert part in settings.allreduce
 
 
-@pytest.mark.parametrize(
-    ("counts", "balances"),
-    [([9, 0, 0, 0, 0, 0, 0, 0], True), ([4, 1, 1, 1, 1, 0, 0, 0], False), ([1] * 8, False)],
-)
-def test_it_balances_where_one_worker_has_over_four_times_the_mean(counts, balances):
-    plan = _plan.make_plan(SIZE, 4 * K, 8, regions="balanced", slack=float("inf"))
+@pytest.mark.parametrize("paper", [True, "corrected"])
+def test_algorithm_2_has_the_rate_of_each_step_inside_the_accumulation(paper):
+    rate = optax.piecewise_constant_schedule(0.5, {3: 0.5})
+    tx = optax_ext.ok_topk_sgd(rate, DENSITY, axis="w", paper=paper)
+    # Small after the first ones, as there is room for four times k.
+    given = gradients()[:6] * np.float32([1, 0.5, 0.5, 0.5, 0.5, 0.5])[:, None, None]
 
-    def choose(counts):
-        return _balance.choose_branch(counts, plan, "w", paper=True)
+    def train(gradients):
+        def step(state, gradient):
+            updates, state = tx.update(gradient, state)
+            return state, (updates, optax_ext.get_info(state).overflow)
 
-    everyone = jnp.broadcast_to(jnp.asarray(counts, jnp.int32), (8, 8))
-    branch = sc.simulate(choose, axis="w", axis_size=8)(everyone)
-    assert branch.tolist() == [3 if balances else 0] * 8
+        return jax.lax.scan(step, tx.init(gradients[0]), gradients)[1]
+
+    simulated = sc.simulate(train, axis="w", axis_size=WORKERS, in_axes=1, out_axes=1)
+    updates, overflow = map(np.asarray, simulated(jnp.asarray(given)))
+    assert not overflow.any()
+    oracle, counts = Published(WORKERS, SIZE, K, 32, corrected=paper == "corrected"), []
+    for t, gradient in enumerate(given):
+        step = oracle.step(float(rate(t)) * gradient)
+        np.testing.assert_array_equal(-WORKERS * updates[t, 0].astype(np.float64), step.total)
+        counts.append(step.delivered)
+    assert counts[0] == K
+    assert len(set(counts)) > 2
 
 
 def test_what_has_no_place_beside_it():
     for name, value in (("regions", "equal"), ("balance", "never")):
-        with pytest.raises(ValueError, match=f"paper=True .*{name}='{value}'"):
-            sc.allreduce.ok_topk(density=0.1, paper=True, **{name: value})
+        for paper in (True, "corrected"):
+            with pytest.raises(ValueError, match=f"paper={paper!r} .*{name}='{value}'"):
+                sc.allreduce.ok_topk(density=0.1, paper=paper, **{name: value})
+    with pytest.raises(ValueError, match="paper must be one of False, True, 'corrected', got 'yes"):
+        optax_ext.ok_topk_sgd(0.1, 0.1, axis="w", paper="yes")

@@ -4,6 +4,9 @@ No capacities, no schedules: what Algorithm 1 computes. It shares no code with
 the library.
 """
 
+import math
+from typing import NamedTuple
+
 import numpy as np
 
 
@@ -80,34 +83,133 @@ def training_step(accs: np.ndarray, k: int):
     return total, residuals
 
 
+def balanced(owned: list[int]) -> tuple[list[int], list[int]]:
+    """How many entries each worker has after the balancing, and has passed on (section 3.1.2).
+
+    Where one has over four times the mean (section 5.3), everyone gets its share of what there is,
+    in the order of the workers.
+    """
+    workers, total = len(owned), sum(owned)
+    if max(owned) * workers <= 4 * total:
+        return owned, [0] * workers
+    has = np.repeat(np.arange(workers), owned)
+    gets = np.arange(total) // math.ceil(total / workers)
+    held = np.bincount(gets, minlength=workers)
+    moved = np.bincount(has[has != gets], minlength=workers)
+    return held.tolist(), moved.tolist()
+
+
+class Step(NamedTuple):
+    """What a step of :class:`Published` did.
+
+    Attributes:
+      total: ``f[n]``.
+      selected: how many entries each worker selected.
+      delivered: how many are in the total.
+      owned: of these, how many each worker has before the balancing.
+      held: and after it.
+      words: what each worker sends to others, in words of 4 bytes: a pair is two, what
+        everyone receives counts once for each of the others.
+    """
+
+    total: np.ndarray
+    selected: list[int]
+    delivered: int
+    owned: list[int]
+    held: list[int]
+    words: list[int]
+
+
 class Published:
     """Algorithm 1 and 2 over many steps, with both thresholds reused for tau' of them.
 
-    Regions, rotation and balancing move entries and change no result, so they are not here.
+    Args:
+      workers: P.
+      size: n.
+      k: of both selections.
+      period: tau'.
+      repartition: tau.
+      corrected: whether thresholds are moved by their counts: the local one raised by 1.03 up
+        to five times within a step while over 4k/3 entries reach it, then divided by 1.012 below
+        2k/3 and multiplied by it above 5k/4; the global one by 1.008 below 2k/3 and above 4k/3.
     """
 
-    def __init__(self, workers: int, size: int, k: int, period: int):
-        self.k, self.period, self.t = k, period, 0
+    def __init__(
+        self,
+        workers: int,
+        size: int,
+        k: int,
+        period: int,
+        repartition: int = 64,
+        corrected: bool = False,
+    ):
+        self.workers, self.size, self.k = workers, size, k
+        self.period, self.repartition, self.corrected, self.t = period, repartition, corrected, 0
         self.residuals = np.zeros((workers, size))
-        self.local, self.whole = np.zeros(workers), 0.0
-        self.counts: list[tuple[list[int], int]] = []
+        self.local = np.zeros(workers, np.float32)
+        self.whole = np.float32(0)
 
-    def step(self, gradients: np.ndarray) -> np.ndarray:
-        """The total; the counts of the workers' selections and of the total are kept."""
+    def step(self, gradients: np.ndarray) -> Step:
+        """Takes ``gradients f[P, n]``, multiplied by the learning rate."""
         evaluates = self.t % self.period == 0
+        cuts = self.t % self.repartition == 0
         self.t += 1
         acc = self.residuals + gradients
         if evaluates:
             self.local = np.array([self._kth(row) for row in acc])
+        elif self.corrected:
+            for worker, row in enumerate(acc):
+                for _ in range(5):
+                    if 3 * self._count(row, self.local[worker]) > 4 * self.k:
+                        self.local[worker] *= np.float32(1.03)
         selected = np.where(np.abs(acc) >= self.local[:, None], acc, 0.0)
+        counts = [int(row.sum()) for row in selected != 0]
+        if self.corrected:
+            for worker, count in enumerate(counts):
+                self.local[worker] *= self._factor(count, 1.012, 5 / 4)
+        if cuts:
+            self.edges = self._consensus(selected != 0)
+        owner = np.searchsorted(self.edges[1:-1], np.arange(self.size), side="right")
         reduced = selected.sum(axis=0)
         if evaluates:
             self.whole = self._kth(reduced)
         delivered = (np.abs(reduced) >= self.whole) & (reduced != 0)
+        if self.corrected:
+            self.whole *= self._factor(int(delivered.sum()), 1.008, 4 / 3)
         self.residuals = np.where((selected != 0) & delivered, 0.0, acc)
-        self.counts.append(([int(row.sum()) for row in selected != 0], int(delivered.sum())))
-        return np.where(delivered, reduced, 0.0)
 
-    def _kth(self, x: np.ndarray) -> float:
+        owned = [int((delivered & (owner == worker)).sum()) for worker in range(self.workers)]
+        held, moved = balanced(owned)
+        others = self.workers - 1
+        words = []
+        for worker in range(self.workers):
+            sent = 2 * int(((selected[worker] != 0) & (owner != worker)).sum())
+            if evaluates:
+                # Line 10: all that it reduced, to all.
+                sent += 2 * others * int(((reduced != 0) & (owner == worker)).sum())
+            words.append(sent + 2 * moved[worker] + 2 * others * held[worker])
+        return Step(
+            np.where(delivered, reduced, 0.0), counts, int(delivered.sum()), owned, held, words
+        )
+
+    def _consensus(self, selected: np.ndarray) -> np.ndarray:
+        """The workers' own boundaries, which cut their selections evenly; the mean of these."""
+        inner = []
+        for row in selected:
+            places = np.flatnonzero(row)
+            ranks = [part * len(places) // self.workers for part in range(1, self.workers)]
+            inner.append(places[ranks])
+        mean = np.sum(inner, axis=0) // self.workers
+        return np.concatenate([[0], mean, [self.size]])
+
+    def _factor(self, count: int, by: float, most: float) -> np.float32:
+        if count > most * self.k:
+            return np.float32(by)
+        return np.float32(1 / by if 3 * count < 2 * self.k else 1)
+
+    def _count(self, x: np.ndarray, threshold: np.float32) -> int:
+        return int(((np.abs(x) >= threshold) & (x != 0)).sum())
+
+    def _kth(self, x: np.ndarray) -> np.float32:
         magnitudes = np.sort(np.abs(x))[::-1]
-        return float(magnitudes[min(self.k, np.count_nonzero(x)) - 1])
+        return np.float32(magnitudes[min(self.k, np.count_nonzero(x)) - 1])

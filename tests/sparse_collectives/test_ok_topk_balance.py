@@ -54,6 +54,7 @@ def _balancer(workers, k, slack, branch):
         )
         gathered = _gather.gather(
             moved.entries,
+            moved.entries.count(),
             moved.most,
             axis="workers",
             codec=sc.wire.raw(),
@@ -79,6 +80,11 @@ def check_balance(counts, k, slack, branch=None):
         first += count
     total, moved, chosen, most = run(values, indices, np.asarray(counts, np.int32))
     assert (np.max(moved) <= np.asarray(most)).all()
+    if branch == 3 or int(chosen[0]) == 3:
+        # Each its share of what there is.
+        share = -(-sum(counts) // workers)
+        held = np.clip(sum(counts) - share * np.arange(workers), 0, share)
+        assert np.asarray(moved).tolist() == held.tolist()
     np.testing.assert_array_equal(total, np.broadcast_to(expected, total.shape))
     assert np.asarray(moved).max() <= plan.gather_slots
     assert (np.asarray(chosen) == np.asarray(chosen)[0]).all()
@@ -136,7 +142,7 @@ _MOST = jax.jit(_spread.most_per_pair, static_argnums=1)
 
 
 def test_all_to_all_fits_where_the_others_would_do_too():
-    for counts in ([10, 10, 10, 10], [0, 0, 0, 0], [1, 0, 39, 0], [13, 9, 2, 1]):
+    for counts in ([10, 10, 10, 10], [0, 0, 0, 0], [1, 0, 39, 0], [13, 9, 2, 1], [0, 0, 3, 0]):
         check_balance(counts, k=40, slack=1.0, branch=3)
 
 
@@ -149,3 +155,22 @@ def test_balance_delivers_everything_whatever_the_counts(counts):
         limited.append(min(count, left))
         left -= limited[-1]
     check_balance(limited, k=40, slack=1.25)
+
+
+def test_from_which_k_on_balanced_regions_keep_the_bound():
+    def share(k, workers, size=10**8):
+        """Words of the worst of the first three branches, of 6 k (P-1)/P."""
+        plan = _plan.make_plan(size, k, workers, regions="balanced")
+        step = _plan.exchanges(plan, lambda slots, size: 2 * slots)
+        most = max(branch.received(workers) if branch else 0 for branch in step.balance[:3])
+        always = [*step.split, *step.threshold, step.counts, *step.gather]
+        words = sum(each.received(workers) for each in always) + most
+        words += step.consensus.received(workers) / _plan.REPARTITION_PERIOD
+        return words / (6 * k * (workers - 1) / workers)
+
+    # The numbers of docs/design.md.
+    for workers, k in ((8, 580), (64, 1300), (256, 4000)):
+        shares = [share(more, workers) for more in range(k, 4 * k, 7)]
+        assert max(shares) <= 1
+        assert share(k // 2, workers) > 1
+    assert 1 < share(1000, 64, 10**5) < 1.015

@@ -315,7 +315,7 @@ def deviation(info):
 
 
 class TestThresholdReuse:
-    @pytest.mark.parametrize("servo", [True, False])
+    @pytest.mark.parametrize("servo", [True, False, "fixed"])
     def test_the_threshold_is_exact_every_period_steps(self, servo):
         state = reuse(servo=servo, period=4).init(SIZE)
         for step in range(13):
@@ -326,7 +326,7 @@ class TestThresholdReuse:
                 assert info.threshold == np.float32(selection.kth_magnitude(acc, K))
                 np.testing.assert_array_equal(indices, selection.topk(acc, K))
 
-    @pytest.mark.parametrize("servo", [True, False])
+    @pytest.mark.parametrize("servo", [True, False, "fixed"])
     @pytest.mark.parametrize("name", selection.HARD_NAMES)
     def test_the_first_threshold_is_exact_for_hard_vectors(self, name, servo):
         acc = selection.hard_vector(name, SIZE)
@@ -356,6 +356,41 @@ class TestThresholdReuse:
         passed = np.asarray(with_servo.selected + with_servo.overflow)
         assert passed.max() < 1.2 * K
         assert passed.min() > 0.8 * K
+
+    @pytest.mark.parametrize("kind", ["growing", "feedback"])
+    def test_fixed_factors_keep_the_count_nearer_than_reuse_alone(self, kind):
+        fixed, without = (process(kind, servo) for servo in ("fixed", False))
+        passed, alone = (np.asarray(info.selected + info.overflow) for info in (fixed, without))
+        # A step may end with up to 4k/3, or, where it could not raise enough, with more.
+        assert np.abs(passed / K - 1).mean() < 0.4 * np.abs(alone / K - 1).mean()
+
+    def test_fixed_factors_are_those_of_the_published_program(self):
+        # Growth that no raise is needed for, one that some make up for, and one that none does.
+        factors = [1, 1.001, 1.05, 1.3, 1.3, 0.95, 0.7, 0.9, 1, 1, 0, 1e3]
+        options = {"servo": "fixed", "period": 999, "headroom": 9.0}
+        selector = jax.jit(reuse(**options).select)
+        state, threshold, raises = reuse(**options).init(SIZE), None, []
+        for factor in factors:
+            acc = normals(0) * np.float32(factor)
+            if threshold is None:
+                threshold = np.float32(selection.kth_magnitude(acc, K))
+            else:
+                raises.append(0)
+                while raises[-1] < 5 and 3 * (np.abs(acc) >= threshold).sum() > 4 * K:
+                    threshold, raises[-1] = threshold * np.float32(1.03), raises[-1] + 1
+            state, info, _ = check_reuse(selector(acc, state), acc, headroom=9.0)
+            count = (np.abs(acc) >= threshold).sum()
+            assert info.threshold == threshold
+            assert info.selected + info.overflow == count
+            if count > 5 * K / 4:
+                threshold = threshold * np.float32(1.012)
+            elif count < 2 * K / 3:
+                threshold = threshold * np.float32(1 / 1.012)
+        assert {0, 5} < set(raises)
+
+    def test_a_servo_of_another_name_is_an_error(self):
+        with pytest.raises(ValueError, match="servo must be one of True, False, 'fixed', got 'no'"):
+            reuse(servo="no")
 
     @pytest.mark.parametrize("headroom", [0.0, 0.25, 1.7, 100.0])
     def test_capacity_and_overflow(self, headroom):
@@ -465,7 +500,7 @@ class TestThresholdReuse:
     @given(
         st.lists(st.sampled_from(selection.HARD_NAMES), min_size=1, max_size=6),
         st.integers(0, 2**32 - 1),
-        st.booleans(),
+        st.sampled_from([True, False, "fixed"]),
     )
     def test_what_is_reported_is_what_was_done(self, names, seed, servo):
         state = reuse(servo=servo).init(SIZE)

@@ -124,7 +124,9 @@ MADE = (
     ),
     Table("docs/partitioned_norms.md", "| | optax | P = 1 |", _timed.norms),
     Table("docs/data_cache.md", "| | epoch 1 | epoch 2 |", _timed.cache),
-    Table("docs/selectors.md", "| | tau' | local: all steps |", _trainings.paper_counts),
+    Table(
+        "docs/selectors.md", "| | tau' | thresholds | local: all steps |", _trainings.paper_counts
+    ),
     Table("docs/selectors.md", "| selector | images: passed", _trainings.quality),
     Table("docs/selectors.md", "| rows without a selected entry |", _trainings.missing),
     Table("docs/selectors.md", "| selector | selected |", _timed.selectors),

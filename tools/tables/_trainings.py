@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ._data import blank_repeats, percent, read
+from ._data import blank_repeats, interval, percent, read
 from ._pages import Rows
 
 QUALITY = {
@@ -20,6 +20,11 @@ QUALITY = {
     "layerwise(topk)": "`layerwise(topk)`",
     "bucketed": "`bucketed`",
     "adtopk": "`adtopk`",
+}
+PAPER_TASKS = {
+    "images": "a convolutional network, digits",
+    "lstm": "an LSTM, characters",
+    "text": "a transformer, characters",
 }
 
 
@@ -59,19 +64,24 @@ def missing() -> Rows:
 
 
 def paper_counts() -> Rows:
-    """The paper's schedule of thresholds in trainings of its own."""
+    """Both rules of the paper's thresholds in trainings of their own, over the seeds."""
+
+    def spread(values: list[float]) -> str:
+        low, high = min(values), max(values)
+        ends = percent(low), percent(high)
+        return ends[0] if ends[0] == ends[1] else f"{ends[0][:-2]} to {ends[1]}"
+
     rows = []
     for run in read("paper_counts.json"):
-        local, total = run["local"], run["global"]
-        rows.append(
-            [
-                f"{run['task']}, k = {run['k']:,}",
-                str(run["period"]),
-                *(percent(local[x]) for x in ("deviation", "first tenth", "after it")),
-                f"{local['mean']:.2f}",
-                f"**{percent(total['deviation'])}**",
-                percent(total["after it"]),
-                f"{total['mean']:.2f}",
-            ]
-        )
-    return blank_repeats(rows)
+        cells = [
+            cell
+            for which in ("local", "global")
+            for cell in (
+                spread(run[which]["deviation"]),
+                spread(run[which]["after"]),
+                interval(run[which]["mean"], 2),
+            )
+        ]
+        name = f"{PAPER_TASKS[run['task']]}, k = {run['k']:,}"
+        rows.append([name, str(run["period"]), run["rule"], *cells])
+    return blank_repeats(rows, 2)

@@ -5,17 +5,18 @@ the fullest one needs, so entries are first moved from workers that selected
 many to workers that selected few.
 
 Deviation: the paper balances where the largest count is over four times the
-mean, which is the mode ``'paper'``. Messages here have a fixed size, so what counts
-is whether each worker's entries fit its slots of the allgather, and there are four
-cases, chosen by the counts that all workers know:
+mean, as in case 3 below, which is the mode ``'paper'``. Messages here have a fixed
+size, so what counts is whether each worker's entries fit its slots of the allgather,
+and there are four cases, chosen by the counts that all workers know:
 
 0. all fit: nothing moves;
 1. the surplus fits when each worker passes a few entries to its right
    neighbour: one ``ppermute``;
 2. the surplus is dealt out to all workers that have room (:mod:`._spread`): one
    ``all_to_all`` with blocks of a quarter of ceil(k / P);
-3. otherwise entry r of all, in the order of the workers, goes to worker
-   r // ceil(k / P): one ``all_to_all``, which fits whatever the counts are.
+3. otherwise entry r of all m, in the order of the workers, goes to worker
+   r // ceil(m / P), so that each has its share of what there is: one ``all_to_all``
+   with blocks of ceil(k / P) slots, which fits whatever the counts are.
 """
 
 from collections.abc import Sequence
@@ -61,7 +62,8 @@ def choose_branch(
       counts: ``i32[P]``, how many entries each worker has.
       plan: the slots.
       axis: the workers.
-      paper: everything by rank where one has over four times the mean, or more than fit.
+      paper: everything by rank where one has over four times the mean, or more than fit
+        its slots of the allgather.
     """
     if paper:
         most, total = jnp.max(counts), jnp.sum(counts.astype(jnp.float32))
@@ -191,11 +193,12 @@ def balance(
         return send(source.reshape(workers, block), exchange, kept, everyone)
 
     def by_rank():
-        block = plan.rank_slots
+        share = even_share(counts)
         first = jnp.sum(jnp.where(everyone < me, counts, 0), dtype=jnp.int32)
-        # Slot q of the block for worker d is for entry d * block + q of all.
-        source = jnp.arange(workers * block, dtype=jnp.int32).reshape(workers, block) - first
-        mine = (source >= 0) & (source < counts[me])
+        # Slot q of the block for worker d is for entry d * share + q of all.
+        slots = jnp.arange(plan.rank_slots, dtype=jnp.int32)[None]
+        source = everyone[:, None] * share + slots - first
+        mine = (slots < share) & (source >= 0) & (source < counts[me])
         source = jnp.where(mine, source, entries.capacity)
         return send(source, exchange, jnp.zeros((), jnp.int32), everyone)
 
@@ -223,13 +226,19 @@ def balance(
 def _most_after(counts: jax.Array, branch: jax.Array, plan: Plan, mode: str) -> jax.Array:
     """How many entries a worker has at most when they are balanced, ``i32[]``."""
     if mode == "always":
-        return jnp.asarray(plan.rank_slots, jnp.int32)
+        return even_share(counts)
     most, room = jnp.max(counts), plan.gather_slots
     if mode == "never":
         return jnp.minimum(most, room)
     flow = ring_flow(counts, room)
     passed = jnp.max(counts - flow + jnp.roll(flow, 1))
-    return jnp.where(branch == 0, most, jnp.where(branch == 1, passed, room)).astype(jnp.int32)
+    return jnp.stack([most, passed, jnp.asarray(room, jnp.int32), even_share(counts)])[branch]
+
+
+def even_share(counts: jax.Array) -> jax.Array:
+    """How many entries each of the workers gets if they share all evenly, ``i32[]``."""
+    workers = counts.shape[0]
+    return (jnp.sum(counts, dtype=jnp.int32) + workers - 1) // workers
 
 
 def words_of_branches(
@@ -240,7 +249,7 @@ def words_of_branches(
     unsent: jax.Array,
 ) -> _messages.Words:
     """What each branch moves, ``f32[4]``."""
-    workers, mine, block = plan.workers, counts[me], plan.rank_slots
+    workers, mine, block = plan.workers, counts[me], even_share(counts)
     before = jnp.arange(workers, dtype=jnp.int32) < me
     first = jnp.sum(jnp.where(before, counts, 0), dtype=jnp.int32)
     # Those whose rank is in this worker's own block stay.

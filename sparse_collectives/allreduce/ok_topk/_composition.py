@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from sparse_collectives import _hash, _validation, transport, wire
-from sparse_collectives._coo import _bits, compaction
+from sparse_collectives._coo import _bits, compaction, fixed_factors
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
 from sparse_collectives.allreduce._parts import (
@@ -30,6 +30,7 @@ from sparse_collectives.padded_coo import PaddedCOO
 
 # As published: tau' of its vision model and of its LSTM, and the gate of the balancing.
 _PAPER_PERIOD, _PAPER_ROOM = 32, 4.0
+_CORRECTED = "corrected"
 
 
 class OkTopkState(NamedTuple):
@@ -61,7 +62,7 @@ def ok_topk(
     regions: str = _plan.REGIONS,
     balance: str = "auto",
     sizes: int = 1,
-    paper: bool = False,
+    paper: bool | str = False,
     codec: Codec | None = None,
 ) -> SparseAllreduce:
     r"""The sparse allreduce of Ok-Topk (Algorithm 1; Li and Hoefler, PPoPP 2022).
@@ -119,14 +120,22 @@ def ok_topk(
         shortest that has room: from what is even, k / P, up to ``slack``. The workers tell
         each other the size of their largest block first (a word each, and a latency); of the
         allgather they know it. The program holds the two exchanges so many times.
-      paper: Algorithm 1 as it is published, to judge its claims by: a global threshold that is
-        reused as it is for tau' steps, and everything that reaches it is delivered; the
-        paper's regions, cut anew every tau steps and at no other; and balancing where the
-        largest count is over four times the mean. Its messages have the size of their
-        contents. Here they have room for ``slack`` times k entries (4 by default, which the
-        gate of four times the mean takes), and ``useful`` in place of ``words`` says what the
-        paper's would take. Its local half is
-        ``select.threshold_reuse(density=density, servo=False, headroom=slack - 1)``.
+      paper: to judge the paper's claims by. ``True``: Algorithm 1 as it is published, with a
+        global threshold that is reused as it is for tau' steps, and everything that reaches it
+        is delivered; the paper's regions, cut anew every tau steps and at no other; and
+        balancing where one worker has over four times the mean (or more than its slots of the
+        allgather), after which each has ceil(m / P) of the m entries. ``'corrected'``: the same,
+        but the global threshold is multiplied by 1.008 after a step that delivers more than
+        4k/3, and divided by it after one with fewer than 2k/3, as in the program that the paper
+        links to. The local half is ``select.threshold_reuse(density=density, servo=False,
+        headroom=slack - 1)``, and with ``'corrected'`` the same with ``servo='fixed'``.
+        The paper's messages have the size of their contents. Here all workers together have
+        room for ``slack`` times k entries (4 by default): the block of a worker has ``slack``
+        times k / P slots, or, where P is no more than ``slack``, room for everything. What finds
+        no slot stays with its worker. ``useful`` in place of ``words`` says what the paper's
+        messages would take: the pairs of the split, of the balancing and of the allgather, and
+        every tau' steps those of line 10, the allgather of all sums, for which there are
+        histograms here (so it may be above ``words``); boundaries and counts are those of here.
       codec: encoding of the messages, from :mod:`sparse_collectives.wire`; exact by
         default. What a lossy one rounds away is in ``undelivered``: the error of an
         entry with its worker, and that of a sum with the worker that sent it on. A
@@ -159,14 +168,20 @@ def ok_topk(
     balance = _validation.check_choice("balance", balance, ("auto", "always", "never"))
     sizes = _validation.check_positive_int("sizes", sizes)
     chosen_codec = wire.raw() if codec is None else codec
+    paper = _validation.check_choice("paper", paper, (False, True, _CORRECTED))
     if paper:
         if regions not in (_plan.REGIONS, "balanced") or balance != "auto":
             raise ValueError(
-                f"paper=True has regions and a balancing of its own, got regions={regions!r} and "
-                f"balance={balance!r}. Leave both out."
+                f"paper={paper!r} has regions and a balancing of its own, got "
+                f"regions={regions!r} and balance={balance!r}. Leave both out."
             )
         regions, balance, slack = "balanced", "paper", _PAPER_ROOM if slack is None else slack
     room = slack if paper else None
+
+    def next_threshold(threshold: jax.Array, passed: jax.Array, k: int, size: int) -> jax.Array:
+        if paper == _CORRECTED:
+            return fixed_factors.next_global(threshold, passed, k)
+        return threshold if paper else _followed(threshold, passed, k, size, global_period)
 
     def init(size: int, axis_size: int) -> OkTopkState:
         _validation.check_size(size)
@@ -285,7 +300,7 @@ def ok_topk(
                 most=most,
                 period=global_period,
                 balance=balance,
-                paper=paper,
+                paper=bool(paper),
                 codec=last,
                 placed=placed,
             ),
@@ -319,9 +334,7 @@ def ok_topk(
         new_state = OkTopkState(
             count=state.count + 1,
             boundaries=boundaries,
-            threshold=threshold
-            if paper
-            else _next_threshold(threshold, delivery.passed, k, coo.size, global_period),
+            threshold=next_threshold(threshold, delivery.passed, k, coo.size),
             # Over an eighth of all that could be sent.
             crowded=(delivery.overflow > workers * k / 8) & (not paper),
         )
@@ -371,9 +384,7 @@ def ok_topk(
     )
 
 
-def _next_threshold(
-    threshold: jax.Array, passed: jax.Array, k: int, size: int, period: int
-) -> jax.Array:
+def _followed(threshold: jax.Array, passed: jax.Array, k: int, size: int, period: int) -> jax.Array:
     """What the next step reuses: the threshold, corrected by the count that it gave."""
     if period == 1:
         return threshold

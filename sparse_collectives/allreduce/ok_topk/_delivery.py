@@ -171,6 +171,7 @@ def _by_rounds(
             turns.count,
             exchanges.threshold,
             axis,
+            exchanges.published,
         )
     with jax.named_scope("ok_topk/global_selection"):
         selection = _global_selection.select_global(

@@ -79,6 +79,7 @@ def current_threshold(
     step: jax.Array,
     exchanges: Sequence[Exchange],
     axis: AxisName,
+    published: Exchange | None = None,
 ) -> tuple[jax.Array, _messages.Words]:
     """Algorithm 1, lines 9 to 12: the exact threshold once in a period, else the reused one.
 
@@ -90,21 +91,28 @@ def current_threshold(
       step: ``i32[]``, steps taken.
       exchanges: the histograms.
       axis: the workers.
+      published: the allgather of line 10, which the histograms replace: its pairs count as
+        useful in their place. None: the histograms do.
 
     Returns:
       ``i32[]``, the bits of the threshold, equal on all workers; and the words moved.
     """
     workers = transport.axis_size(axis)
     received = sum(exchange.received(workers) for exchange in exchanges)
+    words = _messages.words_in_full(received)
+    if published is not None:
+        sums = jnp.sum(bits > 0, dtype=jnp.int32)
+        gathered = _messages.words_of_pairs(published.received(workers), sums, published.slots)
+        words = words._replace(useful=gathered.useful)
     if period == 1:
-        return global_threshold(bits, k, axis), _messages.words_in_full(received)
+        return global_threshold(bits, k, axis), words
     evaluate = (step % period == 0) | (reused <= 0)
     threshold_bits = lax.cond(
         evaluate,
         lambda: global_threshold(bits, k, axis),
         lambda: _bits.magnitude_bits(reused),
     )
-    return threshold_bits, _messages.words_in_full(jnp.where(evaluate, received, 0.0))
+    return threshold_bits, jax.tree.map(lambda x: jnp.where(evaluate, x, 0.0), words)
 
 
 class GlobalSelection(NamedTuple):

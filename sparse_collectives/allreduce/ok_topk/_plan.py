@@ -224,6 +224,8 @@ class Exchanges(NamedTuple):
       counts: of the global selection.
       balance: one of these, by :data:`BRANCHES`; None moves nothing.
       gather: of the result, one of ``Plan.gather_sizes`` each.
+      published: of all sums, line 10 of Algorithm 1. Nothing moves it, but with the mode
+        ``'paper'`` it is counted; else None.
     """
 
     consensus: Exchange
@@ -233,6 +235,7 @@ class Exchanges(NamedTuple):
     counts: Exchange
     balance: tuple[Exchange | None, ...]
     gather: tuple[Exchange, ...]
+    published: Exchange | None = None
 
 
 def exchanges(
@@ -279,4 +282,5 @@ def exchanges(
         counts=Exchange("all_gather", _COUNTS),
         balance=branches[balance],
         gather=tuple(pairs("all_gather", slots) for slots in plan.gather_sizes),
+        published=pairs("all_gather", plan.owned_slots) if balance == "paper" else None,
     )
