@@ -44,20 +44,15 @@ def default_gain(workers: int) -> float:
 
 
 def limit_of(
-    limit: float | str | None, learning_rate: optax.ScalarOrSchedule, density: float
+    limit: float | None, learning_rate: optax.ScalarOrSchedule
 ) -> optax.ScalarOrSchedule | None:
     """The limit of an entry of an update, from what it is as a multiple of the rate."""
     if limit is None:
         return None
-    if isinstance(limit, str) and limit == AUTO:
-        # An entry waits 1 / density steps for its turn, and what it has then are as many updates.
-        factor = max(2.0, 0.1 / extend.check_density(density))
-    else:
-        _checks.check_positive_limit(limit, auto=True)
-        factor = cast(float, limit)
+    _checks.check_positive_limit(limit)
     if callable(learning_rate):
-        return lambda count: factor * learning_rate(count)
-    return lambda count: factor * learning_rate
+        return lambda count: limit * learning_rate(count)
+    return lambda count: limit * learning_rate
 
 
 def whole(

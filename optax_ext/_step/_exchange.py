@@ -51,7 +51,7 @@ class Parts(NamedTuple):
       allreduce: from that to the total.
       axis: of all workers.
       nonfinite: the policy.
-      limit: ``f32[]``, no entry of a mean is larger; None: there is no limit.
+      limit: ``f32[]``, beyond which half of an entry of a mean is kept; None: there is no limit.
     """
 
     selector: Selector
@@ -305,8 +305,13 @@ def _mean(
 
 
 def _limited(mean: jax.Array, limit: jax.Array | None) -> jax.Array:
-    """``mean`` within the limit, so that the rest is exact in float32."""
+    """``mean`` up to the limit, and half of what is beyond it; the rest is exact in float32.
+
+    A hard limit would let updates of one sign pile up without bound wherever more of them arrive
+    between two deliveries of an entry than the limit lets through. With half of what is beyond,
+    no more waits after a delivery than the most that arrived between two of them.
+    """
     if limit is None:
         return mean
     beyond = mean - jnp.clip(mean, -limit, limit)
-    return jnp.where(jnp.isfinite(mean), mean - beyond, mean)
+    return jnp.where(jnp.isfinite(mean), mean - 0.5 * beyond, mean)

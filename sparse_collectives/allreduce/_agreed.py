@@ -49,7 +49,9 @@ def agreed(*, density: float | None = None, bits: int | str = 32) -> SparseAllre
     the layers differ.)
 
     With fewer ``bits`` each worker rounds what it has to a multiple of a step, a power of two
-    that is sent for each 256 entries, and keeps the rest. The sums of these are exact, in any
+    that is sent for each 256 entries, and keeps the rest. The step suits the largest of the 256;
+    where that rounds others to 0, it suits some of these at about every other turn, so that an
+    entry far above the rest does not starve them. The sums of these are exact, in any
     order: a value of b bits has room for the sum of P integers, each between -h and h with
     ``h = (2**b - 1) // 2 P``. Of an index only the bits within a page are sent.
 
@@ -127,7 +129,8 @@ def agreed(*, density: float | None = None, bits: int | str = 32) -> SparseAllre
         plan = make_plan(coo.size, coo.capacity, workers, density, bits)
         mine = _in_my_part(coo, plan, my_part(state, axis), _step.turn(state.count, 0))
         with jax.named_scope("agreed/indices"):
-            message = _messages.with_told(_encoded(mine, plan), told)
+            message = _encoded(mine, plan, _step.turn(state.count, 1))
+            message = _messages.with_told(message, told)
             gathered, told = _messages.split_told(transport.all_gather(message, axis), told)
         local, step = _decoded(gathered, plan)
         part = (jnp.arange(workers, dtype=jnp.int32) + state.count) % workers
@@ -216,12 +219,12 @@ def _in_my_part(coo: PaddedCOO, plan: Plan, part: jax.Array, turn: jax.Array) ->
     return _merge.bounded(mine, plan.slots, turn)[0]
 
 
-def _encoded(mine: PaddedCOO, plan: Plan) -> jax.Array:
+def _encoded(mine: PaddedCOO, plan: Plan, turn: jax.Array) -> jax.Array:
     if plan.bits == EXACT:
         return mine.indices
     workers = plan.parts.workers
     sent = _sum_at.within_range(mine.values, workers)
-    step = _fixed_point.steps(sent, _fixed_point.half(plan.bits, workers))
+    step = _fixed_point.steps(sent, _fixed_point.half(plan.bits, workers), turn)
     indices = _paged.encode(mine.indices, plan.parts.width)
     return jnp.concatenate([_fixed_point.as_words(step), indices])
 

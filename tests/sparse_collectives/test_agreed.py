@@ -1,6 +1,7 @@
 """Agreed indices: against the reference, over steps, in words, and at its edges."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 import sparse_collectives as sc
 from sparse_collectives import _volumes
 from sparse_collectives.allreduce import _agreed
-from sparse_collectives.allreduce._parts import _exclusive, _fixed_point, _paged
+from sparse_collectives.allreduce._parts import _exclusive, _fixed_point, _paged, _step
 from tests.reference import agreed as reference
 
 
@@ -274,14 +275,84 @@ def test_integers_of_few_bits_add_up_exactly(workers, bits):
 
 
 def test_a_step_is_the_smallest_power_of_two_that_is_large_enough():
+    """Where nothing rounds to 0 with it, at every turn."""
     rng = np.random.default_rng(0)
-    values = (rng.standard_cauchy((40, 256)) * 10.0 ** rng.integers(-30, 30, (40, 1))).ravel()
-    values = values.astype(np.float32)
-    step = np.asarray(_fixed_point.steps(jnp.asarray(values), 1000))
-    most = np.abs(values.reshape(40, 256)).max(1)
-    assert (np.log2(step) % 1 == 0).all()
-    assert (1000 * step.astype(np.float64) >= most * (1 - 1e-7)).all()
-    assert (500 * step.astype(np.float64) < most * (1 + 1e-7)).all()
+    values = rng.uniform(1e-3, 1, (40, 256)) * rng.choice([-1, 1], (40, 256))
+    values = (values * 10.0 ** rng.integers(-30, 30, (40, 1))).astype(np.float32)
+    most = np.abs(values).max(1)
+    for turn in range(8):
+        step = np.asarray(_fixed_point.steps(jnp.asarray(values.ravel()), 1000, jnp.uint32(turn)))
+        assert (np.log2(step) % 1 == 0).all()
+        assert (1000 * step.astype(np.float64) >= most * (1 - 1e-7)).all()
+        assert (500 * step.astype(np.float64) < most * (1 + 1e-7)).all()
+
+
+# Magnitudes of a bucket, as powers of two, and the share of turns that an entry of each has at
+# least: at half of them a magnitude is drawn from the range of those that round to 0.
+MIXES = {
+    "one far above": ([(255, 0), (1, 14)], 1 / 2),
+    "all but one far above": ([(1, -60), (255, 60)], 1 / 2),
+    "three scales": ([(200, -20), (50, 0), (6, 20)], 1 / 4),
+    "a ladder": ([(2, 2 * octave) for octave in range(-60, 60)], 1 / 128),
+    "tiny": ([(255, -120), (1, 100)], 1 / 2),
+}
+
+
+@pytest.mark.parametrize("largest", [15, 127])
+@pytest.mark.parametrize("mix", MIXES)
+def test_no_value_of_a_bucket_rounds_to_zero_for_long(mix, largest):
+    groups, share = MIXES[mix]
+    exponents = np.concatenate([np.full(count, octave) for count, octave in groups])
+    values = jnp.asarray(np.exp2(exponents).astype(np.float32))
+    turns = 4_000
+
+    def sent(turn):
+        step = _fixed_point.steps(values, largest, turn)
+        return _fixed_point.rounded(values, _fixed_point.of_slots(step, len(values)), largest) != 0
+
+    served = np.asarray(jax.vmap(sent)(_step.turn(jnp.arange(turns), 0)))
+    # Four deviations below what is expected.
+    least = share - 4 * math.sqrt(share / turns)
+    assert (served.mean(0) >= least).all()
+    # The largest is sent whole at half of the turns, or more.
+    assert served[:, exponents == exponents.max()].all()
+
+
+@pytest.mark.parametrize("bits", ["few", 8, 10, 16])
+@pytest.mark.parametrize("above", [1e3, 1e6, 1e30])
+def test_an_entry_far_above_the_others_starves_none(above, bits):
+    """All move within some waits of the length that there is without it.
+
+    At 5 % an entry waits for 20 turns of its part. Half of the turns serve the part of the large
+    entry: that 100 steps have fewer than 20 of them has probability 1e-10.
+    """
+    size, workers, steps = 2_048, 8, 300
+    allreduce, selector = sc.allreduce.agreed(bits=bits), sc.select.topk(density=0.05)
+    gradient = jnp.ones(size).at[size // 3].set(above)
+
+    def train():
+        def step(carry, _):
+            residual, chosen, state = carry
+            acc = residual + gradient
+            shown = allreduce.show(acc, state, axis="w")
+            coo, chosen, _ = selector.select(shown, chosen)
+            coo = allreduce.place(coo, size, state, axis="w")
+            total, undelivered, state, _ = allreduce.reduce(coo, state, axis="w", acc=acc)
+            return (undelivered.residual(acc, coo), chosen, state), total.to_dense()
+
+        start = jnp.zeros(size), selector.init(size // workers), allreduce.init(size, workers)
+        (residual, _, _), totals = jax.lax.scan(step, start, length=steps)
+        return residual, totals
+
+    residual, totals = map(np.asarray, sc.simulate(train, axis="w", axis_size=workers)())
+    moved = totals[0] != 0
+    waits = np.zeros(size, int)
+    for now in moved:
+        waits = np.where(now, 0, waits + 1)
+        assert waits.max() <= 100
+    given = steps * np.asarray(gradient, np.float64) * workers
+    kept = residual.sum(0, dtype=np.float64) + totals[0].sum(0, dtype=np.float64)
+    np.testing.assert_allclose(kept, given, rtol=1e-5)
 
 
 @pytest.mark.parametrize("bits", [4, 0, True, "16"])

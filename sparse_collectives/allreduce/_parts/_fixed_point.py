@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sparse_collectives import _hash
 from sparse_collectives._coo import _bits
 from sparse_collectives.wire import _packing
 
@@ -19,6 +20,7 @@ from sparse_collectives.wire import _packing
 BUCKET = 256
 _MANTISSA_BITS = 23
 _SMALLEST_EXPONENT, _LARGEST_EXPONENT = 1, 254
+_SMALLEST_NORMAL = _SMALLEST_EXPONENT << _MANTISSA_BITS
 
 
 def half(bits: int, workers: int) -> int:
@@ -31,19 +33,49 @@ def buckets(slots: int) -> int:
     return -(-slots // BUCKET)
 
 
-def steps(values: jax.Array, largest: int) -> jax.Array:
-    """``f32[buckets]``: the smallest power of two of which ``largest`` are the largest magnitude.
+def steps(values: jax.Array, largest: int, turn: jax.Array) -> jax.Array:
+    """``f32[buckets]``: a power of two for each bucket, of which values are sent as multiples.
+
+    It is the smallest of which ``largest`` are the largest magnitude of the bucket. Where that
+    would round other values to 0, it is at every other turn, as a hash of the turn decides, one
+    that suits some of these: a magnitude is drawn from their range, uniformly in its logarithm,
+    and the step is made for the largest of them up to it. What is larger is cut at these turns, and
+    waits. So a value that is far below the others of its bucket does not wait until it has grown
+    to their size, and has probability s / 2 at a turn, with s the share of the range between
+    it and the next larger one.
 
     Not finite for a bucket in which a value isn't.
+
+    Args:
+      values: ``f[c]``.
+      largest: h, the largest integer of one worker.
+      turn: ``u32[]``, another one at each step.
     """
-    magnitudes = jnp.abs(_packing.pad_to(values.astype(jnp.float32), BUCKET))
-    most = jnp.max(magnitudes.reshape(-1, BUCKET), axis=1)
-    bits = _bits.magnitude_bits(most / largest)
+    bits = _bits.magnitude_bits(_packing.pad_to(values.astype(jnp.float32), BUCKET))
+    bits = bits.reshape(-1, BUCKET)
+    most = jnp.max(bits, axis=1)
+    step = _step_of(most, largest)
+    # Half a step rounds to 0, and what is subnormal is never sent.
+    top = _bits.magnitude_bits(step) - (1 << _MANTISSA_BITS)
+    lost = (bits <= top[:, None]) & (bits >= _SMALLEST_NORMAL)
+    least = jnp.min(jnp.where(lost, bits, _bits.INFINITY_BITS), axis=1)
+    draw = _hash.random_bits(turn, jnp.arange(bits.shape[0], dtype=jnp.int32))
+    # Patterns of magnitudes are nearly their logarithms.
+    width = jnp.maximum(top - least, 0) + 1
+    drawn = least + ((draw >> 1) % width.astype(jnp.uint32)).astype(jnp.int32)
+    suited = jnp.max(jnp.where(lost & (bits <= drawn[:, None]), bits, 0), axis=1)
+    for_small = (suited > 0) & ((draw & 1) == 0)
+    step = jnp.where(for_small, _step_of(suited, largest), step)
+    return jnp.where(most < _bits.INFINITY_BITS, step, jnp.nan)
+
+
+def _step_of(most: jax.Array, largest: int) -> jax.Array:
+    """The smallest power of two of which ``largest`` are the magnitude of the pattern ``most``."""
+    bits = _bits.magnitude_bits(_bits.magnitude_from_bits(most) / largest)
     up = (bits & ((1 << _MANTISSA_BITS) - 1)) > 0
     exponent = (bits >> _MANTISSA_BITS) + up.astype(jnp.int32)
     exponent = jnp.clip(exponent, _SMALLEST_EXPONENT, _LARGEST_EXPONENT)
-    step = _bits.magnitude_from_bits(exponent << _MANTISSA_BITS)
-    return jnp.where(jnp.isfinite(most), step, jnp.nan)
+    return _bits.magnitude_from_bits(exponent << _MANTISSA_BITS)
 
 
 def of_slots(step: jax.Array, slots: int) -> jax.Array:
