@@ -177,6 +177,7 @@ CLAIMS = (
         (Bound("xi at 2 % / at 1 %", most=1),),
         _xi_density,
         chance=True,
+        seeds=6,
     ),
     Claim(
         "sparcml/two-bits",
