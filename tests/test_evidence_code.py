@@ -1,5 +1,6 @@
 """Results know the code that they are of: what is reached is part of it, and nothing else."""
 
+import ast
 import functools
 import re
 
@@ -126,6 +127,17 @@ def test_what_is_reached_is_part_of_the_code(pack, name, old, new, changed):
     assert set(before) == EACH
     after = pack(name, old, new)
     assert {key for key in EACH if before[key] != after[key]} == changed
+
+
+def test_a_fingerprint_is_that_of_every_version_of_python():
+    # What 3.12 reads in place of f"{x:>{n}}", and its text as of 3.11 and 3.13.
+    node = ast.parse('f"{x:>{n}}"').body[0]
+    text = _code._canonical(node)
+    spec = node.value.values[0].format_spec
+    spec.values = [x for x in spec.values if getattr(x, "value", None) != ""]
+    spec.values.append(ast.Constant(""))
+    assert _code._canonical(node) == text
+    assert "type_params" not in _code._canonical(ast.parse("def f(): pass"))
 
 
 def test_a_file_that_moves_is_the_same_code(pack, tmp_path):

@@ -237,6 +237,9 @@ def _children(node: ast.AST) -> Iterator[tuple[str, Any]]:
             continue
         if isinstance(value, list):
             value = [x for x in value if not isinstance(x, ast.Import | ast.ImportFrom)]
+            if isinstance(node, ast.JoinedStr):
+                # Python 3.12 has an empty string at the end of some.
+                value = [x for x in value if getattr(x, "value", None) != ""]
             if name == "body" and value and _is_text(value[0]):
                 value = value[1:]
         yield name, value
