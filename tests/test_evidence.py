@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks._common.processes import ROOT
 from benchmarks.evidence import __main__ as program
-from benchmarks.evidence import _figures
+from benchmarks.evidence import _curves, _figures
 from benchmarks.evidence._catalogue import CLAIMS
 from benchmarks.evidence._claims import (
     ELSEWHERE,
@@ -16,17 +16,20 @@ from benchmarks.evidence._claims import (
     HOLDS,
     UNCHECKED,
     UNMEASURED,
+    UNTOLD,
     Bound,
     Claim,
     Elsewhere,
+    interval,
     mark,
     spread,
     verdict,
 )
 from benchmarks.evidence._curves import Curve, Curves
 from benchmarks.evidence._lines import CURVES
-from benchmarks.evidence._page import page
+from benchmarks.evidence._page import page, unmarked
 from benchmarks.evidence._store import FORMAT, Store
+from tools.evidence_changes import changes, verdicts
 
 # The benchmarks are programs of users.
 pytestmark = pytest.mark.usefixtures("default_promotion")
@@ -37,8 +40,14 @@ QUICKEST = [
     "ok-topk/dense-words",
     "ok-topk/topk-a-above-dense",
     "sparcml/delta",
-    "control-flow/latency",
     "mstopk/between-nodes",
+    "mstopk/pto",
+    "ok-topk/dense-overlap",
+    "ok-topk/fastest",
+    "sparcml/atis-size",
+    "sparcml/coordinate-descent",
+    "sparcml/url-ethernet",
+    "sparcml/webspam-ethernet",
 ]
 
 
@@ -48,9 +57,11 @@ def claim_of(check, **more):
 
 
 def test_the_page_is_what_the_kept_results_give():
+    # What it says of their age was so when it was written: code may change without measuring again.
     figures = [figure.name for figure in _figures.FIGURES]
     written = (KEPT / "index.md").read_text(encoding="utf-8")
-    assert written == page(CLAIMS, Store(KEPT), figures)
+    made = page(CLAIMS, Store(KEPT, code=lambda claim: ""), figures)
+    assert unmarked(written) == unmarked(made)
 
 
 def test_the_kept_curves_are_those_that_there_are():
@@ -92,8 +103,8 @@ def test_a_curve_is_kept_thinned_and_found_again(tmp_path):
     # Means of five points each.
     assert series["x"][:2] == [3.0, 8.0]
     assert series["y"][-1] == 397.0
-    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
-    with pytest.raises(ValueError, match="has format 2, and this program reads and writes 1"):
+    path.write_text(path.read_text().replace(f'"format": {_curves.FORMAT}', '"format": 9'))
+    with pytest.raises(ValueError, match="has format 9, and this program reads and writes"):
         Curves(path)
 
 
@@ -119,7 +130,9 @@ def test_kept_results_are_small_and_of_claims_that_there_are():
         for result in json.loads(file.read_text(encoding="utf-8"))["results"]:
             claim = checked[result["claim"]]
             assert claim.id.startswith(f"{file.stem}/")
-            assert result["mark"] == mark(claim), "measure it again"
+            # The page leaves out what is of another setting: "not measured yet".
+            if result["mark"] != mark(claim):
+                continue
             names = set(result["numbers"])
             assert {bound.name for bound in claim.rule} <= names
             assert claim.elsewhere is None or {b.name for b in claim.elsewhere.rule} <= names
@@ -146,9 +159,13 @@ def test_what_is_exact_is_measured_as_it_is_kept(name):
     claim = next(claim for claim in CHECKED if claim.id == name)
     assert claim.check
     numbers = claim.check(0, True)
-    kept = Store(KEPT).best(claim)
-    assert verdict(claim, [numbers]) == verdict(claim, [kept[0]["numbers"]])
-    assert numbers == pytest.approx(kept[0]["numbers"], rel=1e-5)
+    assert set(numbers) >= {bound.name for bound in claim.rule}
+    store = Store(KEPT)
+    # A result of older code may be another one, which the page says; it is not an error.
+    if store.has(claim, 0, quick=True):
+        kept = store.best(claim)[0]["numbers"]
+        assert verdict(claim, [numbers]) == verdict(claim, [kept])
+        assert numbers == pytest.approx(kept, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -167,10 +184,75 @@ def test_the_verdict_is_that_of_the_worst_seed(values, expected):
     assert verdict(claim, [{"x": value} for value in values]) == expected
 
 
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        # The claim: at least 1.5. Means of three seeds, with 4.3 standard errors on either side.
+        ([1.9, 2.0, 2.1], HOLDS),
+        ([1.0, 1.1, 1.2], FAILS),
+        # Each seed meets the rule, and chance is as large as what is claimed.
+        ([1.6, 2.0, 3.0], UNTOLD),
+        ([0.0, 1.0, 1.4], UNTOLD),
+        # The mean of many seeds is known better: so does one that is off.
+        ([1.4, *[2.0, 1.9, 2.1] * 5], HOLDS),
+        ([9.0], UNTOLD),
+        ([math.nan, 2.0, 2.1], UNTOLD),
+    ],
+)
+def test_where_chance_is_as_large_as_the_claim_nothing_can_be_told(values, expected):
+    claim = claim_of(dict, rule=(Bound("x", least=1.5),), chance=True)
+    assert verdict(claim, [{"x": value} for value in values])[0] == expected
+
+
+def test_a_tolerance_has_two_sides_that_chance_may_cross():
+    claim = claim_of(dict, rule=(Bound("x", -1, 1),), chance=True)
+    for shift, expected in ((0, HOLDS), (0.9, UNTOLD), (-0.9, UNTOLD), (2, FAILS), (-2, FAILS)):
+        assert verdict(claim, [{"x": shift + y} for y in (-0.1, 0, 0.1)])[0] == expected
+
+
+def test_the_worst_number_decides_what_can_be_told():
+    claim = claim_of(dict, rule=(Bound("x", least=0), Bound("y", least=0)), chance=True)
+
+    def of(*means):
+        seeds = [{"x": means[0] + z, "y": means[1] + z} for z in (-0.1, 0, 0.1)]
+        return verdict(claim, seeds)[0]
+
+    assert of(1, 1) == HOLDS
+    assert of(1, 0) == UNTOLD
+    assert of(-1, 0) == FAILS
+
+
+def test_the_interval_has_the_mean_in_19_of_20_cases():
+    random = np.random.default_rng(0)
+    inside = 0
+    for _ in range(500):
+        mean, room = interval("x", [{"x": x} for x in random.standard_normal(6)])
+        inside += abs(mean) <= room
+    # 0.95 with a standard error of 0.01.
+    assert 0.92 < inside / 500 < 0.98
+
+
 def test_the_worse_seed_comes_first():
     claim = claim_of(dict, rule=(Bound("x", most=1), Bound("y", least=1), Bound("z", 1, 3)))
     seeds = [{"x": 1.0, "y": 1.0, "z": 2.0}, {"x": 2.0, "y": 2.0, "z": 3.5}]
     assert spread(claim, seeds) == [("x", 2.0, 1.0), ("y", 1.0, 2.0), ("z", 3.5, 2.0)]
+
+
+def test_changes_of_verdicts_between_two_pages(tmp_path):
+    store = Store(tmp_path)
+    one, two = (claim_of(dict)._replace(id=f"some/{name}") for name in ("one", "two"))
+    never = Claim("some/never", "A claim.", "a paper", "1", reason="it takes a | cluster")
+    store.add(one, 0, False, {"x": 1.0}, 1.0)
+    store.add(two, 0, False, {"x": 1.0}, 1.0)
+    before = page([one, two, never], store)
+    assert verdicts(before) == {"some/one": HOLDS, "some/two": HOLDS, "some/never": UNCHECKED}
+    store.add(two, 0, False, {"x": 2.0}, 1.0)
+    after = page([two, never], store)
+    assert changes(before, after) == [("some/two", HOLDS, FAILS), ("some/one", HOLDS, "gone")]
+    assert changes(after, before) == [("some/one", "new", HOLDS), ("some/two", FAILS, HOLDS)]
+    assert changes(after, after) == []
+    kept = (KEPT / "index.md").read_text(encoding="utf-8")
+    assert set(verdicts(kept)) == {claim.id for claim in CLAIMS}
 
 
 def test_failures_come_first_on_the_page(tmp_path):
@@ -224,6 +306,88 @@ def test_a_result_of_another_setting_or_other_numbers_is_stale(tmp_path):
     assert not store.has(claim._replace(setting="elsewhere"), 0, quick=True)
     assert not store.has(claim._replace(rule=(Bound("y", most=1),)), 0, quick=True)
     assert store.has(claim._replace(rule=(Bound("x", most=2),)), 0, quick=True)
+
+
+def test_a_result_of_other_code_is_stale_and_stays_on_the_page(tmp_path):
+    claims = [claim_of(dict)._replace(id=f"some/{name}") for name in ("one", "two")]
+    code = {claim.id: "a" for claim in claims}
+    store = Store(tmp_path, code=lambda claim: code[claim.id])
+    for claim in claims:
+        store.add(claim, 0, False, {"x": 1.0}, 1.0)
+    fresh = page(claims, store)
+    assert "older than the code" not in fresh.partition("## What surprised")[2]
+    code["some/one"] = "b"
+    assert store.old(claims[0])
+    assert not store.has(claims[0], 0, quick=True)
+    assert store.has(claims[1], 0, quick=True)
+    text = page(claims, store)
+    assert "Of 1 claims the results are older than the code." in text
+    (line,) = [line for line in text.splitlines() if line.endswith("(older than the code) |")]
+    assert "`some/one`" in line
+    assert HOLDS in line
+    assert unmarked(text) == fresh
+    store.add(claims[0], 0, False, {"x": 1.0}, 1.0)
+    assert page(claims, store) == fresh
+
+
+def test_a_line_of_other_code_is_stale_and_its_figure_says_so(tmp_path):
+    curve = Curve("xi", "a line", dict)
+    code = ["a"]
+    curves = Curves(tmp_path / "curves.json", code=lambda curve: code[0])
+    curves.add(curve, 0, False, (np.arange(3.0), np.arange(3.0)))
+    assert curves.has(curve, 0, quick=True)
+    assert not curves.old(curve)
+    code[0] = "b"
+    assert not curves.has(curve, 0, quick=True)
+    assert curves.old(curve)
+    marked, fresh = (page((), Store(tmp_path / "none"), ["xi"], old) for old in (["xi"], []))
+    assert marked != fresh
+    assert unmarked(marked) == fresh
+
+
+def test_what_is_stale_is_measured_again_and_the_rest_is_not(tmp_path, monkeypatch, capsys):
+    done = []
+
+    def by(name):
+        return claim_of(lambda *_: done.append(name) or {"x": 0.5})._replace(id=f"some/{name}")
+
+    claims, code = (by("one"), by("two")), {"some/one": "a", "some/two": "a"}
+    monkeypatch.setattr(program, "CLAIMS", claims)
+    monkeypatch.setattr(program, "CURVES", ())
+    monkeypatch.setattr(program, "Store", lambda f: Store(f, code=lambda c: code[c.id]))
+    argv = ["--folder", str(tmp_path), "--seeds", "1"]
+    program.main(argv)
+    code["some/two"] = "b"
+    # A page of what there is says what is older, and measures nothing.
+    program.main([*argv, "--page"])
+    assert done == ["one", "two"]
+    assert "Of 1 claims" in (tmp_path / "index.md").read_text()
+    program.main(argv)
+    assert done == ["one", "two", "two"]
+    assert "Of 1 claims" not in (tmp_path / "index.md").read_text()
+    capsys.readouterr()
+
+
+def test_results_of_claims_that_are_no_more_are_dropped(tmp_path):
+    claims = [claim_of(dict)._replace(id=f"some/{name}") for name in ("one", "two", "three")]
+    store = Store(tmp_path)
+    for claim in claims:
+        store.add(claim, 0, False, {"x": 1.0}, 1.0)
+    store.forget_all_but([claims[0], claims[1]._replace(setting="elsewhere")])
+    assert json.loads((tmp_path / "some.json").read_text())["results"][0]["claim"] == "some/one"
+    assert [bool(Store(tmp_path).best(claim)) for claim in claims] == [True, False, False]
+
+
+def test_what_chance_decides_takes_more_seeds_unless_they_are_asked_for(tmp_path, monkeypatch):
+    claim = claim_of(lambda seed, quick: {"x": float(seed)}, seeds=5, chance=True)
+    exact = claim_of(lambda *_: {"x": 0.0}, exact=True)._replace(id="some/exact")
+    monkeypatch.setattr(program, "CLAIMS", (claim, exact))
+    monkeypatch.setattr(program, "CURVES", ())
+    for argv, expected in (([], 5), (["--seeds", "2"], 2), (["--quick"], 1)):
+        folder = tmp_path / str(expected)
+        program.main(["--folder", str(folder), *argv])
+        assert len(Store(folder).best(claim)) == expected
+        assert len(Store(folder).best(exact)) == 1
 
 
 def test_a_run_that_was_stopped_goes_on(tmp_path, monkeypatch, capsys):

@@ -5,7 +5,8 @@
 Each claim has a check, which measures, and a rule, which decides; a page is made of the results,
 with figures, like docs/evidence/index.md. A result is kept as soon as it is there, so a run that
 was stopped goes on where it was. With --quick trainings are shorter and have one seed. --only takes
-ids, or their beginnings, such as sparcml or figures/xi.
+ids, or their beginnings, such as sparcml or figures/xi. What is older than the code is measured
+again; --page measures nothing, and writes the page of what there is, which says what is older.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from ._store import Store
 
 KEPT = Path("docs/evidence")
 FOLDER = Path(".cache/evidence")
+_SEEDS = 3
 # Of a claim that was never measured, in seconds.
 _GUESS = 20.0
 
@@ -42,17 +44,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--quick", action="store_true", help="shorter trainings, and one seed")
     add("--only", nargs="+", metavar="ID", help="these claims, by id or by how it begins")
-    add("--seeds", type=options.at_least_one, help="of what is drawn at random (3)")
+    add(
+        "--seeds",
+        type=options.at_least_one,
+        help="of what is drawn (3; where chance decides, more)",
+    )
     add(
         "--list",
         action="store_true",
         help="print what there is, and measure nothing",
     )
+    add("--page", action="store_true", help="write the page of what there is, and measure nothing")
     add("--again", action="store_true", help="also what there is a result of")
     add("--folder", type=Path, default=FOLDER, help=f"of results and page ({FOLDER})")
     args = parser.parse_args(argv)
-    if args.seeds is None:
-        args.seeds = 1 if args.quick else 3
     for wanted in args.only or ():
         names = [*(claim.id for claim in CLAIMS), *map(_name, CURVES)]
         if not any(name.startswith(wanted) for name in names):
@@ -96,19 +101,26 @@ def open_tasks(args: argparse.Namespace, store: Store, curves: Curves) -> list[T
     """What is left to do. Seed by seed, as claims and figures look at the same trainings."""
     known = Store(KEPT) if KEPT.is_dir() and args.folder != KEPT else store
     tasks = []
-    for seed in range(args.seeds):
+    for seed in range(args.seeds or max([_SEEDS, *(claim.seeds for claim in CLAIMS)])):
         for claim in chosen(args):
             done = not args.again and store.has(claim, seed, args.quick)
-            if claim.check and not (claim.exact and seed) and not done:
+            if claim.check and seed < _seeds(args, claim.seeds, exact=claim.exact) and not done:
                 cost = expected(claim, seed, args.quick, known)
                 run = functools.partial(_check, claim, seed, args.quick, store)
                 tasks.append(Task(claim.id, seed, cost, run))
         for curve in chosen_curves(args):
             done = not args.again and curves.has(curve, seed, args.quick)
-            if not (curve.exact and seed) and not done:
+            if seed < _seeds(args, exact=curve.exact) and not done:
                 run = functools.partial(_follow, curve, seed, args.quick, curves)
                 tasks.append(Task(_name(curve), seed, _GUESS / 4, run))
     return tasks
+
+
+def _seeds(args: argparse.Namespace, least: int = 0, *, exact: bool) -> int:
+    """How many seeds something is measured with."""
+    if exact or (args.quick and args.seeds is None):
+        return 1
+    return args.seeds or max(_SEEDS, least)
 
 
 def _check(claim: Claim, seed: int, quick: bool, store: Store) -> str:
@@ -182,12 +194,16 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     store = Store(args.folder)
     curves = Curves(args.folder / _figures.FOLDER / "curves.json")
-    tasks = open_tasks(args, store, curves)
+    tasks = [] if args.page else open_tasks(args, store, curves)
     failed = measure(tasks)
+    store.forget_all_but(CLAIMS)
     args.folder.mkdir(parents=True, exist_ok=True)
-    drawn = _figures.draw(args.folder / _figures.FOLDER, curves)
+    figures = args.folder / _figures.FOLDER
+    drawn = figures.glob("*.png") if args.page else _figures.draw(figures, curves)
     file = args.folder / "index.md"
-    file.write_text(page(CLAIMS, store, [path.stem for path in drawn]), encoding="utf-8")
+    old = {curve.figure for curve in CURVES if curves.old(curve)}
+    written = page(CLAIMS, store, [path.stem for path in drawn], sorted(old))
+    file.write_text(written, encoding="utf-8")
     report(args, store)
     print(f"{len(tasks) - len(failed)} measured now; {file}")
     for name, error in failed:

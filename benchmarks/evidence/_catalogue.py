@@ -1,7 +1,9 @@
 """All claims, in the order of the page."""
 
 from . import (
+    _accuracies,
     _linear,
+    _measured,
     _models,
     _ok_topk_words,
     _promises,
@@ -17,9 +19,11 @@ CLAIMS: tuple[Claim, ...] = (
     *_ok_topk_words.CLAIMS,
     *_sparcml_words.CLAIMS,
     *_linear.CLAIMS,
+    *_measured.CLAIMS,
     *_models.CLAIMS,
     *_promises.CLAIMS,
     *_selections.CLAIMS,
+    *_accuracies.CLAIMS,
     *_trainings.CLAIMS,
     *_times.CLAIMS,
     *_unreachable.CLAIMS,

@@ -9,6 +9,9 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+from scipy import stats
+
 Numbers = Mapping[str, float]
 # Of a quotient that is to be 1 to rounding.
 _ROUNDING = 1e-9
@@ -16,10 +19,13 @@ _ROUNDING = 1e-9
 HOLDS = "holds"
 ELSEWHERE = "holds elsewhere"
 FAILS = "does not hold"
+UNTOLD = "cannot be told here"
 UNCHECKED = "cannot be checked here"
 UNMEASURED = "not measured yet"
 # Failures are listed first.
-VERDICTS = (FAILS, ELSEWHERE, HOLDS, UNMEASURED, UNCHECKED)
+VERDICTS = (FAILS, ELSEWHERE, UNTOLD, HOLDS, UNMEASURED, UNCHECKED)
+# Of the interval of a mean.
+_CONFIDENCE = 0.95
 
 
 class Bound(NamedTuple):
@@ -80,6 +86,10 @@ class Claim(NamedTuple):
       exact: nothing is drawn, so that one seed is enough.
       elsewhere: where it holds otherwise.
       reason: why it cannot be checked.
+      data: the files in docs/data that the check reads.
+      chance: the rule is for the means over all seeds. Where a bound is inside the interval of a
+        mean, nothing can be told. Else each seed has to meet the rule.
+      seeds: at least so many; those that are asked for where it is less.
     """
 
     id: str
@@ -92,6 +102,9 @@ class Claim(NamedTuple):
     exact: bool = False
     elsewhere: Elsewhere | None = None
     reason: str = ""
+    data: tuple[str, ...] = ()
+    chance: bool = False
+    seeds: int = 0
 
 
 def mark(claim: Claim) -> str:
@@ -112,6 +125,8 @@ def verdict(claim: Claim, measured: Sequence[Numbers]) -> tuple[str, str]:
         return UNCHECKED, claim.reason
     if not measured:
         return UNMEASURED, ""
+    if claim.chance:
+        return _by_chance(claim.rule, measured)
     met = sum(_met(claim.rule, numbers) for numbers in measured)
     if met == len(measured):
         return HOLDS, ""
@@ -119,6 +134,32 @@ def verdict(claim: Claim, measured: Sequence[Numbers]) -> tuple[str, str]:
     if claim.elsewhere and all(_met(claim.elsewhere.rule, numbers) for numbers in measured):
         return ELSEWHERE, "; ".join(filter(None, (claim.elsewhere.where, note)))
     return FAILS, note
+
+
+def interval(name: str, measured: Sequence[Numbers]) -> tuple[float, float]:
+    """The mean of a number over seeds, and how far it is known: 95 % of Student's t.
+
+    A seed has to draw all that chance has a part in. One seed tells nothing.
+    """
+    values = [numbers[name] for numbers in measured]
+    if len(values) < 2:
+        return values[0], math.inf
+    error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    times = float(stats.t.ppf((1 + _CONFIDENCE) / 2, len(values) - 1))
+    return float(np.mean(values)), times * error
+
+
+def _by_chance(rule: Sequence[Bound], measured: Sequence[Numbers]) -> tuple[str, str]:
+    """Holds or fails where the whole interval does: it is small beside what is claimed."""
+    verdicts, notes = [], []
+    for bound in rule:
+        mean, room = interval(bound.name, measured)
+        inside = [bound.slack({bound.name: mean + sign * room}) >= 0 for sign in (-1, 1)]
+        outside = mean + room < bound.least or mean - room > bound.most
+        verdicts.append(HOLDS if all(inside) else FAILS if outside else UNTOLD)
+        notes.append(f"{bound.name} {shown(mean)} ± {shown(room)}")
+    worst = min(verdicts, key=VERDICTS.index)
+    return worst, f"{'; '.join(notes)} ({len(measured)} seeds)"
 
 
 def spread(claim: Claim, measured: Sequence[Numbers]) -> list[tuple[str, float, float]]:

@@ -8,8 +8,9 @@ import numpy as np
 
 from .._common import reports
 from .._common.options import InputError
+from ._code import fingerprint
 
-FORMAT = 1
+FORMAT = 2
 _SOURCE = "benchmarks.evidence"
 # Points of a line: more could not be seen.
 _POINTS = 80
@@ -19,6 +20,7 @@ _SERIES = {
         {
             "figure": reports.text(),
             "line": reports.text(),
+            "code": reports.text(),
             "seed": reports.whole(0),
             "quick": lambda x: None if isinstance(x, bool) else "true or false",
             "x": [reports.number()],
@@ -45,16 +47,26 @@ class Curve(NamedTuple):
     exact: bool = False
 
 
+def code_of(curve: Curve) -> str:
+    """The code that a line is measured with, as it is now."""
+    return fingerprint(curve.measure)
+
+
 class Curves:
     """The series in a file."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, code: Callable[[Curve], str] = code_of):
         """Reads what is there.
+
+        Args:
+          path: of the file.
+          code: which code a line is measured with.
 
         Raises:
           InputError: the file is of another format, or no file of this program.
         """
         self.path = path
+        self._code = code
         self._series: list[dict[str, Any]] = []
         if path.exists():
             found = reports.read(path, _PATTERN, _SOURCE)["format"]
@@ -75,8 +87,16 @@ class Curves:
         ]
 
     def has(self, curve: Curve, seed: int, quick: bool) -> bool:
-        """Whether there is a series; a full one does for a quick one."""
-        return any(x["seed"] == seed and (quick or not x["quick"]) for x in self.of(curve))
+        """Whether there is a series of this code; a full one does for a quick one."""
+        return any(
+            series["seed"] == seed and (quick or not series["quick"])
+            for series in self.of(curve)
+            if series["code"] == self._code(curve)
+        )
+
+    def old(self, curve: Curve) -> bool:
+        """Whether any of the series that are drawn is older than the code."""
+        return any(series["code"] != self._code(curve) for series in self.best(curve))
 
     def best(self, curve: Curve) -> list[dict[str, Any]]:
         """The full series of a curve; the quick ones where there are none."""
@@ -88,6 +108,7 @@ class Curves:
         series = {
             "figure": curve.figure,
             "line": curve.line,
+            "code": self._code(curve),
             "seed": seed,
             "quick": quick,
             "x": [float(f"{value:.6g}") for value in x],

@@ -6,7 +6,7 @@ from sparse_collectives import cost_model
 
 from ..network import _volumes
 from ..network.scaling import compare_words
-from ._claims import Bound, Claim
+from ._claims import Bound, Claim, Elsewhere
 from ._runs import quiet
 from ._words import words_of, words_of_ok_topk
 
@@ -26,23 +26,25 @@ def _bert(workers: int, name: str) -> float:
     return cost_model.paper_cost(name, load).upper.seconds(ARIES)
 
 
-def _weak_scaling(_seed: int, _quick: bool) -> dict[str, float]:
-    def efficiency(name: str) -> float:
-        return (COMPUTE + _bert(32, name)) / (COMPUTE + _bert(256, name))
-
-    return {"Ok-Topk": efficiency("ok_topk"), "TopkA": efficiency("topk_a")}
-
-
 def _fastest(_seed: int, _quick: bool) -> dict[str, float]:
     others = ("dense", "topk_a", "topk_dsa", "gtopk", "gaussian_k")
-    ratios = {name: _bert(256, name) / _bert(256, "ok_topk") for name in others}
-    return {"next fastest / Ok-Topk": min(ratios.values()), "slowest": max(ratios.values())}
+    found = {}
+    for computing, where in ((COMPUTE, ""), (0.0, "exchange alone: ")):
+        ours = computing + _bert(256, "ok_topk")
+        ratios = [(computing + _bert(256, name)) / ours for name in others]
+        found[f"{where}next fastest / Ok-Topk"] = min(ratios)
+        found[f"{where}slowest / Ok-Topk"] = max(ratios)
+    return found
 
 
 def _between_nodes(_seed: int, _quick: bool) -> dict[str, float]:
     found = _volumes.of_two_levels(1_000_000, 0.01, NODES, INSIDE)
-    flat, tops = found["topk_a, flat"][0], found["hierarchical(topk_a)"][0]
-    return {"flat / HiTopKComm": flat / tops, "2DTAR / HiTopKComm": found["torus_2d"][0] / tops}
+    flat, tops = found["topk_a, flat"], found["hierarchical(topk_a)"][0]
+    return {
+        "flat / HiTopKComm": sum(flat) / tops,
+        "only what crosses between nodes": flat[0] / tops,
+        "2DTAR / HiTopKComm": found["torus_2d"][0] / tops,
+    }
 
 
 def _load(size: int) -> cost_model.Workload:
@@ -91,33 +93,31 @@ def _table(_seed: int, _quick: bool) -> dict[str, float]:
 
 CLAIMS = (
     Claim(
-        "ok-topk/weak-scaling",
-        "From 32 to 256 GPUs Ok-Topk keeps 76.3 % of its efficiency.",
-        f"{OK_TOPK}, section 5.4.3, Figure 12",
-        "0.763",
-        "the paper's formulas with 1.3 us and 10 GB/s, 300 ms of computing: a model, "
-        "without the time of selection and without stragglers",
-        (Bound("Ok-Topk", least=0.7),),
-        _weak_scaling,
-        exact=True,
-    ),
-    Claim(
         "ok-topk/fastest",
         "With 256 GPUs it is 3.29 to 12.95 times as fast as all others on BERT.",
         f"{OK_TOPK}, section 5.4.3, Figure 12",
-        "at least 3.29",
-        "the exchange alone, by the paper's formulas with 1.3 us and 10 GB/s: a model",
-        (Bound("next fastest / Ok-Topk", least=3.29),),
+        "3.29 to 12.95",
+        "iterations with 300 ms of computing, the exchange by the paper's formulas with 1.3 us and "
+        "10 GB/s: a model, without the time of selection and without stragglers",
+        (Bound("next fastest / Ok-Topk", least=3.29), Bound("slowest / Ok-Topk", least=12.95)),
         _fastest,
         exact=True,
+        elsewhere=Elsewhere(
+            "of the exchange alone, which is 1.3 % of such an iteration",
+            (
+                Bound("exchange alone: next fastest / Ok-Topk", least=3.29),
+                Bound("exchange alone: slowest / Ok-Topk", least=12.95),
+            ),
+        ),
     ),
     Claim(
         "mstopk/between-nodes",
-        "HiTopKComm sends 64 times less between 16 nodes of 8 than an allgather of all selections.",
-        f"{MSTOPK}, section 3.2, equation 10",
-        "64",
+        "In HiTopKComm a worker of 16 nodes of 8 gets 67.7 times less between the nodes than by an "
+        "allgather of all selections.",
+        f"{MSTOPK}, section 3, equations 3 and 9",
+        "127 x 8 / 15",
         "n = 1e6, density 1 %, traced programs",
-        (Bound("flat / HiTopKComm", 64, 64),),
+        (Bound("flat / HiTopKComm", 67.7, 67.8),),
         _between_nodes,
         exact=True,
     ),

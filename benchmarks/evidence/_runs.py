@@ -75,12 +75,12 @@ def regression() -> Task:
     )
 
 
-def image_variants(steps: int) -> dict[str, Variant]:
-    """Ways to train on the digits, by name."""
-    behind = optax.sgd(schedule(RATE, steps), momentum=MOMENTUM)
+def image_variants(steps: int, rate: float = RATE) -> dict[str, Variant]:
+    """Ways to train on the digits, by name; ``rate`` is that of SGD with momentum."""
+    behind = optax.sgd(schedule(rate, steps), momentum=MOMENTUM)
     # Without momentum the same distance takes a rate larger by what momentum sums up.
-    alone = optax.sgd(schedule(RATE / (1 - MOMENTUM), steps))
-    inside = schedule(RATE / (1 - MOMENTUM), steps)
+    alone = optax.sgd(schedule(rate / (1 - MOMENTUM), steps))
+    inside = schedule(rate / (1 - MOMENTUM), steps)
     top_k = exact_top_k(DENSITY)
     given: dict[str, Any] = {"density": DENSITY, "axis": AXIS}
 
@@ -100,10 +100,8 @@ def image_variants(steps: int) -> dict[str, Variant]:
         ),
         # Room for four times k: what it lets through is what is to be seen.
         "gaussian": by(select.gaussian_k(density=DENSITY, headroom=3.0)),
-        "4 bits": Variant(
-            optax_ext.quantized_topk(8 / 512, axis=AXIS, bits=4),
-            alone,
-        ),
+        "4 bits": Variant(optax_ext.quantized_topk(8 / 512, axis=AXIS, bits=4), alone),
+        "4 bits, 16 of 512": Variant(optax_ext.quantized_topk(16 / 512, axis=AXIS, bits=4), alone),
         "top-k": by(top_k),
         "adtopk": by(select.adtopk(density=DENSITY)),
         "adtopk-i": by(select.adtopk_interleaved(density=DENSITY)),
@@ -135,7 +133,7 @@ def on_digits(name: str, seed: int, quick: bool) -> Curve:
     """Trains once; the last of its values is the accuracy on the test images."""
     steps, points = STEPS[0 if quick else 1], POINTS[0 if quick else 1]
     variant = image_variants(steps)[name]
-    return _train(digits(), variant, WORKERS, steps, BATCH, seed, name, points)
+    return trained(digits(), variant, WORKERS, steps, BATCH, seed, name, points)
 
 
 @functools.lru_cache(maxsize=16)
@@ -143,7 +141,7 @@ def on_text(name: str, seed: int, quick: bool) -> Curve:
     """Trains once; the last of its values is the loss on the last tenth of the text."""
     steps, points = TEXT_STEPS[0 if quick else 1], POINTS[0 if quick else 1]
     variant = text_variants(steps)[name]
-    return _train(characters(), variant, TEXT_WORKERS, steps, TEXT_BATCH, seed, name, points)
+    return trained(characters(), variant, TEXT_WORKERS, steps, TEXT_BATCH, seed, name, points)
 
 
 @functools.lru_cache(maxsize=8)
@@ -156,7 +154,7 @@ def on_regression(bits: int | None, seed: int, quick: bool) -> Curve:
         else optax_ext.quantized_topk(0.05, bits=bits, **given)
     )
     variant = Variant(exchange, optax.sgd(0.01))
-    return _train(regression(), variant, 4, steps, 64, seed, f"{bits} bits")
+    return trained(regression(), variant, 4, steps, 64, seed, f"{bits} bits")
 
 
 class Followed(NamedTuple):
@@ -234,7 +232,7 @@ def _measured_xi(density: float, model: str) -> tuple[Callable[..., Any], Callab
     return sc.simulate(tx.init, **shared), jax.jit(lambda carry, xs: lax.scan(step, carry, xs))
 
 
-def _train(
+def trained(
     task: Task,
     variant: Variant,
     workers: int,

@@ -6,7 +6,7 @@ on where it was. A file of another format is refused, and so is one that does no
 
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -15,9 +15,10 @@ from typing import Any
 from .._common import reports
 from .._common.options import InputError
 from ._claims import Claim, mark
+from ._code import fingerprint
 
 # Of the files; a change of what they hold is another one.
-FORMAT = 1
+FORMAT = 2
 _PACKAGES = ("sparse-collectives", "jax", "jaxlib", "numpy", "optax")
 _SOURCE = "benchmarks.evidence"
 
@@ -35,6 +36,7 @@ def _numbers(value: Any) -> str | None:
 _RESULT = {
     "claim": reports.text(),
     "mark": reports.text(),
+    "code": reports.text(),
     "seed": reports.whole(0),
     "quick": _true_or_false,
     "numbers": _numbers,
@@ -45,16 +47,26 @@ _RESULT = {
 }
 
 
+def code_of(claim: Claim) -> str:
+    """The code that a claim is checked with, as it is now."""
+    return fingerprint(claim.check, claim.data) if claim.check else ""
+
+
 class Store:
     """The results in a folder."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, code: Callable[[Claim], str] = code_of):
         """Reads what is there.
+
+        Args:
+          folder: of the files.
+          code: which code a claim is checked with.
 
         Raises:
           InputError: a file is of another format, or no file of this program.
         """
         self.folder = folder
+        self._code = code
         self._files: dict[str, list[dict[str, Any]]] = {}
         for path in sorted(folder.glob("*.json")):
             self._files[path.stem] = _read(path)
@@ -71,11 +83,16 @@ class Store:
         return sorted(found, key=lambda result: result["seed"])
 
     def has(self, claim: Claim, seed: int, quick: bool) -> bool:
-        """Whether there is a result; a full one does for a quick one."""
+        """Whether there is a result of this code; a full one does for a quick one."""
         return any(
             result["seed"] == seed and (quick or not result["quick"])
             for result in self.results(claim)
+            if result["code"] == self._code(claim)
         )
+
+    def old(self, claim: Claim) -> bool:
+        """Whether any of the results that count is older than the code."""
+        return any(result["code"] != self._code(claim) for result in self.best(claim))
 
     def best(self, claim: Claim) -> list[dict[str, Any]]:
         """The full results of a claim; the quick ones where there are none."""
@@ -88,6 +105,7 @@ class Store:
         result = {
             "claim": claim.id,
             "mark": mark(claim),
+            "code": self._code(claim),
             "seed": seed,
             "quick": quick,
             "numbers": {name: float(f"{value:.6g}") for name, value in numbers.items()},
@@ -106,6 +124,15 @@ class Store:
         self.folder.mkdir(parents=True, exist_ok=True)
         reports.write(self.folder / f"{file}.json", {"format": FORMAT, "results": kept})
         self._files[file] = kept
+
+    def forget_all_but(self, claims: Sequence[Claim]) -> None:
+        """Drops the results of claims that are no more, or of settings that were others."""
+        marks = {(claim.id, mark(claim)) for claim in claims if claim.check}
+        for file, results in self._files.items():
+            kept = [result for result in results if (result["claim"], result["mark"]) in marks]
+            if len(kept) < len(results):
+                reports.write(self.folder / f"{file}.json", {"format": FORMAT, "results": kept})
+                self._files[file] = kept
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

@@ -8,25 +8,13 @@ import numpy as np
 from ._claims import Bound, Claim, Elsewhere
 from ._runs import DENSITY, WORKERS, digits, on_digits, on_regression, on_text, xi
 
-OK_TOPK, SPARCML, ADTOPK = "Ok-Topk", "SparCML", "ADTopk"
-DIGITS = (
-    "a convolutional network on digits, P = 8, density 1 %, 400 steps; one image is 0.22 points"
-)
+OK_TOPK, SPARCML = "Ok-Topk", "SparCML"
+DIGITS = "a convolutional network on digits, P = 8, density 1 %, 400 steps"
 XI_TEXT = (
     "{} on characters, P = 8, density 1 %, 400 steps, `ok_topk` at every step, SGD at a constant "
     "rate"
 )
 TEXT = "a transformer on characters, P = 4, 400 steps"
-
-
-def points(sparse: str, dense: str = "dense") -> Callable[[int, bool], dict[str, float]]:
-    """A check: accuracies, and how many points the first is below the second."""
-
-    def check(seed: int, quick: bool) -> dict[str, float]:
-        one, other = (on_digits(name, seed, quick).values[-1] for name in (sparse, dense))
-        return {"points below": 100 * (other - one), f"{sparse}, %": 100 * one}
-
-    return check
 
 
 def worse(sparse: str) -> Callable[[int, bool], dict[str, float]]:
@@ -107,22 +95,16 @@ def _two_bits(seed: int, quick: bool) -> dict[str, float]:
 
 CLAIMS = (
     Claim(
-        "ok-topk/accuracy",
-        "Ok-Topk SGD reaches the accuracy of dense SGD.",
-        f"{OK_TOPK}, section 5.4.1, Figure 9",
-        "0.1 points below",
-        DIGITS,
-        (Bound("points below", most=1),),
-        points("ok_topk_sgd"),
-    ),
-    Claim(
         "ok-topk/language-model",
         "With Ok-Topk in front of Adam BERT's loss is 2.43, and 2.33 dense: 4.3 % more.",
         f"{OK_TOPK}, section 5.4.3, Figure 13",
         "4.3 %",
-        f"{TEXT}, `ok_topk` at 1 % in front of AdamW",
-        (Bound("% above dense", most=5),),
+        f"{TEXT}, `ok_topk` at 1 % in front of AdamW: in so few steps an entry is delivered four "
+        "times, and the gap shrinks in longer trainings (docs/convergence.md; at most 2,000 steps "
+        "here, 400,000 in the paper)",
+        (Bound("% above dense", most=4.3),),
         worse("ok_topk"),
+        chance=True,
     ),
     Claim(
         "ok-topk/global-count",
@@ -216,15 +198,8 @@ CLAIMS = (
         f"{XI_TEXT.format('an LSTM')}, and 2 %",
         (Bound("xi at 2 % / at 1 %", most=1),),
         _xi_density,
-    ),
-    Claim(
-        "sparcml/four-bits",
-        "8 of each 512 entries with 4 bits end within 1 % of the full accuracy.",
-        f"{SPARCML}, section 8.3",
-        "1 point",
-        f"{DIGITS.replace('density 1 %', '8 of 512')}",
-        (Bound("points below", most=1),),
-        points("4 bits"),
+        chance=True,
+        seeds=6,
     ),
     Claim(
         "sparcml/two-bits",
@@ -239,66 +214,13 @@ CLAIMS = (
         ),
     ),
     Claim(
-        "adtopk/accuracy",
-        "ADTopk ends above top-k.",
-        f"{ADTOPK}, experiment 3",
-        "1.5 to 5.2 points above",
-        f"{DIGITS}, both with error feedback",
-        (Bound("points below", most=0),),
-        points("adtopk", "top-k"),
-    ),
-    Claim(
-        "adtopk/no-feedback",
-        "Without error feedback, too, and by far.",
-        f"{ADTOPK}, experiment 5, Figure 13",
-        "10.3 points above",
-        f"{DIGITS}, both without error feedback",
-        (Bound("points below", most=0),),
-        points("adtopk, no feedback", "top-k, no feedback"),
-    ),
-    Claim(
-        "adtopk/interleaved",
-        "ADTopk-i, which takes turns with top-k, ends at or above ADTopk.",
-        f"{ADTOPK}, section 4.2",
-        "above",
-        f"{DIGITS}; half a point is left to chance",
-        (Bound("points below", most=0.5),),
-        points("adtopk-i", "adtopk"),
-    ),
-    Claim(
-        "adtopk/threshold",
-        "ADTopk-t, with reused thresholds, ends as ADTopk-i.",
-        f"{ADTOPK}, section 4.3",
-        "the same",
-        f"{DIGITS}; half a point is left to chance",
-        (Bound("points below", most=0.5),),
-        points("adtopk-t", "adtopk-i"),
-    ),
-    Claim(
-        "mstopk/accuracy",
-        "Training with MSTopK ends as with exact top-k.",
-        "MSTopK, section 5.5.1, Table 2",
-        "slightly below dense",
-        f"{DIGITS}, both with error feedback",
-        (Bound("points below", most=0.5),),
-        points("mstopk", "top-k"),
-    ),
-    Claim(
-        "library/sparse-adamw-digits",
-        "`sparse_adamw` ends near the accuracy of the dense AdamW.",
-        "This library, learning",
-        "0.13 points below, at worst 0.35, on Fashion-MNIST with 4 workers",
-        f"{DIGITS.replace('density 1 %', 'defaults')}",
-        (Bound("points below", most=1),),
-        points("sparse_adamw", "adamw"),
-    ),
-    Claim(
         "library/sparse-adamw-text",
         "In the same steps `sparse_adamw` ends 0.3 % above the loss of AdamW with 4 workers.",
         "This library, README",
-        "0.3 %, at worst 1.8 %, after 2,000 steps",
+        "0.3 % after 2,000 steps",
         TEXT,
-        (Bound("% above dense", most=1.8),),
+        (Bound("% above dense", most=0.3),),
         worse("sparse_adamw"),
+        chance=True,
     ),
 )

@@ -1,0 +1,302 @@
+"""Which code a measurement is of: a fingerprint of all definitions that it can reach.
+
+A check is followed from definition to definition, function, class or assignment, through the
+modules of this repository. So a result is older than the code where one of those has changed, and
+not where a comment, a docstring, an annotation, the place of a file, or something beside them has.
+Where the name is in a string, as in ``getattr(module, name)``, it is the whole module that is
+reached, and so it is where a string is the name of a module, which a process is started with. The
+packages of others are not followed: a result names their versions.
+"""
+
+import ast
+import functools
+import hashlib
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FunctionType
+from typing import Any, NamedTuple
+
+from .._common.processes import ROOT
+
+PACKAGES = ("sparse_collectives", "optax_ext", "benchmarks", "examples")
+# Files that a claim is judged by.
+DATA = ROOT / "docs" / "data"
+_EVERYTHING = "*"
+_LENGTH = 12
+Source = Callable[[str], Path | None]
+
+
+class Module(NamedTuple):
+    """What a file of Python defines.
+
+    Attributes:
+      package: what its relative imports begin at.
+      definitions: the statements that bind a name, by name.
+      imports: what an import binds to a name: a module, and a name in it, which may be empty.
+      others: statements that bind nothing, and so may do anything.
+      tree: all of it.
+    """
+
+    package: str
+    definitions: dict[str, list[ast.stmt]]
+    imports: dict[str, tuple[str, str]]
+    others: list[ast.stmt]
+    tree: ast.Module
+
+
+class Code:
+    """The definitions of some packages, read when they are asked for.
+
+    Args:
+      source: the file of a module by its name; None where there is none.
+    """
+
+    def __init__(self, source: Source):
+        self._source = source
+        self._modules: dict[str, Module | None] = {}
+        self._closures: dict[tuple[str, str], frozenset[tuple[str, str]]] = {}
+        self._digests: dict[tuple[str, str], str] = {}
+
+    def fingerprint(self, check: Callable[..., Any], data: Mapping[str, bytes] = {}) -> str:
+        """Of a function and of all that it can reach, and of what it reads: a short hexadecimal."""
+        found: set[str] = set()
+        reached: set[tuple[str, str]] = set()
+        for function in _functions(check):
+            module, name = function.__module__, function.__qualname__.partition(".")[0]
+            if self._module(module) is None:
+                continue
+            if name == "<lambda>":
+                for node in self._lambdas(module, function.__code__.co_firstlineno):
+                    found.add(_digest(node))
+                    reached |= self._all_of(self._named(module, node))
+            else:
+                reached |= self._all_of({(module, name)})
+            found |= {_text_of(value) for value in _captured(function)}
+        found |= {self._digest_of(place) for place in reached}
+        found |= {f"{name} {hashlib.sha256(text).hexdigest()}" for name, text in data.items()}
+        return hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest()[:_LENGTH]
+
+    def reached(self, module: str, name: str) -> frozenset[tuple[str, str]]:
+        """All definitions that one can reach: pairs of a module and a name in it."""
+        return frozenset(self._all_of({(module, name)}))
+
+    def _all_of(self, places: set[tuple[str, str]]) -> set[tuple[str, str]]:
+        done: set[tuple[str, str]] = set()
+        waiting = list(places)
+        while waiting:
+            place = waiting.pop()
+            if place not in done:
+                done.add(place)
+                waiting += self._next(place)
+        return done
+
+    def _next(self, place: tuple[str, str]) -> frozenset[tuple[str, str]]:
+        """The definitions that one of them names."""
+        if place not in self._closures:
+            name, what = place
+            module = self._module(name)
+            assert module is not None, place
+            found: set[tuple[str, str]] = set()
+            if what == _EVERYTHING:
+                found |= {(name, key) for key in module.definitions}
+                for key in module.imports:
+                    found |= self._resolved(name, [key])
+            for statement in (*module.definitions.get(what, ()), *module.others):
+                found |= self._named(name, statement)
+            self._closures[place] = frozenset(found)
+        return self._closures[place]
+
+    def _named(self, module: str, node: ast.AST) -> set[tuple[str, str]]:
+        found: set[tuple[str, str]] = set()
+        for chain in _chains(node):
+            found |= self._resolved(module, chain)
+        for inner in ast.walk(node):
+            name = inner.value if isinstance(inner, ast.Constant) else None
+            if isinstance(name, str) and "." in name and self._module(name) is not None:
+                found.add((name, _EVERYTHING))
+        return found
+
+    def _resolved(self, name: str, chain: list[str]) -> set[tuple[str, str]]:
+        """What ``chain[0].chain[1]`` and so on means in a module."""
+        module = self._module(name)
+        if module is None:
+            return set()
+        if not chain:
+            return {(name, _EVERYTHING)}
+        first, *rest = chain
+        if first in module.definitions:
+            return {(name, first)}
+        # A package that imports a part of itself gets a module.
+        if module.imports.get(first, (name, first)) != (name, first):
+            inside, attribute = module.imports[first]
+            return self._resolved(inside, [attribute, *rest] if attribute else rest)
+        if self._module(f"{name}.{first}") is not None:
+            return self._resolved(f"{name}.{first}", rest)
+        return set()
+
+    def _module(self, name: str) -> Module | None:
+        if name not in self._modules:
+            path = self._source(name)
+            self._modules[name] = None if path is None else _read(name, path)
+        return self._modules[name]
+
+    def _lambdas(self, name: str, line: int) -> list[ast.Lambda]:
+        module = self._module(name)
+        nodes = ast.walk(module.tree) if module else ()
+        return [x for x in nodes if isinstance(x, ast.Lambda) and x.lineno == line]
+
+    def _digest_of(self, place: tuple[str, str]) -> str:
+        if place not in self._digests:
+            module = self._module(place[0])
+            assert module is not None
+            statements = (*module.definitions.get(place[1], ()), *module.others)
+            self._digests[place] = "".join(map(_digest, statements))
+        return self._digests[place]
+
+
+@functools.cache
+def code() -> Code:
+    """That of this repository, as it was when it was asked for first."""
+    return Code(_source_of)
+
+
+@functools.cache
+def fingerprint(check: Callable[..., Any], data: tuple[str, ...] = ()) -> str:
+    """That of a check, and of the files in docs/data that it reads."""
+    return code().fingerprint(check, {name: (DATA / name).read_bytes() for name in data})
+
+
+def _source_of(module: str) -> Path | None:
+    top, *rest = module.split(".")
+    if top not in PACKAGES or not all(part.isidentifier() for part in rest):
+        return None
+    spec = importlib.util.find_spec(top)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    place = Path(next(iter(spec.submodule_search_locations))).joinpath(*rest)
+    paths = (place / "__init__.py", place.with_name(f"{place.name}.py"))
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _read(name: str, path: Path) -> Module:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    module = Module(package, {}, {}, [], tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                whole = alias.name if alias.asname else alias.name.partition(".")[0]
+                module.imports[alias.asname or whole] = (whole, "")
+        elif isinstance(node, ast.ImportFrom):
+            origin = package.split(".")[: len(package.split(".")) - node.level + 1]
+            origin = [*(origin if node.level else ()), *filter(None, [node.module])]
+            for alias in node.names:
+                module.imports[alias.asname or alias.name] = (".".join(origin), alias.name)
+    for statement in tree.body:
+        names = _bound(statement)
+        for bound in names:
+            module.definitions.setdefault(bound, []).append(statement)
+        harmless = isinstance(statement, ast.Import | ast.ImportFrom) or _is_text(statement)
+        if not (names or harmless or _is_main(statement)):
+            module.others.append(statement)
+    return module
+
+
+def _bound(statement: ast.stmt) -> set[str]:
+    """The names that a statement of a module binds, imports left out."""
+    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {statement.name}
+    found = set()
+    for node in ast.walk(statement):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+
+
+def _is_main(statement: ast.stmt) -> bool:
+    """Whether it is the ``if __name__ == "__main__"`` of a program."""
+    return isinstance(statement, ast.If) and "__name__" in {
+        node.id for node in ast.walk(statement.test) if isinstance(node, ast.Name)
+    }
+
+
+def _children(node: ast.AST) -> Iterator[tuple[str, Any]]:
+    """The fields that make a difference: no docstrings, annotations of functions, or imports."""
+    skipped = {"ctx", "kind", "type_comment", "type_ignores", "type_params", "returns"}
+    if isinstance(node, ast.arg):
+        skipped.add("annotation")
+    for name, value in ast.iter_fields(node):
+        if name in skipped or value in (None, []):
+            continue
+        if isinstance(value, list):
+            value = [x for x in value if not isinstance(x, ast.Import | ast.ImportFrom)]
+            if isinstance(node, ast.JoinedStr):
+                # Python 3.12 has an empty string at the end of some.
+                value = [x for x in value if getattr(x, "value", None) != ""]
+            if name == "body" and value and _is_text(value[0]):
+                value = value[1:]
+        yield name, value
+
+
+def _chains(node: ast.AST) -> Iterator[list[str]]:
+    """Each name that is read, with the attributes that follow it."""
+    if isinstance(node, ast.Name):
+        yield [node.id]
+        return
+    attributes, inner = [], node
+    while isinstance(inner, ast.Attribute):
+        attributes.insert(0, inner.attr)
+        inner = inner.value
+    if attributes and isinstance(inner, ast.Name):
+        yield [inner.id, *attributes]
+        return
+    for _, value in _children(node):
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                yield from _chains(child)
+
+
+def _canonical(value: Any) -> str:
+    """The same text for the same program, in every version of Python."""
+    if isinstance(value, ast.AST):
+        fields = ",".join(f"{name}={_canonical(child)}" for name, child in _children(value))
+        return f"{type(value).__name__}({fields})"
+    if isinstance(value, list):
+        return f"[{','.join(map(_canonical, value))}]"
+    return repr(value)
+
+
+def _digest(node: ast.AST) -> str:
+    return hashlib.sha256(_canonical(node).encode()).hexdigest()
+
+
+def _functions(value: Any) -> list[FunctionType]:
+    """A function and those that it is made of."""
+    if isinstance(value, functools.partial):
+        parts = (value.func, *value.args, *value.keywords.values())
+        return [function for part in parts for function in _functions(part)]
+    value = getattr(value, "__wrapped__", value)
+    if not isinstance(value, FunctionType):
+        return []
+    inner = [f for cell in value.__closure__ or () for f in _functions(cell.cell_contents)]
+    return [value, *inner]
+
+
+def _captured(function: FunctionType) -> Iterator[Any]:
+    """What a function keeps of where it was made, but for functions."""
+    for cell in function.__closure__ or ():
+        if not _functions(cell.cell_contents):
+            yield cell.cell_contents
+
+
+def _text_of(value: Any) -> str:
+    """As it is written, without the place in memory of what has no text."""
+    text = repr(value)
+    return type(value).__qualname__ if " at 0x" in text else text
