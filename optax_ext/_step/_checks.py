@@ -154,6 +154,16 @@ def check_state_axis(state: Any, tx: Any) -> None:
         )
 
 
+def check_workers(state: Settings, workers: int) -> None:
+    """The state was made for as many workers as there are."""
+    if state.workers != workers:
+        raise ValueError(
+            f"the state was made for {state.workers} workers, and axis {state.axis!r} has "
+            f"{workers}. optax_ext.reshard(opt_state, optax_ext.init_state(tx, params, mesh)) "
+            f"makes one for {workers}, and keeps what the residuals hold."
+        )
+
+
 def _parts_of(text: str, other: str) -> str:
     """A spec with those of its arguments alone that the other one does not have."""
     (name, arguments), (other_name, others) = _split(text), _split(other)
