@@ -103,7 +103,9 @@ class ErrorFeedback:
     def update(self, updates: Any, state: SparseAllreduceState, params: Any = None):
         """One step; ``(updates, state)``."""
         _checks.check_settings(state.settings, self.settings)
-        _checks.check_workers(state.settings, _checks.workers(self.options.axis))
+        if state.workers == 1:  # As a worker should see it.
+            _checks.check_workers(state.settings, _checks.workers(self.options.axis))
+        _checks.warn_without_ahead(updates, state, params)
         if state.layout.sharding is not None:
             return _sharded.update(self, updates, state, params)
         layout = self._check(updates, state)
