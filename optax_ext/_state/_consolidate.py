@@ -125,8 +125,9 @@ def _without_step(node: Any) -> Any:
     if not _find.is_state(node):
         return node
     _, beyond = _step(node)
-    # Each keeps it once for every worker whose update it is, as in a step.
     rows = _shards.part_rows(node, node.residual)
+    # Each keeps it once for every worker whose update it is, as in a step; a node for its workers.
+    beyond = beyond * (node.workers / rows.shape[0])
     rest = _shards.of_part_rows(node, jnp.broadcast_to(beyond, rows.shape))
     return node._replace(residual=_like(rest, node.residual))
 

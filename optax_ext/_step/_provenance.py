@@ -58,7 +58,9 @@ def _ends_in_reductions(values: list[Any], name: Any) -> bool:
             continue  # A constant is the same everywhere.
         seen[id(x)] = x
         eqn = extend.made_by(x)
-        kind = _OTHER if eqn is None else _kind(eqn, name)
+        if eqn is None:
+            return False  # An argument.
+        kind = _kind(eqn, name)
         if kind == _OTHER:
             return False
         if kind == _REDUCTION:
