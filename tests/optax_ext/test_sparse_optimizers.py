@@ -361,6 +361,36 @@ def test_flush_is_a_step_within_the_limit(kept, rate):
     assert rest.residual.sharding == state.residual.sharding
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("density", [0.05, 0.01])
+def test_flush_at_a_constant_rate_hurts_no_loss(density):
+    """All that waits at once would: so the case is one that can tell."""
+    from flax import nnx
+
+    from benchmarks.training import _data, flush_cost
+
+    data = _data.read_images(None)
+    images, labels = data.train_images.reshape(len(data.train_images), -1), data.train_labels
+    graph, params = nnx.split(flush_cost.perceptron(images.shape[1], data.classes, 0))
+
+    def loss(params, batch):
+        logits = nnx.merge(graph, params)(batch[0])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
+
+    tx, on = optax_ext.sparse_adamw(1e-3, density, axis="data"), mesh((8,))
+    state = optax_ext.init_state(tx, params, on)
+    step = optax_ext.make_train_step(loss, tx, on)
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        chosen = rng.integers(0, len(images), 128)
+        params, state, _ = step(params, state, (images[chosen], labels[chosen]))
+    of_all, _ = optax_ext.consolidate(state, params)
+    at_once = optax.apply_updates(params, of_all)
+    flushed, _ = optax_ext.flush(params, state)
+    before, after, whole = (float(loss(p, (images, labels))) for p in (params, flushed, at_once))
+    assert after < before < 0.75 * whole
+
+
 def test_flush_refuses_gradients():
     tx = optax.chain(optax_ext.ok_topk(0.1, axis="data"), optax.sgd(0.1))
     params, state = trained(tx, steps=1)[-1]
