@@ -241,3 +241,22 @@ def has_side_effects(eqn: Any) -> bool:
 
 def _is_over_axis(effect: Any) -> bool:
     return type(effect).__name__ == "NamedAxisEffect"
+
+
+def made_by(x: Any) -> Any:
+    """The equation that made a value of the function that is being traced.
+
+    None of an argument, of a constant, and of what is no such value. It has ``primitive``,
+    ``params`` and ``invars``; the latter are values of the same kind.
+    """
+    return getattr(x, "parent", None)
+
+
+def captured(x: Any) -> Any:
+    """What a value of the function that is being traced stands for outside of it.
+
+    Of an array, or of a value of an enclosing function that this one uses without being given it;
+    ``x`` itself of an argument, and of a result.
+    """
+    lowered = getattr(x, "full_lower", None)
+    return x if lowered is None else lowered()

@@ -53,6 +53,8 @@ def simulate(
             f"axis_size must give one size for each of the {len(names)} names of axis={axis!r}, "
             f"got {axis_size!r}."
         )
+    # Traced as under shard_map, so that what reads the equations of a worker finds them.
+    fn = jax.jit(fn)
     for name, size in reversed(list(zip(names, sizes, strict=True))):
         _validation.check_positive_int("axis_size", size)
         fn = jax.vmap(fn, in_axes=in_axes, out_axes=out_axes, axis_name=name, axis_size=size)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from optax_ext._state import _find
 from optax_ext._state._residual_tree import of_vector, residual_tree
-from optax_ext._step import _checks, _residual, _sharding
+from optax_ext._step import _checks, _owner, _residual, _sharding
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import extend, transport
 
@@ -60,7 +60,7 @@ def _share(state: SparseAllreduceState, workers: int) -> Any:
     """What of its residual this worker applies, as leaves."""
     layout, settings = state.layout, state.settings
     if layout.sharding is None:
-        return _share_of_part(state.residual, layout, settings, workers)
+        return _share_of_part(_own_residual(state), layout, settings, workers)
     part = _sharding.part_layout(layout)
 
     def of_device(residual: jax.Array) -> Any:
@@ -70,7 +70,15 @@ def _share(state: SparseAllreduceState, workers: int) -> Any:
     specs = _sharding.specs_of(layout)
     return _sharding.on_each_device(
         of_device, layout.sharding, settings.axis, in_specs=(specs.split,), out_specs=specs.leaves
-    )(state.residual)
+    )(_own_residual(state))
+
+
+def _own_residual(state: SparseAllreduceState) -> jax.Array:
+    """In float32; nothing of another worker's."""
+    axis = state.settings.axis
+    residual = _residual.load(state.residual)
+    # Over MPI the rank is not in the state; the step leaves out what is not its own.
+    return residual if extend.ranks(axis) else _owner.own(residual, state.owner, axis)
 
 
 def _share_of_part(residual: jax.Array, layout: Any, settings: Any, workers: int) -> Any:
@@ -79,7 +87,7 @@ def _share_of_part(residual: jax.Array, layout: Any, settings: Any, workers: int
     coefficient = _residual.coefficient(settings.step_ahead, workers)
     if not coefficient:
         return of_vector(jnp.zeros((size,), jnp.float32), layout)
-    share = coefficient * _residual.load(residual)[0]
+    share = coefficient * residual[0]
     inside = settings.shard_axis
     if extend.ranks(inside):
         raise ValueError(

@@ -1,5 +1,6 @@
 """What a training run can be watched by: numbers from the state, and where to write them."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_ext._state import _find
+from optax_ext._step import _owner
 from optax_ext._transforms import _xi
 from sparse_collectives import extend, select
 
@@ -25,6 +27,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
       A dict of ``f32[]``; empty without a sparse allreduce:
 
       - ``steps``, ``skipped``, ``dropped``, ``withheld``: the counters of the state.
+      - ``copied``: workers that were given the residual of another one and left it out.
       - ``clipped``: selections whose scheduled density was out of range
         (:func:`sparse_collectives.select.scheduled`).
       - ``effective_density``: entries selected, mean over the workers, / n.
@@ -61,6 +64,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
         "skipped": largest.skipped,
         "dropped": sum(state.dropped for state in states),
         "withheld": sum(state.withheld for state in states),
+        "copied": jnp.sum(_owner.has_left_out(largest.owner)),
         "clipped": _clipped(states),
         "effective_density": jnp.mean(info.selected) / max(size, 1),
         "delivered_density": info.delivered / max(sum(s.layout.size for s in states), 1),
@@ -92,7 +96,7 @@ class Monitor:
 
     Between these it does nothing, so that steps are not waited for. With several
     processes each has to call it, since the residuals are spread over all of them; the
-    first one writes.
+    first one writes. It warns once where copies of a residual were left out (``copied``).
 
     Args:
       write: called with the step and a dict of floats, as the ``write_scalars`` of
@@ -120,6 +124,7 @@ class Monitor:
         self._every = extend.check_positive_int("every", every)
         self._prefix = prefix
         self._calls = 0
+        self._warned = False
         self._metrics = jax.jit(metrics)
 
     def __call__(self, opt_state: Any, step: int | None = None) -> None:
@@ -129,6 +134,15 @@ class Monitor:
         if step % self._every:
             return
         values = jax.device_get(self._metrics(opt_state))
+        if values.get("copied", 0) and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{int(values['copied'])} workers were given the residual of another one and left "
+                "it out: the state of one was copied to all, as flax.jax_utils.unreplicate and "
+                "replicate around a checkpoint do. What the others had is lost. Save the whole "
+                "state, with its leading axis (docs/checkpoints.md, pmap).",
+                stacklevel=2,
+            )
         if jax.process_index() == 0:
             self._write(step, {self._prefix + name: float(x) for name, x in values.items()})
 

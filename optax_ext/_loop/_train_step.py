@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from optax_ext._loop import _in_flight, _places
 from optax_ext._loop._ahead import ahead
-from optax_ext._state import _find, _init, _placement
+from optax_ext._state import _find, _init, _owners, _placement
 from optax_ext._step import _checks
 from sparse_collectives import extend, transport
 from sparse_collectives.extend import AxisName
@@ -172,7 +172,7 @@ class TrainStep:
         structure = jax.tree.structure((params, opt_state))
         places = self._places.get(structure)
         if places is None or not places.holds(params):
-            _axis_on(self._mesh, opt_state)
+            _check_workers(self._mesh, opt_state)
             places = _places.of(params, opt_state, self._mesh, self._batch_spec)
             self._places[structure] = places
         params, opt_state = places.put(params), places.put_state(opt_state)
@@ -184,6 +184,17 @@ def _axis_on(mesh: Mesh, opt_state: Any) -> Any:
     axis = _find.axis_of(opt_state)
     _init.check_axis(axis, mesh.axis_names)
     return axis
+
+
+def _check_workers(mesh: Mesh, opt_state: Any) -> None:
+    """The state is that of the workers of the mesh, and each has its own residual."""
+    axis = _axis_on(mesh, opt_state)
+    workers = math.prod(mesh.shape[name] for name in extend.axis_names(axis))
+    for state in _find.get_states(opt_state):
+        _owners.check_whole("opt_state", state)
+        _checks.check_workers(state.settings, workers)
+    # Of the first state: a step leaves out copies, but here there is somebody to tell.
+    _owners.check("opt_state", opt_state)
 
 
 def _check_not_donated(**trees: Any) -> None:

@@ -7,13 +7,13 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
-from optax_ext._state import _find, _init, _placement, _shards, _text, _wrappers
+from optax_ext._state import _find, _init, _owners, _placement, _shards, _text, _wrappers
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import __version__, extend
 
 # Of the metadata and of what it describes. It grows when a state gets another structure, or
 # when a spec gets another meaning: not with every version of the library.
-FORMAT = 2
+FORMAT = 3
 
 
 def abstract_state(
@@ -80,9 +80,14 @@ def checkpoint_metadata(opt_state: Any) -> dict[str, Any]:
       dtype.
 
     Raises:
-      ValueError: a selector, allreduce or correction without a ``spec``: two different ones
-        could not be told apart.
+      ValueError: the state of one worker alone, or copied to all, as ``flax.jax_utils.unreplicate``
+        and ``replicate`` make them; a selector, allreduce or correction without a ``spec``: two
+        different ones could not be told apart.
     """
+    for path, node in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_find.is_state):
+        if isinstance(node, SparseAllreduceState):
+            _owners.check_whole(f"opt_state{jax.tree_util.keystr(path)}", node)
+    _owners.check("opt_state", opt_state)
     sparse = {
         jax.tree_util.keystr(path): _metadata_of(node)
         for path, node in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_find.is_state)

@@ -5,8 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 
-from optax_ext._state import _find, _shards
+from optax_ext._state import _find, _owners, _shards
 from optax_ext._state._residual_tree import residual_tree
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import extend
@@ -42,31 +43,46 @@ def consolidate(opt_state: Any, params: Any) -> tuple[Any, Any]:
       >>> gradient.tolist(), state.residual.tolist()
       ([2.0, 1.0], [[0.0, 0.0], [0.0, 0.0]])
     """
-    gradient = residual_tree(opt_state, params, _mean)
+    gradient = residual_tree(opt_state, params, lambda node: _shards.leaves_of(node, _mean(node)))
     empty = jax.tree.map(_without_residual, opt_state, is_leaf=_find.is_state)
     return gradient, empty
 
 
 def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
-    """The parameters with all that waits in residuals applied, and the state without it.
+    """The parameters with what waits in residuals applied, and the state without what was.
 
     For the end of a training with an optimizer whose residuals are updates of the parameters:
     :func:`sparse_adamw`, :func:`sparse_sgd`, or another with ``residual(step_ahead=...)``.
-    With a learning rate that has fallen to 0 there is little to apply. At a constant rate there is
-    much, all at once, and the parameters may be worse for it (docs/training.md): evaluate them as
-    they are.
+
+    It is one dense step, and where the optimizer has a ``limit``, as :func:`sparse_adamw` has, no
+    entry moves further in it than the largest limit that a step had: what has waited through many
+    steps at a high rate is the sum of as many updates, and applied at once it shoots past its aim.
+    What is beyond the limit stays in the residuals, and
+    ``optax_ext.metrics(opt_state)["residual_norm"]`` says how much that is. With a rate that has
+    fallen to 0 it is little. Without a limit all of it is applied.
 
     Args:
       params: the parameters.
       opt_state: the state of all workers, outside of the mapped function.
 
     Returns:
-      ``(params, opt_state)``.
+      ``(params, opt_state)``. P times what the parameters got, and the sum over the workers of
+      the residuals, is the sum of the residuals before.
 
     Raises:
       ValueError: residuals that are gradients (give those of :func:`consolidate` to the
         optimizer behind the allreduce); inside of the mapped function; a state of other
-        parameters.
+        parameters, of some of the workers, or with copies of a residual.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_ext
+      >>> tx = optax_ext.sparse_adamw(0.5, axis="w")
+      >>> state = optax_ext.init_state(tx, jnp.zeros(2), {"w": 2})
+      >>> residual = jnp.array([[1.0, 4.0], [0.0, 0.0]])
+      >>> state = state._replace(residual=residual, limit=jnp.float32(1.5))
+      >>> params, state = flush(jnp.zeros(2), state)
+      >>> params.tolist(), state.residual.tolist()
+      ([0.5, 1.5], [[0.0, 0.5], [0.0, 0.5]])
     """
     for state in _find.get_states(opt_state):
         if not state.settings.step_ahead:
@@ -75,21 +91,51 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
                 "they were made without a step_ahead. Use optax_ext.consolidate(opt_state, "
                 "params), and give the gradient to the optimizer behind the allreduce."
             )
-    updates, opt_state = consolidate(opt_state, params)
-    return optax.apply_updates(params, updates), opt_state
+    updates = residual_tree(opt_state, params, lambda node: _shards.leaves_of(node, _step(node)[0]))
+    rest = jax.tree.map(_without_step, opt_state, is_leaf=_find.is_state)
+    return optax.apply_updates(params, updates), rest
 
 
-def _mean(node: SparseAllreduceState) -> Any:
+def _mean(node: SparseAllreduceState) -> jax.Array:
+    """Of the residuals of all workers, ``f32[m, n]``: of the m devices of each."""
     if extend.axis_is_bound(node.settings.axis):
         raise ValueError(
             "consolidate was called inside the function mapped over axis "
             f"{node.settings.axis!r}, where each worker sees its own residual. Call it outside."
         )
     _shards.check_all_rows("opt_state", node)
+    _owners.check("opt_state", node)
     rows = _shards.part_rows(node, node.residual).astype(jnp.float32)
     # Divided first: the sum may be too large where the mean is not.
-    mean = jnp.sum(rows / node.workers, axis=0)
-    return _shards.leaves_of(node, mean)
+    return jnp.sum(rows / node.workers, axis=0)
+
+
+def _step(node: SparseAllreduceState) -> tuple[jax.Array, jax.Array]:
+    """What of the mean a dense step applies within the limit, and what is beyond."""
+    mean = _mean(node)
+    if not hasattr(node.limit, "dtype"):
+        return mean, jnp.zeros_like(mean)
+    beyond = mean - jnp.clip(mean, -node.limit, node.limit)
+    beyond = jnp.where(jnp.isfinite(mean), beyond, 0.0)
+    # So that what is applied and what is kept add up in float32.
+    return mean - beyond, beyond
+
+
+def _without_step(node: Any) -> Any:
+    if not _find.is_state(node):
+        return node
+    _, beyond = _step(node)
+    rows = _shards.part_rows(node, node.residual)
+    # Each keeps it once for every worker whose update it is, as in a step; a node for its workers.
+    beyond = beyond * (node.workers / rows.shape[0])
+    rest = _shards.of_part_rows(node, jnp.broadcast_to(beyond, rows.shape))
+    return node._replace(residual=_like(rest, node.residual))
+
+
+def _like(x: jax.Array, kept: jax.Array) -> jax.Array:
+    x = x.astype(kept.dtype)
+    placed = isinstance(kept, jax.Array) and not isinstance(kept, Tracer)
+    return jax.device_put(x, kept.sharding) if placed else x
 
 
 def _without_residual(node: Any) -> Any:

@@ -160,6 +160,7 @@ def _all_specs(opt_state: Any) -> Any:
             return split if not part_axes or leaf.shape[0] == rows else of_worker(leaf)
 
         return everywhere._replace(
+            owner=PartitionSpec(axis),
             residual=split,
             velocity=over(split, node.velocity),
             dense_velocity=over(split, node.dense_velocity),

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from optax_ext._low_rank._factors import Factors
-from optax_ext._state import _find, _shards, _wrappers
+from optax_ext._state import _find, _owners, _shards, _wrappers
 from optax_ext._step import _checks, _sharding
 from optax_ext._step._sparse_state import SparseAllreduceState
 
@@ -34,6 +34,9 @@ def reshard(opt_state: Any, fresh_state: Any) -> Any:
 
     An update divides by the number of workers: with 3 in place of 8, what the residuals
     hold weighs 8/3 as much when it is delivered.
+
+    A residual that is a copy of another worker's, as ``flax.jax_utils.replicate`` makes them, is
+    left out, as a step leaves it out.
 
     The gradients that ``multi_steps``, or ``optax.MultiSteps`` around the allreduce, has
     accumulated are dealt out in the same way.
@@ -146,14 +149,22 @@ def _check_readable(opt_state: Any) -> None:
 
 
 def _node(old: SparseAllreduceState, new: SparseAllreduceState) -> SparseAllreduceState:
+    copied = np.isin(np.arange(old.workers), _owners.copies(old))
+
+    def of_owners(before: Any) -> np.ndarray:
+        host = np.asarray(before)
+        if not copied.any():
+            return host
+        return np.where(np.repeat(copied, len(host) // old.workers)[:, None], 0, host)
+
     def dealt(before: Any, fresh: Any) -> Any:
-        rows = _shards.rows(old, np.asarray(before))
+        rows = _shards.rows(old, of_owners(before))
         workers = new.workers // _shards.workers_in_node(new)
         return _placed(_shards.unrows(new, _deal(rows, workers, fresh.dtype)), fresh)
 
     def dealt_whole(before: Any, fresh: Any) -> Any:
         # These leaves are dealt out over no node.
-        parts = np.asarray(before).reshape(old.workers, old.parts, -1)
+        parts = of_owners(before).reshape(old.workers, old.parts, -1)
         rows = _shards.joined(parts, old.layout, dense=True)
         rows = _deal(rows, new.workers, fresh.dtype)
         parts = _shards.parted(rows, new.layout, dense=True)
@@ -169,6 +180,7 @@ def _node(old: SparseAllreduceState, new: SparseAllreduceState) -> SparseAllredu
         skipped=_placed(old.skipped, new.skipped),
         dropped=_placed(old.dropped, new.dropped),
         withheld=_placed(old.withheld, new.withheld),
+        limit=if_both("limit", _placed),
         residual=dealt(old.residual, new.residual),
         # The velocity of a momentum correction adds up over the workers as the residual does.
         velocity=if_both("velocity", dealt),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from optax_ext._state import _owners
 from optax_ext._state._residual_tree import of_vector
 from optax_ext._step import _layout, _sharding
 from optax_ext._step._sparse_state import SparseAllreduceState
@@ -95,11 +96,16 @@ def rows(node: SparseAllreduceState, residual: np.ndarray) -> np.ndarray:
 
 def unrows(node: SparseAllreduceState, rows: np.ndarray) -> np.ndarray:
     """The inverse of :func:`rows`."""
-    parts = parted(rows, node.layout)
+    return of_part_rows(node, parted(rows, node.layout))
+
+
+def of_part_rows(node: SparseAllreduceState, parts: Any) -> Any:
+    """The inverse of :func:`part_rows`."""
     if not node.settings.shard_axis:
         return parts.reshape(-1, parts.shape[-1])
     inner, shard, m = workers_in_node(node), node.residual.shape[1], node.parts
-    parts = np.pad(parts, ((0, 0), (0, 0), (0, inner * shard - parts.shape[2])))
+    pad = np.pad if isinstance(parts, np.ndarray) else jnp.pad
+    parts = pad(parts, ((0, 0), (0, 0), (0, inner * shard - parts.shape[2])))
     split = parts.reshape(-1, m, inner, shard)
     split = split.transpose((2, 0, 1, 3) if _inner_first(node) else (0, 2, 1, 3))
     return split.reshape(-1, shard)
@@ -149,6 +155,13 @@ def _inner_first(node: SparseAllreduceState) -> bool:
 
 def check_all_rows(name: str, node: SparseAllreduceState) -> None:
     """The state has the rows of all workers."""
+    if np.ndim(node.residual) != 2:
+        raise ValueError(
+            f"{name} has a residual of shape {np.shape(node.residual)}, with one axis more than on "
+            "a mesh: it is that of jax.pmap. docs/checkpoints.md, pmap, has the two lines that "
+            "make of it the state of a mesh."
+        )
+    _owners.check_whole(name, node)
     workers, rows = extend.ranks(node.settings.axis), node.workers
     if workers and rows != workers:
         raise ValueError(

@@ -1,6 +1,7 @@
 """What can be wrong with a call, found at trace time and said plainly."""
 
 import re
+import warnings
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from optax_ext._step import _layout
+from optax_ext._step import _layout, _provenance
 from optax_ext._step._residual import Residual
 from optax_ext._step._settings import Settings
 from sparse_collectives import Selector, SparseAllreduce, extend, transport
@@ -153,6 +154,16 @@ def check_state_axis(state: Any, tx: Any) -> None:
         )
 
 
+def check_workers(state: Settings, workers: int) -> None:
+    """The state was made for as many workers as there are."""
+    if state.workers != workers:
+        raise ValueError(
+            f"the state was made for {state.workers} workers, and axis {state.axis!r} has "
+            f"{workers}. optax_ext.reshard(opt_state, optax_ext.init_state(tx, params, mesh)) "
+            f"makes one for {workers}, and keeps what the residuals hold."
+        )
+
+
 def _parts_of(text: str, other: str) -> str:
     """A spec with those of its arguments alone that the other one does not have."""
     (name, arguments), (other_name, others) = _split(text), _split(other)
@@ -243,7 +254,8 @@ def check_residual(residual: Any, size: int, workers: int, axis: AxisName) -> No
 def check_local_gradients(updates: Any, axis: AxisName) -> None:
     """The gradients are this worker's own, not yet summed over the axis."""
     if not extend.checks_varying(axis):
-        return  # Nothing in the types tells.
+        check_not_averaged(updates, axis)
+        return
     for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
         if not extend.is_varying(leaf, axis):
             raise ValueError(
@@ -259,6 +271,43 @@ def check_local_gradients(updates: Any, axis: AxisName) -> None:
                 f"    jax.lax.pcast(params, {axis!r}, to='varying')\n"
                 "optax_ext.make_train_step does that."
             )
+
+
+def check_not_averaged(updates: Any, axis: AxisName) -> None:
+    """No equation says that all leaves are sums over the axis already; types need not tell."""
+    leaves = jax.tree.leaves(updates)
+    if workers(axis) > 1 and leaves and _provenance.is_reduced(leaves, axis):
+        raise ValueError(_averaged(axis))
+
+
+def _averaged(axis: AxisName) -> str:
+    return (
+        f"the updates are the same on every worker of axis {axis!r}: the gradients are summed, "
+        "averaged or gathered over it before the allreduce, so there is nothing left to compress. "
+        "Take jax.lax.pmean or psum of the gradients out of the step (the transformation averages "
+        "them), and keep one allreduce of optax_ext in the chain."
+    )
+
+
+def warn_without_ahead(updates: Any, state: Any, params: Any) -> None:
+    """A gradient that was taken at the parameters, where a step-ahead is asked for.
+
+    It was seen to be made from ``params`` and not from the residual; of one that another program
+    has computed nothing is seen.
+    """
+    if not state.settings.step_ahead or params is None:
+        return
+    leaves = jax.tree.leaves(updates)
+    if not _provenance.depends_on(leaves, jax.tree.leaves(params)):
+        return
+    if not _provenance.depends_on(leaves, [state.residual]):
+        warnings.warn(
+            "the gradients were taken at params, and the optimizer takes them a step ahead "
+            f"(step_ahead={state.settings.step_ahead!r}), without which it is another algorithm, "
+            "which learns worse: write jax.grad(loss_fn)(optax_ext.ahead(params, opt_state), "
+            "batch), or give it residual=optax_ext.residual() for none.",
+            stacklevel=2,
+        )
 
 
 def check_loss(result: Any, has_aux: bool, axis: AxisName) -> Any:

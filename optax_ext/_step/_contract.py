@@ -168,6 +168,13 @@ def checked_options(
     )
 
 
+def limit_at(limit: optax.ScalarOrSchedule | None, count: jax.Array) -> jax.Array | None:
+    """The limit of the step after ``count`` of them, ``f32[]``."""
+    if limit is None:
+        return None
+    return jnp.asarray(limit(count) if callable(limit) else limit, jnp.float32)
+
+
 def settings_of(
     options: Options,
     *,

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 
 from optax_ext._step import (
     _checks,
+    _contract,
     _dense_leaves,
     _given,
     _layout,
     _local,
     _nonfinite,
+    _owner,
     _residual,
     _settings,
     _sharded,
@@ -62,17 +64,19 @@ class ErrorFeedback:
         """The state of this worker, or of this device of it."""
         options, correction = self.options, self.correction
         size, dense = self.exchange.part_size(layout.size), layout.dense_size
-        selector, shared = self.exchange.init(layout, _checks.workers(options.axis))
+        workers = _checks.workers(options.axis)
+        selector, shared = self.exchange.init(layout, workers)
         per_worker = (
             jnp.zeros((size,), options.residual.dtype),
             correction.init(size) if correction is not None else (),
             correction.init(dense) if correction is not None and dense else (),
             _local.init(options.local, params, layout),
             selector,
+            _owner.mark(options.axis),
             _sparse_state.no_info(),
         )
         per_worker = extend.to_varying(_sparse_state.with_lead(per_worker), options.axis)
-        *kept, info = per_worker
+        *kept, owner, info = per_worker
         # Of the info all devices of a worker have the same.
         kept, shared = extend.to_varying((kept, shared), layout.part_axes)
         residual, velocity, dense_velocity, local, selector = kept
@@ -81,6 +85,8 @@ class ErrorFeedback:
         }
         return SparseAllreduceState(
             **counters,
+            owner=owner,
+            limit=() if options.limit is None else jnp.zeros((), jnp.float32),
             residual=residual,
             velocity=velocity,
             dense_velocity=dense_velocity,
@@ -90,13 +96,16 @@ class ErrorFeedback:
             info=_sparse_state.joined(_sparse_state.no_info(), info),
             layout=layout,
             settings=dataclasses.replace(
-                self.settings, local=_local.describe(options.local, local)
+                self.settings, local=_local.describe(options.local, local), workers=workers
             ),
         )
 
     def update(self, updates: Any, state: SparseAllreduceState, params: Any = None):
         """One step; ``(updates, state)``."""
         _checks.check_settings(state.settings, self.settings)
+        if state.workers == 1:  # As a worker should see it.
+            _checks.check_workers(state.settings, _checks.workers(self.options.axis))
+        _checks.warn_without_ahead(updates, state, params)
         if state.layout.sharding is not None:
             return _sharded.update(self, updates, state, params)
         layout = self._check(updates, state)
@@ -145,6 +154,8 @@ class ErrorFeedback:
             count=state.count + 1,
             dropped=state.dropped + guarded.dropped + result.dropped,
             withheld=state.withheld + result.withheld,
+            owner=_owner.renewed(state.owner, options.axis),
+            limit=self._largest_limit(state),
             residual=kept,
             velocity=result.velocity,
             dense_velocity=result.dense_velocity,
@@ -157,6 +168,11 @@ class ErrorFeedback:
             stepped = _unless_skipped(proceeds, stepped, state)
         saturate = options.nonfinite != "propagate"
         return _layout.unravel(result.mean, result.dense_mean, layout, saturate=saturate), stepped
+
+    def _largest_limit(self, state: SparseAllreduceState) -> Any:
+        """Of the steps so far and of this one, ``f32[]``."""
+        limit = _contract.limit_at(self.options.limit, state.count)
+        return () if limit is None else jnp.maximum(state.limit, limit)
 
     def _agrees_late(self, layout: _layout.TreeLayout) -> bool:
         """Whether the workers agree to skip a step by the messages of its exchange.
@@ -221,10 +237,14 @@ class ErrorFeedback:
                 velocity, increment = self.correction.update(velocity, increment)
             return Part(residual, self.options.residual.decay, increment, velocity, old)
 
-        parts = [part(_residual.load(state.residual), loaded.gradient, state.velocity)]
+        def own(value):
+            return jax.tree.map(lambda x: _owner.own(x, state.owner, self.options.axis), value)
+
+        residual = own(_residual.load(state.residual))
+        parts = [part(residual, loaded.gradient, own(state.velocity))]
         if layout.dense_size:
             nothing = jnp.zeros((), jnp.float32)
-            parts.append(part(nothing, loaded.dense_gradient, state.dense_velocity))
+            parts.append(part(nothing, loaded.dense_gradient, own(state.dense_velocity)))
         return parts
 
     def _accumulate(

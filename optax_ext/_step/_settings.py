@@ -27,6 +27,7 @@ class Settings:
       decay: that of the residual.
       step_ahead: what of the residual is applied before a gradient is taken; see
         :func:`optax_ext.residual`.
+      workers: P that the state was made for; 0 in a transformation, which is for any.
     """
 
     selector: str | None
@@ -38,3 +39,4 @@ class Settings:
     shard_axis: tuple[Hashable, ...]
     decay: float
     step_ahead: float | str
+    workers: int = 0

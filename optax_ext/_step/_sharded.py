@@ -53,8 +53,10 @@ def init(
         kept = _sparse_state.with_lead(_local.init(local, params, layout))
         state = state._replace(local=extend.to_varying(kept, feedback.options.axis))
     described = _local.describe(feedback.options.local, state.local)
+    workers = _checks.workers(feedback.options.axis)
     return state._replace(
-        layout=layout, settings=dataclasses.replace(feedback.settings, local=described)
+        layout=layout,
+        settings=dataclasses.replace(feedback.settings, local=described, workers=workers),
     )
 
 
@@ -162,7 +164,7 @@ def _specs(layout: _layout.TreeLayout) -> Any:
     """The specs of a stripped state, over the axes of the sharding."""
     split, whole = PartitionSpec(layout.sharding.axes), PartitionSpec()
     specs: dict[str, Any] = dict.fromkeys(SparseAllreduceState._fields, split)
-    for name in ("count", "skipped", "dropped", "withheld", "info"):
+    for name in ("count", "skipped", "dropped", "withheld", "owner", "limit", "info"):
         specs[name] = whole
     return SparseAllreduceState(**{**specs, "layout": None, "settings": None})
 

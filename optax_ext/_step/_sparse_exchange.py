@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from optax_ext._step import _contract, _exchange, _layout, _sparse_state
 from optax_ext._step._contract import Accumulated, Options, Reduced
@@ -78,7 +77,7 @@ class SparseExchange:
             allreduce=self.allreduce,
             axis=options.axis,
             nonfinite=options.nonfinite,
-            limit=_limit_at(options.limit, step.state.count),
+            limit=_contract.limit_at(options.limit, step.state.count),
         )
         selector_state = _sparse_state.without_lead(step.state.selector)
         allreduce_state = _sparse_state.without_lead(step.state.allreduce)
@@ -139,9 +138,3 @@ class SparseExchange:
             return self.allreduce.show(acc, shared, axis=self.options.axis)
 
         return jax.eval_shape(show, jax.ShapeDtypeStruct((size,), jnp.float32)).shape[0]
-
-
-def _limit_at(limit: optax.ScalarOrSchedule | None, count: jax.Array) -> jax.Array | None:
-    if limit is None:
-        return None
-    return jnp.asarray(limit(count) if callable(limit) else limit, jnp.float32)

@@ -64,6 +64,11 @@ class SparseAllreduceState(NamedTuple):
         workers, were not finite, and that no residual holds.
       withheld: ``i32[]``, entries that stayed in the residuals, wholly or in part, because
         their sum was not finite or too large for the dtype of the leaf.
+      owner: ``i32[1]`` for each worker: the index on the axis of the worker whose residual and
+        velocity these are. One that finds another's leaves them out, and has ``-1 - index``
+        from then on.
+      limit: ``f32[]``, the largest limit that a step had, for :func:`optax_ext.flush`; ``()``
+        without a ``limit``.
       residual: ``f32[1, n]`` for each worker: what it has not delivered yet, or
         ``bf16[1, n]`` with ``residual(jnp.bfloat16)``. Leaves that go dense have none. With
         :func:`~sparse_collectives.allreduce.hierarchical` it is that of its shard,
@@ -88,6 +93,8 @@ class SparseAllreduceState(NamedTuple):
     skipped: jax.Array
     dropped: jax.Array
     withheld: jax.Array
+    owner: jax.Array
+    limit: Any
     residual: jax.Array
     velocity: Any
     dense_velocity: Any

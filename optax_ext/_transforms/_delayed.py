@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_ext._state import _gradients
 from optax_ext._state._wrappers import DelayedState, accumulators, reductions
 
 
@@ -60,6 +61,7 @@ def delayed(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
                 "with optax_ext.init_state(optax_ext.delayed(tx), params, mesh), or leave "
                 "optax_ext.delayed out."
             )
+        _gradients.check_before_accumulation(updates, state.inner_opt_state, params)
         before = jax.tree.map(lambda a, g: a[0].astype(g.dtype), state.acc_grads, updates)
         new_updates, inner = inner_tx.update(before, state.inner_opt_state, params, **extra_args)
         waiting = jax.tree.map(lambda a, g: g[None].astype(a.dtype), state.acc_grads, updates)

@@ -1,4 +1,4 @@
-"""Gradients that were averaged before the sparse allreduce are found where no type tells."""
+"""Gradients that are the same on all workers are found by their bits, where nothing else tells."""
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +37,10 @@ def local_step(averages):
     tx = transformation()
 
     def step(params, batch):
-        gradients = jax.grad(loss_fn)(params, batch)
         if averages:
-            gradients = jax.lax.pmean(gradients, "w")
+            # Of one batch; of the parameters nothing here says that all have the same.
+            batch = jax.lax.pmean(batch, "w")
+        gradients = jax.grad(loss_fn)(params, batch)
         return tx.update(gradients, tx.init(params), params)[0]
 
     return step

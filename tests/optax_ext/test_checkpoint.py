@@ -90,7 +90,7 @@ def test_the_step_refuses_another_number_of_workers():
     tx = transformation()
     state = optax_ext.init_state(tx, PARAMS, mesh())
     step = optax_ext.make_train_step(loss_fn, tx, mesh(4))
-    with pytest.raises(ValueError, match="has 2 rows inside the mapped function"):
+    with pytest.raises(ValueError, match="made for 8 workers, and axis 'data' has 4.*reshard"):
         step(PARAMS, state, batches(1)[0])
 
 

@@ -195,7 +195,11 @@ def test_consolidate_with_parts_and_with_a_mapped_axis():
         {"a": "sparse", "b": "other", "c": "none"},
     )
     params = {**PARAMS, "c": jnp.ones(3)}
-    state = jax.tree.map(jnp.ones_like, optax_ext.init_state(tx, params, {"w": 2}))
+    state = jax.tree.map(
+        lambda node: node._replace(residual=jnp.ones_like(node.residual)),
+        optax_ext.init_state(tx, params, {"w": 2}),
+        is_leaf=lambda node: isinstance(node, optax_ext.SparseAllreduceState),
+    )
     gradient, state = optax_ext.consolidate(state, params)
     for name, value in (("a", 1), ("b", 1), ("c", 0)):
         np.testing.assert_array_equal(gradient[name], np.full(params[name].shape, value))

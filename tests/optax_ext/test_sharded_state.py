@@ -153,10 +153,14 @@ def test_what_waits_is_flushed_into_sharded_parameters():
     tx = OPTIMIZERS["sparse_adamw"]()
     state = after_steps(tx, (2, 4))
     params = shards.placed(shards.params_of(), shards.mesh_of((2, 4)))
-    new, empty = optax_ext.flush(params, state)
-    for leaf, value in waiting(state).items():
-        np.testing.assert_allclose(new[leaf], np.asarray(params[leaf]) + value / 2, atol=1e-6)
-    assert not np.asarray(empty.residual).any()
+    new, rest = optax_ext.flush(params, state)
+    before, after = waiting(state), waiting(rest)
+    for leaf, value in before.items():
+        applied = np.clip(value / 2, -state.limit, state.limit)
+        np.testing.assert_allclose(new[leaf], np.asarray(params[leaf]) + applied, atol=1e-6)
+        np.testing.assert_allclose(2 * applied + after[leaf], value, atol=1e-6)
+    assert np.count_nonzero(rest.residual) < np.count_nonzero(state.residual)
+    assert rest.residual.sharding == state.residual.sharding
 
 
 def _wait(results):

@@ -324,6 +324,75 @@ def test_flush_applies_all_that_waits():
     assert (np.asarray(optax_ext.get_state(state).residual) == 0).all()
 
 
+@pytest.mark.parametrize("rate", ["constant", "falling"])
+@pytest.mark.parametrize("kept", ["float32", "bfloat16", "hierarchical"])
+def test_flush_is_a_step_within_the_limit(kept, rate):
+    """No entry moves further than in the largest step, and what is beyond is kept."""
+    axis, on, options = "data", mesh(), {}
+    if kept == "bfloat16":
+        options["residual"] = optax_ext.residual(jnp.bfloat16, step_ahead="auto")
+    elif kept == "hierarchical":
+        axis, on = ("node", "data"), mesh((2, 2), ("node", "data"))
+        options["exchange"] = sc.allreduce.hierarchical(
+            inner_axis="data", outer=sc.allreduce.topk_a()
+        )
+    schedule = 0.01 if rate == "constant" else optax.linear_schedule(0.01, 0.0, STEPS)
+    tx = optax_ext.sparse_adamw(schedule, density=0.05, axis=axis, weight_decay=0.0, **options)
+    params = params_at_start()
+    state = optax_ext.init_state(tx, params, on)
+    assert float(state.limit) == 0
+    state = state._replace(residual=jnp.ones_like(state.residual) * 7)
+    untouched, same = optax_ext.flush(params, state)
+    np.testing.assert_array_equal(flat(untouched), flat(params))
+    assert (np.asarray(same.residual) != 0).any()
+
+    params, state = trained(tx, on=on)[-1]
+    limit = 2 * np.float32(0.01)
+    np.testing.assert_allclose(state.limit, limit, rtol=1e-6)
+    before, _ = optax_ext.consolidate(state, params)
+    flushed, rest = optax_ext.flush(params, state)
+    after, _ = optax_ext.consolidate(rest, params)
+    assert np.abs(flat(before)).max() > limit
+    applied = np.clip(flat(before), -limit, limit)
+    np.testing.assert_allclose(flat(flushed), flat(params) + applied, rtol=1e-5, atol=1e-6)
+    tolerance = 2**-8 if kept == "bfloat16" else 1e-6  # Of a residual that is rounded.
+    expected = flat(before) - applied
+    np.testing.assert_allclose(flat(after), expected, rtol=tolerance, atol=1e-6)
+    # What was wholly applied is gone from every worker.
+    assert (np.asarray(flat(after))[np.abs(flat(before)) < 0.99 * limit] == 0).all()
+    assert rest.residual.sharding == state.residual.sharding
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("density", [0.05, 0.01])
+def test_flush_at_a_constant_rate_hurts_no_loss(density):
+    """All that waits at once would: so the case is one that can tell."""
+    from flax import nnx
+
+    from benchmarks.training import _data, flush_cost
+
+    data = _data.read_images(None)
+    images, labels = data.train_images.reshape(len(data.train_images), -1), data.train_labels
+    graph, params = nnx.split(flush_cost.perceptron(images.shape[1], data.classes, 0))
+
+    def loss(params, batch):
+        logits = nnx.merge(graph, params)(batch[0])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
+
+    tx, on = optax_ext.sparse_adamw(1e-3, density, axis="data"), mesh((8,))
+    state = optax_ext.init_state(tx, params, on)
+    step = optax_ext.make_train_step(loss, tx, on)
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        chosen = rng.integers(0, len(images), 128)
+        params, state, _ = step(params, state, (images[chosen], labels[chosen]))
+    of_all, _ = optax_ext.consolidate(state, params)
+    at_once = optax.apply_updates(params, of_all)
+    flushed, _ = optax_ext.flush(params, state)
+    before, after, whole = (float(loss(p, (images, labels))) for p in (params, flushed, at_once))
+    assert after < before < 0.75 * whole
+
+
 def test_flush_refuses_gradients():
     tx = optax.chain(optax_ext.ok_topk(0.1, axis="data"), optax.sgd(0.1))
     params, state = trained(tx, steps=1)[-1]

@@ -1,0 +1,290 @@
+"""A residual counts for the worker that made it: copies of it are left out, and told where one can.
+
+``flax.jax_utils.unreplicate`` and ``replicate`` around a checkpoint, as pmap trainers write them,
+and a spec without the axis, give all workers what one of them had.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import optax_ext
+import sparse_collectives as sc
+from tests.optax_ext import shards
+
+WORKERS, SIZE, STEPS = 4, 60, 3
+NODES = ("node", "device")
+MINUS = optax.scale(-1.0)
+
+
+def topk_a(**options):
+    return optax_ext.sparse_allreduce(
+        sc.select.topk(density=0.1), sc.allreduce.topk_a(), axis="w", **options
+    )
+
+
+TRANSFORMATIONS = {
+    "ok_topk": lambda: optax_ext.ok_topk(0.1, axis="w"),
+    "sparse_adamw": lambda: optax_ext.sparse_adamw(0.1, 0.1, axis="w", weight_decay=0.0),
+    "momentum correction": lambda: topk_a(correction=optax_ext.momentum_correction(0.9)),
+    "dense leaves": lambda: topk_a(
+        correction=optax_ext.momentum_correction(0.9), dense_leaves={"a": "sparse", "b": "dense"}
+    ),
+    "bfloat16": lambda: topk_a(residual=optax_ext.residual(jnp.bfloat16, decay=0.9)),
+    "drop": lambda: topk_a(nonfinite="drop"),
+    "a dense step": lambda: topk_a(dense_steps=lambda step: step >= STEPS),
+    "powersgd": lambda: optax_ext.powersgd(1, axis="w"),
+    "bucketed": lambda: optax_ext.bucketed(topk_a(), 2),
+    "behind it": lambda: optax.chain(topk_a(), optax.adam(0.1)),
+    "multi_steps": lambda: optax_ext.multi_steps(topk_a(), 1),
+    "delayed": lambda: optax_ext.delayed(topk_a()),
+    "hierarchical": lambda: optax_ext.sparse_allreduce(
+        sc.select.topk(density=0.1),
+        sc.allreduce.hierarchical(inner_axis="device", outer=sc.allreduce.topk_a()),
+        axis=NODES,
+    ),
+}
+PARAMS = {"a": jnp.ones((6, 6)), "b": jnp.ones((SIZE - 36,))}
+
+
+def gradients(seed, shape=(WORKERS,)):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda x: jnp.asarray(rng.standard_normal((*shape, *x.shape)), jnp.float32), PARAMS
+    )
+
+
+def is_state(node):
+    return isinstance(node, optax_ext.SparseAllreduceState)
+
+
+def edited(state, function):
+    return jax.tree.map(lambda n: function(n) if is_state(n) else n, state, is_leaf=is_state)
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_a_copy_is_left_out(name):
+    """A step from copies of worker 0's residual is one of worker 0's alone."""
+    tx = TRANSFORMATIONS[name]()
+    nested = name == "hierarchical"
+    shape = (2, 2) if nested else (WORKERS,)
+    mapped = {"axis": NODES if nested else "w", "axis_size": shape if nested else WORKERS}
+    lead = len(shape)
+    init = sc.simulate(lambda g: tx.init(PARAMS), **mapped)
+    update = sc.simulate(lambda g, s: tx.update(g, s, PARAMS), **mapped)
+    state = init(gradients(0, shape))
+    for seed in range(STEPS):
+        _, state = update(gradients(seed, shape), state)
+    first = (0,) * lead
+
+    def copy(x):
+        return jnp.broadcast_to(x[first], x.shape)
+
+    def zeroed(x):
+        return jnp.zeros_like(x).at[first].set(x[first])
+
+    def alone(node):
+        kept = ("residual", "velocity", "dense_velocity")
+        return node._replace(**{n: jax.tree.map(zeroed, getattr(node, n)) for n in kept})
+
+    copied = edited(state, lambda node: jax.tree.map(copy, node))
+    own = edited(copied, alone)
+    own = edited(own, lambda node: node._replace(owner=marks(shape)))
+    assert any(np.any(node.residual[first]) for node in states_of(state))
+    given = gradients(STEPS, shape)
+    updates, after = update(given, copied)
+    expected, wanted = update(given, own)
+    for got, want in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(got, want)
+    for got, want in zip(states_of(after), states_of(wanted), strict=True):
+        for field in ("residual", "velocity", "dense_velocity"):
+            jax.tree.map(np.testing.assert_array_equal, getattr(got, field), getattr(want, field))
+        index = np.arange(WORKERS)
+        told = np.where(index == 0, 0, -1 - index)
+        np.testing.assert_array_equal(np.ravel(got.owner), told)
+    # It is this worker's from now on.
+    _, later = update(given, after)
+    for node in states_of(later):
+        np.testing.assert_array_equal(np.ravel(node.owner), told)
+
+
+def marks(shape):
+    return jnp.arange(int(np.prod(shape)), dtype=jnp.int32).reshape(*shape, 1)
+
+
+def states_of(state):
+    return [n for n in jax.tree.leaves(state, is_leaf=is_state) if is_state(n)]
+
+
+def mesh(workers=WORKERS):
+    return jax.make_mesh(
+        (workers,), ("w",), axis_types=(AxisType.Auto,), devices=jax.devices()[:workers]
+    )
+
+
+def loss_fn(params, batch):
+    where = jnp.concatenate([jnp.ravel(x) for x in jax.tree.leaves(params)])
+    return jnp.mean((where[None] - batch) ** 2)
+
+
+def batch(seed=0):
+    return np.random.default_rng(seed).standard_normal((2 * WORKERS, SIZE)).astype(np.float32)
+
+
+def local_step(tx):
+    def step(params, state, batch):
+        gradient = jax.grad(loss_fn)(optax_ext.ahead(params, state), batch)
+        updates, state = tx.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def in_pmap(tx, steps=STEPS):
+    """A step, and parameters and state after some, with the axes that pmap gives them."""
+    options = {"axis_name": "w", "devices": jax.devices()[:WORKERS]}
+    index = np.arange(WORKERS)
+    state = jax.pmap(lambda _: tx.init(PARAMS), **options)(index)
+    params = jax.tree.map(lambda x: np.stack([x] * WORKERS), PARAMS)
+    step = jax.pmap(local_step(tx), **options)
+    for seed in range(steps):
+        params, state = step(params, state, batch(seed).reshape(WORKERS, 2, SIZE))
+    return step, params, state
+
+
+def unreplicate(tree):
+    return jax.tree.map(lambda x: np.asarray(x)[0], tree)
+
+
+def replicate(tree):
+    return jax.tree.map(lambda x: np.stack([x] * WORKERS), tree)
+
+
+def test_a_pmap_trainer_that_unreplicates_its_checkpoint():
+    tx = optax_ext.sparse_adamw(0.01, 0.1, axis="w", weight_decay=0.0)
+    step, params, state = in_pmap(tx)
+    metadata = optax_ext.checkpoint_metadata(state)
+    assert metadata["workers"] == WORKERS
+    saved = unreplicate(state)
+    with pytest.raises(ValueError, match=r"residual of 1 of 4 workers, as .*unreplicate"):
+        optax_ext.checkpoint_metadata(saved)
+    for damaged in (saved, replicate(saved)):
+        with pytest.raises(ValueError, match=r"residual of 1 of 4|one axis more"):
+            optax_ext.flush(unreplicate(params), damaged)
+    with pytest.raises(ValueError, match=r"another worker on 3 of 4 workers \(1, 2, 3\)"):
+        optax_ext.checkpoint_metadata(replicate(saved))
+    _, after = step(params, replicate(saved), batch().reshape(WORKERS, 2, SIZE))
+    np.testing.assert_array_equal(np.ravel(after.owner), [0, -2, -3, -4])
+    # The whole state is right whatever it is kept in meanwhile.
+    _, whole = step(params, jax.tree.map(np.asarray, state), batch().reshape(WORKERS, 2, SIZE))
+    np.testing.assert_array_equal(np.ravel(whole.owner), np.arange(WORKERS))
+
+
+def test_the_state_of_pmap_as_that_of_a_mesh():
+    """The two lines of docs/checkpoints.md."""
+    tx = optax.chain(optax_ext.ok_topk(0.1, axis="w"), optax.adam(0.1))
+    _, params, state = in_pmap(tx)
+    specs = optax_ext.state_specs(unreplicate(state))
+    of_mesh = jax.tree.map(
+        lambda s, x: x.reshape(-1, *x.shape[2:]) if len(s) else x[0], specs, state
+    )
+    fresh = optax_ext.init_state(tx, PARAMS, mesh())
+    assert jax.tree.structure(of_mesh) == jax.tree.structure(fresh)
+    assert jax.tree.map(jnp.shape, of_mesh) == jax.tree.map(jnp.shape, fresh)
+    moved = optax_ext.reshard(of_mesh, fresh)
+    np.testing.assert_array_equal(moved[0].residual, np.asarray(state[0].residual)[:, 0])
+    assert moved[0].residual.any()
+
+
+def test_what_has_somebody_to_tell_refuses_copies():
+    tx = topk_a(local=MINUS, residual=optax_ext.residual(step_ahead=0.25))
+    on = mesh()
+    state = optax_ext.init_state(tx, PARAMS, on)
+    step = optax_ext.make_train_step(loss_fn, tx, on, donate=False)
+    _, state, _ = step(PARAMS, state, batch())
+    rows = [jnp.stack([x[0]] * WORKERS) for x in (state.residual, state.owner)]
+    copied = state._replace(residual=rows[0], owner=rows[1])
+    message = r"opt_state has the residual of another worker on 3 of 4 .*reshard\(opt_state"
+    for refuses in (
+        lambda: optax_ext.make_train_step(loss_fn, tx, on)(PARAMS, copied, batch()),
+        lambda: optax_ext.flush(PARAMS, copied),
+        lambda: optax_ext.consolidate(copied, PARAMS),
+        lambda: optax_ext.checkpoint_metadata(copied),
+    ):
+        with pytest.raises(ValueError, match=message):
+            refuses()
+    # The way out that it names.
+    for workers in (WORKERS, 2):
+        again = optax_ext.reshard(copied, optax_ext.init_state(tx, PARAMS, mesh(workers)))
+        np.testing.assert_array_equal(again.residual.sum(0), state.residual[0])
+        optax_ext.checkpoint_metadata(again)
+
+
+def test_monitoring_says_it_once():
+    tx = optax_ext.topk_a(0.1, axis="w")
+    state = optax_ext.init_state(tx, PARAMS, {"w": WORKERS})
+    written = []
+    monitor = optax_ext.Monitor(lambda step, values: written.append(values["sparse/copied"]))
+    monitor(state)
+    damaged = state._replace(owner=jnp.asarray([0, 1, -3, -4], jnp.int32))
+    with pytest.warns(UserWarning, match="2 workers were given the residual of another"):
+        monitor(damaged)
+    monitor(damaged)
+    assert written == [0.0, 2.0, 2.0]
+
+
+def test_of_sharded_parameters_each_worker_has_one_mark():
+    tx = optax_ext.sparse_adamw(0.1, 0.1, axis="data")
+    params = shards.placed(shards.params_of(), shards.mesh_of((2, 4)))
+    on = shards.mesh_of((2, 4))
+    state = optax_ext.init_state(tx, params, on)
+    np.testing.assert_array_equal(state.owner, [0, 1])
+    full = state._replace(residual=jnp.ones_like(state.residual))
+    copied = full._replace(owner=jnp.zeros_like(full.owner))
+    fresh = optax_ext.init_state(tx, params, on)
+    total = optax_ext.consolidate(optax_ext.reshard(copied, fresh), params)[0]
+    expected = jax.tree.map(lambda x: np.full(x.shape, 0.5), params)
+    jax.tree.map(np.testing.assert_array_equal, total, expected)
+
+
+def test_a_spec_without_the_axis_loses_others_but_copies_nothing():
+    """``out_specs=P()`` under ``check_vma=False`` says that worker 0's state is that of all."""
+    tx = optax_ext.topk_a(0.1, axis="w")
+    state = optax_ext.init_state(tx, PARAMS, mesh())
+
+    def run(spec, state):
+        step = jax.shard_map(
+            local_step(tx),
+            mesh=mesh(),
+            in_specs=(P(), spec, P("w")),
+            out_specs=(P(), P()),
+            check_vma=False,
+        )
+        return jax.jit(step)(PARAMS, state, batch())[1]
+
+    state = run(optax_ext.state_specs(state), state)
+    with pytest.raises(ValueError, match="residual of 1 of 4 workers"):
+        optax_ext.checkpoint_metadata(state)
+    # As a checkpoint has it: of what is typed as replicated it holds one device's.
+    state = jax.tree.map(np.asarray, state)
+    after = jax.shard_map(
+        local_step(tx),
+        mesh=mesh(),
+        in_specs=(P(), P(), P("w")),
+        out_specs=(P(), optax_ext.state_specs(state)),
+        check_vma=False,
+    )
+    marked = jax.jit(after)(PARAMS, state, batch())[1]
+    np.testing.assert_array_equal(np.ravel(marked.owner), [0, -2, -3, -4])
+
+
+def test_a_state_for_other_workers_is_an_error_in_every_loop():
+    tx = optax_ext.topk_a(0.1, axis="w")
+    one = optax_ext.init_state(tx, PARAMS, {"w": 1})
+    step = sc.simulate(lambda g, s: tx.update(g, s), axis="w", axis_size=WORKERS, in_axes=(0, None))
+    with pytest.raises(ValueError, match=r"made for 1 workers, and axis 'w' has 4\. .*reshard"):
+        step(gradients(0), one)
