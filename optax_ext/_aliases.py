@@ -8,6 +8,7 @@ from typing import Any, TypedDict, Unpack, cast
 
 import optax
 
+from optax_ext._optimizers._arguments import rate_alone
 from optax_ext._selection import selection
 from optax_ext._step._contract import DenseSteps
 from optax_ext._step._momentum_correction import MomentumCorrection, momentum_correction
@@ -98,10 +99,11 @@ def ok_topk(
     )
 
 
+@rate_alone
 def ok_topk_sgd(
     learning_rate: optax.ScalarOrSchedule,
-    density: float,
     *,
+    density: float,
     axis: AxisName,
     selector: Selector | None = None,
     nonfinite: str = "skip",

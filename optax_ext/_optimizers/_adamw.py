@@ -5,6 +5,7 @@ from typing import Any
 import optax
 
 from optax_ext._optimizers import _parts
+from optax_ext._optimizers._arguments import rate_alone
 from optax_ext._step._contract import DenseSteps
 from optax_ext._step._residual import Residual
 from optax_ext._transforms._local_adam import scale_by_local_adam
@@ -12,10 +13,11 @@ from sparse_collectives import Selector, SparseAllreduce
 from sparse_collectives.extend import AxisName
 
 
+@rate_alone
 def sparse_adamw(
     learning_rate: optax.ScalarOrSchedule,
-    density: float = 0.05,
     *,
+    density: float = 0.05,
     axis: AxisName,
     b2: float = 0.999,
     eps: float = 1e-8,
@@ -80,6 +82,7 @@ def sparse_adamw(
 
     Raises:
       ValueError: an argument out of its range; at ``update``, weight decay without ``params``.
+      TypeError: ``b1=``, or anything besides the rate without its name.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_ext

@@ -5,6 +5,7 @@ from typing import Any
 import optax
 
 from optax_ext._optimizers import _parts
+from optax_ext._optimizers._arguments import rate_alone
 from optax_ext._step._contract import DenseSteps
 from optax_ext._step._momentum_correction import MomentumCorrection
 from optax_ext._step._residual import Residual
@@ -12,10 +13,11 @@ from sparse_collectives import Selector, SparseAllreduce
 from sparse_collectives.extend import AxisName
 
 
+@rate_alone
 def sparse_sgd(
     learning_rate: optax.ScalarOrSchedule,
-    density: float = 0.05,
     *,
+    density: float = 0.05,
     axis: AxisName,
     weight_decay: float = 0.0,
     mask: Any = None,
@@ -62,6 +64,7 @@ def sparse_sgd(
 
     Raises:
       ValueError: an argument out of its range; at ``update``, weight decay without ``params``.
+      TypeError: ``momentum=``, or anything besides the rate without its name.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_ext

@@ -154,8 +154,8 @@ def test_bad_limits_are_errors_that_say_what_to_write():
 def test_the_default_limit_is_a_tenth_of_the_wait(density, rates):
     """What a worker has of an entry in the residual comes in steps of so many rates."""
     rate, size = 0.125, 40
-    tx = optax_ext.sparse_adamw(rate, density, axis="w", weight_decay=0.0)
-    waiting = optax_ext.sparse_adamw(rate, density, axis="w", weight_decay=0.0, limit=1e6)
+    tx = optax_ext.sparse_adamw(rate, density=density, axis="w", weight_decay=0.0)
+    waiting = optax_ext.sparse_adamw(rate, density=density, axis="w", weight_decay=0.0, limit=1e6)
 
     def moved(tx):
         def worker():

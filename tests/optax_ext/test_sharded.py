@@ -127,7 +127,7 @@ def test_a_step_is_skipped_by_all_devices_or_by_none():
 
 def test_a_worker_looks_ahead_with_all_of_its_devices():
     mesh = shards.mesh_of((2, 4))
-    tx = optax_ext.sparse_adamw(0.1, 0.1, axis="data", weight_decay=0.0)
+    tx = optax_ext.sparse_adamw(0.1, density=0.1, axis="data", weight_decay=0.0)
     _, state = shards.run(tx, mesh, shards.gradients_of(2, steps=2), manual=False)
     params = shards.placed(shards.params_of(), mesh)
 
@@ -226,8 +226,8 @@ def test_at_density_one_it_trains_like_the_dense_one_and_stays_where_it_was(spec
 @pytest.mark.parametrize(
     "tx",
     [
-        optax_ext.sparse_adamw(0.05, 0.2, axis="data"),
-        optax_ext.sparse_sgd(0.2, 0.2, axis="data"),
+        optax_ext.sparse_adamw(0.05, density=0.2, axis="data"),
+        optax_ext.sparse_sgd(0.2, density=0.2, axis="data"),
         optax.chain(optax_ext.bucketed(optax_ext.topk_a(0.2, axis="data"), 2), optax.adam(0.05)),
         optax_ext.multi_steps(optax.chain(optax_ext.topk_a(0.2, axis="data"), optax.adam(0.1)), 2),
         optax.chain(optax_ext.powersgd(rank=1, axis="data"), optax.adam(0.05)),

@@ -15,7 +15,7 @@ from tests.optax_ext import shards
 
 OPTIMIZERS = {
     "ok_topk, adam": lambda: optax.chain(optax_ext.ok_topk(0.1, axis="data"), optax.adam(0.1)),
-    "sparse_adamw": lambda: optax_ext.sparse_adamw(0.1, 0.1, axis="data"),
+    "sparse_adamw": lambda: optax_ext.sparse_adamw(0.1, density=0.1, axis="data"),
     "momentum, dense leaves": lambda: optax_ext.topk_a(
         0.1,
         axis="data",

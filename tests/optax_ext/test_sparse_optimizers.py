@@ -110,7 +110,9 @@ def test_the_flat_buffers_of_adamw_get_what_the_leaves_would(labels, nonfinite):
     given = targets()
     given[2, 1, [7, 100]] = np.nan
     options = {"axis": "data", "nonfinite": nonfinite, "dense_leaves": labels}
-    whole = optax_ext.sparse_adamw(0.05, 0.2, weight_decay=0.0, gain=1.0, eps=EPS, **options)
+    whole = optax_ext.sparse_adamw(
+        0.05, density=0.2, weight_decay=0.0, gain=1.0, eps=EPS, **options
+    )
     tree = optax_ext.sparse_allreduce(
         sc.select.topk(density=0.2),
         sc.allreduce.agreed(bits="few"),
