@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import optax
 
 from optax_ext._optimizers import _parts
@@ -17,11 +18,11 @@ from sparse_collectives.extend import AxisName
 def sparse_adamw(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    density: float = 0.05,
+    density: float | None = None,
     axis: AxisName,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 1e-4,
+    b2: float | jax.Array = 0.999,
+    eps: float | jax.Array = 1e-8,
+    weight_decay: float | jax.Array = 1e-4,
     mask: Any = None,
     gain: float | None = None,
     limit: float | str | None = _parts.AUTO,
@@ -29,7 +30,7 @@ def sparse_adamw(
     exchange: SparseAllreduce | None = None,
     residual: Residual | None = None,
     nonfinite: str = "skip",
-    dense_steps: DenseSteps = 0,
+    dense_steps: DenseSteps | None = None,
     dense_leaves: Any = None,
 ) -> optax.GradientTransformation:
     r"""AdamW whose workers exchange a few entries at each step.
@@ -53,9 +54,13 @@ def sparse_adamw(
 
     There is no first moment: the wait in the residuals averages gradients already.
 
+    In ``optax.inject_hyperparams`` the rate, b2, eps, weight_decay, gain and limit may change from
+    step to step; ``density`` and ``dense_steps``, where they are given, and functions (``mask``,
+    ``dense_leaves``) belong into its ``static_args=``.
+
     Args:
       learning_rate: a number or a schedule. Begin with the rate of the dense AdamW.
-      density: k / n, the share of the parameters that move at a step, in (0, 1].
+      density: k / n, the share of the parameters that move at a step, in (0, 1]. None: 0.05.
       axis: the mesh axis (or a tuple of them) of the data-parallel workers.
       b2: decay of the second moments.
       eps: as in Adam.
@@ -72,7 +77,7 @@ def sparse_adamw(
       residual: dtype, decay and step-ahead, by default float32 and ``step_ahead="auto"``.
       nonfinite: see :func:`sparse_allreduce`.
       dense_steps: how many steps to begin with are dense, or which: see
-        :func:`sparse_allreduce`.
+        :func:`sparse_allreduce`. None: none.
       dense_leaves: which leaves are exchanged densely.
 
     Returns:
@@ -95,6 +100,7 @@ def sparse_adamw(
       >>> [round(float(x), 3) for x in params["w"]]
       [0.9, -2.0]
     """
+    density = _parts.DENSITY if density is None else density
     rate = _parts.in_front(learning_rate, gain, axis)
     return _parts.whole(
         optax.chain(scale_by_local_adam(b2, eps), rate),

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import optax
 
 from optax_ext._optimizers import _parts
@@ -17,16 +18,16 @@ from sparse_collectives.extend import AxisName
 def sparse_sgd(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    density: float = 0.05,
+    density: float | None = None,
     axis: AxisName,
-    weight_decay: float = 0.0,
+    weight_decay: float | jax.Array = 0.0,
     mask: Any = None,
     selector: Selector | None = None,
     exchange: SparseAllreduce | None = None,
     correction: MomentumCorrection | None = None,
     residual: Residual | None = None,
     nonfinite: str = "skip",
-    dense_steps: DenseSteps = 0,
+    dense_steps: DenseSteps | None = None,
     dense_leaves: Any = None,
 ) -> optax.GradientTransformation:
     r"""SGD whose workers exchange a few entries at each step.
@@ -55,8 +56,7 @@ def sparse_sgd(
       correction: momentum before the accumulation, from :func:`momentum_correction`.
       residual: how it is kept.
       nonfinite: what to do with what is not finite.
-      dense_steps: how many steps to begin with are dense, or which: see
-        :func:`sparse_allreduce`.
+      dense_steps: how many steps to begin with are dense, or which.
       dense_leaves: which leaves are exchanged densely.
 
     Returns:
@@ -80,7 +80,7 @@ def sparse_sgd(
     return _parts.whole(
         _parts.in_front(learning_rate, 1.0, axis),
         learning_rate,
-        density,
+        _parts.DENSITY if density is None else density,
         axis=axis,
         weight_decay=weight_decay,
         mask=mask,

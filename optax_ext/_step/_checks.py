@@ -94,6 +94,15 @@ def check_positive_limit(limit: Any, *, auto: bool = False) -> None:
         raise ValueError(f"limit must be {kinds} or None, got {limit!r}.")
 
 
+def check_hyperparameter(name: str, value: Any, low: float, high: float) -> float | jax.Array:
+    """A number in [low, high], or one of ``optax.inject_hyperparams``, which only a step knows."""
+    if not isinstance(value, jax.Array):
+        return extend.check_number(name, value, low, high)
+    if value.shape:
+        raise ValueError(f"{name} must be a number or a scalar, got an array of {value.shape}.")
+    return value.astype(jnp.float32)
+
+
 def whether_dense(answer: Any) -> jax.Array:
     """What a function ``dense_steps`` returned, as ``bool[]``."""
     given = jnp.asarray(answer) if isinstance(answer, (bool, np.bool_, jax.Array)) else None
