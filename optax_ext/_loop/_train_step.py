@@ -11,7 +11,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
-from optax_ext._loop import _in_flight, _places
+from optax_ext._loop import _in_flight, _places, _shared
 from optax_ext._loop._ahead import ahead
 from optax_ext._state import _find, _init, _placement
 from optax_ext._step import _checks
@@ -52,7 +52,9 @@ def make_train_step(
       check_vma: as in ``jax.shard_map``. It proves at trace time that the new
         parameters are the same on every worker.
       donate: whether params and opt_state are donated: updated in place, and not
-        to be used again by the caller.
+        to be used again by the caller. An array that is given twice is copied first: tied weights
+        that are two leaves become two weights, as with any optimizer of optax. (Weights stay tied
+        where the parameters have them once, and the loss uses them twice.)
       steps_in_flight: how many steps may be waiting to be computed when a call returns; a
         call waits for older ones. None: 2 on CPU, and as many as JAX allows elsewhere. On
         CPU, XLA ends the process when the devices of a collective do not all reach it within
@@ -131,27 +133,38 @@ def make_train_step(
         return (*places.constrain(results[:2]), *results[2:])
 
     jitted = jax.jit(step, static_argnames="places", donate_argnums=(0, 1) if donate else ())
-    return TrainStep(jitted, mesh, in_flight, batch_spec)
+    return TrainStep(jitted, mesh, in_flight, batch_spec, donates=donate)
 
 
 class TrainStep:
     """A jitted training step; see :func:`make_train_step`."""
 
     def __init__(
-        self, step: Any, mesh: Mesh, in_flight: int | None, batch_spec: PartitionSpec | None
+        self,
+        step: Any,
+        mesh: Mesh,
+        in_flight: int | None,
+        batch_spec: PartitionSpec | None,
+        *,
+        donates: bool,
     ):
         self._step = step
         self._mesh = mesh
         self._batch_spec = batch_spec
         self._queue = _in_flight.Queue(in_flight)
+        self._unshared = _shared.Unshared() if donates else None
         self._places: dict[Any, _places.Places] = {}
 
     def __call__(self, params: Any, opt_state: Any, batch: Any) -> tuple[Any, ...]:
         """``(params, opt_state, loss)``, or with aux a fourth."""
-        _check_not_donated(params=params, opt_state=opt_state)
+        _check_not_donated(params=params, opt_state=opt_state, batch=batch)
         _check_global(batch, self._mesh, opt_state)
         params, opt_state, batch, places = self._placed(params, opt_state, batch)
+        if self._unshared is not None:
+            (params, opt_state), batch = self._unshared((params, opt_state), batch)
         results = self._step(params, opt_state, batch, places=places)
+        if self._unshared is not None:
+            self._unshared.returned(*results[:2])
         # The loss is new at each step, and nobody donates it.
         self._queue.add(results[2])
         return results
