@@ -108,10 +108,13 @@ def check_float(name: str, dtype: Any, *, float64: bool = False) -> None:
             "optax.masked, or cast them to float32."
         )
     if dtype.itemsize not in ((2, 4, 8) if float64 else (2, 4)):
+        wider = (
+            " (Only the allreduces of SparCML and topk_a, ring_sparse and dense sum float64, of "
+            "pairs from PaddedCOO.from_pairs.)"
+        )
         raise TypeError(
             f"{name} must be float32, bfloat16 or float16, got {dtype}: values travel in 32-bit "
-            "words. Cast it to float32. (Only the allreduces of SparCML and topk_a, ring_sparse "
-            "and dense sum float64, of pairs from PaddedCOO.from_pairs.)"
+            f"words. Cast it to float32.{wider if name.startswith('coo') else ''}"
         )
 
 

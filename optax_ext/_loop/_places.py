@@ -96,6 +96,11 @@ class Places:
         leaves = zip(jax.tree.leaves(params), self._params, strict=True)
         return all(_is_at(leaf, place) for leaf, place in leaves)
 
+    def holds_state(self, opt_state: Any) -> bool:
+        """Whether the state is where it was."""
+        leaves = zip(jax.tree.leaves(opt_state), self._states, strict=True)
+        return all(getattr(leaf, "sharding", None) == place for leaf, place in leaves)
+
     def put(self, params: Any) -> Any:
         """The parameters where they belong."""
         return _put(params, self._params)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from optax_ext._loop import _in_flight, _places, _shared
 from optax_ext._loop._ahead import ahead
-from optax_ext._state import _find, _init, _placement
+from optax_ext._state import _calls, _find, _init, _placement
 from optax_ext._step import _checks
 from sparse_collectives import extend, transport
 from sparse_collectives.extend import AxisName
@@ -70,8 +70,8 @@ def make_train_step(
       that loss is lower than on data held out.
 
     Raises:
-      TypeError: at the first call of a shape, a loss that is no scalar, or with ``has_aux`` no
-        pair.
+      TypeError: arguments of another kind; at the first call of a shape, a loss that is no scalar,
+        or with ``has_aux`` no pair.
       ValueError: fewer than one step in flight; arrays that an earlier step has taken over; at
         the first call of a shape, a loss that is a mean over the workers already, an axis that
         the mesh does not have, a batch whose leading dimension P does not divide, or a ``tx``
@@ -90,6 +90,10 @@ def make_train_step(
       >>> float(loss), params["w"].tolist()
       (2.5, [1.0, -1.7999999523162842])
     """
+    call = "optax_ext.make_train_step(loss_fn, tx, mesh)"
+    _calls.check_transformation(call, tx, mesh)
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be a function of (params, batch), got {loss_fn!r}.")
     tx = optax.with_extra_args_support(tx)
     in_flight = _in_flight.limit(steps_in_flight, mesh)
     mesh = _placement.with_auto_axes(mesh)
@@ -155,8 +159,19 @@ class TrainStep:
         self._unshared = _shared.Unshared() if donates else None
         self._places: dict[Any, _places.Places] = {}
 
-    def __call__(self, params: Any, opt_state: Any, batch: Any) -> tuple[Any, ...]:
-        """``(params, opt_state, loss)``, or with aux a fourth."""
+    def __call__(self, params: Any, opt_state: Any, batch: Any, *more: Any) -> tuple[Any, ...]:
+        """``(params, opt_state, loss)``, or with aux a fourth.
+
+        Raises:
+          TypeError: a batch of several arguments: it is one pytree.
+        """
+        if more:
+            names = ", ".join("xyzuvw"[: len(more) + 1])
+            raise TypeError(
+                f"step takes one batch, which may be any pytree, got {len(more) + 1} arguments. "
+                f"Write step(params, opt_state, ({names})), and loss_fn(params, batch) with "
+                f"{names} = batch."
+            )
         _check_not_donated(params=params, opt_state=opt_state, batch=batch)
         _check_global(batch, self._mesh, opt_state)
         params, opt_state, batch, places = self._placed(params, opt_state, batch)
@@ -185,10 +200,14 @@ class TrainStep:
         structure = jax.tree.structure((params, opt_state))
         places = self._places.get(structure)
         if places is None or not places.holds(params):
+            _calls.check_order("step(params, opt_state, batch)", params, opt_state)
             _axis_on(self._mesh, opt_state)
             places = _places.of(params, opt_state, self._mesh, self._batch_spec)
             self._places[structure] = places
-        params, opt_state = places.put(params), places.put_state(opt_state)
+        if not places.holds_state(opt_state):
+            _calls.check_workers(opt_state, self._mesh)
+            opt_state = places.put_state(opt_state)
+        params = places.put(params)
         return params, opt_state, places.put_batch(batch), places if places.sharded else None
 
 
@@ -237,10 +256,29 @@ def _check_global(batch: Any, mesh: Mesh, opt_state: Any) -> None:
 
 def _check_batch(batch: Any, workers: int, axis: AxisName) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
-        shape = jax.numpy.shape(leaf)
-        if not shape or shape[0] % workers:
+        name, shape = f"batch{jax.tree_util.keystr(path)}", jax.numpy.shape(leaf)
+        if _is_key(leaf, workers):
             raise ValueError(
-                f"batch{jax.tree_util.keystr(path)} has shape {shape}: its leading dimension must "
-                f"be a multiple of the {workers} workers of axis {axis!r}. Drop or pad the last "
-                "examples."
+                f"{name} is one PRNG key, and each of the {workers} workers of axis {axis!r} has "
+                f"its own: give jax.random.split(key, {workers}), a new key at each step, and take "
+                f"{name}[0] in the loss."
             )
+        if not shape:
+            raise ValueError(
+                f"{name} is a scalar, and a batch is split over the {workers} workers of axis "
+                f"{axis!r} along its leading dimension. Give one for each worker, "
+                f"jax.numpy.full({workers}, x), and take {name}[0] in the loss."
+            )
+        if shape[0] % workers:
+            raise ValueError(
+                f"{name} has shape {shape}: its leading dimension must be a multiple of the "
+                f"{workers} workers of axis {axis!r}. Drop or pad the last examples."
+            )
+
+
+def _is_key(leaf: Any, workers: int) -> bool:
+    """Whether it is one key of ``jax.random``, and no array of integers for the workers."""
+    dtype, shape = jax.numpy.result_type(leaf), jax.numpy.shape(leaf)
+    if jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
+        return not shape
+    return dtype == jax.numpy.uint32 and shape == (2,) and bool(2 % workers)

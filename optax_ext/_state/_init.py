@@ -8,7 +8,7 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from optax_ext._state import _find, _placement, _wrappers
+from optax_ext._state import _calls, _find, _placement, _wrappers
 from optax_ext._step import _given
 from optax_ext._step._checks import UnboundAxisError
 from sparse_collectives import extend
@@ -45,6 +45,7 @@ def init_state(
       ValueError: the mesh has no such axis; allreduces that name different axes; parameters that
         are sharded over the axis of the workers, over another mesh, or not evenly; see
         :func:`state_specs`.
+      TypeError: a ``tx`` that is no transformation, a ``mesh`` that is none.
 
     Example:
       >>> import jax.numpy as jnp, optax_ext
@@ -52,6 +53,9 @@ def init_state(
       >>> state.residual.shape
       (2, 4)
     """
+    call = "optax_ext.init_state(tx, params, mesh)"
+    _calls.check_transformation(call, tx, mesh, AbstractMesh, Mapping)
+    _calls.check_order(call, params, None)
     sizes = dict(mesh) if isinstance(mesh, Mapping) else dict(mesh.shape)
     names = tuple(sizes)
     if isinstance(mesh, Mesh):

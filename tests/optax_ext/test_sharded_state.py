@@ -43,7 +43,7 @@ def after_steps(tx, sizes, steps=2):
 
 def waiting(state):
     """What is in residuals, summed up over the workers, as leaves."""
-    mean, _ = optax_ext.consolidate(state, shards.params_of())
+    mean, _ = optax_ext.consolidate(shards.params_of(), state)
     workers = optax_ext.get_state(state).workers
     return {name: workers * np.asarray(leaf, np.float64) for name, leaf in mean.items()}
 
