@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from optax_ext._loop import _in_flight, _places, _shared
 from optax_ext._loop._ahead import ahead
-from optax_ext._state import _calls, _find, _init, _placement
+from optax_ext._state import _calls, _find, _init, _placement, _whole
 from optax_ext._step import _checks
 from sparse_collectives import extend, transport
 from sparse_collectives.extend import AxisName
@@ -94,7 +94,7 @@ def make_train_step(
     _calls.check_transformation(call, tx, mesh)
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of (params, batch), got {loss_fn!r}.")
-    tx = optax.with_extra_args_support(tx)
+    chain = optax.with_extra_args_support(tx)
     in_flight = _in_flight.limit(steps_in_flight, mesh)
     mesh = _placement.with_auto_axes(mesh)
 
@@ -110,7 +110,7 @@ def make_train_step(
         loss, gradients = jax.value_and_grad(checked_loss, has_aux=has_aux)(local_params, batch)
         loss = jax.tree.map(lambda x: transport.pmean(x, axis), loss)
         value = loss[0] if has_aux else loss
-        updates, opt_state = tx.update(gradients, opt_state, params, value=value)
+        updates, opt_state = chain.update(gradients, opt_state, params, value=value)
         _checks.check_replicated_updates(updates, axis)
         _checks.check_state_types(opt_state, _find.state_specs(opt_state), axis)
         params = optax.apply_updates(params, updates)
@@ -137,7 +137,7 @@ def make_train_step(
         return (*places.constrain(results[:2]), *results[2:])
 
     jitted = jax.jit(step, static_argnames="places", donate_argnums=(0, 1) if donate else ())
-    return TrainStep(jitted, mesh, in_flight, batch_spec, donates=donate)
+    return TrainStep(jitted, tx, mesh, in_flight, batch_spec, donates=donate)
 
 
 class TrainStep:
@@ -146,6 +146,7 @@ class TrainStep:
     def __init__(
         self,
         step: Any,
+        tx: optax.GradientTransformation,
         mesh: Mesh,
         in_flight: int | None,
         batch_spec: PartitionSpec | None,
@@ -153,6 +154,7 @@ class TrainStep:
         donates: bool,
     ):
         self._step = step
+        self._tx = tx
         self._mesh = mesh
         self._batch_spec = batch_spec
         self._queue = _in_flight.Queue(in_flight)
@@ -202,6 +204,7 @@ class TrainStep:
         if places is None or not places.holds(params):
             _calls.check_order("step(params, opt_state, batch)", params, opt_state)
             _axis_on(self._mesh, opt_state)
+            _whole.check(self._tx, params, opt_state, self._mesh.axis_names)
             places = _places.of(params, opt_state, self._mesh, self._batch_spec)
             self._places[structure] = places
         if not places.holds_state(opt_state):

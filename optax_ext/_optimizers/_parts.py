@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext._selection import selection
+from optax_ext._state import _whole
 from optax_ext._step import _checks
 from optax_ext._step._contract import DenseSteps
 from optax_ext._step._local import Elementwise
@@ -91,7 +92,7 @@ def whole(
         dense_steps=0 if dense_steps is None else dense_steps,
         **options,
     )
-    return decayed(sparse, learning_rate, weight_decay, mask)
+    return decayed(_whole.whole(sparse), learning_rate, weight_decay, mask)
 
 
 def decayed(

@@ -8,7 +8,7 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from optax_ext._state import _calls, _find, _placement, _wrappers
+from optax_ext._state import _calls, _find, _placement, _whole, _wrappers
 from optax_ext._step import _given
 from optax_ext._step._checks import UnboundAxisError
 from sparse_collectives import extend
@@ -43,8 +43,9 @@ def init_state(
 
     Raises:
       ValueError: the mesh has no such axis; allreduces that name different axes; parameters that
-        are sharded over the axis of the workers, over another mesh, or not evenly; see
-        :func:`state_specs`.
+        are sharded over the axis of the workers, over another mesh, or not evenly; an optimizer
+        behind a whole optimizer, as in ``optax.chain(sparse_adamw(...), optax.adamw(...))``, which
+        trains uphill; see :func:`state_specs`.
       TypeError: a ``tx`` that is no transformation, a ``mesh`` that is none.
 
     Example:
@@ -78,6 +79,7 @@ def init_state(
     reduces = bool(_wrappers.reductions(local))
     if reduces:
         check_axis(_find.axis_of(local), names)
+        _whole.check(tx, params, local, names)
     specs = _find.state_specs(local)
     if isinstance(mesh, Mapping):
         states = jax.jit(everywhere)(params)

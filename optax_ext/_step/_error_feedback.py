@@ -14,6 +14,7 @@ from optax_ext._step import (
     _layout,
     _local,
     _nonfinite,
+    _probe,
     _residual,
     _settings,
     _sharded,
@@ -96,6 +97,8 @@ class ErrorFeedback:
 
     def update(self, updates: Any, state: SparseAllreduceState, params: Any = None):
         """One step; ``(updates, state)``."""
+        if _probe.is_on():
+            return self._delivered(updates, state, params)
         _checks.check_settings(state.settings, self.settings)
         if state.layout.sharding is not None:
             return _sharded.update(self, updates, state, params)
@@ -157,6 +160,13 @@ class ErrorFeedback:
             stepped = _unless_skipped(proceeds, stepped, state)
         saturate = options.nonfinite != "propagate"
         return _layout.unravel(result.mean, result.dense_mean, layout, saturate=saturate), stepped
+
+    def _delivered(self, updates: Any, state: SparseAllreduceState, params: Any):
+        """A step that delivers all that it is given, for :mod:`optax_ext._state._whole`."""
+        layout = self._check(updates, state)
+        loaded = self._load(updates, state, params, layout)
+        mean = _layout.unravel(loaded.gradient, loaded.dense_gradient, layout, saturate=False)
+        return mean, state._replace(count=state.count + 1, local=loaded.state)
 
     def _agrees_late(self, layout: _layout.TreeLayout) -> bool:
         """Whether the workers agree to skip a step by the messages of its exchange.

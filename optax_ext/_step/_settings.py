@@ -27,6 +27,7 @@ class Settings:
       decay: that of the residual.
       step_ahead: what of the residual is applied before a gradient is taken; see
         :func:`optax_ext.residual`.
+      whole: whether it is a whole optimizer, whose updates are those of the parameters.
     """
 
     selector: str | None
@@ -38,3 +39,4 @@ class Settings:
     shard_axis: tuple[Hashable, ...]
     decay: float
     step_ahead: float | str
+    whole: bool = False
