@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import optax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from optax_ext._state import _calls, _find, _placement, _whole, _wrappers
@@ -59,6 +60,7 @@ def init_state(
     _calls.check_order(call, params, None)
     sizes = dict(mesh) if isinstance(mesh, Mapping) else dict(mesh.shape)
     names = tuple(sizes)
+    wanted = mesh
     if isinstance(mesh, Mesh):
         mesh = _placement.with_auto_axes(mesh)
     given = _placement.given_of(params, mesh, specs)
@@ -86,7 +88,7 @@ def init_state(
         return jax.tree.map(lambda spec, x: _joined(x, spec, names), specs, states)
     if given is None or not reduces:
         mapped = jax.shard_map(init, mesh=mesh, in_specs=PartitionSpec(), out_specs=specs)
-        return jax.jit(mapped)(params)
+        return _on(wanted, jax.jit(mapped)(params), specs)
     workers = extend.axis_names(_find.axis_of(local))
     mapped = jax.shard_map(
         init,
@@ -100,7 +102,21 @@ def init_state(
     if isinstance(mesh, AbstractMesh):
         return jax.jit(mapped)(params)
     placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), where, is_leaf=_find.is_spec)
-    return jax.jit(mapped, out_shardings=placed)(_placement.put(params, mesh, given))
+    made = jax.jit(mapped, out_shardings=placed)(_placement.put(params, mesh, given))
+    return _on(wanted, made, where)
+
+
+def _on(mesh: Mesh | AbstractMesh, state: Any, specs: Any) -> Any:
+    """The state on the mesh that was given, whose axes may be explicit; nothing moves."""
+    tracers = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(state))
+    if not isinstance(mesh, Mesh) or mesh == _placement.with_auto_axes(mesh) or tracers:
+        return state
+    return jax.tree.map(
+        lambda spec, x: jax.device_put(x, NamedSharding(mesh, spec)),
+        specs,
+        state,
+        is_leaf=_find.is_spec,
+    )
 
 
 def _joined(x: jax.Array, spec: PartitionSpec, names: tuple[str, ...]) -> jax.Array:

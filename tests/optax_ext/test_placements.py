@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optax_ext
 import sparse_collectives as sc
@@ -118,3 +119,37 @@ def test_another_placement_is_still_refused():
     step = optax_ext.make_train_step(loss_fn, tx, mesh)
     with pytest.raises(ValueError, match=r"params\['up'\] is sharded as .*when the state was made"):
         step(placed(mesh, P("one"), P()), state, batches()[0])
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_mapped_function_of_ones_own_over_explicit_axes(check_vma):
+    """The state is on the mesh that was given, and trains as on one with automatic axes."""
+    ends = []
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = shards.mesh_of((4,), ("data",), kind)
+        tx = sparse_sgd("data")
+        params = placed(mesh, P(), P())
+        state = optax_ext.init_state(tx, params, mesh)
+        assert {leaf.sharding.mesh for leaf in jax.tree.leaves(state)} == {mesh}
+        specs = optax_ext.state_specs(state)
+
+        def local(params, state, x, tx=tx):
+            gradients = jax.grad(loss_fn)(optax_ext.ahead(params, state), x)
+            updates, state = tx.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state
+
+        step = jax.jit(
+            jax.shard_map(
+                local,
+                mesh=mesh,
+                in_specs=(P(), specs, P("data")),
+                out_specs=(P(), specs),
+                check_vma=check_vma,
+            )
+        )
+        for batch in batches():
+            batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
+            params, state = step(params, state, batch)
+        flushed, _ = optax_ext.flush(params, state)
+        ends.append(jax.device_get((params, flushed, optax_ext.metrics(state))))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), *ends)

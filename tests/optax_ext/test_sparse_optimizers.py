@@ -170,7 +170,7 @@ def test_a_selector_of_a_larger_density_is_an_error():
         with pytest.raises(ValueError, match="the selector has density=0.2, and density=0.05"):
             make(0.1, axis="w", selector=sc.select.topk(density=0.2))
         with pytest.raises(ValueError, match="density"):
-            make(0.1, 2.0, axis="w", selector=sc.select.topk(density=0.2))
+            make(0.1, density=2.0, axis="w", selector=sc.select.topk(density=0.2))
 
 
 def where_ahead(tx, params, state, on):

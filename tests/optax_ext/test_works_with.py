@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -320,6 +322,38 @@ def test_injected_numbers_that_have_to_be_static_say_so():
         tx = make(learning_rate=0.1, axis="data", **given)
         with pytest.raises(kind, match=f"{next(iter(given))} must be .*static_args="):
             optax_ext.init_state(tx, params, mesh())
+
+
+@pytest.mark.parametrize("name", ["sparse_sgd", "ok_topk before adam"])
+def test_the_programs_of_the_page_run(name):
+    """Dropout; TrainState by hand, and by `create` inside of pmap, which train alike."""
+    tx = {
+        "sparse_sgd": optax_ext.sparse_sgd(0.1, axis="data", exchange=sc.allreduce.topk_a()),
+        "ok_topk before adam": optax.chain(optax_ext.topk_a(0.1, axis="data"), optax.adam(0.01)),
+    }[name]
+    dropout, by_hand, in_pmap = re.findall(
+        r"```python\n(.*?)```", combination_matrix.PAGE.read_text(), re.DOTALL
+    )
+    start, loss_fn = combinations.model("linen")
+    given = {"jax": jax, "jnp": jnp, "optax_ext": optax_ext, "tx": tx, "mesh": mesh()}
+    given |= {"loss_fn": loss_fn, "model": linen.Dense(1), "batches": list(batches())}
+
+    def fresh():
+        params = jax.tree.map(jnp.copy, start)
+        return given | {"params": params, "opt_state": optax_ext.init_state(tx, params, mesh())}
+
+    masked, trained = fresh(), fresh()
+    exec(dropout, masked)
+    assert np.isfinite(masked["loss"])
+    exec(by_hand, trained)
+    state = trained["state"]
+    assert int(state.step) == STEPS
+    trained |= {"params": jax.tree.map(jnp.copy, start)}
+    exec(in_pmap, trained)
+    assert trained["state"].step.tolist() == [STEPS] * WORKERS
+    for a, b in zip(*map(jax.tree.leaves, (state.params, trained["state"].params)), strict=True):
+        np.testing.assert_allclose(a, b[0], rtol=1e-4, atol=1e-6)
+        np.testing.assert_array_equal(b, np.stack([b[0]] * WORKERS))
 
 
 def test_the_documentation_is_up_to_date():
