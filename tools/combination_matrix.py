@@ -80,6 +80,9 @@ for batch in batches:
 or inside `jax.pmap`, where `create` and `apply_gradients` work as they are:
 
 ```python
+from flax import jax_utils
+
+
 def create(params):
     return train_state.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
@@ -89,7 +92,7 @@ def local_step(state, batch):
     return state.apply_gradients(grads=jax.grad(loss_fn)(here, batch))  # no pmean
 
 
-state = jax.pmap(create, axis_name="data", in_axes=None, axis_size=8)(params)
+state = jax.pmap(create, axis_name="data")(jax_utils.replicate(params))
 step = jax.pmap(local_step, axis_name="data")
 for batch in batches:
     state = step(state, jax.tree.map(lambda x: x.reshape(8, -1, *x.shape[1:]), batch))

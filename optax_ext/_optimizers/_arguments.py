@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -27,7 +27,7 @@ def rate_alone(factory: Callable[_P, _T]) -> Callable[_P, _T]:
     name = getattr(factory, "__name__", "")
 
     @functools.wraps(factory)
-    def checked(*args: Any, **kwargs: Any) -> _T:
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         if len(args) > 1:
             raise TypeError(
                 f"{name} takes the learning rate and keywords, got {args[1]!r} as well: write "
@@ -40,4 +40,4 @@ def rate_alone(factory: Callable[_P, _T]) -> Callable[_P, _T]:
                 raise TypeError(f"{name} has no {momentum}=: {reason}.")
         return factory(*args, **kwargs)
 
-    return cast(Any, checked)
+    return checked

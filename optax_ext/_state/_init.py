@@ -106,7 +106,7 @@ def init_state(
     return _on(wanted, made, where)
 
 
-def _on(mesh: Mesh | AbstractMesh, state: Any, specs: Any) -> Any:
+def _on(mesh: Any, state: Any, specs: Any) -> Any:
     """The state on the mesh that was given, whose axes may be explicit; nothing moves."""
     tracers = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(state))
     if not isinstance(mesh, Mesh) or mesh == _placement.with_auto_axes(mesh) or tracers:
