@@ -139,7 +139,7 @@ def fit(loaders, caches, disk, mesh, shapes, options, say):
 
     steps = loaders[0].steps
     rate = optax.cosine_decay_schedule(options.lr, options.epochs * steps)
-    tx = optax_ext.sparse_adamw(rate, options.density, axis="data")
+    tx = optax_ext.sparse_adamw(rate, density=options.density, axis="data")
     nothing = {
         "image": np.zeros((options.batch, *image_shape), np.float32),
         "label": np.zeros(options.batch, np.int32),

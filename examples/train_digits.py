@@ -88,14 +88,14 @@ def optimizers(options: argparse.Namespace) -> dict[str, optax.GradientTransform
     if options.optimizer == "adamw":
         return {
             "dense": optax.chain(optax_ext.dense(axis="data"), optax.adamw(rate)),
-            "sparse_adamw": optax_ext.sparse_adamw(rate, density, axis="data"),
+            "sparse_adamw": optax_ext.sparse_adamw(rate, density=density, axis="data"),
             "ok_topk": optax.chain(sparse, optax.adamw(rate)),
         }
     dense = optax.chain(optax_ext.dense(axis="data"), optax.sgd(rate, momentum=MOMENTUM))
     return {
         "dense": dense,
         "sparse_sgd": optax_ext.sparse_sgd(
-            lambda step: rate(step) / (1 - MOMENTUM), density, axis="data"
+            lambda step: rate(step) / (1 - MOMENTUM), density=density, axis="data"
         ),
         "ok_topk": optax.chain(sparse, optax.sgd(rate, momentum=MOMENTUM)),
     }

@@ -85,7 +85,7 @@ def compare(options: argparse.Namespace) -> None:
     data = idx_folder(options.data) if options.data else digits()
     mesh = start_workers(options.workers)
     rate = optax.cosine_decay_schedule(options.lr, options.steps)
-    methods = {"sparse_adamw": optax_ext.sparse_adamw(rate, options.density, axis="data")}
+    methods = {"sparse_adamw": optax_ext.sparse_adamw(rate, density=options.density, axis="data")}
     if options.compare:
         methods["dense"] = optax.chain(optax_ext.dense(axis="data"), optax.adamw(rate))
     runs = {}

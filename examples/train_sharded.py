@@ -26,7 +26,9 @@ from _transformer import RULES, sharded_model
 
 CHARACTERS = 128  # ASCII
 METHODS = {
-    "sparse_adamw": lambda rate, density: optax_ext.sparse_adamw(rate, density, axis="site"),
+    "sparse_adamw": lambda rate, density: optax_ext.sparse_adamw(
+        rate, density=density, axis="site"
+    ),
     "ok_topk": lambda rate, density: optax.chain(
         optax_ext.ok_topk(density, axis="site"), optax.adamw(rate)
     ),

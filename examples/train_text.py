@@ -71,7 +71,7 @@ def compare(options: argparse.Namespace) -> None:
     mesh = start_workers(options.workers)
     warmup = max(1, options.steps // 10)
     rate = optax.warmup_cosine_decay_schedule(0.0, options.lr, warmup, options.steps)
-    methods = {"sparse_adamw": optax_ext.sparse_adamw(rate, options.density, axis="data")}
+    methods = {"sparse_adamw": optax_ext.sparse_adamw(rate, density=options.density, axis="data")}
     if options.compare:
         methods["dense"] = optax.chain(optax_ext.dense(axis="data"), optax.adamw(rate))
     for name, tx in methods.items():

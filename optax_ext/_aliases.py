@@ -6,9 +6,13 @@ selection as ``selector=``. docs/selectors.md lists which paper's system is whic
 
 from typing import Any, TypedDict, Unpack, cast
 
+import jax
+import jax.numpy as jnp
 import optax
 
+from optax_ext._optimizers._arguments import rate_alone
 from optax_ext._selection import selection
+from optax_ext._state._whole import whole
 from optax_ext._step._contract import DenseSteps
 from optax_ext._step._momentum_correction import MomentumCorrection, momentum_correction
 from optax_ext._step._residual import Residual
@@ -98,10 +102,11 @@ def ok_topk(
     )
 
 
+@rate_alone
 def ok_topk_sgd(
     learning_rate: optax.ScalarOrSchedule,
-    density: float,
     *,
+    density: float,
     axis: AxisName,
     selector: Selector | None = None,
     paper: bool | str = False,
@@ -137,9 +142,9 @@ def ok_topk_sgd(
 
     Returns:
       An ``optax.GradientTransformation`` whose updates are ready for
-      ``optax.apply_updates``. For other options of the exchange write it out:
-      ``optax.chain(ok_topk(density, axis=axis, local=optax.scale(rate), ...),
-      optax.scale(-1.0))``.
+      ``optax.apply_updates``; its state is a :class:`SparseAllreduceState`. For other
+      options of the exchange write it out: ``optax.chain(ok_topk(density, axis=axis,
+      local=optax.scale(rate), ...), optax.scale(-1.0))``.
     """
     if callable(learning_rate):
         local = optax.scale_by_schedule(learning_rate)
@@ -158,7 +163,13 @@ def ok_topk_sgd(
         dense_leaves=dense_leaves,
         paper=paper,
     )
-    return optax.chain(sparse, optax.scale(-1.0))
+
+    def update(gradients: Any, state: Any, params: Any = None):
+        mean, state = sparse.update(gradients, state, params)
+        return jax.tree.map(jnp.negative, mean), state
+
+    # optax types a state as any pytree, which NamedTuples of arrays are at run time.
+    return whole(optax.GradientTransformation(sparse.init, cast(Any, update)))
 
 
 def topk_a(

@@ -69,6 +69,14 @@ def axis_is_bound(axis: AxisName) -> bool:
     return True
 
 
+def bound_axes() -> tuple[Hashable, ...]:
+    """The names that enclosing mapped functions bind, for a message; none where jax hides them."""
+    from jax.extend import core  # Slow to import, and for errors alone.
+
+    names = getattr(core, "unsafe_get_axis_names_DO_NOT_USE", tuple)()
+    return tuple(name for name in names if isinstance(name, Hashable))
+
+
 def axis_size(axis: AxisName) -> int:
     """The static number of workers on a bound axis."""
     size = 1

@@ -23,7 +23,8 @@ def check_density(density: Any) -> float:
     if isinstance(density, jax_core.Tracer):
         raise TypeError(
             "density must be a Python number, but a traced value was given: it fixes the shapes of "
-            "the buffers. Pass it as a static argument, or close over a Python float."
+            "the buffers. Pass it as a static argument, or close over a Python float. (With "
+            "optax.inject_hyperparams name it in static_args=.)"
         )
     if isinstance(density, bool) or not isinstance(density, numbers.Real):
         raise TypeError(
@@ -47,7 +48,9 @@ def check_density(density: Any) -> float:
 def check_positive_int(name: str, value: Any, *, minimum: int = 1) -> int:
     """A static integer of at least ``minimum``."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < minimum:
-        raise ValueError(f"{name} must be an integer of at least {minimum}, got {value!r}.")
+        # What optax.inject_hyperparams makes of any number that it is not told to leave alone.
+        hint = ", and static: name it in static_args=" if isinstance(value, jax.Array) else ""
+        raise ValueError(f"{name} must be an integer of at least {minimum}{hint}, got {value!r}.")
     return int(value)
 
 
@@ -105,10 +108,13 @@ def check_float(name: str, dtype: Any, *, float64: bool = False) -> None:
             "optax.masked, or cast them to float32."
         )
     if dtype.itemsize not in ((2, 4, 8) if float64 else (2, 4)):
+        wider = (
+            " (Only the allreduces of SparCML and topk_a, ring_sparse and dense sum float64, of "
+            "pairs from PaddedCOO.from_pairs.)"
+        )
         raise TypeError(
             f"{name} must be float32, bfloat16 or float16, got {dtype}: values travel in 32-bit "
-            "words. Cast it to float32. (Only the allreduces of SparCML and topk_a, ring_sparse "
-            "and dense sum float64, of pairs from PaddedCOO.from_pairs.)"
+            f"words. Cast it to float32.{wider if name.startswith('coo') else ''}"
         )
 
 

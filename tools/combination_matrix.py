@@ -9,10 +9,10 @@ PAGE = ROOT / "docs" / "works_with.md"
 _HEAD = """# What it works with
 
 For AdamW begin with `optax_ext.sparse_adamw(rate, axis="data")`, and for SGD with momentum m with
-`optax_ext.ok_topk_sgd(rate / (1 - m), 0.01, axis="data")`. Each stands for a whole optimizer, and
-can be put where this page has a chain. A row here says that a combination works, not that it learns
-as well: on a transformer a plain sparse allreduce in front of Adam ended furthest from dense, while
-on word embeddings it was level ([learning.md](learning.md)).
+`optax_ext.ok_topk_sgd(rate / (1 - m), density=0.01, axis="data")`. Each stands for a whole
+optimizer, and can be put where this page has a chain. A row here says that a combination works, not
+that it learns as well: on a transformer a plain sparse allreduce in front of Adam ended furthest
+from dense, while on word embeddings it was level ([learning.md](learning.md)).
 
 This page is written by `python tools/combination_matrix.py` from
 `tests/optax_ext/combinations.py`. `tests/optax_ext/test_works_with.py` evaluates the code of each
@@ -38,6 +38,79 @@ whole ones, and they stay where they were.
 """
 
 _TAIL = """
+## Dropout, and other random numbers
+
+A key that a loss closes over is a constant of the program: one mask for ever, and no error. Give
+the keys in the batch, one for each worker and new ones at each step; the loss is given those of
+its worker:
+
+```python
+def loss_with_dropout(params, batch):
+    x, y, keys = batch
+    keep = jax.random.bernoulli(keys[0], 0.9, x.shape)
+    return loss_fn(params, (jnp.where(keep, x / 0.9, 0.0), y))
+
+
+step = optax_ext.make_train_step(loss_with_dropout, tx, mesh)
+for number, (x, y) in enumerate(batches):
+    keys = jax.random.split(jax.random.fold_in(jax.random.key(0), number), 8)  # of 8 workers
+    params, opt_state, loss = step(params, opt_state, (x, y, keys))
+```
+
+A number for each step, such as a temperature, goes the same way: `jnp.full(8, x)` in the batch,
+and `[0]` in the loss.
+
+## TrainState and nnx.Optimizer
+
+`TrainState.create` of flax calls `tx.init`, which wants to know the workers. Make the state by
+hand:
+
+```python
+from flax.training import train_state
+
+opt_state = optax_ext.init_state(tx, params, mesh)
+state = train_state.TrainState(
+    step=0, apply_fn=model.apply, params=params, tx=tx, opt_state=opt_state
+)
+step = optax_ext.make_train_step(loss_fn, tx, mesh)
+for batch in batches:
+    params, opt_state, loss = step(state.params, state.opt_state, batch)
+    state = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
+```
+
+or inside `jax.pmap`, where `create` and `apply_gradients` work as they are:
+
+```python
+from flax import jax_utils
+
+
+def create(params):
+    return train_state.TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+
+def local_step(state, batch):
+    here = optax_ext.ahead(state.params, state.opt_state)
+    return state.apply_gradients(grads=jax.grad(loss_fn)(here, batch))  # no pmean
+
+
+state = jax.pmap(create, axis_name="data")(jax_utils.replicate(params))
+step = jax.pmap(local_step, axis_name="data")
+for batch in batches:
+    state = step(state, jax.tree.map(lambda x: x.reshape(8, -1, *x.shape[1:]), batch))
+```
+
+`nnx.Optimizer` makes its state where no worker is known, too: `nnx.split` the model, and train
+its parameters.
+
+## What may be behind a whole optimizer
+
+The updates of `sparse_adamw`, `sparse_sgd` and `ok_topk_sgd` are steps of the parameters, rate
+and sign included. Behind them, `clip`, `ema`, `keep_params_nonnegative`, `apply_if_finite`, masks
+and `scale` by a positive number work. Another optimizer would take a step for a gradient, turn it
+round and train uphill: `init_state` and `make_train_step` raise an error where they see that, in
+a step that they try with small parameters. Under `pmap` and `simulate`, with a state that is made
+there, there is no such check.
+
 ## What has to be behind the allreduce
 
 In front of the allreduce, or around it, a transformation sees the gradients of one worker.

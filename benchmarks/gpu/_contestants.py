@@ -70,8 +70,12 @@ def steps() -> dict[str, Step]:
         "ok_topk": Step(lambda share, axis: optax_ext.ok_topk(share, axis=axis)),
         "ok_topk_reuse": Step(_ok_topk_reuse),
         "topk_a": Step(lambda share, axis: optax_ext.topk_a(share, axis=axis)),
-        "sparse_adamw": Step(lambda share, axis: optax_ext.sparse_adamw(_RATE, share, axis=axis)),
-        "sparse_sgd": Step(lambda share, axis: optax_ext.sparse_sgd(_RATE, share, axis=axis)),
+        "sparse_adamw": Step(
+            lambda share, axis: optax_ext.sparse_adamw(_RATE, density=share, axis=axis)
+        ),
+        "sparse_sgd": Step(
+            lambda share, axis: optax_ext.sparse_sgd(_RATE, density=share, axis=axis)
+        ),
         "gtopk": Step(lambda share, axis: optax_ext.gtopk(share, axis=axis)),
         "powersgd": Step(lambda share, axis: optax_ext.powersgd(_RANK, axis=axis), matrices=True),
         **{name: Step(_exchange(made)) for name, made in exchanges.items()},

@@ -36,7 +36,13 @@ def whole(make: Callable[..., Any], density: float, **options: Any) -> Contestan
         given = dict(options)
         if make is optax_ext.sparse_adamw:
             given = {"weight_decay": DECAY, **given}
-        tx = make(schedule(rate, steps), density, axis=AXIS, selector=exact_top_k(density), **given)
+        tx = make(
+            schedule(rate, steps),
+            density=density,
+            axis=AXIS,
+            selector=exact_top_k(density),
+            **given,
+        )
         return Variant(tx, optax.identity())
 
     return variant

@@ -32,7 +32,7 @@ def contestants() -> dict[str, Callable[[], optax.GradientTransformation]]:
         DENSE: lambda: optax.chain(optax_ext.dense(axis=AXIS), optax.adamw(RATE)),
         "sparse_adamw": lambda: optax_ext.sparse_adamw(RATE, axis=AXIS),
         "sparse_sgd": lambda: optax_ext.sparse_sgd(RATE, axis=AXIS),
-        "ok_topk_sgd": lambda: optax_ext.ok_topk_sgd(RATE, DENSITY, axis=AXIS),
+        "ok_topk_sgd": lambda: optax_ext.ok_topk_sgd(RATE, density=DENSITY, axis=AXIS),
     }
 
 

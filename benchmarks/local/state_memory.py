@@ -33,7 +33,7 @@ def contestants(density: float):
         ("dense, adam behind it", one, optax.chain(optax_ext.dense(axis=one), optax.adam(1e-3))),
         ("sparse_adamw", one, optax_ext.sparse_adamw(1e-3, axis=one)),
         ("sparse_sgd", one, optax_ext.sparse_sgd(1e-2, axis=one)),
-        ("ok_topk_sgd", one, optax_ext.ok_topk_sgd(1e-2, density, axis=one)),
+        ("ok_topk_sgd", one, optax_ext.ok_topk_sgd(1e-2, density=density, axis=one)),
         ("powersgd, rank 4", one, optax_ext.powersgd(4, axis=one)),
         ("ok_topk", one, ok_topk()),
         ("ok_topk, residual in bfloat16", one, ok_topk(residual=optax_ext.residual(jnp.bfloat16))),

@@ -33,7 +33,7 @@ def _agreed(bits: int | str):
 
 def _sparse_adamw(density: float) -> optax.GradientTransformation:
     # Five times the entries in the words of Ok-Topk.
-    return optax_ext.sparse_adamw(1e-3, min(1.0, 5 * density), axis=AXIS, weight_decay=0.01)
+    return optax_ext.sparse_adamw(1e-3, density=min(1.0, 5 * density), axis=AXIS, weight_decay=0.01)
 
 
 def _powersgd(density: float) -> optax.GradientTransformation:

@@ -66,7 +66,7 @@ class Worker:
             "ok_topk": lambda: optax.chain(
                 optax_ext.ok_topk(density, axis="site"), optax.adamw(1e-3)
             ),
-            "sparse_adamw": lambda: optax_ext.sparse_adamw(1e-3, density, axis="site"),
+            "sparse_adamw": lambda: optax_ext.sparse_adamw(1e-3, density=density, axis="site"),
         }[method]()
         params = jax.tree.map(jnp.copy, self._params)
         state = optax_ext.init_state(tx, params, self._mesh)

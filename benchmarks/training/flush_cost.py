@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
         data = data._replace(train_images=images[0], test_images=images[1])
     dense = optax.chain(optax_ext.dense(axis="data"), optax.adamw(RATE))
     ways = {"dense": dense} | {
-        f"sparse_adamw, {density:.0%}": optax_ext.sparse_adamw(RATE, density, axis="data")
+        f"sparse_adamw, {density:.0%}": optax_ext.sparse_adamw(RATE, density=density, axis="data")
         for density in (0.05, 0.01)
     }
     rows = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -22,7 +23,12 @@ def of(params: Any, opt_state: Any, mesh: Mesh, batch_spec: PartitionSpec | None
     """
     # What all devices hold does not say whether it is dealt out among them; the state does.
     dealt = any(state.layout.sharding is not None for state in _find.get_states(opt_state))
+    # Along an axis of one device, sharded and whole are the same.
+    split = {name for name, size in mesh.shape.items() if size > 1}
     given = _placement.given_of(params, mesh)
+    if given is not None:
+        found = {path: _find.restricted(spec, split) for path, spec in given.specs.items()}
+        given = given._replace(specs=found) if any(map(len, found.values())) else None
     if given is None and dealt:
         given = _placement.given_of(params, mesh, PartitionSpec())
     axis = _find.axis_of(opt_state)
@@ -35,8 +41,9 @@ def of(params: Any, opt_state: Any, mesh: Mesh, batch_spec: PartitionSpec | None
             f"then over other axes: PartitionSpec(({', '.join(map(repr, workers))}, ...))."
         )
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    _check(given, opt_state)
-    if given is None and len(first) > len(workers) and _find.get_states(opt_state):
+    _check(given, opt_state, split)
+    shared = split.intersection(first[len(workers) :])
+    if given is None and shared and _find.get_states(opt_state):
         raise ValueError(
             f"batch_spec={batch_spec} splits the examples of a worker over several devices, which "
             "all hold all parameters, and the state is not dealt out among them. Make it with "
@@ -52,7 +59,7 @@ def of(params: Any, opt_state: Any, mesh: Mesh, batch_spec: PartitionSpec | None
         [NamedSharding(mesh, spec) for spec in specs],
         [NamedSharding(mesh, spec) for spec in leaves],
         NamedSharding(mesh, batch),
-        sharded=given is not None or any(name not in workers for name in first),
+        sharded=given is not None or bool(shared),
     )
 
 
@@ -87,6 +94,11 @@ class Places:
             # Shards would have to be gathered.
             return not any(map(_is_sharded, jax.tree.leaves(params)))
         leaves = zip(jax.tree.leaves(params), self._params, strict=True)
+        return all(_is_at(leaf, place) for leaf, place in leaves)
+
+    def holds_state(self, opt_state: Any) -> bool:
+        """Whether the state is where it was."""
+        leaves = zip(jax.tree.leaves(opt_state), self._states, strict=True)
         return all(getattr(leaf, "sharding", None) == place for leaf, place in leaves)
 
     def put(self, params: Any) -> Any:
@@ -116,8 +128,8 @@ def is_local(x: Any) -> bool:
     return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
-def _check(given: Any, opt_state: Any) -> None:
-    """The parameters are sharded as when the state was made."""
+def _check(given: Any, opt_state: Any, split: Collection[Any]) -> None:
+    """The parameters are sharded as when the state was made, over the axes ``split``."""
     for state in _find.get_states(opt_state):
         sharding, layout = state.layout.sharding, state.layout
         leaves = jax.tree_util.tree_leaves_with_path(
@@ -127,7 +139,7 @@ def _check(given: Any, opt_state: Any) -> None:
             name = jax.tree_util.keystr(path)
             then = PartitionSpec() if sharding is None else sharding.spec(leaf)
             now = PartitionSpec() if given is None else given.specs.get(name, then)
-            if _names(then) != _names(now):
+            if _find.restricted(then, split) != _find.restricted(now, split):
                 raise ValueError(
                     f"params{name} is sharded as {now}, and was sharded as {then} when the state "
                     "was made. Put it back with jax.device_put, or make another state with "
@@ -136,11 +148,11 @@ def _check(given: Any, opt_state: Any) -> None:
                 )
 
 
-def _names(spec: PartitionSpec) -> list[tuple[Any, ...]]:
-    names = [extend.axis_names(dim) if dim is not None else () for dim in spec]
-    while names and not names[-1]:
-        names.pop()
-    return names
+def _is_at(x: Any, place: NamedSharding) -> bool:
+    here = getattr(x, "sharding", None)
+    if here == place:
+        return True
+    return isinstance(here, NamedSharding) and here.is_equivalent_to(place, x.ndim)
 
 
 def _is_sharded(x: Any) -> bool:

@@ -11,9 +11,9 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
-from optax_ext._loop import _in_flight, _places
+from optax_ext._loop import _in_flight, _places, _shared
 from optax_ext._loop._ahead import ahead
-from optax_ext._state import _find, _init, _owners, _placement
+from optax_ext._state import _calls, _find, _init, _owners, _placement, _whole
 from optax_ext._step import _checks
 from sparse_collectives import extend, transport
 from sparse_collectives.extend import AxisName
@@ -52,7 +52,9 @@ def make_train_step(
       check_vma: as in ``jax.shard_map``. It proves at trace time that the new
         parameters are the same on every worker.
       donate: whether params and opt_state are donated: updated in place, and not
-        to be used again by the caller.
+        to be used again by the caller. An array that is given twice is copied first: tied weights
+        that are two leaves become two weights, as with any optimizer of optax. (Weights stay tied
+        where the parameters have them once, and the loss uses them twice.)
       steps_in_flight: how many steps may be waiting to be computed when a call returns; a
         call waits for older ones. None: 2 on CPU, and as many as JAX allows elsewhere. On
         CPU, XLA ends the process when the devices of a collective do not all reach it within
@@ -68,8 +70,8 @@ def make_train_step(
       that loss is lower than on data held out.
 
     Raises:
-      TypeError: at the first call of a shape, a loss that is no scalar, or with ``has_aux`` no
-        pair.
+      TypeError: arguments of another kind; at the first call of a shape, a loss that is no scalar,
+        or with ``has_aux`` no pair.
       ValueError: fewer than one step in flight; arrays that an earlier step has taken over; at
         the first call of a shape, a loss that is a mean over the workers already, an axis that
         the mesh does not have, a batch whose leading dimension P does not divide, or a ``tx``
@@ -88,7 +90,11 @@ def make_train_step(
       >>> float(loss), params["w"].tolist()
       (2.5, [1.0, -1.7999999523162842])
     """
-    tx = optax.with_extra_args_support(tx)
+    call = "optax_ext.make_train_step(loss_fn, tx, mesh)"
+    _calls.check_transformation(call, tx, mesh)
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn must be a function of (params, batch), got {loss_fn!r}.")
+    chain = optax.with_extra_args_support(tx)
     in_flight = _in_flight.limit(steps_in_flight, mesh)
     mesh = _placement.with_auto_axes(mesh)
 
@@ -104,7 +110,7 @@ def make_train_step(
         loss, gradients = jax.value_and_grad(checked_loss, has_aux=has_aux)(local_params, batch)
         loss = jax.tree.map(lambda x: transport.pmean(x, axis), loss)
         value = loss[0] if has_aux else loss
-        updates, opt_state = tx.update(gradients, opt_state, params, value=value)
+        updates, opt_state = chain.update(gradients, opt_state, params, value=value)
         _checks.check_replicated_updates(updates, axis)
         _checks.check_state_types(opt_state, _find.state_specs(opt_state), axis)
         params = optax.apply_updates(params, updates)
@@ -131,27 +137,51 @@ def make_train_step(
         return (*places.constrain(results[:2]), *results[2:])
 
     jitted = jax.jit(step, static_argnames="places", donate_argnums=(0, 1) if donate else ())
-    return TrainStep(jitted, mesh, in_flight, batch_spec)
+    return TrainStep(jitted, tx, mesh, in_flight, batch_spec, donates=donate)
 
 
 class TrainStep:
     """A jitted training step; see :func:`make_train_step`."""
 
     def __init__(
-        self, step: Any, mesh: Mesh, in_flight: int | None, batch_spec: PartitionSpec | None
+        self,
+        step: Any,
+        tx: optax.GradientTransformation,
+        mesh: Mesh,
+        in_flight: int | None,
+        batch_spec: PartitionSpec | None,
+        *,
+        donates: bool,
     ):
         self._step = step
+        self._tx = tx
         self._mesh = mesh
         self._batch_spec = batch_spec
         self._queue = _in_flight.Queue(in_flight)
+        self._unshared = _shared.Unshared() if donates else None
         self._places: dict[Any, _places.Places] = {}
 
-    def __call__(self, params: Any, opt_state: Any, batch: Any) -> tuple[Any, ...]:
-        """``(params, opt_state, loss)``, or with aux a fourth."""
-        _check_not_donated(params=params, opt_state=opt_state)
+    def __call__(self, params: Any, opt_state: Any, batch: Any, *more: Any) -> tuple[Any, ...]:
+        """``(params, opt_state, loss)``, or with aux a fourth.
+
+        Raises:
+          TypeError: a batch of several arguments: it is one pytree.
+        """
+        if more:
+            names = ", ".join("xyzuvw"[: len(more) + 1])
+            raise TypeError(
+                f"step takes one batch, which may be any pytree, got {len(more) + 1} arguments. "
+                f"Write step(params, opt_state, ({names})), and loss_fn(params, batch) with "
+                f"{names} = batch."
+            )
+        _check_not_donated(params=params, opt_state=opt_state, batch=batch)
         _check_global(batch, self._mesh, opt_state)
         params, opt_state, batch, places = self._placed(params, opt_state, batch)
+        if self._unshared is not None:
+            (params, opt_state), batch = self._unshared((params, opt_state), batch)
         results = self._step(params, opt_state, batch, places=places)
+        if self._unshared is not None:
+            self._unshared.returned(*results[:2])
         # The loss is new at each step, and nobody donates it.
         self._queue.add(results[2])
         return results
@@ -172,10 +202,15 @@ class TrainStep:
         structure = jax.tree.structure((params, opt_state))
         places = self._places.get(structure)
         if places is None or not places.holds(params):
+            _calls.check_order("step(params, opt_state, batch)", params, opt_state)
             _check_workers(self._mesh, opt_state)
+            _whole.check(self._tx, params, opt_state, self._mesh.axis_names)
             places = _places.of(params, opt_state, self._mesh, self._batch_spec)
             self._places[structure] = places
-        params, opt_state = places.put(params), places.put_state(opt_state)
+        if not places.holds_state(opt_state):
+            _calls.check_workers(opt_state, self._mesh)
+            opt_state = places.put_state(opt_state)
+        params = places.put(params)
         return params, opt_state, places.put_batch(batch), places if places.sharded else None
 
 
@@ -188,12 +223,9 @@ def _axis_on(mesh: Mesh, opt_state: Any) -> Any:
 
 def _check_workers(mesh: Mesh, opt_state: Any) -> None:
     """The state is that of the workers of the mesh, and each has its own residual."""
-    axis = _axis_on(mesh, opt_state)
-    workers = math.prod(mesh.shape[name] for name in extend.axis_names(axis))
-    for state in _find.get_states(opt_state):
-        _owners.check_whole("opt_state", state)
-        _checks.check_workers(state.settings, workers)
-    # Of the first state: a step leaves out copies, but here there is somebody to tell.
+    _axis_on(mesh, opt_state)
+    _calls.check_workers(opt_state, mesh)
+    # A step leaves out copies, but here there is somebody to tell.
     _owners.check("opt_state", opt_state)
 
 
@@ -235,10 +267,29 @@ def _check_global(batch: Any, mesh: Mesh, opt_state: Any) -> None:
 
 def _check_batch(batch: Any, workers: int, axis: AxisName) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
-        shape = jax.numpy.shape(leaf)
-        if not shape or shape[0] % workers:
+        name, shape = f"batch{jax.tree_util.keystr(path)}", jax.numpy.shape(leaf)
+        if _is_key(leaf, workers):
             raise ValueError(
-                f"batch{jax.tree_util.keystr(path)} has shape {shape}: its leading dimension must "
-                f"be a multiple of the {workers} workers of axis {axis!r}. Drop or pad the last "
-                "examples."
+                f"{name} is one PRNG key, and each of the {workers} workers of axis {axis!r} has "
+                f"its own: give jax.random.split(key, {workers}), a new key at each step, and take "
+                f"{name}[0] in the loss."
             )
+        if not shape:
+            raise ValueError(
+                f"{name} is a scalar, and a batch is split over the {workers} workers of axis "
+                f"{axis!r} along its leading dimension. Give one for each worker, "
+                f"jax.numpy.full({workers}, x), and take {name}[0] in the loss."
+            )
+        if shape[0] % workers:
+            raise ValueError(
+                f"{name} has shape {shape}: its leading dimension must be a multiple of the "
+                f"{workers} workers of axis {axis!r}. Drop or pad the last examples."
+            )
+
+
+def _is_key(leaf: Any, workers: int) -> bool:
+    """Whether it is one key of ``jax.random``, and no array of integers for the workers."""
+    dtype, shape = jax.numpy.result_type(leaf), jax.numpy.shape(leaf)
+    if jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
+        return not shape
+    return dtype == jax.numpy.uint32 and shape == (2,) and bool(2 % workers)

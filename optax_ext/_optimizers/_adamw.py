@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import jax
 import optax
 
 from optax_ext._optimizers import _parts
+from optax_ext._optimizers._arguments import rate_alone
 from optax_ext._step._contract import DenseSteps
 from optax_ext._step._residual import Residual
 from optax_ext._transforms._local_adam import scale_by_local_adam
@@ -12,14 +14,15 @@ from sparse_collectives import Selector, SparseAllreduce
 from sparse_collectives.extend import AxisName
 
 
+@rate_alone
 def sparse_adamw(
     learning_rate: optax.ScalarOrSchedule,
-    density: float = 0.05,
     *,
+    density: float | None = None,
     axis: AxisName,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 1e-4,
+    b2: float | jax.Array = 0.999,
+    eps: float | jax.Array = 1e-8,
+    weight_decay: float | jax.Array = 1e-4,
     mask: Any = None,
     gain: float | None = None,
     limit: float | None = 2.0,
@@ -27,7 +30,7 @@ def sparse_adamw(
     exchange: SparseAllreduce | None = None,
     residual: Residual | None = None,
     nonfinite: str = "skip",
-    dense_steps: DenseSteps = 0,
+    dense_steps: DenseSteps | None = None,
     dense_leaves: Any = None,
 ) -> optax.GradientTransformation:
     r"""AdamW whose workers exchange a few entries at each step.
@@ -53,9 +56,13 @@ def sparse_adamw(
 
     There is no first moment: the wait in the residuals averages gradients already.
 
+    In ``optax.inject_hyperparams`` the rate, b2, eps, weight_decay, gain and limit may change from
+    step to step; ``density`` and ``dense_steps``, where they are given, and functions (``mask``,
+    ``dense_leaves``) belong into its ``static_args=``.
+
     Args:
       learning_rate: a number or a schedule. Begin with the rate of the dense AdamW.
-      density: k / n, the share of the parameters that move at a step, in (0, 1].
+      density: k / n, the share of the parameters that move at a step, in (0, 1]. None: 0.05.
       axis: the mesh axis (or a tuple of them) of the data-parallel workers.
       b2: decay of the second moments.
       eps: as in Adam.
@@ -71,7 +78,7 @@ def sparse_adamw(
       residual: dtype, decay and step-ahead, by default float32 and ``step_ahead="auto"``.
       nonfinite: see :func:`sparse_allreduce`.
       dense_steps: how many steps to begin with are dense, or which: see
-        :func:`sparse_allreduce`.
+        :func:`sparse_allreduce`. None: none.
       dense_leaves: which leaves are exchanged densely.
 
     Returns:
@@ -81,6 +88,7 @@ def sparse_adamw(
 
     Raises:
       ValueError: an argument out of its range; at ``update``, weight decay without ``params``.
+      TypeError: ``b1=``, or anything besides the rate without its name.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_ext
@@ -93,6 +101,7 @@ def sparse_adamw(
       >>> [round(float(x), 3) for x in params["w"]]
       [0.9, -2.0]
     """
+    density = _parts.DENSITY if density is None else density
     rate = _parts.in_front(learning_rate, gain, axis)
     return _parts.whole(
         optax.chain(scale_by_local_adam(b2, eps), rate),

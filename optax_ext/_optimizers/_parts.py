@@ -7,14 +7,19 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext._selection import selection
+from optax_ext._state import _whole
 from optax_ext._step import _checks
+from optax_ext._step._contract import DenseSteps
 from optax_ext._step._local import Elementwise
 from optax_ext._step._residual import AUTO, Residual
 from optax_ext._step._residual import residual as how_kept
 from optax_ext._step._sparse_allreduce import sparse_allreduce
 from optax_ext._step._sparse_state import SparseAllreduceState
-from sparse_collectives import Selector, SparseAllreduce, allreduce, extend, transport
+from sparse_collectives import Selector, SparseAllreduce, allreduce, transport
 from sparse_collectives.extend import AxisName
+
+# What is None by default is no number that optax.inject_hyperparams makes an array of.
+DENSITY = 0.05
 
 
 def in_front(
@@ -60,11 +65,12 @@ def whole(
     learning_rate: optax.ScalarOrSchedule,
     density: float,
     *,
-    weight_decay: float,
+    weight_decay: float | jax.Array,
     mask: Any,
     selector: Selector | None,
     exchange: SparseAllreduce | None,
     residual: Residual | None,
+    dense_steps: DenseSteps | None,
     **options: Any,
 ) -> optax.GradientTransformation:
     """An optimizer with ``local``, which has the rate, before the accumulation.
@@ -78,15 +84,16 @@ def whole(
         # What the optimizers here do to an entry does not depend on its leaf.
         local=Elementwise(local.init, local.update),
         residual=how_kept(step_ahead=AUTO) if residual is None else residual,
+        dense_steps=0 if dense_steps is None else dense_steps,
         **options,
     )
-    return decayed(sparse, learning_rate, weight_decay, mask)
+    return decayed(_whole.whole(sparse), learning_rate, weight_decay, mask)
 
 
 def decayed(
     sparse: optax.GradientTransformation,
     learning_rate: optax.ScalarOrSchedule,
-    weight_decay: float,
+    weight_decay: float | jax.Array,
     mask: Any,
 ) -> optax.GradientTransformation:
     """``sparse`` with weight decay behind it, which every worker computes by itself.
@@ -100,8 +107,8 @@ def decayed(
       mask: a tree of booleans like the parameters, or a function from them to it: where
         there is decay. None: everywhere.
     """
-    weight_decay = extend.check_number("weight_decay", weight_decay, 0.0, float("inf"))
-    if not weight_decay:
+    weight_decay = _checks.check_hyperparameter("weight_decay", weight_decay, 0.0, float("inf"))
+    if isinstance(weight_decay, float) and not weight_decay:
         return sparse
 
     def update(updates: Any, state: Any, params: Any = None):

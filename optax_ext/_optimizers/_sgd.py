@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import jax
 import optax
 
 from optax_ext._optimizers import _parts
+from optax_ext._optimizers._arguments import rate_alone
 from optax_ext._step._contract import DenseSteps
 from optax_ext._step._momentum_correction import MomentumCorrection
 from optax_ext._step._residual import Residual
@@ -12,19 +14,20 @@ from sparse_collectives import Selector, SparseAllreduce
 from sparse_collectives.extend import AxisName
 
 
+@rate_alone
 def sparse_sgd(
     learning_rate: optax.ScalarOrSchedule,
-    density: float = 0.05,
     *,
+    density: float | None = None,
     axis: AxisName,
-    weight_decay: float = 0.0,
+    weight_decay: float | jax.Array = 0.0,
     mask: Any = None,
     selector: Selector | None = None,
     exchange: SparseAllreduce | None = None,
     correction: MomentumCorrection | None = None,
     residual: Residual | None = None,
     nonfinite: str = "skip",
-    dense_steps: DenseSteps = 0,
+    dense_steps: DenseSteps | None = None,
     dense_leaves: Any = None,
 ) -> optax.GradientTransformation:
     r"""SGD whose workers exchange a few entries at each step.
@@ -53,8 +56,7 @@ def sparse_sgd(
       correction: momentum before the accumulation, from :func:`momentum_correction`.
       residual: how it is kept.
       nonfinite: what to do with what is not finite.
-      dense_steps: how many steps to begin with are dense, or which: see
-        :func:`sparse_allreduce`.
+      dense_steps: how many steps to begin with are dense, or which.
       dense_leaves: which leaves are exchanged densely.
 
     Returns:
@@ -62,6 +64,7 @@ def sparse_sgd(
 
     Raises:
       ValueError: an argument out of its range; at ``update``, weight decay without ``params``.
+      TypeError: ``momentum=``, or anything besides the rate without its name.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_ext
@@ -77,7 +80,7 @@ def sparse_sgd(
     return _parts.whole(
         _parts.in_front(learning_rate, 1.0, axis),
         learning_rate,
-        density,
+        _parts.DENSITY if density is None else density,
         axis=axis,
         weight_decay=weight_decay,
         mask=mask,

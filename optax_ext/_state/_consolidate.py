@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from optax_ext._state import _find, _owners, _shards
+from optax_ext._state import _calls, _find, _owners, _shards, _wrappers
 from optax_ext._state._residual_tree import residual_tree
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import extend
 
 
-def consolidate(opt_state: Any, params: Any) -> tuple[Any, Any]:
+def consolidate(params: Any, opt_state: Any) -> tuple[Any, Any]:
     """All residuals as one dense gradient, and the state without them.
 
     For the end of a training, or before a model is exported: the residuals are
@@ -24,25 +24,27 @@ def consolidate(opt_state: Any, params: Any) -> tuple[Any, Any]:
     parameters as it is.
 
     Args:
-      opt_state: the state of all workers, outside of the mapped function.
       params: the parameters, or anything of their structure and shapes. Leaves that
         no sparse allreduce covers get zeros.
+      opt_state: the state of all workers, outside of the mapped function.
 
     Returns:
       ``(gradient, opt_state)``; the gradient has the tree of ``params``, and the
       dtypes of the gradients.
 
     Raises:
-      ValueError: inside of the mapped function; a state of other parameters.
+      ValueError: inside of the mapped function; a state of other parameters, of ``jax.pmap``, or
+        of no allreduce of this library; arguments that have changed places.
 
     Example:
       >>> import jax.numpy as jnp, optax_ext
       >>> state = optax_ext.init_state(optax_ext.ok_topk(0.5, axis="w"), jnp.zeros(2), {"w": 2})
       >>> state = state._replace(residual=jnp.array([[1.0, 2.0], [3.0, 0.0]]))
-      >>> gradient, state = consolidate(state, jnp.zeros(2))
+      >>> gradient, state = consolidate(jnp.zeros(2), state)
       >>> gradient.tolist(), state.residual.tolist()
       ([2.0, 1.0], [[0.0, 0.0], [0.0, 0.0]])
     """
+    _check("consolidate(params, opt_state)", params, opt_state)
     gradient = residual_tree(opt_state, params, lambda node: _shards.leaves_of(node, _mean(node)))
     empty = jax.tree.map(_without_residual, opt_state, is_leaf=_find.is_state)
     return gradient, empty
@@ -71,8 +73,7 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
 
     Raises:
       ValueError: residuals that are gradients (give those of :func:`consolidate` to the
-        optimizer behind the allreduce); inside of the mapped function; a state of other
-        parameters, of some of the workers, or with copies of a residual.
+        optimizer behind the allreduce); and as :func:`consolidate`.
 
     Example:
       >>> import jax.numpy as jnp, optax_ext
@@ -84,16 +85,27 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
       >>> params.tolist(), state.residual.tolist()
       ([0.5, 1.5], [[0.0, 0.5], [0.0, 0.5]])
     """
+    _check("flush(params, opt_state)", params, opt_state)
     for state in _find.get_states(opt_state):
         if not state.settings.step_ahead:
             raise ValueError(
                 "opt_state has residuals that may be gradients, and not updates of the parameters: "
-                "they were made without a step_ahead. Use optax_ext.consolidate(opt_state, "
-                "params), and give the gradient to the optimizer behind the allreduce."
+                "they were made without a step_ahead. Use optax_ext.consolidate(params, "
+                "opt_state), and give the gradient to the optimizer behind the allreduce."
             )
     updates = residual_tree(opt_state, params, lambda node: _shards.leaves_of(node, _step(node)[0]))
     rest = jax.tree.map(_without_step, opt_state, is_leaf=_find.is_state)
     return optax.apply_updates(params, updates), rest
+
+
+def _check(call: str, params: Any, opt_state: Any) -> None:
+    """There is a state that may hold something, and it is where ``call`` has it."""
+    _calls.check_order(f"optax_ext.{call}", params, opt_state)
+    if not _wrappers.reductions(opt_state):
+        raise ValueError(
+            "opt_state has no residuals: no allreduce of optax_ext is in it. Give the state that "
+            "the steps were made with, all of it."
+        )
 
 
 def _mean(node: SparseAllreduceState) -> jax.Array:

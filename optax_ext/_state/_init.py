@@ -6,9 +6,10 @@ from typing import Any
 
 import jax
 import optax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from optax_ext._state import _find, _placement, _wrappers
+from optax_ext._state import _calls, _find, _placement, _whole, _wrappers
 from optax_ext._step import _given
 from optax_ext._step._checks import UnboundAxisError
 from sparse_collectives import extend
@@ -43,8 +44,10 @@ def init_state(
 
     Raises:
       ValueError: the mesh has no such axis; allreduces that name different axes; parameters that
-        are sharded over the axis of the workers, over another mesh, or not evenly; see
-        :func:`state_specs`.
+        are sharded over the axis of the workers, over another mesh, or not evenly; an optimizer
+        behind a whole optimizer, as in ``optax.chain(sparse_adamw(...), optax.adamw(...))``, which
+        trains uphill; see :func:`state_specs`.
+      TypeError: a ``tx`` that is no transformation, a ``mesh`` that is none.
 
     Example:
       >>> import jax.numpy as jnp, optax_ext
@@ -52,8 +55,12 @@ def init_state(
       >>> state.residual.shape
       (2, 4)
     """
+    call = "optax_ext.init_state(tx, params, mesh)"
+    _calls.check_transformation(call, tx, mesh, AbstractMesh, Mapping)
+    _calls.check_order(call, params, None)
     sizes = dict(mesh) if isinstance(mesh, Mapping) else dict(mesh.shape)
     names = tuple(sizes)
+    wanted = mesh
     if isinstance(mesh, Mesh):
         mesh = _placement.with_auto_axes(mesh)
     given = _placement.given_of(params, mesh, specs)
@@ -74,13 +81,14 @@ def init_state(
     reduces = bool(_wrappers.reductions(local))
     if reduces:
         check_axis(_find.axis_of(local), names)
+        _whole.check(tx, params, local, names)
     specs = _find.state_specs(local)
     if isinstance(mesh, Mapping):
         states = jax.jit(everywhere)(params)
         return jax.tree.map(lambda spec, x: _joined(x, spec, names), specs, states)
     if given is None or not reduces:
         mapped = jax.shard_map(init, mesh=mesh, in_specs=PartitionSpec(), out_specs=specs)
-        return jax.jit(mapped)(params)
+        return _on(wanted, jax.jit(mapped)(params), specs)
     workers = extend.axis_names(_find.axis_of(local))
     mapped = jax.shard_map(
         init,
@@ -94,7 +102,21 @@ def init_state(
     if isinstance(mesh, AbstractMesh):
         return jax.jit(mapped)(params)
     placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), where, is_leaf=_find.is_spec)
-    return jax.jit(mapped, out_shardings=placed)(_placement.put(params, mesh, given))
+    made = jax.jit(mapped, out_shardings=placed)(_placement.put(params, mesh, given))
+    return _on(wanted, made, where)
+
+
+def _on(mesh: Any, state: Any, specs: Any) -> Any:
+    """The state on the mesh that was given, whose axes may be explicit; nothing moves."""
+    tracers = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(state))
+    if not isinstance(mesh, Mesh) or mesh == _placement.with_auto_axes(mesh) or tracers:
+        return state
+    return jax.tree.map(
+        lambda spec, x: jax.device_put(x, NamedSharding(mesh, spec)),
+        specs,
+        state,
+        is_leaf=_find.is_spec,
+    )
 
 
 def _joined(x: jax.Array, spec: PartitionSpec, names: tuple[str, ...]) -> jax.Array:

@@ -31,14 +31,14 @@ def residual_tree(
     for state in _find.get_states(opt_state):
         parts = leaves_of(state)
         # A part of the parameters, as in optax.multi_transform, has masks elsewhere.
-        parts, tree = jax.tree.flatten(parts, is_leaf=_is_mask)
+        parts, tree = jax.tree.flatten(parts, is_leaf=is_mask)
         if tree != treedef:
             raise ValueError(
                 f"opt_state was made for parameters with another tree than params: {tree}, and "
                 f"{treedef}. Give the parameters that init was called with."
             )
         for i, part in enumerate(parts):
-            if not _is_mask(part):
+            if not is_mask(part):
                 found[i] = part if found[i] is None else found[i] + part
     whole = [
         jnp.zeros_like(leaf) if part is None else part
@@ -53,5 +53,6 @@ def of_vector(vector: jax.Array, layout: _layout.TreeLayout) -> Any:
     return _layout.unravel(vector, dense, layout, saturate=True)
 
 
-def _is_mask(node: Any) -> bool:
+def is_mask(node: Any) -> bool:
+    """Whether it stands for leaves that a part of an optimizer is not given."""
     return isinstance(node, optax.MaskedNode)

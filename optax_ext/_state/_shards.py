@@ -157,9 +157,15 @@ def check_all_rows(name: str, node: SparseAllreduceState) -> None:
     """The state has the rows of all workers."""
     if np.ndim(node.residual) != 2:
         raise ValueError(
-            f"{name} has a residual of shape {np.shape(node.residual)}, with one axis more than on "
-            "a mesh: it is that of jax.pmap. docs/checkpoints.md, pmap, has the two lines that "
-            "make of it the state of a mesh."
+            f"{name} is a state of jax.pmap: its residual has shape {np.shape(node.residual)}, and "
+            "every array an axis of the devices. This needs the state of all workers, whose "
+            "residual has a row for each. Take of what is each worker's own the rows, and of all "
+            "else the first:\n"
+            "    one = jax.tree.map(lambda x: x[0], opt_state)\n"
+            "    opt_state = jax.tree.map(\n"
+            "        lambda spec, x: x[:, 0] if len(spec) else x[0],\n"
+            "        optax_ext.state_specs(one), opt_state,\n"
+            "    )"
         )
     _owners.check_whole(name, node)
     workers, rows = extend.ranks(node.settings.axis), node.workers

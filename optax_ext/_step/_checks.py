@@ -21,12 +21,22 @@ class UnboundAxisError(ValueError):
     """The axis of a transformation is not bound where it is called."""
 
     def __init__(self, axis: Any):
-        super().__init__(
-            f"axis={axis!r} is not bound here. Make the state with optax_ext.init_state(tx, "
-            "params, mesh), on a mesh with that axis, and call init and update inside a function "
-            "mapped over it: jax.shard_map, jax.pmap or sparse_collectives.simulate. "
-            "optax_ext.make_train_step does that."
-        )
+        if bound := extend.bound_axes():
+            message = (
+                f"axis={axis!r} is not bound here, where the axes are {bound}. Give the "
+                f"transformation one of these as axis=, or the mapped function axis_name={axis!r}."
+            )
+        else:
+            message = (
+                f"axis={axis!r} is not bound here. Make the state with optax_ext.init_state(tx, "
+                "params, mesh), on a mesh with that axis, and call init and update inside a "
+                "function mapped over it: jax.shard_map, jax.pmap or sparse_collectives.simulate. "
+                "optax_ext.make_train_step does that. (Flax's TrainState.create and nnx.Optimizer "
+                "call init: write TrainState(step=0, apply_fn=..., params=params, tx=tx, "
+                "opt_state=optax_ext.init_state(tx, params, mesh)), and nnx.split in place of "
+                "nnx.Optimizer.)"
+            )
+        super().__init__(message)
         self.axis = axis
 
 
@@ -92,6 +102,15 @@ def check_positive_limit(limit: Any) -> None:
     number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
     if not number or not limit > 0:
         raise ValueError(f"limit must be a number greater than 0 or None, got {limit!r}.")
+
+
+def check_hyperparameter(name: str, value: Any, low: float, high: float) -> float | jax.Array:
+    """A number in [low, high], or one of ``optax.inject_hyperparams``, which only a step knows."""
+    if not isinstance(value, jax.Array):
+        return extend.check_number(name, value, low, high)
+    if value.shape:
+        raise ValueError(f"{name} must be a number or a scalar, got an array of {value.shape}.")
+    return value.astype(jnp.float32)
 
 
 def whether_dense(answer: Any) -> jax.Array:

@@ -16,6 +16,7 @@ from optax_ext._step import (
     _local,
     _nonfinite,
     _owner,
+    _probe,
     _residual,
     _settings,
     _sharded,
@@ -102,6 +103,8 @@ class ErrorFeedback:
 
     def update(self, updates: Any, state: SparseAllreduceState, params: Any = None):
         """One step; ``(updates, state)``."""
+        if _probe.is_on():
+            return self._delivered(updates, state, params)
         _checks.check_settings(state.settings, self.settings)
         if state.workers == 1:  # As a worker should see it.
             _checks.check_workers(state.settings, _checks.workers(self.options.axis))
@@ -173,6 +176,13 @@ class ErrorFeedback:
         """Of the steps so far and of this one, ``f32[]``."""
         limit = _contract.limit_at(self.options.limit, state.count)
         return () if limit is None else jnp.maximum(state.limit, limit)
+
+    def _delivered(self, updates: Any, state: SparseAllreduceState, params: Any):
+        """A step that delivers all that it is given, for :mod:`optax_ext._state._whole`."""
+        layout = self._check(updates, state)
+        loaded = self._load(updates, state, params, layout)
+        mean = _layout.unravel(loaded.gradient, loaded.dense_gradient, layout, saturate=False)
+        return mean, state._replace(count=state.count + 1, local=loaded.state)
 
     def _agrees_late(self, layout: _layout.TreeLayout) -> bool:
         """Whether the workers agree to skip a step by the messages of its exchange.

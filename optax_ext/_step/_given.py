@@ -2,7 +2,7 @@
 
 import contextlib
 import contextvars
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -51,6 +51,8 @@ def sharding_of(params: Any, axis: AxisName) -> Sharding | None:
         return None
     workers = extend.axis_names(axis)
     others = {name: n for name, n in given.sizes.items() if name not in workers}
+    # Along an axis of one worker, sharded and whole are the same.
+    alone = [name for name in workers if given.sizes.get(name) == 1]
     leaves = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name = jax.tree_util.keystr(path)
@@ -60,5 +62,10 @@ def sharding_of(params: Any, axis: AxisName) -> Sharding | None:
                 f"are sharded: {', '.join(list(given.specs)[:5])}, ... What is around it must keep "
                 "their paths, as optax.masked, multi_transform and optax_ext.bucketed do."
             )
-        leaves.append((name, jnp.shape(leaf), given.specs[name]))
+        leaves.append((name, jnp.shape(leaf), _without(alone, given.specs[name])))
     return _sharding.of_specs(tuple(others), tuple(others.values()), leaves, workers)
+
+
+def _without(names: Collection[Any], spec: PartitionSpec) -> PartitionSpec:
+    dims = (extend.axis_names(dim) if dim is not None else () for dim in spec)
+    return PartitionSpec(*(tuple(n for n in dim if n not in names) or None for dim in dims))

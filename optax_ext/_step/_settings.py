@@ -28,6 +28,7 @@ class Settings:
       step_ahead: what of the residual is applied before a gradient is taken; see
         :func:`optax_ext.residual`.
       workers: P that the state was made for; 0 in a transformation, which is for any.
+      whole: whether it is a whole optimizer, whose updates are those of the parameters.
     """
 
     selector: str | None
@@ -40,3 +41,4 @@ class Settings:
     decay: float
     step_ahead: float | str
     workers: int = 0
+    whole: bool = False

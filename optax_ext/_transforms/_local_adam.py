@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from optax_ext._step import _checks
 from sparse_collectives import extend, transport
 from sparse_collectives.extend import AxisName
 
@@ -24,8 +25,8 @@ class ScaleByLocalAdamState(NamedTuple):
 
 
 def scale_by_local_adam(
-    b2: float = 0.999,
-    eps: float = 1e-8,
+    b2: float | jax.Array = 0.999,
+    eps: float | jax.Array = 1e-8,
     *,
     axis: AxisName | None = None,
     average_every: int | None = None,
@@ -49,7 +50,7 @@ def scale_by_local_adam(
     ``average_every`` is given.
 
     Args:
-      b2: decay of the second moments, in [0, 1).
+      b2: decay of the second moments, in [0, 1); or ``f32[]``, of ``optax.inject_hyperparams``.
       eps: added to the root, as in Adam.
       axis: the mesh axis of the workers, for ``average_every``.
       average_every: every so many steps the second moments are averaged over the workers,
@@ -68,10 +69,10 @@ def scale_by_local_adam(
       >>> [round(float(x), 3) for x in scaled]
       [1.0, -1.0]
     """
-    b2 = extend.check_number("b2", b2, 0.0, 1.0)
-    if b2 == 1.0:
+    b2 = _checks.check_hyperparameter("b2", b2, 0.0, 1.0)
+    if isinstance(b2, float) and b2 == 1.0:
         raise ValueError("b2 must be less than 1, got 1.0: nothing would be learned of gradients.")
-    eps = extend.check_number("eps", eps, 0.0, 1.0)
+    eps = _checks.check_hyperparameter("eps", eps, 0.0, 1.0)
     if average_every is not None:
         average_every = extend.check_positive_int("average_every", average_every)
         if axis is None:
@@ -90,7 +91,7 @@ def scale_by_local_adam(
         nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, state.nu, updates)
         if average_every is not None:
             nu = _averaged(nu, count % average_every == 0, cast(AxisName, axis))
-        correction = 1 - jnp.float32(b2) ** count.astype(jnp.float32)
+        correction = 1 - jnp.asarray(b2, jnp.float32) ** count.astype(jnp.float32)
         scaled = jax.tree.map(lambda g, v: g / (jnp.sqrt(v / correction) + eps), updates, nu)
         return scaled, ScaleByLocalAdamState(count, nu)
 

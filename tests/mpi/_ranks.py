@@ -48,7 +48,7 @@ def errors(x: jax.Array) -> dict[str, str]:
     calls = {
         "mesh": lambda: optax_ext.make_train_step(_cases.loss, tx, mesh)(params, state, None),
         "specs": lambda: optax_ext.state_specs(state),
-        "consolidate": lambda: optax_ext.consolidate(state, params),
+        "consolidate": lambda: optax_ext.consolidate(params, state),
         "reshard": lambda: optax_ext.reshard(state, state),
         "two": lambda: transport.all_gather(x, (WORLD, MPI.COMM_SELF)),
         "mixed": lambda: transport.psum(x, (WORLD, "ranks")),

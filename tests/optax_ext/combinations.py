@@ -180,7 +180,9 @@ ROWS = (
         '`inject_hyperparams(ok_topk_sgd, static_args=("density", "dense_steps"))'
         "(learning_rate=...)`. "
         "`density` fixes shapes and `dense_steps` branches, so they have to be static; without "
-        "`static_args` it is an error.",
+        "`static_args` it is an error. `inject_hyperparams(sparse_adamw)(learning_rate=1e-3, "
+        'axis="data")`, and `sparse_sgd` in its place, need `static_args` for what is given of '
+        "`density`, `dense_steps`, `dense_leaves` and `mask` alone.",
     ),
     Row(
         "`inject_hyperparams`, optimizer",

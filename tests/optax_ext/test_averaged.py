@@ -176,7 +176,7 @@ def test_one_worker_may_average():
 
 STEP_AHEAD = {
     "sparse_adamw": lambda: optax_ext.sparse_adamw(0.1, axis="w"),
-    "sparse_sgd": lambda: optax_ext.sparse_sgd(0.1, 0.1, axis="w"),
+    "sparse_sgd": lambda: optax_ext.sparse_sgd(0.1, density=0.1, axis="w"),
     "multi_steps": lambda: optax_ext.multi_steps(optax_ext.sparse_adamw(0.1, axis="w"), 2),
     "delayed": lambda: optax_ext.delayed(optax_ext.sparse_adamw(0.1, axis="w")),
 }

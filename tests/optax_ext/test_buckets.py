@@ -89,7 +89,7 @@ def test_behind_multi_transform_and_with_consolidate():
         state,
         is_leaf=lambda s: isinstance(s, optax_ext.SparseAllreduceState),
     )
-    gradient, left = optax_ext.consolidate(filled, PARAMS)
+    gradient, left = optax_ext.consolidate(PARAMS, filled)
     assert float(gradient["a"].mean()) == float(gradient["d"].mean()) == 1.0
     assert float(gradient["b"].mean()) == 0.0
     assert all((np.asarray(s.residual) == 0).all() for s in optax_ext.get_states(left))

@@ -29,7 +29,7 @@ def topk_a(**options):
 
 TRANSFORMATIONS = {
     "ok_topk": lambda: optax_ext.ok_topk(0.1, axis="w"),
-    "sparse_adamw": lambda: optax_ext.sparse_adamw(0.1, 0.1, axis="w", weight_decay=0.0),
+    "sparse_adamw": lambda: optax_ext.sparse_adamw(0.1, density=0.1, axis="w", weight_decay=0.0),
     "momentum correction": lambda: topk_a(correction=optax_ext.momentum_correction(0.9)),
     "dense leaves": lambda: topk_a(
         correction=optax_ext.momentum_correction(0.9), dense_leaves={"a": "sparse", "b": "dense"}
@@ -165,7 +165,7 @@ def replicate(tree):
 
 
 def test_a_pmap_trainer_that_unreplicates_its_checkpoint():
-    tx = optax_ext.sparse_adamw(0.01, 0.1, axis="w", weight_decay=0.0)
+    tx = optax_ext.sparse_adamw(0.01, density=0.1, axis="w", weight_decay=0.0)
     step, params, state = in_pmap(tx)
     metadata = optax_ext.checkpoint_metadata(state)
     assert metadata["workers"] == WORKERS
@@ -212,7 +212,7 @@ def test_what_has_somebody_to_tell_refuses_copies():
     for refuses in (
         lambda: optax_ext.make_train_step(loss_fn, tx, on)(PARAMS, copied, batch()),
         lambda: optax_ext.flush(PARAMS, copied),
-        lambda: optax_ext.consolidate(copied, PARAMS),
+        lambda: optax_ext.consolidate(PARAMS, copied),
         lambda: optax_ext.checkpoint_metadata(copied),
     ):
         with pytest.raises(ValueError, match=message):
@@ -238,7 +238,7 @@ def test_monitoring_says_it_once():
 
 
 def test_of_sharded_parameters_each_worker_has_one_mark():
-    tx = optax_ext.sparse_adamw(0.1, 0.1, axis="data")
+    tx = optax_ext.sparse_adamw(0.1, density=0.1, axis="data")
     params = shards.placed(shards.params_of(), shards.mesh_of((2, 4)))
     on = shards.mesh_of((2, 4))
     state = optax_ext.init_state(tx, params, on)
@@ -246,7 +246,7 @@ def test_of_sharded_parameters_each_worker_has_one_mark():
     full = state._replace(residual=jnp.ones_like(state.residual))
     copied = full._replace(owner=jnp.zeros_like(full.owner))
     fresh = optax_ext.init_state(tx, params, on)
-    total = optax_ext.consolidate(optax_ext.reshard(copied, fresh), params)[0]
+    total = optax_ext.consolidate(params, optax_ext.reshard(copied, fresh))[0]
     expected = jax.tree.map(lambda x: np.full(x.shape, 0.5), params)
     jax.tree.map(np.testing.assert_array_equal, total, expected)
 

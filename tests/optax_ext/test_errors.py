@@ -1,5 +1,7 @@
 """Bad input: an error that names the argument, the value and the fix, at trace time."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -453,3 +455,33 @@ def test_a_non_finite_gradient_reaches_every_worker_by_option():
     assert after.skipped.tolist() == [0, 0, 0]
     # It was delivered, so it is in no residual.
     assert np.isfinite(after.residual).all()
+
+
+# Whole optimizers, called as those of optax.
+
+WHOLE = {
+    "sparse_adamw": optax_ext.sparse_adamw,
+    "sparse_sgd": optax_ext.sparse_sgd,
+    "ok_topk_sgd": optax_ext.ok_topk_sgd,
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_second_argument_without_its_name(name):
+    """It is b1 or a momentum in optax, and would be a density here."""
+    make = WHOLE[name]
+    message = rf"{name} takes the learning rate and keywords, got 0.9 .*density=0\.9.*b1"
+    for more in ((0.9,), (0.9, 0.99)):
+        with pytest.raises(TypeError, match=message):
+            make(0.1, *more, axis="data")
+    inspect.signature(make).bind(0.1, density=0.9, axis="data")
+    assert [
+        p.name for p in inspect.signature(make).parameters.values() if p.kind != p.KEYWORD_ONLY
+    ] == ["learning_rate"]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("momentum", ["b1", "momentum"])
+def test_a_momentum_that_whole_optimizers_do_not_have(name, momentum):
+    with pytest.raises(TypeError, match=f"{name} has no {momentum}=: .*Leave {momentum} out"):
+        WHOLE[name](0.1, density=0.1, axis="data", **{momentum: 0.9})

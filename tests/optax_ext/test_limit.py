@@ -162,7 +162,7 @@ RATE = 1e-3
 def trained(gradients, density, **options):
     """Parameters and what the workers wait for in the mean, ``f64[steps, n]``, in rates."""
     steps, workers, size = gradients.shape
-    tx = optax_ext.sparse_adamw(RATE, density, axis="w", weight_decay=0.0, **options)
+    tx = optax_ext.sparse_adamw(RATE, density=density, axis="w", weight_decay=0.0, **options)
 
     def worker(mine):
         def step(carry, gradient):

@@ -135,7 +135,7 @@ def test_other_workers_have_the_sum_and_the_factors(method):
     fresh = optax_ext.init_state(higher, PARAMS, {"data": 3})
     again = optax_ext.reshard(state, fresh)
     np.testing.assert_array_equal(again.allreduce.right, fresh.allreduce.right)
-    gradient, _ = optax_ext.consolidate(state, params)
+    gradient, _ = optax_ext.consolidate(params, state)
     np.testing.assert_allclose(gradient["w"].ravel(), total / 4, rtol=1e-5, atol=1e-7)
 
 

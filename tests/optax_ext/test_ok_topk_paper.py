@@ -181,4 +181,4 @@ def test_what_has_no_place_beside_it():
             with pytest.raises(ValueError, match=f"paper={paper!r} .*{name}='{value}'"):
                 sc.allreduce.ok_topk(density=0.1, paper=paper, **{name: value})
     with pytest.raises(ValueError, match="paper must be one of False, True, 'corrected', got 'yes"):
-        optax_ext.ok_topk_sgd(0.1, 0.1, axis="w", paper="yes")
+        optax_ext.ok_topk_sgd(0.1, density=0.1, axis="w", paper="yes")

@@ -161,7 +161,7 @@ def test_shards_of_a_hierarchy(axes):
     before = exact_sums(state)
     for shape in ((4, 2), (3, 2), (2, 4)):
         state = optax_ext.reshard(state, fresh(*shape))
-        gradient, _ = optax_ext.consolidate(state, PARAMS)
+        gradient, _ = optax_ext.consolidate(PARAMS, state)
         got = np.concatenate([np.ravel(gradient[n]) for n in "ab"]) * state.residual.shape[0]
         np.testing.assert_allclose(got, before, rtol=1e-5, atol=1e-5)
     back = optax_ext.reshard(state, optax_ext.init_state(flat, PARAMS, mesh(4)))
@@ -200,13 +200,13 @@ def test_consolidate_with_parts_and_with_a_mapped_axis():
         optax_ext.init_state(tx, params, {"w": 2}),
         is_leaf=lambda node: isinstance(node, optax_ext.SparseAllreduceState),
     )
-    gradient, state = optax_ext.consolidate(state, params)
+    gradient, state = optax_ext.consolidate(params, state)
     for name, value in (("a", 1), ("b", 1), ("c", 0)):
         np.testing.assert_array_equal(gradient[name], np.full(params[name].shape, value))
-    again, _ = optax_ext.consolidate(state, params)
+    again, _ = optax_ext.consolidate(params, state)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(again))
     one = optax_ext.ok_topk(0.1, axis="w")
-    inside = sc.simulate(lambda g: optax_ext.consolidate(one.init(g), g)[0], axis="w", axis_size=2)
+    inside = sc.simulate(lambda g: optax_ext.consolidate(g, one.init(g))[0], axis="w", axis_size=2)
     with pytest.raises(ValueError, match="Call it outside"):
         inside(jnp.ones((2, 4)))
 
@@ -226,7 +226,7 @@ def test_consolidate_where_the_sum_is_too_large_and_the_mean_is_not(dtype):
     state = optax_ext.init_state(optax_ext.ok_topk(0.5, axis="w"), params, {"w": 4})
     rows = np.zeros((4, 3), np.float32)
     rows[:, 0], rows[:2, 1], rows[0, 2] = 2e38, 3e38, -1.0
-    gradient, left = optax_ext.consolidate(state._replace(residual=rows), params)
+    gradient, left = optax_ext.consolidate(params, state._replace(residual=rows))
     assert gradient.dtype == dtype
     np.testing.assert_allclose(
         np.asarray(gradient, np.float64),

@@ -160,7 +160,7 @@ def test_shards_of_padding_only_are_seen_by_their_place():
     rows = np.arange(1.0, 9, dtype=np.float32).reshape(2, 4)
     rows[:, 3:] = 0
     placed = jax.device_put(rows.reshape(8, 1), state.residual.sharding)
-    gradient, _ = optax_ext.consolidate(state._replace(residual=placed), params)
+    gradient, _ = optax_ext.consolidate(params, state._replace(residual=placed))
     np.testing.assert_array_equal(gradient, rows[:, :3].sum(0) / 8)
     assert optax_ext.checkpoint_metadata(state)["sparse"][""]["workers_in_a_node"] == 4
 

@@ -61,7 +61,7 @@ def test_nothing_is_lost_and_no_device_drifts(name, check_vma):
     gradients = shards.gradients_of(2, steps=5)
     mesh = shards.mesh_of((2, 4))
     updates, state = shards.run(tx, mesh, gradients, manual=False, check_vma=check_vma)
-    waiting, empty = optax_ext.consolidate(state, shards.params_of())
+    waiting, empty = optax_ext.consolidate(shards.params_of(), state)
     for leaf, given in gradients.items():
         given = given.astype(np.float64).mean(axis=1).sum(axis=0)
         applied = sum(u[leaf].astype(np.float64) for u in updates)
@@ -127,7 +127,7 @@ def test_a_step_is_skipped_by_all_devices_or_by_none():
 
 def test_a_worker_looks_ahead_with_all_of_its_devices():
     mesh = shards.mesh_of((2, 4))
-    tx = optax_ext.sparse_adamw(0.1, 0.1, axis="data", weight_decay=0.0)
+    tx = optax_ext.sparse_adamw(0.1, density=0.1, axis="data", weight_decay=0.0)
     _, state = shards.run(tx, mesh, shards.gradients_of(2, steps=2), manual=False)
     params = shards.placed(shards.params_of(), mesh)
 
@@ -146,7 +146,7 @@ def test_a_worker_looks_ahead_with_all_of_its_devices():
         # Its residual alone, as that of both workers.
         rows = np.asarray(state.residual).reshape(2, 4, -1)[[worker] * 2].reshape(8, -1)
         alone = state._replace(residual=jnp.asarray(rows))
-        waiting, _ = optax_ext.consolidate(alone, params)
+        waiting, _ = optax_ext.consolidate(params, alone)
         for name, leaf in shards.params_of().items():
             expected = leaf + np.asarray(waiting[name]) / 2
             np.testing.assert_allclose(np.asarray(seen[name])[worker], expected, rtol=1e-6)
@@ -157,7 +157,7 @@ def test_a_local_transformation_sees_whole_leaves():
     tx = sparse(sc.allreduce.topk_a(), local=optax.clip_by_global_norm(1.0))
     gradients = shards.gradients_of(2, steps=1)
     updates, state = shards.run(tx, shards.mesh_of((2, 4)), gradients, manual=False)
-    waiting, _ = optax_ext.consolidate(state, shards.params_of())
+    waiting, _ = optax_ext.consolidate(shards.params_of(), state)
     norms = np.sqrt(
         sum((g[0].reshape(2, -1).astype(np.float64) ** 2).sum(axis=1) for g in gradients.values())
     )
@@ -226,8 +226,8 @@ def test_at_density_one_it_trains_like_the_dense_one_and_stays_where_it_was(spec
 @pytest.mark.parametrize(
     "tx",
     [
-        optax_ext.sparse_adamw(0.05, 0.2, axis="data"),
-        optax_ext.sparse_sgd(0.2, 0.2, axis="data"),
+        optax_ext.sparse_adamw(0.05, density=0.2, axis="data"),
+        optax_ext.sparse_sgd(0.2, density=0.2, axis="data"),
         optax.chain(optax_ext.bucketed(optax_ext.topk_a(0.2, axis="data"), 2), optax.adam(0.05)),
         optax_ext.multi_steps(optax.chain(optax_ext.topk_a(0.2, axis="data"), optax.adam(0.1)), 2),
         optax.chain(optax_ext.powersgd(rank=1, axis="data"), optax.adam(0.05)),
@@ -270,7 +270,7 @@ def test_parameters_that_all_devices_of_a_worker_hold():
     assert state[0].residual.shape == (4, n // 2)
     gradients = [jax.grad(loss_fn)(params, (x[i : i + 4], batch[1][i : i + 4])) for i in (0, 4)]
     new, state, _ = step(params, state, batch)
-    waiting, _ = optax_ext.consolidate(state, params)
+    waiting, _ = optax_ext.consolidate(params, state)
     for name, leaf in params.items():
         mean = sum(np.asarray(g[name]) for g in gradients) / 2
         moved = (leaf - np.asarray(new[name])) / np.float32(0.1)

@@ -99,7 +99,7 @@ def test_what_waits_is_put_together_by_parts(layout):
     state, _, params = compiled(SPARSE["ok_topk"](), layout, mesh)
 
     def gradient(state, params):
-        return optax_ext.consolidate(state, params)[0]
+        return optax_ext.consolidate(params, state)[0]
 
     program = jax.jit(gradient).lower(state, params).compile().as_text()
     assert max(map(math.prod, shards.shapes_in(program[program.index("ENTRY") :]))) <= N // 4

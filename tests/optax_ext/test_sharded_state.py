@@ -15,7 +15,7 @@ from tests.optax_ext import shards
 
 OPTIMIZERS = {
     "ok_topk, adam": lambda: optax.chain(optax_ext.ok_topk(0.1, axis="data"), optax.adam(0.1)),
-    "sparse_adamw": lambda: optax_ext.sparse_adamw(0.1, 0.1, axis="data"),
+    "sparse_adamw": lambda: optax_ext.sparse_adamw(0.1, density=0.1, axis="data"),
     "momentum, dense leaves": lambda: optax_ext.topk_a(
         0.1,
         axis="data",
@@ -43,7 +43,7 @@ def after_steps(tx, sizes, steps=2):
 
 def waiting(state):
     """What is in residuals, summed up over the workers, as leaves."""
-    mean, _ = optax_ext.consolidate(state, shards.params_of())
+    mean, _ = optax_ext.consolidate(shards.params_of(), state)
     workers = optax_ext.get_state(state).workers
     return {name: workers * np.asarray(leaf, np.float64) for name, leaf in mean.items()}
 

@@ -112,7 +112,9 @@ def test_the_flat_buffers_of_adamw_get_what_the_leaves_would(labels, nonfinite):
     given = targets()
     given[2, 1, [7, 100]] = np.nan
     options = {"axis": "data", "nonfinite": nonfinite, "dense_leaves": labels}
-    whole = optax_ext.sparse_adamw(0.05, 0.2, weight_decay=0.0, gain=1.0, eps=EPS, **options)
+    whole = optax_ext.sparse_adamw(
+        0.05, density=0.2, weight_decay=0.0, gain=1.0, eps=EPS, **options
+    )
     tree = optax_ext.sparse_allreduce(
         sc.select.topk(density=0.2),
         sc.allreduce.agreed(bits="few"),
@@ -170,7 +172,7 @@ def test_a_selector_of_a_larger_density_is_an_error():
         with pytest.raises(ValueError, match="the selector has density=0.2, and density=0.05"):
             make(0.1, axis="w", selector=sc.select.topk(density=0.2))
         with pytest.raises(ValueError, match="density"):
-            make(0.1, 2.0, axis="w", selector=sc.select.topk(density=0.2))
+            make(0.1, density=2.0, axis="w", selector=sc.select.topk(density=0.2))
 
 
 def where_ahead(tx, params, state, on):

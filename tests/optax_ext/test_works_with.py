@@ -1,6 +1,8 @@
 """Every row of combinations.py, in every mapped function that it names."""
 
 import functools
+import itertools
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -8,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -265,6 +268,92 @@ def test_ok_topk_sgd_with_an_injected_rate_is_what_the_row_writes_out():
             end, state, _ = step(end, state, batch)
         ends.append(end)
     jax.tree.map(np.testing.assert_array_equal, *ends)
+
+
+# A large eps, or all entries of a first step are alike, and rounding chooses among them.
+ADAMW = {"weight_decay": 0.1, "gain": 1.5, "limit": 3.0, "eps": 0.1}
+WHOLE = {
+    "sparse_adamw": (optax_ext.sparse_adamw, ADAMW),
+    "sparse_sgd": (optax_ext.sparse_sgd, {"weight_decay": 0.1}),
+}
+
+
+def trained_by(tx, hyperparams):
+    """The parameters after each step; the injected hyperparameters are set before it."""
+    params, loss_fn = combinations.model("mlp")
+    state = optax_ext.init_state(tx, params, mesh())
+    step = optax_ext.make_train_step(loss_fn, tx, mesh(), donate=False)
+    ends = [params]
+    for batch, given in zip(batches(), hyperparams, strict=True):
+        if given:
+            state = state._replace(
+                hyperparams=state.hyperparams | {k: jnp.float32(v) for k, v in given.items()}
+            )
+        params, state, _ = step(params, state, batch)
+        ends.append(params)
+    return ends
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("static", [False, True], ids=["defaults", "static density"])
+def test_whole_optimizers_with_injected_hyperparameters(name, static):
+    make, options = WHOLE[name]
+    fixed = {"axis": "data", "exchange": sc.allreduce.topk_a()}
+    given = {"density": 0.2} if static else {}
+    injected = optax.inject_hyperparams(make, static_args=tuple(given))
+    plain = trained_by(make(0.01, **options, **given, **fixed), [None] * STEPS)
+    ends = trained_by(injected(learning_rate=0.01, **options, **given, **fixed), [None] * STEPS)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ends, plain)
+    # They are read at every step: at a rate of 0 nothing moves, where the limit follows it.
+    if name == "sparse_adamw":
+        rates = [{}, {"learning_rate": 0.0}, {"learning_rate": 0.01}, {"b2": 0.5, "eps": 1e-3}]
+        ends = trained_by(injected(learning_rate=0.01, **options, **given, **fixed), rates)
+        moved = [
+            any(jax.tree.leaves(jax.tree.map(lambda a, b: bool(jnp.any(a != b)), *pair)))
+            for pair in itertools.pairwise(ends)
+        ]
+        assert moved == [True, False, True, True]
+
+
+def test_injected_numbers_that_have_to_be_static_say_so():
+    params, _ = combinations.model("mlp")
+    make = optax.inject_hyperparams(optax_ext.sparse_adamw)
+    for given, kind in (({"density": 0.1}, TypeError), ({"dense_steps": 3}, ValueError)):
+        tx = make(learning_rate=0.1, axis="data", **given)
+        with pytest.raises(kind, match=f"{next(iter(given))} must be .*static_args="):
+            optax_ext.init_state(tx, params, mesh())
+
+
+@pytest.mark.parametrize("name", ["sparse_sgd", "ok_topk before adam"])
+def test_the_programs_of_the_page_run(name):
+    """Dropout; TrainState by hand, and by `create` inside of pmap, which train alike."""
+    tx = {
+        "sparse_sgd": optax_ext.sparse_sgd(0.1, axis="data", exchange=sc.allreduce.topk_a()),
+        "ok_topk before adam": optax.chain(optax_ext.topk_a(0.1, axis="data"), optax.adam(0.01)),
+    }[name]
+    dropout, by_hand, in_pmap = re.findall(
+        r"```python\n(.*?)```", combination_matrix.PAGE.read_text(), re.DOTALL
+    )
+    start, loss_fn = combinations.model("linen")
+    given = {"jax": jax, "jnp": jnp, "optax_ext": optax_ext, "tx": tx, "mesh": mesh()}
+    given |= {"loss_fn": loss_fn, "model": linen.Dense(1), "batches": list(batches())}
+
+    def fresh():
+        params = jax.tree.map(jnp.copy, start)
+        return given | {"params": params, "opt_state": optax_ext.init_state(tx, params, mesh())}
+
+    masked, trained = fresh(), fresh()
+    exec(dropout, masked)
+    assert np.isfinite(masked["loss"])
+    exec(by_hand, trained)
+    state = trained["state"]
+    assert int(state.step) == STEPS
+    trained |= {"params": jax.tree.map(jnp.copy, start)}
+    exec(in_pmap, trained)
+    assert trained["state"].step.tolist() == [STEPS] * WORKERS
+    for a, b in zip(*map(jax.tree.leaves, (state.params, trained["state"].params)), strict=True):
+        np.testing.assert_allclose(a, b[0], rtol=1e-4, atol=1e-6)
+        np.testing.assert_array_equal(b, np.stack([b[0]] * WORKERS))
 
 
 def test_the_documentation_is_up_to_date():

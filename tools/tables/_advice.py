@@ -11,8 +11,8 @@ from ._pages import Rows
 
 ADAMW = "`sparse_adamw(rate)`"
 SPARSE_GRADIENTS = "`sparse_adamw(rate, limit=None)`"
-FEWER_BYTES = "`sparse_adamw(rate, 0.01)`"
-MOMENTUM = "`ok_topk_sgd(rate / (1 - m), 0.01)`"
+FEWER_BYTES = "`sparse_adamw(rate, density=0.01)`"
+MOMENTUM = "`ok_topk_sgd(rate / (1 - m), density=0.01)`"
 OTHER = "`optax.chain(ok_topk(0.01), optimizer)`"
 LOW_RANK = "`optax.chain(powersgd(r), optax.adamw(rate))`"
 DENSE = "`optax.chain(dense(), optax.adamw(rate))`"

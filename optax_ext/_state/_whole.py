@@ -1,0 +1,186 @@
+"""Whole optimizers, and what else is in a chain with them.
+
+The updates of a whole optimizer are steps of the parameters, rate and sign included. Behind one of
+them another optimizer takes a step for a gradient, turns it round, and trains uphill. The types of
+states do not tell a rate from clipping: both keep nothing. So the chain is asked: it takes a few
+steps of one worker with small parameters, without an exchange, once for a gradient of 1 and once
+for -1. Updates that follow the gradient, in place of going against it, are an error.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Iterator
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_ext._state._residual_tree import is_mask
+from optax_ext._step import _probe
+from optax_ext._step._sparse_state import SparseAllreduceState
+
+# So many gradients may be accumulated, or be met by a rate of 0 in a warm-up.
+_STEPS = 64
+# They divide or accumulate what they take for gradients.
+_OF_GRADIENTS = (optax.ScaleByAdamState, optax.TraceState)
+
+_asked: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def whole(sparse: optax.GradientTransformation) -> optax.GradientTransformation:
+    """``sparse``, whose updates are those of the parameters; its state says so.
+
+    Args:
+      sparse: its state is that of a :func:`optax_ext.sparse_allreduce`.
+    """
+
+    def init(params: Any) -> SparseAllreduceState:
+        state = cast(SparseAllreduceState, sparse.init(params))
+        return state._replace(settings=dataclasses.replace(state.settings, whole=True))
+
+    return optax.GradientTransformation(cast(Any, init), sparse.update)
+
+
+def check(tx: optax.GradientTransformation, params: Any, opt_state: Any, names: Any) -> None:
+    """Nothing around a whole optimizer takes its steps for gradients.
+
+    Args:
+      tx: the whole chain.
+      params: the parameters, or their shapes.
+      opt_state: its state, or the shapes of it.
+      names: of all axes of the mesh.
+
+    Raises:
+      ValueError: a chain that trains uphill, or with ``scale_by_adam`` or ``trace`` behind a whole
+        optimizer.
+    """
+    chains = list(_chains(opt_state))
+    if not chains or tx.update in _asked:
+        return
+    for chain in chains:
+        _check_types(chain)
+    if _goes_uphill(tx, params, _covered(chains), names):
+        raise ValueError(
+            "tx trains uphill: something in its chain turns the updates of sparse_adamw, "
+            f"sparse_sgd or ok_topk_sgd round. {_INSTEAD}"
+        )
+    _asked.add(tx.update)
+
+
+_INSTEAD = (
+    "These are whole optimizers, whose updates are steps of the parameters, rate and sign "
+    "included. Take one of the two: the whole optimizer, without optax.adamw or optax.sgd in the "
+    "chain; or optax.chain(optax_ext.ok_topk(density, axis=...), optax.adamw(rate))."
+)
+
+
+def _is_whole(node: Any) -> bool:
+    return isinstance(node, SparseAllreduceState) and node.settings.whole
+
+
+def _wholes(tree: Any) -> list[SparseAllreduceState]:
+    return list(filter(_is_whole, jax.tree.leaves(tree, is_leaf=_is_whole)))
+
+
+def _chains(opt_state: Any) -> Iterator[tuple[Any, ...]]:
+    """The states of each ``optax.chain`` that may have another optimizer beside a whole one."""
+
+    def is_chain(node: Any) -> bool:
+        if type(node) is not tuple:
+            return False
+        found = [bool(_wholes(part)) for part in node]
+        if not any(found):
+            return False
+        first = found.index(True)
+        # In front is what clips or checks; an optimizer is a chain there, as optax.sgd is.
+        return not all(found[first:]) or any(type(part) is tuple for part in node[:first])
+
+    for node in jax.tree.leaves(opt_state, is_leaf=is_chain):
+        if is_chain(node):
+            yield node
+
+
+def _covered(trees: Any) -> list[bool] | None:
+    """Of each leaf of the parameters, whether a whole optimizer has it; None: it can't be told."""
+    found = [
+        _present(jax.tree.unflatten(state.layout.treedef, state.layout.dense))
+        for state in _wholes(trees)
+    ]
+    if len({*map(len, found)}) != 1:
+        return None
+    return [any(of_leaf) for of_leaf in zip(*found, strict=True)]
+
+
+def _present(tree: Any) -> list[bool]:
+    return [not is_mask(leaf) for leaf in jax.tree.leaves(tree, is_leaf=is_mask)]
+
+
+def _check_types(chain: tuple[Any, ...]) -> None:
+    """No state behind a whole optimizer is that of moments, or of momentum, of the same leaves."""
+    first = next(i for i, part in enumerate(chain) if _wholes(part))
+    covered = _covered(chain[first]) or []
+
+    def is_kind(node: Any) -> bool:
+        return isinstance(node, _OF_GRADIENTS)
+
+    for node in filter(is_kind, jax.tree.leaves(chain[first + 1 :], is_leaf=is_kind)):
+        adam = isinstance(node, optax.ScaleByAdamState)
+        has = _present(node.mu if adam else node.trace)
+        if len(has) == len(covered) and any(map(lambda a, b: a and b, has, covered)):
+            name = "optax.scale_by_adam" if adam else "optax.trace"
+            raise ValueError(
+                f"tx has {name} behind sparse_adamw, sparse_sgd or ok_topk_sgd, as optax.adamw and "
+                f"optax.sgd have it in them. {_INSTEAD}"
+            )
+
+
+def _goes_uphill(
+    tx: optax.GradientTransformation, params: Any, covered: list[bool] | None, names: Any
+) -> bool:
+    """Whether updates of some leaf that is ``covered`` follow its gradient."""
+    if covered is None or len(covered) != len(jax.tree.leaves(params)):
+        return False  # Around it are other parameters, as in optax.lookahead.
+    chain = optax.with_extra_args_support(tx)
+
+    # A parameter of 0 does not decay, and has no norm.
+    small = jax.tree.map(
+        lambda x: np.zeros([min(length, 1) for length in jnp.shape(x)], jnp.result_type(x)), params
+    )
+
+    def step(sign: jax.Array, state: Any) -> tuple[list[jax.Array], Any]:
+        gradient = jax.tree.map(lambda x: x + sign.astype(x.dtype), small)
+        updates, state = chain.update(gradient, state, small, value=jnp.zeros(()))
+        return [jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(updates)], state
+
+    def init(sign: jax.Array) -> Any:
+        del sign
+        return chain.init(small)
+
+    for name in names:
+        of_one = {"axis_name": name, "axis_size": 1}
+        init = jax.vmap(init, in_axes=None, **of_one)
+        step = jax.vmap(step, in_axes=(None, 0), **of_one)
+    sign = np.float32(1)
+    try:
+        with _probe.without_exchange():
+            # Compiled, it runs where it is called also while something else is traced.
+            begin = jax.jit(init).lower(sign).compile()
+            go = jax.jit(step).lower(sign, jax.eval_shape(init, sign)).compile()
+    except Exception:  # What can't take such a step trains as it did.
+        return False
+    states = {sign: begin(sign) for sign in (np.float32(1), np.float32(-1))}
+    undecided = {leaf for leaf, here in enumerate(covered) if here}
+    for _ in range(_STEPS):
+        updates = []
+        for sign, state in states.items():
+            made, states[sign] = go(sign, state)
+            updates.append([float(np.sum(np.asarray(x))) for x in made])
+        ahead, back = updates
+        if any(ahead[leaf] > back[leaf] for leaf in undecided):
+            return True
+        undecided = {leaf for leaf in undecided if not ahead[leaf] < back[leaf]}
+        if not undecided:
+            break
+    return False

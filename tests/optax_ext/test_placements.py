@@ -1,0 +1,155 @@
+"""Specs that say the same placement in other words, and axes along which nothing is split."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import optax_ext
+import sparse_collectives as sc
+from tests.optax_ext import shards
+
+P = PartitionSpec
+SHAPES = {"up": (6, 8), "down": (8, 4), "bias": (4,)}
+# Of "up" and "down"; those of one list place them in the same way wherever "one" has one device.
+SAME = {
+    "whole": [
+        (P(), P()),
+        (P("one"), P()),
+        (P(None, "one"), P("one")),
+        (P(("one",)), P(None, None)),
+        (P("one", None), P(None, "one")),
+    ],
+    "split": [
+        (P(None, "two"), P("two")),
+        (P(None, ("two",)), P("two", None)),
+        (P("one", "two"), P("two", "one")),
+        (P(None, ("one", "two")), P(("two", "one"))),
+    ],
+}
+SIZES = {"whole": (2, 1, 1), "split": (2, 1, 4)}
+
+
+def sparse_sgd(axis):
+    """With the exchange that compiles fastest."""
+    return optax_ext.sparse_sgd(0.1, axis=axis, density=0.2, exchange=sc.allreduce.topk_a())
+
+
+def loss_fn(params, x):
+    return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"] + params["bias"][None] - 1) ** 2)
+
+
+def placed(mesh, up, down):
+    rng = np.random.default_rng(0)
+    params = {k: rng.standard_normal(s).astype(np.float32) for k, s in SHAPES.items()}
+    return shards.placed(params, mesh, {"up": up, "down": down, "bias": P()})
+
+
+def batches():
+    rng = np.random.default_rng(1)
+    return [rng.standard_normal((8, 6)).astype(np.float32) for _ in range(3)]
+
+
+def trained(mesh, tx, begin, later, traces):
+    """Three steps; before the second the parameters are put where ``later`` says."""
+
+    def counted(params, x):
+        traces.append(1)
+        return loss_fn(params, x)
+
+    params = placed(mesh, *begin)
+    state = optax_ext.init_state(tx, params, mesh)
+    step = optax_ext.make_train_step(counted, tx, mesh)
+    for i, batch in enumerate(batches()):
+        if i == 1 and later is not None:
+            params = shards.placed(params, mesh, {"up": later[0], "down": later[1], "bias": P()})
+        before = {k: NamedSharding(mesh, s) for k, s in zip(("up", "down"), begin, strict=True)}
+        params, state, _ = step(params, state, batch)
+        for name, place in before.items():
+            assert params[name].sharding.is_equivalent_to(place, 2)
+    return jax.device_get(params)
+
+
+@pytest.mark.parametrize("kind", SAME)
+def test_specs_of_the_same_placement_are_the_same(kind):
+    mesh = shards.mesh_of(SIZES[kind], ("data", "one", "two"))
+    tx = sparse_sgd("data")
+    ends = []
+    for i, begin in enumerate(SAME[kind]):
+        traces, later = [], SAME[kind][i - 1]
+        ends.append(trained(mesh, tx, begin, later, traces))
+        assert len(traces) == 1
+    for end in ends[1:]:
+        jax.tree.map(np.testing.assert_allclose, end, ends[0])
+
+
+@pytest.mark.parametrize("sizes", [(1, 8), (8, 1), (1, 1)])
+@pytest.mark.parametrize("specs", [(P("site"), P()), (P(("site", "fsdp")), P("site", "fsdp"))])
+def test_axes_of_one_worker_or_of_one_device(sizes, specs):
+    """The repro of a mesh (8, 1), and its likes: three steps, nothing lost."""
+    if sizes[0] > 1:
+        specs = (P("fsdp"), P())
+    if sizes == (1, 8):
+        specs = (P(None, ("site", "fsdp")), P(("site", "fsdp")))
+    mesh = shards.mesh_of(sizes, ("site", "fsdp"))
+    tx = sparse_sgd("site")
+    traces = []
+    trained(mesh, tx, specs, None, traces)
+    assert len(traces) == 1
+
+
+def test_a_batch_spec_over_an_axis_of_one_device():
+    mesh = shards.mesh_of((4, 1, 1), ("data", "one", "two"))
+    tx = sparse_sgd("data")
+    params = placed(mesh, P(), P())
+    state = optax_ext.init_state(tx, params, mesh)
+    step = optax_ext.make_train_step(loss_fn, tx, mesh, batch_spec=P(("data", "one")))
+    for batch in batches():
+        params, state, loss = step(params, state, batch)
+    assert np.isfinite(loss)
+
+
+def test_another_placement_is_still_refused():
+    mesh = shards.mesh_of((2, 1, 4), ("data", "one", "two"))
+    tx = sparse_sgd("data")
+    params = placed(mesh, P(None, "two"), P())
+    state = optax_ext.init_state(tx, params, mesh)
+    step = optax_ext.make_train_step(loss_fn, tx, mesh)
+    with pytest.raises(ValueError, match=r"params\['up'\] is sharded as .*when the state was made"):
+        step(placed(mesh, P("one"), P()), state, batches()[0])
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_mapped_function_of_ones_own_over_explicit_axes(check_vma):
+    """The state is on the mesh that was given, and trains as on one with automatic axes."""
+    ends = []
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = shards.mesh_of((4,), ("data",), kind)
+        tx = sparse_sgd("data")
+        params = placed(mesh, P(), P())
+        state = optax_ext.init_state(tx, params, mesh)
+        assert {leaf.sharding.mesh for leaf in jax.tree.leaves(state)} == {mesh}
+        specs = optax_ext.state_specs(state)
+
+        def local(params, state, x, tx=tx):
+            gradients = jax.grad(loss_fn)(optax_ext.ahead(params, state), x)
+            updates, state = tx.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state
+
+        step = jax.jit(
+            jax.shard_map(
+                local,
+                mesh=mesh,
+                in_specs=(P(), specs, P("data")),
+                out_specs=(P(), specs),
+                check_vma=check_vma,
+            )
+        )
+        for batch in batches():
+            batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
+            params, state = step(params, state, batch)
+        flushed, _ = optax_ext.flush(params, state)
+        ends.append(jax.device_get((params, flushed, optax_ext.metrics(state))))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), *ends)

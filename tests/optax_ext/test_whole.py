@@ -1,0 +1,213 @@
+"""Whole optimizers with something else in their chain: what trains uphill is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+
+import optax_ext
+import sparse_collectives as sc
+from optax_ext._state import _whole
+
+# As programs of users run: optax adds floats to integers.
+pytestmark = pytest.mark.usefixtures("default_promotion")
+
+WORKERS = 4
+PARAMS = {"kernel": np.full((6, 4), 0.1, np.float32), "bias": np.zeros(4, np.float32)}
+KERNEL, BIAS = {"kernel": True, "bias": False}, {"kernel": False, "bias": True}
+EXACT = {"axis": "data", "density": 0.2}
+
+WHOLE = {
+    "sparse_adamw": lambda: optax_ext.sparse_adamw(0.01, **EXACT),
+    "sparse_adamw, bfloat16": lambda: optax_ext.sparse_adamw(
+        0.01, residual=optax_ext.residual(jnp.bfloat16), weight_decay=0.0, **EXACT
+    ),
+    "sparse_sgd": lambda: optax_ext.sparse_sgd(0.1, **EXACT),
+    "sparse_sgd, warm-up": lambda: optax_ext.sparse_sgd(
+        optax.linear_schedule(0.0, 0.1, 20), weight_decay=0.1, **EXACT
+    ),
+    "ok_topk_sgd": lambda: optax_ext.ok_topk_sgd(0.1, **EXACT),
+    "ok_topk_sgd, schedule": lambda: optax_ext.ok_topk_sgd(lambda step: 0.1 / (1 + step), **EXACT),
+}
+# Each ends in a step against what it takes for a gradient.
+OPTIMIZERS = {
+    "adamw": lambda: optax.adamw(1e-3),
+    "adam": lambda: optax.adam(1e-3),
+    "sgd": lambda: optax.sgd(0.1),
+    "sgd, momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    "sgd, warm-up": lambda: optax.sgd(optax.linear_schedule(0.0, 0.1, 20)),
+    "lion": lambda: optax.lion(1e-3),
+    "adafactor": lambda: optax.adafactor(1e-2),
+    "rmsprop": lambda: optax.rmsprop(1e-3),
+    "muon": lambda: optax.contrib.muon(1e-2),
+    "lars": lambda: optax.lars(0.1),
+    "a rate": lambda: optax.scale_by_learning_rate(0.1),
+    "scale(-0.1)": lambda: optax.scale(-0.1),
+    "moments alone": optax.scale_by_adam,
+    "momentum alone": lambda: optax.trace(0.9),
+}
+LEGITIMATE = {
+    "clip": lambda: optax.clip(0.1),
+    "clip_by_global_norm": lambda: optax.clip_by_global_norm(1.0),
+    "ema": lambda: optax.ema(0.9),
+    "scale(0.5)": lambda: optax.scale(0.5),
+    "a schedule": lambda: optax.scale_by_schedule(optax.linear_schedule(0.0, 1.0, 10)),
+    "keep_params_nonnegative": optax.keep_params_nonnegative,
+    "zero_nans": optax.zero_nans,
+    "apply_if_finite": lambda: optax.apply_if_finite(optax.identity(), 3),
+    "masked": lambda: optax.masked(optax.set_to_zero(), BIAS),
+    "weight decay by hand": lambda: optax.add_decayed_weights(-1e-3),
+    "noise": lambda: optax.add_noise(0.1, 0.5, key=0),
+    "trust ratio": optax.scale_by_trust_ratio,
+    "on a plateau": optax.contrib.reduce_on_plateau,
+    "nothing": optax.identity,
+}
+MESSAGE = "whole optimizers, whose updates are steps of the parameters, rate and sign included"
+
+
+def init(tx, params=PARAMS):
+    return optax_ext.init_state(tx, params, {"data": WORKERS})
+
+
+def mesh():
+    return jax.make_mesh(
+        (WORKERS,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:WORKERS]
+    )
+
+
+def loss_fn(params, x):
+    return jnp.mean((x @ params["kernel"] + params["bias"][None] - 1) ** 2)
+
+
+def pairs(others, of_all):
+    """All others with one whole optimizer, and all whole optimizers with a few of them."""
+    return pytest.mark.parametrize(
+        ("name", "behind"),
+        [("ok_topk_sgd", behind) for behind in others if behind not in of_all]
+        + [(name, behind) for name in WHOLE for behind in of_all],
+    )
+
+
+@pairs(OPTIMIZERS, ("adamw", "sgd"))
+def test_an_optimizer_behind_a_whole_one(name, behind):
+    with pytest.raises(ValueError, match=MESSAGE):
+        init(optax.chain(WHOLE[name](), OPTIMIZERS[behind]()))
+
+
+@pairs(LEGITIMATE, ("clip", "scale(0.5)"))
+def test_what_may_be_behind_a_whole_one(name, behind):
+    init(optax.chain(WHOLE[name](), LEGITIMATE[behind]()))
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_chain_in_front_that_turns_gradients_round(name):
+    with pytest.raises(ValueError, match=MESSAGE):
+        init(optax.chain(optax.sgd(0.1), WHOLE[name]()))
+    init(optax.chain(optax.chain(optax.clip(1.0), optax.zero_nans()), WHOLE[name]()))
+
+
+CLIP = optax_ext.local_clip_by_global_norm(1.0, axis="data")
+AROUND = {
+    "chain": lambda tx: optax.chain(CLIP, tx),
+    "multi_steps": lambda tx: optax_ext.multi_steps(tx, 3),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 3).gradient_transformation(),
+    "delayed": optax_ext.delayed,
+    "bucketed": lambda tx: tx,
+    "masked": lambda tx: optax.masked(tx, KERNEL),
+    "multi_transform": lambda tx: optax.multi_transform(
+        {"one": tx, "other": optax_ext.dense(axis="data")}, {"kernel": "one", "bias": "other"}
+    ),
+    "plateau": lambda tx: optax.chain(tx, optax.contrib.reduce_on_plateau()),
+    "inject_hyperparams": lambda tx: optax.inject_hyperparams(lambda rate: tx)(rate=0.1),
+    "schedule_free": lambda tx: optax.contrib.schedule_free(tx, 0.1),
+}
+
+
+@pytest.mark.parametrize("kind", AROUND)
+def test_inside_of_wrappers(kind):
+    def whole():
+        one = WHOLE["sparse_sgd"]()
+        return optax_ext.bucketed(one, 2) if kind == "bucketed" else one
+
+    around = AROUND[kind]
+    with pytest.raises(ValueError, match=MESSAGE):
+        init(around(optax.chain(whole(), optax.sgd(0.1))))
+    with pytest.raises(ValueError, match=MESSAGE):
+        init(optax.chain(around(whole()), optax.adam(0.1)))
+    init(around(optax.chain(whole(), optax.clip(1.0))))
+    init(around(whole()))
+
+
+def test_other_leaves_may_have_another_optimizer():
+    dense = optax.chain(optax_ext.dense(axis="data"), optax.adam(1e-3))
+    ascent = optax.chain(optax_ext.dense(axis="data"), optax.scale(0.1))
+    for other in (dense, ascent):
+        tx = optax.chain(optax.masked(WHOLE["sparse_adamw"](), KERNEL), optax.masked(other, BIAS))
+        init(tx)
+        with pytest.raises(ValueError, match=MESSAGE):
+            init(optax.chain(tx, optax.scale(-1.0)))
+
+
+def test_in_front_of_an_optimizer_an_exchange_of_gradients_is_no_whole_one():
+    for local in (None, optax.clip(1.0), optax.scale(0.5)):
+        init(optax.chain(optax_ext.ok_topk(0.1, axis="data", local=local), optax.adamw(1e-3)))
+
+
+def test_what_is_asked_and_what_is_not(monkeypatch):
+    asked = []
+    monkeypatch.setattr(_whole, "_goes_uphill", lambda *_: asked.append(1) or False)
+    make = WHOLE["sparse_adamw"]
+    # What most programs have costs nothing.
+    for tx in (make(), optax.chain(CLIP, make()), optax_ext.bucketed(make(), 2)):
+        init(tx)
+    assert not asked
+    # And one chain is asked once, by init_state or by the step.
+    tx = optax.chain(make(), optax.clip(1.0))
+    state = optax_ext.init_state(tx, PARAMS, mesh())
+    step = optax_ext.make_train_step(loss_fn, tx, mesh())
+    step.lower(PARAMS, state, np.ones((8, 6), np.float32))
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("behind", ["adamw", "sgd"])
+def test_a_step_refuses_a_state_that_was_made_elsewhere(behind):
+    tx = optax.chain(WHOLE["sparse_sgd"](), OPTIMIZERS[behind]())
+    state = sc.simulate(tx.init, axis="data", axis_size=WORKERS, in_axes=None)(
+        jax.tree.map(jnp.asarray, PARAMS)
+    )
+    shapes = jax.eval_shape(lambda: init(WHOLE["sparse_sgd"]()))
+    state = jax.tree.map(lambda x: x[0], state)
+    state = (
+        jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), state[0], shapes),
+        state[1],
+    )
+    step = optax_ext.make_train_step(loss_fn, tx, mesh())
+    with pytest.raises(ValueError, match=MESSAGE):
+        step.lower(PARAMS, state, np.ones((8, 6), np.float32))
+
+
+def test_while_something_else_is_traced():
+    bad = optax.chain(WHOLE["sparse_adamw"](), optax.sgd(0.1))
+    good = optax.chain(WHOLE["sparse_adamw"](), optax.clip(1.0))
+    for trace in (jax.eval_shape, lambda f, p: jax.jit(f).lower(p)):
+        with pytest.raises(ValueError, match=MESSAGE):
+            trace(lambda params: init(bad, params), PARAMS)
+    jax.eval_shape(lambda params: init(good, params), PARAMS)
+    with pytest.raises(ValueError, match=MESSAGE):
+        optax_ext.abstract_state(bad, PARAMS, mesh())
+    optax_ext.abstract_state(good, PARAMS, mesh())
+
+
+@pytest.mark.parametrize("name", ["sparse_adamw", "sparse_sgd", "ok_topk_sgd"])
+def test_with_something_legitimate_behind_it_trains_downhill(name):
+    tx = optax.chain(WHOLE[name](), optax.clip(0.05))
+    params, state = PARAMS, optax_ext.init_state(tx, PARAMS, mesh())
+    step = optax_ext.make_train_step(loss_fn, tx, mesh())
+    batch = np.random.default_rng(0).standard_normal((16, 6)).astype(np.float32)
+    losses = []
+    for _ in range(12):
+        params, state, loss = step(params, state, batch)
+        losses.append(float(loss))
+    assert losses[-1] < losses[0]
