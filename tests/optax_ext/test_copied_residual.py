@@ -173,7 +173,7 @@ def test_a_pmap_trainer_that_unreplicates_its_checkpoint():
     with pytest.raises(ValueError, match=r"residual of 1 of 4 workers, as .*unreplicate"):
         optax_ext.checkpoint_metadata(saved)
     for damaged in (saved, replicate(saved)):
-        with pytest.raises(ValueError, match=r"residual of 1 of 4|one axis more"):
+        with pytest.raises(ValueError, match=r"residual of 1 of 4|is a state of jax.pmap"):
             optax_ext.flush(unreplicate(params), damaged)
     with pytest.raises(ValueError, match=r"another worker on 3 of 4 workers \(1, 2, 3\)"):
         optax_ext.checkpoint_metadata(replicate(saved))
