@@ -25,7 +25,7 @@ def sparse_adamw(
     weight_decay: float | jax.Array = 1e-4,
     mask: Any = None,
     gain: float | None = None,
-    limit: float | None = 2.0,
+    limit: float | str | None = _parts.AUTO,
     selector: Selector | None = None,
     exchange: SparseAllreduce | None = None,
     residual: Residual | None = None,
@@ -71,8 +71,9 @@ def sparse_adamw(
       gain: what the learning rate is multiplied with, for the noise of one worker's
         gradient. None: sqrt(P / 2), but 1 at least and 2 at most.
       limit: what an entry moves in a step before half of it is held back, as a multiple of the
-        learning rate. None: nothing is held back, which suits gradients that are sparse by
-        themselves, such as those of embeddings.
+        learning rate. "auto": 0.1 / density, a tenth of the steps for which an entry waits for its
+        turn, and 2 at least, as at the default density. None: nothing is held back, which suits
+        gradients that are sparse by themselves, such as those of embeddings.
       selector: by default ``select.topk(density=density)``.
       exchange: by default ``allreduce.agreed(bits="few")``.
       residual: dtype, decay and step-ahead, by default float32 and ``step_ahead="auto"``.
@@ -116,5 +117,5 @@ def sparse_adamw(
         nonfinite=nonfinite,
         dense_steps=dense_steps,
         dense_leaves=dense_leaves,
-        limit=_parts.limit_of(limit, learning_rate),
+        limit=_parts.limit_of(limit, learning_rate, density),
     )

@@ -15,7 +15,7 @@ from optax_ext._step._residual import AUTO, Residual
 from optax_ext._step._residual import residual as how_kept
 from optax_ext._step._sparse_allreduce import sparse_allreduce
 from optax_ext._step._sparse_state import SparseAllreduceState
-from sparse_collectives import Selector, SparseAllreduce, allreduce, transport
+from sparse_collectives import Selector, SparseAllreduce, allreduce, extend, transport
 from sparse_collectives.extend import AxisName
 
 # What is None by default is no number that optax.inject_hyperparams makes an array of.
@@ -49,15 +49,20 @@ def default_gain(workers: int) -> float:
 
 
 def limit_of(
-    limit: float | None, learning_rate: optax.ScalarOrSchedule
+    limit: float | str | None, learning_rate: optax.ScalarOrSchedule, density: float
 ) -> optax.ScalarOrSchedule | None:
     """The limit of an entry of an update, from what it is as a multiple of the rate."""
     if limit is None:
         return None
-    _checks.check_positive_limit(limit)
+    if isinstance(limit, str) and limit == AUTO:
+        # An entry waits 1 / density steps for its turn, and what it has then are as many updates.
+        factor = max(2.0, 0.1 / extend.check_density(density))
+    else:
+        _checks.check_positive_limit(limit, auto=True)
+        factor = cast(float, limit)
     if callable(learning_rate):
-        return lambda count: limit * learning_rate(count)
-    return lambda count: limit * learning_rate
+        return lambda count: factor * learning_rate(count)
+    return lambda count: factor * learning_rate
 
 
 def whole(

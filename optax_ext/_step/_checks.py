@@ -95,13 +95,14 @@ def check_limit(limit: Any, local: Any) -> None:
     check_positive_limit(limit)
 
 
-def check_positive_limit(limit: Any) -> None:
-    """A limit is a schedule, an array, or a number above 0."""
+def check_positive_limit(limit: Any, *, auto: bool = False) -> None:
+    """A limit is a schedule, an array, or a number above 0; ``auto``: the message names it, too."""
     if callable(limit) or isinstance(limit, jax.Array):
         return
     number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
     if not number or not limit > 0:
-        raise ValueError(f"limit must be a number greater than 0 or None, got {limit!r}.")
+        kinds = '"auto", a number greater than 0' if auto else "a number greater than 0"
+        raise ValueError(f"limit must be {kinds} or None, got {limit!r}.")
 
 
 def check_hyperparameter(name: str, value: Any, low: float, high: float) -> float | jax.Array:

@@ -152,8 +152,26 @@ def test_bad_limits_are_errors_that_say_what_to_write():
         expected = re.escape(f"a number greater than 0 or None, got {limit!r}.")
         with pytest.raises(ValueError, match=f"limit must be {expected}"):
             optax_ext.sparse_allreduce(*parts, axis="w", local=MINUS, limit=limit)
-        with pytest.raises(ValueError, match=f"limit must be {expected}"):
+        with pytest.raises(ValueError, match=f'limit must be "auto", {expected}'):
             optax_ext.sparse_adamw(0.1, axis="w", limit=limit)
+
+
+@pytest.mark.parametrize(("density", "rates"), [(0.5, 2.0), (0.05, 2.0), (0.025, 4.0)])
+def test_the_default_limit_is_a_tenth_of_the_wait(density, rates):
+    """What a worker has of an entry moves it by so many rates, and by half of what is beyond."""
+    rate, size = 0.125, 40
+    tx = optax_ext.sparse_adamw(rate, density=density, axis="w", weight_decay=0.0)
+
+    def worker():
+        params = {"w": jnp.zeros(size)}
+        state = tx.init(params)
+        # More than any limit waits at every entry, of this worker alone.
+        full = state.residual.at[:].set(100.0)
+        updates, _ = tx.update({"w": jnp.zeros(size)}, state._replace(residual=full), params)
+        return updates["w"]
+
+    moved = np.asarray(sc.simulate(worker, axis="w", axis_size=1)())
+    assert np.max(moved) == np.float32((100.0 + rates * rate) / 2)
 
 
 RATE = 1e-3
