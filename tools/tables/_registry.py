@@ -107,6 +107,7 @@ MADE = (
         ),
     ),
     Table("docs/network.md", "| | P | topk_a | gtopk |", _predicted.scaling),
+    Table("docs/planner.md", "| | 1 Gbit/s: predicted |", _predicted.sharing),
     Table("docs/sharded.md", "| sharded by | link |", _timed.sites),
     Table(
         "docs/linear_models.md",
