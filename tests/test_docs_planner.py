@@ -36,7 +36,8 @@ def test_what_the_readme_says_of_its_command(capsys):
     said = re.search(
         r"it recommends `sparse_adamw`, ([\d.]+) times as fast as the best dense AdamW in "
         r"float32, and\s+says that `powersgd\(1\)` and a float16 allreduce tie with it\. Among the "
-        r"exchanges `agreed` in few bits ties with `spardl` and `ok_topk`: two\s+steps within 20 % are a tie",
+        r"exchanges `agreed` in few bits ties with `spardl` and `ok_topk`: two\s+steps within "
+        r"20 % are a tie",
         page,
     )
     assert said is not None

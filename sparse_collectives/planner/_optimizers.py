@@ -206,7 +206,9 @@ def plan_optimizers(
     """
     rows = []
     for option in OPTIMIZERS:
-        known = {option.exchange: 1.0} if steps is None else {"dense": 1.0, **steps}
+        known: Mapping[str | None, float] = {option.exchange: 1.0}
+        if steps is not None:
+            known = {"dense": 1.0, **steps}
         if option.exchange in known and (option.exact or not exact):
             factor = known[option.exchange]
             rows.append((option, _predict(option, workload, network, local, compute, factor)))
