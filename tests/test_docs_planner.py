@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 
 from sparse_collectives.__main__ import main
+from sparse_collectives.planner import _optimizers
 
 ROOT = Path(__file__).parents[1]
 COMMAND = r"python -m sparse_collectives (plan [^`\n\\]*(?:\\\n[^`\n\\]*)*)"
@@ -28,22 +29,25 @@ def test_what_the_readme_says_of_its_command(capsys):
     assert command is not None
     text = printed(command[1], capsys)
     rows = {
-        tuple(words[:2]): float(words[2].replace(",", ""))
+        tuple(re.split(r"  +", line)[:2]): float(re.split(r"  +", line)[2].replace(",", ""))
         for line in text.splitlines()
-        if len(words := line.split()) == 9 and words[3].endswith("x")
+        if re.match(r"\S.*?  +\S+(?: bits)?  +[\d.,]+  +[\d.]+x", line)
     }
     said = re.search(
-        r"it recommends `agreed` in few\s+bits \(`spardl` and `ok_topk` with 8-bit pairs are "
-        r"([\d.]+) and ([\d.]+) % behind\), ([\d.]+)\s+times as fast as the best dense allreduce",
+        r"it recommends `sparse_adamw`, ([\d.]+) times as fast as the best dense AdamW in "
+        r"float32, and\s+says that `powersgd\(1\)` and a float16 allreduce tie with it\. Among the "
+        r"exchanges `agreed` in few bits ties with `spardl` and `ok_topk`: two\s+steps within "
+        r"20 % are a tie",
         page,
     )
     assert said is not None
-    best = rows["agreed(few)", "raw"]
-    assert best == min(rows.values())
-    assert f"{rows['spardl', 'narrow8'] / best - 1:.1%}" == f"{said[1]}%"
-    assert f"{rows['ok_topk', 'narrow8'] / best - 1:.1%}" == f"{said[2]}%"
-    assert f"{rows['dense_bucketed', 'raw'] / best:.1f}" == said[3]
+    best = rows["sparse_adamw", "few bits"]
+    assert f"{rows['dense_bucketed, adamw', 'float32'] / best:.1f}" == said[1]
+    assert "As a whole optimizer sparse_adamw" in text
+    tied = [rows["powersgd(1), adamw", "factors"], rows["dense, adamw", "float16"]]
+    assert all(best / _optimizers.TIE < step < best * _optimizers.TIE for step in tied)
     assert "Use agreed(few)" in text
+    assert re.search(r"a tie with agreed\(few\), within 20%: spardl, ok_topk", text)
     # With the other cost it says that the cost decides it.
     other = printed(command[1].replace("--select-cost gpu", ""), capsys)
     assert "Use dense here" in other

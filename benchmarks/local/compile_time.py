@@ -1,29 +1,37 @@
-"""How long the first step takes: tracing and compiling, beside the dense step.
+"""What the first step costs: processor seconds and memory, by the number of leaves.
 
-    python -m benchmarks.local.compile_time [--size 1e6 14.7e6] [--workers 8] [--json FILE]
+    python -m benchmarks.local.compile_time [--leaves 1 150 300 1002] [--workers 8] [--json FILE]
 
-What is compiled is the whole `update` on a mesh of CPU devices, from nothing in each round: without
-a cache, and with functions that were not traced before. The contestants take turns, and a ratio is
-one of the same round.
+Each first step of `make_train_step` is one of a process of its own, without a cache: forward and
+backward pass, `ahead`, the exchange and the update, traced, compiled and taken once. Counted are
+the seconds of all its processors, which other work on the machine makes more, but not as much as
+those on the clock, and the most memory that it had. Six leaves are half a layer of GPT-2: scale and
+shift of a norm, two matrices, two biases. One leaf is one matrix. The layers are small, as n
+matters much less to what is compiled.
 """
 
+import argparse
+import json
+import resource
+import subprocess
 import sys
+import time
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import optax_ext
 
-from .._common import options, reports, timing
+from .._common import options, reports
 from .._common.display import show
 
 AXIS, DENSE = "workers", "dense, AdamW"
 RATE, DENSITY = 1e-3, 0.01
+# Entries of a hidden state, and of what is between the two matrices.
+WIDTH, INNER = 32, 128
 
 
 def contestants() -> dict[str, Callable[[], optax.GradientTransformation]]:
@@ -31,75 +39,113 @@ def contestants() -> dict[str, Callable[[], optax.GradientTransformation]]:
     return {
         DENSE: lambda: optax.chain(optax_ext.dense(axis=AXIS), optax.adamw(RATE)),
         "sparse_adamw": lambda: optax_ext.sparse_adamw(RATE, axis=AXIS),
-        "sparse_sgd": lambda: optax_ext.sparse_sgd(RATE, axis=AXIS),
         "ok_topk_sgd": lambda: optax_ext.ok_topk_sgd(RATE, density=DENSITY, axis=AXIS),
     }
 
 
-def compile_update(make: Callable[[], optax.GradientTransformation], size: int, workers: int):
-    """The compiled update of all workers."""
-    tx = make()
+def layers(leaves: int) -> list[dict[str, jax.Array]]:
+    """Parameters with so many leaves: one, or a multiple of six."""
+    if leaves == 1:
+        return [{"up": jnp.full((WIDTH, WIDTH), 0.1)}]
+    return [
+        {
+            "scale": jnp.ones(WIDTH),
+            "shift": jnp.zeros(WIDTH),
+            "up": jnp.full((WIDTH, INNER), 0.1),
+            "up_bias": jnp.zeros(INNER),
+            "down": jnp.full((INNER, WIDTH), 0.1),
+            "down_bias": jnp.zeros(WIDTH),
+        }
+        for _ in range(leaves // 6)
+    ]
+
+
+def loss(params: list[dict[str, jax.Array]], batch: jax.Array) -> jax.Array:
+    """Of residual blocks; or of a matrix alone."""
+    x = batch
+    for layer in params:
+        if "scale" not in layer:
+            x = x @ layer["up"]
+            continue
+        h = x - jnp.mean(x, axis=-1, keepdims=True)
+        h = h * jax.lax.rsqrt(jnp.mean(h**2, axis=-1, keepdims=True) + 1e-5)
+        h = jax.nn.gelu((h * layer["scale"] + layer["shift"]) @ layer["up"] + layer["up_bias"])
+        x = x + h @ layer["down"] + layer["down_bias"]
+    return jnp.mean(x**2)
+
+
+def first_step(name: str, leaves: int, workers: int) -> dict[str, float]:
+    """Processor seconds of the first step, and the MiB that this process had at most."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    jax.config.update("jax_num_cpu_devices", workers)
     mesh = jax.make_mesh((workers,), (AXIS,), axis_types=(AxisType.Auto,))
-    params = jax.ShapeDtypeStruct((size,), jnp.float32)
-    state = jax.eval_shape(lambda p: optax_ext.init_state(tx, p, {AXIS: workers}), params)
-    specs = optax_ext.state_specs(state)
+    tx, params = contestants()[name](), layers(leaves)
+    state = optax_ext.init_state(tx, params, mesh)
+    step = optax_ext.make_train_step(loss, tx, mesh)
+    batch = jnp.ones((workers, WIDTH)) * jnp.arange(WIDTH)
+    jax.block_until_ready((params, state, batch))
+    began = time.process_time()
+    jax.block_until_ready(step(params, state, batch))
+    seconds = time.process_time() - began
+    # In KiB on Linux.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"cpu_seconds": seconds, "peak_mib": peak}
 
-    def update(gradient: jax.Array, state: Any, params: jax.Array) -> Any:
-        return tx.update(gradient[0], state, params)
 
-    mapped = jax.shard_map(
-        update, mesh=mesh, in_specs=(P(AXIS), specs, P()), out_specs=(P(), specs)
-    )
-    given = jax.ShapeDtypeStruct((workers, size), jnp.float32)
-    return jax.jit(mapped, donate_argnums=1).lower(given, state, params).compile()
+def in_a_process(name: str, leaves: int, workers: int) -> dict[str, float]:
+    """The same in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.local.compile_time", "--workers", str(workers)]
+    command += ["--leaves", str(leaves), "--only", name]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{name} with {leaves} leaves failed:\n{done.stderr}")
+    return json.loads(done.stdout)
+
+
+def whole_layers(text: str) -> int:
+    """The type of a number of leaves."""
+    number = options.at_least_one(text)
+    if number != 1 and number % 6:
+        raise argparse.ArgumentTypeError(f"{text} is neither 1 nor a multiple of 6")
+    return number
 
 
 @options.program
 def main(argv: list[str] | None = None) -> int:
-    """Compiles, and prints the table."""
+    """Takes the first steps, and prints the table."""
     parser = options.parser_of(__doc__)
     add = parser.add_argument
-    add("--size", type=options.at_least_one, nargs="+", default=[1_000_000, 14_700_000], help="n")
+    add("--leaves", type=whole_layers, nargs="+", default=[1, 150, 300, 1002])
     add("--workers", type=options.at_least_one, default=8)
-    add("--rounds", type=options.at_least_one, default=3)
-    add("--json", type=options.output, metavar="FILE", help="also write the numbers here")
+    add("--rounds", type=options.at_least_one, default=1)
+    add("--only", choices=tuple(contestants()), help="this one, in this process")
+    options.add_outputs(parser)
     args = parser.parse_args(argv)
-    jax.config.update("jax_enable_compilation_cache", False)
-    jax.config.update("jax_num_cpu_devices", args.workers)
+    if args.only is not None:
+        print(json.dumps(first_step(args.only, args.leaves[0], args.workers)))
+        return 0
     rows = []
-    for size in args.size:
-
-        def run(make: Any, size: int = size) -> Callable[[int], None]:
-            def compile_anew(_turn: int) -> None:
-                # Or what was traced in the last round would be known.
-                jax.clear_caches()
-                compile_update(make, size, args.workers)
-
-            return compile_anew
-
-        times = timing.in_turns(
-            {name: run(make) for name, make in contestants().items()}, args.rounds
-        )
-        for row in timing.ratios(times, DENSE):
-            low, middle, high = timing.quartiles(times[row["contestant"]])
-            rows.append({"size": size, **row, "seconds": [low, middle, high]})
+    for leaves in args.leaves:
+        for name in contestants():
+            options.say(f"{name}, {leaves} leaves")
+            found = [in_a_process(name, leaves, args.workers) for _ in range(args.rounds)]
+            rows.append({"contestant": name, "leaves": leaves})
+            rows[-1] |= {key: [one[key] for one in found] for key in found[0]}
+            settings = {"jax": jax.__version__, "workers": args.workers, "rounds": args.rounds}
+            # After each: the long ones come last.
+            reports.write(args.json, {**settings, "rows": rows})
     show(
-        f"{args.workers} workers on this machine, {args.rounds} rounds",
-        ("contestant", "n", "seconds", "quartiles", "times dense"),
+        f"first step of {args.workers} workers on this machine",
+        ("contestant", "leaves", "processor seconds", "MiB"),
         [
             [
                 row["contestant"],
-                f"{row['size']:,}",
-                f"{row['seconds'][1]:.1f}",
-                f"{row['seconds'][0]:.1f} to {row['seconds'][2]:.1f}",
-                f"{row['ratio']:.1f}",
+                f"{row['leaves']:,}",
+                " ".join(f"{x:.1f}" for x in row["cpu_seconds"]),
+                " ".join(f"{x:.0f}" for x in row["peak_mib"]),
             ]
             for row in rows
         ],
-    )
-    reports.write(
-        args.json,
-        {"jax": jax.__version__, "workers": args.workers, "rounds": args.rounds, "rows": rows},
     )
     return 0
 

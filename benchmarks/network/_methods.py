@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
 
 import optax_ext
@@ -36,9 +38,25 @@ def _sparse_adamw(density: float) -> optax.GradientTransformation:
     return optax_ext.sparse_adamw(1e-3, density=min(1.0, 5 * density), axis=AXIS, weight_decay=0.01)
 
 
-def _powersgd(density: float) -> optax.GradientTransformation:
-    del density
-    return optax_ext.powersgd(1, axis=AXIS)
+def _sparse_sgd(density: float) -> optax.GradientTransformation:
+    return optax_ext.sparse_sgd(1e-3, min(1.0, 5 * density), axis=AXIS)
+
+
+def _powersgd(rank: int):
+    def make(density: float) -> optax.GradientTransformation:
+        del density
+        return optax_ext.powersgd(rank, axis=AXIS)
+
+    return make
+
+
+def _half(density: float) -> optax.GradientTransformation:
+    """Sums of float16, as PyTorch's `fp16_compress_hook` has them."""
+
+    def cast(dtype):
+        return optax.stateless(lambda g, p: jax.tree.map(lambda x: x.astype(dtype), g))
+
+    return optax.chain(cast(jnp.float16), _dense(density), cast(jnp.float32))
 
 
 def _acp_sgd(density: float) -> optax.GradientTransformation:
@@ -52,7 +70,7 @@ def _dense(density: float) -> optax.GradientTransformation:
 
 
 # Whole optimizers, whose gradients are taken a step ahead.
-WHOLE = ("sparse_adamw",)
+WHOLE = ("sparse_adamw", "sparse_sgd")
 
 # Those whose parameters come to differ between the workers.
 ALONE = ("alone/adamw",)
@@ -62,6 +80,7 @@ JAX = {
     # One allreduce of everything: the strongest dense one where messages have a latency.
     "dense": _dense,
     "dense/adamw": _dense,
+    "dense16/adamw": _half,
     # Nothing is exchanged: what is left of a step whose exchange costs nothing.
     "alone/adamw": lambda density: optax.identity(),
     "dense/leaves": lambda density: optax_ext.dense(axis=AXIS),
@@ -76,8 +95,10 @@ JAX = {
     "agreed": _agreed(32),
     "agreed/few": _agreed("few"),
     "sparse_adamw": _sparse_adamw,
-    "powersgd1": _powersgd,
-    "powersgd1/adamw": _powersgd,
+    "sparse_sgd": _sparse_sgd,
+    "powersgd1": _powersgd(1),
+    "powersgd1/adamw": _powersgd(1),
+    "powersgd4/adamw": _powersgd(4),
     "acp_sgd1": _acp_sgd,
     "topk_a": lambda density: optax_ext.topk_a(density, axis=AXIS),
     "topk_dsa": lambda density: optax_ext.topk_dsa(density, axis=AXIS),

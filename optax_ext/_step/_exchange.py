@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_ext._step import _layout, _nonfinite, _sparse_state
+from optax_ext._step import _layout, _narrow, _nonfinite, _sparse_state
 from optax_ext._step._sparse_state import StepInfo
 from sparse_collectives import PaddedCOO, Selector, SparseAllreduce, Undelivered, extend, transport
 from sparse_collectives.extend import AxisName
@@ -261,25 +261,17 @@ def _mean(
       are too large for their leaves.
     """
     workers = transport.axis_size(parts.axis)
-    runs = _layout.narrow_runs(layout)
+    narrows = _narrow.narrows(layout)
     saturates = parts.nonfinite != "propagate"
     saturated = jnp.zeros((), jnp.int32)
-    whole = not runs and parts.limit is None
-
-    def narrowed(mean, index):
-        """The mean as the leaves can hold it, and where it saturates."""
-        held, large = mean, jnp.zeros(mean.shape, jnp.bool_)
-        for start, stop, dtype in runs:
-            in_run = (index >= start) & (index < stop)
-            narrow = _layout.narrowed(mean, dtype, saturate=saturates).astype(jnp.float32)
-            held = jnp.where(in_run, narrow, held)
-            large = large | (in_run & (jnp.abs(mean) > jnp.float32(jnp.finfo(dtype).max)))
-        return held, jnp.sum(large & saturates, dtype=jnp.int32)
+    whole = not narrows and parts.limit is None
 
     def applied(mean, index):
         """What of the mean is applied, what is not, and how many saturate."""
-        held = _limited(mean, parts.limit)
-        held, count = narrowed(held, index) if runs else (held, saturated)
+        held, count = _limited(mean, parts.limit), saturated
+        if narrows:
+            held, large = _narrow.held(held, index, layout, saturate=saturates)
+            count = jnp.sum(large & saturates, dtype=jnp.int32)
         # What is not finite is in the update, by policy, and nothing of it can be kept.
         off = jnp.where(jnp.isfinite(held), mean - held, 0.0) * jnp.float32(parts.shards)
         return held, off, count
@@ -294,7 +286,8 @@ def _mean(
         mean = total.astype(jnp.float32) / workers
         if whole:
             return mean, (), saturated
-        return applied(mean, place(jnp.arange(size, dtype=jnp.int32)))
+        dealt_out = parts.allreduce.shard_axis
+        return applied(mean, place(jnp.arange(size, dtype=jnp.int32)) if dealt_out else None)
     size = total.size
     values, rounding = total.values.astype(jnp.float32) / workers, ()
     if not whole:

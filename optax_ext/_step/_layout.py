@@ -120,18 +120,15 @@ def narrowed(x: jax.Array, dtype: Any, *, saturate: bool) -> jax.Array:
     return x.astype(dtype)
 
 
-def narrow_runs(layout: TreeLayout) -> list[tuple[int, int, Any]]:
-    """``(start, stop, dtype)`` of each run of 16-bit leaves in the sparse buffer."""
-    runs: list[tuple[int, int, Any]] = []
+def dtype_runs(layout: TreeLayout) -> list[tuple[int, Any]]:
+    """``(stop, dtype)`` of each run of leaves of one dtype, in the order of the sparse buffer."""
+    runs: list[tuple[int, Any]] = []
     offset = 0
     for shape, dtype, is_dense in zip(layout.shapes, layout.dtypes, layout.dense, strict=True):
-        if is_dense:
+        if is_dense or not math.prod(shape):
             continue
-        stop = offset + math.prod(shape)
-        if dtype != jnp.float32 and stop > offset:
-            if runs and runs[-1][1:] == (offset, dtype):
-                runs[-1] = (runs[-1][0], stop, dtype)
-            else:
-                runs.append((offset, stop, dtype))
-        offset = stop
+        offset += math.prod(shape)
+        if runs and runs[-1][1] == dtype:
+            runs.pop()
+        runs.append((offset, dtype))
     return runs

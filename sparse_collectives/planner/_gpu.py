@@ -31,6 +31,11 @@ class Program(NamedTuple):
 
 # At n = 14.7M, 1 % and P = 8; of another P the launches are about the same.
 PROGRAMS: Mapping[str, Program] = {
+    "dense": Program(6, 24.0),
+    "sparse_adamw": Program(86, 57.0),
+    "sparse_sgd": Program(83, 37.9),
+    # Of rank 4.
+    "powersgd": Program(90, 70.0),
     "ok_topk": Program(150, 38.4),
     "topk_a": Program(87, 44.3),
     "gtopk": Program(215, 56.0),

@@ -1,14 +1,17 @@
 """A plan as text, as JSON and as a picture."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sparse_collectives.cost_model import Cost
 from sparse_collectives.cost_model._types import BYTES_PER_WORD
 from sparse_collectives.planner import _gpu
+from sparse_collectives.planner._optimizers import TIE, Optimizers
 from sparse_collectives.planner._planner import MARGIN, OPTIONS, LocalCost, Plan, Prediction
 
+# Names in a list of ties.
+_NAMED = 5
 # Of each decade of a short logarithmic axis.
 _TICKS = (1, 1.5, 2, 3, 4, 5, 7)
 # One for each row of OPTIONS.
@@ -17,21 +20,30 @@ _COLOURS += ("tab:olive", "tab:red", "navy", "tab:orange", "tab:green", "gold", 
 _COLOURS += ("crimson", "indigo", "lime", "sienna")
 
 
-def text(plan: Plan, *, all_codecs: bool = False) -> str:
-    """A table of at most 100 columns, fastest first; the last line is the recommendation."""
+def text(plan: Plan, optimizers: Optimizers | None = None, *, all_codecs: bool = False) -> str:
+    """Two tables of at most 100 columns, fastest first, and what to use."""
     rows = plan.predictions if all_codecs else best_codecs(plan)
-    head = [
-        "algorithm",
-        "codec",
-        "step ms",
-        "steps",
-        "vs dense",
-        "exchange",
-        "local",
-        "hidden",
-        "words",
-        "MB",
-    ]
+    lines = [*_assumptions(plan), "", *_table(plan, ("algorithm", "codec"), rows)]
+    if optimizers is not None:
+        names = ("whole optimizer", "messages")
+        lines += ["", *_table(plan, names, optimizers.predictions)]
+    lines.append("")
+    if plan.workload.inner_size > 1:
+        lines.append("words and MB are those between the nodes")
+    if plan.crowded:
+        lines.append(f"left out, as gaps are too long for them here: {', '.join(plan.crowded)}")
+    if plan.unknown:
+        lines.append(f"left out, without a number of steps: {', '.join(plan.unknown)}")
+    lines.append(recommendation(plan))
+    level = _level(plan)
+    if level:
+        lines.append(f"a tie with {plan.recommended.name}, within {TIE - 1:.0%}: {level}")
+    return "\n".join(lines if optimizers is None else [*lines, *_of_optimizers(optimizers)])
+
+
+def _table(plan: Plan, names: tuple[str, str], rows: Sequence[Prediction]) -> list[str]:
+    """The lines of a table."""
+    head = [*names, "step ms", "steps", "vs dense", "exchange", "local", "hidden", "words", "MB"]
     body = [
         [
             row.name,
@@ -56,21 +68,14 @@ def text(plan: Plan, *, all_codecs: bool = False) -> str:
         for line in table:
             del line[column]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [*_assumptions(plan), ""]
+    lines = []
     for line in table:
         cells = [
             cell.ljust(width) if i < 2 else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip())
-    lines.append("")
-    if plan.workload.inner_size > 1:
-        lines.append("words and MB are those between the nodes")
-    if plan.crowded:
-        lines.append(f"left out, as gaps are too long for them here: {', '.join(plan.crowded)}")
-    if plan.unknown:
-        lines.append(f"left out, without a number of steps: {', '.join(plan.unknown)}")
-    return "\n".join([*lines, recommendation(plan)])
+    return lines
 
 
 def recommendation(plan: Plan) -> str:
@@ -79,6 +84,34 @@ def recommendation(plan: Plan) -> str:
     if chosen.dense:
         return f"Use dense here, as {plan.reason}: {chosen.code}"
     return f"Use {chosen.name} ({chosen.codec}), {plan.reason}: {chosen.code}"
+
+
+def _level(plan: Plan) -> str:
+    """What the model cannot tell from the recommended exchange, each algorithm once."""
+    chosen = plan.recommended
+    most = TIE * chosen.to_loss
+    near = [row.name for row in plan.predictions if chosen.to_loss / TIE <= row.to_loss <= most]
+    names = [name for name in dict.fromkeys(near) if name != chosen.name]
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _of_optimizers(found: Optimizers) -> list[str]:
+    """What to write as an optimizer, and what else has as short a step."""
+    chosen, lines = found.recommended, []
+    if found.others:
+        named = [
+            f"{row.name} ({row.codec}), {row.to_loss / chosen.to_loss:.2f} of its step"
+            for row in found.others
+        ]
+        lines.append(f"no longer than {chosen.name}, to losses of their own: {'; '.join(named)}")
+    if not chosen.dense:
+        reason = f"{found.ratio:.2f} times as fast as a dense AdamW"
+    elif found.ratio is None:
+        reason = "there is nothing to compare it with"
+    else:
+        reason = f"sparse_adamw is only {found.ratio:.2f} times as fast"
+    return [*lines, f"As a whole optimizer {chosen.name}, {reason}: {chosen.code}"]
 
 
 def best_codecs(plan: Plan) -> list[Prediction]:
@@ -115,6 +148,8 @@ def _local(local: LocalCost) -> str:
         f"selection {local.select * 1e9:.3g} ns a parameter, merging {local.merge * 1e9:.3g} ns "
         "a pair"
     )
+    if local.sharing > 1:
+        given += f", {local.sharing:g} workers on a core"
     if not local.gpu:
         return given
     counted = (
@@ -124,8 +159,8 @@ def _local(local: LocalCost) -> str:
     return f"{counted}; {given}" if local.select or local.merge else counted
 
 
-def as_dict(plan: Plan) -> dict[str, Any]:
-    """For a JSON file: the inputs, every prediction in seconds and words, the choice."""
+def as_dict(plan: Plan, optimizers: Optimizers) -> dict[str, Any]:
+    """For a JSON file: the inputs, every prediction in seconds and words, the choices."""
 
     def cost(value: Cost) -> dict[str, float]:
         return {
@@ -154,6 +189,8 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "margin": MARGIN,
         "predictions": [prediction(row) for row in plan.predictions],
         "recommended": prediction(plan.recommended),
+        "optimizers": [prediction(row) for row in optimizers.predictions],
+        "recommended_optimizer": prediction(optimizers.recommended),
         "left_out": list(plan.crowded),
         "to_loss": plan.to_loss,
         "unknown": list(plan.unknown),

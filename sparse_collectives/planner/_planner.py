@@ -36,15 +36,17 @@ class LocalCost(NamedTuple):
       merge: seconds per received pair.
       gpu: whether it is a GPU, whose steps are counted in launches and bytes: then ``select`` and
         ``merge`` come on top.
+      sharing: workers for each core, which take turns on it: 1 and more.
     """
 
     select: float
     merge: float
     gpu: bool = False
+    sharing: float = 1.0
 
     def seconds(self, name: str, entries: float, pairs: float) -> float:
         """Of a step of an algorithm that selects from so many entries."""
-        given = self.select * entries + self.merge * pairs
+        given = (self.select * entries + self.merge * pairs) * self.sharing
         return given + (_gpu.program_of(name).seconds(entries) if self.gpu else 0.0)
 
 

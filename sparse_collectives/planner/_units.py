@@ -64,6 +64,15 @@ def count(
     return round(number)
 
 
+def number(name: str, value: float | str, least: float, most: float) -> float:
+    """A number without a unit, from ``least`` to ``most``, such as ``1.5``."""
+    form = f"a number from {least:g} to {most:,g}"
+    found = _parse(name, value, {"": 1.0}, form)
+    if not least <= found <= most:
+        raise ValueError(f"{name} must be {form}, got {shown(value)}.")
+    return found
+
+
 def shown(value: object) -> str:
     """The value as it was given, shortened where it is long."""
     short = reprlib.Repr()

@@ -180,7 +180,9 @@ def test_a_step_refuses_a_state_that_was_made_elsewhere(behind):
     shapes = jax.eval_shape(lambda: init(WHOLE["sparse_sgd"]()))
     state = jax.tree.map(lambda x: x[0], state)
     state = (
-        jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), state[0], shapes),
+        jax.tree.map(lambda x, like: jnp.broadcast_to(x, like.shape), state[0], shapes)._replace(
+            owner=jnp.arange(WORKERS)
+        ),
         state[1],
     )
     step = optax_ext.make_train_step(loss_fn, tx, mesh())

@@ -1,21 +1,30 @@
 """What a step costs on one machine: compile time, time, memory."""
 
+import statistics
 from typing import Any
 
 from ._data import DATA, interval, read
 from ._pages import Rows
 
+# The columns of the table of first steps.
+LEAVES = (1, 150, 300)
 
-def compile_seconds() -> Rows:
-    """Seconds until the first step has begun, by contestant and size."""
+
+def first_steps() -> Rows:
+    """Processor seconds and memory of the first step, by contestant and number of leaves."""
     found = read("compile_time.json")["rows"]
     names = list(dict.fromkeys(row["contestant"] for row in found))
-    sizes = list(dict.fromkeys(row["size"] for row in found))
-    at = {(row["contestant"], row["size"]): row["seconds"] for row in found}
+    at = {(row["contestant"], row["leaves"]): row for row in found}
+
+    def cell(name: str, leaves: int) -> str:
+        row = at[name, leaves]
+        seconds, mib = (statistics.median(row[key]) for key in ("cpu_seconds", "peak_mib"))
+        return f"{seconds:.1f} s, {mib / 1024:.1f} GiB"
+
     return [
         [
             name if name.startswith("dense") else f"`{name}`",
-            *(f"{at[name, size][1]:.1f}" for size in sizes),
+            *(cell(name, leaves) if (name, leaves) in at else "" for leaves in LEAVES),
         ]
         for name in names
     ]

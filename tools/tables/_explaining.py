@@ -19,7 +19,7 @@ EXPLAINING = {
     "docs/network.md": ["| method | what it is |", "| column |", "| network | alpha |"],
     "docs/papers.md": ["| what the papers have |", "| paper, item |"],
     # tests/test_docs_planner.py
-    "docs/planner.md": ["| algorithm | lower |"],
+    "docs/planner.md": ["| algorithm | lower |", "| whole optimizer |"],
     "docs/quick-start.md": ["| in `info` |"],
     "docs/selectors.md": ["| system | composition |"],
     "docs/sharp-bits.md": ["| what you see |", "| word | means |"],

@@ -1,6 +1,10 @@
-"""Weak scaling as the cost model has it: `benchmarks.network.scaling`."""
+"""What the cost model predicts: weak scaling, and steps of workers that share cores."""
 
-from ._data import blank_repeats, read
+from sparse_collectives import cost_model
+from sparse_collectives.planner import _optimizers, _planner
+
+from ._data import blank_repeats, interval, read
+from ._links import speedups
 from ._pages import Rows
 
 SHOWN = (
@@ -29,3 +33,61 @@ def scaling() -> Rows:
             for workers in counts
         ]
     )
+
+
+# The case of docs/data/network_4*.json.
+_WORKERS, _PARAMS, _SHARING, _LATENCY = 4, 14_700_000, 2.0, "100us"
+
+
+def shared_cores(link: str) -> dict[str, tuple[float, list[float]]]:
+    """By method, how many times as fast as dense: predicted, and the medians of the runs.
+
+    Args:
+      link: ``"1gbit"`` or ``"100mbit"``.
+    """
+    net = cost_model.network(_LATENCY, link.replace("gbit", "Gbit").replace("mbit", "Mbit"))
+    local = _planner.CPU._replace(sharing=_SHARING)
+    # Exchanges at 1 %, optimizers at their default, as they were measured.
+    loads = [
+        cost_model.Workload(_PARAMS, round(density * _PARAMS), _WORKERS) for density in (0.01, 0.05)
+    ]
+    plan = _planner.make_plan(loads[0], net, local=local, codecs=["raw"])
+    optimizers = _optimizers.plan_optimizers(loads[1], net, local=local)
+    steps = {row.name: row.step for row in plan.predictions}
+    steps |= {f"{row.name}, {row.codec}": row.step for row in optimizers.predictions}
+    names = {
+        "agreed": "agreed",
+        "ok_topk": "ok_topk",
+        "topk_a": "topk_a",
+        "sparse_adamw": "sparse_adamw, few bits",
+        "powersgd1/adamw": "powersgd(1), adamw, factors",
+        "dense/adamw": "dense, adamw, float32",
+    }
+    measured = speedups(_WORKERS, _PARAMS, link)
+    return {
+        method: (steps["dense"] / steps[name], measured[method]) for method, name in names.items()
+    }
+
+
+def sharing() -> Rows:
+    """Those of both links."""
+    links = [shared_cores(link) for link in ("1gbit", "100mbit")]
+
+    def cells(method: str, digits: int) -> list[str]:
+        pairs = [found[method] for found in links]
+        return [
+            cell
+            for predicted, measured in pairs
+            for cell in (f"{predicted:.{digits}f}", interval(measured, digits))
+        ]
+
+    shown = {
+        "agreed": "`agreed`",
+        "ok_topk": "`ok_topk`",
+        "topk_a": "`topk_a`",
+        "sparse_adamw": "`sparse_adamw`",
+        "powersgd1/adamw": "`powersgd(1)` before AdamW",
+        "dense/adamw": "dense before AdamW",
+    }
+    digits = {"dense/adamw": 2}
+    return [[name, *cells(method, digits.get(method, 1))] for method, name in shown.items()]

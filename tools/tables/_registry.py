@@ -42,7 +42,7 @@ def _run(file: str, link: str) -> Callable[[], Rows]:
 
 MADE = (
     Table("README.md", "| you have |", _advice.readme),
-    Table("README.md", "| seconds to compile |", _costs.compile_seconds),
+    Table("README.md", "| first step, leaves |", _costs.first_steps),
     Table("README.md", "| after 20 seconds |", _learning.over_links_short),
     Table("README.md", "| workers | 2 | 4 |", _words.shares_of_the_bound),
     Table("README.md", "| beside lax.top_k |", _costs.steps),
@@ -110,6 +110,7 @@ MADE = (
         ),
     ),
     Table("docs/network.md", "| | P | topk_a | gtopk |", _predicted.scaling),
+    Table("docs/planner.md", "| | 1 Gbit/s: predicted |", _predicted.sharing),
     Table("docs/sharded.md", "| sharded by | link |", _timed.sites),
     Table(
         "docs/linear_models.md",

@@ -1,0 +1,206 @@
+"""Whole optimizers in the planner: what they cost, what to write, and the steps as measured."""
+
+import inspect
+import json
+import re
+import statistics
+from pathlib import Path
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optax_ext
+import sparse_collectives as sc
+from sparse_collectives.__main__ import main
+from sparse_collectives.cost_model import Workload, network
+from sparse_collectives.planner import _optimizers, _planner
+from tools.tables import _predicted
+from tools.tables._links import speedups
+
+DATA = Path(__file__).parents[2] / "docs" / "data"
+N, WORKERS = 14_700_000, 4
+RUNS = sorted(DATA.glob("network_4*.json"))
+
+
+def points(link):
+    """The methods of each run over a link, by name."""
+    for path in RUNS:
+        rows = json.loads(path.read_text(encoding="utf-8"))["points"]
+        found = {row["method"]: row for row in rows if row["link"] == link}
+        if found:
+            yield found
+
+
+def run(capsys, *arguments):
+    assert main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("method", "constant"),
+    [("alone/adamw", "ADAMW"), ("sparse_adamw", "SPARSE_ADAMW"), ("powersgd1/adamw", "POWERSGD")],
+)
+def test_what_a_worker_computes_is_what_was_measured(method, constant):
+    of_runs = [
+        statistics.median(found[method]["cpu_seconds"]) / N
+        for found in points("1gbit")
+        if method in found
+    ]
+    assert getattr(_optimizers, constant) == pytest.approx(statistics.median(of_runs), abs=6e-12)
+
+
+# Runs of one method differ by up to 1.31 (sparse_adamw: 2.26 to 2.97 times dense), and the model's
+# median error is 21 %. The costs are those of 1 Gbit/s: the other link is a prediction.
+FACTOR = 1.3
+# Processes that share cores wait for one another in each collective, which the model leaves out: it
+# has ok_topk 28 % too fast where its local work is measured (docs/network.md), in the same runs.
+WITH_PAIRS = 1.6
+
+
+@pytest.mark.parametrize("link", ["1gbit", "100mbit"])
+def test_the_measured_speed_where_workers_share_cores_is_predicted(link):
+    for method, (predicted, measured) in _predicted.shared_cores(link).items():
+        factor = WITH_PAIRS if method in ("ok_topk", "topk_a") else FACTOR
+        for found in measured:
+            assert 1 / factor < predicted / found < factor, (method, predicted, found)
+
+
+def test_with_a_core_for_each_worker_more_is_predicted_than_was_measured_on_shared_ones():
+    alone = _planner.make_plan(Workload(N, N // 100, WORKERS), network("100us", "1Gbit"))
+    step = {row.name: row for row in alone.predictions if row.codec == "raw"}["agreed"]
+    assert step.speedup > FACTOR * max(speedups(WORKERS, N, "1gbit")["agreed"])
+
+
+def test_the_sentence_about_workers_that_share_cores_is_what_was_measured(capsys):
+    out = run(capsys, "--params", "1M", "--workers", "4", "--bandwidth", "1Gbit")
+    said = re.search(
+        r"sparse_adamw ([\d.]+) to ([\d.]+)\ntimes as fast as dense, agreed at 1 % ([\d.]+) to "
+        r"([\d.]+)\. --workers-per-core 2 predicts both within a factor of (\d+\.\d+)",
+        out,
+    )
+    assert said is not None
+    measured = speedups(WORKERS, N, "1gbit")
+    ends = [f(measured[name]) for name in ("sparse_adamw", "agreed") for f in (min, max)]
+    assert list(said.groups()[:4]) == [f"{end:.1f}" for end in ends]
+    assert float(said[5]) == FACTOR
+
+
+def test_the_words_of_powersgd_are_about_those_of_measured_models():
+    for name, n, workers in (("network_4_third.json", N, 4), ("network_8.json", 10**6, 8)):
+        rows = json.loads((DATA / name).read_text(encoding="utf-8"))["points"]
+        words = next(row["program_words"]["best"] for row in rows if row["method"] == "powersgd1")
+        estimate = _optimizers._two_factors(Workload(n, n // 20, workers)).expected
+        assert estimate.words == pytest.approx(words, rel=0.02)
+
+
+@pytest.mark.parametrize("option", _optimizers.OPTIMIZERS, ids=lambda o: f"{o.name}, {o.messages}")
+def test_the_code_to_write_is_an_optimizer_that_steps(option):
+    names = {"optax": optax, "optax_ext": optax_ext, "rate": 0.1}
+    tx = eval(option.code.format(density=0.25, buckets=2), names)
+    params = {"w": jnp.ones((4, 4)), "b": jnp.ones(4)}
+
+    def step(gradients):
+        return tx.update(gradients, tx.init(params), params)[0]
+
+    given = {"w": jnp.ones((2, 4, 4)), "b": jnp.ones((2, 4))}
+    updates = sc.simulate(step, axis="data", axis_size=2)(given)
+    assert {name: u.dtype for name, u in updates.items()} == {"w": jnp.float32, "b": jnp.float32}
+    assert all(bool(jnp.all(jnp.isfinite(u))) for u in updates.values())
+    # At a density of a quarter a leaf may have to wait.
+    assert any(bool(jnp.any(u < 0)) for u in updates.values())
+
+
+def test_the_words_of_16_bit_messages_are_half_of_those_of_dense():
+    found = _optimizers.plan_optimizers(Workload(10**6, 10**4, 8), network("5us", "1Gbit"))
+    words = {row.codec: row.estimate.expected.words for row in found.predictions}
+    assert words["float16"] == words["float32"] / 2
+
+
+SMALL = ["--params", "50M", "--workers", "4", "--bandwidth", "1Gbit", "--compute", "200ms"]
+
+
+def test_what_to_write_is_a_whole_optimizer(capsys):
+    lines = run(capsys, *SMALL).splitlines()
+    last = next(line for line in lines if line.startswith("As a whole optimizer"))
+    assert "sparse_adamw" in last
+    assert "times as fast as a dense AdamW" in last
+    made = eval(last.rsplit(": ", 1)[1], {"optax_ext": optax_ext, "rate": 0.1})
+    assert isinstance(made, optax.GradientTransformation)
+    # What has a shorter step is named, and not recommended for that.
+    assert any(
+        line.startswith("no longer than sparse_adamw") and "powersgd(1)" in line for line in lines
+    )
+    for name in ("sparse_sgd", "powersgd(1), adamw", "dense, adamw", "dense_bucketed, adamw"):
+        assert any(line.startswith(name) for line in lines), name
+    fast = run(capsys, *SMALL[:5], "400Gbit", "--latency", "5us")
+    assert "As a whole optimizer dense, adamw, sparse_adamw is only" in fast
+
+
+def test_numbers_that_are_not_given_are_assumed_and_said(capsys):
+    said = "not given, and assumed: --density 0.05, that of sparse_adamw; --latency 100us"
+    assert run(capsys, *SMALL).splitlines()[0] == said
+    given = run(capsys, *SMALL, "--density", "0.05", "--latency", "100us")
+    assert "assumed" not in given
+    assert given == run(capsys, *SMALL).partition("\n")[2]
+    only = run(capsys, *SMALL, "--latency", "5us").splitlines()[0]
+    assert only == "not given, and assumed: --density 0.05, that of sparse_adamw"
+    density = inspect.signature(optax_ext.sparse_adamw).parameters["density"]
+    assert density.default == 0.05
+
+
+def test_workers_on_a_core_take_turns(capsys, tmp_path):
+    def local(*arguments):
+        file = tmp_path / "plan.json"
+        run(capsys, *SMALL, *arguments, "--json", str(file))
+        plan = json.loads(file.read_text())
+        return [row["local"] for row in plan["predictions"] + plan["optimizers"]]
+
+    def ordered(*arguments):
+        return sorted(local(*arguments))
+
+    assert ordered("--workers-per-core", "1") == ordered()
+    assert ordered("--workers-per-core", "2.5") == pytest.approx([2.5 * x for x in ordered()])
+    assert "2.5 workers on a core" in run(capsys, *SMALL, "--workers-per-core", "2.5")
+
+
+@pytest.mark.parametrize("given", ["0", "0.5", "nan", "two", "1e9", "-1", "inf"])
+def test_workers_on_a_core_are_a_number_from_1(capsys, given):
+    with pytest.raises(SystemExit):
+        main(["plan", *SMALL, "--workers-per-core", given])
+    error = capsys.readouterr().err
+    assert f"--workers-per-core must be a number from 1 to 65,536, got '{given}'" in error
+
+
+def test_workers_on_a_core_are_none_of_a_gpu(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", *SMALL, "--workers-per-core", "2", "--select-cost", "gpu"])
+    assert "leave it out with --select-cost gpu" in capsys.readouterr().err
+    out = run(capsys, *SMALL, "--select-cost", "gpu")
+    assert "share cores" not in out
+    assert "sparse_adamw" in out
+
+
+def test_exact_messages_leave_the_dense_optimizers_and_powersgd(capsys):
+    out = run(capsys, *SMALL, "--exact")
+    rows = [line.split("  ")[0] for line in out.splitlines()]
+    assert "sparse_adamw" not in rows
+    assert {"powersgd(1), adamw", "dense, adamw"} <= set(rows)
+    assert "float16" not in out
+
+
+def test_steps_to_the_same_loss_are_those_of_its_exchange():
+    load, net = Workload(10**7, 5 * 10**5, 8), network("100us", "1Gbit")
+    plain = _optimizers.plan_optimizers(load, net)
+    found = _optimizers.plan_optimizers(load, net, steps={"agreed(few)": 2.0})
+    assert {row.name for row in found.predictions} == {
+        *("sparse_adamw", "dense, adamw", "dense_bucketed, adamw")
+    }
+    assert plain.ratio is not None
+    assert found.ratio == pytest.approx(plain.ratio / 2)
+
+
+def test_one_worker_is_recommended_a_dense_optimizer():
+    found = _optimizers.plan_optimizers(Workload(1000, 50, 1), network("100us", "1Gbit"))
+    assert found.recommended.dense
+    assert found.others == ()
