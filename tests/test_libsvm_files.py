@@ -90,13 +90,16 @@ def test_a_packed_file_that_is_cut_off_is_one_line(suffix, share, tmp_path):
     assert "\n" not in str(raised.value)
 
 
-def same_rows_or_error(path, expected):
-    """Whether a file has the rows that were written; it has them, or it is refused in one line."""
+def is_read(path, expected):
+    """Whether a file has the rows that were written, or is refused in one line that names it."""
+    message = None
     try:
         matrix, labels, _ = data.read(path, SHAPE.size)
     except InputError as error:
-        assert str(error).startswith((str(path), f"cannot read {path}"))
-        assert "\n" not in str(error)
+        message = str(error)
+    if message is not None:
+        assert str(path) in message
+        assert "\n" not in message
         return False
     np.testing.assert_array_equal(labels, expected[1])
     assert (matrix != expected[0]).nnz == 0
@@ -113,7 +116,7 @@ def test_of_a_damaged_packed_file_come_the_right_rows_or_none(suffix, tmp_path):
 
     def of(damaged):
         path.write_bytes(damaged)
-        return same_rows_or_error(path, expected)
+        return is_read(path, expected)
 
     def flipped(bit):
         damaged = bytearray(content)
