@@ -214,14 +214,16 @@ class ErrorFeedback:
     ) -> list[Part]:
         """What is to be added to the residual, with the momentum of the correction."""
 
-        def part(residual, increment, velocity):
+        def part(residual, increment, velocity, bounded=False):
             # In the shape of the state: XLA then adds in place where it is donated.
             increment, old = increment[None], velocity
             if self.correction is not None and increment.size:
                 velocity, increment = self.correction.update(velocity, increment)
-            return Part(residual, self.options.residual.decay, increment, velocity, old)
+            decay = self.options.residual.decay
+            return Part(residual, decay, increment, velocity, old, bounded)
 
-        parts = [part(_residual.load(state.residual), loaded.gradient, state.velocity)]
+        residual, bounded = _residual.load(state.residual), self.exchange.keeps_others
+        parts = [part(residual, loaded.gradient, state.velocity, bounded)]
         if layout.dense_size:
             nothing = jnp.zeros((), jnp.float32)
             parts.append(part(nothing, loaded.dense_gradient, state.dense_velocity))
