@@ -3,6 +3,10 @@
 from . import (
     _linear,
     _models,
+    _more_data_cache,
+    _more_lower_bound,
+    _more_missing,
+    _more_unreachable,
     _ok_topk_words,
     _promises,
     _selections,
@@ -22,5 +26,9 @@ CLAIMS: tuple[Claim, ...] = (
     *_selections.CLAIMS,
     *_trainings.CLAIMS,
     *_times.CLAIMS,
+    *_more_data_cache.CLAIMS,
+    *_more_lower_bound.CLAIMS,
+    *_more_missing.CLAIMS,
     *_unreachable.CLAIMS,
+    *_more_unreachable.CLAIMS,
 )
