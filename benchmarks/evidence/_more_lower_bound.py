@@ -99,7 +99,7 @@ CLAIMS = (
         _tight,
         exact=True,
         elsewhere=Elsewhere(
-            "to 10 %: the words that agree on the threshold, as many whatever k is",
+            "to 10 %: the words that agree on the threshold",
             (
                 Bound("least of filled words / bound", least=1),
                 Bound("most of filled words / bound", most=1.1),
