@@ -3,7 +3,6 @@
 from . import (
     _linear,
     _models,
-    _more_data_cache,
     _more_lower_bound,
     _more_missing,
     _more_unreachable,
@@ -26,7 +25,6 @@ CLAIMS: tuple[Claim, ...] = (
     *_selections.CLAIMS,
     *_trainings.CLAIMS,
     *_times.CLAIMS,
-    *_more_data_cache.CLAIMS,
     *_more_lower_bound.CLAIMS,
     *_more_missing.CLAIMS,
     *_unreachable.CLAIMS,
