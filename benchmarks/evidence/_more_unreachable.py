@@ -44,8 +44,8 @@ CLAIMS = (
         "From the second epoch on DataCache makes a training about twice as fast.",
         "MSTopK, section 5.4, Figure 9",
         "about 2",
-        "it takes a V100, on which reading is half of a step; on two CPU cores it is 1 % of one, and "
-        "a source slow enough to make it half would give any number",
+        "it takes a V100, on which reading is half of a step; on two CPU cores it is 1 % of one, "
+        "and a source slow enough to make it half would give any number",
     ),
     unchecked(
         "mstopk/aggregation-time",
