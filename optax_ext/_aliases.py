@@ -277,6 +277,10 @@ def quantized_topk(
     As in its Algorithm 1 the residual is ``acc - TopK(acc)``: what rounding takes off, with a
     mean of 0, is kept by nobody, and total and residuals do not add up to the accumulators.
 
+    Deviation: the algorithm accumulates ``eps + alpha * gradient``. Here gradients are accumulated
+    and alpha is the rate of the optimizer behind, which is the same while it is constant;
+    ``local=optax.scale_by_schedule(...)`` of ``-alpha``, and nothing behind, is the algorithm's.
+
     Args:
       density: k / n of each worker's selection, in (0, 1]; 8 / 512 for 8 of each 512.
       axis: the mesh axis (or a tuple of them) of the data-parallel workers.

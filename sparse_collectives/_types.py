@@ -157,6 +157,10 @@ class SparseAllreduce(NamedTuple):
       tells: whether ``reduce`` takes ``told=``, a number ``i32[]`` of this worker that travels
         with its messages: ``info.told`` is its sum over the workers. One collective less for who
         has to agree on something, and can do so at the end.
+      keeps_others: whether a worker may be left with parts of what other workers sent:
+        ``undelivered.others`` has entries. Its residual may then grow by more than its own
+        gradient, and ``optax_ext`` takes no gradient of 2^103 (1e31) or more, so that no residual
+        overflows.
     """
 
     init: Callable[..., State]
@@ -170,6 +174,7 @@ class SparseAllreduce(NamedTuple):
     show: Callable[..., jax.Array] = _all_of_it
     place: Callable[..., PaddedCOO] = _where_it_is
     tells: bool = False
+    keeps_others: bool = True
 
 
 class ReduceInfo(NamedTuple):

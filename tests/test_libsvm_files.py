@@ -1,7 +1,11 @@
 """LIBSVM files and generated rows of the linear models: what is read, and what is refused."""
 
+import bz2
 import gzip
+import io
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 from sklearn.datasets import dump_svmlight_file
@@ -61,6 +65,79 @@ def test_a_malformed_file_is_one_line_that_names_the_place(text, message, tmp_pa
 def test_a_file_that_is_not_there_is_one_line(tmp_path):
     with pytest.raises(InputError, match="cannot read .*none: No such file"):
         data.read(tmp_path / "none")
+
+
+PACKED = {".gz": gzip.compress, ".bz2": bz2.compress}
+
+
+def packed_rows(suffix, rows=300):
+    """A packed file of so many rows, and what is in it."""
+    matrix, labels = generate.power_law("some", SHAPE, seed=1).rows(0, rows)
+    text = io.BytesIO()
+    dump_svmlight_file(matrix, labels, text, zero_based=False)
+    return PACKED[suffix](text.getvalue()), text.getvalue()
+
+
+@pytest.mark.parametrize("suffix", list(PACKED))
+@pytest.mark.parametrize("share", [0.01, 0.5, 0.99])
+def test_a_packed_file_that_is_cut_off_is_one_line(suffix, share, tmp_path):
+    content, _ = packed_rows(suffix)
+    path = tmp_path / f"rows{suffix}"
+    path.write_bytes(content[: int(share * len(content))])
+    with pytest.raises(InputError, match="is cut off or damaged") as raised:
+        data.read(path)
+    assert str(raised.value).startswith(str(path))
+    assert "\n" not in str(raised.value)
+
+
+def is_read(path, expected):
+    """Whether a file has the rows that were written, or is refused in one line that names it."""
+    message = None
+    try:
+        matrix, labels, _ = data.read(path, SHAPE.size)
+    except InputError as error:
+        message = str(error)
+    if message is not None:
+        assert str(path) in message
+        assert "\n" not in message
+        return False
+    np.testing.assert_array_equal(labels, expected[1])
+    assert (matrix != expected[0]).nnz == 0
+    return True
+
+
+@pytest.mark.parametrize("suffix", list(PACKED))
+def test_of_a_damaged_packed_file_come_the_right_rows_or_none(suffix, tmp_path):
+    """Any flipped bit, and any length: the checksums at the end leave no wrong rows."""
+    content, text = packed_rows(suffix, rows=30)
+    (tmp_path / "rows").write_bytes(text)
+    expected = data.read(tmp_path / "rows", SHAPE.size)
+    path = tmp_path / f"rows{suffix}"
+
+    def of(damaged):
+        path.write_bytes(damaged)
+        return is_read(path, expected)
+
+    def flipped(bit):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        return bytes(damaged)
+
+    assert of(content)
+    # The heads, with names, sizes and flags, and the ends, with checksums and padding: all of them.
+    bits = 8 * len(content)
+    refused = [not of(flipped(bit)) for bit in (*range(160), *range(bits - 80, bits))]
+    assert 0 < sum(refused) < len(refused)
+    for length in (*range(20), *range(len(content) - 12, len(content))):
+        assert not of(content[:length])
+
+    @hypothesis.given(st.integers(0, bits - 1), st.integers(0, len(content) - 1))
+    @hypothesis.settings(max_examples=200, database=None, deadline=None, derandomize=True)
+    def holds(bit, length):
+        of(flipped(bit))
+        assert not of(content[:length])
+
+    holds()
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 123, 3600, 3_231_961])

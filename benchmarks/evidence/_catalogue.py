@@ -5,6 +5,9 @@ from . import (
     _linear,
     _measured,
     _models,
+    _more_lower_bound,
+    _more_missing,
+    _more_unreachable,
     _ok_topk_words,
     _promises,
     _selections,
@@ -26,5 +29,8 @@ CLAIMS: tuple[Claim, ...] = (
     *_accuracies.CLAIMS,
     *_trainings.CLAIMS,
     *_times.CLAIMS,
+    *_more_lower_bound.CLAIMS,
+    *_more_missing.CLAIMS,
     *_unreachable.CLAIMS,
+    *_more_unreachable.CLAIMS,
 )

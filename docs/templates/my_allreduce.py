@@ -99,4 +99,6 @@ def my_allreduce(*, density: float) -> sc.SparseAllreduce:
         )
         return total, undelivered, MyAllreduceState(state.count + 1), info
 
-    return sc.SparseAllreduce(init, reduce, spec=sc.Spec.of("my_allreduce", density=density))
+    # Of what others sent a worker keeps nothing: its ``others`` are empty.
+    spec = sc.Spec.of("my_allreduce", density=density)
+    return sc.SparseAllreduce(init, reduce, spec=spec, keeps_others=False)

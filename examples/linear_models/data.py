@@ -4,6 +4,7 @@ import bz2
 import gzip
 import math
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -17,6 +18,8 @@ from .._data import InputError
 Labels = tuple[float, float]
 _LARGEST = 2**31 - 2
 _OPEN = {".gz": gzip.open, ".bz2": bz2.open}
+# What reading a packed file raises that is cut off or damaged; that of gzip is an OSError, too.
+_UNREADABLE = (OSError, EOFError, zlib.error)
 # What a message shows of a line.
 _SHOWN = 40
 
@@ -53,18 +56,20 @@ def read(
       larger; the two labels of the file.
 
     Raises:
-      InputError: it can't be read, a line is malformed, an index is above ``size``, or there are
-        not two labels. The message names the file and the line.
+      InputError: it can't be read, it is packed and cut off or damaged, a line is malformed, an
+        index is above ``size``, or there are not two labels. The message names the file, and the
+        line where it has one.
     """
     try:
         matrix, labels = load_svmlight_file(
             str(path), dtype=np.float32, zero_based=False, n_features=size
         )
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+    except _UNREADABLE as error:
+        raise InputError(_unreadable(path, error)) from error
     except (ValueError, OverflowError) as error:
-        # scikit-learn says what is wrong, but not where.
-        raise InputError(_complaint(path, size) or f"{path}: {error}") from error
+        # scikit-learn says what is wrong, but not where; and what it read may be no text at all.
+        complaint = _damage(path) or _complaint(path, size)
+        raise InputError(complaint or f"{path}: {error}") from error
     if not matrix.shape[0]:
         raise InputError(f"{path} has no rows")
     if not (np.isfinite(matrix.data).all() and np.isfinite(labels).all()):
@@ -134,6 +139,23 @@ def spread_indices(indices: np.ndarray, size: int) -> np.ndarray:
 def _listed(labels: tuple[float, ...]) -> str:
     shown = [f"{label:g}" for label in labels[:4]]
     return ", ".join(shown + ["..."] * (len(labels) > 4))
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    reason = getattr(error, "strerror", None)
+    if reason or path.suffix not in _OPEN:
+        return f"cannot read {path}: {reason or error}"
+    return f"{path} is cut off or damaged ({error}): fetch or pack it again"
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong with a packed file as such, whose checksum comes last; None: nothing."""
+    try:
+        for _ in _lines(path):
+            pass
+    except _UNREADABLE as error:
+        return _unreadable(path, error)
+    return None
 
 
 def _complaint(path: Path, size: int | None) -> str | None:

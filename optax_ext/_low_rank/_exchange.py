@@ -65,6 +65,11 @@ class LowRankExchange:
         """Never: it sums up matrices."""
         return False
 
+    @property
+    def keeps_others(self) -> bool:
+        """Never: a worker keeps what its own matrix has more than the mean."""
+        return False
+
     def dense(self, params: Any, labels: tuple[bool, ...] | None) -> tuple[bool, ...] | None:
         """Those that the user has labelled, and those that have nothing to gain."""
         return _matrices.dense_leaves(params, labels, self.rank)

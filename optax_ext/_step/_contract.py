@@ -119,6 +119,11 @@ class Exchange(Protocol):
         """Whether a step may be :class:`Late`."""
         ...
 
+    @property
+    def keeps_others(self) -> bool:
+        """Whether a worker may be left with parts of what others sent."""
+        ...
+
     def dense(self, params: Any, labels: tuple[bool, ...] | None) -> tuple[bool, ...] | None:
         """Which leaves go dense, those that the user has labelled among them."""
         ...

@@ -240,18 +240,19 @@ class ErrorFeedback:
     ) -> list[Part]:
         """What is to be added to the residual, with the momentum of the correction."""
 
-        def part(residual, increment, velocity):
+        def part(residual, increment, velocity, bounded=False):
             # In the shape of the state: XLA then adds in place where it is donated.
             increment, old = increment[None], velocity
             if self.correction is not None and increment.size:
                 velocity, increment = self.correction.update(velocity, increment)
-            return Part(residual, self.options.residual.decay, increment, velocity, old)
+            decay = self.options.residual.decay
+            return Part(residual, decay, increment, velocity, old, bounded)
 
         def own(value):
             return jax.tree.map(lambda x: _owner.own(x, state.owner, self.options.axis), value)
 
-        residual = own(_residual.load(state.residual))
-        parts = [part(residual, loaded.gradient, own(state.velocity))]
+        residual, bounded = own(_residual.load(state.residual)), self.exchange.keeps_others
+        parts = [part(residual, loaded.gradient, own(state.velocity), bounded)]
         if layout.dense_size:
             nothing = jnp.zeros((), jnp.float32)
             parts.append(part(nothing, loaded.dense_gradient, own(state.dense_velocity)))

@@ -1,5 +1,7 @@
 """What happens when something is not finite: a gradient, a sum over the workers, an update."""
 
+import functools
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +12,10 @@ from sparse_collectives import PaddedCOO, Undelivered, extend, transport
 from sparse_collectives.extend import AxisName
 
 POLICIES = ("skip", "drop", "raise", "propagate")
+# Where a worker may be left with parts of what others sent, an increment is smaller than this. In a
+# step the residuals of all P workers together then grow by less than P times this at an index, and
+# none can overflow, which is at 2^128, within 2^25 / P steps.
+LARGEST = 2.0**103
 
 
 class Part(NamedTuple):
@@ -21,6 +27,7 @@ class Part(NamedTuple):
       increment: ``f32[1, n]``, what is added to that.
       velocity: ``f32[1, n]``, or ``()``.
       old_velocity: as before this step.
+      bounded: whether an increment has to be smaller than :data:`LARGEST`.
     """
 
     residual: Any
@@ -28,12 +35,16 @@ class Part(NamedTuple):
     increment: jax.Array
     velocity: Any
     old_velocity: Any
+    bounded: bool = False
 
     @property
-    def accumulated(self) -> jax.Array:
-        """What has to be finite."""
+    def checked(self) -> tuple[jax.Array, ...]:
+        """What has to be finite: the accumulator, and what is infinite beyond the bound."""
         residual = self.residual if self.decay == 1.0 else self.decay * self.residual
-        return residual + self.increment
+        accumulated = residual + self.increment
+        if not self.bounded:
+            return (accumulated,)
+        return accumulated, self.increment * jnp.float32(2.0**128 / LARGEST)
 
 
 class Guarded(NamedTuple):
@@ -62,7 +73,10 @@ def guard(
     if policy == "propagate":
         return Guarded(parts, None, none)
     if policy == "drop":
-        bad = [~jnp.isfinite(part.accumulated) for part in parts]
+        bad = [
+            functools.reduce(operator.or_, (~jnp.isfinite(x) for x in part.checked))
+            for part in parts
+        ]
         local = sum((jnp.sum(x, dtype=jnp.int32) for x in bad), left_out)
         kept = [_without(part, x) for part, x in zip(parts, bad, strict=True)]
         return Guarded(kept, None, transport.psum(local, axis))
@@ -157,7 +171,7 @@ def _finite(parts: list[Part]) -> jax.Array:
     """Whether every accumulator of this worker is finite."""
     finite = jnp.ones((), jnp.bool_)
     for part in parts:
-        finite &= extend.all_finite(part.accumulated)
+        finite &= extend.all_finite(*part.checked)
     return finite
 
 
@@ -168,6 +182,7 @@ def _nothing(step: jax.Array) -> None:
 def _raise(step: Any) -> None:
     raise FloatingPointError(
         f"step {int(step)}: the gradient of some worker, or its sum with the residual, is not "
-        "finite. jax.debug_nans finds where it comes from; nonfinite='skip' leaves such steps "
-        "out, nonfinite='drop' such entries."
+        "finite (or the gradient is 1e31 or more, where the allreduce keeps_others). "
+        "jax.debug_nans finds where it comes from; nonfinite='skip' leaves such steps out, "
+        "nonfinite='drop' such entries."
     )

@@ -62,6 +62,12 @@ def sparse_allreduce(
                   every worker
     ============= ===================== ====================== =========================
 
+    An allreduce that ``keeps_others`` (:func:`spardl <sparse_collectives.allreduce.spardl>`,
+    ``gtopk``, ``ring_sparse``, a bounded ``ssar_recursive_double``, and those that sum in regions
+    with a lossy codec) leaves with a worker partial sums of what others sent. There a gradient of
+    2^103 (1e31) or more counts as one that is not finite: at an index the residuals of all P
+    workers then grow by less than P 2^103 in a step, and none overflows within 2^25 / P steps.
+
     ``skipped``, ``dropped`` and ``withheld`` of the state count these. Leaves and steps that
     go dense have no residual: there an entry whose sum is not finite is left out, and counts
     as ``dropped``. (A sparse allreduce sums in such a way that nothing overflows.)

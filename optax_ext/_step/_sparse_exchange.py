@@ -27,6 +27,11 @@ class SparseExchange:
         """As the allreduce does."""
         return self.allreduce.tells
 
+    @property
+    def keeps_others(self) -> bool:
+        """As the allreduce does."""
+        return self.allreduce.keeps_others
+
     def dense(self, params: Any, labels: tuple[bool, ...] | None) -> tuple[bool, ...] | None:
         """Those that the user has labelled."""
         del params

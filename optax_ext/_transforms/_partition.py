@@ -22,6 +22,11 @@ def partition(fn: Callable[..., Any], *, axis: AxisName) -> Callable[..., Any]:
     the parallel tensor operator (PTO) of Shi et al. It pays where ``fn`` costs much and its
     result is small: norms, spectra, statistics of layers.
 
+    A leaf is computed by one worker, however large it is. An operator on entries may take the
+    pieces of a leaf for leaves, as the paper's Equations 12 to 14 do: the second example. The
+    result has as many words as the leaf then, so it pays only where computing an entry takes longer
+    than sending it. Norms of pieces of each leaf are in :func:`scale_by_trust_ratio`.
+
     Args:
       fn: ``fn(leaf, *others)``, a pytree of arrays whose shapes depend on those of its
         arguments alone. It must not communicate.
@@ -50,6 +55,10 @@ def partition(fn: Callable[..., Any], *, axis: AxisName) -> Callable[..., Any]:
       >>> params = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([1.0])}
       >>> sc.simulate(norms, axis="w", axis_size=2, in_axes=None)(params)["a"].tolist()
       [5.0, 5.0]
+      >>> def roots(x):
+      ...     return jnp.concatenate(partition(jnp.sqrt, axis="w")(jnp.array_split(x, 2)))
+      >>> sc.simulate(roots, axis="w", axis_size=2, in_axes=None)(jnp.array([4.0, 9.0, 16.0]))[0]
+      Array([2., 3., 4.], dtype=float32)
     """
 
     def apply(tree: Any, *rest: Any) -> Any:

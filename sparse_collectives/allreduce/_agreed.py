@@ -159,6 +159,7 @@ def agreed(*, density: float | None = None, bits: int | str = 32) -> SparseAllre
         show=show,
         place=place,
         tells=True,
+        keeps_others=False,
     )
 
 

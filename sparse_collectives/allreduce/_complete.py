@@ -70,7 +70,9 @@ def complete(inner: SparseAllreduce) -> SparseAllreduce:
         info = info._replace(words=info.words + words, useful=info.useful + words)
         return result.total, result.undelivered, state, info
 
-    return SparseAllreduce(inner.init, reduce, spec=Spec.of("complete", inner=inner), complete=True)
+    return SparseAllreduce(
+        inner.init, reduce, spec=Spec.of("complete", inner=inner), complete=True, keeps_others=False
+    )
 
 
 def _indices_of(total: PaddedCOO | jax.Array, most: int) -> jax.Array:

@@ -39,4 +39,4 @@ def dense() -> SparseAllreduce:
         )
         return total, _undelivered.nothing(coo), state, info
 
-    return SparseAllreduce(init, reduce, spec=Spec.of("dense"))
+    return SparseAllreduce(init, reduce, spec=Spec.of("dense"), keeps_others=False)

@@ -71,4 +71,6 @@ def dense_bucketed(*, buckets: int) -> SparseAllreduce:
         )
         return total, _undelivered.nothing(coo), state, info
 
-    return SparseAllreduce(init, reduce, spec=Spec.of("dense_bucketed", buckets=buckets))
+    return SparseAllreduce(
+        init, reduce, spec=Spec.of("dense_bucketed", buckets=buckets), keeps_others=False
+    )

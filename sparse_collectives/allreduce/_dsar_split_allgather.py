@@ -175,4 +175,5 @@ def dsar_split_allgather(
             codec=codec,
             dense_codec=dense_codec,
         ),
+        keeps_others=not exact,
     )

@@ -149,6 +149,7 @@ def hierarchical(*, inner_axis: AxisName, outer: SparseAllreduce) -> SparseAllre
         complete=outer.complete,
         show=show,
         place=place,
+        keeps_others=outer.keeps_others,
     )
 
 

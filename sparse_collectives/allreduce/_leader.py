@@ -59,4 +59,6 @@ def leader() -> SparseAllreduce:
         )
         return result.total, result.undelivered, new_state, info
 
-    return SparseAllreduce(_step.init, reduce, spec=Spec.of("leader"), complete=True)
+    return SparseAllreduce(
+        _step.init, reduce, spec=Spec.of("leader"), complete=True, keeps_others=False
+    )

@@ -81,7 +81,9 @@ def sparse_allgather(*, codec: Codec | None = None) -> SparseAllreduce:
         useful = _messages.useful_words(words, entries, coo.capacity)
         return total, undelivered, new_state, _info(total, overflow, words, useful)
 
-    return SparseAllreduce(_step.init, reduce, spec=Spec.of("sparse_allgather", codec=codec))
+    return SparseAllreduce(
+        _step.init, reduce, spec=Spec.of("sparse_allgather", codec=codec), keeps_others=False
+    )
 
 
 def _taken_before(coo: PaddedCOO) -> jax.Array:

@@ -170,7 +170,10 @@ def ssar_recursive_double(
         return total, undelivered, next_state, info
 
     return SparseAllreduce(
-        _step.init, reduce, spec=Spec.of("ssar_recursive_double", capacity=capacity, codec=codec)
+        _step.init,
+        reduce,
+        spec=Spec.of("ssar_recursive_double", capacity=capacity, codec=codec),
+        keeps_others=capacity is not None or not codec.exact,
     )
 
 

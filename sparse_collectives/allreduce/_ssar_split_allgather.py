@@ -127,4 +127,5 @@ def ssar_split_allgather(
         _step.init,
         reduce,
         spec=Spec.of("ssar_split_allgather", slack=slack, fill=fill, codec=codec),
+        keeps_others=not codec.exact,
     )

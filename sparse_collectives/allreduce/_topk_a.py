@@ -71,7 +71,9 @@ def topk_a(*, codec: Codec | None = None) -> SparseAllreduce:
         overflow = _messages.unsent_count(coo, encoded)
         return total, undelivered, new_state, _info(total, overflow, words, useful)
 
-    return SparseAllreduce(_step.init, reduce, spec=Spec.of("topk_a", codec=codec))
+    return SparseAllreduce(
+        _step.init, reduce, spec=Spec.of("topk_a", codec=codec), keeps_others=False
+    )
 
 
 def _sum_rows(coo: PaddedCOO) -> jax.Array:

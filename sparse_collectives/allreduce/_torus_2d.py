@@ -74,7 +74,7 @@ def torus_2d() -> SparseAllreduce:
         )
         return total, _undelivered.nothing(coo), state, info
 
-    return SparseAllreduce(init, reduce, spec=Spec.of("torus_2d"))
+    return SparseAllreduce(init, reduce, spec=Spec.of("torus_2d"), keeps_others=False)
 
 
 def _pair(axis: AxisName):

@@ -154,6 +154,7 @@ class Configuration:
       nesterov: see ``momentum``.
       data: the kind of gradients.
       seed: of the gradients.
+      keeps_others: whether a worker may be left with parts of what others sent.
     """
 
     text: str
@@ -169,6 +170,7 @@ class Configuration:
     nesterov: bool
     data: str
     seed: int
+    keeps_others: bool
 
     @property
     def workers(self) -> int:
@@ -316,6 +318,7 @@ def configurations(draw: Any, *, of_parts: bool = False) -> Configuration:
         nesterov=nesterov,
         data=data,
         seed=seed,
+        keeps_others=low_rank is None and exchange.keeps_others,
     )
 
 

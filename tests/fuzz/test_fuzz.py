@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
+from optax_ext._step._nonfinite import LARGEST
 from tests.fuzz.configurations import STEPS, Configuration, configurations, gradients
 
 # Parts, so that several processes share them, of so many configurations each.
@@ -175,6 +176,10 @@ def check_conserved(
         narrow = np.where(np.isfinite(acc), np.clip(acc, -3.5e38, 3.5e38), acc)
         # What float32 can't hold is not finite for the policy either.
         finite = np.isfinite(acc) & (np.abs(narrow) <= float(np.finfo(np.float32).max))
+        if configuration.keeps_others and configuration.policy != "propagate":
+            large = np.abs(increment) >= LARGEST
+            assert configuration.policy == "drop" or not large.any(), "a step was not skipped"
+            finite = finite & ~large
     if configuration.policy == "propagate" and not finite.all():
         return
     if configuration.policy == "drop":

@@ -65,6 +65,24 @@ def test_each_worker_computes_its_own_and_one_message_follows():
     assert sc.traffic.of_traced(program).words == pytest.approx(2 * 5 * 3 / 4)
 
 
+def test_pieces_of_one_tensor_are_leaves():
+    """Equations 12 to 14: each worker computes a piece, and one message brings them together."""
+    x = tree()["embed"]
+    mesh = jax.make_mesh((4,), ("w",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+
+    def pieces(x):
+        return jnp.concatenate(optax_ext.partition(jnp.exp, axis="w")(jnp.array_split(x, 4)))
+
+    mapped = jax.jit(jax.shard_map(pieces, mesh=mesh, in_specs=P(), out_specs=P()))
+    same_bits(mapped(x), jax.jit(jnp.exp)(x))
+    program = mapped.trace(x)
+    assert sc.traffic.of_traced(program).words == pytest.approx(2 * x.size * 3 / 4)
+    # One piece in each branch.
+    branches = program.lower().as_text().split("stablehlo.case")[1].split("stablehlo.all_reduce")[0]
+    assert branches.count("stablehlo.exponential") == 4
+    assert branches.count("tensor<10x8xf32>") >= 4
+
+
 @pytest.mark.parametrize("workers", [1, 2, 7])
 def test_any_number_of_workers(workers):
     fn = optax_ext.partition(lambda x, y: jnp.sum(x * y), axis="w")

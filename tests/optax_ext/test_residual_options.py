@@ -67,6 +67,34 @@ def test_small_gradients_add_up_in_bfloat16():
     assert abs(rest.mean() - 1.4) < 5 * deviation
 
 
+@pytest.mark.parametrize("exponent", [-66, 40])
+def test_how_much_is_rounded_off_does_not_depend_on_the_size_of_the_gradients(exponent):
+    """No number is subnormal at 1e-20: all bits are those at 1, but for the exponent."""
+    tx = optax_ext.topk_a(0.1, axis="w", residual=BF16)
+    scale = np.float32(2.0**exponent)
+    _, (updates, (residuals, _, _)) = run(tx, gradients())
+    _, (scaled_updates, (scaled, _, _)) = run(tx, gradients() * scale)
+    np.testing.assert_array_equal(scaled_updates, updates * scale)
+    np.testing.assert_array_equal(scaled.astype(np.float32), residuals.astype(np.float32) * scale)
+
+
+def test_what_is_missing_in_bfloat16_is_within_its_bound_and_cancels():
+    tx = optax_ext.topk_a(0.1, axis="w", residual=BF16)
+    rng = np.random.default_rng(1)
+    given = (1e-20 * rng.standard_normal((12, WORKERS, 4000))).astype(np.float32)
+    _, (updates, (residuals, _, _)) = run(tx, given)
+    kept = np.asarray(residuals.astype(np.float32), np.float64)
+    before = np.concatenate([np.zeros((1, *kept.shape[1:])), kept[:-1]])
+    missing = WORKERS * updates[:, 0].astype(np.float64) + (kept - before - given).sum(1)
+    bound = 2.0**-7 * np.abs(kept).sum(1) + 2.0**-22 * np.abs(before + given).sum(1)
+    assert (np.abs(missing) <= bound).all()
+    assert (missing != 0).mean() > 0.5
+    # A rounding to one of two neighbors, 2^-7 of it apart at most, has a deviation of half of that
+    # at most; six of the sum's, as every draw is independent.
+    deviation = 2.0**-8 * np.sqrt((kept**2).sum())
+    assert abs(missing.sum()) < 6 * deviation
+
+
 def test_conservation_in_bfloat16_to_its_rounding():
     tx = optax_ext.ok_topk(0.1, axis="w", residual=BF16)
     state, (updates, (residuals, _, _)) = run(tx, gradients())

@@ -9,6 +9,10 @@ The share is a power of two. So what is sent and what is kept are exact, and add
 what there was. Only magnitudes above 1.7e38 / P are cut (float32 and bfloat16; float16:
 32768 / P; float64: 9e307 / P), which are on their way to an overflow in any case; they
 are delivered over several steps. Infinities and NaN are sent as they are, to be seen.
+
+It is about one exchange. Where a worker may be left with a part of such a sum, beside what it
+keeps of its own (``SparseAllreduce.keeps_others``), both together may be too large, and whoever
+keeps them has to see to that: ``optax_ext`` takes no gradient that is within 2^25 of an overflow.
 """
 
 import functools

@@ -367,6 +367,7 @@ def ok_topk(
         reduce,
         choose=choose,
         tells=True,
+        keeps_others=not chosen_codec.exact,
         spec=Spec.of(
             "ok_topk",
             density=density,
