@@ -1,0 +1,112 @@
+"""Beside entries far larger than the others every entry is applied within a stated number of steps.
+
+Gradients are the same at each step, of one sign up to half of the steps and of the other one from
+there on, and one of them is up to 10^6 times as large as any other. With k of n entries selected
+each would have its turn every n / k steps if all were alike, and every 2 n / k if they differ by a
+factor of two, as here.
+
+A codec of a few bits has a smallest number beside the largest one of its bucket, and what is below
+waits until it adds up to that. So the bound has a second part, which grows with the largest entry:
+see ``REACH``.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_ext
+import sparse_collectives as sc
+from tests.sparse_collectives import nodes
+from tests.sparse_collectives.test_allreduce_contract import (
+    ALLREDUCES,
+    DENSITY,
+    OVER_NODES,
+    WITH_CODECS,
+)
+
+SIZE, STEPS, HUGE = 512, 800, 100
+# Every entry has had its turn four times over, if all were alike.
+TURN = 4 / DENSITY
+# How many times the smallest number of a bucket goes into its largest one: without a limit in
+# formats with an exponent of their own. QSGD rounds at random, but never one of these to zero.
+REACH = {"narrow8": 2.0**16, "qsgd": 127.0, "qsgd of 4 bits": 7.0}
+QUICK = ("topk_a", "agreed", "agreed, few bits", "topk_a, qsgd")
+MORE = {
+    f"agreed, {bits} bits": (sc.allreduce.agreed(density=DENSITY, bits=bits), False)
+    for bits in (8, 10, 16)
+} | {"topk_a, qsgd of 4 bits": (sc.allreduce.topk_a(codec=sc.wire.qsgd(bits=4)), False)}
+ROWS = ALLREDUCES | WITH_CODECS | OVER_NODES | MORE
+
+
+@functools.cache
+def trained(name, workers):
+    """``run(gradient[P, n]) -> (updates f[steps, n], sums of the residuals f[steps, n])``."""
+    allreduce, over_nodes = ROWS[name][0], name in OVER_NODES
+    axis = nodes.AXES if over_nodes else "w"
+    tx = optax_ext.sparse_allreduce(sc.select.topk(density=DENSITY), allreduce, axis=axis)
+
+    def run(gradient):
+        def step(state, t):
+            now = jnp.where(t < STEPS // 2, gradient, -gradient)
+            updates, state = tx.update(now, state)
+            waits = jax.lax.psum(
+                allreduce.gather(state.residual[0], SIZE), "node" if over_nodes else "w"
+            )
+            return state, (updates, waits)
+
+        return jax.lax.scan(step, tx.init(gradient), jnp.arange(STEPS))[1]
+
+    shape = (workers // 2, 2) if over_nodes else workers
+    run = sc.simulate(run, axis=axis, axis_size=shape)
+
+    def of_one(gradient):
+        given = np.broadcast_to(gradient, (workers, SIZE)).astype(np.float32)
+        given = given.reshape(workers // 2, 2, SIZE) if over_nodes else given
+        out = [np.asarray(x, np.float64) for x in run(given)]
+        return [x[0, 0] if over_nodes else x[0] for x in out]
+
+    return of_one
+
+
+def longest_waits(moved):
+    """Of each entry the most steps from one in which it moves to the next, ``i[n]``."""
+    last, longest = np.zeros(moved.shape[1], int), np.zeros(moved.shape[1], int)
+    for t, now in enumerate([*moved, np.ones(moved.shape[1], bool)]):
+        longest = np.maximum(longest, t - last)
+        last = np.where(now, t + 1, last)
+    return longest
+
+
+def allowed(name, times):
+    """Steps that an entry beside one ``times`` as large may wait."""
+    reach = next((reach for codec, reach in REACH.items() if name.endswith(codec)), math.inf)
+    return TURN + times / reach
+
+
+def cases():
+    for name in ROWS:
+        for times in (1.0, 1e2, 1e4, 1e6):
+            # A turn before the change of the sign, and two behind it.
+            if 2 * allowed(name, times) < STEPS // 2:
+                quick = name in QUICK and times in (1.0, 1e4, 1e6)
+                yield pytest.param(name, times, marks=() if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "times"), list(cases()))
+def test_no_entry_waits_long_beside_one_that_is_much_larger(name, times):
+    workers = 6 if name in OVER_NODES else 3
+    gradient = np.random.default_rng(0).uniform(1, 2, SIZE)
+    gradient[HUGE] *= times
+    updates, waits = trained(name, workers)(gradient)
+    most = allowed(name, times)
+    half = STEPS // 2
+    # Also around the change, where what waits has to be taken back before it goes the other way.
+    for steps in (updates[:half], updates[half + math.ceil(most) :]):
+        assert longest_waits(steps != 0).max() <= most
+    assert (np.abs(waits) <= most * workers * gradient + 1e-3).all()
+    turned = (updates[half : half + 2 * math.ceil(most)] < 0).any(axis=0)
+    assert turned.all()
