@@ -84,7 +84,7 @@ def steady(draw: Any) -> Steady:
 
 
 def reach_of(text: str) -> float:
-    """How often the smallest number beside a large one goes into it: tests/optax_ext/test_waits.py."""
+    """How often a large number has the smallest one beside it: tests/optax_ext/test_waits.py."""
     levels = [2.0 ** (int(bits) - 1) - 1 for bits in re.findall(r"qsgd\(bits=(\d)", text)]
     return min([*levels, 2.0**16 if "narrow8" in text else math.inf])
 
