@@ -71,7 +71,7 @@ GRID = [
         else slow,
     )
     for slow in [pytest.mark.slow]
-    for workers in (1, 2, 3, 5, 8)
+    for workers in (1, 2, 3, 5, 7, 8)
     for density in (0.001, 0.01, 0.1, 1.0)
     for dtype in ("float32", "bfloat16")
 ]

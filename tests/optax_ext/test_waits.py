@@ -110,3 +110,25 @@ def test_no_entry_waits_long_beside_one_that_is_much_larger(name, times):
     assert (np.abs(waits) <= most * workers * gradient + 1e-3).all()
     turned = (updates[half : half + 2 * math.ceil(most)] < 0).any(axis=0)
     assert turned.all()
+
+
+@pytest.mark.slow
+def test_beside_one_a_million_times_as_large_the_bound_of_qsgd_is_long_but_holds():
+    size, workers, times = 64, 2, 1e6
+    tx = optax_ext.sparse_allreduce(
+        sc.select.topk(density=1 / 8), sc.allreduce.topk_a(codec=sc.wire.qsgd()), axis="w"
+    )
+    most = 4 * 8 + times / REACH["qsgd"]
+
+    def run(gradient):
+        def step(state, _):
+            updates, state = tx.update(gradient, state)
+            return state, updates != 0
+
+        return jax.lax.scan(step, tx.init(gradient), None, length=3 * int(most))[1]
+
+    gradient = np.random.default_rng(0).uniform(1, 2, (workers, size)).astype(np.float32)
+    gradient[:, 5] *= times
+    moved = np.asarray(sc.simulate(run, axis="w", axis_size=workers)(gradient))[0]
+    # It is no loose bound.
+    assert most / 4 < longest_waits(moved).max() <= most

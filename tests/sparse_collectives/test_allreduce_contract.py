@@ -105,7 +105,8 @@ KEEPS_OTHER_VALUES = {
 SELECTOR = sc.select.topk(density=DENSITY)
 
 
-# Every number of workers for each algorithm, a few for its variants.
+# Every number of workers for each algorithm, a few for its variants. Of the first two and five are
+# in the quick set, where that is quick, of the others three.
 EVERY_NUMBER_OF_WORKERS = (
     "agreed",
     "agreed, few bits",
@@ -121,6 +122,13 @@ EVERY_NUMBER_OF_WORKERS = (
     "ssar_split_allgather",
     "dsar_split_allgather",
     "ring_sparse",
+)
+EVERY_NUMBER_TOO = (
+    "leader",
+    "complete ok_topk",
+    "complete spardl",
+    "complete ring_sparse",
+    "dense_bucketed",
 )
 
 # Every algorithm with every codec.
@@ -182,7 +190,7 @@ def cases():
             elif name in EVERY_NUMBER_OF_WORKERS:
                 quick = name == "ok_topk" or workers in (2, 5)
                 quick = quick or (workers == 7 and name in ("agreed, few bits", "topk_a"))
-            elif workers in (3, 7, 8):
+            elif workers in (3, 7, 8) or name in EVERY_NUMBER_TOO:
                 quick = workers == 3
             else:
                 continue
