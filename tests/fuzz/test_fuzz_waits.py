@@ -26,10 +26,11 @@ from tests.optax_ext.test_waits import longest_waits
 from tests.reference.windows import longest_wait
 
 SIZE, PARTS, IN_A_PART = 96, 10, 8
-# What is selected by a magnitude, by a row or by a schedule promises nothing of the kind; 2 bits
-# with feedback diverge (docs/wire.md).
-STEADY = tuple(
-    name for name in SELECTORS if name not in ("threshold", "scheduled", "adtopk_threshold")
+# Those that select k entries or nearly whatever the distribution; others wait for theirs to come
+# (docs/selectors.md), and 2 bits with feedback diverge (docs/wire.md).
+STEADY = (
+    *("threshold_reuse", "dgc", "random_k", "mstopk"),
+    *("adtopk", "adtopk_interleaved", "adtopk_threshold", "layerwise"),
 )
 
 
