@@ -288,13 +288,9 @@ def test_density_one_with_room_for_all_is_psum(workers):
         assert (np.asarray(out["kept"]) == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "shape",
-    [
-        pytest.param(shape, marks=() if shape == (3, 2) else pytest.mark.slow)
-        for workers in helpers.WORKERS
-        for shape in nodes.shapes(workers)
-    ],
+    "shape", [shape for workers in helpers.WORKERS for shape in nodes.shapes(workers)]
 )
 def test_density_one_with_room_for_all_is_psum_over_nodes(shape):
     outers = (
