@@ -76,6 +76,8 @@ def steady(draw: Any) -> Steady:
     times = 1.0 if times / reach > 200 else times
     gradients[:, huge] *= times
     k = max(1, round(density * SIZE))
+    if "capacity=5" in str(exchange.spec):
+        k = min(k, 5)
     return Steady(
         text=(
             f"{selector} of {density}, {exchange.spec} as {name}, {workers} workers, one entry "
