@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _volumes, transport, wire
+from sparse_collectives import _hash, _volumes, transport, wire
 from sparse_collectives._coo import _bitset
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
@@ -22,10 +22,11 @@ def sparse_allgather(*, codec: Codec | None = None) -> SparseAllreduce:
     .. math:: total = concat(coo_0, \dots, coo_{P-1})
 
     The promise is checked, since a broken one would lose values: an index that
-    several workers selected is delivered for the first of them (in the order of the
-    axis). The others keep their entries, so that nothing is lost and they come next
-    time; ``info.overflow`` counts them. All workers decide it from what all of them
-    received, and so agree. The check costs a few random accesses to a set of n
+    several workers selected is delivered for one of them: for the first in the order of
+    the axis, from a worker on that is another one at each step. The others keep their
+    entries, so that nothing is lost, and each has its turn with a probability of 1 / P
+    or more at a step; ``info.overflow`` counts them. All workers decide it from what all
+    of them received, and so agree. The check costs a few random accesses to a set of n
     bits for each of the P c pairs, and zeroing n / 32 words.
 
     Cost, for selections of c slots: ``2 c (P-1)`` words received (an exact codec),
@@ -61,7 +62,8 @@ def sparse_allgather(*, codec: Codec | None = None) -> SparseAllreduce:
             gathered = transport.all_gather(encoded.message, axis)
         everyone = codec.decode(gathered, coo.size, coo.values.dtype)
 
-        taken = _taken_before(everyone)
+        first = _hash.below(_step.turn(state.count, 0), jnp.int32(workers))
+        taken = _taken_before(everyone, first)
         total = PaddedCOO(
             jnp.where(taken, 0, everyone.values).reshape(-1),
             jnp.where(taken, coo.size, everyone.indices).reshape(-1),
@@ -86,8 +88,8 @@ def sparse_allgather(*, codec: Codec | None = None) -> SparseAllreduce:
     )
 
 
-def _taken_before(coo: PaddedCOO) -> jax.Array:
-    """Which entries of ``coo[P, c]`` have an index that occurs in a row above."""
+def _taken_before(coo: PaddedCOO, first: jax.Array) -> jax.Array:
+    """Which entries of ``coo[P, c]`` have an index of a row above, if ``first`` were on top."""
 
     def check(members, indices):
         taken = _bitset.contains(members, indices) & (indices < coo.size)
@@ -95,8 +97,8 @@ def _taken_before(coo: PaddedCOO) -> jax.Array:
 
     # The carry has to have the type of its result from the start.
     members = _bitset.empty(coo.size) + jnp.zeros_like(coo.indices[0, 0], jnp.uint32)
-    _, taken = lax.scan(check, members, coo.indices)
-    return taken
+    _, taken = lax.scan(check, members, jnp.roll(coo.indices, -first, axis=0))
+    return jnp.roll(taken, first, axis=0)
 
 
 def _info(total: PaddedCOO, overflow, words, useful) -> ReduceInfo:

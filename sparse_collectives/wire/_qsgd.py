@@ -27,6 +27,9 @@ def qsgd(*, bits: int = 8, bucket: int = 512, norm: str = "max") -> Codec:
     feedback, which keeps it, then amplifies it until training diverges: use 4 or
     8 bits with it, or :func:`without_feedback`.
 
+    With feedback a value beside one r times as large in its bucket waits up to ``r / s`` steps,
+    until what has added up of it reaches a level.
+
     A message is the indices, as they are; ``scale / s`` of each bucket as float32;
     and the codes, the first in the lowest bits of its word: s more than the signed
     level, or ``2**bits - 1`` for what is not finite, which arrives as NaN.

@@ -16,13 +16,19 @@ import sparse_collectives as sc
 
 # Axes and their sizes; seven workers are neither a power of two nor one more or less than one.
 FLAT = tuple((("w",), (workers,)) for workers in (7, 2, 3, 1, 4, 5, 6, 8))
-NODES = tuple((("node", "device"), shape) for shape in ((2, 2), (3, 2), (2, 3), (1, 2), (7, 1)))
+NODES = tuple(
+    (("node", "device"), shape)
+    for shape in ((2, 2), (3, 2), (2, 3), (1, 2), (7, 1), (1, 7), (1, 1))
+)
 DENSITIES = (0.1, 0.05, 0.3, 1.0)
 TREES: dict[str, dict[str, tuple[int, ...]]] = {
     "one leaf": {"w": (97,)},
     "layers": {"bias": (7,), "kernel": (6, 11), "scale": ()},
     "one entry": {"w": (1,)},
+    "tied": {"embedding": (8, 6), "head": (8, 6), "bias": (5,)},
 }
+# The same array, and the same gradient, under two names.
+TIED = {"tied": {"head": "embedding"}}
 DTYPES = {
     "float32": (jnp.float32,) * 3,
     "bfloat16": (jnp.bfloat16,) * 3,
@@ -113,6 +119,12 @@ def flat_allreduces(
         "dense": sc.allreduce.dense,
         "dense_bucketed": lambda: sc.allreduce.dense_bucketed(buckets=2),
         "leader": sc.allreduce.leader,
+        "auto": lambda: sc.allreduce.auto(
+            density=density,
+            latency=draw(st.sampled_from(("0us", "1ms"))),
+            bandwidth=draw(st.sampled_from(("1Gbit", "1kbit"))),
+            candidates=draw(st.sampled_from((None, ("ok_topk",), ("ring_sparse", "gtopk")))),
+        ),
         "complete": lambda: sc.allreduce.complete(
             draw(
                 st.sampled_from(
@@ -143,6 +155,7 @@ class Configuration:
     Attributes:
       text: all that was drawn, for the report of a failure.
       tx: the transformation.
+      around: a key of AROUND, what ``tx`` is in.
       axes: names of the axes of the workers.
       shape: their sizes.
       params: shapes and dtypes.
@@ -155,11 +168,13 @@ class Configuration:
       data: the kind of gradients.
       seed: of the gradients.
       keeps_others: whether a worker may be left with parts of what others sent.
+      tied: leaves that are the array of another one, by name.
     """
 
     text: str
     dense_steps: str
     tx: optax.GradientTransformation
+    around: str
     axes: tuple[str, ...]
     shape: tuple[int, ...]
     params: Any
@@ -171,6 +186,7 @@ class Configuration:
     data: str
     seed: int
     keeps_others: bool
+    tied: dict[str, str]
 
     @property
     def workers(self) -> int:
@@ -215,6 +231,16 @@ LOW_RANK: dict[str, Callable[..., optax.GradientTransformation]] = {
     "powersgd(1)": lambda **options: optax_ext.powersgd(1, **options),
     "acp_sgd(2)": lambda **options: optax_ext.acp_sgd(2, **options),
 }
+# Of these mini-steps is one exchange made.
+MINI_STEPS = 2
+AROUND: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda tx: tx,
+    "delayed": optax_ext.delayed,
+    "bucketed": lambda tx: optax_ext.bucketed(tx, 2),
+    "multi_steps": lambda tx: optax_ext.multi_steps(tx, MINI_STEPS),
+    "delayed bucketed": lambda tx: optax_ext.delayed(optax_ext.bucketed(tx, 2)),
+    "multi_steps bucketed": lambda tx: optax_ext.multi_steps(optax_ext.bucketed(tx, 2), MINI_STEPS),
+}
 DATA = (
     "normal",
     "ties",
@@ -225,13 +251,18 @@ DATA = (
     "heavy tail",
     "cancelling",
     "subnormal",
+    "tiny",
+    "one far above",
+    "one sign",
+    "turning",
     "huge",
     "largest",
+    "signs of the largest",
     "not finite",
 )
 
 # Those by which steps may be left out.
-AGREED = ("not finite", "largest", "huge")
+AGREED = ("not finite", "largest", "huge", "signs of the largest")
 
 
 @st.composite
@@ -272,6 +303,7 @@ def configurations(draw: Any, *, of_parts: bool = False) -> Configuration:
     dense_leaves = None if of_parts else one_of(None, "small")
     low_rank = None if of_parts else one_of(*[None] * 7, *LOW_RANK)
     limit = one_of(None, None, *LIMITS)
+    around = "nothing" if of_parts else one_of(*["nothing"] * 5, *AROUND)
     seed = draw(st.integers(0, 2**16))
     if LOCALS[local]() is None:
         limit = None
@@ -298,9 +330,12 @@ def configurations(draw: Any, *, of_parts: bool = False) -> Configuration:
         chosen = SELECTORS[selector](density)
         what = f"{chosen.spec} -> {exchange.spec} as {name}"
         tx = optax_ext.sparse_allreduce(chosen, exchange, axis=axes, **options)
+    tied = TIED.get(tree, {})
+    params = {leaf: jax.ShapeDtypeStruct(TREES[tree][leaf], dtype) for leaf, dtype in leaves}
+    params |= {leaf: params[other] for leaf, other in tied.items()}
     return Configuration(
         text=(
-            f"{what} over {shape}, "
+            f"{what} over {shape}, in {around}, "
             f"{tree} of {dtypes}, {policy}, local {local}, momentum {momentum} (Nesterov "
             f"{nesterov}, masking {masking}), residual bfloat16 {narrow} decay {decay}, "
             f"limit {limit}, {dense_steps} steps dense, dense leaves {dense_leaves}, "
@@ -308,9 +343,10 @@ def configurations(draw: Any, *, of_parts: bool = False) -> Configuration:
         ),
         dense_steps=dense_steps,
         tx=tx,
+        around=around,
         axes=axes,
         shape=shape,
-        params={leaf: jax.ShapeDtypeStruct(TREES[tree][leaf], dtype) for leaf, dtype in leaves},
+        params=params,
         policy=policy,
         decay=decay,
         narrow_residual=narrow,
@@ -319,6 +355,7 @@ def configurations(draw: Any, *, of_parts: bool = False) -> Configuration:
         data=data,
         seed=seed,
         keeps_others=low_rank is None and exchange.keeps_others,
+        tied=tied,
     )
 
 
@@ -346,8 +383,18 @@ def gradients(configuration: Configuration) -> Any:
         x[:, 1] = -x[:, 0]
     elif kind == "subnormal":
         x = x * 1e-40
+    elif kind == "tiny":
+        x = x * 1e-20
+    elif kind == "one far above":
+        x[..., rng.integers(total)] *= 10.0 ** rng.uniform(4, 6)
+    elif kind in ("one sign", "turning"):
+        x = np.broadcast_to(np.abs(x[:1]), x.shape).copy()
+        if kind == "turning":
+            x[STEPS // 2 :] *= -1
     elif kind == "huge":
         x = np.sign(x) * 2e38
+    elif kind == "signs of the largest":
+        x = np.sign(x) * 3.4e38
     elif kind == "largest":
         x = np.where(rng.random(x.shape) < 0.2, np.sign(x) * 3e38, x)
     elif kind == "not finite":
@@ -361,4 +408,4 @@ def gradients(configuration: Configuration) -> Any:
         with np.errstate(over="ignore", invalid="ignore"):
             finite = np.clip(part, -most, most)
         tree[name] = np.where(np.isfinite(part), finite, part).astype(np.float32).astype(leaf.dtype)
-    return tree
+    return tree | {name: tree[other] for name, other in configuration.tied.items()}

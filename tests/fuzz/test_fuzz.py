@@ -11,26 +11,37 @@ import pytest
 
 import sparse_collectives as sc
 from optax_ext._step._nonfinite import LARGEST
-from tests.fuzz.configurations import STEPS, Configuration, configurations, gradients
+from tests.fuzz.configurations import (
+    AROUND,
+    MINI_STEPS,
+    STEPS,
+    Configuration,
+    configurations,
+    gradients,
+)
 
 # Parts, so that several processes share them, of so many configurations each.
 PARTS, IN_A_PART = 100, 20
 _TINY = 2.0**-126
 # A sum of these that goes dense may be too large, and is dropped.
-OVERFLOWING = ("heavy tail", "huge", "largest", "not finite")
+OVERFLOWING = ("heavy tail", "huge", "largest", "signs of the largest", "not finite")
 
 
 def trajectory(configuration: Configuration) -> tuple[list[Any], list[Any], Any]:
     """The states before and after each step, and the updates, of all workers; as NumPy."""
     axes, shape = configuration.axes, configuration.shape
     names: Any = axes if len(axes) > 1 else axes[0]
+    tx = AROUND[configuration.around](configuration.tx)
+
+    def tied(tree):
+        return tree | {name: tree[other] for name, other in configuration.tied.items()}
 
     def init(_):
         params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), configuration.params)
-        return configuration.tx.init(params)
+        return tx.init(tied(params))
 
     def step(state, gradient):
-        return configuration.tx.update(gradient, state)
+        return tx.update(gradient, state)
 
     sizes = shape if len(axes) > 1 else shape[0]
     # Not compiled: it is made once.
@@ -43,7 +54,7 @@ def trajectory(configuration: Configuration) -> tuple[list[Any], list[Any], Any]
     states, updates = [jax.device_get(state)], []
     for t in range(STEPS):
         now = jax.tree.map(lambda x: x[t].reshape(*shape, *x.shape[2:]), given)  # noqa: B023
-        update, state = step(state, now)
+        update, state = step(state, tied(now))
         states.append(jax.device_get(state))
         updates.append(jax.device_get(update))
     assert step._cache_size() == 1
@@ -86,13 +97,53 @@ def summed(x: np.ndarray) -> np.ndarray:
     return np.array([math.fsum(column) for column in x.T])
 
 
-def check(configuration: Configuration) -> None:
+def reductions(state: Any) -> list[Any]:
+    """The states of the reductions in that of what is around them, one for each bucket."""
+    state = getattr(state, "inner_opt_state", state)
+    return list(getattr(state, "buckets", (state,)))
+
+
+def of_bucket(tree: dict[str, Any], state: Any) -> dict[str, Any]:
+    """The leaves that are in a bucket; the others have no leaf in its layout."""
+    mine = state.layout.treedef.unflatten([True] * state.layout.treedef.num_leaves)
+    return {name: tree[name] for name, leaf in mine.items() if leaf is True}
+
+
+def exchanges(configuration: Configuration) -> Any:
+    """Of each exchange the states before and after, the update, and what was exchanged."""
     states, updates, given = trajectory(configuration)
     states = [by_worker(state, configuration) for state in states]
     for t, update in enumerate(updates):
-        before, after = states[t], states[t + 1]
+        before, after = reductions(states[t]), reductions(states[t + 1])
         update = by_worker(update, configuration)
-        gradient = jax.tree.map(lambda x: x[t], given)  # noqa: B023
+        gradient = {name: leaf[t] for name, leaf in given.items()}
+        if configuration.around.startswith("delayed"):
+            # That of the step before, and zeros first.
+            gradient = {
+                name: leaf[t - 1] if t else np.zeros_like(leaf[0]) for name, leaf in given.items()
+            }
+        if configuration.around.startswith("multi_steps"):
+            if (t + 1) % MINI_STEPS:
+                assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(update))
+                for old, new in zip(before, after, strict=True):
+                    check_same(old, new)
+                continue
+            gradient = {
+                name: mean_of(leaf[t + 1 - MINI_STEPS : t + 1]) for name, leaf in given.items()
+            }
+        for old, new in zip(before, after, strict=True):
+            yield old, new, of_bucket(update, new), of_bucket(gradient, new)
+
+
+def mean_of(leaf: np.ndarray) -> np.ndarray:
+    """The mean over the first axis in float32, as a leaf of its dtype."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = sum(x.astype(np.float32) for x in leaf)
+        return (total / np.float32(len(leaf))).astype(leaf.dtype)
+
+
+def check(configuration: Configuration) -> None:
+    for before, after, update, gradient in exchanges(configuration):
         check_replicas(update, after)
         check_counters(before, after)
         skipped = after.skipped[0] > before.skipped[0]
@@ -139,7 +190,11 @@ def check_finite(update: Any, state: Any) -> None:
 def check_untouched(update: Any, before: Any, after: Any) -> None:
     """Of a skipped step nothing remains but its count."""
     assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(update))
-    old, new = (state._replace(skipped=0) for state in (before, after))
+    check_same(*(state._replace(skipped=0) for state in (before, after)))
+
+
+def check_same(old: Any, new: Any) -> None:
+    """The same bits in all leaves."""
     for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True):
         # Bits, so that NaN equals NaN; of a number as of an array.
         bits = [np.atleast_1d(np.ascontiguousarray(x)).view(np.uint8) for x in (a, b)]

@@ -12,16 +12,22 @@ def topk_a(selected: list[dict[int, float]], size: int) -> np.ndarray:
     return total
 
 
-def sparse_allgather(selected: list[dict[int, float]], size: int):
+def sparse_allgather(selected: list[dict[int, float]], size: int, first: int = 0):
     """The concatenation; of several entries at one index that of the first worker.
+
+    Args:
+      selected: the entries of each worker.
+      size: n.
+      first: the worker with whom the order begins.
 
     Returns:
       The total ``f32[n]``, and for each worker what it keeps.
     """
     total, taken = np.zeros(size, np.float32), set()
-    kept = []
-    for entries in selected:
-        kept.append({index: value for index, value in entries.items() if index in taken})
+    kept = [{} for _ in selected]
+    for worker in [*range(first, len(selected)), *range(first)]:
+        entries = selected[worker]
+        kept[worker] = {index: value for index, value in entries.items() if index in taken}
         for index, value in entries.items():
             if index not in taken:
                 total[index] = value

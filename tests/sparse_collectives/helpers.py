@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec as P
 
 import sparse_collectives as sc
 
-# Power of two or not, prime or not.
 # Codecs by the name of their factory; `without_feedback` is around another one.
 CODECS = [name for name in sc.wire.__all__ if name != "without_feedback"]
-WORKERS = (1, 2, 3, 4, 5, 6, 8)
+# Power of two or not, prime or not; seven are one less than a power of two, and prime.
+WORKERS = (1, 2, 3, 4, 5, 6, 7, 8)
 
 
 @functools.cache

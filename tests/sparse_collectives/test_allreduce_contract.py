@@ -10,7 +10,7 @@ import pytest
 
 import sparse_collectives as sc
 from tests import jax_internals
-from tests.sparse_collectives import helpers
+from tests.sparse_collectives import helpers, nodes
 
 DENSITY = 0.05
 SIZE = 403
@@ -48,6 +48,7 @@ ALLREDUCES = {
     "ok_topk, equal regions": (sc.allreduce.ok_topk(density=DENSITY, regions="equal"), False),
     "ok_topk, messages of several sizes": (sc.allreduce.ok_topk(density=DENSITY, sizes=3), False),
     "ok_topk, no slack": (sc.allreduce.ok_topk(density=DENSITY, slack=1.0), False),
+    "ok_topk, as published": (sc.allreduce.ok_topk(density=DENSITY, paper=True), False),
     "ssar_recursive_double": (sc.allreduce.ssar_recursive_double(), True),
     "ssar_split_allgather": (sc.allreduce.ssar_split_allgather(), False),
     "ssar_split_allgather, room for all": (
@@ -64,22 +65,55 @@ ALLREDUCES = {
     "spardl": (sc.allreduce.spardl(density=DENSITY), False),
     "spardl, lossy": (sc.allreduce.spardl(density=DENSITY, codec=helpers.lossy_codec()), False),
     "gtopk, lossy": (sc.allreduce.gtopk(density=DENSITY, codec=helpers.lossy_codec()), False),
+    # `dense` for one worker, `topk_a` for two to four of them, and `spardl` for more.
+    "auto, which may be spardl": (
+        sc.allreduce.auto(density=DENSITY, latency="1ms", bandwidth="1Mbit"),
+        False,
+    ),
+    "auto, ok_topk": (
+        sc.allreduce.auto(density=DENSITY, latency=0.0, bandwidth="1kbit", candidates=["ok_topk"]),
+        False,
+    ),
 }
+# Those over two mesh axes, with every way to make nodes of the workers.
+OVER_NODES = {
+    "hierarchical topk_a": (sc.allreduce.topk_a(), True),
+    "hierarchical ok_topk": (sc.allreduce.ok_topk(density=DENSITY), False),
+    "hierarchical ok_topk, as published": (
+        sc.allreduce.ok_topk(density=DENSITY, paper=True),
+        False,
+    ),
+    "hierarchical agreed, few bits": (
+        sc.allreduce.agreed(density=DENSITY, bits="few"),
+        False,
+    ),
+    "hierarchical auto": (
+        sc.allreduce.auto(density=DENSITY, latency="1us", bandwidth="1Gbit"),
+        True,
+    ),
+}
+OVER_NODES = {
+    name: (sc.allreduce.hierarchical(inner_axis="device", outer=outer), delivers_all)
+    for name, (outer, delivers_all) in OVER_NODES.items()
+} | {"torus_2d": (sc.allreduce.torus_2d(), True)}
 # Those whose workers may keep rounding errors, or sums of what others sent.
 KEEPS_OTHER_VALUES = {
     name
-    for name in ALLREDUCES
+    for name in ALLREDUCES | OVER_NODES
     if any(word in name for word in ("lossy", "gtopk", "spardl", "bits"))
 }
 SELECTOR = sc.select.topk(density=DENSITY)
 
 
-# Every number of workers for each algorithm, a few for its variants.
+# Every number of workers for each algorithm, a few for its variants. Of the first two and five are
+# in the quick set, where that is quick, of the others three.
 EVERY_NUMBER_OF_WORKERS = (
     "agreed",
     "agreed, few bits",
+    "auto, which may be spardl",
     "dense",
     "ok_topk",
+    "ok_topk, as published",
     "topk_a",
     "sparse_allgather",
     "gtopk",
@@ -88,6 +122,13 @@ EVERY_NUMBER_OF_WORKERS = (
     "ssar_split_allgather",
     "dsar_split_allgather",
     "ring_sparse",
+)
+EVERY_NUMBER_TOO = (
+    "leader",
+    "complete ok_topk",
+    "complete spardl",
+    "complete ring_sparse",
+    "dense_bucketed",
 )
 
 # Every algorithm with every codec.
@@ -115,11 +156,32 @@ WITH_CODECS = {
     for name, make in ENCODED.items()
     for codec in CODECS
 }
-KEEPS_OTHER_VALUES |= set(WITH_CODECS)
+
+
+ROWS = ALLREDUCES | WITH_CODECS | OVER_NODES
+
+
+def run_once(name, acc, state=None, shape=None):
+    """A step of the row, and in it the state for the next one; nodes of two, if not told."""
+    allreduce, workers = ROWS[name][0], len(acc)
+    if name in OVER_NODES:
+        shape = shape or (workers // math.gcd(workers, 2), math.gcd(workers, 2))
+        return nodes.run_once(SELECTOR, allreduce, acc, shape, state)
+    out = helpers.run_once(SELECTOR, allreduce, acc, state)
+    out["allreduce_state"] = jax.tree.map(lambda x: x[0], out["allreduce_state"])
+    return out
 
 
 def cases():
     """Each row with its numbers of workers; compiling them all takes minutes, so most are slow."""
+    for name, workers in itertools.product(OVER_NODES, helpers.WORKERS):
+        for shape in nodes.shapes(workers):
+            quick = shape == (2, 3) and name in ("hierarchical topk_a", "torus_2d")
+            yield pytest.param(
+                (name, workers, shape),
+                marks=() if quick else pytest.mark.slow,
+                id=f"{name}-{shape[0]}x{shape[1]}",
+            )
     for name in ALLREDUCES | WITH_CODECS:
         for workers in helpers.WORKERS:
             if name in WITH_CODECS:
@@ -127,33 +189,50 @@ def cases():
                 quick = workers == 3 and list(WITH_CODECS).index(name) % 5 == 1
             elif name in EVERY_NUMBER_OF_WORKERS:
                 quick = name == "ok_topk" or workers in (2, 5)
-            elif workers in (3, 8):
+                quick = quick or (workers == 7 and name in ("agreed, few bits", "topk_a"))
+            elif workers in (3, 7, 8) or name in EVERY_NUMBER_TOO:
                 quick = workers == 3
             else:
                 continue
             marks = () if quick else pytest.mark.slow
-            yield pytest.param((name, workers), marks=marks, id=f"{name}-{workers}")
+            yield pytest.param((name, workers, None), marks=marks, id=f"{name}-{workers}")
 
 
-@pytest.fixture(params=ALLREDUCES, scope="module")
+# Of the rows that compile for long, each is in the quick set once: as what it is made of.
+SLOW_ROWS = (
+    "ok_topk, as published",
+    "auto, ok_topk",
+    "hierarchical ok_topk",
+    "hierarchical ok_topk, as published",
+    "hierarchical agreed, few bits",
+    "hierarchical auto",
+)
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW_ROWS else ())
+        for name in ALLREDUCES | OVER_NODES
+    ],
+    scope="module",
+)
 def row(request):
-    return ALLREDUCES[request.param]
+    return request.param
 
 
 @pytest.fixture(params=cases(), scope="module")
 def case(request):
-    name, workers = request.param
-    return *(ALLREDUCES | WITH_CODECS)[name], workers, name in KEEPS_OTHER_VALUES
+    return request.param
 
 
 def test_nothing_is_lost_and_all_workers_agree(case):
-    allreduce, _, workers, _ = case
+    row, workers, shape = case
     for name, acc in helpers.hard_accumulators(workers, SIZE).items():
-        state = allreduce.init(SIZE, workers)
+        state = None
         for step in range(STEPS):
             acc = np.roll(acc, 7 * step, axis=1)
-            out = helpers.run_once(SELECTOR, allreduce, acc, state)
-            state = jax.tree.map(lambda x: x[0], out["allreduce_state"])
+            out = run_once(row, acc, state, shape)
+            state = out["allreduce_state"]
             where = f"{name}, step {step}"
             total = np.asarray(out["total"])
             np.testing.assert_array_equal(
@@ -172,14 +251,14 @@ def test_nothing_is_lost_and_all_workers_agree(case):
 
 
 def test_what_is_kept_was_sent(case):
-    allreduce, delivers_all, workers, keeps_other_values = case
-    if keeps_other_values:
+    name, workers, shape = case
+    if name in KEEPS_OTHER_VALUES or name in WITH_CODECS:
         return  # its own test says what it keeps
     acc = helpers.hard_accumulators(workers, SIZE)["normal"]
-    out = helpers.run_once(SELECTOR, allreduce, acc)
+    out = run_once(name, acc, shape=shape)
     sent, kept = np.asarray(out["sent"]), np.asarray(out["kept"])
     assert ((kept == 0) | (kept == sent)).all()
-    if delivers_all:
+    if ROWS[name][1]:
         assert (kept == 0).all()
 
 
@@ -193,9 +272,11 @@ def test_density_one_with_room_for_all_is_psum(workers):
         sc.allreduce.dense_bucketed(buckets=2),
         sc.allreduce.topk_a(),
         sc.allreduce.agreed(density=1.0),
-        *([sc.allreduce.gtopk(density=1.0)] if workers in (1, 3, 8) else []),
-        *([sc.allreduce.spardl(density=1.0)] if workers in (1, 3, 8) else []),
+        *([sc.allreduce.gtopk(density=1.0)] if workers in (1, 3, 7, 8) else []),
+        *([sc.allreduce.spardl(density=1.0)] if workers in (1, 3, 7, 8) else []),
         sc.allreduce.ok_topk(density=1.0, slack=float(workers)),
+        sc.allreduce.ok_topk(density=1.0, paper=True, slack=math.inf),
+        sc.allreduce.auto(density=1.0, latency="1us", bandwidth="1Gbit"),
     )
     selector = sc.select.topk(density=1.0)
     acc = helpers.hard_accumulators(workers, 61)["normal"]
@@ -207,28 +288,51 @@ def test_density_one_with_room_for_all_is_psum(workers):
         assert (np.asarray(out["kept"]) == 0).all()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "shape", [shape for workers in helpers.WORKERS for shape in nodes.shapes(workers)]
+)
+def test_density_one_with_room_for_all_is_psum_over_nodes(shape):
+    outers = (
+        sc.allreduce.topk_a(),
+        sc.allreduce.agreed(density=1.0),
+        sc.allreduce.ok_topk(density=1.0, slack=float(shape[0])),
+    )
+    allreduces = [sc.allreduce.hierarchical(inner_axis="device", outer=o) for o in outers]
+    acc = helpers.hard_accumulators(math.prod(shape), 61)["normal"]
+    for allreduce in (*allreduces, sc.allreduce.torus_2d()):
+        out = nodes.run_once(sc.select.topk(density=1.0), allreduce, acc, shape)
+        expected = acc.astype(np.float64).sum(axis=0)
+        np.testing.assert_allclose(
+            out["total"], np.broadcast_to(expected, acc.shape), rtol=2e-6, atol=2e-6
+        )
+        assert (np.asarray(out["kept"]) == 0).all()
+
+
 def test_one_worker_is_plain_selection(row):
-    allreduce, _ = row
     for name, acc in helpers.hard_accumulators(1, SIZE).items():
         if name == "subnormal":
             continue  # not delivered by ok_topk: its own test says so
-        out = helpers.run_once(SELECTOR, allreduce, acc)
+        out = run_once(row, acc)
         np.testing.assert_array_equal(out["total"], out["sent"])
         assert out["info"].words[0] == 0
 
 
 def test_state_keeps_shapes_and_dtypes_and_steps_are_traced_once(row):
-    allreduce, _ = row
-    acc = helpers.hard_accumulators(3, SIZE)["normal"]
-    state = allreduce.init(SIZE, 3)
+    allreduce, workers = ROWS[row][0], 6 if row in OVER_NODES else 3
+    acc = helpers.hard_accumulators(workers, SIZE)["normal"]
+    if row in OVER_NODES:
+        state = nodes.initial(allreduce, SIZE, (3, 2))
+        reduce = nodes.simulated_step(SELECTOR, allreduce, (3, 2))
+    else:
+        state = allreduce.init(SIZE, workers)
+        reduce = helpers.simulated_reduce(allreduce, workers)
     expected = jax.tree.map(lambda x: (x.shape, x.dtype), state)
-    reduce = helpers.simulated_reduce(allreduce, 3)
     for i in range(3):
-        out = helpers.run_once(SELECTOR, allreduce, acc * (i + 1), state)
-        state = jax.tree.map(lambda x: x[0], out["allreduce_state"])
+        state = run_once(row, acc * (i + 1), state)["allreduce_state"]
         assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == expected
     before = jax_internals.programs(reduce)
-    helpers.run_once(SELECTOR, allreduce, acc * 9, state)
+    run_once(row, acc * 9, state)
     assert jax_internals.programs(reduce) == before
 
 
@@ -236,14 +340,18 @@ def test_state_keeps_shapes_and_dtypes_and_steps_are_traced_once(row):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in EVERY_NUMBER_OF_WORKERS else pytest.mark.slow)
-        for name in ALLREDUCES
+        pytest.param(
+            name,
+            marks=()
+            if name in EVERY_NUMBER_OF_WORKERS and name not in SLOW_ROWS
+            else pytest.mark.slow,
+        )
+        for name in ALLREDUCES | OVER_NODES
     ],
 )
 def test_sixteen_bit_values(name, dtype):
-    allreduce, _ = ALLREDUCES[name]
     acc = jnp.asarray(helpers.hard_accumulators(4, SIZE)["normal"]).astype(dtype)
-    out = helpers.run_once(SELECTOR, allreduce, acc)
+    out = run_once(name, acc)
     assert out["total"].dtype == dtype
     total, sent, kept = (np.asarray(out[name], np.float64) for name in ("total", "sent", "kept"))
     # The total is rounded once to the dtype.
@@ -264,6 +372,9 @@ def test_sixteen_bit_values(name, dtype):
         "ok_topk",
         "ok_topk, reused global threshold",
         "ok_topk, balanced regions",
+        "ok_topk, as published",
+        "auto, which may be spardl",
+        "auto, ok_topk",
         "topk_a",
         "topk_a, lossy",
         "sparse_allgather",
@@ -308,19 +419,22 @@ def test_info_reports_the_words_that_the_program_moves(name):
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_lowers_without_devices(row, platform):
-    allreduce, _ = row
-    size, workers = 1000, 64
-    state = jax.eval_shape(lambda: allreduce.init(size, workers))
-    mesh = jax.sharding.AbstractMesh((workers,), ("w",), axis_types=(jax.sharding.AxisType.Auto,))
+    allreduce = ROWS[row][0]
+    axes = {"node": 16, "device": 4} if row in OVER_NODES else {"w": 64}
+    size, workers, auto = 1000, 64, (jax.sharding.AxisType.Auto,) * len(axes)
+    mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=auto)
 
-    def step(acc, state):
+    def step(acc):
+        state = allreduce.init(size, workers)
+        if row in OVER_NODES:
+            return nodes.step_of(SELECTOR, allreduce)(acc, state)
         coo, _, _ = SELECTOR.select(acc, SELECTOR.init(size))
         return allreduce.reduce(coo, state, axis="w")
 
     whole = jax.sharding.PartitionSpec()
     mapped = jax.shard_map(step, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
     acc = jax.ShapeDtypeStruct((size,), jnp.float32)
-    lowered = jax.jit(mapped).trace(acc, state).lower(lowering_platforms=(platform,))
+    lowered = jax.jit(mapped).trace(acc).lower(lowering_platforms=(platform,))
     assert "stablehlo" in lowered.as_text()
 
 

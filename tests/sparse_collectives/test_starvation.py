@@ -419,7 +419,7 @@ QUICK_ALLREDUCES = (
 
 def algorithm_cases():
     for name, place in ALLREDUCES.items():
-        for workers in (2, 3, 4, 5, 6, 8, 16):
+        for workers in (2, 3, 4, 5, 6, 7, 8, 16):
             if workers >= place.fewest:
                 for capacity in (12, 60):
                     yield pytest.param(name, workers, capacity, *EVERY_PERIOD.values, marks=SLOW)

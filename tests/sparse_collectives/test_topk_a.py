@@ -8,7 +8,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import sparse_collectives as sc
+from sparse_collectives.allreduce._parts import _step
 from tests.reference import topk_a as oracle
+from tests.reference import windows
 from tests.sparse_collectives import helpers
 
 SIZE, DENSITY = 403, 0.05
@@ -34,10 +36,11 @@ def test_topk_a_is_the_sum_of_all_selections(workers):
 
 @pytest.mark.parametrize("workers", [2, 5])
 def test_sparse_allgather_delivers_each_index_for_its_first_worker(workers):
-    for name, acc in helpers.hard_accumulators(workers, SIZE).items():
-        out = helpers.run_once(SELECTOR, ALLGATHER, acc)
+    for count, (name, acc) in enumerate(helpers.hard_accumulators(workers, SIZE).items()):
+        out = helpers.run_once(SELECTOR, ALLGATHER, acc, sc.allreduce.StepState(jnp.int32(count)))
+        first = windows.start(int(_step.turn(jnp.int32(count), 0)), workers)
         # Bits, so that subnormals count too.
-        total, kept = oracle.sparse_allgather(as_entries(out["sent"]), SIZE)
+        total, kept = oracle.sparse_allgather(as_entries(out["sent"]), SIZE, first)
         np.testing.assert_array_equal(out["total"], np.broadcast_to(total, acc.shape), name)
         counts = [len(entries) for entries in kept]
         np.testing.assert_array_equal(out["info"].overflow, counts, name)
@@ -46,6 +49,35 @@ def test_sparse_allgather_delivers_each_index_for_its_first_worker(workers):
         assert as_entries(out["kept"]) == kept, name
         if name == "disjoint":
             assert sum(counts) == 0
+
+
+def test_sparse_allgather_delivers_for_each_worker_in_turn():
+    """An index that all select at every step, also where they do in a period of their own."""
+    workers, steps = 7, 400
+    first = [windows.start(int(_step.turn(jnp.int32(t), 0)), workers) for t in range(steps)]
+    for period in (1, 2, 3, 7):
+        # In phase with the others, and so with whatever moves on by one.
+        for worker in range(workers):
+            turns = [t for t in range(0, steps, period) if first[t] == worker]
+            waits = np.diff([0, *turns, steps])
+            assert waits.max() <= period * windows.longest_wait(steps, 1, workers)
+
+    def train(gradient):
+        def step(carry, _):
+            residual, state = carry
+            acc = residual + gradient
+            coo, _, _ = SELECTOR.select(acc, SELECTOR.init(SIZE))
+            _, undelivered, state, _ = ALLGATHER.reduce(coo, state, axis="w")
+            residual = undelivered.residual(acc, coo)
+            return (residual, state), residual
+
+        start = jnp.zeros(SIZE), ALLGATHER.init(SIZE, workers)
+        return jax.lax.scan(step, start, length=steps)[1]
+
+    gradient = np.ones((workers, SIZE), np.float32)
+    gradient[:, 5] = 1e3
+    residuals = sc.simulate(train, axis="w", axis_size=workers)(gradient)[:, :, 5]
+    assert np.max(residuals) <= 1e3 * windows.longest_wait(steps, 1, workers)
 
 
 @pytest.mark.parametrize("factory", [sc.allreduce.topk_a, sc.allreduce.sparse_allgather])

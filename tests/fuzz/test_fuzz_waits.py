@@ -1,0 +1,147 @@
+"""Whatever is combined: an entry whose gradient stays is applied again and again.
+
+Gradients have the same sign at each step up to the middle, and the other one from there on; one
+entry may be far above the others. The bound has three parts: so many steps as a random window over
+everything leaves an entry out (with a probability of 1e-6), what a codec's smallest number beside
+the largest one takes to add up, and the workers, who take turns.
+"""
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+import optax_ext
+import sparse_collectives as sc
+from tests.fuzz.configurations import CODECS, SELECTORS, flat_allreduces
+from tests.fuzz.test_fuzz import _settings
+from tests.optax_ext.test_waits import longest_waits
+from tests.reference.windows import longest_wait
+
+SIZE, PARTS, IN_A_PART = 96, 10, 8
+# Those that select k entries or nearly whatever the distribution; others wait for theirs to come
+# (docs/selectors.md), and 2 bits with feedback diverge (docs/wire.md).
+STEADY = (
+    *("threshold_reuse", "dgc", "random_k", "mstopk"),
+    *("adtopk", "adtopk_interleaved", "adtopk_threshold", "layerwise"),
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Steady:
+    """An exchange of gradients that stay.
+
+    Attributes:
+      text: all that was drawn.
+      tx: the transformation.
+      workers: P.
+      gradients: ``f32[P, n]``.
+      bound: steps that an entry may wait, if nothing rounds it to zero.
+      huge: the entry that may be far above the others.
+      level: steps after which an entry is as large as the smallest number beside that one.
+    """
+
+    text: str
+    tx: Any
+    workers: int
+    gradients: np.ndarray
+    bound: int
+    huge: int
+    level: float
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+@st.composite
+def steady(draw: Any) -> Steady:
+    """A selector, an allreduce and a codec, and gradients of which one may be far above."""
+    density = draw(st.sampled_from((0.1, 0.05, 0.3)))
+    codecs = tuple(name for name in CODECS if name != "qsgd2")
+    name, exchange = draw(flat_allreduces(density, codecs))
+    selector = draw(st.sampled_from(("topk", "topk", *STEADY)))
+    workers = draw(st.sampled_from((7, 2, 3, 1, 4, 5, 6, 8)))
+    times = draw(st.sampled_from((1.0, 1e2, 1e4, 1e6)))
+    huge, own = draw(st.integers(0, SIZE - 1)), draw(st.sampled_from((0.0, 0.2)))
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    gradients = rng.uniform(1, 2, SIZE) * (1 + own * rng.uniform(-1, 1, (workers, SIZE)))
+    reach = reach_of(str(exchange.spec))
+    times = 1.0 if times / reach > 200 else times
+    gradients[:, huge] *= times
+    k = max(1, round(density * SIZE))
+    if "capacity=5" in str(exchange.spec):
+        k = min(k, 5)
+    return Steady(
+        text=(
+            f"{selector} of {density}, {exchange.spec} as {name}, {workers} workers, one entry "
+            f"{times:g} times the others, workers differ by {own}"
+        ),
+        tx=optax_ext.sparse_allreduce(SELECTORS[selector](density), exchange, axis="w"),
+        workers=workers,
+        gradients=gradients.astype(np.float32),
+        bound=workers + longest_wait(10**3, k, 2 * SIZE),
+        huge=huge,
+        level=times / reach,
+    )
+
+
+def reach_of(text: str) -> float:
+    """How often a large number has the smallest one beside it: tests/optax_ext/test_waits.py."""
+    levels = [2.0 ** (int(bits) - 1) - 1 for bits in re.findall(r"qsgd\(bits=(\d)", text)]
+    return min([*levels, 2.0**16 if "narrow8" in text else math.inf])
+
+
+def check(drawn: Steady) -> None:
+    half = 2 * (drawn.bound + math.ceil(drawn.level))
+
+    def run(gradient):
+        def step(state, t):
+            updates, state = drawn.tx.update(jnp.where(t < half, gradient, -gradient), state)
+            return state, (updates, jax.lax.psum(state.residual[0], "w"))
+
+        return jax.lax.scan(step, drawn.tx.init(gradient), jnp.arange(2 * half))[1]
+
+    updates, waits = sc.simulate(run, axis="w", axis_size=drawn.workers)(drawn.gradients)
+    updates, waits = np.asarray(updates[0], np.float64), np.asarray(waits[0], np.float64)
+    total = drawn.gradients.astype(np.float64).sum(axis=0)
+    # What waits, as steps of its gradient. That of the largest sets the levels of its bucket.
+    held = np.abs(waits).max(axis=0) / total
+    level = drawn.level * (1 + held[drawn.huge])
+    bound = drawn.bound + level
+    # Behind the change what waits is taken back first.
+    for now in (updates[:half], updates[half + math.ceil(drawn.bound + drawn.level) :]):
+        longest = longest_waits(now != 0)
+        assert longest.max() <= bound, (
+            f"entry {longest.argmax()} waits {longest.max()} steps, and "
+            f"{(longest > bound).sum()} entries more than {bound}"
+        )
+    # And whoever hands it on keeps less than a level.
+    assert held.max() <= bound + drawn.workers * level, f"{held.max()} steps of {held.argmax()}"
+    given = np.where(np.arange(2 * half) < half, 1, -1).cumsum()[:, None] * total
+    missing = np.abs(given - drawn.workers * updates.cumsum(axis=0) - waits)
+    assert (missing <= 1e-5 * np.abs(given).max(axis=0)).all()
+
+
+@hypothesis.given(steady())
+@_settings(1)
+def test_no_entry_waits_long_in_a_few_combinations(drawn):
+    check(drawn)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_no_entry_waits_long_in_all_that_can_be_combined(part):
+    @hypothesis.seed(part)
+    @hypothesis.given(steady())
+    @_settings(IN_A_PART)
+    def holds(drawn):
+        check(drawn)
+
+    holds()
