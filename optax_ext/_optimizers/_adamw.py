@@ -43,12 +43,12 @@ def sparse_adamw(
         v_i &= b_2 v_i + (1 - b_2) g_i^2 \\
         acc_i &= residual_i - \alpha_t \, gain \, g_i / (\sqrt{\hat v_i} + eps) \\
         m &= \tfrac{1}{P} \, allreduce(select(acc_i)) \\
-        w &= w + m - \tfrac{1}{2} (m - clip(m, \pm \alpha_t \, limit)) - \alpha_t \lambda w
+        w &= w + m - \tfrac{3}{4} (m - clip(m, \pm \alpha_t \, limit)) - \alpha_t \lambda w
 
     where g_i is the gradient at ``w + a residual_i`` (step-ahead, see :func:`residual`). Updates
     that accumulated for many steps would arrive at once and could overshoot, so an entry moves
-    by ``limit`` learning rates and by half of what is beyond; the other half stays in the
-    residuals. No more of an entry waits there after a delivery than the most that arrived between
+    by ``limit`` learning rates and by a quarter of what is beyond; the rest stays in the residuals.
+    No more of an entry waits there after a delivery than three times the most that arrived between
     two of them: a steady direction moves at the rate of the dense optimizer.
     The exchange is :func:`sparse_collectives.allreduce.agreed` in few bits: at the default
     density ``4 k (P-1)/P`` words for up to 8 workers and 4.8 for up to 34, with k = 1 % of n,
@@ -70,8 +70,8 @@ def sparse_adamw(
       mask: where there is weight decay, as in ``optax.adamw``.
       gain: what the learning rate is multiplied with, for the noise of one worker's
         gradient. None: sqrt(P / 2), but 1 at least and 2 at most.
-      limit: what an entry moves in a step before half of it is held back, as a multiple of the
-        learning rate. "auto": 0.1 / density, a tenth of the steps for which an entry waits for its
+      limit: what an entry moves in a step before three quarters of the rest are held back, as a
+        multiple of the learning rate. "auto": 0.1 / density, a tenth of the steps for which an entry waits for its
         turn, and 2 at least, as at the default density. None: nothing is held back, which suits
         gradients that are sparse by themselves, such as those of embeddings.
       selector: by default ``select.topk(density=density)``.

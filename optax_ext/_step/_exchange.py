@@ -51,7 +51,8 @@ class Parts(NamedTuple):
       allreduce: from that to the total.
       axis: of all workers.
       nonfinite: the policy.
-      limit: ``f32[]``, beyond which half of an entry of a mean is kept; None: there is no limit.
+      limit: ``f32[]``, beyond which three quarters of an entry of a mean are kept; None: there
+        is no limit.
     """
 
     selector: Selector
@@ -298,13 +299,13 @@ def _mean(
 
 
 def _limited(mean: jax.Array, limit: jax.Array | None) -> jax.Array:
-    """``mean`` up to the limit, and half of what is beyond it; the rest is exact in float32.
+    """``mean`` up to the limit, and a quarter of what is beyond it.
 
     A hard limit would let updates of one sign pile up without bound wherever more of them arrive
-    between two deliveries of an entry than the limit lets through. With half of what is beyond,
-    no more waits after a delivery than the most that arrived between two of them.
+    between two deliveries of an entry than the limit lets through. With a quarter of what is
+    beyond, no more waits after a delivery than three times the most that arrived between two.
     """
     if limit is None:
         return mean
     beyond = mean - jnp.clip(mean, -limit, limit)
-    return jnp.where(jnp.isfinite(mean), mean - 0.5 * beyond, mean)
+    return jnp.where(jnp.isfinite(mean), mean - 0.75 * beyond, mean)

@@ -103,11 +103,11 @@ def sparse_allreduce(
         :func:`small_leaves`, or a pytree of labels, as in ``optax.multi_transform``. They have
         no residual, and are no part of n; all other options hold for them too, and a step is
         skipped for all leaves or for none.
-      limit: a magnitude of an entry of a sparse update, beyond which half stays in the residuals:
-        a number, or a schedule of the steps that were not skipped. What has waited for long then
-        comes in parts, and an update does not overshoot; no more of an entry waits after a
-        delivery than the most that arrived between two of them. For residuals that are updates
-        of the parameters, as ``local=`` with a learning rate makes them.
+      limit: a magnitude of an entry of a sparse update, beyond which three quarters of the rest
+        stay in the residuals: a number, or a schedule of the steps that were not skipped. What has
+        waited for long then comes in parts, and an update does not overshoot; no more of an entry
+        waits after a delivery than three times the most that arrived between two of them. For
+        residuals that are updates of the parameters, as ``local=`` with a learning rate makes them.
 
     Returns:
       An ``optax.GradientTransformation``. Its updates have the dtypes of the

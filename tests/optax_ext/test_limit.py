@@ -1,4 +1,4 @@
-"""A limit of what an entry moves in a step: half of what is beyond it stays in the residuals."""
+"""A limit of what an entry moves in a step: most of what is beyond it stays in the residuals."""
 
 import re
 
@@ -57,7 +57,7 @@ def made(name, shape, limit):
 
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("name", EXCHANGES)
-def test_half_of_what_is_beyond_stays_and_nothing_is_lost(name, limit):
+def test_most_of_what_is_beyond_stays_and_nothing_is_lost(name, limit):
     shape = (NODES, DEVICES) if name == "hierarchical" else (NODES,)
     dtypes = ("float32", "bfloat16") if limit == "number" else ("float32",)
     params = tree_of(dtypes, SIZE)
@@ -73,7 +73,7 @@ def test_half_of_what_is_beyond_stays_and_nothing_is_lost(name, limit):
     bound = np.array([value(t) if callable(value) else value for t in range(STEPS)])[:, None]
     # At the first step nothing waits yet: what is applied follows from what is without a limit.
     free = without[0, 0]
-    expected = np.where(np.abs(free) > bound[0], (free + np.sign(free) * bound[0]) / 2, free)
+    expected = np.where(np.abs(free) > bound[0], (free + 3 * np.sign(free) * bound[0]) / 4, free)
     # A 16-bit leaf rounds.
     np.testing.assert_allclose(applied[0, 0], expected, rtol=2.0**-8 if len(dtypes) > 1 else 1e-6)
     assert (np.abs(applied[:, 0]) > bound).any(axis=1).all()
@@ -102,7 +102,7 @@ def test_what_is_beyond_comes_later():
 
     given = jnp.array([[-10.0, 1.0], [0.0, 3.0]])
     updates = sc.simulate(train, axis="w", axis_size=2)(given)[0]
-    assert updates.tolist() == [[3.5, -2.0], [1.5, 0.0], [0.0, 0.0], [0.0, 0.0]]
+    assert updates.tolist() == [[2.75, -2.0], [2.0625, 0.0], [0.1875, 0.0], [0.0, 0.0]]
 
 
 def test_dense_steps_have_no_limit():
@@ -158,7 +158,7 @@ def test_bad_limits_are_errors_that_say_what_to_write():
 
 @pytest.mark.parametrize(("density", "rates"), [(0.5, 2.0), (0.05, 2.0), (0.025, 4.0)])
 def test_the_default_limit_is_a_tenth_of_the_wait(density, rates):
-    """What a worker has of an entry moves it by so many rates, and by half of what is beyond."""
+    """An entry moves by so many rates, and by a quarter of what is beyond."""
     rate, size = 0.125, 40
     tx = optax_ext.sparse_adamw(rate, density=density, axis="w", weight_decay=0.0)
 
@@ -171,7 +171,7 @@ def test_the_default_limit_is_a_tenth_of_the_wait(density, rates):
         return updates["w"]
 
     moved = np.asarray(sc.simulate(worker, axis="w", axis_size=1)())
-    assert np.max(moved) == np.float32((100.0 + rates * rate) / 2)
+    assert np.max(moved) == np.float32((100.0 + 3 * rates * rate) / 4)
 
 
 RATE = 1e-3
@@ -203,7 +203,7 @@ WAITS = [(0.05, 20), (0.02, 50)]
 
 
 @pytest.mark.parametrize(("density", "wait"), WAITS)
-def test_updates_of_one_sign_do_not_pile_up_beyond_what_comes_in_a_wait(density, wait):
+def test_updates_of_one_sign_do_not_pile_up(density, wait):
     """Half of the entries have one gradient at all steps, and the sign of all changes midway."""
     workers, size, steps = 8, 512, 12 * wait
     rng = np.random.default_rng(0)
@@ -214,8 +214,9 @@ def test_updates_of_one_sign_do_not_pile_up_beyond_what_comes_in_a_wait(density,
     gradients = jnp.asarray(gradients, jnp.float32)
     params, waits = trained(gradients, density)
     gain = min(2.0, (workers / 2) ** 0.5)
-    # Twice what arrives in a wait: the limit leaves as much as arrives between two deliveries.
-    bound = 2 * gain * wait
+    # The steady half takes the slots, so that each of it is delivered every wait / 2 steps. Three
+    # times what arrives meanwhile may stay, and as much arrives before the next delivery.
+    bound = 4 * gain * wait / 2
     assert (np.abs(waits[:, steady]) <= bound).all()
     half = steps // 2
     moved = -params[half - 1, steady]
@@ -223,14 +224,18 @@ def test_updates_of_one_sign_do_not_pile_up_beyond_what_comes_in_a_wait(density,
     # The parameters turn round within a wait or two, and not after as long as they went on.
     turned = np.argmin(params[:, steady], axis=0)
     assert (turned <= half + 2 * wait).all()
-    # And what is only noise beside them moves, too.
-    free, _ = trained(gradients, density, limit=None)
-    stuck, alone = ((path[-1, ~steady] == 0).mean() for path in (params, free))
-    assert stuck <= alone + 0.1
+
+
+def test_noise_beside_many_steady_entries_moves():
+    """An entry waits until its residual has grown to the size of theirs, which is bounded."""
+    gradients = np.random.default_rng(0).standard_normal((1_500, 8, 512))
+    gradients[:, :, ::2] = 1.0
+    params, _ = trained(jnp.asarray(gradients, jnp.float32), 0.05)
+    assert (params[-1] != 0).all()
 
 
 @pytest.mark.parametrize("limit", [0.5, 2.0, 8.0])
-def test_no_more_waits_than_the_most_that_arrived_between_two_deliveries(limit):
+def test_no_more_waits_than_three_times_the_most_that_arrived_between_two_deliveries(limit):
     """The bound that is documented, for one entry that is delivered at every step."""
     rng = np.random.default_rng(1)
     arrived = rng.exponential(6.0, 200).astype(np.float32)
@@ -247,6 +252,6 @@ def test_no_more_waits_than_the_most_that_arrived_between_two_deliveries(limit):
 
     updates, kept = sc.simulate(worker, axis="w", axis_size=1)(-arrived[None])
     most = np.maximum.accumulate(arrived)
-    assert (np.asarray(kept[0]) <= most).all()
+    assert (np.asarray(kept[0]) <= 3 * most).all()
     assert np.asarray(kept[0]).max() > 0
     np.testing.assert_allclose(updates[0].sum() + kept[0, -1], arrived.sum(), rtol=1e-5)

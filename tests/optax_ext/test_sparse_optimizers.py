@@ -89,7 +89,7 @@ def test_sparse_adamw_is_what_it_says(check_vma):
         nu, u = preconditioned(nu, gradient, t + 1)
         # The default gain for four workers is the root of 2, and the limit 2 rates.
         total, residual = reference.step(residual - rate * 2**0.5 * u, t, 3, owner)
-        moved = (total / WORKERS + np.clip(total / WORKERS, -2 * rate, 2 * rate)) / 2
+        moved = (total / WORKERS + 3 * np.clip(total / WORKERS, -2 * rate, 2 * rate)) / 4
         residual = residual + total / WORKERS - moved
         beyond += (moved != total / WORKERS).sum()
         w = w + moved - rate * 0.1 * w
