@@ -71,9 +71,9 @@ def sparse_adamw(
       gain: what the learning rate is multiplied with, for the noise of one worker's
         gradient. None: sqrt(P / 2), but 1 at least and 2 at most.
       limit: what an entry moves in a step before three quarters of the rest are held back, as a
-        multiple of the learning rate. "auto": 0.1 / density, a tenth of the steps for which an entry waits for its
-        turn, and 2 at least, as at the default density. None: nothing is held back, which suits
-        gradients that are sparse by themselves, such as those of embeddings.
+        multiple of the learning rate. "auto": 0.1 / density, a tenth of the steps for which an
+        entry waits for its turn, and 2 at least, as at the default density. None: nothing is
+        held back.
       selector: by default ``select.topk(density=density)``.
       exchange: by default ``allreduce.agreed(bits="few")``.
       residual: dtype, decay and step-ahead, by default float32 and ``step_ahead="auto"``.

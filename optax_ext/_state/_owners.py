@@ -62,10 +62,10 @@ def check_whole(name: str, node: SparseAllreduceState) -> None:
     """The state of ``jax.pmap`` or of a mesh, and not that of one worker alone.
 
     Raises:
-      ValueError: it has the rows of fewer or more workers than it was made for.
+      ValueError: it has the rows of fewer workers than it was made for.
     """
     workers = node.settings.workers
-    if np.ndim(node.residual) != 2 or extend.ranks(node.settings.axis) or node.workers == workers:
+    if np.ndim(node.residual) != 2 or extend.ranks(node.settings.axis) or node.workers >= workers:
         return
     raise ValueError(
         f"{name} has the residual of {node.workers} of {workers} workers, as "

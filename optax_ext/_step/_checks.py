@@ -315,7 +315,7 @@ def warn_without_ahead(updates: Any, state: Any, params: Any) -> None:
     It was seen to be made from ``params`` and not from the residual; of one that another program
     has computed nothing is seen.
     """
-    if not state.settings.step_ahead or params is None:
+    if not state.settings.step_ahead or params is None or not state.layout.size:
         return
     leaves = jax.tree.leaves(updates)
     if not _provenance.depends_on(leaves, jax.tree.leaves(params)):

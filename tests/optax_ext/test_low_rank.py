@@ -1,5 +1,6 @@
 """PowerSGD and ACP-SGD: against NumPy, nothing lost, words, and what is not finite."""
 
+import dataclasses
 import functools
 
 import jax
@@ -262,6 +263,8 @@ def test_words_are_those_of_the_formula(method):
 def test_words_and_messages_are_those_of_the_program(method, workers):
     tx = METHODS[method](RANK, axis="w", nonfinite="propagate")
     state = jax.eval_shape(lambda p: optax_ext.init_state(tx, p, {"w": 1}), PARAMS)
+    # As each of them sees its own.
+    state = state._replace(settings=dataclasses.replace(state.settings, workers=workers))
     measured = traffic.of_function(tx.update, PARAMS, state, axis="w", axis_size=workers)
     share = (workers - 1) / workers
     mean = (step_words(method, True) + step_words(method, False)) / 2 * share

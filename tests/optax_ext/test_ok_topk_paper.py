@@ -141,7 +141,7 @@ def test_there_is_room_for_four_times_k_and_what_finds_none_waits():
 
 @pytest.mark.parametrize(("paper", "servo"), [(True, False), ("corrected", "fixed")])
 def test_algorithm_2_has_one_period_and_one_room_for_both_halves(paper, servo):
-    tx = optax_ext.ok_topk_sgd(0.5, DENSITY, axis="w", paper=paper)
+    tx = optax_ext.ok_topk_sgd(0.5, density=DENSITY, axis="w", paper=paper)
     settings = optax_ext.get_state(optax_ext.init_state(tx, jnp.zeros(SIZE), {"w": 4})).settings
     for part in (f"servo={servo!r}", "headroom=3.0", "period=32"):
         assert part in settings.selector
@@ -152,7 +152,7 @@ def test_algorithm_2_has_one_period_and_one_room_for_both_halves(paper, servo):
 @pytest.mark.parametrize("paper", [True, "corrected"])
 def test_algorithm_2_has_the_rate_of_each_step_inside_the_accumulation(paper):
     rate = optax.piecewise_constant_schedule(0.5, {3: 0.5})
-    tx = optax_ext.ok_topk_sgd(rate, DENSITY, axis="w", paper=paper)
+    tx = optax_ext.ok_topk_sgd(rate, density=DENSITY, axis="w", paper=paper)
     # Small after the first ones, as there is room for four times k.
     given = gradients()[:6] * np.float32([1, 0.5, 0.5, 0.5, 0.5, 0.5])[:, None, None]
 
