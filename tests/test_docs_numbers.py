@@ -65,7 +65,7 @@ def test_a_newcomers_network():
 
 
 def test_what_is_said_of_low_densities():
-    above = _learning.above_dense("sparse_adamw density=0.01 limit=10", 8)
+    above = _learning.above_dense("sparse_adamw density=0.01", 8)
     text = words_of("docs/choosing.md")
     low, worst = statistics.mean(above), max(above)
     assert f"at 1 % ended {low:.1f} % above with 8 workers (worst seed {worst:.1f} %)" in text
@@ -79,7 +79,8 @@ def test_what_is_said_of_low_densities():
 
 def test_the_sentences_about_the_same_steps():
     by_workers = {p: _learning.above_dense("sparse_adamw", p) for p in (4, 8, 16, 32)}
-    means = [f"{statistics.mean(above):.1f}" for above in by_workers.values()]
+    # A mean of -0.04 is 0.0.
+    means = [f"{round(statistics.mean(above), 1) + 0.0:.1f}" for above in by_workers.values()]
     worst = [f"{max(above):.1f}" for above in by_workers.values()]
     said = {
         "README.md": (
@@ -106,7 +107,7 @@ def test_steps_to_the_same_loss():
     base = statistics.mean(run["value"] for run in dense)
     names = {
         ("agreed(few)", 0.05): "sparse_adamw",
-        ("agreed(few)", 0.01): "sparse_adamw density=0.01 limit=10",
+        ("agreed(few)", 0.01): "sparse_adamw density=0.01",
         ("ok_topk", 0.01): "sparse_adamw, ok_topk",
     }
     for name, cases in _steps.MEASURED.items():

@@ -20,10 +20,12 @@ _GO_ON = (
 def copies(node: SparseAllreduceState) -> np.ndarray:
     """The workers whose residual is another's, ``i32[c]``, as far as this process has them.
 
-    None of shapes and tracers, which say nothing.
+    None of shapes, tracers and ranks, which say nothing.
     """
     owner = node.owner
-    if isinstance(owner, Tracer) or not isinstance(owner, jax.Array | np.ndarray):
+    said = isinstance(owner, jax.Array | np.ndarray) and not isinstance(owner, Tracer)
+    # Over MPI each process has its own row, and not the rank of it.
+    if not said or extend.ranks(node.settings.axis):
         return np.zeros(0, np.int32)
     if isinstance(owner, np.ndarray) or owner.is_fully_addressable:
         read = [(0, np.asarray(owner))]

@@ -26,6 +26,9 @@ def is_reduced(values: Iterable[Any], axis: AxisName) -> bool:
     in a reduction. Of several names it may be over any.
     """
     values = [extend.captured(x) for x in values]
+    if extend.is_communicator(axis):
+        # No equation of jax names a communicator.
+        return False
     return any(_ends_in_reductions(values, name) for name in extend.axis_names(axis))
 
 

@@ -38,7 +38,7 @@ def readme() -> Rows:
 
 def choosing() -> Rows:
     """By optimizer, network and model."""
-    above = _learning.above_dense("sparse_adamw density=0.01 limit=10", 8)
+    above = _learning.above_dense("sparse_adamw density=0.01", 8)
     fewer = f"a quarter of the words; the loss ended {statistics.mean(above):.1f} % above dense"
     return [
         [

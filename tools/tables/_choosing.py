@@ -34,12 +34,12 @@ def adamw() -> Rows:
     def row(shown: str, contestant: str, workers: int) -> list[str]:
         above = _learning.above_dense(contestant, workers)
         found = _learning.runs(contestant=contestant, workers=workers, task="text", steps=2000)
-        gap = [f"{x:.1f} %" for x in (statistics.mean(above), max(above))]
+        gap = [f"{round(x, 1) + 0.0:.1f} %" for x in (statistics.mean(above), max(above))]
         return [shown, str(workers), _learning.words(found[0]), *gap]
 
     counts = (4, 8, 16, 32)
     rows = [row("" if p > 4 else "`sparse_adamw`", "sparse_adamw", p) for p in counts]
-    rows.append(row("`sparse_adamw(density=0.01)`", "sparse_adamw density=0.01 limit=10", 8))
+    rows.append(row("`sparse_adamw(density=0.01)`", "sparse_adamw density=0.01", 8))
     name = "`sparse_adamw(density=0.01, exchange=ok_topk(...))`"
     rows.append(row(name, "sparse_adamw, ok_topk", 8))
     short, long, longest = _table("docs/convergence.md", "| steps | dense |")

@@ -59,7 +59,7 @@ MADE = (
     Table("docs/network.md", "| method | step, ms | times as fast |", _links.parts),
     Table("docs/network.md", "| P = 8, n = 1M, 1 Gbit/s |", _run("network_8.json", "1gbit")),
     Table("docs/learning.md", "| | P | words | loss (deviation) |", _learning.steps),
-    Table("docs/learning.md", "| | 0.1 / density | 2 rates |", _learning.limits),
+    Table("docs/learning.md", "| | held back as a whole | in part |", _learning.limits),
     Table("docs/learning.md", "| | 100 Mbit/s: loss | steps |", _learning.over_links),
     Table(
         "docs/allreduces.md", "| P | 2 | 3 |", _words.multiples(_words.ALGORITHMS, _words.WORKERS)
