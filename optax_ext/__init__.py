@@ -15,9 +15,9 @@ from optax_ext._loop._monitoring import Monitor, metrics, tensorboard_writer
 from optax_ext._loop._train_step import TrainStep, make_train_step
 from optax_ext._loop._watchdog import Watchdog
 from optax_ext._low_rank._factors import Factors
-from optax_ext._low_rank._transformations import acp_sgd, powersgd
 from optax_ext._optimizers._adamw import sparse_adamw
 from optax_ext._optimizers._sgd import sparse_sgd
+from optax_ext._state._anywhere import with_mesh
 from optax_ext._state._checkpoint import abstract_state, check_metadata, checkpoint_metadata
 from optax_ext._state._checksums import check_checksums, checksums
 from optax_ext._state._consolidate import consolidate, flush
@@ -29,7 +29,6 @@ from optax_ext._step._dense import DenseState, dense
 from optax_ext._step._dense_leaves import small_leaves
 from optax_ext._step._momentum_correction import MomentumCorrection, momentum_correction
 from optax_ext._step._residual import Residual, residual
-from optax_ext._step._sparse_allreduce import sparse_allreduce
 from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
 from optax_ext._transforms._assert_local import assert_local_gradients
 from optax_ext._transforms._assert_replicated import assert_replicated_gradients
@@ -37,9 +36,11 @@ from optax_ext._transforms._buckets import BucketedState, bucketed
 from optax_ext._transforms._delayed import delayed
 from optax_ext._transforms._local_adam import ScaleByLocalAdamState, scale_by_local_adam
 from optax_ext._transforms._local_clip import local_clip_by_global_norm
+from optax_ext._transforms._low_rank import acp_sgd, powersgd
 from optax_ext._transforms._multi_steps import multi_steps
 from optax_ext._transforms._partition import partition
 from optax_ext._transforms._partitioned_norms import lamb, lars, scale_by_trust_ratio
+from optax_ext._transforms._sparse_allreduce import sparse_allreduce
 from optax_ext._transforms._xi import XiState, measure_xi
 
 __all__ = [
@@ -103,4 +104,5 @@ __all__ = [
     "tensorboard_writer",
     "topk_a",
     "topk_dsa",
+    "with_mesh",
 ]

@@ -16,8 +16,8 @@ from optax_ext._state._whole import whole
 from optax_ext._step._contract import DenseSteps
 from optax_ext._step._momentum_correction import MomentumCorrection, momentum_correction
 from optax_ext._step._residual import Residual
-from optax_ext._step._sparse_allreduce import sparse_allreduce
 from optax_ext._transforms._local_clip import local_clip_by_global_norm
+from optax_ext._transforms._sparse_allreduce import sparse_allreduce
 from sparse_collectives import Codec, Selector, allreduce, select, wire
 from sparse_collectives.extend import AxisName
 
@@ -50,7 +50,7 @@ def ok_topk(
     dense_steps: DenseSteps = 0,
     dense_leaves: Any = None,
     **exchange: Any,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Ok-Topk: O(k) words for each worker and step, whatever the number of workers.
 
     Args:
@@ -71,7 +71,7 @@ def ok_topk(
       **exchange: see :func:`sparse_collectives.allreduce.ok_topk`.
 
     Returns:
-      An ``optax.GradientTransformation`` to chain before an optimizer.
+      An ``optax.GradientTransformationExtraArgs`` to chain before an optimizer.
 
     Example:
       >>> import optax
@@ -115,7 +115,7 @@ def ok_topk_sgd(
     residual: Residual | None = None,
     dense_steps: DenseSteps = 0,
     dense_leaves: Any = None,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     r"""Ok-Topk SGD (Algorithm 2 of the paper).
 
     .. math::
@@ -141,7 +141,7 @@ def ok_topk_sgd(
       dense_leaves: which leaves are exchanged densely.
 
     Returns:
-      An ``optax.GradientTransformation`` whose updates are ready for
+      An ``optax.GradientTransformationExtraArgs`` whose updates are ready for
       ``optax.apply_updates``; its state is a :class:`SparseAllreduceState`. For other
       options of the exchange write it out: ``optax.chain(ok_topk(density, axis=axis,
       local=optax.scale(rate), ...), optax.scale(-1.0))``.
@@ -164,12 +164,12 @@ def ok_topk_sgd(
         paper=paper,
     )
 
-    def update(gradients: Any, state: Any, params: Any = None):
-        mean, state = sparse.update(gradients, state, params)
+    def update(gradients: Any, state: Any, params: Any = None, **extra: Any):
+        mean, state = sparse.update(gradients, state, params, **extra)
         return jax.tree.map(jnp.negative, mean), state
 
     # optax types a state as any pytree, which NamedTuples of arrays are at run time.
-    return whole(optax.GradientTransformation(sparse.init, cast(Any, update)))
+    return whole(optax.GradientTransformationExtraArgs(sparse.init, cast(Any, update)))
 
 
 def topk_a(
@@ -179,7 +179,7 @@ def topk_a(
     selector: Selector | None = None,
     codec: Codec | None = None,
     **options: Unpack[Options],
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """TopkA: everyone receives everyone's top k. The volume grows with P.
 
     Args:
@@ -190,7 +190,7 @@ def topk_a(
       **options: see :func:`sparse_allreduce`.
 
     Returns:
-      An ``optax.GradientTransformation`` to chain before an optimizer.
+      An ``optax.GradientTransformationExtraArgs`` to chain before an optimizer.
 
     Example:
       >>> import optax
@@ -207,7 +207,7 @@ def gtopk(
     selector: Selector | None = None,
     codec: Codec | None = None,
     **options: Unpack[Options],
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """gTop-k: a tree that keeps k entries at each level; 4 k log2(P) words.
 
     Args:
@@ -218,7 +218,7 @@ def gtopk(
       **options: see :func:`sparse_allreduce`.
 
     Returns:
-      An ``optax.GradientTransformation`` to chain before an optimizer.
+      An ``optax.GradientTransformationExtraArgs`` to chain before an optimizer.
 
     Example:
       >>> import optax
@@ -237,7 +237,7 @@ def topk_dsa(
     codec: Codec | None = None,
     slack: float = 1.25,
     **options: Unpack[Options],
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """TopkDSA: SparCML's dynamic sparse allreduce, which turns dense where that is shorter.
 
     Args:
@@ -249,7 +249,7 @@ def topk_dsa(
       **options: see :func:`sparse_allreduce`.
 
     Returns:
-      An ``optax.GradientTransformation`` to chain before an optimizer.
+      An ``optax.GradientTransformationExtraArgs`` to chain before an optimizer.
 
     Example:
       >>> import optax
@@ -271,7 +271,7 @@ def quantized_topk(
     selector: Selector | None = None,
     slack: float = 1.25,
     **options: Unpack[Options],
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """SparCML's quantized top-k SGD: :func:`topk_dsa` with QSGD values.
 
     As in its Algorithm 1 the residual is ``acc - TopK(acc)``: what rounding takes off, with a
@@ -295,7 +295,7 @@ def quantized_topk(
       **options: see :func:`sparse_allreduce`.
 
     Returns:
-      An ``optax.GradientTransformation`` to chain before an optimizer.
+      An ``optax.GradientTransformationExtraArgs`` to chain before an optimizer.
 
     Raises:
       ValueError: an argument out of its range.
@@ -320,7 +320,7 @@ def quantized_topk(
 
 def hitopk(
     density: float, *, axis: AxisName, inner_axis: AxisName, **options: Unpack[Options]
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """HiTopKComm: dense inside the nodes, MSTopK and an allgather between them.
 
     Args:
@@ -330,7 +330,7 @@ def hitopk(
       **options: see :func:`sparse_allreduce`.
 
     Returns:
-      An ``optax.GradientTransformation`` to chain before an optimizer.
+      An ``optax.GradientTransformationExtraArgs`` to chain before an optimizer.
 
     Example:
       >>> import optax
@@ -352,7 +352,7 @@ def dgc(
     selector: Selector | None = None,
     codec: Codec | None = None,
     **options: Unpack[StepOptions],
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Deep Gradient Compression: sampled top-k, momentum correction, masking and clipping.
 
     Put it before an optimizer without momentum. The warm-up of the density is
@@ -371,7 +371,7 @@ def dgc(
       **options: see :func:`sparse_allreduce`.
 
     Returns:
-      An ``optax.GradientTransformation`` to chain before an optimizer.
+      An ``optax.GradientTransformationExtraArgs`` to chain before an optimizer.
 
     Example:
       >>> import optax

@@ -77,6 +77,21 @@ def bound_axes() -> tuple[Hashable, ...]:
     return tuple(name for name in names if isinstance(name, Hashable))
 
 
+def ambient_mesh() -> Any:
+    """The mesh of ``jax.set_mesh``; abstract in what jax traces, None without one.
+
+    Inside a function that is mapped over some of its axes there is none: the others are not its to
+    map over.
+    """
+    abstract = jax.sharding.get_abstract_mesh()
+    if abstract.empty or abstract.manual_axes:
+        return None
+    try:
+        return jax.sharding.get_mesh()
+    except ValueError:  # In what is traced.
+        return abstract
+
+
 def axis_size(axis: AxisName) -> int:
     """The static number of workers on a bound axis."""
     size = 1

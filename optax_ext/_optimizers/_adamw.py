@@ -32,7 +32,7 @@ def sparse_adamw(
     nonfinite: str = "skip",
     dense_steps: DenseSteps | None = None,
     dense_leaves: Any = None,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     r"""AdamW whose workers exchange a few entries at each step.
 
     Each worker divides its gradient by the root of its own second moment
@@ -83,7 +83,7 @@ def sparse_adamw(
       dense_leaves: which leaves are exchanged densely.
 
     Returns:
-      An ``optax.GradientTransformation`` whose updates are ready for
+      An ``optax.GradientTransformationExtraArgs`` whose updates are ready for
       ``optax.apply_updates``. Its state is a :class:`SparseAllreduceState`. What waits at the end
       of a training is applied by :func:`flush`; with a rate that falls to 0 it is little.
 

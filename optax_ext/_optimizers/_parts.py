@@ -13,8 +13,8 @@ from optax_ext._step._contract import DenseSteps
 from optax_ext._step._local import Elementwise
 from optax_ext._step._residual import AUTO, Residual
 from optax_ext._step._residual import residual as how_kept
-from optax_ext._step._sparse_allreduce import sparse_allreduce
 from optax_ext._step._sparse_state import SparseAllreduceState
+from optax_ext._transforms._sparse_allreduce import sparse_allreduce
 from sparse_collectives import Selector, SparseAllreduce, allreduce, extend, transport
 from sparse_collectives.extend import AxisName
 
@@ -24,7 +24,7 @@ DENSITY = 0.05
 
 def in_front(
     learning_rate: optax.ScalarOrSchedule, gain: float | None, axis: AxisName
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Updates of the parameters: minus the rate, times the gain, times what comes in.
 
     Args:
@@ -77,7 +77,7 @@ def whole(
     residual: Residual | None,
     dense_steps: DenseSteps | None,
     **options: Any,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """An optimizer with ``local``, which has the rate, before the accumulation.
 
     The defaults of what is None are those that :func:`optax_ext.sparse_adamw` documents, and
@@ -96,11 +96,11 @@ def whole(
 
 
 def decayed(
-    sparse: optax.GradientTransformation,
+    sparse: optax.GradientTransformationExtraArgs,
     learning_rate: optax.ScalarOrSchedule,
     weight_decay: float | jax.Array,
     mask: Any,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """``sparse`` with weight decay behind it, which every worker computes by itself.
 
     The state is that of ``sparse``; a step that it skips decays nothing.
@@ -116,12 +116,12 @@ def decayed(
     if isinstance(weight_decay, float) and not weight_decay:
         return sparse
 
-    def update(updates: Any, state: Any, params: Any = None):
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any):
         if params is None:
             raise ValueError(
                 "weight_decay needs the parameters: call tx.update(gradients, state, params)."
             )
-        updates, updated = sparse.update(updates, state, params)
+        updates, updated = sparse.update(updates, state, params, **extra)
         new = cast(SparseAllreduceState, updated)
         stepped = (new.count - state.count).astype(jnp.float32)
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
@@ -137,4 +137,4 @@ def decayed(
             where = jax.tree.map(lambda _: True, params)
         return jax.tree.map(decay, updates, params, where), new
 
-    return optax.GradientTransformation(sparse.init, cast(Any, update))
+    return optax.GradientTransformationExtraArgs(sparse.init, cast(Any, update))

@@ -29,7 +29,7 @@ def sparse_sgd(
     nonfinite: str = "skip",
     dense_steps: DenseSteps | None = None,
     dense_leaves: Any = None,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     r"""SGD whose workers exchange a few entries at each step.
 
     .. math::
@@ -60,7 +60,7 @@ def sparse_sgd(
       dense_leaves: which leaves are exchanged densely.
 
     Returns:
-      An ``optax.GradientTransformation``, as :func:`sparse_adamw` returns it.
+      An ``optax.GradientTransformationExtraArgs``, as :func:`sparse_adamw` returns it.
 
     Raises:
       ValueError: an argument out of its range; at ``update``, weight decay without ``params``.

@@ -58,11 +58,17 @@ def init_state(
     call = "optax_ext.init_state(tx, params, mesh)"
     _calls.check_transformation(call, tx, mesh, AbstractMesh, Mapping)
     _calls.check_order(call, params, None)
-    sizes = dict(mesh) if isinstance(mesh, Mapping) else dict(mesh.shape)
-    names = tuple(sizes)
     wanted = mesh
     if isinstance(mesh, Mesh):
         mesh = _placement.with_auto_axes(mesh)
+    with _placement.around(mesh):
+        return _on(wanted, *_made(tx, params, mesh, specs))
+
+
+def _made(tx: Any, params: Any, mesh: Any, specs: Any) -> tuple[Any, Any]:
+    """The state, and the specs of its arrays."""
+    sizes = dict(mesh) if isinstance(mesh, Mapping) else dict(mesh.shape)
+    names = tuple(sizes)
     given = _placement.given_of(params, mesh, specs)
 
     def init(params: Any) -> Any:
@@ -85,10 +91,10 @@ def init_state(
     specs = _find.state_specs(local)
     if isinstance(mesh, Mapping):
         states = jax.jit(everywhere)(params)
-        return jax.tree.map(lambda spec, x: _joined(x, spec, names), specs, states)
+        return jax.tree.map(lambda spec, x: _joined(x, spec, names), specs, states), specs
     if given is None or not reduces:
         mapped = jax.shard_map(init, mesh=mesh, in_specs=PartitionSpec(), out_specs=specs)
-        return _on(wanted, jax.jit(mapped)(params), specs)
+        return jax.jit(mapped)(params), specs
     workers = extend.axis_names(_find.axis_of(local))
     mapped = jax.shard_map(
         init,
@@ -100,10 +106,10 @@ def init_state(
     whole = jax.eval_shape(jax.jit(mapped), params)
     where = _placement.placements(whole, params, given)
     if isinstance(mesh, AbstractMesh):
-        return jax.jit(mapped)(params)
+        return jax.jit(mapped)(params), where
     placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), where, is_leaf=_find.is_spec)
     made = jax.jit(mapped, out_shardings=placed)(_placement.put(params, mesh, given))
-    return _on(wanted, made, where)
+    return made, where
 
 
 def _on(mesh: Any, state: Any, specs: Any) -> Any:

@@ -1,6 +1,7 @@
 """Where parameters are on a mesh, and where what an optimizer keeps of them goes."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import jax
@@ -22,6 +23,17 @@ def with_auto_axes(mesh: Mesh) -> Mesh:
     if all(kind == AxisType.Auto for kind in mesh.axis_types):
         return mesh
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
+
+
+@contextlib.contextmanager
+def around(mesh: Any) -> Generator[None]:
+    """Where ``jax.set_mesh`` has set a mesh, it is this one, of the types of these axes."""
+    set_by_user = extend.ambient_mesh()
+    if isinstance(mesh, Mesh) and isinstance(set_by_user, Mesh) and set_by_user != mesh:
+        with jax.set_mesh(mesh):
+            yield
+    else:
+        yield
 
 
 def given_of(

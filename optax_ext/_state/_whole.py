@@ -29,7 +29,9 @@ _OF_GRADIENTS = (optax.ScaleByAdamState, optax.TraceState)
 _asked: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def whole(sparse: optax.GradientTransformation) -> optax.GradientTransformation:
+def whole(
+    sparse: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
     """``sparse``, whose updates are those of the parameters; its state says so.
 
     Args:
@@ -40,7 +42,7 @@ def whole(sparse: optax.GradientTransformation) -> optax.GradientTransformation:
         state = cast(SparseAllreduceState, sparse.init(params))
         return state._replace(settings=dataclasses.replace(state.settings, whole=True))
 
-    return optax.GradientTransformation(cast(Any, init), sparse.update)
+    return optax.GradientTransformationExtraArgs(cast(Any, init), sparse.update)
 
 
 def check(tx: optax.GradientTransformation, params: Any, opt_state: Any, names: Any) -> None:

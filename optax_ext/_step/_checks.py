@@ -29,12 +29,11 @@ class UnboundAxisError(ValueError):
         else:
             message = (
                 f"axis={axis!r} is not bound here. Make the state with optax_ext.init_state(tx, "
-                "params, mesh), on a mesh with that axis, and call init and update inside a "
-                "function mapped over it: jax.shard_map, jax.pmap or sparse_collectives.simulate. "
-                "optax_ext.make_train_step does that. (Flax's TrainState.create and nnx.Optimizer "
-                "call init: write TrainState(step=0, apply_fn=..., params=params, tx=tx, "
-                "opt_state=optax_ext.init_state(tx, params, mesh)), and nnx.split in place of "
-                "nnx.Optimizer.)"
+                "params, mesh), on a mesh with that axis, or call tx.init under "
+                "jax.set_mesh(mesh); for what calls tx.init by itself, as flax's "
+                "TrainState.create and nnx.Optimizer do, optax_ext.with_mesh(tx, mesh) knows the "
+                "mesh. Call tx.update inside a function mapped over the axis: jax.shard_map, "
+                "jax.pmap or sparse_collectives.simulate; optax_ext.make_train_step does that."
             )
         super().__init__(message)
         self.axis = axis
@@ -212,7 +211,7 @@ def check_layout(expected: _layout.TreeLayout, got: _layout.TreeLayout) -> None:
     """The updates have the tree, shapes and dtypes of the parameters at init."""
     if got == expected:
         return
-    if got.treedef != expected.treedef:
+    if got.treedef != expected.treedef and _names(got) != _names(expected):
         raise ValueError(
             f"updates have another tree than the params that init was called with: expected "
             f"{expected.treedef}, got {got.treedef}. Call init with the parameters that you "
@@ -240,6 +239,14 @@ def check_layout(expected: _layout.TreeLayout, got: _layout.TreeLayout) -> None:
                 "other. Give both transformations the same dense_leaves (and powersgd and acp_sgd "
                 "the same rank, which makes some leaves dense)."
             )
+
+
+def _names(layout: _layout.TreeLayout) -> list[tuple[Any, ...]]:
+    """The path of each leaf; a box around a leaf alone, as flax's variables are, is left out."""
+    tree = jax.tree.unflatten(layout.treedef, range(len(layout.shapes)))
+    paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(tree))
+    box = jax.tree_util.GetAttrKey("value")
+    return [path[:-1] if path and path[-1] == box else path for path in paths]
 
 
 def check_residual(residual: Any, size: int, workers: int, axis: AxisName) -> None:

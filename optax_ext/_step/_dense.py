@@ -31,7 +31,7 @@ class DenseState:
     axis: Hashable = dataclasses.field(metadata={"static": True})
 
 
-def dense(*, axis: AxisName, buckets: int | None = None) -> optax.GradientTransformation:
+def dense(*, axis: AxisName, buckets: int | None = None) -> optax.GradientTransformationExtraArgs:
     """Averages local gradients over the workers with a dense allreduce.
 
     What :func:`sparse_allreduce` replaces, with the same place in a chain and the
@@ -55,7 +55,7 @@ def dense(*, axis: AxisName, buckets: int | None = None) -> optax.GradientTransf
         one allreduce for each leaf.
 
     Returns:
-      An ``optax.GradientTransformation`` with a :class:`DenseState`;
+      An ``optax.GradientTransformationExtraArgs`` with a :class:`DenseState`;
       :func:`optax_ext.get_info` reads its words and counts. Its ``init`` may be called
       anywhere.
 
@@ -93,7 +93,8 @@ def dense(*, axis: AxisName, buckets: int | None = None) -> optax.GradientTransf
         return jax.tree.unflatten(treedef, means), state
 
     # optax types a state as any pytree, which NamedTuples of arrays are at run time.
-    return optax.GradientTransformation(cast(Any, init), cast(Any, update))
+    tx = optax.GradientTransformation(cast(Any, init), cast(Any, update))
+    return optax.with_extra_args_support(tx)
 
 
 def _bucketed(leaves: list[jax.Array], buckets: int | None) -> list[list[int]]:

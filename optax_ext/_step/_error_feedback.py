@@ -1,7 +1,7 @@
 """The state and the step of error feedback around an exchange."""
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import jax
@@ -53,13 +53,21 @@ class ErrorFeedback:
 
     def init(self, params: Any) -> SparseAllreduceState:
         """The state before the first step, of one worker."""
-        labels = _dense_leaves.resolve(self.options.dense_leaves, params)
         _checks.workers(self.options.axis)
+        if _layout.is_placeholder(params):
+            return self._of_placeholder()
+        labels = _dense_leaves.resolve(self.options.dense_leaves, params)
         sharding = _given.sharding_of(params, self.options.axis)
         if sharding is None:
             layout = _layout.layout_of(params, "params", self.exchange.dense(params, labels))
             return self.start(layout, params)
         return _sharded.init(self, params, labels, sharding)
+
+    def _of_placeholder(self) -> SparseAllreduceState:
+        """The state of any parameters, in which ``optax.tree.map_params`` finds none."""
+        some = jnp.zeros((128,), jnp.float32)
+        state = self.start(_layout.layout_of(some, "params"), some)
+        return state._replace(layout=dataclasses.replace(state.layout, of_placeholder=True))
 
     def start(self, layout: _layout.TreeLayout, params: Any) -> SparseAllreduceState:
         """The state of this worker, or of this device of it."""
@@ -101,20 +109,20 @@ class ErrorFeedback:
             ),
         )
 
-    def update(self, updates: Any, state: SparseAllreduceState, params: Any = None):
-        """One step; ``(updates, state)``."""
+    def update(self, updates: Any, state: SparseAllreduceState, params: Any = None, **extra: Any):
+        """One step; ``(updates, state)``. What is ``extra`` is for the local transformation."""
         if _probe.is_on():
-            return self._delivered(updates, state, params)
+            return self._delivered(updates, state, params, extra)
         _checks.check_settings(state.settings, self.settings)
         if state.workers == 1:  # As a worker should see it.
             _checks.check_workers(state.settings, _checks.workers(self.options.axis))
         _checks.warn_without_ahead(updates, state, params)
         if state.layout.sharding is not None:
-            return _sharded.update(self, updates, state, params)
+            return _sharded.update(self, updates, state, params, extra)
         layout = self._check(updates, state)
         if not layout.shapes:
             return updates, state._replace(count=state.count + 1)
-        return self.step(updates, state, params, layout)
+        return self.step(updates, state, params, layout, extra)
 
     def step(
         self,
@@ -122,13 +130,14 @@ class ErrorFeedback:
         state: SparseAllreduceState,
         params: Any,
         layout: _layout.TreeLayout,
+        extra: Mapping[str, Any],
         left_out: jax.Array | None = None,
     ):
         """One step of this worker, or of the part of one of its devices."""
         options = self.options
         size = self.exchange.part_size(layout.size)
         _checks.check_residual(state.residual, size, _checks.workers(options.axis), options.axis)
-        loaded = self._load(updates, state, params, layout)
+        loaded = self._load(updates, state, params, layout, extra)
         if left_out is not None:
             loaded = loaded._replace(left_out=loaded.left_out + left_out)
         late = self._agrees_late(layout)
@@ -177,10 +186,12 @@ class ErrorFeedback:
         limit = _contract.limit_at(self.options.limit, state.count)
         return () if limit is None else jnp.maximum(state.limit, limit)
 
-    def _delivered(self, updates: Any, state: SparseAllreduceState, params: Any):
+    def _delivered(
+        self, updates: Any, state: SparseAllreduceState, params: Any, extra: Mapping[str, Any]
+    ):
         """A step that delivers all that it is given, for :mod:`optax_ext._state._whole`."""
         layout = self._check(updates, state)
-        loaded = self._load(updates, state, params, layout)
+        loaded = self._load(updates, state, params, layout, extra)
         mean = _layout.unravel(loaded.gradient, loaded.dense_gradient, layout, saturate=False)
         return mean, state._replace(count=state.count + 1, local=loaded.state)
 
@@ -219,7 +230,12 @@ class ErrorFeedback:
         return layout
 
     def _load(
-        self, updates: Any, state: SparseAllreduceState, params: Any, layout: _layout.TreeLayout
+        self,
+        updates: Any,
+        state: SparseAllreduceState,
+        params: Any,
+        layout: _layout.TreeLayout,
+        extra: Mapping[str, Any],
     ) -> Transformed:
         """The gradients as flat buffers, transformed; of its shard where there are shards."""
         loaded = _local.update(
@@ -230,6 +246,7 @@ class ErrorFeedback:
             layout,
             axis=self.options.axis,
             drop=self.options.nonfinite == "drop",
+            extra=extra,
         )
         if not layout.size:
             return loaded

@@ -26,6 +26,8 @@ class TreeLayout:
       sharding: how other axes of the mesh shard the leaves; None where a device holds them whole.
       part_axes: the axes over whose devices these leaves are dealt out, where they are the part of
         one of them.
+      of_placeholder: whether it is that of what ``optax.tree.map_params`` calls ``init`` with, and
+        so equal to that of any parameters.
     """
 
     treedef: Any
@@ -34,6 +36,24 @@ class TreeLayout:
     dense: tuple[bool, ...]
     sharding: Any = None
     part_axes: tuple[Hashable, ...] = ()
+    of_placeholder: bool = False
+
+    def __eq__(self, other: Any) -> bool:
+        if not isinstance(other, TreeLayout):
+            return NotImplemented
+        if self.of_placeholder or other.of_placeholder:
+            return True
+        return self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[Any, ...]:
+        return (
+            *(self.treedef, self.shapes, self.dtypes),
+            *(self.dense, self.sharding, self.part_axes),
+        )
 
     @property
     def size(self) -> int:
@@ -51,6 +71,14 @@ class TreeLayout:
         return tuple(
             shape for shape, dense in zip(self.shapes, self.dense, strict=True) if not dense
         )
+
+
+def is_placeholder(tree: Any) -> bool:
+    """Whether it stands for any parameters, as what ``optax.tree.map_params`` gives to ``init``.
+
+    A node of a type of its own, without leaves.
+    """
+    return not isinstance(tree, dict | list | tuple | type(None)) and not jax.tree.leaves(tree)
 
 
 def layout_of(tree: Any, name: str, dense: tuple[bool, ...] | None = None) -> TreeLayout:

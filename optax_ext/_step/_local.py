@@ -1,5 +1,6 @@
 """A transformation of each worker's own gradient, in front of the accumulation."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -54,6 +55,7 @@ def update(
     *,
     axis: AxisName,
     drop: bool,
+    extra: Mapping[str, Any],
 ) -> Transformed:
     """The gradients as flat buffers, transformed.
 
@@ -66,6 +68,7 @@ def update(
       axis: of the workers.
       drop: whether what is not finite is zero to the transformation: it would stay in its state
         for good.
+      extra: keyword arguments of the call of ``update``, as ``value=``.
     """
     none = jnp.zeros((), jnp.int32)
     if tx is None:
@@ -84,7 +87,9 @@ def update(
         sparse = next(made) if layout.size else empty
         dense = next(made) if layout.dense_size else empty
         return Transformed(sparse, dense, extend.to_varying(state, axis), left_out)
-    gradients, state, left_out = of_leaves(tx, gradients, state, params, axis=axis, drop=drop)
+    gradients, state, left_out = of_leaves(
+        tx, gradients, state, params, axis=axis, drop=drop, extra=extra
+    )
     return Transformed(*_layout.ravel(gradients, layout), state, left_out)
 
 
@@ -96,6 +101,7 @@ def of_leaves(
     *,
     axis: AxisName,
     drop: bool,
+    extra: Mapping[str, Any],
 ) -> tuple[Any, Any, jax.Array]:
     """The gradients as leaves in float32, transformed; the next state; what was left out."""
     # The increments of a 16-bit leaf add up in float32, and so they are made in it.
@@ -103,7 +109,8 @@ def of_leaves(
     none = jnp.zeros((), jnp.int32)
     gradients, left_out = _nonfinite.zeroed(gradients) if drop else (gradients, none)
     params = None if params is None else jax.tree.map(_in_float32, params)
-    gradients, state = tx.update(gradients, _sparse_state.without_lead(state), params)
+    tx = optax.with_extra_args_support(tx)
+    gradients, state = tx.update(gradients, _sparse_state.without_lead(state), params, **extra)
     return gradients, extend.to_varying(_sparse_state.with_lead(state), axis), left_out
 
 

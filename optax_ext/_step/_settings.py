@@ -40,5 +40,6 @@ class Settings:
     shard_axis: tuple[Hashable, ...]
     decay: float
     step_ahead: float | str
-    workers: int = 0
+    # Rows of the arrays tell states of other numbers apart, and `optax.tree.map_params` has none.
+    workers: int = dataclasses.field(default=0, compare=False)
     whole: bool = False

@@ -8,7 +8,7 @@ each device sees its own row, and the layout of its part, so that nothing there 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -60,7 +60,13 @@ def init(
     )
 
 
-def update(feedback: ErrorFeedback, updates: Any, state: SparseAllreduceState, params: Any):
+def update(
+    feedback: ErrorFeedback,
+    updates: Any,
+    state: SparseAllreduceState,
+    params: Any,
+    extra: Mapping[str, Any],
+):
     """One step; ``(updates, state)``."""
     layout, axis = state.layout, feedback.options.axis
     part, sharding = _sharding.part_layout(layout), layout.sharding
@@ -77,6 +83,7 @@ def update(feedback: ErrorFeedback, updates: Any, state: SparseAllreduceState, p
             params,
             axis=axis,
             drop=feedback.options.nonfinite == "drop",
+            extra=extra,
         )
 
     def step(updates: Any, state: Any, left_out: jax.Array) -> Any:
@@ -87,6 +94,7 @@ def update(feedback: ErrorFeedback, updates: Any, state: SparseAllreduceState, p
             state,
             None,
             part,
+            {},
             # All devices of a worker have counted the same.
             left_out=jnp.where(first, left_out, 0),
         )

@@ -13,7 +13,7 @@ from sparse_collectives import transport
 from sparse_collectives.extend import AxisName
 
 
-def assert_local_gradients(*, axis: AxisName) -> optax.GradientTransformation:
+def assert_local_gradients(*, axis: AxisName) -> optax.GradientTransformationExtraArgs:
     """Raises an error when all workers have the same gradients, bit for bit.
 
     A loop that averages gradients itself, by ``pmean`` or by differentiating with respect to
@@ -64,7 +64,8 @@ def assert_local_gradients(*, axis: AxisName) -> optax.GradientTransformation:
         return updates, state
 
     # optax types a state as any pytree, which NamedTuples of arrays are at run time.
-    return optax.GradientTransformation(cast(Any, init), cast(Any, update))
+    tx = optax.GradientTransformation(cast(Any, init), cast(Any, update))
+    return optax.with_extra_args_support(tx)
 
 
 def _raise(equal: Any) -> None:

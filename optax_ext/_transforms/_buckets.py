@@ -21,7 +21,9 @@ class BucketedState(NamedTuple):
     buckets: tuple[Any, ...]
 
 
-def bucketed(tx: optax.GradientTransformation, buckets: int) -> optax.GradientTransformation:
+def bucketed(
+    tx: optax.GradientTransformation, buckets: int
+) -> optax.GradientTransformationExtraArgs:
     """Gives ``tx`` the gradients in several buckets, the last layers first.
 
     A buffer of all gradients is complete when the backward pass is. A bucket of the last
@@ -44,7 +46,8 @@ def bucketed(tx: optax.GradientTransformation, buckets: int) -> optax.GradientTr
         than its share is a bucket.
 
     Returns:
-      An ``optax.GradientTransformation``. :func:`get_info` adds up the counts of its buckets.
+      An ``optax.GradientTransformationExtraArgs``. :func:`get_info` adds up the counts of its
+      buckets.
 
     Raises:
       ValueError: fewer than one bucket.
@@ -56,18 +59,20 @@ def bucketed(tx: optax.GradientTransformation, buckets: int) -> optax.GradientTr
       ... )
     """
     buckets = extend.check_positive_int("buckets", buckets)
+    inner_tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> BucketedState:
         return BucketedState(tuple(tx.init(part) for part in _parts(params, buckets)))
 
-    def update(updates: Any, state: BucketedState, params: Any = None):
+    def update(updates: Any, state: BucketedState, params: Any = None, **extra_args: Any):
         leaves, treedef = jax.tree.flatten(updates)
         given = None if params is None else _parts(params, buckets)
         states, reduced = [], []
         for i, part in enumerate(_parts(updates, buckets)):
             if reduced:
                 part = _after(reduced[-1], part)
-            result, new = tx.update(part, state.buckets[i], None if given is None else given[i])
+            mine = None if given is None else given[i]
+            result, new = inner_tx.update(part, state.buckets[i], mine, **extra_args)
             states.append(new)
             reduced.append(result)
         for result in reduced:
@@ -77,7 +82,7 @@ def bucketed(tx: optax.GradientTransformation, buckets: int) -> optax.GradientTr
         return jax.tree.unflatten(treedef, leaves), BucketedState(tuple(states))
 
     # optax types a state as any pytree, which NamedTuples of arrays are at run time.
-    return optax.GradientTransformation(cast(Any, init), cast(Any, update))
+    return optax.GradientTransformationExtraArgs(cast(Any, init), cast(Any, update))
 
 
 def _after(done: Any, tree: Any) -> Any:

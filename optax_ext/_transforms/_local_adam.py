@@ -30,7 +30,7 @@ def scale_by_local_adam(
     *,
     axis: AxisName | None = None,
     average_every: int | None = None,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     r"""Divides each worker's gradient by the root of its own second moment.
 
     .. math::
@@ -57,7 +57,7 @@ def scale_by_local_adam(
         by a dense allreduce of n float32. None: never. It is for workers whose data differ.
 
     Returns:
-      An ``optax.GradientTransformation``.
+      An ``optax.GradientTransformationExtraArgs``.
 
     Raises:
       ValueError: an argument out of its range; ``average_every`` without ``axis``.
@@ -96,7 +96,8 @@ def scale_by_local_adam(
         return scaled, ScaleByLocalAdamState(count, nu)
 
     # optax types a state as any pytree, which NamedTuples of arrays are at run time.
-    return optax.GradientTransformation(cast(Any, init), cast(Any, update))
+    tx = optax.GradientTransformation(cast(Any, init), cast(Any, update))
+    return optax.with_extra_args_support(tx)
 
 
 def _averaged(nu: Any, now: jax.Array, axis: AxisName) -> Any:

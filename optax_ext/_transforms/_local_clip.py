@@ -12,7 +12,9 @@ from sparse_collectives import extend
 from sparse_collectives.extend import AxisName
 
 
-def local_clip_by_global_norm(max_norm: float, *, axis: AxisName) -> optax.GradientTransformation:
+def local_clip_by_global_norm(
+    max_norm: float, *, axis: AxisName
+) -> optax.GradientTransformationExtraArgs:
     r"""Clips each worker's gradient to a norm of ``max_norm / sqrt(P)``.
 
     .. math:: g_i = g_i \min(1, \frac{max\_norm}{\sqrt P \, \lVert g_i \rVert_2})
@@ -80,4 +82,5 @@ def local_clip_by_global_norm(max_norm: float, *, axis: AxisName) -> optax.Gradi
         return jax.tree.map(clip, updates), state
 
     # optax types a state as any pytree, which NamedTuples of arrays are at run time.
-    return optax.GradientTransformation(cast(Any, init), cast(Any, update))
+    tx = optax.GradientTransformation(cast(Any, init), cast(Any, update))
+    return optax.with_extra_args_support(tx)

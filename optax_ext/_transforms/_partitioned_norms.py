@@ -31,7 +31,7 @@ def scale_by_trust_ratio(
     eps: float | jax.Array = 0.0,
     *,
     axis: AxisName,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     r"""``optax.scale_by_trust_ratio`` with the norms partitioned over the workers.
 
     For layer l with parameters w and update u
@@ -119,7 +119,8 @@ def scale_by_trust_ratio(
         return jax.tree.unflatten(treedef, scaled), state
 
     # optax types a state as any pytree, which NamedTuples of arrays are at run time.
-    return optax.GradientTransformation(cast(Any, init), cast(Any, update))
+    tx = optax.GradientTransformation(cast(Any, init), cast(Any, update))
+    return optax.with_extra_args_support(tx)
 
 
 def lars(
@@ -133,7 +134,7 @@ def lars(
     nesterov: bool = False,
     *,
     axis: AxisName,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """``optax.lars`` with the norms partitioned over the workers.
 
     The arguments and the state are those of ``optax.lars``, and so is the result, to
@@ -154,7 +155,7 @@ def lars(
       axis: the mesh axis (or a tuple of them) of the data-parallel workers.
 
     Returns:
-      An ``optax.GradientTransformation`` to chain behind the one that reduces the
+      An ``optax.GradientTransformationExtraArgs`` to chain behind the one that reduces the
       gradients.
 
     Raises:
@@ -187,7 +188,7 @@ def lamb(
     mask: MaskOrFn = None,
     *,
     axis: AxisName,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """``optax.lamb`` with the norms partitioned over the workers.
 
     The arguments and the state are those of ``optax.lamb``, and so is the result, to
@@ -206,7 +207,7 @@ def lamb(
       axis: the mesh axis (or a tuple of them) of the data-parallel workers.
 
     Returns:
-      An ``optax.GradientTransformation`` to chain behind the one that reduces the
+      An ``optax.GradientTransformationExtraArgs`` to chain behind the one that reduces the
       gradients.
 
     Raises:

@@ -27,7 +27,7 @@ class XiState(NamedTuple):
 
 def measure_xi(
     tx: optax.GradientTransformation, *, axis: AxisName, every: int = 1
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     r"""How far the updates of ``tx`` are from the true global top-k, in norms of the gradient.
 
     .. math::
@@ -59,6 +59,7 @@ def measure_xi(
       >>> tx = optax.chain(measure_xi(sparse, axis="data", every=100), optax.adam(1e-3))
     """
     every = extend.check_positive_int("every", every)
+    inner_tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> XiState:
         inner: Any = tx.init(params)
@@ -70,9 +71,9 @@ def measure_xi(
             )
         return XiState(inner, jnp.zeros((), jnp.float32))
 
-    def update(updates: Any, state: XiState, params: Any = None):
+    def update(updates: Any, state: XiState, params: Any = None, **extra_args: Any):
         before: Any = state.inner
-        updates, after = cast(Any, tx.update(updates, before, params))
+        updates, after = cast(Any, inner_tx.update(updates, before, params, **extra_args))
 
         def measured():
             return _xi(before, after, _layout.ravel(updates, after.layout)[0], axis)
@@ -83,7 +84,7 @@ def measure_xi(
         return updates, XiState(after, xi)
 
     # optax types a state as any pytree, which NamedTuples of arrays are at run time.
-    return optax.GradientTransformation(cast(Any, init), cast(Any, update))
+    return optax.GradientTransformationExtraArgs(cast(Any, init), cast(Any, update))
 
 
 def last(opt_state: Any) -> jax.Array | float:

@@ -8,6 +8,7 @@ listed here or there is private.
 
 from sparse_collectives import transport
 from sparse_collectives._compat import (
+    ambient_mesh,
     axes_of_effects,
     axis_indices,
     axis_is_bound,
@@ -52,6 +53,7 @@ __all__ = [
     "all_finite",
     "all_gather",
     "all_reduce",
+    "ambient_mesh",
     "axes_of_effects",
     "axis_indices",
     "axis_is_bound",

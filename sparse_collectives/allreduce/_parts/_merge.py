@@ -75,7 +75,9 @@ def split_by_owner(
     slots = coo.capacity
     by_sorting = functools.partial(_sources_sorted, workers=workers, capacity=capacity)
     by_counting = functools.partial(_sources_counted, workers=workers, capacity=capacity)
-    if workers <= _FEW_OWNERS:
+    if workers * capacity >= 2**31:  # It counts the slots of all blocks in int32.
+        source, sent, counts = by_sorting(owner, turn)
+    elif workers <= _FEW_OWNERS:
         source, sent, counts = by_counting(owner, turn)
     elif slots * workers <= _MOST_COUNTED:
         source, sent, counts = by_platform(by_sorting, by_counting, owner, turn)

@@ -1,10 +1,11 @@
 """PowerSGD and ACP-SGD as optax transformations."""
 
-from typing import Any, cast
+from typing import Any
 
 import optax
 
 from optax_ext._low_rank._exchange import LowRankExchange
+from optax_ext._state import _anywhere
 from optax_ext._step import _contract, _residual
 from optax_ext._step._contract import DenseSteps
 from optax_ext._step._error_feedback import ErrorFeedback
@@ -22,7 +23,7 @@ def powersgd(
     residual: _residual.Residual | None = None,
     dense_steps: DenseSteps = 0,
     dense_leaves: Any = None,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     r"""PowerSGD: gradients exchanged as products of two thin matrices.
 
     At each step worker i does for each matrix, with orthonormal columns of P and the Q of the
@@ -68,7 +69,7 @@ def powersgd(
         ``"sparse"`` for those that are not.
 
     Returns:
-      An ``optax.GradientTransformation`` with a :class:`SparseAllreduceState`, whose
+      An ``optax.GradientTransformationExtraArgs`` with a :class:`SparseAllreduceState`, whose
       ``allreduce`` has the factors. In its info ``selected`` counts the numbers that a
       worker sends for the matrices, and ``delivered`` the entries of their updates. An empty
       pytree works and does nothing.
@@ -121,7 +122,7 @@ def acp_sgd(
     residual: _residual.Residual | None = None,
     dense_steps: DenseSteps = 0,
     dense_leaves: Any = None,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     r"""ACP-SGD: PowerSGD that sends one of the two factors at a step, in one allreduce.
 
     The steps take turns. With the factors of the step before
@@ -153,7 +154,7 @@ def acp_sgd(
       dense_leaves: further leaves that are exchanged densely.
 
     Returns:
-      An ``optax.GradientTransformation``, as :func:`powersgd` returns it.
+      An ``optax.GradientTransformationExtraArgs``, as :func:`powersgd` returns it.
 
     Raises:
       ValueError: as :func:`powersgd`.
@@ -180,7 +181,9 @@ def acp_sgd(
     )
 
 
-def _low_rank(name: str, rank: int, seed: int, **given: Any) -> optax.GradientTransformation:
+def _low_rank(
+    name: str, rank: int, seed: int, **given: Any
+) -> optax.GradientTransformationExtraArgs:
     rank = extend.check_positive_int("rank", rank)
     seed = extend.check_positive_int("seed", seed, minimum=0)
     options = _contract.checked_options(**given)
@@ -195,5 +198,4 @@ def _low_rank(name: str, rank: int, seed: int, **given: Any) -> optax.GradientTr
             correction="none",
         ),
     )
-    # optax types a state as any pytree, which NamedTuples of arrays are at run time.
-    return optax.GradientTransformation(cast(Any, feedback.init), cast(Any, feedback.update))
+    return _anywhere.transformation(feedback.init, feedback.update, options.axis)

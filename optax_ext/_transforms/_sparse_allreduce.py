@@ -1,9 +1,10 @@
 """Error feedback around a selector and an allreduce, as an optax transformation."""
 
-from typing import Any, cast
+from typing import Any
 
 import optax
 
+from optax_ext._state import _anywhere
 from optax_ext._step import _checks, _contract, _residual
 from optax_ext._step._contract import DenseSteps
 from optax_ext._step._error_feedback import ErrorFeedback
@@ -25,7 +26,7 @@ def sparse_allreduce(
     dense_steps: DenseSteps = 0,
     dense_leaves: Any = None,
     limit: optax.ScalarOrSchedule | None = None,
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     r"""Replaces the dense allreduce of gradients with a sparse one.
 
     At each step worker i does
@@ -110,7 +111,7 @@ def sparse_allreduce(
         residuals that are updates of the parameters, as ``local=`` with a learning rate makes them.
 
     Returns:
-      An ``optax.GradientTransformation``. Its updates have the dtypes of the
+      An ``optax.GradientTransformationExtraArgs``. Its updates have the dtypes of the
       gradients. Memory: the residual, n float32 for each worker, and one n-sized
       buffer during the step. An empty pytree works and does nothing.
 
@@ -157,8 +158,7 @@ def sparse_allreduce(
             shard_axis=allreduce.shard_axis,
         ),
     )
-    # optax types a state as any pytree, which NamedTuples of arrays are at run time.
-    return optax.GradientTransformation(cast(Any, feedback.init), cast(Any, feedback.update))
+    return _anywhere.transformation(feedback.init, feedback.update, options.axis)
 
 
 def _declared(part: Any) -> str | None:

@@ -1,0 +1,279 @@
+"""Optimizers of optax_ext as users of optax call them: with no mapped function around `init`."""
+
+import flax.training.train_state
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+import optax_ext
+import sparse_collectives as sc
+from sparse_collectives import extend
+
+WORKERS = 4
+MAKERS = {
+    "sparse_adamw": lambda **o: optax_ext.sparse_adamw(0.1, axis="data", **o),
+    "sparse_sgd": lambda **o: optax_ext.sparse_sgd(0.1, axis="data", **o),
+    "ok_topk_sgd": lambda **o: optax_ext.ok_topk_sgd(0.1, density=0.5, axis="data", **o),
+    "chain": lambda **o: optax.chain(optax_ext.ok_topk(0.5, axis="data", **o), optax.adam(0.1)),
+    "powersgd": lambda **o: optax.chain(optax_ext.powersgd(1, axis="data", **o), optax.sgd(0.1)),
+    "dense": lambda: optax.chain(optax_ext.dense(axis="data"), optax.adamw(0.1)),
+    "multi_steps": lambda **o: optax_ext.multi_steps(optax_ext.sparse_sgd(0.1, axis="data"), 2),
+}
+PARAMS = {"w": jnp.arange(24.0).reshape(4, 6), "b": jnp.ones(6)}
+
+
+def mesh_of(kind=AxisType.Auto, workers=WORKERS):
+    return jax.make_mesh((workers,), ("data",), axis_types=(kind,))
+
+
+def same(tree, expected):
+    assert jax.tree.structure(tree) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("name", MAKERS)
+def test_under_a_mesh_init_makes_the_state_of_all_workers(name, kind):
+    tx, mesh = MAKERS[name](), mesh_of(kind)
+    expected = optax_ext.init_state(tx, PARAMS, mesh)
+    with jax.set_mesh(mesh):
+        same(tx.init(PARAMS), expected)
+        same(jax.jit(tx.init)(PARAMS), expected)
+        shapes = jax.eval_shape(tx.init, PARAMS)
+    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, expected)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_mesh_that_is_given_once_will_do(name):
+    mesh = mesh_of()
+    tx = optax_ext.with_mesh(MAKERS[name](), mesh)
+    expected = optax_ext.init_state(MAKERS[name](), PARAMS, mesh)
+    same(tx.init(PARAMS), expected)
+    shapes = jax.eval_shape(tx.init, PARAMS)
+    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, expected)
+    inside = sc.simulate(lambda _: tx.init(PARAMS), axis="data", axis_size=WORKERS)
+    plain = sc.simulate(lambda _: MAKERS[name]().init(PARAMS), axis="data", axis_size=WORKERS)
+    same(inside(jnp.zeros(WORKERS)), plain(jnp.zeros(WORKERS)))
+
+
+def test_with_mesh_names_what_is_no_mesh():
+    with pytest.raises(TypeError, match=r"mesh must be a jax.sharding.Mesh, got a dict"):
+        optax_ext.with_mesh(MAKERS["sparse_sgd"](), {"data": 4})
+
+
+def test_sharded_parameters_are_found_where_they_are():
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    split = jax.sharding.NamedSharding(mesh, PartitionSpec(None, "model"))
+    params = {"w": jax.device_put(PARAMS["w"], split)}
+    tx = MAKERS["sparse_adamw"]()
+    expected = optax_ext.init_state(tx, params, mesh)
+    assert expected.parts == 2
+    with jax.set_mesh(mesh):
+        same(tx.init(params), expected)
+
+
+def test_without_a_mesh_the_error_names_what_to_write():
+    tx = MAKERS["sparse_adamw"]()
+    with pytest.raises(ValueError, match=r"jax.set_mesh"):
+        tx.init(PARAMS)
+    with (
+        pytest.raises(ValueError, match=r"axis='data' is not bound"),
+        jax.set_mesh(jax.make_mesh((4,), ("other",), axis_types=(AxisType.Auto,))),
+    ):
+        tx.init(PARAMS)
+
+
+def test_an_abstract_mesh_gives_shapes():
+    mesh = AbstractMesh((WORKERS,), ("data",))
+    with jax.sharding.use_abstract_mesh(mesh):
+        shapes = jax.eval_shape(MAKERS["sparse_adamw"]().init, PARAMS)
+    assert shapes.residual.shape == (WORKERS, 30)
+
+
+@pytest.mark.parametrize("name", ["sparse_adamw", "sparse_sgd", "ok_topk_sgd", "chain"])
+def test_map_params_finds_what_is_like_the_parameters(name):
+    tx, mesh = MAKERS[name](), mesh_of()
+    state = optax_ext.init_state(tx, PARAMS, mesh)
+    marks = {"w": "w", "b": "b"}
+    marked = optax.tree.map_params(
+        tx, lambda _, mark: mark, state, marks, transform_non_params=lambda _: "other"
+    )
+    found = jax.tree.leaves(marked)
+    behind = 2 if name == "chain" else 0  # The moments of Adam.
+    assert found.count("w") == found.count("b") == behind
+    assert found.count("other") == len(found) - 2 * behind
+    assert len(found) == len(jax.tree.leaves(state))
+
+
+def test_optax_reads_the_state():
+    tx, mesh = MAKERS["chain"](), mesh_of()
+    state = optax_ext.init_state(tx, PARAMS, mesh)
+    assert optax.tree.get(state, "info") is optax_ext.get_state(state).info
+    assert optax.tree.get(state, "residual").shape == (WORKERS, 30)
+
+
+@pytest.mark.parametrize("name", ["sparse_adamw", "sparse_sgd"])
+def test_hyperparameters_are_injected_without_naming_what_is_static(name):
+    mesh, factory = mesh_of(), getattr(optax_ext, name)
+    schedule = optax.linear_schedule(0.1, 0.0, 4)
+    tx = optax.inject_hyperparams(factory)(learning_rate=schedule, axis="data")
+    plain = factory(schedule, axis="data")
+    runs = []
+    for chosen in (tx, plain):
+        with jax.set_mesh(mesh):
+            state = chosen.init(PARAMS)
+        step = optax_ext.make_train_step(loss, chosen, mesh)
+        params = jax.tree.map(jnp.copy, PARAMS)
+        params, state, _ = step(params, state, jax.random.normal(jax.random.key(0), (8, 4)))
+        # Adam makes all entries of a first step alike, and the last bit says which are sent.
+        moved = jnp.concatenate([jnp.ravel(params[name] - PARAMS[name]) for name in ("b", "w")])
+        runs.append(WORKERS * moved + jnp.sum(optax_ext.get_state(state).residual, axis=0))
+    np.testing.assert_allclose(*runs, atol=1e-5)
+
+
+def loss(params, batch):
+    return jnp.mean((batch @ params["w"] + params["b"][None]) ** 2)
+
+
+def test_a_train_state_of_flax_is_created_under_a_mesh():
+    mesh, tx = mesh_of(), MAKERS["sparse_adamw"]()
+    with jax.set_mesh(mesh):
+        state = flax.training.train_state.TrainState.create(
+            apply_fn=loss, params=jax.tree.map(jnp.copy, PARAMS), tx=tx
+        )
+    step = optax_ext.make_train_step(loss, tx, mesh)
+    params, opt_state, first = step(state.params, state.opt_state, jnp.ones((8, 4)))
+    _, _, second = step(params, opt_state, jnp.ones((8, 4)))
+    assert second < first
+
+
+@pytest.mark.parametrize("ambient", [True, False], ids=["set_mesh", "with_mesh"])
+def test_an_nnx_optimizer_trains(ambient):
+    mesh, tx = mesh_of(), optax_ext.sparse_adamw(0.01, axis="data")
+    model = nnx.Linear(4, 6, rngs=nnx.Rngs(0))
+    if ambient:
+        with jax.set_mesh(mesh):
+            optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    else:
+        optimizer = nnx.Optimizer(model, optax_ext.with_mesh(tx, mesh), wrt=nnx.Param)
+    specs, split, whole = optax_ext.state_specs(optimizer), PartitionSpec("data"), PartitionSpec()
+
+    def step(model, optimizer, batch):
+        graph, params = nnx.split(model, nnx.Param)
+
+        def loss(params):
+            return jnp.mean((nnx.merge(graph, params)(batch) - 1.0) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(optax_ext.ahead(params, optimizer.opt_state))
+        optimizer.update(model, gradients)
+        return model, optimizer, jax.lax.pmean(value, "data")
+
+    step = jax.jit(
+        jax.shard_map(
+            step, mesh=mesh, in_specs=(whole, specs, split), out_specs=(whole, specs, whole)
+        )
+    )
+    losses = []
+    for _ in range(20):
+        model, optimizer, value = step(model, optimizer, jnp.ones((8, 4)))
+        losses.append(float(value))
+    assert losses[-1] < 0.5 * losses[0]
+
+
+# What optax asks of each of its optimizers, with one worker and with four: that it ends at the
+# minimum of its two test functions, keeps dtypes and the types of its state, and may be put under
+# `lax.cond`.
+WHOLE = {
+    "sparse_adamw": lambda: optax_ext.sparse_adamw(3e-3, axis="data", weight_decay=0.0),
+    "sparse_sgd": lambda: optax_ext.sparse_sgd(1e-3, axis="data"),
+    "ok_topk_sgd": lambda: optax_ext.ok_topk_sgd(1e-3, density=0.5, axis="data"),
+}
+STARTS = {"parabola": [-1.0, 10.0, 1.0], "rosenbrock": [0.0, 0.0]}
+ENDS = {"parabola": [1.0, -1.0, 1.0], "rosenbrock": [1.0, 1.0]}
+
+
+def slope(name, x, aside):
+    """The gradient of a worker; over the workers ``aside`` adds up to 0."""
+    if name == "parabola":
+        return 2.0 * (x - jnp.asarray(ENDS[name], x.dtype)) + aside
+    return jax.grad(lambda x: (1.0 - x[0]) ** 2 + 100.0 * (x[1] - x[0] ** 2) ** 2)(x) + aside
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("function", STARTS)
+@pytest.mark.parametrize("name", WHOLE)
+def test_it_converges_on_the_test_functions_of_optax(name, function, workers):
+    tx = WHOLE[name]()
+
+    def train(index):
+        aside = (0.1 * (index - (workers - 1) / 2)).astype(jnp.float32)
+
+        def step(_, carry):
+            x, state = carry
+            here = optax_ext.ahead(x, state)
+            updates, state = tx.update(slope(function, here, aside), state, x)
+            return optax.apply_updates(x, updates), state
+
+        x = jnp.asarray(STARTS[function])
+        return jax.lax.fori_loop(0, 30_000, step, (x, tx.init(x)))
+
+    run = sc.simulate(train, axis="data", axis_size=workers)
+    x, _ = run(jnp.arange(workers, dtype=jnp.float32))
+    np.testing.assert_allclose(x[0], ENDS[function], atol=3e-2)
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", WHOLE)
+def test_dtypes_stay_and_a_step_may_be_one_of_two_branches(name, dtype, workers):
+    tx = WHOLE[name]()
+
+    def train(_):
+        x = {"w": jnp.ones((3, 2), dtype), "b": jnp.ones((2,), dtype)}
+        state = tx.init(x)
+
+        def step():
+            gradient = jax.tree.map(lambda x: jnp.full(x.shape, 2.0, dtype), x)
+            updates, new = tx.update(gradient, state, x, value=jnp.float32(1), loss_fn=None)
+            return updates, extend.to_varying(new, "data")
+
+        def wait():
+            return jax.tree.map(jnp.zeros_like, x), extend.to_varying(state, "data")
+
+        updates, new = jax.lax.cond(True, step, wait)
+        return updates, new, state
+
+    updates, new, state = sc.simulate(train, axis="data", axis_size=workers)(jnp.zeros(workers))
+    assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(dtype)}
+    types = [[(x.shape, x.dtype, x.weak_type) for x in jax.tree.leaves(t)] for t in (new, state)]
+    assert types[0] == types[1]
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("name", MAKERS)
+def test_extra_arguments_reach_what_is_local_and_what_is_behind(name, workers):
+    found = []
+
+    def spy(where):
+        def update(updates, state, params=None, **extra):
+            found.append((where, sorted(extra)))
+            return updates, state
+
+        return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+
+    takes_local = name in ("chain", "powersgd")
+    options = {"local": spy("local")} if takes_local else {}
+    tx = optax.chain(MAKERS[name](**options), spy("behind"))
+
+    def train(_):
+        return tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=1.0)[0]
+
+    sc.simulate(train, axis="data", axis_size=workers)(jnp.zeros(workers))
+    expected = {("behind", "value")} | ({("local", "value")} if takes_local else set())
+    assert {(where, *names) for where, names in found} == expected
