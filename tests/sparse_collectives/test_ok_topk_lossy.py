@@ -168,16 +168,13 @@ def test_info_reports_the_words_that_the_program_moves(name):
     allreduce, step = reducer(name, workers)
     acc = helpers.hard_accumulators(workers, SIZE)["normal"]
     words = check_step(acc, allreduce, step, allreduce.init(SIZE, workers))[3].words[0]
-    possible = [
-        round(
-            sc.traffic.of_traced(
-                traced(name, False),
-                {"balance": tuple(float(i == branch) for i in range(4))},
-            ).words
-        )
-        for branch in range(4)
-    ]
-    assert round(float(words)) in possible
+    balances = [{"balance": tuple(float(i == branch) for i in range(4))} for branch in range(4)]
+    # What the windows show may be all that it takes.
+    ways = [{"delivery": (0.0, 1.0), **balance} for balance in balances[:1]] + balances
+    assert sum(
+        round(float(words)) == round(sc.traffic.of_traced(traced(name, False), way).words)
+        for way in ways
+    )
 
 
 @pytest.mark.parametrize("name", CODECS)
