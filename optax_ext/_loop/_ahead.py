@@ -59,8 +59,6 @@ def ahead(params: Any, opt_state: Any) -> Any:
 def _share(state: SparseAllreduceState, workers: int) -> Any:
     """What of its residual this worker applies, as leaves."""
     layout, settings = state.layout, state.settings
-    if layout.sharding is None:
-        return _share_of_part(_own_residual(state), layout, settings, workers)
     part = _sharding.part_layout(layout)
 
     def of_device(residual: jax.Array) -> Any:
@@ -82,7 +80,7 @@ def _own_residual(state: SparseAllreduceState) -> jax.Array:
 
 
 def _share_of_part(residual: jax.Array, layout: Any, settings: Any, workers: int) -> Any:
-    """The same of leaves that are whole, or of the part of a device."""
+    """The same of the part of a device."""
     size = layout.size
     coefficient = _residual.coefficient(settings.step_ahead, workers)
     if not coefficient:

@@ -22,7 +22,7 @@ def of(params: Any, opt_state: Any, mesh: Mesh, batch_spec: PartitionSpec | None
         for; a batch_spec that does not begin with the axis of the workers.
     """
     # What all devices hold does not say whether it is dealt out among them; the state does.
-    dealt = any(state.layout.sharding is not None for state in _find.get_states(opt_state))
+    dealt = any(state.layout.sharding.axes for state in _find.get_states(opt_state))
     # Along an axis of one device, sharded and whole are the same.
     split = {name for name, size in mesh.shape.items() if size > 1}
     given = _placement.given_of(params, mesh)
@@ -137,7 +137,7 @@ def _check(given: Any, opt_state: Any, split: Collection[Any]) -> None:
         )
         for path, leaf in leaves:
             name = jax.tree_util.keystr(path)
-            then = PartitionSpec() if sharding is None else sharding.spec(leaf)
+            then = sharding.spec(leaf)
             now = PartitionSpec() if given is None else given.specs.get(name, then)
             if _find.restricted(then, split) != _find.restricted(now, split):
                 raise ValueError(

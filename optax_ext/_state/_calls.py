@@ -37,7 +37,7 @@ def check_workers(opt_state: Any, mesh: Mesh) -> None:
         names = extend.axis_names(state.settings.axis)
         workers = math.prod(mesh.shape[name] for name in names)
         sharding = state.layout.sharding
-        parts = 1 if sharding is None else math.prod(mesh.shape[name] for name in sharding.axes)
+        parts = math.prod(mesh.shape[name] for name in sharding.axes)
         rows = state.residual.shape[0]
         if (rows, state.parts) != (workers * parts, parts):
             devices = "" if state.parts == parts == 1 else f" of {state.parts} devices"

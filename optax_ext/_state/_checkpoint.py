@@ -180,8 +180,8 @@ def _metadata_of(node: SparseAllreduceState) -> dict[str, Any]:
             for path, i in places
         },
     }
-    if layout.sharding is not None:
-        sharding = layout.sharding
+    sharding = layout.sharding
+    if sharding.axes:
         metadata["sharding"] = {
             "devices": dict(zip(map(str, sharding.axes), sharding.sizes, strict=True)),
             "params": {jax.tree_util.keystr(path): str(sharding.spec(i)) for path, i in places},

@@ -130,7 +130,7 @@ def _all_specs(opt_state: Any) -> Any:
         return jax.tree.map(_placed_spec, opt_state)
     axis = axis_of(opt_state)
     check_mesh_axis(axis)
-    parted = any(state.layout.sharding is not None for state in get_states(opt_state))
+    parted = any(state.layout.sharding.axes for state in get_states(opt_state))
     whole = PartitionSpec()
 
     def over(spec: PartitionSpec, tree: Any) -> Any:
@@ -148,8 +148,7 @@ def _all_specs(opt_state: Any) -> Any:
             return jax.tree.map(of_worker, node.tree)
         if not is_state(node):
             return placed(node)
-        sharding = node.layout.sharding
-        part_axes = () if sharding is None else sharding.axes
+        part_axes = node.layout.sharding.axes
         split = PartitionSpec((*extend.axis_names(axis), *part_axes)) if part_axes else None
         split = PartitionSpec(axis) if split is None else split
         shards = (*node.settings.shard_axis, *part_axes)

@@ -144,7 +144,7 @@ def placements(opt_state: Any, params: Any, given: Given) -> Any:
 
 def _local_specs(node: SparseAllreduceState, specs: Any, axis: Any, spec_of: Any) -> Any:
     """Of a transformation in front of the accumulation, which may look at whole leaves."""
-    if node.layout.sharding is None:
+    if not node.layout.sharding.axes:
         return specs
     rows = node.residual.shape[0]
     by_leaf = _of_workers(node.local, axis, spec_of)

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from optax_ext._low_rank._factors import Factors
 from optax_ext._state import _find, _owners, _shards, _wrappers
-from optax_ext._step import _checks, _sharding
+from optax_ext._step import _checks, _layout, _sharding
 from optax_ext._step._sparse_state import SparseAllreduceState
 
 # Columns that are added up at a time, so that the float64 of them stay small.
@@ -122,7 +122,10 @@ def _check(path: str, old: Any, new: Any) -> None:
     _shards.check_all_rows(f"opt_state{path}", old)
     _shards.check_all_rows(f"fresh_state{path}", new)
     # The same leaves, however they are sharded; which of them have to be dense may depend on that.
-    before, after = (dataclasses.replace(x.layout, sharding=None) for x in (old, new))
+    before, after = (
+        dataclasses.replace(x.layout, sharding=_layout.unsharded(x.layout.shapes))
+        for x in (old, new)
+    )
     if before != after:
         _checks.check_layout(after, before)
     if (old.settings.local == "none") != (new.settings.local == "none"):
@@ -278,7 +281,7 @@ def _taken_over(old: SparseAllreduceState, new: SparseAllreduceState) -> Any:
 
 def _buffer_of(node: SparseAllreduceState, array: Any) -> bool | None:
     """Whether it is of the dense buffer of a part, or of the sparse one; or of neither."""
-    if node.layout.sharding is None or array.ndim != 2 or not array.shape[1]:
+    if not node.layout.sharding.axes or array.ndim != 2 or not array.shape[1]:
         return None
     part = _sharding.part_layout(node.layout)
     return {part.dense_size: True, part.size: False}.get(array.shape[1])

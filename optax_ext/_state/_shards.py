@@ -73,14 +73,13 @@ def part_rows(node: SparseAllreduceState, residual: Any) -> Any:
 
 def part_size(node: SparseAllreduceState) -> int:
     """Entries of the buffer that one device has of a worker."""
-    layout = node.layout
-    return layout.size if layout.sharding is None else _sharding.part_layout(layout).size
+    return _sharding.part_layout(node.layout).size
 
 
 def leaves_of(node: SparseAllreduceState, parts: Any) -> Any:
     """The leaves of ``f32[m, n]``, the parts of one worker; those that go dense are 0."""
     layout = node.layout
-    if layout.sharding is None:
+    if not layout.sharding.axes:
         return of_vector(parts[0], layout)
     leaves = [jnp.zeros(s, t) for s, t in zip(layout.shapes, layout.dtypes, strict=True)]
     for leaf, start in _sharding.starts(layout):
@@ -113,7 +112,7 @@ def of_part_rows(node: SparseAllreduceState, parts: Any) -> Any:
 
 def joined(parts: np.ndarray, layout: _layout.TreeLayout, *, dense: bool = False) -> np.ndarray:
     """``[w, m, part]`` as ``[w, n]``: what the devices of each worker have, as one buffer."""
-    if layout.sharding is None:
+    if not layout.sharding.axes:
         return parts[:, 0]
     places = list(_sharding.starts(layout, dense=dense))
     whole = [
@@ -125,7 +124,7 @@ def joined(parts: np.ndarray, layout: _layout.TreeLayout, *, dense: bool = False
 
 def parted(rows: np.ndarray, layout: _layout.TreeLayout, *, dense: bool = False) -> np.ndarray:
     """The inverse of :func:`joined`."""
-    if layout.sharding is None:
+    if not layout.sharding.axes:
         return rows[:, None]
     places = list(_sharding.starts(layout, dense=dense))
     made = []

@@ -1,33 +1,30 @@
-"""The state and the step of error feedback around an exchange."""
+"""The state and the step of error feedback around an exchange, on one device."""
 
 import dataclasses
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from optax_ext._step import (
     _checks,
     _contract,
-    _dense_leaves,
-    _given,
     _layout,
     _local,
     _nonfinite,
     _owner,
-    _probe,
     _residual,
     _settings,
-    _sharded,
     _sparse_state,
 )
-from optax_ext._step._contract import Accumulated, Exchange, Late, Options
+from optax_ext._step._contract import Accumulated, Exchange, Late, Options, Reduced
 from optax_ext._step._local import Transformed
 from optax_ext._step._momentum_correction import MomentumCorrection
 from optax_ext._step._nonfinite import Guarded, Part
 from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
-from sparse_collectives import extend
+from sparse_collectives import extend, transport
 from sparse_collectives.extend import AxisName
 
 # Entries at most: 16 MiB, which allocators keep, and do not ask the system for at each step. A
@@ -37,7 +34,7 @@ _LATE_SIZE, _LATE_ON_GPU = 1 << 22, 1 << 24
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ErrorFeedback:
-    """A transformation that accumulates, exchanges and keeps what was not delivered.
+    """Accumulates, exchanges and keeps what was not delivered.
 
     Attributes:
       exchange: from accumulators to the mean.
@@ -51,26 +48,8 @@ class ErrorFeedback:
     correction: MomentumCorrection | None
     settings: _settings.Settings
 
-    def init(self, params: Any) -> SparseAllreduceState:
-        """The state before the first step, of one worker."""
-        _checks.workers(self.options.axis)
-        if _layout.is_placeholder(params):
-            return self._of_placeholder()
-        labels = _dense_leaves.resolve(self.options.dense_leaves, params)
-        sharding = _given.sharding_of(params, self.options.axis)
-        if sharding is None:
-            layout = _layout.layout_of(params, "params", self.exchange.dense(params, labels))
-            return self.start(layout, params)
-        return _sharded.init(self, params, labels, sharding)
-
-    def _of_placeholder(self) -> SparseAllreduceState:
-        """The state of any parameters, in which ``optax.tree.map_params`` finds none."""
-        some = jnp.zeros((128,), jnp.float32)
-        state = self.start(_layout.layout_of(some, "params"), some)
-        return state._replace(layout=dataclasses.replace(state.layout, of_placeholder=True))
-
-    def start(self, layout: _layout.TreeLayout, params: Any) -> SparseAllreduceState:
-        """The state of this worker, or of this device of it."""
+    def init(self, layout: _layout.TreeLayout) -> SparseAllreduceState:
+        """The state of the part of a device before the first step."""
         options, correction = self.options, self.correction
         size, dense = self.exchange.part_size(layout.size), layout.dense_size
         workers = _checks.workers(options.axis)
@@ -79,7 +58,7 @@ class ErrorFeedback:
             jnp.zeros((size,), options.residual.dtype),
             correction.init(size) if correction is not None else (),
             correction.init(dense) if correction is not None and dense else (),
-            _local.init(options.local, params, layout),
+            _local.init(options.local, layout),
             selector,
             _owner.mark(options.axis),
             _sparse_state.no_info(),
@@ -109,37 +88,26 @@ class ErrorFeedback:
             ),
         )
 
-    def update(self, updates: Any, state: SparseAllreduceState, params: Any = None, **extra: Any):
-        """One step; ``(updates, state)``. What is ``extra`` is for the local transformation."""
-        if _probe.is_on():
-            return self._delivered(updates, state, params, extra)
-        _checks.check_settings(state.settings, self.settings)
-        if state.workers == 1:  # As a worker should see it.
-            _checks.check_workers(state.settings, _checks.workers(self.options.axis))
-        _checks.warn_without_ahead(updates, state, params)
-        if state.layout.sharding is not None:
-            return _sharded.update(self, updates, state, params, extra)
-        layout = self._check(updates, state)
-        if not layout.shapes:
-            return updates, state._replace(count=state.count + 1)
-        return self.step(updates, state, params, layout, extra)
-
     def step(
         self,
         updates: Any,
         state: SparseAllreduceState,
-        params: Any,
         layout: _layout.TreeLayout,
-        extra: Mapping[str, Any],
-        left_out: jax.Array | None = None,
-    ):
-        """One step of this worker, or of the part of one of its devices."""
+        left_out: jax.Array,
+    ) -> tuple[Any, SparseAllreduceState]:
+        """One step of the part of a device; ``(updates, state)``.
+
+        Args:
+          updates: its gradients, as leaves of ``layout``.
+          state: of this device.
+          layout: of its part.
+          left_out: ``i32[]``, entries of the gradients that are not in ``updates``.
+        """
         options = self.options
         size = self.exchange.part_size(layout.size)
         _checks.check_residual(state.residual, size, _checks.workers(options.axis), options.axis)
-        loaded = self._load(updates, state, params, layout, extra)
-        if left_out is not None:
-            loaded = loaded._replace(left_out=loaded.left_out + left_out)
+        loaded = self.load(updates, state, layout)
+        loaded = loaded._replace(left_out=loaded.left_out + left_out)
         late = self._agrees_late(layout)
         guarded = _nonfinite.guard(
             "propagate" if late else options.nonfinite,
@@ -154,7 +122,7 @@ class ErrorFeedback:
             accumulated = accumulated._replace(late=self._late(guarded.parts, state, layout))
         result = self.exchange.reduce(accumulated)
         proceeds = result.proceeds if late else guarded.proceeds
-        result = _sharded.of_all_parts(result, layout.part_axes)
+        result = _of_all_parts(result, layout.part_axes)
         kept = _residual.store(
             # The seed of random rounding is the number of the step.
             result.residual,
@@ -186,15 +154,6 @@ class ErrorFeedback:
         limit = _contract.limit_at(self.options.limit, state.count)
         return () if limit is None else jnp.maximum(state.limit, limit)
 
-    def _delivered(
-        self, updates: Any, state: SparseAllreduceState, params: Any, extra: Mapping[str, Any]
-    ):
-        """A step that delivers all that it is given, for :mod:`optax_ext._state._whole`."""
-        layout = self._check(updates, state)
-        loaded = self._load(updates, state, params, layout, extra)
-        mean = _layout.unravel(loaded.gradient, loaded.dense_gradient, layout, saturate=False)
-        return mean, state._replace(count=state.count + 1, local=loaded.state)
-
     def _agrees_late(self, layout: _layout.TreeLayout) -> bool:
         """Whether the workers agree to skip a step by the messages of its exchange.
 
@@ -219,34 +178,17 @@ class ErrorFeedback:
 
         return Late(_nonfinite.late(parts), settled)
 
-    def _check(self, updates: Any, state: SparseAllreduceState) -> _layout.TreeLayout:
-        """Everything that can be wrong with a call, before anything is computed."""
-        axis = self.options.axis
-        layout = _layout.layout_of(updates, "updates", state.layout.dense)
-        _checks.workers(axis)
-        _checks.check_layout(state.layout, layout)
-        if layout.shapes:
-            _checks.check_local_gradients(updates, axis)
-        return layout
-
-    def _load(
-        self,
-        updates: Any,
-        state: SparseAllreduceState,
-        params: Any,
-        layout: _layout.TreeLayout,
-        extra: Mapping[str, Any],
+    def load(
+        self, updates: Any, state: SparseAllreduceState, layout: _layout.TreeLayout
     ) -> Transformed:
         """The gradients as flat buffers, transformed; of its shard where there are shards."""
         loaded = _local.update(
             self.options.local,
             updates,
             state.local,
-            params,
             layout,
             axis=self.options.axis,
             drop=self.options.nonfinite == "drop",
-            extra=extra,
         )
         if not layout.size:
             return loaded
@@ -298,6 +240,43 @@ class ErrorFeedback:
             proceeds=proceeds,
             is_dense=is_dense,
         )
+
+
+def _of_all_parts(result: Reduced, part_axes: tuple[Hashable, ...]) -> Reduced:
+    """What a step did, of all devices of a worker: sums, and of thresholds the smallest.
+
+    Cost: two allgathers of some words among them.
+    """
+    if not part_axes:
+        return result
+    info = result.info
+    common = [info.delivered, result.dropped, result.withheld, info.global_threshold, info.words]
+    own = [info.selected, info.overflow, info.arrived, info.local_threshold, info.useful]
+    with jax.named_scope("sharded/info"):
+        delivered, dropped, withheld, global_threshold, words = _over_parts(common, part_axes)
+        selected, overflow, arrived, local_threshold, useful = _over_parts(own, part_axes)
+    info = info._replace(
+        delivered=jnp.sum(delivered, dtype=jnp.int32),
+        global_threshold=jnp.min(global_threshold),
+        words=jnp.sum(words),
+        selected=jnp.sum(selected, dtype=jnp.int32),
+        overflow=jnp.sum(overflow, dtype=jnp.int32),
+        arrived=jnp.sum(arrived, dtype=jnp.int32),
+        local_threshold=jnp.min(local_threshold),
+        useful=jnp.sum(useful),
+    )
+    return result._replace(
+        info=info,
+        dropped=jnp.sum(dropped, dtype=jnp.int32),
+        withheld=jnp.sum(withheld, dtype=jnp.int32),
+    )
+
+
+def _over_parts(numbers: list[jax.Array], part_axes: tuple[Hashable, ...]) -> list[jax.Array]:
+    """Each number of all devices of a worker, ``[m]``, in its dtype."""
+    words = [lax.bitcast_convert_type(x, jnp.int32) for x in numbers]
+    gathered = transport.all_gather(extend.to_varying(jnp.stack(words), part_axes), part_axes)
+    return [lax.bitcast_convert_type(gathered[:, i], x.dtype) for i, x in enumerate(numbers)]
 
 
 def _with(axis: AxisName, part_axes: tuple[Hashable, ...]) -> AxisName:

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from optax_ext._step import _sharding
-from optax_ext._step._sharding import Sharding
+from optax_ext._step import _layout, _sharding
+from optax_ext._step._layout import Sharding
 from sparse_collectives import extend
 from sparse_collectives.extend import AxisName
 
@@ -40,15 +40,15 @@ def sharded(given: Given | None) -> Generator[None]:
         _given.reset(token)
 
 
-def sharding_of(params: Any, axis: AxisName) -> Sharding | None:
-    """Of the leaves of ``params``, over the axes besides ``axis``; None where nothing is said.
+def sharding_of(params: Any, axis: AxisName) -> Sharding:
+    """Of the leaves of ``params``, over the axes besides ``axis``; whole where nothing is said.
 
     Raises:
       ValueError: a leaf that was not among those that were given; see :func:`_sharding.of_specs`.
     """
     given = _given.get()
     if given is None:
-        return None
+        return _layout.unsharded([jnp.shape(leaf) for leaf in jax.tree.leaves(params)])
     workers = extend.axis_names(axis)
     others = {name: n for name, n in given.sizes.items() if name not in workers}
     # Along an axis of one worker, sharded and whole are the same.

@@ -2,13 +2,72 @@
 
 import dataclasses
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from sparse_collectives import extend
+
+# For each dimension of a leaf the axes that split it, the major one first.
+Dims = tuple[tuple[Hashable, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    """How the leaves of a tree are sharded over the axes that are not those of the workers.
+
+    Where a device holds all of them it has no axes.
+
+    Attributes:
+      axes: their names, in the order of the mesh.
+      sizes: devices along each of them.
+      dims: of each leaf.
+    """
+
+    axes: tuple[Hashable, ...]
+    sizes: tuple[int, ...]
+    dims: tuple[Dims, ...]
+
+    @property
+    def parts(self) -> int:
+        """m, devices of a worker."""
+        return math.prod(self.sizes)
+
+    def size(self, axes: Sequence[Hashable]) -> int:
+        """Devices along all of ``axes``."""
+        return math.prod(self.sizes[self.axes.index(name)] for name in axes)
+
+    def free(self, leaf: int) -> tuple[Hashable, ...]:
+        """The axes along which all devices hold the same of a leaf."""
+        used = {name for names in self.dims[leaf] for name in names}
+        return tuple(name for name in self.axes if name not in used)
+
+    def spec(self, leaf: int) -> PartitionSpec:
+        """Of a leaf, over these axes alone."""
+        return PartitionSpec(*(names or None for names in self.dims[leaf]))
+
+    def shard_shape(self, leaf: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """What one device holds of a leaf of this shape."""
+        return tuple(
+            length // self.size(names) for length, names in zip(shape, self.dims[leaf], strict=True)
+        )
+
+    def part_shape(self, leaf: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """What one device exchanges of a leaf of this shape: rows of its shard, or a run."""
+        shard, holders = self.shard_shape(leaf, shape), self.size(self.free(leaf))
+        if holders == 1:
+            return shard
+        if shard and shard[0] % holders == 0:
+            return (shard[0] // holders, *shard[1:])
+        return (-(-math.prod(shard) // holders),)
+
+
+def unsharded(shapes: Sequence[tuple[int, ...]]) -> Sharding:
+    """Of leaves that a device holds whole."""
+    return Sharding((), (), tuple(((),) * len(shape) for shape in shapes))
 
 
 @jax.tree_util.register_static
@@ -23,7 +82,7 @@ class TreeLayout:
       shapes: the shape of each leaf.
       dtypes: the dtype of each leaf.
       dense: whether each leaf is exchanged densely, and not in the sparse buffer.
-      sharding: how other axes of the mesh shard the leaves; None where a device holds them whole.
+      sharding: how other axes of the mesh shard the leaves.
       part_axes: the axes over whose devices these leaves are dealt out, where they are the part of
         one of them.
       of_placeholder: whether it is that of what ``optax.tree.map_params`` calls ``init`` with, and
@@ -34,7 +93,7 @@ class TreeLayout:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[Any, ...]
     dense: tuple[bool, ...]
-    sharding: Any = None
+    sharding: Sharding
     part_axes: tuple[Hashable, ...] = ()
     of_placeholder: bool = False
 
@@ -98,7 +157,7 @@ def layout_of(tree: Any, name: str, dense: tuple[bool, ...] | None = None) -> Tr
     dtypes = tuple(jnp.dtype(jnp.result_type(leaf)) for _, leaf in leaves)
     if dense is None or len(dense) != len(shapes):
         dense = (False,) * len(shapes)
-    layout = TreeLayout(treedef, shapes, dtypes, dense)
+    layout = TreeLayout(treedef, shapes, dtypes, dense, unsharded(shapes))
     if layout.size:
         extend.check_size(layout.size)
     return layout

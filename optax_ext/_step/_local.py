@@ -36,61 +36,55 @@ class Transformed(NamedTuple):
     left_out: jax.Array
 
 
-def init(tx: optax.GradientTransformation | None, params: Any, layout: _layout.TreeLayout) -> Any:
-    """Its state, without a leading axis; float32 whatever the dtypes of the leaves."""
+def init(tx: optax.GradientTransformation | None, layout: _layout.TreeLayout) -> Any:
+    """The state of one that is :class:`Elementwise`, in float32, without a leading axis."""
     if tx is None:
         return ()
-    if isinstance(tx, Elementwise):
-        sizes = (layout.size, layout.dense_size)
-        return tx.init([jnp.zeros((size,), jnp.float32) for size in sizes if size])
-    return tx.init(jax.tree.map(_in_float32, params))
+    sizes = (layout.size, layout.dense_size)
+    return tx.init([jnp.zeros((size,), jnp.float32) for size in sizes if size])
 
 
 def update(
     tx: optax.GradientTransformation | None,
     gradients: Any,
     state: Any,
-    params: Any,
     layout: _layout.TreeLayout,
     *,
     axis: AxisName,
     drop: bool,
-    extra: Mapping[str, Any],
 ) -> Transformed:
     """The gradients as flat buffers, transformed.
 
     Args:
-      tx: the transformation, or None.
+      tx: an :class:`Elementwise` transformation, or None.
       gradients: of this worker.
       state: as in the optimizer state: with a leading axis of 1.
-      params: the parameters, or None.
       layout: of the gradients.
       axis: of the workers.
       drop: whether what is not finite is zero to the transformation: it would stay in its state
         for good.
-      extra: keyword arguments of the call of ``update``, as ``value=``.
     """
     none = jnp.zeros((), jnp.int32)
     if tx is None:
         return Transformed(*_layout.ravel(gradients, layout), (), none)
-    if isinstance(tx, Elementwise):
-        gradients = jax.tree.map(_in_float32, gradients)
-        gradients = [x for x in _layout.ravel(gradients, layout) if x.size]
-        gradients, left_out = _nonfinite.zeroed(gradients) if drop else (gradients, none)
-        # In the shape of the state: XLA then writes in place where it is donated.
-        before, step = _sparse_state.with_lead(gradients), jax.vmap(tx.update)
-        gradients = step(before, state)[0]
-        # Computed once more, where it is chosen or not: what is shared would be written twice.
-        state = step(jax.lax.optimization_barrier(before), state)[1]
-        made = iter(_sparse_state.without_lead(gradients))
-        empty = jnp.zeros((0,), jnp.float32)
-        sparse = next(made) if layout.size else empty
-        dense = next(made) if layout.dense_size else empty
-        return Transformed(sparse, dense, extend.to_varying(state, axis), left_out)
-    gradients, state, left_out = of_leaves(
-        tx, gradients, state, params, axis=axis, drop=drop, extra=extra
-    )
-    return Transformed(*_layout.ravel(gradients, layout), state, left_out)
+    gradients = jax.tree.map(_in_float32, gradients)
+    gradients = [x for x in _layout.ravel(gradients, layout) if x.size]
+    gradients, left_out = _nonfinite.zeroed(gradients) if drop else (gradients, none)
+    # In the shape of the state: XLA then writes in place where it is donated.
+    before, step = _sparse_state.with_lead(gradients), jax.vmap(tx.update)
+    gradients = step(before, state)[0]
+    # Computed once more, where it is chosen or not: what is shared would be written twice.
+    state = step(jax.lax.optimization_barrier(before), state)[1]
+    made = iter(_sparse_state.without_lead(gradients))
+    empty = jnp.zeros((0,), jnp.float32)
+    sparse = next(made) if layout.size else empty
+    dense = next(made) if layout.dense_size else empty
+    return Transformed(sparse, dense, extend.to_varying(state, axis), left_out)
+
+
+def init_of_leaves(tx: optax.GradientTransformation, params: Any) -> Any:
+    """The state of one that looks at leaves, in float32, without a leading axis."""
+    return tx.init(jax.tree.map(_in_float32, params))
 
 
 def of_leaves(

@@ -18,59 +18,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from optax_ext._step import _layout
+from optax_ext._step._layout import Sharding
 from sparse_collectives import extend, transport
 from sparse_collectives.extend import AxisName
-
-# For each dimension of a leaf the axes that split it, the major one first.
-Dims = tuple[tuple[Hashable, ...], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Sharding:
-    """How the leaves of a tree are sharded over the axes that are not those of the workers.
-
-    Attributes:
-      axes: their names, in the order of the mesh.
-      sizes: devices along each of them.
-      dims: of each leaf.
-    """
-
-    axes: tuple[Hashable, ...]
-    sizes: tuple[int, ...]
-    dims: tuple[Dims, ...]
-
-    @property
-    def parts(self) -> int:
-        """m, devices of a worker."""
-        return math.prod(self.sizes)
-
-    def size(self, axes: Sequence[Hashable]) -> int:
-        """Devices along all of ``axes``."""
-        return math.prod(self.sizes[self.axes.index(name)] for name in axes)
-
-    def free(self, leaf: int) -> tuple[Hashable, ...]:
-        """The axes along which all devices hold the same of a leaf."""
-        used = {name for names in self.dims[leaf] for name in names}
-        return tuple(name for name in self.axes if name not in used)
-
-    def spec(self, leaf: int) -> PartitionSpec:
-        """Of a leaf, over these axes alone."""
-        return PartitionSpec(*(names or None for names in self.dims[leaf]))
-
-    def shard_shape(self, leaf: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """What one device holds of a leaf of this shape."""
-        return tuple(
-            length // self.size(names) for length, names in zip(shape, self.dims[leaf], strict=True)
-        )
-
-    def part_shape(self, leaf: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """What one device exchanges of a leaf of this shape: rows of its shard, or a run."""
-        shard, holders = self.shard_shape(leaf, shape), self.size(self.free(leaf))
-        if holders == 1:
-            return shard
-        if shard and shard[0] % holders == 0:
-            return (shard[0] // holders, *shard[1:])
-        return (-(-math.prod(shard) // holders),)
 
 
 def of_specs(
@@ -109,15 +59,14 @@ def of_specs(
 def part_layout(layout: _layout.TreeLayout) -> _layout.TreeLayout:
     """The layout of the part that one device exchanges of leaves of ``layout``."""
     sharding = layout.sharding
-    assert sharding is not None
     shapes = tuple(sharding.part_shape(i, shape) for i, shape in enumerate(layout.shapes))
-    return dataclasses.replace(layout, shapes=shapes, sharding=None, part_axes=sharding.axes)
+    whole = _layout.unsharded(shapes)
+    return dataclasses.replace(layout, shapes=shapes, sharding=whole, part_axes=sharding.axes)
 
 
 def take(tree: Any, layout: _layout.TreeLayout) -> Any:
     """The part of this device, of a tree of what it holds. Moves nothing."""
     sharding = layout.sharding
-    assert sharding is not None
 
     def part(leaf: int, shard: jax.Array) -> jax.Array:
         free = sharding.free(leaf)
@@ -143,7 +92,6 @@ def gather(tree: Any, layout: _layout.TreeLayout) -> Any:
     Cost: one allgather for all leaves of a dtype that are replicated over the same axes.
     """
     sharding = layout.sharding
-    assert sharding is not None
     parts = jax.tree.leaves(tree)
     shards: list[Any] = list(parts)
     together: dict[Any, list[int]] = {}
@@ -181,7 +129,6 @@ class Specs(NamedTuple):
 def specs_of(layout: _layout.TreeLayout) -> Specs:
     """The specs for leaves of ``layout``."""
     sharding = layout.sharding
-    assert sharding is not None
     leaves = [sharding.spec(i) for i in range(len(layout.shapes))]
     return Specs(
         jax.tree.unflatten(layout.treedef, leaves),
@@ -254,7 +201,6 @@ def whole_leaves(rows: Any, layout: _layout.TreeLayout, leaf: int, start: int) -
       ``f32`` in the shape of the leaf; NumPy or jax as ``rows`` is.
     """
     sharding = layout.sharding
-    assert sharding is not None
     shape = layout.shapes[leaf]
     part = sharding.part_shape(leaf, shape)
     shard = sharding.shard_shape(leaf, shape)
@@ -283,7 +229,6 @@ def parts_of_leaf(whole: Any, layout: _layout.TreeLayout, leaf: int, pad: Callab
       pad: ``numpy.pad`` or ``jax.numpy.pad``.
     """
     sharding = layout.sharding
-    assert sharding is not None
     shape = layout.shapes[leaf]
     shard = sharding.shard_shape(leaf, shape)
     part = math.prod(sharding.part_shape(leaf, shape))

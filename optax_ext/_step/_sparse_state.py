@@ -113,7 +113,7 @@ class SparseAllreduceState(NamedTuple):
     @property
     def parts(self) -> int:
         """m, devices of a worker that have parts of their own; 1 of parameters that are whole."""
-        return self.layout.sharding.parts if self.layout.sharding is not None else 1
+        return self.layout.sharding.parts
 
 
 def with_lead(tree: Any) -> Any:

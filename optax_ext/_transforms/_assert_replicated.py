@@ -45,7 +45,7 @@ def assert_replicated_gradients(
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any):
         for node in _find.get_states(state):
             sharding = node.layout.sharding
-            if sharding is None or not _sharding.is_manual(sharding):
+            if not _sharding.is_manual(sharding):
                 continue
             leaves = jax.tree_util.tree_leaves_with_path(updates)
             for i, (path, leaf) in enumerate(leaves):

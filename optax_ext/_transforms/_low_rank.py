@@ -9,6 +9,7 @@ from optax_ext._state import _anywhere
 from optax_ext._step import _contract, _residual
 from optax_ext._step._contract import DenseSteps
 from optax_ext._step._error_feedback import ErrorFeedback
+from optax_ext._step._transformation import Transformation
 from sparse_collectives import Spec, extend
 from sparse_collectives.extend import AxisName
 
@@ -187,15 +188,17 @@ def _low_rank(
     rank = extend.check_positive_int("rank", rank)
     seed = extend.check_positive_int("seed", seed, minimum=0)
     options = _contract.checked_options(**given)
-    feedback = ErrorFeedback(
-        exchange=LowRankExchange(rank, name == "acp_sgd", seed, options),
-        options=options,
-        correction=None,
-        settings=_contract.settings_of(
-            options,
-            selector="none",
-            allreduce=str(Spec.of(name, rank=rank, seed=seed)),
-            correction="none",
-        ),
+    made = Transformation(
+        ErrorFeedback(
+            exchange=LowRankExchange(rank, name == "acp_sgd", seed, options),
+            options=options,
+            correction=None,
+            settings=_contract.settings_of(
+                options,
+                selector="none",
+                allreduce=str(Spec.of(name, rank=rank, seed=seed)),
+                correction="none",
+            ),
+        )
     )
-    return _anywhere.transformation(feedback.init, feedback.update, options.axis)
+    return _anywhere.transformation(made.init, made.update, options.axis)

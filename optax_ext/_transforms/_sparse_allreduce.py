@@ -10,6 +10,7 @@ from optax_ext._step._contract import DenseSteps
 from optax_ext._step._error_feedback import ErrorFeedback
 from optax_ext._step._momentum_correction import MomentumCorrection
 from optax_ext._step._sparse_exchange import SparseExchange
+from optax_ext._step._transformation import Transformation
 from sparse_collectives import Selector, SparseAllreduce
 from sparse_collectives.extend import AxisName
 
@@ -146,19 +147,21 @@ def sparse_allreduce(
         dense_leaves=dense_leaves,
         limit=limit,
     )
-    feedback = ErrorFeedback(
-        exchange=SparseExchange(selector, allreduce, correction, options),
-        options=options,
-        correction=correction,
-        settings=_contract.settings_of(
-            options,
-            selector=_declared(selector),
-            allreduce=_declared(allreduce),
-            correction="none" if correction is None else _declared(correction),
-            shard_axis=allreduce.shard_axis,
-        ),
+    made = Transformation(
+        ErrorFeedback(
+            exchange=SparseExchange(selector, allreduce, correction, options),
+            options=options,
+            correction=correction,
+            settings=_contract.settings_of(
+                options,
+                selector=_declared(selector),
+                allreduce=_declared(allreduce),
+                correction="none" if correction is None else _declared(correction),
+                shard_axis=allreduce.shard_axis,
+            ),
+        )
     )
-    return _anywhere.transformation(feedback.init, feedback.update, options.axis)
+    return _anywhere.transformation(made.init, made.update, options.axis)
 
 
 def _declared(part: Any) -> str | None:

@@ -1,0 +1,188 @@
+"""Error feedback as a transformation: each device takes the step of its part of the parameters.
+
+The state has a row for each device of each worker: the devices of a worker are side by side, in the
+order of the mesh. Where parameters are whole a worker is one device, and its part is all of them.
+Inside the region each device sees its own row, and the layout of its part.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from optax_ext._step import (
+    _checks,
+    _dense_leaves,
+    _given,
+    _layout,
+    _local,
+    _probe,
+    _sharding,
+    _sparse_state,
+)
+from optax_ext._step._error_feedback import ErrorFeedback
+from optax_ext._step._sparse_state import SparseAllreduceState
+from sparse_collectives import extend, transport
+
+
+class Transformation:
+    """``init`` and ``update`` of error feedback, where the axis of the workers is bound.
+
+    Args:
+      feedback: what a device does.
+    """
+
+    def __init__(self, feedback: ErrorFeedback):
+        local = feedback.options.local
+        self._of_leaves = None if isinstance(local, _local.Elementwise) else local
+        self._described = feedback
+        if self._of_leaves is not None:
+            without = feedback.options._replace(local=None)
+            feedback = dataclasses.replace(feedback, options=without)
+        self._feedback = feedback
+
+    def init(self, params: Any) -> SparseAllreduceState:
+        """The state of a worker before the first step; of one device where these are manual."""
+        feedback, axis = self._feedback, self._feedback.options.axis
+        workers = _checks.workers(axis)
+        given, placeholder = params, _layout.is_placeholder(params)
+        if placeholder:  # The state of any parameters, in which no flat buffer is like them.
+            params = jnp.zeros((128,), jnp.float32)
+        labels = _dense_leaves.resolve(feedback.options.dense_leaves, params)
+        layout = dataclasses.replace(
+            _layout.layout_of(params, "params"), sharding=_given.sharding_of(params, axis)
+        )
+        part = _sharding.part_layout(layout)
+        # Of the parts: a run of a matrix is no matrix.
+        shapes = zip(part.shapes, part.dtypes, strict=True)
+        parts = jax.tree.unflatten(part.treedef, [jax.ShapeDtypeStruct(*x) for x in shapes])
+        dense = feedback.exchange.dense(parts, labels) or layout.dense
+        layout = dataclasses.replace(layout, dense=dense, of_placeholder=placeholder)
+        part = _sharding.part_layout(layout)
+        state = _sharding.on_each_device(
+            lambda: _stripped(feedback.init(part)),
+            layout.sharding,
+            axis,
+            in_specs=(),
+            out_specs=_specs(layout),
+        )()
+        if self._of_leaves is not None:
+            # It sees whole leaves, and the compiler splits what it keeps as it splits them.
+            kept = _sparse_state.with_lead(_local.init_of_leaves(self._of_leaves, given))
+            state = state._replace(local=extend.to_varying(kept, axis))
+        described = _local.describe(self._described.options.local, state.local)
+        settings = dataclasses.replace(feedback.settings, local=described, workers=workers)
+        return state._replace(layout=layout, settings=settings)
+
+    def update(self, updates: Any, state: SparseAllreduceState, params: Any = None, **extra: Any):
+        """One step; ``(updates, state)``. What is ``extra`` is for the local transformation."""
+        if not _probe.is_on():
+            self._check_state(updates, state, params)
+        # In the tree of the gradients: flax boxes parameters and not gradients.
+        layout = dataclasses.replace(state.layout, treedef=jax.tree.structure(updates))
+        self._check_updates(updates, state.layout)
+        if not layout.shapes:
+            return updates, state._replace(count=state.count + 1)
+        local = self._transformed(updates, state, params, extra)
+        before = _stripped(state)
+        if self._of_leaves is not None:
+            before = before._replace(local=())
+        leaves, specs = _sharding.specs_of(layout).leaves, _specs(layout)
+        updates, new = _sharding.on_each_device(
+            lambda *args: self._on_device(layout, *args),
+            layout.sharding,
+            self._feedback.options.axis,
+            in_specs=(leaves, specs, PartitionSpec()),
+            out_specs=(leaves, specs),
+        )(local.updates, before, local.left_out)
+        if self._of_leaves is not None:
+            proceeds = new.skipped == state.skipped
+            kept = jax.tree.map(lambda a, b: jnp.where(proceeds, a, b), local.kept, state.local)
+            new = new._replace(local=kept)
+        return updates, new._replace(layout=state.layout, settings=state.settings)
+
+    def _on_device(
+        self, layout: _layout.TreeLayout, updates: Any, state: Any, left_out: jax.Array
+    ) -> Any:
+        """The step of a device, of the shards that it holds."""
+        feedback, part = self._feedback, _sharding.part_layout(layout)
+        state = state._replace(layout=part, settings=feedback.settings)
+        mine = _sharding.take(updates, layout)
+        if _probe.is_on():
+            loaded = feedback.load(mine, state, part)
+            mine = _layout.unravel(loaded.gradient, loaded.dense_gradient, part, saturate=False)
+            new = state._replace(count=state.count + 1, local=loaded.state)
+        else:
+            # All devices of a worker have counted the same.
+            first = transport.axis_index(part.part_axes) == 0
+            mine, new = feedback.step(mine, state, part, jnp.where(first, left_out, 0))
+        return _sharding.gather(mine, layout), _stripped(new)
+
+    def _transformed(
+        self, updates: Any, state: SparseAllreduceState, params: Any, extra: Mapping[str, Any]
+    ) -> "_Transformed":
+        """The gradients behind a local transformation that looks at whole leaves."""
+        if self._of_leaves is None:
+            return _Transformed(updates, state.local, jnp.zeros((), jnp.int32))
+        options = self._feedback.options
+        return _Transformed(
+            *_local.of_leaves(
+                self._of_leaves,
+                updates,
+                state.local,
+                params,
+                axis=options.axis,
+                drop=options.nonfinite == "drop",
+                extra=extra,
+            )
+        )
+
+    def _check_state(self, updates: Any, state: SparseAllreduceState, params: Any) -> None:
+        feedback = self._feedback
+        _checks.check_settings(state.settings, feedback.settings)
+        if state.workers == 1:  # As a worker should see it.
+            _checks.check_workers(state.settings, _checks.workers(feedback.options.axis))
+        _checks.warn_without_ahead(updates, state, params)
+
+    def _check_updates(self, updates: Any, layout: _layout.TreeLayout) -> None:
+        """Shards where the axes are manual, and else whole leaves."""
+        sharding, shapes, axis = layout.sharding, layout.shapes, self._feedback.options.axis
+        manual = _sharding.is_manual(sharding)
+        if manual:
+            shapes = tuple(sharding.shard_shape(i, shape) for i, shape in enumerate(shapes))
+        expected = dataclasses.replace(
+            layout, shapes=shapes, sharding=_layout.unsharded(shapes), of_placeholder=False
+        )
+        got = _layout.layout_of(updates, "updates", layout.dense)
+        _checks.workers(axis)
+        _checks.check_layout(expected, got)
+        if layout.shapes:
+            _checks.check_local_gradients(updates, axis)
+        if manual:
+            frees = [sharding.free(i) for i in range(len(shapes))]
+            _checks.check_same_on_devices(updates, frees, axis)
+
+
+class _Transformed(NamedTuple):
+    """Gradients, the next state of the local transformation, and entries that were left out."""
+
+    updates: Any
+    kept: Any
+    left_out: jax.Array
+
+
+def _stripped(state: SparseAllreduceState) -> Any:
+    """The arrays: layout and settings are of a part inside, and of the whole outside."""
+    return state._replace(layout=None, settings=None)  # pyright: ignore[reportArgumentType]
+
+
+def _specs(layout: _layout.TreeLayout) -> Any:
+    """The specs of a stripped state, over the axes of the sharding."""
+    split, whole = PartitionSpec(layout.sharding.axes), PartitionSpec()
+    specs: dict[str, Any] = dict.fromkeys(SparseAllreduceState._fields, split)
+    for name in ("count", "skipped", "dropped", "withheld", "owner", "limit", "info"):
+        specs[name] = whole
+    return SparseAllreduceState(**{**specs, "layout": None, "settings": None})
