@@ -157,7 +157,9 @@ def test_make_train_step_and_init_state_with_arguments_in_another_order():
     order = r"Write optax_ext\.make_train_step\(loss_fn, tx, mesh\)"
     with pytest.raises(TypeError, match=f"tx must be .*got the function loss_fn. {order}"):
         optax_ext.make_train_step(TX, loss_fn, mesh())
-    with pytest.raises(TypeError, match=f"mesh must be .*got a GradientTransformation. {order}"):
+    with pytest.raises(
+        TypeError, match=rf"mesh must be .*got a GradientTransformation\w*. {order}"
+    ):
         optax_ext.make_train_step(loss_fn, TX, TX)
     with pytest.raises(TypeError, match=f"mesh must be .*got a dict. {order}"):
         optax_ext.make_train_step(loss_fn, TX, {"data": 8})
@@ -266,5 +268,8 @@ def test_an_axis_of_another_name(mapped):
 
 
 def test_an_init_that_someone_else_calls_names_them():
-    with pytest.raises(ValueError, match=r"not bound here.*TrainState.*init_state.*nnx\.split"):
+    with pytest.raises(
+        ValueError,
+        match=r"not bound here.*init_state.*jax\.set_mesh.*TrainState.*nnx\.Optimizer.*with_mesh",
+    ):
         TX.init(PARAMS)

@@ -147,19 +147,22 @@ def test_what_is_finite_after_the_decay_is_accumulated(policy):
     np.testing.assert_allclose(total, 2.5e38, rtol=1e-6)
 
 
-def test_a_dense_warm_up_does_not_decay():
+def test_a_dense_step_delivers_what_waits_decayed_once():
     how = optax_ext.residual(decay=0.5)
     tx = optax_ext.topk_a(0.1, axis="w", residual=how, dense_steps=2)
 
     def two_steps(gradient):
         state = tx.init(gradient)
         state = state._replace(residual=jnp.ones_like(state.residual))
-        for _ in range(2):
-            _, state = tx.update(gradient, state)
-        return state.residual
+        first, state = tx.update(gradient, state)
+        second, state = tx.update(gradient, state)
+        return first, second, state.residual
 
-    residual = sc.simulate(two_steps, axis="w", axis_size=2)(jnp.ones((2, 40)))
-    np.testing.assert_array_equal(residual, 1.0)
+    run = sc.simulate(two_steps, axis="w", axis_size=2)
+    first, second, residual = run(jnp.ones((2, 40)))
+    np.testing.assert_array_equal(first, 1.5)
+    np.testing.assert_array_equal(second, 1.0)
+    np.testing.assert_array_equal(residual, 0.0)
 
 
 def test_wrong_options():

