@@ -11,6 +11,7 @@ import pytest
 
 import optax_ext
 import sparse_collectives as sc
+from optax_ext._state._whole import whole
 from sparse_collectives import allreduce, select, wire
 
 DENSITY, RATE, STEPS, WORKERS = 0.1, 0.25, 4, 8
@@ -31,9 +32,15 @@ def with_topk_a(selector):
     return composed(selector, allreduce.topk_a())
 
 
-def ok_topk_sgd(**options):
-    sparse = with_topk(allreduce.ok_topk(density=DENSITY))(local=optax.scale(RATE), **options)
-    return optax.chain(sparse, optax.scale(-1.0))
+def ok_topk_sgd(rate=None, **options):
+    local = optax.scale(RATE) if rate is None else rate
+    sparse = with_topk(allreduce.ok_topk(density=DENSITY))(local=local, **options)
+
+    def update(updates, state, params=None):
+        updates, state = sparse.update(updates, state, params)
+        return jax.tree.map(jnp.negative, updates), state
+
+    return whole(optax.GradientTransformation(sparse.init, update))
 
 
 def dgc(**options):
@@ -265,10 +272,9 @@ def test_options_make_the_program_of_the_composition(name):
 
 def test_ok_topk_sgd_puts_a_schedule_in_front_of_the_accumulation():
     schedule = optax.piecewise_constant_schedule(0.5, {2: 0.1})
-    exchange = allreduce.ok_topk(density=DENSITY)
-    sparse = with_topk(exchange)(local=optax.scale_by_schedule(schedule), axis="w")
+    written_out = composition("ok_topk_sgd", rate=optax.scale_by_schedule(schedule))
     given = text("ok_topk_sgd", alias("ok_topk_sgd", learning_rate=schedule))
-    assert given == text("ok_topk_sgd", optax.chain(sparse, optax.scale(-1.0)))
+    assert given == text("ok_topk_sgd", written_out)
     assert given != text("ok_topk_sgd", alias("ok_topk_sgd"))
 
 
