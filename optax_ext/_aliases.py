@@ -4,7 +4,7 @@ A system that is :func:`topk_a` with another selection has no name here: give th
 selection as ``selector=``. docs/selectors.md lists which paper's system is which.
 """
 
-from typing import Any, TypedDict, Unpack, cast
+from typing import Any, Unpack, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,43 +13,22 @@ import optax
 from optax_ext._optimizers._arguments import rate_alone
 from optax_ext._selection import selection
 from optax_ext._state._whole import whole
-from optax_ext._step._contract import DenseSteps
+from optax_ext._step import _options
 from optax_ext._step._momentum_correction import MomentumCorrection, momentum_correction
-from optax_ext._step._residual import Residual
+from optax_ext._step._options import FeedbackOptions, LocalOptions, SparseOptions, takes
 from optax_ext._transforms._local_clip import local_clip_by_global_norm
 from optax_ext._transforms._sparse_allreduce import sparse_allreduce
 from sparse_collectives import Codec, Selector, allreduce, select, wire
 from sparse_collectives.extend import AxisName
 
 
-class StepOptions(TypedDict, total=False):
-    """The options of :func:`sparse_allreduce` besides its parts, which documents them."""
-
-    nonfinite: str
-    local: optax.GradientTransformation | None
-    residual: Residual | None
-    dense_steps: DenseSteps
-    dense_leaves: Any
-
-
-class Options(StepOptions, total=False):
-    """:class:`StepOptions`, and momentum before the accumulation."""
-
-    correction: MomentumCorrection | None
-
-
+@takes(SparseOptions, allreduce.ok_topk)
 def ok_topk(
     density: float,
     *,
     axis: AxisName,
     selector: Selector | None = None,
-    nonfinite: str = "skip",
-    local: optax.GradientTransformation | None = None,
-    correction: MomentumCorrection | None = None,
-    residual: Residual | None = None,
-    dense_steps: DenseSteps = 0,
-    dense_leaves: Any = None,
-    **exchange: Any,
+    **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """Ok-Topk: O(k) words for each worker and step, whatever the number of workers.
 
@@ -61,14 +40,8 @@ def ok_topk(
         which is exact at every step. With ``paper=True`` it is that of the paper,
         ``select.threshold_reuse(density=density, servo=False, headroom=slack - 1)`` with a
         period of ``global_period``, and with ``paper="corrected"`` that with ``servo="fixed"``.
-      nonfinite: see :func:`sparse_allreduce`, as for all that follow.
-      local: a transformation before the accumulation.
-      correction: momentum before the accumulation.
-      residual: its dtype and decay.
-      dense_steps: how many steps to begin with are dense, or which: see
-        :func:`sparse_allreduce`.
-      dense_leaves: which leaves are exchanged densely.
-      **exchange: see :func:`sparse_collectives.allreduce.ok_topk`.
+      **options: those of :func:`sparse_allreduce`, and of
+        :func:`sparse_collectives.allreduce.ok_topk`.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs`` to chain before an optimizer.
@@ -78,6 +51,8 @@ def ok_topk(
       >>> tx = optax.chain(ok_topk(density=0.01, axis="data"), optax.adam(1e-3))
       >>> as_published = ok_topk(density=0.01, axis="data", paper=True)
     """
+    names = _options.names(SparseOptions)
+    exchange = {name: value for name, value in options.items() if name not in names}
     if exchange.get("paper"):
         # One period and one room for the local half and the global one.
         given = {name: value for name, value in exchange.items() if value is not None}
@@ -93,16 +68,12 @@ def ok_topk(
         selection(density, selector),
         allreduce.ok_topk(density=density, **exchange),
         axis=axis,
-        nonfinite=nonfinite,
-        local=local,
-        correction=correction,
-        residual=residual,
-        dense_steps=dense_steps,
-        dense_leaves=dense_leaves,
+        **{name: value for name, value in options.items() if name in names},
     )
 
 
 @rate_alone
+@takes(FeedbackOptions)
 def ok_topk_sgd(
     learning_rate: optax.ScalarOrSchedule,
     *,
@@ -110,11 +81,8 @@ def ok_topk_sgd(
     axis: AxisName,
     selector: Selector | None = None,
     paper: bool | str = False,
-    nonfinite: str = "skip",
     correction: MomentumCorrection | None = None,
-    residual: Residual | None = None,
-    dense_steps: DenseSteps = 0,
-    dense_leaves: Any = None,
+    **options: Unpack[FeedbackOptions],
 ) -> optax.GradientTransformationExtraArgs:
     r"""Ok-Topk SGD (Algorithm 2 of the paper).
 
@@ -133,12 +101,9 @@ def ok_topk_sgd(
       selector: see :func:`ok_topk`, as for all that follow.
       paper: Algorithm 1 as published, or with corrected thresholds: see
         :func:`sparse_collectives.allreduce.ok_topk`.
-      nonfinite: what to do with what is not finite.
       correction: momentum before the accumulation.
-      residual: its dtype and decay.
-      dense_steps: how many steps to begin with are dense, or which: see
+      **options: ``nonfinite``, ``residual``, ``dense_steps`` and ``dense_leaves`` of
         :func:`sparse_allreduce`.
-      dense_leaves: which leaves are exchanged densely.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs`` whose updates are ready for
@@ -155,13 +120,10 @@ def ok_topk_sgd(
         density,
         axis=axis,
         selector=selector,
-        nonfinite=nonfinite,
         local=local,
         correction=correction,
-        residual=residual,
-        dense_steps=dense_steps,
-        dense_leaves=dense_leaves,
         paper=paper,
+        **options,
     )
 
     def update(gradients: Any, state: Any, params: Any = None, **extra: Any):
@@ -172,13 +134,14 @@ def ok_topk_sgd(
     return whole(optax.GradientTransformationExtraArgs(sparse.init, cast(Any, update)))
 
 
+@takes(SparseOptions)
 def topk_a(
     density: float,
     *,
     axis: AxisName,
     selector: Selector | None = None,
     codec: Codec | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[SparseOptions],
 ) -> optax.GradientTransformationExtraArgs:
     """TopkA: everyone receives everyone's top k. The volume grows with P.
 
@@ -200,13 +163,14 @@ def topk_a(
     return sparse_allreduce(selector, allreduce.topk_a(codec=codec), axis=axis, **options)
 
 
+@takes(SparseOptions)
 def gtopk(
     density: float,
     *,
     axis: AxisName,
     selector: Selector | None = None,
     codec: Codec | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[SparseOptions],
 ) -> optax.GradientTransformationExtraArgs:
     """gTop-k: a tree that keeps k entries at each level; 4 k log2(P) words.
 
@@ -229,6 +193,7 @@ def gtopk(
     return sparse_allreduce(selector, exchange, axis=axis, **options)
 
 
+@takes(SparseOptions)
 def topk_dsa(
     density: float,
     *,
@@ -236,7 +201,7 @@ def topk_dsa(
     selector: Selector | None = None,
     codec: Codec | None = None,
     slack: float = 1.25,
-    **options: Unpack[Options],
+    **options: Unpack[SparseOptions],
 ) -> optax.GradientTransformationExtraArgs:
     """TopkDSA: SparCML's dynamic sparse allreduce, which turns dense where that is shorter.
 
@@ -260,6 +225,7 @@ def topk_dsa(
     return sparse_allreduce(selector, exchange, axis=axis, **options)
 
 
+@takes(SparseOptions)
 def quantized_topk(
     density: float,
     *,
@@ -270,7 +236,7 @@ def quantized_topk(
     feedback: bool = False,
     selector: Selector | None = None,
     slack: float = 1.25,
-    **options: Unpack[Options],
+    **options: Unpack[SparseOptions],
 ) -> optax.GradientTransformationExtraArgs:
     """SparCML's quantized top-k SGD: :func:`topk_dsa` with QSGD values.
 
@@ -318,8 +284,9 @@ def quantized_topk(
     return sparse_allreduce(selection(density, selector), exchange, axis=axis, **options)
 
 
+@takes(SparseOptions)
 def hitopk(
-    density: float, *, axis: AxisName, inner_axis: AxisName, **options: Unpack[Options]
+    density: float, *, axis: AxisName, inner_axis: AxisName, **options: Unpack[SparseOptions]
 ) -> optax.GradientTransformationExtraArgs:
     """HiTopKComm: dense inside the nodes, MSTopK and an allgather between them.
 
@@ -341,6 +308,7 @@ def hitopk(
     return sparse_allreduce(select.mstopk(density=density), exchange, axis=axis, **options)
 
 
+@takes(LocalOptions)
 def dgc(
     density: float,
     *,
@@ -351,7 +319,7 @@ def dgc(
     max_norm: float | None = None,
     selector: Selector | None = None,
     codec: Codec | None = None,
-    **options: Unpack[StepOptions],
+    **options: Unpack[LocalOptions],
 ) -> optax.GradientTransformationExtraArgs:
     """Deep Gradient Compression: sampled top-k, momentum correction, masking and clipping.
 

@@ -1,20 +1,20 @@
 """AdamW with a sparse allreduce in the middle of it."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import optax
 
 from optax_ext._optimizers import _parts
 from optax_ext._optimizers._arguments import rate_alone
-from optax_ext._step._contract import DenseSteps
-from optax_ext._step._residual import Residual
+from optax_ext._step._options import FeedbackOptions, takes
 from optax_ext._transforms._local_adam import scale_by_local_adam
 from sparse_collectives import Selector, SparseAllreduce
 from sparse_collectives.extend import AxisName
 
 
 @rate_alone
+@takes(FeedbackOptions)
 def sparse_adamw(
     learning_rate: optax.ScalarOrSchedule,
     *,
@@ -28,10 +28,7 @@ def sparse_adamw(
     limit: float | str | None = _parts.AUTO,
     selector: Selector | None = None,
     exchange: SparseAllreduce | None = None,
-    residual: Residual | None = None,
-    nonfinite: str = "skip",
-    dense_steps: DenseSteps | None = None,
-    dense_leaves: Any = None,
+    **options: Unpack[FeedbackOptions],
 ) -> optax.GradientTransformationExtraArgs:
     r"""AdamW whose workers exchange a few entries at each step.
 
@@ -76,11 +73,9 @@ def sparse_adamw(
         held back.
       selector: by default ``select.topk(density=density)``.
       exchange: by default ``allreduce.agreed(bits="few")``.
-      residual: dtype, decay and step-ahead, by default float32 and ``step_ahead="auto"``.
-      nonfinite: see :func:`sparse_allreduce`.
-      dense_steps: how many steps to begin with are dense, or which: see
-        :func:`sparse_allreduce`. None: none.
-      dense_leaves: which leaves are exchanged densely.
+      **options: ``nonfinite``, ``residual``, ``dense_steps`` and ``dense_leaves`` of
+        :func:`sparse_allreduce`. The residual is by default in float32, with
+        ``step_ahead="auto"``.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs`` whose updates are ready for
@@ -113,9 +108,6 @@ def sparse_adamw(
         mask=mask,
         selector=selector,
         exchange=exchange,
-        residual=residual,
-        nonfinite=nonfinite,
-        dense_steps=dense_steps,
-        dense_leaves=dense_leaves,
+        **options,
         limit=_parts.limit_of(limit, learning_rate, density),
     )

@@ -9,7 +9,6 @@ import optax
 from optax_ext._selection import selection
 from optax_ext._state import _whole
 from optax_ext._step import _checks
-from optax_ext._step._contract import DenseSteps
 from optax_ext._step._local import Elementwise
 from optax_ext._step._residual import AUTO, Residual
 from optax_ext._step._residual import residual as how_kept
@@ -74,8 +73,7 @@ def whole(
     mask: Any,
     selector: Selector | None,
     exchange: SparseAllreduce | None,
-    residual: Residual | None,
-    dense_steps: DenseSteps | None,
+    residual: Residual | None = None,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer with ``local``, which has the rate, before the accumulation.
@@ -89,7 +87,6 @@ def whole(
         # What the optimizers here do to an entry does not depend on its leaf.
         local=Elementwise(local.init, local.update),
         residual=how_kept(step_ahead=AUTO) if residual is None else residual,
-        dense_steps=0 if dense_steps is None else dense_steps,
         **options,
     )
     return decayed(_whole.whole(sparse), learning_rate, weight_decay, mask)

@@ -1,20 +1,20 @@
 """SGD with a sparse allreduce in the middle of it."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import optax
 
 from optax_ext._optimizers import _parts
 from optax_ext._optimizers._arguments import rate_alone
-from optax_ext._step._contract import DenseSteps
 from optax_ext._step._momentum_correction import MomentumCorrection
-from optax_ext._step._residual import Residual
+from optax_ext._step._options import FeedbackOptions, takes
 from sparse_collectives import Selector, SparseAllreduce
 from sparse_collectives.extend import AxisName
 
 
 @rate_alone
+@takes(FeedbackOptions)
 def sparse_sgd(
     learning_rate: optax.ScalarOrSchedule,
     *,
@@ -25,10 +25,7 @@ def sparse_sgd(
     selector: Selector | None = None,
     exchange: SparseAllreduce | None = None,
     correction: MomentumCorrection | None = None,
-    residual: Residual | None = None,
-    nonfinite: str = "skip",
-    dense_steps: DenseSteps | None = None,
-    dense_leaves: Any = None,
+    **options: Unpack[FeedbackOptions],
 ) -> optax.GradientTransformationExtraArgs:
     r"""SGD whose workers exchange a few entries at each step.
 
@@ -54,10 +51,7 @@ def sparse_sgd(
       selector: the local selection.
       exchange: of what was selected.
       correction: momentum before the accumulation, from :func:`momentum_correction`.
-      residual: how it is kept.
-      nonfinite: what to do with what is not finite.
-      dense_steps: how many steps to begin with are dense, or which.
-      dense_leaves: which leaves are exchanged densely.
+      **options: as of :func:`sparse_adamw`.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs``, as :func:`sparse_adamw` returns it.
@@ -87,8 +81,5 @@ def sparse_sgd(
         selector=selector,
         exchange=exchange,
         correction=correction,
-        residual=residual,
-        nonfinite=nonfinite,
-        dense_steps=dense_steps,
-        dense_leaves=dense_leaves,
+        **options,
     )

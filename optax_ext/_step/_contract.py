@@ -9,12 +9,10 @@ import optax
 
 from optax_ext._step import _checks, _layout, _nonfinite, _residual, _settings, _sparse_state
 from optax_ext._step._nonfinite import Part
+from optax_ext._step._options import DenseSteps
 from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
 from sparse_collectives import extend, transport
 from sparse_collectives.extend import AxisName
-
-# The first so many, or a function of the steps taken, ``i32[]``, that says which.
-DenseSteps = int | Callable[[jax.Array], Any]
 
 
 class Options(NamedTuple):
@@ -148,11 +146,11 @@ class Exchange(Protocol):
 def checked_options(
     *,
     axis: AxisName,
-    nonfinite: str,
-    local: optax.GradientTransformation | None,
-    residual: _residual.Residual | None,
-    dense_steps: DenseSteps,
-    dense_leaves: Any,
+    nonfinite: str = "skip",
+    local: optax.GradientTransformation | None = None,
+    residual: _residual.Residual | None = None,
+    dense_steps: DenseSteps | None = None,
+    dense_leaves: Any = None,
     limit: optax.ScalarOrSchedule | None = None,
 ) -> Options:
     """The options as they were given, or an error that says what to write instead."""
@@ -160,6 +158,7 @@ def checked_options(
     _checks.check_residual_option(residual)
     _checks.check_step_ahead(residual, local)
     _checks.check_limit(limit, local)
+    dense_steps = 0 if dense_steps is None else dense_steps
     if not callable(dense_steps):
         dense_steps = extend.check_positive_int("dense_steps", dense_steps, minimum=0)
     return Options(

@@ -1,29 +1,26 @@
 """PowerSGD and ACP-SGD as optax transformations."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import optax
 
 from optax_ext._low_rank._exchange import LowRankExchange
 from optax_ext._state import _anywhere
-from optax_ext._step import _contract, _residual
-from optax_ext._step._contract import DenseSteps
+from optax_ext._step import _contract
 from optax_ext._step._error_feedback import ErrorFeedback
+from optax_ext._step._options import LocalOptions, takes
 from optax_ext._step._transformation import Transformation
 from sparse_collectives import Spec, extend
 from sparse_collectives.extend import AxisName
 
 
+@takes(LocalOptions)
 def powersgd(
     rank: int,
     *,
     axis: AxisName,
     seed: int = 0,
-    nonfinite: str = "skip",
-    local: optax.GradientTransformation | None = None,
-    residual: _residual.Residual | None = None,
-    dense_steps: DenseSteps = 0,
-    dense_leaves: Any = None,
+    **options: Unpack[LocalOptions],
 ) -> optax.GradientTransformationExtraArgs:
     r"""PowerSGD: gradients exchanged as products of two thin matrices.
 
@@ -60,14 +57,9 @@ def powersgd(
         text.
       axis: the mesh axis (or a tuple of them), or the MPI communicator, of the workers.
       seed: of the first Q, normal numbers which all workers have.
-      nonfinite: ``"skip"``, ``"drop"``, ``"raise"`` or ``"propagate"``; see
-        :func:`sparse_allreduce`, as for all that follow.
-      local: a transformation before the accumulation.
-      residual: its dtype, decay and step-ahead.
-      dense_steps: how many steps to begin with are dense, or which: see
-        :func:`sparse_allreduce`. They leave the factors as they are.
-      dense_leaves: further leaves that are exchanged densely: labels ``"dense"``, and
-        ``"sparse"`` for those that are not.
+      **options: ``nonfinite``, ``local``, ``residual``, ``dense_steps`` and ``dense_leaves`` of
+        :func:`sparse_allreduce`. Dense steps leave the factors as they are, and dense leaves are
+        so besides those that go dense by themselves.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs`` with a :class:`SparseAllreduceState`, whose
@@ -100,29 +92,16 @@ def powersgd(
       Distributed Optimization <https://arxiv.org/abs/1905.13727>`_, NeurIPS 2019, Algorithms 1
       and 2.
     """
-    return _low_rank(
-        "powersgd",
-        rank,
-        seed,
-        axis=axis,
-        nonfinite=nonfinite,
-        local=local,
-        residual=residual,
-        dense_steps=dense_steps,
-        dense_leaves=dense_leaves,
-    )
+    return _low_rank("powersgd", rank, seed, axis=axis, **options)
 
 
+@takes(LocalOptions)
 def acp_sgd(
     rank: int,
     *,
     axis: AxisName,
     seed: int = 0,
-    nonfinite: str = "skip",
-    local: optax.GradientTransformation | None = None,
-    residual: _residual.Residual | None = None,
-    dense_steps: DenseSteps = 0,
-    dense_leaves: Any = None,
+    **options: Unpack[LocalOptions],
 ) -> optax.GradientTransformationExtraArgs:
     r"""ACP-SGD: PowerSGD that sends one of the two factors at a step, in one allreduce.
 
@@ -147,12 +126,7 @@ def acp_sgd(
       rank: r, columns of the factors.
       axis: see :func:`powersgd`, as for all that follow.
       seed: of the first factors.
-      nonfinite: what to do with what is not finite.
-      local: a transformation before the accumulation.
-      residual: its dtype, decay and step-ahead.
-      dense_steps: how many steps to begin with are dense, or which: see
-        :func:`sparse_allreduce`.
-      dense_leaves: further leaves that are exchanged densely.
+      **options: as of :func:`powersgd`.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs``, as :func:`powersgd` returns it.
@@ -169,17 +143,7 @@ def acp_sgd(
       Zhang, Zhang, Shi, Chu and Li, Evaluation and Optimization of Gradient Compression for
       Distributed Deep Learning, ICDCS 2023.
     """
-    return _low_rank(
-        "acp_sgd",
-        rank,
-        seed,
-        axis=axis,
-        nonfinite=nonfinite,
-        local=local,
-        residual=residual,
-        dense_steps=dense_steps,
-        dense_leaves=dense_leaves,
-    )
+    return _low_rank("acp_sgd", rank, seed, axis=axis, **options)
 
 
 def _low_rank(

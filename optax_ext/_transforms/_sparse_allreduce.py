@@ -6,9 +6,9 @@ import optax
 
 from optax_ext._state import _anywhere
 from optax_ext._step import _checks, _contract, _residual
-from optax_ext._step._contract import DenseSteps
 from optax_ext._step._error_feedback import ErrorFeedback
 from optax_ext._step._momentum_correction import MomentumCorrection
+from optax_ext._step._options import DenseSteps
 from optax_ext._step._sparse_exchange import SparseExchange
 from optax_ext._step._transformation import Transformation
 from sparse_collectives import Selector, SparseAllreduce
@@ -24,7 +24,7 @@ def sparse_allreduce(
     local: optax.GradientTransformation | None = None,
     correction: MomentumCorrection | None = None,
     residual: _residual.Residual | None = None,
-    dense_steps: DenseSteps = 0,
+    dense_steps: DenseSteps | None = None,
     dense_leaves: Any = None,
     limit: optax.ScalarOrSchedule | None = None,
 ) -> optax.GradientTransformationExtraArgs:
