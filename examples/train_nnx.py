@@ -5,7 +5,7 @@
     python examples/train_nnx.py --data FOLDER_WITH_IDX_FILES --steps 1000
 
 `nnx.split` takes the parameters out of the model, and the loss puts them back: the optimizer is
-optax's, since `nnx.Optimizer` makes its state where no worker is known. `--compare` trains with
+optax's, so that `make_train_step` can make the step. `--compare` trains with
 the dense AdamW too, from the same parameters and on the same batches.
 """
 

@@ -62,15 +62,15 @@ and `[0]` in the loss.
 
 ## TrainState and nnx.Optimizer
 
-`TrainState.create` of flax calls `tx.init`, which wants to know the workers. Make the state by
-hand:
+`TrainState.create` and `nnx.Optimizer` of flax call `tx.init(params)` by themselves. It makes the
+state of all workers under `jax.set_mesh(mesh)`, and so it does anywhere if the transformation has
+been given the mesh once, as `optax_ext.with_mesh(tx, mesh)`:
 
 ```python
 from flax.training import train_state
 
-opt_state = optax_ext.init_state(tx, params, mesh)
-state = train_state.TrainState(
-    step=0, apply_fn=model.apply, params=params, tx=tx, opt_state=opt_state
+state = train_state.TrainState.create(
+    apply_fn=model.apply, params=params, tx=optax_ext.with_mesh(tx, mesh)
 )
 step = optax_ext.make_train_step(loss_fn, tx, mesh)
 for batch in batches:
@@ -78,7 +78,7 @@ for batch in batches:
     state = state.replace(step=state.step + 1, params=params, opt_state=opt_state)
 ```
 
-or inside `jax.pmap`, where `create` and `apply_gradients` work as they are:
+Inside `jax.pmap`, `create` and `apply_gradients` work as they are:
 
 ```python
 from flax import jax_utils
@@ -99,8 +99,38 @@ for batch in batches:
     state = step(state, jax.tree.map(lambda x: x.reshape(8, -1, *x.shape[1:]), batch))
 ```
 
-`nnx.Optimizer` makes its state where no worker is known, too: `nnx.split` the model, and train
-its parameters.
+An `nnx.Optimizer` is a pytree, and `optax_ext.state_specs` takes it as it is. In a step of your own
+it is updated with the gradients of one worker:
+
+```python
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+network = nnx.Linear(4, 6, rngs=nnx.Rngs(0))
+optimizer = nnx.Optimizer(
+    network, optax_ext.with_mesh(optax_ext.sparse_adamw(1e-2, axis="data"), mesh), wrt=nnx.Param
+)
+specs = optax_ext.state_specs(optimizer)
+
+
+def local_nnx_step(network, optimizer, batch):
+    graph, params = nnx.split(network, nnx.Param)
+
+    def loss(params):
+        return jnp.mean((nnx.merge(graph, params)(batch) - 1.0) ** 2)
+
+    gradients = jax.grad(loss)(optax_ext.ahead(params, optimizer.opt_state))
+    optimizer.update(network, gradients)
+    return network, optimizer
+
+
+nnx_step = jax.jit(
+    jax.shard_map(
+        local_nnx_step, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs)
+    )
+)
+network, optimizer = nnx_step(network, optimizer, jnp.ones((8, 4)))
+```
 
 ## What may be behind a whole optimizer
 

@@ -261,7 +261,7 @@ ROWS = (
         "flax nnx",
         _MODEL,
         ADAM,
-        "Not with `nnx.Optimizer`, which makes its state outside of the mapped function.",
+        "For `nnx.Optimizer` see below.",
         model="nnx",
         how="`graphdef, params = nnx.split(model)`; `nnx.merge(graphdef, params)` in the loss",
     ),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen
+from flax import linen, nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -327,15 +327,15 @@ def test_injected_numbers_that_have_to_be_static_say_so():
 
 @pytest.mark.parametrize("name", ["sparse_sgd", "ok_topk before adam"])
 def test_the_programs_of_the_page_run(name):
-    """Dropout; TrainState by hand, and by `create` inside of pmap, which train alike."""
+    """Dropout; a TrainState on a mesh and one of pmap, which train alike; an nnx.Optimizer."""
     tx = {
         "sparse_sgd": optax_ext.sparse_sgd(0.1, axis="data", exchange=sc.allreduce.topk_a()),
         "ok_topk before adam": optax.chain(optax_ext.topk_a(0.1, axis="data"), optax.adam(0.01)),
     }[name]
     # The others are run by test_works_with_recipes.
-    dropout, by_hand, in_pmap = re.findall(
+    dropout, on_mesh, in_pmap, of_nnx = re.findall(
         r"```python\n(.*?)```", combination_matrix.PAGE.read_text(), re.DOTALL
-    )[:3]
+    )[:4]
     start, loss_fn = combinations.model("linen")
     given = {"jax": jax, "jnp": jnp, "optax_ext": optax_ext, "tx": tx, "mesh": mesh()}
     given |= {"loss_fn": loss_fn, "model": linen.Dense(1), "batches": list(batches())}
@@ -347,7 +347,7 @@ def test_the_programs_of_the_page_run(name):
     masked, trained = fresh(), fresh()
     exec(dropout, masked)
     assert np.isfinite(masked["loss"])
-    exec(by_hand, trained)
+    exec(on_mesh, trained)
     state = trained["state"]
     assert int(state.step) == STEPS
     trained |= {"params": jax.tree.map(jnp.copy, start)}
@@ -356,6 +356,14 @@ def test_the_programs_of_the_page_run(name):
     for a, b in zip(*map(jax.tree.leaves, (state.params, trained["state"].params)), strict=True):
         np.testing.assert_allclose(a, b[0], rtol=1e-4, atol=1e-6)
         np.testing.assert_array_equal(b, np.stack([b[0]] * WORKERS))
+    exec(of_nnx, masked)
+    before, after = (sum(map(jnp.sum, jax.tree.leaves(nnx.state(x)))) for x in nnx_models(masked))
+    assert before != after
+
+
+def nnx_models(names):
+    """The first of a program, and that behind a step."""
+    return nnx.Linear(4, 6, rngs=nnx.Rngs(0)), names["network"]
 
 
 def test_the_documentation_is_up_to_date():

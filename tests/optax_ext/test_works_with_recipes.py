@@ -15,7 +15,7 @@ from tools import combination_matrix
 pytestmark = pytest.mark.usefixtures("default_promotion")
 
 # Those of the first sections are run by test_works_with.
-PROGRAMS = re.findall(r"```python\n(.*?)```", combination_matrix.page(), re.DOTALL)[3:]
+PROGRAMS = re.findall(r"```python\n(.*?)```", combination_matrix.page(), re.DOTALL)[4:]
 
 
 @pytest.fixture(scope="module")
