@@ -4,7 +4,7 @@ Everything is a factory that returns a NamedTuple of pure functions, runs inside
 a mapped function (shard_map, pmap, vmap), and compiles under ``jax.jit``.
 """
 
-from sparse_collectives import allreduce, cost_model, select, traffic, transport, wire
+from sparse_collectives import allreduce, cost_model, planner, select, traffic, transport, wire
 from sparse_collectives._simulate import simulate
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import (
@@ -40,6 +40,7 @@ __all__ = [
     "allreduce",
     "cost_model",
     "measure",
+    "planner",
     "select",
     "simulate",
     "traffic",

@@ -8,14 +8,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Literal, NoReturn
 
-from sparse_collectives import cost_model
+from sparse_collectives import _units, cost_model
 from sparse_collectives.planner import (
     _measured_file,
     _optimizers,
     _plan_report,
     _planner,
     _steps,
-    _units,
 )
 
 _PLAN_HELP = """\
@@ -171,7 +170,7 @@ def _plan(args: argparse.Namespace) -> None:
 
     def plan_for(count: int, local: _planner.LocalCost) -> _planner.Plan:
         workload = cost_model.Workload(size, selected, count, inner, overlap)
-        return _planner.make_plan(
+        return _planner.plan(
             workload,
             network,
             local=local,

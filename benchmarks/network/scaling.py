@@ -19,9 +19,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sparse_collectives import cost_model
+from sparse_collectives import _units, cost_model
 from sparse_collectives.cost_model import Workload
-from sparse_collectives.planner import _units
 
 from .._common import display, options, reports
 from . import _prediction, _volumes

@@ -1,9 +1,6 @@
 """Allreduces: who sends what to whom, and what of it reaches everyone."""
 
 from sparse_collectives.allreduce._agreed import agreed as agreed
-from sparse_collectives.allreduce._auto import AutoChoice as AutoChoice
-from sparse_collectives.allreduce._auto import auto as auto
-from sparse_collectives.allreduce._auto import explain_auto as explain_auto
 from sparse_collectives.allreduce._complete import complete as complete
 from sparse_collectives.allreduce._dense import dense as dense
 from sparse_collectives.allreduce._dense_bucketed import dense_bucketed as dense_bucketed
@@ -29,16 +26,13 @@ from sparse_collectives.allreduce.ok_topk import OkTopkState as OkTopkState
 from sparse_collectives.allreduce.ok_topk import ok_topk as ok_topk
 
 __all__ = [
-    "AutoChoice",
     "OkTopkState",
     "StepState",
     "agreed",
-    "auto",
     "complete",
     "dense",
     "dense_bucketed",
     "dsar_split_allgather",
-    "explain_auto",
     "gtopk",
     "hierarchical",
     "leader",

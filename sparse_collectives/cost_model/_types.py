@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+from sparse_collectives import _units
 from sparse_collectives.cost_model._fill_in import Overlap, check_counts
-from sparse_collectives.planner import _units
 
 BYTES_PER_WORD = 4
 

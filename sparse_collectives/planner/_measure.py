@@ -153,7 +153,7 @@ def measure(
         count below 1.
 
     Examples:
-      ``m = sc.measure(mesh)``, then ``sc.allreduce.auto(density=0.01,
+      ``m = sc.measure(mesh)``, then ``sc.planner.auto(density=0.01,
       latency=m.latency, bandwidth=m.bandwidth)``.
     """
     rounds = check_positive_int("rounds", rounds)

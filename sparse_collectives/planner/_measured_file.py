@@ -3,7 +3,7 @@
 import json
 from typing import NamedTuple
 
-from sparse_collectives.planner import _units
+from sparse_collectives import _units
 
 # `measure` writes some kilobytes.
 _LONGEST_FILE = 1 << 20

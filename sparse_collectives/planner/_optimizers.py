@@ -201,7 +201,7 @@ def plan_optimizers(
         default.
       compute: seconds of forward and backward pass.
       exact: whether to leave out those that round messages.
-      steps: by the name of an allreduce, as :func:`~_planner.make_plan` takes it; those without
+      steps: by the name of an allreduce, as :func:`plan` takes it; those without
         a number are left out, but for the dense ones.
     """
     rows = []

@@ -211,7 +211,7 @@ class Plan(NamedTuple):
     reason: str
 
 
-def make_plan(
+def plan(
     workload: Workload,
     network: Network,
     *,

@@ -119,7 +119,7 @@ def flat_allreduces(
         "dense": sc.allreduce.dense,
         "dense_bucketed": lambda: sc.allreduce.dense_bucketed(buckets=2),
         "leader": sc.allreduce.leader,
-        "auto": lambda: sc.allreduce.auto(
+        "auto": lambda: sc.planner.auto(
             density=density,
             latency=draw(st.sampled_from(("0us", "1ms"))),
             bandwidth=draw(st.sampled_from(("1Gbit", "1kbit"))),

@@ -51,7 +51,7 @@ CASES = {
     "dsar_split_allgather": Case(lambda: _a.dsar_split_allgather(), (3,)),
     "dense": Case(lambda: _a.dense(), (3,)),
     "dense_bucketed": Case(lambda: _a.dense_bucketed(buckets=3), (3,)),
-    "auto": Case(lambda: _a.auto(density=DENSITY, latency="5us", bandwidth="1Gbit"), (3,)),
+    "auto": Case(lambda: sc.planner.auto(density=DENSITY, latency="5us", bandwidth="1Gbit"), (3,)),
     "torus_2d": Case(lambda: _a.torus_2d(), (4,), "grid"),
 }
 

@@ -67,11 +67,11 @@ ALLREDUCES = {
     "gtopk, lossy": (sc.allreduce.gtopk(density=DENSITY, codec=helpers.lossy_codec()), False),
     # `dense` for one worker, `topk_a` for two to four of them, and `spardl` for more.
     "auto, which may be spardl": (
-        sc.allreduce.auto(density=DENSITY, latency="1ms", bandwidth="1Mbit"),
+        sc.planner.auto(density=DENSITY, latency="1ms", bandwidth="1Mbit"),
         False,
     ),
     "auto, ok_topk": (
-        sc.allreduce.auto(density=DENSITY, latency=0.0, bandwidth="1kbit", candidates=["ok_topk"]),
+        sc.planner.auto(density=DENSITY, latency=0.0, bandwidth="1kbit", candidates=["ok_topk"]),
         False,
     ),
 }
@@ -88,7 +88,7 @@ OVER_NODES = {
         False,
     ),
     "hierarchical auto": (
-        sc.allreduce.auto(density=DENSITY, latency="1us", bandwidth="1Gbit"),
+        sc.planner.auto(density=DENSITY, latency="1us", bandwidth="1Gbit"),
         True,
     ),
 }
@@ -276,7 +276,7 @@ def test_density_one_with_room_for_all_is_psum(workers):
         *([sc.allreduce.spardl(density=1.0)] if workers in (1, 3, 7, 8) else []),
         sc.allreduce.ok_topk(density=1.0, slack=float(workers)),
         sc.allreduce.ok_topk(density=1.0, paper=True, slack=math.inf),
-        sc.allreduce.auto(density=1.0, latency="1us", bandwidth="1Gbit"),
+        sc.planner.auto(density=1.0, latency="1us", bandwidth="1Gbit"),
     )
     selector = sc.select.topk(density=1.0)
     acc = helpers.hard_accumulators(workers, 61)["normal"]

@@ -14,11 +14,10 @@ import pytest
 from jax.sharding import AxisType
 
 import sparse_collectives as sc
-from sparse_collectives import allreduce, cost_model
+from sparse_collectives import _units, allreduce, cost_model, planner
 from sparse_collectives.__main__ import main
-from sparse_collectives.allreduce import _auto
 from sparse_collectives.cost_model import Network, Workload, network
-from sparse_collectives.planner import _measure, _plan_report, _planner, _steps, _units
+from sparse_collectives.planner import _auto, _measure, _plan_report, _planner, _steps
 from tests.sparse_collectives import helpers
 
 ROOT = Path(__file__).parents[2]
@@ -109,7 +108,7 @@ def test_a_long_value_is_shortened_in_the_error():
 
 def plan_of(n, density, workers, net, **options):
     k = max(1, round(n * density))
-    return _planner.make_plan(Workload(n, k, workers, options.pop("inner", 1)), net, **options)
+    return _planner.plan(Workload(n, k, workers, options.pop("inner", 1)), net, **options)
 
 
 def test_a_slow_network_gets_ok_topk_and_a_fast_one_dense():
@@ -584,7 +583,7 @@ def test_auto_is_the_program_of_the_chosen_one(chosen):
     # A latency that dwarfs the rest leaves the psum, which has the fewest messages.
     options = NET if chosen == "ok_topk" else {"latency": "1s", "bandwidth": "1Gbit"}
     options = {"density": k / n, "candidates": ["ok_topk"], **options}
-    assert allreduce.explain_auto(n, workers, **options).name == chosen
+    assert planner.explain_auto(n, workers, **options).name == chosen
 
     def program(reducer):
         def body(values, indices):
@@ -596,11 +595,11 @@ def test_auto_is_the_program_of_the_chosen_one(chosen):
         return str(jax.make_jaxpr(jax.vmap(body, axis_name="workers"))(*arguments))
 
     plain = allreduce.dense() if chosen == "dense" else allreduce.ok_topk(density=k / n)
-    assert program(allreduce.auto(**options)) == program(plain)
+    assert program(planner.auto(**options)) == program(plain)
 
 
 def test_auto_runs():
-    reducer = allreduce.auto(density=0.5, latency="1s", bandwidth="1Gbit", candidates=[])
+    reducer = planner.auto(density=0.5, latency="1s", bandwidth="1Gbit", candidates=[])
 
     def body(values, indices):
         coo = sc.PaddedCOO(values, indices, 4)
@@ -616,7 +615,7 @@ def test_auto_runs():
     [option.name for option in _planner.OPTIONS if not option.two_level and not option.complete],
 )
 def test_auto_can_make_every_candidate(name):
-    choice = allreduce.explain_auto(64, 3, density=0.125, candidates=[], **NET)
+    choice = planner.explain_auto(64, 3, density=0.125, candidates=[], **NET)
     reducer = _auto._make(choice._replace(name=name, codec="raw"), 64, 0.125)
 
     def body(values, indices):
@@ -641,7 +640,7 @@ def test_auto_has_a_row_for_every_candidate_and_codec():
 
 @pytest.mark.parametrize("codec", helpers.CODECS)
 def test_auto_gives_the_codec_to_the_chosen_one(codec):
-    choice = allreduce.explain_auto(64, 3, density=0.125, candidates=[], **NET)
+    choice = planner.explain_auto(64, 3, density=0.125, candidates=[], **NET)
     reducer = _auto._make(choice._replace(name="topk_a", codec=codec), 64, 0.125)
     plain = allreduce.topk_a(codec=getattr(sc.wire, codec)())
 
@@ -657,14 +656,14 @@ def test_auto_gives_the_codec_to_the_chosen_one(codec):
 
 
 def test_auto_explains_itself():
-    choice = allreduce.explain_auto(10**6, 64, density=0.01, candidates=["ok_topk"], **NET)
+    choice = planner.explain_auto(10**6, 64, density=0.01, candidates=["ok_topk"], **NET)
     assert {name for name, _, _ in choice.predictions} == {"dense", "ok_topk"}
-    everything = allreduce.explain_auto(10**6, 64, density=0.01, codecs=helpers.CODECS, **NET)
+    everything = planner.explain_auto(10**6, 64, density=0.01, codecs=helpers.CODECS, **NET)
     flat = {o.name for o in _planner.OPTIONS if not o.two_level and not o.complete}
     assert {name for name, _, _ in everything.predictions} == flat
     assert str(choice).startswith("ok_topk with raw: ")
     assert choice.seconds == choice.predictions[0][2]
-    alone = allreduce.explain_auto(10**6, 1, density=0.01, **NET)
+    alone = planner.explain_auto(10**6, 1, density=0.01, **NET)
     assert alone.name == "dense"
     assert "optax_ext.dense" in alone.reason
 
@@ -683,7 +682,7 @@ def test_auto_explains_itself():
 )
 def test_auto_names_a_bad_argument(options, match):
     with pytest.raises(ValueError, match=match):
-        allreduce.auto(**{"density": 0.01, **NET, **options})
+        planner.auto(**{"density": 0.01, **NET, **options})
 
 
 # The fit.

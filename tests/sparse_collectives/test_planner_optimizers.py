@@ -67,7 +67,7 @@ def test_the_measured_speed_where_workers_share_cores_is_predicted(link):
 
 
 def test_with_a_core_for_each_worker_more_is_predicted_than_was_measured_on_shared_ones():
-    alone = _planner.make_plan(Workload(N, N // 100, WORKERS), network("100us", "1Gbit"))
+    alone = _planner.plan(Workload(N, N // 100, WORKERS), network("100us", "1Gbit"))
     step = {row.name: row for row in alone.predictions if row.codec == "raw"}["agreed"]
     assert step.speedup > FACTOR * max(speedups(WORKERS, N, "1gbit")["agreed"])
 

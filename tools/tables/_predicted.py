@@ -51,7 +51,7 @@ def shared_cores(link: str) -> dict[str, tuple[float, list[float]]]:
     loads = [
         cost_model.Workload(_PARAMS, round(density * _PARAMS), _WORKERS) for density in (0.01, 0.05)
     ]
-    plan = _planner.make_plan(loads[0], net, local=local, codecs=["raw"])
+    plan = _planner.plan(loads[0], net, local=local, codecs=["raw"])
     optimizers = _optimizers.plan_optimizers(loads[1], net, local=local)
     steps = {row.name: row.step for row in plan.predictions}
     steps |= {f"{row.name}, {row.codec}": row.step for row in optimizers.predictions}

@@ -4,23 +4,25 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from sparse_collectives import _validation, transport, wire
+from sparse_collectives import _units, _validation, transport, wire
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, SparseAllreduce
-from sparse_collectives.allreduce._dense import dense
-from sparse_collectives.allreduce._dense_bucketed import dense_bucketed
-from sparse_collectives.allreduce._dsar_split_allgather import dsar_split_allgather
-from sparse_collectives.allreduce._gtopk import gtopk
-from sparse_collectives.allreduce._ring_sparse import ring_sparse
-from sparse_collectives.allreduce._spardl import spardl
-from sparse_collectives.allreduce._ssar_recursive_double import ssar_recursive_double
-from sparse_collectives.allreduce._ssar_split_allgather import ssar_split_allgather
-from sparse_collectives.allreduce._topk_a import topk_a
-from sparse_collectives.allreduce.ok_topk import ok_topk
+from sparse_collectives.allreduce import (
+    dense,
+    dense_bucketed,
+    dsar_split_allgather,
+    gtopk,
+    ok_topk,
+    ring_sparse,
+    spardl,
+    ssar_recursive_double,
+    ssar_split_allgather,
+    topk_a,
+)
 from sparse_collectives.cost_model import Network, Workload, network
 from sparse_collectives.cost_model._implementation import bucket_count
 from sparse_collectives.padded_coo import PaddedCOO
-from sparse_collectives.planner import _planner, _units
+from sparse_collectives.planner import _planner
 
 
 class AutoChoice(NamedTuple):
@@ -179,7 +181,7 @@ def _choose(
     size = _validation.check_size(size)
     workers = _validation.check_positive_int("axis_size", workers)
     k = _validation.count_from_density(density, size)
-    plan = _planner.make_plan(
+    plan = _planner.plan(
         Workload(size, k, workers),
         net,
         local=_planner.LocalCost(0.0, merge),
