@@ -113,7 +113,7 @@ def make_train_step(
         updates, opt_state = chain.update(gradients, opt_state, params, value=value)
         _checks.check_replicated_updates(updates, axis)
         _checks.check_state_types(opt_state, _find.state_specs(opt_state), axis)
-        params = optax.apply_updates(params, updates)
+        params, opt_state = optax.apply_updates(params, updates), _init.strongly_typed(opt_state)
         return (params, opt_state, *loss) if has_aux else (params, opt_state, loss)
 
     def step(params, opt_state, batch, places):

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import optax
+from jax import lax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -73,7 +74,7 @@ def _made(tx: Any, params: Any, mesh: Any, specs: Any) -> tuple[Any, Any]:
 
     def init(params: Any) -> Any:
         with _given.sharded(given):
-            return tx.init(params)
+            return strongly_typed(tx.init(params))
 
     everywhere = init
     for name in reversed(names):
@@ -110,6 +111,17 @@ def _made(tx: Any, params: Any, mesh: Any, specs: Any) -> tuple[Any, Any]:
     placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), where, is_leaf=_find.is_spec)
     made = jax.jit(mapped, out_shardings=placed)(_placement.put(params, mesh, given))
     return made, where
+
+
+def strongly_typed(opt_state: Any) -> Any:
+    """The state without weak types, as ``optax.contrib.reduce_on_plateau`` makes one at first.
+
+    A weak type that a step makes a strong one would be another program for the second step.
+    """
+    return jax.tree.map(
+        lambda x: lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x,
+        opt_state,
+    )
 
 
 def _on(mesh: Any, state: Any, specs: Any) -> Any:
