@@ -88,6 +88,11 @@ class Places:
             other._states,
         )
 
+    @property
+    def if_sharded(self) -> Places | None:
+        """As a jitted step takes it: None where there is nothing to keep in place."""
+        return self if self.sharded else None
+
     def holds(self, params: Any) -> bool:
         """Whether the parameters are where they were."""
         if not self.sharded:

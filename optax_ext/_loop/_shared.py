@@ -5,44 +5,20 @@ the process where a buffer that is donated has another use. ``jax.device_put`` o
 others that share its buffer on one device, so that identity alone does not tell.
 """
 
-import weakref
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 
-class Unshared:
-    """Copies what occurs twice in what a step is given.
-
-    What a step has returned shares nothing, so that only other arrays are looked at.
-    """
-
-    def __init__(self) -> None:
-        self._made: dict[int, weakref.ref[Any]] = {}
-
-    def returned(self, *donated: Any) -> None:
-        """Remembers arrays of which each has a buffer of its own."""
-        leaves = filter(_is_array, jax.tree.leaves(donated))
-        self._made = {id(leaf): weakref.ref(leaf) for leaf in leaves}
-
-    def __call__(self, donated: Any, batch: Any) -> tuple[Any, Any]:
-        """``(donated, batch)``, with copies of arrays whose buffer was there before."""
-        leaves, treedef = jax.tree.flatten(donated)
-        seen = {id(leaf) for leaf in leaves}
-        of_batch = jax.tree.leaves(batch)
-        alone = len(seen) == len(leaves) and all(id(leaf) not in seen for leaf in of_batch)
-        if alone and all(map(self._is_known, leaves)):
-            return donated, batch
-        buffers: set[tuple[Any, int]] = set()
-        leaves = [_unshared(leaf, buffers) for leaf in leaves]
-        # Two leaves of a batch may share what is not donated.
-        batch = jax.tree.map(lambda leaf: _unshared(leaf, {*buffers}), batch)
-        return jax.tree.unflatten(treedef, leaves), batch
-
-    def _is_known(self, leaf: Any) -> bool:
-        known = self._made.get(id(leaf))
-        return known is not None and known() is leaf
+def unshared(donated: Any, batch: Any) -> tuple[Any, Any]:
+    """``(donated, batch)``, with copies of arrays whose buffer was there before."""
+    leaves, treedef = jax.tree.flatten(donated)
+    buffers: set[tuple[Any, int]] = set()
+    leaves = [_unshared(leaf, buffers) for leaf in leaves]
+    # Two leaves of a batch may share what is not donated.
+    batch = jax.tree.map(lambda leaf: _unshared(leaf, {*buffers}), batch)
+    return jax.tree.unflatten(treedef, leaves), batch
 
 
 def _unshared(leaf: Any, buffers: set[tuple[Any, int]]) -> Any:

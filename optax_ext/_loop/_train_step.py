@@ -8,10 +8,9 @@ from typing import Any
 
 import jax
 import optax
-from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
-from optax_ext._loop import _in_flight, _places, _shared
+from optax_ext._loop import _in_flight, _places, _returned, _shared
 from optax_ext._loop._ahead import ahead
 from optax_ext._state import _calls, _find, _init, _owners, _placement, _whole
 from optax_ext._step import _checks
@@ -158,7 +157,8 @@ class TrainStep:
         self._mesh = mesh
         self._batch_spec = batch_spec
         self._queue = _in_flight.Queue(in_flight)
-        self._unshared = _shared.Unshared() if donates else None
+        self._donates = donates
+        self._returned = _returned.Returned((), (), None)
         self._places: dict[Any, _places.Places] = {}
 
     def __call__(self, params: Any, opt_state: Any, batch: Any, *more: Any) -> tuple[Any, ...]:
@@ -174,29 +174,36 @@ class TrainStep:
                 f"Write step(params, opt_state, ({names})), and loss_fn(params, batch) with "
                 f"{names} = batch."
             )
-        _check_not_donated(params=params, opt_state=opt_state, batch=batch)
-        _check_global(batch, self._mesh, opt_state)
-        params, opt_state, batch, places = self._placed(params, opt_state, batch)
-        if self._unshared is not None:
-            (params, opt_state), batch = self._unshared((params, opt_state), batch)
-        results = self._step(params, opt_state, batch, places=places)
-        if self._unshared is not None:
-            self._unshared.returned(*results[:2])
+        places = self._returned.places_of(params, opt_state, batch)
+        if places is None:
+            _check_not_donated(params=params, opt_state=opt_state, batch=batch)
+            _check_global(batch, self._mesh, opt_state)
+            params, opt_state, places = self._placed(params, opt_state)
+            batch = places.put_batch(batch)
+            if self._donates:
+                (params, opt_state), batch = _shared.unshared((params, opt_state), batch)
+        else:
+            _check_global(batch, self._mesh, opt_state)
+            batch = places.put_batch(batch)
+        results = self._step(params, opt_state, batch, places=places.if_sharded)
+        self._returned = _returned.Returned(results[0], results[1], places)
         # The loss is new at each step, and nobody donates it.
         self._queue.add(results[2])
         return results
 
     def trace(self, params: Any, opt_state: Any, batch: Any) -> jax.stages.Traced:
         """As ``jax.jit(f).trace``, for :mod:`sparse_collectives.traffic` among others."""
-        params, opt_state, batch, places = self._placed(params, opt_state, batch)
-        return self._step.trace(params, opt_state, batch, places=places)
+        params, opt_state, places = self._placed(params, opt_state)
+        batch = places.put_batch(batch)
+        return self._step.trace(params, opt_state, batch, places=places.if_sharded)
 
     def lower(self, params: Any, opt_state: Any, batch: Any) -> jax.stages.Lowered:
         """As ``jax.jit(f).lower``."""
-        params, opt_state, batch, places = self._placed(params, opt_state, batch)
-        return self._step.lower(params, opt_state, batch, places=places)
+        params, opt_state, places = self._placed(params, opt_state)
+        batch = places.put_batch(batch)
+        return self._step.lower(params, opt_state, batch, places=places.if_sharded)
 
-    def _placed(self, params: Any, opt_state: Any, batch: Any) -> tuple[Any, ...]:
+    def _placed(self, params: Any, opt_state: Any) -> tuple[Any, Any, _places.Places]:
         # Where an array is belongs to its type, so arrays that are not on the
         # mesh at the first call would make it another program than the second.
         structure = jax.tree.structure((params, opt_state))
@@ -210,8 +217,7 @@ class TrainStep:
         if not places.holds_state(opt_state):
             _calls.check_workers(opt_state, self._mesh)
             opt_state = places.put_state(opt_state)
-        params = places.put(params)
-        return params, opt_state, places.put_batch(batch), places if places.sharded else None
+        return places.put(params), opt_state, places
 
 
 def _axis_on(mesh: Mesh, opt_state: Any) -> Any:
@@ -232,10 +238,10 @@ def _check_workers(mesh: Mesh, opt_state: Any) -> None:
 def _check_not_donated(**trees: Any) -> None:
     """No earlier step has taken over the arrays; with some versions of JAX that is no error."""
     # Of each step: the paths are only looked for where something is wrong.
-    if not any(map(_is_deleted, jax.tree.leaves(trees))):
+    if not any(map(_returned.is_deleted, jax.tree.leaves(trees))):
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
-        if _is_deleted(leaf):
+        if _returned.is_deleted(leaf):
             # The first key is the name of the argument.
             name = path[0].key + jax.tree_util.keystr(path[1:])
             raise ValueError(
@@ -244,10 +250,6 @@ def _check_not_donated(**trees: Any) -> None:
                 "(jax.tree.map(jax.numpy.copy, params)), or write make_train_step(..., "
                 "donate=False)."
             )
-
-
-def _is_deleted(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
 
 
 def _check_global(batch: Any, mesh: Mesh, opt_state: Any) -> None:

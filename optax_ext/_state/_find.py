@@ -1,5 +1,6 @@
 """Finding the states of allreduces in an optimizer state: their infos, axis and PartitionSpecs."""
 
+import functools
 from collections.abc import Collection, Hashable
 from typing import Any
 
@@ -71,10 +72,7 @@ def axis_of(opt_state: Any) -> Hashable:
     Raises:
       ValueError: there is none, or they name different axes.
     """
-    axes = {
-        state.settings.axis if isinstance(state, SparseAllreduceState) else state.axis: None
-        for state in _wrappers.reductions(opt_state)
-    }
+    axes = _axes_of(jax.tree.structure(opt_state))
     if not axes:
         raise ValueError(
             "opt_state has no sparse allreduce, and no optax_ext.dense, in it, so nothing says "
@@ -88,7 +86,18 @@ def axis_of(opt_state: Any) -> Hashable:
             f"tx has allreduces over different axes, {names}: all of them average the gradients of "
             "the same workers. Give each the same axis=, a tuple where it has several names."
         )
-    return next(iter(axes))
+    return axes[0]
+
+
+@functools.lru_cache(maxsize=256)
+def _axes_of(structure: Any) -> list[Hashable]:
+    """Those that the reductions name; once for each structure, and not at each call."""
+    opt_state = jax.tree.unflatten(structure, [0] * structure.num_leaves)
+    axes = (
+        state.settings.axis if isinstance(state, SparseAllreduceState) else state.axis
+        for state in _wrappers.reductions(opt_state)
+    )
+    return list(dict.fromkeys(axes))
 
 
 def state_specs(opt_state: Any, *, manual: AxisName | None = None) -> Any:

@@ -1,6 +1,7 @@
 """Between a pytree of gradients and the flat buffers: the one that is sparsified, and the rest."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -98,6 +99,8 @@ class TreeLayout:
     of_placeholder: bool = False
 
     def __eq__(self, other: Any) -> bool:
+        if self is other:
+            return True
         if not isinstance(other, TreeLayout):
             return NotImplemented
         if self.of_placeholder or other.of_placeholder:
@@ -105,6 +108,11 @@ class TreeLayout:
         return self._key == other._key
 
     def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        # Of a thousand leaves, and asked for at each call of a step.
         return hash(self._key)
 
     @property
