@@ -20,6 +20,7 @@ def quick_run(tmp_path_factory):
     return figure, json.loads(numbers.read_text())
 
 
+@pytest.mark.slow
 def test_digits_writes_a_figure_and_nothing_else(quick_run):
     figure, _ = quick_run
     with Image.open(figure) as image:
@@ -28,6 +29,7 @@ def test_digits_writes_a_figure_and_nothing_else(quick_run):
     assert [path.name for path in figure.parent.iterdir()] == [figure.name]
 
 
+@pytest.mark.slow
 def test_digits_reports_what_was_sent(quick_run):
     _, numbers = quick_run
     runs = numbers["runs"]
@@ -61,6 +63,7 @@ def test_digits_rejects_bad_options_in_one_line(argv, capsys):
     assert "\n" not in message
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_leaves_no_file(tmp_path, monkeypatch, capsys):
     def interrupt(*_):
         raise KeyboardInterrupt

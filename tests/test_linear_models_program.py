@@ -32,6 +32,7 @@ def libsvm_file(path, rows=900):
     return str(path)
 
 
+@pytest.mark.slow
 def test_the_program_compares_exchanges_on_a_file(tmp_path, capsys):
     file = libsvm_file(tmp_path / "rows", 300)
     argv = ["--data", file, "--test", file, "--workers", "2", "--epochs", "2", "--solver"]

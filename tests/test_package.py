@@ -146,6 +146,7 @@ def test_the_citation_is_complete_and_of_this_version():
     assert (str(date) if date else None) == (released[1] if released else None)
 
 
+@pytest.mark.slow
 def test_importing_starts_no_backend():
     code = """
 import sparse_collectives, optax_ext

@@ -116,6 +116,7 @@ def check_refusals(results, spread):
             assert got == {}
 
 
+@pytest.mark.slow
 def test_two_processes_have_the_bits_of_one(two_processes, tmp_path):
     _, results = two_processes
     check_all(tmp_path, QUICK, results, workers=2)
@@ -131,6 +132,7 @@ def test_processes_have_the_bits_of_one(processes, devices, tmp_path):
     check_all(tmp_path / "one", LONG, results, workers=processes * devices)
 
 
+@pytest.mark.slow
 def test_a_restored_state_goes_on_with_the_same_bits(two_processes):
     _, results = two_processes
     for got in results["save"]:

@@ -263,6 +263,7 @@ def test_options_make_the_program_of_the_composition(name):
     assert text(name, alias(name)) != expected
 
 
+@pytest.mark.slow
 def test_ok_topk_sgd_puts_a_schedule_in_front_of_the_accumulation():
     schedule = optax.piecewise_constant_schedule(0.5, {2: 0.1})
     exchange = allreduce.ok_topk(density=DENSITY)

@@ -91,6 +91,7 @@ def test_averaged_gradients_are_an_error(mode):
     is_an_error(mode(True))
 
 
+@pytest.mark.slow
 @MODES
 def test_local_gradients_pass_unchanged(mode):
     updates = mode(False)()

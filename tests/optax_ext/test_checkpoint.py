@@ -128,6 +128,7 @@ def test_the_metadata_names_the_states_of_a_local_transformation(local, expected
     assert optax_ext.checkpoint_metadata(state)["sparse"]["[0]"]["local"] == expected
 
 
+@pytest.mark.slow
 def test_the_recipes_run(tmp_path):
     programs = re.findall(r"```python\n(.*?)```", RECIPES.read_text(), re.DOTALL)
     assert len(programs) == 4

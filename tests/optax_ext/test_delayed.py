@@ -48,6 +48,7 @@ def test_it_is_the_training_on_gradients_of_the_step_before(name):
     assert state.gradient_step.tolist() == [5] * WORKERS
 
 
+@pytest.mark.slow
 def test_an_update_does_not_depend_on_the_gradient_of_its_step():
     tx = optax_ext.delayed(chain("ok_topk"))
     given = np.zeros((WORKERS, 2, SIZE), np.float32)

@@ -94,6 +94,7 @@ def test_nothing_is_lost_and_all_workers_agree(workers, density, dtype):
     assert (np.asarray(state.skipped) == 0).all()
 
 
+@pytest.mark.slow
 def test_with_threshold_reuse_as_in_the_paper():
     selector = sc.select.threshold_reuse(density=0.02, period=32)
     tx = optax_ext.ok_topk(density=0.02, axis="w", selector=selector, global_period=32)
@@ -126,6 +127,7 @@ def test_agreed_indices(workers, dtype, bits):
     assert arrived == selected if bits == 32 else arrived > 0.9 * selected
 
 
+@pytest.mark.slow
 def test_dense_allreduce_keeps_nothing():
     tx = optax_ext.sparse_allreduce(sc.select.topk(density=1.0), sc.allreduce.dense(), axis="w")
     state, (lost, agree, _, _) = run(tx, 3, "float32", steps=5)
@@ -134,6 +136,7 @@ def test_dense_allreduce_keeps_nothing():
     assert (np.asarray(state.residual) == 0).all()
 
 
+@pytest.mark.slow
 def test_a_lost_entry_would_be_noticed():
     """The check itself: an allreduce that drops what it does not deliver fails it."""
     honest = sc.allreduce.ok_topk(density=0.01)
@@ -152,6 +155,7 @@ def test_a_lost_entry_would_be_noticed():
     assert lost.max() > 1e-2
 
 
+@pytest.mark.slow
 def test_ok_topk_sgd_is_algorithm_2_with_a_schedule():
     """The learning rate of a gradient is that of its own step, also in the residual."""
     from tests.reference import ok_topk as oracle

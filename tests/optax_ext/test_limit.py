@@ -119,6 +119,7 @@ def test_dense_steps_have_no_limit():
     assert updates.tolist() == [[-3.0, -2.0]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["skip", "propagate"])
 def test_what_is_not_finite_goes_as_without_a_limit(policy):
     def made(limit):

@@ -50,6 +50,7 @@ def select_and_sum(density, **options):
 # A gradient.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("correction", [None, optax_ext.momentum_correction(0.9, masking=False)])
 def test_dropped_entries_are_as_if_they_had_not_been(correction):
     tx = optax_ext.topk_a(0.1, axis="w", nonfinite="drop", correction=correction)
@@ -67,6 +68,7 @@ def test_dropped_entries_are_as_if_they_had_not_been(correction):
         np.testing.assert_array_equal(velocities[2, 1, 0, 7], velocities[1, 1, 0, 7])
 
 
+@pytest.mark.slow
 def test_a_dropped_entry_does_not_stay_in_a_local_transformation():
     """The average of the gradients that it keeps would be NaN for good."""
     tx = optax_ext.topk_a(0.1, axis="w", nonfinite="drop", local=optax.ema(0.9, debias=False))
@@ -81,6 +83,7 @@ def test_a_dropped_entry_does_not_stay_in_a_local_transformation():
     assert state.dropped.tolist() == [3] * WORKERS
 
 
+@pytest.mark.slow
 def test_a_skipped_step_leaves_the_velocity():
     tx = optax_ext.dgc(0.1, axis="w", dense_steps=1)
     state, (updates, (residuals, velocities, _)) = run(tx, spoiled())
@@ -91,6 +94,7 @@ def test_a_skipped_step_leaves_the_velocity():
         np.testing.assert_array_equal(velocities[step], velocities[step - 1])
 
 
+@pytest.mark.slow
 def test_a_skipped_step_leaves_the_state_of_a_local_transformation():
     schedule = optax.piecewise_constant_schedule(1.0, {2: 0.25})
     tx = optax_ext.topk_a(1.0, axis="w", local=optax.scale_by_schedule(schedule))
@@ -103,6 +107,7 @@ def test_a_skipped_step_leaves_the_state_of_a_local_transformation():
         )
 
 
+@pytest.mark.slow
 def test_propagate_hands_on_what_is_not_finite():
     _, (updates, _) = run(optax_ext.topk_a(0.1, axis="w", nonfinite="propagate"), spoiled())
     assert np.isnan(updates[2, :, 7]).all()
@@ -208,6 +213,7 @@ def test_a_sum_that_overflows_stays_with_the_workers(policy):
     assert state.count.tolist() == [3, 3]
 
 
+@pytest.mark.slow
 def test_a_sum_that_overflows_reaches_the_update_by_option():
     tx = select_and_sum(0.25, nonfinite="propagate")
     state, (updates, (residuals, _, _)) = run(tx, large_sums()[:1], axis_size=2)
@@ -216,6 +222,7 @@ def test_a_sum_that_overflows_reaches_the_update_by_option():
     assert state.withheld.tolist() == [0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "exchange",
     [
@@ -256,6 +263,7 @@ def simulated_nodes(tx, given):
     return state, updates, residuals.reshape(len(given), shape[0], -1)[..., : given.shape[-1]]
 
 
+@pytest.mark.slow
 def test_a_sum_between_nodes_that_overflows_stays_with_their_shards():
     given = np.zeros((3, 2, 2, 8), np.float32)
     # 3e38 in each node, and more than float32 holds in both.
@@ -313,6 +321,7 @@ def tree_of(dtypes, size=16):
     return {f"{i}_{dtype}": jnp.zeros(size, dtype) for i, dtype in enumerate(dtypes)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["skip", "drop", "raise", "propagate"])
 def test_a_float16_leaf_whose_residual_grows_beyond_it(policy):
     """Of 16 equal entries one is sent at each step, so that the last has waited for 15."""

@@ -100,6 +100,7 @@ def test_eight_to_three_to_five_to_eight_keeps_the_sum_to_the_last_bit(name):
     assert jax_internals.programs(step) == 1
 
 
+@pytest.mark.slow
 def test_counts_go_on_and_thresholds_and_regions_start_anew():
     for name in CASES:
         tx = transformation(name)
@@ -142,6 +143,7 @@ def test_sums_of_unlike_magnitudes_keep_what_fits():
     np.testing.assert_array_equal(exact_sums(new), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [("node", "device"), ("device", "node")])
 def test_shards_of_a_hierarchy(axes):
     outer = sc.allreduce.ok_topk(density=0.1)

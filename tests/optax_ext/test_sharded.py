@@ -70,6 +70,7 @@ def test_nothing_is_lost_and_no_device_drifts(name, check_vma):
     shards.same_on_devices(state)
 
 
+@pytest.mark.slow
 def test_three_axes_with_leaves_over_each_of_them():
     shapes = {
         "none": ((8, 3), PartitionSpec()),
@@ -125,6 +126,7 @@ def test_a_step_is_skipped_by_all_devices_or_by_none():
     shards.same_on_devices(state)
 
 
+@pytest.mark.slow
 def test_a_worker_looks_ahead_with_all_of_its_devices():
     mesh = shards.mesh_of((2, 4))
     tx = optax_ext.sparse_adamw(0.1, density=0.1, axis="data", weight_decay=0.0)
@@ -278,6 +280,7 @@ def test_parameters_that_all_devices_of_a_worker_hold():
     shards.same_on_devices((new, state))
 
 
+@pytest.mark.slow
 def test_axes_that_are_explicit():
     """As jax.make_mesh makes them by default."""
     tx = optax.chain(TRANSFORMATIONS["topk_a"](), optax.sgd(0.1))

@@ -90,6 +90,7 @@ def test_parameters_that_are_no_longer_sharded():
     jax.tree.map(np.testing.assert_array_equal, back.local, old.local)
 
 
+@pytest.mark.slow
 def test_in_a_hierarchy_of_nodes():
     """A worker of several devices, in a node of several workers."""
     names = ("node", "worker", "model")

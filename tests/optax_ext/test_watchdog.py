@@ -75,6 +75,7 @@ def run(program):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "message", "status"),
     [

@@ -82,6 +82,7 @@ def test_an_end_without_a_reason_or_without_an_error_is_not_accepted():
 
 
 # Where a read has failed, orbax drops the others unfinished, and Python says so when it likes to.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_cut_checkpoint_is_passed_over_for_the_last_whole_one(tmp_path):
     mesh = task.mesh_of_all()
@@ -102,6 +103,7 @@ def test_a_cut_checkpoint_is_passed_over_for_the_last_whole_one(tmp_path):
     assert task.residual_sum(restored[1]).shape == (sum(x.size for x in jax.tree.leaves(params)),)
 
 
+@pytest.mark.slow
 def test_the_recipes_run(tmp_path):
     mesh = task.mesh_of_all()
     params, opt_state = task.first_state(mesh)
