@@ -78,7 +78,7 @@ def test_a_language_model_learns_a_text_of_ones_own(capsys, tmp_path):
     assert numbers(r"held-out loss ([\d.]+)", out)[0] < 1.5
 
 
-@pytest.mark.parametrize("loop", [loop_pmap, loop_shard_map])
+@pytest.mark.parametrize("loop", [pytest.param(loop_pmap, marks=pytest.mark.slow), loop_shard_map])
 def test_a_loop_of_ones_own_learns(loop, capsys):
     out = printed(capsys, loop.main, "--steps", "30", "--workers", "4")
     losses = numbers(r"loss ([\d.]+)", out)

@@ -146,9 +146,8 @@ def collectives_and_backward(instructions):
     return sent, backward
 
 
-@pytest.mark.parametrize(
-    "alias", [optax_ext.topk_a, pytest.param(optax_ext.ok_topk, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("alias", [optax_ext.topk_a, optax_ext.ok_topk])
 def test_the_exchange_of_a_bucket_needs_only_the_backward_pass_of_its_layers(alias):
     """So XLA can overlap it with the rest; in one buffer everything waits for everything."""
 

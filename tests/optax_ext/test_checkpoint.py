@@ -43,7 +43,11 @@ def bits(tree):
 
 
 @pytest.mark.parametrize(
-    "selector", [sc.select.threshold_reuse(density=0.1), sc.select.adtopk(density=0.1)]
+    "selector",
+    [
+        sc.select.threshold_reuse(density=0.1),
+        pytest.param(sc.select.adtopk(density=0.1), marks=pytest.mark.slow),
+    ],
 )
 def test_the_step_after_a_restore_has_the_same_bits(tmp_path, selector):
     tx = transformation(selector=selector)

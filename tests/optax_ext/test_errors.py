@@ -157,8 +157,16 @@ def test_allreduces_of_other_leaves_are_no_mistake():
 @pytest.mark.parametrize(
     ("other", "named"),
     [
-        (ok_topk(density=0.2), ["topk(density=0.1)", "topk(density=0.2)", "ok_topk(density=0.2)"]),
-        (ok_topk(codec=sc.wire.narrow8()), ["ok_topk(codec=raw())", "ok_topk(codec=narrow8("]),
+        pytest.param(
+            ok_topk(density=0.2),
+            ["topk(density=0.1)", "topk(density=0.2)", "ok_topk(density=0.2)"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ok_topk(codec=sc.wire.narrow8()),
+            ["ok_topk(codec=raw())", "ok_topk(codec=narrow8("],
+            marks=pytest.mark.slow,
+        ),
         (optax_ext.topk_a(0.1, axis="data"), ["allreduce=ok_topk(", "allreduce=topk_a("]),
         (
             ok_topk(residual=optax_ext.residual(decay=0.9)),

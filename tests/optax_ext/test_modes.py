@@ -118,7 +118,9 @@ def oracle_result():
     return params, residual
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(x, marks=() if x == "vmap" else pytest.mark.slow) for x in MODES]
+)
 def test_mode_matches_the_oracle(mode):
     params, residual = result_of(mode)
     expected_params, expected_residual = oracle_result()

@@ -97,7 +97,13 @@ def test_only_what_was_delivered_is_masked():
     assert (np.count_nonzero(velocities[0] == 0, axis=-1) == 1).all()
 
 
-@pytest.mark.parametrize("exchange", [sc.allreduce.sparse_allgather(), sc.allreduce.topk_a()])
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        pytest.param(sc.allreduce.sparse_allgather(), marks=pytest.mark.slow),
+        sc.allreduce.topk_a(),
+    ],
+)
 def test_what_is_rounded_off_the_entries_of_others_is_no_delivery(exchange):
     """Each worker sends one of the three entries that all select; a third of it is rounded."""
 

@@ -20,6 +20,10 @@ LARGE = np.float32(3e38)
 AXES = ("node", "device")
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def spoiled():
     bad = gradients()
     bad[2, 1, 7], bad[2, 0, 9], bad[4, 2, 7] = np.nan, np.inf, -np.inf
@@ -145,7 +149,7 @@ def test_raise_on_a_mesh():
     raised(lambda: step(state, bad))
 
 
-@pytest.mark.parametrize("policy", ["skip", "drop", "propagate"])
+@pytest.mark.parametrize("policy", [slow("skip"), slow("drop"), "propagate"])
 def test_the_sum_of_gradient_and_residual(policy):
     """Worker 0 keeps 1e38 at index 2, since index 3 is larger, and gets 3e38 more."""
     given = np.zeros((2, 2, 4), np.float32)
@@ -192,7 +196,7 @@ def large_sums():
     return given
 
 
-@pytest.mark.parametrize("policy", ["skip", "drop", "raise"])
+@pytest.mark.parametrize("policy", [slow("skip"), "drop", slow("raise")])
 def test_a_sum_that_overflows_stays_with_the_workers(policy):
     given = large_sums()
     state, (updates, (residuals, _, _)) = run(
@@ -281,8 +285,19 @@ def test_a_sum_between_nodes_that_overflows_stays_with_their_shards():
     assert (state.withheld == 2).all()
 
 
-@pytest.mark.parametrize("policy", ["skip", "drop", "raise", "propagate"])
-@pytest.mark.parametrize("where", ["leaf", "steps"])
+@pytest.mark.parametrize(
+    ("where", "policy"),
+    [
+        slow("leaf", "skip"),
+        ("leaf", "drop"),
+        slow("leaf", "raise"),
+        slow("leaf", "propagate"),
+        slow("steps", "skip"),
+        slow("steps", "drop"),
+        slow("steps", "raise"),
+        slow("steps", "propagate"),
+    ],
+)
 def test_a_dense_sum_that_overflows_is_left_out_and_counted(where, policy):
     """Nothing keeps what goes dense, so that it cannot wait."""
     given = np.zeros((2, 2, 6), np.float32)
@@ -354,25 +369,18 @@ EXCHANGES = {
     "hierarchical topk_a": sc.allreduce.hierarchical(
         inner_axis="device", outer=sc.allreduce.topk_a()
     ),
-    "hierarchical ok_topk": sc.allreduce.hierarchical(
-        inner_axis="device", outer=sc.allreduce.ok_topk(density=0.1)
-    ),
 }
-SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtypes", "name"),
     [
         (("float16",), "topk_a"),
-        pytest.param(("float16",), "ok_topk", marks=SLOW),
         (("bfloat16",), "dsar"),
-        pytest.param(("bfloat16",), "ok_topk", marks=SLOW),
-        (("float16", "float32", "bfloat16", "bfloat16"), "topk_a"),
         (("float16", "float32", "bfloat16", "bfloat16"), "ok_topk"),
-        pytest.param(("float32", "bfloat16", "float16"), "ok_topk, bf16", marks=SLOW),
+        (("float32", "bfloat16", "float16"), "ok_topk, bf16"),
         (("float16", "float32", "bfloat16", "bfloat16"), "hierarchical topk_a"),
-        pytest.param(("float32", "bfloat16", "float16"), "hierarchical ok_topk", marks=SLOW),
     ],
 )
 def test_what_a_narrow_leaf_rounds_off_stays_in_the_residuals(dtypes, name):
@@ -444,7 +452,7 @@ OVERFLOWING = {
 }
 
 
-@pytest.mark.parametrize("name", OVERFLOWING)
+@pytest.mark.parametrize("name", [x if x == "gtopk" else slow(x) for x in OVERFLOWING])
 def test_after_a_sum_that_would_overflow_training_goes_on(name):
     """Two workers have the one half of the large entries, the others the other half.
 

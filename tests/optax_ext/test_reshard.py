@@ -65,13 +65,8 @@ def exact_sums(state):
     return np.array([math.fsum(column) for column in residual.T])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name == "adtopk_threshold" else ())
-        for name in CASES
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_eight_to_three_to_five_to_eight_keeps_the_sum_to_the_last_bit(name):
     tx = transformation(name)
     state = optax_ext.init_state(tx, PARAMS, mesh(8))

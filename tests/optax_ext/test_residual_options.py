@@ -133,7 +133,7 @@ def test_decay_forgets_and_conserves_what_it_has_not_forgotten():
         before = residuals[step]
 
 
-@pytest.mark.parametrize("policy", ["skip", "drop"])
+@pytest.mark.parametrize("policy", [pytest.param("skip", marks=pytest.mark.slow), "drop"])
 def test_what_is_finite_after_the_decay_is_accumulated(policy):
     how = optax_ext.residual(decay=0.5)
     tx = optax_ext.topk_a(0.5, axis="w", residual=how, nonfinite=policy)

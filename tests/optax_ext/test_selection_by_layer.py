@@ -47,13 +47,12 @@ def test_a_selection_of_the_whole_leaves_small_layers_out_and_layerwise_does_not
     assert updated(sc.select.layerwise(selector)) == set(SHAPES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "selector",
     [
         sc.select.adtopk_threshold(density=0.1, steps=6, warmup=2, period=2),
-        pytest.param(
-            sc.select.layerwise(sc.select.threshold_reuse(density=0.1)), marks=pytest.mark.slow
-        ),
+        sc.select.layerwise(sc.select.threshold_reuse(density=0.1)),
     ],
     ids=["adtopk_threshold", "layerwise"],
 )

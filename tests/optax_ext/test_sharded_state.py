@@ -67,7 +67,14 @@ def test_on_another_mesh_nothing_of_the_residuals_is_lost(name, sizes):
     assert int(optax_ext.get_state(new).count) >= int(optax_ext.get_state(old).count)
 
 
-@pytest.mark.parametrize("name", ["sparse_adamw", "momentum, dense leaves", "local adam"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("sparse_adamw", marks=pytest.mark.slow),
+        "momentum, dense leaves",
+        pytest.param("local adam", marks=pytest.mark.slow),
+    ],
+)
 def test_there_and_back_it_is_the_same(name):
     tx = OPTIMIZERS[name]()
     old = after_steps(tx, (2, 4))
@@ -109,7 +116,9 @@ def test_in_a_hierarchy_of_nodes():
         np.testing.assert_allclose(waiting(moved)[leaf], value, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["ok_topk, adam", "sparse_adamw"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("ok_topk, adam", marks=pytest.mark.slow), "sparse_adamw"]
+)
 def test_a_checkpoint_continues_with_the_same_bits_and_on_other_meshes(name, tmp_path):
     tx = OPTIMIZERS[name]()
     mesh = shards.mesh_of((2, 4))
@@ -234,7 +243,7 @@ class TestErrors:
         with pytest.raises(ValueError, match=r"updates\['columns'\].*axes that shard the param"):
             step(params, state, {k: g[0] for k, g in gradients.items()})
 
-    @pytest.mark.parametrize("check_vma", [True, False])
+    @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
     def test_a_replicated_leaf_whose_gradient_differs(self, check_vma):
         mesh = shards.mesh_of((2, 4))
         tx = optax_ext.assert_replicated_gradients(OPTIMIZERS["ok_topk, adam"]())

@@ -68,7 +68,7 @@ def preconditioned(nu, g, t, b2=0.999):
     return nu, g / (np.sqrt(nu / (1 - b2**t)) + EPS)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_sparse_adamw_is_what_it_says(check_vma):
     """All of it in NumPy: the gradient at the step ahead, the preconditioner, parts, the decay."""
     from tests.reference import agreed as reference
@@ -102,8 +102,8 @@ def test_sparse_adamw_is_what_it_says(check_vma):
 @pytest.mark.parametrize(
     ("labels", "nonfinite"),
     [
-        (None, "skip"),
-        ({"a": "sparse", "b": "dense"}, "drop"),
+        pytest.param(None, "skip", marks=pytest.mark.slow),
+        pytest.param({"a": "sparse", "b": "dense"}, "drop", marks=pytest.mark.slow),
         ({"a": "dense", "b": "dense"}, "skip"),
     ],
 )
@@ -151,7 +151,9 @@ def test_sparse_sgd_of_all_entries_is_sgd():
         assert (np.asarray(optax_ext.get_state(state).residual) == 0).all()
 
 
-@pytest.mark.parametrize(("workers", "gain"), [(2, 1.0), (4, 2**0.5), (16, 2.0), (32, 2.0)])
+@pytest.mark.parametrize(
+    ("workers", "gain"), [pytest.param(2, 1.0, marks=pytest.mark.slow), (4, 2**0.5), (32, 2.0)]
+)
 def test_the_gain_makes_up_for_the_noise_of_many_workers(workers, gain):
     tx = optax_ext.sparse_adamw(0.1, density=1.0, axis="w", exchange=EXACT, weight_decay=0.0)
 
@@ -317,7 +319,10 @@ def test_a_rate_that_is_zero_at_the_start_moves_nothing_and_recovers():
         assert (flat(states[-1][0]) != flat(states[0][0])).any()
 
 
-@pytest.mark.parametrize("density", [0.0001, 0.01, 1.0])
+@pytest.mark.parametrize(
+    "density",
+    [pytest.param(0.0001, marks=pytest.mark.slow), 0.01, pytest.param(1.0, marks=pytest.mark.slow)],
+)
 def test_fewer_entries_than_workers_work(density):
     tx = optax_ext.sparse_sgd(0.1, density=density, axis="data")
     _, state = trained(tx)[-1]

@@ -77,12 +77,13 @@ def test_the_dense_step_has_the_gradient_of_the_whole_batch():
         np.testing.assert_allclose(new[name], params[name] - gradient[name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
     [
         optax.sgd(0.05, momentum=0.9),
-        pytest.param(optax.adamw(3e-3), marks=pytest.mark.slow),
-        pytest.param(optax.lamb(1e-2), marks=pytest.mark.slow),
+        optax.adamw(3e-3),
+        optax.lamb(1e-2),
     ],
     ids=["momentum", "adamw", "lamb"],
 )

@@ -159,7 +159,7 @@ def loss_fn(params, batch):
     return jnp.mean((batch @ params["w"]) ** 2)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("bad", [pytest.param(np.nan, marks=pytest.mark.slow), np.inf])
 def test_with_bad_parameters_every_step_is_skipped_and_counted(bad):
     params = {"w": jnp.ones((SIZE,)).at[3].set(bad)}
     tx = optax.chain(topk_a(), optax.sgd(0.1, momentum=0.9))
@@ -192,7 +192,9 @@ def test_with_bad_parameters_nonfinite_raise_says_so():
 # The dense warm-up.
 
 
-@pytest.mark.parametrize("alias", [optax_ext.topk_a, optax_ext.gtopk])
+@pytest.mark.parametrize(
+    "alias", [pytest.param(optax_ext.topk_a, marks=pytest.mark.slow), optax_ext.gtopk]
+)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_one_worker_with_dense_steps(alias, check_vma):
     tx = alias(density=0.1, axis="w", dense_steps=2)
