@@ -10,7 +10,7 @@ All of them, with what the processes said and the seconds until the last of them
 
     python -m pytest tests/system/test_faults.py -m slow -s
 
-FAULTS_STOP=60 is for how many seconds a worker is stopped.
+FAULTS_STOP=30 is for how many seconds a worker is stopped.
 """
 
 import os
@@ -31,7 +31,7 @@ from tests.system import _training as training
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
 
-STOP = float(os.environ.get("FAULTS_STOP", "60"))
+STOP = float(os.environ.get("FAULTS_STOP", "30"))
 FAULTS = {
     fault.__name__: fault
     for fault in (
