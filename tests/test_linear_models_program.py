@@ -85,7 +85,6 @@ def test_wrong_input_is_one_line(argv, message, capsys):
     ("method", "model", "more"),
     [
         ("sgd", "logistic", ["--rate", "4"]),
-        ("sgd", "svm", []),
         ("sgd", "hinge", ["--rate", "20", "--epochs", "60"]),
         ("scd", "logistic", ["--block", "3"]),
         ("scd", "svm", ["--block", "3"]),

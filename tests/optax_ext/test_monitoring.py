@@ -140,8 +140,8 @@ def test_xi_of_full_density_is_zero_and_of_no_gradient_too():
 
 @pytest.mark.slow
 def test_xi_changes_nothing_else():
-    for correction in (None, optax_ext.momentum_correction(0.9)):
-        tx = optax_ext.ok_topk(0.1, axis="w", correction=correction)
+    corrected = {"correction": optax_ext.momentum_correction(0.9)}
+    for tx in (optax_ext.ok_topk(0.1, axis="w"), optax_ext.topk_a(0.1, axis="w", **corrected)):
         state, (updates, _) = run(tx, gradients())
         _, with_xi, measuring = measured(tx, gradients(), 2)
         np.testing.assert_array_equal(with_xi, updates)
