@@ -68,7 +68,6 @@ def test_received_leaves_out_what_a_worker_keeps():
     assert _replay.received(selections, boundaries).tolist() == [2, 1, 1]
 
 
-@pytest.mark.slow
 def test_owned():
     owned = _replay.owned
     indices = np.array([[9, 10, 0], [4, 3, 10]])

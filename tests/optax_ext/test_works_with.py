@@ -353,7 +353,6 @@ def test_the_programs_of_the_page_run(name):
         np.testing.assert_array_equal(b, np.stack([b[0]] * WORKERS))
 
 
-@pytest.mark.slow
 def test_the_documentation_is_up_to_date():
     """`python tools/combination_matrix.py` writes it anew."""
     assert combination_matrix.PAGE.read_text() == combination_matrix.page()
