@@ -64,6 +64,7 @@ def test_dense_training_is_that_of_one_worker(line, workers):
         assert curve.words == pytest.approx(2 * (workers - 1) / workers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nonzero", [2, 1000])
 def test_the_fast_top_k_selects_what_topk_does(nonzero):
     x = np.random.default_rng(1).normal(size=1000).astype(np.float32)
@@ -86,6 +87,7 @@ def test_patches_make_a_convolution():
     np.testing.assert_allclose(models._patches(x) @ kernel.reshape(27, 6), expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_transformer_does_not_look_ahead():
     network = models.transformer(7)
     params = network.init(0)

@@ -208,6 +208,7 @@ def without_training(monkeypatch):
     monkeypatch.setattr(train_cached.optax_ext, "init_state", lambda tx, params, mesh: ())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_training")
 def test_an_epoch_says_where_its_samples_came_from(tmp_path, capsys):
     """Of 1347 digits each of 4 workers has 336 or 337, and takes 21 batches of 16."""
@@ -275,6 +276,7 @@ def test_a_disk_level_that_is_full_is_one_line_and_the_training_goes_on(tmp_path
     assert "has reached its limit of 100,000 bytes; keeping the entries that it holds" in err
 
 
+@pytest.mark.slow
 def test_a_training_from_the_cache_learns(tmp_path, capsys):
     for fixed_or_not in ([], ["--reshuffle"]):
         argv = ["--latency", "0", "--bandwidth", "inf", *fixed_or_not]

@@ -19,6 +19,7 @@ def figures():
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("default_promotion")
 def test_the_figures_are_those_of_the_program(figures, tmp_path):
     figures.main(tmp_path)

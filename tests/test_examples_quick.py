@@ -78,7 +78,7 @@ def test_a_language_model_learns_a_text_of_ones_own(capsys, tmp_path):
     assert numbers(r"held-out loss ([\d.]+)", out)[0] < 1.5
 
 
-@pytest.mark.parametrize("loop", [loop_pmap, loop_shard_map])
+@pytest.mark.parametrize("loop", [pytest.param(loop_pmap, marks=pytest.mark.slow), loop_shard_map])
 def test_a_loop_of_ones_own_learns(loop, capsys):
     out = printed(capsys, loop.main, "--steps", "30", "--workers", "4")
     losses = numbers(r"loss ([\d.]+)", out)
@@ -108,6 +108,7 @@ def test_nothing_that_waits_is_lost_with_other_workers(capsys, tmp_path):
     assert "has a checkpoint already" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_program_for_several_processes_runs_in_one(capsys):
     out = printed(capsys, train_multihost.main, "--steps", "10", "--report", "1")
     assert "1 processes, 8 workers, ok_topk" in out
@@ -115,6 +116,7 @@ def test_the_program_for_several_processes_runs_in_one(capsys):
     assert losses[-1] < 0.7 * losses[0]
 
 
+@pytest.mark.slow
 def test_sites_with_sharded_parameters_learn(capsys):
     small = ["--width", "16", "--length", "16", "--layers", "1", "--batch", "8", "--report", "1"]
     out = printed(capsys, train_sharded.main, *small, "--steps", "8", "--layout", "tensor")

@@ -302,7 +302,7 @@ def test_coordinate_descent_descends_and_follows_the_margins(gathered):
     assert found.objectives[-1] == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["dense", "dense_allgather"])
+@pytest.mark.parametrize("name", [pytest.param("dense", marks=pytest.mark.slow), "dense_allgather"])
 def test_the_dense_exchanges_of_coordinates_give_the_same_bits(name, gathered):
     workers, _, training, made = gathered
     sparse = training.finished()
@@ -313,7 +313,9 @@ def test_the_dense_exchanges_of_coordinates_give_the_same_bits(name, gathered):
     assert sparse.words[0] == 2 * 10 * 2 * sparse.steps
 
 
-@pytest.mark.parametrize("name", ["dense", "ssar_recursive_double"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("dense", marks=pytest.mark.slow), "ssar_recursive_double"]
+)
 def test_sharded_features_give_what_replicated_ones_do(name, gathered):
     workers, source, training, _ = gathered
     made = sharded.problem_of(source, workers)

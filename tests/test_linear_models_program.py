@@ -32,6 +32,7 @@ def libsvm_file(path, rows=900):
     return str(path)
 
 
+@pytest.mark.slow
 def test_the_program_compares_exchanges_on_a_file(tmp_path, capsys):
     file = libsvm_file(tmp_path / "rows", 300)
     argv = ["--data", file, "--test", file, "--workers", "2", "--epochs", "2", "--solver"]
@@ -84,7 +85,6 @@ def test_wrong_input_is_one_line(argv, message, capsys):
     ("method", "model", "more"),
     [
         ("sgd", "logistic", ["--rate", "4"]),
-        ("sgd", "svm", []),
         ("sgd", "hinge", ["--rate", "20", "--epochs", "60"]),
         ("scd", "logistic", ["--block", "3"]),
         ("scd", "svm", ["--block", "3"]),

@@ -156,6 +156,7 @@ def test_scaling_reads_the_local_cost_of_a_measurement(tmp_path):
     assert dense == pytest.approx(20e-9)
 
 
+@pytest.mark.slow
 def test_scaling_predicts_all_and_its_words_are_those_of_the_programs(tmp_path):
     file, figure = tmp_path / "scaling.json", tmp_path / "scaling.png"
     argv = ["--params", "1M", "--workers", "4", "--json", str(file), "--plot", str(figure)]

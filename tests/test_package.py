@@ -47,9 +47,23 @@ def test_all_is_complete_and_sorted(package):
     assert package.__all__ == sorted(package.__all__)
 
 
+# Their examples compile for a second or more.
+SLOW = (
+    *("_train_step", "_adamw", "_sgd", "_step._sparse_allreduce", "_agreed", "_hierarchical"),
+    *("_adtopk", "_adtopk_interleaved", "_bucketed", "_dgc", "_gaussian_k", "_mstopk"),
+    *("_random_k", "_scheduled", "_sidco", "_without_feedback"),
+)
+
+
 # They are written as users write, to whom JAX promotes.
 @pytest.mark.usefixtures("default_promotion")
-@pytest.mark.parametrize("name", list(modules()))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(x, marks=pytest.mark.slow if x.endswith(tuple(f".{y}" for y in SLOW)) else ())
+        for x in modules()
+    ],
+)
 def test_docstring_examples_run(name):
     failures, _ = doctest.testmod(importlib.import_module(name), verbose=False)
     assert failures == 0
@@ -146,6 +160,7 @@ def test_the_citation_is_complete_and_of_this_version():
     assert (str(date) if date else None) == (released[1] if released else None)
 
 
+@pytest.mark.slow
 def test_importing_starts_no_backend():
     code = """
 import sparse_collectives, optax_ext

@@ -24,7 +24,16 @@ def test_every_system_is_in_the_table():
     assert [name for _, name in ROWS] == NAMES
 
 
-@pytest.mark.parametrize(("code", "name"), ROWS, ids=[name for _, name in ROWS])
+SLOW = ("adtopk_interleaved", "adtopk_threshold")
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        pytest.param(code, name, id=name, marks=pytest.mark.slow if name in SLOW else ())
+        for code, name in ROWS
+    ],
+)
 def test_the_composition_goes_before_an_optimizer(code, name):
     del name
     tx = eval(code, {"optax_ext": optax_ext, "sc": sc, "density": 0.25})

@@ -123,7 +123,7 @@ class TestAllreduce:
 
     selector = sc.select.topk(density=DENSITY)
 
-    @pytest.mark.parametrize("workers", [1, 2, 3, 5])
+    @pytest.mark.parametrize("workers", [1, 2, pytest.param(3, marks=pytest.mark.slow), 5])
     def test_nothing_is_lost_and_all_workers_agree(self, allreduce, workers):
         for name, acc in helpers.hard_accumulators(workers, SIZE).items():
             state = allreduce.init(SIZE, workers)

@@ -59,7 +59,10 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", list(FUNCTIONS))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=pytest.mark.slow if x == "allreduce" else ()) for x in FUNCTIONS],
+)
 def test_without_mpi4jax_a_communicator_says_what_to_install(name, comm):
     with pytest.raises(ImportError, match=r"pip install 'sparse-collectives\[mpi\]'"):
         FUNCTIONS[name](comm)

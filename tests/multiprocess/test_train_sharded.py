@@ -22,6 +22,7 @@ def alone(capsys, *options):
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("default_promotion")
 @pytest.mark.parametrize("layout", ["fsdp", "tensor", "both"])
 def test_it_learns_and_a_device_holds_its_share(capsys, layout):

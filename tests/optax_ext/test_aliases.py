@@ -148,14 +148,13 @@ def test_every_alias_has_a_row():
     assert in_files == rows
 
 
-# Eight workers compile for seconds. The parts of all aliases are compared quickly further down.
-ON_EIGHT_WORKERS = [
-    pytest.param(name, marks=() if name in ("hitopk", "topk_a") else pytest.mark.slow)
-    for name in ALIASES
-]
+# They compile for seconds. Of those that differ by the selection alone one with a state stands for
+# all; the parts of each are compared quickly further down.
+COMPILED = [name for name in ALIASES if "," not in name or name == "topk_a, adtopk_threshold"]
 
 
-@pytest.mark.parametrize("name", ON_EIGHT_WORKERS)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED)
 def test_it_is_its_composition_bit_for_bit(name):
     expected = program(name, composition(name))(gradients(name))
     assert jax.tree.structure(run(name)) == jax.tree.structure(expected)
@@ -164,7 +163,8 @@ def test_it_is_its_composition_bit_for_bit(name):
 
 
 # By intent nobody keeps what `quantized_topk` rounds off: tests/optax_ext/test_lossy.py.
-@pytest.mark.parametrize("name", [p for p in ON_EIGHT_WORKERS if "quantized_topk" not in p.values])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in COMPILED if name != "quantized_topk"])
 def test_nothing_is_lost_and_all_workers_agree(name):
     updates, state = run(name)
     lead = state.count.shape
@@ -262,7 +262,7 @@ def test_options_and_parts_reach_sparse_allreduce(name, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ALIASES)
+@pytest.mark.parametrize("name", COMPILED)
 def test_options_make_the_program_of_the_composition(name):
     """All options at once make the same program, so that none is left out."""
     expected = text(name, composition(name, **options_of(name)))
@@ -270,6 +270,7 @@ def test_options_make_the_program_of_the_composition(name):
     assert text(name, alias(name)) != expected
 
 
+@pytest.mark.slow
 def test_ok_topk_sgd_puts_a_schedule_in_front_of_the_accumulation():
     schedule = optax.piecewise_constant_schedule(0.5, {2: 0.1})
     written_out = composition("ok_topk_sgd", rate=optax.scale_by_schedule(schedule))

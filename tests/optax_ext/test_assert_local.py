@@ -86,11 +86,20 @@ def is_an_error(step):
         jax_internals.forget_failed_callbacks()
 
 
-@MODES
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(in_pmap, marks=pytest.mark.slow),
+        in_shard_map,
+        pytest.param(in_simulation, marks=pytest.mark.slow),
+    ],
+    ids=["pmap", "check_vma=False", "simulate"],
+)
 def test_averaged_gradients_are_an_error(mode):
     is_an_error(mode(True))
 
 
+@pytest.mark.slow
 @MODES
 def test_local_gradients_pass_unchanged(mode):
     updates = mode(False)()

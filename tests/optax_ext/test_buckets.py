@@ -40,6 +40,7 @@ def only(names, tree):
     return {name: leaf for name, leaf in tree.items() if name in names}
 
 
+@pytest.mark.slow
 def test_each_bucket_is_a_buffer_of_its_own_the_last_leaves_first():
     tx = optax_ext.topk_a(0.1, axis="w")
     state, (updates, infos) = run(optax_ext.bucketed(tx, 3), gradients())
@@ -60,6 +61,7 @@ def test_each_bucket_is_a_buffer_of_its_own_the_last_leaves_first():
     )
 
 
+@pytest.mark.slow
 def test_one_bucket_is_no_bucket():
     for tx in (optax_ext.topk_a(0.1, axis="w"), optax_ext.dense(axis="w")):
         _, (plain, _) = run(tx, gradients())
@@ -68,6 +70,7 @@ def test_one_bucket_is_no_bucket():
             np.testing.assert_array_equal(leaf, bucketed[name])
 
 
+@pytest.mark.slow
 def test_a_bucket_with_a_gradient_that_is_not_finite_is_skipped_alone():
     given = gradients()
     given["b"][1, 2, 7] = np.nan
@@ -143,9 +146,8 @@ def collectives_and_backward(instructions):
     return sent, backward
 
 
-@pytest.mark.parametrize(
-    "alias", [optax_ext.topk_a, pytest.param(optax_ext.ok_topk, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("alias", [optax_ext.topk_a, optax_ext.ok_topk])
 def test_the_exchange_of_a_bucket_needs_only_the_backward_pass_of_its_layers(alias):
     """So XLA can overlap it with the rest; in one buffer everything waits for everything."""
 

@@ -43,7 +43,11 @@ def bits(tree):
 
 
 @pytest.mark.parametrize(
-    "selector", [sc.select.threshold_reuse(density=0.1), sc.select.adtopk(density=0.1)]
+    "selector",
+    [
+        sc.select.threshold_reuse(density=0.1),
+        pytest.param(sc.select.adtopk(density=0.1), marks=pytest.mark.slow),
+    ],
 )
 def test_the_step_after_a_restore_has_the_same_bits(tmp_path, selector):
     tx = transformation(selector=selector)
@@ -128,6 +132,7 @@ def test_the_metadata_names_the_states_of_a_local_transformation(local, expected
     assert optax_ext.checkpoint_metadata(state)["sparse"]["[0]"]["local"] == expected
 
 
+@pytest.mark.slow
 def test_the_recipes_run(tmp_path):
     programs = re.findall(r"```python\n(.*?)```", RECIPES.read_text(), re.DOTALL)
     assert len(programs) == 4

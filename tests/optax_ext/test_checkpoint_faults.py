@@ -51,6 +51,7 @@ def saved_metadata(folder):
         return checkpointer.metadata(folder).custom_metadata
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tx", "workers", "params", "message"),
     [
@@ -70,6 +71,7 @@ def test_orbax_itself_refuses_other_arrays(folder, tx, workers, params, message)
         optax_ext.check_metadata(saved_metadata(folder), expected)
 
 
+@pytest.mark.slow
 def test_only_the_metadata_tells_another_density(folder):
     """Its arrays are the same, so that orbax restores them: whole, and a step is possible."""
     tx = transformation(0.2)
@@ -83,6 +85,7 @@ def test_only_the_metadata_tells_another_density(folder):
     assert (np.asarray(state[0].info.selected) == 14).all()
 
 
+@pytest.mark.slow
 def test_a_correction_that_the_checkpoint_has_not(folder):
     tx = transformation(correction=CORRECTION)
     expected = optax_ext.abstract_state(tx, PARAMS, mesh())
@@ -152,6 +155,7 @@ def test_metadata_with_integers_of_numpy_is_the_same():
     optax_ext.check_metadata({**saved, "workers": np.int32(8), "format": np.int64(3)}, state)
 
 
+@pytest.mark.slow
 def test_a_state_with_another_field_is_named(folder, tmp_path):
     state = made(transformation())
     saved = json.loads(json.dumps(optax_ext.checkpoint_metadata(state)))
@@ -185,6 +189,7 @@ def test_a_damaged_checkpoint_is_an_error(folder, tmp_path, fault, pattern):
     assert bits(restore(damaged, transformation())) == bits(restore(folder, transformation()))
 
 
+@pytest.mark.slow
 def test_a_whole_checkpoint_gives_the_next_step_the_same_bits_with_momentum_correction(tmp_path):
     tx = optax.chain(optax_ext.dgc(0.1, axis="data", masking=False, nesterov=True), optax.sgd(1e-2))
     step = optax_ext.make_train_step(loss_fn, tx, mesh(), donate=False)

@@ -24,18 +24,20 @@ def trained(tx, given):
     """Parameters after each step, of one worker, and the last state."""
 
     def train(gradients):
-        params = jnp.ones(SIZE)
-        state, seen = tx.init(params), []
-        for gradient in gradients:
+        def step(carry, gradient):
+            params, state = carry
             updates, state = tx.update(gradient, state, params)
             params = optax.apply_updates(params, updates)
-            seen.append(params)
-        return jnp.stack(seen), state
+            return (params, state), params
+
+        params = jnp.ones(SIZE)
+        (_, state), seen = jax.lax.scan(step, (params, tx.init(params)), gradients)
+        return seen, state
 
     return sc.simulate(train, axis="w", axis_size=WORKERS)(given)
 
 
-@pytest.mark.parametrize("name", ["ok_topk", "dense"])
+@pytest.mark.parametrize("name", [pytest.param("ok_topk", marks=pytest.mark.slow), "dense"])
 def test_it_is_the_training_on_gradients_of_the_step_before(name):
     given = np.random.default_rng(0).standard_normal((WORKERS, 5, SIZE)).astype(np.float32)
     late, state = trained(optax_ext.delayed(chain(name)), given)
@@ -48,6 +50,7 @@ def test_it_is_the_training_on_gradients_of_the_step_before(name):
     assert state.gradient_step.tolist() == [5] * WORKERS
 
 
+@pytest.mark.slow
 def test_an_update_does_not_depend_on_the_gradient_of_its_step():
     tx = optax_ext.delayed(chain("ok_topk"))
     given = np.zeros((WORKERS, 2, SIZE), np.float32)

@@ -96,6 +96,7 @@ def test_a_number_of_buckets(buckets):
         optax_ext.dense(axis="w", buckets=buckets)
 
 
+@pytest.mark.slow
 def test_get_info_of_a_chain_has_words_and_counts():
     params = [jnp.ones((3, 4)), jnp.ones(5, jnp.bfloat16)]
     mesh = jax.make_mesh((4,), ("w",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])

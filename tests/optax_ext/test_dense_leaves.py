@@ -49,6 +49,7 @@ def sums(tree):
     return {name: np.asarray(leaf, np.float64) for name, leaf in tree.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "labels",
     [LABELS, lambda params: LABELS, optax_ext.small_leaves(min_size=0)],
@@ -66,6 +67,7 @@ def test_dense_leaves_have_the_mean_and_the_others_are_conserved(labels):
     np.testing.assert_allclose(applied + left, sums(given)["a"].sum((0, 1)), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_sparse_leaves_are_as_if_they_were_alone():
     updates, _ = run(optax_ext.topk_a(0.1, axis="w", dense_leaves=LABELS))
 
@@ -88,6 +90,7 @@ def test_the_sparse_leaves_are_as_if_they_were_alone():
         np.testing.assert_array_equal(np.swapaxes(leaf, 0, 1), updates[name])
 
 
+@pytest.mark.slow
 def test_all_dense_leaves_go_in_one_psum_and_count_as_words():
     labels = {"a": "dense", "bias": "dense", "b": "sparse"}
     tx = optax_ext.topk_a(0.1, axis="w", dense_leaves=labels, nonfinite="propagate")
@@ -105,6 +108,7 @@ def _step_of(tx):
     return lambda gradient: tx.update(gradient, tx.init(gradient))[0]
 
 
+@pytest.mark.slow
 def test_momentum_and_rate_hold_for_dense_leaves_too():
     correction = optax_ext.momentum_correction(0.5, masking=True)
     tx = optax_ext.topk_a(
@@ -118,6 +122,7 @@ def test_momentum_and_rate_hold_for_dense_leaves_too():
     assert states.dense_velocity.shape == (STEPS, WORKERS, 1, 10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad_leaf", ["a", "bias"])
 def test_a_step_is_skipped_as_a_whole(bad_leaf):
     given = {name: leaf.copy() for name, leaf in gradients().items()}
@@ -133,6 +138,7 @@ def test_a_step_is_skipped_as_a_whole(bad_leaf):
         np.testing.assert_array_equal(kept[2], kept[1])
 
 
+@pytest.mark.slow
 def test_dropped_entries_of_dense_leaves():
     given = {name: leaf.copy() for name, leaf in gradients().items()}
     given["bias"][2, 1, 3] = np.inf
@@ -160,6 +166,7 @@ def test_all_leaves_dense_is_the_dense_allreduce():
     np.testing.assert_allclose(states.info.words, 2 * size * (WORKERS - 1) / WORKERS)
 
 
+@pytest.mark.slow
 def test_on_a_mesh_through_a_checked_step_with_a_hierarchy():
     mesh = jax.make_mesh((2, 4), ("n", "d"), axis_types=(AxisType.Auto,) * 2)
     tx = optax_ext.hitopk(

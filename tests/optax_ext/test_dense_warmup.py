@@ -13,6 +13,7 @@ import sparse_collectives as sc
 from tests.optax_ext.test_momentum_correction import SIZE, STEPS, WORKERS, gradients, run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alias", [optax_ext.topk_a, optax_ext.ok_topk])
 def test_dense_first_then_sparse_and_nothing_is_lost(alias):
     _, (updates, (residuals, _, info)) = run(alias(0.1, axis="w", dense_steps=3), gradients())
@@ -26,6 +27,7 @@ def test_dense_first_then_sparse_and_nothing_is_lost(alias):
     np.testing.assert_allclose(applied + residuals.sum(1), given, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("alias", "nonfinite"), [(optax_ext.topk_a, "skip"), (optax_ext.ok_topk, "drop")]
 )
@@ -49,6 +51,7 @@ def test_sparse_first_then_dense_and_nothing_waits(alias, nonfinite):
     np.testing.assert_allclose(applied + residuals.sum(1), given, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_momentum_is_the_usual_one_meanwhile():
     tx = optax_ext.dgc(0.1, axis="w", dense_steps=STEPS)
     _, (updates, _) = run(tx, gradients())
@@ -57,6 +60,7 @@ def test_momentum_is_the_usual_one_meanwhile():
     np.testing.assert_allclose(updates, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_on_a_mesh_all_of_it_at_once():
     mesh = jax.make_mesh((8,), ("w",), axis_types=(AxisType.Auto,))
     tx = optax_ext.dgc(
@@ -88,6 +92,7 @@ def test_on_a_mesh_all_of_it_at_once():
     np.testing.assert_allclose(residual, residuals[-1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_with_a_hierarchy():
     tx = optax_ext.hitopk(0.1, axis=("n", "d"), inner_axis="d", dense_steps=2)
     mesh = jax.make_mesh((2, 2), ("n", "d"), axis_types=(AxisType.Auto,) * 2)

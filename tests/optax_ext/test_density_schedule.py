@@ -21,6 +21,7 @@ def check_conservation(updates, residuals):
     np.testing.assert_allclose(applied + residuals.sum(1), given, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_as_many_as_the_schedule_says_and_nothing_is_lost():
     state, (updates, (residuals, _, info)) = run(
         topk_a(0.5, staged_density(2, (0.5, 0.2, 0.05))), gradients()
@@ -32,6 +33,7 @@ def test_as_many_as_the_schedule_says_and_nothing_is_lost():
     assert (state.selector.count == STEPS).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad_step", [None, 3])
 def test_steps_that_select_nothing_do_not_count(bad_step):
     """Dense ones to begin with, and skipped ones: the schedule begins, or goes on, behind them."""
@@ -46,12 +48,14 @@ def test_steps_that_select_nothing_do_not_count(bad_step):
     assert state.selector.count.tolist() == [[len(steps)]] * WORKERS
 
 
+@pytest.mark.slow
 def test_the_largest_are_sent_and_ties_go_by_index():
     one = np.array([[[1.0, 3, 2, -2, 2, 0, 0.5, -2]]], np.float32)
     _, (updates, _) = run(topk_a(1.0, 0.5), one, axis_size=1)
     np.testing.assert_array_equal(updates[0, 0], [0, 3, 2, -2, 2, 0, 0, 0])
 
 
+@pytest.mark.slow
 def test_a_schedule_out_of_range_is_clipped_and_counted():
     tx = topk_a(0.1, lambda count: jnp.array([0.9, 0.1, 0.05, jnp.nan, -1.0, 0.1])[count])
     state, (_, (_, _, info)) = run(tx, gradients())
@@ -77,6 +81,7 @@ def test_helpers():
         staged_density(5, ())
 
 
+@pytest.mark.slow
 def test_with_ok_topk_nothing_is_lost():
     selector = scheduled(topk(density=0.2), exponential_density(0.2, 0.05, 4))
     _, (updates, (residuals, _, info)) = run(

@@ -157,8 +157,16 @@ def test_allreduces_of_other_leaves_are_no_mistake():
 @pytest.mark.parametrize(
     ("other", "named"),
     [
-        (ok_topk(density=0.2), ["topk(density=0.1)", "topk(density=0.2)", "ok_topk(density=0.2)"]),
-        (ok_topk(codec=sc.wire.narrow8()), ["ok_topk(codec=raw())", "ok_topk(codec=narrow8("]),
+        pytest.param(
+            ok_topk(density=0.2),
+            ["topk(density=0.1)", "topk(density=0.2)", "ok_topk(density=0.2)"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ok_topk(codec=sc.wire.narrow8()),
+            ["ok_topk(codec=raw())", "ok_topk(codec=narrow8("],
+            marks=pytest.mark.slow,
+        ),
         (optax_ext.topk_a(0.1, axis="data"), ["allreduce=ok_topk(", "allreduce=topk_a("]),
         (
             ok_topk(residual=optax_ext.residual(decay=0.9)),
@@ -179,6 +187,7 @@ def test_a_state_made_with_other_settings(other, named):
     trace_update(other, PARAMS, PARAMS, moved)
 
 
+@pytest.mark.slow
 def test_settings_that_say_nothing_are_not_compared():
     def with_spec(spec):
         selector = sc.select.topk(density=0.1)._replace(spec=spec)
@@ -237,6 +246,7 @@ def test_a_loss_of_another_form(loss, options, message):
         traced_step(loss, **options)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_averaged_over_the_workers_already():
     message = "loss_fn returned the same on every worker of axis 'data'.*pmean or psum.*twice"
     for reduce in (jax.lax.pmean, jax.lax.psum):
@@ -365,6 +375,7 @@ def test_a_batch_that_the_workers_do_not_divide():
         step.lower(PARAMS, state, batch)
 
 
+@pytest.mark.slow
 def test_a_chain_that_does_not_reduce_the_gradients():
     tx = optax.adam(1e-3)
     step = optax_ext.make_train_step(lambda p, b: jnp.sum(b @ p["kernel"]), tx, mesh())
@@ -413,6 +424,7 @@ def simulated(nonfinite, gradients, steps_before=3):
     return state, updates, after, step(good, after)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_non_finite_gradient_skips_the_step_on_all_workers(bad):
     gradients = np.ones((3, 200), np.float32)
@@ -432,6 +444,7 @@ def test_a_non_finite_gradient_skips_the_step_on_all_workers(bad):
     assert np.count_nonzero(later[0]) == 20
 
 
+@pytest.mark.slow
 def test_a_sum_that_overflows_skips_the_step_too():
     gradients = np.zeros((2, 100), np.float32)
     gradients[0, :30] = 3e38
@@ -445,6 +458,7 @@ def test_a_sum_that_overflows_skips_the_step_too():
     np.testing.assert_array_equal(state.residual, residual)
 
 
+@pytest.mark.slow
 def test_a_non_finite_gradient_reaches_every_worker_by_option():
     gradients = np.ones((3, 200), np.float32)
     gradients[1, 17] = np.nan

@@ -49,6 +49,7 @@ def simulated(shape, outer=TOPK_A):
     return jax.tree.map(np.asarray, run(gradients(shape)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(3, 2), (1, 4), (2, 1)])
 def test_it_is_algorithm_2_of_the_paper(shape):
     updates, residuals, info = simulated(shape)
@@ -72,6 +73,7 @@ OUTERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OUTERS)
 def test_nothing_is_lost_and_all_workers_agree(name):
     shape = (3, 2)
@@ -89,6 +91,7 @@ def test_nothing_is_lost_and_all_workers_agree(name):
         assert (field == field[:, :1, :1]).all()
 
 
+@pytest.mark.slow
 def test_with_one_worker_in_a_node_it_is_the_flat_algorithm():
     updates, residuals, _ = simulated((2, 1))
     tx = optax_ext.topk_a(DENSITY, axis="workers")
@@ -110,6 +113,7 @@ def mesh(shape):
     return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_on_a_mesh_it_does_what_it_does_in_simulation(check_vma):
     shape, outer = (3, 2), OUTERS["ok_topk"]
@@ -196,6 +200,7 @@ def test_the_state_of_all_workers_on_one_device_is_that_of_a_mesh():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_aliases_are_the_compositions_they_are_named_after():
     for alias, selector, allreduce in (
         (optax_ext.topk_a, sc.select.topk, sc.allreduce.topk_a()),

@@ -58,6 +58,7 @@ def test_the_limit_is_for_cpu():
             _in_flight.limit(wrong, on("cpu"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("limit", "expected"), [(None, [0, 1, 2]), (4, [0])])
 def test_a_train_step_waits_for_the_losses_of_older_steps(monkeypatch, limit, expected):
     mesh = jax.make_mesh((2,), ("w",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
@@ -76,6 +77,7 @@ def test_a_train_step_waits_for_the_losses_of_older_steps(monkeypatch, limit, ex
     assert [next(i for i, x in enumerate(losses) if x is y) for y in waited] == expected
 
 
+@pytest.mark.slow
 def test_a_train_step_inside_another_program():
     """There is nothing to wait for while it is traced."""
     mesh = jax.make_mesh((2,), ("w",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])

@@ -75,7 +75,12 @@ def run(tx, given):
     return seen
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = ("ok_topk narrow8", "ok_topk balanced", "bfloat16 residual")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.slow if x in SLOW else ()) for x in CASES]
+)
 def test_it_has_the_bits_of_an_agreement_before(name, monkeypatch):
     late = run(CASES[name](), gradients())
     monkeypatch.setattr(_error_feedback, "_LATE_SIZE", 0)
@@ -93,7 +98,14 @@ def test_it_has_the_bits_of_an_agreement_before(name, monkeypatch):
     np.testing.assert_array_equal(late[1][1].residual, late[0][1].residual)
 
 
-@pytest.mark.parametrize("name", ["ok_topk", "agreed", "momentum"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("ok_topk", marks=pytest.mark.slow),
+        "agreed",
+        pytest.param("momentum", marks=pytest.mark.slow),
+    ],
+)
 def test_what_is_traced_for_a_gpu_agrees_late_up_to_a_size_of_its_own(name, monkeypatch):
     before = run(CASES[name](), gradients())
     monkeypatch.setattr(_error_feedback, "_LATE_SIZE", 0)

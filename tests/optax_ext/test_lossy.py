@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import optax_ext
 import sparse_collectives as sc
@@ -70,6 +71,7 @@ def quantized(**options):
     return optax_ext.quantized_topk(0.05, axis="w", **options)
 
 
+@pytest.mark.slow
 def test_two_bits_converge_where_nobody_keeps_their_error():
     """SparCML's Algorithm 1; with feedback the errors, larger than most values, add up."""
     selector = sc.select.bucketed(density=0.05, bucket=512)
@@ -83,6 +85,7 @@ def test_two_bits_converge_where_nobody_keeps_their_error():
     assert ended(quantized()) < 1.2 * exact
 
 
+@pytest.mark.slow
 def test_the_residual_of_quantized_topk_is_what_was_not_selected():
     """With the feedback it also has the rounding, and then nothing is lost."""
     gradients = np.random.default_rng(1).standard_t(3, (4, 600)).astype(np.float32)

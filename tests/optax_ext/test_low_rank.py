@@ -105,7 +105,7 @@ def check_conserved(updates, states, acc, steps=slice(None), rtol=1e-5):
     np.testing.assert_allclose(left[steps], acc.sum(0)[steps], rtol=0, atol=rtol * scale)
 
 
-@both
+@pytest.mark.parametrize("method", ["acp_sgd", pytest.param("powersgd", marks=pytest.mark.slow)])
 def test_a_step_is_what_the_paper_says(method):
     start, updates, states = run(method)
     acc = accumulated(states, gradients())

@@ -68,6 +68,7 @@ def trained(method):
     return step, results
 
 
+@pytest.mark.slow
 @both
 def test_it_trains_a_step_ahead_in_a_checked_step(method):
     _, results = trained(method)

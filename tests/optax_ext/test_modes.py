@@ -118,7 +118,9 @@ def oracle_result():
     return params, residual
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode", [pytest.param(x, marks=() if x == "vmap" else pytest.mark.slow) for x in MODES]
+)
 def test_mode_matches_the_oracle(mode):
     params, residual = result_of(mode)
     expected_params, expected_residual = oracle_result()
@@ -127,6 +129,7 @@ def test_mode_matches_the_oracle(mode):
     np.testing.assert_array_equal(residual, expected_residual)
 
 
+@pytest.mark.slow
 def test_modes_give_the_same_bits():
     results = [jax.tree.leaves(result_of(mode)) for mode in MODES]
     for other in results[1:]:
@@ -134,6 +137,7 @@ def test_modes_give_the_same_bits():
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+@pytest.mark.slow
 def test_two_mesh_axes_are_one_set_of_workers():
     devices = np.asarray(jax.devices()[:4]).reshape(2, 2)
     two = Mesh(devices, ("host", "device"), axis_types=(AxisType.Auto,) * 2)
@@ -169,6 +173,7 @@ def test_the_state_of_all_workers_on_one_device_equals_that_on_a_mesh():
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
 
+@pytest.mark.slow
 def test_init_and_scan_inside_one_mapped_function():
     """The carry of a scan has the same types before and after a step."""
     tx = transformation()

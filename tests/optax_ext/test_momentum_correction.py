@@ -36,6 +36,7 @@ def top(density, correction, **options):
     return optax_ext.topk_a(density, axis="w", correction=correction, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_at_density_1_it_is_plain_momentum(nesterov):
     correction = optax_ext.momentum_correction(0.9, nesterov=nesterov, masking=False)
@@ -45,11 +46,13 @@ def test_at_density_1_it_is_plain_momentum(nesterov):
     np.testing.assert_allclose(updates, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_masking_at_density_1_leaves_no_momentum():
     _, (updates, _) = run(top(1.0, optax_ext.momentum_correction(0.9)), gradients())
     np.testing.assert_allclose(updates[:, 0], gradients().mean(1), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masking", [False, True])
 def test_it_is_the_algorithm_of_dgc(masking):
     correction = optax_ext.momentum_correction(0.9, masking=masking)
@@ -69,6 +72,7 @@ def test_it_is_the_algorithm_of_dgc(masking):
         np.testing.assert_allclose(velocities[step][:, 0], u, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_only_what_was_delivered_is_masked():
     """An allreduce that delivers the first slot of each worker only."""
     honest = sc.allreduce.topk_a()
@@ -93,7 +97,13 @@ def test_only_what_was_delivered_is_masked():
     assert (np.count_nonzero(velocities[0] == 0, axis=-1) == 1).all()
 
 
-@pytest.mark.parametrize("exchange", [sc.allreduce.sparse_allgather(), sc.allreduce.topk_a()])
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        pytest.param(sc.allreduce.sparse_allgather(), marks=pytest.mark.slow),
+        sc.allreduce.topk_a(),
+    ],
+)
 def test_what_is_rounded_off_the_entries_of_others_is_no_delivery(exchange):
     """Each worker sends one of the three entries that all select; a third of it is rounded."""
 
@@ -121,6 +131,7 @@ def test_what_is_rounded_off_the_entries_of_others_is_no_delivery(exchange):
     np.testing.assert_allclose(total, given[0].astype(np.float64).sum(0), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_on_the_shards_of_a_hierarchy():
     correction = optax_ext.momentum_correction(0.9, masking=False)
     tx = optax_ext.hitopk(1.0, axis=("node", "device"), inner_axis="device", correction=correction)

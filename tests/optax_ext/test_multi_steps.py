@@ -65,6 +65,7 @@ def accumulated(state, workers):
     return flat(wait) * (float(state.mini_step) if mean else 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", [ours, optaxs], ids=["optax_ext", "optax"])
 @pytest.mark.parametrize("new_workers", [None, 2, 6])
 def test_nothing_is_lost_between_accumulations_also_with_other_workers(wrapper, new_workers):
@@ -96,6 +97,7 @@ def test_nothing_is_lost_between_accumulations_also_with_other_workers(wrapper, 
     assert int(optax_ext.get_state(state).count) == 2
 
 
+@pytest.mark.slow
 def test_a_mini_step_exchanges_nothing():
     def words(tx):
         state = optax_ext.init_state(tx, PARAMS, mesh(4))
@@ -196,6 +198,7 @@ def test_a_state_that_differs_between_the_workers_is_named(before):
         train(tx, 4, gradients(4, 1))
 
 
+@pytest.mark.slow
 def test_a_state_made_outside_of_the_mapped_function():
     tx = optaxs(reduce(), 2)
     state = optax_ext.init_state(tx, PARAMS, {"data": 4})

@@ -20,6 +20,10 @@ LARGE = np.float32(3e38)
 AXES = ("node", "device")
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def spoiled():
     bad = gradients()
     bad[2, 1, 7], bad[2, 0, 9], bad[4, 2, 7] = np.nan, np.inf, -np.inf
@@ -50,6 +54,7 @@ def select_and_sum(density, **options):
 # A gradient.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("correction", [None, optax_ext.momentum_correction(0.9, masking=False)])
 def test_dropped_entries_are_as_if_they_had_not_been(correction):
     tx = optax_ext.topk_a(0.1, axis="w", nonfinite="drop", correction=correction)
@@ -67,6 +72,7 @@ def test_dropped_entries_are_as_if_they_had_not_been(correction):
         np.testing.assert_array_equal(velocities[2, 1, 0, 7], velocities[1, 1, 0, 7])
 
 
+@pytest.mark.slow
 def test_a_dropped_entry_does_not_stay_in_a_local_transformation():
     """The average of the gradients that it keeps would be NaN for good."""
     tx = optax_ext.topk_a(0.1, axis="w", nonfinite="drop", local=optax.ema(0.9, debias=False))
@@ -81,6 +87,7 @@ def test_a_dropped_entry_does_not_stay_in_a_local_transformation():
     assert state.dropped.tolist() == [3] * WORKERS
 
 
+@pytest.mark.slow
 def test_a_skipped_step_leaves_the_velocity():
     tx = optax_ext.dgc(0.1, axis="w", dense_steps=1)
     state, (updates, (residuals, velocities, _)) = run(tx, spoiled())
@@ -91,6 +98,7 @@ def test_a_skipped_step_leaves_the_velocity():
         np.testing.assert_array_equal(velocities[step], velocities[step - 1])
 
 
+@pytest.mark.slow
 def test_a_skipped_step_leaves_the_state_of_a_local_transformation():
     schedule = optax.piecewise_constant_schedule(1.0, {2: 0.25})
     tx = optax_ext.topk_a(1.0, axis="w", local=optax.scale_by_schedule(schedule))
@@ -103,6 +111,7 @@ def test_a_skipped_step_leaves_the_state_of_a_local_transformation():
         )
 
 
+@pytest.mark.slow
 def test_propagate_hands_on_what_is_not_finite():
     _, (updates, _) = run(optax_ext.topk_a(0.1, axis="w", nonfinite="propagate"), spoiled())
     assert np.isnan(updates[2, :, 7]).all()
@@ -140,7 +149,7 @@ def test_raise_on_a_mesh():
     raised(lambda: step(state, bad))
 
 
-@pytest.mark.parametrize("policy", ["skip", "drop", "propagate"])
+@pytest.mark.parametrize("policy", [slow("skip"), slow("drop"), "propagate"])
 def test_the_sum_of_gradient_and_residual(policy):
     """Worker 0 keeps 1e38 at index 2, since index 3 is larger, and gets 3e38 more."""
     given = np.zeros((2, 2, 4), np.float32)
@@ -187,7 +196,7 @@ def large_sums():
     return given
 
 
-@pytest.mark.parametrize("policy", ["skip", "drop", "raise"])
+@pytest.mark.parametrize("policy", [slow("skip"), "drop", slow("raise")])
 def test_a_sum_that_overflows_stays_with_the_workers(policy):
     given = large_sums()
     state, (updates, (residuals, _, _)) = run(
@@ -208,6 +217,7 @@ def test_a_sum_that_overflows_stays_with_the_workers(policy):
     assert state.count.tolist() == [3, 3]
 
 
+@pytest.mark.slow
 def test_a_sum_that_overflows_reaches_the_update_by_option():
     tx = select_and_sum(0.25, nonfinite="propagate")
     state, (updates, (residuals, _, _)) = run(tx, large_sums()[:1], axis_size=2)
@@ -216,6 +226,7 @@ def test_a_sum_that_overflows_reaches_the_update_by_option():
     assert state.withheld.tolist() == [0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "exchange",
     [
@@ -255,6 +266,7 @@ def simulated_nodes(tx, given):
     return state, updates, residuals.reshape(len(given), shape[0], -1)[..., : given.shape[-1]]
 
 
+@pytest.mark.slow
 def test_a_sum_between_nodes_that_overflows_stays_with_their_shards():
     given = np.zeros((3, 2, 2, 8), np.float32)
     # 3e38 in each node, and more than float32 holds in both.
@@ -272,8 +284,19 @@ def test_a_sum_between_nodes_that_overflows_stays_with_their_shards():
     assert (state.withheld == 2).all()
 
 
-@pytest.mark.parametrize("policy", ["skip", "drop", "raise", "propagate"])
-@pytest.mark.parametrize("where", ["leaf", "steps"])
+@pytest.mark.parametrize(
+    ("where", "policy"),
+    [
+        slow("leaf", "skip"),
+        ("leaf", "drop"),
+        slow("leaf", "raise"),
+        slow("leaf", "propagate"),
+        slow("steps", "skip"),
+        slow("steps", "drop"),
+        slow("steps", "raise"),
+        slow("steps", "propagate"),
+    ],
+)
 def test_a_dense_sum_that_overflows_is_left_out_and_counted(where, policy):
     """Nothing keeps what goes dense, so that it cannot wait."""
     given = np.zeros((2, 2, 6), np.float32)
@@ -312,6 +335,7 @@ def tree_of(dtypes, size=16):
     return {f"{i}_{dtype}": jnp.zeros(size, dtype) for i, dtype in enumerate(dtypes)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["skip", "drop", "raise", "propagate"])
 def test_a_float16_leaf_whose_residual_grows_beyond_it(policy):
     """Of 16 equal entries one is sent at each step, so that the last has waited for 15."""
@@ -344,25 +368,18 @@ EXCHANGES = {
     "hierarchical topk_a": sc.allreduce.hierarchical(
         inner_axis="device", outer=sc.allreduce.topk_a()
     ),
-    "hierarchical ok_topk": sc.allreduce.hierarchical(
-        inner_axis="device", outer=sc.allreduce.ok_topk(density=0.1)
-    ),
 }
-SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtypes", "name"),
     [
         (("float16",), "topk_a"),
-        pytest.param(("float16",), "ok_topk", marks=SLOW),
         (("bfloat16",), "dsar"),
-        pytest.param(("bfloat16",), "ok_topk", marks=SLOW),
-        (("float16", "float32", "bfloat16", "bfloat16"), "topk_a"),
         (("float16", "float32", "bfloat16", "bfloat16"), "ok_topk"),
-        pytest.param(("float32", "bfloat16", "float16"), "ok_topk, bf16", marks=SLOW),
+        (("float32", "bfloat16", "float16"), "ok_topk, bf16"),
         (("float16", "float32", "bfloat16", "bfloat16"), "hierarchical topk_a"),
-        pytest.param(("float32", "bfloat16", "float16"), "hierarchical ok_topk", marks=SLOW),
     ],
 )
 def test_what_a_narrow_leaf_rounds_off_stays_in_the_residuals(dtypes, name):
@@ -434,7 +451,7 @@ OVERFLOWING = {
 }
 
 
-@pytest.mark.parametrize("name", OVERFLOWING)
+@pytest.mark.parametrize("name", [x if x == "gtopk" else slow(x) for x in OVERFLOWING])
 def test_after_a_sum_that_would_overflow_training_goes_on(name):
     """Two workers have the one half of the large entries, the others the other half.
 

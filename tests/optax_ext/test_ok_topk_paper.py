@@ -131,6 +131,7 @@ def test_after_the_gate_each_worker_has_its_share_of_what_there_is(owned):
         np.testing.assert_array_equal(total[0] + kept.sum(0, dtype=np.float64), everything)
 
 
+@pytest.mark.slow
 def test_there_is_room_for_four_times_k_and_what_finds_none_waits():
     updates, (residuals, info, _) = run(slack=1.5)
     assert info.overflow.any()

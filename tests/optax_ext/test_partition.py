@@ -37,7 +37,7 @@ def same_bits(got, expected):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_the_result_is_that_of_every_leaf_by_itself(check_vma):
     given, other = tree(), tree(1)
     given["bias"] = given["bias"].at[2].set(jnp.nan)

@@ -110,7 +110,11 @@ def on_mesh(fn, check_vma=True, out_specs=WHOLE):
 
 @pytest.mark.parametrize(
     ("name", "workers"),
-    [(name, p) for name in OPTIMIZERS for p in ((1, 2, 3, 8) if "all" in name else (3,))],
+    [
+        pytest.param(name, p, marks=pytest.mark.slow if "lamb" in name else ())
+        for name in OPTIMIZERS
+        for p in ((1, 2, 3, 8) if "all" in name else (3,))
+    ],
 )
 def test_equal_to_optax_for_any_number_of_workers(name, workers):
     run = sc.simulate(lambda p: train(ours(name), p), axis="w", axis_size=workers, in_axes=None)
@@ -118,7 +122,14 @@ def test_equal_to_optax_for_any_number_of_workers(name, workers):
 
 
 @pytest.mark.parametrize("name", ["lamb, all options", "lars, all options"])
-@pytest.mark.parametrize("mode", ["check_vma", "no check_vma", "pmap"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "check_vma",
+        pytest.param("no check_vma", marks=pytest.mark.slow),
+        pytest.param("pmap", marks=pytest.mark.slow),
+    ],
+)
 def test_equal_to_optax_on_eight_devices(name, mode):
     def run(params):
         return train(ours(name), params)

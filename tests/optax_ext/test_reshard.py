@@ -65,13 +65,8 @@ def exact_sums(state):
     return np.array([math.fsum(column) for column in residual.T])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name == "adtopk_threshold" else ())
-        for name in CASES
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
 def test_eight_to_three_to_five_to_eight_keeps_the_sum_to_the_last_bit(name):
     tx = transformation(name)
     state = optax_ext.init_state(tx, PARAMS, mesh(8))
@@ -100,6 +95,7 @@ def test_eight_to_three_to_five_to_eight_keeps_the_sum_to_the_last_bit(name):
     assert jax_internals.programs(step) == 1
 
 
+@pytest.mark.slow
 def test_counts_go_on_and_thresholds_and_regions_start_anew():
     for name in CASES:
         tx = transformation(name)
@@ -142,6 +138,7 @@ def test_sums_of_unlike_magnitudes_keep_what_fits():
     np.testing.assert_array_equal(exact_sums(new), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [("node", "device"), ("device", "node")])
 def test_shards_of_a_hierarchy(axes):
     outer = sc.allreduce.ok_topk(density=0.1)

@@ -21,6 +21,7 @@ def column_sums(rows):
     return np.array([math.fsum(column) for column in np.asarray(rows, np.float64).T])
 
 
+@pytest.mark.slow
 def test_velocities_keep_their_sum_from_eight_to_three_to_five_to_eight():
     tx = optax_ext.topk_a(0.1, axis="w", correction=CORRECTION)
     state = optax_ext.init_state(tx, PARAMS, mesh(8))
@@ -183,6 +184,7 @@ def test_shards_that_do_not_say_how_many_they_are():
         )
 
 
+@pytest.mark.slow
 def test_the_state_of_a_local_transformation_goes_on():
     """Counts and averages are those of an old worker, and no sums as the residuals are."""
     schedule = optax.piecewise_constant_schedule(0.5, {2: 0.1})

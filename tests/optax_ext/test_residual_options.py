@@ -44,6 +44,7 @@ def test_what_bfloat16_holds_is_kept_and_nothing_becomes_infinite():
     assert np.isnan(np.asarray(stored(jnp.asarray(quiet)), np.float32)).all()
 
 
+@pytest.mark.slow
 def test_small_gradients_add_up_in_bfloat16():
     # Each is a thousandth of what the residual holds: rounded to the nearest it would vanish.
     steps, size = 400, 256
@@ -95,6 +96,7 @@ def test_what_is_missing_in_bfloat16_is_within_its_bound_and_cancels():
     assert abs(missing.sum()) < 6 * deviation
 
 
+@pytest.mark.slow
 def test_conservation_in_bfloat16_to_its_rounding():
     tx = optax_ext.ok_topk(0.1, axis="w", residual=BF16)
     state, (updates, (residuals, _, _)) = run(tx, gradients())
@@ -108,6 +110,7 @@ def test_conservation_in_bfloat16_to_its_rounding():
     assert np.abs(applied + left - given).max() < bound
 
 
+@pytest.mark.slow
 def test_a_skipped_step_leaves_a_bfloat16_residual_alone():
     bad = gradients()
     bad[2, 1, 7] = np.nan
@@ -117,6 +120,7 @@ def test_a_skipped_step_leaves_a_bfloat16_residual_alone():
     assert (residuals[3] != residuals[2]).any()
 
 
+@pytest.mark.slow
 def test_decay_forgets_and_conserves_what_it_has_not_forgotten():
     _, (updates, (residuals, _, _)) = run(
         optax_ext.ok_topk(0.1, axis="w", residual=optax_ext.residual(decay=0.75)), gradients()
@@ -129,7 +133,7 @@ def test_decay_forgets_and_conserves_what_it_has_not_forgotten():
         before = residuals[step]
 
 
-@pytest.mark.parametrize("policy", ["skip", "drop"])
+@pytest.mark.parametrize("policy", [pytest.param("skip", marks=pytest.mark.slow), "drop"])
 def test_what_is_finite_after_the_decay_is_accumulated(policy):
     how = optax_ext.residual(decay=0.5)
     tx = optax_ext.topk_a(0.5, axis="w", residual=how, nonfinite=policy)
@@ -147,6 +151,7 @@ def test_what_is_finite_after_the_decay_is_accumulated(policy):
     np.testing.assert_allclose(total, 2.5e38, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_dense_step_delivers_what_waits_decayed_once():
     how = optax_ext.residual(decay=0.5)
     tx = optax_ext.topk_a(0.1, axis="w", residual=how, dense_steps=2)

@@ -24,6 +24,7 @@ def gradients(workers, steps, seed=0):
     }
 
 
+@pytest.mark.slow
 def test_every_row_of_the_parameters_is_updated():
     tx = optax_ext.sparse_allreduce(sc.select.adtopk(density=0.1), sc.allreduce.dense(), axis="w")
     step = sc.simulate(lambda g: tx.update(g, tx.init(g))[0], axis="w", axis_size=2)
@@ -33,6 +34,7 @@ def test_every_row_of_the_parameters_is_updated():
         assert (rows != 0).any(axis=0).all(), name
 
 
+@pytest.mark.slow
 def test_a_selection_of_the_whole_leaves_small_layers_out_and_layerwise_does_not():
     def updated(selector):
         tx = optax_ext.sparse_allreduce(selector, sc.allreduce.dense(), axis="w")
@@ -45,13 +47,12 @@ def test_a_selection_of_the_whole_leaves_small_layers_out_and_layerwise_does_not
     assert updated(sc.select.layerwise(selector)) == set(SHAPES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "selector",
     [
         sc.select.adtopk_threshold(density=0.1, steps=6, warmup=2, period=2),
-        pytest.param(
-            sc.select.layerwise(sc.select.threshold_reuse(density=0.1)), marks=pytest.mark.slow
-        ),
+        sc.select.layerwise(sc.select.threshold_reuse(density=0.1)),
     ],
     ids=["adtopk_threshold", "layerwise"],
 )

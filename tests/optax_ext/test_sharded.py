@@ -14,6 +14,10 @@ from tests.optax_ext import shards
 TOPK = sc.select.topk(density=0.1)
 
 
+def slow(tx):
+    return pytest.param(tx, marks=pytest.mark.slow)
+
+
 def sparse(allreduce, **options):
     return optax_ext.sparse_allreduce(TOPK, allreduce, axis="data", **options)
 
@@ -33,10 +37,21 @@ TRANSFORMATIONS = {
     "rows": lambda: optax_ext.topk_a(0.1, axis="data", selector=sc.select.adtopk(density=0.1)),
     "powersgd": lambda: optax_ext.powersgd(rank=1, axis="data"),
 }
+MANUAL = ("momentum", "dense leaves", "dense steps", "powersgd")
 
 
-@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
-@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def bits_cases():
+    """Both ways with the simplest exchange and with Ok-Topk; others in one of them."""
+    for name in TRANSFORMATIONS:
+        for manual in (False, True):
+            if name in ("topk_a", "ok_topk") or manual == (name in MANUAL):
+                quick = (name, manual) in (("topk_a", False), ("powersgd", True))
+                way = "manual" if manual else "automatic"
+                marks = () if quick else pytest.mark.slow
+                yield pytest.param(name, manual, id=f"{name}-{way}", marks=marks)
+
+
+@pytest.mark.parametrize(("name", "manual"), list(bits_cases()))
 def test_it_has_the_bits_of_unsharded_runs_of_the_same_parts(name, manual):
     if name == "dense leaves":  # Labels of whole leaves, where parts are smaller.
         few = ("odd", "scalar", "vector")
@@ -54,8 +69,14 @@ def test_it_has_the_bits_of_unsharded_runs_of_the_same_parts(name, manual):
     np.testing.assert_array_equal(found, residuals)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("name", ["ok_topk", "agreed"])
+@pytest.mark.parametrize(
+    ("name", "check_vma"),
+    [
+        pytest.param("ok_topk", True, marks=pytest.mark.slow),
+        pytest.param("ok_topk", False, marks=pytest.mark.slow),
+        ("agreed", True),
+    ],
+)
 def test_nothing_is_lost_and_no_device_drifts(name, check_vma):
     tx = TRANSFORMATIONS[name]()
     gradients = shards.gradients_of(2, steps=5)
@@ -70,6 +91,7 @@ def test_nothing_is_lost_and_no_device_drifts(name, check_vma):
     shards.same_on_devices(state)
 
 
+@pytest.mark.slow
 def test_three_axes_with_leaves_over_each_of_them():
     shapes = {
         "none": ((8, 3), PartitionSpec()),
@@ -125,6 +147,7 @@ def test_a_step_is_skipped_by_all_devices_or_by_none():
     shards.same_on_devices(state)
 
 
+@pytest.mark.slow
 def test_a_worker_looks_ahead_with_all_of_its_devices():
     mesh = shards.mesh_of((2, 4))
     tx = optax_ext.sparse_adamw(0.1, density=0.1, axis="data", weight_decay=0.0)
@@ -199,7 +222,13 @@ TENSOR = {"up": PartitionSpec(None, "model"), "down": PartitionSpec("model")}
 FSDP = {"up": PartitionSpec("model"), "down": PartitionSpec("model"), "bias": PartitionSpec()}
 
 
-@pytest.mark.parametrize("specs", [TENSOR, {**TENSOR, "bias": PartitionSpec("model")}])
+@pytest.mark.parametrize(
+    "specs",
+    [
+        pytest.param(TENSOR, marks=pytest.mark.slow),
+        {**TENSOR, "bias": PartitionSpec("model")},
+    ],
+)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_at_density_one_it_trains_like_the_dense_one_and_stays_where_it_was(specs, check_vma):
     mesh = shards.mesh_of((2, 4))
@@ -226,10 +255,16 @@ def test_at_density_one_it_trains_like_the_dense_one_and_stays_where_it_was(spec
 @pytest.mark.parametrize(
     "tx",
     [
-        optax_ext.sparse_adamw(0.05, density=0.2, axis="data"),
-        optax_ext.sparse_sgd(0.2, density=0.2, axis="data"),
-        optax.chain(optax_ext.bucketed(optax_ext.topk_a(0.2, axis="data"), 2), optax.adam(0.05)),
-        optax_ext.multi_steps(optax.chain(optax_ext.topk_a(0.2, axis="data"), optax.adam(0.1)), 2),
+        slow(optax_ext.sparse_adamw(0.05, density=0.2, axis="data")),
+        slow(optax_ext.sparse_sgd(0.2, density=0.2, axis="data")),
+        slow(
+            optax.chain(optax_ext.bucketed(optax_ext.topk_a(0.2, axis="data"), 2), optax.adam(0.05))
+        ),
+        slow(
+            optax_ext.multi_steps(
+                optax.chain(optax_ext.topk_a(0.2, axis="data"), optax.adam(0.1)), 2
+            )
+        ),
         optax.chain(optax_ext.powersgd(rank=1, axis="data"), optax.adam(0.05)),
     ],
     ids=["sparse_adamw", "sparse_sgd", "bucketed", "multi_steps", "powersgd"],
@@ -278,6 +313,7 @@ def test_parameters_that_all_devices_of_a_worker_hold():
     shards.same_on_devices((new, state))
 
 
+@pytest.mark.slow
 def test_axes_that_are_explicit():
     """As jax.make_mesh makes them by default."""
     tx = optax.chain(TRANSFORMATIONS["topk_a"](), optax.sgd(0.1))

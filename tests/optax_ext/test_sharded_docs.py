@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 TEXT = (Path(__file__).parents[2] / "docs" / "sharded.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("default_promotion")
 def test_the_programs_run():
     programs = re.findall(r"```python\n(.*?)```", TEXT, re.S)

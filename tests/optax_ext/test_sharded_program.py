@@ -29,6 +29,10 @@ LAYOUTS = {
     "fsdp": {"up": PartitionSpec("model"), "down": PartitionSpec("model")},
 }
 
+OK_TOPK_SLOW = [
+    pytest.param(name, marks=pytest.mark.slow if name == "ok_topk" else ()) for name in SPARSE
+]
+
 
 def loss_fn(params, x):
     hidden = jnp.tanh(x @ params["up"] + params["bias"][None])
@@ -65,7 +69,7 @@ def test_no_device_holds_what_the_others_have():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("name", OK_TOPK_SLOW)
 def test_what_is_sent_beyond_the_dense_step(name, layout):
     mesh = shards.mesh_of((2, 4))
     of_step = [
@@ -93,7 +97,7 @@ def test_what_is_sent_beyond_the_dense_step(name, layout):
     assert sum(more) - sum(large) <= 64
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["fsdp", pytest.param("tensor", marks=pytest.mark.slow)])
 def test_what_waits_is_put_together_by_parts(layout):
     mesh = shards.mesh_of((2, 4))
     state, _, params = compiled(SPARSE["ok_topk"](), layout, mesh)
@@ -110,7 +114,7 @@ def test_what_waits_is_put_together_by_parts(layout):
 
 
 @pytest.mark.parametrize("sizes", [(2, 4), (4, 8), (16, 16)], ids=str)
-@pytest.mark.parametrize("name", ["ok_topk", "topk_a", "agreed", "dense"])
+@pytest.mark.parametrize("name", [*OK_TOPK_SLOW, "dense"])
 def test_words_between_the_workers_are_those_of_a_part(sizes, name):
     """Read from the program, beside that of parameters of the size of a part."""
     workers, parts = sizes

@@ -27,7 +27,10 @@ OPTIMIZERS = {
     ),
     "local adam": lambda: optax_ext.topk_a(0.1, axis="data", local=optax.adam(0.1)),
 }
-MESHES = {"2x4": (2, 4), "4x2": (4, 2), "2x2": (2, 2), "1x4": (1, 4), "8x1": (8, 1)}
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def state_on(tx, sizes):
@@ -48,8 +51,23 @@ def waiting(state):
     return {name: workers * np.asarray(leaf, np.float64) for name, leaf in mean.items()}
 
 
-@pytest.mark.parametrize("sizes", [s for s in MESHES.values() if s != (2, 4)], ids=str)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+# One of them on each mesh, and each on a mesh of more, of as many or of fewer workers.
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("sparse_adamw", (1, 4)),
+        slow("sparse_adamw", (2, 2)),
+        slow("sparse_adamw", (4, 2)),
+        slow("sparse_adamw", (8, 1)),
+        slow("ok_topk, adam", (4, 2)),
+        slow("momentum, dense leaves", (2, 2)),
+        slow("momentum, dense leaves", (8, 1)),
+        slow("multi_steps", (1, 4)),
+        slow("local adam", (1, 4)),
+        slow("local adam", (4, 2)),
+    ],
+    ids=str,
+)
 def test_on_another_mesh_nothing_of_the_residuals_is_lost(name, sizes):
     tx = OPTIMIZERS[name]()
     old = after_steps(tx, (2, 4))
@@ -67,7 +85,14 @@ def test_on_another_mesh_nothing_of_the_residuals_is_lost(name, sizes):
     assert int(optax_ext.get_state(new).count) >= int(optax_ext.get_state(old).count)
 
 
-@pytest.mark.parametrize("name", ["sparse_adamw", "momentum, dense leaves", "local adam"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("sparse_adamw", marks=pytest.mark.slow),
+        "momentum, dense leaves",
+        pytest.param("local adam", marks=pytest.mark.slow),
+    ],
+)
 def test_there_and_back_it_is_the_same(name):
     tx = OPTIMIZERS[name]()
     old = after_steps(tx, (2, 4))
@@ -90,6 +115,7 @@ def test_parameters_that_are_no_longer_sharded():
     jax.tree.map(np.testing.assert_array_equal, back.local, old.local)
 
 
+@pytest.mark.slow
 def test_in_a_hierarchy_of_nodes():
     """A worker of several devices, in a node of several workers."""
     names = ("node", "worker", "model")
@@ -108,7 +134,9 @@ def test_in_a_hierarchy_of_nodes():
         np.testing.assert_allclose(waiting(moved)[leaf], value, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["ok_topk, adam", "sparse_adamw"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("ok_topk, adam", marks=pytest.mark.slow), "sparse_adamw"]
+)
 def test_a_checkpoint_continues_with_the_same_bits_and_on_other_meshes(name, tmp_path):
     tx = OPTIMIZERS[name]()
     mesh = shards.mesh_of((2, 4))
@@ -233,7 +261,7 @@ class TestErrors:
         with pytest.raises(ValueError, match=r"updates\['columns'\].*axes that shard the param"):
             step(params, state, {k: g[0] for k, g in gradients.items()})
 
-    @pytest.mark.parametrize("check_vma", [True, False])
+    @pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
     def test_a_replicated_leaf_whose_gradient_differs(self, check_vma):
         mesh = shards.mesh_of((2, 4))
         tx = optax_ext.assert_replicated_gradients(OPTIMIZERS["ok_topk, adam"]())

@@ -68,7 +68,7 @@ def preconditioned(nu, g, t, b2=0.999):
     return nu, g / (np.sqrt(nu / (1 - b2**t)) + EPS)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_sparse_adamw_is_what_it_says(check_vma):
     """All of it in NumPy: the gradient at the step ahead, the preconditioner, parts, the decay."""
     from tests.reference import agreed as reference
@@ -102,8 +102,8 @@ def test_sparse_adamw_is_what_it_says(check_vma):
 @pytest.mark.parametrize(
     ("labels", "nonfinite"),
     [
-        (None, "skip"),
-        ({"a": "sparse", "b": "dense"}, "drop"),
+        pytest.param(None, "skip", marks=pytest.mark.slow),
+        pytest.param({"a": "sparse", "b": "dense"}, "drop", marks=pytest.mark.slow),
         ({"a": "dense", "b": "dense"}, "skip"),
     ],
 )
@@ -141,6 +141,7 @@ def test_the_flat_buffers_of_adamw_get_what_the_leaves_would(labels, nonfinite):
     assert one.dropped + one.skipped
 
 
+@pytest.mark.slow
 def test_sparse_sgd_of_all_entries_is_sgd():
     tx = optax_ext.sparse_sgd(0.1, density=1.0, axis="data", exchange=EXACT)
     w = flat(params_at_start())
@@ -150,7 +151,9 @@ def test_sparse_sgd_of_all_entries_is_sgd():
         assert (np.asarray(optax_ext.get_state(state).residual) == 0).all()
 
 
-@pytest.mark.parametrize(("workers", "gain"), [(2, 1.0), (4, 2**0.5), (16, 2.0), (32, 2.0)])
+@pytest.mark.parametrize(
+    ("workers", "gain"), [pytest.param(2, 1.0, marks=pytest.mark.slow), (4, 2**0.5), (32, 2.0)]
+)
 def test_the_gain_makes_up_for_the_noise_of_many_workers(workers, gain):
     tx = optax_ext.sparse_adamw(0.1, density=1.0, axis="w", exchange=EXACT, weight_decay=0.0)
 
@@ -200,6 +203,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_worker_looks_ahead_by_a_share_of_its_residual(way):
     tx = optax_ext.sparse_sgd(0.1, density=0.1, axis="data", **WAYS[way])
@@ -212,6 +216,7 @@ def test_a_worker_looks_ahead_by_a_share_of_its_residual(way):
     )
 
 
+@pytest.mark.slow
 def test_without_step_ahead_a_worker_stays_where_it_is():
     tx = optax.chain(optax_ext.ok_topk(0.1, axis="data"), optax.sgd(0.1))
     params, state = trained(tx, steps=2)[-1]
@@ -220,6 +225,7 @@ def test_without_step_ahead_a_worker_stays_where_it_is():
     )
 
 
+@pytest.mark.slow
 def test_buckets_and_dense_leaves_look_ahead_where_they_have_a_residual():
     labels = {"a": "sparse", "b": "dense"}
     tx = optax_ext.sparse_sgd(0.1, density=0.1, axis="data", dense_leaves=labels)
@@ -236,6 +242,7 @@ def test_buckets_and_dense_leaves_look_ahead_where_they_have_a_residual():
     np.testing.assert_allclose(where_ahead(tx, params, state, mesh()), expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_workers_of_a_node_look_ahead_together():
     on = mesh((2, 2), ("node", "device"))
     exchange = sc.allreduce.hierarchical(inner_axis="device", outer=sc.allreduce.agreed(bits=16))
@@ -262,6 +269,7 @@ def test_the_train_step_takes_gradients_ahead():
     )
 
 
+@pytest.mark.slow
 def test_a_skipped_step_decays_nothing_and_learns_nothing():
     tx = optax_ext.sparse_adamw(0.1, density=0.1, axis="data", weight_decay=0.5)
     given = targets()
@@ -276,6 +284,7 @@ def test_a_skipped_step_decays_nothing_and_learns_nothing():
     assert np.isfinite(flat(states[-1][0])).all()
 
 
+@pytest.mark.slow
 def test_weight_decay_where_the_mask_says():
     options = {"density": 0.1, "axis": "data", "exchange": EXACT}
     plain, _ = trained(optax_ext.sparse_sgd(0.1, **options), steps=1)[-1]
@@ -299,6 +308,7 @@ def test_weight_decay_needs_the_parameters():
         sc.simulate(step, axis="w", axis_size=2)(jnp.ones((2, 40)))
 
 
+@pytest.mark.slow
 def test_a_rate_that_is_zero_at_the_start_moves_nothing_and_recovers():
     schedule = optax.linear_schedule(0.0, 0.1, 4)
     for make in (optax_ext.sparse_adamw, optax_ext.sparse_sgd):
@@ -309,7 +319,10 @@ def test_a_rate_that_is_zero_at_the_start_moves_nothing_and_recovers():
         assert (flat(states[-1][0]) != flat(states[0][0])).any()
 
 
-@pytest.mark.parametrize("density", [0.0001, 0.01, 1.0])
+@pytest.mark.parametrize(
+    "density",
+    [pytest.param(0.0001, marks=pytest.mark.slow), 0.01, pytest.param(1.0, marks=pytest.mark.slow)],
+)
 def test_fewer_entries_than_workers_work(density):
     tx = optax_ext.sparse_sgd(0.1, density=density, axis="data")
     _, state = trained(tx)[-1]
@@ -397,6 +410,7 @@ def test_flush_at_a_constant_rate_hurts_no_loss(density):
     assert whole > 1.2 * before
 
 
+@pytest.mark.slow
 def test_flush_refuses_gradients():
     tx = optax.chain(optax_ext.ok_topk(0.1, axis="data"), optax.sgd(0.1))
     params, state = trained(tx, steps=1)[-1]

@@ -98,6 +98,7 @@ def test_two_selectors_of_a_user_are_not_the_same():
     assert metadata[0] != metadata[1]
 
 
+@pytest.mark.slow
 def test_a_part_without_a_spec_trains_and_has_no_metadata():
     state = state_of(own_selector())
     message = r"selector declares no spec.*sparse_collectives\.Selector\(.*spec=.*Spec\.of"

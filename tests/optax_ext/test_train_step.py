@@ -54,6 +54,7 @@ def train(tx, steps, check_vma=True, **options):
     return params, state, losses, step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_at_density_one_it_trains_like_the_dense_one(check_vma):
     sparse = optax_ext.ok_topk(density=1.0, axis="data", slack=float(WORKERS))
@@ -76,12 +77,13 @@ def test_the_dense_step_has_the_gradient_of_the_whole_batch():
         np.testing.assert_allclose(new[name], params[name] - gradient[name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer",
     [
         optax.sgd(0.05, momentum=0.9),
-        pytest.param(optax.adamw(3e-3), marks=pytest.mark.slow),
-        pytest.param(optax.lamb(1e-2), marks=pytest.mark.slow),
+        optax.adamw(3e-3),
+        optax.lamb(1e-2),
     ],
     ids=["momentum", "adamw", "lamb"],
 )
@@ -108,6 +110,7 @@ def test_one_trace_and_one_program_for_all_steps():
     assert len(traces) == 1
 
 
+@pytest.mark.slow
 def test_params_and_state_are_donated():
     tx = optax_ext.ok_topk(density=0.05, axis="data")
     params, batches = problem()
@@ -119,6 +122,7 @@ def test_params_and_state_are_donated():
     assert params["hidden"].is_deleted()
 
 
+@pytest.mark.slow
 def test_the_step_needs_one_buffer_of_n_beside_the_residual():
     """Of a flat gradient: the update. The sum is made in the donated residual."""
     size = 1 << 20
@@ -136,6 +140,7 @@ def test_the_step_needs_one_buffer_of_n_beside_the_residual():
     assert memory.alias_size_in_bytes >= 4 * size
 
 
+@pytest.mark.slow
 def test_aux_is_averaged_over_the_workers():
     def with_aux(params, batch):
         loss = loss_fn(params, batch)
@@ -172,6 +177,7 @@ def test_the_state_is_found_and_specified_anywhere_in_a_chain():
     assert optax_ext.get_info(state).words == 0
 
 
+@pytest.mark.slow
 def test_the_traffic_of_a_whole_train_step_is_that_of_the_allreduce_and_the_loss():
     tx = optax.chain(optax_ext.ok_topk(density=0.05, axis="data"), optax.sgd(0.1))
     params, batches = problem()
@@ -192,6 +198,7 @@ def test_the_traffic_of_a_whole_train_step_is_that_of_the_allreduce_and_the_loss
     assert even.words == pytest.approx(allreduce.words + 2 * 7 / 8 + 7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 @pytest.mark.parametrize("selector", ["topk", "threshold_reuse"])
 def test_a_step_of_the_size_of_a_model_lowers_for(platform, selector):

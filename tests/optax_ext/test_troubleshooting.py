@@ -82,6 +82,7 @@ def test_what_strict_density_does_not_take():
         constant(jnp.int32(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [0.5, -1.0, np.nan])
 def test_a_density_out_of_range_raises_in_the_step_that_has_it(bad):
     values = jnp.array([0.1, 0.05, bad, 0.1])
@@ -101,6 +102,7 @@ def test_a_density_out_of_range_raises_in_the_step_that_has_it(bad):
         jax_internals.forget_failed_callbacks()
 
 
+@pytest.mark.slow
 def test_a_strict_schedule_in_range_changes_nothing_also_under_vmap():
     def falling(count):
         return 0.1 / (1.0 + jnp.asarray(count, jnp.float32))
@@ -157,7 +159,7 @@ def loss_fn(params, batch):
     return jnp.mean((batch @ params["w"]) ** 2)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("bad", [pytest.param(np.nan, marks=pytest.mark.slow), np.inf])
 def test_with_bad_parameters_every_step_is_skipped_and_counted(bad):
     params = {"w": jnp.ones((SIZE,)).at[3].set(bad)}
     tx = optax.chain(topk_a(), optax.sgd(0.1, momentum=0.9))
@@ -190,7 +192,9 @@ def test_with_bad_parameters_nonfinite_raise_says_so():
 # The dense warm-up.
 
 
-@pytest.mark.parametrize("alias", [optax_ext.topk_a, optax_ext.gtopk])
+@pytest.mark.parametrize(
+    "alias", [pytest.param(optax_ext.topk_a, marks=pytest.mark.slow), optax_ext.gtopk]
+)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_one_worker_with_dense_steps(alias, check_vma):
     tx = alias(density=0.1, axis="w", dense_steps=2)
@@ -202,6 +206,7 @@ def test_one_worker_with_dense_steps(alias, check_vma):
     np.testing.assert_array_equal(np.asarray(state.residual[0] + updates), gradient(1)[0])
 
 
+@pytest.mark.slow
 def test_the_traffic_of_a_step_with_dense_steps():
     """Both branches are in the program: by default the meter takes the dense one, as the worst."""
     workers, dense_steps, steps = 8, 10, 1000
@@ -239,6 +244,7 @@ def test_the_traffic_of_a_step_with_dense_steps():
     np.testing.assert_allclose(mean, (1 - share) * sparse + share * dense)
 
 
+@pytest.mark.slow
 def test_the_programs_of_the_page_run():
     page = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
     *programs, words = re.findall(r"```python\n(.*?)```", page, re.DOTALL)

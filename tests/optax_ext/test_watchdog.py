@@ -75,6 +75,7 @@ def run(program):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "message", "status"),
     [
@@ -94,7 +95,10 @@ def test_a_missed_deadline_ends_the_process_and_says_where_it_was(program, messa
 
 @pytest.mark.parametrize(
     ("error", "status"),
-    [("jax.errors.JaxRuntimeError('UNKNOWN: closed')", 75), ("KeyError('UNKNOWN: closed')", 1)],
+    [
+        ("jax.errors.JaxRuntimeError('UNKNOWN: closed')", 75),
+        pytest.param("KeyError('UNKNOWN: closed')", 1, marks=pytest.mark.slow),
+    ],
     ids=["runtime", "other"],
 )
 def test_an_error_of_one_among_several_processes_ends_it_at_once(error, status):

@@ -23,22 +23,18 @@ pytestmark = pytest.mark.usefixtures("default_promotion")
 WORKERS, STEPS = 8, 4
 
 
-def marks_of(row):
-    """The rows that are tested in other loops too are the most different ones; others are slow."""
+def marks_of(row, quick):
     new = "optax.freeze" in row.code and not hasattr(optax, "freeze")
     marks = [pytest.mark.skipif(new, reason="this optax has no freeze yet")]
-    return marks if row.also else [*marks, pytest.mark.slow]
+    return marks if row.name in quick else [*marks, pytest.mark.slow]
 
 
-def rows(chosen):
+def rows(chosen, quick=()):
     return pytest.mark.parametrize(
         "row",
-        [pytest.param(row, marks=marks_of(row)) for row in chosen],
+        [pytest.param(row, marks=marks_of(row, quick)) for row in chosen],
         ids=lambda row: row.name,
     )
-
-
-ROWS = rows(combinations.ROWS)
 
 
 @functools.cache
@@ -123,7 +119,7 @@ def trained(row):
     return train(row, observed(row))
 
 
-@ROWS
+@rows(combinations.ROWS)
 def test_at_density_one_it_is_the_dense_one(row):
     """With the selection of everything; the allreduce is the one that compiles fastest."""
     ends = []
@@ -142,7 +138,7 @@ def test_at_density_one_it_is_the_dense_one(row):
     assert moved > 3 * min(row.rounding, 1e-3)
 
 
-@ROWS
+@rows(combinations.ROWS, quick=["`optax_ext.delayed` around the chain"])
 def test_at_density_a_tenth_nothing_is_lost_and_no_worker_drifts(row):
     params, state = trained(row)
     for leaf in jax.tree.leaves(params):
@@ -184,16 +180,11 @@ def own_loop(row, mode):
     return params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("row", "mode"),
     [
-        pytest.param(
-            row,
-            mode,
-            id=f"{row.name}-{mode}",
-            # Each is a program of its own to compile; those that accumulate differ most.
-            marks=() if "multi_steps" in row.code else pytest.mark.slow,
-        )
+        pytest.param(row, mode, id=f"{row.name}-{mode}")
         for row in combinations.ROWS
         for mode in row.also
     ],
@@ -220,7 +211,11 @@ def placed(params, sharded_mesh):
     return jax.tree.map(place, params)
 
 
-@rows([row for row in combinations.ROWS if row.sharded])
+# The rows that are tested in other loops too are the most different ones.
+@rows(
+    [row for row in combinations.ROWS if row.sharded],
+    quick=[row.name for row in combinations.ROWS if row.also and row.name != "`optax_ext.lamb`"],
+)
 def test_with_sharded_parameters_at_density_one_it_is_the_dense_one(row):
     auto = (AxisType.Auto,) * 2
     apart = jax.make_mesh((4, 2), ("data", "model"), axis_types=auto)

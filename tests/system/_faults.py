@@ -84,7 +84,7 @@ def coordinator_killed(setup: Setup) -> Outcome:
 
 def stopped(setup: Setup) -> Outcome:
     """A worker is stopped, and goes on later than the deadline of a step."""
-    deadline = setup.stop / 6
+    deadline = min(10.0, setup.stop / 3)
 
     def stop(group: list[Process]) -> None:
         group[VICTIM].signal(signal.SIGSTOP)

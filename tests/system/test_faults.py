@@ -10,7 +10,7 @@ All of them, with what the processes said and the seconds until the last of them
 
     python -m pytest tests/system/test_faults.py -m slow -s
 
-FAULTS_STOP=60 is for how many seconds a worker is stopped.
+FAULTS_STOP=30 is for how many seconds a worker is stopped.
 """
 
 import os
@@ -31,7 +31,7 @@ from tests.system import _training as training
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
 
-STOP = float(os.environ.get("FAULTS_STOP", "60"))
+STOP = float(os.environ.get("FAULTS_STOP", "30"))
 FAULTS = {
     fault.__name__: fault
     for fault in (
@@ -82,6 +82,7 @@ def test_an_end_without_a_reason_or_without_an_error_is_not_accepted():
 
 
 # Where a read has failed, orbax drops the others unfinished, and Python says so when it likes to.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_cut_checkpoint_is_passed_over_for_the_last_whole_one(tmp_path):
     mesh = task.mesh_of_all()
@@ -102,6 +103,7 @@ def test_a_cut_checkpoint_is_passed_over_for_the_last_whole_one(tmp_path):
     assert task.residual_sum(restored[1]).shape == (sum(x.size for x in jax.tree.leaves(params)),)
 
 
+@pytest.mark.slow
 def test_the_recipes_run(tmp_path):
     mesh = task.mesh_of_all()
     params, opt_state = task.first_state(mesh)
