@@ -14,6 +14,8 @@ import sparse_collectives as sc
 from sparse_collectives import extend
 
 WORKERS = 4
+slow = pytest.mark.slow
+ONE_AND_FOUR = [1, pytest.param(4, marks=slow)]
 MAKERS = {
     "sparse_adamw": lambda **o: optax_ext.sparse_adamw(0.1, axis="data", **o),
     "sparse_sgd": lambda **o: optax_ext.sparse_sgd(0.1, axis="data", **o),
@@ -205,7 +207,7 @@ def slope(name, x, aside):
     return jax.grad(lambda x: (1.0 - x[0]) ** 2 + 100.0 * (x[1] - x[0] ** 2) ** 2)(x) + aside
 
 
-@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("workers", ONE_AND_FOUR)
 @pytest.mark.parametrize("function", STARTS)
 @pytest.mark.parametrize("name", WHOLE)
 def test_it_converges_on_the_test_functions_of_optax(name, function, workers):
@@ -228,8 +230,10 @@ def test_it_converges_on_the_test_functions_of_optax(name, function, workers):
     np.testing.assert_allclose(x[0], ENDS[function], atol=3e-2)
 
 
-@pytest.mark.parametrize("workers", [1, 4])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("workers", ONE_AND_FOUR)
+@pytest.mark.parametrize(
+    "dtype", [jnp.float32, jnp.bfloat16, pytest.param(jnp.float16, marks=slow)]
+)
 @pytest.mark.parametrize("name", WHOLE)
 def test_dtypes_stay_and_a_step_may_be_one_of_two_branches(name, dtype, workers):
     tx = WHOLE[name]()
@@ -255,7 +259,7 @@ def test_dtypes_stay_and_a_step_may_be_one_of_two_branches(name, dtype, workers)
     assert types[0] == types[1]
 
 
-@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("workers", ONE_AND_FOUR)
 @pytest.mark.parametrize("name", MAKERS)
 def test_extra_arguments_reach_what_is_local_and_what_is_behind(name, workers):
     found = []
