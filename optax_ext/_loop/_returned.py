@@ -20,10 +20,10 @@ class Returned:
 
     def __init__(self, params: Any, opt_state: Any, places: Any):
         leaves, self._structure = jax.tree.flatten((params, opt_state))
-        # What is traced is used once.
-        traced = any(isinstance(leaf, Tracer) for leaf in leaves)
-        self._leaves = [] if traced else [weakref.ref(leaf) for leaf in leaves]
-        self._ids = {id(leaf) for leaf in leaves}
+        # A step is traced as a whole, or not; what is traced is used once.
+        traced = bool(leaves) and isinstance(leaves[0], Tracer)
+        self._leaves = [] if traced else list(map(weakref.ref, leaves))
+        self._ids = frozenset(map(id, leaves))
         self._places = places
 
     def places_of(self, params: Any, opt_state: Any, batch: Any) -> Any:
@@ -34,10 +34,10 @@ class Returned:
         leaves, structure = jax.tree.flatten((params, opt_state))
         if len(leaves) != len(self._leaves) or structure != self._structure:
             return None
-        if any(known() is not leaf for known, leaf in zip(self._leaves, leaves, strict=True)):
+        if not all(known() is leaf for known, leaf in zip(self._leaves, leaves, strict=True)):
             return None
         examples = jax.tree.leaves(batch)
-        if any(map(is_deleted, leaves)) or any(map(is_deleted, examples)):
+        if any(leaf.is_deleted() for leaf in leaves) or any(map(is_deleted, examples)):
             return None
         if any(id(leaf) in self._ids for leaf in examples):
             return None
