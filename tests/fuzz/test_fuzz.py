@@ -231,6 +231,7 @@ def check_conserved(
             increment = increment.reshape(-1, inside, layout.size).sum(axis=1)
         else:
             spread = np.abs(increment).sum(axis=0)
+        summed_up = increment
         if configuration.momentum is not None:
             u = rows(before, before.velocity, configuration) * configuration.momentum + increment
             increment = increment + configuration.momentum * u if configuration.nesterov else u
@@ -240,7 +241,11 @@ def check_conserved(
         spread = np.where(np.isfinite(spread), spread, 0.0)
         narrow = np.where(np.isfinite(acc), np.clip(acc, -3.5e38, 3.5e38), acc)
         # What float32 can't hold is not finite for the policy either.
-        finite = np.isfinite(acc) & (np.abs(narrow) <= float(np.finfo(np.float32).max))
+        largest = float(np.finfo(np.float32).max)
+        finite = np.isfinite(acc) & (np.abs(narrow) <= largest)
+        if after.settings.shard_axis:
+            # Nor can it hold such a sum of a node, whatever waits.
+            finite = finite & (np.abs(summed_up) <= largest) & (np.abs(increment) <= largest)
         if configuration.keeps_others and configuration.policy != "propagate":
             large = np.abs(increment) >= LARGEST
             assert configuration.policy == "drop" or not large.any(), "a step was not skipped"

@@ -65,7 +65,7 @@ def sharded(draw: Any) -> Sharded:
             free = [other for other in free if other != axis]
         specs[name] = PartitionSpec(*dims)
     # Another text: what was drawn for the other parameters does not hold.
-    configuration = dataclasses.replace(drawn, params=params)
+    configuration = dataclasses.replace(drawn, params=params, tied={})
     return Sharded(configuration, inside, specs)
 
 

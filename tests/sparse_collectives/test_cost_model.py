@@ -206,7 +206,7 @@ POINTS += [
 LONG_WITH = {
     "ok_topk": ("bf16", "narrow16", "narrow8", "qsgd"),
     "hierarchical(ok_topk)": ("narrow8",),
-    "spardl": ("narrow8", "qsgd"),
+    "spardl": ("bf16", "narrow16", "narrow8", "qsgd"),
     "dsar_split_allgather": ("narrow16", "narrow8"),
     "ssar_recursive_double": ("narrow8",),
     "ring_sparse": ("qsgd",),

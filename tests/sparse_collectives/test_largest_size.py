@@ -24,7 +24,8 @@ ALLREDUCES = {
     "sparse_allgather": sc.allreduce.sparse_allgather(),
     "dense": sc.allreduce.dense(),
 }
-TRACED_FOR_LONG = {"ok_topk", "ok_topk, room for all", "ok_topk, no balance", "spardl"}
+TRACED_FOR_LONG = {"ok_topk", "ok_topk, room for all", "ok_topk, no balance"}
+TRACED_FOR_LONG |= {"spardl", "ring_sparse"}
 
 
 @pytest.mark.parametrize("workers", [8, *slow(1000)])

@@ -121,7 +121,9 @@ def test_one_collective_of_the_pairs(factory):
 
 
 @pytest.mark.parametrize("check_vma", [False, *helpers.slow(True)])
-@pytest.mark.parametrize("allreduce", [TOPK_A, ALLGATHER], ids=["topk_a", "sparse_allgather"])
+@pytest.mark.parametrize(
+    "allreduce", [TOPK_A, *helpers.slow(ALLGATHER)], ids=["topk_a", "sparse_allgather"]
+)
 def test_on_a_mesh_the_total_is_replicated(allreduce, check_vma):
     workers = 4
     mesh = jax.make_mesh(
