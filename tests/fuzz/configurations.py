@@ -168,6 +168,7 @@ class Configuration:
       data: the kind of gradients.
       seed: of the gradients.
       keeps_others: whether a worker may be left with parts of what others sent.
+      low_rank: whether products of factors are exchanged.
       tied: leaves that are the array of another one, by name.
     """
 
@@ -186,6 +187,7 @@ class Configuration:
     data: str
     seed: int
     keeps_others: bool
+    low_rank: bool
     tied: dict[str, str]
 
     @property
@@ -355,6 +357,7 @@ def configurations(draw: Any, *, of_parts: bool = False) -> Configuration:
         data=data,
         seed=seed,
         keeps_others=low_rank is None and exchange.keeps_others,
+        low_rank=low_rank is not None,
         tied=tied,
     )
 

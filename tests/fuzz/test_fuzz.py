@@ -266,6 +266,9 @@ def check_conserved(
         return
     missing = summed(np.concatenate([acc, -kept, -delivered[None] * workers]))
     magnitude = np.abs(acc).sum(axis=0) + np.abs(kept).sum(axis=0) + workers * np.abs(delivered)
+    if configuration.low_rank:
+        # The products of an entry's factors may cancel; each is at most as large as its row.
+        spread = spread + magnitude.max()
     # Half an ulp for each addition on the way, and arithmetic that flushes subnormals.
     allowed = (2 * workers + 8) * (2.0**-24 * (magnitude + spread) + _TINY)
     if dense:
