@@ -79,16 +79,7 @@ def _forget_programs():
         jax.clear_caches()
 
 
-_SLOW_TESTS = pathlib.Path(__file__).with_name("slow_tests.txt")
-
-
 def pytest_addoption(parser):
-    parser.addoption(
-        "--slow-tests",
-        choices=("listed", "marked"),
-        default="listed",
-        help="what is slow: what tests/slow_tests.txt lists too, or only what is marked",
-    )
     parser.addoption(
         "--third",
         action="store_true",
@@ -96,25 +87,14 @@ def pytest_addoption(parser):
     )
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
-    """Marks as slow what tools/slow_tests.py found to be, and leaves two thirds of it out."""
-    listed = set(_SLOW_TESTS.read_text().splitlines())
-    if config.getoption("--slow-tests") == "marked":
-        listed = set()
-    for item in items:
-        name = item.nodeid.removeprefix("tests/")
-        if name in listed or name.split("[")[0] in listed:
-            item.add_marker(pytest.mark.slow)
-    if config.getoption("--third"):
-        _choose_a_third(config, items)
-
-
 def _rank(item):
     return hashlib.sha256(item.nodeid.encode()).digest()
 
 
-def _choose_a_third(config, items):
+def pytest_collection_modifyitems(config, items):
+    """Leaves two thirds of the slow tests out, but no function."""
+    if not config.getoption("--third"):
+        return
     functions = collections.defaultdict(list)
     for item in items:
         if item.get_closest_marker("slow"):
