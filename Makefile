@@ -20,9 +20,9 @@ PIP := $(BIN)/python -m pip $(PIP_OPTIONS)
 # .venv has the oldest versions that are supported, whatever Python it is made with.
 OLDEST := constraints/oldest.txt
 NEWEST := .venv-newest
-# Most of a test run is compilation, so what was compiled once is kept, and the quick tests do
-# without the optimisations of machine code and the emitters of fused loops, which take two thirds
-# of it. The slow tests have them. XLA aborts at a flag it does not know, so each is tried first.
+# Most of a test run is compilation, so what was compiled once is kept, and the tests do without the
+# optimisations of machine code and the emitters of fused loops, which take two thirds of it. What
+# trains for long has them. XLA aborts at a flag it does not know, so each is tried first.
 FAST_FLAGS := --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false
 fast_compile = XLA_FLAGS="$$XLA_FLAGS $$($(1)/bin/python tools/xla_flags.py $(1)/.xla-flags \
     $(FAST_FLAGS))"
@@ -34,6 +34,7 @@ NEWEST_TESTS := $(addprefix tests/,\
     sparse_collectives/test_padded_coo.py \
     $(addprefix optax_ext/,test_modes.py test_train_step.py test_sharded.py test_checkpoint.py test_errors.py \
         test_nonfinite.py test_buckets.py test_late_agreement.py test_sharded_program.py))
+TRAININGS := tests/test_examples.py tests/test_convergence.py tests/system
 PYTEST := $(CACHE) $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
@@ -44,7 +45,7 @@ help:
 	@echo "make demo         train a small model, dense and sparse, and compare them (ARGS='--help')"
 	@echo "make test         run the tests, without the slow ones"
 	@echo "make test-slow    run the slow tests"
-	@echo "make fuzz         run those of them that combine options at random; about an hour"
+	@echo "make fuzz         run those of them that combine options at random; FUZZ_PARTS=100 for more"
 	@echo "make test-newest  run those that depend on jax's interfaces, on the newest jax"
 	@echo "make test-mpi     build mpi4jax and run the tests over MPI; needs a C compiler"
 	@echo "make contract     check a selector or an allreduce of one's own (SELECTOR=file.py:factory, ALLREDUCE=...)"
@@ -95,10 +96,13 @@ demo: $(VENV)/.installed-examples
 test: $(VENV)/.installed-test
 	$(call fast_compile,$(VENV)) $(PYTEST) -m "not slow" $(ARGS)
 
-# The fuzz tests are nearly all compilation, so they go without optimisations, too.
+# With ARGS that choose all are in one command: in each of several there might be nothing.
+CHOSEN = $(filter-out --third,$(ARGS))
 test-slow: $(VENV)/.installed-test
-	$(PYTEST) -m slow --ignore tests/fuzz $(ARGS)
-	$(if $(ARGS),,$(MAKE) --no-print-directory fuzz)
+	$(call fast_compile,$(VENV)) $(PYTEST) -m slow \
+	    $(if $(CHOSEN),,$(addprefix --ignore=,tests/fuzz $(TRAININGS))) $(ARGS)
+	$(if $(CHOSEN),,$(MAKE) --no-print-directory fuzz)
+	$(if $(CHOSEN),,$(PYTEST) -m slow $(TRAININGS) $(ARGS))
 
 fuzz: $(VENV)/.installed-test
 	$(call fast_compile,$(VENV)) $(PYTEST) --dist load -m slow tests/fuzz $(ARGS)

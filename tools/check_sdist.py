@@ -22,7 +22,6 @@ TESTS = (
     "test_package.py",
     "test_reference.py",
     "test_selectors_table.py",
-    "test_slow_tests.py",
 )
 # Not what computes.
 NOT = "not docstring_examples"

@@ -153,7 +153,7 @@ class Configuration:
     """A transformation and what it is given.
 
     Attributes:
-      text: all that was drawn, for the report of a failure.
+      text: all that was drawn but the gradients, for the report of a failure.
       tx: the transformation.
       around: a key of AROUND, what ``tx`` is in.
       axes: names of the axes of the workers.
@@ -168,6 +168,7 @@ class Configuration:
       data: the kind of gradients.
       seed: of the gradients.
       keeps_others: whether a worker may be left with parts of what others sent.
+      low_rank: whether products of factors are exchanged.
       tied: leaves that are the array of another one, by name.
     """
 
@@ -186,6 +187,7 @@ class Configuration:
     data: str
     seed: int
     keeps_others: bool
+    low_rank: bool
     tied: dict[str, str]
 
     @property
@@ -199,7 +201,7 @@ class Configuration:
         return bool(which(count)) if callable(which) else count < which
 
     def __repr__(self) -> str:
-        return self.text
+        return f"{self.text}, gradients {self.data!r} of seed {self.seed}"
 
 
 def recording(inner: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -261,6 +263,7 @@ DATA = (
     "not finite",
 )
 
+SEEDS = st.integers(0, 2**16)
 # Those by which steps may be left out.
 AGREED = ("not finite", "largest", "huge", "signs of the largest")
 
@@ -304,7 +307,7 @@ def configurations(draw: Any, *, of_parts: bool = False) -> Configuration:
     low_rank = None if of_parts else one_of(*[None] * 7, *LOW_RANK)
     limit = one_of(None, None, *LIMITS)
     around = "nothing" if of_parts else one_of(*["nothing"] * 5, *AROUND)
-    seed = draw(st.integers(0, 2**16))
+    seed = draw(SEEDS)
     if LOCALS[local]() is None:
         limit = None
     options: dict[str, Any] = {
@@ -338,8 +341,7 @@ def configurations(draw: Any, *, of_parts: bool = False) -> Configuration:
             f"{what} over {shape}, in {around}, "
             f"{tree} of {dtypes}, {policy}, local {local}, momentum {momentum} (Nesterov "
             f"{nesterov}, masking {masking}), residual bfloat16 {narrow} decay {decay}, "
-            f"limit {limit}, {dense_steps} steps dense, dense leaves {dense_leaves}, "
-            f"gradients {data!r} of seed {seed}"
+            f"limit {limit}, {dense_steps} steps dense, dense leaves {dense_leaves}"
         ),
         dense_steps=dense_steps,
         tx=tx,
@@ -355,8 +357,22 @@ def configurations(draw: Any, *, of_parts: bool = False) -> Configuration:
         data=data,
         seed=seed,
         keeps_others=low_rank is None and exchange.keeps_others,
+        low_rank=low_rank is not None,
         tied=tied,
     )
+
+
+@st.composite
+def of_one_program(draw: Any, count: int) -> list[Configuration]:
+    """A configuration with gradients of several kinds: it takes seconds to compile, once."""
+    first = draw(configurations())
+    given = st.lists(
+        st.tuples(st.sampled_from([kind for kind in DATA if kind != first.data]), SEEDS),
+        min_size=count - 1,
+        max_size=count - 1,
+        unique_by=lambda each: each[0],
+    )
+    return [first, *(dataclasses.replace(first, data=kind, seed=n) for kind, n in draw(given))]
 
 
 def gradients(configuration: Configuration) -> Any:

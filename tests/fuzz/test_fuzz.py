@@ -1,6 +1,8 @@
 """Conservation, equal replicas, counters and finiteness, whatever is combined."""
 
+import functools
 import math
+import os
 from typing import Any
 
 import hypothesis
@@ -18,10 +20,11 @@ from tests.fuzz.configurations import (
     Configuration,
     configurations,
     gradients,
+    of_one_program,
 )
 
-# Parts, so that several processes share them, of so many configurations each.
-PARTS, IN_A_PART = 100, 20
+# Parts, so that several processes share them, of so many programs each, with so many gradients.
+PARTS, IN_A_PART, GRADIENTS = int(os.environ.get("FUZZ_PARTS", "12")), 20, 6
 _TINY = 2.0**-126
 # A sum of these that goes dense may be too large, and is dropped.
 OVERFLOWING = ("heavy tail", "huge", "largest", "signs of the largest", "not finite")
@@ -29,16 +32,33 @@ OVERFLOWING = ("heavy tail", "huge", "largest", "signs of the largest", "not fin
 
 def trajectory(configuration: Configuration) -> tuple[list[Any], list[Any], Any]:
     """The states before and after each step, and the updates, of all workers; as NumPy."""
-    axes, shape = configuration.axes, configuration.shape
-    names: Any = axes if len(axes) > 1 else axes[0]
-    tx = AROUND[configuration.around](configuration.tx)
+    shape, tied = configuration.shape, tuple(configuration.tied.items())
+    leaves = tuple(configuration.params.items())
+    state, step = program(
+        configuration.tx, configuration.around, configuration.axes, shape, leaves, tied
+    )
+    given = gradients(configuration)
+    states, updates = [jax.device_get(state)], []
+    for t in range(STEPS):
+        now = jax.tree.map(lambda x: x[t].reshape(*shape, *x.shape[2:]), given)  # noqa: B023
+        update, state = step(state, now | {name: now[other] for name, other in tied})
+        states.append(jax.device_get(state))
+        updates.append(jax.device_get(update))
+    assert step._cache_size() == 1
+    return states, updates, given
 
-    def tied(tree):
-        return tree | {name: tree[other] for name, other in configuration.tied.items()}
+
+@functools.lru_cache(maxsize=1)
+def program(
+    tx: Any, around: str, axes: Any, shape: tuple[int, ...], leaves: Any, tied: Any
+) -> tuple[Any, Any]:
+    """The first state of all workers, and ``step(state, gradients)``, compiled once."""
+    names: Any = axes if len(axes) > 1 else axes[0]
+    tx = AROUND[around](tx)
 
     def init(_):
-        params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), configuration.params)
-        return tx.init(tied(params))
+        params = {name: jnp.zeros(x.shape, x.dtype) for name, x in leaves}
+        return tx.init(params | {name: params[other] for name, other in tied})
 
     def step(state, gradient):
         return tx.update(gradient, state)
@@ -48,17 +68,7 @@ def trajectory(configuration: Configuration) -> tuple[list[Any], list[Any], Any]
     everywhere = init
     for name, size in reversed(list(zip(axes, shape, strict=True))):
         everywhere = jax.vmap(everywhere, axis_name=name, axis_size=size)
-    step = sc.simulate(step, axis=names, axis_size=sizes)
-    given = gradients(configuration)
-    state = everywhere(jnp.zeros(shape))
-    states, updates = [jax.device_get(state)], []
-    for t in range(STEPS):
-        now = jax.tree.map(lambda x: x[t].reshape(*shape, *x.shape[2:]), given)  # noqa: B023
-        update, state = step(state, tied(now))
-        states.append(jax.device_get(state))
-        updates.append(jax.device_get(update))
-    assert step._cache_size() == 1
-    return states, updates, given
+    return everywhere(jnp.zeros(shape)), sc.simulate(step, axis=names, axis_size=sizes)
 
 
 def flat(tree: Any, layout: Any, dense: bool) -> np.ndarray:
@@ -221,6 +231,7 @@ def check_conserved(
             increment = increment.reshape(-1, inside, layout.size).sum(axis=1)
         else:
             spread = np.abs(increment).sum(axis=0)
+        summed_up = increment
         if configuration.momentum is not None:
             u = rows(before, before.velocity, configuration) * configuration.momentum + increment
             increment = increment + configuration.momentum * u if configuration.nesterov else u
@@ -230,7 +241,11 @@ def check_conserved(
         spread = np.where(np.isfinite(spread), spread, 0.0)
         narrow = np.where(np.isfinite(acc), np.clip(acc, -3.5e38, 3.5e38), acc)
         # What float32 can't hold is not finite for the policy either.
-        finite = np.isfinite(acc) & (np.abs(narrow) <= float(np.finfo(np.float32).max))
+        largest = float(np.finfo(np.float32).max)
+        finite = np.isfinite(acc) & (np.abs(narrow) <= largest)
+        if after.settings.shard_axis:
+            # Nor can it hold such a sum of a node, whatever waits.
+            finite = finite & (np.abs(summed_up) <= largest) & (np.abs(increment) <= largest)
         if configuration.keeps_others and configuration.policy != "propagate":
             large = np.abs(increment) >= LARGEST
             assert configuration.policy == "drop" or not large.any(), "a step was not skipped"
@@ -251,6 +266,9 @@ def check_conserved(
         return
     missing = summed(np.concatenate([acc, -kept, -delivered[None] * workers]))
     magnitude = np.abs(acc).sum(axis=0) + np.abs(kept).sum(axis=0) + workers * np.abs(delivered)
+    if configuration.low_rank:
+        # The products of an entry's factors may cancel; each is at most as large as its row.
+        spread = spread + magnitude.max()
     # Half an ulp for each addition on the way, and arithmetic that flushes subnormals.
     allowed = (2 * workers + 8) * (2.0**-24 * (magnitude + spread) + _TINY)
     if dense:
@@ -288,11 +306,12 @@ def test_laws_hold_for_all_that_can_be_combined(part):
     seen = set()
 
     @hypothesis.seed(part)
-    @hypothesis.given(configurations())
+    @hypothesis.given(of_one_program(GRADIENTS))
     @_settings(IN_A_PART)
-    def holds(configuration):
-        seen.add(configuration.text)
-        check(configuration)
+    def holds(drawn):
+        for configuration in drawn:
+            seen.add(repr(configuration))
+            check(configuration)
 
     holds()
-    assert len(seen) >= 0.9 * IN_A_PART
+    assert len(seen) >= 0.9 * IN_A_PART * GRADIENTS

@@ -65,7 +65,7 @@ def sharded(draw: Any) -> Sharded:
             free = [other for other in free if other != axis]
         specs[name] = PartitionSpec(*dims)
     # Another text: what was drawn for the other parameters does not hold.
-    configuration = dataclasses.replace(drawn, params=params)
+    configuration = dataclasses.replace(drawn, params=params, tied={})
     return Sharded(configuration, inside, specs)
 
 
@@ -157,18 +157,12 @@ def check(drawn: Sharded) -> None:
     assert int(node.skipped.max()) == 0
 
 
-@hypothesis.given(sharded())
-@_settings(2)
-def test_each_device_does_what_it_would_do_alone(drawn):
-    check(drawn)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(PARTS // 8))
-def test_each_device_does_so_in_all_that_can_be_combined(part):
+@pytest.mark.parametrize("part", range(max(1, PARTS // 2)))
+def test_each_device_does_what_it_would_do_alone(part):
     @hypothesis.seed(part)
     @hypothesis.given(sharded())
-    @_settings(IN_A_PART // 4)
+    @_settings(IN_A_PART // 5)
     def holds(drawn):
         check(drawn)
 

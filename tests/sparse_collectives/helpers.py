@@ -6,6 +6,7 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -15,6 +16,16 @@ import sparse_collectives as sc
 CODECS = [name for name in sc.wire.__all__ if name != "without_feedback"]
 # Power of two or not, prime or not; seven are one less than a power of two, and prime.
 WORKERS = (1, 2, 3, 4, 5, 6, 7, 8)
+
+
+def slow(*values):
+    """These as parameters that are slow."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+def slow_but(quick, values):
+    """These as parameters, all but the quick ones slow."""
+    return [value if value in quick else slow(value)[0] for value in values]
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from sparse_collectives import _volumes
 from sparse_collectives.allreduce import _agreed
 from sparse_collectives.allreduce._parts import _exclusive, _fixed_point, _paged, _step
 from tests.reference import agreed as reference
+from tests.sparse_collectives.helpers import slow
 
 
 @functools.cache
@@ -50,7 +51,10 @@ def gradients(steps, workers, size, seed=0):
     return rng.standard_normal((steps, workers, size)).astype(np.float32)
 
 
-SIZES = [(1, 3), (5, 8), (97, 7), (403, 2), (403, 5), (5_000, 8), (40_000, 3)]
+SIZES = [
+    *((1, 3), (5, 8), (403, 2), (403, 5), (40_000, 3)),
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in ((97, 7), (5_000, 8))),
+]
 
 
 @pytest.mark.parametrize(("size", "workers"), SIZES)
@@ -69,7 +73,7 @@ def test_parts_are_exclusive_and_have_every_index(size, workers):
         assert (local[owner != part] == parts.width).all()
 
 
-@pytest.mark.parametrize("workers", [2, 3, 7, 8])
+@pytest.mark.parametrize("workers", [8, *slow(2, 3, 7)])
 def test_equals_the_reference_over_steps(workers):
     size, density = 403, 0.05
     run, residual, expected = simulated(size, workers, density), 0.0, 0.0
@@ -87,8 +91,8 @@ def test_equals_the_reference_over_steps(workers):
         assert out["info"].delivered[0] == np.sum(total != 0)
 
 
-@pytest.mark.parametrize("bits", [32, 16, 8])
-@pytest.mark.parametrize("workers", [2, 5, 16])
+@pytest.mark.parametrize("bits", [32, *slow(16, 8)])
+@pytest.mark.parametrize("workers", [16, *slow(2, 5)])
 def test_what_all_have_is_conserved(bits, workers):
     size = 2_000
     run, residual, states = simulated(size, workers, 0.02, bits), 0.0, None
@@ -110,7 +114,7 @@ def test_what_all_have_is_conserved(bits, workers):
             assert share < workers / 2**bits
 
 
-@pytest.mark.parametrize("workers", [2, 7, 8])
+@pytest.mark.parametrize("workers", [8, *slow(2, 7)])
 def test_an_entry_of_one_worker_is_found_when_it_has_the_part(workers):
     size = 403
     run = simulated(size, workers, 0.05)
@@ -148,7 +152,7 @@ def test_entries_of_other_parts_wait():
     np.testing.assert_allclose(acc.sum(0), total[0] + kept.sum(0), atol=1e-5)
 
 
-@pytest.mark.parametrize("bits", [32, 16])
+@pytest.mark.parametrize("bits", [32, *slow(16)])
 def test_without_the_accumulator_only_what_was_selected_is_given(bits):
     size, workers = 403, 4
     allreduce = sc.allreduce.agreed(bits=bits)
@@ -165,6 +169,7 @@ def test_without_the_accumulator_only_what_was_selected_is_given(bits):
     np.testing.assert_allclose(acc.sum(0), total[0] + kept.sum(0), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_more_than_the_density_waits_in_turn():
     size, workers, steps = 800, 2, 60
     run = simulated(size, workers, 0.2, limit=0.05)
@@ -180,7 +185,7 @@ def test_more_than_the_density_waits_in_turn():
     assert seen.sum() > 150
 
 
-@pytest.mark.parametrize("bits", [32, 16])
+@pytest.mark.parametrize("bits", [32, *slow(16)])
 def test_sums_of_large_numbers_stay_finite(bits):
     size, workers = 403, 8
     run, states = simulated(size, workers, 0.05, bits), None
@@ -196,8 +201,8 @@ def test_sums_of_large_numbers_stay_finite(bits):
     np.testing.assert_allclose(after + acc.sum(0, dtype=np.float64), before, atol=1e32)
 
 
-@pytest.mark.parametrize("bits", [32, 16])
-@pytest.mark.parametrize("value", [np.inf, np.nan])
+@pytest.mark.parametrize("bits", [32, *slow(16)])
+@pytest.mark.parametrize("value", [np.nan, *slow(np.inf)])
 def test_what_is_not_finite_reaches_everyone_and_stays_with_nobody(bits, value):
     size, workers = 403, 3
     run, states = simulated(size, workers, 0.05, bits), None
@@ -212,7 +217,7 @@ def test_what_is_not_finite_reaches_everyone_and_stays_with_nobody(bits, value):
     assert np.isfinite(acc).all()
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4, 16, 60, 256, 1024])
+@pytest.mark.parametrize("workers", [2, 3, *slow(4), 16, 60, 256, 1024])
 def test_words_are_those_of_the_formula(workers):
     size, density = 1_000_000, 0.01
     parts = _exclusive.make_parts(size, workers)
@@ -245,6 +250,7 @@ def test_few_bits_are_enough_for_fifteen_steps(workers, bits):
     assert _fixed_point.half(bits, workers) >= 15
 
 
+@pytest.mark.slow
 def test_indices_in_pages_are_exact():
     rng = np.random.default_rng(0)
     for width, slots in ((5, 5), (65_536, 40), (65_537, 41), (400_000, 999), (2**31 - 1, 64)):
@@ -261,7 +267,8 @@ def test_indices_in_pages_are_exact():
 
 
 @pytest.mark.parametrize(
-    ("workers", "bits"), [(1, 16), (2, 16), (7, 16), (1024, 16), (7, 10), (127, 8)]
+    ("workers", "bits"),
+    [(1, 16), (2, 16), (7, 16), pytest.param(1024, 16, marks=pytest.mark.slow), (7, 10), (127, 8)],
 )
 def test_integers_of_few_bits_add_up_exactly(workers, bits):
     rng = np.random.default_rng(0)

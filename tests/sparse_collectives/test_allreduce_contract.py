@@ -105,9 +105,8 @@ KEEPS_OTHER_VALUES = {
 SELECTOR = sc.select.topk(density=DENSITY)
 
 
-# Every number of workers for each algorithm, a few for its variants. Of the first two and five are
-# in the quick set, where that is quick, of the others three.
-EVERY_NUMBER_OF_WORKERS = (
+# Each with more numbers of workers, in 16 bits of both kinds; the others are variants of them.
+ALGORITHMS = (
     "agreed",
     "agreed, few bits",
     "auto, which may be spardl",
@@ -122,13 +121,6 @@ EVERY_NUMBER_OF_WORKERS = (
     "ssar_split_allgather",
     "dsar_split_allgather",
     "ring_sparse",
-)
-EVERY_NUMBER_TOO = (
-    "leader",
-    "complete ok_topk",
-    "complete spardl",
-    "complete ring_sparse",
-    "dense_bucketed",
 )
 
 # Every algorithm with every codec.
@@ -172,59 +164,66 @@ def run_once(name, acc, state=None, shape=None):
     return out
 
 
-def cases():
-    """Each row with its numbers of workers; compiling them all takes minutes, so most are slow."""
-    for name, workers in itertools.product(OVER_NODES, helpers.WORKERS):
-        for shape in nodes.shapes(workers):
-            quick = shape == (2, 3) and name in ("hierarchical topk_a", "torus_2d")
+def places(name):
+    """Numbers of workers, or the shapes of their nodes: powers of two and others."""
+    if name in OVER_NODES:
+        return (1, 3), (3, 1), (2, 3), (4, 2)
+    if name in WITH_CODECS:
+        # One more for one codec of each; of Ok-Topk test_ok_topk_lossy.py has the others.
+        third = (3,) if list(WITH_CODECS).index(name) % 5 == 1 else ()
+        return (*third, 7) if name.startswith("ok_topk") else (*third, 4, 7)
+    return (2, 5, 7, 8) if name in ALGORITHMS and name != "ok_topk" else (3, 8)
+
+
+def cases(names, quick):
+    """Each row with its numbers of workers; compiling them takes minutes, so most are slow."""
+    for name in names:
+        for place in helpers.WORKERS if name == "ok_topk" else places(name):
+            of_nodes = isinstance(place, tuple)
             yield pytest.param(
-                (name, workers, shape),
-                marks=() if quick else pytest.mark.slow,
-                id=f"{name}-{shape[0]}x{shape[1]}",
+                (name, *((math.prod(place), place) if of_nodes else (place, None))),
+                marks=() if place in quick.get(name, ()) else pytest.mark.slow,
+                id=f"{name}-{place[0]}x{place[1]}" if of_nodes else f"{name}-{place}",
             )
-    for name in ALLREDUCES | WITH_CODECS:
-        for workers in helpers.WORKERS:
-            if name in WITH_CODECS:
-                # One codec of each algorithm, in turn, on one number of workers.
-                quick = workers == 3 and list(WITH_CODECS).index(name) % 5 == 1
-            elif name in EVERY_NUMBER_OF_WORKERS:
-                quick = name == "ok_topk" or workers in (2, 5)
-                quick = quick or (workers == 7 and name in ("agreed, few bits", "topk_a"))
-            elif workers in (3, 7, 8) or name in EVERY_NUMBER_TOO:
-                quick = workers == 3
-            else:
-                continue
-            marks = () if quick else pytest.mark.slow
-            yield pytest.param((name, workers, None), marks=marks, id=f"{name}-{workers}")
 
 
-# Of the rows that compile for long, each is in the quick set once: as what it is made of.
-SLOW_ROWS = (
-    "ok_topk, as published",
-    "auto, ok_topk",
-    "hierarchical ok_topk",
-    "hierarchical ok_topk, as published",
-    "hierarchical agreed, few bits",
-    "hierarchical auto",
-)
+# Ok-Topk, and what compiles fast.
+QUICK = {
+    "ok_topk": (3,),
+    "topk_a": (2, 7),
+    "topk_a, lossy": (3,),
+    "sparse_allgather": (5,),
+    "sparse_allgather, qsgd": (3,),
+    "dense_bucketed": (3,),
+    "agreed, few bits": (7,),
+    "hierarchical topk_a": ((2, 3),),
+    "torus_2d": ((2, 3),),
+}
+# One step of one kind of gradients is less than all of them.
+QUICK_STEPS = QUICK | {
+    "ok_topk": (),
+    "topk_a": (2, 5, 7),
+    "sparse_allgather": (2, 5),
+    "ssar_recursive_double": (2,),
+    "ssar_split_allgather, room for all": (3,),
+}
+# What they may keep of the total of another one, or of an encoding, has tests of its own.
+KEEPS_OWN = [name for name in ALLREDUCES | OVER_NODES if name not in KEEPS_OTHER_VALUES]
+# First, so that both tests of a case come one after the other.
+ROWS = {name: ROWS[name] for name in (*KEEPS_OWN, *ROWS)}
+
+# Rows that compile fast, in each of the tests below.
+LIGHT = {"leader", "dense_bucketed", "topk_a", "topk_a, lossy", "sparse_allgather"}
+LIGHT |= {"hierarchical topk_a", "torus_2d"}
+EACH = list(ALLREDUCES | OVER_NODES)
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(name, marks=pytest.mark.slow if name in SLOW_ROWS else ())
-        for name in ALLREDUCES | OVER_NODES
-    ],
-    scope="module",
-)
-def row(request):
-    return request.param
-
-
-@pytest.fixture(params=cases(), scope="module")
+@pytest.fixture(scope="module")
 def case(request):
     return request.param
 
 
+@pytest.mark.parametrize("case", list(cases(ROWS, QUICK)), indirect=True)
 def test_nothing_is_lost_and_all_workers_agree(case):
     row, workers, shape = case
     for name, acc in helpers.hard_accumulators(workers, SIZE).items():
@@ -250,10 +249,9 @@ def test_nothing_is_lost_and_all_workers_agree(case):
                 assert (values == values[0]).all(), where
 
 
+@pytest.mark.parametrize("case", list(cases(KEEPS_OWN, QUICK_STEPS)), indirect=True)
 def test_what_is_kept_was_sent(case):
     name, workers, shape = case
-    if name in KEEPS_OTHER_VALUES or name in WITH_CODECS:
-        return  # its own test says what it keeps
     acc = helpers.hard_accumulators(workers, SIZE)["normal"]
     out = run_once(name, acc, shape=shape)
     sent, kept = np.asarray(out["sent"]), np.asarray(out["kept"])
@@ -262,10 +260,8 @@ def test_what_is_kept_was_sent(case):
         assert (kept == 0).all()
 
 
-@pytest.mark.parametrize(
-    "workers",
-    [pytest.param(p, marks=() if p in (1, 4) else pytest.mark.slow) for p in helpers.WORKERS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 4, 7, 8])
 def test_density_one_with_room_for_all_is_psum(workers):
     allreduces = (
         sc.allreduce.dense(),
@@ -289,9 +285,7 @@ def test_density_one_with_room_for_all_is_psum(workers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "shape", [shape for workers in helpers.WORKERS for shape in nodes.shapes(workers)]
-)
+@pytest.mark.parametrize("shape", places("torus_2d"))
 def test_density_one_with_room_for_all_is_psum_over_nodes(shape):
     outers = (
         sc.allreduce.topk_a(),
@@ -309,6 +303,16 @@ def test_density_one_with_room_for_all_is_psum_over_nodes(shape):
         assert (np.asarray(out["kept"]) == 0).all()
 
 
+@pytest.mark.parametrize(
+    "row",
+    helpers.slow_but(
+        LIGHT
+        | {"complete ring_sparse", "ring_sparse", "ssar_recursive_double", "ssar_split_allgather"}
+        | {"dsar_split_allgather", "gtopk", "gtopk, lossy", "spardl, lossy"}
+        | {"auto, which may be spardl"},
+        EACH,
+    ),
+)
 def test_one_worker_is_plain_selection(row):
     for name, acc in helpers.hard_accumulators(1, SIZE).items():
         if name == "subnormal":
@@ -318,6 +322,15 @@ def test_one_worker_is_plain_selection(row):
         assert out["info"].words[0] == 0
 
 
+@pytest.mark.parametrize(
+    "row",
+    helpers.slow_but(
+        LIGHT
+        | {"agreed", "dense", "complete ring_sparse", "auto, which may be spardl"}
+        | {"ssar_split_allgather", "ssar_split_allgather, room for all"},
+        EACH,
+    ),
+)
 def test_state_keeps_shapes_and_dtypes_and_steps_are_traced_once(row):
     allreduce, workers = ROWS[row][0], 6 if row in OVER_NODES else 3
     acc = helpers.hard_accumulators(workers, SIZE)["normal"]
@@ -336,17 +349,15 @@ def test_state_keeps_shapes_and_dtypes_and_steps_are_traced_once(row):
     assert jax_internals.programs(reduce) == before
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "name",
+    ("name", "dtype"),
     [
-        pytest.param(
-            name,
-            marks=()
-            if name in EVERY_NUMBER_OF_WORKERS and name not in SLOW_ROWS
-            else pytest.mark.slow,
-        )
-        for name in ALLREDUCES | OVER_NODES
+        *(
+            pytest.param(name, jnp.bfloat16, marks=() if fast else pytest.mark.slow)
+            for name in EACH
+            for fast in (name == "sparse_allgather",)
+        ),
+        *(pytest.param(name, jnp.float16, marks=pytest.mark.slow) for name in ALGORITHMS),
     ],
 )
 def test_sixteen_bit_values(name, dtype):
@@ -362,25 +373,28 @@ def test_sixteen_bit_values(name, dtype):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "agreed",
-        "agreed, few bits",
-        "leader",
-        "complete ok_topk",
-        "dense",
-        "dense_bucketed",
-        "ok_topk",
-        "ok_topk, reused global threshold",
-        "ok_topk, balanced regions",
-        "ok_topk, as published",
-        "auto, which may be spardl",
-        "auto, ok_topk",
-        "topk_a",
-        "topk_a, lossy",
-        "sparse_allgather",
-        "gtopk",
-        "spardl",
-    ],
+    helpers.slow_but(
+        ("topk_a, lossy",),
+        [
+            "agreed",
+            "agreed, few bits",
+            "leader",
+            "complete ok_topk",
+            "dense",
+            "dense_bucketed",
+            "ok_topk",
+            "ok_topk, reused global threshold",
+            "ok_topk, balanced regions",
+            "ok_topk, as published",
+            "auto, which may be spardl",
+            "auto, ok_topk",
+            "topk_a",
+            "topk_a, lossy",
+            "sparse_allgather",
+            "gtopk",
+            "spardl",
+        ],
+    ),
 )
 def test_info_reports_the_words_that_the_program_moves(name):
     allreduce, _ = ALLREDUCES[name]
@@ -417,7 +431,21 @@ def test_info_reports_the_words_that_the_program_moves(name):
         acc = np.roll(acc, 1, axis=1)
 
 
-@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+LOWERED_FAST = LIGHT | {"agreed, few bits", "dense", "dsar_split_allgather"}
+CUDA_FAST = LOWERED_FAST | {"agreed", "ssar_split_allgather, room for all"}
+
+
+# (For the CPU the tests above compile all of them.)
+@pytest.mark.parametrize(
+    ("row", "platform"),
+    [
+        *((name, "cpu") for name in EACH if name in LOWERED_FAST),
+        *(
+            pytest.param(name, "cuda", marks=() if name in CUDA_FAST else pytest.mark.slow)
+            for name in EACH
+        ),
+    ],
+)
 def test_lowers_without_devices(row, platform):
     allreduce = ROWS[row][0]
     axes = {"node": 16, "device": 4} if row in OVER_NODES else {"w": 64}

@@ -49,6 +49,7 @@ def batches(draw):
     return size, arrays
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(batches())
 def test_a_set_holds_what_was_inserted_and_ranks_it(drawn):

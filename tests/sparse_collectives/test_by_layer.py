@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 import sparse_collectives as sc
 from sparse_collectives import _compat
 from tests.reference import by_layer, selection, windows
+from tests.sparse_collectives.helpers import slow
 
 # Two layers of one shape, rows of one entry and of no whole word, no entries at all.
 SHAPES = ((3, 2, 4, 9), (9,), (70, 12), (70, 12), (0, 3), (), (33, 1), (1, 40))
@@ -66,6 +67,7 @@ class TestLayout:
 
 
 class TestLayerwise:
+    @pytest.mark.slow
     @pytest.mark.parametrize("density", [0.02, 0.3])
     def test_takes_k_of_each_layer(self, density):
         selector, select = layerwise_topk(density)
@@ -76,6 +78,7 @@ class TestLayerwise:
             np.testing.assert_array_equal(used(coo, info), expected, err_msg=name)
             np.testing.assert_array_equal(coo.values[: len(expected)], acc[expected])
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("name", ["threshold_reuse", "gaussian_k", "dgc", "mstopk"])
     def test_is_the_selector_on_each_layer_with_a_state_of_its_own(self, name):
         inner, one = jitted(name, density=0.1)
@@ -95,7 +98,7 @@ class TestLayerwise:
             np.testing.assert_array_equal(used(coo, info), np.concatenate(expected))
             assert info.overflow == overflow
 
-    @pytest.mark.parametrize("around", ["random_k", "scheduled"])
+    @pytest.mark.parametrize("around", ["random_k", *slow("scheduled")])
     def test_layers_of_one_size_draw_other_random_indices(self, around):
         inner = sc.select.random_k(density=0.1)
         if around == "scheduled":
@@ -137,9 +140,8 @@ class TestLayerwise:
 
 
 class TestADTopk:
-    @pytest.mark.parametrize(
-        "dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)]
-    )
+    @pytest.mark.slow
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
     @pytest.mark.parametrize(
         ("layout", "density", "row_axis"),
         [(LAYOUT, 0.1, -1), (LAYOUT, 0.1, 0), (LONG, 0.01, -1), (LONG, 0.4, 0)],
@@ -148,6 +150,7 @@ class TestADTopk:
     def test_every_row_is_exact(self, layout, density, row_axis, dtype):
         self.follow(layout, density, row_axis, dtype)
 
+    @pytest.mark.slow
     def test_an_axis_in_the_middle(self):
         self.follow(sc.Layout(((5, 7, 11), (2, 3, 70))), 0.1, 1, "float32")
 
@@ -166,6 +169,7 @@ class TestADTopk:
             assert info.overflow == 0
             assert jax.tree.structure(new) == jax.tree.structure(state)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("crowd", ["one group", "ties in one row", "one row in order"])
     def test_rows_that_crowd_their_slots(self, crowd):
         layer = selection.hard_vector("normal", 4 * 2048).reshape(4, 2048)
@@ -182,6 +186,7 @@ class TestADTopk:
             expected = by_layer.adtopk(matrix.ravel(), layout.shapes, 0.01, axis)
             np.testing.assert_array_equal(used(coo, info), expected)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("density", [1e-9, 0.001, 0.05])
     def test_leaves_no_row_out(self, density):
         acc = selection.hard_vector("heavy tail", LAYOUT.size)
@@ -192,6 +197,7 @@ class TestADTopk:
             for row in by_layer.rows(shape, -1):
                 assert chosen & set((at.start + row).tolist())
 
+    @pytest.mark.slow
     def test_density_one_takes_every_nonzero(self):
         acc = selection.hard_vector("half zeros", LAYOUT.size)
         selector, select = jitted("adtopk", density=1.0)
@@ -220,6 +226,7 @@ class TestADTopk:
 
 
 class TestVariants:
+    @pytest.mark.slow
     def test_interleaved_takes_rows_and_layers_in_turn(self):
         selector, select = jitted("adtopk_interleaved", density=0.1)
         state = selector.init(LAYOUT)
@@ -229,6 +236,7 @@ class TestVariants:
             oracle = by_layer.layerwise_topk if step % 2 else by_layer.adtopk
             np.testing.assert_array_equal(used(coo, info), oracle(acc, SHAPES, 0.1))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("drift", [0.99, 1.3], ids=["steady", "moving"])
     def test_threshold_follows_algorithm_2(self, drift):
         steps, warmup, period = 40, 4, 3
@@ -261,6 +269,7 @@ class TestVariants:
         taken = {branch for layer in layers for branch in layer.branches}
         assert taken >= {"layer", "evaluate"} | ({"rows", "reuse"} if drift < 1 else set())
 
+    @pytest.mark.slow
     def test_threshold_counts_what_finds_no_slot_and_lets_it_take_turns(self):
         selector, select = jitted(
             "adtopk_threshold", density=0.1, steps=1000, warmup=3, period=1000, headroom=0.5
@@ -302,6 +311,7 @@ def selector(request):
 
 
 class TestAll:
+    @pytest.mark.slow
     def test_eager_jit_and_vmap_give_the_same_bits(self, selector):
         layout = sc.Layout(((30, 8), (30, 8)))
         lanes = jnp.stack([selection.hard_vector(n, layout.size) for n in ("normal", "all equal")])
@@ -319,6 +329,7 @@ class TestAll:
         types = jax.tree.map(lambda x: (x.shape, x.dtype), state)
         assert types == jax.tree.map(lambda x: (x.shape, x.dtype), selector.init(layout))
 
+    @pytest.mark.slow
     def test_runs_where_varying_types_are_checked(self, selector):
         layout = sc.Layout(((30, 8), (5,)))
         mesh = jax.make_mesh((2,), ("w",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -338,6 +349,7 @@ class TestAll:
             np.testing.assert_array_equal(np.split(indices, 2)[worker], coo.indices)
             assert selected[worker] == info.selected
 
+    @pytest.mark.slow
     def test_lowers_for_cuda(self, selector):
         state = selector.init(LAYOUT)
         traced = jax.jit(selector.select).trace(np.zeros(LAYOUT.size, np.float32), state)

@@ -69,6 +69,7 @@ def masks(draw):
     return size, capacity, mask
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(masks(), st.integers(0, 2**31 - 1), st.integers(0, 1000))
 def test_positions_are_those_of_nonzero(drawn, turn, rank):
@@ -134,6 +135,7 @@ def check_coo(coo, count, x, entries, passed, capacity):
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(vectors(), st.integers(0, 1000), st.integers(0, 2**31 - 1))
 def test_compact_takes_what_reaches_the_threshold(drawn, cutoff, turn):
@@ -148,6 +150,7 @@ def test_compact_takes_what_reaches_the_threshold(drawn, cutoff, turn):
     check_coo(*out["cutoff"], x, before, len(before), capacity)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(masks(), st.integers(0, 2**32 - 1))
 def test_compact_mask_moves_the_chosen_slots_to_the_front(drawn, seed):

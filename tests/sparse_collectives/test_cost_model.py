@@ -15,6 +15,7 @@ from sparse_collectives import cost_model, traffic
 from sparse_collectives.allreduce._parts import _messages
 from sparse_collectives.cost_model import Cost, Network, Overlap, Workload, _implementation
 from tests.sparse_collectives import helpers
+from tests.sparse_collectives.helpers import slow_but
 
 P_ALL = [1, 2, 3, 4, 5, 6, 8, 12, 100, 256, 1000]
 
@@ -201,6 +202,24 @@ POINTS += [
     for name in ("ok_topk", "gtopk", "dsar_split_allgather", "hierarchical(ok_topk)")
 ]
 
+# Codecs with which the program of an algorithm takes long to trace.
+LONG_WITH = {
+    "ok_topk": ("bf16", "narrow16", "narrow8", "qsgd"),
+    "hierarchical(ok_topk)": ("narrow8",),
+    "spardl": ("bf16", "narrow16", "narrow8", "qsgd"),
+    "dsar_split_allgather": ("narrow16", "narrow8"),
+    "ssar_recursive_double": ("narrow8",),
+    "ring_sparse": ("qsgd",),
+}
+
+
+def traces_for_long(name, codec, point):
+    if codec != "raw":
+        return codec in LONG_WITH.get(name, ())
+    if "ok_topk" in name:
+        return point[1] >= 100
+    return "spardl" in name and point not in ((1000, 100, 2), (64, 64, 3))
+
 
 def test_every_verified_algorithm_is_compared():
     assert set(VERIFIED_AT) == set(cost_model.VERIFIED) == set(cost_model.IMPLEMENTATION)
@@ -208,7 +227,14 @@ def test_every_verified_algorithm_is_compared():
 
 @pytest.mark.parametrize(
     ("name", "codec", "point"),
-    [pytest.param(*each, id="-".join(map(str, (*each[:2], *each[2])))) for each in POINTS],
+    [
+        pytest.param(
+            *each,
+            id="-".join(map(str, (*each[:2], *each[2]))),
+            marks=pytest.mark.slow if traces_for_long(*each) else (),
+        )
+        for each in POINTS
+    ],
 )
 def test_words_are_those_of_the_traced_program(name, codec, point):
     n, k, workers = point
@@ -250,7 +276,7 @@ def test_recursive_doubling_is_expected_to_be_typed_as_replicated(n, k, workers)
 @pytest.mark.parametrize(
     ("n", "k", "workers", "way"),
     [
-        (20_000, 1000, 6, {"delivery": (0, 1)}),
+        pytest.param(20_000, 1000, 6, {"delivery": (0, 1)}, marks=pytest.mark.slow),
         # Windows of so many workers would be long: a neighbour takes the surplus.
         (100_000, 10_000, 64, {"balance": (0, 1, 0, 0)}),
     ],
@@ -367,7 +393,7 @@ def test_escapes_have_limits():
     assert not cost_model.has_room(narrow16, 1e-5)
 
 
-@pytest.mark.parametrize("name", cost_model.CODECS)
+@pytest.mark.parametrize("name", slow_but(("raw", "bf16", "qsgd"), cost_model.CODECS))
 def test_sizes_are_those_of_the_messages(name):
     codec, sizes = getattr(sc.wire, name)(), cost_model.codec_sizes(name)
     assert codec.exact == sizes.exact

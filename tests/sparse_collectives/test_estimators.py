@@ -11,6 +11,7 @@ import pytest
 from sparse_collectives.select import SIDCoState, dgc, gaussian_k, redsync, sidco, threshold_reuse
 from tests import jax_internals
 from tests.reference import estimators, selection, windows
+from tests.sparse_collectives.helpers import slow, slow_but
 
 SIZE = 10_007
 K = 100
@@ -28,6 +29,7 @@ FACTORIES = {
     "sidco pareto": functools.partial(sidco, distribution="pareto"),
     "dgc": dgc,
 }
+WITHOUT_DGC = [name for name in FACTORIES if name != "dgc"]
 SLOTS = {"redsync": 2.0, "dgc": 1.0}
 
 
@@ -93,6 +95,7 @@ def name(request):
 
 
 class TestAll:
+    @pytest.mark.parametrize("name", slow_but(("sidco exponential", "sidco pareto"), FACTORIES))
     def test_hard_vectors_step_after_step(self, name):
         state = selector(name).init(SIZE)
         types = types_of(state)
@@ -106,7 +109,16 @@ class TestAll:
                 assert len(indices) >= min(1, np.count_nonzero(acc)), hard
         assert jax_internals.programs(select(name)) == 1
 
-    @pytest.mark.parametrize(("size", "density"), SIZES)
+    @pytest.mark.parametrize(
+        ("name", "size", "density"),
+        [
+            pytest.param(
+                name, *each, marks=pytest.mark.slow if name == "dgc" and each[0] > 1 else ()
+            )
+            for name in FACTORIES
+            for each in SIZES
+        ],
+    )
     def test_any_size(self, name, size, density):
         k = max(1, round(density * size))
         for hard in ("normal", "small integers", "not finite", "all zero"):
@@ -127,6 +139,7 @@ class TestAll:
         acc = np.asarray(jnp.asarray(laplace(SIZE)).astype(dtype))
         check(select(name)(acc, selector(name).init(SIZE)), acc, capacity_of(name, K, SIZE))
 
+    @pytest.mark.parametrize("name", [*WITHOUT_DGC, *slow("dgc")])
     @pytest.mark.parametrize("scale", [1e-30, 1e-15, 1e15, 1e30])
     def test_the_scale_does_not_matter(self, name, scale):
         acc = laplace(SIZE)
@@ -148,6 +161,7 @@ class TestAll:
         assert float(out[2].threshold) == pytest.approx(float(info.threshold), rel=0.1)
         assert int(out[2].selected) >= 0.9 * int(info.selected)
 
+    @pytest.mark.slow
     def test_eager_jit_and_vmap_agree(self, name):
         names = ("normal", "few nonzeros", "not finite", "all equal")
         lanes = np.stack([selection.hard_vector(hard, SIZE) for hard in names])
@@ -163,9 +177,9 @@ class TestAll:
             eager = one.select(jnp.asarray(lanes[0]), one.init(SIZE))
             np.testing.assert_array_equal(eager[0].indices, batched.indices[0])
 
+    # Of `dgc` the k largest are selected, not a window.
+    @pytest.mark.parametrize("name", slow_but({*WITHOUT_DGC} - {"sidco gamma"}, WITHOUT_DGC))
     def test_each_overflowing_entry_gets_its_turn(self, name):
-        if name == "dgc":
-            pytest.skip("the k largest are selected, not a window")
         acc = selection.hard_vector("all equal", 500)
         state = selector(name, 0.1).init(500)
         seen = np.zeros(500, bool)
@@ -208,6 +222,7 @@ class TestThresholds:
         expected = estimators.sidco(acc, K, distribution, stages)
         assert float(info.threshold) == pytest.approx(expected, rel=2e-3)
 
+    @pytest.mark.slow
     def test_dgc_selects_the_largest_of_what_passes(self):
         size, k = 200_003, 2000
         acc = laplace(size)
@@ -243,6 +258,7 @@ class TestFit:
         _, _, info = jax.jit(gaussian_k(density=0.01).select)(acc, jnp.int32(0))
         assert 800 < int(info.selected) < 1200
 
+    @pytest.mark.slow
     def test_gaussian_k_selects_far_too_few_of_a_short_tail_and_threshold_reuse_does_not(self):
         # A wide body and no tail: two bumps at -1 and 1, and small entries.
         rng = np.random.default_rng(0)
@@ -261,6 +277,7 @@ class TestFit:
         assert selected["adjusted"] >= 3 * k / 4
         assert 0.9 * k < selected["threshold_reuse"] < 1.1 * k
 
+    @pytest.mark.slow
     def test_the_stages_of_sidco_follow_the_count(self):
         # The tail of normal entries is shorter than exponential: one stage is not enough.
         one = sidco(density=0.01)

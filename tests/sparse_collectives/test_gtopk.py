@@ -34,15 +34,18 @@ def check_against_the_oracle(allreduce, workers, k):
         assert (np.asarray(out["info"].delivered) <= k).all(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 3, 8])
 def test_it_is_the_tree_of_the_paper(workers):
     check_against_the_oracle(GTOPK, workers, K)
 
 
+@pytest.mark.slow
 def test_of_a_larger_selection_the_k_largest_take_part():
     check_against_the_oracle(sc.allreduce.gtopk(density=DENSITY / 2), 3, round(DENSITY / 2 * SIZE))
 
 
+@pytest.mark.slow
 def test_a_lossy_codec_loses_nothing():
     allreduce = sc.allreduce.gtopk(density=DENSITY, codec=helpers.lossy_codec())
     for name in ("normal", "one worker", "same on all"):
@@ -70,6 +73,7 @@ def test_the_broadcast_reaches_everyone_and_costs_what_it_says(workers):
         assert traffic.words == pytest.approx(_broadcast.words_received(length, workers))
 
 
+@pytest.mark.slow
 def test_words_stay_within_the_bound_of_the_paper():
     k = 1000
     allreduce = sc.allreduce.gtopk(density=0.01)
@@ -85,6 +89,7 @@ def test_words_stay_within_the_bound_of_the_paper():
         assert traffic.words <= 4 * k * levels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_on_a_mesh_the_total_is_replicated(check_vma):
     helpers.check_replicated_on_a_mesh(SELECTOR, GTOPK, SIZE, check_vma=check_vma)

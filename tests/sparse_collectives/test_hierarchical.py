@@ -7,6 +7,7 @@ import pytest
 
 import sparse_collectives as sc
 from sparse_collectives.allreduce import _hierarchical
+from tests.sparse_collectives.helpers import slow
 
 AXES = ("node", "device")
 TOPK_A = sc.allreduce.topk_a()
@@ -27,7 +28,7 @@ def pipeline(h, size, density, workers, inside):
     return step
 
 
-@pytest.mark.parametrize("shape", [(1, 3), (3, 1), (2, 3)])
+@pytest.mark.parametrize("shape", [(1, 3), *slow((3, 1), (2, 3))])
 def test_scatter_and_gather_are_a_dense_sum(shape):
     h = sc.allreduce.hierarchical(inner_axis="device", outer=TOPK_A)
     size = 10
@@ -48,6 +49,7 @@ OUTERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OUTERS)
 def test_info_reports_the_words_that_the_program_moves(name):
     h = sc.allreduce.hierarchical(inner_axis="device", outer=OUTERS[name])

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 import sparse_collectives as sc
 from tests import jax_internals
 from tests.reference import more_selection, selection, windows
+from tests.sparse_collectives.helpers import slow, slow_but
 
 SIZE = 1003
 # Above kth_magnitude.DIRECT_SIZE: candidates are compacted first.
@@ -80,6 +81,9 @@ def check(out, acc, capacity):
 
 
 class TestAll:
+    @pytest.mark.parametrize(
+        "factory", slow_but(("mstopk", "random_k", "threshold"), FACTORIES), indirect=True
+    )
     @pytest.mark.parametrize("dtype", ["float32"])
     def test_density_one_takes_every_nonzero(self, factory, dtype):
         options = {"magnitude": 0.0} if "magnitude" in getattr(factory, "keywords", {}) else {}
@@ -98,6 +102,7 @@ class TestAll:
         out = jax.jit(selector.select)(acc, selector.init(size))
         assert len(check(out, acc, k_of(density, size))) == k_of(density, size)
 
+    @pytest.mark.parametrize("factory", slow_but(("threshold",), FACTORIES), indirect=True)
     @pytest.mark.parametrize("size", [LARGE])
     def test_jit_and_vmap_give_the_same_bits(self, factory, size):
         names = ["normal", "ties at the top", "few nonzeros", "not finite", "all zero"]
@@ -112,6 +117,9 @@ class TestAll:
             of_lane = jax.tree.map(lambda leaf, lane=lane: leaf[lane], (batched[0], batched[2]))
             assert_same_bits(of_lane, (expected[0], expected[2]))
 
+    @pytest.mark.parametrize(
+        "factory", slow_but(("random_k", "threshold"), FACTORIES), indirect=True
+    )
     def test_state_keeps_its_type_and_steps_are_traced_once(self, factory):
         selector = factory(density=0.1)
         function, state = jax.jit(selector.select), selector.init(SIZE)
@@ -121,6 +129,7 @@ class TestAll:
             assert types_of(state) == types
         assert jax_internals.programs(function) == 1
 
+    @pytest.mark.parametrize("factory", slow_but(("threshold",), FACTORIES), indirect=True)
     def test_runs_where_varying_types_are_checked(self, factory):
         size = LARGE
         selector = factory(density=0.02)
@@ -135,6 +144,7 @@ class TestAll:
         expected = np.concatenate([jax.jit(both)(part) for part in acc.reshape(2, -1)])
         np.testing.assert_array_equal(out, expected)
 
+    @pytest.mark.parametrize("factory", slow_but(("threshold",), FACTORIES), indirect=True)
     def test_nothing_is_lost_over_steps(self, factory):
         selector = factory(density=0.05)
         select, state = jax.jit(selector.select), selector.init(SIZE)
@@ -167,11 +177,14 @@ class TestMstopk:
         assert runs == [sorted([4, *windows.window(others, 3, step)]) for step in range(5)]
         assert len(set(map(tuple, runs))) > 1
 
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize(("density", "samplings"), [(1e-9, 30), (0.1, 4)])
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", *slow("float16")])
+    @pytest.mark.parametrize(
+        ("density", "samplings"), [(1e-9, 30), pytest.param(0.1, 4, marks=pytest.mark.slow)]
+    )
     def test_small_vectors(self, dtype, density, samplings):
         self.follow(SIZE, density, samplings, dtype, selection.HARD_NAMES, steps=3)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("samplings", [1, 5, 30])
     def test_large_vectors(self, samplings):
         self.follow(LARGE, 0.01, samplings, "float32", selection.HARD_NAMES, steps=2)
@@ -194,7 +207,7 @@ class TestMstopk:
                     np.testing.assert_array_equal(indices, expected, err_msg=f"{name} {step}")
 
     @pytest.mark.parametrize("name", ["normal", "heavy tail"])
-    @pytest.mark.parametrize("size", [SIZE, LARGE])
+    @pytest.mark.parametrize("size", [SIZE, *slow(LARGE)])
     def test_thirty_samplings_find_the_exact_selection(self, name, size):
         selector, select = jitted("mstopk", density=0.01)
         for seed in range(5):
@@ -202,6 +215,7 @@ class TestMstopk:
             indices = check(select(acc, selector.init(size)), acc, k_of(0.01, size))
             assert np.isin(indices, selection.topk(acc, len(indices))).mean() >= 0.99
 
+    @pytest.mark.slow
     def test_a_misleading_sample_changes_nothing(self):
         selector, select = jitted("mstopk", density=0.01)
         for seed in range(3):
@@ -230,11 +244,14 @@ class TestMstopk:
 
 
 class TestBucketed:
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize(("density", "bucket"), [(0.01, 512), (0.5, 97)])
+    @pytest.mark.parametrize("dtype", ["bfloat16", *slow("float32", "float16")])
+    @pytest.mark.parametrize(
+        ("density", "bucket"), [pytest.param(0.01, 512, marks=pytest.mark.slow), (0.5, 97)]
+    )
     def test_every_bucket_is_exact(self, dtype, density, bucket):
         self.follow(SIZE, density, bucket, dtype)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(("density", "bucket"), [(0.01, 512), (0.01, 2**17)])
     def test_large_vectors(self, density, bucket):
         self.follow(LARGE, density, bucket, "float32")
@@ -253,7 +270,7 @@ class TestBucketed:
             assert out[1] == ()
             assert out[2].overflow == 0
 
-    @pytest.mark.parametrize("layout", ["one group", "one column", "ties in one bucket"])
+    @pytest.mark.parametrize("layout", ["one column", "ties in one bucket", *slow("one group")])
     def test_large_entries_that_crowd_one_group(self, layout):
         acc = selection.hard_vector("normal", 4096)
         if layout == "one group":
@@ -382,6 +399,7 @@ class TestRandomK:
             assert len(np.intersect1d(left, right)) < 40
         np.testing.assert_array_equal(draws(SIZE, 0.1, 2), [first, second])
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("same", [True, False])
     def test_workers_agree_or_differ_by_option(self, same):
         axis = None if same else "workers"

@@ -13,6 +13,15 @@ from tests.sparse_collectives import helpers
 from tests.sparse_collectives.test_allreduce_contract import ALLREDUCES, DENSITY, SELECTOR, SIZE
 
 K = round(DENSITY * SIZE)
+QUICK = ("leader", "dense", "dense_bucketed", "topk_a", "topk_a, lossy", "sparse_allgather")
+QUICK += ("ssar_split_allgather, room for all",)
+# The messages are those of another one, with other entries in them.
+ALIKE = (
+    "ok_topk, equal regions",
+    "ok_topk, no slack",
+    "ok_topk, balanced regions",
+    "auto, ok_topk",
+)
 # All that these send are pairs.
 PAIRS_ONLY = ("topk_a", "sparse_allgather", "gtopk", "spardl", "ssar_split_allgather")
 PAIRS_ONLY += ("ring_sparse",)
@@ -28,7 +37,9 @@ def normal(workers):
     return helpers.hard_accumulators(workers, SIZE)["normal"]
 
 
-@pytest.mark.parametrize("name", ALLREDUCES)
+@pytest.mark.parametrize(
+    "name", helpers.slow_but(QUICK, [name for name in ALLREDUCES if name not in ALIKE])
+)
 def test_no_more_is_useful_than_is_received(name):
     accumulators = helpers.hard_accumulators(3, SIZE)
     for case in ("normal", "all zero", "one region", "one worker"):
@@ -38,12 +49,15 @@ def test_no_more_is_useful_than_is_received(name):
             assert useful == 0
 
 
+@pytest.mark.slow
 def test_one_worker_receives_nothing_useful():
     for name in ("ok_topk", "topk_a", "gtopk", "ring_sparse"):
         assert occupancy(ALLREDUCES[name][0], normal(1)) == (0, 0)
 
 
-@pytest.mark.parametrize("name", ["dense", "dense_bucketed", "topk_a", "sparse_allgather", "gtopk"])
+@pytest.mark.parametrize(
+    "name", ["dense", "dense_bucketed", "topk_a", "sparse_allgather", *helpers.slow("gtopk")]
+)
 @pytest.mark.parametrize("workers", [3, 8])
 def test_full_messages_have_no_padding(name, workers):
     useful, words = occupancy(ALLREDUCES[name][0], normal(workers))
@@ -60,6 +74,7 @@ def test_a_torus_has_no_padding():
     np.testing.assert_array_equal(info.useful, info.words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [4, 6])
 def test_recursive_doubling_of_disjoint_selections_is_full(workers):
     acc = np.zeros((workers, SIZE), np.float32)
@@ -91,6 +106,7 @@ def test_a_sum_that_goes_dense_is_full():
 
 
 # With more workers the sums go dense.
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 3])
 def test_with_exact_pairs_the_useful_words_are_two_for_each_entry(workers):
     acc = normal(workers)
@@ -120,6 +136,7 @@ def test_with_exact_pairs_the_useful_words_are_two_for_each_entry(workers):
     assert useful * workers == pytest.approx(2 * (passed + everything * (workers - 1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "balance"), [(3, "auto"), (8, "always"), (3, "never")])
 def test_the_useful_words_of_ok_topk(workers, balance):
     acc = normal(workers)
@@ -159,15 +176,9 @@ def test_every_way_to_balance_counts_what_it_moves():
     assert words[0].received.tolist() == received
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("bf16", marks=pytest.mark.slow),
-        pytest.param("narrow16", marks=pytest.mark.slow),
-        # (With qsgd the sums go dense.)
-        "narrow8",
-    ],
-)
+@pytest.mark.slow
+# (With qsgd the sums go dense.)
+@pytest.mark.parametrize("name", ["bf16", "narrow16", "narrow8"])
 def test_with_a_codec_slots_count_alike(name):
     codec = getattr(sc.wire, name)()
     useful, words = occupancy(sc.allreduce.topk_a(codec=codec), normal(4))

@@ -33,16 +33,12 @@ def _algorithm(density, options):
     return sc.select.topk(density=density), sc.allreduce.ok_topk(density=density, **dict(options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "density"),
     [
-        pytest.param(
-            workers,
-            density,
-            marks=() if density == 0.05 or workers in (3, 8) else pytest.mark.slow,
-        )
-        for density in (1 / 300, 0.05, 1.0)
-        for workers in helpers.WORKERS
+        *((workers, 0.05) for workers in helpers.WORKERS),
+        *((workers, density) for density in (1 / 300, 1.0) for workers in (3, 8)),
     ],
 )
 def test_equals_topk_of_the_sum_of_topk(workers, density):
@@ -67,6 +63,7 @@ def test_equals_topk_of_the_sum_of_topk(workers, density):
             np.testing.assert_array_equal(kept, residuals, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 6])
 def test_equals_the_composition_of_lax_primitives(workers):
     """top_k, a dense psum, top_k."""
@@ -82,6 +79,7 @@ def test_equals_the_composition_of_lax_primitives(workers):
     np.testing.assert_allclose(reduced(acc, 0.05)["total"], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", helpers.WORKERS)
 def test_delivers_exactly_k_or_all_nonzeros(workers):
     size, density = 300, 0.05
@@ -97,6 +95,7 @@ def test_delivers_exactly_k_or_all_nonzeros(workers):
             assert delivered == min(15, nonzeros), name
 
 
+@pytest.mark.slow
 def test_schedules_and_messages_in_flight_give_the_same_bits():
     workers = 5
     acc = helpers.hard_accumulators(workers, 403)["normal"]
@@ -107,6 +106,7 @@ def test_schedules_and_messages_in_flight_give_the_same_bits():
             np.testing.assert_array_equal(out[name], reference[name])
 
 
+@pytest.mark.slow
 def test_a_bucket_is_reduced_before_the_next_one_has_arrived_which_waits_for_it():
     """Section 3.1.1: communication in buckets, with the local reductions beside it."""
     allreduce = sc.allreduce.ok_topk(density=0.1, schedule="rotation", messages_in_flight=1)
@@ -134,6 +134,7 @@ def test_a_bucket_is_reduced_before_the_next_one_has_arrived_which_waits_for_it(
     raise AssertionError(f"{sent} messages, sums of those of {sorted(map(sorted, reduced_from))}")
 
 
+@pytest.mark.slow
 def test_unlimited_slack_has_room_for_everything():
     acc = helpers.hard_accumulators(4, 300)["one region"]
     out = reduced(acc, 0.05, slack=float("inf"))
@@ -142,6 +143,7 @@ def test_unlimited_slack_has_room_for_everything():
     np.testing.assert_allclose(np.asarray(out["total"])[0], total, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_buffer_of_two_thousand_million_entries_lowers():
     """Sums over workers pass 2**31 where the entries of one do not."""
     words = sc.traffic.of_allreduce(
@@ -150,6 +152,7 @@ def test_a_buffer_of_two_thousand_million_entries_lowers():
     assert words < 7.5 * 21_474_836
 
 
+@pytest.mark.slow
 def test_a_reused_global_threshold_delivers_k_at_most_and_follows_the_count():
     size, density, workers = 2000, 0.05, 4
     selector = sc.select.topk(density=density)
@@ -167,6 +170,7 @@ def test_a_reused_global_threshold_delivers_k_at_most_and_follows_the_count():
     assert np.mean(counts) > 85
 
 
+@pytest.mark.slow
 def test_what_is_too_much_is_shared_out_evenly():
     rng = np.random.default_rng(0)
     for _ in range(300):
@@ -179,6 +183,7 @@ def test_what_is_too_much_is_shared_out_evenly():
         np.testing.assert_array_equal(found, share)
 
 
+@pytest.mark.slow
 def test_a_reused_threshold_that_is_too_low_leaves_nothing_to_balance():
     workers, size = 4, 20_000
     allreduce = sc.allreduce.ok_topk(density=0.02, global_period=32)
@@ -197,6 +202,7 @@ def test_a_reused_threshold_that_is_too_low_leaves_nothing_to_balance():
     assert info.words == pairs * (workers - 1) * (plan.split_slots + plan.gather_slots) + counts
 
 
+@pytest.mark.slow
 def test_in_a_full_block_other_entries_wait_at_each_step():
     """Everything of all workers in one region of fixed boundaries: still none starves."""
     workers, size, density = 4, 400, 0.1
@@ -220,6 +226,7 @@ def test_in_a_full_block_other_entries_wait_at_each_step():
     assert delivered[:40].all()
 
 
+@pytest.mark.slow
 def test_crowded_regions_are_cut_anew_before_their_period():
     workers, size = 8, 4000
     acc = helpers.hard_accumulators(workers, size)["one region"]
@@ -362,6 +369,7 @@ def test_split_by_owner_keeps_the_order(slots, workers):
     assert np.asarray(blocks.sent).sum() == np.minimum(counts, capacity).sum()
 
 
+@pytest.mark.slow
 def test_ties_go_to_the_first_owners_and_there_to_the_lowest_rows():
     size, workers, k, step = 403, 5, 20, 3
     allreduce = sc.allreduce.ok_topk(density=k / size, slack=math.inf)
@@ -375,6 +383,7 @@ def test_ties_go_to_the_first_owners_and_there_to_the_lowest_rows():
     np.testing.assert_array_equal(np.asarray(out["total"])[0], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 8])
 def test_workers_whose_mass_is_in_different_regions_do_not_crowd_any_owner(workers):
     """Boundaries that are averaged over the workers leave most of this waiting at each step."""
@@ -399,7 +408,7 @@ def test_workers_whose_mass_is_in_different_regions_do_not_crowd_any_owner(worke
 # Global selection: at once, or by rounds.
 
 
-@pytest.mark.parametrize("workers", [2, 8])
+@pytest.mark.parametrize("workers", [2, *helpers.slow(8)])
 def test_windows_and_rounds_select_the_same(workers, monkeypatch):
     size, density = 4000, 0.05
     selector = sc.select.topk(density=density)
@@ -459,6 +468,7 @@ def test_rotation_has_each_worker_receive_from_one_other_at_a_time():
         assert str(pairs).replace(" ", "") in jaxpr.replace(" ", "")
 
 
+@pytest.mark.slow
 def test_reduce_blocks_adds_common_indices():
     size = 70
     rng = np.random.default_rng(3)

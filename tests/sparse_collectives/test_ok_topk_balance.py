@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,16 +92,19 @@ def check_balance(counts, k, slack, branch=None):
     return _plan.BRANCHES[int(chosen[0])]
 
 
+@pytest.mark.slow
 def test_balance_moves_nothing_when_all_fit():
     assert check_balance([10, 10, 12, 8], k=40, slack=1.25) == "none"
 
 
+@pytest.mark.slow
 def test_balance_moves_to_neighbours_when_they_nearly_fit():
     assert check_balance([14, 10, 8, 8], k=40, slack=1.25) == "neighbours"
     assert check_balance([8, 8, 10, 14], k=40, slack=1.25) == "neighbours"
     assert check_balance([15, 25], k=40, slack=1.1) == "neighbours"
 
 
+@pytest.mark.slow
 def test_balance_deals_a_surplus_out_where_the_neighbours_have_no_room():
     crowd = [18, 18, 18, 18, 2, 2, 2, 2]
     assert check_balance(crowd, k=80, slack=1.25) == "spread"
@@ -108,12 +112,14 @@ def test_balance_deals_a_surplus_out_where_the_neighbours_have_no_room():
     assert check_balance([18, 2, 18, 18, 18, 2, 2, 2], k=80, slack=1.25) == "spread"
 
 
+@pytest.mark.slow
 def test_balance_uses_all_to_all_in_the_extreme():
     assert check_balance([40, 0, 0, 0], k=40, slack=1.25) == "all_to_all"
     assert check_balance([0, 0, 0, 40], k=40, slack=1.25) == "all_to_all"
     assert check_balance([20, 20, 0, 0], k=40, slack=1.25) == "all_to_all"
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 12), min_size=6, max_size=6), st.integers(0, 3))
 def test_a_deal_gives_each_free_slot_to_one_entry_at_most(counts, extra):
@@ -141,11 +147,13 @@ _DEAL = jax.jit(_spread.deal, static_argnums=2)
 _MOST = jax.jit(_spread.most_per_pair, static_argnums=1)
 
 
+@pytest.mark.slow
 def test_all_to_all_fits_where_the_others_would_do_too():
     for counts in ([10, 10, 10, 10], [0, 0, 0, 0], [1, 0, 39, 0], [13, 9, 2, 1], [0, 0, 3, 0]):
         check_balance(counts, k=40, slack=1.0, branch=3)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=5, max_size=5))
 def test_balance_delivers_everything_whatever_the_counts(counts):

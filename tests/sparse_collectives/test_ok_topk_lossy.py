@@ -20,12 +20,12 @@ CODECS = {
     "narrow8": sc.wire.narrow8(block=8, escapes=0.0),
     "qsgd": sc.wire.qsgd(bits=4, bucket=32),
 }
-# A step takes seconds to compile: one number of workers for each, the others where time is.
-FAST = {"bf16": 5, "narrow16": 3, "narrow8": 8, "qsgd": 6}
+# A step takes seconds to compile: one number of workers for each in most tests.
+ONE = {"bf16": 5, "narrow16": 3, "narrow8": 8, "qsgd": 6}
 CASES = [
-    pytest.param(name, workers, marks=[] if workers == FAST[name] else pytest.mark.slow)
+    pytest.param(name, workers, marks=() if name == "bf16" and workers == 5 else pytest.mark.slow)
     for name in CODECS
-    for workers in helpers.WORKERS
+    for workers in (1, 4, 7, ONE[name])
 ]
 
 
@@ -87,6 +87,7 @@ def test_nothing_is_lost_and_all_workers_agree(name, workers):
             acc = np.roll(acc, 7, axis=1) + (residual if name != "subnormal" else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "name"), [("always", "qsgd"), ("never", "narrow8")])
 def test_other_ways_to_balance_lose_nothing_either(mode, name):
     allreduce, step = reducer(name, 5, balance=mode)
@@ -94,6 +95,7 @@ def test_other_ways_to_balance_lose_nothing_either(mode, name):
         check_step(acc, allreduce, step, allreduce.init(SIZE, 5))
 
 
+@pytest.mark.slow
 def test_one_worker_encodes_nothing():
     allreduce, step = reducer("qsgd", 1)
     acc = helpers.hard_accumulators(1, SIZE)["normal"]
@@ -102,10 +104,10 @@ def test_one_worker_encodes_nothing():
     np.testing.assert_array_equal(residual[0] + total, acc[0])
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", helpers.slow_but(("bf16",), CODECS))
 def test_the_total_is_close_to_the_exact_one(name):
     """All workers have the same indices, so what is selected does not depend on rounding."""
-    workers, rng = FAST[name], np.random.default_rng(0)
+    workers, rng = ONE[name], np.random.default_rng(0)
     acc = np.zeros((workers, SIZE), np.float32)
     chosen = np.sort(rng.choice(SIZE, K, replace=False))
     acc[:, chosen] = 1 + rng.random((workers, K), np.float32)
@@ -121,9 +123,10 @@ def test_the_total_is_close_to_the_exact_one(name):
     assert np.abs(residual).max() > 0
 
 
+@pytest.mark.slow
 def test_errors_are_independent_over_workers_and_steps():
     """The same selection everywhere: still no two workers make the same errors."""
-    workers = FAST["qsgd"]
+    workers = ONE["qsgd"]
     acc = np.zeros((workers, SIZE), np.float32)
     acc[:, 5 : 5 + 3 * K : 3] = np.linspace(1, 2, K, dtype=np.float32)
     allreduce, step = reducer("qsgd", workers)
@@ -140,7 +143,7 @@ def test_errors_are_independent_over_workers_and_steps():
 
 @functools.cache
 def traced(name, check_vma):
-    workers = FAST[name]
+    workers = ONE[name]
     allreduce = reducer(name, workers)[0]
     mesh = jax.sharding.AbstractMesh((workers,), ("w",), axis_types=(jax.sharding.AxisType.Auto,))
 
@@ -162,9 +165,10 @@ def traced(name, check_vma):
     return jax.jit(mapped).trace(*shapes, state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CODECS)
 def test_info_reports_the_words_that_the_program_moves(name):
-    workers = FAST[name]
+    workers = ONE[name]
     allreduce, step = reducer(name, workers)
     acc = helpers.hard_accumulators(workers, SIZE)["normal"]
     words = check_step(acc, allreduce, step, allreduce.init(SIZE, workers))[3].words[0]
@@ -177,12 +181,14 @@ def test_info_reports_the_words_that_the_program_moves(name):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CODECS)
 def test_lowers_for_a_gpu_under_shard_map_that_checks_what_varies(name):
     lowered = traced(name, True).lower(lowering_platforms=("cuda",))
     assert "stablehlo" in lowered.as_text()
 
 
+@pytest.mark.slow
 def test_exact_codecs_answer_slot_by_slot():
     """The error feedback then needs one scatter only."""
     allreduce = sc.allreduce.ok_topk(density=DENSITY)

@@ -45,6 +45,7 @@ def crowded():
     return np.where(np.arange(SIZE) < SIZE // WORKERS, acc + np.sign(acc), 0).astype(np.float32)
 
 
+@pytest.mark.slow
 def test_equal_regions_stay_and_overflow_where_the_selection_is_uneven():
     options = {"regions": "equal", "balance": "always"}
     state = allreduce(**options).init(SIZE, WORKERS)
@@ -62,6 +63,7 @@ def test_equal_regions_stay_and_overflow_where_the_selection_is_uneven():
     assert any("repartition" in scope for scope in scopes("auto", "balanced"))
 
 
+@pytest.mark.slow
 def test_always_balancing_moves_everything_and_delivers_the_same():
     rng = np.random.default_rng(0)
     acc = rng.standard_normal((WORKERS, SIZE)).astype(np.float32)
@@ -80,6 +82,7 @@ def never_balanced(acc, step):
     return run(acc, state, **options)
 
 
+@pytest.mark.slow
 def test_without_balancing_what_does_not_fit_waits_and_not_always_the_same():
     # The first worker's region has all 13 entries that blocks have room for, of each
     # worker other ones: 52 sums for 13 slots of the allgather.
@@ -101,6 +104,7 @@ def test_without_balancing_what_does_not_fit_waits_and_not_always_the_same():
     assert round(float(out["info"].words[0])) == round(sum(words.values()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 3])
 def test_without_balancing_even_selections_are_delivered_in_full(workers):
     acc = np.zeros((workers, SIZE), np.float32)

@@ -577,7 +577,7 @@ def test_an_error_of_the_module_has_no_traceback():
 NET = {"latency": "5us", "bandwidth": "100Mbit"}
 
 
-@pytest.mark.parametrize("chosen", ["ok_topk", "dense"])
+@pytest.mark.parametrize("chosen", ["dense", *helpers.slow("ok_topk")])
 def test_auto_is_the_program_of_the_chosen_one(chosen):
     n, k, workers = 4000, 40, 4
     # A latency that dwarfs the rest leaves the psum, which has the fewest messages.
@@ -612,7 +612,14 @@ def test_auto_runs():
 
 @pytest.mark.parametrize(
     "name",
-    [option.name for option in _planner.OPTIONS if not option.two_level and not option.complete],
+    helpers.slow_but(
+        ("dense", "dense_bucketed", "topk_a", "ssar_split_allgather", "dsar_split_allgather"),
+        [
+            option.name
+            for option in _planner.OPTIONS
+            if not option.two_level and not option.complete
+        ],
+    ),
 )
 def test_auto_can_make_every_candidate(name):
     choice = planner.explain_auto(64, 3, density=0.125, candidates=[], **NET)
@@ -638,7 +645,9 @@ def test_auto_has_a_row_for_every_candidate_and_codec():
         assert hasattr(allreduce, name)
 
 
-@pytest.mark.parametrize("codec", helpers.CODECS)
+@pytest.mark.parametrize(
+    "codec", helpers.slow_but(("bf16", "narrow16", "qsgd", "raw"), helpers.CODECS)
+)
 def test_auto_gives_the_codec_to_the_chosen_one(codec):
     choice = planner.explain_auto(64, 3, density=0.125, candidates=[], **NET)
     reducer = _auto._make(choice._replace(name="topk_a", codec=codec), 64, 0.125)
@@ -754,6 +763,7 @@ def test_measure_names_a_bad_argument():
             sc.measure(**options)
 
 
+@pytest.mark.slow
 def test_the_measure_command_writes_what_the_planner_reads(capsys, tmp_path):
     file = tmp_path / "net.json"
     assert main(["measure", "--devices", "2", "--rounds", "2", "--json", str(file)]) == 0

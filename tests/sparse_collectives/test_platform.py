@@ -141,7 +141,7 @@ SELECTORS = {
 }
 
 
-@pytest.mark.parametrize("name", SELECTORS)
+@pytest.mark.parametrize("name", helpers.slow_but(("adtopk",), SELECTORS))
 def test_selectors_step_after_step(name):
     size = 200_000
     steps = [RNG.standard_normal(size) * (1 + 0.2 * step) for step in range(3)]
@@ -169,7 +169,7 @@ ALLREDUCES = {
 }
 
 
-@pytest.mark.parametrize("name", ALLREDUCES)
+@pytest.mark.parametrize("name", helpers.slow_but(("agreed few",), ALLREDUCES))
 def test_allreduces_of_hard_data(name):
     cases, found = helpers.hard_accumulators(4, 600), {}
     for form in ("portable", "gpu"):

@@ -47,7 +47,6 @@ CASES |= {
     "dense": sc.allreduce.dense(),
     "dense_bucketed": sc.allreduce.dense_bucketed(buckets=3),
 }
-QUICK = ("gtopk, raw", "ssar_recursive_double, bounded, raw", "ring_sparse, raw", "dense")
 
 
 def extremes(dtype, workers):
@@ -87,12 +86,16 @@ def steps(allreduce, acc, number):
 
 
 def all_cases():
-    for name in CASES:
-        for workers in (4, 7):
-            for dtype in ("float32", "bfloat16", "float16"):
-                quick = name in QUICK and workers == 4 and dtype == "float32"
-                marks = () if quick else pytest.mark.slow
-                yield pytest.param(name, workers, dtype, marks=marks)
+    """Exact pairs of each dtype, each codec of one; numbers of workers and dtypes in turn."""
+    dtypes = ("float32", "bfloat16", "float16")
+    for i, name in enumerate(CASES):
+        exact = "raw" in name or name == "dense"
+        # Another one for the next codec.
+        turn = i + i // len(allreduces(None))
+        for j, dtype in enumerate(dtypes if exact else (dtypes[turn % 3],)):
+            workers = (4, 7)[(turn + j) % 2]
+            quick = name == "dense" and dtype == "float32"
+            yield pytest.param(name, workers, dtype, marks=() if quick else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("name", "workers", "dtype"), list(all_cases()))
@@ -110,7 +113,7 @@ def test_sums_are_finite_and_nothing_is_lost(name, workers, dtype):
         )
 
 
-@pytest.mark.parametrize("name", ["topk_a, raw", "gtopk, raw", "dense"])
+@pytest.mark.parametrize("name", ["dense", *helpers.slow("topk_a, raw", "gtopk, raw")])
 def test_what_is_not_finite_is_passed_on(name):
     acc = np.zeros((3, SIZE), np.float32)
     acc[0, 3], acc[1, 5], acc[2, 7] = np.inf, -np.inf, np.nan

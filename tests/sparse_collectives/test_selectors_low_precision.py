@@ -11,6 +11,7 @@ import pytest
 from sparse_collectives import select
 from tests import jax_internals
 from tests.reference import estimators, selection
+from tests.sparse_collectives.helpers import slow_but
 
 SIZE, K = 1003, 100
 DENSITY = K / SIZE
@@ -68,6 +69,7 @@ def name(request):
     return request.param
 
 
+@pytest.mark.parametrize("name", slow_but(SELECTORS.keys() - {"dgc"}, SELECTORS))
 def test_float16_step_after_step(name):
     selector, function = compiled(name)
     capacity = math.ceil(SELECTORS[name][1] * K)
@@ -82,6 +84,7 @@ def test_float16_step_after_step(name):
     assert jax_internals.programs(function) == 1
 
 
+@pytest.mark.parametrize("name", slow_but(SELECTORS.keys() - {"dgc"}, SELECTORS))
 def test_float16_selects_what_float32_does(name):
     selector, function = compiled(name)
     acc = np.random.default_rng(0).laplace(size=SIZE).astype(np.float16)
@@ -108,6 +111,7 @@ def test_float16_thresholds_against_numpy(label):
         assert float(info.threshold) == pytest.approx(threshold, rel=1e-4), name
 
 
+@pytest.mark.slow
 def test_dgc_eagerly_is_dgc_compiled():
     selector, function = compiled("dgc")
     # A random sample, and not all entries.

@@ -55,6 +55,7 @@ def has_words_of_program(out, allreduce, size, capacity, at_most=False):
 # Equality with the oracles, which follow the paper message by message.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [3, 8])
 @pytest.mark.parametrize("name", NAMES)
 def test_total_is_that_of_the_paper_and_of_the_dense_sum(name, workers):
@@ -96,6 +97,7 @@ def test_oracles_agree_with_each_other(workers):
     assert len(rounds) == math.floor(math.log2(workers)) + fold
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*NAMES, "dsar_split_allgather"])
 def test_density_one_is_psum(name):
     """Every index is selected by all; 61 is not a multiple of the 3 workers."""
@@ -107,6 +109,7 @@ def test_density_one_is_psum(name):
     assert not np.asarray(out["kept"]).any()
 
 
+@pytest.mark.slow
 def test_more_workers_than_indices():
     """Some regions are empty."""
     allreduce = ALLREDUCES["ssar_split_allgather, room for all"][0]
@@ -150,7 +153,7 @@ def test_a_bound_keeps_the_messages_of_recursive_doubling_short():
     assert [words for _, words in got] == [60, 100, 100, 100]
 
 
-@pytest.mark.parametrize("workers", [2, 3, 5, 8])
+@pytest.mark.parametrize("workers", [2, 3, 5, *helpers.slow(8)])
 def test_the_ring_has_p_minus_one_messages_that_grow(workers):
     got = collectives(sc.allreduce.ring_sparse(slack=math.inf, fill=math.inf), workers)
     width = math.ceil(1000 / workers)
@@ -182,6 +185,7 @@ def test_split_and_allgather_are_two_collectives_of_the_expected_words(workers):
 # The switch from pairs to dense regions.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "dense"), [("normal", True), ("same on all", False), ("one worker", False)]
 )
@@ -239,9 +243,7 @@ STREAMS = {
 }
 
 
-@pytest.mark.parametrize(
-    "codec", [sc.wire.raw, pytest.param(sc.wire.narrow16, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("codec", [sc.wire.raw, *helpers.slow(sc.wire.narrow16)])
 @pytest.mark.parametrize("workers", [4, 6])
 @pytest.mark.parametrize("name", STREAMS)
 def test_no_message_is_longer_than_a_dense_one(name, workers, codec):
@@ -260,10 +262,8 @@ def test_no_message_is_longer_than_a_dense_one(name, workers, codec):
             assert all(w == most.get(kind, region * (workers - 1)) for kind, w in got)
 
 
-@pytest.mark.parametrize(
-    ("workers", "density"),
-    [(7, 0.15), *(pytest.param(*rest, marks=pytest.mark.slow) for rest in ((4, 0.15), (3, 0.7)))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "density"), [(7, 0.15), (4, 0.15), (3, 0.7)])
 @pytest.mark.parametrize("name", STREAMS)
 def test_sums_of_dense_streams(name, workers, density):
     """The switch is after some rounds, or before the first; the program has the words."""
@@ -282,6 +282,7 @@ def test_sums_of_dense_streams(name, workers, density):
 # Fill-in.
 
 
+@pytest.mark.slow
 def test_the_union_of_random_indices_has_the_expected_size():
     """Appendix B.1: n (1 - (1 - k/n)^P), which is the sum that the paper gives."""
     workers = 8
@@ -325,6 +326,7 @@ CROWDED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CROWDED)
 def test_what_finds_no_slot_is_kept_once_and_not_for_ever(name):
     workers, size = 5, 200
@@ -407,6 +409,7 @@ LOSSY_CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSY_CASES)
 def test_what_a_codec_loses_is_kept(name):
     allreduce, workers = LOSSY_CASES[name]
@@ -426,6 +429,7 @@ def test_what_a_codec_loses_is_kept(name):
 # Mapped functions.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_runs_under_shard_map_and_replicates_its_result(check_vma):
     """Six devices: recursive doubling folds."""

@@ -22,7 +22,7 @@ def as_entries(vectors):
     return [{int(i): v[i] for i in np.flatnonzero(v)} for v in np.asarray(vectors)]
 
 
-@pytest.mark.parametrize("workers", [2, 5])
+@pytest.mark.parametrize("workers", [2, *helpers.slow(5)])
 def test_topk_a_is_the_sum_of_all_selections(workers):
     for name, acc in helpers.hard_accumulators(workers, SIZE).items():
         if name == "subnormal":
@@ -80,7 +80,9 @@ def test_sparse_allgather_delivers_for_each_worker_in_turn():
     assert np.max(residuals) <= 1e3 * windows.longest_wait(steps, 1, workers)
 
 
-@pytest.mark.parametrize("factory", [sc.allreduce.topk_a, sc.allreduce.sparse_allgather])
+@pytest.mark.parametrize(
+    "factory", [sc.allreduce.sparse_allgather, *helpers.slow(sc.allreduce.topk_a)]
+)
 def test_a_lossy_codec_loses_nothing(factory):
     allreduce = factory(codec=helpers.lossy_codec())
     acc = helpers.hard_accumulators(4, SIZE)["normal"]
@@ -118,8 +120,10 @@ def test_one_collective_of_the_pairs(factory):
         assert len(traffic.collectives) == (workers > 1)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("allreduce", [TOPK_A, ALLGATHER], ids=["topk_a", "sparse_allgather"])
+@pytest.mark.parametrize("check_vma", [False, *helpers.slow(True)])
+@pytest.mark.parametrize(
+    "allreduce", [TOPK_A, *helpers.slow(ALLGATHER)], ids=["topk_a", "sparse_allgather"]
+)
 def test_on_a_mesh_the_total_is_replicated(allreduce, check_vma):
     workers = 4
     mesh = jax.make_mesh(

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparse_collectives as sc
+from tests.sparse_collectives.helpers import slow_but
 
 LARGEST = 2**31 - 1
 SLOTS = 24
@@ -41,7 +42,7 @@ def arrivals(name, indices, seed):
     return np.asarray(sent)
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", slow_but(("narrow16", "narrow16, room"), CODECS))
 @settings(max_examples=100, deadline=None)
 @given(
     indices=st.lists(

@@ -11,6 +11,7 @@ import sparse_collectives as sc
 from sparse_collectives import traffic
 from sparse_collectives.padded_coo import PaddedCOO
 from tests.fuzz.configurations import CODECS, SELECTORS
+from tests.sparse_collectives.helpers import slow_but
 from tests.sparse_collectives.test_allreduce_contract import ALLREDUCES
 
 SIZE, SLOTS = 300, 40
@@ -92,7 +93,12 @@ def test_disjoint_pairs_come_as_they_are(x64):
     assert not kept.any()
 
 
-@pytest.mark.parametrize("name", [*WIDE, "sparse_allgather"])
+@pytest.mark.parametrize(
+    "name",
+    slow_but(
+        ("dense", "dense_bucketed", "topk_a", "sparse_allgather"), [*WIDE, "sparse_allgather"]
+    ),
+)
 def test_words_are_those_of_the_program(x64, name):
     """Two for a value: of messages that hold pairs, half as many again as of float32."""
     allreduce = WIDE.get(name, sc.allreduce.sparse_allgather())
@@ -115,6 +121,7 @@ def test_words_are_those_of_the_program(x64, name):
         assert float(info.words[0]) == pytest.approx(1.5 * float(narrow.words[0]))
 
 
+@pytest.mark.slow
 def test_magnitudes_beyond_float32_are_summed(x64):
     picks = np.asarray([[3, 7], [3, 9]], np.int32)
     values = np.asarray([[1e300, -1e-300], [2e300, 1e308]])
@@ -151,8 +158,21 @@ def test_a_selector_has_the_types_that_it_has_without(x64, name, dtype):
     assert jax.tree.map(lambda x: x.dtype, out[1]) == jax.tree.map(lambda x: x.dtype, state)
 
 
-@pytest.mark.parametrize("workers", [3, 4])
-@pytest.mark.parametrize("name", ALLREDUCES)
+# What traces for long does so with one number of workers, and Ok-Topk itself with both.
+LONG = ("complete ok_topk", "ok_topk", "ok_topk rotation, 2 messages in flight")
+LONG += ("ok_topk all_to_all", "ok_topk, balanced regions", "ok_topk, messages of several sizes")
+LONG += ("ok_topk, no slack", "auto, ok_topk", "ring_sparse")
+
+
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [
+        *((name, workers) for name in ALLREDUCES if name not in LONG for workers in (3, 4)),
+        ("ring_sparse", 4),
+        *(pytest.param(name, 3, marks=pytest.mark.slow) for name in LONG),
+        pytest.param("ok_topk", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_an_allreduce_has_the_types_that_it_has_without(x64, name, workers):
     allreduce, _ = ALLREDUCES[name]
 
@@ -183,6 +203,7 @@ def test_a_codec_has_the_types_that_it_has_without(x64, name):
     assert not of_64_bits(jax.eval_shape(there_and_back, *like))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ok_topk", "ok_topk rotation, 2 messages in flight"])
 def test_float32_has_the_same_bits(name):
     picks, values = selections(4)
