@@ -88,7 +88,7 @@ def my_allreduce(*, density: float) -> sc.SparseAllreduce:
 
         # 5. What it did. Words are those received, padding included; useful ones were sent and
         # are none.
-        words = extend.all_gather(message.size, workers)
+        words = extend.words_of_all_gather(message.size, workers)
         entries = jnp.sum(coo.indices < size, dtype=jnp.int32)
         info = sc.ReduceInfo(
             delivered=total.count(),

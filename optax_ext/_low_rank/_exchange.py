@@ -153,7 +153,7 @@ class LowRankExchange:
             withheld=lost + saturated,
             selected=sent,
             delivered=step.layout.size - lost,
-            words=sent.astype(jnp.float32) * jnp.float32(extend.all_reduce(1, workers)),
+            words=sent.astype(jnp.float32) * jnp.float32(extend.words_of_all_reduce(1, workers)),
         )
 
     def _product(self, given: Given, step: Accumulated) -> tuple[Product, jax.Array]:
@@ -228,7 +228,7 @@ class LowRankExchange:
             withheld=jnp.zeros((), jnp.int32),
             selected=jnp.sum(increment != 0, dtype=jnp.int32),
             delivered=jnp.sum(total[:size] != 0, dtype=jnp.int32),
-            words=jnp.float32(extend.all_reduce(size, workers)),
+            words=jnp.float32(extend.words_of_all_reduce(size, workers)),
         )
 
     def _held(

@@ -230,7 +230,7 @@ def with_dense_leaves(reduced: Reduced, part: Part, total: jax.Array, options: O
     """
     workers = transport.axis_size(options.axis)
     mean, dropped = _nonfinite.dense_mean(options.nonfinite, total, workers)
-    words = jnp.float32(extend.all_reduce(total.shape[0], workers))
+    words = jnp.float32(extend.words_of_all_reduce(total.shape[0], workers))
     info = reduced.info
     return reduced._replace(
         dense_mean=mean,

@@ -87,7 +87,7 @@ def dense(*, axis: AxisName, buckets: int | None = None) -> optax.GradientTransf
         state = DenseState(
             count=state.count + 1,
             delivered=jnp.int32(sum(leaf.size for leaf in leaves)),
-            words=jnp.float32(extend.all_reduce(words, workers)),
+            words=jnp.float32(extend.words_of_all_reduce(words, workers)),
             axis=state.axis,
         )
         return jax.tree.unflatten(treedef, means), state

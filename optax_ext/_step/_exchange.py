@@ -76,7 +76,7 @@ class Parts(NamedTuple):
         axis = self.allreduce.shard_axis
         if not axis:
             return counts, 0.0
-        return transport.psum(counts, axis), extend.all_reduce(counts.size, self.shards)
+        return transport.psum(counts, axis), extend.words_of_all_reduce(counts.size, self.shards)
 
 
 def sparse(
@@ -164,8 +164,10 @@ def dense(increment: jax.Array, like: Exchanged, *, parts: Parts) -> Exchanged:
     mean, dropped = _nonfinite.dense_mean(parts.nonfinite, total, workers)
     counts = jnp.stack([jnp.sum(total != 0, dtype=jnp.int32), dropped])
     counts, words = parts.over_shards(counts)
-    words += extend.all_reduce(size, workers // inside)
-    words += extend.reduce_scatter(size * inside, inside) + extend.all_gather(size, inside)
+    words += extend.words_of_all_reduce(size, workers // inside)
+    words += extend.words_of_reduce_scatter(size * inside, inside) + extend.words_of_all_gather(
+        size, inside
+    )
     rounding = like.rounding
     kept = like.undelivered
 

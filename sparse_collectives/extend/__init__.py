@@ -43,7 +43,9 @@ from sparse_collectives._validation import (
     check_positive_int,
     check_size,
 )
-from sparse_collectives._volumes import all_gather, all_reduce, reduce_scatter
+from sparse_collectives._volumes import all_gather as words_of_all_gather
+from sparse_collectives._volumes import all_reduce as words_of_all_reduce
+from sparse_collectives._volumes import reduce_scatter as words_of_reduce_scatter
 from sparse_collectives.allreduce._hierarchical import outer_axis, shard_size
 from sparse_collectives.padded_coo import empty
 
@@ -51,8 +53,6 @@ __all__ = [
     "AxisName",
     "State",
     "all_finite",
-    "all_gather",
-    "all_reduce",
     "ambient_mesh",
     "axes_of_effects",
     "axis_indices",
@@ -82,7 +82,6 @@ __all__ = [
     "open_jaxpr",
     "outer_axis",
     "ranks",
-    "reduce_scatter",
     "shard_size",
     "static_axis",
     "to_varying",
@@ -90,4 +89,7 @@ __all__ = [
     "transport",
     "varying_axes",
     "varying_like",
+    "words_of_all_gather",
+    "words_of_all_reduce",
+    "words_of_reduce_scatter",
 ]
