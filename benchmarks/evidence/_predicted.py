@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from sparse_collectives import cost_model
-from sparse_collectives.planner._planner import GPU, Prediction, make_plan
+from sparse_collectives import cost_model, planner
+from sparse_collectives.planner import Prediction
+from sparse_collectives.planner._planner import GPU
 
 from ._curves import Curve, Points
 from ._models import BERT, BERT_SELECTED, COMPUTE
@@ -42,7 +43,7 @@ def step_of(name: str, workers: int) -> Prediction:
     """A step of BERT's size at 1 %, on GPUs, as the planner has it."""
     load = cost_model.Workload(BERT, BERT_SELECTED, workers)
     given = {"local": GPU, "compute": COMPUTE, "codecs": ["raw"], "names": [STEPS[name]]}
-    plan = make_plan(load, ETHERNET, **given)
+    plan = planner.plan(load, ETHERNET, **given)
     return next(row for row in plan.predictions if row.name == STEPS[name])
 
 
