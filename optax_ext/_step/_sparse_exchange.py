@@ -1,16 +1,55 @@
 """A selector and a sparse allreduce as an exchange of error feedback."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from optax_ext._step import _contract, _exchange, _layout, _sparse_state
+from optax_ext._step import _applied, _contract, _layout, _nonfinite, _sparse_state
 from optax_ext._step._contract import Accumulated, Options, Reduced
-from optax_ext._step._exchange import Exchanged
 from optax_ext._step._momentum_correction import MomentumCorrection
-from sparse_collectives import Layout, Selector, SparseAllreduce, extend, transport
+from optax_ext._step._sparse_state import StepInfo
+from sparse_collectives import (
+    Layout,
+    PaddedCOO,
+    Selector,
+    SparseAllreduce,
+    Undelivered,
+    extend,
+    transport,
+)
+
+
+class Exchanged(NamedTuple):
+    """The result of an exchange, of this worker's shard where there are shards.
+
+    Attributes:
+      mean: ``f32[m]``, the total over P, within the limit, as the dtypes of the leaves can hold it.
+      sent: the selection of this worker, as a PaddedCOO.
+      undelivered: what this worker keeps of it, and besides.
+      rounding: what it keeps of the total that the leaves can't hold, or that is beyond the limit,
+        whoever sent it: a PaddedCOO, or ``f32[m]`` where the total is dense; ``()`` where every
+        leaf is float32 and there is no limit.
+      selector: the selector's state.
+      allreduce: the allreduce's state.
+      dropped: ``i32[]``, entries that were left out.
+      withheld: ``i32[]``, entries that could not be delivered, or not wholly.
+      info: without leading axes.
+      proceeds: ``bool[]``, what the workers agreed on meanwhile; None: nothing.
+    """
+
+    mean: jax.Array
+    sent: PaddedCOO
+    undelivered: Undelivered
+    rounding: Any
+    selector: Any
+    allreduce: Any
+    dropped: jax.Array
+    withheld: jax.Array
+    info: StepInfo
+    proceeds: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,48 +114,158 @@ class SparseExchange:
         return reduced
 
     def _exchange(self, step: Accumulated) -> Exchanged:
-        """Selects from the accumulator, and exchanges."""
-        options = self.options
-        parts = _exchange.Parts(
-            selector=self.selector,
-            allreduce=self.allreduce,
-            axis=options.axis,
-            nonfinite=options.nonfinite,
-            limit=_contract.limit_at(options.limit, step.state.count),
+        """Selects from the accumulator, and exchanges; or densely, where a step is dense."""
+        if step.is_dense is None:
+            return self._sparse(step)
+        state = step.state
+        like = jax.eval_shape(lambda: self._sparse(step))._replace(
+            selector=_sparse_state.without_lead(state.selector),
+            allreduce=_sparse_state.without_lead(state.allreduce),
         )
+
+        def typed(result: Exchanged) -> Exchanged:
+            """Alike in both branches."""
+            own = (result.sent, result.undelivered, result.rounding)
+            sent, undelivered, rounding = extend.to_varying(own, self.options.axis)
+            info = _sparse_state.per_worker(
+                result.info, lambda x: extend.to_varying(x, self.options.axis)
+            )
+            result = result._replace(
+                sent=sent, undelivered=undelivered, rounding=rounding, info=info
+            )
+            return extend.to_varying(result, step.layout.part_axes)
+
+        # All workers, and all groups of a larger mesh, have the same count.
+        return lax.cond(
+            step.is_dense,
+            lambda: typed(self._dense(step.part.increment[0], like)),
+            lambda: typed(self._sparse(step)),
+        )
+
+    def _sparse(self, step: Accumulated) -> Exchanged:
+        """Selects, and reduces.
+
+        Of a step that is :class:`Late` nothing is sent, delivered or kept if any worker says so.
+        """
+        allreduce, axis, options = self.allreduce, self.options.axis, self.options
         selector_state = _sparse_state.without_lead(step.state.selector)
         allreduce_state = _sparse_state.without_lead(step.state.allreduce)
-
-        def sparse() -> Exchanged:
-            return _exchange.sparse(
-                step.acc[0],
-                selector_state,
-                allreduce_state,
-                parts=parts,
-                layout=step.layout,
-                proceeds=step.proceeds,
-                bad=None if step.late is None else step.late.bad,
-            )
-
-        if step.is_dense is None:
-            return sparse()
-        shapes = jax.eval_shape(sparse)
-        like = shapes._replace(selector=selector_state, allreduce=allreduce_state)
-        # All workers, and all groups of a larger mesh, have the same count.
-        return _exchange.dense_or_sparse(
-            step.is_dense,
-            lambda: _exchange.dense(step.part.increment[0], like, parts=parts),
-            sparse,
-            options.axis,
-            step.layout.part_axes,
+        acc, bad = step.acc[0], None if step.late is None else step.late.bad
+        shown = allreduce.show(acc, allreduce_state, axis=axis)
+        coo, selector_state, selection = self.selector.select(shown, selector_state)
+        coo = allreduce.place(coo, acc.shape[0], allreduce_state, axis=axis)
+        if step.proceeds is not None:
+            # A skipped step goes through the motions with nothing to send: a rare
+            # cost, where a branch around the step would copy the residual at each.
+            coo = _only_if(step.proceeds, coo)
+        held = {"acc": acc} if allreduce.complete else {}
+        if bad is not None:
+            held["told"] = bad
+        total, undelivered, allreduce_state, reduction = allreduce.reduce(
+            coo, allreduce_state, axis=axis, **held
         )
+        agreed = None
+        if bad is not None:
+            agreed = reduction.told == 0
+            coo, total, undelivered = jax.tree.map(
+                lambda entries: _only_if(agreed, entries),
+                (coo, total, undelivered),
+                is_leaf=lambda x: isinstance(x, PaddedCOO),
+            )
+        total, undelivered, withheld = _nonfinite.withhold(
+            options.nonfinite, total, coo, undelivered
+        )
+        mean, rounding, saturated = _applied.mean_of(
+            total,
+            step.layout,
+            axis=axis,
+            shard_axis=allreduce.shard_axis,
+            limit=_contract.limit_at(options.limit, step.state.count),
+            saturates=options.nonfinite != "propagate",
+        )
+        withheld, words = self._over_shards(withheld + saturated)
+        return Exchanged(
+            mean=mean,
+            sent=coo,
+            undelivered=undelivered,
+            rounding=rounding,
+            selector=selector_state,
+            allreduce=allreduce_state,
+            dropped=jnp.zeros((), jnp.int32),
+            withheld=withheld,
+            info=_sparse_state.no_info()._replace(
+                selected=selection.selected,
+                delivered=reduction.delivered,
+                overflow=selection.overflow + reduction.overflow,
+                local_threshold=selection.threshold,
+                global_threshold=reduction.threshold,
+                words=reduction.words + jnp.float32(words),
+                useful=reduction.useful + jnp.float32(words),
+            ),
+            proceeds=agreed,
+        )
+
+    def _dense(self, increment: jax.Array, like: Exchanged) -> Exchanged:
+        """The dense mean of ``increment f32[m]``, with nothing selected.
+
+        Args:
+          increment: of this worker, or of its shard.
+          like: the shapes of a sparse step's result, with states that are passed on.
+        """
+        axis, shard_axis = self.options.axis, self.allreduce.shard_axis
+        workers, inside = transport.axis_size(axis), transport.axis_size(shard_axis)
+        size = increment.shape[0]
+        total = transport.psum(increment, extend.outer_axis(axis, shard_axis))
+        mean, dropped = _nonfinite.dense_mean(self.options.nonfinite, total, workers)
+        counts = jnp.stack([jnp.sum(total != 0, dtype=jnp.int32), dropped])
+        counts, words = self._over_shards(counts)
+        words += extend.words_of_all_reduce(size, workers // inside)
+        words += extend.words_of_reduce_scatter(size * inside, inside) + extend.words_of_all_gather(
+            size, inside
+        )
+        rounding = like.rounding
+        kept = like.undelivered
+
+        def none(entries):
+            return extend.empty(size, entries.capacity, jnp.float32)
+
+        if isinstance(rounding, PaddedCOO):
+            rounding = none(rounding)
+        else:
+            rounding = jax.tree.map(jnp.zeros_like, rounding)
+        return like._replace(
+            mean=mean,
+            sent=extend.empty(size, like.sent.capacity, like.sent.values.dtype),
+            undelivered=Undelivered(
+                jnp.zeros_like(kept.slots),
+                none(kept.others),
+                None if kept.instead is None else none(kept.instead),
+            ),
+            rounding=rounding,
+            dropped=counts[1],
+            withheld=jnp.zeros((), jnp.int32),
+            info=_sparse_state.no_info()._replace(
+                selected=jnp.sum(increment != 0, dtype=jnp.int32),
+                delivered=counts[0],
+                words=jnp.float32(words),
+                useful=jnp.float32(words),
+            ),
+        )
+
+    def _over_shards(self, counts: jax.Array) -> tuple[jax.Array, float]:
+        """The sum over the shards of counts of one, and the words that it takes."""
+        axis = self.allreduce.shard_axis
+        if not axis:
+            return counts, 0.0
+        words = extend.words_of_all_reduce(counts.size, transport.axis_size(axis))
+        return transport.psum(counts, axis), words
 
     def _keep(self, step: Accumulated, result: Exchanged, reduced: Reduced) -> Reduced:
         """What stays with this worker, and the mean of the whole buffer."""
-        result = _exchange.joined(result)
+        result = _joined(result)
         kept = result.undelivered.residual(step.acc, result.sent)
-        arrived = _exchange.delivered_of(result, kept)
-        kept = _exchange.with_rounding(kept, result.rounding)
+        arrived = _delivered_of(result, kept)
+        kept = _with_rounding(kept, result.rounding)
         velocity = step.part.velocity
         if self.correction is not None:
             velocity = self.correction.mask(velocity, result.sent.indices, arrived)
@@ -143,3 +292,46 @@ class SparseExchange:
             return self.allreduce.show(acc, shared, axis=self.options.axis)
 
         return jax.eval_shape(show, jax.ShapeDtypeStruct((size,), jnp.float32)).shape[0]
+
+
+def _only_if(condition: jax.Array, entries: Any) -> Any:
+    """``entries``, or nothing; values without indices stay as they are."""
+    if not isinstance(entries, PaddedCOO):
+        return entries
+    return PaddedCOO(
+        jnp.where(condition, entries.values, jnp.zeros_like(entries.values)),
+        jnp.where(condition, entries.indices, entries.size),
+        entries.size,
+    )
+
+
+def _joined(result: Exchanged) -> Exchanged:
+    """``result`` with what is kept of the total at hand, where both are of the same indices.
+
+    One scatter less, where a total is complete.
+    """
+    instead, rounding = result.undelivered.instead, result.rounding
+    if instead is None or not isinstance(rounding, PaddedCOO):
+        return result
+    if instead.indices is not rounding.indices:
+        return result
+    values = instead.values + rounding.values.astype(instead.values.dtype)
+    both = PaddedCOO(values, instead.indices, instead.size)
+    undelivered = result.undelivered._replace(instead=both)
+    return result._replace(undelivered=undelivered, rounding=())
+
+
+def _with_rounding(residual: jax.Array, rounding: Any) -> jax.Array:
+    """The residual ``f32[1, m]`` and :attr:`Exchanged.rounding`."""
+    if isinstance(rounding, PaddedCOO):
+        return residual.at[0, rounding.indices].add(rounding.values, mode="drop")
+    return residual if isinstance(rounding, tuple) else residual + rounding[None]
+
+
+def _delivered_of(result: Exchanged, residual: jax.Array) -> jax.Array:
+    """Whether anything of each sent entry was delivered: less of it, or more, is kept."""
+    sent, kept = result.sent, result.undelivered.slots
+    if result.undelivered.others.capacity or result.undelivered.instead is not None:
+        # What is kept of an entry may be in several parts.
+        kept = residual.at[0, sent.indices].get(mode="fill", fill_value=0)
+    return (kept != sent.values) & (sent.indices < sent.size)

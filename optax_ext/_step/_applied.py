@@ -1,0 +1,85 @@
+"""What of a total is applied: a mean within the limit, as the dtypes of the leaves can hold it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_ext._step import _layout, _narrow
+from sparse_collectives import PaddedCOO, transport
+from sparse_collectives.extend import AxisName
+
+
+def mean_of(
+    total: PaddedCOO | jax.Array,
+    layout: _layout.TreeLayout,
+    *,
+    axis: AxisName,
+    shard_axis: AxisName,
+    limit: jax.Array | None,
+    saturates: bool,
+) -> tuple[jax.Array, Any, jax.Array]:
+    """The total over P, ``f32[m]``, and what of it is not applied.
+
+    There may be a limit, and a 16-bit leaf rounds its update, and may be too narrow for it. What
+    that takes off is the same on every worker; each keeps it once for every worker whose update
+    it is, so that over the workers the sum of the residuals has all of it.
+
+    Args:
+      total: of all workers, or of a shard.
+      layout: of the leaves.
+      axis: of all workers.
+      shard_axis: over which the buffer is dealt out; ``()`` for none.
+      limit: ``f32[]``, beyond which three quarters of an entry are kept; None: there is none.
+      saturates: whether what is finite stays so.
+
+    Returns:
+      The mean; what this worker keeps, as :attr:`Exchanged.rounding`; ``i32[]``, entries that
+      are too large for their leaves.
+    """
+    workers, shards = transport.axis_size(axis), transport.axis_size(shard_axis)
+    narrows = _narrow.narrows(layout)
+    saturated = jnp.zeros((), jnp.int32)
+    whole = not narrows and limit is None
+
+    def applied(mean, index):
+        """What of the mean is applied, what is not, and how many saturate."""
+        held, count = _limited(mean, limit), saturated
+        if narrows:
+            held, large = _narrow.held(held, index, layout, saturate=saturates)
+            count = jnp.sum(large & saturates, dtype=jnp.int32)
+        # What is not finite is in the update, by policy, and nothing of it can be kept.
+        off = jnp.where(jnp.isfinite(held), mean - held, 0.0) * jnp.float32(shards)
+        return held, off, count
+
+    def place(local, size):
+        """Where an entry of this shard is in the whole buffer."""
+        return local + transport.axis_index(shard_axis) * size if shard_axis else local
+
+    if not isinstance(total, PaddedCOO):
+        size = total.shape[0]
+        mean = total.astype(jnp.float32) / workers
+        if whole:
+            return mean, (), saturated
+        everywhere = jnp.arange(size, dtype=jnp.int32)
+        return applied(mean, place(everywhere, size) if shard_axis else None)
+    size = total.size
+    values, rounding = total.values.astype(jnp.float32) / workers, ()
+    if not whole:
+        index = jnp.where(total.indices < size, place(total.indices, size), -1)
+        values, off, saturated = applied(values, index)
+        rounding = PaddedCOO(off, total.indices, size)
+    return PaddedCOO(values, total.indices, size).to_dense(), rounding, saturated
+
+
+def _limited(mean: jax.Array, limit: jax.Array | None) -> jax.Array:
+    """``mean`` up to the limit, and a quarter of what is beyond it.
+
+    A hard limit would let updates of one sign pile up without bound wherever more of them arrive
+    between two deliveries of an entry than the limit lets through. With a quarter of what is
+    beyond, no more waits after a delivery than three times the most that arrived between two.
+    """
+    if limit is None:
+        return mean
+    beyond = mean - jnp.clip(mean, -limit, limit)
+    return jnp.where(jnp.isfinite(mean), mean - 0.75 * beyond, mean)
