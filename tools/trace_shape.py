@@ -1,0 +1,101 @@
+"""Counts the Python that one traced step enters: how much somebody has to read to follow it.
+
+    python tools/trace_shape.py
+
+A row has the files of both packages, the distinct functions, their calls, and how often a call goes
+from one package into the other.
+"""
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# The version to be counted may be in a folder of its own.
+sys.path.insert(0, str(Path.cwd()))
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import optax  # noqa: E402
+from jax.sharding import AxisType  # noqa: E402
+
+import optax_ext  # noqa: E402
+import sparse_collectives as sc  # noqa: E402
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 4)
+
+PARAMS = {"w": jnp.zeros((16, 32)), "b": jnp.zeros((32,)), "v": jnp.zeros((32, 4))}
+OPTIMIZERS = {
+    "sparse_adamw": lambda: optax_ext.sparse_adamw(1e-3, axis="data", weight_decay=0.0),
+    "chain(ok_topk, adam)": lambda: optax.chain(
+        optax_ext.ok_topk(0.05, axis="data"), optax.adam(1e-3)
+    ),
+    "chain(dense, adam)": lambda: optax.chain(optax_ext.dense(axis="data"), optax.adam(1e-3)),
+}
+
+
+MODULES = {"optax_ext": optax_ext, "sparse_collectives": sc}
+
+
+def counted(run: Callable[[], Any]) -> tuple[int, int, int, int]:
+    """Files, functions, calls and switches while ``run`` is called."""
+    root = {name: os.path.dirname(module.__file__) for name, module in MODULES.items()}
+    seen, calls, switches, stack = set(), 0, 0, []
+
+    def package(file: str) -> str | None:
+        return next((name for name, folder in root.items() if file.startswith(folder)), None)
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls, switches
+        del argument
+        if event == "call":
+            code = frame.f_code
+            here = package(code.co_filename)
+            if here is not None:
+                calls += 1
+                seen.add((code.co_filename, code.co_qualname))
+                last = next((name for name in reversed(stack) if name), None)
+                switches += last is not None and last != here
+            stack.append(here)
+        elif event == "return" and stack:
+            stack.pop()
+
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return len({file for file, _ in seen}), len(seen), calls, switches
+
+
+def main() -> None:
+    """Prints a row for each optimizer, alone and in the step of a training."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    batch = jnp.ones((8, 16))
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        hidden = batch @ params["w"] + params["b"][None]
+        return jnp.mean((hidden @ params["v"]) ** 2)
+
+    print("| | files | functions | calls | switches between the packages |\n|---|---|---|---|---|")
+    for name, make in OPTIMIZERS.items():
+        tx = make()
+        state = optax_ext.init_state(tx, PARAMS, {"data": 4})
+        four = jax.tree.map(lambda x: jnp.stack([x] * 4), PARAMS)
+
+        def update(gradients: Any, tx: Any = tx) -> Any:
+            return tx.update(gradients, tx.init(gradients))[0]
+
+        alone = sc.simulate(update, axis="data", axis_size=4)
+        both = counted(functools.partial(alone.lower, four))
+        step = optax_ext.make_train_step(loss, tx, mesh)
+        whole = counted(functools.partial(step.lower, PARAMS, state, batch))
+        print(f"| `{name}`, `init` and `update` | {' | '.join(map(str, both))} |")
+        print(f"| `{name}`, `make_train_step` | {' | '.join(map(str, whole))} |")
+
+
+if __name__ == "__main__":
+    main()
