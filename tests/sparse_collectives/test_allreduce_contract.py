@@ -1,5 +1,6 @@
 """What every allreduce must hold, over a table: a new one adds a row."""
 
+import contextlib
 import itertools
 import math
 
@@ -371,6 +372,22 @@ def test_sixteen_bit_values(name, dtype):
     assert error.max() <= 4 * float(jnp.finfo(dtype).eps)
 
 
+def one_hot(branches):
+    return [tuple(float(i == branch) for i in range(branches)) for branch in range(branches)]
+
+
+def ways_of(allreduce, size, workers):
+    """The traffic of each way that a step may take; of one way where there is no choice."""
+    balances = [{"balance": chosen} for branches in (4, 2) for chosen in one_hot(branches)]
+    deliveries = [{"delivery": chosen} for chosen in one_hot(2)]
+    given = {"size": size, "capacity": round(DENSITY * size), "axis_size": workers}
+    ways = []
+    for frequencies in [*balances, *(b | d for b in balances for d in deliveries)]:
+        with contextlib.suppress(ValueError):  # Without this choice, or with more branches.
+            ways.append(sc.traffic.of_allreduce(allreduce, **given, frequencies=frequencies))
+    return ways or [sc.traffic.of_allreduce(allreduce, **given)]
+
+
 @pytest.mark.parametrize(
     "name",
     helpers.slow_but(
@@ -402,20 +419,7 @@ def test_info_reports_the_words_that_the_program_moves(name):
     acc = helpers.hard_accumulators(workers, size)["normal"]
     state = allreduce.init(size, workers)
     possible = set()
-    for branch in range(4):
-        one_hot = tuple(float(i == branch) for i in range(4))
-        try:
-            traffic = sc.traffic.of_allreduce(
-                allreduce,
-                size=size,
-                capacity=round(DENSITY * size),
-                axis_size=workers,
-                frequencies={"balance": one_hot},
-            )
-        except ValueError:  # an algorithm without this choice
-            traffic = sc.traffic.of_allreduce(
-                allreduce, size=size, capacity=round(DENSITY * size), axis_size=workers
-            )
+    for traffic in ways_of(allreduce, size, workers):
         always = sum(r.words * r.weight for r in traffic.collectives if r.weight == 1)
         periodic = {}
         for r in traffic.collectives:
