@@ -8,8 +8,8 @@ from PIL import Image
 
 import train_cached
 from data_cache.cache import DataCache, Loader
-from data_cache.disk import CacheError, Disk
-from data_cache.images import Augment, Decode, Digits
+from data_cache.disk import CacheError
+from data_cache.images import Augment, Digits
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
 
@@ -166,18 +166,6 @@ def test_an_epoch_says_where_its_samples_came_from(tmp_path, capsys, holds):
 
 
 @pytest.mark.usefixtures("without_training")
-def test_a_cache_of_another_version_is_one_line(tmp_path, capsys):
-    Disk(tmp_path / "cache", {"format": 99})
-    assert train_cached.main([*QUICK, "--cache", str(tmp_path / "cache")]) == 2
-    out, err = capsys.readouterr()
-    assert not out
-    assert err == (
-        f"train_cached.py: {tmp_path / 'cache'} holds a cache of another format (99; this run has "
-        "2): give another folder\n"
-    )
-
-
-@pytest.mark.usefixtures("without_training")
 def test_a_folder_of_images_and_a_full_disk_level_is_one_line(tmp_path, capsys):
     for name in ("ants", "bees"):
         (tmp_path / name).mkdir()
@@ -216,13 +204,3 @@ def test_wrong_options_are_one_line(options, capsys):
     assert message.startswith("train_cached.py: ") or "error" not in message
     assert message
     assert "\n" not in message
-
-
-def test_images_come_back_as_they_were_prepared(tmp_path):
-    source, decode = Digits(test=True), Decode(8, 1)
-    disk = Disk(tmp_path / "cache", train_cached.stamp(source, decode))
-    first, second = (DataCache(source, decode, disk=disk).__getitems__(range(5)) for _ in range(2))
-    for written, read in zip(first, second, strict=True):
-        assert written.keys() == read.keys()
-        for name in written:
-            np.testing.assert_array_equal(read[name], written[name], strict=True)
