@@ -2,8 +2,8 @@
 
 import io
 import pickle
-import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,14 +21,12 @@ class Numbers:
 
     def __init__(self, count=12, identity="numbers"):
         self.reads, self.identity, self.names = [0] * count, identity, range(count)
-        self._lock = threading.Lock()
 
     def __len__(self):
         return len(self.reads)
 
     def __getitem__(self, index):
-        with self._lock:
-            self.reads[index] += 1
+        self.reads[index] += 1
         return index.to_bytes(3000, "little")
 
 
@@ -98,19 +96,13 @@ def test_a_full_memory_level_keeps_what_it_has(open_disk):
     assert (nothing.memory_bytes, cache.memory_bytes) == (0, 5 * SAMPLE_BYTES)
 
 
-def test_a_cached_sample_cannot_be_changed(open_disk):
-    source = Numbers()
-    disk = open_disk(source, Prepare())
-    cache = DataCache(source, Prepare(), disk=disk)
-    for sample in (cache[3], cache[3], DataCache(source, Prepare(), disk=disk)[3]):
+def test_it_is_a_sequence_of_read_only_samples_that_stays_in_its_process(open_disk):
+    source, disk = Numbers(), open_disk(Numbers(), Prepare())
+    cache, other = (DataCache(source, Prepare(), disk=disk) for _ in range(2))
+    assert [x["x"][0] for x in (cache[-1], cache[np.int64(2)], other[-1])] == [110, 20, 110]
+    for sample in (cache[-1], cache[2], other[-1]):  # of the source, memory and disk
         with pytest.raises(ValueError, match="read-only"):
             sample["x"] += 1
-
-
-def test_it_is_a_sequence_that_stays_in_its_process():
-    cache = DataCache(Numbers(), Prepare())
-    assert cache[-1]["x"][0] == 110
-    assert cache[np.int64(2)]["x"][0] == 20
     with pytest.raises(IndexError):
         cache[12]
     with pytest.raises(TypeError, match="cannot pickle"):
@@ -120,18 +112,11 @@ def test_it_is_a_sequence_that_stays_in_its_process():
 def test_many_threads_count_each_sample(open_disk):
     source = Numbers(60)
     cache = DataCache(source, Prepare(), disk=open_disk(source))
-
-    def read(worker):
-        share = range(worker, 60, 4)
-        for index, sample in zip(share, cache.__getitems__(share), strict=True):
-            assert sample["x"][0] == 10 * index
-
+    shares = [range(worker, 60, 4) for worker in range(4)]
     for _ in range(2):
-        threads = [threading.Thread(target=read, args=(worker,)) for worker in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(cache.__getitems__, shares))
+        assert [[int(x["x"][0]) // 10 for x in part] for part in found] == list(map(list, shares))
     assert cache.counts == from_source(60) + Counter(memory_hits=60)
     assert (source.reads, cache.memory_bytes) == ([1] * 60, 60 * SAMPLE_BYTES)
 
@@ -180,6 +165,9 @@ def test_a_folder_of_images_is_its_files_and_classes(tmp_path, open_disk):
             image = Image.new("RGB", (12, 10), (200 * label, 0, 50 * number))
             image.save(tmp_path / name / f"{number}.png")
     (tmp_path / "ants" / "notes.txt").write_text("not an image")
+    for folder in (tmp_path / "ants", tmp_path / "no-such-folder"):
+        with pytest.raises(CacheError, match=f"{folder} holds no images"):
+            ImageFolder(folder)
     source = ImageFolder(tmp_path)
     assert (len(source), source.classes) == (4, ["ants", "bees"])
     samples = [Decode(6)(source[index]) for index in range(4)]
@@ -201,12 +189,6 @@ def test_a_folder_of_images_is_its_files_and_classes(tmp_path, open_disk):
             cache[index]
         assert "\n" not in str(caught.value)
         assert (disk.get(index), cache.memory_bytes) == (None, 0)
-
-
-@pytest.mark.parametrize("folder", ["", "no-such-folder"])
-def test_a_folder_without_images_is_named(tmp_path, folder):
-    with pytest.raises(CacheError, match=f"{tmp_path / folder} holds no images"):
-        ImageFolder(tmp_path / folder)
 
 
 def test_digits_come_back_as_they_are():

@@ -89,23 +89,20 @@ def test_an_entry_that_is_not_as_written_is_not_read_and_is_written_anew(opened)
     assert count_of_first(opened(), 20) == 20
 
 
-def test_entries_of_another_cache_are_damaged(opened):
+def test_entries_of_another_cache_and_what_is_pickled_are_damaged(opened, tmp_path):
     """Also where somebody has changed the stamp of the file."""
-    stamp = STAMP | {"source": "t"}
-    sql(opened(fill=1), SET, json.dumps(stamp).encode(), "stamp")
-    disk = opened(stamp)
-    assert [disk.get(0), disk.damaged] == [None, 1]
 
-
-def test_what_is_pickled_is_not_unpickled(opened, tmp_path):
     class Malicious:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "victim"),)
 
-    disk = opened(fill=1)
+    disk, stamp = opened(fill=2), STAMP | {"source": "t"}
+    sql(disk, SET, json.dumps(stamp).encode(), "stamp")
+    other = opened(stamp)
+    assert [other.get(0), other.damaged] == [None, 1]
     for key in (0, "stamp"):
         sql(disk, PICKLED, pickle.dumps(Malicious()), diskcache.core.MODE_PICKLE, key)
-    assert [disk.get(0), disk.damaged] == [None, 1]
+    assert [disk.get(0), disk.get(1), disk.damaged] == [None, payload(1), 1]
     with pytest.raises(CacheError, match="another format"):
         opened()
     assert not (tmp_path / "victim").exists()
@@ -157,13 +154,10 @@ def test_a_file_that_is_cut_off_gives_no_wrong_entry(opened, keep, capsys):
     assert capsys.readouterr().err.count("\n") <= 1
 
 
-@pytest.mark.parametrize(
-    ("limit", "why"),
-    [
-        (100_000, "its limit of 100,000 bytes is reached"),
-        (float("inf"), "database or disk is full"),
-    ],
-)
+FULL = [(10**5, "its limit of 100,000 bytes is reached"), (10**9, "database or disk is full")]
+
+
+@pytest.mark.parametrize(("limit", "why"), FULL)
 def test_what_is_full_is_said_once_and_keeps_what_it_has(opened, limit, why, capsys):
     """By its limit, and by SQLite's error of a full disk, from its own limit of pages."""
     disk = opened(limit=limit)
