@@ -8,17 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from examples.data_cache import (
-    Augment,
-    DataCache,
-    Decode,
-    Disk,
-    ImageFolder,
-    Loader,
-    Memory,
-    Throttled,
-    stamp,
-)
+from examples.data_cache.cache import DataCache, Loader
+from examples.data_cache.disk import Disk, stamp
+from examples.data_cache.images import Augment, Decode, ImageFolder, Throttled
 
 # By name: whether there is a memory level, and what the disk level holds.
 LEVELS = {
@@ -68,9 +60,10 @@ def samples_of(name, source, prepare, folder):
     if name == "records in a dictionary":
         return Prepared(Dictionary(source.__getitem__, len(source)), prepare), None
     in_memory, holds = LEVELS[name]
-    disk = Disk(folder, stamp(source, holds, prepare)) if holds else None
-    memory = Memory() if in_memory else Memory(0)
-    return DataCache(source, prepare, memory=memory, disk=disk), disk
+    made = stamp(source, prepare if holds == "samples" else None)
+    disk = Disk(folder, made) if holds else None
+    limit = np.inf if in_memory else 0
+    return DataCache(source, prepare, disk=disk, memory_limit=limit), disk
 
 
 def resident_bytes():
@@ -109,7 +102,7 @@ def main(given):
         count = sum(len(batch["label"]) for batch in loader.epoch(number))
         seconds = time.perf_counter() - start
         print(json.dumps({"event": "epoch", "number": number, "rate": count / seconds}), flush=True)
-    counts = samples.counts._asdict() if isinstance(samples, DataCache) else {}
+    counts = dict(samples.counts) if isinstance(samples, DataCache) else {}
     found = {"resident": resident_bytes(), "counts": counts}
     found["memory"] = samples.memory_bytes if isinstance(samples, DataCache) else 0
     if disk is not None:
