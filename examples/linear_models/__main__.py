@@ -51,7 +51,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     wrong, joins = set(opts.exchange) - set(known), re.fullmatch(r".+:\d{1,5}", address)
     opts.process = int(process) if process.isdecimal() else opts.workers
     for holds, reason in (
-        (wrong, f"--exchange {wrong} is none of --method {opts.method}: {', '.join(known)}"),
+        (
+            wrong,
+            f"--exchange {' '.join(wrong)} is none of --method {opts.method}: {', '.join(known)}",
+        ),
         (not opts.data and (opts.test or opts.size), "--test and --size are for --data"),
         (opts.data and opts.rows, "--rows is for generated data, not for --data"),
         (ranks, "--workers and --join are for a mesh; with --mpi they are those of mpirun"),
