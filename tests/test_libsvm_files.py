@@ -11,13 +11,13 @@ import pytest
 from sklearn.datasets import dump_svmlight_file
 
 from examples._data import InputError
-from examples.linear_models import data, generate
+from examples.linear_models import data
 
-SHAPE = generate.Shape(size=300, nonzeros=8, rows=600, exponent=1.1)
+SHAPE = data.Shape(size=300, nonzeros=8, rows=600, exponent=1.1)
 
 
 def test_what_is_written_is_read(tmp_path):
-    matrix, labels = generate.power_law("some", SHAPE, seed=0).rows(0, 60)
+    matrix, labels = data.power_law("some", SHAPE, seed=0).rows(0, 60)
     for path in (tmp_path / "data", tmp_path / "data.gz"):
         opened = gzip.open if path.suffix else open
         with opened(path, "wb") as file:
@@ -72,7 +72,7 @@ PACKED = {".gz": gzip.compress, ".bz2": bz2.compress}
 
 def packed_rows(suffix, rows=300):
     """A packed file of so many rows, and what is in it."""
-    matrix, labels = generate.power_law("some", SHAPE, seed=1).rows(0, rows)
+    matrix, labels = data.power_law("some", SHAPE, seed=1).rows(0, rows)
     text = io.BytesIO()
     dump_svmlight_file(matrix, labels, text, zero_based=False)
     return PACKED[suffix](text.getvalue()), text.getvalue()
@@ -151,13 +151,13 @@ def test_features_are_renumbered_one_to_one_and_runs_come_apart(size):
 
 
 def test_generated_rows_do_not_depend_on_who_asks():
-    source = generate.power_law("some", SHAPE, seed=3)
+    source = data.power_law("some", SHAPE, seed=3)
     matrix, labels = source.rows(0, 600)
     part, part_labels = source.rows(240, 510)
     np.testing.assert_array_equal(part.toarray(), matrix.toarray()[240:510])
     np.testing.assert_array_equal(part_labels, labels[240:510])
     np.testing.assert_allclose(np.sqrt(matrix.multiply(matrix).sum(1)), 1, rtol=1e-5)
-    other = generate.power_law("some", SHAPE, seed=4).rows(0, 600)[0]
+    other = data.power_law("some", SHAPE, seed=4).rows(0, 600)[0]
     assert (other != matrix).nnz > 0
     popularity = matrix.getnnz(axis=0)
     assert popularity[0] > 5 * popularity[100:].mean() > 0

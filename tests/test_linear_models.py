@@ -6,25 +6,13 @@ import numpy as np
 import pytest
 from scipy.sparse import csr_matrix, random_array
 
-from examples.linear_models import (
-    batches,
-    coordinate_descent,
-    data,
-    exchange,
-    generate,
-    group,
-    models,
-    reference,
-    sgd,
-    sharded,
-)
-from examples.linear_models import columns as by_column
+from examples.linear_models import coordinate_descent, data, sgd, training, workers
 from sparse_collectives import PaddedCOO, _compat, simulate
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
 
 # Neither features nor rows are a multiple of the workers.
-SHAPE = generate.Shape(size=301, nonzeros=8, rows=130, exponent=1.1)
+SHAPE = data.Shape(size=301, nonzeros=8, rows=130, exponent=1.1)
 RIDGE = 0.01
 
 
@@ -40,37 +28,45 @@ def slope(name, margins, labels):
     return {
         "logistic": -labels / (1 + np.exp(products)),
         "svm": -2 * labels * np.maximum(0, 1 - products),
-        "hinge": -labels * (products < 1),
     }[name]
+
+
+def objective(matrix, labels, weights, name, regularisation):
+    products = labels * (matrix @ weights.astype(np.float64))
+    losses = {
+        "logistic": np.logaddexp(0, -products),
+        "svm": np.maximum(0, 1 - products) ** 2,
+    }[name]
+    return losses.mean() + regularisation / 2 * weights @ weights
 
 
 # Gradients.
 
 
-@pytest.mark.parametrize("name", models.MODELS)
+@pytest.mark.parametrize("name", training.MODELS)
 def test_the_parts_of_the_workers_are_the_gradient(name):
     matrix, labels = problem()
     weights = np.random.default_rng(1).standard_normal(40)
     expected = matrix.T @ slope(name, matrix @ weights, labels) / 60
-    packed = [batches._pack(matrix[at : at + 20], labels[at : at + 20], 25) for at in (0, 20, 40)]
+    packed = [sgd.pack(matrix[at : at + 20], labels[at : at + 20]) for at in (0, 20, 40)]
     state = sgd.Weights(jnp.asarray(weights / 2, jnp.float32), jnp.float32(2))
     total = np.zeros(40)
     for part, _ in packed:
-        part = batches._padded(part, 40, 40, 200)
-        coo = sgd.gradient(models.MODELS[name](), state, jax.tree.map(jnp.asarray, part), 60.0)
+        part = sgd.pad(part, 40, 40, 200, 25)
+        coo = sgd.gradient(training.MODELS[name], state, jax.tree.map(jnp.asarray, part), 60.0)
         used = np.asarray(coo.indices)[np.asarray(coo.indices) < 40]
         assert (np.diff(used) > 0).all()
         total += np.asarray(coo.to_dense())
     np.testing.assert_allclose(total, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", models.MODELS)
+@pytest.mark.parametrize("name", training.MODELS)
 def test_losses_are_those_of_the_reference_and_padding_has_none(name):
     matrix, labels = problem()
     weights = np.random.default_rng(1).standard_normal(40).astype(np.float32)
-    model = models.MODELS[name]()
+    model = training.MODELS[name]
     losses = model.loss(jnp.asarray(matrix @ weights), jnp.asarray(labels))
-    expected = reference.objective(matrix, labels, weights, name, 0.0)
+    expected = objective(matrix, labels, weights, name, 0.0)
     assert float(jnp.mean(losses)) == pytest.approx(expected, rel=1e-5)
     nothing = jnp.zeros(1)
     assert float(model.loss(nothing, nothing)[0]) == 0
@@ -86,22 +82,23 @@ def results_in(jaxpr):
 
 def test_no_vector_of_all_features_is_made_on_the_way():
     """From the data to the total; the update writes into the weights, and makes nothing else."""
-    size, workers = 10**6, 4
+    size, count = 10**6, 4
     matrix, labels = problem()
-    part = batches._padded(batches._pack(matrix, labels, 60)[0], size, 40, matrix.nnz)
-    made = exchange.recursive_double(batches.Fit(40, 20, 30, 100), workers)
+    part = sgd.pad(sgd.pack(matrix, labels)[0], size, 40, matrix.nnz, 60)
+    fit = training.Fit(40, 20, 30, 100)
+    made = training.EXCHANGES["sgd"]["ssar_recursive_double"](fit, count)
 
     def total(vector, scale, batch):
         weights = sgd.Weights(vector, scale)
-        coo = sgd.gradient(models.logistic(), weights, batch, 60.0)
-        return made.reduce(coo, made.init(size, workers), axis="workers")[0]
+        coo = sgd.gradient(training.MODELS["logistic"], weights, batch, 60.0)
+        return made.reduce(coo, made.init(size, count), axis="workers")[0]
 
     state = jnp.zeros(size), jnp.ones(())
-    mapped = simulate(total, axis_size=workers, in_axes=(None, None, None))
+    mapped = simulate(total, axis_size=count, in_axes=(None, None, None))
     found = list(results_in(jax.make_jaxpr(mapped)(*state, part).jaxpr))
     assert len(found) > 50
     # A set of the indices has a bit for each feature, on each of four simulated workers.
-    assert max(aval.size for _, aval in found) <= workers * (size // 32 + 1)
+    assert max(aval.size for _, aval in found) <= count * (size // 32 + 1)
 
     coo = PaddedCOO(jnp.zeros(100), jnp.full(100, size), size)
     step = jax.make_jaxpr(lambda w, t: sgd.update(w, t, jnp.float32(1), RIDGE))
@@ -112,48 +109,47 @@ def test_no_vector_of_all_features_is_made_on_the_way():
 # Gradient descent.
 
 
-def trained(made, workers, name, epochs=2, model="logistic", rate=1.0):
-    training = sgd.Trainer(
-        workers, models.MODELS[model](), made, name, sgd.Settings(rate, RIDGE, seed=5)
-    )
+def trained(made, group, name, epochs=2, model="logistic", rate=1.0):
+    given = {"rate": rate, "regularisation": RIDGE, "seed": 5}
+    made = sgd.Trainer(group, training.MODELS[model], made, name, **given)
     for _ in range(epochs):
-        training.epoch()
-    return training.finished()
+        made.epoch()
+    return made
 
 
 def test_one_batch_of_all_rows_is_gradient_descent():
     matrix, labels = problem()
-    workers = group.on_devices(2)
-    made = batches.make(data.of_matrix("some", matrix, labels), workers, 30)
-    found = trained(made, workers, "topk_a", epochs=4, model="svm", rate=0.5)
+    group = workers.on_devices(2)
+    made = sgd.make(data.of_matrix("some", matrix, labels), group, 30)
+    found = trained(made, group, "topk_a", epochs=4, model="svm", rate=0.5)
     weights, objectives = np.zeros(40), []
     for step in range(5):
-        objectives.append(reference.objective(matrix, labels, weights, "svm", RIDGE))
+        objectives.append(objective(matrix, labels, weights, "svm", RIDGE))
         gradient = matrix.T @ slope("svm", matrix @ weights, labels) / 60 + RIDGE * weights
         weights = weights - 0.5 / (1 + 0.5 * RIDGE * step) * gradient if step < 4 else weights
     np.testing.assert_allclose(found.weights, weights, rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(found.objectives, objectives, rtol=1e-5)
+    np.testing.assert_allclose(found.run.objectives, objectives, rtol=1e-5)
 
 
 def test_every_row_counts_as_much_also_in_a_short_batch():
     """Steps too small for the order to matter add up to one step of the whole gradient."""
     matrix, labels = problem()
-    workers = group.on_devices(2)
-    made = batches.make(data.of_matrix("some", matrix, labels), workers, 14)
+    group = workers.on_devices(2)
+    made = sgd.make(data.of_matrix("some", matrix, labels), group, 14)
     assert made.counts == [28, 28, 4]
-    found = trained(made, workers, "dense", epochs=1, rate=1e-3)
+    found = trained(made, group, "dense", epochs=1, rate=1e-3)
     gradient = matrix.T @ slope("logistic", np.zeros(60), labels) / 60
     np.testing.assert_allclose(found.weights, -1e-3 * 60 / 28 * gradient, rtol=1e-2, atol=1e-8)
 
 
 def made_for(count, rows=20):
-    workers = group.on_devices(count)
-    source = data.spread(generate.power_law("some", SHAPE, seed=0))
-    return workers, batches.make(source, workers, rows), source
+    group = workers.on_devices(count)
+    source = data.spread(data.power_law("some", SHAPE, seed=0))
+    return group, sgd.make(source, group, rows), source
 
 
 def test_messages_have_room_for_the_largest_batch_and_no_more():
-    workers, made, source = made_for(3)
+    group, made, source = made_for(3)
     assert made.counts == [60, 60, 10]
     blocks, regions, unions, selections = [], [], [], []
     for start in range(0, 130, 60):
@@ -166,47 +162,49 @@ def test_messages_have_room_for_the_largest_batch_and_no_more():
         blocks += [sum(i // 101 == r for i in one) for one in sets for r in range(3)]
         regions += [sum(i // 101 == r for i in union) for r in range(3)]
         unions.append(len(union))
-    assert made.fit == batches.Fit(max(selections), max(blocks), max(regions), max(unions))
-    assert made.parts[0].indices.shape == (3, made.fit.selection)
+    assert made.fit == training.Fit(max(selections), max(blocks), max(regions), max(unions))
+    assert made.parts[0].indices.shape == (3 * made.fit.selection,)
 
 
-def check_lossless(workers, made, names):
-    dense = trained(made, workers, "dense")
-    assert dense.objectives[-1] < 0.999 * dense.objectives[0]
+def check_lossless(group, made, names):
+    dense = trained(made, group, "dense")
+    assert dense.run.objectives[-1] < 0.999 * dense.run.objectives[0]
     for name in names:
-        found = trained(made, workers, name)
-        np.testing.assert_allclose(found.objectives, dense.objectives, rtol=1e-5)
+        found = trained(made, group, name)
+        np.testing.assert_allclose(found.run.objectives, dense.run.objectives, rtol=1e-5)
         np.testing.assert_allclose(found.weights, dense.weights, rtol=1e-5, atol=1e-6)
-        assert found.delivered == pytest.approx(dense.delivered, abs=1)  # but for sums that are 0
+        assert found.run.delivered == pytest.approx(
+            dense.run.delivered, abs=1
+        )  # but for sums that are 0
 
 
 def test_recursive_doubling_loses_nothing_against_the_dense_allreduce():
-    workers, made, _ = made_for(3)
-    check_lossless(workers, made, ["ssar_recursive_double"])
+    group, made, _ = made_for(3)
+    check_lossless(group, made, ["ssar_recursive_double"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
 def test_no_exchange_loses_anything_against_the_dense_allreduce(count):
-    workers, made, _ = made_for(count)
-    check_lossless(workers, made, [name for name in exchange.GRADIENTS if name != "dense"])
+    group, made, _ = made_for(count)
+    check_lossless(group, made, [name for name in training.EXCHANGES["sgd"] if name != "dense"])
 
 
 @pytest.mark.slow
 def test_the_split_allgather_is_sparse_and_lossless_with_many_features():
-    workers = group.on_devices(4)
+    group = workers.on_devices(4)
     shape = SHAPE._replace(size=50_000, rows=400)
-    source = data.spread(generate.power_law("some", shape, seed=0))
-    made = batches.make(source, workers, 20)
+    source = data.spread(data.power_law("some", shape, seed=0))
+    made = sgd.make(source, group, 20)
     assert made.fit.selection < made.fit.union < 1000
-    check_lossless(workers, made, ["ssar_split_allgather", "dsar_split_allgather"])
+    check_lossless(group, made, ["ssar_split_allgather", "dsar_split_allgather"])
 
 
 def test_what_finds_no_slot_is_an_error_and_not_a_loss():
-    workers, made, _ = made_for(2)
+    group, made, _ = made_for(2)
     short = made._replace(fit=made.fit._replace(union=made.fit.union // 2))
     with pytest.raises(RuntimeError, match="ssar_recursive_double: an entry found no slot"):
-        trained(short, workers, "ssar_recursive_double", epochs=1)
+        trained(short, group, "ssar_recursive_double", epochs=1)
 
 
 # Coordinate descent.
@@ -216,21 +214,15 @@ def test_what_finds_no_slot_is_an_error_and_not_a_loss():
 def test_steps_are_those_of_the_formula(name):
     matrix, labels = problem()
     weights = np.random.default_rng(1).standard_normal(40)
-    margins, model = matrix @ weights, models.MODELS[name]()
+    margins, model = matrix @ weights, training.MODELS[name]
+    made = coordinate_descent.make(data.of_matrix("some", matrix, labels))
     picked = np.array([3, 8, 9, 31, 40])
     dense = matrix.toarray()[:, picked[:4]].astype(np.float64)
     first = dense.T @ slope(name, margins, labels) / 60 + RIDGE * weights[picked[:4]]
     bound = {"logistic": 0.25, "svm": 2.0}[name] * (dense**2).sum(0) / 60
-    found = coordinate_descent.steps(
-        model,
-        jax.tree.map(jnp.asarray, by_column.of_matrix(matrix)),
-        jnp.asarray(labels),
-        jnp.asarray(margins, jnp.float32),
-        jnp.asarray(np.append(weights, 0)[picked], jnp.float32),
-        jnp.asarray(picked, jnp.int32),
-        damping=3.0,
-        regularisation=RIDGE,
-    )
+    slopes = np.asarray(model.slope(jnp.asarray(margins, jnp.float32), jnp.asarray(labels)))
+    weights = np.append(weights, 0).astype(np.float32)
+    found = coordinate_descent.steps(model.curvature, made, slopes, weights, picked, 3.0, RIDGE)
     np.testing.assert_allclose(found[:4], -first / (3 * bound + RIDGE), rtol=1e-4)
     assert float(found[4]) == 0
 
@@ -240,16 +232,9 @@ def test_a_step_of_a_quadratic_ends_in_its_minimum():
     column = np.random.default_rng(0).uniform(-0.5, 0.5, (9000, 1)).astype(np.float32)
     labels = np.sign(np.random.default_rng(1).standard_normal(9000)).astype(np.float32)
     ridge = 2 * (column[:, 0] @ labels) / (2 * (column**2).sum() + 9000 * RIDGE)
-    found = coordinate_descent.steps(
-        models.svm(),
-        jax.tree.map(jnp.asarray, by_column.of_matrix(csr_matrix(column))),
-        jnp.asarray(labels),
-        jnp.zeros(9000),
-        jnp.zeros(1),
-        jnp.zeros(1, jnp.int32),
-        damping=1.0,
-        regularisation=RIDGE,
-    )
+    made = coordinate_descent.make(data.of_matrix("some", csr_matrix(column), labels))
+    zero, slopes = np.zeros(2, np.float32), -2 * labels
+    found = coordinate_descent.steps(2.0, made, slopes, zero, np.zeros(1, int), 1.0, RIDGE)
     assert float(found[0]) == pytest.approx(float(ridge), rel=1e-4)
 
 
@@ -263,63 +248,47 @@ def test_one_at_a_time_needs_no_damping_and_all_at_once_that_of_the_longest_row(
 def test_each_coordinate_has_its_turn_once_with_its_owner():
     counts = np.random.default_rng(0).integers(0, 3, 103)
     owned = coordinate_descent.occurring(counts, 4)
-    plan = coordinate_descent.Schedule(owned, length=7, size=103, block=4, seed=1)
-    epoch = plan.epoch(0)
-    assert epoch.shape == (7, 4, 4)
+    epoch = coordinate_descent.schedule(owned, 4, 103, 1, 0)
+    assert epoch.shape == (6, 4, 4)
     assert (np.diff(epoch) >= 0).all()
-    assert (plan.epoch(1) != epoch).any()
+    assert (coordinate_descent.schedule(owned, 4, 103, 1, 1) != epoch).any()
     for worker in range(4):
         mine = np.sort(epoch[:, worker][epoch[:, worker] < 103])
         expected = np.flatnonzero(counts)
         np.testing.assert_array_equal(mine, expected[expected // 26 == worker])
 
 
-def descended(module, workers, made, name, epochs=3, model="logistic"):
-    settings = coordinate_descent.Settings(10, RIDGE, seed=2)
-    training = module.Trainer(workers, models.MODELS[model](), made, name, settings)
+def descended(group, made, name, epochs=3):
+    given = {"block": 10, "regularisation": RIDGE, "seed": 2}
+    made = coordinate_descent.Trainer(group, training.MODELS["logistic"], made, name, **given)
     for _ in range(epochs):
-        training.epoch()
-    return training
+        made.epoch()
+    return made
 
 
 @pytest.fixture(scope="module")
 def gathered():
-    workers = group.on_devices(3)
-    source = data.spread(generate.power_law("some", SHAPE, seed=0))
-    made = coordinate_descent.problem_of(source, workers)
-    return workers, source, descended(coordinate_descent, workers, made, "sparse_allgather"), made
+    group = workers.on_devices(3)
+    source = data.spread(data.power_law("some", SHAPE, seed=0))
+    made = coordinate_descent.make(source)
+    return group, source, descended(group, made, "sparse_allgather"), made
 
 
 def test_coordinate_descent_descends_and_follows_the_margins(gathered):
-    _, source, training, _ = gathered
-    found = training.finished()
-    assert (np.diff(found.objectives) < 0).all()
-    assert found.objectives[-1] < 0.9 * found.objectives[0]
+    _, source, found, _ = gathered
+    assert (np.diff(found.run.objectives) < 0).all()
+    assert found.run.objectives[-1] < 0.9 * found.run.objectives[0]
     matrix, labels = source.rows(0, source.count)
-    margins = np.asarray(training._state.margins)
-    np.testing.assert_allclose(margins, matrix @ found.weights, atol=1e-5)
-    expected = reference.objective(matrix, labels, found.weights, "logistic", RIDGE)
-    assert found.objectives[-1] == pytest.approx(expected, rel=1e-5)
+    np.testing.assert_allclose(found.margins, matrix @ found.weights, atol=1e-5)
+    expected = objective(matrix, labels, found.weights, "logistic", RIDGE)
+    assert found.run.objectives[-1] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", [pytest.param("dense", marks=pytest.mark.slow), "dense_allgather"])
 def test_the_dense_exchanges_of_coordinates_give_the_same_bits(name, gathered):
-    workers, _, training, made = gathered
-    sparse = training.finished()
-    found = descended(coordinate_descent, workers, made, name).finished()
+    group, _, sparse, made = gathered
+    found = descended(group, made, name)
     np.testing.assert_array_equal(found.weights, sparse.weights)
     per_step = {"dense": 2 * 301 * 2 / 3, "dense_allgather": 101 * 2}[name]
-    assert found.words[0] == pytest.approx(per_step * found.steps)
-    assert sparse.words[0] == 2 * 10 * 2 * sparse.steps
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param("dense", marks=pytest.mark.slow), "ssar_recursive_double"]
-)
-def test_sharded_features_give_what_replicated_ones_do(name, gathered):
-    workers, source, training, _ = gathered
-    made = sharded.problem_of(source, workers)
-    found = descended(sharded, workers, made, name).finished()
-    expected = training.finished()
-    np.testing.assert_allclose(found.objectives, expected.objectives, rtol=1e-5)
-    np.testing.assert_allclose(found.weights, expected.weights, rtol=1e-4, atol=1e-5)
+    assert found.run.words[0] == pytest.approx(per_step * found.run.steps)
+    assert sparse.run.words[0] == 2 * 10 * 2 * sparse.run.steps

@@ -23,9 +23,10 @@ def _trained(model: str, seed: int, quick: bool) -> dict[str, Any]:
     given |= {"batch": 250, "block": 100, "epochs": 1 if quick else 3}
     with tempfile.TemporaryDirectory() as folder, quiet():
         numbers = Path(folder) / "numbers.json"
-        given |= {"json": numbers, "out": Path(folder) / "figure.png"}
+        given |= {"json": numbers}
         argv = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-        if program.main([*argv, "--workers", "4"]):
+        argv += ["--workers", "4", "--exchange", "dense", "ssar_recursive_double"]
+        if program.main(argv):
             raise RuntimeError("examples.linear_models failed")
         return json.loads(numbers.read_text(encoding="utf-8"))
 

@@ -9,35 +9,27 @@ class Worker:
     """The trainings of one data set; each goes on from turn to turn."""
 
     def __init__(self, config: dict[str, Any]):
-        from examples.linear_models import batches, coordinate_descent, data, generate, group
+        from examples.linear_models import coordinate_descent, data, sgd, workers
 
-        shape = generate.SHAPES[config["data"]]
-        shape = shape._replace(rows=config["rows"] or shape.rows)
-        source = data.spread(generate.power_law(config["data"], shape, config["seed"]))
+        given = config["data"], data.SHAPES[config["data"]], config["seed"], config["rows"]
+        source = data.spread(data.power_law(*given))
         self._config = config
-        self._group = group.on_devices()
+        self._method: Any = {"sgd": sgd, "scd": coordinate_descent}[config["method"]]
+        self._group = workers.on_devices()
         self.barrier = _gloo.barrier(self._group.mesh)
-        if config["method"] == "sgd":
-            self._problem: Any = batches.make(source, self._group, config["batch"])
-        else:
-            self._problem = coordinate_descent.problem_of(source, self._group)
+        self._problem: Any = self._method.make(source, self._group, config["batch"])
         self._trainings: dict[tuple[str, str], Any] = {}
         self.barrier()
 
     def prepare(self, model: str, exchange: str) -> dict[str, Any]:
         """Compiles a training; says how many steps an epoch has."""
-        from examples.linear_models import coordinate_descent, models, sgd
+        from examples.linear_models import training
 
-        chosen, regularisation = models.MODELS[model](), self._config["regularisation"]
-        if self._config["method"] == "sgd":
-            rate = sgd.default_rate(chosen, self._problem)
-            settings: Any = sgd.Settings(rate, regularisation, self._config["seed"])
-            trainer: Any = sgd.Trainer
-        else:
-            block, seed = self._config["block"], self._config["seed"]
-            settings = coordinate_descent.Settings(block, regularisation, seed)
-            trainer = coordinate_descent.Trainer
-        made = trainer(self._group, chosen, self._problem, exchange, settings)
+        given = {name: self._config[name] for name in ("regularisation", "seed")}
+        sgd = self._config["method"] == "sgd"
+        given |= {"rate": None} if sgd else {"block": self._config["block"]}
+        trained = self._group, training.MODELS[model], self._problem, exchange
+        made = self._method.Trainer(*trained, **given)
         self._trainings[model, exchange] = made
         return {"steps": made.run.steps}
 

@@ -17,13 +17,13 @@ import itertools
 import sys
 from typing import Any
 
-from examples.linear_models import exchange, generate, models
+from examples.linear_models.data import SHAPES
+from examples.linear_models.training import EXCHANGES, MODELS
 
 from .._common import display, namespaces, options, reports, timing
 from .._common.processes import interrupt_when_told
 from ._workers import WorkerError, workers
 
-_EXCHANGES = {"sgd": exchange.GRADIENTS, "scd": exchange.COORDINATES}
 _BASE = {"sgd": "dense", "scd": "dense_allgather"}
 _CELLS = ("", "epoch s", "exchange s", "epoch ratio", "quartiles", "exchange ratio", "quartiles")
 _MORE = ("words of a step", "of the base", "differs by")
@@ -35,9 +35,9 @@ def parser() -> argparse.ArgumentParser:
     """The options."""
     made = options.parser_of(__doc__)
     add = made.add_argument
-    add("--data", nargs="+", choices=generate.SHAPES, default=["url"], metavar="NAME")
-    add("--model", nargs="+", choices=models.MODELS, default=["logistic"], metavar="NAME")
-    add("--method", choices=_EXCHANGES, default="sgd")
+    add("--data", nargs="+", choices=SHAPES, default=["url"], metavar="NAME")
+    add("--model", nargs="+", choices=MODELS, default=["logistic"], metavar="NAME")
+    add("--method", choices=EXCHANGES, default="sgd")
     add("--exchange", nargs="+", metavar="NAME", help="by default all of the method")
     add("--workers", type=options.several, default=4, metavar="P")
     add("--link", type=options.link, default="1gbit", metavar="RATE")
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
     """Measures, prints, and writes the file that is asked for."""
     own = parser()
     args = own.parse_args(argv)
-    known = _EXCHANGES[args.method]
+    known = EXCHANGES[args.method]
     for name in args.exchange or ():
         if name not in known:
             own.error(f"--exchange {name} is none of --method {args.method}: {', '.join(known)}")

@@ -1,120 +1,47 @@
-"""Rows of sparse data with two classes: LIBSVM files, read by scikit-learn."""
+"""Rows of sparse data with two classes: LIBSVM files, read by scikit-learn, or generated ones."""
 
 import bz2
 import gzip
 import math
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from scipy import sparse
 from scipy.sparse import csr_matrix
 from sklearn.datasets import load_svmlight_file
 
 from .._data import InputError
 
-Labels = tuple[float, float]
-_LARGEST = 2**31 - 2
 _OPEN = {".gz": gzip.open, ".bz2": bz2.open}
-# What reading a packed file raises that is cut off or damaged; that of gzip is an OSError, too.
+# What reading a packed file raises that is cut off or damaged; gzip's own is an OSError, too.
 _UNREADABLE = (OSError, EOFError, zlib.error)
-# What a message shows of a line.
-_SHOWN = 40
+# Generated rows that have a generator of their own: a process makes only the blocks that it needs.
+_BLOCK = 250
+# Ranks below it are about equally common, as the first words of a text are.
+_FLAT = 10.0
 
 
 class Source(NamedTuple):
-    """Rows that each process takes its own part of.
-
-    Attributes:
-      name: for titles.
-      size: n, the number of features.
-      count: N, the number of rows.
-      rows: ``rows(start, stop)`` -> (``f32`` CSR matrix ``[stop - start, n]``, labels
-        ``f32[stop - start]``, -1 or 1): the same rows in every process and at every call.
-    """
+    """Rows that each process takes its own part of, with labels of -1 or 1."""
 
     name: str
     size: int
     count: int
-    rows: Callable[[int, int], tuple[csr_matrix, np.ndarray]]
-
-
-def read(
-    path: Path, size: int | None = None, classes: Labels | None = None
-) -> tuple[csr_matrix, np.ndarray, Labels]:
-    """A LIBSVM file: a label and ``index:value`` pairs a line, indices from 1 and ascending.
-
-    Args:
-      path: the file; ``.gz`` and ``.bz2`` are unpacked.
-      size: the number of features; by default the largest index in the file.
-      classes: the labels to expect, such as those of the training file.
-
-    Returns:
-      The ``f32`` matrix ``[N, n]`` in CSR form; labels ``f32[N]``, -1 for the smaller and 1 for the
-      larger; the two labels of the file.
-
-    Raises:
-      InputError: it can't be read, it is packed and cut off or damaged, a line is malformed, an
-        index is above ``size``, or there are not two labels. The message names the file, and the
-        line where it has one.
-    """
-    try:
-        matrix, labels = load_svmlight_file(
-            str(path), dtype=np.float32, zero_based=False, n_features=size
-        )
-    except _UNREADABLE as error:
-        raise InputError(_unreadable(path, error)) from error
-    except (ValueError, OverflowError) as error:
-        # scikit-learn says what is wrong, but not where; and what it read may be no text at all.
-        complaint = _damage(path) or _complaint(path, size)
-        raise InputError(complaint or f"{path}: {error}") from error
-    if not matrix.shape[0]:
-        raise InputError(f"{path} has no rows")
-    if not (np.isfinite(matrix.data).all() and np.isfinite(labels).all()):
-        raise InputError(_complaint(path, size) or f"{path} has a value that is not finite")
-    if not matrix.shape[1]:
-        raise InputError(f"{path} has no features")
-    found = tuple(np.unique(labels).tolist())
-    if len(found) != 2:
-        raise InputError(
-            f"{path} has {len(found)} labels ({_listed(found)}): a linear classifier takes two"
-        )
-    if classes is not None and found != classes:
-        raise InputError(f"{path} has the labels {_listed(found)}, expected {_listed(classes)}")
-    matrix.sum_duplicates()
-    return matrix, np.where(labels == found[1], 1, -1).astype(np.float32), found
-
-
-def from_file(path: Path, size: int | None, seed: int) -> tuple[Source, Labels]:
-    """The rows of a LIBSVM file in an order that the seed decides, and its labels.
-
-    Every process reads the whole file: it keeps its own part only.
-
-    Raises:
-      InputError: as :func:`read`.
-    """
-    matrix, labels, classes = read(path, size)
-    order = np.random.default_rng(seed).permutation(len(labels))
-    return of_matrix(path.name, matrix[order], labels[order]), classes
+    rows: Callable[[int, int], tuple[csr_matrix, np.ndarray]]  # from the first to before the last
 
 
 def of_matrix(name: str, matrix: csr_matrix, labels: np.ndarray) -> Source:
-    """A matrix in memory as a source."""
-
-    def rows(start: int, stop: int) -> tuple[csr_matrix, np.ndarray]:
-        return matrix[start:stop], labels[start:stop]
-
-    return Source(name, matrix.shape[1], matrix.shape[0], rows)
+    """A matrix in memory."""
+    count, size = matrix.shape
+    return Source(name, size, count, lambda start, stop: (matrix[start:stop], labels[start:stop]))
 
 
 def spread(source: Source) -> Source:
-    """The same rows with features renumbered, so that each range of indices has as many of them.
-
-    The common features of a file often have the first numbers, and workers own ranges. Feature j
-    becomes :func:`spread_indices` of j.
-    """
+    """The same rows with other numbers of features: often the first ones are the common ones."""
 
     def rows(start: int, stop: int) -> tuple[csr_matrix, np.ndarray]:
         matrix, labels = source.rows(start, stop)
@@ -125,20 +52,54 @@ def spread(source: Source) -> Source:
 
 
 def spread_indices(indices: np.ndarray, size: int) -> np.ndarray:
-    """A one-to-one map of ``[0, n)``, ``i32``, under which runs come apart.
-
-    Multiplication modulo n by a number near the golden section of n that has no divisor in common
-    with it.
-    """
+    """A one-to-one map of ``[0, n)``, ``i32``, under which runs come apart: a product modulo n."""
     factor = max(1, round(size * (math.sqrt(5) - 1) / 2))
     while math.gcd(factor, size) != 1:
         factor += 1
     return (indices.astype(np.int64) * factor % size).astype(np.int32)
 
 
+def read(
+    path: Path, size: int | None = None, classes: tuple[float, ...] | None = None
+) -> tuple[csr_matrix, np.ndarray, tuple[float, ...]]:
+    """A LIBSVM file: a label and ``index:value`` pairs a line, indices from 1 and ascending.
+
+    ``.gz`` and ``.bz2`` are unpacked. By default ``size`` is the largest index in the file;
+    ``classes`` are the labels to expect, such as those of the training file.
+
+    Returns:
+      The ``f32`` matrix ``[N, n]`` in CSR form; labels ``f32[N]``, -1 for the smaller and 1 for the
+      larger; the two labels of the file.
+
+    Raises:
+      InputError: it can't be used. The message names the file, and the line where it has one.
+    """
+    try:
+        given = {"dtype": np.float32, "zero_based": False, "n_features": size}
+        matrix, labels = load_svmlight_file(str(path), **given)
+    except _UNREADABLE as error:
+        raise InputError(_unreadable(path, error)) from error
+    except (ValueError, OverflowError) as error:
+        # scikit-learn says what is wrong, but not where; and what it read may be no text at all.
+        raise InputError(_complaint(path, size) or f"{path}: {error}") from error
+    if not matrix.shape[0]:
+        raise InputError(f"{path} has no rows")
+    if not (np.isfinite(matrix.data).all() and np.isfinite(labels).all()):
+        raise InputError(_complaint(path, size) or f"{path} has a value that is not finite")
+    if not matrix.shape[1]:
+        raise InputError(f"{path} has no features")
+    found = tuple(np.unique(labels).tolist())
+    if len(found) != 2:
+        labels = f"{len(found)} labels ({_listed(found)})"
+        raise InputError(f"{path} has {labels}: a linear classifier takes two")
+    if classes is not None and found != classes:
+        raise InputError(f"{path} has the labels {_listed(found)}, expected {_listed(classes)}")
+    matrix.sum_duplicates()
+    return matrix, np.where(labels == found[1], 1, -1).astype(np.float32), found
+
+
 def _listed(labels: tuple[float, ...]) -> str:
-    shown = [f"{label:g}" for label in labels[:4]]
-    return ", ".join(shown + ["..."] * (len(labels) > 4))
+    return ", ".join([f"{label:g}" for label in labels[:4]] + ["..."] * (len(labels) > 4))
 
 
 def _unreadable(path: Path, error: Exception) -> str:
@@ -148,65 +109,112 @@ def _unreadable(path: Path, error: Exception) -> str:
     return f"{path} is cut off or damaged ({error}): fetch or pack it again"
 
 
-def _damage(path: Path) -> str | None:
-    """What is wrong with a packed file as such, whose checksum comes last; None: nothing."""
+def _complaint(path: Path, size: int | None) -> str | None:
+    """What is wrong: with a packed file as such, whose checksum comes last, or in a first line."""
+    first = None
     try:
-        for _ in _lines(path):
-            pass
+        with _OPEN.get(path.suffix, open)(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                wrong = None if first else _wrong(line.decode("utf-8", "replace"), size)
+                first = f"{path}, line {number}: {wrong}" if wrong else first
     except _UNREADABLE as error:
         return _unreadable(path, error)
-    return None
-
-
-def _complaint(path: Path, size: int | None) -> str | None:
-    """What is wrong in the first line that has something wrong; None where none has."""
-    for number, line in _lines(path):
-        found = _wrong(line, size)
-        if found:
-            return f"{path}, line {number}: {found}"
-    return None
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    opened: Callable[..., IO[bytes]] = _OPEN.get(path.suffix, open)
-    with opened(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            yield number, line.decode("utf-8", "replace")
+    return first
 
 
 def _wrong(line: str, size: int | None) -> str | None:
-    label, *pairs = line.partition("#")[0].split() or [None]
-    if label is None:
-        return None
+    label, *pairs = line.partition("#")[0].split() or ["0"]
     if not _is_number(label):
-        return f"the label {_short(label)} is not a finite number"
-    last = 0
+        return f"the label {label[:40]!r} is not a finite number"
+    last, largest = 0, size or 2**31 - 2
     for pair in pairs:
         index, colon, value = pair.partition(":")
+        shown = repr(pair[:40])
         if index == "qid":
             continue
         if not colon or not re.fullmatch(r"[+-]?\d+", index):
-            return f"{_short(pair)} is not INDEX:VALUE"
+            return f"{shown} is not INDEX:VALUE"
         if not _is_number(value):
-            return f"the value of {_short(pair)} is not a finite number"
-        if int(index) < 1:
-            return f"the index of {_short(pair)} is below 1, the first one"
-        if int(index) > (size or _LARGEST):
-            return f"the index of {_short(pair)} is above the size, {size or _LARGEST}"
-        if int(index) <= last:
-            return f"the index of {_short(pair)} is not above the one before it, {last}"
-        last = int(index)
+            return f"the value of {shown} is not a finite number"
+        number = int(index[:20])  # Python refuses to convert thousands of digits
+        if number < 1:
+            return f"the index of {shown} is below 1, the first one"
+        if number > largest:
+            return f"the index of {shown} is above the size, {largest}"
+        if number <= last:
+            return f"the index of {shown} is not above the one before it, {last}"
+        last = number
     return None
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}...")
 
 
 def _is_number(text: str) -> bool:
     try:
-        value = float(text)
+        return abs(float(text)) <= float(np.finfo(np.float32).max)  # the matrix holds float32
     except ValueError:
         return False
-    # As float32, which the matrix holds.
-    return abs(value) <= float(np.finfo(np.float32).max)
+
+
+class Shape(NamedTuple):
+    """Of n features a row has ``nonzeros`` in the mean; rank r has a share ``r ** -exponent``."""
+
+    size: int
+    nonzeros: int
+    rows: int
+    exponent: float = 1.1
+
+
+# Table 1 of SparCML: URL has 2,396,130 rows, Webspam 350,000; fewer fit into memory.
+SHAPES = {
+    "small": Shape(size=20_000, nonzeros=30, rows=8_000),
+    "url": Shape(size=3_231_961, nonzeros=115, rows=200_000),
+    "webspam": Shape(size=16_609_143, nonzeros=3_700, rows=20_000),
+}
+
+
+def power_law(name: str, shape: Shape, seed: int, count: int | None = None) -> Source:
+    """Rows of unit length whose features follow a power law; a tenth of the labels are random."""
+    draws, power = _draws(shape), 1 - shape.exponent
+    first, last = _FLAT**power, (shape.size + _FLAT) ** power
+    weights = np.random.default_rng([seed, 0]).standard_normal(shape.size, np.float32)
+
+    def block(number: int) -> tuple[csr_matrix, np.ndarray]:
+        random = np.random.default_rng([seed, 1, number])
+        lengths = (random.uniform(2 / 3, 4 / 3, _BLOCK) * draws).astype(np.int64)
+        row = np.repeat(np.arange(_BLOCK), np.maximum(1, lengths))
+        # Draws from the power law, by the inverse of its distribution function.
+        drawn = (first + random.random(len(row)) * (last - first)) ** (1 / power) - _FLAT
+        ranks = np.clip(drawn.astype(np.int64), 0, shape.size - 1)
+        keys = np.unique(row * shape.size + ranks)
+        row, feature = np.divmod(keys, shape.size)
+        values = random.uniform(0.5, 1.5, len(keys)).astype(np.float32)
+        starts = np.searchsorted(row, np.arange(_BLOCK + 1))
+        matrix = csr_matrix((values, feature.astype(np.int32), starts), (_BLOCK, shape.size))
+        norms = np.sqrt(np.add.reduceat(values**2, starts[:-1], dtype=np.float64))
+        matrix.data /= np.repeat(norms, np.diff(starts)).astype(np.float32)
+        labels = np.where(matrix @ weights > 0, 1, -1).astype(np.float32)
+        noisy = random.random(_BLOCK) < 0.1
+        labels[noisy] = random.choice(np.array([-1, 1], np.float32), noisy.sum())
+        return matrix, labels
+
+    def rows(start: int, stop: int) -> tuple[csr_matrix, np.ndarray]:
+        low = start // _BLOCK
+        matrices, labels = zip(*map(block, range(low, max(low + 1, -(-stop // _BLOCK)))))
+        part = slice(start - low * _BLOCK, stop - low * _BLOCK)
+        return sparse.vstack(matrices, format="csr")[part], np.concatenate(labels)[part]
+
+    return Source(name, shape.size, count or shape.rows, rows)
+
+
+def _draws(shape: Shape) -> float:
+    """How many draws with replacement have ``nonzeros`` different features in the mean."""
+    # Ranks between two edges are taken as equally common.
+    edges = np.unique(np.geomspace(1, shape.size + 1, 4000).astype(np.int64)) - 1
+    shares = (edges + _FLAT) ** (1 - shape.exponent)
+    widths = np.diff(edges)
+    one = np.diff(shares) / (shares[-1] - shares[0]) / widths
+    low, high = 0.0, 1e3 * shape.nonzeros
+    for _ in range(60):
+        middle = (low + high) / 2
+        different = -(widths * np.expm1(middle * np.log1p(-one))).sum()
+        low, high = (middle, high) if different < shape.nonzeros else (low, middle)
+    return high

@@ -1,60 +1,99 @@
-"""Stochastic gradient descent whose steps touch the features of the batch and no others."""
+"""Stochastic gradient descent: from the data it is known where the gradient of a batch is not 0."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy.sparse import csr_matrix
 
-from sparse_collectives import PaddedCOO
+from sparse_collectives import PaddedCOO, transport
 
-from . import exchange as exchanges
-from .batches import Batch, Batches
-from .group import OWN, SAME, Group
-from .models import Model
-from .run import Clock, Run, exchange_of
+from .._data import InputError
+from .data import Source
+from .training import EXCHANGES, Fit, Model, Training
+from .workers import OWN, SAME, Group
+
+
+class Batch(NamedTuple):
+    """The rows of one worker in one batch."""
+
+    indices: jax.Array  # i32[c], the features that occur, ascending; n marks padding
+    rows: jax.Array  # i32[m], the row of each nonzero; r marks padding
+    slots: jax.Array  # i32[m], where its feature is in `indices`; c marks padding
+    values: jax.Array  # f32[m]
+    labels: jax.Array  # f32[r], -1 or 1; 0 for padding
+
+
+class Batches(NamedTuple):
+    """All batches, on the devices, in slots that are as many for all of them."""
+
+    parts: list[Batch]  # each is OWN
+    counts: list[int]  # rows of all workers together
+    size: int
+    fit: Fit
+    largest_row: float  # the largest squared length
+
+
+def make(source: Source, group: Group, rows: int) -> Batches:
+    """Cuts a source into batches of ``rows`` rows for each worker; the last one may be shorter."""
+    together = rows * group.workers
+    starts = range(0, source.count, together)
+
+    def taken(start: int) -> tuple[csr_matrix, np.ndarray]:
+        return source.rows(*(min(at, source.count) for at in (start, start + rows)))
+
+    made = [[pack(*taken(start + worker * rows)) for worker in group.mine] for start in starts]
+    needs = [(len(b.indices), len(b.rows), row) for packed in made for b, row in packed]
+    slots, nonzeros, largest_row = group.gathered(needs, np.float64).max(axis=0).tolist()
+    shape = source.size, int(slots), int(nonzeros), rows
+    parts, fits = [], []
+    for packed in made:
+        padded = [pad(batch, *shape) for batch, _ in packed]
+        packed.clear()  # the devices have them now
+        parts.append(group.own(padded))
+        # From all indices the workers learn how large unions are.
+        fits.append(_fit(group.gathered([b.indices for b in padded], np.int32), source.size))
+    counts = [min(together, source.count - start) for start in starts]
+    fit = Fit(int(slots), *np.max(fits, axis=0).tolist())
+    return Batches(parts, counts, source.size, fit, largest_row)
+
+
+def pack(matrix: csr_matrix, labels: np.ndarray) -> tuple[Batch, float]:
+    """Rows without padding, and the largest squared length of one."""
+    row = np.repeat(np.arange(len(labels), dtype=np.int32), np.diff(matrix.indptr))
+    indices, slots = np.unique(matrix.indices, return_inverse=True)
+    squares = np.bincount(row, matrix.data.astype(np.float64) ** 2, minlength=1)
+    values = matrix.data.astype(np.float32)
+    batch = Batch(indices.astype(np.int32), row, slots.astype(np.int32), values, labels)
+    return batch, float(squares.max())
+
+
+def pad(batch: Batch, size: int, slots: int, nonzeros: int, rows: int) -> Batch:
+    """The same batch with so many slots, nonzeros and rows."""
+    lengths, marks = (slots, nonzeros, nonzeros, nonzeros, rows), (size, rows, slots, 0, 0)
+    each = zip(batch, lengths, marks)
+    return Batch(*(np.pad(x, (0, to - len(x)), constant_values=mark) for x, to, mark in each))
+
+
+def _fit(everyone: np.ndarray, size: int) -> tuple[int, int, int]:
+    """What the union of one batch needs, of the indices ``i32[P, c]`` of all workers."""
+    edges = np.minimum(np.arange(len(everyone) + 1) * -(-size // len(everyone)), size)
+    union = np.unique(everyone)
+    blocks = [np.diff(np.searchsorted(own, edges)) for own in everyone]
+    regions = np.diff(np.searchsorted(union, edges))
+    return max(1, np.max(blocks)), max(1, regions.max()), max(1, regions.sum())
 
 
 class Weights(NamedTuple):
-    """The weights ``scale * vector``: to shrink all of them takes one product.
-
-    Attributes:
-      vector: ``f32[n]``.
-      scale: ``f32[]``.
-    """
+    """The weights ``scale f32[] * vector f32[n]``: to shrink all of them takes one product."""
 
     vector: jax.Array
     scale: jax.Array
 
 
-class Settings(NamedTuple):
-    """What a training takes besides data and model.
-
-    Attributes:
-      rate: of the first step; step t has ``rate / (1 + rate * regularisation * t)``, and that of
-        a batch with fewer rows as much less.
-      regularisation: the factor of ``|w|^2 / 2`` in the objective.
-      seed: of their order.
-    """
-
-    rate: float
-    regularisation: float
-    seed: int
-
-
 def gradient(model: Model, weights: Weights, batch: Batch, count: jax.Array) -> PaddedCOO:
-    """This worker's part of the gradient of the batch's mean loss, without the regularisation.
-
-    Args:
-      model: of which the loss is.
-      weights: the weights.
-      batch: of this worker.
-      count: ``f32[]``, rows in the batch, those of all workers together.
-
-    Returns:
-      The gradient at the features that occur, in c slots. Cost: O(c + m); nothing of size n.
-    """
+    """This worker's part of the gradient of the mean loss of ``count f32[]`` rows: O(c + m)."""
     values = model.slope(_margins(weights, batch), batch.labels) / count
     of_row = values.at[batch.rows].get(mode="fill", fill_value=0)
     slots = jnp.zeros(batch.indices.shape, jnp.float32)
@@ -62,9 +101,7 @@ def gradient(model: Model, weights: Weights, batch: Batch, count: jax.Array) -> 
     return PaddedCOO(slots, batch.indices, weights.vector.shape[0])
 
 
-def update(
-    weights: Weights, total: PaddedCOO | jax.Array, rate: jax.Array, regularisation: float
-) -> Weights:
+def update(weights: Weights, total: PaddedCOO | jax.Array, rate, regularisation) -> Weights:
     """A step of ``rate f32[]`` against ``total``; O(slots), or O(n) where the total is dense."""
     scale = weights.scale * (1 - rate * regularisation)
     if isinstance(total, PaddedCOO):
@@ -74,11 +111,6 @@ def update(
     return Weights(moved, scale)
 
 
-def loss(model: Model, weights: Weights, batch: Batch) -> jax.Array:
-    """The sum of the losses of this worker's rows of a batch, ``f32[]``."""
-    return jnp.sum(model.loss(_margins(weights, batch), batch.labels))
-
-
 def _margins(weights: Weights, batch: Batch) -> jax.Array:
     local = weights.scale * weights.vector.at[batch.indices].get(mode="fill", fill_value=0)
     products = batch.values * local.at[batch.slots].get(mode="fill", fill_value=0)
@@ -86,90 +118,62 @@ def _margins(weights: Weights, batch: Batch) -> jax.Array:
     return margins.at[batch.rows].add(products, mode="drop", indices_are_sorted=True)
 
 
-class Trainer:
-    """A training that goes on from epoch to epoch; what it measures is in `run`."""
+class Trainer(Training):
+    """Gradient descent: step t has ``rate / (1 + rate * regularisation * t)``."""
 
-    def __init__(
-        self, group: Group, model: Model, batches: Batches, exchange: str, settings: Settings
-    ):
-        from sparse_collectives import transport
+    def __init__(self, group, model: Model, batches, exchange, *, rate, regularisation, seed):
+        self._group, self._batches = group, batches
+        self._regularisation, self._seed = regularisation, seed
+        # By default 1 over the largest curvature of a row's loss.
+        self._rate = rate or 1 / (model.curvature * max(batches.largest_row, 1e-12))
+        if self._rate * regularisation >= 1:
+            raise InputError("the rate times --regularisation must be below 1")
 
-        self._group, self._batches, self._settings = group, batches, settings
-        size = batches.size
-        self._gradient = group.jit(
-            lambda w, batch, count: (gradient(model, w, batch, count),), [SAME, OWN, SAME], [OWN]
-        )
-        made = exchanges.GRADIENTS[exchange](batches.fit, group.workers)
-        self._exchange = exchange_of(made, group, size)
+        def loss(weights: Weights, batch: Batch) -> jax.Array:
+            losses = model.loss(_margins(weights, batch), batch.labels)
+            return transport.psum(jnp.sum(losses), group.axis)
+
+        def settled(weights: Weights) -> Weights:
+            return Weights(weights.scale * weights.vector, jnp.ones_like(weights.scale))
+
+        self._gradient = group.jit(lambda *given: gradient(model, *given), (SAME, OWN, SAME), OWN)
         self._update = group.jit(
-            lambda w, total, rate: (update(w, total, rate, settings.regularisation),),
-            [SAME, SAME, SAME],
-            [SAME],
-            donate=[0],
+            lambda *given: update(*given, regularisation), (SAME, SAME, SAME), SAME, donate=(0,)
         )
-        self._loss = group.jit(
-            lambda w, batch: (transport.psum(loss(model, w, batch), group.axis),),
-            [SAME, OWN],
-            [SAME],
-        )
-        self._square = group.jit(
-            lambda w: (w.scale**2 * jnp.vdot(w.vector, w.vector),), [SAME], [SAME]
-        )
-        # The scale is 1 again for each epoch: its product would vanish in the end.
-        self._settle = group.jit(
-            lambda w: (Weights(w.scale * w.vector, jnp.ones_like(w.scale)),),
-            [SAME],
-            [SAME],
-            donate=[0],
-        )
-        start = Weights(np.zeros(size, np.float32), np.ones((), np.float32))
-        self._steps = 0
-        # One step that is not kept, so that nothing is compiled while a clock runs.
-        self._weights = group.same(start)
-        self._step(Clock(group), 0)
-        self._weights = group.same(start)
-        self._steps = 0
-        self.run = Run(exchange, [], [], [], [], [], len(batches.parts), np.zeros(0))
-        self.run.objectives.append(self.objective())
+        self._loss = group.jit(loss, (SAME, OWN), SAME)
+        self._square = group.jit(lambda w: w.scale**2 * jnp.vdot(w.vector, w.vector), (SAME,), SAME)
+        self._settle = group.jit(settled, (SAME,), SAME, donate=(0,))
+        made = EXCHANGES["sgd"][exchange](batches.fit, group.workers)
+        super().__init__(group, made, batches.size, exchange, len(batches.parts))
 
     def objective(self) -> float:
         """The mean loss over all rows, and the regularisation."""
-        sums = [
-            float(np.asarray(self._loss(self._weights, part)[0])) for part in self._batches.parts
-        ]
-        square = float(np.asarray(self._square(self._weights)[0]))
-        return sum(sums) / sum(self._batches.counts) + self._settings.regularisation / 2 * square
+        # The scale is 1 again after each epoch: its product would vanish in the end.
+        self._weights = self._settle(self._weights)
+        sums = [float(np.asarray(self._loss(self._weights, x))) for x in self._batches.parts]
+        square = float(np.asarray(self._square(self._weights)))
+        return sum(sums) / sum(self._batches.counts) + self._regularisation / 2 * square
 
-    def epoch(self, advance: Callable[[], None] = lambda: None, most: int | None = None) -> None:
-        """One pass over the batches, in an order of its own, or the first ``most`` of them."""
-        clock, number = Clock(self._group), len(self.run.seconds)
-        order = np.random.default_rng([self._settings.seed, number])
-        for at in order.permutation(len(self._batches.parts))[:most]:
-            self._step(clock, at)
-            advance()
-        clock.close(self.run)
-        (self._weights,) = self._settle(self._weights)
-        self.run.objectives.append(self.objective())
+    @property
+    def weights(self) -> np.ndarray:
+        """The weights after an epoch, ``f32[n]``."""
+        return np.asarray(self._weights.vector)
 
-    def _step(self, clock: Clock, at: int) -> None:
-        rate, regularisation = self._settings.rate, self._settings.regularisation
+    def _start(self) -> None:
+        size = self._batches.size
+        self._weights = self._group.same(Weights(np.zeros(size, np.float32), np.float32(1)))
+        self._steps = 0
+
+    def _order(self, number: int) -> np.ndarray:
+        return np.random.default_rng([self._seed, number]).permutation(len(self._batches.parts))
+
+    def _step(self, at: int) -> None:
         part, count = self._batches.parts[at], np.float32(self._batches.counts[at])
         # A short batch moves less, or each of its rows would count for more than another.
         share = count / max(self._batches.counts)
-        now = np.float32(share * rate / (1 + rate * regularisation * self._steps))
-        (self._weights,) = clock.step(
-            lambda: self._gradient(self._weights, part, count)[0],
-            self._exchange,
-            lambda total: self._update(self._weights, total, now),
+        now = share * self._rate / (1 + self._rate * self._regularisation * self._steps)
+        self._weights = self._timed(
+            lambda: self._gradient(self._weights, part, count),
+            lambda total: self._update(self._weights, total, np.float32(now)),
         )
         self._steps += 1
-
-    def finished(self) -> Run:
-        """What was measured, with the weights."""
-        return self.run._replace(weights=np.asarray(self._weights.vector))
-
-
-def default_rate(model: Model, batches: Batches) -> float:
-    """1 over the largest curvature of a row's loss; a hinge has none, and counts as 1."""
-    curvature = 1.0 if model.curvature is None else model.curvature
-    return 1 / (curvature * max(batches.largest_row, 1e-12))

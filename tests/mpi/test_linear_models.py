@@ -13,11 +13,22 @@ pytestmark = test_over_mpi.pytestmark
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["--method", "scd"], ["--method", "scd", "--features", "sharded"]]
+    ("method", "exchanges"),
+    [("sgd", ["dense", "ssar_recursive_double"]), ("scd", ["dense_allgather", "sparse_allgather"])],
 )
-def test_ranks_compute_what_the_devices_of_a_mesh_do(argv, tmp_path):
+def test_ranks_compute_what_the_devices_of_a_mesh_do(method, exchanges, tmp_path):
     files = [tmp_path / "ranks.json", tmp_path / "mesh.json"]
-    argv = [*argv, "--rows", "800", "--epochs", "2", "--out", str(tmp_path / "out.png"), "--json"]
+    argv = [
+        "--method",
+        method,
+        "--exchange",
+        *exchanges,
+        "--rows",
+        "800",
+        "--epochs",
+        "2",
+        "--json",
+    ]
     printed = mpirun(3, "-m", "examples.linear_models", "--mpi", *argv, str(files[0]))
     assert printed.count("3 workers") == 1
     assert __main__.main([*argv, str(files[1]), "--workers", "3"]) == 0
