@@ -51,7 +51,7 @@ def steps(curvature, problem: Problem, slopes, weights, picked, damping, regular
 
 
 def damping(row_length: int, block: int, owned: int, workers: int) -> float:
-    """How much the bound grows as coordinates move at the same time (JMLR 17(75), section 4)."""
+    """How much the bound grows with many at a time: section 4 of jmlr.org/papers/v17/15-001."""
     block, others = min(block, owned), max(1, owned - 1)
     parts = min(row_length, workers)
     within = 1 + (block - 1) * (row_length - 1) / others
