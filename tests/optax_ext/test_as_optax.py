@@ -39,7 +39,7 @@ def same(tree, expected):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=slow)])
 @pytest.mark.parametrize("name", MAKERS)
 def test_under_a_mesh_init_makes_the_state_of_all_workers(name, kind):
     tx, mesh = MAKERS[name](), mesh_of(kind)
@@ -208,7 +208,7 @@ def slope(name, x, aside):
 
 
 @pytest.mark.parametrize("workers", ONE_AND_FOUR)
-@pytest.mark.parametrize("function", STARTS)
+@pytest.mark.parametrize("function", ["parabola", pytest.param("rosenbrock", marks=slow)])
 @pytest.mark.parametrize("name", WHOLE)
 def test_it_converges_on_the_test_functions_of_optax(name, function, workers):
     tx = WHOLE[name]()
@@ -232,7 +232,7 @@ def test_it_converges_on_the_test_functions_of_optax(name, function, workers):
 
 @pytest.mark.parametrize("workers", ONE_AND_FOUR)
 @pytest.mark.parametrize(
-    "dtype", [jnp.float32, jnp.bfloat16, pytest.param(jnp.float16, marks=slow)]
+    "dtype", [jnp.bfloat16, *(pytest.param(t, marks=slow) for t in (jnp.float32, jnp.float16))]
 )
 @pytest.mark.parametrize("name", WHOLE)
 def test_dtypes_stay_and_a_step_may_be_one_of_two_branches(name, dtype, workers):

@@ -66,7 +66,10 @@ def edited(state, function):
     return jax.tree.map(lambda n: function(n) if is_state(n) else n, state, is_leaf=is_state)
 
 
-@pytest.mark.parametrize("name", TRANSFORMATIONS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n == "ok_topk" else ()) for n in TRANSFORMATIONS],
+)
 def test_a_copy_is_left_out(name):
     """A step from copies of worker 0's residual is one of worker 0's alone."""
     tx = TRANSFORMATIONS[name]()

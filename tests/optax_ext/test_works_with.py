@@ -320,7 +320,9 @@ def test_injected_numbers_that_have_to_be_static_say_so():
             optax_ext.init_state(tx, params, mesh())
 
 
-@pytest.mark.parametrize("name", ["sparse_sgd", "ok_topk before adam"])
+@pytest.mark.parametrize(
+    "name", ["sparse_sgd", pytest.param("ok_topk before adam", marks=pytest.mark.slow)]
+)
 def test_the_programs_of_the_page_run(name):
     """Dropout; a TrainState on a mesh and one of pmap, which train alike; an nnx.Optimizer."""
     tx = {
