@@ -137,41 +137,15 @@ class Hashes:
         return " ".join(digest.hexdigest()[:12] for digest in self._each)
 
 
-def whole(tx: optax.GradientTransformation) -> Hashes:
-    """Of parameters that every worker has whole."""
-    made = Hashes()
-    here = params()
-    state = optax_ext.init_state(tx, here, {"data": WORKERS})
-    specs = optax_ext.state_specs(state)
-    mesh = jax.make_mesh((WORKERS,), ("data",), axis_types=(AxisType.Auto,))
-    split = PartitionSpec("data")
+def whole(tx: optax.GradientTransformation, sizes: dict[str, int]) -> Hashes:
+    """Of parameters that every worker has whole, over the axes of a mesh."""
+    made, here, names = Hashes(), params(), tuple(sizes)
+    state = optax_ext.init_state(tx, here, sizes)
+    specs, split = optax_ext.state_specs(state), PartitionSpec(names)
+    mesh = jax.make_mesh(tuple(sizes.values()), names, axis_types=(AxisType.Auto,) * len(names))
 
     def step(given: Any, state: Any) -> Any:
-        given = jax.tree.map(lambda x: x[0], given)
-        updates, state = tx.update(given, state, here)
-        return jax.tree.map(lambda x: x[None], updates), state
-
-    go = jax.jit(
-        jax.shard_map(
-            step, mesh=mesh, in_specs=(split, specs), out_specs=(split, specs), check_vma=False
-        )
-    )
-    for t in range(STEPS):
-        updates, state = go(gradients(t), state)
-        made.add(updates, state)
-    return made
-
-
-def nested() -> Hashes:
-    """Of two nodes with two workers each."""
-    made, tx = Hashes(), _nested()
-    state = optax_ext.init_state(tx, params(), {"data": 2, "chip": 2})
-    specs = optax_ext.state_specs(state)
-    mesh = jax.make_mesh((2, 2), ("data", "chip"), axis_types=(AxisType.Auto,) * 2)
-    split = PartitionSpec(("data", "chip"))
-
-    def step(given: Any, state: Any) -> Any:
-        updates, state = tx.update(jax.tree.map(lambda x: x[0], given), state)
+        updates, state = tx.update(jax.tree.map(lambda x: x[0], given), state, here)
         return jax.tree.map(lambda x: x[None], updates), state
 
     go = jax.jit(
@@ -206,8 +180,8 @@ def sharded(tx: optax.GradientTransformation) -> Hashes:
 def main() -> None:
     """Prints a line for each configuration."""
     for name, tx in WHOLE.items():
-        print(f"{name}: {whole(tx())}", flush=True)
-    print(f"hierarchical: {nested()}", flush=True)
+        print(f"{name}: {whole(tx(), {'data': WORKERS})}", flush=True)
+    print(f"hierarchical: {whole(_nested(), {'data': 2, 'chip': 2})}", flush=True)
     for name, tx in SHARDED.items():
         print(f"{name}, sharded: {sharded(tx())}", flush=True)
 
