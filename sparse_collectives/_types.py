@@ -154,9 +154,6 @@ class SparseAllreduce(NamedTuple):
         selects from at this step; by default all of it.
       place: ``place(coo of s, m, state, *, axis) -> coo of m``: the indices of a selection
         from that, in the accumulator.
-      tells: whether ``reduce`` takes ``told=``, a number ``i32[]`` of this worker that travels
-        with its messages: ``info.told`` is its sum over the workers. One collective less for who
-        has to agree on something, and can do so at the end.
       keeps_others: whether a worker may be left with parts of what other workers sent:
         ``undelivered.others`` has entries. Its residual may then grow by more than its own
         gradient, and ``optax_ext`` takes no gradient of 2^103 (1e31) or more, so that no residual
@@ -173,7 +170,6 @@ class SparseAllreduce(NamedTuple):
     choose: Callable[..., tuple[jax.Array, State, "ReduceInfo"]] | None = None
     show: Callable[..., jax.Array] = _all_of_it
     place: Callable[..., PaddedCOO] = _where_it_is
-    tells: bool = False
     keeps_others: bool = True
 
 
@@ -191,8 +187,6 @@ class ReduceInfo(NamedTuple):
         histograms count in full. What is sent is received, so the mean over the
         workers, divided by ``words``, is the occupancy of the messages. (In the paper's mode
         of ``ok_topk`` it is what the paper's messages would take.)
-      told: ``i32[]``, the sum of what the workers were given to tell, which is in no count of
-        words; equal on all workers. None where nothing was.
     """
 
     delivered: jax.Array
@@ -200,7 +194,6 @@ class ReduceInfo(NamedTuple):
     threshold: jax.Array
     words: jax.Array
     useful: jax.Array
-    told: jax.Array | None = None
 
 
 class Codec(NamedTuple):

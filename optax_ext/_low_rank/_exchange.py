@@ -61,11 +61,6 @@ class LowRankExchange:
     options: Options
 
     @property
-    def tells(self) -> bool:
-        """Never: it sums up matrices."""
-        return False
-
-    @property
     def keeps_others(self) -> bool:
         """Never: a worker keeps what its own matrix has more than the mean."""
         return False
@@ -93,17 +88,13 @@ class LowRankExchange:
     def reduce(self, step: Accumulated) -> Reduced:
         """One step."""
         options, part = self.options, step.dense_part
-        reduced = _contract.nothing_exchanged(step, options.axis)
+        if not step.layout.size:
+            reduced = _contract.nothing_exchanged(step, options.axis)
+            return _contract.with_dense_leaves(reduced, step, None, options)
         rider = jnp.zeros((0,), jnp.float32) if part is None else part.increment[0]
-        if step.layout.size:
-            result = self._delivered(step, rider)
-            reduced, rider = self._keep(step, result, reduced), result.rider
-        else:
-            rider = transport.psum(rider, options.axis)
-        if part is not None:
-            # Its words are those of a message of its own: it shares the latency of another.
-            reduced = _contract.with_dense_leaves(reduced, part, rider, options)
-        return reduced
+        result = self._delivered(step, rider)
+        # Its words are those of a message of its own: it shares the latency of another.
+        return _contract.with_dense_leaves(self._keep(step, result), step, result.rider, options)
 
     def _delivered(self, step: Accumulated, rider: jax.Array) -> Delivered:
         matrices = _matrices.matrices_of(step.layout)
@@ -250,7 +241,7 @@ class LowRankExchange:
         # What is not finite is in the update, by policy, and nothing of it can be kept.
         return held, jnp.where(jnp.isfinite(held), mean - held, 0.0), saturated
 
-    def _keep(self, step: Accumulated, result: Delivered, reduced: Reduced) -> Reduced:
+    def _keep(self, step: Accumulated, result: Delivered) -> Reduced:
         """The residual: the accumulator, but what this worker has given away."""
         given_away = [times(*x) for x in zip(result.left, result.right, strict=True)]
         kept = step.acc - _factors.joined(given_away)[None]
@@ -258,6 +249,7 @@ class LowRankExchange:
             kept = kept + result.rounding[None]
         selected = extend.to_varying(result.selected, self.options.axis)
         words = extend.to_varying(result.words, self.options.axis)
+        reduced = _contract.nothing_exchanged(step, self.options.axis)
         return reduced._replace(
             mean=result.mean,
             residual=kept,

@@ -34,7 +34,7 @@ def mean_of(
       saturates: whether what is finite stays so.
 
     Returns:
-      The mean; what this worker keeps, as :attr:`Exchanged.rounding`; ``i32[]``, entries that
+      The mean; what this worker keeps, as :attr:`Kept.rounding`; ``i32[]``, entries that
       are too large for their leaves.
     """
     workers, shards = transport.axis_size(axis), transport.axis_size(shard_axis)

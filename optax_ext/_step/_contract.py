@@ -1,6 +1,5 @@
 """What error feedback asks of an exchange, and what it gives to one."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -38,18 +37,6 @@ class Options(NamedTuple):
         return count < self.dense_steps if self.dense_steps else None
 
 
-class Late(NamedTuple):
-    """A step of which the workers agree during the exchange whether it proceeds.
-
-    Attributes:
-      bad: ``i32[]``, 1 where something of this worker is not finite.
-      settled: of ``proceeds bool[]``: the step as it would be, had it been known before.
-    """
-
-    bad: jax.Array
-    settled: Callable[[jax.Array], "Accumulated"]
-
-
 class Accumulated(NamedTuple):
     """What is to be exchanged in a step.
 
@@ -64,7 +51,6 @@ class Accumulated(NamedTuple):
         None: every step proceeds.
       is_dense: ``bool[]``, the same on every worker: whether the increments are to be averaged.
         None: no step is.
-      late: where ``proceeds`` is None and yet not every step proceeds.
     """
 
     acc: jax.Array
@@ -74,7 +60,6 @@ class Accumulated(NamedTuple):
     layout: _layout.TreeLayout
     proceeds: jax.Array | None
     is_dense: jax.Array | None
-    late: Late | None = None
 
 
 class Reduced(NamedTuple):
@@ -82,40 +67,36 @@ class Reduced(NamedTuple):
 
     Over the workers, the sum of ``residual`` and P times ``mean`` is the sum of the accumulators.
 
+    An exchange that is one branch of two leaves what it need not know at its default, and fills it
+    in behind them: what passes through a branch is copied.
+
     Attributes:
       mean: ``f32[n]``, of the whole buffer, the same bits on every worker.
-      dense_mean: ``f32[d]``, of the leaves that go dense.
-      residual: ``f32[1, m]``, what this worker keeps.
-      velocity: as in the state.
-      dense_velocity: as in the state.
       selector: as in the state.
       allreduce: as in the state.
       dropped: ``i32[]``, entries that were left out, and that no residual holds.
       withheld: ``i32[]``, entries that could not be delivered, or not wholly.
       info: without leading axes.
-      proceeds: of a step that was :class:`Late`.
+      residual: ``f32[1, m]``, what this worker keeps.
+      velocity: as in the state.
+      dense_mean: ``f32[d]``, of the leaves that go dense.
+      dense_velocity: as in the state.
     """
 
     mean: jax.Array
-    dense_mean: jax.Array
-    residual: jax.Array
-    velocity: Any
-    dense_velocity: Any
     selector: Any
     allreduce: Any
     dropped: jax.Array
     withheld: jax.Array
     info: StepInfo
-    proceeds: jax.Array | None = None
+    residual: Any = ()
+    velocity: Any = ()
+    dense_mean: Any = ()
+    dense_velocity: Any = ()
 
 
 class Exchange(Protocol):
     """How accumulators become a mean that every worker has."""
-
-    @property
-    def tells(self) -> bool:
-        """Whether a step may be :class:`Late`."""
-        ...
 
     @property
     def keeps_others(self) -> bool:
@@ -202,32 +183,38 @@ def settings_of(
 
 
 def nothing_exchanged(step: Accumulated, axis: AxisName) -> Reduced:
-    """The result for buffers without entries, to be completed."""
-    none, empty = jnp.zeros((), jnp.int32), jnp.zeros((0,), jnp.float32)
+    """The result for a buffer without entries."""
+    none = jnp.zeros((), jnp.int32)
     info = _sparse_state.per_worker(_sparse_state.no_info(), lambda x: extend.to_varying(x, axis))
     return Reduced(
-        mean=empty,
-        dense_mean=empty,
-        residual=step.acc,
-        velocity=step.state.velocity,
-        dense_velocity=step.state.dense_velocity,
+        mean=jnp.zeros((0,), jnp.float32),
         selector=step.state.selector,
         allreduce=step.state.allreduce,
         dropped=none,
         withheld=none,
         info=info,
+        residual=step.acc,
+        velocity=step.state.velocity,
     )
 
 
-def with_dense_leaves(reduced: Reduced, part: Part, total: jax.Array, options: Options) -> Reduced:
+def with_dense_leaves(
+    reduced: Reduced, step: Accumulated, total: jax.Array | None, options: Options
+) -> Reduced:
     """``reduced`` with the mean of the leaves that go dense, and the words that it took.
 
     Args:
       reduced: of all others.
-      part: of these leaves.
-      total: ``f32[d]``, their sum over the workers.
+      step: that of these leaves, too.
+      total: ``f32[d]``, their sum over the workers; None where it is still to be made.
       options: the axis, and the policy for what is not finite.
     """
+    part = step.dense_part
+    if part is None:
+        empty = jnp.zeros((0,), jnp.float32)
+        return reduced._replace(dense_mean=empty, dense_velocity=step.state.dense_velocity)
+    if total is None:
+        total = transport.psum(part.increment[0], options.axis)
     workers = transport.axis_size(options.axis)
     mean, dropped = _nonfinite.dense_mean(options.nonfinite, total, workers)
     words = jnp.float32(extend.words_of_all_reduce(total.shape[0], workers))

@@ -19,17 +19,12 @@ from optax_ext._step import (
     _settings,
     _sparse_state,
 )
-from optax_ext._step._contract import Accumulated, Exchange, Late, Options, Reduced
-from optax_ext._step._local import Transformed
+from optax_ext._step._contract import Accumulated, Exchange, Options, Reduced
 from optax_ext._step._momentum_correction import MomentumCorrection
-from optax_ext._step._nonfinite import Guarded, Part
+from optax_ext._step._nonfinite import Part
 from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
 from sparse_collectives import extend, transport
 from sparse_collectives.extend import AxisName
-
-# Entries at most: 16 MiB, which allocators keep, and do not ask the system for at each step. A
-# GPU's keep all they have; there 64 MiB, of which three passes take about as long as a latency.
-_LATE_SIZE, _LATE_ON_GPU = 1 << 22, 1 << 24
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -106,22 +101,16 @@ class ErrorFeedback:
         options = self.options
         size = self.exchange.part_size(layout.size)
         _checks.check_residual(state.residual, size, _checks.workers(options.axis), options.axis)
-        loaded = self.load(updates, state, layout)
-        loaded = loaded._replace(left_out=loaded.left_out + left_out)
-        late = self._agrees_late(layout)
-        guarded = _nonfinite.guard(
-            "propagate" if late else options.nonfinite,
-            self._parts(loaded, state, layout),
+        gradients, local, unseen = self.load(updates, state, layout)
+        parts, proceeds, dropped = _nonfinite.guard(
+            options.nonfinite,
+            self._parts(gradients, state, layout),
             # All devices of a worker take a step, or none of them.
             axis=_with(options.axis, layout.part_axes),
             count=state.count,
-            left_out=loaded.left_out,
+            left_out=unseen + left_out,
         )
-        accumulated = self._accumulate(guarded, state, layout)
-        if late:
-            accumulated = accumulated._replace(late=self._late(guarded.parts, state, layout))
-        result = self.exchange.reduce(accumulated)
-        proceeds = result.proceeds if late else guarded.proceeds
+        result = self.exchange.reduce(self._accumulate(parts, proceeds, state, layout))
         result = _of_all_parts(result, layout.part_axes)
         kept = _residual.store(
             # The seed of random rounding is the number of the step.
@@ -132,14 +121,14 @@ class ErrorFeedback:
         )
         stepped = state._replace(
             count=state.count + 1,
-            dropped=state.dropped + guarded.dropped + result.dropped,
+            dropped=state.dropped + dropped + result.dropped,
             withheld=state.withheld + result.withheld,
             owner=_owner.renewed(state.owner, options.axis),
             limit=self._largest_limit(state),
             residual=kept,
             velocity=result.velocity,
             dense_velocity=result.dense_velocity,
-            local=loaded.state,
+            local=local,
             selector=result.selector,
             allreduce=result.allreduce,
             info=_reported(result.info, state.info),
@@ -154,35 +143,11 @@ class ErrorFeedback:
         limit = _contract.limit_at(self.options.limit, state.count)
         return () if limit is None else jnp.maximum(state.limit, limit)
 
-    def _agrees_late(self, layout: _layout.TreeLayout) -> bool:
-        """Whether the workers agree to skip a step by the messages of its exchange.
-
-        One collective less; but the accumulator takes memory of its own, until it is known
-        whether the residual may become it. So of few entries, whose latencies count.
-        """
-        options = self.options
-        whole = not layout.dense_size and not layout.part_axes
-        return (
-            options.nonfinite == "skip"
-            and self.exchange.tells
-            and whole
-            and not options.dense_steps
-            and 0 < layout.size <= (_LATE_ON_GPU if extend.is_for_gpu() else _LATE_SIZE)
-        )
-
-    def _late(
-        self, parts: list[Part], state: SparseAllreduceState, layout: _layout.TreeLayout
-    ) -> Late:
-        def settled(proceeds: jax.Array) -> Accumulated:
-            return self._accumulate(_nonfinite.settled(parts, proceeds), state, layout)
-
-        return Late(_nonfinite.late(parts), settled)
-
     def load(
         self, updates: Any, state: SparseAllreduceState, layout: _layout.TreeLayout
-    ) -> Transformed:
-        """The gradients as flat buffers, transformed; of its shard where there are shards."""
-        loaded = _local.update(
+    ) -> tuple[tuple[jax.Array, jax.Array], Any, jax.Array]:
+        """As :func:`._local.update`; of its shard where there are shards."""
+        (gradient, dense), local, left_out = _local.update(
             self.options.local,
             updates,
             state.local,
@@ -190,12 +155,15 @@ class ErrorFeedback:
             axis=self.options.axis,
             drop=self.options.nonfinite == "drop",
         )
-        if not layout.size:
-            return loaded
-        return loaded._replace(gradient=self.exchange.scatter(loaded.gradient))
+        if layout.size:
+            gradient = self.exchange.scatter(gradient)
+        return (gradient, dense), local, left_out
 
     def _parts(
-        self, loaded: Transformed, state: SparseAllreduceState, layout: _layout.TreeLayout
+        self,
+        gradients: tuple[jax.Array, jax.Array],
+        state: SparseAllreduceState,
+        layout: _layout.TreeLayout,
     ) -> list[Part]:
         """What is to be added to the residual, with the momentum of the correction."""
 
@@ -211,17 +179,21 @@ class ErrorFeedback:
             return jax.tree.map(lambda x: _owner.own(x, state.owner, self.options.axis), value)
 
         residual, bounded = own(_residual.load(state.residual)), self.exchange.keeps_others
-        parts = [part(residual, loaded.gradient, own(state.velocity), bounded)]
+        parts = [part(residual, gradients[0], own(state.velocity), bounded)]
         if layout.dense_size:
             nothing = jnp.zeros((), jnp.float32)
-            parts.append(part(nothing, loaded.dense_gradient, own(state.dense_velocity)))
+            parts.append(part(nothing, gradients[1], own(state.dense_velocity)))
         return parts
 
     def _accumulate(
-        self, guarded: Guarded, state: SparseAllreduceState, layout: _layout.TreeLayout
+        self,
+        parts: list[Part],
+        proceeds: jax.Array | None,
+        state: SparseAllreduceState,
+        layout: _layout.TreeLayout,
     ) -> Accumulated:
         """The accumulator: the residual and the increment, which a dense step takes as a whole."""
-        part, proceeds = guarded.parts[0], guarded.proceeds
+        part = parts[0]
         decays = jnp.ones((), jnp.bool_) if proceeds is None else proceeds
         acc = _residual.decayed(part.residual, self.options.residual, decays) + part.increment
         is_dense = self.options.is_dense(state.count)
@@ -234,7 +206,7 @@ class ErrorFeedback:
         return Accumulated(
             acc=acc,
             part=part,
-            dense_part=guarded.parts[1] if layout.dense_size else None,
+            dense_part=parts[1] if layout.dense_size else None,
             state=state,
             layout=layout,
             proceeds=proceeds,

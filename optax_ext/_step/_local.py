@@ -1,7 +1,7 @@
 """A transformation of each worker's own gradient, in front of the accumulation."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,22 +20,6 @@ class Elementwise(optax.GradientTransformation):
     """
 
 
-class Transformed(NamedTuple):
-    """What is accumulated in place of the gradients.
-
-    Attributes:
-      gradient: ``f32[n]``, of the leaves in the sparse buffer.
-      dense_gradient: ``f32[d]``, of the leaves that go dense.
-      state: the next one, with a leading axis of 1.
-      left_out: ``i32[]``, entries of the gradients that the transformation was not shown.
-    """
-
-    gradient: jax.Array
-    dense_gradient: jax.Array
-    state: Any
-    left_out: jax.Array
-
-
 def init(tx: optax.GradientTransformation | None, layout: _layout.TreeLayout) -> Any:
     """The state of one that is :class:`Elementwise`, in float32, without a leading axis."""
     if tx is None:
@@ -52,7 +36,7 @@ def update(
     *,
     axis: AxisName,
     drop: bool,
-) -> Transformed:
+) -> tuple[tuple[jax.Array, jax.Array], Any, jax.Array]:
     """The gradients as flat buffers, transformed.
 
     Args:
@@ -63,10 +47,15 @@ def update(
       axis: of the workers.
       drop: whether what is not finite is zero to the transformation: it would stay in its state
         for good.
+
+    Returns:
+      The increments ``f32[n]`` of the leaves in the sparse buffer, and ``f32[d]`` of the leaves
+      that go dense; the next state, with a leading axis of 1; ``i32[]``, entries of the gradients
+      that the transformation was not shown.
     """
     none = jnp.zeros((), jnp.int32)
     if tx is None:
-        return Transformed(*_layout.ravel(gradients, layout), (), none)
+        return _layout.ravel(gradients, layout), (), none
     gradients = jax.tree.map(_in_float32, gradients)
     gradients = [x for x in _layout.ravel(gradients, layout) if x.size]
     gradients, left_out = _nonfinite.zeroed(gradients) if drop else (gradients, none)
@@ -79,7 +68,7 @@ def update(
     empty = jnp.zeros((0,), jnp.float32)
     sparse = next(made) if layout.size else empty
     dense = next(made) if layout.dense_size else empty
-    return Transformed(sparse, dense, extend.to_varying(state, axis), left_out)
+    return (sparse, dense), extend.to_varying(state, axis), left_out
 
 
 def init_of_leaves(tx: optax.GradientTransformation, params: Any) -> Any:

@@ -47,31 +47,22 @@ class Part(NamedTuple):
         return accumulated, self.increment * jnp.float32(2.0**128 / LARGEST)
 
 
-class Guarded(NamedTuple):
-    """A step after the policy.
-
-    Attributes:
-      parts: the increments and velocities that remain.
-      proceeds: ``bool[]``, the same on every worker; None where every step proceeds.
-      dropped: ``i32[]``, entries of all workers that were left out.
-    """
-
-    parts: list[Part]
-    proceeds: jax.Array | None
-    dropped: jax.Array
-
-
 def guard(
     policy: str, parts: list[Part], *, axis: AxisName, count: jax.Array, left_out: jax.Array
-) -> Guarded:
+) -> tuple[list[Part], jax.Array | None, jax.Array]:
     """Applies a policy of :data:`POLICIES` to what is about to be accumulated.
 
     ``skip`` and ``raise`` exchange one word, ``drop`` another; ``propagate`` costs nothing.
     ``left_out``, ``i32[]``, entries have been left out of the gradient before.
+
+    Returns:
+      The increments and velocities that remain; ``bool[]``, whether the step proceeds, the same
+      on every worker, or None where every step does; ``i32[]``, entries of all workers that were
+      left out.
     """
     none = jnp.zeros((), jnp.int32)
     if policy == "propagate":
-        return Guarded(parts, None, none)
+        return parts, None, none
     if policy == "drop":
         bad = [
             functools.reduce(operator.or_, (~jnp.isfinite(x) for x in part.checked))
@@ -79,23 +70,12 @@ def guard(
         ]
         local = sum((jnp.sum(x, dtype=jnp.int32) for x in bad), left_out)
         kept = [_without(part, x) for part, x in zip(parts, bad, strict=True)]
-        return Guarded(kept, None, transport.psum(local, axis))
+        return kept, None, transport.psum(local, axis)
     finite = _all_finite(parts, axis)
     if policy == "raise":
         # Of the count only, which is the same on every worker.
         lax.cond(finite, _nothing, lambda step: jax.debug.callback(_raise, step), count)
-    return Guarded([_without(part, ~finite) for part in parts], finite, none)
-
-
-def late(parts: list[Part]) -> jax.Array:
-    """1 where something that is about to be accumulated is not finite, else 0, ``i32[]``."""
-    return (~_finite(parts)).astype(jnp.int32)
-
-
-def settled(parts: list[Part], proceeds: jax.Array) -> Guarded:
-    """What :func:`guard` with ``skip`` gives, of what the workers have agreed on by now."""
-    kept = [_without(part, ~proceeds) for part in parts]
-    return Guarded(kept, proceeds, jnp.zeros((), jnp.int32))
+    return [_without(part, ~finite) for part in parts], finite, none
 
 
 def zeroed(tree: Any) -> tuple[Any, jax.Array]:
@@ -164,15 +144,10 @@ def _without(part: Part, bad: jax.Array) -> Part:
 
 def _all_finite(parts: list[Part], axis: AxisName) -> jax.Array:
     """Whether every accumulator of every worker is finite; equal on all."""
-    return transport.psum((~_finite(parts)).astype(jnp.int32), axis) == 0
-
-
-def _finite(parts: list[Part]) -> jax.Array:
-    """Whether every accumulator of this worker is finite."""
     finite = jnp.ones((), jnp.bool_)
     for part in parts:
         finite &= extend.all_finite(*part.checked)
-    return finite
+    return transport.psum((~finite).astype(jnp.int32), axis) == 0
 
 
 def _nothing(step: jax.Array) -> None:

@@ -10,7 +10,6 @@ from jax import lax
 from optax_ext._step import _applied, _contract, _layout, _nonfinite, _sparse_state
 from optax_ext._step._contract import Accumulated, Options, Reduced
 from optax_ext._step._momentum_correction import MomentumCorrection
-from optax_ext._step._sparse_state import StepInfo
 from sparse_collectives import (
     Layout,
     PaddedCOO,
@@ -22,34 +21,20 @@ from sparse_collectives import (
 )
 
 
-class Exchanged(NamedTuple):
-    """The result of an exchange, of this worker's shard where there are shards.
+class Kept(NamedTuple):
+    """What makes the residual of the accumulator, of this worker's shard where there are shards.
 
     Attributes:
-      mean: ``f32[m]``, the total over P, within the limit, as the dtypes of the leaves can hold it.
       sent: the selection of this worker, as a PaddedCOO.
       undelivered: what this worker keeps of it, and besides.
       rounding: what it keeps of the total that the leaves can't hold, or that is beyond the limit,
         whoever sent it: a PaddedCOO, or ``f32[m]`` where the total is dense; ``()`` where every
         leaf is float32 and there is no limit.
-      selector: the selector's state.
-      allreduce: the allreduce's state.
-      dropped: ``i32[]``, entries that were left out.
-      withheld: ``i32[]``, entries that could not be delivered, or not wholly.
-      info: without leading axes.
-      proceeds: ``bool[]``, what the workers agreed on meanwhile; None: nothing.
     """
 
-    mean: jax.Array
     sent: PaddedCOO
     undelivered: Undelivered
     rounding: Any
-    selector: Any
-    allreduce: Any
-    dropped: jax.Array
-    withheld: jax.Array
-    info: StepInfo
-    proceeds: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,11 +45,6 @@ class SparseExchange:
     allreduce: SparseAllreduce
     correction: MomentumCorrection | None
     options: Options
-
-    @property
-    def tells(self) -> bool:
-        """As the allreduce does."""
-        return self.allreduce.tells
 
     @property
     def keeps_others(self) -> bool:
@@ -102,55 +82,44 @@ class SparseExchange:
 
     def reduce(self, step: Accumulated) -> Reduced:
         """One step."""
-        reduced = _contract.nothing_exchanged(step, self.options.axis)
         if step.layout.size:
-            result = self._exchange(step)
-            if step.late is not None and result.proceeds is not None:
-                step = step.late.settled(result.proceeds)
-            reduced = self._keep(step, result, reduced)._replace(proceeds=result.proceeds)
-        if step.dense_part is not None:
-            total = transport.psum(step.dense_part.increment[0], self.options.axis)
-            reduced = _contract.with_dense_leaves(reduced, step.dense_part, total, self.options)
-        return reduced
+            reduced = self._keep(step, *self._exchange(step))
+        else:
+            reduced = _contract.nothing_exchanged(step, self.options.axis)
+        return _contract.with_dense_leaves(reduced, step, None, self.options)
 
-    def _exchange(self, step: Accumulated) -> Exchanged:
+    def _exchange(self, step: Accumulated) -> tuple[Reduced, Kept]:
         """Selects from the accumulator, and exchanges; or densely, where a step is dense."""
         if step.is_dense is None:
             return self._sparse(step)
         state = step.state
-        like = jax.eval_shape(lambda: self._sparse(step))._replace(
+        like, kept = jax.eval_shape(lambda: self._sparse(step))
+        like = like._replace(
             selector=_sparse_state.without_lead(state.selector),
             allreduce=_sparse_state.without_lead(state.allreduce),
         )
 
-        def typed(result: Exchanged) -> Exchanged:
+        def typed(reduced: Reduced, kept: Kept) -> tuple[Reduced, Kept]:
             """Alike in both branches."""
-            own = (result.sent, result.undelivered, result.rounding)
-            sent, undelivered, rounding = extend.to_varying(own, self.options.axis)
+            kept = extend.to_varying(kept, self.options.axis)
             info = _sparse_state.per_worker(
-                result.info, lambda x: extend.to_varying(x, self.options.axis)
+                reduced.info, lambda x: extend.to_varying(x, self.options.axis)
             )
-            result = result._replace(
-                sent=sent, undelivered=undelivered, rounding=rounding, info=info
-            )
-            return extend.to_varying(result, step.layout.part_axes)
+            return extend.to_varying((reduced._replace(info=info), kept), step.layout.part_axes)
 
         # All workers, and all groups of a larger mesh, have the same count.
         return lax.cond(
             step.is_dense,
-            lambda: typed(self._dense(step.part.increment[0], like)),
-            lambda: typed(self._sparse(step)),
+            lambda: typed(*self._dense(step.part.increment[0], like, kept)),
+            lambda: typed(*self._sparse(step)),
         )
 
-    def _sparse(self, step: Accumulated) -> Exchanged:
-        """Selects, and reduces.
-
-        Of a step that is :class:`Late` nothing is sent, delivered or kept if any worker says so.
-        """
+    def _sparse(self, step: Accumulated) -> tuple[Reduced, Kept]:
+        """Selects, and reduces; the mean is that of this worker's shard."""
         allreduce, axis, options = self.allreduce, self.options.axis, self.options
         selector_state = _sparse_state.without_lead(step.state.selector)
         allreduce_state = _sparse_state.without_lead(step.state.allreduce)
-        acc, bad = step.acc[0], None if step.late is None else step.late.bad
+        acc = step.acc[0]
         shown = allreduce.show(acc, allreduce_state, axis=axis)
         coo, selector_state, selection = self.selector.select(shown, selector_state)
         coo = allreduce.place(coo, acc.shape[0], allreduce_state, axis=axis)
@@ -159,19 +128,9 @@ class SparseExchange:
             # cost, where a branch around the step would copy the residual at each.
             coo = _only_if(step.proceeds, coo)
         held = {"acc": acc} if allreduce.complete else {}
-        if bad is not None:
-            held["told"] = bad
         total, undelivered, allreduce_state, reduction = allreduce.reduce(
             coo, allreduce_state, axis=axis, **held
         )
-        agreed = None
-        if bad is not None:
-            agreed = reduction.told == 0
-            coo, total, undelivered = jax.tree.map(
-                lambda entries: _only_if(agreed, entries),
-                (coo, total, undelivered),
-                is_leaf=lambda x: isinstance(x, PaddedCOO),
-            )
         total, undelivered, withheld = _nonfinite.withhold(
             options.nonfinite, total, coo, undelivered
         )
@@ -184,11 +143,8 @@ class SparseExchange:
             saturates=options.nonfinite != "propagate",
         )
         withheld, words = self._over_shards(withheld + saturated)
-        return Exchanged(
+        reduced = Reduced(
             mean=mean,
-            sent=coo,
-            undelivered=undelivered,
-            rounding=rounding,
             selector=selector_state,
             allreduce=allreduce_state,
             dropped=jnp.zeros((), jnp.int32),
@@ -202,15 +158,16 @@ class SparseExchange:
                 words=reduction.words + jnp.float32(words),
                 useful=reduction.useful + jnp.float32(words),
             ),
-            proceeds=agreed,
         )
+        return reduced, Kept(coo, undelivered, rounding)
 
-    def _dense(self, increment: jax.Array, like: Exchanged) -> Exchanged:
+    def _dense(self, increment: jax.Array, like: Reduced, kept: Kept) -> tuple[Reduced, Kept]:
         """The dense mean of ``increment f32[m]``, with nothing selected.
 
         Args:
           increment: of this worker, or of its shard.
           like: the shapes of a sparse step's result, with states that are passed on.
+          kept: those of what makes its residual.
         """
         axis, shard_axis = self.options.axis, self.allreduce.shard_axis
         workers, inside = transport.axis_size(axis), transport.axis_size(shard_axis)
@@ -223,8 +180,7 @@ class SparseExchange:
         words += extend.words_of_reduce_scatter(size * inside, inside) + extend.words_of_all_gather(
             size, inside
         )
-        rounding = like.rounding
-        kept = like.undelivered
+        undelivered, rounding = kept.undelivered, kept.rounding
 
         def none(entries):
             return extend.empty(size, entries.capacity, jnp.float32)
@@ -233,15 +189,17 @@ class SparseExchange:
             rounding = none(rounding)
         else:
             rounding = jax.tree.map(jnp.zeros_like, rounding)
-        return like._replace(
-            mean=mean,
-            sent=extend.empty(size, like.sent.capacity, like.sent.values.dtype),
+        nothing = Kept(
+            sent=extend.empty(size, kept.sent.capacity, kept.sent.values.dtype),
             undelivered=Undelivered(
-                jnp.zeros_like(kept.slots),
-                none(kept.others),
-                None if kept.instead is None else none(kept.instead),
+                jnp.zeros_like(undelivered.slots),
+                none(undelivered.others),
+                None if undelivered.instead is None else none(undelivered.instead),
             ),
             rounding=rounding,
+        )
+        reduced = like._replace(
+            mean=mean,
             dropped=counts[1],
             withheld=jnp.zeros((), jnp.int32),
             info=_sparse_state.no_info()._replace(
@@ -251,6 +209,7 @@ class SparseExchange:
                 useful=jnp.float32(words),
             ),
         )
+        return reduced, nothing
 
     def _over_shards(self, counts: jax.Array) -> tuple[jax.Array, float]:
         """The sum over the shards of counts of one, and the words that it takes."""
@@ -260,29 +219,26 @@ class SparseExchange:
         words = extend.words_of_all_reduce(counts.size, transport.axis_size(axis))
         return transport.psum(counts, axis), words
 
-    def _keep(self, step: Accumulated, result: Exchanged, reduced: Reduced) -> Reduced:
-        """What stays with this worker, and the mean of the whole buffer."""
-        result = _joined(result)
-        kept = result.undelivered.residual(step.acc, result.sent)
-        arrived = _delivered_of(result, kept)
-        kept = _with_rounding(kept, result.rounding)
+    def _keep(self, step: Accumulated, reduced: Reduced, kept: Kept) -> Reduced:
+        """``reduced`` with what stays with this worker, and the mean of the whole buffer."""
+        kept = _joined(kept)
+        residual = kept.undelivered.residual(step.acc, kept.sent)
+        arrived = _delivered_of(kept, residual)
         velocity = step.part.velocity
         if self.correction is not None:
-            velocity = self.correction.mask(velocity, result.sent.indices, arrived)
-            whole = result.undelivered.instead
+            velocity = self.correction.mask(velocity, kept.sent.indices, arrived)
+            whole = kept.undelivered.instead
             if whole is not None:
                 # All that this worker had of an entry that others selected has gone, too.
                 everywhere = jnp.ones(whole.indices.shape, jnp.bool_)
                 velocity = self.correction.mask(velocity, whole.indices, everywhere)
         return reduced._replace(
-            mean=self.allreduce.gather(result.mean, step.layout.size),
-            residual=kept,
+            mean=self.allreduce.gather(reduced.mean, step.layout.size),
+            residual=_with_rounding(residual, kept.rounding),
             velocity=velocity,
-            selector=_sparse_state.with_lead(result.selector),
-            allreduce=_sparse_state.with_lead(result.allreduce),
-            dropped=result.dropped,
-            withheld=result.withheld,
-            info=result.info._replace(arrived=jnp.sum(arrived, dtype=jnp.int32)),
+            selector=_sparse_state.with_lead(reduced.selector),
+            allreduce=_sparse_state.with_lead(reduced.allreduce),
+            info=reduced.info._replace(arrived=jnp.sum(arrived, dtype=jnp.int32)),
         )
 
     def _shown_size(self, size: int, shared: Any) -> int:
@@ -294,10 +250,8 @@ class SparseExchange:
         return jax.eval_shape(show, jax.ShapeDtypeStruct((size,), jnp.float32)).shape[0]
 
 
-def _only_if(condition: jax.Array, entries: Any) -> Any:
-    """``entries``, or nothing; values without indices stay as they are."""
-    if not isinstance(entries, PaddedCOO):
-        return entries
+def _only_if(condition: jax.Array, entries: PaddedCOO) -> PaddedCOO:
+    """``entries``, or nothing."""
     return PaddedCOO(
         jnp.where(condition, entries.values, jnp.zeros_like(entries.values)),
         jnp.where(condition, entries.indices, entries.size),
@@ -305,33 +259,32 @@ def _only_if(condition: jax.Array, entries: Any) -> Any:
     )
 
 
-def _joined(result: Exchanged) -> Exchanged:
-    """``result`` with what is kept of the total at hand, where both are of the same indices.
+def _joined(kept: Kept) -> Kept:
+    """``kept`` with one PaddedCOO for what is kept of the total, where both have the same indices.
 
     One scatter less, where a total is complete.
     """
-    instead, rounding = result.undelivered.instead, result.rounding
+    instead, rounding = kept.undelivered.instead, kept.rounding
     if instead is None or not isinstance(rounding, PaddedCOO):
-        return result
+        return kept
     if instead.indices is not rounding.indices:
-        return result
+        return kept
     values = instead.values + rounding.values.astype(instead.values.dtype)
     both = PaddedCOO(values, instead.indices, instead.size)
-    undelivered = result.undelivered._replace(instead=both)
-    return result._replace(undelivered=undelivered, rounding=())
+    return kept._replace(undelivered=kept.undelivered._replace(instead=both), rounding=())
 
 
 def _with_rounding(residual: jax.Array, rounding: Any) -> jax.Array:
-    """The residual ``f32[1, m]`` and :attr:`Exchanged.rounding`."""
+    """The residual ``f32[1, m]`` and :attr:`Kept.rounding`."""
     if isinstance(rounding, PaddedCOO):
         return residual.at[0, rounding.indices].add(rounding.values, mode="drop")
     return residual if isinstance(rounding, tuple) else residual + rounding[None]
 
 
-def _delivered_of(result: Exchanged, residual: jax.Array) -> jax.Array:
+def _delivered_of(kept: Kept, residual: jax.Array) -> jax.Array:
     """Whether anything of each sent entry was delivered: less of it, or more, is kept."""
-    sent, kept = result.sent, result.undelivered.slots
-    if result.undelivered.others.capacity or result.undelivered.instead is not None:
+    sent, left = kept.sent, kept.undelivered.slots
+    if kept.undelivered.others.capacity or kept.undelivered.instead is not None:
         # What is kept of an entry may be in several parts.
-        kept = residual.at[0, sent.indices].get(mode="fill", fill_value=0)
-    return (kept != sent.values) & (sent.indices < sent.size)
+        left = residual.at[0, sent.indices].get(mode="fill", fill_value=0)
+    return (left != sent.values) & (sent.indices < sent.size)

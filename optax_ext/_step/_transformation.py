@@ -7,7 +7,7 @@ Inside the region each device sees its own row, and the layout of its part.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +86,7 @@ class Transformation:
         self._check_updates(updates, state.layout)
         if not layout.shapes:
             return updates, state._replace(count=state.count + 1)
-        local = self._transformed(updates, state, params, extra)
+        updates, kept, left_out = self._transformed(updates, state, params, extra)
         before = _stripped(state)
         if self._of_leaves is not None:
             before = before._replace(local=())
@@ -97,10 +97,10 @@ class Transformation:
             self._feedback.options.axis,
             in_specs=(leaves, specs, PartitionSpec()),
             out_specs=(leaves, specs),
-        )(local.updates, before, local.left_out)
+        )(updates, before, left_out)
         if self._of_leaves is not None:
             proceeds = new.skipped == state.skipped
-            kept = jax.tree.map(lambda a, b: jnp.where(proceeds, a, b), local.kept, state.local)
+            kept = jax.tree.map(lambda a, b: jnp.where(proceeds, a, b), kept, state.local)
             new = new._replace(local=kept)
         return updates, new._replace(layout=state.layout, settings=state.settings)
 
@@ -112,9 +112,9 @@ class Transformation:
         state = state._replace(layout=part, settings=feedback.settings)
         mine = _sharding.take(updates, layout)
         if _probe.is_on():
-            loaded = feedback.load(mine, state, part)
-            mine = _layout.unravel(loaded.gradient, loaded.dense_gradient, part, saturate=False)
-            new = state._replace(count=state.count + 1, local=loaded.state)
+            increments, local, _ = feedback.load(mine, state, part)
+            mine = _layout.unravel(*increments, part, saturate=False)
+            new = state._replace(count=state.count + 1, local=local)
         else:
             # All devices of a worker have counted the same.
             first = transport.axis_index(part.part_axes) == 0
@@ -123,21 +123,19 @@ class Transformation:
 
     def _transformed(
         self, updates: Any, state: SparseAllreduceState, params: Any, extra: Mapping[str, Any]
-    ) -> "_Transformed":
-        """The gradients behind a local transformation that looks at whole leaves."""
+    ) -> tuple[Any, Any, jax.Array]:
+        """As :func:`._local.of_leaves`, where there is such a transformation."""
         if self._of_leaves is None:
-            return _Transformed(updates, state.local, jnp.zeros((), jnp.int32))
+            return updates, state.local, jnp.zeros((), jnp.int32)
         options = self._feedback.options
-        return _Transformed(
-            *_local.of_leaves(
-                self._of_leaves,
-                updates,
-                state.local,
-                params,
-                axis=options.axis,
-                drop=options.nonfinite == "drop",
-                extra=extra,
-            )
+        return _local.of_leaves(
+            self._of_leaves,
+            updates,
+            state.local,
+            params,
+            axis=options.axis,
+            drop=options.nonfinite == "drop",
+            extra=extra,
         )
 
     def _check_state(self, updates: Any, state: SparseAllreduceState, params: Any) -> None:
@@ -164,14 +162,6 @@ class Transformation:
         if manual:
             frees = [sharding.free(i) for i in range(len(shapes))]
             _checks.check_same_on_devices(updates, frees, axis)
-
-
-class _Transformed(NamedTuple):
-    """Gradients, the next state of the local transformation, and entries that were left out."""
-
-    updates: Any
-    kept: Any
-    left_out: jax.Array
 
 
 def _stripped(state: SparseAllreduceState) -> Any:

@@ -119,19 +119,18 @@ def agreed(*, density: float | None = None, bits: int | str = 32) -> SparseAllre
         *,
         axis: AxisName,
         acc: jax.Array | None = None,
-        told: jax.Array | None = None,
     ):
         _validation.check_float("coo.values", coo.values.dtype)
         workers = transport.axis_size(axis)
         new_state = StepState(state.count + 1)
         if workers == 1:
-            return _alone(coo, new_state, axis, told)
+            total, undelivered, info = _replicas.of_one_worker(coo, axis)
+            return total, undelivered, new_state, info
         plan = make_plan(coo.size, coo.capacity, workers, density, bits)
         mine = _in_my_part(coo, plan, my_part(state, axis), _step.turn(state.count, 0))
         with jax.named_scope("agreed/indices"):
             message = _encoded(mine, plan, _step.turn(state.count, 1))
-            message = _messages.with_told(message, told)
-            gathered, told = _messages.split_told(transport.all_gather(message, axis), told)
+            gathered = transport.all_gather(message, axis)
         local, step = _decoded(gathered, plan)
         part = (jnp.arange(workers, dtype=jnp.int32) + state.count) % workers
         # Used several times, in ways that would each compute them anew.
@@ -147,7 +146,6 @@ def agreed(*, density: float | None = None, bits: int | str = 32) -> SparseAllre
             threshold=jnp.zeros((), jnp.float32),
             words=jnp.float32(gather + values),
             useful=_messages.useful_words(gather, sent, plan.slots) + jnp.float32(values),
-            told=told,
         )
         return result.total, result.undelivered, new_state, info
 
@@ -158,7 +156,6 @@ def agreed(*, density: float | None = None, bits: int | str = 32) -> SparseAllre
         complete=True,
         show=show,
         place=place,
-        tells=True,
         keeps_others=False,
     )
 
@@ -238,9 +235,3 @@ def _decoded(gathered: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array | No
     step = _fixed_point.of_slots(_fixed_point.from_words(gathered[:, :count]), plan.slots)
     local = jax.vmap(lambda row: _paged.decode(row, plan.slots, width))(gathered[:, count:])
     return local, step.reshape(-1)
-
-
-def _alone(coo: PaddedCOO, state: StepState, axis: AxisName, told: jax.Array | None):
-    total, undelivered, info = _replicas.of_one_worker(coo, axis)
-    told = None if told is None else transport.psum(told, axis)
-    return total, undelivered, state, info._replace(told=told)

@@ -65,18 +65,6 @@ def words_in_all(*parts: Words) -> Words:
     return functools.reduce(lambda a, b: Words(a.received + b.received, a.useful + b.useful), parts)
 
 
-def with_told(message: jax.Array, told: jax.Array | None) -> jax.Array:
-    """``message i32[w]`` and a number that travels with it, if there is one."""
-    return message if told is None else jnp.append(message, told)
-
-
-def split_told(gathered: jax.Array, told: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """The messages ``i32[P, w]`` of all workers, and the sum of the numbers beside them."""
-    if told is None:
-        return gathered, None
-    return gathered[:, :-1], jnp.sum(gathered[:, -1], dtype=jnp.int32)
-
-
 def to_others(sent: jax.Array, me: jax.Array) -> jax.Array:
     """Entries in the blocks ``bool[P, c]`` for all workers but ``me``, ``i32[]``."""
     counts = jnp.sum(sent, axis=1, dtype=jnp.int32)

@@ -203,7 +203,6 @@ def ok_topk(
         *,
         axis: AxisName,
         indices_alone: bool = False,
-        told: jax.Array | None = None,
     ):
         workers = transport.axis_size(axis)
         _check_state(state, coo, workers)
@@ -290,7 +289,6 @@ def ok_topk(
                 select=_step.turn(state.count, 2),
                 balance=_step.turn(state.count, 1),
                 seed=seed(1),
-                told=told,
             ),
             _delivery.Options(
                 axis=axis,
@@ -350,7 +348,6 @@ def ok_topk(
             threshold=threshold,
             words=words.received,
             useful=words.useful,
-            told=delivery.told,
         )
         return total, undelivered, new_state, info
 
@@ -366,7 +363,6 @@ def ok_topk(
         init,
         reduce,
         choose=choose,
-        tells=True,
         keeps_others=not chosen_codec.exact,
         spec=Spec.of(
             "ok_topk",

@@ -64,7 +64,6 @@ class Delivery(NamedTuple):
       moved: its entries before the balancing, and what their holders miss of each; None where
         nothing can be missed.
       words: what was moved.
-      told: ``i32[]``, the sum of what the workers were given to tell; None: nothing.
     """
 
     entries: PaddedCOO
@@ -77,7 +76,6 @@ class Delivery(NamedTuple):
     unsent: jax.Array
     moved: tuple[PaddedCOO, jax.Array] | None
     words: _messages.Words
-    told: jax.Array | None = None
 
 
 class Turns(NamedTuple):
@@ -89,7 +87,6 @@ class Turns(NamedTuple):
       select: ``u32[]``, which entries wait where more reach the threshold than are delivered.
       balance: ``u32[]``, the same where more are delivered than fit.
       seed: ``u32[]``, of the codec.
-      told: ``i32[]``, what this worker has to tell the others; None: nothing.
     """
 
     count: jax.Array
@@ -97,7 +94,6 @@ class Turns(NamedTuple):
     select: jax.Array
     balance: jax.Array
     seed: jax.Array
-    told: jax.Array | None = None
 
 
 def deliver(entries: PaddedCOO, overflow: jax.Array, turns: Turns, options: Options) -> Delivery:
@@ -116,10 +112,9 @@ def deliver(entries: PaddedCOO, overflow: jax.Array, turns: Turns, options: Opti
         return _by_rounds(entries, bits, overflow, turns, options)
 
     if not plan.window:
-        told = None if turns.told is None else transport.psum(turns.told, axis)
-        return by_rounds()._replace(told=told)
+        return by_rounds()
     with jax.named_scope("ok_topk/windows"):
-        seen = _windows.look(bits, plan, overflow, axis, turns.told)
+        seen = _windows.look(bits, plan, overflow, axis)
     fits = seen.holds & (jnp.max(seen.quota) <= plan.gather_slots)
     # Among the rounds is a ppermute, in which all devices of a mesh meet.
     fits = transport.holds_on_mesh(fits[None], axis)[0]
@@ -127,7 +122,7 @@ def deliver(entries: PaddedCOO, overflow: jax.Array, turns: Turns, options: Opti
     words = _messages.words_in_full(options.exchanges.window.received(plan.workers))
     with jax.named_scope("ok_topk/delivery"):
         found = _cond(fits, lambda: _at_once(entries, bits, seen, options), by_rounds)
-    return found._replace(words=_messages.words_in_all(words, found.words), told=seen.told)
+    return found._replace(words=_messages.words_in_all(words, found.words))
 
 
 def _at_once(

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from sparse_collectives import transport
 from sparse_collectives._coo import compaction, kth_magnitude
 from sparse_collectives._types import AxisName
-from sparse_collectives.allreduce._parts import _messages
 from sparse_collectives.allreduce.ok_topk._plan import Plan
 
 # Above all magnitudes.
@@ -34,7 +33,6 @@ class Seen(NamedTuple):
       above: ``i32[P]``, entries of each above it.
       tied: ``i32[P]``, of those equal to it the ones that each delivers.
       overflow: ``f32[]``, of all workers.
-      told: ``i32[]``, the sum of what they tell; None where that is nothing.
     """
 
     holds: jax.Array
@@ -42,7 +40,6 @@ class Seen(NamedTuple):
     above: jax.Array
     tied: jax.Array
     overflow: jax.Array
-    told: jax.Array | None
 
     @property
     def quota(self) -> jax.Array:
@@ -50,13 +47,7 @@ class Seen(NamedTuple):
         return self.above + self.tied
 
 
-def look(
-    bits: jax.Array,
-    plan: Plan,
-    overflow: jax.Array,
-    axis: AxisName,
-    told: jax.Array | None = None,
-) -> Seen:
+def look(bits: jax.Array, plan: Plan, overflow: jax.Array, axis: AxisName) -> Seen:
     """One allgather of ``plan.window`` words and a few.
 
     Args:
@@ -64,7 +55,6 @@ def look(
       plan: with a window.
       overflow: ``i32[]``, this worker's overflow, which travels with the window.
       axis: the workers.
-      told: ``i32[]``, a number of this worker that travels, too.
 
     Cost: besides the exchange a bisection over m magnitudes for both ends of the window at
     once, and one over all windows.
@@ -87,8 +77,7 @@ def look(
     window = bits.at[places].get(mode="fill", fill_value=0)
     # Of ends that are turned around the smallest is the largest.
     numbers = jnp.stack([above, shown, overflow, low, ~high])
-    message = _messages.with_told(jnp.concatenate([window, numbers]), told)
-    gathered, told = _messages.split_told(transport.all_gather(message, axis), told)
+    gathered = transport.all_gather(jnp.concatenate([window, numbers]), axis)
     windows, numbers = gathered[:, :slots], gathered[:, slots:]
     known, inside, *_ = jnp.sum(numbers, axis=0, dtype=jnp.int32)
     _, fullest, _, low, high = jnp.max(numbers, axis=0)
@@ -108,5 +97,4 @@ def look(
         above=above,
         tied=jnp.clip(rest - before, 0, equal),
         overflow=jnp.sum(numbers[:, 2].astype(jnp.float32)),
-        told=told,
     )
