@@ -1,86 +1,62 @@
 """Sparse and low-rank allreduces with error feedback as optax gradient transformations."""
 
+from optax_ext import contrib, published
 from optax_ext._aliases import (
-    dgc,
-    gtopk,
-    hitopk,
     ok_topk,
     ok_topk_sgd,
-    quantized_topk,
     topk_a,
-    topk_dsa,
 )
 from optax_ext._loop._ahead import ahead
-from optax_ext._loop._monitoring import Monitor, metrics, tensorboard_writer
+from optax_ext._loop._monitoring import Monitor, metrics
 from optax_ext._loop._train_step import TrainStep, make_train_step
-from optax_ext._loop._watchdog import Watchdog
-from optax_ext._low_rank._factors import Factors
 from optax_ext._optimizers._adamw import sparse_adamw
 from optax_ext._optimizers._sgd import sparse_sgd
 from optax_ext._state._anywhere import with_mesh
 from optax_ext._state._checkpoint import abstract_state, check_metadata, checkpoint_metadata
-from optax_ext._state._checksums import check_checksums, checksums
 from optax_ext._state._consolidate import consolidate, flush
 from optax_ext._state._find import get_info, get_state, get_states, state_specs
 from optax_ext._state._init import init_state
 from optax_ext._state._reshard import reshard
-from optax_ext._state._wrappers import DelayedState, MultiStepsState
-from optax_ext._step._dense import DenseState, dense
+from optax_ext._step._dense import dense
 from optax_ext._step._dense_leaves import small_leaves
 from optax_ext._step._momentum_correction import MomentumCorrection, momentum_correction
 from optax_ext._step._residual import Residual, residual
 from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
 from optax_ext._transforms._assert_local import assert_local_gradients
 from optax_ext._transforms._assert_replicated import assert_replicated_gradients
-from optax_ext._transforms._buckets import BucketedState, bucketed
+from optax_ext._transforms._buckets import bucketed
 from optax_ext._transforms._delayed import delayed
-from optax_ext._transforms._local_adam import ScaleByLocalAdamState, scale_by_local_adam
+from optax_ext._transforms._local_adam import scale_by_local_adam
 from optax_ext._transforms._local_clip import local_clip_by_global_norm
 from optax_ext._transforms._low_rank import acp_sgd, powersgd
 from optax_ext._transforms._multi_steps import multi_steps
-from optax_ext._transforms._partition import partition
-from optax_ext._transforms._partitioned_norms import lamb, lars, scale_by_trust_ratio
 from optax_ext._transforms._sparse_allreduce import sparse_allreduce
-from optax_ext._transforms._xi import XiState, measure_xi
+from optax_ext._transforms._xi import measure_xi
 
 __all__ = [
-    "BucketedState",
-    "DelayedState",
-    "DenseState",
-    "Factors",
     "MomentumCorrection",
     "Monitor",
-    "MultiStepsState",
     "Residual",
-    "ScaleByLocalAdamState",
     "SparseAllreduceState",
     "StepInfo",
     "TrainStep",
-    "Watchdog",
-    "XiState",
     "abstract_state",
     "acp_sgd",
     "ahead",
     "assert_local_gradients",
     "assert_replicated_gradients",
     "bucketed",
-    "check_checksums",
     "check_metadata",
     "checkpoint_metadata",
-    "checksums",
     "consolidate",
+    "contrib",
     "delayed",
     "dense",
-    "dgc",
     "flush",
     "get_info",
     "get_state",
     "get_states",
-    "gtopk",
-    "hitopk",
     "init_state",
-    "lamb",
-    "lars",
     "local_clip_by_global_norm",
     "make_train_step",
     "measure_xi",
@@ -89,20 +65,16 @@ __all__ = [
     "multi_steps",
     "ok_topk",
     "ok_topk_sgd",
-    "partition",
     "powersgd",
-    "quantized_topk",
+    "published",
     "reshard",
     "residual",
     "scale_by_local_adam",
-    "scale_by_trust_ratio",
     "small_leaves",
     "sparse_adamw",
     "sparse_allreduce",
     "sparse_sgd",
     "state_specs",
-    "tensorboard_writer",
     "topk_a",
-    "topk_dsa",
     "with_mesh",
 ]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NoReturn
 
 from sparse_collectives import _units, cost_model
+from sparse_collectives.cost_model import _codecs, _fill_in
 from sparse_collectives.planner import (
     _measured_file,
     _optimizers,
@@ -162,8 +163,12 @@ def _plan(args: argparse.Namespace) -> None:
     size, selected = -(-size // devices), -(-selected // devices)
     compute = _units.seconds("--compute", args.compute)
     overlap = None if args.expansion is None else _overlap(args.expansion, selected)
-    codecs = [name for name, cost in cost_model.CODECS.items() if cost.exact or not args.exact]
-    names = [option.name for option in _planner.OPTIONS if not (option.rounds and args.exact)]
+    codecs = [name for name, cost in _codecs.CODECS.items() if cost.exact or not args.exact]
+    names = [
+        name
+        for name, row in cost_model.ALGORITHMS.items()
+        if row.planned and not (row.rounds and args.exact)
+    ]
 
     def steps_of(count: int) -> dict[str, float] | None:
         return None if args.same_loss is None else _steps.read(args.same_loss, count, density)
@@ -307,7 +312,7 @@ def _overlap(text: str, selected: int) -> cost_model.Overlap:
         overlap = cost_model.Overlap(
             float(factor) * selected, _units.count("--expansion", workers, **_WORKERS)
         )
-        cost_model.effective_size(selected, overlap)
+        _fill_in.effective_size(selected, overlap)
     except ValueError:
         raise ValueError(
             "--expansion must be X@P with P >= 2 workers and 1 <= X <= P, such as 3.2@16, got "

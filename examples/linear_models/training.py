@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_collectives import PaddedCOO, ReduceInfo, SparseAllreduce, allreduce, transport
+from sparse_collectives.allreduce import published
 
 from .workers import OWN, SAME, Group
 
@@ -53,7 +54,7 @@ def split_allgather(fit: Fit, workers: int) -> SparseAllreduce:
     """SSAR_Split_allgather with the slots that the largest block and the largest region take."""
     slack = _slack(fit, workers)
     fill = max(1.0, _ABOVE * fit.region * workers / (slack * fit.selection))
-    return allreduce.ssar_split_allgather(slack=slack, fill=fill)
+    return published.ssar_split_allgather(slack=slack, fill=fill)
 
 
 def _slack(fit: Fit, workers: int) -> float:
@@ -80,15 +81,15 @@ def dense_allgather(workers: int) -> SparseAllreduce:
 EXCHANGES: dict[str, dict[str, Callable[[Any, int], SparseAllreduce]]] = {
     "sgd": {
         "dense": lambda fit, p: allreduce.dense(),
-        "ssar_recursive_double": lambda fit, p: allreduce.ssar_recursive_double(capacity=fit.union),
+        "ssar_recursive_double": lambda fit, p: published.ssar_recursive_double(capacity=fit.union),
         "ssar_split_allgather": split_allgather,
-        "dsar_split_allgather": lambda fit, p: allreduce.dsar_split_allgather(slack=_slack(fit, p)),
+        "dsar_split_allgather": lambda fit, p: published.dsar_split_allgather(slack=_slack(fit, p)),
         "topk_a": lambda fit, p: allreduce.topk_a(),
     },
     "scd": {
         "dense_allgather": lambda fit, p: dense_allgather(p),
         "dense": lambda fit, p: allreduce.dense(),
-        "sparse_allgather": lambda fit, p: allreduce.sparse_allgather(),
+        "sparse_allgather": lambda fit, p: published.sparse_allgather(),
     },
 }
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from optax_ext._state import _find
 from optax_ext._step import _owner
 from optax_ext._transforms import _xi
-from sparse_collectives import extend, select
+from sparse_collectives import extend
 
 Writer = Callable[[int, dict[str, float]], Any]
 
@@ -85,7 +85,7 @@ def _clipped(states: list[Any]) -> jax.Array | int:
     """Of all scheduled selectors; every worker counts the same."""
 
     def is_scheduled(node: Any) -> bool:
-        return isinstance(node, select.ScheduledState)
+        return "clipped" in getattr(node, "_fields", ())
 
     found = filter(is_scheduled, jax.tree.leaves(states, is_leaf=is_scheduled))
     return sum(jnp.max(node.clipped) for node in found)
@@ -100,7 +100,7 @@ class Monitor:
 
     Args:
       write: called with the step and a dict of floats, as the ``write_scalars`` of
-        ``clu.metric_writers``; :func:`tensorboard_writer` makes one.
+        ``clu.metric_writers``; :func:`optax_ext.contrib.tensorboard_writer` makes one.
       every: the steps from one write to the next.
       prefix: of the names.
 
@@ -118,7 +118,7 @@ class Monitor:
         if not callable(write):
             raise TypeError(
                 f"write must be callable as write(step, values), got {write!r}. Give for example "
-                "optax_ext.tensorboard_writer(folder)."
+                "optax_ext.contrib.tensorboard_writer(folder)."
             )
         self._write = write
         self._every = extend.check_positive_int("every", every)
@@ -145,29 +145,3 @@ class Monitor:
             )
         if jax.process_index() == 0:
             self._write(step, {self._prefix + name: float(x) for name, x in values.items()})
-
-
-def tensorboard_writer(folder: Any) -> Writer:
-    """A writer for :class:`Monitor` that makes event files for TensorBoard.
-
-    Args:
-      folder: where, as a string or path.
-
-    Raises:
-      ImportError: tensorboardX is not installed.
-    """
-    try:
-        from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ImportError(
-            "tensorboard_writer needs tensorboardX: pip install 'sparse-collectives[tensorboard]'. "
-            "Any function write(step, values) does instead."
-        ) from error
-    # Its thread writes what is queued, and flushes it this often.
-    events = SummaryWriter(str(folder), flush_secs=1)
-
-    def write(step: int, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            events.add_scalar(name, value, step)
-
-    return write

@@ -13,7 +13,7 @@ from sparse_collectives import __version__, extend
 
 # Of the metadata and of what it describes. It grows when a state gets another structure, or
 # when a spec gets another meaning: not with every version of the library.
-FORMAT = 3
+FORMAT = 4
 
 
 def abstract_state(

@@ -5,7 +5,7 @@ accumulates differs between the workers, and what it decides by them may differ 
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,28 +37,6 @@ _REFUSED = {
         "To exchange at every k-th step only, use optax_ext.multi_steps",
     ),
 }
-
-
-class MultiStepsState(NamedTuple):
-    """State of :func:`optax_ext.multi_steps`; the fields have the names of optax's.
-
-    Attributes:
-      mini_step: ``i32[]``, gradients in the accumulators.
-      gradient_step: ``i32[]``, exchanges made.
-      inner_opt_state: the state of the wrapped transformation.
-      acc_grads: the sum of the gradients for each worker: in the tree of the parameters,
-        float32, with a leading axis, of size 1 inside the mapped function and of size P
-        outside.
-    """
-
-    mini_step: jax.Array
-    gradient_step: jax.Array
-    inner_opt_state: Any
-    acc_grads: Any
-
-
-class DelayedState(MultiStepsState):
-    """State of :func:`optax_ext.delayed`: the accumulators hold the gradient that waits."""
 
 
 def accumulators(inner: Any, params: Any) -> Any:
@@ -105,6 +83,11 @@ def reductions(opt_state: Any) -> list[Any]:
     return [n for n in jax.tree.leaves(opt_state, is_leaf=is_reduction) if is_reduction(n)]
 
 
+def accumulates(node: Any) -> bool:
+    """Whether it is the state of a wrapper that keeps gradients, by the names that optax gives."""
+    return {"inner_opt_state", "acc_grads"} <= set(getattr(node, "_fields", ()))
+
+
 def mark(opt_state: Any) -> Any:
     """The state with a :class:`PerWorker` for each tree of accumulated local gradients.
 
@@ -115,11 +98,8 @@ def mark(opt_state: Any) -> Any:
     _check_refused(opt_state)
     _check_chained(opt_state)
 
-    def is_multi_steps(node):
-        return isinstance(node, optax.MultiStepsState | MultiStepsState)
-
     def marked(node):
-        if not is_multi_steps(node):
+        if not accumulates(node):
             return node
         inside = reductions(node.inner_opt_state)
         inner = mark(node.inner_opt_state)
@@ -132,7 +112,7 @@ def mark(opt_state: Any) -> Any:
         workers = sparse[0].workers if sparse else None
         return node._replace(inner_opt_state=inner, acc_grads=PerWorker(node.acc_grads, workers))
 
-    return jax.tree.map(marked, opt_state, is_leaf=is_multi_steps)
+    return jax.tree.map(marked, opt_state, is_leaf=accumulates)
 
 
 def _check_refused(opt_state: Any) -> None:

@@ -1,13 +1,27 @@
 """The exchange of one step beside the computation of the next one."""
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_ext._state import _gradients
-from optax_ext._state._wrappers import DelayedState, accumulators, reductions
+from optax_ext._state._wrappers import accumulators, reductions
+
+
+class DelayedState(NamedTuple):
+    """State of :func:`delayed`.
+
+    Attributes:
+      gradient_step: ``i32[]``, exchanges made.
+      inner_opt_state: the state of the wrapped transformation.
+      acc_grads: the gradient of each worker that waits, as in :class:`MultiStepsState`.
+    """
+
+    gradient_step: jax.Array
+    inner_opt_state: Any
+    acc_grads: Any
 
 
 def delayed(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -51,8 +65,7 @@ def delayed(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
                 "tx of optax_ext.delayed has no sparse allreduce, and no optax_ext.dense, in it. "
                 "Wrap the whole chain."
             )
-        zeros = [jnp.zeros((), jnp.int32) for _ in range(2)]
-        return DelayedState(zeros[0], zeros[1], inner, accumulators(inner, params))
+        return DelayedState(jnp.zeros((), jnp.int32), inner, accumulators(inner, params))
 
     def update(updates: Any, state: DelayedState, params: Any = None, **extra_args: Any):
         if not isinstance(state, DelayedState):

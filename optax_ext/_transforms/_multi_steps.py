@@ -1,7 +1,7 @@
 """Gradient accumulation in front of an allreduce, without an exchange at the mini-steps."""
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +9,26 @@ import optax
 from jax import lax
 
 from optax_ext._state import _gradients
-from optax_ext._state._wrappers import MultiStepsState, accumulators, reductions
+from optax_ext._state._wrappers import accumulators, reductions
 from sparse_collectives import extend
+
+
+class MultiStepsState(NamedTuple):
+    """State of :func:`multi_steps`; the fields have the names of optax's.
+
+    Attributes:
+      mini_step: ``i32[]``, gradients in the accumulators.
+      gradient_step: ``i32[]``, exchanges made.
+      inner_opt_state: the state of the wrapped transformation.
+      acc_grads: the sum of the gradients for each worker: in the tree of the parameters,
+        float32, with a leading axis, of size 1 inside the mapped function and of size P
+        outside.
+    """
+
+    mini_step: jax.Array
+    gradient_step: jax.Array
+    inner_opt_state: Any
+    acc_grads: Any
 
 
 def multi_steps(

@@ -230,6 +230,15 @@ def leader(w: Workload, codec: MessageSizes) -> Estimate:
     return certain(each + each + _even(0, 0, w.selected))
 
 
+def shared_random(w: Workload, codec: MessageSizes) -> Estimate:
+    """The sum of k values; no index is sent."""
+    del codec
+    if w.workers == 1:
+        return certain(Cost())
+    words = _sum_at.sum_words(w.selected, w.workers, 32)
+    return certain(_even(2 * log2_rounds(w.workers), words, w.selected))
+
+
 def _cost_of(exchange: _plan.Exchange, workers: int) -> Cost:
     """The cost of one exchange of a plan."""
     if exchange.kind == "psum":

@@ -38,13 +38,13 @@ def torus_2d(w: Workload, codec: MessageSizes) -> Estimate:
     return certain(_within_nodes(w) + dense(_between_nodes(w), codec).expected)
 
 
-def _nothing(w: Workload) -> tuple[int, int, int]:
+def nothing_agreed(w: Workload) -> tuple[int, int, int]:
     del w
     return 0, 0, 0
 
 
 def hierarchical(
-    formula: Formula, agreed: Callable[[Workload], tuple[int, int, int]] = _nothing
+    formula: Formula, agreed: Callable[[Workload], tuple[int, int, int]] = nothing_agreed
 ) -> Formula:
     """An exchange of shards between nodes, in a dense one within them.
 

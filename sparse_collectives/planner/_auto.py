@@ -7,20 +7,7 @@ from typing import Any, NamedTuple
 from sparse_collectives import _units, _validation, transport, wire
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, SparseAllreduce
-from sparse_collectives.allreduce import (
-    dense,
-    dense_bucketed,
-    dsar_split_allgather,
-    gtopk,
-    ok_topk,
-    ring_sparse,
-    spardl,
-    ssar_recursive_double,
-    ssar_split_allgather,
-    topk_a,
-)
-from sparse_collectives.cost_model import Network, Workload, network
-from sparse_collectives.cost_model._implementation import bucket_count
+from sparse_collectives.cost_model import ALGORITHMS, Network, Workload, network
 from sparse_collectives.padded_coo import PaddedCOO
 from sparse_collectives.planner import _planner
 
@@ -88,11 +75,13 @@ def auto(
     options = _options(density, latency, bandwidth, candidates, codecs, merge_cost)
 
     def init(size: int, axis_size: int) -> Any:
-        return _make(_choose(size, axis_size, *options), size, density).init(size, axis_size)
+        made = _make(_choose(size, axis_size, *options), _workload(size, axis_size, density))
+        return made.init(size, axis_size)
 
     def reduce(coo: PaddedCOO, state: Any, *, axis: AxisName):
-        choice = _choose(coo.size, transport.axis_size(axis), *options)
-        return _make(choice, coo.size, density).reduce(coo, state, axis=axis)
+        workers = transport.axis_size(axis)
+        made = _make(_choose(coo.size, workers, *options), _workload(coo.size, workers, density))
+        return made.reduce(coo, state, axis=axis)
 
     return SparseAllreduce(
         init,
@@ -153,7 +142,9 @@ def _options(density, latency, bandwidth, candidates, codecs, merge_cost) -> tup
     density = _validation.check_density(density)
     # A complete one has a say in the selection, which has been made by then.
     flat = tuple(
-        option.name for option in _planner.OPTIONS if not option.two_level and not option.complete
+        name
+        for name, row in ALGORITHMS.items()
+        if row.planned and not row.two_level and not row.complete
     )
     names = flat if candidates is None else tuple(candidates)
     for name in names:
@@ -178,11 +169,8 @@ def _choose(
     codecs: tuple[str, ...],
     merge: float,
 ) -> AutoChoice:
-    size = _validation.check_size(size)
-    workers = _validation.check_positive_int("axis_size", workers)
-    k = _validation.count_from_density(density, size)
     plan = _planner.plan(
-        Workload(size, k, workers),
+        _workload(size, workers, density),
         net,
         local=_planner.LocalCost(0.0, merge),
         codecs=codecs,
@@ -200,16 +188,14 @@ def _choose(
     )
 
 
-def _make(choice: AutoChoice, size: int, density: float) -> SparseAllreduce:
-    return _FACTORIES[choice.name](_Arguments(size, density, _CODECS[choice.codec]()))
+def _workload(size: int, workers: int, density: float) -> Workload:
+    size = _validation.check_size(size)
+    workers = _validation.check_positive_int("axis_size", workers)
+    return Workload(size, _validation.count_from_density(density, size), workers)
 
 
-class _Arguments(NamedTuple):
-    """What the factories of the candidates choose their arguments from."""
-
-    size: int
-    density: float
-    codec: Codec
+def _make(choice: AutoChoice, load: Workload) -> SparseAllreduce:
+    return ALGORITHMS[choice.name].make(load, _CODECS[choice.codec]())
 
 
 _CODECS: dict[str, Callable[[], Codec]] = {
@@ -218,18 +204,4 @@ _CODECS: dict[str, Callable[[], Codec]] = {
     "narrow8": wire.narrow8,
     "qsgd": wire.qsgd,
     "raw": wire.raw,
-}
-
-# A row for each of the planner's options that need no nodes.
-_FACTORIES: dict[str, Callable[[_Arguments], SparseAllreduce]] = {
-    "dense": lambda given: dense(),
-    "dense_bucketed": lambda given: dense_bucketed(buckets=bucket_count(given.size)),
-    "topk_a": lambda given: topk_a(codec=given.codec),
-    "ssar_recursive_double": lambda given: ssar_recursive_double(codec=given.codec),
-    "ssar_split_allgather": lambda given: ssar_split_allgather(codec=given.codec),
-    "dsar_split_allgather": lambda given: dsar_split_allgather(codec=given.codec),
-    "ring_sparse": lambda given: ring_sparse(codec=given.codec),
-    "gtopk": lambda given: gtopk(density=given.density, codec=given.codec),
-    "spardl": lambda given: spardl(density=given.density, codec=given.codec),
-    "ok_topk": lambda given: ok_topk(density=given.density, codec=given.codec),
 }

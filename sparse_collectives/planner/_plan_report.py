@@ -4,20 +4,15 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sparse_collectives.cost_model import Cost
+from sparse_collectives.cost_model import ALGORITHMS, Cost, _gpu
 from sparse_collectives.cost_model._types import BYTES_PER_WORD
-from sparse_collectives.planner import _gpu
 from sparse_collectives.planner._optimizers import TIE, Optimizers
-from sparse_collectives.planner._planner import MARGIN, OPTIONS, LocalCost, Plan, Prediction
+from sparse_collectives.planner._planner import MARGIN, LocalCost, Plan, Prediction
 
 # Names in a list of ties.
 _NAMED = 5
 # Of each decade of a short logarithmic axis.
 _TICKS = (1, 1.5, 2, 3, 4, 5, 7)
-# One for each row of OPTIONS.
-_COLOURS = ("black", "gray", "tan", "tab:blue", "tab:cyan", "tab:purple", "tab:pink", "tab:brown")
-_COLOURS += ("tab:olive", "tab:red", "navy", "tab:orange", "tab:green", "gold", "teal", "magenta")
-_COLOURS += ("crimson", "indigo", "lime", "sienna")
 
 
 def text(plan: Plan, optimizers: Optimizers | None = None, *, all_codecs: bool = False) -> str:
@@ -226,7 +221,7 @@ def plot(file: str, plan_for: Callable[[int], Plan], workers: int, inner: int) -
         {inner << i for i in range(0 if inner > 1 else 1, nodes.bit_length())} | {workers}
     )
     # An algorithm keeps its colour and marker whatever else is drawn.
-    colours = dict(zip((option.name for option in OPTIONS), _COLOURS, strict=False))
+    order = list(ALGORITHMS)
     lines: dict[str, list[tuple[int, float]]] = {}
     for count in counts:
         for row in plan_for(count).predictions:
@@ -240,12 +235,12 @@ def plot(file: str, plan_for: Callable[[int], Plan], workers: int, inner: int) -
     # Ordered by their right ends, so that the legend is easy to follow.
     ranked = sorted(lines.items(), key=lambda item: -item[1][-1][1] if item[1] else math.inf)
     for name, points in ranked:
-        i = list(colours).index(name)
+        i = order.index(name)
         axes.plot(
             [x for x, _ in points],
             [y for _, y in points],
             label=name,
-            color=colours[name],
+            color=ALGORITHMS[name].colour,
             # Equal costs coincide: a thick line shows under a thin one.
             linewidth=3 if name == "dense" else 1.5,
             marker="os^D"[i % 4],

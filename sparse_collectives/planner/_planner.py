@@ -1,20 +1,20 @@
 """Which allreduce is fastest for a model, a network and a number of workers."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from sparse_collectives.cost_model import (
-    CODECS,
+    ALGORITHMS,
+    Algorithm,
     Estimate,
     Network,
     Workload,
-    codec_sizes,
-    has_room,
+    _gpu,
     predict,
 )
-from sparse_collectives.cost_model._implementation import bucket_count, fill
-from sparse_collectives.planner import _gpu
+from sparse_collectives.cost_model._codecs import CODECS, codec_sizes, has_room
+from sparse_collectives.cost_model._implementation import bucket_count
 
 # A sparse step costs convergence and memory, and the model is not exact: it has to be
 # faster than a dense one by this much to be recommended.
@@ -22,9 +22,6 @@ MARGIN = 1.1
 # The part of a training step during which gradients appear: a backward pass costs
 # about twice a forward pass.
 BACKWARD_SHARE = 2 / 3
-
-# The encodings of value-index pairs.
-_PAIR_CODECS = ("raw", "bf16", "narrow16", "narrow8")
 
 
 class LocalCost(NamedTuple):
@@ -44,10 +41,16 @@ class LocalCost(NamedTuple):
     gpu: bool = False
     sharing: float = 1.0
 
-    def seconds(self, name: str, entries: float, pairs: float) -> float:
-        """Of a step of an algorithm that selects from so many entries."""
+    def seconds(self, program: _gpu.Program | None, entries: float, pairs: float) -> float:
+        """Of a step of an algorithm that selects from so many entries.
+
+        Args:
+          program: the step on a GPU; None: it was not compiled.
+          entries: from which a worker selects.
+          pairs: that it receives.
+        """
         given = (self.select * entries + self.merge * pairs) * self.sharing
-        return given + (_gpu.program_of(name).seconds(entries) if self.gpu else 0.0)
+        return given + ((program or _gpu.DEFAULT).seconds(entries) if self.gpu else 0.0)
 
 
 # `benchmarks.local.step_cost`: a whole step with ok_topk takes about 3 ns a component on
@@ -56,94 +59,6 @@ class LocalCost(NamedTuple):
 CPU = LocalCost(3e-9, 6e-9)
 # Not timed: read from compiled programs.
 GPU = LocalCost(0.0, 0.0, gpu=True)
-
-
-class Option(NamedTuple):
-    """An algorithm as the planner offers it.
-
-    Attributes:
-      name: its key in ``cost_model.IMPLEMENTATION``.
-      codecs: the encodings that make sense with it.
-      factory: its name in ``sparse_collectives.allreduce``; with ``hierarchical`` that
-        of the exchange between nodes.
-      arguments: those to write for a workload, without the codec.
-      dense: whether nothing is selected.
-      two_level: whether it needs workers grouped in nodes.
-      hierarchical: whether the factory's exchange is the outer one of ``hierarchical``.
-      overlaps: whether it can run while the gradients are computed.
-      complete: whether all workers give what they have of an index that any selected, so
-        that the allreduce has a say in what is selected.
-      rounds: whether it does without any encoding.
-    """
-
-    name: str
-    codecs: tuple[str, ...]
-    factory: str
-    arguments: Callable[[Workload], tuple[str, ...]]
-    dense: bool = False
-    two_level: bool = False
-    hierarchical: bool = False
-    overlaps: bool = False
-    complete: bool = False
-    rounds: bool = False
-
-
-def _no_arguments(workload: Workload) -> tuple[str, ...]:
-    del workload
-    return ()
-
-
-def _density(workload: Workload) -> tuple[str, ...]:
-    # As a float: `density` refuses the integer 1.
-    return (f"density={float(f'{workload.density:.6g}')}",)
-
-
-def _few_bits(workload: Workload) -> tuple[str, ...]:
-    return (*_density(workload), 'bits="few"')
-
-
-def _buckets(workload: Workload) -> tuple[str, ...]:
-    return (f"buckets={bucket_count(workload.size)}",)
-
-
-def _fill(workload: Workload) -> tuple[str, ...]:
-    expansion = fill(workload)
-    return () if expansion is None else (f"fill={max(1.0, expansion):.4g}",)
-
-
-def _flat(name: str, arguments: Callable[[Workload], tuple[str, ...]], *more: str) -> Option:
-    return Option(name, (*_PAIR_CODECS, *more), name, arguments)
-
-
-def _in_nodes(name: str, arguments: Callable[[Workload], tuple[str, ...]]) -> Option:
-    return Option(
-        f"hierarchical({name})", _PAIR_CODECS, name, arguments, two_level=True, hierarchical=True
-    )
-
-
-# A new algorithm takes one row here and one formula in `cost_model.IMPLEMENTATION`.
-# `sparse_allgather` is not among them: it is for selections without a common index.
-# Random rounding (`qsgd`) is for dense runs, which only one algorithm has.
-OPTIONS = (
-    Option("dense", ("raw",), "dense", _no_arguments, dense=True),
-    Option("dense_bucketed", ("raw",), "dense_bucketed", _buckets, dense=True, overlaps=True),
-    Option("torus_2d", ("raw",), "torus_2d", _no_arguments, dense=True, two_level=True),
-    _flat("topk_a", _no_arguments),
-    _flat("ssar_recursive_double", _no_arguments),
-    _flat("ssar_split_allgather", _fill),
-    _flat("dsar_split_allgather", _no_arguments, "qsgd"),
-    _flat("ring_sparse", _fill),
-    _flat("gtopk", _density),
-    _flat("spardl", _density),
-    _flat("ok_topk", _density),
-    Option("agreed", ("raw",), "agreed", _density, complete=True),
-    Option("agreed(few)", ("raw",), "agreed", _few_bits, complete=True, rounds=True),
-    Option("leader", ("raw",), "leader", _no_arguments, complete=True),
-    _in_nodes("topk_a", _no_arguments),
-    _in_nodes("gtopk", _density),
-    _in_nodes("spardl", _density),
-    _in_nodes("ok_topk", _density),
-)
 
 
 class Prediction(NamedTuple):
@@ -244,7 +159,8 @@ def plan(
     Raises:
       ValueError: a name is unknown, or a factor is not a positive number.
     """
-    known = [option.name for option in OPTIONS]
+    offered = {name: row for name, row in ALGORITHMS.items() if row.planned}
+    known = list(offered)
     names = known if names is None else ["dense", *names]
     codecs = tuple(CODECS) if codecs is None else tuple(codecs)
     _check_known("names", names, known)
@@ -252,21 +168,21 @@ def plan(
     crowded = tuple(c for c in codecs if not has_room(codec_sizes(c), workload.density))
     _check_steps(steps, known)
     arguments = (workload, network, local, compute)
-    base = _predict(OPTIONS[0], "raw", *arguments, math.nan)
-    offered = [
-        option
-        for option in OPTIONS
-        if option.name in names and (not option.two_level or workload.inner_size > 1)
+    base = _predict(offered["dense"], "raw", *arguments, math.nan)
+    chosen = [
+        row
+        for name, row in offered.items()
+        if name in names and (not row.two_level or workload.inner_size > 1)
     ]
-    unknown = [o for o in offered if steps is not None and not o.dense and o.name not in steps]
+    unknown = [r.name for r in chosen if steps is not None and not r.dense and r.name not in steps]
     predictions = []
-    for option in offered:
-        if option in unknown:
+    for row in chosen:
+        if row.name in unknown:
             continue
-        factor = 1.0 if steps is None or option.dense else steps[option.name]
-        for codec in option.codecs:
-            if option.dense or (codec in codecs and codec not in crowded):
-                predictions.append(_predict(option, codec, *arguments, base.step, factor))
+        factor = 1.0 if steps is None or row.dense else steps[row.name]
+        for codec in row.codecs:
+            if row.dense or (codec in codecs and codec not in crowded):
+                predictions.append(_predict(row, codec, *arguments, base.step, factor))
     predictions.sort(key=lambda row: row.to_loss)
     recommended, reason = _recommend(predictions)
     return Plan(
@@ -274,14 +190,14 @@ def plan(
         tuple(predictions),
         crowded,
         steps is not None,
-        tuple(option.name for option in unknown),
+        tuple(unknown),
         recommended,
         reason,
     )
 
 
 def _predict(
-    option: Option,
+    row: Algorithm,
     codec: str,
     workload: Workload,
     network: Network,
@@ -290,24 +206,24 @@ def _predict(
     base: float,
     steps: float = 1.0,
 ) -> Prediction:
-    estimate = predict(option.name, workload, codec)
+    estimate = predict(row.name, workload, codec)
     exchange = estimate.expected.seconds(network)
     # Behind a reduce-scatter within the node a worker selects from its shard only.
-    share = workload.inner_size if option.two_level else 1
+    share = workload.inner_size if row.two_level else 1
     busy = 0.0
-    if not option.dense:
-        busy = local.seconds(option.name, workload.size / share, estimate.expected.pairs)
+    if not row.dense:
+        busy = local.seconds(row.gpu, workload.size / share, estimate.expected.pairs)
     hidden = 0.0
-    if option.overlaps:
+    if row.overlaps:
         # The last bucket is ready when the computation is over.
         buckets = bucket_count(workload.size)
         hidden = min(exchange * (buckets - 1) / buckets, compute * BACKWARD_SHARE)
     step = compute + busy + exchange - hidden
     return Prediction(
-        name=option.name,
+        name=row.name,
         codec=codec,
-        dense=option.dense,
-        code=_code(option, codec, workload),
+        dense=row.dense,
+        code=row.code(workload, codec),
         estimate=estimate,
         exchange=exchange,
         local=busy,
@@ -329,16 +245,6 @@ def _recommend(predictions: list[Prediction]) -> tuple[Prediction, str]:
     if ratio >= MARGIN:
         return sparse, f"{ratio:.2f} times as fast as {dense.name}"
     return dense, f"{sparse.name} ({sparse.codec}) is only {ratio:.2f} times as fast"
-
-
-def _code(option: Option, codec: str, workload: Workload) -> str:
-    """The expression that makes an option, with the default codec left out."""
-    encoding = () if codec == "raw" else (f"codec=sc.wire.{codec}()",)
-    arguments = ", ".join((*option.arguments(workload), *encoding))
-    call = f"sc.allreduce.{option.factory}({arguments})"
-    if option.hierarchical:
-        call = f'sc.allreduce.hierarchical(inner_axis="device", outer={call})'
-    return call
 
 
 def _check_steps(steps: Mapping[str, float] | None, known: list[str]) -> None:

@@ -1,29 +1,21 @@
 """Random-k: k indices at random, the control for every other selection.
 
-The indices are the images of 0 .. k-1 under a random permutation of 0 .. n-1,
-which is computed entry by entry and never stored: a bijection of the words of m
-bits, 2**m >= n, is applied until the result is below n (cycle walking). Each of
-its rounds is a bijection: adding a key, xor with a right shift, multiplying by
-an odd key. Distinct starts have distinct images, so nothing is drawn twice.
+The indices are the images of 0 .. k-1 under a random permutation of 0 .. n-1.
 """
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from sparse_collectives import _validation
-from sparse_collectives._coo import _bits, _bitset, compaction
+from sparse_collectives._coo import _bits, _bitset, compaction, permutation
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, SelectInfo, Selector
 from sparse_collectives.layout import Layout, as_layout
 from sparse_collectives.padded_coo import PaddedCOO
 from sparse_collectives.transport import _mesh
 
-_ROUNDS = 6
 # Of the golden ratio: multiples of it, modulo 2**32, are far from one another.
 _STRIDE = 0x9E3779B9 - 2**32
-# A bijection of very few bits has few distinct keys.
-_FEWEST_BITS = 6
 
 
 def random_k(
@@ -94,7 +86,7 @@ def random_k(
         if axis is not None:
             _mesh.axis_size(axis)  # Raises where the axis is not bound.
             key = jax.random.fold_in(key, _mesh.axis_index(axis))
-        drawn = _draw(key, k, size)
+        drawn = permutation.images(key, jnp.arange(k, dtype=jnp.int32), size)
         nonzero = _bits.magnitude_bits(acc.at[drawn].get(mode="clip")) > 0
         members = jnp.where(nonzero, drawn, size)
         words = _bitset.insert(_bitset.empty(size), members, size)
@@ -121,28 +113,3 @@ def random_k(
             same_on_all_workers=same_on_all_workers,
         ),
     )
-
-
-def _draw(key: jax.Array, k: int, size: int) -> jax.Array:
-    """The images of 0 .. k-1 under a random permutation of 0 .. size-1, ``i32[k]``."""
-    if k == size:
-        return jnp.arange(size, dtype=jnp.int32)
-    bits = max(_FEWEST_BITS, (size - 1).bit_length())
-    keys = jax.random.bits(key, (2, _ROUNDS), jnp.uint32)
-    mask = jnp.uint32(2**bits - 1)
-
-    def permute(x):
-        for i in range(_ROUNDS):
-            x = (x + keys[0, i]) & mask
-            x ^= x >> ((bits + 1) // 2)
-            x = (x * (keys[1, i] | 1)) & mask
-        return x ^ (x >> ((bits + 1) // 2))
-
-    def outside(x):
-        return jnp.any(x >= size)
-
-    def walk(x):
-        return jnp.where(x >= size, permute(x), x)
-
-    start = permute(jnp.arange(k, dtype=jnp.uint32))
-    return lax.while_loop(outside, walk, start).astype(jnp.int32)

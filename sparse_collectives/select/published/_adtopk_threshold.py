@@ -12,9 +12,9 @@ from sparse_collectives._coo import _bits, compaction
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector, State
 from sparse_collectives.layout import Layout, as_layout
-from sparse_collectives.select._adtopk import count_of_layer, rows_of_layer
 from sparse_collectives.select._parts import _layers, _reaching
 from sparse_collectives.select._topk import topk
+from sparse_collectives.select.published._adtopk import count_of_layer, rows_of_layer
 
 # Changes of the threshold, relative to it, below which the period grows and above
 # which it shrinks: epsilon and 2 epsilon of Algorithm 2.

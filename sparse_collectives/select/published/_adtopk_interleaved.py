@@ -10,10 +10,10 @@ from sparse_collectives import padded_coo
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import Selector
 from sparse_collectives.layout import Layout
-from sparse_collectives.select._adtopk import adtopk
 from sparse_collectives.select._layerwise import layerwise
 from sparse_collectives.select._parts import _layers
 from sparse_collectives.select._topk import topk
+from sparse_collectives.select.published._adtopk import adtopk
 
 
 class ADTopkInterleavedState(NamedTuple):

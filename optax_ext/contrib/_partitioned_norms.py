@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_ext._transforms import _mapped
+from optax_ext.contrib import _mapped
 from sparse_collectives import extend, transport
 from sparse_collectives.extend import AxisName
 

@@ -52,8 +52,8 @@ def check_checksums(saved: dict[str, int], tree: Any) -> None:
     """
     if not isinstance(saved, dict):
         raise TypeError(
-            f"saved must be what optax_ext.checksums returned, got {_text.short(saved)}: the "
-            "checkpoint was saved without. Save them beside the arrays, for example with "
+            f"saved must be what optax_ext.contrib.checksums returned, got {_text.short(saved)}: "
+            "the checkpoint was saved without. Save them beside the arrays, for example with "
             "checkpointer.save(path, state, custom_metadata={'checksums': checksums(state)})."
         )
     found = checksums(tree)

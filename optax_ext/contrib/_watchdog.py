@@ -127,7 +127,7 @@ class Watchdog:
             self._armed = _Armed(what, seconds, time.monotonic() + seconds)
             if self._thread is None:
                 self._thread = threading.Thread(
-                    target=self._watch, name="optax_ext.Watchdog", daemon=True
+                    target=self._watch, name="optax_ext.contrib.Watchdog", daemon=True
                 )
                 self._thread.start()
             self._changed.notify_all()
@@ -177,7 +177,7 @@ class Watchdog:
         # The file descriptor itself: a buffer may be locked by a thread that hangs.
         if not threads:
             _write(traceback.format_exc())
-        _write(f"optax_ext.Watchdog: {message}\n")
+        _write(f"optax_ext.contrib.Watchdog: {message}\n")
         if threads:
             faulthandler.dump_traceback(2, all_threads=True)
         os._exit(status)

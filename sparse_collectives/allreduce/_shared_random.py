@@ -1,0 +1,110 @@
+"""Averaging at indices that all workers draw from one seed: no index is on the wire."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from sparse_collectives import _validation, transport
+from sparse_collectives._coo import permutation
+from sparse_collectives._spec import Spec
+from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce, State
+from sparse_collectives.allreduce._parts import _step, _sum_at
+from sparse_collectives.allreduce._parts._step import StepState
+from sparse_collectives.padded_coo import PaddedCOO
+
+
+def shared_random(*, density: float, seed: int = 0) -> SparseAllreduce:
+    r"""All workers add what they have at k indices that a seed and the step number give.
+
+    .. math:: total_I = \sum_j acc_{j, I}, \qquad residual_{j, I} = 0, \qquad |I| = k
+
+    No index is sent, so at equal words it delivers three times the entries of :func:`agreed`,
+    whatever their size. Which is better depends on the gradient: where it is concentrated in few
+    entries, the largest are worth more; where workers hold whole models that only have to stay
+    close to one another, as in SPARTA, any entry is.
+
+    The steps walk through a random permutation of the n indices, and draw another one when they
+    are at its end: each index is drawn once in every ``ceil(n / k)`` steps, so that no entry
+    waits for ``2 ceil(n / k)`` of them. (SPARTA draws each index anew at each step; an entry then
+    waits for ``7 n / k`` steps with probability 1e-3.)
+
+    The worker's selector is shown the accumulator at the k indices. What it selects of them is
+    in ``info.selected`` and changes nothing else, so a plain :func:`select.topk` of density 1 is
+    the cheapest.
+
+    Cost: ``2 k (P-1)/P`` words, the psum of k values, and its ``2 log2 P`` latencies. Compute:
+    about six rounds of arithmetic for each index that is drawn, a gather and a scatter of k.
+
+    Args:
+      density: k / n of what is delivered at each step, in (0, 1].
+      seed: that of the permutations, in [0, 2**31), the same on all workers.
+
+    Returns:
+      A :class:`SparseAllreduce` that is ``complete``. Its total is a PaddedCOO of k slots.
+
+    Raises:
+      ValueError: an argument out of its range; at ``reduce``, an axis that is not bound.
+
+    References:
+      Baioumy, Cheema, `SPARTA <https://openreview.net/forum?id=stFPf3gzq1>`_, 2025.
+
+    Example:
+      >>> import jax.numpy as jnp, sparse_collectives as sc
+      >>> selector, allreduce = sc.select.topk(density=0.5), shared_random(density=0.5)
+      >>> def step(acc):
+      ...     coo, *_ = selector.select(acc, selector.init(4))
+      ...     total, *_ = allreduce.reduce(coo, allreduce.init(4, 2), axis="workers", acc=acc)
+      ...     return total.to_dense()
+      >>> acc = jnp.array([[5.0, 1.0, 2.0, 1.0], [3.0, 1.0, 1.0, 4.0]])
+      >>> int((sc.simulate(step, axis_size=2)(acc)[0] != 0).sum())
+      2
+    """
+    density = _validation.check_density(density)
+    seed = _validation.check_positive_int("seed", seed, minimum=0)
+    if seed >= 2**31:
+        raise ValueError(f"seed must be below 2**31, got {seed}.")
+
+    def drawn(state: StepState, size: int) -> jax.Array:
+        k = _validation.count_from_density(density, size)
+        turns = math.ceil(size / k)
+        key = jax.random.fold_in(jax.random.key(seed), state.count // turns)
+        # The last turn of a permutation has what is left of it.
+        place = (state.count % turns) * k + jnp.arange(k, dtype=jnp.int32)
+        inside = place < size
+        indices = permutation.images(key, jnp.where(inside, place, 0), size)
+        return jnp.where(inside, indices, size)
+
+    def show(acc: jax.Array, state: StepState, *, axis: AxisName) -> jax.Array:
+        del axis
+        return acc.at[drawn(state, acc.shape[0])].get(mode="fill", fill_value=0)
+
+    def place(coo: PaddedCOO, size: int, state: StepState, *, axis: AxisName) -> PaddedCOO:
+        del axis
+        indices = drawn(state, size).at[coo.indices].get(mode="fill", fill_value=size)
+        return PaddedCOO(coo.values, indices, size)
+
+    def reduce(coo: PaddedCOO, state: State, *, axis: AxisName, acc: jax.Array | None = None):
+        _validation.check_float("coo.values", coo.values.dtype)
+        workers = transport.axis_size(axis)
+        with jax.named_scope("shared_random"):
+            result = _sum_at.sum_at(drawn(state, coo.size), acc, coo, axis)
+        words = jnp.float32(_sum_at.sum_words(result.total.capacity, workers, 32))
+        info = ReduceInfo(
+            delivered=result.total.count(),
+            overflow=jnp.zeros((), jnp.int32),
+            threshold=jnp.zeros((), jnp.float32),
+            words=words,
+            useful=words,
+        )
+        return result.total, result.undelivered, StepState(state.count + 1), info
+
+    return SparseAllreduce(
+        _step.init,
+        reduce,
+        spec=Spec.of("shared_random", density=density, seed=seed),
+        complete=True,
+        show=show,
+        place=place,
+        keeps_others=False,
+    )

@@ -1,0 +1,35 @@
+"""Allreduces of the papers that another one of this library outdoes, under the same contract.
+
+They are here so that the papers' systems can be run and compared with; docs/allreduces.md says
+where each of them still is the right one.
+"""
+
+from sparse_collectives.allreduce.published._dense_bucketed import dense_bucketed as dense_bucketed
+from sparse_collectives.allreduce.published._dsar_split_allgather import (
+    dsar_split_allgather as dsar_split_allgather,
+)
+from sparse_collectives.allreduce.published._gtopk import gtopk as gtopk
+from sparse_collectives.allreduce.published._leader import leader as leader
+from sparse_collectives.allreduce.published._ring_sparse import ring_sparse as ring_sparse
+from sparse_collectives.allreduce.published._sparse_allgather import (
+    sparse_allgather as sparse_allgather,
+)
+from sparse_collectives.allreduce.published._ssar_recursive_double import (
+    ssar_recursive_double as ssar_recursive_double,
+)
+from sparse_collectives.allreduce.published._ssar_split_allgather import (
+    ssar_split_allgather as ssar_split_allgather,
+)
+from sparse_collectives.allreduce.published._torus_2d import torus_2d as torus_2d
+
+__all__ = [
+    "dense_bucketed",
+    "dsar_split_allgather",
+    "gtopk",
+    "leader",
+    "ring_sparse",
+    "sparse_allgather",
+    "ssar_recursive_double",
+    "ssar_split_allgather",
+    "torus_2d",
+]

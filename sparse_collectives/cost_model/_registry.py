@@ -1,0 +1,236 @@
+"""The table of the allreduces: a new one adds a row here.
+
+The cost model, the planner and its picture, ``auto``, and the tests of the contract iterate it.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from sparse_collectives import allreduce
+from sparse_collectives._types import Codec, SparseAllreduce
+from sparse_collectives.allreduce import published
+from sparse_collectives.cost_model import _implementation as flat
+from sparse_collectives.cost_model import _two_levels as nodes
+from sparse_collectives.cost_model._gpu import Program
+from sparse_collectives.cost_model._implementation import Formula
+from sparse_collectives.cost_model._types import Workload
+
+# The encodings of value-index pairs.
+PAIR_CODECS = ("raw", "bf16", "narrow16", "narrow8")
+
+
+class Algorithm(NamedTuple):
+    """An allreduce as it is planned, predicted, drawn and tested.
+
+    Attributes:
+      name: its key in :data:`ALGORITHMS`.
+      factory: what makes it; within nodes, the exchange between them.
+      arguments: what it is called with for a workload, without the codec.
+      formula: its cost.
+      colour: of its line in the planner's picture, as matplotlib names it.
+      codecs: the encodings that make sense with it, the exact one first.
+      dense: whether nothing is selected.
+      two_level: whether it needs workers grouped in nodes.
+      hierarchical: whether ``factory`` is the outer exchange of ``hierarchical``.
+      overlaps: whether it can run while the gradients are computed.
+      complete: whether all workers give what they have of an index that any selected, so
+        that the allreduce has a say in what is selected.
+      rounds: whether it rounds values by itself.
+      delivers_all: whether every selected entry is delivered, whatever the selections.
+      planned: whether the planner offers it.
+      gpu: the steady step around it as XLA compiles it for a GPU; None: it was not compiled.
+    """
+
+    name: str
+    factory: Callable[..., SparseAllreduce]
+    arguments: Callable[[Workload], dict[str, Any]]
+    formula: Formula
+    colour: str
+    codecs: tuple[str, ...] = ("raw",)
+    dense: bool = False
+    two_level: bool = False
+    hierarchical: bool = False
+    overlaps: bool = False
+    complete: bool = False
+    rounds: bool = False
+    delivers_all: bool = False
+    planned: bool = True
+    gpu: Program | None = None
+
+    @property
+    def encodes(self) -> bool:
+        """Whether it takes a codec."""
+        return len(self.codecs) > 1
+
+    def make(self, workload: Workload, codec: Codec | None = None) -> SparseAllreduce:
+        """The allreduce for a workload, in the exact encoding if no other one is given.
+
+        Within nodes it is the exchange between them alone.
+        """
+        encoding = {} if codec is None or not self.encodes else {"codec": codec}
+        return self.factory(**self.arguments(workload), **encoding)
+
+    def code(self, workload: Workload, codec: str = "raw") -> str:
+        """The expression that makes it, with the default codec left out."""
+        name = self.factory.__name__
+        space = "allreduce" if name in allreduce.__all__ else "allreduce.published"
+        given = [f"{key}={_text(value)}" for key, value in self.arguments(workload).items()]
+        encoding = [] if codec == "raw" else [f"codec=sc.wire.{codec}()"]
+        call = f"sc.{space}.{name}({', '.join([*given, *encoding])})"
+        if self.hierarchical:
+            call = f'sc.allreduce.hierarchical(inner_axis="device", outer={call})'
+        return call
+
+
+def _text(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def _nothing(workload: Workload) -> dict[str, Any]:
+    del workload
+    return {}
+
+
+def _density(workload: Workload) -> dict[str, Any]:
+    # As a float: `density` refuses the integer 1.
+    return {"density": float(f"{workload.density:.6g}")}
+
+
+def _few_bits(workload: Workload) -> dict[str, Any]:
+    return _density(workload) | {"bits": "few"}
+
+
+def _buckets(workload: Workload) -> dict[str, Any]:
+    return {"buckets": flat.bucket_count(workload.size)}
+
+
+def _fill(workload: Workload) -> dict[str, Any]:
+    expansion = flat.fill(workload)
+    return {} if expansion is None else {"fill": float(f"{max(1.0, expansion):.4g}")}
+
+
+def _pairs(
+    factory: Callable[..., SparseAllreduce],
+    arguments: Callable[[Workload], dict[str, Any]],
+    formula: Formula,
+    colour: str,
+    **more: Any,
+) -> Algorithm:
+    return Algorithm(
+        factory.__name__, factory, arguments, formula, colour, **{"codecs": PAIR_CODECS, **more}
+    )
+
+
+def _between_nodes(row: Algorithm, colour: str, flags: Any = nodes.nothing_agreed) -> Algorithm:
+    return row._replace(
+        name=f"hierarchical({row.name})",
+        formula=nodes.hierarchical(row.formula, flags),
+        colour=colour,
+        two_level=True,
+        hierarchical=True,
+    )
+
+
+_TOPK_A = _pairs(
+    allreduce.topk_a, _nothing, flat.topk_a, "tab:blue", delivers_all=True, gpu=Program(87, 44.3)
+)
+_GTOPK = _pairs(published.gtopk, _density, flat.gtopk, "tab:olive", gpu=Program(215, 56.0))
+_SPARDL = _pairs(allreduce.spardl, _density, flat.spardl, "tab:red", gpu=Program(279, 42.3))
+_OK_TOPK = _pairs(allreduce.ok_topk, _density, flat.ok_topk, "navy", gpu=Program(150, 38.4))
+_AGREED = Algorithm(
+    "agreed",
+    allreduce.agreed,
+    _density,
+    flat.agreed(bits=32),
+    "tab:orange",
+    complete=True,
+    gpu=Program(71, 37.7),
+)
+
+_ROWS = (
+    Algorithm(
+        "dense",
+        allreduce.dense,
+        _nothing,
+        flat.dense,
+        "black",
+        dense=True,
+        delivers_all=True,
+        gpu=Program(6, 24.0),
+    ),
+    Algorithm(
+        "dense_bucketed",
+        published.dense_bucketed,
+        _buckets,
+        flat.dense_bucketed,
+        "gray",
+        dense=True,
+        overlaps=True,
+        delivers_all=True,
+    ),
+    Algorithm(
+        "torus_2d",
+        published.torus_2d,
+        _nothing,
+        nodes.torus_2d,
+        "tan",
+        dense=True,
+        two_level=True,
+        delivers_all=True,
+    ),
+    _TOPK_A,
+    # For selections without a common index.
+    _pairs(published.sparse_allgather, _nothing, flat.topk_a, "sienna", planned=False),
+    _pairs(
+        published.ssar_recursive_double,
+        _nothing,
+        flat.ssar_recursive_double,
+        "tab:cyan",
+        delivers_all=True,
+        gpu=Program(118, 65.4),
+    ),
+    _pairs(
+        published.ssar_split_allgather,
+        _fill,
+        flat.ssar_split_allgather,
+        "tab:purple",
+        gpu=Program(101, 41.9),
+    ),
+    # Random rounding (`qsgd`) is for dense runs, which no other one has.
+    _pairs(
+        published.dsar_split_allgather,
+        _nothing,
+        flat.dsar_split_allgather,
+        "tab:pink",
+        codecs=(*PAIR_CODECS, "qsgd"),
+        gpu=Program(105, 42.3),
+    ),
+    _pairs(published.ring_sparse, _fill, flat.ring_sparse, "tab:brown"),
+    _GTOPK,
+    _SPARDL,
+    _OK_TOPK,
+    _AGREED,
+    _AGREED._replace(
+        name="agreed(few)",
+        arguments=_few_bits,
+        formula=flat.agreed(bits="few"),
+        colour="tab:green",
+        rounds=True,
+        gpu=Program(83, 37.9),
+    ),
+    Algorithm("leader", published.leader, _nothing, flat.leader, "gold", complete=True),
+    Algorithm(
+        "shared_random",
+        allreduce.shared_random,
+        _density,
+        flat.shared_random,
+        "lime",
+        complete=True,
+    ),
+    _between_nodes(_TOPK_A, "teal"),
+    _between_nodes(_GTOPK, "magenta"),
+    _between_nodes(_SPARDL, "crimson"),
+    _between_nodes(_OK_TOPK, "indigo", flat.ok_topk_flags),
+)
+
+ALGORITHMS: Mapping[str, Algorithm] = {row.name: row for row in _ROWS}
