@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -97,9 +98,7 @@ def make_train_step(
     in_flight = _in_flight.limit(steps_in_flight, mesh)
     mesh = _placement.with_auto_axes(mesh)
 
-    def local_step(params, opt_state, batch):
-        axis = _find.axis_of(opt_state)
-
+    def local_step(axis, state_specs, params, opt_state, batch):
         def checked_loss(params, batch):
             return _checks.check_loss(loss_fn(params, batch), has_aux, axis)
 
@@ -111,7 +110,7 @@ def make_train_step(
         value = loss[0] if has_aux else loss
         updates, opt_state = chain.update(gradients, opt_state, params, value=value)
         _checks.check_replicated_updates(updates, axis)
-        _checks.check_state_types(opt_state, _find.state_specs(opt_state), axis)
+        _checks.check_state_types(opt_state, state_specs, axis)
         params, opt_state = optax.apply_updates(params, updates), _init.strongly_typed(opt_state)
         return (params, opt_state, *loss) if has_aux else (params, opt_state, loss)
 
@@ -121,10 +120,11 @@ def make_train_step(
         _check_batch(batch, workers, axis)
         # Where parameters are sharded, the other axes are the compiler's.
         manual = None if places is None else extend.axis_names(axis)
-        specs = _find.state_specs(opt_state, manual=manual)
+        state_specs = _find.state_specs(opt_state)
+        specs = _find.on_axes(state_specs, manual)
         whole = PartitionSpec()
         results = jax.shard_map(
-            local_step,
+            functools.partial(local_step, axis, state_specs),
             mesh=mesh,
             in_specs=(whole, specs, PartitionSpec(axis)),
             out_specs=(whole, specs, whole, whole)[: 4 if has_aux else 3],
@@ -174,17 +174,16 @@ class TrainStep:
                 f"Write step(params, opt_state, ({names})), and loss_fn(params, batch) with "
                 f"{names} = batch."
             )
-        places = self._returned.places_of(params, opt_state, batch)
-        if places is None:
+        known = self._returned.places_of(params, opt_state, batch)
+        if known is None:
             _check_not_donated(params=params, opt_state=opt_state, batch=batch)
-            _check_global(batch, self._mesh, opt_state)
+        _check_global(batch, self._mesh, opt_state)
+        places = known
+        if places is None:
             params, opt_state, places = self._placed(params, opt_state)
-            batch = places.put_batch(batch)
-            if self._donates:
-                (params, opt_state), batch = _shared.unshared((params, opt_state), batch)
-        else:
-            _check_global(batch, self._mesh, opt_state)
-            batch = places.put_batch(batch)
+        batch = places.put_batch(batch)
+        if known is None and self._donates:
+            (params, opt_state), batch = _shared.unshared((params, opt_state), batch)
         results = self._step(params, opt_state, batch, places=places.if_sharded)
         self._returned = _returned.Returned(results[0], results[1], places)
         # The loss is new at each step, and nobody donates it.

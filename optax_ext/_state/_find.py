@@ -126,7 +126,11 @@ def state_specs(opt_state: Any, *, manual: AxisName | None = None) -> Any:
         (``optax.apply_if_finite``); ``optax.MultiSteps`` with a scalar parameter, or whose
         state was made outside of the mapped function.
     """
-    specs = _all_specs(opt_state)
+    return on_axes(_all_specs(opt_state), manual)
+
+
+def on_axes(specs: Any, manual: AxisName | None) -> Any:
+    """The specs over the axes ``manual`` alone; None: as they are."""
     if manual is None:
         return specs
     names = extend.axis_names(manual)

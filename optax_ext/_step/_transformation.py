@@ -36,9 +36,9 @@ class Transformation:
     """
 
     def __init__(self, feedback: ErrorFeedback):
-        local = feedback.options.local
-        self._of_leaves = None if isinstance(local, _local.Elementwise) else local
-        self._described = feedback
+        self._local = feedback.options.local
+        # One that looks at whole leaves comes before the devices take their parts.
+        self._of_leaves = None if isinstance(self._local, _local.Elementwise) else self._local
         if self._of_leaves is not None:
             without = feedback.options._replace(local=None)
             feedback = dataclasses.replace(feedback, options=without)
@@ -73,7 +73,7 @@ class Transformation:
             # It sees whole leaves, and the compiler splits what it keeps as it splits them.
             kept = _sparse_state.with_lead(_local.init_of_leaves(self._of_leaves, given))
             state = state._replace(local=extend.to_varying(kept, axis))
-        described = _local.describe(self._described.options.local, state.local)
+        described = _local.describe(self._local, state.local)
         settings = dataclasses.replace(feedback.settings, local=described, workers=workers)
         return state._replace(layout=layout, settings=settings)
 

@@ -6,13 +6,12 @@ The indices are the images of 0 .. k-1 under a random permutation of 0 .. n-1.
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _validation
+from sparse_collectives import _validation, transport
 from sparse_collectives._coo import _bits, _bitset, compaction, permutation
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, SelectInfo, Selector
 from sparse_collectives.layout import Layout, as_layout
 from sparse_collectives.padded_coo import PaddedCOO
-from sparse_collectives.transport import _mesh
 
 # Of the golden ratio: multiples of it, modulo 2**32, are far from one another.
 _STRIDE = 0x9E3779B9 - 2**32
@@ -84,8 +83,8 @@ def random_k(
         k = _validation.count_from_density(density, size)
         key = jax.random.fold_in(jax.random.key(seed), state)
         if axis is not None:
-            _mesh.axis_size(axis)  # Raises where the axis is not bound.
-            key = jax.random.fold_in(key, _mesh.axis_index(axis))
+            transport.axis_size(axis)  # Raises where the axis is not bound.
+            key = jax.random.fold_in(key, transport.axis_index(axis))
         drawn = permutation.images(key, jnp.arange(k, dtype=jnp.int32), size)
         nonzero = _bits.magnitude_bits(acc.at[drawn].get(mode="clip")) > 0
         members = jnp.where(nonzero, drawn, size)
