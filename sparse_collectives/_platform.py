@@ -10,13 +10,11 @@ import contextvars
 from collections.abc import Callable, Generator
 from typing import Any
 
-import jax
 from jax import lax
 
 from sparse_collectives import _validation
 
 GPU, PORTABLE = "gpu", "portable"
-_GPU_BACKENDS = ("gpu", "cuda", "rocm")
 _forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("form", default=None)
 
 
@@ -29,17 +27,6 @@ def by_platform(portable: Callable[..., Any], gpu: Callable[..., Any], *args: An
     if forced is not None:
         return (gpu if forced == GPU else portable)(*args)
     return lax.platform_dependent(*args, cuda=gpu, rocm=gpu, default=portable)
-
-
-def is_for_gpu() -> bool:
-    """Whether what is traced now is meant for a GPU, for choices that only a trace can make.
-
-    It goes by the default platform, and by :func:`traced_for`. So results may not depend on it.
-    """
-    forced = _forced.get()
-    if forced is not None:
-        return forced == GPU
-    return jax.default_backend() in _GPU_BACKENDS
 
 
 @contextlib.contextmanager

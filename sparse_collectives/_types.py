@@ -76,14 +76,14 @@ class Undelivered(NamedTuple):
       others: a PaddedCOO of what it keeps besides: partial sums that found no slot on
         the way, and what encoding rounded off them. An index may occur more than
         once, and its values add. It has 0 slots where there can be no such entries.
-      instead: what it keeps in place of all that it had at the indices of the total,
+      remainder: what it keeps in place of all that it had at the indices of the total,
         selected by itself or not: 0, or what rounding took off. A PaddedCOO with unique
         indices, which goes before ``slots``; None but from an allreduce that is ``complete``.
     """
 
     slots: jax.Array
     others: PaddedCOO
-    instead: PaddedCOO | None = None
+    remainder: PaddedCOO | None = None
 
     def residual(self, acc: jax.Array, coo: PaddedCOO) -> jax.Array:
         """What is left of ``acc f[n]`` after its selection ``coo`` was exchanged, ``f[n]``.
@@ -93,11 +93,11 @@ class Undelivered(NamedTuple):
         can be any.
         """
         lead = (0,) * (acc.ndim - 1)
-        if self.instead is None:
+        if self.remainder is None:
             indices, values = coo.indices, self.slots
         else:
             # What was selected and is not in the total is in ``acc`` as it was.
-            indices, values = self.instead.indices, self.instead.values
+            indices, values = self.remainder.indices, self.remainder.values
         kept = acc.at[(*lead, indices)].set(values.astype(acc.dtype), mode="drop")
         if not self.others.capacity:
             return kept
@@ -144,15 +144,15 @@ class SparseAllreduce(NamedTuple):
       gather: ``gather(f[m], n) -> f[n]``: the parts of all, the same on every worker.
       complete: whether all workers add what they have of an index that any of them
         selected. ``reduce`` then takes ``acc=``, the accumulator ``f[size]`` from which
-        ``coo`` was selected, and ``undelivered`` says ``instead`` what is left of it. It is
+        ``coo`` was selected, and ``undelivered`` says ``remainder`` what is left of it. It is
         the accumulators that are conserved. Without ``acc`` a worker gives nothing but ``coo``.
       choose: ``choose(coo, state, *, axis) -> (indices i32[K], state, info)``: the indices
         that ``total`` would have, unique but for padding, and the same on every worker. For
         who adds up something else at them, and doesn't need the values: fewer words. None
         where it would cost what ``reduce`` does.
-      show: ``show(acc f[m], state, *, axis) -> f[s]``: what of its accumulator a worker
+      local_view: ``local_view(acc f[m], state, *, axis) -> f[s]``: what of its accumulator a worker
         selects from at this step; by default all of it.
-      place: ``place(coo of s, m, state, *, axis) -> coo of m``: the indices of a selection
+      to_global: ``to_global(coo of s, m, state, *, axis) -> coo of m``: the indices of a selection
         from that, in the accumulator.
       keeps_others: whether a worker may be left with parts of what other workers sent:
         ``undelivered.others`` has entries. Its residual may then grow by more than its own
@@ -168,8 +168,8 @@ class SparseAllreduce(NamedTuple):
     gather: Callable[[jax.Array, int], jax.Array] = _as_it_is
     complete: bool = False
     choose: Callable[..., tuple[jax.Array, State, "ReduceInfo"]] | None = None
-    show: Callable[..., jax.Array] = _all_of_it
-    place: Callable[..., PaddedCOO] = _where_it_is
+    local_view: Callable[..., jax.Array] = _all_of_it
+    to_global: Callable[..., PaddedCOO] = _where_it_is
     keeps_others: bool = True
 
 

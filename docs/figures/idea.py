@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import sparse_collectives as sc
-from sparse_collectives.allreduce._parts import _hashed
+from sparse_collectives.allreduce._shared import _hashed
 
 IMAGES = Path(__file__).resolve().parents[1] / "images"
 WORKERS, SIZE, DENSITY = 4, 16, 0.25
@@ -69,9 +69,9 @@ def run(allreduce: sc.SparseAllreduce, owner_of: Any) -> Step:
     selector = sc.select.topk(density=DENSITY)
 
     def step(acc: jax.Array, state: Any):
-        shown = allreduce.show(acc, state, axis="workers")
+        shown = allreduce.local_view(acc, state, axis="workers")
         coo, _, _ = selector.select(shown, selector.init(shown.size))
-        coo = allreduce.place(coo, SIZE, state, axis="workers")
+        coo = allreduce.to_global(coo, SIZE, state, axis="workers")
         options = {"acc": acc} if allreduce.complete else {}
         total, undelivered, state, info = allreduce.reduce(coo, state, axis="workers", **options)
         assert isinstance(total, sc.PaddedCOO)
@@ -112,7 +112,7 @@ def agreed() -> Step:
 
     def owner_of(state):
         parts = sc.simulate(
-            lambda x: allreduce.show(x, state, axis="workers"), axis_size=WORKERS, in_axes=None
+            lambda x: allreduce.local_view(x, state, axis="workers"), axis_size=WORKERS, in_axes=None
         )(jnp.arange(SIZE, dtype=jnp.float32))
         owner = np.zeros(SIZE, int)
         for worker, part in enumerate(np.asarray(parts).astype(int)):

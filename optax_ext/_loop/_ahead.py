@@ -59,7 +59,7 @@ def ahead(params: Any, opt_state: Any) -> Any:
 def _share(state: SparseAllreduceState, workers: int) -> Any:
     """What of its residual this worker applies, as leaves."""
     layout, settings = state.layout, state.settings
-    part = _sharding.part_layout(layout)
+    part = _sharding.device_layout(layout)
 
     def of_device(residual: jax.Array) -> Any:
         mine = _share_of_part(residual, part, settings, workers)

@@ -50,7 +50,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     states, info = _find.get_states(opt_state), _find.get_info(opt_state)
     if info is None or not states:
         return {}
-    size = sum(state.residual.shape[1] * state.parts for state in states)
+    size = sum(state.residual.shape[1] * state.devices for state in states)
     largest = max(states, key=lambda state: state.layout.size)
 
     def share(part, whole):

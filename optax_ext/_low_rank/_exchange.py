@@ -87,7 +87,7 @@ class LowRankExchange:
 
     def reduce(self, step: Accumulated) -> Reduced:
         """One step."""
-        options, part = self.options, step.dense_part
+        options, part = self.options, step.dense_pending
         if not step.layout.size:
             reduced = _contract.nothing_exchanged(step, options.axis)
             return _contract.with_dense_leaves(reduced, step, None, options)
@@ -113,7 +113,7 @@ class LowRankExchange:
                 (result.left, result.right, result.selected), self.options.axis
             )
             result = result._replace(left=left, right=right, selected=selected)
-            return extend.to_varying(result, step.layout.part_axes)
+            return extend.to_varying(result, step.layout.device_axes)
 
         # All workers, and all groups of a larger mesh, have the same count.
         return lax.cond(
@@ -164,7 +164,7 @@ class LowRankExchange:
             product = phase(given, add)
             mine = extend.to_varying((product.left, product.right), self.options.axis)
             product = product._replace(left=mine[0], right=mine[1])
-            return extend.to_varying(product, step.layout.part_axes)
+            return extend.to_varying(product, step.layout.device_axes)
 
         # Steps that are skipped are not counted: the next one repeats their phase.
         by_rows = (step.state.count - self.options.dense_first) % 2 == 0
@@ -202,7 +202,7 @@ class LowRankExchange:
     def _dense(self, given: Given, step: Accumulated) -> Delivered:
         """The dense mean of the increments, in which is all that there is."""
         size, workers = step.layout.size, transport.axis_size(self.options.axis)
-        increment = step.part.increment[0]
+        increment = step.pending.increment[0]
         total = transport.psum(_factors.joined([increment, given.rider]), self.options.axis)
         mean, dropped = _nonfinite.dense_mean(self.options.nonfinite, total[:size], workers)
         narrow = any(matrix.dtype != jnp.float32 for matrix in given.matrices)

@@ -5,7 +5,7 @@ from typing import Any, Unpack
 import jax
 import optax
 
-from optax_ext._optimizers import _parts
+from optax_ext._optimizers import _common
 from optax_ext._optimizers._arguments import rate_alone
 from optax_ext._step._options import FeedbackOptions, takes
 from optax_ext._transforms._local_adam import scale_by_local_adam
@@ -25,9 +25,9 @@ def sparse_adamw(
     weight_decay: float | jax.Array = 1e-4,
     mask: Any = None,
     gain: float | None = None,
-    limit: float | str | None = _parts.AUTO,
+    limit: float | None = 2.0,
     selector: Selector | None = None,
-    exchange: SparseAllreduce | None = None,
+    allreduce: SparseAllreduce | None = None,
     **options: Unpack[FeedbackOptions],
 ) -> optax.GradientTransformationExtraArgs:
     r"""AdamW whose workers exchange a few entries at each step.
@@ -68,14 +68,14 @@ def sparse_adamw(
       gain: what the learning rate is multiplied with, for the noise of one worker's
         gradient. None: sqrt(P / 2), but 1 at least and 2 at most.
       limit: what an entry moves in a step before three quarters of the rest are held back, as a
-        multiple of the learning rate. "auto": 0.1 / density, a tenth of the steps for which an
-        entry waits for its turn, and 2 at least, as at the default density. None: nothing is
-        held back.
+        multiple of the learning rate; below a density of 5 % it is multiplied with
+        0.05 / density, as an entry waits 1 / density steps for its turn. None: nothing is held
+        back.
       selector: by default ``select.topk(density=density)``.
-      exchange: by default ``allreduce.agreed(bits="few")``.
+      allreduce: by default ``agreed(bits=None)``.
       **options: ``nonfinite``, ``residual``, ``dense_steps`` and ``dense_leaves`` of
         :func:`sparse_allreduce`. The residual is by default in float32, with
-        ``step_ahead="auto"``.
+        ``step_ahead=1.0``.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs`` whose updates are ready for
@@ -97,9 +97,9 @@ def sparse_adamw(
       >>> [round(float(x), 3) for x in params["w"]]
       [0.9, -2.0]
     """
-    density = _parts.DENSITY if density is None else density
-    rate = _parts.in_front(learning_rate, gain, axis)
-    return _parts.whole(
+    density = _common.DENSITY if density is None else density
+    rate = _common.in_front(learning_rate, gain, axis)
+    return _common.whole(
         optax.chain(scale_by_local_adam(b2, eps), rate),
         learning_rate,
         density,
@@ -107,7 +107,7 @@ def sparse_adamw(
         weight_decay=weight_decay,
         mask=mask,
         selector=selector,
-        exchange=exchange,
+        allreduce=allreduce,
         **options,
-        limit=_parts.limit_of(limit, learning_rate, density),
+        limit=_common.limit_of(limit, learning_rate, density),
     )

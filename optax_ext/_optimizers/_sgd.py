@@ -5,7 +5,7 @@ from typing import Any, Unpack
 import jax
 import optax
 
-from optax_ext._optimizers import _parts
+from optax_ext._optimizers import _common
 from optax_ext._optimizers._arguments import rate_alone
 from optax_ext._step._momentum_correction import MomentumCorrection
 from optax_ext._step._options import FeedbackOptions, takes
@@ -23,7 +23,7 @@ def sparse_sgd(
     weight_decay: float | jax.Array = 0.0,
     mask: Any = None,
     selector: Selector | None = None,
-    exchange: SparseAllreduce | None = None,
+    allreduce: SparseAllreduce | None = None,
     correction: MomentumCorrection | None = None,
     **options: Unpack[FeedbackOptions],
 ) -> optax.GradientTransformationExtraArgs:
@@ -49,7 +49,7 @@ def sparse_sgd(
       weight_decay: behind the exchange, decoupled as in ``optax.adamw``.
       mask: where there is weight decay.
       selector: the local selection.
-      exchange: of what was selected.
+      allreduce: of what was selected.
       correction: momentum before the accumulation, from :func:`momentum_correction`.
       **options: as of :func:`sparse_adamw`.
 
@@ -71,15 +71,15 @@ def sparse_sgd(
       >>> [round(float(x), 3) for x in params["w"]]
       [1.0, -1.8]
     """
-    return _parts.whole(
-        _parts.in_front(learning_rate, 1.0, axis),
+    return _common.whole(
+        _common.in_front(learning_rate, 1.0, axis),
         learning_rate,
-        _parts.DENSITY if density is None else density,
+        _common.DENSITY if density is None else density,
         axis=axis,
         weight_decay=weight_decay,
         mask=mask,
         selector=selector,
-        exchange=exchange,
+        allreduce=allreduce,
         correction=correction,
         **options,
     )

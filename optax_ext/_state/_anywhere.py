@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from optax_ext._state import _calls, _init
 from optax_ext._step import _layout
-from sparse_collectives import extend
+from sparse_collectives import _compat, extend
 from sparse_collectives.extend import AxisName
 
 
@@ -28,7 +28,7 @@ def transformation(
         names = extend.axis_names(axis)
         if _layout.is_placeholder(params):
             return _of_one(init, names)(params)
-        mesh = extend.ambient_mesh()
+        mesh = _compat.ambient_mesh()
         if mesh is None or not set(names) <= set(mesh.axis_names):
             return init(params)  # It says what is missing.
         return _init.init_state(made, params, mesh)
@@ -77,7 +77,7 @@ def with_mesh(
     tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> Any:
-        if extend.bound_axes() or _layout.is_placeholder(params):
+        if _compat.bound_axes() or _layout.is_placeholder(params):
             return tx.init(params)
         return _init.init_state(tx, params, mesh, specs=specs)
 

@@ -39,9 +39,9 @@ def check_workers(opt_state: Any, mesh: Mesh) -> None:
         sharding = state.layout.sharding
         parts = math.prod(mesh.shape[name] for name in sharding.axes)
         rows = state.residual.shape[0]
-        if (rows, state.parts) != (workers * parts, parts):
-            devices = "" if state.parts == parts == 1 else f" of {state.parts} devices"
-            here = "" if state.parts == parts == 1 else f" of {parts}"
+        if (rows, state.devices) != (workers * parts, parts):
+            devices = "" if state.devices == parts == 1 else f" of {state.devices} devices"
+            here = "" if state.devices == parts == 1 else f" of {parts}"
             raise ValueError(
                 f"opt_state is that of {state.workers} workers{devices}, and the mesh has "
                 f"{workers}{here} along {state.settings.axis!r}. Make it one of these, with what "

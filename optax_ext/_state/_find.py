@@ -161,15 +161,15 @@ def _all_specs(opt_state: Any) -> Any:
             return jax.tree.map(of_worker, node.tree)
         if not is_state(node):
             return placed(node)
-        part_axes = node.layout.sharding.axes
-        split = PartitionSpec((*extend.axis_names(axis), *part_axes)) if part_axes else None
+        device_axes = node.layout.sharding.axes
+        split = PartitionSpec((*extend.axis_names(axis), *device_axes)) if device_axes else None
         split = PartitionSpec(axis) if split is None else split
-        shards = (*node.settings.shard_axis, *part_axes)
+        shards = (*node.settings.shard_axis, *device_axes)
         everywhere = over(whole, node)
         rows = node.residual.shape[0]
 
         def of_local(leaf: Any) -> PartitionSpec:
-            return split if not part_axes or leaf.shape[0] == rows else of_worker(leaf)
+            return split if not device_axes or leaf.shape[0] == rows else of_worker(leaf)
 
         return everywhere._replace(
             owner=PartitionSpec(axis),

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from optax_ext._state import _find, _wrappers
 from optax_ext._step._given import Given
 from optax_ext._step._sparse_state import SparseAllreduceState
-from sparse_collectives import extend
+from sparse_collectives import _compat, extend
 
 
 def with_auto_axes(mesh: Mesh) -> Mesh:
@@ -28,7 +28,7 @@ def with_auto_axes(mesh: Mesh) -> Mesh:
 @contextlib.contextmanager
 def around(mesh: Any) -> Generator[None]:
     """Where ``jax.set_mesh`` has set a mesh, it is this one, of the types of these axes."""
-    set_by_user = extend.ambient_mesh()
+    set_by_user = _compat.ambient_mesh()
     if isinstance(mesh, Mesh) and isinstance(set_by_user, Mesh) and set_by_user != mesh:
         with jax.set_mesh(mesh):
             yield

@@ -167,7 +167,7 @@ def _node(old: SparseAllreduceState, new: SparseAllreduceState) -> SparseAllredu
 
     def dealt_whole(before: Any, fresh: Any) -> Any:
         # These leaves are dealt out over no node.
-        parts = of_owners(before).reshape(old.workers, old.parts, -1)
+        parts = of_owners(before).reshape(old.workers, old.devices, -1)
         rows = _shards.joined(parts, old.layout, dense=True)
         rows = _deal(rows, new.workers, fresh.dtype)
         parts = _shards.parted(rows, new.layout, dense=True)
@@ -283,15 +283,15 @@ def _buffer_of(node: SparseAllreduceState, array: Any) -> bool | None:
     """Whether it is of the dense buffer of a part, or of the sparse one; or of neither."""
     if not node.layout.sharding.axes or array.ndim != 2 or not array.shape[1]:
         return None
-    part = _sharding.part_layout(node.layout)
+    part = _sharding.device_layout(node.layout)
     return {part.dense_size: True, part.size: False}.get(array.shape[1])
 
 
 def _of_workers(node: SparseAllreduceState, array: np.ndarray, dense: bool | None) -> np.ndarray:
     """A row for each worker: what its devices have of a buffer, or all have alike."""
-    if len(array) != node.workers * node.parts:
+    if len(array) != node.workers * node.devices:
         return array
-    parts = array.reshape(node.workers, node.parts, *array.shape[1:])
+    parts = array.reshape(node.workers, node.devices, *array.shape[1:])
     return parts[:, 0] if dense is None else _shards.joined(parts, node.layout, dense=dense)
 
 

@@ -28,7 +28,7 @@ def workers_in_node(node: SparseAllreduceState) -> int:
         return of_ranks
     arrays = jax.tree.leaves(node.allreduce)
     if arrays:
-        return arrays[0].shape[0] // node.parts
+        return arrays[0].shape[0] // node.devices
     # An allreduce without a state does not say; a residual that is split over the workers does.
     placed = getattr(node.residual, "sharding", None)
     rows, shard = node.workers, node.residual.shape[1]
@@ -59,7 +59,7 @@ def part_rows(node: SparseAllreduceState, residual: Any) -> Any:
 
     n is the size of a part: of the whole buffer where parameters are whole.
     """
-    parts, shard = node.parts, residual.shape[1]
+    parts, shard = node.devices, residual.shape[1]
     by_worker = residual.reshape(-1, parts, shard)
     if not node.settings.shard_axis:
         return by_worker
@@ -73,7 +73,7 @@ def part_rows(node: SparseAllreduceState, residual: Any) -> Any:
 
 def part_size(node: SparseAllreduceState) -> int:
     """Entries of the buffer that one device has of a worker."""
-    return _sharding.part_layout(node.layout).size
+    return _sharding.device_layout(node.layout).size
 
 
 def leaves_of(node: SparseAllreduceState, parts: Any) -> Any:
@@ -102,7 +102,7 @@ def of_part_rows(node: SparseAllreduceState, parts: Any) -> Any:
     """The inverse of :func:`part_rows`."""
     if not node.settings.shard_axis:
         return parts.reshape(-1, parts.shape[-1])
-    inner, shard, m = workers_in_node(node), node.residual.shape[1], node.parts
+    inner, shard, m = workers_in_node(node), node.residual.shape[1], node.devices
     pad = np.pad if isinstance(parts, np.ndarray) else jnp.pad
     parts = pad(parts, ((0, 0), (0, 0), (0, inner * shard - parts.shape[2])))
     split = parts.reshape(-1, m, inner, shard)

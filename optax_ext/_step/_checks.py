@@ -13,7 +13,7 @@ from jax.core import Tracer
 from optax_ext._step import _layout, _provenance
 from optax_ext._step._residual import Residual
 from optax_ext._step._settings import Settings
-from sparse_collectives import Selector, SparseAllreduce, extend, transport
+from sparse_collectives import Selector, SparseAllreduce, _compat, extend, transport
 from sparse_collectives.extend import AxisName
 
 
@@ -21,7 +21,7 @@ class UnboundAxisError(ValueError):
     """The axis of a transformation is not bound where it is called."""
 
     def __init__(self, axis: Any):
-        if bound := extend.bound_axes():
+        if bound := _compat.bound_axes():
             message = (
                 f"axis={axis!r} is not bound here, where the axes are {bound}. Give the "
                 f"transformation one of these as axis=, or the mapped function axis_name={axis!r}."
@@ -94,14 +94,13 @@ def check_limit(limit: Any, local: Any) -> None:
     check_positive_limit(limit)
 
 
-def check_positive_limit(limit: Any, *, auto: bool = False) -> None:
-    """A limit is a schedule, an array, or a number above 0; ``auto``: the message names it, too."""
+def check_positive_limit(limit: Any) -> None:
+    """A limit is a schedule, an array, or a number above 0."""
     if callable(limit) or isinstance(limit, jax.Array):
         return
     number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
     if not number or not limit > 0:
-        kinds = '"auto", a number greater than 0' if auto else "a number greater than 0"
-        raise ValueError(f"limit must be {kinds} or None, got {limit!r}.")
+        raise ValueError(f"limit must be a number greater than 0 or None, got {limit!r}.")
 
 
 def check_hyperparameter(name: str, value: Any, low: float, high: float) -> float | jax.Array:
@@ -253,7 +252,7 @@ def check_residual(residual: Any, size: int, workers: int, axis: AxisName) -> No
     """The state is this worker's part of a state for this number of workers."""
     if residual.ndim == 2 and residual.shape == (1, size):
         # Without types nothing tells one row for all workers from a row of each.
-        shared = extend.checks_varying(axis) and not extend.is_varying(residual, axis)
+        shared = extend.checks_varying(axis) and not _compat.is_varying(residual, axis)
         if shared and workers > 1:
             raise ValueError(
                 f"state.residual is one row that all {workers} workers of axis {axis!r} share, and "
@@ -284,7 +283,7 @@ def check_local_gradients(updates: Any, axis: AxisName) -> None:
         check_not_averaged(updates, axis)
         return
     for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
-        if not extend.is_varying(leaf, axis):
+        if not _compat.is_varying(leaf, axis):
             raise ValueError(
                 f"updates{jax.tree_util.keystr(path)} is the same on every worker of axis "
                 f"{axis!r}: the gradients are already summed or averaged over it, so there is "
@@ -357,7 +356,7 @@ def check_loss(result: Any, has_aux: bool, axis: AxisName) -> Any:
         )
     # A constant depends on no worker, and has no gradient.
     traced = isinstance(loss, Tracer) and extend.checks_varying(axis)
-    if traced and not extend.is_varying(loss, axis):
+    if traced and not _compat.is_varying(loss, axis):
         raise ValueError(
             f"loss_fn returned the same on every worker of axis {axis!r}: it takes pmean or psum "
             "over that axis, and the gradients would be divided by the number of workers twice. "
@@ -382,7 +381,7 @@ def check_same_on_devices(
         return  # Nothing in the types tells.
     leaves = jax.tree_util.tree_leaves_with_path(updates)
     for (path, leaf), names in zip(leaves, free, strict=True):
-        differs = [name for name in names if name in extend.varying_axes(leaf)]
+        differs = [name for name in names if name in _compat.varying_axes(leaf)]
         if differs:
             raise ValueError(
                 f"updates{jax.tree_util.keystr(path)} may differ between the devices of a worker "
@@ -397,7 +396,7 @@ def check_replicated_updates(updates: Any, axis: AxisName) -> None:
     if not extend.checks_varying(axis):
         return  # Nothing in the types tells.
     for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
-        if set(extend.axis_names(axis)) & extend.varying_axes(leaf):
+        if set(extend.axis_names(axis)) & _compat.varying_axes(leaf):
             raise ValueError(
                 f"updates{jax.tree_util.keystr(path)} of tx differ between the workers of axis "
                 f"{axis!r}: no transformation in it reduces the gradients over that axis. Put "
@@ -414,7 +413,7 @@ def check_state_types(opt_state: Any, specs: Any, axis: AxisName) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(opt_state)
     for (path, leaf), spec in zip(leaves, jax.tree.leaves(specs), strict=True):
         split = set(extend.axis_names(spec[0])) if len(spec) else set()
-        if (names & extend.varying_axes(leaf)) - split:
+        if (names & _compat.varying_axes(leaf)) - split:
             raise ValueError(
                 f"opt_state{jax.tree_util.keystr(path)} differs between the workers of axis "
                 f"{axis!r}: a transformation keeps something of the gradients before they are "

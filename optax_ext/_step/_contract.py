@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext._step import _checks, _layout, _nonfinite, _residual, _settings, _sparse_state
-from optax_ext._step._nonfinite import Part
+from optax_ext._step._nonfinite import Pending
 from optax_ext._step._options import DenseSteps
 from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
 from sparse_collectives import extend, transport
@@ -43,8 +43,8 @@ class Accumulated(NamedTuple):
     Attributes:
       acc: ``f32[1, m]``, the accumulator; nothing in a dense step, and the residual alone in a
         step that is skipped.
-      part: what it was made of; in a dense step its increment is all of the accumulator.
-      dense_part: of the leaves that go dense; None where there are none.
+      pending: what it was made of; in a dense step its increment is all of the accumulator.
+      dense_pending: of the leaves that go dense; None where there are none.
       state: before the step.
       layout: of the leaves.
       proceeds: ``bool[]``, the same on every worker; where it is False nothing may be delivered.
@@ -54,8 +54,8 @@ class Accumulated(NamedTuple):
     """
 
     acc: jax.Array
-    part: Part
-    dense_part: Part | None
+    pending: Pending
+    dense_pending: Pending | None
     state: SparseAllreduceState
     layout: _layout.TreeLayout
     proceeds: jax.Array | None
@@ -209,7 +209,7 @@ def with_dense_leaves(
       total: ``f32[d]``, their sum over the workers; None where it is still to be made.
       options: the axis, and the policy for what is not finite.
     """
-    part = step.dense_part
+    part = step.dense_pending
     if part is None:
         empty = jnp.zeros((0,), jnp.float32)
         return reduced._replace(dense_mean=empty, dense_velocity=step.state.dense_velocity)

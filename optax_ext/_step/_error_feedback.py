@@ -21,7 +21,7 @@ from optax_ext._step import (
 )
 from optax_ext._step._contract import Accumulated, Exchange, Options, Reduced
 from optax_ext._step._momentum_correction import MomentumCorrection
-from optax_ext._step._nonfinite import Part
+from optax_ext._step._nonfinite import Pending
 from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
 from sparse_collectives import extend, transport
 from sparse_collectives.extend import AxisName
@@ -61,7 +61,7 @@ class ErrorFeedback:
         per_worker = extend.to_varying(_sparse_state.with_lead(per_worker), options.axis)
         *kept, owner, info = per_worker
         # Of the info all devices of a worker have the same.
-        kept, shared = extend.to_varying((kept, shared), layout.part_axes)
+        kept, shared = extend.to_varying((kept, shared), layout.device_axes)
         residual, velocity, dense_velocity, local, selector = kept
         counters = {
             name: jnp.zeros((), jnp.int32) for name in ("count", "skipped", "dropped", "withheld")
@@ -102,16 +102,16 @@ class ErrorFeedback:
         size = self.exchange.part_size(layout.size)
         _checks.check_residual(state.residual, size, _checks.workers(options.axis), options.axis)
         gradients, local, unseen = self.load(updates, state, layout)
-        parts, proceeds, dropped = _nonfinite.guard(
+        buffers, proceeds, dropped = _nonfinite.guard(
             options.nonfinite,
-            self._parts(gradients, state, layout),
+            self._pending(gradients, state, layout),
             # All devices of a worker take a step, or none of them.
-            axis=_with(options.axis, layout.part_axes),
+            axis=_with(options.axis, layout.device_axes),
             count=state.count,
             left_out=unseen + left_out,
         )
-        result = self.exchange.reduce(self._accumulate(parts, proceeds, state, layout))
-        result = _of_all_parts(result, layout.part_axes)
+        result = self.exchange.reduce(self._accumulate(buffers, proceeds, state, layout))
+        result = _of_all_devices(result, layout.device_axes)
         kept = _residual.store(
             # The seed of random rounding is the number of the step.
             result.residual,
@@ -159,12 +159,12 @@ class ErrorFeedback:
             gradient = self.exchange.scatter(gradient)
         return (gradient, dense), local, left_out
 
-    def _parts(
+    def _pending(
         self,
         gradients: tuple[jax.Array, jax.Array],
         state: SparseAllreduceState,
         layout: _layout.TreeLayout,
-    ) -> list[Part]:
+    ) -> list[Pending]:
         """What is to be added to the residual, with the momentum of the correction."""
 
         def part(residual, increment, velocity, bounded=False):
@@ -173,7 +173,7 @@ class ErrorFeedback:
             if self.correction is not None and increment.size:
                 velocity, increment = self.correction.update(velocity, increment)
             decay = self.options.residual.decay
-            return Part(residual, decay, increment, velocity, old, bounded)
+            return Pending(residual, decay, increment, velocity, old, bounded)
 
         def own(value):
             return jax.tree.map(lambda x: _owner.own(x, state.owner, self.options.axis), value)
@@ -187,26 +187,26 @@ class ErrorFeedback:
 
     def _accumulate(
         self,
-        parts: list[Part],
+        buffers: list[Pending],
         proceeds: jax.Array | None,
         state: SparseAllreduceState,
         layout: _layout.TreeLayout,
     ) -> Accumulated:
         """The accumulator: the residual and the increment, which a dense step takes as a whole."""
-        part = parts[0]
+        pending = buffers[0]
         decays = jnp.ones((), jnp.bool_) if proceeds is None else proceeds
-        acc = _residual.decayed(part.residual, self.options.residual, decays) + part.increment
+        acc = _residual.decayed(pending.residual, self.options.residual, decays) + pending.increment
         is_dense = self.options.is_dense(state.count)
         if is_dense is not None:
             # What waits goes with the increments; of a step that is skipped nothing does.
             goes = is_dense if proceeds is None else is_dense & proceeds
             nothing = jnp.zeros_like(acc)
-            part = part._replace(increment=jnp.where(goes, acc, nothing))
+            pending = pending._replace(increment=jnp.where(goes, acc, nothing))
             acc = jnp.where(goes, nothing, acc)
         return Accumulated(
             acc=acc,
-            part=part,
-            dense_part=parts[1] if layout.dense_size else None,
+            pending=pending,
+            dense_pending=buffers[1] if layout.dense_size else None,
             state=state,
             layout=layout,
             proceeds=proceeds,
@@ -214,19 +214,19 @@ class ErrorFeedback:
         )
 
 
-def _of_all_parts(result: Reduced, part_axes: tuple[Hashable, ...]) -> Reduced:
+def _of_all_devices(result: Reduced, device_axes: tuple[Hashable, ...]) -> Reduced:
     """What a step did, of all devices of a worker: sums, and of thresholds the smallest.
 
     Cost: two allgathers of some words among them.
     """
-    if not part_axes:
+    if not device_axes:
         return result
     info = result.info
     common = [info.delivered, result.dropped, result.withheld, info.global_threshold, info.words]
     own = [info.selected, info.overflow, info.arrived, info.local_threshold, info.useful]
     with jax.named_scope("sharded/info"):
-        delivered, dropped, withheld, global_threshold, words = _over_parts(common, part_axes)
-        selected, overflow, arrived, local_threshold, useful = _over_parts(own, part_axes)
+        delivered, dropped, withheld, global_threshold, words = _over_devices(common, device_axes)
+        selected, overflow, arrived, local_threshold, useful = _over_devices(own, device_axes)
     info = info._replace(
         delivered=jnp.sum(delivered, dtype=jnp.int32),
         global_threshold=jnp.min(global_threshold),
@@ -244,15 +244,15 @@ def _of_all_parts(result: Reduced, part_axes: tuple[Hashable, ...]) -> Reduced:
     )
 
 
-def _over_parts(numbers: list[jax.Array], part_axes: tuple[Hashable, ...]) -> list[jax.Array]:
+def _over_devices(numbers: list[jax.Array], device_axes: tuple[Hashable, ...]) -> list[jax.Array]:
     """Each number of all devices of a worker, ``[m]``, in its dtype."""
     words = [lax.bitcast_convert_type(x, jnp.int32) for x in numbers]
-    gathered = transport.all_gather(extend.to_varying(jnp.stack(words), part_axes), part_axes)
+    gathered = transport.all_gather(extend.to_varying(jnp.stack(words), device_axes), device_axes)
     return [lax.bitcast_convert_type(gathered[:, i], x.dtype) for i, x in enumerate(numbers)]
 
 
-def _with(axis: AxisName, part_axes: tuple[Hashable, ...]) -> AxisName:
-    return (*extend.axis_names(axis), *part_axes) if part_axes else axis
+def _with(axis: AxisName, device_axes: tuple[Hashable, ...]) -> AxisName:
+    return (*extend.axis_names(axis), *device_axes) if device_axes else axis
 
 
 def _reported(info: StepInfo, before: StepInfo) -> StepInfo:

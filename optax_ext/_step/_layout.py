@@ -33,7 +33,7 @@ class Sharding:
     dims: tuple[Dims, ...]
 
     @property
-    def parts(self) -> int:
+    def devices(self) -> int:
         """m, devices of a worker."""
         return math.prod(self.sizes)
 
@@ -84,8 +84,8 @@ class TreeLayout:
       dtypes: the dtype of each leaf.
       dense: whether each leaf is exchanged densely, and not in the sparse buffer.
       sharding: how other axes of the mesh shard the leaves.
-      part_axes: the axes over whose devices these leaves are dealt out, where they are the part of
-        one of them.
+      device_axes: the axes over whose devices these leaves are dealt out, where they are the part
+        of one of them.
       of_placeholder: whether it is that of what ``optax.tree.map_params`` calls ``init`` with, and
         so equal to that of any parameters.
     """
@@ -95,7 +95,7 @@ class TreeLayout:
     dtypes: tuple[Any, ...]
     dense: tuple[bool, ...]
     sharding: Sharding
-    part_axes: tuple[Hashable, ...] = ()
+    device_axes: tuple[Hashable, ...] = ()
     of_placeholder: bool = False
 
     def __eq__(self, other: Any) -> bool:
@@ -119,7 +119,7 @@ class TreeLayout:
     def _key(self) -> tuple[Any, ...]:
         return (
             *(self.treedef, self.shapes, self.dtypes),
-            *(self.dense, self.sharding, self.part_axes),
+            *(self.dense, self.sharding, self.device_axes),
         )
 
     @property

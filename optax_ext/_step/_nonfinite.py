@@ -18,7 +18,7 @@ POLICIES = ("skip", "drop", "raise", "propagate")
 LARGEST = 2.0**103
 
 
-class Part(NamedTuple):
+class Pending(NamedTuple):
     """What a worker is about to accumulate in one of its buffers.
 
     Attributes:
@@ -48,8 +48,8 @@ class Part(NamedTuple):
 
 
 def guard(
-    policy: str, parts: list[Part], *, axis: AxisName, count: jax.Array, left_out: jax.Array
-) -> tuple[list[Part], jax.Array | None, jax.Array]:
+    policy: str, parts: list[Pending], *, axis: AxisName, count: jax.Array, left_out: jax.Array
+) -> tuple[list[Pending], jax.Array | None, jax.Array]:
     """Applies a policy of :data:`POLICIES` to what is about to be accumulated.
 
     ``skip`` and ``raise`` exchange one word, ``drop`` another; ``propagate`` costs nothing.
@@ -132,7 +132,7 @@ def withhold(
     return total, undelivered, jnp.sum(~finite, dtype=jnp.int32)
 
 
-def _without(part: Part, bad: jax.Array) -> Part:
+def _without(part: Pending, bad: jax.Array) -> Pending:
     """As if the step had not been, where ``bad``."""
     return part._replace(
         increment=jnp.where(bad, 0.0, part.increment),
@@ -142,7 +142,7 @@ def _without(part: Part, bad: jax.Array) -> Part:
     )
 
 
-def _all_finite(parts: list[Part], axis: AxisName) -> jax.Array:
+def _all_finite(parts: list[Pending], axis: AxisName) -> jax.Array:
     """Whether every accumulator of every worker is finite; equal on all."""
     finite = jnp.ones((), jnp.bool_)
     for part in parts:

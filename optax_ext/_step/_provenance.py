@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.core import Tracer
 
-from sparse_collectives import extend
+from sparse_collectives import _compat, extend
 from sparse_collectives.extend import AxisName
 
 # Their results are the same on all workers of their axes.
@@ -25,8 +25,8 @@ def is_reduced(values: Iterable[Any], axis: AxisName) -> bool:
     Every way back from them ends in a reduction over ``axis`` or in a constant, and one at least
     in a reduction. Of several names it may be over any.
     """
-    values = [extend.captured(x) for x in values]
-    if extend.is_communicator(axis):
+    values = [_compat.captured(x) for x in values]
+    if _compat.is_communicator(axis):
         # No equation of jax names a communicator.
         return False
     return any(_ends_in_reductions(values, name) for name in extend.axis_names(axis))
@@ -34,9 +34,9 @@ def is_reduced(values: Iterable[Any], axis: AxisName) -> bool:
 
 def depends_on(values: Iterable[Any], sources: Iterable[Any]) -> bool:
     """Whether any of the values was made from any of the sources, or is one."""
-    wanted = {id(x) for x in map(extend.captured, sources) if isinstance(x, Tracer)}
+    wanted = {id(x) for x in map(_compat.captured, sources) if isinstance(x, Tracer)}
     seen: dict[int, Any] = {}
-    stack = [extend.captured(x) for x in values]
+    stack = [_compat.captured(x) for x in values]
     while stack:
         x = stack.pop()
         if not isinstance(x, Tracer) or id(x) in seen:
@@ -44,12 +44,12 @@ def depends_on(values: Iterable[Any], sources: Iterable[Any]) -> bool:
         if id(x) in wanted:
             return True
         seen[id(x)] = x  # Kept, so that no other value gets its id.
-        stack.extend(map(extend.captured, _operands(x)))
+        stack.extend(map(_compat.captured, _operands(x)))
     return False
 
 
 def _operands(x: Any) -> list[Any]:
-    eqn = extend.made_by(x)
+    eqn = _compat.made_by(x)
     return [] if eqn is None else list(eqn.invars)
 
 
@@ -60,7 +60,7 @@ def _ends_in_reductions(values: list[Any], name: Any) -> bool:
         if not isinstance(x, Tracer) or id(x) in seen:
             continue  # A constant is the same everywhere.
         seen[id(x)] = x
-        eqn = extend.made_by(x)
+        eqn = _compat.made_by(x)
         if eqn is None:
             return False  # An argument.
         kind = _kind(eqn, name)
@@ -69,7 +69,7 @@ def _ends_in_reductions(values: list[Any], name: Any) -> bool:
         if kind == _REDUCTION:
             reduced = True
         else:
-            stack.extend(map(extend.captured, eqn.invars))
+            stack.extend(map(_compat.captured, eqn.invars))
     return reduced
 
 
@@ -79,12 +79,12 @@ def _kind(eqn: Any, name: Any) -> int:
     Of what holds other equations (a call, a loop, a branch) it is the first only where all of it
     is a reduction, as of ``jax.jit(lambda x: jax.lax.pmean(x, axis))``.
     """
-    inner = [extend.open_jaxpr(jaxpr)[0] for jaxpr in extend.jaxprs_in(eqn)]
+    inner = [_compat.open_jaxpr(jaxpr)[0] for jaxpr in _compat.jaxprs_in(eqn)]
     if not inner:
-        if name in extend.axes_of_effects(eqn):
+        if name in _compat.axes_of_effects(eqn):
             whole = eqn.params.get("axis_index_groups") is None
             return _REDUCTION if eqn.primitive.name in _REDUCTIONS and whole else _OTHER
-        return _OTHER if extend.has_side_effects(eqn) else _OPERANDS
+        return _OTHER if _compat.has_side_effects(eqn) else _OPERANDS
     if any(_kind(e, name) == _OTHER for jaxpr in inner for e in jaxpr.eqns):
         return _OTHER
     return _REDUCTION if all(_all_reduced(jaxpr, name) for jaxpr in inner) else _OPERANDS
@@ -93,12 +93,12 @@ def _kind(eqn: Any, name: Any) -> int:
 def _all_reduced(jaxpr: Any, name: Any) -> bool:
     """Whether every result of a jaxpr comes from reductions alone."""
     made = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
-    stack = [x for x in jaxpr.outvars if extend.is_variable(x)]
+    stack = [x for x in jaxpr.outvars if _compat.is_variable(x)]
     reduced = bool(stack)
     while stack:
         eqn = made.get(stack.pop())
         if eqn is None:
             return False
         if _kind(eqn, name) == _OPERANDS:
-            stack.extend(x for x in eqn.invars if extend.is_variable(x))
+            stack.extend(x for x in eqn.invars if _compat.is_variable(x))
     return reduced

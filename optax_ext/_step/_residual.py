@@ -10,7 +10,6 @@ from sparse_collectives import Spec, extend, transport
 from sparse_collectives.extend import AxisName
 
 DTYPES = ("float32", "bfloat16")
-AUTO = "auto"
 # With many workers their residuals have more in common than 1/P says.
 _LEAST = 0.1
 
@@ -21,20 +20,18 @@ class Residual(NamedTuple):
     Attributes:
       dtype: float32 or bfloat16.
       decay: what the residual is multiplied with at each step, in [0, 1].
-      step_ahead: the share of it that is applied before a gradient is taken; ``"auto"``, or a
-        number. 0: none.
+      step_ahead: how much of it is applied before a gradient is taken, as a multiple of the
+        worker's own share. 0: none.
       spec: all of it, as text.
     """
 
     dtype: Any
     decay: float
-    step_ahead: float | str
+    step_ahead: float
     spec: Spec | None
 
 
-def residual(
-    dtype: Any = jnp.float32, *, decay: float = 1.0, step_ahead: float | str = 0.0
-) -> Residual:
+def residual(dtype: Any = jnp.float32, *, decay: float = 1.0, step_ahead: float = 0.0) -> Residual:
     """How the residual is kept from step to step, for ``sparse_allreduce(..., residual=)``.
 
     Args:
@@ -46,17 +43,16 @@ def residual(
       decay: the residual is multiplied with it at each step that accumulates, in [0, 1].
         Below 1 old gradients are forgotten, by intent; conservation then holds for
         ``acc_i = decay * residual_i + g_i``.
-      step_ahead: worker i differentiates at ``params + step_ahead * residual_i``, where a part
-        of what waits has been applied (Xu, Huo and Huang, `Step-Ahead Error Feedback
-        <https://arxiv.org/abs/2008.05823>`_, AAAI 2021). ``"auto"`` is 1/P, the worker's own
-        share of the mean of all residuals, and 0.1 for more than ten workers; or a number in
-        [0, 1]. The residual has to be
-        an update of the parameters: ``local=`` has the learning rate, with its sign, as
-        :func:`sparse_adamw` and :func:`sparse_sgd` do. :func:`make_train_step` does it; in a
-        loop of one's own it is :func:`ahead`.
+      step_ahead: worker i differentiates at ``params + a residual_i``, where a part of what
+        waits has been applied (Xu, Huo and Huang, `Step-Ahead Error Feedback
+        <https://arxiv.org/abs/2008.05823>`_, AAAI 2021). ``a`` is ``step_ahead`` times 1/P, the
+        worker's own share of the mean of all residuals, or 0.1 with more than ten workers, and 1
+        at most. The residual has to be an update of the parameters: ``local=`` has the learning
+        rate, with its sign, as :func:`sparse_adamw` and :func:`sparse_sgd` do, whose ``step_ahead``
+        is 1. :func:`make_train_step` does it; in a loop of one's own it is :func:`ahead`.
 
     Raises:
-      ValueError: another dtype, a decay or a step_ahead out of [0, 1].
+      ValueError: another dtype, a decay out of [0, 1], a step_ahead below 0.
 
     Example:
       >>> residual(jnp.bfloat16, decay=0.99).spec
@@ -69,15 +65,14 @@ def residual(
             "gradients add up; write optax_ext.residual(jnp.bfloat16) for half of the memory."
         )
     kept, decay = jnp.dtype(dtype), extend.check_number("decay", decay, 0.0, 1.0)
-    if step_ahead != AUTO:
-        step_ahead = extend.check_number("step_ahead (a number, or 'auto')", step_ahead, 0.0, 1.0)
+    step_ahead = extend.check_number("step_ahead", step_ahead, 0.0, float("inf"))
     spec = Spec.of("residual", dtype=kept, decay=decay, step_ahead=step_ahead)
     return Residual(kept, decay, step_ahead, spec)
 
 
-def coefficient(step_ahead: float | str, workers: int) -> float:
-    """The number that ``step_ahead`` is for P workers."""
-    return max(1.0 / workers, _LEAST) if step_ahead == AUTO else float(step_ahead)
+def coefficient(step_ahead: float, workers: int) -> float:
+    """What a residual is multiplied with before a gradient is taken, with P workers."""
+    return min(1.0, step_ahead * max(1.0 / workers, _LEAST))
 
 
 def load(kept: jax.Array) -> jax.Array:

@@ -39,7 +39,7 @@ class Settings:
     axis: Hashable
     shard_axis: tuple[Hashable, ...]
     decay: float
-    step_ahead: float | str
+    step_ahead: float
     # Rows of the arrays tell states of other numbers apart, and `optax.tree.map_params` has none.
     workers: int = dataclasses.field(default=0, compare=False)
     whole: bool = False

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from optax_ext._step import _layout
 from optax_ext._step._layout import Sharding
-from sparse_collectives import extend, transport
+from sparse_collectives import _compat, extend, transport
 from sparse_collectives.extend import AxisName
 
 
@@ -56,12 +56,12 @@ def of_specs(
     return dataclasses.replace(made, dims=tuple(dims))
 
 
-def part_layout(layout: _layout.TreeLayout) -> _layout.TreeLayout:
+def device_layout(layout: _layout.TreeLayout) -> _layout.TreeLayout:
     """The layout of the part that one device exchanges of leaves of ``layout``."""
     sharding = layout.sharding
     shapes = tuple(sharding.part_shape(i, shape) for i, shape in enumerate(layout.shapes))
     whole = _layout.unsharded(shapes)
-    return dataclasses.replace(layout, shapes=shapes, sharding=whole, part_axes=sharding.axes)
+    return dataclasses.replace(layout, shapes=shapes, sharding=whole, device_axes=sharding.axes)
 
 
 def take(tree: Any, layout: _layout.TreeLayout) -> Any:
@@ -165,7 +165,7 @@ def on_each_device(
 
         def inside(workers: dict, parts: dict, *args: Any) -> Any:
             places = {**workers, **{name: index[0] for name, index in parts.items()}}
-            with extend.axis_indices({name: places[name] for name in names}):
+            with _compat.axis_indices({name: places[name] for name in names}):
                 return function(*args)
 
         return jax.shard_map(
@@ -244,13 +244,13 @@ def parts_of_leaf(whole: Any, layout: _layout.TreeLayout, leaf: int, pad: Callab
     lengths = [sharding.sizes[sharding.axes.index(name)] for name in order]
     by_axis = [order.index(name) for name in sharding.axes]
     parts = shards.reshape((*lengths, part)).transpose((*by_axis, len(order)))
-    return parts.reshape((sharding.parts, part))
+    return parts.reshape((sharding.devices, part))
 
 
 def starts(layout: _layout.TreeLayout, *, dense: bool = False) -> Iterator[tuple[int, int]]:
     """``(leaf, start)`` of the leaves in the buffer of a part, sparse or dense."""
     offset = 0
-    for i, shape in enumerate(part_layout(layout).shapes):
+    for i, shape in enumerate(device_layout(layout).shapes):
         if layout.dense[i] == dense:
             yield i, offset
             offset += math.prod(shape)

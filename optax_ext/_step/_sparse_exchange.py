@@ -105,12 +105,12 @@ class SparseExchange:
             info = _sparse_state.per_worker(
                 reduced.info, lambda x: extend.to_varying(x, self.options.axis)
             )
-            return extend.to_varying((reduced._replace(info=info), kept), step.layout.part_axes)
+            return extend.to_varying((reduced._replace(info=info), kept), step.layout.device_axes)
 
         # All workers, and all groups of a larger mesh, have the same count.
         return lax.cond(
             step.is_dense,
-            lambda: typed(*self._dense(step.part.increment[0], like, kept)),
+            lambda: typed(*self._dense(step.pending.increment[0], like, kept)),
             lambda: typed(*self._sparse(step)),
         )
 
@@ -120,9 +120,9 @@ class SparseExchange:
         selector_state = _sparse_state.without_lead(step.state.selector)
         allreduce_state = _sparse_state.without_lead(step.state.allreduce)
         acc = step.acc[0]
-        shown = allreduce.show(acc, allreduce_state, axis=axis)
+        shown = allreduce.local_view(acc, allreduce_state, axis=axis)
         coo, selector_state, selection = self.selector.select(shown, selector_state)
-        coo = allreduce.place(coo, acc.shape[0], allreduce_state, axis=axis)
+        coo = allreduce.to_global(coo, acc.shape[0], allreduce_state, axis=axis)
         if step.proceeds is not None:
             # A skipped step goes through the motions with nothing to send: a rare
             # cost, where a branch around the step would copy the residual at each.
@@ -194,7 +194,7 @@ class SparseExchange:
             undelivered=Undelivered(
                 jnp.zeros_like(undelivered.slots),
                 none(undelivered.others),
-                None if undelivered.instead is None else none(undelivered.instead),
+                None if undelivered.remainder is None else none(undelivered.remainder),
             ),
             rounding=rounding,
         )
@@ -224,10 +224,10 @@ class SparseExchange:
         kept = _joined(kept)
         residual = kept.undelivered.residual(step.acc, kept.sent)
         arrived = _delivered_of(kept, residual)
-        velocity = step.part.velocity
+        velocity = step.pending.velocity
         if self.correction is not None:
             velocity = self.correction.mask(velocity, kept.sent.indices, arrived)
-            whole = kept.undelivered.instead
+            whole = kept.undelivered.remainder
             if whole is not None:
                 # All that this worker had of an entry that others selected has gone, too.
                 everywhere = jnp.ones(whole.indices.shape, jnp.bool_)
@@ -245,7 +245,7 @@ class SparseExchange:
         """Entries that a worker selects from at one step, of the ``size`` that it holds."""
 
         def show(acc):
-            return self.allreduce.show(acc, shared, axis=self.options.axis)
+            return self.allreduce.local_view(acc, shared, axis=self.options.axis)
 
         return jax.eval_shape(show, jax.ShapeDtypeStruct((size,), jnp.float32)).shape[0]
 
@@ -264,14 +264,14 @@ def _joined(kept: Kept) -> Kept:
 
     One scatter less, where a total is complete.
     """
-    instead, rounding = kept.undelivered.instead, kept.rounding
+    instead, rounding = kept.undelivered.remainder, kept.rounding
     if instead is None or not isinstance(rounding, PaddedCOO):
         return kept
     if instead.indices is not rounding.indices:
         return kept
     values = instead.values + rounding.values.astype(instead.values.dtype)
     both = PaddedCOO(values, instead.indices, instead.size)
-    return kept._replace(undelivered=kept.undelivered._replace(instead=both), rounding=())
+    return kept._replace(undelivered=kept.undelivered._replace(remainder=both), rounding=())
 
 
 def _with_rounding(residual: jax.Array, rounding: Any) -> jax.Array:
@@ -284,7 +284,7 @@ def _with_rounding(residual: jax.Array, rounding: Any) -> jax.Array:
 def _delivered_of(kept: Kept, residual: jax.Array) -> jax.Array:
     """Whether anything of each sent entry was delivered: less of it, or more, is kept."""
     sent, left = kept.sent, kept.undelivered.slots
-    if kept.undelivered.others.capacity or kept.undelivered.instead is not None:
+    if kept.undelivered.others.capacity or kept.undelivered.remainder is not None:
         # What is kept of an entry may be in several parts.
         left = residual.at[0, sent.indices].get(mode="fill", fill_value=0)
     return (left != sent.values) & (sent.indices < sent.size)

@@ -108,12 +108,12 @@ class SparseAllreduceState(NamedTuple):
     @property
     def workers(self) -> int:
         """P outside of the mapped function, and 1 inside."""
-        return max(1, self.residual.shape[0] // self.parts)
+        return max(1, self.residual.shape[0] // self.devices)
 
     @property
-    def parts(self) -> int:
+    def devices(self) -> int:
         """m, devices of a worker that have parts of their own; 1 of parameters that are whole."""
-        return self.layout.sharding.parts
+        return self.layout.sharding.devices
 
 
 def with_lead(tree: Any) -> Any:

@@ -55,13 +55,13 @@ class Transformation:
         layout = dataclasses.replace(
             _layout.layout_of(params, "params"), sharding=_given.sharding_of(params, axis)
         )
-        part = _sharding.part_layout(layout)
+        part = _sharding.device_layout(layout)
         # Of the parts: a run of a matrix is no matrix.
         shapes = zip(part.shapes, part.dtypes, strict=True)
         parts = jax.tree.unflatten(part.treedef, [jax.ShapeDtypeStruct(*x) for x in shapes])
         dense = feedback.exchange.dense(parts, labels) or layout.dense
         layout = dataclasses.replace(layout, dense=dense, of_placeholder=placeholder)
-        part = _sharding.part_layout(layout)
+        part = _sharding.device_layout(layout)
         state = _sharding.on_each_device(
             lambda: _stripped(feedback.init(part)),
             layout.sharding,
@@ -108,7 +108,7 @@ class Transformation:
         self, layout: _layout.TreeLayout, updates: Any, state: Any, left_out: jax.Array
     ) -> Any:
         """The step of a device, of the shards that it holds."""
-        feedback, part = self._feedback, _sharding.part_layout(layout)
+        feedback, part = self._feedback, _sharding.device_layout(layout)
         state = state._replace(layout=part, settings=feedback.settings)
         mine = _sharding.take(updates, layout)
         if _probe.is_on():
@@ -117,7 +117,7 @@ class Transformation:
             new = state._replace(count=state.count + 1, local=local)
         else:
             # All devices of a worker have counted the same.
-            first = transport.axis_index(part.part_axes) == 0
+            first = transport.axis_index(part.device_axes) == 0
             mine, new = feedback.step(mine, state, part, jnp.where(first, left_out, 0))
         return _sharding.gather(mine, layout), _stripped(new)
 

@@ -2,7 +2,7 @@
 
 from optax_ext.contrib._checksums import check_checksums as check_checksums
 from optax_ext.contrib._checksums import checksums as checksums
-from optax_ext.contrib._partition import partition as partition
+from optax_ext.contrib._distributed import distributed as distributed
 from optax_ext.contrib._partitioned_norms import lamb as lamb
 from optax_ext.contrib._partitioned_norms import lars as lars
 from optax_ext.contrib._partitioned_norms import scale_by_trust_ratio as scale_by_trust_ratio
@@ -13,9 +13,9 @@ __all__ = [
     "Watchdog",
     "check_checksums",
     "checksums",
+    "distributed",
     "lamb",
     "lars",
-    "partition",
     "scale_by_trust_ratio",
     "tensorboard_writer",
 ]

@@ -15,7 +15,7 @@ import optax
 from jax import lax
 
 from optax_ext.contrib import _mapped
-from sparse_collectives import extend, transport
+from sparse_collectives import _compat, extend, transport
 from sparse_collectives.extend import AxisName
 
 MaskOrFn = Any | Callable[[Any], Any] | None
@@ -296,7 +296,7 @@ def _check_leaves(name: str, tree: Any, axis: AxisName) -> None:
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         where = f"{name}{jax.tree_util.keystr(path)}"
         extend.check_float(where, jnp.result_type(leaf))
-        if typed and set(extend.axis_names(axis)) & extend.varying_axes(leaf):
+        if typed and set(extend.axis_names(axis)) & _compat.varying_axes(leaf):
             raise ValueError(
                 f"{where} differs between the workers of axis {axis!r}, so that their parts of its "
                 "norm don't belong together. Reduce the gradients first, with "

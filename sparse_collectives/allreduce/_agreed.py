@@ -10,7 +10,7 @@ from jax import lax
 from sparse_collectives import _validation, _volumes, transport
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce._parts import (
+from sparse_collectives.allreduce._shared import (
     _exclusive,
     _fixed_point,
     _merge,
@@ -20,19 +20,19 @@ from sparse_collectives.allreduce._parts import (
     _step,
     _sum_at,
 )
-from sparse_collectives.allreduce._parts._step import StepState
+from sparse_collectives.allreduce._shared._step import StepState
 from sparse_collectives.padded_coo import PaddedCOO
 
-EXACT, FEW = 32, "few"
+EXACT = 32
 NARROW = (8, 10, 16)
 # The largest integer of a worker, with which a value of average size is not all rounding.
 ENOUGH = 15
 
 
-def agreed(*, density: float | None = None, bits: int | str = 32) -> SparseAllreduce:
+def agreed(*, density: float | None = None, bits: int | None = 32) -> SparseAllreduce:
     r"""Complete sums at indices of which each worker chooses its share.
 
-    The indices are dealt out to P parts. At step t worker i selects in part ``(i + t) mod P``
+    The indices are dealt out to P parts. At step t worker i selects in partition ``(i + t) mod P``
     only, and all gather what was selected there. Then one psum adds what *all* workers have
     at these indices, whoever selected them:
 
@@ -42,7 +42,7 @@ def agreed(*, density: float | None = None, bits: int | str = 32) -> SparseAllre
 
     The parts have no index in common, so nothing is merged; each worker reads n / P entries
     to select; and nothing that is in the total waits in any residual. An entry that only one
-    worker holds is found when that worker has its part, within P steps.
+    worker holds is found when that worker has its partition, within P steps.
 
     Parts are made of small blocks, in turn, so that each has some of every layer. (The
     systems below give each worker one run of indices, and move its ends as they learn how
@@ -62,13 +62,13 @@ def agreed(*, density: float | None = None, bits: int | str = 32) -> SparseAllre
     and one psum: ``3 log2 P`` latencies. Nothing can be crowded out on the way.
 
     Args:
-      density: K / n at most; a selection of more than its share waits in part, in turn.
+      density: K / n at most; a selection of more than its share waits in partition, in turn.
         Rounded up to one entry for each worker. None: everything that is selected.
-      bits: of a value: 32, 16, 10 or 8; or ``"few"``, the fewest of 8, 10 and 16 in which h is
+      bits: of a value: 32, 16, 10 or 8; or None, the fewest of 8, 10 and 16 in which h is
         at least 15: 8 for up to 8 workers, 10 for up to 34.
 
     Returns:
-      A :class:`SparseAllreduce` that is ``complete``, and shows a worker its own part. Its
+      A :class:`SparseAllreduce` that is ``complete``, and shows a worker its own partition. Its
       total is a PaddedCOO of K slots. What a selection has of other parts waits, and counts
       as ``overflow``. ``undelivered`` is exact in float32.
 
@@ -87,30 +87,33 @@ def agreed(*, density: float | None = None, bits: int | str = 32) -> SparseAllre
       >>> allreduce = agreed()
       >>> def step(acc):
       ...     state = allreduce.init(4, 2)
-      ...     mine = allreduce.show(acc, state, axis="workers")
+      ...     mine = allreduce.local_view(acc, state, axis="workers")
       ...     selector = sc.select.topk(density=0.5)
       ...     coo, _, _ = selector.select(mine, selector.init(2))
-      ...     coo = allreduce.place(coo, 4, state, axis="workers")
+      ...     coo = allreduce.to_global(coo, 4, state, axis="workers")
       ...     return allreduce.reduce(coo, state, axis="workers", acc=acc)[0].to_dense()
       >>> acc = jnp.array([[5.0, 1.0, 2.0, 1.0], [3.0, 1.0, 1.0, 4.0]])
       >>> sc.simulate(step, axis_size=2)(acc)[0].tolist()
       [8.0, 0.0, 0.0, 5.0]
     """
     density = None if density is None else _validation.check_density(density)
-    if bits not in (EXACT, *NARROW, FEW) or isinstance(bits, bool):
-        raise ValueError(f"bits must be 32, 16, 10, 8 or 'few', got {bits!r}.")
+    if bits not in (EXACT, *NARROW, None) or isinstance(bits, bool):
+        raise ValueError(
+            "bits must be 32, 16, 10 or 8, or None for the fewest that are enough for the workers, "
+            f"got {bits!r}."
+        )
 
-    def my_part(state: StepState, axis: AxisName) -> jax.Array:
+    def my_partition(state: StepState, axis: AxisName) -> jax.Array:
         workers = transport.axis_size(axis)
         return (transport.axis_index(axis) + state.count) % workers
 
-    def show(acc: jax.Array, state: StepState, *, axis: AxisName) -> jax.Array:
-        parts = _exclusive.make_parts(acc.shape[0], transport.axis_size(axis))
-        return parts.take(acc, my_part(state, axis))
+    def local_view(acc: jax.Array, state: StepState, *, axis: AxisName) -> jax.Array:
+        partitions = _exclusive.make_partitions(acc.shape[0], transport.axis_size(axis))
+        return partitions.take(acc, my_partition(state, axis))
 
-    def place(coo: PaddedCOO, size: int, state: StepState, *, axis: AxisName) -> PaddedCOO:
-        parts = _exclusive.make_parts(size, transport.axis_size(axis))
-        indices = parts.place(coo.indices, my_part(state, axis))
+    def to_global(coo: PaddedCOO, size: int, state: StepState, *, axis: AxisName) -> PaddedCOO:
+        partitions = _exclusive.make_partitions(size, transport.axis_size(axis))
+        indices = partitions.place(coo.indices, my_partition(state, axis))
         return PaddedCOO(coo.values, indices, size)
 
     def reduce(
@@ -127,14 +130,16 @@ def agreed(*, density: float | None = None, bits: int | str = 32) -> SparseAllre
             total, undelivered, info = _replicas.of_one_worker(coo, axis)
             return total, undelivered, new_state, info
         plan = make_plan(coo.size, coo.capacity, workers, density, bits)
-        mine = _in_my_part(coo, plan, my_part(state, axis), _step.turn(state.count, 0))
+        mine = _in_my_partition(coo, plan, my_partition(state, axis), _step.turn(state.count, 0))
         with jax.named_scope("agreed/indices"):
             message = _encoded(mine, plan, _step.turn(state.count, 1))
             gathered = transport.all_gather(message, axis)
         local, step = _decoded(gathered, plan)
-        part = (jnp.arange(workers, dtype=jnp.int32) + state.count) % workers
+        partition = (jnp.arange(workers, dtype=jnp.int32) + state.count) % workers
         # Used several times, in ways that would each compute them anew.
-        indices = lax.optimization_barrier(plan.parts.place(local, part[:, None]).reshape(-1))
+        indices = lax.optimization_barrier(
+            plan.partitions.place(local, partition[:, None]).reshape(-1)
+        )
         with jax.named_scope("agreed/values"):
             result = _sum_at.sum_at(indices, acc, coo, axis, step, plan.bits)
         sent = mine.count()
@@ -154,8 +159,8 @@ def agreed(*, density: float | None = None, bits: int | str = 32) -> SparseAllre
         reduce,
         spec=Spec.of("agreed", density=density, bits=bits),
         complete=True,
-        show=show,
-        place=place,
+        local_view=local_view,
+        to_global=to_global,
         keeps_others=False,
     )
 
@@ -164,12 +169,12 @@ class Plan(NamedTuple):
     """What is known before a step.
 
     Attributes:
-      parts: of the indices.
+      partitions: of the indices.
       slots: of one worker's message.
       bits: of a value.
     """
 
-    parts: _exclusive.Parts
+    partitions: _exclusive.Partitions
     slots: int
     bits: int
 
@@ -178,24 +183,24 @@ class Plan(NamedTuple):
         """Words of one worker's indices, and steps."""
         if self.bits == EXACT:
             return self.slots
-        return _fixed_point.buckets(self.slots) + _paged.words(self.slots, self.parts.width)
+        return _fixed_point.buckets(self.slots) + _paged.words(self.slots, self.partitions.width)
 
 
 def make_plan(
-    size: int, capacity: int, workers: int, density: float | None, bits: int | str
+    size: int, capacity: int, workers: int, density: float | None, bits: int | None
 ) -> Plan:
     """The plan for selections of ``capacity`` slots of a vector of length ``size``."""
-    parts = _exclusive.make_parts(size, workers)
-    slots = min(capacity, parts.width)
+    partitions = _exclusive.make_partitions(size, workers)
+    slots = min(capacity, partitions.width)
     if density is not None:
         k = _validation.count_from_density(density, size)
         slots = min(slots, math.ceil(k / workers))
-    chosen = _fewest(workers) if isinstance(bits, str) else bits
+    chosen = _fewest(workers) if bits is None else bits
     if chosen != EXACT and not _fixed_point.half(chosen, workers):
         raise ValueError(
             f"bits={chosen} is too few for the sum of {workers} workers. Give bits=32."
         )
-    return Plan(parts, slots, chosen)
+    return Plan(partitions, slots, chosen)
 
 
 def _fewest(workers: int) -> int:
@@ -204,15 +209,17 @@ def _fewest(workers: int) -> int:
     return next(enough, NARROW[-1])
 
 
-def _in_my_part(coo: PaddedCOO, plan: Plan, part: jax.Array, turn: jax.Array) -> PaddedCOO:
-    """The entries of my part, at their places in it, ascending, with padding at the end."""
-    local = plan.parts.local(coo.indices, part)
-    inside = local < plan.parts.width
+def _in_my_partition(
+    coo: PaddedCOO, plan: Plan, partition: jax.Array, turn: jax.Array
+) -> PaddedCOO:
+    """The entries of my partition, at their places in it, ascending, with padding at the end."""
+    local = plan.partitions.local(coo.indices, partition)
+    inside = local < plan.partitions.width
     slot = jnp.where(inside, jnp.cumsum(inside, dtype=jnp.int32) - 1, coo.capacity)
     mine = PaddedCOO(
         jnp.zeros_like(coo.values).at[slot].set(coo.values, mode="drop"),
-        jnp.full_like(coo.indices, plan.parts.width).at[slot].set(local, mode="drop"),
-        plan.parts.width,
+        jnp.full_like(coo.indices, plan.partitions.width).at[slot].set(local, mode="drop"),
+        plan.partitions.width,
     )
     return _merge.bounded(mine, plan.slots, turn)[0]
 
@@ -220,10 +227,10 @@ def _in_my_part(coo: PaddedCOO, plan: Plan, part: jax.Array, turn: jax.Array) ->
 def _encoded(mine: PaddedCOO, plan: Plan, turn: jax.Array) -> jax.Array:
     if plan.bits == EXACT:
         return mine.indices
-    workers = plan.parts.workers
+    workers = plan.partitions.workers
     sent = _sum_at.within_range(mine.values, workers)
     step = _fixed_point.steps(sent, _fixed_point.half(plan.bits, workers), turn)
-    indices = _paged.encode(mine.indices, plan.parts.width)
+    indices = _paged.encode(mine.indices, plan.partitions.width)
     return jnp.concatenate([_fixed_point.as_words(step), indices])
 
 
@@ -231,7 +238,7 @@ def _decoded(gathered: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array | No
     """The places ``i32[P, c]`` that all workers selected, and the step of each, ``f32[P c]``."""
     if plan.bits == EXACT:
         return gathered, None
-    count, width = _fixed_point.buckets(plan.slots), plan.parts.width
+    count, width = _fixed_point.buckets(plan.slots), plan.partitions.width
     step = _fixed_point.of_slots(_fixed_point.from_words(gathered[:, :count]), plan.slots)
     local = jax.vmap(lambda row: _paged.decode(row, plan.slots, width))(gathered[:, count:])
     return local, step.reshape(-1)

@@ -7,7 +7,7 @@ from sparse_collectives import transport
 from sparse_collectives._coo import compaction
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, SparseAllreduce, State
-from sparse_collectives.allreduce._parts import _sum_at
+from sparse_collectives.allreduce._shared import _sum_at
 from sparse_collectives.padded_coo import PaddedCOO
 
 

@@ -110,11 +110,11 @@ def hierarchical(*, inner_axis: AxisName, outer: SparseAllreduce) -> SparseAllre
         with jax.named_scope("hierarchical/inner"):
             return transport.psum_scatter(padded, inner_axis)
 
-    def show(acc: jax.Array, state: State, *, axis: AxisName) -> jax.Array:
-        return outer.show(acc, state, axis=outer_axis(axis, inner_axis))
+    def local_view(acc: jax.Array, state: State, *, axis: AxisName) -> jax.Array:
+        return outer.local_view(acc, state, axis=outer_axis(axis, inner_axis))
 
-    def place(coo: PaddedCOO, size: int, state: State, *, axis: AxisName) -> PaddedCOO:
-        return outer.place(coo, size, state, axis=outer_axis(axis, inner_axis))
+    def to_global(coo: PaddedCOO, size: int, state: State, *, axis: AxisName) -> PaddedCOO:
+        return outer.to_global(coo, size, state, axis=outer_axis(axis, inner_axis))
 
     def reduce(coo: PaddedCOO, state: State, *, axis: AxisName, **held: jax.Array):
         nodes = outer_axis(axis, inner_axis)
@@ -147,8 +147,8 @@ def hierarchical(*, inner_axis: AxisName, outer: SparseAllreduce) -> SparseAllre
         scatter=scatter,
         gather=gather,
         complete=outer.complete,
-        show=show,
-        place=place,
+        local_view=local_view,
+        to_global=to_global,
         keeps_others=outer.keeps_others,
     )
 

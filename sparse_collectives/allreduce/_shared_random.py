@@ -9,12 +9,12 @@ from sparse_collectives import _validation, transport
 from sparse_collectives._coo import permutation
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce, State
-from sparse_collectives.allreduce._parts import _step, _sum_at
-from sparse_collectives.allreduce._parts._step import StepState
+from sparse_collectives.allreduce._shared import _step, _sum_at
+from sparse_collectives.allreduce._shared._step import StepState
 from sparse_collectives.padded_coo import PaddedCOO
 
 
-def shared_random(*, density: float, seed: int = 0) -> SparseAllreduce:
+def shared_random(density: float, *, seed: int = 0) -> SparseAllreduce:
     r"""All workers add what they have at k indices that a seed and the step number give.
 
     .. math:: total_I = \sum_j acc_{j, I}, \qquad residual_{j, I} = 0, \qquad |I| = k
@@ -75,11 +75,11 @@ def shared_random(*, density: float, seed: int = 0) -> SparseAllreduce:
         indices = permutation.images(key, jnp.where(inside, place, 0), size)
         return jnp.where(inside, indices, size)
 
-    def show(acc: jax.Array, state: StepState, *, axis: AxisName) -> jax.Array:
+    def local_view(acc: jax.Array, state: StepState, *, axis: AxisName) -> jax.Array:
         del axis
         return acc.at[drawn(state, acc.shape[0])].get(mode="fill", fill_value=0)
 
-    def place(coo: PaddedCOO, size: int, state: StepState, *, axis: AxisName) -> PaddedCOO:
+    def to_global(coo: PaddedCOO, size: int, state: StepState, *, axis: AxisName) -> PaddedCOO:
         del axis
         indices = drawn(state, size).at[coo.indices].get(mode="fill", fill_value=size)
         return PaddedCOO(coo.values, indices, size)
@@ -104,7 +104,7 @@ def shared_random(*, density: float, seed: int = 0) -> SparseAllreduce:
         reduce,
         spec=Spec.of("shared_random", density=density, seed=seed),
         complete=True,
-        show=show,
-        place=place,
+        local_view=local_view,
+        to_global=to_global,
         keeps_others=False,
     )

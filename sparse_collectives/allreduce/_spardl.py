@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from sparse_collectives import _validation, _volumes, transport, wire
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce._parts import (
+from sparse_collectives.allreduce._shared import (
     _equal_regions,
     _halving,
     _hashed,
@@ -19,11 +19,11 @@ from sparse_collectives.allreduce._parts import (
     _step,
     _undelivered,
 )
-from sparse_collectives.allreduce._parts._step import StepState
+from sparse_collectives.allreduce._shared._step import StepState
 from sparse_collectives.padded_coo import PaddedCOO
 
 
-def spardl(*, density: float, codec: Codec | None = None) -> SparseAllreduce:
+def spardl(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
     r"""The sparse allreduce of SparDL, for any number of workers.
 
     The indices are cut into P blocks, one for each worker. In the Spar-Reduce-Scatter

@@ -7,8 +7,8 @@ from jax import lax
 from sparse_collectives import _volumes, transport, wire
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce._parts import _messages, _range, _replicas, _step, _undelivered
-from sparse_collectives.allreduce._parts._step import StepState
+from sparse_collectives.allreduce._shared import _messages, _range, _replicas, _step, _undelivered
+from sparse_collectives.allreduce._shared._step import StepState
 from sparse_collectives.padded_coo import PaddedCOO, sum_dtype
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from sparse_collectives import _volumes
 from sparse_collectives.allreduce import _agreed
-from sparse_collectives.allreduce._parts import _halving, _slots, _sum_at
+from sparse_collectives.allreduce._shared import _halving, _slots, _sum_at
 from sparse_collectives.allreduce.ok_topk import _plan
 from sparse_collectives.cost_model._codecs import MessageSizes, codec_sizes
 from sparse_collectives.cost_model._fill_in import expected_union
@@ -205,7 +205,7 @@ def spardl(w: Workload, codec: MessageSizes) -> Estimate:
     return certain(reduced + gathered)
 
 
-def agreed(bits: int | str) -> Formula:
+def agreed(bits: int | None) -> Formula:
     """The allgather of the parts' indices, and the sum of what all have there."""
 
     def formula(w: Workload, codec: MessageSizes) -> Estimate:
@@ -239,7 +239,7 @@ def shared_random(w: Workload, codec: MessageSizes) -> Estimate:
     return certain(_even(2 * log2_rounds(w.workers), words, w.selected))
 
 
-def _cost_of(exchange: _plan.Exchange, workers: int) -> Cost:
+def _cost_of(exchange: _plan.Collective, workers: int) -> Cost:
     """The cost of one exchange of a plan."""
     if exchange.kind == "psum":
         return _psum(exchange.words, workers)

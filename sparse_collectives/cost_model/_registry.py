@@ -97,7 +97,7 @@ def _density(workload: Workload) -> dict[str, Any]:
 
 
 def _few_bits(workload: Workload) -> dict[str, Any]:
-    return _density(workload) | {"bits": "few"}
+    return _density(workload) | {"bits": None}
 
 
 def _buckets(workload: Workload) -> dict[str, Any]:
@@ -213,7 +213,7 @@ _ROWS = (
     _AGREED._replace(
         name="agreed(few)",
         arguments=_few_bits,
-        formula=flat.agreed(bits="few"),
+        formula=flat.agreed(bits=None),
         colour="tab:green",
         rounds=True,
         gpu=Program(83, 37.9),

@@ -6,34 +6,20 @@ checks, axes and bits. It is documented where it is defined, and what is not
 listed here or there is private.
 """
 
-from sparse_collectives import transport
 from sparse_collectives._compat import (
-    ambient_mesh,
-    axes_of_effects,
-    axis_indices,
     axis_is_bound,
     axis_names,
-    bound_axes,
-    captured,
     checks_varying,
-    has_side_effects,
-    is_communicator,
-    is_variable,
-    is_varying,
-    jaxprs_in,
-    made_by,
-    open_jaxpr,
     ranks,
     static_axis,
     to_varying,
-    varying_axes,
     varying_like,
 )
 from sparse_collectives._coo._bits import magnitude_bits
 from sparse_collectives._coo.finite import all_finite
 from sparse_collectives._coo.kth_magnitude import largest_mask
 from sparse_collectives._hash import combine, mix
-from sparse_collectives._platform import is_for_gpu, traced_for
+from sparse_collectives._platform import traced_for
 from sparse_collectives._types import AxisName, State
 from sparse_collectives._validation import (
     check_choice,
@@ -53,13 +39,8 @@ __all__ = [
     "AxisName",
     "State",
     "all_finite",
-    "ambient_mesh",
-    "axes_of_effects",
-    "axis_indices",
     "axis_is_bound",
     "axis_names",
-    "bound_axes",
-    "captured",
     "check_choice",
     "check_density",
     "check_float",
@@ -69,25 +50,15 @@ __all__ = [
     "checks_varying",
     "combine",
     "empty",
-    "has_side_effects",
-    "is_communicator",
-    "is_for_gpu",
-    "is_variable",
-    "is_varying",
-    "jaxprs_in",
     "largest_mask",
-    "made_by",
     "magnitude_bits",
     "mix",
-    "open_jaxpr",
     "outer_axis",
     "ranks",
     "shard_size",
     "static_axis",
     "to_varying",
     "traced_for",
-    "transport",
-    "varying_axes",
     "varying_like",
     "words_of_all_gather",
     "words_of_all_reduce",

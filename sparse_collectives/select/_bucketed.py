@@ -13,10 +13,10 @@ from sparse_collectives._coo import _bits, compaction
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
 from sparse_collectives.layout import Layout, as_layout
-from sparse_collectives.select._parts import _rows
+from sparse_collectives.select._shared import _rows
 
 
-def bucketed(*, density: float, bucket: int = 512) -> Selector:
+def bucketed(density: float, *, bucket: int = 512) -> Selector:
     """Selects the ``max(1, round(density * bucket))`` largest of each bucket.
 
     Among entries tied at a bucket's k-th magnitude those with the smallest

@@ -8,7 +8,7 @@ from sparse_collectives import _validation
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import Selector
 from sparse_collectives.layout import Layout, as_layout
-from sparse_collectives.select._parts import _layers
+from sparse_collectives.select._shared import _layers
 
 
 def layerwise(selector: Selector) -> Selector:

@@ -18,8 +18,8 @@ _STRIDE = 0x9E3779B9 - 2**32
 
 
 def random_k(
-    *,
     density: float,
+    *,
     seed: int = 0,
     same_on_all_workers: bool = True,
     axis: AxisName | None = None,

@@ -29,7 +29,7 @@ from sparse_collectives._coo.kth_magnitude import kth_magnitude_bits
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
 from sparse_collectives.layout import Layout, as_layout
-from sparse_collectives.select._parts import _masks, _reaching
+from sparse_collectives.select._shared import _masks, _reaching
 
 _MAX_RECOUNTS = 4
 _STEEPEST = 100.0
@@ -74,8 +74,8 @@ class _Bracket(NamedTuple):
 
 
 def threshold_reuse(
-    *,
     density: float,
+    *,
     period: int = 32,
     servo: bool | str = True,
     tolerance: float = 0.03,

@@ -19,7 +19,7 @@ from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
 from sparse_collectives.layout import Layout, as_layout
 from sparse_collectives.padded_coo import PaddedCOO
-from sparse_collectives.select._parts import _masks
+from sparse_collectives.select._shared import _masks
 
 # Candidates aimed at and slots for them, as multiples of k.
 _AIM = 1.15
@@ -29,7 +29,7 @@ _NONE_BITS = 0x7FFFFFFF
 _ATTEMPTS = 4
 
 
-def topk(*, density: float) -> Selector:
+def topk(density: float) -> Selector:
     r"""Selects exactly the ``k = max(1, round(density * n))`` largest magnitudes.
 
     Among entries tied at the k-th magnitude those with the smallest indices are

@@ -29,10 +29,10 @@ from jax import lax
 from sparse_collectives import _compat, transport
 from sparse_collectives._coo.compaction import windowed_rank
 from sparse_collectives._types import AxisName, Codec
-from sparse_collectives.allreduce._parts import _messages
-from sparse_collectives.allreduce._parts._merge import take
+from sparse_collectives.allreduce._shared import _messages
+from sparse_collectives.allreduce._shared._merge import take
 from sparse_collectives.allreduce.ok_topk import _spread
-from sparse_collectives.allreduce.ok_topk._plan import Exchange, Plan
+from sparse_collectives.allreduce.ok_topk._plan import Collective, Plan
 from sparse_collectives.padded_coo import PaddedCOO
 
 # Over so many times the mean, the largest count makes the paper balance.
@@ -117,7 +117,7 @@ def balance(
     axis: AxisName,
     codec: Codec,
     seed: jax.Array,
-    exchanges: Sequence[Exchange | None],
+    exchanges: Sequence[Collective | None],
     mode: str = "auto",
     turn: jax.Array | int = 0,
 ) -> Balanced:
@@ -242,7 +242,7 @@ def even_share(counts: jax.Array) -> jax.Array:
 
 
 def words_of_branches(
-    exchanges: Sequence[Exchange | None],
+    exchanges: Sequence[Collective | None],
     counts: jax.Array,
     me: jax.Array,
     plan: Plan,

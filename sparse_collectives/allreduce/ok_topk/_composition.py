@@ -10,7 +10,7 @@ from sparse_collectives import _hash, _validation, transport, wire
 from sparse_collectives._coo import _bits, compaction, fixed_factors
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce._parts import (
+from sparse_collectives.allreduce._shared import (
     _hashed,
     _indices_alone,
     _messages,
@@ -18,7 +18,7 @@ from sparse_collectives.allreduce._parts import (
     _step,
     _undelivered,
 )
-from sparse_collectives.allreduce._parts._merge import split
+from sparse_collectives.allreduce._shared._merge import split
 from sparse_collectives.allreduce.ok_topk import (
     _delivery,
     _gather,
@@ -52,8 +52,8 @@ class OkTopkState(NamedTuple):
 
 
 def ok_topk(
-    *,
     density: float,
+    *,
     repartition_period: int = _plan.REPARTITION_PERIOD,
     global_period: int | None = None,
     slack: float | None = None,

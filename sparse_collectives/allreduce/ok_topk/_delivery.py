@@ -15,9 +15,9 @@ from jax import lax
 from sparse_collectives import _compat, padded_coo, transport
 from sparse_collectives._coo import compaction, kth_magnitude
 from sparse_collectives._types import AxisName, Codec
-from sparse_collectives.allreduce._parts import _messages
+from sparse_collectives.allreduce._shared import _messages
 from sparse_collectives.allreduce.ok_topk import _balance, _global_selection, _windows
-from sparse_collectives.allreduce.ok_topk._plan import Exchanges, Plan
+from sparse_collectives.allreduce.ok_topk._plan import Collectives, Plan
 from sparse_collectives.padded_coo import PaddedCOO
 
 
@@ -39,7 +39,7 @@ class Options(NamedTuple):
 
     axis: AxisName
     plan: Plan
-    exchanges: Exchanges
+    exchanges: Collectives
     k: int
     most: int
     period: int

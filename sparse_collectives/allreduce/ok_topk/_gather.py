@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from sparse_collectives import padded_coo, transport
 from sparse_collectives._types import AxisName, Codec
-from sparse_collectives.allreduce._parts import _messages
+from sparse_collectives.allreduce._shared import _messages
 from sparse_collectives.allreduce.ok_topk import _sizes
-from sparse_collectives.allreduce.ok_topk._plan import Exchange
+from sparse_collectives.allreduce.ok_topk._plan import Collective
 from sparse_collectives.padded_coo import PaddedCOO
 
 
@@ -43,7 +43,7 @@ def gather(
     axis: AxisName,
     codec: Codec,
     seed: jax.Array,
-    exchanges: Sequence[Exchange],
+    exchanges: Sequence[Collective],
 ) -> Gathered:
     """The allgather. The worker that sends an entry also takes it from there.
 
@@ -59,14 +59,14 @@ def gather(
     """
     slots, size, dtype = entries.capacity, entries.size, entries.values.dtype
 
-    def decoded(exchange: Exchange) -> PaddedCOO:
+    def decoded(exchange: Collective) -> PaddedCOO:
         mine = jax.tree.map(lambda x: x[: exchange.slots], entries)
         return codec.decode(codec.encode(mine, seed).message, size, dtype)
 
     # A codec may decode more slots than it encodes: its escapes become padding.
     width = max(jax.eval_shape(functools.partial(decoded, each)).capacity for each in exchanges)
 
-    def through(exchange: Exchange):
+    def through(exchange: Collective):
         mine = jax.tree.map(lambda x: x[: exchange.slots], entries)
         encoded = codec.encode(mine, seed)
         everyone = codec.decode(transport.all_gather(encoded.message, axis), size, dtype)

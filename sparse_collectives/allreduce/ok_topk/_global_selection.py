@@ -20,9 +20,9 @@ from jax import lax
 from sparse_collectives import _hash, transport
 from sparse_collectives._coo import _bits
 from sparse_collectives._types import AxisName
-from sparse_collectives.allreduce._parts import _messages
+from sparse_collectives.allreduce._shared import _messages
 from sparse_collectives.allreduce.ok_topk import _plan
-from sparse_collectives.allreduce.ok_topk._plan import Exchange
+from sparse_collectives.allreduce.ok_topk._plan import Collective
 from sparse_collectives.padded_coo import PaddedCOO
 
 _SMALLEST_NORMAL = 0x00800000
@@ -77,9 +77,9 @@ def current_threshold(
     reused: jax.Array,
     period: int,
     step: jax.Array,
-    exchanges: Sequence[Exchange],
+    exchanges: Sequence[Collective],
     axis: AxisName,
-    published: Exchange | None = None,
+    published: Collective | None = None,
 ) -> tuple[jax.Array, _messages.Words]:
     """Algorithm 1, lines 9 to 12: the exact threshold once in a period, else the reused one.
 

@@ -180,7 +180,7 @@ def digits(k: int) -> tuple[tuple[int, int], ...]:
     return plan  # pyright: ignore[reportPossiblyUnboundVariable]
 
 
-class Exchange(NamedTuple):
+class Collective(NamedTuple):
     """One collective.
 
     Attributes:
@@ -212,7 +212,7 @@ _VOLUMES: dict[str, Callable[[float, int], float]] = {
 }
 
 
-class Exchanges(NamedTuple):
+class Collectives(NamedTuple):
     """The collectives of a step, in the order of Algorithm 1.
 
     Attributes:
@@ -228,14 +228,14 @@ class Exchanges(NamedTuple):
         ``'paper'`` it is counted; else None.
     """
 
-    consensus: Exchange
-    split: tuple[Exchange, ...]
-    window: Exchange | None
-    threshold: tuple[Exchange, ...]
-    counts: Exchange
-    balance: tuple[Exchange | None, ...]
-    gather: tuple[Exchange, ...]
-    published: Exchange | None = None
+    consensus: Collective
+    split: tuple[Collective, ...]
+    window: Collective | None
+    threshold: tuple[Collective, ...]
+    counts: Collective
+    balance: tuple[Collective | None, ...]
+    gather: tuple[Collective, ...]
+    published: Collective | None = None
 
 
 def exchanges(
@@ -243,7 +243,7 @@ def exchanges(
     pair_words: Callable[[int, int], int],
     balance: str = "auto",
     last_words: Callable[[int, int], int] | None = None,
-) -> Exchanges:
+) -> Collectives:
     """The collectives of a step.
 
     Args:
@@ -255,8 +255,8 @@ def exchanges(
     """
     last_words = pair_words if last_words is None else last_words
 
-    def pairs(kind: str, slots: int) -> Exchange:
-        return Exchange(kind, last_words(slots, plan.size), slots)
+    def pairs(kind: str, slots: int) -> Collective:
+        return Collective(kind, last_words(slots, plan.size), slots)
 
     by_rank = pairs("all_to_all", plan.rank_slots)
     branches = {
@@ -270,16 +270,16 @@ def exchanges(
         "never": (None,) * len(BRANCHES),
         "paper": (None, None, None, by_rank),
     }
-    return Exchanges(
+    return Collectives(
         # Quotients and remainders of the P - 1 inner boundaries.
-        consensus=Exchange("psum", 2 * (plan.workers - 1)),
+        consensus=Collective("psum", 2 * (plan.workers - 1)),
         split=tuple(
-            Exchange("all_to_all", pair_words(slots, plan.region), slots)
+            Collective("all_to_all", pair_words(slots, plan.region), slots)
             for slots in plan.split_sizes
         ),
-        window=Exchange("all_gather", plan.window + _WINDOW_COUNTS) if plan.window else None,
-        threshold=tuple(Exchange("psum", 1 << width) for _, width in digits(plan.k)),
-        counts=Exchange("all_gather", _COUNTS),
+        window=Collective("all_gather", plan.window + _WINDOW_COUNTS) if plan.window else None,
+        threshold=tuple(Collective("psum", 1 << width) for _, width in digits(plan.k)),
+        counts=Collective("all_gather", _COUNTS),
         balance=branches[balance],
         gather=tuple(pairs("all_gather", slots) for slots in plan.gather_sizes),
         published=pairs("all_gather", plan.owned_slots) if balance == "paper" else None,

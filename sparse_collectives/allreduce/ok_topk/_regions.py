@@ -11,8 +11,8 @@ from jax import lax
 
 from sparse_collectives import transport
 from sparse_collectives._types import AxisName
-from sparse_collectives.allreduce._parts import _messages
-from sparse_collectives.allreduce.ok_topk._plan import Exchange
+from sparse_collectives.allreduce._shared import _messages
+from sparse_collectives.allreduce.ok_topk._plan import Collective
 from sparse_collectives.padded_coo import PaddedCOO
 
 
@@ -40,7 +40,7 @@ def agree(
     coo: PaddedCOO,
     boundaries: jax.Array,
     repartition: jax.Array,
-    exchange: Exchange,
+    exchange: Collective,
     axis: AxisName,
 ) -> tuple[jax.Array, _messages.Words]:
     """Algorithm 1, lines 5 to 7: the consensus where ``repartition bool[]``, else as they were.

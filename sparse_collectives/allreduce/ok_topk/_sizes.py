@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives.allreduce._parts import _messages
-from sparse_collectives.allreduce.ok_topk._plan import Exchange
+from sparse_collectives.allreduce._shared import _messages
+from sparse_collectives.allreduce.ok_topk._plan import Collective
 
 
 def shortest(
     most: jax.Array,
-    exchanges: Sequence[Exchange],
+    exchanges: Sequence[Collective],
     agreed: Callable[[jax.Array], jax.Array] = lambda fit: fit,
 ) -> jax.Array:
     """The first that has room for ``most`` entries, or else the last, ``i32[]``.
@@ -34,8 +34,8 @@ def shortest(
 
 def run(
     which: jax.Array,
-    exchanges: Sequence[Exchange],
-    through: Callable[[Exchange], Any],
+    exchanges: Sequence[Collective],
+    through: Callable[[Collective], Any],
     workers: int,
 ) -> tuple[Any, Callable[[jax.Array], _messages.Words]]:
     """``through`` the exchange ``which``, and a function of the entries sent: what it moves."""

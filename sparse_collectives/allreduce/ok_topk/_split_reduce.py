@@ -13,10 +13,10 @@ from jax import lax
 
 from sparse_collectives import _volumes, padded_coo, transport
 from sparse_collectives._types import AxisName, Codec
-from sparse_collectives.allreduce._parts import _messages
-from sparse_collectives.allreduce._parts._merge import Blocks, reduce_blocks
+from sparse_collectives.allreduce._shared import _messages
+from sparse_collectives.allreduce._shared._merge import Blocks, reduce_blocks
 from sparse_collectives.allreduce.ok_topk import _sizes
-from sparse_collectives.allreduce.ok_topk._plan import Exchange
+from sparse_collectives.allreduce.ok_topk._plan import Collective
 from sparse_collectives.padded_coo import PaddedCOO
 
 
@@ -80,7 +80,7 @@ def split_and_reduce(
     axis: AxisName,
     codec: Codec,
     seed: jax.Array,
-    exchanges: Sequence[Exchange],
+    exchanges: Sequence[Collective],
     owned_slots: int,
     schedule: str,
     messages_in_flight: int,
@@ -110,7 +110,7 @@ def split_and_reduce(
     # A worker's own block takes no part in the exchange, so nothing is rounded.
     own = jax.tree.map(lambda rows: lax.dynamic_slice_in_dim(rows, me, 1), blocks.coo)
 
-    def through(exchange: Exchange):
+    def through(exchange: Collective):
         rows = jax.tree.map(lambda x: x[:, : exchange.slots], blocks.coo)
         encoded = codec.encode(rows, seed)
         buckets = send_blocks(

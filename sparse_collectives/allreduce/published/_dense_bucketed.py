@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from sparse_collectives import _validation, _volumes, transport
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce._parts import _range, _undelivered
+from sparse_collectives.allreduce._shared import _range, _undelivered
 from sparse_collectives.padded_coo import PaddedCOO
 
 

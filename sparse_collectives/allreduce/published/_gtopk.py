@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from sparse_collectives import _validation, _volumes, transport, wire
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce._parts import (
+from sparse_collectives.allreduce._shared import (
     _broadcast,
     _largest,
     _merge,
@@ -16,11 +16,11 @@ from sparse_collectives.allreduce._parts import (
     _step,
     _undelivered,
 )
-from sparse_collectives.allreduce._parts._step import StepState
+from sparse_collectives.allreduce._shared._step import StepState
 from sparse_collectives.padded_coo import PaddedCOO
 
 
-def gtopk(*, density: float, codec: Codec | None = None) -> SparseAllreduce:
+def gtopk(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
     r"""The sparse allreduce of gTop-k, for any number of workers.
 
     At level l of a binomial tree (l = 0, 1, ...) worker w with w mod 2^(l+1) = 2^l

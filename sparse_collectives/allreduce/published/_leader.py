@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from sparse_collectives import _validation, _volumes, transport
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce._parts import _messages, _replicas, _step, _sum_at
-from sparse_collectives.allreduce._parts._step import StepState
+from sparse_collectives.allreduce._shared import _messages, _replicas, _step, _sum_at
+from sparse_collectives.allreduce._shared._step import StepState
 from sparse_collectives.padded_coo import PaddedCOO
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from sparse_collectives import _validation, _volumes, transport, wire
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce._parts import (
+from sparse_collectives.allreduce._shared import (
     _equal_regions,
     _merge,
     _range,

@@ -8,8 +8,8 @@ from sparse_collectives import _hash, _volumes, transport, wire
 from sparse_collectives._coo import _bitset
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce._parts import _messages, _replicas, _step, _undelivered
-from sparse_collectives.allreduce._parts._step import StepState
+from sparse_collectives.allreduce._shared import _messages, _replicas, _step, _undelivered
+from sparse_collectives.allreduce._shared._step import StepState
 from sparse_collectives.padded_coo import PaddedCOO
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from sparse_collectives import _compat, _validation, _volumes, transport, wire
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce._parts import (
+from sparse_collectives.allreduce._shared import (
     _merge,
     _range,
     _replicas,
@@ -16,7 +16,7 @@ from sparse_collectives.allreduce._parts import (
     _stream,
     _undelivered,
 )
-from sparse_collectives.allreduce._parts._stream import Stream
+from sparse_collectives.allreduce._shared._stream import Stream
 from sparse_collectives.padded_coo import PaddedCOO
 
 

@@ -15,10 +15,10 @@ from sparse_collectives._coo import _bits
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
 from sparse_collectives.layout import Layout, as_layout
-from sparse_collectives.select._parts import _layers, _rows
+from sparse_collectives.select._shared import _layers, _rows
 
 
-def adtopk(*, density: float, row_axis: int = -1) -> Selector:
+def adtopk(density: float, *, row_axis: int = -1) -> Selector:
     r"""Selects the ``max(1, round(density * N))`` largest of each of a layer's M rows.
 
     .. math:: \tilde G = [Top_{k/M}(G_1), \dots, Top_{k/M}(G_M)]

@@ -11,7 +11,7 @@ from sparse_collectives._spec import Spec
 from sparse_collectives._types import Selector
 from sparse_collectives.layout import Layout
 from sparse_collectives.select._layerwise import layerwise
-from sparse_collectives.select._parts import _layers
+from sparse_collectives.select._shared import _layers
 from sparse_collectives.select._topk import topk
 from sparse_collectives.select.published._adtopk import adtopk
 
@@ -30,7 +30,7 @@ class ADTopkInterleavedState(NamedTuple):
     layers: _layers.LayersState
 
 
-def adtopk_interleaved(*, density: float, row_axis: int = -1) -> Selector:
+def adtopk_interleaved(density: float, *, row_axis: int = -1) -> Selector:
     """Selects by row (:func:`adtopk`) and by layer (exact top-k) in turn.
 
     Rows train all features, whole layers send what is largest: taking turns,

@@ -12,7 +12,7 @@ from sparse_collectives._coo import _bits, compaction
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector, State
 from sparse_collectives.layout import Layout, as_layout
-from sparse_collectives.select._parts import _layers, _reaching
+from sparse_collectives.select._shared import _layers, _reaching
 from sparse_collectives.select._topk import topk
 from sparse_collectives.select.published._adtopk import count_of_layer, rows_of_layer
 
@@ -42,8 +42,8 @@ class ADTopkThresholdState(NamedTuple):
 
 
 def adtopk_threshold(
-    *,
     density: float,
+    *,
     steps: int,
     warmup: int = 15,
     period: int = 5,

@@ -24,7 +24,7 @@ from sparse_collectives.select import _topk
 _MIN_HITS = 64
 
 
-def dgc(*, density: float, sample_share: float = 0.01, seed: int = 0) -> Selector:
+def dgc(density: float, *, sample_share: float = 0.01, seed: int = 0) -> Selector:
     r"""Selects at most k entries by a threshold from a random sample.
 
     The sample has at least :math:`64 / density` entries, drawn anew at each step

@@ -19,13 +19,13 @@ from sparse_collectives._coo import _bits
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import Selector
 from sparse_collectives.layout import Layout, as_layout
-from sparse_collectives.select._parts import _reaching, _statistics
+from sparse_collectives.select._shared import _reaching, _statistics
 
 _FACTOR = 0.8
 _MAX_ROUNDS = 20
 
 
-def gaussian_k(*, density: float, adjust: bool = False, headroom: float = 0.25) -> Selector:
+def gaussian_k(density: float, *, adjust: bool = False, headroom: float = 0.25) -> Selector:
     r"""Selects by the threshold of a fitted normal distribution.
 
     The threshold is :math:`|\mu| + \sigma\,\Phi^{-1}(1 - k / 2n)`, with the mean

@@ -25,7 +25,7 @@ from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
 from sparse_collectives.layout import Layout, as_layout
 from sparse_collectives.padded_coo import PaddedCOO
-from sparse_collectives.select._parts import _masks
+from sparse_collectives.select._shared import _masks
 
 _LARGEST_BITS = 0x7FFFFFFF
 _ALL_ONES = 0xFFFFFFFF
@@ -50,7 +50,7 @@ class _Bracket(NamedTuple):
     top: jax.Array
 
 
-def mstopk(*, density: float, samplings: int = 30) -> Selector:
+def mstopk(density: float, *, samplings: int = 30) -> Selector:
     r"""Selects k entries by ``samplings`` thresholds: the largest, or nearly so.
 
     With :math:`a` the mean and :math:`u` the maximum of |acc|, the thresholds are

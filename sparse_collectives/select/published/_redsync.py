@@ -19,10 +19,10 @@ from sparse_collectives._coo import _bits
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import Selector
 from sparse_collectives.layout import Layout, as_layout
-from sparse_collectives.select._parts import _reaching, _statistics
+from sparse_collectives.select._shared import _reaching, _statistics
 
 
-def redsync(*, density: float, rounds: int = 20, headroom: float = 1.0) -> Selector:
+def redsync(density: float, *, rounds: int = 20, headroom: float = 1.0) -> Selector:
     """Selects by a threshold that between k and 2k entries reach.
 
     The threshold is not below the mean magnitude, so fewer than k entries may

@@ -20,7 +20,7 @@ from sparse_collectives._coo import _bits
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import Selector
 from sparse_collectives.layout import Layout, as_layout
-from sparse_collectives.select._parts import _reaching, _statistics
+from sparse_collectives.select._shared import _reaching, _statistics
 
 _DISTRIBUTIONS = ("exponential", "gamma", "pareto")
 _STAGE_DENSITY = 0.25
@@ -41,8 +41,8 @@ class SIDCoState(NamedTuple):
 
 
 def sidco(
-    *,
     density: float,
+    *,
     distribution: str = "exponential",
     period: int = 5,
     tolerance: float = 0.2,

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from sparse_collectives import _hash
-from sparse_collectives.allreduce._parts import _merge
+from sparse_collectives.allreduce._shared import _merge
 from sparse_collectives.padded_coo import PaddedCOO
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from sparse_collectives._types import Codec
-from sparse_collectives.allreduce._parts import _merge, _messages
+from sparse_collectives.allreduce._shared import _merge, _messages
 from sparse_collectives.padded_coo import PaddedCOO, sum_dtype
 
 # Pairs, or ``f[n]``.

@@ -10,11 +10,12 @@ from optax_ext._selection import selection
 from optax_ext._state import _whole
 from optax_ext._step import _checks
 from optax_ext._step._local import Elementwise
-from optax_ext._step._residual import AUTO, Residual
+from optax_ext._step._residual import Residual
 from optax_ext._step._residual import residual as how_kept
 from optax_ext._step._sparse_state import SparseAllreduceState
 from optax_ext._transforms._sparse_allreduce import sparse_allreduce
-from sparse_collectives import Selector, SparseAllreduce, allreduce, extend, transport
+from sparse_collectives import Selector, SparseAllreduce, extend, transport
+from sparse_collectives.allreduce import agreed
 from sparse_collectives.extend import AxisName
 
 # What is None by default is no number that optax.inject_hyperparams makes an array of.
@@ -48,17 +49,19 @@ def default_gain(workers: int) -> float:
 
 
 def limit_of(
-    limit: float | str | None, learning_rate: optax.ScalarOrSchedule, density: float
+    limit: float | None, learning_rate: optax.ScalarOrSchedule, density: float
 ) -> optax.ScalarOrSchedule | None:
     """The limit of an entry of an update, from what it is as a multiple of the rate."""
     if limit is None:
         return None
-    if isinstance(limit, str) and limit == AUTO:
-        # An entry waits 1 / density steps for its turn, and what it has then are as many updates.
-        factor = max(2.0, 0.1 / extend.check_density(density))
-    else:
-        _checks.check_positive_limit(limit, auto=True)
-        factor = cast(float, limit)
+    if callable(limit):
+        raise ValueError(
+            "limit must be a number greater than 0 or None, got a function: it is a multiple of "
+            "the learning rate, which may be a schedule."
+        )
+    _checks.check_positive_limit(limit)
+    # An entry waits 1 / density steps for its turn, and what it has then are as many updates.
+    factor = limit * max(1.0, DENSITY / extend.check_density(density))
     if callable(learning_rate):
         return lambda count: factor * learning_rate(count)
     return lambda count: factor * learning_rate
@@ -72,7 +75,7 @@ def whole(
     weight_decay: float | jax.Array,
     mask: Any,
     selector: Selector | None,
-    exchange: SparseAllreduce | None,
+    allreduce: SparseAllreduce | None,
     residual: Residual | None = None,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
@@ -83,10 +86,10 @@ def whole(
     """
     sparse = sparse_allreduce(
         selection(density, selector),
-        allreduce.agreed(bits="few") if exchange is None else exchange,
+        agreed(bits=None) if allreduce is None else allreduce,
         # What the optimizers here do to an entry does not depend on its leaf.
         local=Elementwise(local.init, local.update),
-        residual=how_kept(step_ahead=AUTO) if residual is None else residual,
+        residual=how_kept(step_ahead=1.0) if residual is None else residual,
         **options,
     )
     return decayed(_whole.whole(sparse), learning_rate, weight_decay, mask)

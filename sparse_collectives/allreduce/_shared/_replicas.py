@@ -15,8 +15,8 @@ from jax import lax
 
 from sparse_collectives import _compat, _volumes, transport, wire
 from sparse_collectives._types import AxisName, ReduceInfo, Undelivered
-from sparse_collectives.allreduce._parts import _messages, _undelivered
-from sparse_collectives.allreduce._parts._stream import Stream
+from sparse_collectives.allreduce._shared import _messages, _undelivered
+from sparse_collectives.allreduce._shared._stream import Stream
 from sparse_collectives.padded_coo import PaddedCOO
 
 

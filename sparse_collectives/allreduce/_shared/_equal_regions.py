@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from sparse_collectives import transport
 from sparse_collectives._types import AxisName, Codec
-from sparse_collectives.allreduce._parts import _merge
-from sparse_collectives.allreduce._parts._slots import Regions
+from sparse_collectives.allreduce._shared import _merge
+from sparse_collectives.allreduce._shared._slots import Regions
 from sparse_collectives.padded_coo import PaddedCOO
 
 

@@ -13,7 +13,7 @@ from sparse_collectives import extend, transport
 from sparse_collectives.extend import AxisName
 
 
-def partition(fn: Callable[..., Any], *, axis: AxisName) -> Callable[..., Any]:
+def distributed(fn: Callable[..., Any], *, axis: AxisName) -> Callable[..., Any]:
     """``fn`` of each leaf of replicated trees, computed by one worker for all of them.
 
     Behind an allreduce every worker holds the same arrays, and would compute the same of each.
@@ -51,12 +51,12 @@ def partition(fn: Callable[..., Any], *, axis: AxisName) -> Callable[..., Any]:
 
     Example:
       >>> import jax.numpy as jnp, sparse_collectives as sc
-      >>> norms = partition(jnp.linalg.norm, axis="w")
+      >>> norms = distributed(jnp.linalg.norm, axis="w")
       >>> params = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([1.0])}
       >>> sc.simulate(norms, axis="w", axis_size=2, in_axes=None)(params)["a"].tolist()
       [5.0, 5.0]
       >>> def roots(x):
-      ...     return jnp.concatenate(partition(jnp.sqrt, axis="w")(jnp.array_split(x, 2)))
+      ...     return jnp.concatenate(distributed(jnp.sqrt, axis="w")(jnp.array_split(x, 2)))
       >>> sc.simulate(roots, axis="w", axis_size=2, in_axes=None)(jnp.array([4.0, 9.0, 16.0]))[0]
       Array([2., 3., 4.], dtype=float32)
     """

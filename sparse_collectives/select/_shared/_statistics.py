@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives._coo import _bits
-from sparse_collectives.select._parts import _masks
+from sparse_collectives.select._shared import _masks
 
 # Entries of a first-stage sum: partial sums keep the rounding error small.
 _ROW = 1024

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from sparse_collectives._types import Codec, Encoded
-from sparse_collectives.allreduce._parts import _messages
+from sparse_collectives.allreduce._shared import _messages
 from sparse_collectives.padded_coo import PaddedCOO
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from sparse_collectives import padded_coo
 from sparse_collectives._coo import _bitset
 from sparse_collectives._types import Undelivered
-from sparse_collectives.allreduce._parts import _merge
+from sparse_collectives.allreduce._shared import _merge
 from sparse_collectives.padded_coo import PaddedCOO
 
 

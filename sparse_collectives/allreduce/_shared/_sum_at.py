@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from sparse_collectives import _volumes, transport
 from sparse_collectives._coo import _bitset
 from sparse_collectives._types import AxisName, Undelivered
-from sparse_collectives.allreduce._parts import _fixed_point, _range, _undelivered
+from sparse_collectives.allreduce._shared import _fixed_point, _range, _undelivered
 from sparse_collectives.padded_coo import PaddedCOO
 
 
@@ -84,7 +84,7 @@ def sum_at(
     undelivered = _undelivered.of_slots(coo, coo.values)
     return Complete(
         PaddedCOO(total, indices, size),
-        undelivered._replace(instead=PaddedCOO(kept, cleared, size)),
+        undelivered._replace(remainder=PaddedCOO(kept, cleared, size)),
     )
 
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 
 from sparse_collectives import _volumes, transport
 from sparse_collectives._types import AxisName, Codec
-from sparse_collectives.allreduce._parts import _equal_regions, _merge, _messages, _step, _stream
-from sparse_collectives.allreduce._parts._slots import Regions
+from sparse_collectives.allreduce._shared import _equal_regions, _merge, _messages, _step, _stream
+from sparse_collectives.allreduce._shared._slots import Regions
 from sparse_collectives.padded_coo import PaddedCOO, sum_dtype
 
 

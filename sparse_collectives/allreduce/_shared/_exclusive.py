@@ -1,9 +1,9 @@
 """n indices dealt out to P owners in small blocks, so that each has some of every layer.
 
-Block b belongs to part b mod P, and the indices behind the last whole round of blocks are
-dealt out in runs of equal length. What is in a part is then much like what is in any
+Block b belongs to partition b mod P, and the indices behind the last whole round of blocks are
+dealt out in runs of equal length. What is in a partition is then much like what is in any
 other: whoever selects k/P entries from each selects about the k largest of all, and a
-threshold of one part is a good guess for the next.
+threshold of one partition is a good guess for the next.
 """
 
 from typing import NamedTuple
@@ -14,19 +14,19 @@ from jax import lax
 
 # Indices of a block: 4 KB of float32, so that memory is read in long runs.
 BLOCK = 1024
-# A part has so many blocks at least, where that many indices are in it.
+# A partition has so many blocks at least, where that many indices are in it.
 _BLOCKS = 32
 
 
-class Parts(NamedTuple):
+class Partitions(NamedTuple):
     """How n indices are dealt out.
 
     Attributes:
       size: n.
       workers: P.
       block: indices of a block.
-      rounds: blocks of each part.
-      rest: indices of each part behind the blocks; the last parts may have fewer.
+      rounds: blocks of each partition.
+      rest: indices of each partition behind the blocks; the last partitions may have fewer.
     """
 
     size: int
@@ -37,40 +37,40 @@ class Parts(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Places of a part: those past its last index are empty."""
+        """Places of a partition: those past its last index are empty."""
         return self.rounds * self.block + self.rest
 
     @property
     def _dealt(self) -> int:
         return self.rounds * self.workers * self.block
 
-    def take(self, vector: jax.Array, part: jax.Array) -> jax.Array:
-        """The entries ``f[width]`` of a part of ``vector f[n]``, zeros in empty places."""
+    def take(self, vector: jax.Array, partition: jax.Array) -> jax.Array:
+        """The entries ``f[width]`` of a partition of ``vector f[n]``, zeros in empty places."""
         blocks = vector[: self._dealt].reshape(self.rounds, self.workers, self.block)
-        mine = lax.dynamic_slice_in_dim(blocks, part, 1, axis=1).reshape(-1)
+        mine = lax.dynamic_slice_in_dim(blocks, partition, 1, axis=1).reshape(-1)
         if not self.rest:
             return mine
         room = self.workers * self.rest - (self.size - self._dealt)
         rest = jnp.pad(vector[self._dealt :], (0, room))
-        start = part.astype(jnp.int32) * self.rest
+        start = partition.astype(jnp.int32) * self.rest
         return jnp.concatenate([mine, lax.dynamic_slice_in_dim(rest, start, self.rest)])
 
-    def place(self, local: jax.Array, part: jax.Array) -> jax.Array:
-        """The indices of the places ``local i32[...]`` of a part, n for what is outside it.
+    def place(self, local: jax.Array, partition: jax.Array) -> jax.Array:
+        """The indices of the places ``local i32[...]`` of a partition, n for what is outside it.
 
         Ascending where the places are.
         """
         whole = self.rounds * self.block
         # Truncated, not floored: nothing is negative but what is outside.
         number, within = _divided(local, self.block)
-        dealt = (number * self.workers + part) * self.block + within
-        behind = self._dealt + part * self.rest + (local - whole)
+        dealt = (number * self.workers + partition) * self.block + within
+        behind = self._dealt + partition * self.rest + (local - whole)
         index = jnp.where(local < whole, dealt, behind)
         inside = (local >= 0) & (local < self.width) & (index < self.size)
         return jnp.where(inside, index, self.size)
 
-    def local(self, indices: jax.Array, part: jax.Array) -> jax.Array:
-        """The places of ``indices i32[...]`` in a part, ``width`` for those of other parts."""
+    def local(self, indices: jax.Array, partition: jax.Array) -> jax.Array:
+        """The places of ``indices i32[...]`` in a partition; ``width`` for those of others."""
         number, within = _divided(indices, self.block)
         turn, owner = _divided(number, self.workers)
         dealt = indices < self._dealt
@@ -78,7 +78,7 @@ class Parts(NamedTuple):
         owner = jnp.where(dealt, owner, last)
         place = jnp.where(dealt, turn, self.rounds) * self.block
         place = place + jnp.where(dealt, within, behind)
-        return jnp.where((indices < self.size) & (owner == part), place, self.width)
+        return jnp.where((indices < self.size) & (owner == partition), place, self.width)
 
 
 def _divided(x: jax.Array, by: int) -> tuple[jax.Array, jax.Array]:
@@ -87,8 +87,10 @@ def _divided(x: jax.Array, by: int) -> tuple[jax.Array, jax.Array]:
     return lax.div(x, divisor), lax.rem(x, divisor)
 
 
-def make_parts(size: int, workers: int) -> Parts:
-    """The parts of n indices for P workers."""
+def make_partitions(size: int, workers: int) -> Partitions:
+    """The partitions of n indices for P workers."""
     block = max(1, min(BLOCK, size // (_BLOCKS * workers)))
     rounds = size // (workers * block)
-    return Parts(size, workers, block, rounds, -(-(size - rounds * workers * block) // workers))
+    return Partitions(
+        size, workers, block, rounds, -(-(size - rounds * workers * block) // workers)
+    )
