@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
@@ -146,3 +147,16 @@ def fails_in_the_step(step, match):
 def programs_of(page):
     """The Python programs of a page of the manual."""
     return re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.DOTALL)
+
+
+# A small problem, for what holds of any.
+PARAMS = {"w": np.linspace(-1, 1, 24, dtype=np.float32).reshape(6, 4), "b": np.zeros(4, "f4")}
+
+
+def loss_fn(params, batch):
+    x = batch[0] if isinstance(batch, tuple) else batch
+    return jnp.mean((x @ params["w"] + params["b"][None] - 1) ** 2)
+
+
+def batch_of(rows=16, seed=0):
+    return normal((rows, 6), seed)

@@ -178,11 +178,6 @@ WRONG = {
         TypeError,
         "unexpected keyword argument 'axis_size'",
     ),
-    "a batch that the workers do not divide": (
-        lambda: lowered_step(batch={"x": np.zeros((4, 2)), "y": np.zeros((6,))}),
-        ValueError,
-        r"batch\['y'\] has shape \(6,\).*multiple of the 4",
-    ),
 }
 
 
@@ -332,18 +327,6 @@ def test_a_state_made_for_another_axis(make):
     message = r"state was made for axis='data', and the transformation has axis='dta'.*same tx"
     with pytest.raises(ValueError, match=message):
         lowered_step(tx=make(axis="dta"), state=state)
-
-
-@pytest.mark.slow
-def test_a_chain_that_does_not_reduce_the_gradients():
-    tx = optax.adam(1e-3)
-    with pytest.raises(ValueError, match=r"opt_state has no sparse allreduce.*first in the chain"):
-        lowered_step(tx=tx, state=tx.init(PARAMS))
-    # One of the leaves is passed on as it is.
-    labels = {"kernel": "sparse", "bias": "none"}
-    tx = optax.multi_transform({"sparse": ok_topk(), "none": optax.identity()}, labels)
-    with pytest.raises(ValueError, match=r"updates\['bias'\] of tx differ.*first in the chain"):
-        lowered_step(tx=tx)
 
 
 @pytest.mark.parametrize("tree", [{}, (), {"none": np.zeros((0, 3))}], ids=str)
