@@ -160,3 +160,23 @@ def loss_fn(params, batch):
 
 def batch_of(rows=16, seed=0):
     return normal((rows, 6), seed)
+
+
+LOOPS = ("pmap", "check_vma=False", "simulate")
+
+
+def in_loop(loop, step, workers=4, axis="w"):
+    """``step(params, batch)`` of all workers where no types tell what differs between them."""
+    if loop == "pmap":
+        devices = jax.devices()[:workers]
+        return jax.pmap(step, axis_name=axis, devices=devices, in_axes=(None, 0))
+    if loop == "simulate":
+        return sc.simulate(step, axis=axis, axis_size=workers, in_axes=(None, 0))
+    mapped = jax.shard_map(
+        lambda params, batch: step(params, batch[0]),
+        mesh=mesh(workers, axis),
+        in_specs=(P(), P(axis)),
+        out_specs=P(),
+        check_vma=False,
+    )
+    return jax.jit(mapped)
