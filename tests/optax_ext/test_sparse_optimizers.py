@@ -144,14 +144,6 @@ def test_more_workers_look_ahead_by_a_tenth_at_least():
     assert _residual.coefficient(0.3, 100) == 0.3
 
 
-def test_a_selector_of_a_larger_density_is_an_error():
-    for make in (optax_ext.sparse_adamw, optax_ext.sparse_sgd):
-        with pytest.raises(ValueError, match="the selector has density=0.2, and density=0.05"):
-            make(0.1, axis="w", selector=sc.select.topk(density=0.2))
-        with pytest.raises(ValueError, match="density"):
-            make(0.1, density=2.0, axis="w", selector=sc.select.topk(density=0.2))
-
-
 def where_ahead(tx, params, state, on):
     """What :func:`optax_ext.ahead` gives each worker, ``f64[P, n]``."""
     axes = tuple(on.axis_names)
