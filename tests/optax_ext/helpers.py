@@ -65,6 +65,7 @@ class Steps(NamedTuple):
 
     updates: Any
     states: Any
+    start: Any  # Of the same program: another one may round in other places.
 
     @property
     def state(self):
@@ -90,17 +91,18 @@ def _program(tx, axis, shape):
             return state, (updates, state)
 
         start = tx.init(jax.tree.map(lambda x: x[0], gradients))
-        return jax.lax.scan(step, start, gradients)[1]
+        return start, jax.lax.scan(step, start, gradients)[1]
 
     size = shape if isinstance(axis, tuple) else shape[0]
-    return sc.simulate(train, axis=axis, axis_size=size, in_axes=1, out_axes=1)
+    return sc.simulate(train, axis=axis, axis_size=size, in_axes=1, out_axes=(0, 1))
 
 
 def run(tx, given, axis="w") -> Steps:
     """Steps of P simulated workers with the gradients ``[steps, *workers, ...]``."""
     lead = len(axis) if isinstance(axis, tuple) else 1
     shape = jax.tree.leaves(given)[0].shape[1 : 1 + lead]
-    return Steps(*jax.tree.map(np.asarray, _program(tx, axis, shape)(given)))
+    start, (updates, states) = jax.tree.map(np.asarray, _program(tx, axis, shape)(given))
+    return Steps(updates, states, start)
 
 
 def mapped(tx, on, state, *, check_vma=True, specs=None, out_specs=None, **options):
