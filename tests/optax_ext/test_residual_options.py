@@ -156,18 +156,3 @@ def test_wrong_options():
         optax_ext.residual(decay=1.5)
     with pytest.raises(TypeError, match=r"residual must be made by optax_ext\.residual, got .*bf"):
         optax_ext.ok_topk(0.1, axis="w", residual=jnp.bfloat16)  # pyright: ignore[reportArgumentType]
-
-
-def test_bfloat16_residuals_move_to_other_workers():
-    def state(workers):
-        tx = optax_ext.ok_topk(0.5, axis="w", residual=BF16)
-        return optax_ext.init_state(tx, jnp.zeros(16), {"w": workers})
-
-    rng = np.random.default_rng(0)
-    rows = jnp.asarray(rng.integers(-9, 9, (2, 16)), jnp.bfloat16)
-    more = optax_ext.reshard(state(2)._replace(residual=rows), state(5))
-    assert more.residual.dtype == jnp.bfloat16
-    total = np.asarray(rows, np.float32).sum(0)
-    np.testing.assert_array_equal(np.asarray(more.residual, np.float32).sum(0), total)
-    fewer = optax_ext.reshard(more, state(3))
-    np.testing.assert_array_equal(np.asarray(fewer.residual, np.float32).sum(0), total)
