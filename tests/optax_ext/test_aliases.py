@@ -241,9 +241,7 @@ def test_each_option_stands_in_the_signature_and_reaches_what_checks_it(name):
     assert parameters["dense_steps"].default is None
     axis = ("nodes", "w") if name == "hitopk" else "w"
     wrong = [(ValueError, r"nonfinite must be .*'ignore'", {"nonfinite": "ignore"})]
-    said = (
-        rf"^{name}\(\) got an unexpected keyword .*'dense_step'. Did you mean dense_steps="
-    )
+    said = rf"^{name}\(\) got an unexpected keyword .*'dense_step'. Did you mean dense_steps="
     wrong.append((TypeError, said, {"dense_step": 3}))
     if "density" in parameters:
         density = r"density must be in \(0, 1\], got 1\.5"
@@ -284,6 +282,9 @@ def test_arguments_of_their_own():
         assert "codec=narrow16" in settings(alias(name, codec=narrow)).allreduce
         given = alias(name, selector=select.mstopk(density=0.05))
         assert settings(given).selector == "mstopk(density=0.05, samplings=30)"
+    by_layer = settings(alias("topk_a", selector=select.layerwise(select.topk(density=0.1))))
+    assert by_layer.selector == "layerwise(selector=topk(density=0.1))"
+    assert (by_layer.local, by_layer.correction) == ("none", "none")
     assert "slack=2.0" in settings(alias("topk_dsa", slack=2.0)).allreduce
     quantized = settings(alias("quantized_topk", bits=4, bucket=64)).allreduce
     assert "bits=4, bucket=64" in quantized.replace("bucket=64, bits=4", "bits=4, bucket=64")
