@@ -99,6 +99,9 @@ ROWS = {
         row={"decay": 0.5, "rate": -1.0},
     ),
     "dense leaves": of(OK_TOPK, dense_leaves={"a": "sparse", "b": "dense"}),
+    "dense leaves, momentum": of(
+        correction=MOMENTUM, dense_leaves={"a": "sparse", "b": "dense"}, row={"momentum": 0.9}
+    ),
     "dense steps, topk_a": of(dense_steps=3),
     "dense steps, ok_topk": of(OK_TOPK, dense_steps=3),
     "dense steps at last": of(dense_steps=lambda step: step >= 3),
@@ -124,12 +127,14 @@ def gradients(workers):
     return given
 
 
-def summed(rows, state, workers):
-    """Over the workers or nodes, ``f64[steps, n]``; nothing is kept of leaves that are dense."""
+def summed(rows, state, workers, of_dense=()):
+    """Over the workers or nodes, ``f64[steps, n]``; of leaves that are dense only velocities."""
     rows = np.asarray(rows, np.float64).reshape(STEPS, workers[0], -1)
     dense = np.repeat(state.layout.dense, [90, 11]) if any(state.layout.dense) else np.zeros(SIZE)
     found = np.zeros((STEPS, SIZE))
     found[:, dense == 0] = rows.sum(1)[:, : np.sum(dense == 0)]
+    if np.size(of_dense):
+        found[:, dense != 0] = np.asarray(of_dense, np.float64).reshape(STEPS, *workers, -1).sum(1)
     return found
 
 
@@ -166,7 +171,8 @@ def test_nothing_is_lost_all_agree_and_a_skipped_step_changes_nothing(row):
     for count, step in enumerate(taken):
         sums[step] *= row.rate(count) if callable(row.rate) else row.rate
     if row.momentum:
-        sums += row.momentum * behind(summed(state.velocity, state, row.workers))
+        velocities = summed(state.velocity, state, row.workers, state.dense_velocity)
+        sums += row.momentum * behind(velocities)
     applied = row.sign * p * updates[:, 0] + kept
     expected = row.decay * behind(kept) + sums
     np.testing.assert_allclose(applied[taken], expected[taken], rtol=1e-5, atol=1e-5)
