@@ -199,16 +199,6 @@ def test_options_and_parts_reach_sparse_allreduce(name, monkeypatch):
     assert given[0][2] == expected
 
 
-@pytest.mark.parametrize("name", ALIASES)
-def test_the_state_of_all_workers_on_one_device(name):
-    with pytest.raises(ValueError, match=r"axis=.* is not bound"):
-        alias(name).init(PARAMS)
-    sizes = {"node": 3, "device": 2} if name == "hitopk" else {"w": 5}
-    state = optax_ext.get_state(optax_ext.init_state(alias(name), PARAMS, sizes))
-    assert state is not None
-    assert state.residual.shape == ((6, 51) if name == "hitopk" else (5, SIZE))
-
-
 # The options that functions share, in each signature, and the arguments that each needs besides.
 COMMON = {"nonfinite", "residual", "dense_steps", "dense_leaves"}
 LOCAL = COMMON | {"local"}
