@@ -74,10 +74,10 @@ def test_a_copy_is_left_out(name):
     tx = TRANSFORMATIONS[name]()
     nested = name == "hierarchical"
     shape = (2, 2) if nested else (WORKERS,)
-    mapped = {"axis": NODES if nested else "w", "axis_size": shape if nested else WORKERS}
+    lanes = {"axis": NODES if nested else "w", "axis_size": shape if nested else WORKERS}
     lead = len(shape)
-    init = sc.simulate(lambda g: tx.init(PARAMS), **mapped)
-    update = sc.simulate(lambda g, s: tx.update(g, s, PARAMS), **mapped)
+    init = sc.simulate(lambda g: tx.init(PARAMS), **lanes)
+    update = sc.simulate(lambda g, s: tx.update(g, s, PARAMS), **lanes)
     state = init(gradients(0, shape))
     for seed in range(STEPS):
         _, state = update(gradients(seed, shape), state)
@@ -105,12 +105,12 @@ def test_a_copy_is_left_out(name):
         for field in ("residual", "velocity", "dense_velocity"):
             same(getattr(got, field), getattr(want, field))
         index = np.arange(WORKERS)
-        told = np.where(index == 0, 0, -1 - index)
-        np.testing.assert_array_equal(np.ravel(got.owner), told)
+        owners = np.where(index == 0, 0, -1 - index)
+        np.testing.assert_array_equal(np.ravel(got.owner), owners)
     # It is this worker's from now on.
     _, later = update(given, after)
     for node in states_of(later):
-        np.testing.assert_array_equal(np.ravel(node.owner), told)
+        np.testing.assert_array_equal(np.ravel(node.owner), owners)
 
 
 def marks(shape):

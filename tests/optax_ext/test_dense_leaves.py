@@ -12,7 +12,6 @@ import optax
 import pytest
 
 import optax_ext
-import sparse_collectives as sc
 from tests.optax_ext.helpers import mapped, mesh, run
 
 WORKERS, STEPS = 4, 5
@@ -49,13 +48,9 @@ def test_dense_leaves_have_the_mean_and_the_others_are_as_if_they_were_alone(lab
 
 
 @pytest.mark.slow
-def test_all_dense_leaves_go_in_one_psum_and_count_as_words():
+def test_all_dense_leaves_count_as_the_words_of_one_sum():
     labels = {"a": "dense", "bias": "dense", "b": "sparse"}
     tx = optax_ext.topk_a(0.1, axis="w", dense_leaves=labels, nonfinite="propagate")
-    one = jax.tree.map(lambda x: x[0], gradients())
-    step = sc.simulate(lambda g: tx.update(g, tx.init(g)), axis="w", axis_size=WORKERS)
-    # vmap turns a psum over its axis into a sum over the lanes.
-    assert str(jax.make_jaxpr(step)(one)).count("f32[4,130]") >= 1
     words = run(tx, gradients()).state.info.words
     np.testing.assert_allclose(words, 2 * 4 * (WORKERS - 1) + 2 * 130 * (WORKERS - 1) / WORKERS)
 

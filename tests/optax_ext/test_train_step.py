@@ -49,20 +49,6 @@ def losses_of(results):
     return [float(loss) for _, _, loss in results[1:]]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_at_density_one_it_trains_like_the_dense_one(check_vma):
-    sparse = optax_ext.ok_topk(density=1.0, axis="data", slack=float(WORKERS))
-    dense = optax_ext.dense(axis="data")
-    runs = [
-        trained(optax.chain(tx, optax.adam(1e-2)), 20, check_vma=check_vma)
-        for tx in (sparse, dense)
-    ]
-    np.testing.assert_allclose(*map(losses_of, runs), rtol=1e-4)
-    ends = [flat(run[-1][0]) for run in runs]
-    np.testing.assert_allclose(*ends, rtol=1e-3, atol=1e-4)
-
-
 def test_the_dense_step_has_the_gradient_of_the_whole_batch():
     tx = optax.chain(optax_ext.dense(axis="data"), optax.sgd(1.0))
     new, _, loss = trained(tx, 1)[-1]

@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import optax_ext
 import sparse_collectives as sc
 from tests.optax_ext import combinations
-from tests.optax_ext.helpers import mesh, train
+from tests.optax_ext.helpers import flat, mesh, train
+from tests.optax_ext.shards import same_on_devices
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
 
@@ -83,10 +84,7 @@ def sums_and_residual(state):
     (before, sparse, after), *others = found
     assert not others
     residual = np.asarray(optax_ext.get_state(sparse).residual).sum(0)
-    flat = [
-        np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)]) for tree in (before, after)
-    ]
-    return flat[0], flat[1], residual
+    return flat(before), flat(after), residual
 
 
 def end_of(row, tx):
@@ -114,32 +112,37 @@ def trained(row):
     return end_of(row, observed(row))
 
 
+def with_all_entries(row, density):
+    """The row with the selection of everything, or with the dense mean where ``density`` is None.
+
+    The allreduce is the one that compiles fastest.
+    """
+    reduce = optax_ext.dense(axis="data")
+    if density is not None:
+        reduce = optax_ext.topk_a(density=density, axis="data")
+    return combinations.transformation(row, reduce, density)
+
+
+def equal(row, ends):
+    leaves = [[np.asarray(x, np.float32) for x in jax.tree.leaves(end)] for end in ends]
+    for sparse, dense in zip(*leaves, strict=True):
+        np.testing.assert_allclose(sparse, dense, rtol=row.rounding, atol=row.rounding)
+
+
 @rows(combinations.ROWS)
 def test_at_density_one_it_is_the_dense_one(row):
-    """With the selection of everything; the allreduce is the one that compiles fastest."""
-    ends = []
-    for density in (1.0, None):
-        reduce = optax_ext.dense(axis="data")
-        if density is not None:
-            reduce = optax_ext.topk_a(density=density, axis="data")
-        ends.append(end_of(row, combinations.transformation(row, reduce, density))[0])
-    start = combinations.model(row.model)[0]
-    moved = 0.0
-    for sparse, dense, before in zip(*map(jax.tree.leaves, (*ends, start)), strict=True):
-        sparse, dense, before = (np.asarray(x, np.float32) for x in (sparse, dense, before))
-        np.testing.assert_allclose(sparse, dense, rtol=row.rounding, atol=row.rounding)
-        moved = max(moved, np.abs(dense - before).max())
+    ends = [end_of(row, with_all_entries(row, density))[0] for density in (1.0, None)]
+    equal(row, ends)
     # Or equality would say nothing.
+    moved = np.abs(flat(ends[1]) - flat(combinations.model(row.model)[0])).max()
     assert moved > 3 * min(row.rounding, 1e-3)
 
 
 @rows(combinations.ROWS, quick=["`optax_ext.delayed` around the chain"])
 def test_at_density_a_tenth_nothing_is_lost_and_no_worker_drifts(row):
     params, state = trained(row)
-    for leaf in jax.tree.leaves(params):
-        shards = [np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards]
-        assert len(shards) == WORKERS
-        assert len(set(shards)) == 1
+    assert all(len(leaf.addressable_shards) == WORKERS for leaf in jax.tree.leaves(params))
+    same_on_devices(params)
     before, after, residual = sums_and_residual(state)
     # The learning rate of a whole SGD is in the residual, and its update is subtracted.
     if "reduce" not in row.code:
@@ -215,11 +218,7 @@ def test_with_sharded_parameters_at_density_one_it_is_the_dense_one(row):
     apart, together = mesh((4, 2), ("data", "model")), mesh(4)
     ends = []
     for where, density in ((apart, 1.0), (together, None)):
-        reduce = optax_ext.dense(axis="data")
-        if density is not None:
-            reduce = optax_ext.topk_a(density=density, axis="data")
-        tx = combinations.transformation(row, reduce, density)
-        params, loss_fn = combinations.model(row.model)
+        tx, (params, loss_fn) = with_all_entries(row, density), combinations.model(row.model)
         params = placed(params, apart) if where is apart else params
         begun = params
         params, _, _ = train(tx, loss_fn, params, batches(), where)[-1]
@@ -227,9 +226,7 @@ def test_with_sharded_parameters_at_density_one_it_is_the_dense_one(row):
             leaves = zip(*map(jax.tree.leaves, (params, begun)), strict=True)
             assert all(a.sharding.is_equivalent_to(b.sharding, a.ndim) for a, b in leaves)
         ends.append(params)
-    for sharded, dense in zip(*map(jax.tree.leaves, ends), strict=True):
-        sharded, dense = (np.asarray(x, np.float32) for x in (sharded, dense))
-        np.testing.assert_allclose(sharded, dense, rtol=row.rounding, atol=row.rounding)
+    equal(row, ends)
 
 
 @pytest.mark.slow
