@@ -230,7 +230,8 @@ def test_each_option_stands_in_the_signature_and_reaches_what_checks_it(name):
     # A number would be an array to optax.inject_hyperparams.
     assert parameters["dense_steps"].default is None
     axis = ("nodes", "w") if name == "hitopk" else "w"
-    wrong = [(ValueError, r"nonfinite must be one of .*'propagate', got 'ignore'", {"nonfinite": "ignore"})]
+    policy = r"nonfinite must be one of .*'propagate', got 'ignore'"
+    wrong = [(ValueError, policy, {"nonfinite": "ignore"})]
     said = rf"^{name}\(\) got an unexpected keyword .*'dense_step'. Did you mean dense_steps="
     wrong.append((TypeError, said, {"dense_step": 3}))
     if "density" in parameters:

@@ -186,7 +186,7 @@ def loss_fn(params, batch):
 def trained(tx, on, specs, steps=6, **options):
     """``(params, state, loss)`` before the first step and after each."""
     params = {"up": normal((6, 16)) / 2, "bias": np.zeros(16, "f4"), "down": normal((16, 3)) / 4}
-    params = shards.placed(params, on, {"bias": PartitionSpec(), **specs})
+    params = shards.placed(params, on, dict.fromkeys(params, PartitionSpec()) | specs)
     x = normal((8, 6), 1)
     return train(tx, loss_fn, params, [(x, np.sin(x[:, :3]))] * steps, on, **options)
 
