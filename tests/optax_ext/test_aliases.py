@@ -16,7 +16,6 @@ from tests.optax_ext.helpers import bits, normal, run
 
 DENSITY, RATE, STEPS, WORKERS = 0.1, 0.25, 4, 8
 PARAMS = {"a": jnp.zeros((9, 10)), "b": jnp.zeros(11)}
-SIZE = 101
 NODES, DEVICES = 4, 2
 
 
