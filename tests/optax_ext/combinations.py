@@ -49,35 +49,25 @@ _WRAPPER = "Wrappers"
 _BEFORE_AND_AFTER = "Before and after"
 _MODEL = "Models and precision"
 
+
+def _behind(group: str, name: str, optimizer: str, note: str = "", **options: Any) -> Row:
+    """An optimizer behind the allreduce."""
+    return Row(name, group, f"optax.chain(reduce, {optimizer})", note, **options)
+
+
 ROWS = (
     Row("`sgd`", _OPTIMIZER, "optax.chain(reduce, optax.sgd(0.1))", also=ALL),
     Row("`sgd`, momentum", _OPTIMIZER, "optax.chain(reduce, optax.sgd(0.1, momentum=0.9))"),
-    Row(
-        "`sgd`, Nesterov",
-        _OPTIMIZER,
-        "optax.chain(reduce, optax.sgd(0.1, momentum=0.9, nesterov=True))",
-    ),
+    _behind(_OPTIMIZER, "`sgd`, Nesterov", "optax.sgd(0.1, momentum=0.9, nesterov=True)"),
     Row("`adam`", _OPTIMIZER, ADAM, note=WHOLE, also=ALL),
-    Row(
-        "`adamw`",
-        _OPTIMIZER,
-        "optax.chain(reduce, optax.adamw(1e-2, weight_decay=0.1))",
-        note=WHOLE,
-    ),
+    _behind(_OPTIMIZER, "`adamw`", "optax.adamw(1e-2, weight_decay=0.1)", note=WHOLE),
     Row("`lion`", _OPTIMIZER, "optax.chain(reduce, optax.lion(1e-3))"),
     Row("`adafactor`", _OPTIMIZER, "optax.chain(reduce, optax.adafactor(1e-2))"),
     Row("`lamb`", _OPTIMIZER, "optax.chain(reduce, optax.lamb(1e-2))"),
     Row("`lars`", _OPTIMIZER, "optax.chain(reduce, optax.lars(0.1))"),
-    Row(
-        "`optax_ext.lamb`",
-        _OPTIMIZER,
-        'optax.chain(reduce, optax_ext.lamb(1e-2, axis="data"))',
-        also=ALL,
-    ),
+    _behind(_OPTIMIZER, "`optax_ext.lamb`", 'optax_ext.lamb(1e-2, axis="data")', also=ALL),
     Row("`optax_ext.lars`", _OPTIMIZER, 'optax.chain(reduce, optax_ext.lars(0.1, axis="data"))'),
-    Row(
-        "`contrib.muon`", _OPTIMIZER, "optax.chain(reduce, optax.contrib.muon(1e-2))", rounding=MUON
-    ),
+    _behind(_OPTIMIZER, "`contrib.muon`", "optax.contrib.muon(1e-2)", rounding=MUON),
     Row(
         "`contrib.schedule_free_sgd`",
         _OPTIMIZER,

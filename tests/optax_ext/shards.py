@@ -1,7 +1,6 @@
 """Steps of parameters that other axes of a mesh shard, and the oracle of their parts."""
 
 import functools
-import math
 import re
 
 import jax
@@ -13,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import optax_ext
 import sparse_collectives as sc
 from optax_ext._step import _sharding
+from tests.optax_ext import helpers
 
 SHAPES = {
     "columns": ((6, 16), PartitionSpec(None, "model")),
@@ -28,8 +28,7 @@ SPECS = {name: spec for name, (_, spec) in SHAPES.items()}
 
 
 def mesh_of(sizes, names=("data", "model"), kind=AxisType.Auto):
-    devices = np.asarray(jax.devices()[: math.prod(sizes)]).reshape(sizes)
-    return jax.sharding.Mesh(devices, names, axis_types=(kind,) * len(sizes))
+    return helpers.mesh(sizes, names, kind)
 
 
 def params_of(seed=0, shapes=SHAPES):

@@ -1,4 +1,4 @@
-"""Each alias is the composition that its docstring names, and keeps what that promises."""
+"""Each alias is the composition that its docstring names, and its options are those of all."""
 
 import functools
 import inspect
@@ -10,13 +10,12 @@ import optax
 import pytest
 
 import optax_ext
-import sparse_collectives as sc
 from optax_ext._state._whole import whole
 from sparse_collectives import allreduce, select, wire
+from tests.optax_ext.helpers import bits, normal, run
 
 DENSITY, RATE, STEPS, WORKERS = 0.1, 0.25, 4, 8
 PARAMS = {"a": jnp.zeros((9, 10)), "b": jnp.zeros(11)}
-SIZE = 101
 NODES, DEVICES = 4, 2
 
 
@@ -103,36 +102,8 @@ def composition(name, **options):
 
 
 def gradients(name):
-    rng = np.random.default_rng(0)
     shape = (NODES, DEVICES) if name == "hitopk" else (WORKERS,)
-    return jax.tree.map(
-        lambda x: rng.standard_normal((STEPS, *shape, *x.shape)).astype(np.float32), PARAMS
-    )
-
-
-def program(name, tx):
-    """Some steps of all workers: updates and states, ``[STEPS, workers, ...]``."""
-
-    def train(gradients):
-        def step(state, gradient):
-            updates, state = tx.update(gradient, state)
-            return state, (updates, optax_ext.get_state(state))
-
-        first = jax.tree.map(lambda x: x[0], gradients)
-        return jax.lax.scan(step, tx.init(first), gradients)[1]
-
-    axis, axis_size = axes_of(name)
-    return sc.simulate(train, axis=axis, axis_size=axis_size, in_axes=1, out_axes=1)
-
-
-@functools.cache
-def run(name):
-    return jax.tree.map(np.asarray, program(name, alias(name))(gradients(name)))
-
-
-def flat(tree, lead):
-    """``[*lead, n]``, the leaves side by side."""
-    return np.concatenate([np.reshape(x, (*lead, -1)) for x in jax.tree.leaves(tree)], -1)
+    return {key: normal((STEPS, *shape, *x.shape), 1) for key, x in PARAMS.items()}
 
 
 def test_every_alias_has_a_row():
@@ -156,35 +127,13 @@ COMPILED = [name for name in ALIASES if "," not in name or name == "topk_a, adto
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_it_is_its_composition_bit_for_bit(name):
-    expected = program(name, composition(name))(gradients(name))
-    assert jax.tree.structure(run(name)) == jax.tree.structure(expected)
-    for got, wanted in zip(jax.tree.leaves(run(name)), jax.tree.leaves(expected)):
-        assert got.tobytes() == np.asarray(wanted).tobytes()
-
-
-# By intent nobody keeps what `quantized_topk` rounds off: tests/optax_ext/test_lossy.py.
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in COMPILED if name != "quantized_topk"])
-def test_nothing_is_lost_and_all_workers_agree(name):
-    updates, state = run(name)
-    lead = state.count.shape
-    updates = flat(updates, lead).reshape(STEPS, WORKERS, SIZE)
-    assert (updates == updates[:, :1]).all()
-    assert (state.info.delivered > 0).all()
-    rows = lead if name != "hitopk" else (STEPS, NODES)
-
-    def sums(rows_of_workers):
-        return flat([rows_of_workers], rows)[..., :SIZE].sum(1, dtype=np.float64)
-
-    kept = sums(state.residual)
-    given = flat(gradients(name), (STEPS, WORKERS)).sum(1, dtype=np.float64)
-    if name == "dgc":  # What is accumulated are velocities.
-        given[1:] += 0.9 * sums(state.velocity)[:-1]
-    scale = -WORKERS / RATE if name == "ok_topk_sgd" else WORKERS
-    kept = kept / RATE if name == "ok_topk_sgd" else kept
-    before = np.concatenate([np.zeros((1, SIZE)), kept[:-1]])
-    applied = scale * updates[:, 0].astype(np.float64)
-    np.testing.assert_allclose(applied + kept, before + given, rtol=1e-5, atol=2e-5)
+    got, expected = (
+        run(tx, gradients(name), axes_of(name)[0]) for tx in (alias(name), composition(name))
+    )
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    assert bits(got) == bits(expected)
+    # Of whole optimizers and gradients alike the updates are something.
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(got.updates))
 
 
 DEFAULTS = {
@@ -212,18 +161,6 @@ def comparable(key, value):
     if key == "local":
         return float(value.update(jnp.ones(()), value.init(jnp.ones(())))[0])
     return str(value.spec) if key == "correction" else value
-
-
-def text(name, tx):
-    """The program of one step for few workers, which is traced in no time."""
-    axis, _ = axes_of(name)
-    shape = (2, 2) if name == "hitopk" else (2,)
-    gradient = jax.tree.map(lambda x: jnp.zeros((*shape, *x.shape)), PARAMS)
-
-    def step(gradient):
-        return tx.update(gradient, tx.init(gradient))
-
-    return sc.simulate(step, axis=axis, axis_size=shape).lower(gradient).as_text()
 
 
 @pytest.mark.parametrize("name", ALIASES)
@@ -261,44 +198,67 @@ def test_options_and_parts_reach_sparse_allreduce(name, monkeypatch):
     assert given[0][2] == expected
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", COMPILED)
-def test_options_make_the_program_of_the_composition(name):
-    """All options at once make the same program, so that none is left out."""
-    expected = text(name, composition(name, **options_of(name)))
-    assert text(name, alias(name, **options_of(name))) == expected
-    assert text(name, alias(name)) != expected
+# The options that functions share, in each signature, and the arguments that each needs besides.
+COMMON = {"nonfinite", "residual", "dense_steps", "dense_leaves"}
+LOCAL = COMMON | {"local"}
+SPARSE = LOCAL | {"correction", "limit"}
+SOME_DENSITY = {"density": 0.1}
+TAKEN = {
+    "sparse_adamw": (COMMON, {"learning_rate": 0.1}),
+    "sparse_sgd": (COMMON | {"correction"}, {"learning_rate": 0.1}),
+    "ok_topk_sgd": (COMMON | {"correction"}, {"learning_rate": 0.1, **SOME_DENSITY}),
+    "powersgd": (LOCAL, {"rank": 1}),
+    "acp_sgd": (LOCAL, {"rank": 1}),
+    "dgc": (LOCAL, SOME_DENSITY),
+    "ok_topk": (SPARSE | {"slack", "codec"}, SOME_DENSITY),
+    "topk_a": (SPARSE, SOME_DENSITY),
+    "gtopk": (SPARSE, SOME_DENSITY),
+    "topk_dsa": (SPARSE, SOME_DENSITY),
+    "quantized_topk": (SPARSE, SOME_DENSITY),
+    "hitopk": (SPARSE, {**SOME_DENSITY, "inner_axis": "w"}),
+}
 
 
-@pytest.mark.slow
-def test_ok_topk_sgd_puts_a_schedule_in_front_of_the_accumulation():
-    schedule = optax.piecewise_constant_schedule(0.5, {2: 0.1})
-    written_out = composition("ok_topk_sgd", rate=optax.scale_by_schedule(schedule))
-    given = text("ok_topk_sgd", alias("ok_topk_sgd", learning_rate=schedule))
-    assert given == text("ok_topk_sgd", written_out)
-    assert given != text("ok_topk_sgd", alias("ok_topk_sgd"))
+@pytest.mark.parametrize("name", TAKEN)
+def test_each_option_stands_in_the_signature_and_reaches_what_checks_it(name):
+    make, (taken, given) = getattr(optax_ext, name), TAKEN[name]
+    parameters = inspect.signature(make).parameters
+    assert taken <= set(parameters)
+    assert not any(p.kind == p.VAR_KEYWORD for p in parameters.values())
+    assert parameters["nonfinite"].default == "skip"
+    # A number would be an array to optax.inject_hyperparams.
+    assert parameters["dense_steps"].default is None
+    axis = ("nodes", "w") if name == "hitopk" else "w"
+    policy = r"nonfinite must be one of .*'propagate', got 'ignore'"
+    wrong = [(ValueError, policy, {"nonfinite": "ignore"})]
+    said = rf"^{name}\(\) got an unexpected keyword .*'dense_step'. Did you mean dense_steps="
+    wrong.append((TypeError, said, {"dense_step": 3}))
+    if "density" in parameters:
+        density = r"density must be in \(0, 1\], got 1\.5"
+        wrong.append((ValueError, density, {"density": 1.5}))
+    for error, message, arguments in wrong:
+        with pytest.raises(error, match=message):
+            make(**{**given, "axis": axis, **arguments})
+    with pytest.raises(TypeError, match=r"missing .*'axis'"):
+        make(**given)
 
 
-@pytest.mark.parametrize("name", ALIASES)
-def test_the_state_of_all_workers_on_one_device(name):
-    with pytest.raises(ValueError, match=r"axis=.* is not bound"):
-        alias(name).init(PARAMS)
-    sizes = {"node": 3, "device": 2} if name == "hitopk" else {"w": 5}
-    state = optax_ext.get_state(optax_ext.init_state(alias(name), PARAMS, sizes))
-    assert state is not None
-    assert state.residual.shape == ((6, 51) if name == "hitopk" else (5, SIZE))
+OPTIMIZERS = ("sparse_adamw", "sparse_sgd", "ok_topk_sgd")
 
 
-@pytest.mark.parametrize("name", ALIASES)
-def test_bad_arguments_are_named(name):
-    with pytest.raises(TypeError, match="unexpected keyword argument 'dense_step'"):
-        alias(name, dense_step=1)
-    with pytest.raises(ValueError, match=r"density must be in \(0, 1\], got 1\.5"):
-        alias(name, density=1.5)
-    with pytest.raises(ValueError, match=r"nonfinite must be one of .*got 'x'"):
-        alias(name, nonfinite="x")
-    with pytest.raises(TypeError, match=r"missing .*'density'|missing .*'axis'"):
-        function(name)(**ALIASES[name][0])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_arguments_of_an_optimizer_of_optax_that_would_be_others_here(name):
+    """A second one without its name is b1 or a momentum in optax, and would be a density here."""
+    make = getattr(optax_ext, name)
+    for more in ((0.9,), (0.9, 0.99)):
+        message = rf"{name} takes the learning rate and keywords, got 0.9 .*density=0\.9.*b1"
+        with pytest.raises(TypeError, match=message):
+            make(0.1, *more, axis="data")
+    parameters = inspect.signature(make).parameters.values()
+    assert [p.name for p in parameters if p.kind != p.KEYWORD_ONLY] == ["learning_rate"]
+    for momentum in ("b1", "momentum"):
+        with pytest.raises(TypeError, match=f"{name} has no {momentum}=: .*Leave {momentum} out"):
+            make(0.1, density=0.1, axis="data", **{momentum: 0.9})
 
 
 def test_arguments_of_their_own():
@@ -312,6 +272,9 @@ def test_arguments_of_their_own():
         assert "codec=narrow16" in settings(alias(name, codec=narrow)).allreduce
         given = alias(name, selector=select.mstopk(density=0.05))
         assert settings(given).selector == "mstopk(density=0.05, samplings=30)"
+    by_layer = settings(alias("topk_a", selector=select.layerwise(select.topk(density=0.1))))
+    assert by_layer.selector == "layerwise(selector=topk(density=0.1))"
+    assert (by_layer.local, by_layer.correction) == ("none", "none")
     assert "slack=2.0" in settings(alias("topk_dsa", slack=2.0)).allreduce
     quantized = settings(alias("quantized_topk", bits=4, bucket=64)).allreduce
     assert "bits=4, bucket=64" in quantized.replace("bucket=64, bits=4", "bits=4, bucket=64")
@@ -330,11 +293,22 @@ def test_arguments_of_their_own():
     assert scheduled.local == "ScaleByScheduleState"
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in ALIASES if "selector" in inspect.signature(function(name)).parameters]
-)
+TAKE_A_SELECTOR = [
+    name
+    for name in (*ALIASES, "sparse_adamw", "sparse_sgd")
+    if "selector" in inspect.signature(function(name)).parameters
+]
+
+
+@pytest.mark.parametrize("name", TAKE_A_SELECTOR)
 def test_a_selector_of_a_larger_density_than_the_alias(name):
-    for density in (DENSITY, DENSITY / 2):
-        alias(name, selector=select.topk(density=density))
+    def make(density):
+        selector = select.topk(density=density)
+        if name in ALIASES:
+            return alias(name, selector=selector)
+        return function(name)(0.1, density=DENSITY, axis="w", selector=selector)
+
+    make(DENSITY)
+    make(DENSITY / 2)
     with pytest.raises(ValueError, match=r"the selector has density=0\.5, and density=0\.1"):
-        alias(name, selector=select.topk(density=0.5))
+        make(0.5)

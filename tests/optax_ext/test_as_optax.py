@@ -12,10 +12,10 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 import optax_ext
 import sparse_collectives as sc
 from sparse_collectives import extend
+from tests.optax_ext.helpers import mesh, same, slow
 
 WORKERS = 4
-slow = pytest.mark.slow
-ONE_AND_FOUR = [1, pytest.param(4, marks=slow)]
+ONE_AND_FOUR = [1, slow(4)]
 MAKERS = {
     "sparse_adamw": lambda **o: optax_ext.sparse_adamw(0.1, axis="data", **o),
     "sparse_sgd": lambda **o: optax_ext.sparse_sgd(0.1, axis="data", **o),
@@ -28,23 +28,12 @@ MAKERS = {
 PARAMS = {"w": jnp.arange(24.0).reshape(4, 6), "b": jnp.ones(6)}
 
 
-def mesh_of(kind=AxisType.Auto, workers=WORKERS):
-    return jax.make_mesh((workers,), ("data",), axis_types=(kind,))
-
-
-def same(tree, expected):
-    assert jax.tree.structure(tree) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=slow)])
+@pytest.mark.parametrize("kind", [AxisType.Auto, slow(AxisType.Explicit)])
 @pytest.mark.parametrize("name", MAKERS)
 def test_under_a_mesh_init_makes_the_state_of_all_workers(name, kind):
-    tx, mesh = MAKERS[name](), mesh_of(kind)
-    expected = optax_ext.init_state(tx, PARAMS, mesh)
-    with jax.set_mesh(mesh):
+    tx, on = MAKERS[name](), mesh(kind=kind)
+    expected = optax_ext.init_state(tx, PARAMS, on)
+    with jax.set_mesh(on):
         same(tx.init(PARAMS), expected)
         same(jax.jit(tx.init)(PARAMS), expected)
         shapes = jax.eval_shape(tx.init, PARAMS)
@@ -53,9 +42,9 @@ def test_under_a_mesh_init_makes_the_state_of_all_workers(name, kind):
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_mesh_that_is_given_once_will_do(name):
-    mesh = mesh_of()
-    tx = optax_ext.with_mesh(MAKERS[name](), mesh)
-    expected = optax_ext.init_state(MAKERS[name](), PARAMS, mesh)
+    on = mesh()
+    tx = optax_ext.with_mesh(MAKERS[name](), on)
+    expected = optax_ext.init_state(MAKERS[name](), PARAMS, on)
     same(tx.init(PARAMS), expected)
     shapes = jax.eval_shape(tx.init, PARAMS)
     assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, expected)
@@ -70,13 +59,13 @@ def test_with_mesh_names_what_is_no_mesh():
 
 
 def test_sharded_parameters_are_found_where_they_are():
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    split = jax.sharding.NamedSharding(mesh, PartitionSpec(None, "model"))
+    on = mesh((2, 2), ("data", "model"))
+    split = jax.sharding.NamedSharding(on, PartitionSpec(None, "model"))
     params = {"w": jax.device_put(PARAMS["w"], split)}
     tx = MAKERS["sparse_adamw"]()
-    expected = optax_ext.init_state(tx, params, mesh)
+    expected = optax_ext.init_state(tx, params, on)
     assert expected.parts == 2
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(on):
         same(tx.init(params), expected)
 
 
@@ -86,22 +75,21 @@ def test_without_a_mesh_the_error_names_what_to_write():
         tx.init(PARAMS)
     with (
         pytest.raises(ValueError, match=r"axis='data' is not bound"),
-        jax.set_mesh(jax.make_mesh((4,), ("other",), axis_types=(AxisType.Auto,))),
+        jax.set_mesh(mesh(4, "other")),
     ):
         tx.init(PARAMS)
 
 
 def test_an_abstract_mesh_gives_shapes():
-    mesh = AbstractMesh((WORKERS,), ("data",))
-    with jax.sharding.use_abstract_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(AbstractMesh((WORKERS,), ("data",))):
         shapes = jax.eval_shape(MAKERS["sparse_adamw"]().init, PARAMS)
     assert shapes.residual.shape == (WORKERS, 30)
 
 
 @pytest.mark.parametrize("name", ["sparse_adamw", "sparse_sgd", "ok_topk_sgd", "chain"])
 def test_map_params_finds_what_is_like_the_parameters(name):
-    tx, mesh = MAKERS[name](), mesh_of()
-    state = optax_ext.init_state(tx, PARAMS, mesh)
+    tx, on = MAKERS[name](), mesh()
+    state = optax_ext.init_state(tx, PARAMS, on)
     marks = {"w": "w", "b": "b"}
     marked = optax.tree.map_params(
         tx, lambda _, mark: mark, state, marks, transform_non_params=lambda _: "other"
@@ -114,23 +102,23 @@ def test_map_params_finds_what_is_like_the_parameters(name):
 
 
 def test_optax_reads_the_state():
-    tx, mesh = MAKERS["chain"](), mesh_of()
-    state = optax_ext.init_state(tx, PARAMS, mesh)
+    tx, on = MAKERS["chain"](), mesh()
+    state = optax_ext.init_state(tx, PARAMS, on)
     assert optax.tree.get(state, "info") is optax_ext.get_state(state).info
     assert optax.tree.get(state, "residual").shape == (WORKERS, 30)
 
 
 @pytest.mark.parametrize("name", ["sparse_adamw", "sparse_sgd"])
 def test_hyperparameters_are_injected_without_naming_what_is_static(name):
-    mesh, factory = mesh_of(), getattr(optax_ext, name)
+    on, factory = mesh(), getattr(optax_ext, name)
     schedule = optax.linear_schedule(0.1, 0.0, 4)
     tx = optax.inject_hyperparams(factory)(learning_rate=schedule, axis="data")
     plain = factory(schedule, axis="data")
     runs = []
     for chosen in (tx, plain):
-        with jax.set_mesh(mesh):
+        with jax.set_mesh(on):
             state = chosen.init(PARAMS)
-        step = optax_ext.make_train_step(loss, chosen, mesh)
+        step = optax_ext.make_train_step(loss, chosen, on)
         params = jax.tree.map(jnp.copy, PARAMS)
         params, state, _ = step(params, state, jax.random.normal(jax.random.key(0), (8, 4)))
         # Adam makes all entries of a first step alike, and the last bit says which are sent.
@@ -144,12 +132,12 @@ def loss(params, batch):
 
 
 def test_a_train_state_of_flax_is_created_under_a_mesh():
-    mesh, tx = mesh_of(), MAKERS["sparse_adamw"]()
-    with jax.set_mesh(mesh):
+    on, tx = mesh(), MAKERS["sparse_adamw"]()
+    with jax.set_mesh(on):
         state = flax.training.train_state.TrainState.create(
             apply_fn=loss, params=jax.tree.map(jnp.copy, PARAMS), tx=tx
         )
-    step = optax_ext.make_train_step(loss, tx, mesh)
+    step = optax_ext.make_train_step(loss, tx, on)
     params, opt_state, first = step(state.params, state.opt_state, jnp.ones((8, 4)))
     _, _, second = step(params, opt_state, jnp.ones((8, 4)))
     assert second < first
@@ -157,13 +145,13 @@ def test_a_train_state_of_flax_is_created_under_a_mesh():
 
 @pytest.mark.parametrize("ambient", [True, False], ids=["set_mesh", "with_mesh"])
 def test_an_nnx_optimizer_trains(ambient):
-    mesh, tx = mesh_of(), optax_ext.sparse_adamw(0.01, axis="data")
+    on, tx = mesh(), optax_ext.sparse_adamw(0.01, axis="data")
     model = nnx.Linear(4, 6, rngs=nnx.Rngs(0))
     if ambient:
-        with jax.set_mesh(mesh):
+        with jax.set_mesh(on):
             optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     else:
-        optimizer = nnx.Optimizer(model, optax_ext.with_mesh(tx, mesh), wrt=nnx.Param)
+        optimizer = nnx.Optimizer(model, optax_ext.with_mesh(tx, on), wrt=nnx.Param)
     specs, split, whole = optax_ext.state_specs(optimizer), PartitionSpec("data"), PartitionSpec()
 
     def step(model, optimizer, batch):
@@ -178,7 +166,7 @@ def test_an_nnx_optimizer_trains(ambient):
 
     step = jax.jit(
         jax.shard_map(
-            step, mesh=mesh, in_specs=(whole, specs, split), out_specs=(whole, specs, whole)
+            step, mesh=on, in_specs=(whole, specs, split), out_specs=(whole, specs, whole)
         )
     )
     losses = []
@@ -208,7 +196,7 @@ def slope(name, x, aside):
 
 
 @pytest.mark.parametrize("workers", ONE_AND_FOUR)
-@pytest.mark.parametrize("function", ["parabola", pytest.param("rosenbrock", marks=slow)])
+@pytest.mark.parametrize("function", ["parabola", slow("rosenbrock")])
 @pytest.mark.parametrize("name", WHOLE)
 def test_it_converges_on_the_test_functions_of_optax(name, function, workers):
     tx = WHOLE[name]()
@@ -231,9 +219,7 @@ def test_it_converges_on_the_test_functions_of_optax(name, function, workers):
 
 
 @pytest.mark.parametrize("workers", ONE_AND_FOUR)
-@pytest.mark.parametrize(
-    "dtype", [jnp.bfloat16, *(pytest.param(t, marks=slow) for t in (jnp.float32, jnp.float16))]
-)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, slow(jnp.float32), slow(jnp.float16)])
 @pytest.mark.parametrize("name", WHOLE)
 def test_dtypes_stay_and_a_step_may_be_one_of_two_branches(name, dtype, workers):
     tx = WHOLE[name]()

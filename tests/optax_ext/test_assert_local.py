@@ -5,12 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sparse_collectives as sc
-from tests import jax_internals
+from tests.optax_ext.helpers import LOOPS, fails_in_the_step, in_loop, mesh, normal, slow_but
 
 WORKERS, SIZE = 4, 10
 MESSAGE = "all workers have the same gradients"
@@ -24,7 +23,7 @@ PARAMS = {"w": jnp.ones((SIZE,)), "b": jnp.zeros(())}
 
 
 def batch():
-    return np.random.default_rng(0).standard_normal((WORKERS, 3, SIZE)).astype(np.float32)
+    return normal((WORKERS, 3, SIZE))
 
 
 def transformation():
@@ -46,63 +45,27 @@ def local_step(averages):
     return step
 
 
-def in_pmap(averages):
-    devices = jax.devices()[:WORKERS]
-    step = jax.pmap(local_step(averages), axis_name="w", devices=devices, in_axes=(None, 0))
-    return lambda: step(PARAMS, batch())
+def run(loop, averages):
+    return in_loop(loop, local_step(averages), WORKERS)(PARAMS, batch())
 
 
-def in_shard_map(averages):
-    mesh = jax.make_mesh(
-        (WORKERS,), ("w",), axis_types=(AxisType.Auto,), devices=jax.devices()[:WORKERS]
-    )
-    step = jax.shard_map(
-        lambda params, batch: local_step(averages)(params, batch[0]),
-        mesh=mesh,
-        in_specs=(P(), P("w")),
-        out_specs=P(),
-        check_vma=False,
-    )
-    return lambda: jax.jit(step)(PARAMS, batch())
+def checked(gradients):
+    """The gradients behind the check, in a simulation."""
+    tx = optax_ext.assert_local_gradients(axis="w")
+    workers = jax.tree.leaves(gradients)[0].shape[0]
+    step = sc.simulate(lambda g: tx.update(g, tx.init(g))[0], axis="w", axis_size=workers)
+    return step(gradients)
 
 
-def in_simulation(averages):
-    step = sc.simulate(local_step(averages), axis="w", axis_size=WORKERS, in_axes=(None, 0))
-    return lambda: step(PARAMS, batch())
-
-
-MODES = pytest.mark.parametrize(
-    "mode", [in_pmap, in_shard_map, in_simulation], ids=["pmap", "check_vma=False", "simulate"]
-)
-
-
-def is_an_error(step):
-    try:
-        with pytest.raises(Exception, match=MESSAGE):  # noqa: B017, PT012
-            jax.block_until_ready(step())
-            jax.effects_barrier()
-    finally:
-        # JAX would report the failed callback again when the process ends.
-        jax_internals.forget_failed_callbacks()
-
-
-@pytest.mark.parametrize(
-    "mode",
-    [
-        pytest.param(in_pmap, marks=pytest.mark.slow),
-        in_shard_map,
-        pytest.param(in_simulation, marks=pytest.mark.slow),
-    ],
-    ids=["pmap", "check_vma=False", "simulate"],
-)
-def test_averaged_gradients_are_an_error(mode):
-    is_an_error(mode(True))
+@pytest.mark.parametrize("loop", slow_but(["check_vma=False"], LOOPS))
+def test_averaged_gradients_are_an_error(loop):
+    fails_in_the_step(lambda: run(loop, True), MESSAGE)
 
 
 @pytest.mark.slow
-@MODES
-def test_local_gradients_pass_unchanged(mode):
-    updates = mode(False)()
+@pytest.mark.parametrize("loop", LOOPS)
+def test_local_gradients_pass_unchanged(loop):
+    updates = run(loop, False)
     jax.block_until_ready(updates)
     jax.effects_barrier()
     gradients = [jax.grad(loss_fn)(PARAMS, part) for part in batch()]
@@ -120,10 +83,9 @@ def test_local_gradients_pass_unchanged(mode):
 
 def test_under_types_it_is_an_error_at_trace_time():
     tx = optax_ext.assert_local_gradients(axis="w")
-    mesh = jax.make_mesh((8,), ("w",), axis_types=(AxisType.Auto,))
     step = jax.shard_map(
         lambda p, b: tx.update(jax.grad(loss_fn)(p, b[0]), tx.init(p))[0],
-        mesh=mesh,
+        mesh=mesh(8, "w"),
         in_specs=(P(), P("w")),
         out_specs=P(),
     )
@@ -147,31 +109,23 @@ def test_under_types_it_is_an_error_at_trace_time():
     ids=["zero", "one worker", "disjoint", "NaN", "signs", "all but the last", "all but the first"],
 )
 def test_what_is_no_error(gradients):
-    tx = optax_ext.assert_local_gradients(axis="w")
-    step = sc.simulate(
-        lambda g: tx.update(g, tx.init(g))[0], axis="w", axis_size=gradients.shape[0]
-    )
-    np.testing.assert_array_equal(step(gradients), gradients)
+    np.testing.assert_array_equal(checked(gradients), gradients)
     jax.effects_barrier()
 
 
 def test_the_same_entries_in_another_leaf_are_other_gradients():
-    tx = optax_ext.assert_local_gradients(axis="w")
-    step = sc.simulate(lambda g: tx.update(g, tx.init(g))[0], axis="w", axis_size=2)
     gradients = np.eye(2, dtype=np.float32)
-    step({"a": gradients[:, 0], "b": gradients[:, 1]})
+    checked({"a": gradients[:, 0], "b": gradients[:, 1]})
     jax.effects_barrier()
     ones = np.ones(2, np.float32)
-    is_an_error(lambda: step({"a": ones, "b": 0 * ones}))
+    fails_in_the_step(lambda: checked({"a": ones, "b": 0 * ones}), MESSAGE)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16])
 def test_one_entry_that_is_not_zero_is_enough(dtype):
     gradients = np.zeros((WORKERS, SIZE), dtype)
     gradients[:, 3] = -1e-7
-    tx = optax_ext.assert_local_gradients(axis="w")
-    step = sc.simulate(lambda g: tx.update(g, tx.init(g))[0], axis="w", axis_size=WORKERS)
-    is_an_error(lambda: step(gradients))
+    fails_in_the_step(lambda: checked(gradients), MESSAGE)
 
 
 def test_an_axis_that_is_not_bound():

@@ -4,15 +4,14 @@ import warnings
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sparse_collectives as sc
+from tests.optax_ext.helpers import LOOPS, in_loop, mesh, normal
 
 WORKERS, SIZE = 4, 12
 PARAMS = {"w": jnp.ones((SIZE,)), "b": jnp.zeros(())}
@@ -25,37 +24,15 @@ def loss_fn(params, batch):
 
 
 def batch():
-    return np.random.default_rng(0).standard_normal((WORKERS, 3, SIZE)).astype(np.float32)
+    return normal((WORKERS, 3, SIZE))
 
 
-def in_pmap(step, given):
-    devices = jax.devices()[:WORKERS]
-    mapped = jax.pmap(step, axis_name="w", devices=devices, in_axes=(None, 0))
-    return jax.eval_shape(mapped, PARAMS, given)
+def traced(loop, step, *given):
+    """Traces a step of all workers; nothing runs."""
+    jax.eval_shape(in_loop(loop, step, WORKERS), PARAMS, *given)
 
 
-def in_shard_map(step, given):
-    mesh = jax.make_mesh(
-        (WORKERS,), ("w",), axis_types=(AxisType.Auto,), devices=jax.devices()[:WORKERS]
-    )
-    mapped = jax.shard_map(
-        lambda params, batch: step(params, batch[0]),
-        mesh=mesh,
-        in_specs=(P(), P("w")),
-        out_specs=P(),
-        check_vma=False,
-    )
-    return jax.eval_shape(mapped, PARAMS, given)
-
-
-def in_simulation(step, given):
-    mapped = sc.simulate(step, axis="w", axis_size=WORKERS, in_axes=(None, 0))
-    return jax.eval_shape(mapped, PARAMS, given)
-
-
-LOOPS = pytest.mark.parametrize(
-    "loop", [in_pmap, in_shard_map, in_simulation], ids=["pmap", "check_vma=False", "simulate"]
-)
+loops = pytest.mark.parametrize("loop", LOOPS)
 TRANSFORMATIONS = {
     "topk_a": lambda: optax_ext.topk_a(0.5, axis="w"),
     "dense": lambda: optax_ext.dense(axis="w"),
@@ -95,20 +72,20 @@ def in_a_call(gradients):
     return jax.tree.map(lambda g: g * jnp.minimum(1.0, 1.0 / norm_of(gradients)), gradients)
 
 
-@LOOPS
+@loops
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_averaged_gradients_are_an_error_when_the_step_is_traced(name, loop):
     tx = TRANSFORMATIONS[name]()
-    loop(step_of(tx), batch())
+    traced(loop, step_of(tx), batch())
     with pytest.raises(ValueError, match=AVERAGED):
-        loop(step_of(tx, lambda g: lax.pmean(g, "w")), batch())
+        traced(loop, step_of(tx, lambda g: lax.pmean(g, "w")), batch())
 
 
-@LOOPS
+@loops
 @pytest.mark.parametrize("between", [summed_twice, gathered, in_a_call])
 def test_other_ways_to_average(between, loop):
     with pytest.raises(ValueError, match=AVERAGED):
-        loop(step_of(TRANSFORMATIONS["topk_a"](), between), batch())
+        traced(loop, step_of(TRANSFORMATIONS["topk_a"](), between), batch())
 
 
 def clipped_by_all(gradients):
@@ -150,28 +127,27 @@ def one_of_all(gradients):
     return lax.fori_loop(0, 2, turn, gradients)
 
 
-@LOOPS
+@loops
 @pytest.mark.parametrize(
     "between", [clipped_by_all, some_averaged, by_rank, in_groups, exchanged, one_of_all]
 )
 def test_what_may_differ_is_no_error(between, loop):
-    if between is in_groups and loop is in_simulation:
+    if between is in_groups and loop == "simulate":
         pytest.skip("vmap has no groups")
-    loop(step_of(TRANSFORMATIONS["topk_a"](), between), batch())
+    traced(loop, step_of(TRANSFORMATIONS["topk_a"](), between), batch())
 
 
-@LOOPS
+@loops
 def test_given_and_constant_gradients_are_no_error(loop):
     tx = TRANSFORMATIONS["topk_a"]()
-    loop(lambda params, _: tx.update(params, tx.init(params))[0], batch())
+    traced(loop, lambda params, _: tx.update(params, tx.init(params))[0], batch())
     zeros = jax.tree.map(jnp.zeros_like, PARAMS)
-    loop(lambda params, _: tx.update(zeros, tx.init(params))[0], batch())
+    traced(loop, lambda params, _: tx.update(zeros, tx.init(params))[0], batch())
 
 
 def test_one_worker_may_average():
-    tx = TRANSFORMATIONS["topk_a"]()
-    step = step_of(tx, lambda g: lax.pmean(g, "w"))
-    sc.simulate(step, axis="w", axis_size=1, in_axes=(None, 0))(PARAMS, batch()[:1])
+    step = step_of(TRANSFORMATIONS["topk_a"](), lambda g: lax.pmean(g, "w"))
+    in_loop("simulate", step, 1)(PARAMS, batch()[:1])
 
 
 STEP_AHEAD = {
@@ -205,33 +181,33 @@ def test_a_forgotten_ahead_is_a_warning(name):
     init = jax.pmap(tx.init, axis_name="w", devices=devices)
     state = jax.eval_shape(init, params)
 
-    def traced(at):
+    def trace(at):
         step = jax.pmap(with_state(tx, at), axis_name="w", devices=devices)
         jax.eval_shape(step, params, state, batch())
 
-    traced(optax_ext.ahead)
+    trace(optax_ext.ahead)
     with pytest.warns(UserWarning, match=FORGOTTEN):
-        traced(at_params)
+        trace(at_params)
 
 
 def test_a_forgotten_ahead_under_types():
     tx = STEP_AHEAD["sparse_adamw"]()
-    mesh = jax.make_mesh((8,), ("w",), axis_types=(AxisType.Auto,))
-    state = optax_ext.init_state(tx, PARAMS, mesh)
+    on = mesh(8, "w")
+    state = optax_ext.init_state(tx, PARAMS, on)
     specs = optax_ext.state_specs(state)
 
-    def traced(at):
+    def trace(at):
         step = jax.shard_map(
             lambda p, s, b: with_state(tx, at)(p, s, b)[1],
-            mesh=mesh,
+            mesh=on,
             in_specs=(P(), specs, P("w")),
             out_specs=specs,
         )
         jax.eval_shape(step, PARAMS, state, jnp.ones((8, SIZE)))
 
-    traced(optax_ext.ahead)
+    trace(optax_ext.ahead)
     with pytest.warns(UserWarning, match=FORGOTTEN):
-        traced(lambda params, _: lax.pcast(params, "w", to="varying"))
+        trace(lambda params, _: lax.pcast(params, "w", to="varying"))
 
 
 def test_gradients_of_another_program_and_no_step_ahead_are_no_warning():
@@ -239,15 +215,15 @@ def test_gradients_of_another_program_and_no_step_ahead_are_no_warning():
     plain = optax_ext.sparse_adamw(0.1, axis="w", residual=optax_ext.residual())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        in_simulation(lambda params, _: tx.update(params, tx.init(params), PARAMS)[0], batch())
-        in_simulation(step_of(plain, at=lambda p, _: p), batch())
+        traced("simulate", lambda params, _: tx.update(params, tx.init(params), PARAMS)[0], batch())
+        traced("simulate", step_of(plain, at=lambda p, _: p), batch())
 
 
 def test_micro_batches_in_a_call():
     """The gradient of a scan is made from the point that it was given."""
     tx = STEP_AHEAD["sparse_adamw"]()
 
-    def traced(at):
+    def trace(at):
         def step(params, state, batch):
             where = at(params, state)
 
@@ -263,6 +239,6 @@ def test_micro_batches_in_a_call():
         mapped = sc.simulate(step, axis="w", axis_size=WORKERS, in_axes=(None, 0, 0))
         jax.eval_shape(mapped, PARAMS, state, batch())
 
-    traced(optax_ext.ahead)
+    trace(optax_ext.ahead)
     with pytest.warns(UserWarning, match=FORGOTTEN):
-        traced(at_params)
+        trace(at_params)

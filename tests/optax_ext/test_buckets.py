@@ -7,33 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 
 import optax_ext
-import sparse_collectives as sc
+from tests.optax_ext.helpers import mesh, normal, run, same
 
 WORKERS, STEPS = 4, 4
 PARAMS = {"a": jnp.zeros((6, 20)), "b": jnp.zeros(120), "c": jnp.zeros((30, 4)), "d": jnp.zeros(5)}
 
 
 def gradients():
-    rng = np.random.default_rng(5)
-    return {
-        name: rng.standard_normal((WORKERS, STEPS, *leaf.shape)).astype(np.float32)
-        for name, leaf in PARAMS.items()
-    }
-
-
-def run(tx, given):
-    def all_steps(gradient):
-        def step(state, gradient):
-            updates, state = tx.update(gradient, state)
-            return state, (updates, optax_ext.get_info(state))
-
-        start = jax.tree.map(lambda x: x[0], gradient)
-        return jax.lax.scan(step, tx.init(start), gradient)
-
-    return jax.tree.map(np.asarray, sc.simulate(all_steps, axis="w", axis_size=WORKERS)(given))
+    return {key: normal((STEPS, WORKERS, *x.shape), i) for i, (key, x) in enumerate(PARAMS.items())}
 
 
 def only(names, tree):
@@ -43,41 +26,33 @@ def only(names, tree):
 @pytest.mark.slow
 def test_each_bucket_is_a_buffer_of_its_own_the_last_leaves_first():
     tx = optax_ext.topk_a(0.1, axis="w")
-    state, (updates, infos) = run(optax_ext.bucketed(tx, 3), gradients())
-    sizes = [bucket.layout.size for bucket in state.buckets]
-    assert sizes == [125, 120, 120]
-    selected = 0
-    for names in ("cd", "b", "a"):
-        _, (alone, info) = run(tx, only(names, gradients()))
-        for name, leaf in alone.items():
-            np.testing.assert_array_equal(leaf, updates[name])
-        selected = selected + info.selected
-    np.testing.assert_array_equal(infos.selected, selected)
-    residuals = np.concatenate([b.residual[..., 0, :] for b in reversed(state.buckets)], -1)
-    applied = np.concatenate([WORKERS * updates[n][0].reshape(STEPS, -1) for n in "abcd"], -1)
-    given = np.concatenate([gradients()[n].reshape(WORKERS, STEPS, -1) for n in "abcd"], -1)
-    np.testing.assert_allclose(
-        applied.sum(0) + residuals.sum(0), given.sum((0, 1)), rtol=1e-4, atol=1e-4
-    )
+    found = run(optax_ext.bucketed(tx, 3), gradients())
+    buckets = found.states.buckets
+    assert [bucket.layout.size for bucket in buckets] == [125, 120, 120]
+    for names, bucket in zip(("cd", "b", "a"), buckets, strict=True):
+        alone = run(tx, only(names, gradients()))
+        for name, leaf in alone.updates.items():
+            np.testing.assert_array_equal(leaf, found.updates[name])
+        np.testing.assert_array_equal(bucket.residual, alone.state.residual)
+        np.testing.assert_array_equal(bucket.info.selected, alone.state.info.selected)
 
 
 @pytest.mark.slow
 def test_one_bucket_is_no_bucket():
     for tx in (optax_ext.topk_a(0.1, axis="w"), optax_ext.dense(axis="w")):
-        _, (plain, _) = run(tx, gradients())
-        _, (bucketed, _) = run(optax_ext.bucketed(tx, 1), gradients())
-        for name, leaf in plain.items():
-            np.testing.assert_array_equal(leaf, bucketed[name])
+        plain, bucketed = (run(x, gradients()).updates for x in (tx, optax_ext.bucketed(tx, 1)))
+        same(bucketed, plain)
 
 
 @pytest.mark.slow
 def test_a_bucket_with_a_gradient_that_is_not_finite_is_skipped_alone():
     given = gradients()
-    given["b"][1, 2, 7] = np.nan
-    state, (updates, _) = run(optax_ext.bucketed(optax_ext.topk_a(0.1, axis="w"), 3), given)
-    assert [bucket.skipped.tolist() for bucket in state.buckets] == [[0] * 4, [1] * 4, [0] * 4]
-    assert (updates["b"][:, 2] == 0).all()
-    assert all((updates[name][:, 2] != 0).any() for name in "acd")
+    given["b"][2, 1, 7] = np.nan
+    found = run(optax_ext.bucketed(optax_ext.topk_a(0.1, axis="w"), 3), given)
+    skipped = [bucket.skipped[-1].tolist() for bucket in found.states.buckets]
+    assert skipped == [[0] * 4, [1] * 4, [0] * 4]
+    assert (found.updates["b"][2] == 0).all()
+    assert all((found.updates[name][2] != 0).any() for name in "acd")
 
 
 def test_behind_multi_transform_and_with_consolidate():
@@ -100,7 +75,7 @@ def test_behind_multi_transform_and_with_consolidate():
 
 def program(tx, layers=6, width=32):
     """The scheduled program of a training step: name, operands and text of each instruction."""
-    mesh = jax.make_mesh((4,), ("w",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    on = mesh(4, "w")
     params = [jnp.full((width, width), 0.01)] * layers
 
     def loss(params, x):
@@ -109,8 +84,8 @@ def program(tx, layers=6, width=32):
         return jnp.mean(x**2)
 
     tx = optax.chain(tx, optax.sgd(0.1))
-    state = optax_ext.init_state(tx, params, mesh)
-    step = optax_ext.make_train_step(loss, tx, mesh)
+    state = optax_ext.init_state(tx, params, on)
+    step = optax_ext.make_train_step(loss, tx, on)
     text = step.lower(params, state, jnp.ones((8, width))).compile().as_text()
     assert "is_scheduled=true" in text
     entry = text[text.index("\nENTRY") :].split("\n}")[0].splitlines()[2:]

@@ -1,4 +1,4 @@
-"""Calls with arguments in another order, of another kind, or from another loop."""
+"""Calls of the training step: other arguments, another order, another batch, another loop."""
 
 import re
 
@@ -7,118 +7,26 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import optax_ext
 import sparse_collectives as sc
+from tests.optax_ext.helpers import PARAMS, batch_of, loss_fn, mesh, train
 
-PARAMS = {"w": np.linspace(-1, 1, 24, dtype=np.float32).reshape(6, 4), "b": np.zeros(4, "f4")}
 TX = optax_ext.sparse_sgd(0.1, axis="data", density=0.25, exchange=sc.allreduce.topk_a())
+CHAIN = optax.chain(optax_ext.topk_a(0.1, axis="data"), optax.sgd(0.1))
 
 
-def mesh(workers=4):
-    return jax.make_mesh(
-        (workers,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:workers]
-    )
-
-
-def loss_fn(params, batch):
-    x = batch[0] if isinstance(batch, tuple) else batch
-    return jnp.mean((x @ params["w"] + params["b"][None] - 1) ** 2)
-
-
-def batch(workers=8):
-    return np.random.default_rng(0).standard_normal((2 * workers, 6)).astype(np.float32)
-
-
-def waiting(workers=4, tx=TX, steps=2):
+def waiting(workers=4):
     """Parameters and state after a few steps, with something in the residuals."""
-    params = jax.tree.map(jnp.asarray, PARAMS)
-    state = optax_ext.init_state(tx, params, mesh(workers))
-    step = optax_ext.make_train_step(loss_fn, tx, mesh(workers))
-    for _ in range(steps):
-        params, state, _ = step(params, state, batch())
-    assert np.abs(optax_ext.get_state(state).residual).max() > 0
-    return params, state
+    return train(TX, loss_fn, PARAMS, [batch_of()] * 2, mesh(workers))[-1][:2]
 
 
-# The ends of a training.
-
-
-@pytest.mark.parametrize("function", [optax_ext.flush, optax_ext.consolidate])
-@pytest.mark.parametrize("wrapped", [False, True], ids=["alone", "in a chain"])
-def test_arguments_that_have_changed_places(function, wrapped):
-    tx = optax.chain(optax.identity(), TX) if wrapped else TX
-    params, state = waiting(tx=tx)
-    name = function.__name__
-    with pytest.raises(ValueError, match=rf"changed places. Write optax_ext\.{name}\(params, opt"):
-        function(state, params)
-    applied, empty = function(params, state)
-    assert not np.asarray(optax_ext.get_state(empty).residual).any()
-    moved = [
-        np.any(np.asarray(a) != np.asarray(b))
-        for a, b in zip(jax.tree.leaves(applied), jax.tree.leaves(params), strict=True)
-    ]
-    assert any(moved)
-
-
-@pytest.mark.parametrize("function", [optax_ext.flush, optax_ext.consolidate])
-def test_a_state_without_residuals(function):
-    params = jax.tree.map(jnp.asarray, PARAMS)
-    for state in (optax.adamw(0.1).init(params), (), {"w": jnp.zeros(3)}):
-        with pytest.raises(ValueError, match="opt_state has no residuals"):
-            function(params, state)
-    # Of the dense mean nothing waits, so that a loop need not know which of the two it has.
-    tx = optax.chain(optax_ext.dense(axis="data"), optax.sgd(0.1))
-    applied, _ = optax_ext.flush(params, optax_ext.init_state(tx, params, mesh()))
-    jax.tree.map(np.testing.assert_array_equal, applied, params)
-
-
-def of_pmap(workers=4):
-    """The state of a loop over pmap, with something in the residuals."""
-    devices = jax.devices()[:workers]
-    params = jax.tree.map(lambda x: np.stack([x] * workers), PARAMS)
-    state = jax.pmap(TX.init, axis_name="data", devices=devices)(params)
-
-    def step(params, state, x):
-        gradients = jax.grad(loss_fn)(optax_ext.ahead(params, state), x)
-        updates, state = TX.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state
-
-    step = jax.pmap(step, axis_name="data", devices=devices)
-    split = batch().reshape(workers, -1, 6)
-    for _ in range(2):
-        params, state = step(params, state, split)
-    return jax.device_get(params), jax.device_get(state)
-
-
-def test_a_state_of_pmap_outside_of_it():
-    params, state = of_pmap()
-    one = jax.tree.map(lambda x: x[0], params)
-    fresh = optax_ext.init_state(TX, one, mesh())
-    message = r"opt_state is a state of jax\.pmap: its residual has shape \(4, 1, 28\)"
-    for function in (optax_ext.flush, optax_ext.consolidate):
-        with pytest.raises(ValueError, match=message) as error:
-            function(one, state)
-    step = optax_ext.make_train_step(loss_fn, TX, mesh())
-    with pytest.raises(ValueError, match=message):
-        step(one, state, batch())
-    with pytest.raises(ValueError, match=r"a state of jax\.pmap"):
-        optax_ext.reshard(state, fresh)
-    # What the message says to write is the state of all workers.
-    names = {"jax": jax, "optax_ext": optax_ext, "opt_state": state}
-    exec("\n".join(line.strip() for line in str(error.value).splitlines()[1:]), names)
-    joined = names["opt_state"]
-    np.testing.assert_array_equal(joined.residual, state.residual[:, 0])
-    assert jax.tree.map(jnp.shape, joined) == jax.tree.map(jnp.shape, fresh)
-    flushed, _ = optax_ext.flush(one, joined)
-    expected = state.residual.mean((0, 1))
-    moved = np.concatenate([(flushed[k] - one[k]).ravel() for k in ("b", "w")])
-    np.testing.assert_allclose(moved, expected, rtol=1e-4, atol=1e-6)
-    step(one, joined, batch())
-
-
-# The step.
+def lowered_step(loss=loss_fn, tx=CHAIN, state=None, batch=None, workers=4, **options):
+    state = optax_ext.init_state(tx, PARAMS, mesh(workers)) if state is None else state
+    batch = batch_of() if batch is None else batch
+    step = optax_ext.make_train_step(loss, tx, mesh(workers), **options)
+    return step.lower(PARAMS, state, batch)
 
 
 @pytest.mark.parametrize(("then", "now"), [(4, 8), (8, 4), (1, 2), (2, 1)])
@@ -130,64 +38,116 @@ def test_a_state_of_another_number_of_workers(then, now, host):
     step = optax_ext.make_train_step(loss_fn, TX, mesh(now))
     message = f"opt_state is that of {then} workers, and the mesh has {now} along 'data'.*reshard"
     with pytest.raises(ValueError, match=message):
-        step(params, state, batch())
+        step(params, state, batch_of())
     moved = optax_ext.reshard(state, optax_ext.init_state(TX, params, mesh(now)))
-    params, after, _ = step(params, moved, batch())
+    params, after, _ = step(params, moved, batch_of())
     # A step knows one structure; the shapes are looked at again.
     with pytest.raises(ValueError, match=message):
-        step(params, state, batch())
-    step(params, after, batch())
+        step(params, state, batch_of())
+    step(params, after, batch_of())
 
 
 def test_a_state_of_another_number_of_devices_of_a_worker():
-    sizes = {"data": 2, "model": 4}, {"data": 4, "model": 2}
-    meshes = [
-        jax.make_mesh(tuple(of.values()), tuple(of), axis_types=(AxisType.Auto,) * 2)
-        for of in sizes
-    ]
-    whole = PartitionSpec()
-    state = optax_ext.init_state(TX, PARAMS, meshes[0], specs=whole)
+    meshes = [mesh(sizes, ("data", "model")) for sizes in ((2, 4), (4, 2))]
+    state = optax_ext.init_state(TX, PARAMS, meshes[0], specs=PartitionSpec())
     step = optax_ext.make_train_step(loss_fn, TX, meshes[1])
     message = "opt_state is that of 2 workers of 4 devices, and the mesh has 4 of 2 along 'data'"
     with pytest.raises(ValueError, match=message):
-        step(PARAMS, state, batch())
+        step(PARAMS, state, batch_of())
 
 
-def test_make_train_step_and_init_state_with_arguments_in_another_order():
-    order = r"Write optax_ext\.make_train_step\(loss_fn, tx, mesh\)"
-    with pytest.raises(TypeError, match=f"tx must be .*got the function loss_fn. {order}"):
-        optax_ext.make_train_step(TX, loss_fn, mesh())
-    with pytest.raises(
-        TypeError, match=rf"mesh must be .*got a GradientTransformation\w*. {order}"
-    ):
-        optax_ext.make_train_step(loss_fn, TX, TX)
-    with pytest.raises(TypeError, match=f"mesh must be .*got a dict. {order}"):
-        optax_ext.make_train_step(loss_fn, TX, {"data": 8})
-    with pytest.raises(TypeError, match="loss_fn must be a function"):
-        optax_ext.make_train_step(0.5, TX, mesh())
-    order = r"Write optax_ext\.init_state\(tx, params, mesh\)"
-    for arguments, message in (
-        ((PARAMS, TX, mesh()), "tx must be an optax.GradientTransformation, got a dict"),
-        ((TX, mesh(), PARAMS), "params is a mesh"),
-        ((mesh(), TX, PARAMS), "tx must be .*got a Mesh"),
-        ((TX, PARAMS, TX), "mesh must be .*got a GradientTransformation"),
-    ):
-        with pytest.raises(TypeError, match=f"{message}.*{order}"):
-            optax_ext.init_state(*arguments)
+MAKE, INIT = optax_ext.make_train_step, optax_ext.init_state
+A_TX = r"got a GradientTransformation\w*"
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        (MAKE, (TX, loss_fn, mesh()), "tx must be .*got the function loss_fn"),
+        (MAKE, (loss_fn, TX, TX), f"mesh must be .*{A_TX}"),
+        (MAKE, (loss_fn, TX, {"data": 8}), "mesh must be .*got a dict"),
+        (MAKE, (0.5, TX, mesh()), "loss_fn must be a function"),
+        (INIT, (PARAMS, TX, mesh()), "tx must be an optax.GradientTransformation, got a dict"),
+        (INIT, (TX, mesh(), PARAMS), "params is a mesh"),
+        (INIT, (mesh(), TX, PARAMS), "tx must be .*got a Mesh"),
+        (INIT, (TX, PARAMS, TX), f"mesh must be .*{A_TX}"),
+    ],
+)
+def test_arguments_in_another_order(function, arguments, message):
+    order = "loss_fn, tx, mesh" if function is MAKE else "tx, params, mesh"
+    write = "" if arguments[0] == 0.5 else rf".*Write optax_ext\.{function.__name__}\({order}\)"
+    with pytest.raises(TypeError, match=message + write):
+        function(*arguments)
 
 
 def test_a_step_with_arguments_in_another_order_or_number():
     params, state = waiting()
-    step = optax_ext.make_train_step(loss_fn, TX, mesh())
+    step, batch = optax_ext.make_train_step(loss_fn, TX, mesh()), batch_of()
     with pytest.raises(ValueError, match=r"changed places. Write step\(params, opt_state, batch\)"):
-        step(state, params, batch())
-    y = np.zeros(len(batch()), np.float32)
+        step(state, params, batch)
+    y = np.zeros(len(batch), np.float32)
     message = r"one batch, which may be any pytree, got 2 arg.*step\(params, opt_state, \(x, y\)\)"
     with pytest.raises(TypeError, match=message):
-        step(params, state, batch(), y)
+        step(params, state, batch, y)
     with pytest.raises(TypeError, match=re.escape("(x, y, z)")):
-        step(params, state, batch(), y, y)
-    step(params, state, (batch(), y))
+        step(params, state, batch, y, y)
+    step(params, state, (batch, y))
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "message"),
+    [
+        (
+            lambda p, b: (loss_fn(p, b), {"aux": 1.0}),
+            {},
+            "scalar, got a tuple of 2.*has_aux=True in optax_ext.make_train_step",
+        ),
+        (loss_fn, {"has_aux": True}, r"\(loss, aux\), as has_aux=True says, got an array"),
+        (lambda p, b: None, {}, "scalar, got a NoneType"),
+        (lambda p, b: b @ p["w"], {}, r"scalar, got an array of shape \(4, 4\).*loss.mean"),
+        (lambda p, b: (b @ p["w"], 0), {"has_aux": True}, r"scalar, .*\(4, 4\).*loss.mean"),
+    ],
+    ids=["has_aux forgotten", "no aux", "nothing", "no mean", "no mean, with aux"],
+)
+def test_a_loss_of_another_form(loss, options, message):
+    with pytest.raises(TypeError, match=f"loss_fn must return .*{message}"):
+        lowered_step(loss, **options)
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_averaged_over_the_workers_already():
+    message = "loss_fn returned the same on every worker of axis 'data'.*pmean or psum.*twice"
+    for reduce in (jax.lax.pmean, jax.lax.psum):
+        with pytest.raises(ValueError, match=message):
+            lowered_step(lambda p, b, reduce=reduce: reduce(loss_fn(p, b), "data"))
+    # Statistics inside of a loss may be over all workers, and a constant is of none.
+    lowered_step(lambda p, b: loss_fn(p, b - jax.lax.pmean(b.mean(), "data")))
+    lowered_step(lambda p, b: 0.0)
+
+
+@pytest.mark.slow
+def test_a_chain_that_does_not_reduce_the_gradients():
+    tx = optax.adam(1e-3)
+    with pytest.raises(ValueError, match=r"opt_state has no sparse allreduce.*first in the chain"):
+        lowered_step(tx=tx, state=tx.init(PARAMS))
+    # One of the leaves is passed on as it is.
+    parts = {"sparse": optax_ext.topk_a(0.1, axis="data"), "none": optax.identity()}
+    tx = optax.multi_transform(parts, {"w": "sparse", "b": "none"})
+    with pytest.raises(ValueError, match=r"updates\['b'\] of tx differ.*first in the chain"):
+        lowered_step(tx=tx)
+
+
+def test_parameters_that_an_earlier_step_took_over():
+    step, batch = optax_ext.make_train_step(loss_fn, CHAIN, mesh()), batch_of()
+    params = jax.device_put(PARAMS, NamedSharding(mesh(), PartitionSpec()))
+    state = optax_ext.init_state(CHAIN, params, mesh())
+    result = step(params, state, batch)
+    message = r"has been deleted: an earlier step took it over.*jax\.numpy\.copy.*donate=False"
+    with pytest.raises(ValueError, match=r"params\['b'\] " + message):
+        step(params, result[1], batch)
+    with pytest.raises(ValueError, match="opt_state.* " + message):
+        step(result[0], state, batch)
+    step(*result[:2], batch)
 
 
 # What is in a batch.
@@ -202,48 +162,33 @@ def test_keys_in_a_batch(make):
         x = jnp.where(jax.random.bernoulli(key[0], 0.5, x.shape), x, 0.0)
         return loss_fn(params, x)
 
-    params, state = waiting(workers)
+    # Nothing waits yet, so that the loss is that of the parameters.
+    state = optax_ext.init_state(TX, PARAMS, mesh(workers))
     step = optax_ext.make_train_step(noisy, TX, mesh(workers), donate=False)
     message = r"batch\[1\] is one PRNG key.*jax.random.split\(key, 4\).*batch\[1\]\[0\] in the loss"
     with pytest.raises(ValueError, match=message):
-        step(params, state, (batch(), make(0)))
+        step(PARAMS, state, (batch_of(), make(0)))
     keys = jax.random.split(make(0), workers)
-    *_, loss = step(params, state, (batch(), keys))
-    here = optax_ext.ahead  # Of each worker: what waits is applied before the loss.
-    split = batch().reshape(workers, -1, 6)
-    losses = [
-        noisy(jax.tree.map(lambda x, i=i: x[i], at), (split[i], keys[i : i + 1]))
-        for at in [
-            sc.simulate(here, axis="data", axis_size=workers, in_axes=(None, 0))(
-                params, rows_of(state, workers)
-            )
-        ]
-        for i in range(workers)
-    ]
+    *_, loss = step(PARAMS, state, (batch_of(), keys))
+    split = batch_of().reshape(workers, -1, 6)
+    losses = [noisy(PARAMS, (split[i], keys[i : i + 1])) for i in range(workers)]
     np.testing.assert_allclose(loss, np.mean(losses), rtol=1e-5)
-
-
-def rows_of(state, workers):
-    """The state of each worker, as it is inside of the mapped function."""
-    specs = optax_ext.state_specs(state)
-    return jax.tree.map(
-        lambda spec, x: x[:, None] if len(spec) else jnp.stack([x] * workers), specs, state
-    )
 
 
 @pytest.mark.parametrize("scalar", [0.5, 3, np.float32(2.0), jnp.float32(1.0), True])
 def test_scalars_in_a_batch(scalar):
-    step = optax_ext.make_train_step(lambda p, b: loss_fn(p, b["x"]), TX, mesh())
-    state = optax_ext.init_state(TX, PARAMS, mesh())
     message = r"batch\['t'\] is a scalar.*jax.numpy.full\(4, x\), and take batch\['t'\]\[0\]"
     with pytest.raises(ValueError, match=message):
-        step(PARAMS, state, {"x": batch(), "t": scalar})
+        lowered_step(lambda p, b: loss_fn(p, b["x"]), batch={"x": batch_of(), "t": scalar})
 
 
 def test_two_numbers_for_two_workers_are_no_key():
-    step = optax_ext.make_train_step(loss_fn, TX, mesh(2))
-    state = optax_ext.init_state(TX, PARAMS, mesh(2))
-    step.lower(PARAMS, state, (batch(), np.arange(2, dtype=np.uint32)))
+    lowered_step(batch=(batch_of(), np.arange(2, dtype=np.uint32)), workers=2)
+
+
+def test_a_batch_that_the_workers_do_not_divide():
+    with pytest.raises(ValueError, match=r"batch\['y'\] has shape \(6,\).*multiple of the 4"):
+        lowered_step(lambda p, b: jnp.sum(p["b"]), batch={"x": np.zeros((4, 2)), "y": np.zeros(6)})
 
 
 # Where an axis is bound.
@@ -251,17 +196,11 @@ def test_two_numbers_for_two_workers_are_no_key():
 
 @pytest.mark.parametrize("mapped", ["pmap", "vmap", "shard_map"])
 def test_an_axis_of_another_name(mapped):
-    tx = optax_ext.sparse_adamw(0.1, axis="data")
-    init = {
-        "pmap": lambda x: jax.pmap(tx.init, axis_name="batch")(x),
-        "vmap": lambda x: jax.vmap(tx.init, axis_name="batch")(x),
-        "shard_map": lambda x: jax.shard_map(
-            tx.init,
-            mesh=jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,)),
-            in_specs=PartitionSpec(),
-            out_specs=PartitionSpec(),
-        )(x),
-    }[mapped]
+    init, whole = optax_ext.sparse_adamw(0.1, axis="data").init, PartitionSpec()
+    if mapped == "shard_map":
+        init = jax.shard_map(init, mesh=mesh(8, "batch"), in_specs=whole, out_specs=whole)
+    else:
+        init = getattr(jax, mapped)(init, axis_name="batch")
     message = r"axis='data' is not bound here, where the axes are \('batch',\).*axis_name='data'"
     with pytest.raises(ValueError, match=message):
         init(jnp.ones((8, 3)))

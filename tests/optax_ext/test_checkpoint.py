@@ -1,8 +1,8 @@
 """Orbax saves and restores the whole state; a checkpoint that does not fit is refused."""
 
+import collections
 import json
-import re
-from pathlib import Path
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -10,110 +10,136 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import AbstractMesh, AxisType, SingleDeviceSharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import optax_ext
 import sparse_collectives as sc
+from optax_ext._state import _checkpoint
+from tests.optax_ext.helpers import bits, mesh, normal, slow, train
 
+# Orbax leaves coroutines behind when a read fails.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
+]
 PARAMS = {"w": np.ones((10, 7), np.float32)}
-RECIPES = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+BATCHES = [normal((16, 10), seed) for seed in range(4)]
+CORRECTION = optax_ext.momentum_correction(0.9)
 
 
 def loss_fn(params, batch):
     return jnp.mean((batch @ params["w"]) ** 2)
 
 
-def mesh(workers=8):
-    return jax.make_mesh(
-        (workers,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:workers]
-    )
-
-
-def batches(number, seed=0):
-    rng = np.random.default_rng(seed)
-    return [rng.standard_normal((16, 10)).astype(np.float32) for _ in range(number)]
-
-
 def transformation(density=0.1, alias=optax_ext.ok_topk, **options):
     return optax.chain(alias(density, axis="data", **options), optax.adamw(1e-2))
 
 
-def bits(tree):
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+def powersgd(rank=2, make=optax_ext.powersgd, **options):
+    return optax.chain(make(rank, axis="data", **options), optax.adamw(1e-2))
+
+
+def made(tx, workers=8, params=PARAMS):
+    return optax_ext.init_state(tx, params, mesh(workers))
+
+
+def trained(tx, batches=BATCHES[:1], **options):
+    return train(tx, loss_fn, PARAMS, batches, mesh(8), **options)[-1]
+
+
+def metadata_of(state):
+    return json.loads(json.dumps(optax_ext.checkpoint_metadata(state)))
+
+
+def save(folder, state, **options):
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder, state, **options)
+
+
+def restore(folder, tx, workers=8, params=PARAMS):
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(folder, optax_ext.abstract_state(tx, params, mesh(workers)))
 
 
 @pytest.mark.parametrize(
-    "selector",
+    "tx",
     [
-        sc.select.threshold_reuse(density=0.1),
-        pytest.param(sc.select.adtopk(density=0.1), marks=pytest.mark.slow),
+        transformation(selector=sc.select.threshold_reuse(density=0.1)),
+        slow(transformation(selector=sc.select.adtopk(density=0.1))),
+        slow(transformation(alias=optax_ext.dgc, masking=False, nesterov=True)),
+    ],
+    ids=["threshold_reuse", "adtopk", "momentum correction"],
+)
+def test_the_step_after_a_restore_has_the_same_bits(tmp_path, tx):
+    params, state, _ = trained(tx, BATCHES[:3])
+    save(tmp_path / "state", (params, state))
+    whole = NamedSharding(mesh(8), PartitionSpec())
+    shapes = {"w": jax.ShapeDtypeStruct((10, 7), "float32", sharding=whole)}
+    target = (shapes, optax_ext.abstract_state(tx, PARAMS, mesh(8)))
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "state", target)
+    assert jax.tree.structure(restored) == jax.tree.structure((params, state))
+    assert bits(restored) == bits((params, state))
+    same = jax.tree.map(lambda a, b: a.sharding == b.sharding, restored[1], state)
+    assert all(jax.tree.leaves(same))
+    ends = [
+        train(tx, loss_fn, p, BATCHES[3:], mesh(8), state=s)[-1]
+        for p, s in (restored, (params, state))
+    ]
+    assert bits(ends[0]) == bits(ends[1])
+
+
+SAVED, LOW = transformation(), powersgd(make=optax_ext.acp_sgd)
+CORRECTED = transformation(correction=CORRECTION)
+DECAYING = transformation(residual=optax_ext.residual(decay=0.9))
+DENSE = {"w": "dense"}
+SGD = optax.chain(optax_ext.ok_topk(0.1, axis="data"), optax.sgd(0.1))
+
+
+@pytest.mark.parametrize(
+    ("tx", "other", "message"),
+    [
+        (SAVED, transformation(0.2), r"selector: topk\(density=0.1\) in the checkpoint, topk\(de"),
+        (SAVED, transformation(alias=optax_ext.gtopk), r"allreduce: ok_topk\(.*gtopk\("),
+        (SAVED, transformation(local=optax.scale(0.1)), "local: none in the checkpoint, Empty"),
+        (SAVED, SGD, r"arrays\."),
+        (SAVED, CORRECTED, r"correction: none in the checkpoint, momentum_corr"),
+        (
+            CORRECTED,
+            transformation(correction=optax_ext.momentum_correction(0.8)),
+            r"correction: momentum_correction\(.*momentum=0.9",
+        ),
+        (DECAYING, SAVED, r"residual: residual\(decay=0.9, .* in the checkpoint, "),
+        (LOW, powersgd(), r"allreduce: acp_sgd\(rank=2, seed=0\) .*, powersgd\("),
+        (LOW, powersgd(3, optax_ext.acp_sgd), r"allreduce: .*acp_sgd\(rank=3"),
+        (LOW, powersgd(4, optax_ext.acp_sgd, dense_leaves=DENSE), r"n: 70 .*, 0 here"),
     ],
 )
-def test_the_step_after_a_restore_has_the_same_bits(tmp_path, selector):
-    tx = transformation(selector=selector)
-    params, state = PARAMS, optax_ext.init_state(tx, PARAMS, mesh())
-    step = optax_ext.make_train_step(loss_fn, tx, mesh(), donate=False)
-    for batch in batches(3):
-        params, state, _ = step(params, state, batch)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", state)
-        checkpointer.wait_until_finished()
-        target = optax_ext.abstract_state(tx, PARAMS, mesh())
-        restored = checkpointer.restore(tmp_path / "state", target)
-    assert jax.tree.structure(restored) == jax.tree.structure(state)
-    assert bits(restored) == bits(state)
-    same = jax.tree.map(lambda a, b: a.sharding == b.sharding, restored, state)
-    assert all(jax.tree.leaves(same))
-    batch = batches(1, seed=1)[0]
-    assert bits(step(params, restored, batch)) == bits(step(params, state, batch))
-
-
-def test_a_checkpoint_of_other_settings_is_refused_by_name():
-    def made(tx, workers=8, params=PARAMS):
-        return optax_ext.init_state(tx, params, mesh(workers))
-
-    state = made(transformation())
-    saved = json.loads(json.dumps(optax_ext.checkpoint_metadata(state)))
-    optax_ext.check_metadata(saved, state)
-    optax_ext.check_metadata(saved, optax_ext.abstract_state(transformation(), PARAMS, mesh()))
-    for other, message in (
-        (made(transformation(0.2)), r"selector: topk\(density=0.1\) in the checkpoint"),
-        (made(transformation(alias=optax_ext.gtopk)), r"allreduce: ok_topk\(.*gtopk\("),
-        (made(transformation(), workers=4), r"workers: 8 in the checkpoint, 4 here[^$]*reshard"),
-        (made(transformation(), params={"w": jnp.ones((10, 6))}), r"n: 70 .*, 60 here"),
-        (made(transformation(local=optax.scale(0.1))), "local: none in the checkpoint, Empty"),
-        (made(optax.chain(optax_ext.ok_topk(0.1, axis="data"), optax.sgd(0.1))), r"arrays\."),
-    ):
-        with pytest.raises(ValueError, match=message):
-            optax_ext.check_metadata(saved, other)
+def test_a_checkpoint_of_other_settings_is_refused_by_name(tx, other, message):
+    saved = metadata_of(made(tx))
+    optax_ext.check_metadata(saved, optax_ext.abstract_state(tx, PARAMS, mesh(8)))
     # Another version of the library is none of another state.
-    optax_ext.check_metadata({**saved, "version": "0.0.1"}, state)
+    optax_ext.check_metadata({**saved, "version": "0.0.1"}, made(tx))
+    with pytest.raises(ValueError, match=message):
+        optax_ext.check_metadata(saved, optax_ext.abstract_state(other, PARAMS, mesh(8)))
 
 
-def test_the_step_refuses_another_number_of_workers():
-    tx = transformation()
-    state = optax_ext.init_state(tx, PARAMS, mesh())
-    step = optax_ext.make_train_step(loss_fn, tx, mesh(4))
-    with pytest.raises(ValueError, match="opt_state is that of 8 workers, and the mesh has 4"):
-        step(PARAMS, state, batches(1)[0])
+@pytest.mark.parametrize("tx", [SAVED, LOW], ids=["ok_topk", "acp_sgd"])
+def test_a_checkpoint_of_other_workers_or_parameters_is_refused_by_name(tx):
+    saved = metadata_of(made(tx))
+    with pytest.raises(ValueError, match=r"workers: 8 in the checkpoint, 4 here[^$]*reshard"):
+        optax_ext.check_metadata(saved, made(tx, 4))
+    with pytest.raises(ValueError, match=r"n: 70 .*, 60 here"):
+        optax_ext.check_metadata(saved, made(tx, params={"w": jnp.ones((10, 6))}))
 
 
 def test_an_abstract_state_needs_a_place():
     workers = AbstractMesh((3,), ("data",))
     with pytest.raises(ValueError, match="mesh is an AbstractMesh"):
-        optax_ext.abstract_state(transformation(), PARAMS, workers)
+        optax_ext.abstract_state(SAVED, PARAMS, workers)
     where = SingleDeviceSharding(jax.devices()[0])
-    state = optax_ext.abstract_state(transformation(), PARAMS, workers, sharding=where)
+    state = optax_ext.abstract_state(SAVED, PARAMS, workers, sharding=where)
     assert state[0].residual.shape == (3, 70)
-
-
-def test_settings_are_read_from_the_factories():
-    inner = sc.select.layerwise(sc.select.topk(density=0.1))
-    tx = optax_ext.sparse_allreduce(inner, sc.allreduce.topk_a(codec=sc.wire.bf16()), axis="w")
-    state = optax_ext.init_state(tx, PARAMS, {"w": 2})
-    assert state.settings.selector == "layerwise(selector=topk(density=0.1))"
-    assert state.settings.allreduce == "topk_a(codec=bf16())"
-    assert (state.settings.local, state.settings.correction) == ("none", "none")
 
 
 @pytest.mark.parametrize(
@@ -132,19 +158,139 @@ def test_the_metadata_names_the_states_of_a_local_transformation(local, expected
     assert optax_ext.checkpoint_metadata(state)["sparse"]["[0]"]["local"] == expected
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The state of eight workers after a step, saved with its metadata."""
+    _, state, _ = trained(SAVED)
+    folder = tmp_path_factory.mktemp("checkpoint") / "state"
+    save(folder, state, custom_metadata=optax_ext.checkpoint_metadata(state))
+    return folder
+
+
+def saved_metadata(folder):
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.metadata(folder).custom_metadata
+
+
 @pytest.mark.slow
-def test_the_recipes_run(tmp_path):
-    programs = re.findall(r"```python\n(.*?)```", RECIPES.read_text(), re.DOTALL)
-    assert len(programs) == 4
-    names = {
-        "folder": tmp_path,
-        "mesh": mesh(),
-        "params": PARAMS,
-        "loss_fn": loss_fn,
-        "batches": batches(3),
-    }
-    for program in programs:
-        exec(program, names)
-    assert int(optax_ext.get_state(names["opt_state"]).count) == 6
-    assert optax_ext.get_state(names["opt_state"]).residual.shape[0] == 3
-    assert not np.asarray(optax_ext.get_state(names["consolidated"]).residual).any()
+@pytest.mark.parametrize(
+    ("tx", "workers", "params", "message"),
+    [
+        (SAVED, 4, PARAMS, r"shape.*not compatible with the stored shape"),
+        (SAVED, 8, {"w": np.ones((10, 6), "f4")}, r"not compatible with the stored shape"),
+        (transformation(alias=optax_ext.gtopk), 8, PARAMS, r"(?s)do not match.*boundaries"),
+        (transformation(alias=optax_ext.topk_a), 8, PARAMS, r"(?s)do not match.*threshold"),
+    ],
+    ids=["workers", "parameters", "gtopk", "topk_a"],
+)
+def test_orbax_itself_refuses_other_arrays(folder, tx, workers, params, message):
+    with pytest.raises(ValueError, match=message):
+        restore(folder, tx, workers, params)
+    expected = optax_ext.abstract_state(tx, params, mesh(workers))
+    with pytest.raises(ValueError, match="saved from another optimizer state"):
+        optax_ext.check_metadata(saved_metadata(folder), expected)
+
+
+@pytest.mark.slow
+def test_only_the_metadata_tells_another_density(folder):
+    """Its arrays are the same, so that orbax restores them: whole, and a step is possible."""
+    tx = transformation(0.2)
+    with pytest.raises(ValueError, match=r"topk\(density=0.1\) in the checkpoint"):
+        optax_ext.check_metadata(saved_metadata(folder), made(tx))
+    state = restore(folder, tx)
+    assert bits(state) == bits(restore(folder, SAVED))
+    _, state, _ = trained(tx, state=state)
+    assert (np.asarray(state[0].info.selected) == 14).all()
+
+
+@pytest.mark.slow
+def test_a_correction_that_the_checkpoint_has_not(folder):
+    # Orbax takes an empty tuple for an array that is not there.
+    state = restore(folder, CORRECTED)
+    with pytest.raises(ValueError, match=r"state.velocity is \(\), but .* has a correction"):
+        trained(CORRECTED, state=state)
+    # What the message advises.
+    moved = optax_ext.reshard(state, made(CORRECTED))
+    assert bits(moved[0].residual) == bits(state[0].residual)
+    trained(CORRECTED, state=moved)
+
+
+@pytest.mark.parametrize("saved", [None, [], "text", {}, {1: 2}, np.arange(3), "x" * 10**6])
+def test_a_checkpoint_without_metadata(saved):
+    with pytest.raises(TypeError, match="saved must be what checkpoint_metadata returned") as error:
+        optax_ext.check_metadata(saved, made(SAVED))
+    assert len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize("found", [None, 1, 2, 4, "2", True, 2.0, np.arange(2), [2]])
+def test_another_format_is_named(found):
+    state = made(SAVED)
+    saved = {**optax_ext.checkpoint_metadata(state), "format": found, "version": "0.0.9"}
+    if found is None:  # As those that were written before there was a number.
+        del saved["format"]
+    with pytest.raises(ValueError, match=r"(?s)has format .*0\.0\.9.*reads format 3: .*consol"):
+        optax_ext.check_metadata(saved, state)
+    assert optax_ext.checkpoint_metadata(state)["format"] == _checkpoint.FORMAT == 3
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"workers": np.arange(3)},
+        {"workers": "x" * 10**6},
+        {"sparse": np.zeros((2, 2))},
+        {"sparse": {7: {"n": 1}}},
+        {"sparse": {"x" * 10**6: 1}},
+        {"sparse": [np.arange(3)]},
+        {"arrays": {3: np.float32(1), "[0].count": np.arange(2)}},
+        {"arrays": None},
+        {"arrays": b"x" * 10**6},
+        {5: "something", "more": {}},
+    ],
+    ids=lambda other: str(next(iter(other))),
+)
+def test_metadata_of_anything_gives_an_error_that_can_be_read(other):
+    state = made(SAVED)
+    with pytest.raises(ValueError, match="saved from another optimizer state") as error:
+        optax_ext.check_metadata({**metadata_of(state), **other}, state)
+    assert len(str(error.value)) < 10_000
+
+
+def test_metadata_with_integers_of_numpy_is_the_same():
+    state = made(SAVED)
+    saved = metadata_of(state)
+    saved["sparse"]["[0]"]["n"] = np.int64(saved["sparse"]["[0]"]["n"])
+    optax_ext.check_metadata({**saved, "workers": np.int32(8), "format": np.int64(3)}, state)
+
+
+@pytest.mark.slow
+def test_a_state_with_another_field_is_named(tmp_path):
+    state = made(SAVED)
+    saved = metadata_of(state)
+    del saved["arrays"]["[0].withheld"]
+    with pytest.raises(ValueError, match=r"arrays\.\[0\]\.withheld: None in the checkpoint, int32"):
+        optax_ext.check_metadata(saved, state)
+    # A state that lacks a field of this version: orbax names it.
+    fields = [name for name in state[0]._fields if name != "withheld"]
+    older = collections.namedtuple("SparseAllreduceState", fields)
+    old = older(*(getattr(state[0], name) for name in fields))
+    save(tmp_path / "old", (old, *state[1:]))
+    with pytest.raises(ValueError, match=r"(?s)do not match.*withheld"):
+        restore(tmp_path / "old", SAVED)
+
+
+@pytest.mark.parametrize("fault", ["deleted", "cut"])
+@pytest.mark.parametrize("pattern", ["d/*", "manifest.ocdbt", "_METADATA"])
+def test_a_damaged_checkpoint_is_an_error(folder, tmp_path, fault, pattern):
+    damaged = tmp_path / "state"
+    shutil.copytree(folder, damaged)
+    (file,) = damaged.glob(pattern)
+    whole = file.read_bytes()
+    file.unlink()
+    if fault == "cut":
+        file.write_bytes(whole[: len(whole) // 2])
+    # The kind of error is orbax's; what matters is that no state comes back.
+    with pytest.raises((ValueError, OSError, KeyError)):
+        restore(damaged, SAVED)
+    file.write_bytes(whole)
+    assert bits(restore(damaged, SAVED)) == bits(restore(folder, SAVED))

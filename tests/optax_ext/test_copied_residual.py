@@ -4,17 +4,19 @@
 and a spec without the axis, give all workers what one of them had.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sparse_collectives as sc
 from tests.optax_ext import shards
+from tests.optax_ext.helpers import mapped, mesh, normal, same, slow
 
 WORKERS, SIZE, STEPS = 4, 60, 3
 NODES = ("node", "device")
@@ -52,10 +54,7 @@ PARAMS = {"a": jnp.ones((6, 6)), "b": jnp.ones((SIZE - 36,))}
 
 
 def gradients(seed, shape=(WORKERS,)):
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda x: jnp.asarray(rng.standard_normal((*shape, *x.shape)), jnp.float32), PARAMS
-    )
+    return {key: normal((*shape, *x.shape), seed) for key, x in PARAMS.items()}
 
 
 def is_state(node):
@@ -68,17 +67,17 @@ def edited(state, function):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.slow if n == "ok_topk" else ()) for n in TRANSFORMATIONS],
+    [slow(n) if n == "ok_topk" else n for n in TRANSFORMATIONS],
 )
 def test_a_copy_is_left_out(name):
     """A step from copies of worker 0's residual is one of worker 0's alone."""
     tx = TRANSFORMATIONS[name]()
     nested = name == "hierarchical"
     shape = (2, 2) if nested else (WORKERS,)
-    mapped = {"axis": NODES if nested else "w", "axis_size": shape if nested else WORKERS}
+    lanes = {"axis": NODES if nested else "w", "axis_size": shape if nested else WORKERS}
     lead = len(shape)
-    init = sc.simulate(lambda g: tx.init(PARAMS), **mapped)
-    update = sc.simulate(lambda g, s: tx.update(g, s, PARAMS), **mapped)
+    init = sc.simulate(lambda g: tx.init(PARAMS), **lanes)
+    update = sc.simulate(lambda g, s: tx.update(g, s, PARAMS), **lanes)
     state = init(gradients(0, shape))
     for seed in range(STEPS):
         _, state = update(gradients(seed, shape), state)
@@ -101,18 +100,17 @@ def test_a_copy_is_left_out(name):
     given = gradients(STEPS, shape)
     updates, after = update(given, copied)
     expected, wanted = update(given, own)
-    for got, want in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(got, want)
+    same(updates, expected)
     for got, want in zip(states_of(after), states_of(wanted), strict=True):
         for field in ("residual", "velocity", "dense_velocity"):
-            jax.tree.map(np.testing.assert_array_equal, getattr(got, field), getattr(want, field))
+            same(getattr(got, field), getattr(want, field))
         index = np.arange(WORKERS)
-        told = np.where(index == 0, 0, -1 - index)
-        np.testing.assert_array_equal(np.ravel(got.owner), told)
+        owners = np.where(index == 0, 0, -1 - index)
+        np.testing.assert_array_equal(np.ravel(got.owner), owners)
     # It is this worker's from now on.
     _, later = update(given, after)
     for node in states_of(later):
-        np.testing.assert_array_equal(np.ravel(node.owner), told)
+        np.testing.assert_array_equal(np.ravel(node.owner), owners)
 
 
 def marks(shape):
@@ -123,19 +121,13 @@ def states_of(state):
     return [n for n in jax.tree.leaves(state, is_leaf=is_state) if is_state(n)]
 
 
-def mesh(workers=WORKERS):
-    return jax.make_mesh(
-        (workers,), ("w",), axis_types=(AxisType.Auto,), devices=jax.devices()[:workers]
-    )
-
-
 def loss_fn(params, batch):
     where = jnp.concatenate([jnp.ravel(x) for x in jax.tree.leaves(params)])
     return jnp.mean((where[None] - batch) ** 2)
 
 
 def batch(seed=0):
-    return np.random.default_rng(seed).standard_normal((2 * WORKERS, SIZE)).astype(np.float32)
+    return normal((2 * WORKERS, SIZE), seed)
 
 
 def local_step(tx):
@@ -187,25 +179,9 @@ def test_a_pmap_trainer_that_unreplicates_its_checkpoint():
     np.testing.assert_array_equal(np.ravel(whole.owner), np.arange(WORKERS))
 
 
-def test_the_state_of_pmap_as_that_of_a_mesh():
-    """The two lines of docs/checkpoints.md."""
-    tx = optax.chain(optax_ext.ok_topk(0.1, axis="w"), optax.adam(0.1))
-    _, params, state = in_pmap(tx)
-    specs = optax_ext.state_specs(unreplicate(state))
-    of_mesh = jax.tree.map(
-        lambda s, x: x.reshape(-1, *x.shape[2:]) if len(s) else x[0], specs, state
-    )
-    fresh = optax_ext.init_state(tx, PARAMS, mesh())
-    assert jax.tree.structure(of_mesh) == jax.tree.structure(fresh)
-    assert jax.tree.map(jnp.shape, of_mesh) == jax.tree.map(jnp.shape, fresh)
-    moved = optax_ext.reshard(of_mesh, fresh)
-    np.testing.assert_array_equal(moved[0].residual, np.asarray(state[0].residual)[:, 0])
-    assert moved[0].residual.any()
-
-
 def test_what_has_somebody_to_tell_refuses_copies():
     tx = topk_a(local=MINUS, residual=optax_ext.residual(step_ahead=0.25))
-    on = mesh()
+    on = mesh(WORKERS, "w")
     state = optax_ext.init_state(tx, PARAMS, on)
     step = optax_ext.make_train_step(loss_fn, tx, on, donate=False)
     _, state, _ = step(PARAMS, state, batch())
@@ -222,7 +198,7 @@ def test_what_has_somebody_to_tell_refuses_copies():
             refuses()
     # The way out that it names.
     for workers in (WORKERS, 2):
-        again = optax_ext.reshard(copied, optax_ext.init_state(tx, PARAMS, mesh(workers)))
+        again = optax_ext.reshard(copied, optax_ext.init_state(tx, PARAMS, mesh(workers, "w")))
         np.testing.assert_array_equal(again.residual.sum(0), state.residual[0])
         optax_ext.checkpoint_metadata(again)
 
@@ -257,32 +233,48 @@ def test_of_sharded_parameters_each_worker_has_one_mark():
 def test_a_spec_without_the_axis_loses_others_but_copies_nothing():
     """``out_specs=P()`` under ``check_vma=False`` says that worker 0's state is that of all."""
     tx = optax_ext.topk_a(0.1, axis="w")
-    state = optax_ext.init_state(tx, PARAMS, mesh())
+    state = optax_ext.init_state(tx, PARAMS, mesh(WORKERS, "w"))
 
-    def run(spec, state):
-        step = jax.shard_map(
+    def step(specs, out_specs):
+        mapped = jax.shard_map(
             local_step(tx),
-            mesh=mesh(),
-            in_specs=(P(), spec, P("w")),
-            out_specs=(P(), P()),
+            mesh=mesh(WORKERS, "w"),
+            in_specs=(P(), specs, P("w")),
+            out_specs=(P(), out_specs),
             check_vma=False,
         )
-        return jax.jit(step)(PARAMS, state, batch())[1]
+        return jax.jit(mapped)
 
-    state = run(optax_ext.state_specs(state), state)
-    with pytest.raises(ValueError, match="residual of 1 of 4 workers"):
-        optax_ext.checkpoint_metadata(state)
+    specs = optax_ext.state_specs(state)
+    _, lost = step(specs, P())(PARAMS, state, batch())
+    for fails in (
+        lambda: optax_ext.checkpoint_metadata(lost),
+        lambda: optax_ext.check_metadata(optax_ext.checkpoint_metadata(state), lost),
+    ):
+        with pytest.raises(ValueError, match="residual of 1 of 4 workers"):
+            fails()
     # As a checkpoint has it: of what is typed as replicated it holds one device's.
-    state = jax.tree.map(np.asarray, state)
-    after = jax.shard_map(
-        local_step(tx),
-        mesh=mesh(),
-        in_specs=(P(), P(), P("w")),
-        out_specs=(P(), optax_ext.state_specs(state)),
-        check_vma=False,
-    )
-    marked = jax.jit(after)(PARAMS, state, batch())[1]
+    on_host = jax.tree.map(np.asarray, lost)
+    _, marked = step(P(), specs)(PARAMS, on_host, batch())
     np.testing.assert_array_equal(np.ravel(marked.owner), [0, -2, -3, -4])
+
+
+def test_specs_without_the_axis_are_named_where_they_can_be():
+    """Types find them; without types one residual of four is left, and the next step fails."""
+    tx, on, params = topk_a(), mesh(WORKERS, "w"), jnp.zeros(20)
+    state, gradient = optax_ext.init_state(tx, params, on), normal((WORKERS, 20))
+    wrong = optax_ext.state_specs(state)._replace(residual=P())
+    with pytest.raises(ValueError, match=r"residual is P\(\) which implies.*replicated"):
+        mapped(tx, on, state, out_specs=wrong).lower(gradient, state)
+    _, lost = mapped(tx, on, state, out_specs=wrong, check_vma=False)(gradient, state)
+    assert lost.residual.shape == (1, 20)
+    with pytest.raises(ValueError, match=r"(?s)not evenly divisible.*residual"):
+        mapped(tx, on, state, check_vma=False).lower(gradient, lost)
+    shared = optax_ext.init_state(tx, params, {"w": 1})
+    shared = shared._replace(settings=dataclasses.replace(shared.settings, workers=WORKERS))
+    step = mapped(tx, on, shared, specs=jax.tree.map(lambda _: P(), shared))
+    with pytest.raises(ValueError, match=r"one row that all 4 workers of axis 'w' share.*specs"):
+        step.lower(gradient, shared)
 
 
 def test_a_state_for_other_workers_is_an_error_in_every_loop():

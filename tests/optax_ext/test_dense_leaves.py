@@ -1,4 +1,7 @@
-"""Leaves that go dense beside the buffer that is sparsified."""
+"""Leaves that go dense beside the buffer that is sparsified.
+
+That a step is skipped with all of its leaves is held by test_contract.py.
+"""
 
 import functools
 
@@ -7,11 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 import optax_ext
-import sparse_collectives as sc
+from tests.optax_ext.helpers import mapped, mesh, run
 
 WORKERS, STEPS = 4, 5
 PARAMS = {"a": jnp.zeros((12, 10)), "bias": jnp.zeros(10), "b": jnp.zeros((8, 5), jnp.bfloat16)}
@@ -29,83 +30,29 @@ def gradients(workers=WORKERS):
     }
 
 
-def run(tx, given=None, workers=WORKERS):
-    """Updates and states of all steps, from one program."""
-
-    def all_steps(gradient):
-        def step(state, gradient):
-            updates, state = tx.update(gradient, state)
-            return state, (updates, state)
-
-        return jax.lax.scan(step, tx.init(PARAMS), gradient)[1]
-
-    given = gradients(workers) if given is None else given
-    given = jax.tree.map(lambda x: np.swapaxes(x, 0, 1), given)
-    results = sc.simulate(all_steps, axis="w", axis_size=workers)(given)
-    return jax.tree.map(lambda x: np.swapaxes(np.asarray(x), 0, 1), results)
-
-
-def sums(tree):
-    return {name: np.asarray(leaf, np.float64) for name, leaf in tree.items()}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "labels",
     [LABELS, lambda params: LABELS, optax_ext.small_leaves(min_size=0)],
     ids=["tree", "function", "small_leaves"],
 )
-def test_dense_leaves_have_the_mean_and_the_others_are_conserved(labels):
-    tx = optax_ext.ok_topk(0.1, axis="w", dense_leaves=labels)
-    updates, states = run(tx)
-    assert states.residual.shape[-1] == 12 * 10 + 8 * 5
-    given = gradients()
-    np.testing.assert_allclose(updates["bias"][:, 0], given["bias"].mean(1), rtol=1e-6)
-    assert (states.info.selected == 16).all()
-    applied = WORKERS * sums(updates)["a"][:, 0].sum(0)
-    left = states.residual[-1].sum(0)[0, :120].reshape(12, 10)
-    np.testing.assert_allclose(applied + left, sums(given)["a"].sum((0, 1)), atol=1e-4)
+def test_dense_leaves_have_the_mean_and_the_others_are_as_if_they_were_alone(labels):
+    found = run(optax_ext.topk_a(0.1, axis="w", dense_leaves=labels), gradients())
+    assert found.residuals.shape[-1] == 12 * 10 + 8 * 5
+    mean = gradients()["bias"].mean(1)
+    np.testing.assert_allclose(found.updates["bias"][:, 0], mean, rtol=1e-6)
+    assert (found.state.info.selected == 16).all()
+    others = {name: leaf for name, leaf in gradients().items() if name != "bias"}
+    for name, leaf in run(optax_ext.topk_a(0.1, axis="w"), others).updates.items():
+        np.testing.assert_array_equal(leaf, found.updates[name])
 
 
 @pytest.mark.slow
-def test_the_sparse_leaves_are_as_if_they_were_alone():
-    updates, _ = run(optax_ext.topk_a(0.1, axis="w", dense_leaves=LABELS))
-
-    def only(tree):
-        return {name: leaf for name, leaf in tree.items() if name != "bias"}
-
-    tx = optax_ext.topk_a(0.1, axis="w")
-
-    def all_steps(gradient):
-        def step(state, gradient):
-            updates, state = tx.update(gradient, state)
-            return state, updates
-
-        return jax.lax.scan(step, tx.init(only(PARAMS)), gradient)[1]
-
-    alone = sc.simulate(all_steps, axis="w", axis_size=WORKERS)(
-        jax.tree.map(lambda x: np.swapaxes(x, 0, 1), only(gradients()))
-    )
-    for name, leaf in alone.items():
-        np.testing.assert_array_equal(np.swapaxes(leaf, 0, 1), updates[name])
-
-
-@pytest.mark.slow
-def test_all_dense_leaves_go_in_one_psum_and_count_as_words():
+def test_all_dense_leaves_count_as_the_words_of_one_sum():
     labels = {"a": "dense", "bias": "dense", "b": "sparse"}
     tx = optax_ext.topk_a(0.1, axis="w", dense_leaves=labels, nonfinite="propagate")
-    one = jax.tree.map(lambda x: x[0], gradients())
-    program = str(jax.make_jaxpr(sc.simulate(_step_of(tx), axis="w", axis_size=WORKERS))(one))
-    # vmap turns a psum over its axis into a sum over the lanes.
-    assert program.count("f32[4,130]") >= 1
-    _, states = run(tx)
-    sparse_words = 2 * 4 * (WORKERS - 1)
-    expected = sparse_words + 2 * 130 * (WORKERS - 1) / WORKERS
-    np.testing.assert_allclose(states.info.words, expected)
-
-
-def _step_of(tx):
-    return lambda gradient: tx.update(gradient, tx.init(gradient))[0]
+    words = run(tx, gradients()).state.info.words
+    np.testing.assert_allclose(words, 2 * 4 * (WORKERS - 1) + 2 * 130 * (WORKERS - 1) / WORKERS)
 
 
 @pytest.mark.slow
@@ -114,61 +61,43 @@ def test_momentum_and_rate_hold_for_dense_leaves_too():
     tx = optax_ext.topk_a(
         0.1, axis="w", dense_leaves=LABELS, correction=correction, local=optax.scale(0.25)
     )
-    updates, states = run(tx)
+    found = run(tx, gradients())
     velocity, mean = np.zeros(10), gradients()["bias"].mean(1)
     for step in range(STEPS):
         velocity = 0.5 * velocity + 0.25 * mean[step]
-        np.testing.assert_allclose(updates["bias"][step, 0], velocity, rtol=1e-5)
-    assert states.dense_velocity.shape == (STEPS, WORKERS, 1, 10)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bad_leaf", ["a", "bias"])
-def test_a_step_is_skipped_as_a_whole(bad_leaf):
-    given = {name: leaf.copy() for name, leaf in gradients().items()}
-    given[bad_leaf][2, 1].flat[3] = np.nan
-    correction = optax_ext.momentum_correction(0.5)
-    tx = optax_ext.topk_a(0.1, axis="w", dense_leaves=LABELS, correction=correction)
-    updates, states = run(tx, given)
-    assert states.skipped[-1].tolist() == [1] * WORKERS
-    for leaf in updates.values():
-        assert (np.asarray(leaf[2], np.float32) == 0).all()
-    for name in ("residual", "velocity", "dense_velocity"):
-        kept = getattr(states, name)
-        np.testing.assert_array_equal(kept[2], kept[1])
+        np.testing.assert_allclose(found.updates["bias"][step, 0], velocity, rtol=1e-5)
+    assert found.state.dense_velocity.shape == (STEPS, WORKERS, 1, 10)
 
 
 @pytest.mark.slow
 def test_dropped_entries_of_dense_leaves():
     given = {name: leaf.copy() for name, leaf in gradients().items()}
     given["bias"][2, 1, 3] = np.inf
-    updates, states = run(
-        optax_ext.topk_a(0.1, axis="w", dense_leaves=LABELS, nonfinite="drop"), given
-    )
-    assert states.dropped[-1].tolist() == [1] * WORKERS
+    tx = optax_ext.topk_a(0.1, axis="w", dense_leaves=LABELS, nonfinite="drop")
+    found = run(tx, given)
+    assert found.last.dropped.tolist() == [1] * WORKERS
     expected = np.where(np.isfinite(given["bias"]), given["bias"], 0).mean(1)
-    np.testing.assert_allclose(updates["bias"][:, 0], expected, rtol=1e-6)
+    np.testing.assert_allclose(found.updates["bias"][:, 0], expected, rtol=1e-6)
 
 
 def test_all_leaves_dense_is_the_dense_allreduce():
     tx = optax_ext.ok_topk(
         0.1, axis="w", dense_leaves={"a": "dense", "bias": "dense", "b": "dense"}
     )
-    updates, states = run(tx)
-    expected, _ = run(optax_ext.dense(axis="w"))
-    for name, leaf in expected.items():
+    found, dense = (run(each, gradients()) for each in (tx, optax_ext.dense(axis="w")))
+    for name, leaf in dense.updates.items():
         np.testing.assert_allclose(
-            np.asarray(updates[name], np.float32), np.asarray(leaf, np.float32), rtol=1e-2
+            found.updates[name].astype(np.float32), leaf.astype(np.float32), rtol=1e-2
         )  # dense() adds bfloat16 up in bfloat16, whose steps are 1 / 256
-    assert states.count[-1].tolist() == [STEPS] * WORKERS
+    assert found.last.count.tolist() == [STEPS] * WORKERS
     size = sum(leaf.size for leaf in PARAMS.values())
     # Of each step, not of all until then.
-    np.testing.assert_allclose(states.info.words, 2 * size * (WORKERS - 1) / WORKERS)
+    np.testing.assert_allclose(found.state.info.words, 2 * size * (WORKERS - 1) / WORKERS)
 
 
 @pytest.mark.slow
 def test_on_a_mesh_through_a_checked_step_with_a_hierarchy():
-    mesh = jax.make_mesh((2, 4), ("n", "d"), axis_types=(AxisType.Auto,) * 2)
+    on = mesh((2, 4), ("n", "d"))
     tx = optax_ext.hitopk(
         0.1,
         axis=("n", "d"),
@@ -176,18 +105,9 @@ def test_on_a_mesh_through_a_checked_step_with_a_hierarchy():
         dense_leaves=LABELS,
         correction=optax_ext.momentum_correction(0.5),
     )
-    state = optax_ext.init_state(tx, PARAMS, mesh)
-    specs = optax_ext.state_specs(state)
-    step = jax.jit(
-        jax.shard_map(
-            lambda s, g: tx.update(jax.tree.map(lambda x: x[0], g), s),
-            mesh=mesh,
-            in_specs=(specs, P(("n", "d"))),
-            out_specs=(P(), specs),
-        )
-    )
+    state = optax_ext.init_state(tx, PARAMS, on)
     given = jax.tree.map(lambda x: x[0], gradients(8))
-    updates, state = step(state, given)
+    updates, state = mapped(tx, on, state)(given, state)
     np.testing.assert_allclose(updates["bias"], given["bias"].mean(0), rtol=1e-6)
     assert state.dense_velocity.shape == (8, 10)
 

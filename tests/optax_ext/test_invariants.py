@@ -9,6 +9,9 @@ from jax import lax
 
 import optax_ext
 import sparse_collectives as sc
+from tests.optax_ext.helpers import normal, slow
+from tests.optax_ext.helpers import run as steps_of
+from tests.reference import ok_topk as oracle
 
 STEPS = 200
 SIZE = 2003
@@ -60,18 +63,13 @@ def run(tx, workers, dtype, steps=STEPS):
 # Each compiles for seconds: every value of each parameter, and the ends together.
 GRID = [
     (1, 0.01, "float32"),
-    *(
-        pytest.param(*values, marks=pytest.mark.slow)
-        for values in (
-            (2, 0.01, "float32"),
-            (3, 0.001, "bfloat16"),
-            (3, 1.0, "float32"),
-            (5, 1.0, "bfloat16"),
-            (7, 0.01, "float32"),
-            (8, 0.1, "bfloat16"),
-            (8, 0.001, "float32"),
-        )
-    ),
+    slow(2, 0.01, "float32"),
+    slow(3, 0.001, "bfloat16"),
+    slow(3, 1.0, "float32"),
+    slow(5, 1.0, "bfloat16"),
+    slow(7, 0.01, "float32"),
+    slow(8, 0.1, "bfloat16"),
+    slow(8, 0.001, "float32"),
 ]
 
 
@@ -109,9 +107,9 @@ def test_with_threshold_reuse_as_in_the_paper():
     ("workers", "dtype", "bits"),
     [
         (1, "float32", "few"),
-        pytest.param(3, "float32", 32, marks=pytest.mark.slow),
-        pytest.param(3, "float32", "few", marks=pytest.mark.slow),
-        pytest.param(8, "bfloat16", "few", marks=pytest.mark.slow),
+        slow(3, "float32", 32),
+        slow(3, "float32", "few"),
+        slow(8, "bfloat16", "few"),
     ],
 )
 def test_agreed_indices(workers, dtype, bits):
@@ -160,8 +158,6 @@ def test_a_lost_entry_would_be_noticed():
 @pytest.mark.slow
 def test_ok_topk_sgd_is_algorithm_2_with_a_schedule():
     """The learning rate of a gradient is that of its own step, also in the residual."""
-    from tests.reference import ok_topk as oracle
-
     workers, size, density = 3, 200, 0.05
     schedule = optax.piecewise_constant_schedule(0.5, {2: 0.1})
     # ok_topk_sgd written out, for a slack with which no entry waits for a slot.
@@ -171,25 +167,13 @@ def test_ok_topk_sgd_is_algorithm_2_with_a_schedule():
         ),
         optax.scale(-1.0),
     )
-    rng = np.random.default_rng(0)
-    gradients = rng.standard_normal((5, workers, size)).astype(np.float32)
-
-    def train(gradients):
-        params = jnp.zeros(size)
-
-        def step(carry, g):
-            params, state = carry
-            updates, state = tx.update(g, state, params)
-            return (optax.apply_updates(params, updates), state), None
-
-        (params, state), _ = lax.scan(step, (params, tx.init(params)), gradients)
-        return params, optax_ext.get_state(state).residual[0]
-
-    params, residual = sc.simulate(train, axis="w", axis_size=workers, in_axes=1)(gradients)
+    gradients = normal((5, workers, size))
+    found = steps_of(tx, gradients)
+    params, residual = found.updates[:, 0].sum(0), found.residuals[-1]
     expected = np.zeros(size)
     kept = np.zeros((workers, size), np.float32)
     for i, g in enumerate(gradients):
         total, kept = oracle.training_step(kept + np.float32(schedule(i)) * g, 10)
         expected -= total / workers
-    np.testing.assert_allclose(params[0], expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(params, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(residual, kept, rtol=1e-5, atol=1e-6)

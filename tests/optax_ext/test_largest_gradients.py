@@ -1,7 +1,5 @@
 """Finite gradients of any size leave finite residuals, and training goes on behind them."""
 
-import functools
-
 import jax
 import numpy as np
 import pytest
@@ -9,6 +7,7 @@ import pytest
 import optax_ext
 import sparse_collectives as sc
 from optax_ext._step._nonfinite import LARGEST as BOUND
+from tests.optax_ext.helpers import run
 
 SIZE, DENSITY, HUGE, NORMAL = 64, 0.125, 4, 8
 LARGEST = float(np.finfo(np.float32).max)
@@ -70,25 +69,10 @@ QUICK = {"spardl": 8, "topk_a": 7}
 BOTH = ("gtopk", "spardl", "ssar_recursive_double, bounded")
 
 
-@functools.cache
-def program(name, workers):
-    """The training of a case, compiled once."""
-    tx = CASES[name]
-
-    def train(gradients):
-        def step(state, gradient):
-            updates, state = tx.update(gradient, state)
-            counters = {name: getattr(state, name) for name in ("skipped", "dropped", "withheld")}
-            return state, (updates, state.residual[0], counters)
-
-        return jax.lax.scan(step, tx.init(gradients[0]), gradients)[1]
-
-    return sc.simulate(train, axis="w", axis_size=workers, in_axes=1, out_axes=1)
-
-
 def trained(name, given):
     """Updates, residuals and counters of each step, of all workers."""
-    return jax.tree.map(np.asarray, program(name, given.shape[1])(given))
+    found = run(CASES[name], given)
+    return found.updates, found.residuals, found.state
 
 
 def gradients(workers, seed):
@@ -119,7 +103,7 @@ def test_residuals_stay_finite_and_training_goes_on(name, workers):
         updates, residuals, counters = trained(name, given)
         assert np.isfinite(updates).all()
         assert np.isfinite(residuals).all()
-        skipped = np.diff(counters["skipped"][:, 0], prepend=0)
+        skipped = np.diff(counters.skipped[:, 0], prepend=0)
         assert not skipped[HUGE:].any()
         # Two bits may round all of the few entries of a step to 0, and the paper's threshold, of
         # the large gradients, is reused for 32 steps.
@@ -152,12 +136,12 @@ def test_residuals_grow_by_less_than_p_times_the_bound(name):
     below = np.float32(BOUND) * np.float32(1 - 2.0**-24)
     given = np.full((steps, workers, SIZE), below)
     updates, residuals, counters = trained(name, given)
-    assert not counters["skipped"].any()
+    assert not counters.skipped.any()
     assert (updates != 0).any()
     grown = np.arange(1, steps + 1) * workers * float(below) * (1 + 1e-5)
     assert (np.abs(residuals.astype(np.float64)).sum(1) <= grown[:, None]).all()
     given[3, 2, 5] = BOUND
-    assert trained(name, given)[2]["skipped"][:, 0].tolist() == [0] * 3 + [1] * (steps - 3)
+    assert trained(name, given)[2].skipped[:, 0].tolist() == [0] * 3 + [1] * (steps - 3)
 
 
 @pytest.mark.slow
@@ -166,15 +150,15 @@ def test_by_option_only_the_entry_is_left_out():
     _, residuals, counters = trained("gtopk, drop", given)
     assert np.isfinite(residuals).all()
     large = np.abs(given) >= BOUND
-    assert counters["dropped"][:, 0].tolist() == np.cumsum(large.sum((1, 2))).tolist()
-    assert not counters["skipped"].any()
+    assert counters.dropped[:, 0].tolist() == np.cumsum(large.sum((1, 2))).tolist()
+    assert not counters.skipped.any()
 
 
 def test_where_nothing_of_others_is_kept_every_finite_gradient_is_taken():
     given = np.zeros((HUGE + NORMAL, 7, SIZE), np.float32)
     given[0, :, 3] = LARGEST
     updates, residuals, counters = trained("topk_a", given)
-    assert not counters["skipped"].any()
+    assert not counters.skipped.any()
     assert (updates[0, :, 3] > 1e37).all()
     assert (residuals[0, :, 3] > 3e38).all()
     # A share of it goes at each step.

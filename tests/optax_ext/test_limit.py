@@ -10,10 +10,10 @@ import pytest
 
 import optax_ext
 import sparse_collectives as sc
-from tests.optax_ext.test_nonfinite import AXES, tree_of
+from tests.optax_ext.helpers import flat, normal, run, slow
 
 STEPS, SIZE = 6, 46
-NODES, DEVICES = 3, 2
+AXES = ("node", "device")
 MINUS = optax.scale(-1.0)
 EXCHANGES = {
     "topk_a": sc.allreduce.topk_a(),
@@ -26,32 +26,11 @@ EXCHANGES = {
 LIMITS = {"number": 0.25, "schedule": lambda count: 0.5 / jnp.float32(1 + count)}
 
 
-def run(tx, params, given, shape):
-    """Updates of each step, ``f64[steps, P, n]``, and the sums of the residuals."""
-    nodes = len(shape) > 1
-
-    def train(gradients):
-        def step(state, gradient):
-            updates, state = tx.update(gradient, state)
-            return state, (updates, state.residual[0])
-
-        return jax.lax.scan(step, tx.init(params), gradients)[1]
-
-    axis = {"axis": AXES if nodes else "w", "axis_size": shape if nodes else shape[0]}
-    updates, residuals = sc.simulate(train, **axis, in_axes=1, out_axes=1)(given)
-    workers, n = int(np.prod(shape)), SIZE * len(params)
-    leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(updates)]
-    kept = np.asarray(residuals, np.float64).reshape(STEPS, shape[0], -1)[..., :n].sum(1)
-    return np.concatenate(leaves, -1).reshape(STEPS, workers, -1), kept
-
-
-def made(name, shape, limit):
+def limited(limit, selector=None, allreduce=None, axis="w", **options):
+    selector = sc.select.topk(density=1.0) if selector is None else selector
+    allreduce = sc.allreduce.topk_a() if allreduce is None else allreduce
     return optax_ext.sparse_allreduce(
-        sc.select.topk(density=0.1),
-        EXCHANGES[name],
-        axis=AXES if len(shape) > 1 else "w",
-        local=MINUS,
-        limit=limit,
+        selector, allreduce, axis=axis, local=MINUS, limit=limit, **options
     )
 
 
@@ -59,97 +38,62 @@ def made(name, shape, limit):
 @pytest.mark.parametrize(
     ("name", "limit"),
     [
-        *(pytest.param(name, "number", marks=pytest.mark.slow) for name in EXCHANGES),
-        pytest.param("ok_topk", "schedule", marks=pytest.mark.slow),
+        *(slow(name, "number") for name in EXCHANGES),
+        slow("ok_topk", "schedule"),
         ("agreed, few bits", "schedule"),
     ],
 )
 def test_most_of_what_is_beyond_stays_and_nothing_is_lost(name, limit):
-    shape = (NODES, DEVICES) if name == "hierarchical" else (NODES,)
+    shape, axis = ((3, 2), AXES) if name == "hierarchical" else ((3,), "w")
     dtypes = ("float32", "bfloat16") if limit == "number" else ("float32",)
-    params = tree_of(dtypes, SIZE)
-    rng = np.random.default_rng(1)
     given = {
-        key: jnp.asarray(rng.standard_normal((STEPS, *shape, SIZE)), leaf.dtype)
-        for key, leaf in params.items()
+        dtype: normal((STEPS, *shape, SIZE), i).astype(jnp.dtype(dtype))
+        for i, dtype in enumerate(dtypes)
     }
-    applied, kept = run(made(name, shape, LIMITS[limit]), params, given, shape)
-    without = run(made(name, shape, None), params, given, shape)[0]
+    value, lead = LIMITS[limit], (STEPS, int(np.prod(shape)))
+
+    def steps(limit):
+        tx = limited(limit, sc.select.topk(density=0.1), EXCHANGES[name], axis)
+        return run(tx, given, axis)
+
+    found = steps(value)
+    applied = flat(found.updates, lead)
     assert (applied == applied[:, :1]).all()
-    value = LIMITS[limit]
     bound = np.array([value(t) if callable(value) else value for t in range(STEPS)])[:, None]
     # At the first step nothing waits yet: what is applied follows from what is without a limit.
-    free = without[0, 0]
+    free = flat(steps(None).updates, lead)[0, 0]
     expected = np.where(np.abs(free) > bound[0], (free + 3 * np.sign(free) * bound[0]) / 4, free)
     # A 16-bit leaf rounds.
     np.testing.assert_allclose(applied[0, 0], expected, rtol=2.0**-8 if len(dtypes) > 1 else 1e-6)
     assert (np.abs(applied[:, 0]) > bound).any(axis=1).all()
-    workers = int(np.prod(shape))
-    leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(given)]
-    sums = np.concatenate(leaves, -1).reshape(STEPS, workers, -1)
-    acc = -sums.sum(1).cumsum(0)
+    sums, n = flat(given, lead), SIZE * len(dtypes)
+    kept = found.residuals.astype(np.float64).reshape(STEPS, shape[0], -1)[..., :n].sum(1)
     scale = np.abs(sums).sum(1).cumsum(0)
-    got = workers * applied[:, 0].cumsum(0) + kept
+    got = lead[1] * applied[:, 0].cumsum(0) + kept
     # Sums of float32, some in another order.
-    assert (np.abs(got - acc) <= 4e-6 * scale).all()
+    assert (np.abs(got + sums.sum(1).cumsum(0)) <= 4e-6 * scale).all()
 
 
 def test_what_is_beyond_comes_later():
-    tx = optax_ext.sparse_allreduce(
-        sc.select.topk(density=1.0), sc.allreduce.topk_a(), axis="w", local=MINUS, limit=2.0
-    )
-
-    def train(gradient):
-        def step(state, gradient):
-            updates, state = tx.update(gradient, state)
-            return state, updates
-
-        given = jnp.stack([gradient, *[jnp.zeros_like(gradient)] * 3])
-        return jax.lax.scan(step, tx.init(gradient), given)[1]
-
-    given = jnp.array([[-10.0, 1.0], [0.0, 3.0]])
-    updates = sc.simulate(train, axis="w", axis_size=2)(given)[0]
+    given = np.zeros((4, 2, 2), np.float32)
+    given[0] = [[-10.0, 1.0], [0.0, 3.0]]
+    updates = run(limited(2.0), given).updates[:, 0]
     assert updates.tolist() == [[2.75, -2.0], [2.0625, 0.0], [0.1875, 0.0], [0.0, 0.0]]
 
 
 def test_dense_steps_have_no_limit():
-    tx = optax_ext.sparse_allreduce(
-        sc.select.topk(density=0.5),
-        sc.allreduce.topk_a(),
-        axis="w",
-        local=MINUS,
-        limit=1e-3,
-        dense_steps=1,
-    )
-    given = jnp.array([[4.0, 1.0], [2.0, 3.0]])
-    updates = sc.simulate(lambda g: tx.update(g, tx.init(g))[0], axis="w", axis_size=2)(given)
-    assert updates.tolist() == [[-3.0, -2.0]] * 2
+    given = np.float32([[[4.0, 1.0], [2.0, 3.0]]])
+    updates = run(limited(1e-3, sc.select.topk(density=0.5), dense_steps=1), given).updates
+    assert updates[0].tolist() == [[-3.0, -2.0]] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["skip", "propagate"])
 def test_what_is_not_finite_goes_as_without_a_limit(policy):
-    def made(limit):
-        return optax_ext.sparse_allreduce(
-            sc.select.topk(density=1.0),
-            sc.allreduce.topk_a(),
-            axis="w",
-            local=MINUS,
-            nonfinite=policy,
-            limit=limit,
-        )
-
-    given = jnp.array([[np.inf, 0.5, np.nan], [1.0, 0.25, 1.0]])
-
-    def once(tx):
-        def step(gradient):
-            updates, state = tx.update(gradient, tx.init(gradient))
-            return updates, state.residual
-
-        return [np.asarray(x) for x in sc.simulate(step, axis="w", axis_size=2)(given)]
-
-    for with_one, without in zip(once(made(1.0)), once(made(None)), strict=True):
-        np.testing.assert_array_equal(with_one, without)
+    given = np.float32([[[np.inf, 0.5, np.nan], [1.0, 0.25, 1.0]]])
+    with_one, without = (run(limited(x, nonfinite=policy), given) for x in (1.0, None))
+    np.testing.assert_array_equal(with_one.updates, without.updates)
+    np.testing.assert_array_equal(with_one.residuals, without.residuals)
 
 
 def test_bad_limits_are_errors_that_say_what_to_write():
@@ -250,19 +194,8 @@ def test_no_more_waits_than_three_times_the_most_that_arrived_between_two_delive
     """The bound that is documented, for one entry that is delivered at every step."""
     rng = np.random.default_rng(1)
     arrived = rng.exponential(6.0, 200).astype(np.float32)
-    tx = optax_ext.sparse_allreduce(
-        sc.select.topk(density=1.0), sc.allreduce.topk_a(), axis="w", local=MINUS, limit=limit
-    )
-
-    def worker(gradients):
-        def step(state, gradient):
-            updates, state = tx.update(gradient[None], state)
-            return state, (updates[0], state.residual[0, 0])
-
-        return jax.lax.scan(step, tx.init(jnp.zeros(1)), gradients)[1]
-
-    updates, kept = sc.simulate(worker, axis="w", axis_size=1)(-arrived[None])
-    most = np.maximum.accumulate(arrived)
-    assert (np.asarray(kept[0]) <= 3 * most).all()
-    assert np.asarray(kept[0]).max() > 0
-    np.testing.assert_allclose(updates[0].sum() + kept[0, -1], arrived.sum(), rtol=1e-5)
+    found = run(limited(limit), -arrived[:, None, None])
+    updates, kept = found.updates[:, 0, 0], found.residuals[:, 0, 0]
+    assert (kept <= 3 * np.maximum.accumulate(arrived)).all()
+    assert kept.max() > 0
+    np.testing.assert_allclose(updates.sum() + kept[-1], arrived.sum(), rtol=1e-5)

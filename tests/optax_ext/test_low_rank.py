@@ -1,4 +1,7 @@
-"""PowerSGD and ACP-SGD: against NumPy, nothing lost, words, and what is not finite."""
+"""PowerSGD and ACP-SGD: against NumPy, words, and what is too large.
+
+That nothing is lost, all agree and a skipped step changes nothing: test_contract.py.
+"""
 
 import dataclasses
 import functools
@@ -11,8 +14,8 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
-import sparse_collectives as sc
 from sparse_collectives import traffic
+from tests.optax_ext.helpers import flat, normal, run, slow
 from tests.reference import low_rank as reference
 
 WORKERS, STEPS, RANK = 3, 6, 2
@@ -28,6 +31,7 @@ MATRICES = {"conv": (24, 14), "half": (20, 5), "w": (18, 16)}
 SIZE, DENSE = 24 * 14 + 20 * 5 + 18 * 16, 13
 METHODS = {"powersgd": optax_ext.powersgd, "acp_sgd": optax_ext.acp_sgd}
 both = pytest.mark.parametrize("method", METHODS)
+one_slow = pytest.mark.parametrize("method", ["acp_sgd", slow("powersgd")])
 
 
 @functools.cache
@@ -35,7 +39,7 @@ def gradients():
     rng = np.random.default_rng(1)
     return {
         name: np.asarray(
-            rng.standard_normal(leaf.shape) + rng.standard_normal((WORKERS, STEPS, *leaf.shape)),
+            rng.standard_normal(leaf.shape) + rng.standard_normal((STEPS, WORKERS, *leaf.shape)),
             np.dtype(leaf.dtype),
         )
         for name, leaf in PARAMS.items()
@@ -49,25 +53,15 @@ def changed(name, at, value):
     return given
 
 
-@functools.cache
-def program(method, **options):
-    tx = METHODS[method](RANK, axis="w", **options)
-
-    def all_steps(gradient):
-        def step(state, gradient):
-            updates, state = tx.update(gradient, state)
-            return state, (updates, state)
-
-        start = tx.init(PARAMS)
-        return start, jax.lax.scan(step, start, gradient)[1]
-
-    return jax.jit(sc.simulate(all_steps, axis="w", axis_size=WORKERS))
+@functools.lru_cache
+def transformation(method, **options):
+    return METHODS[method](RANK, axis="w", **options)
 
 
-def run(method, given=None, **options):
-    """The first state, and updates and states of all steps, ``[W, steps, ...]``."""
-    start, (updates, states) = program(method, **options)(gradients() if given is None else given)
-    return start, jax.tree.map(np.asarray, updates), jax.tree.map(np.asarray, states)
+def steps_of(method, given=None, **options):
+    tx = transformation(method, **options)
+    found = run(tx, gradients() if given is None else given)
+    return found.start, found
 
 
 def matrices(flat):
@@ -80,36 +74,27 @@ def matrices(flat):
     return found
 
 
-def accumulated(states, given, decay=1.0):
-    """``f64[W, steps, n]``: what each worker had before the exchange."""
-    given = np.concatenate(
-        [np.asarray(given[name], np.float64).reshape(WORKERS, STEPS, -1) for name in MATRICES],
-        axis=-1,
-    )
-    kept = np.asarray(states.residual, np.float64)[:, :, 0]
-    before = np.concatenate([np.zeros_like(kept[:, :1]), kept[:, :-1]], axis=1)
-    return decay * before + given
+def of_matrices(tree):
+    return flat({name: tree[name] for name in MATRICES}, (STEPS, WORKERS))
 
 
-def flat_updates(updates):
-    return np.concatenate(
-        [np.asarray(updates[name], np.float64).reshape(WORKERS, STEPS, -1) for name in MATRICES],
-        axis=-1,
-    )
+def accumulated(found, given, decay=1.0):
+    """``f64[steps, W, n]``: what each worker had before the exchange."""
+    kept = found.residuals.astype(np.float64)
+    return decay * np.concatenate([np.zeros_like(kept[:1]), kept[:-1]]) + of_matrices(given)
 
 
-def check_conserved(updates, states, acc, steps=slice(None), rtol=1e-5):
-    delivered = WORKERS * flat_updates(updates)[0]
-    left = delivered + np.asarray(states.residual, np.float64)[:, :, 0].sum(0)
-    scale = np.abs(acc).sum(0).max()
-    np.testing.assert_allclose(left[steps], acc.sum(0)[steps], rtol=0, atol=rtol * scale)
+def check_conserved(found, acc, steps=slice(None), rtol=1e-5):
+    delivered = WORKERS * of_matrices(found.updates)[:, 0]
+    left, scale = delivered + found.residuals.astype(np.float64).sum(1), np.abs(acc).sum(1).max()
+    np.testing.assert_allclose(left[steps], acc.sum(1)[steps], rtol=0, atol=rtol * scale)
 
 
-@pytest.mark.parametrize("method", ["acp_sgd", pytest.param("powersgd", marks=pytest.mark.slow)])
+@one_slow
 def test_a_step_is_what_the_paper_says(method):
-    start, updates, states = run(method)
-    acc = accumulated(states, gradients())
-    check_conserved(updates, states, acc)
+    start, found = steps_of(method)
+    acc = accumulated(found, gradients())
+    check_conserved(found, acc)
     left, right = start.allreduce if method == "acp_sgd" else (None, start.allreduce.right)
     at = [0, 0]
     for name, (rows, cols) in MATRICES.items():
@@ -118,49 +103,41 @@ def test_a_step_is_what_the_paper_says(method):
         p = None if p is None else p.reshape(rows, RANK)
         at = [at[0] + RANK * rows, at[1] + RANK * cols]
         for step in range(STEPS):
-            mine = matrices(acc)[name][:, step]
+            mine = matrices(acc)[name][step]
             if method == "powersgd":
                 expected, kept, q = reference.powersgd(mine, q)
             else:
                 expected, kept, p, q = reference.acp_sgd(mine, p, q, step)
             # bfloat16 rounds the update, and that goes back into the residuals.
             rounding = 2e-2 if name == "half" else 1e-3
-            got = np.asarray(updates[name][0, step], np.float64).reshape(rows, cols)
+            got = found.updates[name][step, 0].astype(np.float64).reshape(rows, cols)
             np.testing.assert_allclose(got, expected, atol=rounding)
-            residual = matrices(states.residual[:, step, 0])[name]
+            residual = matrices(found.residuals[step])[name]
             np.testing.assert_allclose(residual, kept, atol=rounding)
 
 
 @both
-def test_all_workers_have_the_same(method):
-    _, updates, states = run(method)
-    for leaf in jax.tree.leaves((updates, states.allreduce, states.count, states.info.words)):
-        np.testing.assert_array_equal(leaf, np.broadcast_to(leaf[:1], leaf.shape))
-    assert (states.residual[0] != states.residual[1]).any()
-
-
-@both
 def test_vectors_and_small_matrices_have_the_dense_mean(method):
-    start, updates, states = run(method)
+    start, found = steps_of(method)
     assert start.layout.dense == (True, False, False, True, False)
-    assert states.residual.shape == (WORKERS, STEPS, 1, SIZE)
+    assert found.residuals.shape == (STEPS, WORKERS, SIZE)
     for name in ("bias", "small"):
-        expected = gradients()[name].mean(0)
-        np.testing.assert_allclose(updates[name][0], expected, rtol=1e-5, atol=1e-6)
+        expected = gradients()[name].mean(1)
+        np.testing.assert_allclose(found.updates[name][:, 0], expected, rtol=1e-5, atol=1e-6)
 
 
 @both
 def test_a_gradient_of_the_rank_is_delivered_whole(method):
-    rng = np.random.default_rng(0)
     given = {name: np.zeros_like(leaf) for name, leaf in gradients().items()}
-    common = (rng.standard_normal((18, RANK)) @ rng.standard_normal((RANK, 16))).astype(np.float32)
-    given["w"][:] = common * np.arange(1, WORKERS + 1, dtype=np.float32)[:, None, None, None]
-    _, updates, states = run(method, given)
+    common = normal((18, RANK), 1) @ normal((RANK, 16), 2)
+    given["w"][:] = common * np.arange(1, WORKERS + 1, dtype=np.float32)[:, None, None]
+    _, found = steps_of(method, given)
     # Rows that are projected on the columns of a step before leave something for the next.
     for step in range(STEPS) if method == "powersgd" else range(1, STEPS, 2):
-        left = matrices(states.residual[:, step, 0])["w"]
+        left = matrices(found.residuals[step])["w"]
         assert np.abs(left).max() < 1e-4 * np.abs(common).max()
-    np.testing.assert_allclose(updates["w"][0].sum(0), 2 * STEPS * common, rtol=1e-3, atol=1e-4)
+    total = found.updates["w"][:, 0].sum(0)
+    np.testing.assert_allclose(total, 2 * STEPS * common, rtol=1e-3, atol=1e-4)
 
 
 @both
@@ -168,77 +145,60 @@ def test_zeros_are_no_nan_and_no_dead_end(method):
     """Two steps without a gradient, one of a single entry, and then as before."""
     given = {name: leaf.copy() for name, leaf in gradients().items()}
     for leaf in given.values():
-        leaf[:, :3] = 0
-    given["w"][0, 2, 4, 3] = 1.0
-    _, updates, states = run(method, given)
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(states))
-    assert not any(np.asarray(leaf[:, :2], np.float32).any() for leaf in updates.values())
-    check_conserved(updates, states, accumulated(states, given))
+        leaf[:3] = 0
+    given["w"][2, 0, 4, 3] = 1.0
+    _, found = steps_of(method, given)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found.states))
+    assert not any(np.asarray(leaf[:2], np.float32).any() for leaf in found.updates.values())
+    check_conserved(found, accumulated(found, given))
     # Both columns of the factors are in use again.
-    assert np.linalg.matrix_rank(updates["w"][0, -1], tol=1e-2) == RANK
-
-
-@both
-def test_one_worker_with_a_nan_makes_all_skip_the_step(method):
-    given = changed("conv", (1, 2, 0, 0, 0, 0), np.nan)
-    _, updates, states = run(method, given)
-    assert states.skipped[:, -1].tolist() == [1] * WORKERS
-    assert states.count[:, -1].tolist() == [STEPS - 1] * WORKERS
-    for leaf in updates.values():
-        assert not np.asarray(leaf[:, 2], np.float32).any()
-    np.testing.assert_array_equal(states.residual[:, 2], states.residual[:, 1])
-    for leaf in jax.tree.leaves(states.allreduce):
-        np.testing.assert_array_equal(leaf[:, 2], leaf[:, 1])
-    # The next step has the phase of the one that was skipped.
-    assert states.info.words[0, 3] == run(method)[2].info.words[0, 2]
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(states))
+    assert np.linalg.matrix_rank(found.updates["w"][-1, 0], tol=1e-2) == RANK
 
 
 @both
 def test_a_sum_that_is_too_large_stays_with_the_workers(method):
-    given = changed("w", (2, 1, 0, 0), 3e38)
-    _, updates, states = run(method, given)
-    assert states.withheld[0].tolist() == [18 * 16 * step for step in range(STEPS)]
-    assert not updates["w"][:, 1:].any()
-    assert (updates["conv"][:, 1:] != 0).all()
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(states))
-    acc = matrices(accumulated(states, given))["w"]
-    left = matrices(states.residual[:, :, 0])["w"]
-    np.testing.assert_array_equal(left[:, 1:], acc[:, 1:].astype(np.float32))
+    given = changed("w", (1, 2, 0, 0), 3e38)
+    _, found = steps_of(method, given)
+    assert found.state.withheld[:, 0].tolist() == [18 * 16 * step for step in range(STEPS)]
+    assert not found.updates["w"][1:].any()
+    assert (found.updates["conv"][1:] != 0).all()
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found.states))
+    acc = matrices(accumulated(found, given))["w"].astype(np.float32)
+    np.testing.assert_array_equal(matrices(found.residuals)["w"][1:], acc[1:])
 
 
 def test_dropped_entries_and_residuals_in_bfloat16_that_decay():
-    given = changed("w", (2, 1, 0, 0), np.inf)
+    given = changed("w", (1, 2, 0, 0), np.inf)
     how = optax_ext.residual(jnp.bfloat16, decay=0.75)
-    _, updates, states = run("powersgd", given, nonfinite="drop", residual=how)
-    assert states.dropped[0].tolist() == [0] + [1] * (STEPS - 1)
-    assert states.residual.dtype == jnp.bfloat16
-    given["w"][2, 1, 0, 0] = 0
-    check_conserved(updates, states, accumulated(states, given, 0.75), rtol=2e-2)
+    _, found = steps_of("powersgd", given, nonfinite="drop", residual=how)
+    assert found.state.dropped[:, 0].tolist() == [0] + [1] * (STEPS - 1)
+    assert found.residuals.dtype == jnp.bfloat16
+    given["w"][1, 2, 0, 0] = 0
+    check_conserved(found, accumulated(found, given, 0.75), rtol=2e-2)
 
 
 @pytest.mark.slow
 @both
 def test_propagate_passes_it_on(method):
-    given = changed("w", (2, 1, 0, 0), np.inf)
-    _, updates, _ = run(method, given, nonfinite="propagate")
-    assert np.isnan(updates["w"][:, 1]).any()
-    assert np.isfinite(updates["conv"]).all()
+    _, found = steps_of(method, changed("w", (1, 2, 0, 0), np.inf), nonfinite="propagate")
+    assert np.isnan(found.updates["w"][1]).any()
+    assert np.isfinite(found.updates["conv"]).all()
 
 
-@pytest.mark.parametrize("method", ["acp_sgd", pytest.param("powersgd", marks=pytest.mark.slow)])
+@one_slow
 def test_dense_steps_leave_residuals_and_factors_alone(method):
-    start, updates, states = run(method, dense_steps=2)
+    start, found = steps_of(method, dense_steps=2)
     for name in ("conv", "w"):
-        expected = gradients()[name].mean(0)[:2]
-        np.testing.assert_allclose(updates[name][0, :2], expected, rtol=1e-4, atol=1e-5)
-    assert not states.residual[:, :2].any()
-    for before, after in zip(jax.tree.leaves(start.allreduce), jax.tree.leaves(states.allreduce)):
-        np.testing.assert_array_equal(after[:, 1], before)
-    assert states.info.delivered[0].tolist() == [SIZE] * STEPS
-    acc = accumulated(states, gradients())
-    check_conserved(updates, states, acc, slice(3, None))
-    np.testing.assert_allclose(states.info.words[0, 0], 2 * (SIZE + DENSE) * 2 / 3)
+        expected = gradients()[name].mean(1)[:2]
+        np.testing.assert_allclose(found.updates[name][:2, 0], expected, rtol=1e-4, atol=1e-5)
+    assert not found.residuals[:2].any()
+    for before, after in zip(
+        jax.tree.leaves(start.allreduce), jax.tree.leaves(found.state.allreduce), strict=True
+    ):
+        np.testing.assert_array_equal(after[1], before)
+    assert found.state.info.delivered[:, 0].tolist() == [SIZE] * STEPS
+    check_conserved(found, accumulated(found, gradients()), slice(3, None))
+    np.testing.assert_allclose(found.state.info.words[0, 0], 2 * (SIZE + DENSE) * 2 / 3)
 
 
 ROWS, COLS = 24 + 20 + 18, 14 + 5 + 16
@@ -253,7 +213,7 @@ def step_words(method, rows):
 
 @both
 def test_words_are_those_of_the_formula(method):
-    words = run(method)[2].info.words[0]
+    words = steps_of(method)[1].state.info.words[:, 0]
     expected = [step_words(method, rows=step % 2 == 0) * 2 / 3 for step in range(STEPS)]
     np.testing.assert_allclose(words, expected, rtol=1e-6)
 

@@ -1,9 +1,6 @@
 """The state of PowerSGD and ACP-SGD: in a loop, saved, for other workers; and what is an error."""
 
 import functools
-import json
-import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,25 +8,16 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import AxisType
 
 import optax_ext
 from optax_ext._low_rank import _factors, _matrices
+from tests.optax_ext.helpers import bits, mesh, normal, same, slow, train
 
 METHODS = {"powersgd": optax_ext.powersgd, "acp_sgd": optax_ext.acp_sgd}
 # Each compiles programs of its own.
-both = pytest.mark.parametrize(
-    "method", ["acp_sgd", pytest.param("powersgd", marks=pytest.mark.slow)]
-)
-PARAMS = {"b": jnp.zeros(12), "w": jnp.zeros((16, 12))}
+both = pytest.mark.parametrize("method", ["acp_sgd", slow("powersgd")])
+PARAMS = {"b": np.zeros(12, np.float32), "w": np.zeros((16, 12), np.float32)}
 SIZE, STEPS = 16 * 12, 40
-PAGE = Path(__file__).parents[2] / "docs" / "low_rank.md"
-
-
-def mesh(workers=4):
-    return jax.make_mesh(
-        (workers,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:workers]
-    )
 
 
 def transformation(method, **options):
@@ -49,29 +37,21 @@ def loss_fn(params, batch):
 
 
 def batch_of(seed):
-    rng = np.random.default_rng(seed)
-    truth = np.random.default_rng(0).standard_normal((16, 12))
-    x = rng.standard_normal((32, 16))
-    y = x @ truth + 1 + 0.1 * rng.standard_normal((32, 12))
-    return x.astype(np.float32), y.astype(np.float32)
+    x = normal((32, 16), seed)
+    return x, x @ normal((16, 12), 100) + 1 + np.float32(0.1) * normal((32, 12), seed + 200)
 
 
 @functools.cache
 def trained(method):
-    """The step, and parameters, states and losses after each."""
-    tx = transformation(method)
-    state = optax_ext.init_state(tx, PARAMS, mesh())
-    step = optax_ext.make_train_step(loss_fn, tx, mesh(), donate=False)
-    results = [(PARAMS, state, None)]
-    for seed in range(STEPS):
-        results.append(step(*results[-1][:2], batch_of(seed)))
-    return step, results
+    """Parameters, states and losses before the first step and after each."""
+    batches = [batch_of(seed) for seed in range(STEPS)]
+    return train(transformation(method), loss_fn, PARAMS, batches, mesh())
 
 
 @pytest.mark.slow
 @both
 def test_it_trains_a_step_ahead_in_a_checked_step(method):
-    _, results = trained(method)
+    results = trained(method)
     params, state, loss = results[-1]
     # The noise alone is a loss of 0.06.
     assert float(results[1][2]) > 80
@@ -88,39 +68,20 @@ def test_it_trains_a_step_ahead_in_a_checked_step(method):
 
 @both
 def test_it_is_restored_to_the_bit(method, tmp_path):
-    step, results = trained(method)
+    results, tx = trained(method), transformation(method)
     params, state, _ = results[5]
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
-        expected = optax_ext.abstract_state(transformation(method), PARAMS, mesh())
+        expected = optax_ext.abstract_state(tx, PARAMS, mesh())
         restored = checkpointer.restore(tmp_path / "state", expected)
-    after, state_after, _ = step(params, restored, batch_of(5))
-    for one, other in zip(jax.tree.leaves((after, state_after)), jax.tree.leaves(results[6][:2])):
-        np.testing.assert_array_equal(one, other)
-
-
-def test_a_checkpoint_of_other_settings_is_refused_by_name():
-    def state(method, workers=2, **options):
-        tx = METHODS[method](**({"rank": 2, "axis": "data"} | options))
-        return optax_ext.abstract_state(tx, PARAMS, mesh(workers))
-
-    saved = json.loads(json.dumps(optax_ext.checkpoint_metadata(state("acp_sgd"))))
-    optax_ext.check_metadata(saved, state("acp_sgd"))
-    for other, message in (
-        (state("powersgd"), r"allreduce: acp_sgd\(rank=2, seed=0\) .*, powersgd\("),
-        (state("acp_sgd", rank=3), r"allreduce: .*acp_sgd\(rank=3"),
-        (state("acp_sgd", rank=7, dense_leaves={"b": "dense", "w": "dense"}), r"n: 192 .*, 0 here"),
-        (state("acp_sgd", workers=3), "workers: 2 in the checkpoint, 3 here"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            optax_ext.check_metadata(saved, other)
+    after = train(tx, loss_fn, params, [batch_of(5)], mesh(), state=restored)[-1]
+    assert bits(after[:2]) == bits(results[6][:2])
 
 
 @both
 def test_other_workers_have_the_sum_and_the_factors(method):
-    _, results = trained(method)
-    params, state, _ = results[9]
+    params, state, _ = trained(method)[9]
     total = np.asarray(state.residual, np.float64).sum(0)
     for workers in (2, 8):
         fresh = optax_ext.init_state(transformation(method), PARAMS, mesh(workers))
@@ -128,8 +89,7 @@ def test_other_workers_have_the_sum_and_the_factors(method):
         assert moved.residual.shape == (workers, SIZE)
         np.testing.assert_allclose(np.asarray(moved.residual, np.float64).sum(0), total, atol=1e-6)
         assert int(moved.count) == 9
-        for one, other in zip(jax.tree.leaves(moved.allreduce), jax.tree.leaves(state.allreduce)):
-            np.testing.assert_array_equal(one, other)
+        same(moved.allreduce, state.allreduce)
     higher = METHODS[method](
         3, axis="data", local=optax.scale_by_learning_rate(0.1), residual=optax_ext.residual()
     )
@@ -195,20 +155,10 @@ def test_wrong_options(options, message):
 
 
 @both
-def test_wrong_calls(method):
-    make = METHODS[method]
+def test_a_rank_that_makes_no_leaf_smaller(method):
     message = r"rank=7 makes no leaf.*params\['w'\], a matrix of 16 x 12,.*at most 6"
     with pytest.raises(ValueError, match=message):
-        optax_ext.init_state(make(7, axis="data"), PARAMS, {"data": 2})
-    with pytest.raises(ValueError, match=re.escape("axis='data' is not bound here")):
-        make(2, axis="data").init(PARAMS)
-    tx = make(2, axis="data")
-    state = optax_ext.init_state(tx, PARAMS, mesh(2))
-    specs = optax_ext.state_specs(state)
-    whole = jax.sharding.PartitionSpec()
-    step = jax.shard_map(tx.update, mesh=mesh(2), in_specs=(whole, specs), out_specs=(whole, specs))
-    with pytest.raises(ValueError, match="already summed or averaged"):
-        step(PARAMS, state)
+        optax_ext.init_state(METHODS[method](7, axis="data"), PARAMS, {"data": 2})
 
 
 @both
@@ -217,18 +167,6 @@ def test_without_matrices_all_is_dense_and_without_leaves_nothing_is_done(method
     for params in (vectors, {}):
         state = optax_ext.init_state(METHODS[method](4, axis="data"), params, {"data": 2})
         assert state.residual.shape == (2, 0)
-
-
-def batch_loss(params, batch):
-    return jnp.mean((jnp.tanh(batch @ params["w"] + params["b"][None]) @ params["w"].T) ** 2)
-
-
-def test_the_program_on_the_page_runs():
-    (program,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    names = {"jax": jax, "optax": optax, "optax_ext": optax_ext, "loss_fn": loss_fn}
-    names |= {"params": jax.tree.map(jnp.array, PARAMS), "batches": [batch_of(i) for i in range(3)]}
-    exec(program, names)
-    assert int(optax_ext.get_state(names["opt_state"]).count) == 3
 
 
 WRAPPED = {
@@ -247,12 +185,15 @@ WRAPPED = {
 @pytest.mark.parametrize("wrapper", WRAPPED)
 def test_what_goes_around_a_sparse_allreduce_goes_around_it(method, wrapper):
     tx = WRAPPED[wrapper](METHODS[method](2, axis="data"))
-    batches = np.random.default_rng(0).standard_normal((6, 2, 8, 16)).astype(np.float32)
+    batches = normal((6, 2, 8, 16))
 
-    def train(batches):
+    def loss(params, x):
+        return jnp.mean((jnp.tanh(x @ params["w"] + params["b"][None]) @ params["w"].T) ** 2)
+
+    def worker(batches):
         def step(carry, batch):
             params, state = carry
-            gradient = jax.grad(batch_loss)(params, batch)
+            gradient = jax.grad(loss)(params, batch)
             updates, state = tx.update(gradient, state, params)
             return (optax.apply_updates(params, updates), state), updates
 
@@ -260,7 +201,7 @@ def test_what_goes_around_a_sparse_allreduce_goes_around_it(method, wrapper):
         return jax.lax.scan(step, (params, tx.init(params)), batches)
 
     mapped = jax.pmap if wrapper == "pmap" else jax.vmap
-    (params, state), updates = mapped(train, axis_name="data")(batches.swapaxes(0, 1))
+    (params, state), updates = mapped(worker, axis_name="data")(batches.swapaxes(0, 1))
     for leaf in jax.tree.leaves(updates):
         np.testing.assert_array_equal(leaf[0], leaf[1])
         assert np.asarray(leaf).any()
@@ -271,14 +212,11 @@ def test_what_goes_around_a_sparse_allreduce_goes_around_it(method, wrapper):
 @both
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_workers_along_two_axes_of_a_larger_mesh(method, check_vma):
-    shape = jax.make_mesh((2, 2, 2), ("node", "data", "model"), axis_types=(AxisType.Auto,) * 3)
-    axis = ("node", "data")
-    tx = optax.chain(METHODS[method](2, axis=axis, dense_steps=1), optax.sgd(0.05))
-    state = optax_ext.init_state(tx, PARAMS, shape)
-    step = optax_ext.make_train_step(loss_fn, tx, shape, donate=False, check_vma=check_vma)
-    params, losses = PARAMS, []
-    for seed in range(6):
-        params, state, loss = step(params, state, batch_of(seed))
-        losses.append(float(loss))
+    on = mesh((2, 2, 2), ("node", "data", "model"))
+    tx = METHODS[method](2, axis=("node", "data"), dense_steps=1)
+    batches = [batch_of(seed) for seed in range(6)]
+    tx = optax.chain(tx, optax.sgd(0.05))
+    results = train(tx, loss_fn, PARAMS, batches, on, check_vma=check_vma)
+    losses = [float(loss) for _, _, loss in results[1:]]
     assert losses[-1] < losses[1] < losses[0]
-    assert optax_ext.get_state(state).residual.shape == (4, SIZE)
+    assert optax_ext.get_state(results[-1][1]).residual.shape == (4, SIZE)

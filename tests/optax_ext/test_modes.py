@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sparse_collectives as sc
+from tests.optax_ext.helpers import mapped, mesh, normal, same, slow_but
 from tests.reference import ok_topk as oracle
 
 WORKERS, DENSITY, STEPS = 4, 0.05, 6
@@ -19,9 +20,10 @@ SHAPES = {"kernel": (12, 20), "bias": (31,)}
 SIZE = 12 * 20 + 31
 
 
-def transformation(**options):
-    options = {"slack": float(WORKERS), "repartition_period": 3, **options}
-    return optax.chain(optax_ext.ok_topk(density=DENSITY, axis="data", **options), optax.sgd(0.5))
+TX = optax.chain(
+    optax_ext.ok_topk(DENSITY, axis="data", slack=float(WORKERS), repartition_period=3),
+    optax.sgd(0.5),
+)
 
 
 def params_at_start():
@@ -29,76 +31,54 @@ def params_at_start():
 
 
 def gradients():
-    rng = np.random.default_rng(0)
     return {
-        name: rng.standard_normal((STEPS, WORKERS, *shape)).astype(np.float32)
-        for name, shape in SHAPES.items()
+        name: normal((STEPS, WORKERS, *shape), i) for i, (name, shape) in enumerate(SHAPES.items())
     }
 
 
-def one_step(tx, params, state, gradient):
-    updates, state = tx.update(gradient, state, params)
+GIVEN = [jax.tree.map(lambda g, i=i: g[i], gradients()) for i in range(STEPS)]
+
+
+def one_step(params, state, gradient):
+    updates, state = TX.update(gradient, state, params)
     return optax.apply_updates(params, updates), state
 
 
-def mesh():
-    return jax.make_mesh(
-        (WORKERS,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:WORKERS]
-    )
-
-
 def run_shard_map(check_vma):
-    tx = transformation()
-    params = params_at_start()
-    state = optax_ext.init_state(tx, params, mesh())
+    params, on = params_at_start(), mesh()
+    state = optax_ext.init_state(TX, params, on)
     specs = optax_ext.state_specs(state)
-
-    def local(params, state, gradient):
-        return one_step(tx, params, state, jax.tree.map(lambda g: g[0], gradient))
-
-    step = jax.jit(
-        jax.shard_map(
-            local,
-            mesh=mesh(),
-            in_specs=(P(), specs, P("data")),
-            out_specs=(P(), specs),
-            check_vma=check_vma,
-        ),
-        donate_argnums=1,
+    step = jax.shard_map(
+        lambda p, s, g: one_step(p, s, jax.tree.map(lambda x: x[0], g)),
+        mesh=on,
+        in_specs=(P(), specs, P("data")),
+        out_specs=(P(), specs),
+        check_vma=check_vma,
     )
-    for i in range(STEPS):
-        params, state = step(params, state, jax.tree.map(lambda g: g[i], gradients()))  # noqa: B023
+    step = jax.jit(step, donate_argnums=1)
+    for given in GIVEN:
+        params, state = step(params, state, given)
     return params, optax_ext.get_state(state).residual
 
 
-def run_pmap():
-    tx = transformation()
-    devices = jax.devices()[:WORKERS]
+def run_lanes(mapped):
+    """With an axis of the workers in front of all; ``mapped`` maps a function over it."""
     params = jax.tree.map(lambda x: jnp.stack([x] * WORKERS), params_at_start())
-    state = jax.pmap(tx.init, axis_name="data", devices=devices)(params)
-    step = jax.pmap(lambda p, s, g: one_step(tx, p, s, g), axis_name="data", devices=devices)
-    for i in range(STEPS):
-        params, state = step(params, state, jax.tree.map(lambda g: g[i], gradients()))  # noqa: B023
+    state, step = mapped(TX.init)(params), mapped(one_step)
+    for given in GIVEN:
+        params, state = step(params, state, given)
     for leaf in jax.tree.leaves(params):
         assert (np.asarray(leaf) == np.asarray(leaf)[0]).all()
-    return jax.tree.map(lambda x: x[0], params), optax_ext.get_state(state).residual[:, 0]
-
-
-def run_vmap():
-    tx = transformation()
-    params = jax.tree.map(lambda x: jnp.stack([x] * WORKERS), params_at_start())
-    state = sc.simulate(tx.init, axis="data", axis_size=WORKERS)(params)
-    step = sc.simulate(lambda p, s, g: one_step(tx, p, s, g), axis="data", axis_size=WORKERS)
-    for i in range(STEPS):
-        params, state = step(params, state, jax.tree.map(lambda g: g[i], gradients()))  # noqa: B023
     return jax.tree.map(lambda x: x[0], params), optax_ext.get_state(state).residual[:, 0]
 
 
 MODES = {
     "shard_map": lambda: run_shard_map(True),
     "shard_map, check_vma=False": lambda: run_shard_map(False),
-    "pmap": run_pmap,
-    "vmap": run_vmap,
+    "pmap": lambda: run_lanes(
+        lambda f: jax.pmap(f, axis_name="data", devices=jax.devices()[:WORKERS])
+    ),
+    "vmap": lambda: run_lanes(lambda f: sc.simulate(f, axis="data", axis_size=WORKERS)),
 }
 
 
@@ -118,9 +98,7 @@ def oracle_result():
     return params, residual
 
 
-@pytest.mark.parametrize(
-    "mode", [pytest.param(x, marks=() if x == "vmap" else pytest.mark.slow) for x in MODES]
-)
+@pytest.mark.parametrize("mode", slow_but(["vmap"], MODES))
 def test_mode_matches_the_oracle(mode):
     params, residual = result_of(mode)
     expected_params, expected_residual = oracle_result()
@@ -139,35 +117,20 @@ def test_modes_give_the_same_bits():
 
 @pytest.mark.slow
 def test_two_mesh_axes_are_one_set_of_workers():
-    devices = np.asarray(jax.devices()[:4]).reshape(2, 2)
-    two = Mesh(devices, ("host", "device"), axis_types=(AxisType.Auto,) * 2)
+    on = mesh((2, 2), ("host", "device"))
     tx = optax_ext.ok_topk(density=DENSITY, axis=("host", "device"), slack=4.0)
-    params = jnp.zeros(SIZE)
-    state = optax_ext.init_state(tx, params, two)
-    specs = optax_ext.state_specs(state)
-    split = P(("host", "device"))
-    step = jax.jit(
-        jax.shard_map(
-            lambda s, g: tx.update(g[0], s),
-            mesh=two,
-            in_specs=(specs, split),
-            out_specs=(P(), specs),
-        )
-    )
-    acc = np.random.default_rng(1).standard_normal((4, SIZE)).astype(np.float32)
-    updates, state = step(state, acc)
+    state = optax_ext.init_state(tx, jnp.zeros(SIZE), on)
+    acc = normal((4, SIZE), 1)
+    updates, state = mapped(tx, on, state)(acc, state)
     total, residual = oracle.training_step(acc, round(DENSITY * SIZE))
     np.testing.assert_allclose(updates, total / 4, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(state.residual, residual)
 
 
 def test_the_state_of_all_workers_on_one_device_equals_that_on_a_mesh():
-    outside = optax_ext.init_state(transformation(), params_at_start(), {"data": WORKERS})
-    inside = optax_ext.init_state(transformation(), params_at_start(), mesh())
-    assert jax.tree.structure(outside) == jax.tree.structure(inside)
-    for a, b in zip(jax.tree.leaves(outside), jax.tree.leaves(inside), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(a, b)
+    outside = optax_ext.init_state(TX, params_at_start(), {"data": WORKERS})
+    inside = optax_ext.init_state(TX, params_at_start(), mesh())
+    same(outside, inside)
     expected = jax.tree.map(lambda spec: NamedSharding(mesh(), spec), optax_ext.state_specs(inside))
     for leaf, sharding in zip(jax.tree.leaves(inside), jax.tree.leaves(expected), strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
@@ -176,14 +139,12 @@ def test_the_state_of_all_workers_on_one_device_equals_that_on_a_mesh():
 @pytest.mark.slow
 def test_init_and_scan_inside_one_mapped_function():
     """The carry of a scan has the same types before and after a step."""
-    tx = transformation()
 
     def train(gradient):
         params = params_at_start()
-        carry = (params, tx.init(params))
         carry, _ = jax.lax.scan(
-            lambda carry, g: (one_step(tx, *carry, g), None),
-            carry,
+            lambda carry, g: (one_step(*carry, g), None),
+            (params, TX.init(params)),
             jax.tree.map(lambda g: g[:, 0], gradient),
         )
         return carry[0]

@@ -4,14 +4,17 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 from jax.extend.core import jaxprs_in_params
 
 import optax_ext
 import sparse_collectives as sc
 from optax_ext._step import _layout, _narrow
+from tests.optax_ext.helpers import flat, normal, run, slow
 
 NARROW = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+TOPK = sc.select.topk(density=0.1)
 # Above what float16 holds, above what bfloat16 does, what both round, and what is not finite.
 HARD = np.array([1e5, -7e4, 65510.0, 3.4e38, -3.4e38, 1e-9, 1 / 3, 0.0, np.inf, np.nan], np.float32)
 
@@ -101,23 +104,84 @@ def test_the_operations_on_all_entries_do_not_grow_with_the_runs_of_dtypes(index
     assert many <= few + (7 * 8 if indexed else 0)
 
 
-@pytest.mark.parametrize("exchange", ["topk_a", "agreed", "dsar_split_allgather"])
-def test_a_step_of_leaves_whose_dtypes_take_turns_loses_nothing(exchange):
-    workers, rng = 4, np.random.default_rng(5)
-    dtypes = ["bfloat16", "float32", "float16"] * 8
-    gradients = [jnp.asarray(rng.standard_normal((workers, 7)), d) for d in dtypes]
-    tx = optax_ext.sparse_allreduce(
-        sc.select.topk(density=0.25), getattr(sc.allreduce, exchange)(), axis="data"
-    )
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["skip", "drop", "raise", "propagate"])
+def test_a_float16_leaf_whose_residual_grows_beyond_it(policy):
+    """Of 16 equal entries one is sent at each step, so that the last has waited for 15."""
+    given = np.full((20, 2, 16), 2e4, np.float16)
+    found = run(optax_ext.ok_topk(1 / 16, axis="w", nonfinite=policy), given)
+    updates, withheld = found.updates, found.last.withheld.tolist()
+    jax.effects_barrier()
+    assert updates.dtype == np.float16
+    assert np.isfinite(found.residuals).all()
+    if policy == "propagate":
+        assert np.isinf(updates).any()
+        assert withheld == [0, 0]
+        return
+    assert updates.max() == np.finfo(np.float16).max
+    # Integers, of which nothing is rounded.
+    applied = 2 * updates[:, 0].astype(np.float64).cumsum(0)
+    kept = found.residuals.astype(np.float64).sum(1)
+    np.testing.assert_array_equal(applied + kept, given.astype(np.float64).sum(1).cumsum(0))
+    assert withheld == [(updates[:, 0] == np.finfo(np.float16).max).sum()] * 2
+    assert found.last.skipped.tolist() == [0, 0]
 
-    def step(gradients):
-        updates, state = tx.update(gradients, tx.init(gradients))
-        return updates, state.residual[0]
 
-    updates, residual = sc.simulate(step, axis="data", axis_size=workers)(gradients)
-    applied = np.concatenate([np.asarray(u, np.float64)[0] for u in updates])
-    given = np.concatenate([np.asarray(g, np.float64) for g in gradients], axis=1).sum(0)
-    np.testing.assert_allclose(
-        workers * applied + np.asarray(residual, np.float64).sum(0), given, rtol=2e-6, atol=2e-6
+MIXED = ("float16", "float32", "bfloat16", "bfloat16")
+
+
+TURNS = ("bfloat16", "float32", "float16") * 8
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "exchange"),
+    [
+        (TURNS, sc.allreduce.topk_a()),
+        (TURNS, sc.allreduce.agreed()),
+        (TURNS, sc.allreduce.dsar_split_allgather()),
+        slow(("float16",), sc.allreduce.topk_a()),
+        slow(("bfloat16",), sc.allreduce.dsar_split_allgather()),
+        slow(MIXED, sc.allreduce.ok_topk(density=0.1)),
+        slow(
+            ("float32", "bfloat16", "float16"),
+            sc.allreduce.ok_topk(density=0.1, codec=sc.wire.bf16()),
+        ),
+        slow(MIXED, sc.allreduce.hierarchical(inner_axis="device", outer=sc.allreduce.topk_a())),
+    ],
+    ids=lambda x: str(x.spec) if hasattr(x, "spec") else f"{len(x)}",
+)
+def test_what_a_narrow_leaf_rounds_off_stays_in_the_residuals(dtypes, exchange):
+    steps, size = 6, 23
+    nodes = bool(exchange.shard_axis)
+    shape, axis = ((3, 2), ("node", "device")) if nodes else ((3,), "w")
+    given = {
+        f"{i}": np.clip(2e4 * normal((steps, *shape, size), i), -6e4, 6e4).astype(jnp.dtype(dtype))
+        for i, dtype in enumerate(dtypes)
+    }
+    found = run(optax_ext.sparse_allreduce(TOPK, exchange, axis=axis), given, axis)
+    for key, leaf in found.updates.items():
+        assert leaf.dtype == given[key].dtype
+    workers, n = int(np.prod(shape)), size * len(dtypes)
+    applied, gradients = flat(found.updates, (steps, workers)), flat(given, (steps, workers))
+    assert np.isfinite(applied).all()
+    assert (applied == applied[:, :1]).all()
+    # The shards of a node side by side.
+    kept = found.residuals.astype(np.float64).reshape(steps, shape[0], -1)[..., :n].sum(1)
+    before = np.concatenate([np.zeros((1, n)), kept[:-1]])
+    acc, scale = before + gradients.sum(1), np.abs(before) + np.abs(gradients).sum(1)
+    # Of float32; what bfloat16 rounds off is up to 2**-9 of an update.
+    assert (np.abs(workers * applied[:, 0] + kept - acc) <= 1e-6 * scale).all()
+    assert ((applied[:, 0] != 0) & (np.abs(kept) > 0)).any()
+    assert np.abs(acc).max() > 2e4
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"), [("skip", np.finfo(np.float16).max), ("propagate", np.inf)]
+)
+def test_a_narrow_leaf_that_is_dense_saturates(policy, expected):
+    tx = optax_ext.topk_a(
+        0.5, axis="w", dense_leaves="dense", local=optax.scale(2.0), nonfinite=policy
     )
-    assert [u.dtype for u in updates] == [jnp.dtype(d) for d in dtypes]
+    found = run(tx, np.full((1, 2, 4), 6e4, np.float16))
+    np.testing.assert_array_equal(found.updates, np.full((1, 2, 4), expected, np.float16))
+    assert found.last.skipped.tolist() == [0, 0]

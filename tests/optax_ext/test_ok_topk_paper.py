@@ -11,6 +11,7 @@ import pytest
 import optax_ext
 import sparse_collectives as sc
 from sparse_collectives import _volumes
+from tests.optax_ext.helpers import run, slow
 from tests.reference.ok_topk import Published, balanced
 from tests.sparse_collectives.helpers import as_coo, sum_of_parts
 
@@ -28,20 +29,11 @@ def gradients(workers=WORKERS):
 
 
 @functools.cache
-def run(workers=WORKERS, paper=True, **options):
+def steps_of(workers=WORKERS, paper=True, **options):
     options = {"repartition_period": TAU, "global_period": TAU_PRIME, **options}
     tx = optax_ext.ok_topk(DENSITY, axis="w", paper=paper, **options)
-
-    def train(gradients):
-        def step(state, gradient):
-            updates, state = tx.update(gradient, state)
-            found = state.residual[0], state.info, state.allreduce.boundaries
-            return state, (updates, found)
-
-        return jax.lax.scan(step, tx.init(gradients[0]), gradients)[1]
-
-    simulated = sc.simulate(train, axis="w", axis_size=workers, in_axes=1, out_axes=1)
-    return jax.tree.map(np.asarray, simulated(jnp.asarray(gradients(workers))))
+    found = run(tx, gradients(workers))
+    return found.updates, (found.residuals, found.state.info, found.state.allreduce.boundaries)
 
 
 def agreed_words(t, workers):
@@ -55,13 +47,13 @@ def agreed_words(t, workers):
     [
         (8, True),
         (4, "corrected"),
-        pytest.param(4, True, marks=pytest.mark.slow),
-        pytest.param(8, "corrected", marks=pytest.mark.slow),
+        slow(4, True),
+        slow(8, "corrected"),
     ],
 )
 def test_every_step_is_that_of_the_paper(workers, paper):
     oracle = Published(workers, SIZE, K, TAU_PRIME, TAU, corrected=paper == "corrected")
-    updates, (residuals, info, boundaries) = run(workers, paper, slack=float("inf"))
+    updates, (residuals, info, boundaries) = steps_of(workers, paper, slack=float("inf"))
     steps = []
     for t, given in enumerate(gradients(workers)):
         step = oracle.step(given)
@@ -133,7 +125,7 @@ def test_after_the_gate_each_worker_has_its_share_of_what_there_is(owned):
 
 @pytest.mark.slow
 def test_there_is_room_for_four_times_k_and_what_finds_none_waits():
-    updates, (residuals, info, _) = run(slack=1.5)
+    updates, (residuals, info, _) = steps_of(slack=1.5)
     assert info.overflow.any()
     given = np.cumsum(gradients().sum(1, dtype=np.float64), axis=0)
     applied = np.cumsum(WORKERS * updates[:, 0].astype(np.float64), axis=0)
@@ -157,20 +149,12 @@ def test_algorithm_2_has_the_rate_of_each_step_inside_the_accumulation(paper):
     # Small after the first ones, as there is room for four times k.
     given = gradients()[:6] * np.float32([1, 0.5, 0.5, 0.5, 0.5, 0.5])[:, None, None]
 
-    def train(gradients):
-        def step(state, gradient):
-            updates, state = tx.update(gradient, state)
-            return state, (updates, optax_ext.get_info(state).overflow)
-
-        return jax.lax.scan(step, tx.init(gradients[0]), gradients)[1]
-
-    simulated = sc.simulate(train, axis="w", axis_size=WORKERS, in_axes=1, out_axes=1)
-    updates, overflow = map(np.asarray, simulated(jnp.asarray(given)))
-    assert not overflow.any()
+    found = run(tx, given)
+    assert not found.state.info.overflow.any()
     oracle, counts = Published(WORKERS, SIZE, K, 32, corrected=paper == "corrected"), []
     for t, gradient in enumerate(given):
         step = oracle.step(float(rate(t)) * gradient)
-        np.testing.assert_array_equal(-WORKERS * updates[t, 0].astype(np.float64), step.total)
+        np.testing.assert_array_equal(-WORKERS * found.updates[t, 0].astype(np.float64), step.total)
         counts.append(step.delivered)
     assert counts[0] == K
     assert len(set(counts)) > 2

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sparse_collectives as sc
 from optax_ext._transforms._partition import deal
+from tests.optax_ext.helpers import mesh, slow
 
 SHAPES = {"embed": (40, 8), "bias": (5,), "kernel": (8, 24), "scale": (), "head": (12, 9)}
 
@@ -37,14 +37,14 @@ def same_bits(got, expected):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-@pytest.mark.parametrize("check_vma", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.parametrize("check_vma", [slow(True), False])
 def test_the_result_is_that_of_every_leaf_by_itself(check_vma):
     given, other = tree(), tree(1)
     given["bias"] = given["bias"].at[2].set(jnp.nan)
-    mesh = jax.make_mesh((3,), ("w",), axis_types=(AxisType.Auto,), devices=jax.devices()[:3])
+    on = mesh(3, "w")
     fn = optax_ext.partition(statistics, axis="w")
     mapped = jax.jit(
-        jax.shard_map(fn, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=check_vma)
+        jax.shard_map(fn, mesh=on, in_specs=(P(), P()), out_specs=P(), check_vma=check_vma)
     )
     got = mapped(given, other)
     same_bits(got, {name: jax.jit(statistics)(given[name], other[name]) for name in SHAPES})
@@ -55,9 +55,9 @@ def test_the_result_is_that_of_every_leaf_by_itself(check_vma):
 
 
 def test_each_worker_computes_its_own_and_one_message_follows():
-    mesh = jax.make_mesh((4,), ("w",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    on = mesh(4, "w")
     fn = optax_ext.partition(lambda x: jnp.linalg.svd(jnp.atleast_2d(x))[1][0], axis="w")
-    program = jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=P(), out_specs=P())).trace(tree())
+    program = jax.jit(jax.shard_map(fn, mesh=on, in_specs=P(), out_specs=P())).trace(tree())
     text = program.lower().as_text()
     assert text.count("stablehlo.all_reduce") == 1
     assert text.count("stablehlo.case") == 1
@@ -68,12 +68,12 @@ def test_each_worker_computes_its_own_and_one_message_follows():
 def test_pieces_of_one_tensor_are_leaves():
     """Equations 12 to 14: each worker computes a piece, and one message brings them together."""
     x = tree()["embed"]
-    mesh = jax.make_mesh((4,), ("w",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    on = mesh(4, "w")
 
     def pieces(x):
         return jnp.concatenate(optax_ext.partition(jnp.exp, axis="w")(jnp.array_split(x, 4)))
 
-    mapped = jax.jit(jax.shard_map(pieces, mesh=mesh, in_specs=P(), out_specs=P()))
+    mapped = jax.jit(jax.shard_map(pieces, mesh=on, in_specs=P(), out_specs=P()))
     same_bits(mapped(x), jax.jit(jnp.exp)(x))
     program = mapped.trace(x)
     assert sc.traffic.of_traced(program).words == pytest.approx(2 * x.size * 3 / 4)

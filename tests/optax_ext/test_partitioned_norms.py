@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sparse_collectives as sc
 from optax_ext._transforms import _partitioned_norms
+from tests.optax_ext.helpers import mesh, slow
 
 STEPS, WHOLE = 3, P()
 # Sizes above and below the bound for slices; 8, 3 and 2 workers divide some and not others.
@@ -102,16 +102,16 @@ def worker_zero_of_equals(result):
 
 
 def on_mesh(fn, check_vma=True, out_specs=WHOLE):
-    mesh = jax.make_mesh((8,), ("w",), axis_types=(AxisType.Auto,))
+    on = mesh(8, "w")
     return jax.jit(
-        jax.shard_map(fn, mesh=mesh, in_specs=WHOLE, out_specs=out_specs, check_vma=check_vma)
+        jax.shard_map(fn, mesh=on, in_specs=WHOLE, out_specs=out_specs, check_vma=check_vma)
     )
 
 
 @pytest.mark.parametrize(
     ("name", "workers"),
     [
-        pytest.param(name, p, marks=pytest.mark.slow if "lamb" in name else ())
+        slow(name, p) if "lamb" in name else (name, p)
         for name in OPTIMIZERS
         for p in ((1, 2, 3, 8) if "all" in name else (3,))
     ],
@@ -126,8 +126,8 @@ def test_equal_to_optax_for_any_number_of_workers(name, workers):
     "mode",
     [
         "check_vma",
-        pytest.param("no check_vma", marks=pytest.mark.slow),
-        pytest.param("pmap", marks=pytest.mark.slow),
+        slow("no check_vma"),
+        slow("pmap"),
     ],
 )
 def test_equal_to_optax_on_eight_devices(name, mode):
@@ -164,27 +164,27 @@ def test_behind_a_sparse_allreduce():
         np.testing.assert_allclose(got[name], want[name], rtol=2e-5, atol=1e-7)
 
 
+def scaled(updates, params, workers):
+    tx = optax_ext.scale_by_trust_ratio(axis="w")
+    step = lambda u, p: tx.update(u, tx.init(p), p)[0]  # noqa: E731
+    return sc.simulate(step, axis="w", axis_size=workers, in_axes=None)(updates, params)["a"]
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_low_precision_is_summed_in_float32(dtype):
-    tx = optax_ext.scale_by_trust_ratio(axis="w")
     params = {"a": jnp.full((64, 64), 8.0, dtype)}
     updates = {"a": jnp.full((64, 64), 2.0, dtype)}  # Norms 512 and 128.
-    run = sc.simulate(lambda u, p: tx.update(u, tx.init(p), p)[0], axis="w", axis_size=3,
-                      in_axes=None)  # fmt: skip
-    got = run(updates, params)["a"]
+    got = scaled(updates, params, 3)
     assert got.dtype == dtype
     assert (np.asarray(got, np.float32) == 8.0).all()
 
 
 def test_mixed_dtypes_give_the_dtype_of_optax():
     params, updates = {"a": jnp.ones(100)}, {"a": jnp.ones(100, jnp.bfloat16)}
-    tx = optax_ext.scale_by_trust_ratio(axis="w")
-    run = sc.simulate(lambda u, p: tx.update(u, tx.init(p), p)[0], axis="w", axis_size=2,
-                      in_axes=None)  # fmt: skip
     plain = optax.scale_by_trust_ratio()
     with jax.numpy_dtype_promotion("standard"):  # It is the promotion that is compared.
         want = plain.update(updates, plain.init(params), params)[0]
-        assert run(updates, params)["a"].dtype == want["a"].dtype
+        assert scaled(updates, params, 2).dtype == want["a"].dtype
 
 
 def test_one_small_allreduce_and_slices_only():
@@ -215,16 +215,29 @@ def test_an_empty_tree():
     jax.make_jaxpr(lambda: tx.update({}, tx.init({}), {})[0], axis_env=[("w", 2)])()
 
 
-def test_an_axis_that_is_not_bound():
-    tx = optax_ext.lamb(0.1, axis="w")
-    with pytest.raises(ValueError, match=r"axis='w' is not bound.*shard_map.*optax"):
-        tx.update(tree(1), tx.init(tree(0)), tree(0))
+RATIO = optax_ext.scale_by_trust_ratio(axis="w")
+INTEGERS = {"a": np.arange(3)}
+WRONG = [
+    (
+        lambda: optax_ext.lamb(0.1, axis="w").update(
+            tree(1), optax_ext.lamb(0.1, axis="w").init(tree(0)), tree(0)
+        ),
+        ValueError,
+        r"axis='w' is not bound.*shard_map.*optax",
+    ),
+    (lambda: RATIO.update(tree(1), RATIO.init(tree(0))), ValueError, r"params=None was given"),
+    (
+        lambda: jax.make_jaxpr(lambda u: RATIO.update(u, (), u)[0], axis_env=[("w", 2)])(INTEGERS),
+        TypeError,
+        r"updates\['a'\] must be of a real floating type",
+    ),
+]
 
 
-def test_no_params():
-    tx = optax_ext.scale_by_trust_ratio(axis="w")
-    with pytest.raises(ValueError, match=r"params=None was given"):
-        tx.update(tree(1), tx.init(tree(0)))
+@pytest.mark.parametrize(("call", "error", "message"), WRONG)
+def test_wrong_calls(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
 
 
 @pytest.mark.parametrize("varies", ["updates", "params"])
@@ -238,9 +251,3 @@ def test_what_differs_between_the_workers(varies):
 
     with pytest.raises(ValueError, match=rf"{varies}\['bias'\] differs.*optax_ext\.dense"):
         on_mesh(local)(tree(0))
-
-
-def test_integer_leaves():
-    tx = optax_ext.scale_by_trust_ratio(axis="w")
-    with pytest.raises(TypeError, match=r"updates\['a'\] must be of a real floating type"):
-        jax.make_jaxpr(lambda u: tx.update(u, (), u)[0], axis_env=[("w", 2)])({"a": jnp.arange(3)})

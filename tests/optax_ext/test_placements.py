@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import optax_ext
 import sparse_collectives as sc
 from tests.optax_ext import shards
+from tests.optax_ext.helpers import mesh, normal
 
 P = PartitionSpec
 SHAPES = {"up": (6, 8), "down": (8, 4), "bias": (4,)}
@@ -41,84 +42,71 @@ def loss_fn(params, x):
     return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"] + params["bias"][None] - 1) ** 2)
 
 
-def placed(mesh, up, down):
-    rng = np.random.default_rng(0)
-    params = {k: rng.standard_normal(s).astype(np.float32) for k, s in SHAPES.items()}
-    return shards.placed(params, mesh, {"up": up, "down": down, "bias": P()})
+def placed(on, up, down):
+    params = {key: normal(shape, len(key)) for key, shape in SHAPES.items()}
+    return shards.placed(params, on, {"up": up, "down": down, "bias": P()})
 
 
-def batches():
-    rng = np.random.default_rng(1)
-    return [rng.standard_normal((8, 6)).astype(np.float32) for _ in range(3)]
+BATCHES = [normal((8, 6), seed) for seed in range(3)]
 
 
-def trained(mesh, tx, begin, later, traces):
-    """Three steps; before the second the parameters are put where ``later`` says."""
+def trained(on, tx, begin, later=None, **options):
+    """Three steps of one program; before the second the parameters are put where ``later`` says."""
+    traces = []
 
     def counted(params, x):
         traces.append(1)
         return loss_fn(params, x)
 
-    params = placed(mesh, *begin)
-    state = optax_ext.init_state(tx, params, mesh)
-    step = optax_ext.make_train_step(counted, tx, mesh)
-    for i, batch in enumerate(batches()):
+    params = placed(on, *begin)
+    places = {name: params[name].sharding for name in ("up", "down")}
+    state = optax_ext.init_state(tx, params, on)
+    step = optax_ext.make_train_step(counted, tx, on, **options)
+    for i, batch in enumerate(BATCHES):
         if i == 1 and later is not None:
-            params = shards.placed(params, mesh, {"up": later[0], "down": later[1], "bias": P()})
-        before = {k: NamedSharding(mesh, s) for k, s in zip(("up", "down"), begin, strict=True)}
-        params, state, _ = step(params, state, batch)
-        for name, place in before.items():
+            params = shards.placed(params, on, {"up": later[0], "down": later[1], "bias": P()})
+        params, state, loss = step(params, state, batch)
+        for name, place in places.items():
             assert params[name].sharding.is_equivalent_to(place, 2)
+    assert len(traces) == 1
+    assert np.isfinite(loss)
     return jax.device_get(params)
 
 
 @pytest.mark.parametrize("kind", SAME)
 def test_specs_of_the_same_placement_are_the_same(kind):
-    mesh = shards.mesh_of(SIZES[kind], ("data", "one", "two"))
-    tx = sparse_sgd("data")
-    ends = []
-    for i, begin in enumerate(SAME[kind]):
-        traces, later = [], SAME[kind][i - 1]
-        ends.append(trained(mesh, tx, begin, later, traces))
-        assert len(traces) == 1
+    on, tx = mesh(SIZES[kind], ("data", "one", "two")), sparse_sgd("data")
+    ends = [trained(on, tx, begin, SAME[kind][i - 1]) for i, begin in enumerate(SAME[kind])]
     for end in ends[1:]:
         jax.tree.map(np.testing.assert_allclose, end, ends[0])
 
 
-@pytest.mark.parametrize("sizes", [(1, 8), (8, 1), (1, 1)])
-@pytest.mark.parametrize("specs", [(P("site"), P()), (P(("site", "fsdp")), P("site", "fsdp"))])
+@pytest.mark.parametrize(
+    ("sizes", "specs"),
+    [
+        ((1, 8), (P(None, ("site", "fsdp")), P(("site", "fsdp")))),
+        ((8, 1), (P("fsdp"), P())),
+        ((1, 1), (P("site"), P())),
+        ((1, 1), (P(("site", "fsdp")), P("site", "fsdp"))),
+    ],
+)
 def test_axes_of_one_worker_or_of_one_device(sizes, specs):
-    """The repro of a mesh (8, 1), and its likes: three steps, nothing lost."""
-    if sizes[0] > 1:
-        specs = (P("fsdp"), P())
-    if sizes == (1, 8):
-        specs = (P(None, ("site", "fsdp")), P(("site", "fsdp")))
-    mesh = shards.mesh_of(sizes, ("site", "fsdp"))
-    tx = sparse_sgd("site")
-    traces = []
-    trained(mesh, tx, specs, None, traces)
-    assert len(traces) == 1
+    trained(mesh(sizes, ("site", "fsdp")), sparse_sgd("site"), specs)
 
 
 def test_a_batch_spec_over_an_axis_of_one_device():
-    mesh = shards.mesh_of((4, 1, 1), ("data", "one", "two"))
-    tx = sparse_sgd("data")
-    params = placed(mesh, P(), P())
-    state = optax_ext.init_state(tx, params, mesh)
-    step = optax_ext.make_train_step(loss_fn, tx, mesh, batch_spec=P(("data", "one")))
-    for batch in batches():
-        params, state, loss = step(params, state, batch)
-    assert np.isfinite(loss)
+    on = mesh((4, 1, 1), ("data", "one", "two"))
+    trained(on, sparse_sgd("data"), (P(), P()), batch_spec=P(("data", "one")))
 
 
 def test_another_placement_is_still_refused():
-    mesh = shards.mesh_of((2, 1, 4), ("data", "one", "two"))
+    on = mesh((2, 1, 4), ("data", "one", "two"))
     tx = sparse_sgd("data")
-    params = placed(mesh, P(None, "two"), P())
-    state = optax_ext.init_state(tx, params, mesh)
-    step = optax_ext.make_train_step(loss_fn, tx, mesh)
+    params = placed(on, P(None, "two"), P())
+    state = optax_ext.init_state(tx, params, on)
+    step = optax_ext.make_train_step(loss_fn, tx, on)
     with pytest.raises(ValueError, match=r"params\['up'\] is sharded as .*when the state was made"):
-        step(placed(mesh, P("one"), P()), state, batches()[0])
+        step(placed(on, P("one"), P()), state, BATCHES[0])
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -126,11 +114,11 @@ def test_a_mapped_function_of_ones_own_over_explicit_axes(check_vma):
     """The state is on the mesh that was given, and trains as on one with automatic axes."""
     ends = []
     for kind in (AxisType.Auto, AxisType.Explicit):
-        mesh = shards.mesh_of((4,), ("data",), kind)
+        on = mesh(4, "data", kind)
         tx = sparse_sgd("data")
-        params = placed(mesh, P(), P())
-        state = optax_ext.init_state(tx, params, mesh)
-        assert {leaf.sharding.mesh for leaf in jax.tree.leaves(state)} == {mesh}
+        params = placed(on, P(), P())
+        state = optax_ext.init_state(tx, params, on)
+        assert {leaf.sharding.mesh for leaf in jax.tree.leaves(state)} == {on}
         specs = optax_ext.state_specs(state)
 
         def local(params, state, x, tx=tx):
@@ -141,14 +129,14 @@ def test_a_mapped_function_of_ones_own_over_explicit_axes(check_vma):
         step = jax.jit(
             jax.shard_map(
                 local,
-                mesh=mesh,
+                mesh=on,
                 in_specs=(P(), specs, P("data")),
                 out_specs=(P(), specs),
                 check_vma=check_vma,
             )
         )
-        for batch in batches():
-            batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
+        for batch in BATCHES:
+            batch = jax.device_put(batch, NamedSharding(on, P("data")))
             params, state = step(params, state, batch)
         flushed, _ = optax_ext.flush(params, state)
         ends.append(jax.device_get((params, flushed, optax_ext.metrics(state))))

@@ -1,233 +1,276 @@
-"""Another number of workers: nothing of the residuals is lost."""
-
-import math
+"""Another number of workers: nothing of residuals and velocities is lost, and the rest goes on."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sparse_collectives as sc
-from tests import jax_internals
+from tests.optax_ext.helpers import column_sums, flat, mapped, mesh, normal, same
 
 PARAMS = {"a": np.zeros((20, 9), np.float32), "b": np.zeros(7, np.float32)}
-SIZE = 187
+SIZE, AXES = 187, ("node", "device")
+CORRECTION = optax_ext.momentum_correction(0.9, masking=False)
+TOPK_A = sc.allreduce.topk_a()
 
 
-def mesh(workers):
-    return jax.make_mesh(
-        (workers,), ("w",), axis_types=(AxisType.Auto,), devices=jax.devices()[:workers]
-    )
+def selecting(selector=None, allreduce=TOPK_A, axis="w", **options):
+    selector = sc.select.topk(density=0.1) if selector is None else selector
+    return optax_ext.sparse_allreduce(selector, allreduce, axis=axis, **options)
 
 
 CASES = {
-    "topk": (sc.select.topk(density=0.1), sc.allreduce.ok_topk(density=0.1)),
-    "threshold_reuse": (sc.select.threshold_reuse(density=0.1), sc.allreduce.topk_a()),
-    "adtopk_threshold": (
+    "topk": selecting(allreduce=sc.allreduce.ok_topk(density=0.1)),
+    "threshold_reuse": selecting(sc.select.threshold_reuse(density=0.1)),
+    "adtopk_threshold": selecting(
         sc.select.adtopk_threshold(density=0.1, steps=100, warmup=1),
         sc.allreduce.gtopk(density=0.1),
     ),
+    "velocity": selecting(correction=CORRECTION),
+    # Counts and averages are those of an old worker, and no sums as the residuals are.
+    "local": selecting(local=optax.scale_by_schedule(lambda count: 0.5)),
 }
 
 
-def transformation(name, **options):
-    return optax.chain(
-        optax_ext.sparse_allreduce(*CASES[name], axis="w", **options),
-        optax.inject_hyperparams(optax.adam)(1e-3),
-    )
-
-
-def stepper(tx, workers, state):
-    specs = optax_ext.state_specs(state)
-
-    def local(state, gradient):
-        gradient = jax.tree.map(lambda g: g[0], gradient)
-        return tx.update(gradient, state, PARAMS)
-
-    return jax.jit(
-        jax.shard_map(local, mesh=mesh(workers), in_specs=(specs, P("w")), out_specs=(P(), specs))
-    )
-
-
 def gradients(workers, seed):
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda x: rng.standard_normal((workers, *x.shape)).astype(np.float32), PARAMS
-    )
+    return {key: normal((workers, *x.shape), seed) for key, x in PARAMS.items()}
 
 
-def exact_sums(state):
-    residual = np.asarray(optax_ext.get_state(state).residual, np.float64)
-    return np.array([math.fsum(column) for column in residual.T])
+def fresh(tx, workers, params=PARAMS):
+    return optax_ext.init_state(tx, params, mesh(workers, "w"))
+
+
+def after_steps(tx, workers, steps):
+    state = fresh(tx, workers)
+    step = mapped(tx, mesh(workers, "w"), state)
+    for i in range(steps):
+        _, state = step(gradients(workers, i), state)
+    return state, step
+
+
+def sums(state):
+    """Of residuals and velocities, exact and rounded once."""
+    rows = [state.residual, *([state.velocity] if np.size(state.velocity) else [])]
+    return np.stack([column_sums(x) for x in rows])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_eight_to_three_to_five_to_eight_keeps_the_sum_to_the_last_bit(name):
-    tx = transformation(name)
-    state = optax_ext.init_state(tx, PARAMS, mesh(8))
-    step = stepper(tx, 8, state)
-    for i in range(3):
-        _, state = step(state, gradients(8, i))
-    before, rest = exact_sums(state), jax.tree.map(np.asarray, state[1])
+def test_eight_to_three_to_five_to_eight_keeps_the_sums_to_the_last_bit(name):
+    tx = CASES[name]
+    state, step = after_steps(tx, 8, 3)
+    before, local, adam = sums(state), state.local, optax.adam(1e-3).init(PARAMS)
     for workers in (3, 5, 8):
-        state = optax_ext.reshard(state, optax_ext.init_state(tx, PARAMS, mesh(workers)))
-        assert optax_ext.get_state(state).residual.shape == (workers, SIZE)
-        np.testing.assert_array_equal(exact_sums(state), before)
-    jax.tree.map(np.testing.assert_array_equal, state[1], rest)
-    assert int(state[0].count) == 3
-    # The training goes on: one more step loses nothing either, without another trace.
+        # What is behind it in a chain is as it was.
+        chain = optax.chain(tx, optax.adam(1e-3))
+        state, rest = optax_ext.reshard((state, adam), fresh(chain, workers))
+        same(rest, adam)
+        assert state.residual.shape == (workers, SIZE)
+        np.testing.assert_array_equal(sums(state), before)
+    assert int(state.count) == 3
+    if name == "local":
+        assert local.count.tolist() == state.local.count.tolist() == [3] * 8
+        assert state.local.count.sharding.spec == P("w")
+        return
+    # The training goes on: one more step loses nothing either.
     gradient = gradients(8, 9)
-    sparse = optax_ext.sparse_allreduce(*CASES[name], axis="w")
-    total, after = stepper(sparse, 8, state[0])(state[0], gradient)
-    acc = before + np.concatenate([gradient[n].sum(0, np.float64).ravel() for n in "ab"])
-    total = 8 * np.concatenate([np.ravel(total[n]) for n in "ab"])
-    np.testing.assert_allclose(total + exact_sums(after), acc, atol=1e-5)
+    total, after = step(gradient, state)
+    acc = before[0] + flat(gradient, (8,)).sum(0)
+    if name == "velocity":
+        assert before[1].all()
+        acc += 0.9 * before[1]
+    np.testing.assert_allclose(8 * flat(total) + sums(after)[0], acc, atol=1e-5)
     assert int(after.count) == 4
     # Each worker selects what it was asked for: no threshold was left over.
     assert (np.asarray(after.info.selected) <= 30).all()
     assert (np.asarray(after.info.overflow) <= 19).all()
-    step(state, gradient)
-    assert jax_internals.programs(step) == 1
 
 
 @pytest.mark.slow
 def test_counts_go_on_and_thresholds_and_regions_start_anew():
-    for name in CASES:
-        tx = transformation(name)
-        state = optax_ext.init_state(tx, PARAMS, mesh(4))
-        step = stepper(tx, 4, state)
-        for i in range(2):
-            _, state = step(state, gradients(4, i))
-        new = optax_ext.reshard(state, optax_ext.init_state(tx, PARAMS, mesh(2)))[0]
-        assert new.allreduce.count.tolist() == [2]
-        if name == "topk":
-            assert new.allreduce.boundaries.tolist() == [[0, 94, 187]]
-            assert new.allreduce.crowded
-        if name == "threshold_reuse":
-            assert new.selector.count.tolist() == [2, 2]
-            assert new.selector.threshold.tolist() == [0, 0]
-        if name == "adtopk_threshold":
-            assert all((layer.count == 2).all() for layer in new.selector.states)
+    moved = {
+        name: optax_ext.reshard(after_steps(CASES[name], 4, 2)[0], fresh(CASES[name], 2))
+        for name in ("topk", "threshold_reuse", "adtopk_threshold")
+    }
+    exchange, reused = moved["topk"].allreduce, moved["threshold_reuse"].selector
+    assert exchange.count.tolist() == [2]
+    assert exchange.boundaries.tolist() == [[0, 94, 187]]
+    assert exchange.crowded
+    assert reused.count.tolist() == [2, 2]
+    assert reused.threshold.tolist() == [0, 0]
+    assert all((x.count == 2).all() for x in moved["adtopk_threshold"].selector.states)
 
 
 def test_to_one_worker_it_is_rounded_once_and_from_one_every_worker_has_a_part():
-    tx = optax_ext.ok_topk(0.1, axis="w")
-    rng = np.random.default_rng(0)
-    residual = rng.standard_normal((8, SIZE)).astype(np.float32)
-    state = optax_ext.init_state(tx, PARAMS, mesh(8))._replace(residual=residual)
-    before = exact_sums(state)
-    one = optax_ext.reshard(state, optax_ext.init_state(tx, PARAMS, mesh(1)))
-    np.testing.assert_array_equal(one.residual[0], before.astype(np.float32))
-    five = optax_ext.reshard(one, optax_ext.init_state(tx, PARAMS, mesh(5)))
-    np.testing.assert_array_equal(exact_sums(five), exact_sums(one))
+    tx = CASES["topk"]
+    state = fresh(tx, 8)._replace(residual=normal((8, SIZE)))
+    one = optax_ext.reshard(state, fresh(tx, 1))
+    np.testing.assert_array_equal(one.residual, sums(state).astype(np.float32))
+    five = optax_ext.reshard(one, fresh(tx, 5))
+    np.testing.assert_array_equal(sums(five), sums(one))
     assert (np.count_nonzero(five.residual, axis=1) >= SIZE // 5).all()
     assert five.residual.sharding.spec == P("w")
 
 
+def resharded(rows, workers, **options):
+    """Residuals of other workers, as rows."""
+    tx, like = selecting(**options), jnp.zeros(rows.shape[1])
+    old, new = (optax_ext.init_state(tx, like, {"w": n}) for n in (len(rows), workers))
+    return optax_ext.reshard(old._replace(residual=rows), new).residual
+
+
 def test_sums_of_unlike_magnitudes_keep_what_fits():
-    tx = optax_ext.ok_topk(0.1, axis="w")
-    old, new = (optax_ext.init_state(tx, jnp.zeros(2), {"w": workers}) for workers in (4, 3))
-    residual = np.float32([[1e8, 1], [1e-3, 2], [3, -3], [-1e8, 1e-9]])
-    new = optax_ext.reshard(old._replace(residual=residual), new)
-    expected = exact_sums(old._replace(residual=residual))
-    np.testing.assert_array_equal(exact_sums(new), expected)
+    rows = np.float32([[1e8, 1], [1e-3, 2], [3, -3], [-1e8, 1e-9]])
+    np.testing.assert_array_equal(column_sums(resharded(rows, 3)), column_sums(rows))
+
+
+def test_residuals_in_bfloat16_stay_in_it():
+    bfloat16 = optax_ext.residual(jnp.bfloat16)
+    rows = jnp.asarray(np.random.default_rng(0).integers(-9, 9, (2, 16)), jnp.bfloat16)
+    more = resharded(rows, 5, residual=bfloat16)
+    fewer = resharded(more, 3, residual=bfloat16)
+    for moved in (more, fewer):
+        assert moved.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(column_sums(moved), column_sums(rows))
+
+
+def test_a_velocity_that_only_one_state_has_starts_or_ends():
+    plain, corrected = fresh(selecting(), 3), fresh(CASES["velocity"], 2)
+    assert not np.asarray(optax_ext.reshard(plain, corrected).velocity).any()
+    moved = corrected._replace(velocity=jnp.ones((2, SIZE)), residual=jnp.ones((2, SIZE)))
+    moved = optax_ext.reshard(moved, plain)
+    assert moved.velocity == ()
+    np.testing.assert_array_equal(sums(moved), np.full((1, SIZE), 2.0))
+
+
+@pytest.mark.parametrize("workers", [1, 3, 5])
+def test_a_residual_that_is_not_finite_stays_at_its_index_and_on_one_worker(workers):
+    """Fewer workers: NaN and infinities are added up as in any sum. More: they do not move."""
+    rows = np.arange(24, dtype=np.float32).reshape(4, 6)
+    rows[1, 0], rows[2, 1], rows[0, 2] = np.nan, np.inf, -np.inf
+    rows[:2, 3] = np.inf, -np.inf
+    new = np.asarray(resharded(rows, workers))
+    bad = (~np.isfinite(new)).sum(axis=0)
+    assert bad.tolist() == [1, 1, 1, 1 if workers < 4 else 2, 0, 0]
+    with np.errstate(invalid="ignore"):
+        total = new.sum(axis=0)
+    np.testing.assert_array_equal(total[:4], [np.nan, np.inf, -np.inf, np.nan])
+    np.testing.assert_array_equal(total[4:], rows[:, 4:].sum(axis=0))
+
+
+def test_a_sum_that_is_too_large_for_one_worker_goes_to_several():
+    largest = np.finfo(np.float32).max
+    rows = np.zeros((8, 3), np.float32)
+    rows[:3, 0], rows[:3, 1], rows[:, 2] = largest, -largest, largest
+    three = np.asarray(resharded(rows, 3))
+    expected = [3 * float(largest), -3 * float(largest)]
+    np.testing.assert_array_equal(column_sums(three[:, :2]), expected)
+    # What no float32 holds is infinite, and not a part of it.
+    assert np.isinf(three[:, 2].sum(dtype=np.float64))
+    np.testing.assert_array_equal(resharded(rows, 1), [[np.inf, -np.inf, np.inf]])
+
+
+def stateless():
+    def reduce(coo, state, *, axis):
+        total, undelivered, _, info = TOPK_A.reduce(coo, TOPK_A.init(coo.size, 1), axis=axis)
+        return total, undelivered, state, info
+
+    return sc.SparseAllreduce(lambda size, axis_size: (), reduce, spec=sc.Spec.of("stateless"))
+
+
+def of_nodes(nodes, devices, outer=TOPK_A, params=PARAMS, axes=AXES, **options):
+    """The state on a mesh of nodes."""
+    exchange = sc.allreduce.hierarchical(inner_axis="device", outer=outer)
+    tx = selecting(allreduce=exchange, axis=axes, **options)
+    shape = (nodes, devices) if axes == AXES else (devices, nodes)
+    return optax_ext.init_state(tx, params, mesh(shape, axes))
+
+
+def node_sums(rows, devices):
+    """The exact sum over the nodes, the shards of a node side by side."""
+    rows = np.asarray(rows, np.float64)
+    return column_sums(rows.reshape(-1, devices * rows.shape[1])[:, :SIZE])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", [("node", "device"), ("device", "node")])
-def test_shards_of_a_hierarchy(axes):
+@pytest.mark.parametrize("axes", [AXES, AXES[::-1]])
+def test_between_flat_workers_and_nodes(axes):
     outer = sc.allreduce.ok_topk(density=0.1)
-    hierarchy = sc.allreduce.hierarchical(inner_axis="device", outer=outer)
-    tx = optax_ext.sparse_allreduce(sc.select.topk(density=0.1), hierarchy, axis=axes)
-
-    def fresh(nodes, devices):
-        shape = (nodes, devices) if axes[0] == "node" else (devices, nodes)
-        here = np.asarray(jax.devices()[: nodes * devices]).reshape(shape)
-        return optax_ext.init_state(tx, PARAMS, Mesh(here, axes))
-
-    flat = optax_ext.ok_topk(0.1, axis="w")
-    rng = np.random.default_rng(0)
-    state = optax_ext.init_state(flat, PARAMS, mesh(8))._replace(
-        residual=rng.standard_normal((8, SIZE)).astype(np.float32)
-    )
-    before = exact_sums(state)
+    state = fresh(CASES["topk"], 8)._replace(residual=normal((8, SIZE)))
+    before = sums(state)
     for shape in ((4, 2), (3, 2), (2, 4)):
-        state = optax_ext.reshard(state, fresh(*shape))
+        state = optax_ext.reshard(state, of_nodes(*shape, outer, axes=axes))
         gradient, _ = optax_ext.consolidate(PARAMS, state)
-        got = np.concatenate([np.ravel(gradient[n]) for n in "ab"]) * state.residual.shape[0]
-        np.testing.assert_allclose(got, before, rtol=1e-5, atol=1e-5)
-    back = optax_ext.reshard(state, optax_ext.init_state(flat, PARAMS, mesh(4)))
-    np.testing.assert_array_equal(exact_sums(back), before)
+        got = flat(gradient) * state.residual.shape[0]
+        np.testing.assert_allclose(got, before[0], rtol=1e-5, atol=1e-5)
+    back = optax_ext.reshard(state, fresh(CASES["topk"], 4))
+    np.testing.assert_array_equal(sums(back), before)
+
+
+@pytest.mark.parametrize("outer", [TOPK_A, stateless()], ids=["topk_a", "stateless"])
+def test_nodes_keep_the_sums_of_residual_and_velocity(outer):
+    state = of_nodes(4, 2, outer, correction=CORRECTION)
+    rows = normal((2, *state.residual.shape))
+    rows[:, 1::2, -1] = 0  # The padding of the last shard: 187 entries in two shards of 94.
+    state = state._replace(residual=jnp.asarray(rows[0]), velocity=jnp.asarray(rows[1]))
+    expected = [node_sums(part, 2) for part in rows]
+    for nodes, devices in ((3, 2), (1, 5), (2, 4), (4, 2)):
+        like = of_nodes(nodes, devices, outer, correction=CORRECTION)
+        state = optax_ext.reshard(state, like)
+        assert state.residual.sharding == like.residual.sharding
+        if nodes == 1:  # One node is one summand: rounded once.
+            expected = [np.float64(np.float32(part)) for part in expected]
+        np.testing.assert_array_equal(node_sums(state.residual, devices), expected[0])
+        np.testing.assert_array_equal(node_sums(state.velocity, devices), expected[1])
+    metadata = optax_ext.checkpoint_metadata(state)
+    assert metadata["sparse"][""]["workers_in_a_node"] == 2
+    optax_ext.check_metadata(metadata, state)
+    with pytest.raises(ValueError, match="workers_in_a_node: 2 in the checkpoint, 4 here"):
+        optax_ext.check_metadata(metadata, of_nodes(2, 4, outer, correction=CORRECTION))
+
+
+def test_shards_of_padding_only_are_seen_by_their_place():
+    """Three entries in shards of one, for nodes of four: those of eight would look the same."""
+    params = jnp.zeros(3)
+    state = of_nodes(2, 4, stateless(), params)
+    assert state.residual.shape == (8, 1)
+    rows = np.arange(1.0, 9, dtype=np.float32).reshape(2, 4)
+    rows[:, 3:] = 0
+    placed = jax.device_put(rows.reshape(8, 1), state.residual.sharding)
+    gradient, _ = optax_ext.consolidate(params, state._replace(residual=placed))
+    np.testing.assert_array_equal(gradient, rows[:, :3].sum(0) / 8)
+    assert optax_ext.checkpoint_metadata(state)["sparse"][""]["workers_in_a_node"] == 4
+
+
+def test_shards_that_do_not_say_how_many_they_are():
+    state = of_nodes(3, 1, stateless(), jnp.zeros(5))
+    # A replicated array on a mesh with that axis says nothing either.
+    everywhere = NamedSharding(state.residual.sharding.mesh, P())
+    for place in (SingleDeviceSharding(jax.devices()[0]), everywhere):
+        # Twelve rows of two are four nodes of three or three of four.
+        lost = state._replace(residual=jax.device_put(jnp.zeros((12, 2)), place))
+        with pytest.raises(ValueError, match=r"12 rows of 2 for 5 entries.*\[3, 4\] workers"):
+            optax_ext.reshard(lost, state)
+        with pytest.raises(ValueError, match=r"\[3, 4\] workers.*axis 'device'"):
+            optax_ext.checkpoint_metadata(lost)
 
 
 def test_what_does_not_fit_is_named():
-    def fresh(tx, params=PARAMS):
-        return optax_ext.init_state(tx, params, mesh(2))
-
-    state = fresh(transformation("topk"))
-    with pytest.raises(ValueError, match="different optimizers"):
-        optax_ext.reshard(state, fresh(optax_ext.ok_topk(0.1, axis="w")))
-    scaled = fresh(transformation("topk", local=optax.scale(0.1)))
-    with pytest.raises(ValueError, match=r"residuals without a local transformation.*Give local="):
-        optax_ext.reshard(state, scaled)
-    with pytest.raises(ValueError, match=r"residuals behind a local transformation.*Give local="):
-        optax_ext.reshard(scaled, state)
-    one = optax_ext.ok_topk(0.1, axis="w")
-    with pytest.raises(ValueError, match=r"updates\['b'\] has shape"):
-        optax_ext.reshard(fresh(one), fresh(one, {**PARAMS, "b": jnp.zeros(6)}))
-
-
-def test_consolidate_with_parts_and_with_a_mapped_axis():
-    tx = optax.multi_transform(
-        {
-            "sparse": optax_ext.ok_topk(0.1, axis="w"),
-            "other": optax_ext.topk_a(0.5, axis="w"),
-            "none": optax.identity(),
-        },
-        {"a": "sparse", "b": "other", "c": "none"},
-    )
-    params = {**PARAMS, "c": jnp.ones(3)}
-    state = jax.tree.map(
-        lambda node: node._replace(residual=jnp.ones_like(node.residual)),
-        optax_ext.init_state(tx, params, {"w": 2}),
-        is_leaf=lambda node: isinstance(node, optax_ext.SparseAllreduceState),
-    )
-    gradient, state = optax_ext.consolidate(params, state)
-    for name, value in (("a", 1), ("b", 1), ("c", 0)):
-        np.testing.assert_array_equal(gradient[name], np.full(params[name].shape, value))
-    again, _ = optax_ext.consolidate(params, state)
-    assert not any(np.any(leaf) for leaf in jax.tree.leaves(again))
-    one = optax_ext.ok_topk(0.1, axis="w")
-    inside = sc.simulate(lambda g: optax_ext.consolidate(g, one.init(g))[0], axis="w", axis_size=2)
-    with pytest.raises(ValueError, match="Call it outside"):
-        inside(jnp.ones((2, 4)))
-
-
-def test_a_number_of_workers_in_place_of_the_new_state():
-    state = optax_ext.init_state(transformation("topk"), PARAMS, mesh(2))
-    for wrong in (4, np.int64(4), mesh(4)):
-        with pytest.raises(
-            TypeError, match=r"fresh_state must be.*init_state\(tx, params, new_mesh"
-        ):
+    tx = CASES["topk"]
+    state, scaled = fresh(tx, 2), fresh(selecting(local=optax.scale(0.1)), 2)
+    for old, new, message in (
+        (state, fresh(optax.chain(tx, optax.adam(0.1)), 2), "different optimizers"),
+        (state, scaled, r"residuals without a local transformation.*Give local="),
+        (scaled, state, r"residuals behind a local transformation.*Give local="),
+        (state, fresh(tx, 2, {**PARAMS, "b": jnp.zeros(6)}), r"updates\['b'\] has shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            optax_ext.reshard(old, new)
+    for wrong in (4, np.int64(4), mesh(4, "w")):
+        message = r"fresh_state must be.*init_state\(tx, params, new_mesh"
+        with pytest.raises(TypeError, match=message):
             optax_ext.reshard(state, wrong)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_consolidate_where_the_sum_is_too_large_and_the_mean_is_not(dtype):
-    params = jnp.zeros(3, dtype)
-    state = optax_ext.init_state(optax_ext.ok_topk(0.5, axis="w"), params, {"w": 4})
-    rows = np.zeros((4, 3), np.float32)
-    rows[:, 0], rows[:2, 1], rows[0, 2] = 2e38, 3e38, -1.0
-    gradient, left = optax_ext.consolidate(params, state._replace(residual=rows))
-    assert gradient.dtype == dtype
-    np.testing.assert_allclose(
-        np.asarray(gradient, np.float64),
-        rows.astype(np.float64).mean(0),
-        rtol=float(jnp.finfo(dtype).eps),
-    )
-    assert not np.asarray(left.residual).any()

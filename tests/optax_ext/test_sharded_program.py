@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import optax_ext
 import sparse_collectives as sc
 from sparse_collectives import traffic
 from tests.optax_ext import collectives, shards
+from tests.optax_ext.helpers import normal, slow
 
 SPARSE = {
     "ok_topk": lambda: optax_ext.ok_topk(0.01, axis="data"),
@@ -29,9 +30,7 @@ LAYOUTS = {
     "fsdp": {"up": PartitionSpec("model"), "down": PartitionSpec("model")},
 }
 
-OK_TOPK_SLOW = [
-    pytest.param(name, marks=pytest.mark.slow if name == "ok_topk" else ()) for name in SPARSE
-]
+OK_TOPK_SLOW = [slow(name) if name == "ok_topk" else name for name in SPARSE]
 
 
 def loss_fn(params, x):
@@ -41,16 +40,12 @@ def loss_fn(params, x):
 
 def compiled(tx, layout, mesh):
     """``(state, text, params)``, the text of the program of a training step."""
-    rng = np.random.default_rng(0)
     params = {
-        "up": rng.standard_normal((SIZE, 4 * SIZE)).astype(np.float32),
+        "up": normal((SIZE, 4 * SIZE)),
         "bias": np.zeros(4 * SIZE, np.float32),
-        "down": rng.standard_normal((4 * SIZE, SIZE)).astype(np.float32),
+        "down": normal((4 * SIZE, SIZE)),
     }
-    params = {
-        name: jax.device_put(leaf, NamedSharding(mesh, LAYOUTS[layout].get(name, PartitionSpec())))
-        for name, leaf in params.items()
-    }
+    params = shards.placed(params, mesh, {"bias": PartitionSpec(), **LAYOUTS[layout]})
     spec = PartitionSpec(("data", "model")) if layout == "fsdp" else None
     tx = optax.chain(tx, optax.adam(0.1))
     state = optax_ext.init_state(tx, params, mesh)
@@ -97,7 +92,7 @@ def test_what_is_sent_beyond_the_dense_step(name, layout):
     assert sum(more) - sum(large) <= 64
 
 
-@pytest.mark.parametrize("layout", ["fsdp", pytest.param("tensor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["fsdp", slow("tensor")])
 def test_what_waits_is_put_together_by_parts(layout):
     mesh = shards.mesh_of((2, 4))
     state, _, params = compiled(SPARSE["ok_topk"](), layout, mesh)

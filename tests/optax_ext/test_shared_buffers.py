@@ -5,28 +5,28 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import optax_ext
 from optax_ext._loop import _shared
+from tests.optax_ext.helpers import mesh, normal, same
 
 WORKERS = 4
-START = np.random.default_rng(0).standard_normal((6, 4)).astype(np.float32)
-
-
-def mesh():
-    return jax.make_mesh(
-        (WORKERS,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:WORKERS]
-    )
+START = normal((6, 4))
 
 
 def everywhere(x):
     return jax.device_put(x, NamedSharding(mesh(), PartitionSpec()))
 
 
-def one_array():
-    w = jnp.asarray(START)
-    return w, w
+def put(*places):
+    """One array in two places, where ``everywhere`` or nowhere in particular."""
+
+    def tied():
+        w = jnp.asarray(START)
+        return tuple(place(w) for place in places)
+
+    return tied
 
 
 def one_on_the_mesh():
@@ -34,21 +34,17 @@ def one_on_the_mesh():
     return w, w
 
 
-def put_twice():
-    w = jnp.asarray(START)
-    return everywhere(w), everywhere(w)
+def as_it_is(x):
+    return x
 
 
-def one_and_its_copy_on_the_mesh():
-    w = jnp.asarray(START)
-    return w, everywhere(w)
-
-
-def one_of_the_host():
-    return START, START
-
-
-TIED = (one_array, one_on_the_mesh, put_twice, one_and_its_copy_on_the_mesh, one_of_the_host)
+TIED = {
+    "one array": put(as_it_is, as_it_is),
+    "one on the mesh": one_on_the_mesh,
+    "put twice": put(everywhere, everywhere),
+    "one and its copy on the mesh": put(as_it_is, everywhere),
+    "one of the host": lambda: (START, START),
+}
 TX = optax.chain(optax_ext.topk_a(0.5, axis="data"), optax.sgd(0.1, momentum=0.9))
 
 
@@ -63,9 +59,8 @@ def trained(tied, steps=3, later=None):
     params = {"a": a, "b": b, "none": jnp.zeros((0, 3))}
     state = optax_ext.init_state(TX, params, mesh())
     step = optax_ext.make_train_step(loss_fn, TX, mesh())
-    rng = np.random.default_rng(1)
     for i in range(steps):
-        batch = rng.standard_normal((8, 6)).astype(np.float32)
+        batch = normal((8, 6), 1 + i)
         if i == 1 and later is not None:
             params, state = later(params, state)
         params, state, _ = step(params, state, batch)
@@ -78,7 +73,7 @@ def apart():
 
 @pytest.mark.parametrize("tied", TIED)
 def test_it_trains_as_two_arrays_of_the_same_values(tied):
-    jax.tree.map(np.testing.assert_array_equal, trained(tied), trained(apart))
+    same(trained(TIED[tied]), trained(apart))
 
 
 def test_leaves_that_are_tied_between_two_steps():
@@ -89,7 +84,7 @@ def test_leaves_that_are_tied_between_two_steps():
         return {**params, "b": jnp.copy(params["a"])}, state
 
     ends = [trained(apart, later=later) for later in (tie, tie_with_a_copy)]
-    jax.tree.map(np.testing.assert_array_equal, *ends)
+    same(*ends)
 
 
 def test_a_buffer_that_parameters_and_state_share():
@@ -102,7 +97,7 @@ def test_a_buffer_that_parameters_and_state_share():
         return share(params, state)[0], share(jax.tree.map(jnp.copy, params), state)[1]
 
     ends = [trained(apart, later=later) for later in (share, share_a_copy)]
-    jax.tree.map(np.testing.assert_array_equal, *ends)
+    same(*ends)
 
 
 def test_parameters_in_the_batch():
@@ -123,7 +118,7 @@ def test_parameters_in_the_batch():
         if copy is not np.array:
             with pytest.raises(ValueError, match=r"batch\['w'\] has been deleted: an earlier step"):
                 step(params, state, {**batch, "w": stacked})
-    jax.tree.map(np.testing.assert_array_equal, *ends)
+    same(*ends)
 
 
 def test_nothing_is_copied_that_occurs_once_and_a_steady_step_asks_for_no_buffer(monkeypatch):

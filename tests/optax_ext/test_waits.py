@@ -20,6 +20,7 @@ import pytest
 
 import optax_ext
 import sparse_collectives as sc
+from tests.optax_ext.helpers import slow
 from tests.reference import windows
 from tests.sparse_collectives import nodes
 from tests.sparse_collectives.test_allreduce_contract import (
@@ -152,30 +153,30 @@ LIMITED = {
 SELECTORS = BY_RANK | AT_RANDOM | LIMITED
 
 
-@functools.cache
-def moves_of(name):
+def moves(tx, workers, steps):
     """``run(gradient[P, n]) -> bool[steps, n]``: what moves at each step."""
-    tx = optax_ext.sparse_allreduce(SELECTORS[name], sc.allreduce.topk_a(), axis="w")
 
     def run(gradient):
         def step(state, _):
             updates, state = tx.update(gradient, state)
             return state, updates != 0
 
-        return jax.lax.scan(step, tx.init(gradient), None, length=STEPS)[1]
+        return jax.lax.scan(step, tx.init(gradient), None, length=steps)[1]
 
-    return sc.simulate(run, axis="w", axis_size=2)
+    return sc.simulate(run, axis="w", axis_size=workers)
+
+
+@functools.cache
+def moves_of(name):
+    tx = optax_ext.sparse_allreduce(SELECTORS[name], sc.allreduce.topk_a(), axis="w")
+    return moves(tx, 2, STEPS)
 
 
 @pytest.mark.parametrize(
     ("name", "times"),
     [
         *(("dgc", times) for times in (1.0, 1e4, 1e6)),
-        *(
-            pytest.param(name, 1e6, marks=pytest.mark.slow)
-            for name in BY_RANK | AT_RANDOM
-            if name != "dgc"
-        ),
+        *(slow(name, 1e6) for name in BY_RANK | AT_RANDOM if name != "dgc"),
     ],
 )
 def test_no_entry_waits_long_for_a_selector(name, times):
@@ -202,15 +203,8 @@ def test_beside_one_a_million_times_as_large_the_bound_of_qsgd_is_long_but_holds
     )
     most = 4 * 8 + times / REACH["qsgd"]
 
-    def run(gradient):
-        def step(state, _):
-            updates, state = tx.update(gradient, state)
-            return state, updates != 0
-
-        return jax.lax.scan(step, tx.init(gradient), None, length=3 * int(most))[1]
-
     gradient = np.random.default_rng(0).uniform(1, 2, (workers, size)).astype(np.float32)
     gradient[:, 5] *= times
-    moved = np.asarray(sc.simulate(run, axis="w", axis_size=workers)(gradient))[0]
+    moved = np.asarray(moves(tx, workers, 3 * int(most))(gradient))[0]
     # It is no loose bound.
     assert most / 4 < longest_waits(moved).max() <= most

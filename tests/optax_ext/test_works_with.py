@@ -1,7 +1,6 @@
 """Every row of combinations.py, in every mapped function that it names."""
 
 import functools
-import re
 from typing import Any, NamedTuple
 
 import jax
@@ -9,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen, nnx
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import optax_ext
 import sparse_collectives as sc
 from tests.optax_ext import combinations
-from tools import combination_matrix
+from tests.optax_ext.helpers import flat, mesh, train
+from tests.optax_ext.shards import same_on_devices
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
 
@@ -35,11 +34,6 @@ def rows(chosen, quick=()):
         [pytest.param(row, marks=marks_of(row, quick)) for row in chosen],
         ids=lambda row: row.name,
     )
-
-
-@functools.cache
-def mesh():
-    return jax.make_mesh((WORKERS,), ("data",), axis_types=(AxisType.Auto,))
 
 
 def batches():
@@ -90,13 +84,11 @@ def sums_and_residual(state):
     (before, sparse, after), *others = found
     assert not others
     residual = np.asarray(optax_ext.get_state(sparse).residual).sum(0)
-    flat = [
-        np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)]) for tree in (before, after)
-    ]
-    return flat[0], flat[1], residual
+    return flat(before), flat(after), residual
 
 
-def train(row, tx):
+def end_of(row, tx):
+    """Parameters and state behind all steps, which are one program."""
     params, loss_fn = combinations.model(row.model)
     has_aux, traces = row.model == "batch_norm", []
 
@@ -104,8 +96,9 @@ def train(row, tx):
         traces.append(1)
         return loss_fn(params, batch)
 
-    state = optax_ext.init_state(tx, params, mesh())
-    step = optax_ext.make_train_step(counted, tx, mesh(), has_aux=has_aux, donate=False)
+    on = mesh(WORKERS)
+    state = optax_ext.init_state(tx, params, on)
+    step = optax_ext.make_train_step(counted, tx, on, has_aux=has_aux, donate=False)
     for batch in batches():
         params, state, _, *aux = step(params, state, batch)
         if has_aux:
@@ -116,35 +109,40 @@ def train(row, tx):
 
 @functools.cache
 def trained(row):
-    return train(row, observed(row))
+    return end_of(row, observed(row))
+
+
+def with_all_entries(row, density):
+    """The row with the selection of everything, or with the dense mean where ``density`` is None.
+
+    The allreduce is the one that compiles fastest.
+    """
+    reduce = optax_ext.dense(axis="data")
+    if density is not None:
+        reduce = optax_ext.topk_a(density=density, axis="data")
+    return combinations.transformation(row, reduce, density)
+
+
+def equal(row, ends):
+    leaves = [[np.asarray(x, np.float32) for x in jax.tree.leaves(end)] for end in ends]
+    for sparse, dense in zip(*leaves, strict=True):
+        np.testing.assert_allclose(sparse, dense, rtol=row.rounding, atol=row.rounding)
 
 
 @rows(combinations.ROWS)
 def test_at_density_one_it_is_the_dense_one(row):
-    """With the selection of everything; the allreduce is the one that compiles fastest."""
-    ends = []
-    for density in (1.0, None):
-        reduce = optax_ext.dense(axis="data")
-        if density is not None:
-            reduce = optax_ext.topk_a(density=density, axis="data")
-        ends.append(train(row, combinations.transformation(row, reduce, density))[0])
-    start = combinations.model(row.model)[0]
-    moved = 0.0
-    for sparse, dense, before in zip(*map(jax.tree.leaves, (*ends, start)), strict=True):
-        sparse, dense, before = (np.asarray(x, np.float32) for x in (sparse, dense, before))
-        np.testing.assert_allclose(sparse, dense, rtol=row.rounding, atol=row.rounding)
-        moved = max(moved, np.abs(dense - before).max())
+    ends = [end_of(row, with_all_entries(row, density))[0] for density in (1.0, None)]
+    equal(row, ends)
     # Or equality would say nothing.
+    moved = np.abs(flat(ends[1]) - flat(combinations.model(row.model)[0])).max()
     assert moved > 3 * min(row.rounding, 1e-3)
 
 
 @rows(combinations.ROWS, quick=["`optax_ext.delayed` around the chain"])
 def test_at_density_a_tenth_nothing_is_lost_and_no_worker_drifts(row):
     params, state = trained(row)
-    for leaf in jax.tree.leaves(params):
-        shards = [np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards]
-        assert len(shards) == WORKERS
-        assert len(set(shards)) == 1
+    assert all(len(leaf.addressable_shards) == WORKERS for leaf in jax.tree.leaves(params))
+    same_on_devices(params)
     before, after, residual = sums_and_residual(state)
     # The learning rate of a whole SGD is in the residual, and its update is subtracted.
     if "reduce" not in row.code:
@@ -217,34 +215,22 @@ def placed(params, sharded_mesh):
     quick=[row.name for row in combinations.ROWS if row.also and row.name != "`optax_ext.lamb`"],
 )
 def test_with_sharded_parameters_at_density_one_it_is_the_dense_one(row):
-    auto = (AxisType.Auto,) * 2
-    apart = jax.make_mesh((4, 2), ("data", "model"), axis_types=auto)
-    together = jax.make_mesh((4,), ("data",), axis_types=auto[:1], devices=jax.devices()[:4])
+    apart, together = mesh((4, 2), ("data", "model")), mesh(4)
     ends = []
     for where, density in ((apart, 1.0), (together, None)):
-        reduce = optax_ext.dense(axis="data")
-        if density is not None:
-            reduce = optax_ext.topk_a(density=density, axis="data")
-        tx = combinations.transformation(row, reduce, density)
-        params, loss_fn = combinations.model(row.model)
+        tx, (params, loss_fn) = with_all_entries(row, density), combinations.model(row.model)
         params = placed(params, apart) if where is apart else params
         begun = params
-        state = optax_ext.init_state(tx, params, where)
-        step = optax_ext.make_train_step(loss_fn, tx, where, donate=False)
-        for batch in batches():
-            params, state, _ = step(params, state, batch)
+        params, _, _ = train(tx, loss_fn, params, batches(), where)[-1]
         if where is apart:
             leaves = zip(*map(jax.tree.leaves, (params, begun)), strict=True)
             assert all(a.sharding.is_equivalent_to(b.sharding, a.ndim) for a, b in leaves)
         ends.append(params)
-    for sharded, dense in zip(*map(jax.tree.leaves, ends), strict=True):
-        sharded, dense = (np.asarray(x, np.float32) for x in (sharded, dense))
-        np.testing.assert_allclose(sharded, dense, rtol=row.rounding, atol=row.rounding)
+    equal(row, ends)
 
 
 @pytest.mark.slow
 def test_ok_topk_sgd_with_an_injected_rate_is_what_the_row_writes_out():
-    params, loss_fn = combinations.model("mlp")
     # Other numbers that it has by default would be hyperparameters too.
     static = ("density", "dense_steps")
     injected = optax.inject_hyperparams(optax_ext.ok_topk_sgd, static_args=static)
@@ -253,14 +239,10 @@ def test_ok_topk_sgd_with_an_injected_rate_is_what_the_row_writes_out():
             optax_ext.ok_topk(0.1, axis="data", local=optax.scale(rate)), optax.scale(-1.0)
         )
     )
-    ends = []
-    for tx in (injected(learning_rate=0.1, density=0.1, axis="data"), written(rate=0.1)):
-        state = optax_ext.init_state(tx, params, mesh())
-        step = optax_ext.make_train_step(loss_fn, tx, mesh(), donate=False)
-        end = params
-        for batch in batches():
-            end, state, _ = step(end, state, batch)
-        ends.append(end)
+    ends = [
+        trained_by(tx, [None] * STEPS)
+        for tx in (injected(learning_rate=0.1, density=0.1, axis="data"), written(rate=0.1))
+    ]
     jax.tree.map(np.testing.assert_array_equal, *ends)
 
 
@@ -275,8 +257,9 @@ WHOLE = {
 def trained_by(tx, hyperparams):
     """The parameters after each step; the injected hyperparameters are set before it."""
     params, loss_fn = combinations.model("mlp")
-    state = optax_ext.init_state(tx, params, mesh())
-    step = optax_ext.make_train_step(loss_fn, tx, mesh(), donate=False)
+    on = mesh(WORKERS)
+    state = optax_ext.init_state(tx, params, on)
+    step = optax_ext.make_train_step(loss_fn, tx, on, donate=False)
     ends = [params]
     for batch, given in zip(batches(), hyperparams, strict=True):
         if given:
@@ -317,52 +300,4 @@ def test_injected_numbers_that_have_to_be_static_say_so():
     for given, kind in (({"density": 0.1}, TypeError), ({"dense_steps": 3}, ValueError)):
         tx = make(learning_rate=0.1, axis="data", **given)
         with pytest.raises(kind, match=f"{next(iter(given))} must be .*static_args="):
-            optax_ext.init_state(tx, params, mesh())
-
-
-@pytest.mark.parametrize(
-    "name", ["sparse_sgd", pytest.param("ok_topk before adam", marks=pytest.mark.slow)]
-)
-def test_the_programs_of_the_page_run(name):
-    """Dropout; a TrainState on a mesh and one of pmap, which train alike; an nnx.Optimizer."""
-    tx = {
-        "sparse_sgd": optax_ext.sparse_sgd(0.1, axis="data", exchange=sc.allreduce.topk_a()),
-        "ok_topk before adam": optax.chain(optax_ext.topk_a(0.1, axis="data"), optax.adam(0.01)),
-    }[name]
-    # The others are run by test_works_with_recipes.
-    dropout, on_mesh, in_pmap, of_nnx = re.findall(
-        r"```python\n(.*?)```", combination_matrix.PAGE.read_text(), re.DOTALL
-    )[:4]
-    start, loss_fn = combinations.model("linen")
-    given = {"jax": jax, "jnp": jnp, "optax_ext": optax_ext, "tx": tx, "mesh": mesh()}
-    given |= {"loss_fn": loss_fn, "model": linen.Dense(1), "batches": list(batches())}
-
-    def fresh():
-        params = jax.tree.map(jnp.copy, start)
-        return given | {"params": params, "opt_state": optax_ext.init_state(tx, params, mesh())}
-
-    masked, trained = fresh(), fresh()
-    exec(dropout, masked)
-    assert np.isfinite(masked["loss"])
-    exec(on_mesh, trained)
-    state = trained["state"]
-    assert int(state.step) == STEPS
-    trained |= {"params": jax.tree.map(jnp.copy, start)}
-    exec(in_pmap, trained)
-    assert trained["state"].step.tolist() == [STEPS] * WORKERS
-    for a, b in zip(*map(jax.tree.leaves, (state.params, trained["state"].params)), strict=True):
-        np.testing.assert_allclose(a, b[0], rtol=1e-4, atol=1e-6)
-        np.testing.assert_array_equal(b, np.stack([b[0]] * WORKERS))
-    exec(of_nnx, masked)
-    before, after = (sum(map(jnp.sum, jax.tree.leaves(nnx.state(x)))) for x in nnx_models(masked))
-    assert before != after
-
-
-def nnx_models(names):
-    """The first of a program, and that behind a step."""
-    return nnx.Linear(4, 6, rngs=nnx.Rngs(0)), names["network"]
-
-
-def test_the_documentation_is_up_to_date():
-    """`python tools/combination_matrix.py` writes it anew."""
-    assert combination_matrix.PAGE.read_text() == combination_matrix.page()
+            optax_ext.init_state(tx, params, mesh(WORKERS))

@@ -1,0 +1,184 @@
+"""What the tests of the optimizers share: meshes, steps of P workers, and what is kept of them."""
+
+import functools
+import math
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import optax_ext
+import sparse_collectives as sc
+from tests import jax_internals
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def slow(*values, id=None):
+    """These together as one slow case."""
+    return pytest.param(*values, marks=pytest.mark.slow, id=id)
+
+
+def slow_but(quick, values):
+    """These as cases, all but the quick ones slow."""
+    return [value if value in quick else slow(value) for value in values]
+
+
+def mesh(sizes=4, names="data", kind=AxisType.Auto):
+    """Of the first devices; the sizes and names of several axes are tuples."""
+    sizes = (sizes,) if isinstance(sizes, int) else tuple(sizes)
+    names = (names,) if isinstance(names, str) else tuple(names)
+    devices = np.asarray(jax.devices()[: math.prod(sizes)]).reshape(sizes)
+    return Mesh(devices, names, axis_types=(kind,) * len(sizes))
+
+
+def normal(shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def flat(tree, lead=()):
+    """The leaves side by side, ``f64[*lead, n]``."""
+    leaves = [np.asarray(leaf, np.float64).reshape(*lead, -1) for leaf in jax.tree.leaves(tree)]
+    return np.concatenate(leaves, axis=-1)
+
+
+def same(tree, expected):
+    """All leaves are equal, of the same types and in the same structure."""
+    assert jax.tree.structure(tree) == jax.tree.structure(expected)
+    for got, wanted in zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True):
+        assert got.dtype == wanted.dtype
+        np.testing.assert_array_equal(got, wanted)
+
+
+def bits(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+class Steps(NamedTuple):
+    """Of several steps, ``[steps, *workers, ...]``: the updates, and the states behind them."""
+
+    updates: Any
+    states: Any
+    start: Any  # Of the same program: another one may round in other places.
+
+    @property
+    def state(self):
+        return optax_ext.get_state(self.states)
+
+    @property
+    def residuals(self):
+        return self.state.residual[..., 0, :]
+
+    @property
+    def last(self):
+        """The state behind the last step, ``[*workers, ...]``."""
+        return jax.tree.map(lambda x: x[-1], self.state)
+
+
+@functools.lru_cache(maxsize=64)
+def _program(tx, axis, shape):
+    """All steps of all workers in one program."""
+
+    def train(gradients):
+        def step(state, gradient):
+            updates, state = tx.update(gradient, state)
+            return state, (updates, state)
+
+        start = tx.init(jax.tree.map(lambda x: x[0], gradients))
+        return start, jax.lax.scan(step, start, gradients)[1]
+
+    size = shape if isinstance(axis, tuple) else shape[0]
+    return sc.simulate(train, axis=axis, axis_size=size, in_axes=1, out_axes=(0, 1))
+
+
+def run(tx, given, axis="w") -> Steps:
+    """Steps of P simulated workers with the gradients ``[steps, *workers, ...]``."""
+    lead = len(axis) if isinstance(axis, tuple) else 1
+    shape = jax.tree.leaves(given)[0].shape[1 : 1 + lead]
+    start, (updates, states) = jax.tree.map(np.asarray, _program(tx, axis, shape)(given))
+    return Steps(updates, states, start)
+
+
+def mapped(tx, on, state, *, check_vma=True, specs=None, out_specs=None, **options):
+    """A jitted ``(gradients[P, ...], state) -> (updates, state)`` on a mesh of workers."""
+    specs = optax_ext.state_specs(state) if specs is None else specs
+    names = on.axis_names
+    rows = P(names if len(names) > 1 else names[0])
+    step = jax.shard_map(
+        lambda gradients, state: tx.update(jax.tree.map(lambda x: x[0], gradients), state),
+        mesh=on,
+        in_specs=(rows, specs),
+        out_specs=(P(), specs if out_specs is None else out_specs),
+        check_vma=check_vma,
+    )
+    return jax.jit(step, **options)
+
+
+def train(tx, loss_fn, params, batches, on, *, state=None, **options):
+    """``(params, state, loss)`` before the first step, whose loss is None, and after each."""
+    state = optax_ext.init_state(tx, params, on) if state is None else state
+    step = optax_ext.make_train_step(loss_fn, tx, on, **{"donate": False, **options})
+    found = [(params, state, None)]
+    for batch in batches:
+        found.append(step(*found[-1][:2], batch))
+    return found
+
+
+def column_sums(rows):
+    """The exact sums over the rows, rounded once."""
+    return np.array([math.fsum(column) for column in np.asarray(rows, np.float64).T])
+
+
+def fails_in_the_step(step, match):
+    """A call in which a host callback raises an error."""
+    try:
+        with pytest.raises(Exception, match=match):  # noqa: B017, PT012
+            jax.block_until_ready(step())
+            jax.effects_barrier()
+    finally:
+        # JAX would report the failed callback again when the process ends.
+        jax_internals.forget_failed_callbacks()
+
+
+def programs_of(page):
+    """The Python programs of a page of the manual."""
+    return re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.DOTALL)
+
+
+# A small problem, for what holds of any.
+PARAMS = {"w": np.linspace(-1, 1, 24, dtype=np.float32).reshape(6, 4), "b": np.zeros(4, "f4")}
+
+
+def loss_fn(params, batch):
+    x = batch[0] if isinstance(batch, tuple) else batch
+    return jnp.mean((x @ params["w"] + params["b"][None] - 1) ** 2)
+
+
+def batch_of(rows=16, seed=0):
+    return normal((rows, 6), seed)
+
+
+LOOPS = ("pmap", "check_vma=False", "simulate")
+
+
+def in_loop(loop, step, workers=4, axis="w"):
+    """``step(params, batch)`` of all workers where no types tell what differs between them."""
+    if loop == "pmap":
+        devices = jax.devices()[:workers]
+        return jax.pmap(step, axis_name=axis, devices=devices, in_axes=(None, 0))
+    if loop == "simulate":
+        return sc.simulate(step, axis=axis, axis_size=workers, in_axes=(None, 0))
+    mapped = jax.shard_map(
+        lambda params, batch: step(params, batch[0]),
+        mesh=mesh(workers, axis),
+        in_specs=(P(), P(axis)),
+        out_specs=P(),
+        check_vma=False,
+    )
+    return jax.jit(mapped)

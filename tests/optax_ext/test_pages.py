@@ -1,0 +1,177 @@
+"""The programs of the manual's pages run as they stand there, one after the other."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from jax.sharding import PartitionSpec
+
+import optax_ext
+import sparse_collectives as sc
+from sparse_collectives import traffic
+from tests.optax_ext import combinations
+from tests.optax_ext.helpers import mesh, normal, programs_of, slow
+
+pytestmark = pytest.mark.usefixtures("default_promotion")
+
+WORKERS, STEPS = 8, 4
+# Dropout, a TrainState on a mesh and one of pmap, an nnx.Optimizer; then programs of their own.
+DROPOUT, ON_MESH, IN_PMAP, OF_NNX, *RECIPES = programs_of("works_with")
+
+
+def mean_square(params, batch):
+    x = batch[0] if isinstance(batch, tuple) else batch
+    return jnp.mean((x @ params["w"]) ** 2)
+
+
+@pytest.mark.parametrize("name", ["sparse_sgd", slow("ok_topk before adam")])
+def test_loops_of_other_libraries_train_alike(name):
+    tx = {
+        "sparse_sgd": optax_ext.sparse_sgd(0.1, axis="data", exchange=sc.allreduce.topk_a()),
+        "ok_topk before adam": optax.chain(optax_ext.topk_a(0.1, axis="data"), optax.adam(0.01)),
+    }[name]
+    batches = [tuple(normal((4 * WORKERS, m), 2 * i + m) for m in (6, 2)) for i in range(STEPS)]
+    start, loss_fn = combinations.model("linen")
+    given = {"jax": jax, "jnp": jnp, "optax_ext": optax_ext, "tx": tx, "mesh": mesh(WORKERS)}
+    given |= {"loss_fn": loss_fn, "model": linen.Dense(1), "batches": batches}
+
+    def fresh():
+        params = jax.tree.map(jnp.copy, start)
+        state = optax_ext.init_state(tx, params, mesh(WORKERS))
+        return given | {"params": params, "opt_state": state}
+
+    masked, trained = fresh(), fresh()
+    exec(DROPOUT, masked)
+    assert np.isfinite(masked["loss"])
+    exec(ON_MESH, trained)
+    state = trained["state"]
+    assert int(state.step) == STEPS
+    trained |= {"params": jax.tree.map(jnp.copy, start)}
+    exec(IN_PMAP, trained)
+    assert trained["state"].step.tolist() == [STEPS] * WORKERS
+    for a, b in zip(*map(jax.tree.leaves, (state.params, trained["state"].params)), strict=True):
+        np.testing.assert_allclose(a, b[0], rtol=1e-4, atol=1e-6)
+        np.testing.assert_array_equal(b, np.stack([b[0]] * WORKERS))
+    exec(OF_NNX, masked)
+    models = nnx.Linear(4, 6, rngs=nnx.Rngs(0)), masked["network"]
+    before, after = (sum(map(jnp.sum, jax.tree.leaves(nnx.state(model)))) for model in models)
+    assert before != after
+
+
+@pytest.fixture(scope="module")
+def names():
+    """What the other programs leave behind, after 30 batches of a linear problem."""
+    target = normal((6, 2), 30)
+    inputs = [normal((64, 6), seed) for seed in range(30)]
+    found = {"mesh": mesh(WORKERS), "batches": [(x, x @ target) for x in inputs]}
+    assert len(RECIPES) == 2
+    for program in RECIPES:
+        exec(program, found)
+        found.setdefault("nnx_tx", found["tx"])
+    return found
+
+
+def test_nnx_trains_and_keeps_the_statistics(names):
+    nnx, batches = names["nnx"], names["batches"]
+    trained, fresh = names["model"], names["Model"](nnx.Rngs(0))
+    fresh.eval()
+    x, y = (np.concatenate(parts) for parts in zip(*batches, strict=True))
+    before, after = (float(jnp.mean((model(x) - y) ** 2)) for model in (fresh, trained))
+    assert after < 0.8 * before
+    # The mean over the workers of what each saw of its examples is what one would see of all.
+    hidden = trained.hidden(x)
+    np.testing.assert_allclose(trained.norm.mean[...], hidden.mean(0), atol=0.3)
+    assert float(jnp.abs(trained.norm.mean[...]).max()) > 0
+    # Evaluation has neither dropout nor statistics of the batch: rows do not depend on one another.
+    np.testing.assert_allclose(trained(x)[:3], trained(x[:3]), rtol=1e-4, atol=1e-5)
+
+
+def test_nnx_drops_out_otherwise_on_each_worker(names):
+    """In a first step nothing waits, so its loss is the mean of the losses with eight masks."""
+    nnx, tx = names["nnx"], names["nnx_tx"]
+    _, params, stats = nnx.split(names["Model"](nnx.Rngs(1)), nnx.Param, nnx.BatchStat)
+    x, y = (part[:8] for part in names["batches"][0])
+    key = jax.random.key(3)
+    loss = jax.jit(lambda *args: names["loss_fn"](*args)[0])
+    keys = [jax.random.fold_in(key, worker) for worker in range(WORKERS)]
+    alone = [float(loss(params, stats, (x, y), mine)) for mine in keys]
+    assert len(set(alone)) == WORKERS
+    batch = tuple(np.tile(part, (WORKERS, 1)) for part in (x, y))
+    opt_state = optax_ext.init_state(tx, params, names["mesh"])
+    *_, together = names["step"](params, stats, opt_state, batch, key)
+    assert float(together) == pytest.approx(np.mean(alone), rel=1e-5)
+
+
+def test_float16_takes_half_the_words(names):
+    params, batch = {"w": jnp.ones((64, 32))}, jnp.ones((8, 64))
+
+    def step(tx):
+        state = optax_ext.init_state(tx, params, mesh(WORKERS))
+        train = optax_ext.make_train_step(mean_square, tx, mesh(WORKERS), donate=False)
+        words = traffic.of_traced(train.trace(params, state, batch)).words
+        return words, train(params, state, batch)[0]["w"]
+
+    half, ours = step(names["tx"])
+    whole, theirs = step(optax.chain(optax_ext.dense(axis="data"), optax.adamw(1e-3)))
+    assert 0.49 < half / whole < 0.51
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_sharded_parameters():
+    names = {}
+    for program in programs_of("sharded"):
+        exec(program, names)
+    assert int(names["opt_state"][0].count) == 3
+    assert names["params"]["up"].sharding.spec == PartitionSpec(None, "fsdp")
+
+
+@pytest.mark.slow
+def test_checkpoints(tmp_path):
+    names = {
+        "folder": tmp_path,
+        "mesh": mesh(WORKERS),
+        "params": {"w": np.ones((10, 7), np.float32)},
+        "loss_fn": mean_square,
+        "batches": [normal((16, 10), seed) for seed in range(3)],
+    }
+    for program in programs_of("checkpoints"):
+        exec(program, names)
+    assert int(optax_ext.get_state(names["opt_state"]).count) == 6
+    assert optax_ext.get_state(names["opt_state"]).residual.shape[0] == 3
+    assert not np.asarray(optax_ext.get_state(names["consolidated"]).residual).any()
+
+
+def test_low_rank():
+    (program,) = programs_of("low_rank")
+    names = {"jax": jax, "optax": optax, "optax_ext": optax_ext, "loss_fn": mean_square}
+    names |= {"params": {"w": jnp.ones((16, 12))}, "batches": [normal((32, 16))] * 3}
+    exec(program, names)
+    assert int(optax_ext.get_state(names["opt_state"]).count) == 3
+
+
+@pytest.mark.slow
+def test_troubleshooting():
+    # The last one leaves arguments out.
+    *programs, strict, _ = programs_of("troubleshooting")
+    params = {"w": jnp.ones((20,))}
+    start = optax.chain(optax_ext.topk_a(0.1, axis="data"), optax.sgd(0.1))
+    names = {
+        "jax": jax,
+        "optax": optax,
+        "optax_ext": optax_ext,
+        "params": params,
+        "opt_state": optax_ext.init_state(start, params, mesh(WORKERS)),
+        "batches": [np.eye(8, 20, dtype=np.float32)] * 2,
+    }
+    for program in programs:
+        exec(program, names)
+    assert names["state"].skipped == 0
+    tx = names["tx"]
+    names["opt_state"] = optax_ext.init_state(tx, params, mesh(WORKERS))
+    names["step"] = optax_ext.make_train_step(mean_square, tx, mesh(WORKERS), donate=False)
+    exec(strict, names)
+    jax.effects_barrier()
+    assert int(optax_ext.get_state(names["opt_state"]).count) == 2

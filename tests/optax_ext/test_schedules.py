@@ -1,0 +1,298 @@
+"""Steps that are dense, and densities that change: in the same program, by a schedule.
+
+That nothing is lost meanwhile is held by test_contract.py.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import optax_ext
+import sparse_collectives as sc
+from sparse_collectives import select, traffic
+from sparse_collectives.select import exponential_density, staged_density, strict_density
+from tests.optax_ext.helpers import fails_in_the_step, mapped, mesh, normal, run, slow_but
+
+WORKERS, SIZE, STEPS = 3, 40, 6
+GIVEN = normal((STEPS, WORKERS, SIZE))
+
+
+def topk_a(density, schedule, **options):
+    selector = select.scheduled(select.topk(density=density), schedule)
+    return optax_ext.topk_a(density, axis="w", selector=selector, **options)
+
+
+# Dense steps.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("alias", [optax_ext.topk_a, optax_ext.ok_topk])
+def test_dense_steps_are_the_mean_and_keep_nothing(alias):
+    found = run(alias(0.1, axis="w", dense_steps=3), GIVEN)
+    np.testing.assert_allclose(found.updates[:3, 0], GIVEN[:3].mean(1), rtol=1e-5, atol=1e-6)
+    info = found.state.info
+    assert (found.residuals[:3] == 0).all()
+    assert (info.delivered[:3] == SIZE).all()
+    np.testing.assert_allclose(info.words[:3], 2 * SIZE * (WORKERS - 1) / WORKERS)
+    assert (info.selected[3:] == 4).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("alias", "nonfinite"), [(optax_ext.topk_a, "skip"), (optax_ext.ok_topk, "drop")]
+)
+def test_behind_dense_steps_at_last_nothing_waits(alias, nonfinite):
+    """As in MSTopK's run for DAWNBench; a step that is skipped delivers nothing that waits."""
+    last, given = STEPS // 2, GIVEN.copy()
+    if nonfinite == "skip":
+        given[last, 1, 3] = np.nan
+    tx = alias(0.1, axis="w", dense_steps=lambda step: step >= last, nonfinite=nonfinite)
+    found = run(tx, given)
+    first = last + (nonfinite == "skip")
+    assert (np.abs(found.residuals[:first]).sum(axis=(1, 2)) > 0).all()
+    assert (found.residuals[first:] == 0).all()
+    assert (found.state.info.delivered[first:] == SIZE).all()
+
+
+@pytest.mark.slow
+def test_on_a_mesh_all_of_it_at_once():
+    densities = select.exponential_density(0.2, 0.05, 4)
+    tx = optax_ext.dgc(
+        0.2,
+        axis="w",
+        max_norm=4.0,
+        dense_steps=2,
+        selector=select.scheduled(select.dgc(density=0.2), densities),
+        nonfinite="drop",
+    )
+    on, given = mesh(8, "w"), normal((STEPS, 8, SIZE))
+    state = optax_ext.init_state(tx, jnp.zeros(SIZE), on)
+    step, expected = mapped(tx, on, state), run(tx, given)
+    for i, gradient in enumerate(given):
+        updates, state = step(gradient, state)
+        np.testing.assert_allclose(updates, expected.updates[i, 0], rtol=1e-5, atol=1e-6)
+    residual = optax_ext.get_state(state).residual
+    np.testing.assert_allclose(residual, expected.residuals[-1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_dense_steps_of_a_hierarchy():
+    tx = optax_ext.hitopk(0.1, axis=("n", "d"), inner_axis="d", dense_steps=2)
+    found = run(tx, GIVEN[:2, :2, None].repeat(2, 2), ("n", "d"))
+    expected = GIVEN[:2, :2].mean(1)[:, None, None]
+    np.testing.assert_allclose(
+        found.updates, expected.repeat(2, 1).repeat(2, 2), rtol=1e-5, atol=1e-6
+    )
+    assert (found.residuals == 0).all()
+    assert (found.state.info.delivered == SIZE).all()
+
+
+@pytest.mark.parametrize("alias", slow_but([optax_ext.gtopk], [optax_ext.topk_a, optax_ext.gtopk]))
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_one_worker_with_dense_steps(alias, check_vma):
+    tx, on, gradient = alias(density=0.1, axis="w", dense_steps=2), mesh(1, "w"), GIVEN[0, :1]
+    state = optax_ext.init_state(tx, jnp.zeros(SIZE), on)
+    step = mapped(tx, on, state, check_vma=check_vma)
+    for i in range(3):
+        updates, state = step(gradient, state)
+        assert np.count_nonzero(updates) == (SIZE if i < 2 else 4)
+    np.testing.assert_array_equal(np.asarray(state.residual[0] + updates), gradient[0])
+
+
+@pytest.mark.slow
+def test_the_traffic_of_a_step_with_dense_steps():
+    """Both branches are in the program: by default the meter takes the dense one, as the worst."""
+    workers, dense_steps, steps = 8, 10, 1000
+
+    def words(name="step", given=(), **options):
+        # Without the word that agrees on skipping, n is 40 and k is 4.
+        tx = optax_ext.topk_a(0.1, axis="w", nonfinite="propagate", **dict(given))
+        state = jax.eval_shape(lambda p: optax_ext.init_state(tx, p, {"w": workers}), GIVEN[0, 0])
+        specs = optax_ext.state_specs(state)
+
+        def step(gradient, state):
+            with jax.named_scope(name):
+                return tx.update(gradient[0], state)
+
+        return traffic.of_function(
+            step,
+            jax.ShapeDtypeStruct((workers, SIZE), "float32"),
+            state,
+            axis="w",
+            axis_size=workers,
+            in_specs=(P("w"), specs),
+            out_specs=(P(), specs),
+            **options,
+        ).words
+
+    both = {"dense_steps": dense_steps}
+    sparse, dense = words(), 2 * SIZE * (workers - 1) / workers
+    assert sparse == 2 * 4 * (workers - 1)
+    assert words(given=both) == dense
+    assert words(given=both, conditional="best") == sparse
+    # By the name of a scope around the update: the share of sparse and of dense steps.
+    share = dense_steps / steps
+    mean = words("warmup", both, frequencies={"warmup": (1 - share, share)})
+    np.testing.assert_allclose(mean, (1 - share) * sparse + share * dense)
+
+
+# Densities.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tx", "counts"),
+    [
+        (topk_a(0.5, staged_density(2, (0.5, 0.2, 0.05))), [20, 20, 8, 8, 2, 2]),
+        (
+            optax_ext.ok_topk(
+                0.2,
+                axis="w",
+                selector=select.scheduled(
+                    select.topk(density=0.2), exponential_density(0.2, 0.05, 4)
+                ),
+            ),
+            [8, 6, 4, 3, 2, 2],
+        ),
+    ],
+    ids=["topk_a", "ok_topk"],
+)
+def test_as_many_as_the_schedule_says(tx, counts):
+    found = run(tx, GIVEN)
+    assert found.state.info.selected[..., 0].tolist() == [[count] * WORKERS for count in counts]
+    assert (found.last.selector.clipped == 0).all()
+    assert (found.last.selector.count == STEPS).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bad_step", [None, 3])
+def test_steps_that_select_nothing_do_not_count(bad_step):
+    """Dense ones to begin with, and skipped ones: the schedule begins, or goes on, behind them."""
+    given, counts = GIVEN.copy(), [0, 0, 20, 8, 2, 2]
+    if bad_step is not None:
+        given[bad_step, 1, 7] = np.nan
+        counts = [0, 0, 20, 20, 8, 2]
+    found = run(topk_a(0.5, staged_density(1, (0.5, 0.2, 0.05)), dense_steps=2), given)
+    steps = [step for step in range(2, STEPS) if step != bad_step]
+    selected = found.state.info.selected[steps, 0, 0].tolist()
+    assert selected == [counts[step] for step in steps]
+    assert found.last.selector.count.tolist() == [[len(steps)]] * WORKERS
+
+
+@pytest.mark.slow
+def test_the_largest_are_sent_and_ties_go_by_index():
+    one = np.array([[[1.0, 3, 2, -2, 2, 0, 0.5, -2]]], np.float32)
+    updates = run(topk_a(1.0, 0.5), one).updates
+    np.testing.assert_array_equal(updates[0, 0], [0, 3, 2, -2, 2, 0, 0, 0])
+
+
+@pytest.mark.slow
+def test_a_schedule_out_of_range_is_clipped_and_counted():
+    tx = topk_a(0.1, lambda count: jnp.array([0.9, 0.1, 0.05, jnp.nan, -1.0, 0.1])[count])
+    found = run(tx, GIVEN)
+    assert found.state.info.selected[:, 0, 0].tolist() == [4, 4, 2, 1, 1, 4]
+    assert found.last.selector.clipped.tolist() == [[3]] * WORKERS
+    # Counted alike by all workers, and so once.
+    assert float(optax_ext.metrics(found.last)["clipped"]) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bad", [0.5, -1.0, np.nan])
+def test_a_strict_schedule_out_of_range_raises_in_the_step_that_has_it(bad):
+    values, on = jnp.array([0.1, 0.05, bad, 0.1]), mesh(4, "w")
+    tx = topk_a(0.1, strict_density(lambda count: values[count], 0.1))
+    state = optax_ext.init_state(tx, jnp.zeros(20), on)
+    step, gradient = mapped(tx, on, state), normal((4, 20))
+    for _ in range(2):
+        _, state = step(gradient, state)
+    jax.effects_barrier()
+    assert np.asarray(state.info.selected).tolist() == [1] * 4
+    fails_in_the_step(lambda: step(gradient, state), r"step 2: schedule is .* out of \(0, 0\.1\]")
+
+
+@pytest.mark.slow
+def test_a_strict_schedule_in_range_changes_nothing():
+    def falling(count):
+        return 0.1 / (1.0 + jnp.asarray(count, jnp.float32))
+
+    plain, strict = (run(topk_a(0.1, s), GIVEN) for s in (falling, strict_density(falling, 0.1)))
+    jax.effects_barrier()
+    np.testing.assert_array_equal(plain.updates, strict.updates)
+    assert not strict.last.selector.clipped.any()
+
+
+RISING, STAGED = exponential_density(0.01, 0.2, 10), staged_density(5, (0.25, 0.1))
+WRONG = {
+    "a constant": (lambda: run(topk_a(0.1, lambda t: 0.5), GIVEN), r"schedule is 0.5.*4 slots"),
+    "a number": (lambda: topk_a(0.1, 1.5), r"density must be in \(0, 1\]"),
+    "no stages": (lambda: staged_density(5, ()), "densities is empty"),
+    "stages": (
+        lambda: strict_density(STAGED, 0.1),
+        r"reaches 0.25, above maximum=0.1\. Give the selector",
+    ),
+    "rising": (lambda: strict_density(RISING, 0.1), "reaches 0.2, above maximum=0.1"),
+    "no function": (lambda: strict_density(0.1, 0.1), r"schedule must be a function.*got 0\.1"),
+    "a maximum": (lambda: strict_density(RISING, 2), r"density must be in \(0, 1\], got 2"),
+    "a strict constant": (
+        lambda: strict_density(lambda count: 0.5, 0.1)(jnp.int32(0)),
+        r"schedule reaches 0\.5, above maximum=0\.1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_known_to_be_out_of_range_is_an_error_at_once(name):
+    with pytest.raises((TypeError, ValueError), match=WRONG[name][1]):
+        WRONG[name][0]()
+
+
+def test_helpers():
+    dgc = staged_density(5)
+    assert np.allclose([dgc(t) for t in (0, 5, 10, 15, 99)], [0.25, 0.0625, 0.015625, 0.004, 0.001])
+    falling = exponential_density(0.4, 0.1, 2)
+    assert np.allclose([falling(t) for t in range(4)], [0.4, 0.2, 0.1, 0.1])
+    for schedule in (STAGED, RISING):
+        # Checked already: nothing is left to do in a step.
+        assert strict_density(schedule, 0.25) is schedule
+
+
+def test_a_checkpoint_says_which_schedule_it_was():
+    def metadata(schedule):
+        state = optax_ext.init_state(topk_a(0.5, schedule), jnp.zeros(40), {"w": 2})
+        return optax_ext.checkpoint_metadata(state)["sparse"][""]["selector"]
+
+    staged = metadata(staged_density(2, (0.5, 0.1)))
+    assert "staged_density(densities=(0.5, 0.1), steps_per_stage=2)" in staged
+    assert "topk(density=0.5)" in staged
+    assert metadata(staged_density(3, (0.5, 0.1))) != staged
+    assert metadata(0.25) != metadata(0.5)
+    # The code of a function is not the same text in every program.
+    assert metadata(lambda count: 0.1) == metadata(lambda count: 0.2)
+
+
+# By layer.
+
+
+@pytest.mark.slow
+def test_selectors_by_layer_get_the_layout_of_the_parameters():
+    """Gradients of one layer are far larger than the others': the whole leaves small ones out."""
+    given = {
+        name: normal((1, 2, *s)) for name, s in {"b": (9,), "e": (12, 6), "k": (20, 9)}.items()
+    }
+    given["e"] *= 1000
+
+    def updates(selector):
+        tx = optax_ext.sparse_allreduce(selector, sc.allreduce.dense(), axis="w")
+        return {name: leaf[0, 0] for name, leaf in run(tx, given).updates.items()}
+
+    def updated(selector):
+        return {name for name, leaf in updates(selector).items() if leaf.any()}
+
+    topk = select.topk(density=0.1)
+    assert updated(topk) == {"e"}
+    assert updated(select.layerwise(topk)) == set(given)
+    # Every row of the parameters has an update.
+    for leaf in updates(select.adtopk(density=0.1)).values():
+        assert (leaf.reshape(-1, leaf.shape[-1] if leaf.ndim > 1 else 1) != 0).any(axis=0).all()
