@@ -32,8 +32,8 @@ CACHE := JAX_COMPILATION_CACHE_DIR=.cache/jax JAX_PERSISTENT_CACHE_MIN_COMPILE_T
 NEWEST_TESTS := $(addprefix tests/,\
     test_package.py mpi/test_dispatch.py sparse_collectives/test_traffic.py \
     sparse_collectives/test_padded_coo.py \
-    $(addprefix optax_ext/,test_modes.py test_train_step.py test_sharded.py test_checkpoint.py test_errors.py \
-        test_nonfinite.py test_buckets.py test_late_agreement.py test_sharded_program.py test_as_optax.py))
+    $(addprefix optax_ext/,test_modes.py test_train_step.py test_sharded.py test_checkpoint.py test_errors.py test_calls.py \
+        test_nonfinite.py test_buckets.py test_sharded_program.py test_as_optax.py))
 TRAININGS := tests/test_examples.py tests/test_convergence.py tests/system
 PYTEST := $(CACHE) $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile
 

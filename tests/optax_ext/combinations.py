@@ -65,8 +65,17 @@ ROWS = (
     Row("`adafactor`", _OPTIMIZER, "optax.chain(reduce, optax.adafactor(1e-2))"),
     Row("`lamb`", _OPTIMIZER, "optax.chain(reduce, optax.lamb(1e-2))"),
     Row("`lars`", _OPTIMIZER, "optax.chain(reduce, optax.lars(0.1))"),
-    _behind(_OPTIMIZER, "`optax_ext.lamb`", 'optax_ext.lamb(1e-2, axis="data")', also=ALL),
-    Row("`optax_ext.lars`", _OPTIMIZER, 'optax.chain(reduce, optax_ext.lars(0.1, axis="data"))'),
+    _behind(
+        _OPTIMIZER,
+        "`optax_ext.contrib.lamb`",
+        'optax_ext.contrib.lamb(1e-2, axis="data")',
+        also=ALL,
+    ),
+    Row(
+        "`optax_ext.contrib.lars`",
+        _OPTIMIZER,
+        'optax.chain(reduce, optax_ext.contrib.lars(0.1, axis="data"))',
+    ),
     _behind(_OPTIMIZER, "`contrib.muon`", "optax.contrib.muon(1e-2)", rounding=MUON),
     Row(
         "`contrib.schedule_free_sgd`",

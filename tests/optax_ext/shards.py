@@ -111,14 +111,16 @@ def by_parts(tx, gradients, layout, *, axis="data", scanned=True):
     """
     steps, workers = next(iter(gradients.values())).shape[:2]
     names = sorted(gradients)  # The order of the leaves of a dictionary.
-    part = _sharding.part_layout(layout)
+    part = _sharding.device_layout(layout)
 
     def parts_of(name):
         leaf = names.index(name)
         cut = functools.partial(_sharding.parts_of_leaf, layout=layout, leaf=leaf, pad=np.pad)
         flat = [[cut(g) for g in of_step] for of_step in gradients[name]]
         # steps, P, m and the shape of a part
-        return np.asarray(flat).reshape((steps, workers, layout.sharding.parts, *part.shapes[leaf]))
+        return np.asarray(flat).reshape(
+            (steps, workers, layout.sharding.devices, *part.shapes[leaf])
+        )
 
     cut = {name: parts_of(name) for name in names}
 
@@ -147,7 +149,7 @@ def by_parts(tx, gradients, layout, *, axis="data", scanned=True):
         return state, jax.tree.map(lambda *x: jnp.stack(x, axis=1), *made)
 
     rows, residuals = [], []
-    for j in range(layout.sharding.parts):
+    for j in range(layout.sharding.devices):
         mine = {name: jnp.asarray(x[:, :, j].swapaxes(0, 1)) for name, x in cut.items()}
         state, updates = trained(mine)
         residuals.append(np.asarray(optax_ext.get_state(state).residual)[:, 0])

@@ -44,17 +44,19 @@ def ok_topk_sgd(rate=None, **options):
 
 def dgc(**options):
     correction = optax_ext.momentum_correction(0.9)
-    return with_topk_a(select.dgc(density=DENSITY))(**{"correction": correction, **options})
+    return with_topk_a(select.published.dgc(density=DENSITY))(
+        **{"correction": correction, **options}
+    )
 
 
 def hitopk(**options):
     exchange = allreduce.hierarchical(inner_axis="device", outer=allreduce.topk_a())
-    return optax_ext.sparse_allreduce(select.mstopk(density=DENSITY), exchange, **options)
+    return optax_ext.sparse_allreduce(select.published.mstopk(density=DENSITY), exchange, **options)
 
 
 def quantized_topk(**options):
     codec = wire.without_feedback(wire.qsgd(bits=4, bucket=1024))
-    exchange = allreduce.dsar_split_allgather(codec=codec)
+    exchange = allreduce.published.dsar_split_allgather(codec=codec)
     selector = select.bucketed(density=DENSITY, bucket=512)
     return optax_ext.sparse_allreduce(selector, exchange, **options)
 
@@ -67,20 +69,24 @@ def other_selection(selector):
 # system that is topk_a with another selection is named "topk_a, selector".
 ALIASES = {
     "dgc": ({}, dgc),
-    "gtopk": ({}, with_topk(allreduce.gtopk(density=DENSITY))),
+    "gtopk": ({}, with_topk(allreduce.published.gtopk(density=DENSITY))),
     "hitopk": ({"inner_axis": "device"}, hitopk),
     "ok_topk": ({}, with_topk(allreduce.ok_topk(density=DENSITY))),
     "ok_topk_sgd": ({"learning_rate": RATE}, ok_topk_sgd),
     "quantized_topk": ({}, quantized_topk),
     "topk_a": ({}, with_topk(allreduce.topk_a())),
-    "topk_dsa": ({}, with_topk(allreduce.dsar_split_allgather())),
-    "topk_a, adtopk": other_selection(select.adtopk(density=DENSITY)),
-    "topk_a, adtopk_interleaved": other_selection(select.adtopk_interleaved(density=DENSITY)),
-    "topk_a, adtopk_threshold": other_selection(select.adtopk_threshold(density=DENSITY, steps=9)),
-    "topk_a, gaussian_k": other_selection(select.gaussian_k(density=DENSITY)),
-    "topk_a, mstopk": other_selection(select.mstopk(density=DENSITY)),
-    "topk_a, redsync": other_selection(select.redsync(density=DENSITY)),
-    "topk_a, sidco": other_selection(select.sidco(density=DENSITY)),
+    "topk_dsa": ({}, with_topk(allreduce.published.dsar_split_allgather())),
+    "topk_a, adtopk": other_selection(select.published.adtopk(density=DENSITY)),
+    "topk_a, adtopk_interleaved": other_selection(
+        select.published.adtopk_interleaved(density=DENSITY)
+    ),
+    "topk_a, adtopk_threshold": other_selection(
+        select.published.adtopk_threshold(density=DENSITY, steps=9)
+    ),
+    "topk_a, gaussian_k": other_selection(select.published.gaussian_k(density=DENSITY)),
+    "topk_a, mstopk": other_selection(select.published.mstopk(density=DENSITY)),
+    "topk_a, redsync": other_selection(select.published.redsync(density=DENSITY)),
+    "topk_a, sidco": other_selection(select.published.sidco(density=DENSITY)),
 }
 
 
@@ -270,7 +276,7 @@ def test_arguments_of_their_own():
     narrow = wire.narrow16()
     for name in ("topk_a", "gtopk", "topk_dsa"):
         assert "codec=narrow16" in settings(alias(name, codec=narrow)).allreduce
-        given = alias(name, selector=select.mstopk(density=0.05))
+        given = alias(name, selector=select.published.mstopk(density=0.05))
         assert settings(given).selector == "mstopk(density=0.05, samplings=30)"
     by_layer = settings(alias("topk_a", selector=select.layerwise(select.topk(density=0.1))))
     assert by_layer.selector == "layerwise(selector=topk(density=0.1))"

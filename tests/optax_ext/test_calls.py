@@ -13,7 +13,7 @@ import optax_ext
 import sparse_collectives as sc
 from tests.optax_ext.helpers import PARAMS, batch_of, loss_fn, mesh, train
 
-TX = optax_ext.sparse_sgd(0.1, axis="data", density=0.25, exchange=sc.allreduce.topk_a())
+TX = optax_ext.sparse_sgd(0.1, axis="data", density=0.25, allreduce=sc.allreduce.topk_a())
 CHAIN = optax.chain(optax_ext.topk_a(0.1, axis="data"), optax.sgd(0.1))
 
 

@@ -65,8 +65,8 @@ def restore(folder, tx, workers=8, params=PARAMS):
     "tx",
     [
         transformation(selector=sc.select.threshold_reuse(density=0.1)),
-        slow(transformation(selector=sc.select.adtopk(density=0.1))),
-        slow(transformation(alias=optax_ext.dgc, masking=False, nesterov=True)),
+        slow(transformation(selector=sc.select.published.adtopk(density=0.1))),
+        slow(transformation(alias=optax_ext.published.dgc, masking=False, nesterov=True)),
     ],
     ids=["threshold_reuse", "adtopk", "momentum correction"],
 )
@@ -100,7 +100,7 @@ SGD = optax.chain(optax_ext.ok_topk(0.1, axis="data"), optax.sgd(0.1))
     ("tx", "other", "message"),
     [
         (SAVED, transformation(0.2), r"selector: topk\(density=0.1\) in the checkpoint, topk\(de"),
-        (SAVED, transformation(alias=optax_ext.gtopk), r"allreduce: ok_topk\(.*gtopk\("),
+        (SAVED, transformation(alias=optax_ext.published.gtopk), r"allreduce: ok_topk\(.*gtopk\("),
         (SAVED, transformation(local=optax.scale(0.1)), "local: none in the checkpoint, Empty"),
         (SAVED, SGD, r"arrays\."),
         (SAVED, CORRECTED, r"correction: none in the checkpoint, momentum_corr"),
@@ -178,7 +178,12 @@ def saved_metadata(folder):
     [
         (SAVED, 4, PARAMS, r"shape.*not compatible with the stored shape"),
         (SAVED, 8, {"w": np.ones((10, 6), "f4")}, r"not compatible with the stored shape"),
-        (transformation(alias=optax_ext.gtopk), 8, PARAMS, r"(?s)do not match.*boundaries"),
+        (
+            transformation(alias=optax_ext.published.gtopk),
+            8,
+            PARAMS,
+            r"(?s)do not match.*boundaries",
+        ),
         (transformation(alias=optax_ext.topk_a), 8, PARAMS, r"(?s)do not match.*threshold"),
     ],
     ids=["workers", "parameters", "gtopk", "topk_a"],

@@ -31,7 +31,7 @@ def expected(x):
 
 
 def of(x):
-    return optax_ext.checksums([x])["[0]"]
+    return optax_ext.contrib.checksums([x])["[0]"]
 
 
 def some(dtype, shape=(3, 5)):
@@ -65,37 +65,39 @@ def test_the_order_and_the_sign_of_zero_count():
 
 
 def test_keys_and_empty_arrays_have_checksums():
-    sums = optax_ext.checksums({"key": jax.random.key(3), "none": jnp.zeros((0, 2))})
+    sums = optax_ext.contrib.checksums({"key": jax.random.key(3), "none": jnp.zeros((0, 2))})
     assert sums == {"['key']": expected(jax.random.key_data(jax.random.key(3))), "['none']": 0}
     assert json.loads(json.dumps(sums)) == sums
 
 
 def test_the_error_names_the_arrays_that_differ():
     tree = {"a": some("float32"), "b": some("int32")}
-    saved = optax_ext.checksums(tree)
-    optax_ext.check_checksums(saved, tree)
+    saved = optax_ext.contrib.checksums(tree)
+    optax_ext.contrib.check_checksums(saved, tree)
     with pytest.raises(ValueError, match=r"1 of 2 arrays.*: \['b'\]\."):
-        optax_ext.check_checksums(saved, {**tree, "b": tree["b"] + 1})
+        optax_ext.contrib.check_checksums(saved, {**tree, "b": tree["b"] + 1})
     with pytest.raises(ValueError, match=r"\['c'\]"):
-        optax_ext.check_checksums(saved, {**tree, "c": tree["b"]})
+        optax_ext.contrib.check_checksums(saved, {**tree, "c": tree["b"]})
 
 
 @pytest.mark.parametrize("saved", [None, 17, [1, 2], "x" * 10**6])
 def test_a_checkpoint_without_checksums(saved):
-    with pytest.raises(TypeError, match="saved must be what optax_ext.checksums returned") as error:
-        optax_ext.check_checksums(saved, {"a": some("int32")})
+    with pytest.raises(
+        TypeError, match="saved must be what optax_ext.contrib.checksums returned"
+    ) as error:
+        optax_ext.contrib.check_checksums(saved, {"a": some("int32")})
     assert len(str(error.value)) < 1000
 
 
 def test_checksums_of_anything_give_an_error_that_can_be_read():
     tree = {"a": some("float32"), "b": some("int32")}
-    saved = optax_ext.checksums(tree)
+    saved = optax_ext.contrib.checksums(tree)
     for wrong in ({7: 1}, {"['a']": np.arange(3)}, {"['a']": "x" * 10**6}, {"x" * 10**6: 1}):
         with pytest.raises(ValueError, match="are not those that were saved") as error:
-            optax_ext.check_checksums({**saved, **wrong}, tree)
+            optax_ext.contrib.check_checksums({**saved, **wrong}, tree)
         assert len(str(error.value)) < 1000
     # As some formats give integers back.
-    optax_ext.check_checksums({path: np.uint32(x) for path, x in saved.items()}, tree)
+    optax_ext.contrib.check_checksums({path: np.uint32(x) for path, x in saved.items()}, tree)
 
 
 def test_a_flipped_bit_that_orbax_restores_is_found(tmp_path):
@@ -103,8 +105,8 @@ def test_a_flipped_bit_that_orbax_restores_is_found(tmp_path):
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", tree)
         checkpointer.wait_until_finished()
-        saved = optax_ext.checksums(tree)
-        optax_ext.check_checksums(saved, checkpointer.restore(tmp_path / "state", tree))
+        saved = optax_ext.contrib.checksums(tree)
+        optax_ext.contrib.check_checksums(saved, checkpointer.restore(tmp_path / "state", tree))
         files = [path for path in tmp_path.rglob("*") if path.is_file()]
         largest = max(files, key=lambda path: path.stat().st_size)
         content = bytearray(largest.read_bytes())
@@ -112,4 +114,4 @@ def test_a_flipped_bit_that_orbax_restores_is_found(tmp_path):
         largest.write_bytes(content)
         restored = checkpointer.restore(tmp_path / "state", tree)
     with pytest.raises(ValueError, match=r"1 of 1 arrays .*\['w'\]"):
-        optax_ext.check_checksums(saved, restored)
+        optax_ext.contrib.check_checksums(saved, restored)

@@ -72,19 +72,21 @@ ROWS = {
     "gtopk": of(ar.gtopk(density=DENSITY)),
     "gtopk of eight": of(ar.gtopk(density=DENSITY), workers=(8,)),
     "spardl": of(ar.spardl(density=DENSITY)),
-    "topk_dsa": Row(optax_ext.topk_dsa(DENSITY, axis="w"), (8,)),
+    "topk_dsa": Row(optax_ext.published.topk_dsa(DENSITY, axis="w"), (8,)),
     "agreed": of(ar.agreed(), quick=True),
-    "agreed, few bits": of(ar.agreed(bits="few"), quick=True),
+    "agreed, few bits": of(ar.agreed(bits=None), quick=True),
     "complete": of(ar.complete(OK_TOPK)),
     "nodes, agreed": over_nodes(ar.agreed()),
     "nodes, topk_a": over_nodes(ar.topk_a()),
     "nodes, gtopk": over_nodes(ar.gtopk(density=DENSITY)),
     "nodes, spardl": over_nodes(ar.spardl(density=DENSITY)),
     "nodes, ok_topk": over_nodes(ar.ok_topk(density=DENSITY, slack=1.0)),
-    "hitopk": Row(optax_ext.hitopk(DENSITY, axis=NODES, inner_axis="device"), (4, 2)),
+    "hitopk": Row(optax_ext.published.hitopk(DENSITY, axis=NODES, inner_axis="device"), (4, 2)),
     "momentum": of(ar.agreed(), quick=True, correction=MOMENTUM, row={"momentum": 0.9}),
-    "dgc": Row(optax_ext.dgc(DENSITY, axis="w"), (8,), momentum=0.9),
-    "dgc, dense at first": Row(optax_ext.dgc(DENSITY, axis="w", dense_steps=1), momentum=0.9),
+    "dgc": Row(optax_ext.published.dgc(DENSITY, axis="w"), (8,), momentum=0.9),
+    "dgc, dense at first": Row(
+        optax_ext.published.dgc(DENSITY, axis="w", dense_steps=1), momentum=0.9
+    ),
     "ok_topk_sgd": Row(
         optax_ext.ok_topk_sgd(0.25, density=DENSITY, axis="w"), (8,), rate=0.25, sign=-1.0
     ),
@@ -110,7 +112,7 @@ ROWS = {
         ar.ok_topk(density=0.5), scheduled(select.exponential_density(0.2, 0.05, 4))
     ),
     "adtopk_threshold": of(
-        OK_TOPK, select.adtopk_threshold(density=DENSITY, steps=6, warmup=2, period=2)
+        OK_TOPK, select.published.adtopk_threshold(density=DENSITY, steps=6, warmup=2, period=2)
     ),
     "layerwise": of(OK_TOPK, select.layerwise(select.threshold_reuse(density=DENSITY))),
     "powersgd": Row(optax_ext.powersgd(2, axis="w"), quick=True),

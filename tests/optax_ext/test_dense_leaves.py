@@ -98,7 +98,7 @@ def test_all_leaves_dense_is_the_dense_allreduce():
 @pytest.mark.slow
 def test_on_a_mesh_through_a_checked_step_with_a_hierarchy():
     on = mesh((2, 4), ("n", "d"))
-    tx = optax_ext.hitopk(
+    tx = optax_ext.published.hitopk(
         0.1,
         axis=("n", "d"),
         inner_axis="d",

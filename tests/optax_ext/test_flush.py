@@ -10,7 +10,7 @@ import optax_ext
 import sparse_collectives as sc
 from tests.optax_ext.helpers import PARAMS, batch_of, flat, loss_fn, mesh, same, train
 
-TX = optax_ext.sparse_sgd(0.1, axis="data", density=0.25, exchange=sc.allreduce.topk_a())
+TX = optax_ext.sparse_sgd(0.1, axis="data", density=0.25, allreduce=sc.allreduce.topk_a())
 STEPS = 8
 
 
@@ -53,7 +53,7 @@ def test_flush_is_a_step_within_the_limit(kept, rate):
     """No entry moves further than in the largest step, and what is beyond is kept."""
     axis, on, options = "data", mesh(), {}
     if kept == "bfloat16":
-        options["residual"] = optax_ext.residual(jnp.bfloat16, step_ahead="auto")
+        options["residual"] = optax_ext.residual(jnp.bfloat16, step_ahead=1.0)
     elif kept == "hierarchical":
         axis, on = ("node", "data"), mesh((2, 2), ("node", "data"))
         options["exchange"] = sc.allreduce.hierarchical(

@@ -54,12 +54,12 @@ CASES |= {
 }
 CASES |= {
     "agreed": transformation(sc.allreduce.agreed(density=DENSITY)),
-    "agreed, few bits": transformation(sc.allreduce.agreed(density=DENSITY, bits="few")),
-    "leader": transformation(sc.allreduce.leader()),
+    "agreed, few bits": transformation(sc.allreduce.agreed(density=DENSITY, bits=None)),
+    "leader": transformation(sc.allreduce.published.leader()),
     "complete spardl": transformation(sc.allreduce.complete(sc.allreduce.spardl(density=DENSITY))),
     "dense": transformation(sc.allreduce.dense()),
-    "dense_bucketed": transformation(sc.allreduce.dense_bucketed(buckets=3)),
-    "gtopk, drop": transformation(sc.allreduce.gtopk(density=DENSITY), nonfinite="drop"),
+    "dense_bucketed": transformation(sc.allreduce.published.dense_bucketed(buckets=3)),
+    "gtopk, drop": transformation(sc.allreduce.published.gtopk(density=DENSITY), nonfinite="drop"),
 }
 
 
@@ -189,9 +189,12 @@ def test_those_that_do_not_say_so_keep_none():
     made = exchanges(None)
     lossy = exchanges(sc.wire.narrow8())
     made |= {f"{name}, lossy": each for name, each in lossy.items()}
-    made |= {"agreed": sc.allreduce.agreed(), "leader": sc.allreduce.leader()}
+    made |= {"agreed": sc.allreduce.agreed(), "leader": sc.allreduce.published.leader()}
     made["complete"] = sc.allreduce.complete(made["gtopk"])
-    made |= {"dense": sc.allreduce.dense(), "buckets": sc.allreduce.dense_bucketed(buckets=2)}
+    made |= {
+        "dense": sc.allreduce.dense(),
+        "buckets": sc.allreduce.published.dense_bucketed(buckets=2),
+    }
 
     def others(exchange):
         def step(values, indices):

@@ -17,9 +17,9 @@ AXES = ("node", "device")
 MINUS = optax.scale(-1.0)
 EXCHANGES = {
     "topk_a": sc.allreduce.topk_a(),
-    "dsar": sc.allreduce.dsar_split_allgather(),
+    "dsar": sc.allreduce.published.dsar_split_allgather(),
     "agreed": sc.allreduce.agreed(),
-    "agreed, few bits": sc.allreduce.agreed(bits="few"),
+    "agreed, few bits": sc.allreduce.agreed(bits=None),
     "ok_topk": sc.allreduce.ok_topk(density=0.1),
     "hierarchical": sc.allreduce.hierarchical(inner_axis="device", outer=sc.allreduce.topk_a()),
 }

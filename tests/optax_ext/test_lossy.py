@@ -37,14 +37,14 @@ def ended(tx, rate=50.0):
 
 
 def quantized(**options):
-    return optax_ext.quantized_topk(0.05, axis="w", **options)
+    return optax_ext.published.quantized_topk(0.05, axis="w", **options)
 
 
 @pytest.mark.slow
 def test_two_bits_converge_where_nobody_keeps_their_error():
     """SparCML's Algorithm 1; with feedback the errors, larger than most values, add up."""
     selector = sc.select.bucketed(density=0.05, bucket=512)
-    exact = ended(optax_ext.topk_dsa(0.05, axis="w", selector=selector))
+    exact = ended(optax_ext.published.topk_dsa(0.05, axis="w", selector=selector))
     assert exact < 1e-3
     # Noise of two bits: three times the loss, at a step as large as the exact one takes.
     assert ended(quantized(bits=2)) < 4 * exact
@@ -62,7 +62,9 @@ def test_the_residual_of_quantized_topk_is_what_was_not_selected():
     chosen = selector.select(jnp.asarray(gradients[0]), selector.init(600))[0].indices
 
     def of(**options):
-        tx = optax_ext.quantized_topk(0.1, axis="w", slack=float("inf"), bits=2, **options)
+        tx = optax_ext.published.quantized_topk(
+            0.1, axis="w", slack=float("inf"), bits=2, **options
+        )
         found = run(tx, gradients[None])
         return found.updates[0].astype(np.float64), found.residuals[0].astype(np.float64)
 

@@ -26,7 +26,7 @@ def transformation(method, **options):
         2,
         axis="data",
         local=optax.scale_by_learning_rate(0.1),
-        residual=optax_ext.residual(step_ahead="auto"),
+        residual=optax_ext.residual(step_ahead=1.0),
         **options,
     )
 

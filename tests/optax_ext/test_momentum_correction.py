@@ -27,8 +27,8 @@ def test_where_all_is_sent_it_is_plain_momentum(way):
     tx = {
         "plain": top(1.0, PLAIN),
         "nesterov": top(1.0, NESTEROV),
-        "dense steps": optax_ext.dgc(0.1, axis="w", dense_steps=STEPS),
-        "nodes": optax_ext.hitopk(1.0, axis=NODES, inner_axis="device", correction=PLAIN),
+        "dense steps": optax_ext.published.dgc(0.1, axis="w", dense_steps=STEPS),
+        "nodes": optax_ext.published.hitopk(1.0, axis=NODES, inner_axis="device", correction=PLAIN),
     }[way]
     shape, axis = ((2, 2), NODES) if way == "nodes" else ((WORKERS,), "w")
     given = normal((STEPS, *shape, SIZE))
@@ -65,7 +65,9 @@ def test_it_is_the_algorithm_of_dgc(masking):
 
 # An allreduce that delivers of the three entries that all select one of each worker: where nothing
 # is rounded its first, else its own, of which a third is rounded.
-@pytest.mark.parametrize("exchange", [slow(sc.allreduce.sparse_allgather()), sc.allreduce.topk_a()])
+@pytest.mark.parametrize(
+    "exchange", [slow(sc.allreduce.published.sparse_allgather()), sc.allreduce.topk_a()]
+)
 def test_only_what_was_delivered_is_masked(exchange):
     """What is rounded off the entries of others is no delivery."""
 

@@ -59,7 +59,7 @@ NODES = ("node", "device")
     [
         (optax_ext.topk_a(0.1, axis="w"), 3, (WORKERS,)),
         (optax_ext.ok_topk(0.1, axis="w"), 1, (WORKERS,)),
-        (optax_ext.hitopk(0.1, axis=NODES, inner_axis="device"), 1, (3, 2)),
+        (optax_ext.published.hitopk(0.1, axis=NODES, inner_axis="device"), 1, (3, 2)),
     ],
     ids=["topk_a", "ok_topk", "hitopk"],
 )
@@ -186,7 +186,7 @@ def test_the_monitor_writes_every_so_many_steps():
 def test_tensorboard_files_have_the_names(tmp_path):
     pytest.importorskip("tensorboardX", reason="tensorboardX, of the extra of that name")
     state = outside(run(TOPK_A, GIVEN).last)
-    optax_ext.Monitor(optax_ext.tensorboard_writer(tmp_path))(state)
+    optax_ext.Monitor(optax_ext.contrib.tensorboard_writer(tmp_path))(state)
     (events,) = tmp_path.iterdir()
     # A thread of tensorboardX writes them; the last is xi.
     deadline = time.monotonic() + 60
@@ -198,7 +198,7 @@ def test_tensorboard_files_have_the_names(tmp_path):
 def test_without_tensorboardx_the_error_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ImportError, match=r"pip install 'sparse-collectives\[tensorboard\]'"):
-        optax_ext.tensorboard_writer(tmp_path)
+        optax_ext.contrib.tensorboard_writer(tmp_path)
 
 
 def test_a_writer_that_cannot_be_called():

@@ -10,7 +10,7 @@ from jax.extend.core import jaxprs_in_params
 
 import optax_ext
 import sparse_collectives as sc
-from optax_ext._step import _layout, _narrow
+from optax_ext._step import _applied, _layout
 from tests.optax_ext.helpers import flat, normal, run, slow
 
 NARROW = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -55,13 +55,13 @@ def test_every_entry_is_held_as_its_leaf_does(seed, saturate):
         return np.where(rng.random(size) < 0.3, rng.choice(HARD, size), usual)
 
     whole = draw(n)
-    found = jax.jit(lambda x: _narrow.held(x, None, layout, saturate=saturate))(whole)
+    found = jax.jit(lambda x: _applied.held(x, None, layout, saturate=saturate))(whole)
     for mine, right in zip(found, oracle(whole, range(n), dtypes, sizes, saturate), strict=True):
         np.testing.assert_array_equal(mine, right)
     # In any order, several times, and with slots that are empty.
     index = rng.integers(-1, n, 50).astype(np.int32)
     some = np.where(index < 0, np.float32(0), draw(50))
-    found = jax.jit(lambda x, i: _narrow.held(x, i, layout, saturate=saturate))(some, index)
+    found = jax.jit(lambda x, i: _applied.held(x, i, layout, saturate=saturate))(some, index)
     for mine, right in zip(found, oracle(some, index, dtypes, sizes, saturate), strict=True):
         np.testing.assert_array_equal(mine, right)
 
@@ -72,8 +72,8 @@ def test_runs_are_those_of_leaves_with_entries_that_are_not_dense():
     layout = _layout.layout_of(tree, "params", (False, False, False, False, True, False))
     runs = [(stop, jnp.dtype(dtype).name) for stop, dtype in _layout.dtype_runs(layout)]
     assert runs == [(5, "float32"), (9, "bfloat16"), (15, "float16")]
-    assert _narrow.narrows(layout)
-    assert not _narrow.narrows(_layout.layout_of(tree[:3:2], "params"))
+    assert _applied.narrows(layout)
+    assert not _applied.narrows(_layout.layout_of(tree[:3:2], "params"))
 
 
 def over_all(function, m, *arguments):
@@ -96,7 +96,7 @@ def test_the_operations_on_all_entries_do_not_grow_with_the_runs_of_dtypes(index
         layout = layout_of(("bfloat16", "float32") * (leaves // 2), [size] * leaves)
         index = jnp.zeros(m, jnp.int32) if indexed else None
         return over_all(
-            lambda x: _narrow.held(x, index, layout, saturate=True), m, jnp.zeros(m, jnp.float32)
+            lambda x: _applied.held(x, index, layout, saturate=True), m, jnp.zeros(m, jnp.float32)
         )
 
     few, many = operations(4), operations(420)
@@ -138,9 +138,9 @@ TURNS = ("bfloat16", "float32", "float16") * 8
     [
         (TURNS, sc.allreduce.topk_a()),
         (TURNS, sc.allreduce.agreed()),
-        (TURNS, sc.allreduce.dsar_split_allgather()),
+        (TURNS, sc.allreduce.published.dsar_split_allgather()),
         slow(("float16",), sc.allreduce.topk_a()),
-        slow(("bfloat16",), sc.allreduce.dsar_split_allgather()),
+        slow(("bfloat16",), sc.allreduce.published.dsar_split_allgather()),
         slow(MIXED, sc.allreduce.ok_topk(density=0.1)),
         slow(
             ("float32", "bfloat16", "float16"),

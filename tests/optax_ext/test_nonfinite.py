@@ -181,7 +181,7 @@ def large_sums():
         slow("raise", plain_sum()),
         slow("skip", sc.allreduce.topk_a()),
         slow("skip", sc.allreduce.dense()),
-        slow("skip", sc.allreduce.dsar_split_allgather()),
+        slow("skip", sc.allreduce.published.dsar_split_allgather()),
     ],
 )
 def test_a_sum_that_overflows_stays_with_the_workers(policy, exchange):
@@ -255,10 +255,10 @@ def test_a_dense_sum_that_overflows_is_left_out_and_counted(where, policy):
 
 
 OVERFLOWING = {
-    "gtopk": sc.allreduce.gtopk(density=0.25),
+    "gtopk": sc.allreduce.published.gtopk(density=0.25),
     "spardl": sc.allreduce.spardl(density=0.25),
-    "ssar_recursive_double": sc.allreduce.ssar_recursive_double(capacity=4),
-    "ring_sparse": sc.allreduce.ring_sparse(slack=1.0, fill=1.0),
+    "ssar_recursive_double": sc.allreduce.published.ssar_recursive_double(capacity=4),
+    "ring_sparse": sc.allreduce.published.ring_sparse(slack=1.0, fill=1.0),
 }
 
 

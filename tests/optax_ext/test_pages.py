@@ -29,7 +29,7 @@ def mean_square(params, batch):
 @pytest.mark.parametrize("name", ["sparse_sgd", slow("ok_topk before adam")])
 def test_loops_of_other_libraries_train_alike(name):
     tx = {
-        "sparse_sgd": optax_ext.sparse_sgd(0.1, axis="data", exchange=sc.allreduce.topk_a()),
+        "sparse_sgd": optax_ext.sparse_sgd(0.1, axis="data", allreduce=sc.allreduce.topk_a()),
         "ok_topk before adam": optax.chain(optax_ext.topk_a(0.1, axis="data"), optax.adam(0.01)),
     }[name]
     batches = [tuple(normal((4 * WORKERS, m), 2 * i + m) for m in (6, 2)) for i in range(STEPS)]

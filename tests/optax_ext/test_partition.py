@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from optax_ext.contrib._distributed import deal
 
 import optax_ext
 import sparse_collectives as sc
-from optax_ext._transforms._partition import deal
 from tests.optax_ext.helpers import mesh, slow
 
 SHAPES = {"embed": (40, 8), "bias": (5,), "kernel": (8, 24), "scale": (), "head": (12, 9)}
@@ -42,7 +42,7 @@ def test_the_result_is_that_of_every_leaf_by_itself(check_vma):
     given, other = tree(), tree(1)
     given["bias"] = given["bias"].at[2].set(jnp.nan)
     on = mesh(3, "w")
-    fn = optax_ext.partition(statistics, axis="w")
+    fn = optax_ext.contrib.distributed(statistics, axis="w")
     mapped = jax.jit(
         jax.shard_map(fn, mesh=on, in_specs=(P(), P()), out_specs=P(), check_vma=check_vma)
     )
@@ -56,7 +56,7 @@ def test_the_result_is_that_of_every_leaf_by_itself(check_vma):
 
 def test_each_worker_computes_its_own_and_one_message_follows():
     on = mesh(4, "w")
-    fn = optax_ext.partition(lambda x: jnp.linalg.svd(jnp.atleast_2d(x))[1][0], axis="w")
+    fn = optax_ext.contrib.distributed(lambda x: jnp.linalg.svd(jnp.atleast_2d(x))[1][0], axis="w")
     program = jax.jit(jax.shard_map(fn, mesh=on, in_specs=P(), out_specs=P())).trace(tree())
     text = program.lower().as_text()
     assert text.count("stablehlo.all_reduce") == 1
@@ -71,7 +71,9 @@ def test_pieces_of_one_tensor_are_leaves():
     on = mesh(4, "w")
 
     def pieces(x):
-        return jnp.concatenate(optax_ext.partition(jnp.exp, axis="w")(jnp.array_split(x, 4)))
+        return jnp.concatenate(
+            optax_ext.contrib.distributed(jnp.exp, axis="w")(jnp.array_split(x, 4))
+        )
 
     mapped = jax.jit(jax.shard_map(pieces, mesh=on, in_specs=P(), out_specs=P()))
     same_bits(mapped(x), jax.jit(jnp.exp)(x))
@@ -85,7 +87,7 @@ def test_pieces_of_one_tensor_are_leaves():
 
 @pytest.mark.parametrize("workers", [1, 2, 7])
 def test_any_number_of_workers(workers):
-    fn = optax_ext.partition(lambda x, y: jnp.sum(x * y), axis="w")
+    fn = optax_ext.contrib.distributed(lambda x, y: jnp.sum(x * y), axis="w")
     step = sc.simulate(fn, axis="w", axis_size=workers, in_axes=None)
     got = step(tree(), tree(1))
     for name in SHAPES:
@@ -100,9 +102,9 @@ def test_leaves_are_dealt_out_by_size():
 
 
 def test_what_can_be_wrong():
-    fn = optax_ext.partition(jnp.sum, axis="w")
+    fn = optax_ext.contrib.distributed(jnp.sum, axis="w")
     with pytest.raises(ValueError, match="axis='w' is not bound here"):
         fn(tree())
-    two = optax_ext.partition(lambda x, y: jnp.sum(x + y), axis="w")
+    two = optax_ext.contrib.distributed(lambda x, y: jnp.sum(x + y), axis="w")
     with pytest.raises(ValueError, match="kernel|structure|key"):
         sc.simulate(two, axis="w", axis_size=2, in_axes=None)(tree(), {"embed": jnp.ones(3)})

@@ -148,7 +148,7 @@ def test_equal_to_optax_on_eight_devices(name, mode):
 @pytest.mark.slow
 def test_behind_a_sparse_allreduce():
     sparse = optax_ext.ok_topk(0.5, axis="w")
-    chained = optax.chain(sparse, optax_ext.lamb(0.1, axis="w"))
+    chained = optax.chain(sparse, optax_ext.contrib.lamb(0.1, axis="w"))
     plain = optax.lamb(0.1)
 
     def local(params):
@@ -165,7 +165,7 @@ def test_behind_a_sparse_allreduce():
 
 
 def scaled(updates, params, workers):
-    tx = optax_ext.scale_by_trust_ratio(axis="w")
+    tx = optax_ext.contrib.scale_by_trust_ratio(axis="w")
     step = lambda u, p: tx.update(u, tx.init(p), p)[0]  # noqa: E731
     return sc.simulate(step, axis="w", axis_size=workers, in_axes=None)(updates, params)["a"]
 
@@ -189,7 +189,7 @@ def test_mixed_dtypes_give_the_dtype_of_optax():
 
 def test_one_small_allreduce_and_slices_only():
     """Two numbers for each sliced leaf travel, and the norms read a P-th."""
-    tx = optax_ext.scale_by_trust_ratio(axis="w")
+    tx = optax_ext.contrib.scale_by_trust_ratio(axis="w")
     jaxpr = str(
         jax.make_jaxpr(lambda u, p: tx.update(u, tx.init(p), p)[0], axis_env=[("w", 8)])(
             tree(1), tree(0)
@@ -201,7 +201,7 @@ def test_one_small_allreduce_and_slices_only():
 
 
 def test_derivative_at_a_zero_norm_is_finite():
-    tx = optax_ext.scale_by_trust_ratio(axis="w")
+    tx = optax_ext.contrib.scale_by_trust_ratio(axis="w")
 
     def loss(params):
         return sum(jnp.sum(x**2) for x in jax.tree.leaves(tx.update(tree(1), (), params)[0]))
@@ -211,16 +211,16 @@ def test_derivative_at_a_zero_norm_is_finite():
 
 
 def test_an_empty_tree():
-    tx = optax_ext.scale_by_trust_ratio(axis="w")
+    tx = optax_ext.contrib.scale_by_trust_ratio(axis="w")
     jax.make_jaxpr(lambda: tx.update({}, tx.init({}), {})[0], axis_env=[("w", 2)])()
 
 
-RATIO = optax_ext.scale_by_trust_ratio(axis="w")
+RATIO = optax_ext.contrib.scale_by_trust_ratio(axis="w")
 INTEGERS = {"a": np.arange(3)}
 WRONG = [
     (
-        lambda: optax_ext.lamb(0.1, axis="w").update(
-            tree(1), optax_ext.lamb(0.1, axis="w").init(tree(0)), tree(0)
+        lambda: optax_ext.contrib.lamb(0.1, axis="w").update(
+            tree(1), optax_ext.contrib.lamb(0.1, axis="w").init(tree(0)), tree(0)
         ),
         ValueError,
         r"axis='w' is not bound.*shard_map.*optax",
@@ -242,7 +242,7 @@ def test_wrong_calls(call, error, message):
 
 @pytest.mark.parametrize("varies", ["updates", "params"])
 def test_what_differs_between_the_workers(varies):
-    tx = optax_ext.scale_by_trust_ratio(axis="w")
+    tx = optax_ext.contrib.scale_by_trust_ratio(axis="w")
 
     def local(x):
         args = {"updates": x, "params": x}

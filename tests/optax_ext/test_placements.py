@@ -35,7 +35,7 @@ SIZES = {"whole": (2, 1, 1), "split": (2, 1, 4)}
 
 def sparse_sgd(axis):
     """With the exchange that compiles fastest."""
-    return optax_ext.sparse_sgd(0.1, axis=axis, density=0.2, exchange=sc.allreduce.topk_a())
+    return optax_ext.sparse_sgd(0.1, axis=axis, density=0.2, allreduce=sc.allreduce.topk_a())
 
 
 def loss_fn(params, x):

@@ -27,8 +27,8 @@ CASES = {
     "topk": selecting(allreduce=sc.allreduce.ok_topk(density=0.1)),
     "threshold_reuse": selecting(sc.select.threshold_reuse(density=0.1)),
     "adtopk_threshold": selecting(
-        sc.select.adtopk_threshold(density=0.1, steps=100, warmup=1),
-        sc.allreduce.gtopk(density=0.1),
+        sc.select.published.adtopk_threshold(density=0.1, steps=100, warmup=1),
+        sc.allreduce.published.gtopk(density=0.1),
     ),
     "velocity": selecting(correction=CORRECTION),
     # Counts and averages are those of an old worker, and no sums as the residuals are.

@@ -59,12 +59,12 @@ def test_behind_dense_steps_at_last_nothing_waits(alias, nonfinite):
 @pytest.mark.slow
 def test_on_a_mesh_all_of_it_at_once():
     densities = select.exponential_density(0.2, 0.05, 4)
-    tx = optax_ext.dgc(
+    tx = optax_ext.published.dgc(
         0.2,
         axis="w",
         max_norm=4.0,
         dense_steps=2,
-        selector=select.scheduled(select.dgc(density=0.2), densities),
+        selector=select.scheduled(select.published.dgc(density=0.2), densities),
         nonfinite="drop",
     )
     on, given = mesh(8, "w"), normal((STEPS, 8, SIZE))
@@ -79,7 +79,7 @@ def test_on_a_mesh_all_of_it_at_once():
 
 @pytest.mark.slow
 def test_dense_steps_of_a_hierarchy():
-    tx = optax_ext.hitopk(0.1, axis=("n", "d"), inner_axis="d", dense_steps=2)
+    tx = optax_ext.published.hitopk(0.1, axis=("n", "d"), inner_axis="d", dense_steps=2)
     found = run(tx, GIVEN[:2, :2, None].repeat(2, 2), ("n", "d"))
     expected = GIVEN[:2, :2].mean(1)[:, None, None]
     np.testing.assert_allclose(
@@ -89,7 +89,9 @@ def test_dense_steps_of_a_hierarchy():
     assert (found.state.info.delivered == SIZE).all()
 
 
-@pytest.mark.parametrize("alias", slow_but([optax_ext.gtopk], [optax_ext.topk_a, optax_ext.gtopk]))
+@pytest.mark.parametrize(
+    "alias", slow_but([optax_ext.published.gtopk], [optax_ext.topk_a, optax_ext.published.gtopk])
+)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_one_worker_with_dense_steps(alias, check_vma):
     tx, on, gradient = alias(density=0.1, axis="w", dense_steps=2), mesh(1, "w"), GIVEN[0, :1]
@@ -294,5 +296,5 @@ def test_selectors_by_layer_get_the_layout_of_the_parameters():
     assert updated(topk) == {"e"}
     assert updated(select.layerwise(topk)) == set(given)
     # Every row of the parameters has an update.
-    for leaf in updates(select.adtopk(density=0.1)).values():
+    for leaf in updates(select.published.adtopk(density=0.1)).values():
         assert (leaf.reshape(-1, leaf.shape[-1] if leaf.ndim > 1 else 1) != 0).any(axis=0).all()

@@ -33,7 +33,9 @@ TRANSFORMATIONS = {
         sc.allreduce.topk_a(), dense_leaves=optax_ext.small_leaves(min_size=20)
     ),
     "dense steps": lambda: sparse(sc.allreduce.topk_a(), dense_steps=2),
-    "rows": lambda: optax_ext.topk_a(0.1, axis="data", selector=sc.select.adtopk(density=0.1)),
+    "rows": lambda: optax_ext.topk_a(
+        0.1, axis="data", selector=sc.select.published.adtopk(density=0.1)
+    ),
     "powersgd": lambda: optax_ext.powersgd(rank=1, axis="data"),
 }
 MANUAL = ("momentum", "dense leaves", "dense steps", "powersgd")

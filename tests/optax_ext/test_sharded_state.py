@@ -112,7 +112,7 @@ def test_parameters_that_are_no_longer_sharded():
 def test_in_a_hierarchy_of_nodes():
     """A worker of several devices, in a node of several workers."""
     names = ("node", "worker", "model")
-    tx = optax_ext.hitopk(0.2, axis=("node", "worker"), inner_axis="worker")
+    tx = optax_ext.published.hitopk(0.2, axis=("node", "worker"), inner_axis="worker")
     on = mesh((2, 2, 2), names)
     gradients = shards.gradients_of(4, 3)
     updates, state = shards.run(tx, on, gradients, manual=False, axis=("node", "worker"))

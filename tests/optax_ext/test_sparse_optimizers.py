@@ -55,7 +55,7 @@ def test_sparse_adamw_is_what_it_says(check_vma):
     """All of it in NumPy: the gradient at the step ahead, the preconditioner, parts, the decay."""
     schedule = optax.linear_schedule(0.05, 0.01, STEPS)
     tx = optax_ext.sparse_adamw(
-        schedule, density=0.1, axis="data", eps=EPS, weight_decay=0.1, exchange=EXACT
+        schedule, density=0.1, axis="data", eps=EPS, weight_decay=0.1, allreduce=EXACT
     )
     states = trained(tx, check_vma=check_vma)
     w = flat(params_at_start())
@@ -97,11 +97,11 @@ def test_the_flat_buffers_of_adamw_get_what_the_leaves_would(labels, nonfinite):
     )
     tree = optax_ext.sparse_allreduce(
         sc.select.topk(density=0.2),
-        sc.allreduce.agreed(bits="few"),
+        sc.allreduce.agreed(bits=None),
         local=optax.chain(
             optax_ext.scale_by_local_adam(eps=EPS), optax.scale_by_learning_rate(0.05)
         ),
-        residual=optax_ext.residual(step_ahead="auto"),
+        residual=optax_ext.residual(step_ahead=1.0),
         limit=0.1,
         **options,
     )
@@ -123,7 +123,7 @@ def test_the_flat_buffers_of_adamw_get_what_the_leaves_would(labels, nonfinite):
 
 @pytest.mark.slow
 def test_sparse_sgd_of_all_entries_is_sgd():
-    tx = optax_ext.sparse_sgd(0.1, density=1.0, axis="data", exchange=EXACT)
+    tx = optax_ext.sparse_sgd(0.1, density=1.0, axis="data", allreduce=EXACT)
     w = flat(params_at_start())
     for target, (params, state, _) in zip(targets(), trained(tx)[1:], strict=True):
         w = w - 0.1 * (w - target.mean(axis=0))
@@ -133,7 +133,7 @@ def test_sparse_sgd_of_all_entries_is_sgd():
 
 @pytest.mark.parametrize(("workers", "gain"), [slow(2, 1.0), (4, 2**0.5), (32, 2.0)])
 def test_the_gain_makes_up_for_the_noise_of_many_workers(workers, gain):
-    tx = optax_ext.sparse_adamw(0.1, density=1.0, axis="w", exchange=EXACT, weight_decay=0.0)
+    tx = optax_ext.sparse_adamw(0.1, density=1.0, axis="w", allreduce=EXACT, weight_decay=0.0)
     updates = run(tx, np.full((1, workers, 5), 3.0, np.float32)).updates
     np.testing.assert_allclose(updates, -0.1 * gain, rtol=1e-4)
 
@@ -179,7 +179,7 @@ HIERARCHICAL = sc.allreduce.hierarchical(inner_axis="device", outer=sc.allreduce
 WAYS = {
     "plain": (sparse_sgd(), 1 / WORKERS),
     "bfloat16 residual": (
-        sparse_sgd(residual=optax_ext.residual(jnp.bfloat16, step_ahead="auto")),
+        sparse_sgd(residual=optax_ext.residual(jnp.bfloat16, step_ahead=1.0)),
         1 / WORKERS,
     ),
     "a number": (sparse_sgd(residual=optax_ext.residual(step_ahead=0.5)), 0.5),
@@ -255,7 +255,7 @@ def test_fewer_entries_than_workers_work(density):
 
 
 def test_step_ahead_needs_a_residual_of_updates():
-    ahead = optax_ext.residual(step_ahead="auto")
+    ahead = optax_ext.residual(step_ahead=1.0)
     with pytest.raises(ValueError, match="holds gradients.*Put the rate in front"):
         optax_ext.topk_a(0.1, axis="w", residual=ahead)
     for wrong in (-0.1, 1.5, "P"):

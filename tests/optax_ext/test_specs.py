@@ -117,10 +117,10 @@ def test_what_is_made_of_a_part_without_a_spec_has_none(part):
     "part",
     [
         sc.allreduce.ok_topk(density=0.1),
-        sc.allreduce.dsar_split_allgather(),
-        sc.allreduce.gtopk(density=0.1),
+        sc.allreduce.published.dsar_split_allgather(),
+        sc.allreduce.published.gtopk(density=0.1),
         sc.select.topk(density=0.1),
-        sc.select.sidco(density=0.1),
+        sc.select.published.sidco(density=0.1),
         sc.select.threshold_reuse(density=0.1),
     ],
     ids=lambda part: part.spec.name,

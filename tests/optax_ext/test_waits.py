@@ -132,22 +132,22 @@ def test_no_entry_waits_long_beside_one_that_is_much_larger(name, times):
 # Those that select k entries or nearly, of whatever distribution.
 BY_RANK = {
     "threshold_reuse": sc.select.threshold_reuse(density=DENSITY, period=8),
-    "dgc": sc.select.dgc(density=DENSITY),
-    "adtopk": sc.select.adtopk(density=DENSITY),
-    "adtopk_interleaved": sc.select.adtopk_interleaved(density=DENSITY),
-    "adtopk_threshold": sc.select.adtopk_threshold(density=DENSITY, steps=STEPS),
+    "dgc": sc.select.published.dgc(density=DENSITY),
+    "adtopk": sc.select.published.adtopk(density=DENSITY),
+    "adtopk_interleaved": sc.select.published.adtopk_interleaved(density=DENSITY),
+    "adtopk_threshold": sc.select.published.adtopk_threshold(density=DENSITY, steps=STEPS),
     "layerwise": sc.select.layerwise(sc.select.topk(density=DENSITY)),
 }
 # In these places entries are served at random.
 AT_RANDOM = {
     "random_k": sc.select.random_k(density=DENSITY),
-    "mstopk": sc.select.mstopk(density=DENSITY),
+    "mstopk": sc.select.published.mstopk(density=DENSITY),
 }
 # They fit a distribution, search for so many rounds, or have one slot for a bucket.
 LIMITED = {
-    "gaussian_k": sc.select.gaussian_k(density=DENSITY),
-    "sidco": sc.select.sidco(density=DENSITY),
-    "redsync": sc.select.redsync(density=DENSITY),
+    "gaussian_k": sc.select.published.gaussian_k(density=DENSITY),
+    "sidco": sc.select.published.sidco(density=DENSITY),
+    "redsync": sc.select.published.redsync(density=DENSITY),
     "bucketed": sc.select.bucketed(density=DENSITY, bucket=16),
 }
 SELECTORS = BY_RANK | AT_RANDOM | LIMITED

@@ -32,12 +32,12 @@ def an_hour_passes(*watchdogs):
 # A first block, which has a deadline of its own, and a second one. The first is of real time, long
 # enough to be in the function that waits.
 FIRST = """
-watchdog = optax_ext.Watchdog(seconds=0.1, first_seconds=2)
+watchdog = optax_ext.contrib.Watchdog(seconds=0.1, first_seconds=2)
 with watchdog("step 0"):
     waits_for_ever()
 """
 SECOND = """
-watchdog = optax_ext.Watchdog(seconds=60, first_seconds=600)
+watchdog = optax_ext.contrib.Watchdog(seconds=60, first_seconds=600)
 with watchdog("step 0"):
     pass
 with watchdog("step 1"):
@@ -45,8 +45,8 @@ with watchdog("step 1"):
 """
 # The deadline of the first watchdog passes while the second one is waited for.
 LEFT_IN_TIME = """
-early = optax_ext.Watchdog(seconds=60, first_seconds=60)
-late = optax_ext.Watchdog(seconds=600, exit_status=76)
+early = optax_ext.contrib.Watchdog(seconds=60, first_seconds=60)
+late = optax_ext.contrib.Watchdog(seconds=600, exit_status=76)
 with early("an early block"):
     pass
 with late("a late block", seconds=120):
@@ -55,7 +55,7 @@ with late("a late block", seconds=120):
 # Two processes, of which this is one: what jax says where they are connected.
 SEVERAL = """
 jax.process_count, jax.process_index = lambda: 2, lambda: 1
-watchdog = optax_ext.Watchdog(seconds=60)
+watchdog = optax_ext.contrib.Watchdog(seconds=60)
 try:
     with watchdog("step 7"):
         raise {error}
@@ -111,7 +111,7 @@ def test_an_error_of_one_among_several_processes_ends_it_at_once(error, status):
 
 
 def test_a_single_process_gets_its_exception():
-    watchdog = optax_ext.Watchdog(seconds=60)
+    watchdog = optax_ext.contrib.Watchdog(seconds=60)
     with pytest.raises(KeyError, match="mine"), watchdog("step 0"):
         raise KeyError("mine")
     # Disarmed, so another block is possible.
@@ -121,7 +121,7 @@ def test_a_single_process_gets_its_exception():
 
 
 def test_a_block_inside_a_block_is_refused_and_the_outer_one_stays():
-    watchdog = optax_ext.Watchdog(seconds=60)
+    watchdog = optax_ext.contrib.Watchdog(seconds=60)
     with watchdog("outer"):
         with pytest.raises(RuntimeError, match="'inner' is inside 'outer'"), watchdog("inner"):
             pass
@@ -132,7 +132,7 @@ def test_a_block_inside_a_block_is_refused_and_the_outer_one_stays():
 
 def test_close_ends_the_thread():
     before = threading.active_count()
-    watchdog = optax_ext.Watchdog(seconds=60)
+    watchdog = optax_ext.contrib.Watchdog(seconds=60)
     with watchdog("step 0"):
         assert threading.active_count() == before + 1
     watchdog.close()
@@ -151,10 +151,10 @@ def test_close_ends_the_thread():
 )
 def test_what_can_be_no_deadline_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        optax_ext.Watchdog(**arguments)
+        optax_ext.contrib.Watchdog(**arguments)
 
 
 def test_the_deadline_of_a_block_is_checked_too():
-    watchdog = optax_ext.Watchdog(seconds=1)
+    watchdog = optax_ext.contrib.Watchdog(seconds=1)
     with pytest.raises(ValueError, match="seconds must be a positive"), watchdog("x", seconds=-1):
         pass

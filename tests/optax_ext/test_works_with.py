@@ -212,7 +212,9 @@ def placed(params, sharded_mesh):
 # The rows that are tested in other loops too are the most different ones.
 @rows(
     [row for row in combinations.ROWS if row.sharded],
-    quick=[row.name for row in combinations.ROWS if row.also and row.name != "`optax_ext.lamb`"],
+    quick=[
+        row.name for row in combinations.ROWS if row.also and row.name != "`optax_ext.contrib.lamb`"
+    ],
 )
 def test_with_sharded_parameters_at_density_one_it_is_the_dense_one(row):
     apart, together = mesh((4, 2), ("data", "model")), mesh(4)
