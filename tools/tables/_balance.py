@@ -1,12 +1,10 @@
 """Which worker owns which index, and how even that is: `benchmarks.training`."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from ._data import blank_repeats, percent, read
-from ._pages import Rows
+from ._files import Rows
 
-REGIONS = ("hashed", "balanced")
 INPUTS = {
     "iid": "iid",
     "same region": "all workers in the same region",
@@ -23,33 +21,45 @@ FOUR = {
 }
 # What a table has of each way to cut the regions.
 ALL = ("missing", "mass", "overflow", "wait", "words")
+FEW = ("missing", "overflow", "words")
 
 
-def regions(
-    file: str,
-    *,
-    workers: bool = True,
-    names: dict[str, str] | None = None,
-    hashed: Sequence[str] = ALL,
-    balanced: Sequence[str] = ALL,
-) -> Rows:
-    """`benchmarks.training.regions`: hashed regions beside balanced ones."""
+def _pairs(file: str) -> dict[tuple[str, int], dict[str, Any]]:
+    """Rows of `benchmarks.training.regions`: of each input and P those of both ways."""
     found: dict[tuple[str, int], dict[str, Any]] = {}
     for row in read(file)["rows"]:
         found.setdefault((row["case"], row["workers"]), {})[row["regions"]] = row
-    rows = []
-    # The file has the inputs in their order, and workers as they were asked for.
-    cases = list(dict.fromkeys(case for case, _ in found))
-    for case, p in sorted(found, key=lambda key: (cases.index(key[0]), key[1])):
-        of = found[case, p]
-        if names is not None and case not in names:
-            continue
-        cells = [_cell(of["hashed"], column) for column in hashed]
-        cells += [_cell(of["balanced"], column) for column in balanced]
-        rows.append(
-            [case if names is None else names[case], *([str(p)] if workers else []), *cells]
-        )
+    return found
+
+
+def _cells(of: dict[str, Any], hashed: tuple[str, ...], balanced: tuple[str, ...]) -> list[str]:
+    cells = [_cell(of["hashed"], column) for column in hashed]
+    return cells + [_cell(of["balanced"], column) for column in balanced]
+
+
+def regions() -> Rows:
+    """Hashed regions beside balanced ones."""
+    found, rows = _pairs("regions.json"), []
+    for case, shown in INPUTS.items():
+        for p in sorted(p for name, p in found if name == case):
+            rows.append([shown, str(p), *_cells(found[case, p], ALL, ALL)])
     return blank_repeats(rows)
+
+
+def regions_recorded() -> Rows:
+    """Those of recorded trainings."""
+    found = _pairs("regions_recorded.json")
+    return [
+        [case, *_cells(of, FEW, ("missing", "mass", "overflow", "words"))]
+        for (case, _), of in found.items()
+    ]
+
+
+def regions_large() -> Rows:
+    """Those of many workers."""
+    found = {case: of for (case, _), of in _pairs("regions_large.json").items()}
+    hashed = ("missing", "overflow", "wait", "words")
+    return [[shown, *_cells(found[case], hashed, ALL)] for case, shown in FOUR.items()]
 
 
 def _cell(row: dict[str, Any], column: str) -> str:
