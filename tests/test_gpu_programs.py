@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +11,13 @@ import jax
 import pytest
 
 from benchmarks.gpu import _contestants, _described, overlap, programs
-from benchmarks.gpu._hlo import longest, parse, size_of
+from benchmarks.gpu._hlo import parse, size_of
 from benchmarks.gpu._paths import Cost, Paths
 from sparse_collectives.planner import _gpu
+from tests.programs import refused
 
 ROOT = Path(__file__).parents[1]
 RECORDED = ROOT / "benchmarks" / "gpu" / "programs.json"
-GUIDE = ROOT / "docs" / "gpu.md"
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 # A body of two kernels over 4 float32: each reads 16 bytes and writes 16.
@@ -233,11 +232,6 @@ def test_bytes_of_shapes(shape, size):
     assert size_of(shape) == size
 
 
-def test_the_longest_dimension():
-    assert longest("(u32[8,3000]{1,0}, s32[7]{0})") == 3000
-    assert longest("s32[]") == 1
-
-
 def test_a_line_is_taken_apart():
     program = parse(LOOPS)
     assert program.entry == "main"
@@ -264,20 +258,18 @@ def test_operands_may_have_shapes_and_no_percent_signs():
     assert paths(text).lightest() == Cost(launches=1, touched=24, moved=16)
 
 
-def test_text_without_an_entry_is_an_error():
-    with pytest.raises(ValueError, match="ENTRY"):
-        parse("HloModule empty\n")
-
-
-def test_a_loop_of_known_length_is_multiplied_out():
-    found = paths(LOOPS.replace("TRIPS", KNOWN))
-    assert found.lightest() == found.heaviest() == Cost(10, 320, 320)
-
-
-def test_a_loop_of_unknown_length_takes_no_turn_or_one():
-    found = paths(LOOPS.replace("TRIPS", ""))
-    assert found.lightest() == Cost(waits=1)
-    assert found.heaviest() == Cost(launches=2, touched=64, moved=64, waits=1)
+@pytest.mark.parametrize(
+    ("length", "lightest", "heaviest"),
+    [
+        (KNOWN, Cost(10, 320, 320), Cost(10, 320, 320)),
+        # No turn, or one.
+        ("", Cost(waits=1), Cost(launches=2, touched=64, moved=64, waits=1)),
+    ],
+    ids=["known", "unknown"],
+)
+def test_a_loop_of_known_length_is_multiplied_out(length, lightest, heaviest):
+    found = paths(LOOPS.replace("TRIPS", length))
+    assert (found.lightest(), found.heaviest()) == (lightest, heaviest)
 
 
 def test_what_a_known_loop_waits_for_it_waits_for_at_each_turn():
@@ -369,11 +361,6 @@ def test_growth_of_more_than_a_tenth_is_named():
     ]
 
 
-@pytest.mark.parametrize("size", [1, 1000, 4096, 12_345, 2**22, 14_700_000])
-def test_the_layers_hold_all_entries(size):
-    assert _contestants.layout(size).size == size
-
-
 def test_every_program_is_in_the_recorded_file():
     recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
     names = [row["program"] for row in recorded["programs"]]
@@ -381,32 +368,9 @@ def test_every_program_is_in_the_recorded_file():
     assert names == [*of_selectors, *_contestants.steps()]
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["--size", "0"],
-        ["--density", "2"],
-        ["--devices", "0.5"],
-        ["--write", "no-such-folder/programs.json"],
-        ["--check", "no-such-file"],
-        ["--check", str(RECORDED), "--size", "1000"],
-    ],
-)
-def test_wrong_options_are_one_line(argv, capsys):
-    try:
-        status = programs.main(argv)
-    except SystemExit as exit_:
-        status = exit_.code
-    assert status == 2
-    assert len(capsys.readouterr().err.strip().splitlines()) == 1
-
-
 def test_without_the_compiler_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(_described.importlib.util, "find_spec", lambda name: None)
-    assert programs.main([]) == 2
-    message = capsys.readouterr().err.strip()
-    assert "pip install 'jax[cuda12]" in message
-    assert "\n" not in message
+    assert "pip install 'jax[cuda12]" in refused(programs.main, [], capsys)
 
 
 @pytest.mark.slow
@@ -438,40 +402,6 @@ def test_the_planner_has_the_recorded_launches_and_bytes():
         assert program.launches == row["launches"][0], name
         per_entry = row["moved_bytes"][0] / recorded["size"]
         assert program.bytes == pytest.approx(per_entry, abs=0.051), name
-
-
-def table_of(text, head):
-    """The cells below a table's first cell, by the first cell of each row."""
-    lines = iter(text.splitlines())
-    next(line for line in lines if line.startswith(f"| {head} |"))
-    next(lines)
-    rows = {}
-    for line in lines:
-        if not line.startswith("|"):
-            return rows
-        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        rows[name] = cells
-    return rows
-
-
-def test_the_table_of_programs_is_that_of_the_recorded_file():
-    recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
-    rows = {row["program"]: programs.cells(row)[1:] for row in recorded["programs"]}
-    written = table_of(GUIDE.read_text(encoding="utf-8"), "program")
-    assert len(written) > 15
-    for name, cells in written.items():
-        *counts, collectives, _ = rows[name.split("`")[1]]
-        start, _, of_all = collectives.partition(" of ")
-        assert cells == [*counts, start if start == of_all else collectives], name
-
-
-def test_the_table_of_overlaps_is_that_of_the_recorded_file():
-    recorded = json.loads(RECORDED.with_name("overlap.json").read_text(encoding="utf-8"))
-    written = table_of(GUIDE.read_text(encoding="utf-8"), "reduction")
-    assert len(written) == len(recorded["programs"])
-    for row, (name, (cell,)) in zip(recorded["programs"], written.items(), strict=True):
-        assert row["reduction"] in name.replace("`", "")
-        assert [int(x) for x in re.findall(r"\d+", cell)] == [x["products"] for x in row["beside"]]
 
 
 def test_products_between_the_start_and_the_end_of_a_collective():

@@ -1,20 +1,14 @@
-"""benchmarks.network: cases by hand, errors, runs over real links."""
+"""benchmarks.network: problems, reports and predictions by hand."""
 
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
 
 import pytest
 
 from benchmarks._common import namespaces as hosts
 from benchmarks._common.options import InputError
-from benchmarks._common.processes import ROOT, environment
-from benchmarks.network import _prediction, _problem, _report, _session, run, scaling
+from benchmarks.network import _prediction, _problem, _report, _session, scaling
 from benchmarks.network._workers import WorkerError
-from tests.leftovers import left_by
 
 
 def point(**changes):
@@ -166,79 +160,3 @@ def test_scaling_predicts_all_and_its_words_are_those_of_the_programs(tmp_path):
     assert figure.stat().st_size > 10_000
     for row in numbers["program_words"]:
         assert 0.999 * row["best"] <= row["model"] <= 1.001 * row["worst"]
-
-
-def test_without_root_it_says_so_in_one_line(capsys, monkeypatch):
-    monkeypatch.setattr(hosts.shutil, "which", lambda tool: tool)
-    monkeypatch.setattr(hosts.os, "geteuid", lambda: 1000)
-    # The handlers of the test's own process are left as they are.
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    with pytest.raises(SystemExit) as end:
-        run.main(["--quick"])
-    assert end.value.code == 2
-    message = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "need root" in message
-
-
-def started(*argv):
-    # Unoptimised machine code compiles fastest, and nothing here is a time.
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
-    command = [sys.executable, "-m", "benchmarks.network.run", "--workers", "2", *argv]
-    variables = environment() | {"XLA_FLAGS": flags}
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=variables, cwd=ROOT)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("usable")
-def test_a_run_over_real_links_measures_the_bytes_that_the_library_predicts(tmp_path):
-    file, figure = tmp_path / "network.json", tmp_path / "network.png"
-    # So large that what Gloo adds to each message is little beside it.
-    argv = ["--quick", "--params", "400000", "--density", "0.05", "--link", "100mbit"]
-    argv += ["--methods", "ok_topk", "topk_a", "--json", str(file), "--plot", str(figure)]
-    running = started(*argv)
-    _, errors = running.communicate()
-    assert running.returncode == 0, errors
-    assert left_by(running.pid) == set()
-    numbers = json.loads(file.read_text())
-    assert figure.stat().st_size > 10_000
-    points = {(row["link"], row["method"]): row for row in numbers["points"]}
-    methods = ("dense", "ok_topk", "topk_a")
-    assert set(points) == {(link, name) for link in ("100mbit", "none") for name in methods}
-    for row in points.values():
-        received = sum(row["received"]) / len(row["received"])
-        assert received == pytest.approx(_report.predicted_bytes(row), rel=0.1), row["method"]
-        assert _report.breakdown(row, numbers) is not None
-    # 1.6 MB at 12.5 MB/s: the limit is there. (A bucket that is full lets a little pass at once.)
-    assert min(points["100mbit", "dense"]["seconds"]) > 0.9 * 1.6e6 / 12.5e6
-    assert {row["method"] for row in _prediction.validate(file)} == set(methods)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("usable")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_leaves_nothing(number):
-    running = started("--quick", "--methods", "dense", "--no-breakdown")
-    assert "compiling" in running.stderr.readline()
-    assert left_by(running.pid)
-    running.send_signal(number)
-    _, errors = running.communicate()
-    assert running.returncode == 130
-    assert errors.strip().endswith("interrupted")
-    assert left_by(running.pid) == set()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("usable")
-def test_clean_removes_what_a_killed_run_left_and_nothing_of_a_live_one(capsys):
-    running = started("--quick", "--methods", "dense", "--no-breakdown")
-    assert "compiling" in running.stderr.readline()
-    running.kill()
-    running.communicate()
-    assert left_by(running.pid)
-    with hosts.network(1):
-        alive = left_by(os.getpid())
-        assert run.main(["--clean"]) == 0
-        assert left_by(os.getpid()) == alive
-        assert alive
-    assert left_by(running.pid) == set()
-    assert str(running.pid) in capsys.readouterr().out

@@ -2,7 +2,18 @@
 
 from functools import partial
 
-from . import _balance, _costs, _fill_in, _learning, _links, _predicted, _timed, _trainings, _words
+from . import (
+    _balance,
+    _costs,
+    _fill_in,
+    _gpu,
+    _learning,
+    _links,
+    _predicted,
+    _timed,
+    _trainings,
+    _words,
+)
 
 MADE = {
     "first_steps": _costs.first_steps,
@@ -31,6 +42,8 @@ MADE = {
     "data_cache": _timed.cache,
     "selector_times": _timed.selectors,
     "wishes": _timed.wishes,
+    "gpu_programs": _gpu.programs,
+    "gpu_overlaps": _gpu.overlaps,
     "memory": _costs.memory,
     "loss_after_steps": _learning.steps,
     "loss_above_dense": _learning.above,
