@@ -10,6 +10,7 @@ import train_digits
 import train_nnx
 import train_sharded
 import train_text
+from benchmarks.evidence import __main__ as evidence
 from benchmarks.gpu import programs, timings
 from benchmarks.learning import step_times, steps, time
 from benchmarks.local import (
@@ -110,6 +111,7 @@ BENCHMARKS = [
     (timings, "--workers 1 --allow-cpu", ""),
     (timings, "--json no-such-folder/timings.json --allow-cpu", ""),
     (timings, "--only no-such-contestant --size 4096 --allow-cpu", ""),
+    (evidence, "--only nothing", "--only 'nothing' is the beginning of no claim"),
     (linear_over_links, "--method scd --exchange topk_a", "--method scd: dense_allgather, dense"),
 ]
 LEARNING = [

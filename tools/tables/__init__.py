@@ -6,6 +6,5 @@
 A table is docs/tables/NAME.md, which pages include; README can't include, and has its tables behind
 comments with their names. A run of a benchmark with ``--json docs/data/NAME.json`` and then the
 first of these bring one up to date. For a new table write its first two lines there, and a line in
-``_registry.py``. Tables of older runs, of which only what was printed is kept, are in
-docs/tables/printed, each with where it is from.
+``_registry.py``.
 """

@@ -19,6 +19,15 @@ def read(name: str | Path) -> Any:
     return json.loads((DATA / name).read_text(encoding="utf-8"))
 
 
+def printed(file: str, which: int) -> Rows:
+    """A table of a run of which only what was printed is kept, transcribed by hand.
+
+    They are older than the benchmarks' option ``--json``, or of programs that were not kept. A file
+    in docs/data/printed says where its tables are from.
+    """
+    return read(f"printed/{file}.json")["tables"][which]["rows"]
+
+
 def filled(lines: str, **values: Any) -> Rows:
     """Rows as they are written, with values at their names."""
     rows = lines.strip().splitlines()

@@ -5,7 +5,6 @@ from typing import Any
 
 from benchmarks.gpu.programs import cells
 
-from ._data import code
 from ._files import ROOT, Rows
 
 SELECTORS = ("topk", "threshold_reuse", "dgc", "mstopk", "bucketed", "adtopk")
@@ -30,6 +29,6 @@ def programs() -> Rows:
 def overlaps() -> Rows:
     """Products beside each collective."""
     return [
-        [code(row["reduction"]), ", ".join(str(each["products"]) for each in row["beside"])]
+        [f"`{row['reduction']}`", ", ".join(str(each["products"]) for each in row["beside"])]
         for row in _recorded("overlap.json")
     ]
