@@ -150,20 +150,3 @@ def test_a_folder_of_images_and_a_full_disk_level_is_one_line(tmp_path, capsys):
     assert found == [("0.0%", "100.0%"), ("100.0%", "0.0%")]
     assert err.count("\n") == 1
     assert "its limit of 1,000 bytes is reached); keeping what it holds" in err
-
-
-WRONG = ["--bandwidth 0", "--latency -1", "--memory-limit nan", "--workers 3", "--batch 4096"]
-WRONG += ["--data no-such-folder", "--holds images", f"--cache {__file__}"]
-
-
-@pytest.mark.parametrize("options", WRONG)
-def test_wrong_options_are_one_line(options, capsys):
-    try:
-        status = train_cached.main(options.split())
-    except SystemExit as exit_:
-        status = exit_.code
-    assert status == 2
-    message = capsys.readouterr().err.strip()
-    assert message.startswith("train_cached.py: ") or "error" not in message
-    assert message
-    assert "\n" not in message
