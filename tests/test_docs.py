@@ -20,6 +20,8 @@ import pytest
 from jax.sharding import AxisType
 
 import optax_ext
+from optax_ext._optimizers._parts import default_gain
+from sparse_collectives import cost_model
 from sparse_collectives.__main__ import main as plan
 from sparse_collectives.planner import _steps
 from tools.tables import _files, _learning
@@ -199,6 +201,34 @@ def test_what_sparse_adamw_takes_of_adamw():
         assert name in theirs
         with pytest.raises((TypeError, ValueError)):
             optax_ext.sparse_adamw(1e-3, axis="data", **{name: 0.5})
+
+
+def test_the_gain_is_the_root_of_half_the_workers_within_1_and_2():
+    assert [default_gain(p) for p in (1, 2, 8, 64)] == [1, 1, 2, 2]
+    assert default_gain(4) == pytest.approx(2**0.5)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "size", "selected", "workers", "bound", "expected"),
+    [
+        # Fixed costs at tiny k, of README and docs/sharp-bits.md.
+        ("ok_topk", 10**6, 8, 8, "lower", "189"),
+        ("ok_topk", 10**6, 100, 8, "lower", "812"),
+        ("ok_topk", 10**6, 1000, 8, "lower", "4921"),
+        # The exchange of `sparse_adamw`, of docs/training.md: 4 and 4.8 k (P-1)/P at 1 % of n.
+        ("agreed(few)", 14_700_000, 735_000, 8, "expected", "4 k"),
+        ("agreed(few)", 14_700_000, 735_000, 34, "expected", "4.8 k"),
+        ("agreed(few)", 31_745, 1_587, 34, "expected", "5.0 k"),
+    ],
+)
+def test_words_that_pages_name(algorithm, size, selected, workers, bound, expected):
+    load = cost_model.Workload(size, selected, workers)
+    words = getattr(cost_model.predict(algorithm, load), bound).words
+    number, _, unit = expected.partition(" ")
+    if unit:
+        words /= 0.01 * size * (workers - 1) / workers
+    digits = len(number.partition(".")[2])
+    assert f"{words:.{digits}f}" == number
 
 
 # Numbers.

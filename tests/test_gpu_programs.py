@@ -296,6 +296,11 @@ def test_of_a_conditional_the_branch_with_fewest_launches(kind):
     assert found.collectives() == 1
 
 
+def test_text_without_an_entry_is_an_error():
+    with pytest.raises(ValueError, match="ENTRY"):
+        parse("HloModule empty\n")
+
+
 def test_collectives_are_counted_where_they_start():
     found = paths(COLLECTIVES)
     lightest = found.lightest()
@@ -359,6 +364,11 @@ def test_growth_of_more_than_a_tenth_is_named():
         "c: 12 bytes moved, 10 before",
         "d is not in the file",
     ]
+
+
+@pytest.mark.parametrize("size", [1, 4096, 14_700_000])
+def test_the_layers_hold_all_entries(size):
+    assert _contestants.layout(size).size == size
 
 
 def test_every_program_is_in_the_recorded_file():

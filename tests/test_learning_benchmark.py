@@ -12,6 +12,7 @@ import sparse_collectives as sc
 from benchmarks.learning import _clock, _over_links, _tasks, step_times, steps, time
 from benchmarks.learning._contestants import DENSE, contestants
 from benchmarks.learning._neighbours import neighbour
+from benchmarks.training._recorded_training import schedule
 from benchmarks.training._simulated_training import Curve
 from benchmarks.training._small_tasks import word_task
 from tests.programs import refused
@@ -203,6 +204,13 @@ def test_contestants_train_on_all_tasks():
 
 
 # The clock of seconds.
+
+
+def test_the_rate_is_that_of_the_other_benchmarks():
+    of_steps = schedule(0.3, 1000)
+    for step in (0, 1, 25, 49, 50, 51, 400, 999, 1000):
+        np.testing.assert_allclose(_clock.rate_at(0.3, step / 1000), of_steps(step), rtol=1e-4)
+    assert _clock.rate_at(0.3, 1.1) == _clock.rate_at(0.3, 1.0)
 
 
 @pytest.mark.parametrize("guess", [0.001, 0.07, 50.0])

@@ -113,6 +113,11 @@ def test_predictions_of_unions_that_follow_the_model():
         assert predicted == pytest.approx(growth[-1])
 
 
+def test_parts_of_a_run():
+    parts = _unions.parts(np.arange(20.0))
+    assert parts == {"mean": 9.5, "first_tenth": 0.5, "last_quarter": 17}
+
+
 def test_received_leaves_out_what_a_worker_keeps():
     # Owners have 0 to 3, 4 to 5, and 6 to 9; 10 is padding.
     boundaries = np.array([0, 4, 6, 10])

@@ -79,46 +79,39 @@ def _share(value: float, digits: int = 1) -> str:
     return percent(value, digits if value < 0.05 else 1)
 
 
-def _named(run: dict[str, Any]) -> str:
-    """A recorded run; the scaled layer is named by the benchmark."""
-    layer, *factor = run["case"].split(" x ")
-    return f"{run['run']}, `{layer}` x {factor[0]}" if factor else run["run"]
+def _recorded() -> list[tuple[str, dict[str, Any]]]:
+    """Recorded runs by their names; a scaled layer is named by the benchmark."""
+    found = []
+    for run in read("load_balance.json")["runs"]:
+        layer, *factor = run["case"].split(" x ")
+        found.append((f"{run['run']}, `{layer}` x {factor[0]}" if factor else run["run"], run))
+    return found
 
 
 def concentrations() -> Rows:
     """Where selected entries are from."""
     rows = []
-    for run in read("load_balance.json")["runs"]:
+    for name, run in _recorded():
         layers = sorted(run["layers"].items(), key=lambda item: -item[1]["selected"])
-        shown = layers[:1] if layers[0][1]["selected"] > 0.6 else layers[:2]
-        parts = [
-            f"{share['selected']:.0%} `{name}` ({_percent_of_n(share['parameters'])} of n)"
-            for name, share in shown
-        ]
+        parts = []
+        for layer, share in layers[: 1 if layers[0][1]["selected"] > 0.6 else 2]:
+            of_all = percent(share["parameters"], 0 if share["parameters"] >= 0.1 else 1)
+            parts.append(f"{percent(share['selected'])} `{layer}` ({of_all} of n)")
         before, after = (run[f"validation_{when}"]["loss"] for when in ("before", "after"))
-        text = ", ".join(parts).replace("%", " %")
-        rows.append([_named(run), text, f"{before:.2f} to {after:.2f}"])
+        rows.append([name, ", ".join(parts), f"{before:.2f} to {after:.2f}"])
     return rows
-
-
-def _percent_of_n(share: float) -> str:
-    return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
 
 
 def split() -> Rows:
     """Entries that an owner receives, for equal and for balanced regions."""
     rows = []
-    for run in read("load_balance.json")["runs"]:
+    for name, run in _recorded():
         at = {(row["workers"], row["regions"]): row for row in run["rows"]}
         for p in dict.fromkeys(row["workers"] for row in run["rows"]):
-            cells = [_named(run), str(p)]
-            for kind in ("equal", "balanced"):
-                row = at[p, kind]
-                uneven = (
-                    f"{row['received']:.2f}" if row["received"] < 10 else f"{row['received']:.1f}"
-                )
-                fullest = row["received_of_k"]
-                cells += [uneven, f"{fullest:.2f}" if fullest < 10 else f"{fullest:.1f}"]
+            cells = [name, str(p)]
+            for row in (at[p, "equal"], at[p, "balanced"]):
+                received = (row["received"], row["received_of_k"])
+                cells += [f"{x:.2f}" if x < 10 else f"{x:.1f}" for x in received]
                 cells.append(_share(row["overflow"]))
             rows.append(cells)
     return blank_repeats(rows)
@@ -127,17 +120,13 @@ def split() -> Rows:
 def allgather() -> Rows:
     """Entries of each worker before and after the balancing."""
     rows = []
-    for run in read("load_balance.json")["runs"]:
-        for kind in ("equal", "balanced"):
-            for row in run["rows"]:
-                if row["regions"] != kind:
-                    continue
-                cells = [_named(run), kind, str(row["workers"]), f"{row['before']:.2f}"]
-                cells.append(percent(row["over_trigger"]))
-                for mode in ("never", "auto", "always"):
-                    of = row["balance"][mode]
-                    share = of["delivered"]
-                    cells += [f"{of['after']:.2f}", percent(share, 0 if share > 0.9995 else 1)]
-                    cells.append(f"{of['words_of_bound']:.2f}")
-                rows.append(cells)
+    for name, run in _recorded():
+        for row in sorted(run["rows"], key=lambda row: row["regions"] != "equal"):
+            cells = [name, row["regions"], str(row["workers"]), f"{row['before']:.2f}"]
+            cells.append(percent(row["over_trigger"]))
+            for mode in ("never", "auto", "always"):
+                of = row["balance"][mode]
+                delivered = percent(of["delivered"], 0 if of["delivered"] > 0.9995 else 1)
+                cells += [f"{of['after']:.2f}", delivered, f"{of['words_of_bound']:.2f}"]
+            rows.append(cells)
     return blank_repeats(rows, 2)

@@ -17,8 +17,9 @@ SHOWN = {
     "sparse_adamw": "`sparse_adamw`, AdamW's arithmetic included",
     "powersgd1": "`powersgd(1)`",
     "powersgd1/adamw": "`powersgd(1)` before AdamW",
+    "topk_a": "`topk_a`",
+    "acp_sgd1": "`acp_sgd(1)`",
 }
-MORE = {"topk_a": "`topk_a`", "acp_sgd1": "`acp_sgd(1)`"}
 
 
 def ratios(point: dict[str, Any]) -> list[float]:
@@ -58,12 +59,12 @@ def speedups(workers: int, params: int, link: str) -> dict[str, list[float]]:
     return found
 
 
-def of_all_runs(names: dict[str, str] = SHOWN) -> Rows:
+def of_all_runs() -> Rows:
     """The least and the most of the medians of all runs."""
     columns = [speedups(*point) for point in POINTS]
     return [
         [shown, *(interval(column[name], 1) if name in column else "" for column in columns)]
-        for name, shown in names.items()
+        for name, shown in SHOWN.items()
     ]
 
 
