@@ -66,23 +66,6 @@ def untrained(monkeypatch):
     monkeypatch.setattr(train_digits, "train", lambda *_: next(runs))
 
 
-@pytest.mark.parametrize("held_out", [True, False])
-def test_the_figure_says_what_was_compared(tmp_path, drawn, held_out):
-    runs = {name: made_up(name, held_out) for name in RUNS}
-    _report.draw(runs, tmp_path / "out.png", title="85 parameters")
-    (figure,) = drawn
-    texts = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert texts == [
-        "dense: density 100 %, 2,000 words a step, test accuracy 90.0 %",
-        "sparse_adamw: density 5 %, 100 words a step, test accuracy 80.0 %",
-    ]
-    assert figure.get_suptitle() == "85 parameters"
-    left, right = figure.axes
-    assert left.get_xlabel() == "step"
-    assert "4 bytes" in right.get_xlabel()
-    assert ("held-out (thick)" in left.get_ylabel()) == held_out
-
-
 def test_nothing_in_the_figure_overlaps(tmp_path, drawn):
     _report.draw(RUNS, tmp_path / "out.png", title="85 parameters")
     (figure,) = drawn

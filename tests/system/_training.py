@@ -4,7 +4,7 @@ import os
 import re
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks._common.processes import Process
 from tests import groups
@@ -15,18 +15,6 @@ FAULT_STEP = 8
 HEARTBEAT, DEADLINE, FIRST_DEADLINE = 20, 30, 500
 # For a start, and for steps that nothing disturbs, on a machine that does other things too.
 PATIENCE = 600
-
-
-class Resumed(NamedTuple):
-    """What came of a run from a checkpoint.
-
-    Attributes:
-      ok: whether all is as it must be.
-      check: what was checked, in words.
-    """
-
-    ok: bool
-    check: str
 
 
 def workers(folder: Path, processes: int = WORKERS, **options: Any) -> Any:
@@ -133,7 +121,7 @@ def explained(process: Process) -> bool:
     return process.status not in (None, 0) and not report(process).endswith("silent")
 
 
-def resumed(folder: Path, step: int, expected: list[dict[int, str]]) -> Resumed:
+def resumed(folder: Path, step: int, expected: list[dict[int, str]]) -> tuple[bool, str]:
     """A run from a checkpoint with as many workers: every step must have the same bits."""
     with workers(folder, resume=step) as group:
         finished(group)
@@ -144,10 +132,10 @@ def resumed(folder: Path, step: int, expected: list[dict[int, str]]) -> Resumed:
         before in (was.get(step), None if step else before) and all(now[s] == was[s] for s in steps)
         for before, now, was in zip(first, found, expected)
     )
-    return Resumed(ok, f"{WORKERS} workers: {'same bits' if ok else 'OTHER BITS'}")
+    return ok, f"{WORKERS} workers: {'same bits' if ok else 'OTHER BITS'}"
 
 
-def resumed_by_fewer(folder: Path, step: int) -> Resumed:
+def resumed_by_fewer(folder: Path, step: int) -> tuple[bool, str]:
     """A run from a checkpoint with one worker less: the residuals' sum must be kept."""
     with workers(folder, processes=WORKERS - 1, resume=step) as group:
         finished(group)
@@ -156,4 +144,4 @@ def resumed_by_fewer(folder: Path, step: int) -> Resumed:
     # Two float32 hold 48 bits of a sum.
     ok = all(m["difference"] <= 2**-40 * m["largest"] and m["largest"] > 0 for m in moved)
     ok = ok and len(losses) == (WORKERS - 1) * (STEPS - step) and all(x < 10 for x in losses)
-    return Resumed(ok, f"{WORKERS - 1} workers: {'sum kept' if ok else 'SUM LOST'}")
+    return ok, f"{WORKERS - 1} workers: {'sum kept' if ok else 'SUM LOST'}"
