@@ -28,12 +28,6 @@ def printed(file: str, which: int) -> Rows:
     return read(f"printed/{file}.json")["tables"][which]["rows"]
 
 
-def filled(lines: str, **values: Any) -> Rows:
-    """Rows as they are written, with values at their names."""
-    rows = lines.strip().splitlines()
-    return [[cell.strip() for cell in row.format(**values).split("|")] for row in rows]
-
-
 def interval(values: Sequence[float], digits: int) -> str:
     """The least and the most of some numbers; one number if they are alike."""
     low, high = (f"{x:.{digits}f}" for x in (min(values), max(values)))

@@ -3,8 +3,7 @@
 import statistics
 from typing import Any
 
-from . import _links, _trainings
-from ._data import filled, median, middle, read
+from ._data import median, middle, read
 from ._files import Rows
 
 EXCHANGES = {
@@ -110,28 +109,3 @@ def selectors() -> Rows:
         for name, ratio in times.items()
         if name.startswith("select.")
     ]
-
-
-def wishes() -> Rows:
-    """Which selector and which encoding."""
-    overlaps = next(row for row in _trainings.quality() if row[0] == "`layerwise(topk)`")
-    low, high = sorted(overlaps[column].removesuffix(" %") for column in (3, 6))
-    times = {row[0]: row[2].split()[0] for row in _links.parts()}
-    rows = """
-nothing special | `select.topk`, exact | {topk} of the time of `lax.top_k` (n = 2^24, two cores)
-less computing | `select.threshold_reuse` | k within a few percent
-each layer its share | `select.layerwise(...)` | \
-{low} to {high} % of the entries of the exact choice
-fewer bytes on 100 Mbit/s | `wire.narrow16()` | 18.4 times dense, where exact pairs gave 17.7 \
-(an older run)
-fewer bytes on 1 Gbit/s | exact pairs | `narrow16` gave {narrow}, exact pairs {exact} \
-(a newer run): the cores decide
-"""
-    return filled(
-        rows,
-        topk=dict(selectors())["`topk`"],
-        low=low,
-        high=high,
-        narrow=times["`ok_topk/reuse/narrow16`"],
-        exact=times["`ok_topk/reuse`"],
-    )

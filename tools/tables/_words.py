@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ._data import EVIDENCE, blank_repeats, code, filled, interval, read
+from ._data import EVIDENCE, blank_repeats, code, read
 from ._files import Rows
 
 ALGORITHMS = {
@@ -24,14 +24,10 @@ ALGORITHMS = {
 SHORT = ("dense", "topk_a", "ok_topk", "agreed", "agreed, few bits")
 
 
-def _of_algorithms() -> dict[tuple[str, int], dict[str, Any]]:
-    found = read("traffic.json")["algorithms"]
-    return {(row["algorithm"], row["workers"]): row for row in found}
-
-
 def multiples(names: Iterable[str], workers: Sequence[int]) -> Rows:
     """Words as multiples of k; the best and the worst step where they differ."""
-    at = _of_algorithms()
+    found = read("traffic.json")["algorithms"]
+    at = {(row["algorithm"], row["workers"]): row for row in found}
 
     def cell(name: str, p: int) -> str:
         if (name, p) not in at:
@@ -43,36 +39,6 @@ def multiples(names: Iterable[str], workers: Sequence[int]) -> Rows:
         return best if best == worst else f"{best}, {worst}"
 
     return [[ALGORITHMS[name] or code(name), *(cell(name, p) for p in workers)] for name in names]
-
-
-def exchanges() -> Rows:
-    """Which exchange, by the workers, and its words."""
-    at = _of_algorithms()
-
-    def words(names: str, workers: Sequence[int], case: str, digits: int = 1) -> str:
-        rows = [at[name, p] for name in names.split() for p in workers]
-        return interval([row[case] / row["k"] for row in rows], digits)
-
-    rows = """
-2 | `topk_a` | {gathered_by_two} | `ok_topk` {by_two} in its best step, more messages
-3 to some hundred, slow links | `ok_topk` | {best} (worst step {worst}) | `topk_a` {gathered}
-the same, each message slow to start | `spardl`, `gtopk` | {levels} | nearly the largest sums: \
-94 and 95 % of the magnitude with 8 workers
-nodes with fast links inside | `hierarchical` around one of them | between nodes only | \
-`torus_2d`, if dense
-any number, whole sums wanted | `agreed` | {agreed} | \
-takes entries in turn: up to P steps of waiting
-"""
-    return filled(
-        rows,
-        gathered_by_two=words("topk_a", [2], "worst"),
-        by_two=words("ok_topk", [2], "best"),
-        best=words("ok_topk", [3, 384], "best"),
-        worst=words("ok_topk", [3, 384], "worst"),
-        gathered=words("topk_a", [3, 384], "worst", 0),
-        levels=words("spardl gtopk", [6, 384], "worst"),
-        agreed=words("agreed", [2, 384], "worst"),
-    )
 
 
 def shares_of_the_bound() -> Rows:
