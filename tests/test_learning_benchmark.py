@@ -11,7 +11,6 @@ import pytest
 import sparse_collectives as sc
 from benchmarks.learning import _clock, _over_links, _tasks, step_times, steps, time
 from benchmarks.learning._contestants import DENSE, contestants
-from benchmarks.learning._neighbours import neighbour
 from benchmarks.training._recorded_training import schedule
 from benchmarks.training._simulated_training import Curve
 from benchmarks.training._small_tasks import word_task
@@ -144,14 +143,6 @@ def test_neighbours_are_contestants_with_a_name_of_their_own(tmp_path, text, of_
     capsys.readouterr()
     assert steps.main([*arguments, "--show"]) == 0
     assert f"{name}    2  0.05      2" in capsys.readouterr().out
-
-
-def test_a_neighbour_has_the_options_that_it_is_named_for():
-    given = [("step_ahead", 0.05), ("bits", "few"), ("dense_below", 64), ("density", 0.02)]
-    for task, more in (("words", [("gain", 2), ("eps", 1e-6)]), ("images", [("momentum", 0.5)])):
-        name, make = neighbour(task, 1.0, [*given, *more])
-        assert all(f" {key}={value}" in name for key, value in given + more)
-        assert callable(make(0.1, 10).exchange.update)
 
 
 def test_a_dense_run_is_the_same_for_every_share(tmp_path, text, of_steps, capsys):

@@ -5,7 +5,6 @@ import math
 
 import pytest
 
-from benchmarks._common import namespaces as hosts
 from benchmarks._common.options import InputError
 from benchmarks.network import _prediction, _problem, _report, _session, scaling
 from benchmarks.network._workers import WorkerError
@@ -63,13 +62,6 @@ def test_batches_have_the_baseline_and_every_method_once_and_fit():
         _session.batches(names, 10**8, 4, available=1e9)
 
 
-@pytest.mark.parametrize(
-    ("link", "rate"), [("100mbit", 12.5e6), ("1gbit", 125e6), ("2.5gbit", 312.5e6)]
-)
-def test_rates(link, rate):
-    assert hosts.rate(link) == rate
-
-
 def test_ratios_are_of_the_same_round():
     assert _report.ratios(point()) == [2.0, 4.0, 1.0]
 
@@ -91,14 +83,6 @@ def test_the_parts_of_a_step_add_up():
     assert parts == {"rest": 0.5, "sparsification": 1.0, "communication": 2.5}
     assert unlimited == 1.0
     assert _report.breakdown(point(method="ddp"), everything) is None
-
-
-def test_the_table_has_the_ratio_and_the_bytes():
-    (table,) = _report.tables(found([point(received=[260.4] * 3)]))
-    line = next(line for line in table.splitlines() if line.startswith("ok_topk"))
-    assert "4000.0" in line
-    assert " 2.00 " in line
-    assert "+5.0%" in line
 
 
 def validation_report(step):
@@ -123,21 +107,6 @@ def test_validation_adds_the_local_step_latency_and_bandwidth(tmp_path):
     file.write_text(json.dumps(validation_report(1.0) | {"local": []}))
     with pytest.raises(InputError, match="nothing to compare"):
         _prediction.validate(file)
-
-
-@pytest.mark.parametrize(
-    ("method", "expected"),
-    [
-        ("dense", ("dense", "raw")),
-        ("ok_topk/reuse/narrow8", ("ok_topk", "narrow8")),
-        ("topk_dsa", ("topk_dsa", "raw")),
-        ("dense/leaves", None),
-        ("ok_topk/reuse/global32", None),
-        ("ddp/fp16", None),
-    ],
-)
-def test_methods_that_the_model_has(method, expected):
-    assert _prediction._of_method(method) == expected
 
 
 def test_scaling_reads_the_local_cost_of_a_measurement(tmp_path):
