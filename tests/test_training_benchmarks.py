@@ -5,12 +5,21 @@ import json
 import numpy as np
 import pytest
 
+from benchmarks.local import (
+    partitioned_norms,
+    select_speed,
+    state_memory,
+    step_cost,
+)
+from benchmarks.network import traffic
 from benchmarks.training import (
     _measures,
     _replay,
     _unions,
     convergence,
+    flush_cost,
     load_balance,
+    paper_counts,
     regions,
     training_tricks,
 )
@@ -212,3 +221,24 @@ def test_tricks_in_small(tmp_path, capsys):
     assert all(np.isfinite(run["losses"]).all() for runs in curves.values() for run in runs)
     printed = capsys.readouterr().out
     assert all(name in printed for name in curves)
+
+
+# Programs of which nothing else is run in the tests. `compile_time` takes a Python of its own.
+SMALL = [
+    (flush_cost, "--steps 4 --seeds 1"),
+    (paper_counts, "--tasks images --workers 2 --steps 40 --seeds 1"),
+    (partitioned_norms, "--layers 2 --width 8 --workers 2 --rounds 2"),
+    (select_speed, "--sizes 4096 --densities 0.05 --rounds 2"),
+    (state_memory, "--layers 2 --width 32"),
+    (step_cost, "--size 4096 --density 0.05 --rounds 33 --leaves 3"),
+    (traffic, "--sections algorithms --workers 2 3 --params 4096 --density 0.05"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("program", "argv"), SMALL, ids=lambda x: getattr(x, "__name__", ""))
+def test_a_program_runs_in_small_and_writes_its_numbers(program, argv, tmp_path, capsys):
+    kept = tmp_path / "numbers.json"
+    assert program.main([*argv.split(), "--json", str(kept)]) == 0
+    assert capsys.readouterr().out
+    assert json.loads(kept.read_text())
