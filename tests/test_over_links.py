@@ -15,15 +15,7 @@ from tests.leftovers import left_by
 from tests.programs import started, status_of
 
 LEARNING = ["--workers", "2", "--batch", "4", "--width", "4", "--seconds", "2", "--points", "2"]
-QUICK = (
-    "benchmarks.network.run",
-    "--workers",
-    "2",
-    "--quick",
-    "--methods",
-    "dense",
-    "--no-breakdown",
-)
+QUICK = ("--workers", "2", "--quick", "--methods", "dense", "--no-breakdown")
 
 
 def ended(module, *argv):
