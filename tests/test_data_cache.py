@@ -1,19 +1,28 @@
-"""The two-level cache of the example: what each level holds, and where a sample comes from."""
+"""The two-level cache of the example: where a sample comes from, and what each level holds.
 
-import io
+What is cut off, damaged or of something else is never read as an entry.
+"""
+
+import contextlib
+import json
+import os
 import pickle
+import signal
+import sqlite3
+import subprocess
+import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
+from pathlib import Path
 
+import diskcache
 import numpy as np
 import pytest
-from PIL import Image
 
-from data_cache import images
 from data_cache.cache import DataCache
 from data_cache.disk import CacheError, Disk, stamp
-from data_cache.images import Decode, Digits, ImageFolder, Throttled
+
+# Both levels.
 
 
 class Numbers:
@@ -146,63 +155,212 @@ def test_a_damaged_entry_is_fetched_again_and_counted(open_disk):
     assert read_all(DataCache(source, Prepare(), disk=disk)) == Counter(disk_hits=12)
 
 
-def test_a_throttled_source_takes_latency_and_bytes(monkeypatch):
-    """One after another the clock goes on; of three reads at once it stands still."""
-    for goes_on, expected in ((True, [187.75] * 3), (False, [187.75, 375.25, 562.75])):
-        waits = []
-        now = lambda waits=waits, on=goes_on: sum(waits) if on else 0.0  # noqa: E731
-        monkeypatch.setattr(images, "time", SimpleNamespace(monotonic=now, sleep=waits.append))
-        source = Throttled(Numbers(), bytes_per_second=16, latency=0.25)
-        assert [source[index] for index in range(3)] == [Numbers()[index] for index in range(3)]
-        assert waits == expected
-        assert (len(source), source.identity, source.names[2]) == (12, "numbers", 2)
+# The disk level.
+
+STAMP = {"format": 2, "source": "s", "size": 100, "entries": "records"}
+
+PACKAGE = Path(__file__).parents[1] / "examples" / "data_cache"
+
+# Of 20 entries of 5,008 bytes, 4 of a checksum and the payload; -1: of another entry.
+DAMAGES = (
+    lambda entry: entry[:2500],
+    lambda entry: entry[:4],
+    lambda entry: b"",
+    lambda entry: entry + b"\0",
+    lambda entry: entry[:3000] + bytes([entry[3000] ^ 1]) + entry[3001:],
+    lambda entry: bytes(len(entry)),
+    lambda entry: bytes([entry[0] ^ 1]) + entry[1:],
+)
+
+SET = "UPDATE Cache SET value = ? WHERE key = ?"
+
+PICKLED = "UPDATE Cache SET value = ?, mode = ? WHERE key = ?"
 
 
-def test_a_folder_of_images_is_its_files_and_classes(tmp_path, open_disk):
-    for label, name in enumerate(("ants", "bees")):
-        (tmp_path / name).mkdir()
-        for number in range(2):
-            image = Image.new("RGB", (12, 10), (200 * label, 0, 50 * number))
-            image.save(tmp_path / name / f"{number}.png")
-    (tmp_path / "ants" / "notes.txt").write_text("not an image")
-    for folder in (tmp_path / "ants", tmp_path / "no-such-folder"):
-        with pytest.raises(CacheError, match=f"{folder} holds no images"):
-            ImageFolder(folder)
-    source = ImageFolder(tmp_path)
-    assert (len(source), source.classes) == (4, ["ants", "bees"])
-    samples = [Decode(6)(source[index]) for index in range(4)]
-    assert [int(x["label"]) for x in samples] == [0, 0, 1, 1]
-    assert {(x["image"].shape, x["image"].dtype.name) for x in samples} == {((6, 6, 3), "float32")}
-    # Red 200 of 255, about a mean of 0.5 in units of 0.25.
-    np.testing.assert_allclose(samples[2]["image"][..., 0], (200 / 255 - 0.5) / 0.25, rtol=1e-6)
-    assert ImageFolder(tmp_path).identity == source.identity
-    Image.new("RGB", (12, 10)).save(tmp_path / "bees" / "2.png")
-    assert ImageFolder(tmp_path).identity != source.identity
-
-    # One that is gone and one that is no image are named, and nothing is kept.
-    (tmp_path / "ants" / "0.png").unlink()
-    (tmp_path / "ants" / "1.png").write_bytes(b"no image")
-    disk = open_disk(source)
-    cache = DataCache(source, Decode(6), disk=disk)
-    for index in range(2):
-        with pytest.raises(CacheError, match=rf"cannot prepare .*{index}\.png: ") as caught:
-            cache[index]
-        assert "\n" not in str(caught.value)
-        assert (disk.get(index), cache.memory_bytes) == (None, 0)
+def payload(index, size=5000):
+    return bytes([index % 251]) * size + index.to_bytes(4, "little")
 
 
-def test_digits_come_back_as_they_are():
-    source = Digits(test=True)
-    assert (len(source), len(Digits())) == (450, 1347)
-    sample = Decode(8, 1)(source[0])
-    levels = (sample["image"] * 0.25 + 0.5) * 255 / 15
-    np.testing.assert_allclose(levels, np.round(levels), atol=1e-4)
-    assert -1e-4 <= levels.min() < levels.max() <= 16 + 1e-4
+@pytest.fixture
+def opened(tmp_path):
+    """Opens a level, with some entries, and closes it."""
+    disks = []
+
+    def make(stamp=STAMP, fill=0, size=5000, **options):
+        disks.append(Disk(tmp_path / "cache", stamp, **options))
+        for index in range(fill):
+            disks[-1].put(index, payload(index, size))
+        return disks[-1]
+
+    yield make
+    for disk in disks:
+        disk.close()
 
 
-def test_a_record_that_is_no_image_is_an_error_that_the_cache_catches():
-    file = io.BytesIO()
-    Image.new("RGB", (64, 64)).save(file, "JPEG")
-    for record in (b"", b"\0\0", bytes(4), bytes(4) + b"\x89PNG", bytes(4) + file.getvalue()[:-40]):
-        with pytest.raises((ValueError, OSError)):
-            Decode(64)(record)
+def sql(disk, statement, *arguments):
+    with contextlib.closing(sqlite3.connect(disk.folder / "cache.db")) as connection, connection:
+        return connection.execute(statement, arguments).fetchall()
+
+
+def count_of_first(disk, count, size=5000):
+    """How many of the first entries there are, where those after them must be missing."""
+    found = [disk.get(index) for index in range(count)]
+    there = sum(entry is not None for entry in found)
+    assert found == [payload(i, size) if i < there else None for i in range(count)]
+    assert disk.damaged == 0
+    return there
+
+
+@pytest.mark.parametrize("size", [0, 1, 5000, 300_000])
+def test_what_was_put_is_there_in_the_next_run(opened, size, capsys):
+    opened(fill=20, size=size).close()
+    again = opened()
+    assert count_of_first(again, 21, size) == 20
+    assert again.bytes > 20 * size
+    assert not capsys.readouterr().err
+
+
+def test_an_entry_that_is_not_as_written_is_not_read_and_is_written_anew(opened):
+    disk = opened(fill=20)
+    for index, damage in enumerate(DAMAGES):
+        ((entry,),) = sql(disk, "SELECT value FROM Cache WHERE key = ?", index)
+        sql(disk, SET, damage(entry), index)
+    ((entry,),) = sql(disk, "SELECT value FROM Cache WHERE key = 8")
+    sql(disk, SET, entry, 7)
+    found = [disk.get(index) for index in range(20)]
+    assert found == [None] * 8 + [payload(index) for index in range(8, 20)]
+    assert disk.damaged == 8
+    for index in range(8):
+        disk.put(index, payload(index))
+    assert count_of_first(opened(), 20) == 20
+
+
+def test_entries_of_another_cache_and_what_is_pickled_are_damaged(opened, tmp_path):
+    """Also where somebody has changed the stamp of the file."""
+
+    class Malicious:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "victim"),)
+
+    disk, stamp = opened(fill=2), STAMP | {"source": "t"}
+    sql(disk, SET, json.dumps(stamp).encode(), "stamp")
+    other = opened(stamp)
+    assert [other.get(0), other.damaged] == [None, 1]
+    for key in (0, "stamp"):
+        sql(disk, PICKLED, pickle.dumps(Malicious()), diskcache.core.MODE_PICKLE, key)
+    assert [disk.get(0), disk.get(1), disk.damaged] == [None, payload(1), 1]
+    with pytest.raises(CacheError, match="another format"):
+        opened()
+    assert not (tmp_path / "victim").exists()
+
+
+# It imports nothing but the disk level: the levels above it take seconds.
+CHILD = f"""
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, {str(PACKAGE)!r})
+from disk import Disk
+disk = Disk(Path(sys.argv[1]), {STAMP!r})
+insert = disk._entries._row_insert
+def killed(key, *rest):
+    insert(key, *rest)
+    if key == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+disk._entries._row_insert = killed
+for index in range(100):
+    disk.put(index, bytes([index % 251]) * 5000 + index.to_bytes(4, "little"))
+"""
+
+
+def test_processes_share_a_folder_and_one_that_is_killed_leaves_whole_entries(opened, tmp_path):
+    """It ends after a row is inserted, and before the transaction is committed."""
+
+    def start(end):
+        return subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path / "cache"), str(end)])
+
+    assert start(5).wait(120) == -signal.SIGKILL
+    assert count_of_first(opened(), 10) == 5
+    at_once = [start(end) for end in (1000, 1000, 60)]
+    codes = [process.wait(120) for process in at_once]
+    assert codes[:2] == [0, 0]
+    assert count_of_first(opened(), 101) == 100
+
+
+@pytest.mark.parametrize("keep", [0, 1, 50, 4096, 9000, -1])
+def test_a_file_that_is_cut_off_gives_no_wrong_entry(opened, keep, capsys):
+    disk = opened(fill=20)
+    disk.close()
+    file = disk.folder / "cache.db"
+    file.write_bytes(file.read_bytes()[:keep])
+    with contextlib.suppress(CacheError):
+        disk = opened()
+        for index in range(20):
+            assert disk.get(index) in (None, payload(index))
+            disk.put(index, payload(index))
+    assert capsys.readouterr().err.count("\n") <= 1
+
+
+FULL = [(10**5, "its limit of 100,000 bytes is reached"), (10**9, "database or disk is full")]
+
+
+@pytest.mark.parametrize(("limit", "why"), FULL)
+def test_what_is_full_is_said_once_and_keeps_what_it_has(opened, limit, why, capsys):
+    """By its limit, and by SQLite's error of a full disk, from its own limit of pages."""
+    disk = opened(limit=limit)
+    disk._entries._sql("PRAGMA max_page_count = 40")
+    for index in range(40):
+        disk.put(index, payload(index))
+    assert 5 < count_of_first(disk, 40) < 40
+    assert disk._entries.volume() <= limit
+    said = f"data_cache: cannot write to {disk.folder} any more ({why}); keeping what it holds\n"
+    assert capsys.readouterr().err == said
+
+
+def test_a_disk_that_fails_is_one_line_and_one_that_fails_at_the_start_is_refused(
+    opened, capsys, monkeypatch
+):
+    def fail(*arguments, **options):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    disk = opened(fill=3)
+    disk._entries.get = disk._entries.set = fail
+    for index in range(3):
+        assert disk.get(index) is None
+        disk.put(index, payload(index))
+    assert disk.damaged == 3
+    assert capsys.readouterr().err.count("\n") == 1
+    monkeypatch.setattr(diskcache.Cache, "reset", fail)
+    with pytest.raises(CacheError, match=r"cannot open .*disk is full\): make room") as caught:
+        opened()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_cache_of_something_else_is_refused_and_left_alone(opened):
+    disk = opened(fill=20)
+    before = sql(disk, "SELECT key, value FROM Cache")
+    for field, value, word in (
+        ("format", 3, "format (2; this run has 3)"),
+        ("source", "t", "source ('s'; this run has 't')"),
+        ("size", 99, "size (100; this run has 99)"),
+        ("entries", "samples, p", "entries ('records'; this run has 'samples, p')"),
+    ):
+        with pytest.raises(CacheError) as caught:
+            opened(STAMP | {field: value})
+        message = f"{disk.folder} holds a cache of another {word}: give another folder"
+        assert str(caught.value) == message
+    assert sql(disk, "SELECT key, value FROM Cache") == before
+    for text in (b"", b'{"format": 2', b"[1]", b"\xff", None):
+        sql(disk, SET, text, "stamp")
+        if text is None:
+            sql(disk, "DELETE FROM Cache WHERE key = 'stamp'")
+        with pytest.raises(CacheError, match=r"of another format \(None; this run has 2\)"):
+            opened()
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").write_text("all of it")
+    with pytest.raises(CacheError, match="is not empty, and no cache: give an empty folder"):
+        Disk(tmp_path, STAMP)
+    with pytest.raises(CacheError, match="cannot open the cache in .*thesis.tex"):
+        Disk(tmp_path / "thesis.tex", STAMP)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["all of it"]

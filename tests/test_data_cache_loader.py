@@ -1,17 +1,93 @@
-"""A worker's share, its order, its augmentation, and the training program around them."""
+"""Images from a slow source, a worker's share of them, and the training program around both."""
 
+import io
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
 
 import train_cached
+from data_cache import images
 from data_cache.cache import DataCache, Loader
-from data_cache.disk import CacheError
-from data_cache.images import Augment, Decode, Digits
+from data_cache.disk import CacheError, Disk, stamp
+from data_cache.images import Augment, Decode, Digits, ImageFolder, Throttled
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
+
+# Sources.
+
+
+class Records(list):
+    identity, names = "records", range(12)
+
+
+def test_a_throttled_source_takes_latency_and_bytes(monkeypatch):
+    """One after another the clock goes on; of three reads at once it stands still."""
+    records = Records(index.to_bytes(3000, "little") for index in range(12))
+    for goes_on, expected in ((True, [187.75] * 3), (False, [187.75, 375.25, 562.75])):
+        waits = []
+        now = lambda waits=waits, on=goes_on: sum(waits) if on else 0.0  # noqa: E731
+        monkeypatch.setattr(images, "time", SimpleNamespace(monotonic=now, sleep=waits.append))
+        source = Throttled(records, bytes_per_second=16, latency=0.25)
+        assert [source[index] for index in range(3)] == records[:3]
+        assert waits == expected
+        assert (len(source), source.identity, source.names[2]) == (12, "records", 2)
+
+
+def test_a_folder_of_images_is_its_files_and_classes(tmp_path):
+    for label, name in enumerate(("ants", "bees")):
+        (tmp_path / name).mkdir()
+        for number in range(2):
+            image = Image.new("RGB", (12, 10), (200 * label, 0, 50 * number))
+            image.save(tmp_path / name / f"{number}.png")
+    (tmp_path / "ants" / "notes.txt").write_text("not an image")
+    for folder in (tmp_path / "ants", tmp_path / "no-such-folder"):
+        with pytest.raises(CacheError, match=f"{folder} holds no images"):
+            ImageFolder(folder)
+    source = ImageFolder(tmp_path)
+    assert (len(source), source.classes) == (4, ["ants", "bees"])
+    samples = [Decode(6)(source[index]) for index in range(4)]
+    assert [int(x["label"]) for x in samples] == [0, 0, 1, 1]
+    assert {(x["image"].shape, x["image"].dtype.name) for x in samples} == {((6, 6, 3), "float32")}
+    # Red 200 of 255, about a mean of 0.5 in units of 0.25.
+    np.testing.assert_allclose(samples[2]["image"][..., 0], (200 / 255 - 0.5) / 0.25, rtol=1e-6)
+    assert ImageFolder(tmp_path).identity == source.identity
+    Image.new("RGB", (12, 10)).save(tmp_path / "bees" / "2.png")
+    assert ImageFolder(tmp_path).identity != source.identity
+
+    # One that is gone and one that is no image are named, and nothing is kept.
+    (tmp_path / "ants" / "0.png").unlink()
+    (tmp_path / "ants" / "1.png").write_bytes(b"no image")
+    disk = Disk(tmp_path / "cache", stamp(source, None))
+    cache = DataCache(source, Decode(6), disk=disk)
+    for index in range(2):
+        with pytest.raises(CacheError, match=rf"cannot prepare .*{index}\.png: ") as caught:
+            cache[index]
+        assert "\n" not in str(caught.value)
+        assert (disk.get(index), cache.memory_bytes) == (None, 0)
+    disk.close()
+
+
+def test_digits_come_back_as_they_are():
+    source = Digits(test=True)
+    assert (len(source), len(Digits())) == (450, 1347)
+    sample = Decode(8, 1)(source[0])
+    levels = (sample["image"] * 0.25 + 0.5) * 255 / 15
+    np.testing.assert_allclose(levels, np.round(levels), atol=1e-4)
+    assert -1e-4 <= levels.min() < levels.max() <= 16 + 1e-4
+
+
+def test_a_record_that_is_no_image_is_an_error_that_the_cache_catches():
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(file, "JPEG")
+    for record in (b"", b"\0\0", bytes(4), bytes(4) + b"\x89PNG", bytes(4) + file.getvalue()[:-40]):
+        with pytest.raises((ValueError, OSError)):
+            Decode(64)(record)
+
+
+# Shares.
 
 
 class Samples:
@@ -150,20 +226,3 @@ def test_a_folder_of_images_and_a_full_disk_level_is_one_line(tmp_path, capsys):
     assert found == [("0.0%", "100.0%"), ("100.0%", "0.0%")]
     assert err.count("\n") == 1
     assert "its limit of 1,000 bytes is reached); keeping what it holds" in err
-
-
-WRONG = ["--bandwidth 0", "--latency -1", "--memory-limit nan", "--workers 3", "--batch 4096"]
-WRONG += ["--data no-such-folder", "--holds images", f"--cache {__file__}"]
-
-
-@pytest.mark.parametrize("options", WRONG)
-def test_wrong_options_are_one_line(options, capsys):
-    try:
-        status = train_cached.main(options.split())
-    except SystemExit as exit_:
-        status = exit_.code
-    assert status == 2
-    message = capsys.readouterr().err.strip()
-    assert message.startswith("train_cached.py: ") or "error" not in message
-    assert message
-    assert "\n" not in message

@@ -1,34 +1,27 @@
 """The claims, the results that are kept of them, and the page that is made of both."""
 
 import json
-import math
 
 import numpy as np
 import pytest
 
 from benchmarks._common.processes import ROOT
 from benchmarks.evidence import __main__ as program
-from benchmarks.evidence import _curves, _figures
+from benchmarks.evidence import _figures
 from benchmarks.evidence._catalogue import CLAIMS
 from benchmarks.evidence._claims import (
-    ELSEWHERE,
     FAILS,
     HOLDS,
     UNCHECKED,
-    UNMEASURED,
-    UNTOLD,
     Bound,
     Claim,
-    Elsewhere,
-    interval,
     mark,
-    spread,
     verdict,
 )
 from benchmarks.evidence._curves import Curve, Curves
 from benchmarks.evidence._lines import CURVES
 from benchmarks.evidence._page import page, unmarked
-from benchmarks.evidence._store import FORMAT, Store
+from benchmarks.evidence._store import Store
 from tools.evidence_changes import changes, verdicts
 
 # The benchmarks are programs of users.
@@ -86,26 +79,6 @@ def test_figures_of_the_kept_curves(tmp_path):
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
     # Of what was not measured there is nothing to draw.
     assert _figures.draw(tmp_path, Curves(tmp_path / "none.json")) == []
-
-
-def test_a_curve_is_kept_thinned_and_found_again(tmp_path):
-    path = tmp_path / "figures" / "curves.json"
-    curve = Curve("xi", "a line", lambda *_: (np.arange(1.0, 401.0), np.arange(400.0)))
-    curves = Curves(path)
-    curves.add(curve, 0, True, curve.measure(0, True))
-    assert curves.has(curve, 0, quick=True)
-    assert not curves.has(curve, 0, quick=False)
-    curves.add(curve, 0, False, curve.measure(0, False))
-    assert curves.has(curve, 0, quick=True)
-    (series,) = Curves(path).best(curve)
-    assert not series["quick"]
-    assert len(series["x"]) == len(series["y"]) == 80
-    # Means of five points each.
-    assert series["x"][:2] == [3.0, 8.0]
-    assert series["y"][-1] == 397.0
-    path.write_text(path.read_text().replace(f'"format": {_curves.FORMAT}', '"format": 9'))
-    with pytest.raises(ValueError, match="has format 9, and this program reads and writes"):
-        Curves(path)
 
 
 def test_lines_of_figures_are_measured_like_claims(tmp_path, monkeypatch, capsys):
@@ -168,76 +141,6 @@ def test_what_is_exact_is_measured_as_it_is_kept(name):
         assert numbers == pytest.approx(kept, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ([], (UNMEASURED, "")),
-        ([0.5, 1.0], (HOLDS, "")),
-        ([0.5, 1.5], (ELSEWHERE, "in the dark; 1 of 2 seeds do")),
-        ([1.5], (ELSEWHERE, "in the dark")),
-        ([2.5], (FAILS, "")),
-        ([math.nan], (FAILS, "")),
-    ],
-)
-def test_the_verdict_is_that_of_the_worst_seed(values, expected):
-    claim = claim_of(dict, elsewhere=Elsewhere("in the dark", (Bound("x", most=2),)))
-    assert verdict(claim, [{"x": value} for value in values]) == expected
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        # The claim: at least 1.5. Means of three seeds, with 4.3 standard errors on either side.
-        ([1.9, 2.0, 2.1], HOLDS),
-        ([1.0, 1.1, 1.2], FAILS),
-        # Each seed meets the rule, and chance is as large as what is claimed.
-        ([1.6, 2.0, 3.0], UNTOLD),
-        ([0.0, 1.0, 1.4], UNTOLD),
-        # The mean of many seeds is known better: so does one that is off.
-        ([1.4, *[2.0, 1.9, 2.1] * 5], HOLDS),
-        ([9.0], UNTOLD),
-        ([math.nan, 2.0, 2.1], UNTOLD),
-    ],
-)
-def test_where_chance_is_as_large_as_the_claim_nothing_can_be_told(values, expected):
-    claim = claim_of(dict, rule=(Bound("x", least=1.5),), chance=True)
-    assert verdict(claim, [{"x": value} for value in values])[0] == expected
-
-
-def test_a_tolerance_has_two_sides_that_chance_may_cross():
-    claim = claim_of(dict, rule=(Bound("x", -1, 1),), chance=True)
-    for shift, expected in ((0, HOLDS), (0.9, UNTOLD), (-0.9, UNTOLD), (2, FAILS), (-2, FAILS)):
-        assert verdict(claim, [{"x": shift + y} for y in (-0.1, 0, 0.1)])[0] == expected
-
-
-def test_the_worst_number_decides_what_can_be_told():
-    claim = claim_of(dict, rule=(Bound("x", least=0), Bound("y", least=0)), chance=True)
-
-    def of(*means):
-        seeds = [{"x": means[0] + z, "y": means[1] + z} for z in (-0.1, 0, 0.1)]
-        return verdict(claim, seeds)[0]
-
-    assert of(1, 1) == HOLDS
-    assert of(1, 0) == UNTOLD
-    assert of(-1, 0) == FAILS
-
-
-def test_the_interval_has_the_mean_in_19_of_20_cases():
-    random = np.random.default_rng(0)
-    inside = 0
-    for _ in range(500):
-        mean, room = interval("x", [{"x": x} for x in random.standard_normal(6)])
-        inside += abs(mean) <= room
-    # 0.95 with a standard error of 0.01.
-    assert 0.92 < inside / 500 < 0.98
-
-
-def test_the_worse_seed_comes_first():
-    claim = claim_of(dict, rule=(Bound("x", most=1), Bound("y", least=1), Bound("z", 1, 3)))
-    seeds = [{"x": 1.0, "y": 1.0, "z": 2.0}, {"x": 2.0, "y": 2.0, "z": 3.5}]
-    assert spread(claim, seeds) == [("x", 2.0, 1.0), ("y", 1.0, 2.0), ("z", 3.5, 2.0)]
-
-
 def test_changes_of_verdicts_between_two_pages(tmp_path):
     store = Store(tmp_path)
     one, two = (claim_of(dict)._replace(id=f"some/{name}") for name in ("one", "two"))
@@ -268,83 +171,6 @@ def test_failures_come_first_on_the_page(tmp_path):
     assert f"**{UNCHECKED}**: it takes a \\| cluster" in text
 
 
-def test_a_file_of_another_format_is_refused(tmp_path):
-    (tmp_path / "some.json").write_text(json.dumps({"format": FORMAT + 1, "results": []}))
-    with pytest.raises(ValueError, match=f"has format {FORMAT + 1}, and this program reads") as one:
-        Store(tmp_path)
-    assert "\n" not in str(one.value)
-
-
-def test_a_result_that_is_not_whole_is_refused(tmp_path):
-    store = Store(tmp_path)
-    store.add(claim_of(dict), 0, False, {"x": 1.0}, 1.0)
-    file = tmp_path / "some.json"
-    text = file.read_text()
-    file.write_text(text[: len(text) // 2])
-    with pytest.raises(ValueError, match="is not a JSON file"):
-        Store(tmp_path)
-    file.write_text(text.replace('"numbers"', '"nothing"'))
-    with pytest.raises(ValueError, match="no 'numbers' in results"):
-        Store(tmp_path)
-
-
-def test_a_full_result_does_for_a_quick_one_and_not_the_other_way(tmp_path):
-    store, claim = Store(tmp_path), claim_of(dict)
-    store.add(claim, 0, True, {"x": 1.0}, 1.0)
-    assert store.has(claim, 0, quick=True)
-    assert not store.has(claim, 0, quick=False)
-    store.add(claim, 0, False, {"x": 2.0}, 1.0)
-    store.add(claim, 1, False, {"x": 3.0}, 1.0)
-    assert store.has(claim, 1, quick=True)
-    again = Store(tmp_path)
-    assert [r["numbers"]["x"] for r in again.best(claim)] == [2.0, 3.0]
-
-
-def test_a_result_of_another_setting_or_other_numbers_is_stale(tmp_path):
-    store, claim = Store(tmp_path), claim_of(dict)
-    store.add(claim, 0, False, {"x": 1.0}, 1.0)
-    assert not store.has(claim._replace(setting="elsewhere"), 0, quick=True)
-    assert not store.has(claim._replace(rule=(Bound("y", most=1),)), 0, quick=True)
-    assert store.has(claim._replace(rule=(Bound("x", most=2),)), 0, quick=True)
-
-
-def test_a_result_of_other_code_is_stale_and_stays_on_the_page(tmp_path):
-    claims = [claim_of(dict)._replace(id=f"some/{name}") for name in ("one", "two")]
-    code = {claim.id: "a" for claim in claims}
-    store = Store(tmp_path, code=lambda claim: code[claim.id])
-    for claim in claims:
-        store.add(claim, 0, False, {"x": 1.0}, 1.0)
-    fresh = page(claims, store)
-    assert "older than the code" not in fresh.partition("## What surprised")[2]
-    code["some/one"] = "b"
-    assert store.old(claims[0])
-    assert not store.has(claims[0], 0, quick=True)
-    assert store.has(claims[1], 0, quick=True)
-    text = page(claims, store)
-    assert "Of 1 claims the results are older than the code." in text
-    (line,) = [line for line in text.splitlines() if line.endswith("(older than the code) |")]
-    assert "`some/one`" in line
-    assert HOLDS in line
-    assert unmarked(text) == fresh
-    store.add(claims[0], 0, False, {"x": 1.0}, 1.0)
-    assert page(claims, store) == fresh
-
-
-def test_a_line_of_other_code_is_stale_and_its_figure_says_so(tmp_path):
-    curve = Curve("xi", "a line", dict)
-    code = ["a"]
-    curves = Curves(tmp_path / "curves.json", code=lambda curve: code[0])
-    curves.add(curve, 0, False, (np.arange(3.0), np.arange(3.0)))
-    assert curves.has(curve, 0, quick=True)
-    assert not curves.old(curve)
-    code[0] = "b"
-    assert not curves.has(curve, 0, quick=True)
-    assert curves.old(curve)
-    marked, fresh = (page((), Store(tmp_path / "none"), ["xi"], old) for old in (["xi"], []))
-    assert marked != fresh
-    assert unmarked(marked) == fresh
-
-
 def test_what_is_stale_is_measured_again_and_the_rest_is_not(tmp_path, monkeypatch, capsys):
     done = []
 
@@ -366,16 +192,6 @@ def test_what_is_stale_is_measured_again_and_the_rest_is_not(tmp_path, monkeypat
     assert done == ["one", "two", "two"]
     assert "Of 1 claims" not in (tmp_path / "index.md").read_text()
     capsys.readouterr()
-
-
-def test_results_of_claims_that_are_no_more_are_dropped(tmp_path):
-    claims = [claim_of(dict)._replace(id=f"some/{name}") for name in ("one", "two", "three")]
-    store = Store(tmp_path)
-    for claim in claims:
-        store.add(claim, 0, False, {"x": 1.0}, 1.0)
-    store.forget_all_but([claims[0], claims[1]._replace(setting="elsewhere")])
-    assert json.loads((tmp_path / "some.json").read_text())["results"][0]["claim"] == "some/one"
-    assert [bool(Store(tmp_path).best(claim)) for claim in claims] == [True, False, False]
 
 
 def test_what_chance_decides_takes_more_seeds_unless_they_are_asked_for(tmp_path, monkeypatch):
@@ -422,16 +238,3 @@ def test_a_check_that_breaks_does_not_stop_the_others(tmp_path, monkeypatch, cap
     assert program.main(["--folder", str(tmp_path), "--quick"]) == 1
     assert "some/broken could not be measured: RuntimeError" in capsys.readouterr().err
     assert Store(tmp_path).has(claims[1], 0, quick=True)
-
-
-def test_list_prints_every_claim_and_checks_nothing(capsys):
-    program.main(["--list", "--only", "sparcml"])
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == sum(claim.id.startswith("sparcml") for claim in CLAIMS)
-
-
-def test_an_unknown_claim_is_one_line(capsys):
-    with pytest.raises(SystemExit) as end:
-        program.main(["--only", "nothing"])
-    assert end.value.code == 2
-    assert "--only 'nothing' is the beginning of no claim" in capsys.readouterr().err

@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks._common.processes import ROOT
 from benchmarks.evidence import _figures, _learned, _loads, _magnitudes, _predicted, _recording
-from benchmarks.evidence._curves import Curve, Curves
+from benchmarks.evidence._curves import Curves
 from benchmarks.evidence._lines import CURVES
 from benchmarks.training._measures import Leaf
 
@@ -34,80 +34,12 @@ def test_the_parts_of_a_bar_are_its_step():
     assert len(_predicted.BARS) == len(steps)
 
 
-def test_bars_stand_on_each_other(tmp_path, monkeypatch):
-    figure = _figures.Figure("some", "Some", "A caption.", "", "ms", bars=("one", "two"))
-    heights = {"low": [1.0, 2.0], "high": [3.0, 4.0]}
-    curves = Curves(tmp_path / "curves.json")
-    lines = [Curve("some", name, dict, exact=True) for name in heights]
-    for curve in lines:
-        curves.add(curve, 0, False, (np.arange(2), np.array(heights[curve.line])))
-    seen = []
-    panels = _figures.display.panels
-
-    def kept(*args):
-        seen.append(panels(*args))
-        return seen[-1]
-
-    monkeypatch.setattr(_figures, "FIGURES", (figure,))
-    monkeypatch.setattr(_figures, "CURVES", lines)
-    monkeypatch.setattr(_figures.display, "panels", kept)
-    assert [path.name for path in _figures.draw(tmp_path, curves)] == ["some.png"]
-    axes = seen[0][1][0, 0]
-    assert [bar.get_y() for bar in axes.patches] == [0, 0, 1, 2]
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["one", "two"]
-
-
-def test_thresholds_of_normal_entries_agree():
-    acc = np.random.default_rng(0).standard_normal(200_000).astype(np.float32)
-    exact, gaussian = _recording.thresholds(acc, 0.01)
-    assert gaussian == pytest.approx(exact, rel=0.02)
-    assert np.sum(np.abs(acc) >= exact) == 2_000
-
-
-def test_a_reused_threshold_is_that_of_the_first_step_of_its_period():
-    exact = np.arange(1.0, 8.0)
-    assert _magnitudes.reused(exact, 3).tolist() == [1, 1, 1, 4, 4, 4, 7]
-
-
-def test_sums_of_rows():
-    # A bias of three, then a matrix of two rows, which are its columns: k = 2 of 4, one of each.
-    layout = [Leaf("bias", (3,), 0, -1), Leaf(_recording.ROWS_OF, (2, 2), 3, -1)]
-    acc = np.array([9, 9, 9, 4, 1, -3, 2], np.float32)
-    everything, top, adtopk = _recording.row_sums(acc, layout, 0.5)
-    assert everything.tolist() == [7, 3]
-    assert top.tolist() == [7, 0]
-    assert adtopk.tolist() == [4, 2]
-
-
 def test_a_training_is_recorded_once_however_it_is_asked_for(monkeypatch):
     asked = []
     monkeypatch.setattr(_recording, "_recorded", lambda *args: asked.append(args))
     _recording.recording("text", 0, True)
     _recording.recording("text", 0, quick=True, hard=False)
     assert asked == [("text", 0, True, False)] * 2
-
-
-@pytest.mark.parametrize("regions", _loads.REGIONS)
-def test_each_index_has_one_owner(regions):
-    first = _loads.Step([np.arange(0, 100, 7)] * 4, np.arange(0))
-    owner = _loads.owners(regions, 101, first, 3)(np.arange(101))
-    assert set(owner) == set(range(4))
-    if regions != "balanced":
-        assert np.bincount(owner).tolist() in ([26, 25, 25, 25], [25, 25, 25, 26])
-
-
-def test_balanced_regions_even_out_what_equal_ones_do_not():
-    rows = [np.arange(shift, 40, 4) for shift in range(4)]
-    step = _loads.Step(rows, np.arange(40))
-    counts = {
-        name: _loads.to_all(step, _loads.owners(name, 400, step, 0)) for name in _loads.REGIONS
-    }
-    assert counts["equal"].tolist() == [40, 0, 0, 0]
-    assert counts["balanced"].max() <= 12
-    assert counts["hashed"].tolist() == [10, 10, 10, 10]
-    received = _loads.to_owner(step, _loads.owners("equal", 400, step, 0))
-    # What a worker has of its own region stays there.
-    assert received.tolist() == [30, 0, 0, 0]
 
 
 def test_time_is_that_of_what_is_exchanged():
@@ -132,3 +64,40 @@ def test_kept_times_are_those_of_their_steps(figure, ways, size, workers):
         for series in kept.best(curve):
             steps = np.array(series["x"]) / step
             np.testing.assert_allclose(steps, np.arange(20, 401, 20), rtol=1e-4)
+
+
+# Measures, by hand.
+
+
+def test_thresholds_of_normal_entries_agree():
+    acc = np.random.default_rng(0).standard_normal(200_000).astype(np.float32)
+    exact, gaussian = _recording.thresholds(acc, 0.01)
+    assert gaussian == pytest.approx(exact, rel=0.02)
+    assert np.sum(np.abs(acc) >= exact) == 2_000
+    # A reused one is that of the first step of its period.
+    assert _magnitudes.reused(np.arange(1.0, 8.0), 3).tolist() == [1, 1, 1, 4, 4, 4, 7]
+
+
+def test_sums_of_rows():
+    # A bias of three, then a matrix of two rows, which are its columns: k = 2 of 4, one of each.
+    layout = [Leaf("bias", (3,), 0, -1), Leaf(_recording.ROWS_OF, (2, 2), 3, -1)]
+    acc = np.array([9, 9, 9, 4, 1, -3, 2], np.float32)
+    found = [rows.tolist() for rows in _recording.row_sums(acc, layout, 0.5)]
+    assert found == [[7, 3], [7, 0], [4, 2]]
+
+
+def test_each_index_has_one_owner_and_balanced_regions_even_out_what_equal_ones_do_not():
+    rows = [np.arange(shift, 40, 4) for shift in range(4)]
+    step = _loads.Step(rows, np.arange(40))
+    owners = {name: _loads.owners(name, 400, step, 0) for name in _loads.REGIONS}
+    for name, owner in owners.items():
+        counts = np.bincount(owner(np.arange(400)), minlength=4)
+        assert counts.sum() == 400
+        assert (counts > 0).all()
+        assert name == "balanced" or counts.tolist() == [100] * 4
+    counts = {name: _loads.to_all(step, owner) for name, owner in owners.items()}
+    assert counts["equal"].tolist() == [40, 0, 0, 0]
+    assert counts["balanced"].max() <= 12
+    assert counts["hashed"].tolist() == [10, 10, 10, 10]
+    # What a worker has of its own region stays there.
+    assert _loads.to_owner(step, owners["equal"]).tolist() == [30, 0, 0, 0]

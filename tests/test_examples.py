@@ -41,28 +41,6 @@ def test_digits_reports_what_was_sent(quick_run):
         assert runs[name]["test_accuracy"] > 0.5
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["--density", "0"],
-        ["--density", "much"],
-        ["--workers", "3"],
-        ["--steps", "-1"],
-        ["--out", "figure.txt"],
-        ["--data", "no-such-folder"],
-    ],
-)
-def test_digits_rejects_bad_options_in_one_line(argv, capsys):
-    try:
-        status = train_digits.main(argv)
-    except SystemExit as exit_:
-        status = exit_.code
-    assert status == 2
-    message = capsys.readouterr().err.strip()
-    assert message
-    assert "\n" not in message
-
-
 @pytest.mark.slow
 def test_an_interrupted_run_leaves_no_file(tmp_path, monkeypatch, capsys):
     def interrupt(*_):

@@ -2,7 +2,7 @@
 
 What is run elsewhere: train_digits.py in test_examples.py, train_cached.py in
 test_data_cache_loader.py, linear_models/ in test_linear_models_program.py, train_mpi.py in
-mpi/test_over_mpi.py, and several processes in multiprocess/.
+mpi/test_over_mpi.py, several processes in multiprocess/; wrong options in test_wrong_options.py.
 """
 
 import base64
@@ -21,7 +21,6 @@ import loop_pmap
 import loop_shard_map
 import train_multihost
 import train_nnx
-import train_sharded
 import train_text
 from benchmarks._common.processes import ROOT
 
@@ -114,44 +113,6 @@ def test_the_program_for_several_processes_runs_in_one(capsys):
     assert "1 processes, 8 workers, ok_topk" in out
     losses = numbers(r"loss ([\d.]+)", out)
     assert losses[-1] < 0.7 * losses[0]
-
-
-@pytest.mark.slow
-def test_sites_with_sharded_parameters_learn(capsys):
-    small = ["--width", "16", "--length", "16", "--layers", "1", "--batch", "8", "--report", "1"]
-    out = printed(capsys, train_sharded.main, *small, "--steps", "8", "--layout", "tensor")
-    losses = numbers(r"loss ([\d.]+),", out)
-    assert losses[-1] < losses[0]
-    held, whole = numbers(r"(?:holds|of) ([\d.]+) ", out)[:2]
-    assert held < 0.5 * whole
-
-
-@pytest.mark.parametrize(
-    ("main", "argv", "message"),
-    [
-        (train_nnx.main, ["--workers", "3"], "--batch 128 is not divisible by --workers 3"),
-        (train_nnx.main, ["--out", "loss.txt"], "--out loss.txt must end in one of"),
-        (train_nnx.main, ["--data", "no-such-folder"], "no-such-folder is not a folder"),
-        (train_nnx.main, ["--workers", "16"], "--workers is 16, but jax runs with 8 devices"),
-        (train_nnx.main, ["--batch", "2048"], "a batch of 2048 images is asked for"),
-        (train_text.main, ["--text", "no-such-file"], "cannot read no-such-file: No such file"),
-        (train_text.main, ["--text", str(EXAMPLES)], "cannot read"),
-        (train_text.main, ["--width", "10"], "--width is 10; it must be a multiple of 4"),
-        (train_text.main, ["--length", "99999"], "has no windows of 100000"),
-        (loop_pmap.main, ["--steps", "0"], "0 is not between 1 and"),
-        (loop_shard_map.main, ["--lr", "fast"], "invalid float value: 'fast'"),
-        (checkpoint_reshard.main, ["--then", "3"], "--batch 128 is not divisible by --then 3"),
-    ],
-)
-def test_what_is_wrong_is_said_in_one_line(main, argv, message, capsys):
-    try:
-        status = main(argv)
-    except SystemExit as end:
-        status = end.code
-    assert status == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert len(error.splitlines()) == 1
 
 
 @pytest.fixture

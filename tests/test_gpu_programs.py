@@ -1,352 +1,27 @@
-"""The gauge of programs for GPUs: what it reads from XLA's text, and what it found before."""
+"""Programs for GPUs: what was recorded of them, and the program that times them, on the CPU."""
 
 import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
-from benchmarks.gpu import _contestants, _described, overlap, programs
-from benchmarks.gpu._hlo import longest, parse, size_of
-from benchmarks.gpu._paths import Cost, Paths
+from benchmarks.gpu import _contestants, _described, _runs, programs, timings
+from benchmarks.gpu._session import Session
 from sparse_collectives.planner import _gpu
+from tests.programs import refused
 
 ROOT = Path(__file__).parents[1]
+
 RECORDED = ROOT / "benchmarks" / "gpu" / "programs.json"
-GUIDE = ROOT / "docs" / "gpu.md"
+
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-
-# A body of two kernels over 4 float32: each reads 16 bytes and writes 16.
-LOOPS = """\
-HloModule jit_f, is_scheduled=true, entry_computation_layout={(f32[4]{0})->f32[4]{0}}
-
-FileNames
-1 "/home/me/library/search.py"
-
-FunctionNames
-1 "outer.<locals>.bisect"
-
-FileLocations
-1 {file_name_id=1 function_name_id=1 line=6 end_line=6 column=4 end_column=9}
-
-StackFrames
-1 {file_location_id=1 parent_frame_id=1}
-
-
-%fused_add (p: f32[4]) -> f32[4] {
-  %p = f32[4]{0} parameter(0)
-  ROOT %add = f32[4]{0} add(%p, %p)
-}
-
-%body (state: (s32[], f32[4])) -> (s32[], f32[4]) {
-  %state = (s32[], f32[4]{0}) parameter(0)
-  %i = s32[] get-tuple-element(%state), index=0
-  %x = f32[4]{0} get-tuple-element(%state), index=1
-  %once = f32[4]{0} fusion(%x), kind=kLoop, calls=%fused_add, metadata={op_name="jit(f)/scope/add" stack_frame_id=1}
-  %twice = f32[4]{0} fusion(%once), kind=kLoop, calls=%fused_add
-  ROOT %next = (s32[], f32[4]{0}) tuple(%i, /*index=1*/%twice)
-}
-
-%goes_on (state.1: (s32[], f32[4])) -> pred[] {
-  %state.1 = (s32[], f32[4]{0}) parameter(0)
-  ROOT %less = pred[] constant(true)
-}
-
-ENTRY %main (x.1: f32[4]) -> f32[4] {
-  %x.1 = f32[4]{0} parameter(0)
-  %zero = s32[] constant(0)
-  %start = (s32[], f32[4]{0}) tuple(%zero, %x.1)
-  %loop = (s32[], f32[4]{0}) while(%start), condition=%goes_on, body=%bodyTRIPS
-  ROOT %out = f32[4]{0} get-tuple-element(%loop), index=1
-}
-"""  # noqa: E501
-KNOWN = ', backend_config={"known_trip_count":{"n":"5"},"known_init_step":{"init":"0","step":"1"}}'
-
-# One branch with a kernel of 2 kB, another with two of a few bytes and a collective.
-BRANCHES = """\
-%large (p.1: f32[256]) -> f32[256] {
-  %p.1 = f32[256]{0} parameter(0)
-  ROOT %negate = f32[256]{0} negate(%p.1)
-}
-
-%small (p.2: f32[]) -> f32[256] {
-  %p.2 = f32[] parameter(0)
-  %sum-start = f32[] all-reduce-start(%p.2), channel_id=1, to_apply=%add
-  %sum-done = f32[] all-reduce-done(%sum-start)
-  ROOT %wide = f32[256]{0} broadcast(%sum-done), dimensions={}
-}
-
-ENTRY %main (which: WHICH, x: f32[256], y: f32[]) -> f32[256] {
-  %which = WHICH parameter(0)
-  %x = f32[256]{0} parameter(1)
-  %y = f32[] parameter(2)
-  ROOT %out = f32[256]{0} conditional(%which, %x, %y), COMPUTATIONS
-}
-"""
-INDEXED = ("s32[]", "branch_computations={%large, %small}")
-BOOLEAN = ("pred[]", "true_computation=%large, false_computation=%small")
-
-COLLECTIVES = """\
-%wrapped (p: f32[64]) -> f32[8] {
-  %p = f32[64]{0} parameter(0)
-  ROOT %scatter = f32[8]{0} reduce-scatter(%p), channel_id=3, dimensions={0}, to_apply=%add
-}
-
-%graph (q: f32[8]) -> f32[8] {
-  %q = f32[8]{0} parameter(0)
-  ROOT %ring = f32[8]{0} collective-permute(%q), source_target_pairs={{0,1},{1,0}}
-}
-
-ENTRY %main (x: f32[64]) -> f32[8] {
-  %x = f32[64]{0} parameter(0)
-  %all-start = ((f32[64]{0}), f32[64]{0}) all-to-all-start(%x), channel_id=1, dimensions={0}
-  %all-done = f32[64]{0} all-to-all-done(%all-start)
-  %begun = ((f32[64]{0}), f32[8]{0:S(1)}, s32[]) async-start(%all-done), calls=%wrapped
-  %running = ((f32[64]{0}), f32[8]{0:S(1)}, s32[]) async-update(%begun)
-  %ended = f32[8]{0} async-done(%running)
-  %moved-start = (f32[8]{0}, f32[8]{0}, u32[]) copy-start(%ended)
-  %moved = f32[8]{0} copy-done(%moved-start)
-  ROOT %called = f32[8]{0} call(%moved), to_apply=%graph
-}
-"""
-
-SORTS = """\
-%fused_sort (p: SHAPE) -> SHAPE {
-  %p = SHAPE parameter(0)
-  ROOT %sort = SHAPE sort(%p), dimensions={0}, to_apply=%less
-}
-
-ENTRY %main (x: SHAPE) -> SHAPE {
-  %x = SHAPE parameter(0)
-  ROOT %out = SHAPE fusion(%x), kind=kInput, calls=%fused_sort
-}
-"""
-# Of 4096 entries: 1 kB that are added, gathers and slices of which only a part is read.
-FUSED = """\
-%fused (p: f32[4096], q: f32[4096], i: s32[8], u: f32[8]) -> RESULT {
-  %p = f32[4096]{0} parameter(0)
-  %q = f32[4096]{0} parameter(1)
-  %i = s32[8]{0} parameter(2)
-  %u = f32[8]{0} parameter(3)
-  BODY
-}
-
-ENTRY %main (p.1: f32[4096], q.1: f32[4096], i.1: s32[8], u.1: f32[8]) -> RESULT {
-  %p.1 = f32[4096]{0} parameter(0)
-  %q.1 = f32[4096]{0} parameter(1)
-  %i.1 = s32[8]{0} parameter(2)
-  %u.1 = f32[8]{0} parameter(3)
-  ROOT %out = RESULT fusion(%p.1, %q.1, %i.1, %u.1), kind=kLoop, calls=%fused
-}
-"""
-WHOLE, FEW, SECTORS = 4 * 4096, 4 * 8, 32 * 8
-MOVED = {
-    "a sum": ("f32[4096]", "ROOT %r = f32[4096]{0} add(%p, %q)", 3 * WHOLE),
-    "a gather reads sectors, and all of its indices": (
-        "f32[8]",
-        "ROOT %r = f32[8]{0} gather(%p, %i), slice_sizes={1}",
-        SECTORS + FEW + FEW,
-    ),
-    "a gather of a sum reads both": (
-        "f32[8]",
-        """%s = f32[4096]{0} add(%p, %q)
-  ROOT %r = f32[8]{0} gather(%s, %i), slice_sizes={1}""",
-        2 * SECTORS + FEW + FEW,
-    ),
-    "a slice": ("f32[8]", "ROOT %r = f32[8]{0} slice(%p), slice={[0:8]}", FEW + FEW),
-    "what is reduced is read as a whole": (
-        "f32[]",
-        "%z = f32[] constant(0)\n  ROOT %r = f32[] reduce(%p, %z), dimensions={0}, to_apply=%add",
-        WHOLE + 4,
-    ),
-    "a scatter in place": (
-        "f32[4096]",
-        "ROOT %r = f32[4096]{0} scatter(%p, %i, %u), to_apply=%add",
-        2 * SECTORS + FEW + FEW,
-    ),
-    "in place through another shape": (
-        "f32[1,4096]",
-        """%f = f32[1,4096]{1,0} bitcast(%p)
-  %s = f32[1,4096]{1,0} scatter(%f, %i, %u), to_apply=%add
-  ROOT %r = f32[1,4096]{1,0} bitcast(%s)""",
-        2 * SECTORS + FEW + FEW,
-    ),
-    "a scatter into what is made in the same launch": (
-        "f32[4096]",
-        """%s = f32[4096]{0} add(%p, %q)
-  ROOT %r = f32[4096]{0} scatter(%s, %i, %u), to_apply=%add""",
-        3 * WHOLE + FEW + FEW,
-    ),
-    "an update of a slice": (
-        "f32[4096]",
-        "ROOT %r = f32[4096]{0} dynamic-update-slice(%p, %u, %i)",
-        FEW + FEW + FEW,
-    ),
-    "several results, an operand that two of them read counted once": (
-        "(f32[4096], f32[8])",
-        """%s = f32[4096]{0} negate(%p)
-  %g = f32[8]{0} gather(%p, %i), slice_sizes={1}
-  ROOT %r = (f32[4096]{0}, f32[8]{0}) tuple(%s, %g)""",
-        2 * WHOLE + FEW + FEW,
-    ),
-}
-RADIX = """\
-ENTRY %main (x: u32[9000]) -> u32[9000] {
-  %x = u32[9000]{0} parameter(0)
-  %pair = (u32[9000]{0}, u8[100]{0}) custom-call(%x), custom_call_target="__cub$DeviceRadixSort"
-  ROOT %out = u32[9000]{0} get-tuple-element(%pair), index=0
-}
-"""
-
-
-def paths(text):
-    return Paths(parse(text))
-
-
-def branching(kind):
-    which, computations = kind
-    return paths(BRANCHES.replace("WHICH", which).replace("COMPUTATIONS", computations))
-
-
-@pytest.mark.parametrize(
-    ("shape", "size"),
-    [
-        ("f32[]", 4),
-        ("f32[3,5]{1,0}", 60),
-        ("bf16[3]{0}", 6),
-        ("u16[3]{0:T(8,128)}", 6),
-        ("pred[7]{0}", 7),
-        ("s4[3]{0}", 2),
-        ("f8e4m3fn[5]{0}", 5),
-        ("c64[2]{0}", 16),
-        ("f32[0]{0}", 0),
-        ("token[]", 0),
-        ("((s32[8,2]{1,0}), s32[8,2]{1,0:S(5)}, /*index=2*/u8[4]{0})", 132),
-    ],
-)
-def test_bytes_of_shapes(shape, size):
-    assert size_of(shape) == size
-
-
-def test_the_longest_dimension():
-    assert longest("(u32[8,3000]{1,0}, s32[7]{0})") == 3000
-    assert longest("s32[]") == 1
-
-
-def test_a_line_is_taken_apart():
-    program = parse(LOOPS)
-    assert program.entry == "main"
-    last = program.computations["body"][-1]
-    assert (last.name, last.opcode, last.operands) == ("next", "tuple", ("i", "twice"))
-    assert last.shape == "(s32[], f32[4]{0})"
-    kernel = program.computations["body"][3]
-    assert (kernel.called("calls"), kernel.scope, kernel.trip_count) == (
-        "fused_add",
-        "jit(f)/scope",
-        None,
-    )
-    assert program.sources[kernel.frame] == "search.py:bisect"
-    with pytest.raises(ValueError, match="fusion once has no body"):
-        kernel.called("body")
-
-
-def test_operands_may_have_shapes_and_no_percent_signs():
-    text = (
-        "ENTRY main {\n  a = f32[2]{0} parameter(0)\n  b = f32[2]{0} add(f32[2]{0} a, f32[2] a)\n}"
-    )
-    program = parse(text)
-    assert program.computations["main"][1].operands == ("a", "a")
-    assert paths(text).lightest() == Cost(launches=1, touched=24, moved=16)
-
-
-def test_text_without_an_entry_is_an_error():
-    with pytest.raises(ValueError, match="ENTRY"):
-        parse("HloModule empty\n")
-
-
-def test_a_loop_of_known_length_is_multiplied_out():
-    found = paths(LOOPS.replace("TRIPS", KNOWN))
-    assert found.lightest() == found.heaviest() == Cost(10, 320, 320)
-
-
-def test_a_loop_of_unknown_length_takes_no_turn_or_one():
-    found = paths(LOOPS.replace("TRIPS", ""))
-    assert found.lightest() == Cost(waits=1)
-    assert found.heaviest() == Cost(launches=2, touched=64, moved=64, waits=1)
-
-
-def test_what_a_known_loop_waits_for_it_waits_for_at_each_turn():
-    inner = LOOPS.replace("TRIPS", "").replace("ENTRY %main (x.1: f32[4])", "%inner (x.1: f32[4])")
-    outer = """
-%turn (p: f32[4]) -> f32[4] {
-  %p = f32[4]{0} parameter(0)
-  ROOT %r = f32[4]{0} call(%p), to_apply=%inner
-}
-
-ENTRY %main (p.1: f32[4]) -> f32[4] {
-  %p.1 = f32[4]{0} parameter(0)
-  ROOT %r.1 = f32[4]{0} while(%p.1), condition=%goes_on, body=%turn"""
-    found = paths(inner + outer + KNOWN + "\n}\n")
-    assert found.lightest() == Cost(waits=5)
-
-
-@pytest.mark.parametrize("kind", [INDEXED, BOOLEAN], ids=["indexed", "boolean"])
-def test_of_a_conditional_the_branch_with_fewest_launches(kind):
-    found = branching(kind)
-    assert found.lightest() == Cost(launches=1, touched=2048, moved=2048, waits=1)
-    # The most of each number, though no branch has them all.
-    assert found.heaviest() == Cost(2, 2048, moved=2048, waits=1, collectives=1)
-    assert found.collectives() == 1
-
-
-def test_collectives_are_counted_where_they_start():
-    found = paths(COLLECTIVES)
-    lightest = found.lightest()
-    assert (lightest.launches, lightest.collectives, lightest.waits) == (4, 3, 0)
-    assert found.collectives() == 3
-
-
-@pytest.mark.parametrize(
-    ("text", "sorts"),
-    [
-        (SORTS.replace("SHAPE", "u32[8]{0}"), 0),
-        (SORTS.replace("SHAPE", "u32[9000]{0}"), 1),
-        (RADIX, 1),
-    ],
-    ids=["in one block", "in many", "of a library"],
-)
-def test_long_sorts_are_named(text, sorts):
-    found = paths(text).lightest()
-    assert (found.launches, found.sorts) == (1, sorts)
-
-
-@pytest.mark.parametrize("case", MOVED)
-def test_bytes_that_a_launch_moves(case):
-    result, body, expected = MOVED[case]
-    text = FUSED.replace("RESULT", result).replace("BODY", body)
-    assert paths(text).lightest().moved == expected
-    assert paths(text).lightest().touched >= expected or "scatter" in body
-
-
-def test_the_parts_add_up_to_the_path():
-    found = paths(LOOPS.replace("TRIPS", KNOWN))
-    assert sum((part.cost * part.times for part in found.parts()), Cost()) == found.lightest()
-
-
-def test_the_breakdown_names_scope_and_function(capsys):
-    programs.breakdown("f", LOOPS.replace("TRIPS", KNOWN))
-    lines = capsys.readouterr().out.splitlines()
-    assert any(line.split()[:3] == ["scope", "search.py:bisect", "5"] for line in lines)
-
-
-def test_the_text_of_a_real_program_is_read():
-    text = jax.jit(lambda x: jax.lax.fori_loop(0, 7, lambda _, y: y * 2, x)).lower(1.0).compile()
-    assert paths(text.as_text()).lightest().launches > 0
 
 
 def row(name, launches, touched, moved=10):
@@ -369,7 +44,7 @@ def test_growth_of_more_than_a_tenth_is_named():
     ]
 
 
-@pytest.mark.parametrize("size", [1, 1000, 4096, 12_345, 2**22, 14_700_000])
+@pytest.mark.parametrize("size", [1, 4096, 14_700_000])
 def test_the_layers_hold_all_entries(size):
     assert _contestants.layout(size).size == size
 
@@ -381,32 +56,9 @@ def test_every_program_is_in_the_recorded_file():
     assert names == [*of_selectors, *_contestants.steps()]
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["--size", "0"],
-        ["--density", "2"],
-        ["--devices", "0.5"],
-        ["--write", "no-such-folder/programs.json"],
-        ["--check", "no-such-file"],
-        ["--check", str(RECORDED), "--size", "1000"],
-    ],
-)
-def test_wrong_options_are_one_line(argv, capsys):
-    try:
-        status = programs.main(argv)
-    except SystemExit as exit_:
-        status = exit_.code
-    assert status == 2
-    assert len(capsys.readouterr().err.strip().splitlines()) == 1
-
-
 def test_without_the_compiler_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(_described.importlib.util, "find_spec", lambda name: None)
-    assert programs.main([]) == 2
-    message = capsys.readouterr().err.strip()
-    assert "pip install 'jax[cuda12]" in message
-    assert "\n" not in message
+    assert "pip install 'jax[cuda12]" in refused(programs.main, [], capsys)
 
 
 @pytest.mark.slow
@@ -440,53 +92,80 @@ def test_the_planner_has_the_recorded_launches_and_bytes():
         assert program.bytes == pytest.approx(per_entry, abs=0.051), name
 
 
-def table_of(text, head):
-    """The cells below a table's first cell, by the first cell of each row."""
-    lines = iter(text.splitlines())
-    next(line for line in lines if line.startswith(f"| {head} |"))
-    next(lines)
-    rows = {}
-    for line in lines:
-        if not line.startswith("|"):
-            return rows
-        name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-        rows[name] = cells
-    return rows
+# Timings.
 
 
-def test_the_table_of_programs_is_that_of_the_recorded_file():
-    recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
-    rows = {row["program"]: programs.cells(row)[1:] for row in recorded["programs"]}
-    written = table_of(GUIDE.read_text(encoding="utf-8"), "program")
-    assert len(written) > 15
-    for name, cells in written.items():
-        *counts, collectives, _ = rows[name.split("`")[1]]
-        start, _, of_all = collectives.partition(" of ")
-        assert cells == [*counts, start if start == of_all else collectives], name
+def run(tmp_path, *argv):
+    path = tmp_path / "timings.json"
+    small = ["--allow-cpu", "--size", "4096", "--rounds", "2", "--json", str(path)]
+    return timings.main([*small, *argv]), json.loads(path.read_text(encoding="utf-8"))
 
 
-def test_the_table_of_overlaps_is_that_of_the_recorded_file():
-    recorded = json.loads(RECORDED.with_name("overlap.json").read_text(encoding="utf-8"))
-    written = table_of(GUIDE.read_text(encoding="utf-8"), "reduction")
-    assert len(written) == len(recorded["programs"])
-    for row, (name, (cell,)) in zip(recorded["programs"], written.items(), strict=True):
-        assert row["reduction"] in name.replace("`", "")
-        assert [int(x) for x in re.findall(r"\d+", cell)] == [x["products"] for x in row["beside"]]
+def test_it_times_selection_step_and_simulated_workers(tmp_path, capsys):
+    status, found = run(tmp_path, "--only", "lax.top_k", "threshold", "dense")
+    assert status == 0
+    assert found["finished"]
+    assert [(row["part"], row["contestant"]) for row in found["rows"]] == [
+        (timings.SELECTION, "lax.top_k"),
+        (timings.STEP, "dense"),
+        (timings.SIMULATED, "dense"),
+        (timings.SELECTION, "threshold"),
+    ]
+    for row in found["rows"]:
+        low, high = row["quartiles_ms"]
+        assert 0 < row["min_ms"] <= low <= row["median_ms"] <= high
+        # A program for CPUs says nothing of launches.
+        assert row["launches"] is None
+    printed = capsys.readouterr().out
+    assert "COMPUTED, not measured" in printed
 
 
-def test_products_between_the_start_and_the_end_of_a_collective():
-    lines = """
-ENTRY %main (p: f32[8]) -> f32[8] {
-  %p = f32[8] parameter(0)
-  %before = f32[8] custom-call(%p), custom_call_target="__cublas", metadata={op_name="dot_general"}
-  %start = f32[8] all-reduce-start(%p), to_apply=%add
-  %other = f32[8] fusion(%p), kind=kLoop, calls=%f, metadata={op_name="jit(f)/add"}
-  %product = f32[8] fusion(%p), kind=kCustom, calls=%g, metadata={op_name="jit(f)/dot_general"}
-  %done = f32[8] all-reduce-done(%start)
-  %gather = f32[8] all-gather-start(%p), dimensions={0}
-  ROOT %end = f32[8] all-gather-done(%gather)
-}
-"""
-    program = parse(lines)
-    found = list(overlap.beside(program.computations[program.entry]))
-    assert found == [("all-reduce", 1), ("all-gather", 0)]
+def test_what_does_not_fit_in_the_time_is_named(tmp_path, capsys):
+    status, found = run(tmp_path, "--only", "threshold", "dense", "--minutes", "1e-9")
+    assert status == 0
+    assert found["rows"] == []
+    assert len(found["skipped"]) == 3
+    assert "skipped, no time left: selection: threshold" in capsys.readouterr().out
+
+
+def test_one_that_fails_does_not_end_the_rest(tmp_path):
+    def fail():
+        raise MemoryError("out of memory\nand more")
+
+    path = tmp_path / "timings.json"
+    data = [jnp.ones(8)]
+    options = {"rounds": 2, "start": time.monotonic(), "seconds": 60}
+    session = Session(_runs.copy(data), {"device": "cpu"}, path, **options)
+    session.measure("selection", "bad", fail)
+    # Whatever comes now, this is kept.
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert found["failed"] == {"selection: bad": "out of memory"}
+    assert not found["finished"]
+    session.measure("selection", "good", lambda: _runs.top_k(data, 2))
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert [row["contestant"] for row in found["rows"]] == ["good"]
+
+
+def test_the_dense_allreduce_is_computed():
+    found = timings.dense_on_networks(14_700_000, 8)
+    # 2 * 14.7M * 4 bytes * 7/8 are 102.9 MB.
+    assert [(x["gbit_per_s"], round(x["ms"], 2)) for x in found] == [
+        (10, 82.32),
+        (25, 32.93),
+        (100, 8.23),
+    ]
+
+
+@pytest.mark.slow
+def test_steps_keep_their_state_on_vectors_and_on_matrices(tmp_path):
+    status, found = run(tmp_path, "--only", "ok_topk_reuse", "sparse_adamw", "powersgd")
+    assert status == 0
+    assert len(found["rows"]) == 6
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is a GPU")
+def test_without_a_gpu_it_refuses(tmp_path, capsys):
+    path = tmp_path / "timings.json"
+    message = refused(timings.main, ["--json", str(path)], capsys)
+    assert "jax has no GPU here, only cpu" in message
+    assert not path.exists()

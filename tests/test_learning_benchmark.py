@@ -1,16 +1,20 @@
-"""Loss against steps: what is trained, kept and shown, on a tiny text."""
+"""Loss against steps and against seconds: what is trained, kept and shown."""
 
+import contextlib
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.learning import _tasks, steps
+import sparse_collectives as sc
+from benchmarks.learning import _clock, _over_links, _tasks, step_times, steps, time
 from benchmarks.learning._contestants import DENSE, contestants
-from benchmarks.learning._neighbours import neighbour
-from benchmarks.training import _small_tasks, _text_models
+from benchmarks.training._recorded_training import schedule
 from benchmarks.training._simulated_training import Curve
+from benchmarks.training._small_tasks import word_task
+from tests.programs import refused
 
 # The models are a user's: they add a bias to a batch.
 pytestmark = pytest.mark.usefixtures("default_promotion")
@@ -25,7 +29,7 @@ def text(tmp_path):
 
 
 @pytest.fixture
-def trained(monkeypatch):
+def of_steps(monkeypatch):
     """A training whose result depends on the rate, in place of the real one; its labels."""
     labels = []
 
@@ -41,14 +45,43 @@ def trained(monkeypatch):
     return labels
 
 
-def test_runs_are_kept_and_not_made_again(tmp_path, text, trained, capsys):
+def without_links(monkeypatch, program, hosts, group_of):
+    """No network is made and no process started."""
+    monkeypatch.setattr(time, "started", lambda *_: contextlib.nullcontext(group_of))
+    monkeypatch.setattr(program, "interrupt_when_told", lambda: None)
+    monkeypatch.setattr(program.namespaces, "unusable", lambda: None)
+    monkeypatch.setattr(program.namespaces, "network", lambda _: contextlib.nullcontext(hosts))
+
+
+@pytest.fixture
+def of_seconds(monkeypatch):
+    """Runs whose end depends on the rate, in place of real ones; what was run."""
+    made = []
+
+    def train(group, args, name, link, rate, seed):
+        made.append((name, link, rate, seed))
+        end = 2 + abs(rate - 0.01) + (name == "dense") + 0.01 * seed
+        curve = {"seconds": [0, 5.0, 10.0], "steps": [0, 50, 100], "values": [4.0, 3.5, end]}
+        curve |= {"size": 1000, "parts": [[60, 0.1], [40, 0.15]]}
+        return {"value": end, "steps": 100, "received": 5e5, "curve": curve}
+
+    class Hosts:
+        def limit(self, link):
+            del link
+
+    monkeypatch.setattr(time, "_train", train)
+    without_links(monkeypatch, time, Hosts(), lambda name: None)
+    return made
+
+
+def test_runs_of_steps_are_kept_and_not_made_again(tmp_path, text, of_steps, capsys):
     runs = tmp_path / "runs"
     arguments = [*SMALL, *text, "--runs", str(runs), "--only", DENSE, "sparse_adamw"]
     arguments += ["--rates", "0.01", "0.05", "--seeds", "2"]
     assert steps.main(arguments) == 0
     table = capsys.readouterr().out
     # Both rates from seed 0, and the better one from seed 1, of both.
-    assert trained == [
+    assert of_steps == [
         f"{name} at {rate}" for name in (DENSE, "sparse_adamw") for rate in (0.01, 0.05, 0.05)
     ]
     assert "sparse_adamw    2  0.05      2" in table
@@ -59,11 +92,80 @@ def test_runs_are_kept_and_not_made_again(tmp_path, text, trained, capsys):
     runs.write_text("".join(lines[:-1]) + lines[-1][:20])
     assert steps.main(arguments) == 0
     assert capsys.readouterr().out == table
-    assert len(trained) == 7
+    assert len(of_steps) == 7
     # It is still a file of whole lines.
     assert steps.main([*arguments, "--show"]) == 0
     assert capsys.readouterr().out == table
-    assert len(trained) == 7
+    assert len(of_steps) == 7
+
+
+def test_runs_over_links_are_kept_and_not_made_again(tmp_path, of_seconds, capsys):
+    runs, figure = tmp_path / "runs", tmp_path / "figure.png"
+    arguments = ["--runs", str(runs), "--rates", "0.002", "0.01", "--seeds", "2"]
+    arguments += ["--link", "100mbit", "1gbit", "--seconds", "10", "--only", "dense"]
+    arguments += ["--options", "gain=2"]
+    assert time.main([*arguments, "--plot", str(figure)]) == 0
+    expected = [(0.002, 0), (0.01, 0), (0.01, 1)]
+    assert of_seconds == [
+        (name, link, *run)
+        for name in ("dense", "sparse_adamw gain=2")
+        for link in ("100mbit", "1gbit")
+        for run in expected
+    ]
+    table = capsys.readouterr().out
+    assert "words, n = 1,000, P = 4, 1gbit, 10 s" in table
+    # From 3.5 after 5 s to 2.005 in the mean after 10 s: at 3.005, dense's end, after 6.66 s.
+    line = next(line for line in table.splitlines() if line.startswith("sparse_adamw gain=2"))
+    assert line.split()[2:] == ["0.01", "2", "2.005", "0.007", "-33.28", "6.7", "s", "100.0",
+                                "100.0", "-", "150.0", "0.500", "100"]  # fmt: skip
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    lines = runs.read_text().splitlines(keepends=True)
+    runs.write_text("".join(lines[:-1]))
+    assert time.main(arguments) == 0
+    assert capsys.readouterr().out == table
+    assert len(of_seconds) == len(lines) + 1
+    assert time.main([*arguments, "--show"]) == 0
+    assert capsys.readouterr().out == table
+
+
+def test_neighbours_are_contestants_with_a_name_of_their_own(tmp_path, text, of_steps, capsys):
+    runs, figure = tmp_path / "runs", tmp_path / "figure.png"
+    arguments = [*SMALL, *text, "--runs", str(runs), "--only", DENSE, "--rates", "0.05"]
+    arguments += ["--seeds", "2", "--options", "gain=2.0", "b2=0.999", "--plot", str(figure)]
+    assert steps.main(arguments) == 0
+    name = "sparse_adamw b2=0.999 gain=2"
+    assert of_steps == [f"{each} at 0.05" for each in (DENSE, name) for _ in range(2)]
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    # In another order it is the same; and what is in the file is shown without being named.
+    arguments = arguments[: arguments.index("--options")]
+    assert steps.main([*arguments, "--options", "b2=0.999", "gain=2"]) == 0
+    assert len(of_steps) == 4
+    capsys.readouterr()
+    assert steps.main([*arguments, "--show"]) == 0
+    assert f"{name}    2  0.05      2" in capsys.readouterr().out
+
+
+def test_a_dense_run_is_the_same_for_every_share(tmp_path, text, of_steps, capsys):
+    arguments = [*SMALL, *text, "--runs", str(tmp_path / "runs"), "--rates", "0.05"]
+    arguments += ["--seeds", "1", "--only", DENSE, "ok_topk before AdamW"]
+    assert steps.main(arguments) == 0
+    assert steps.main([*arguments, "--share", "0.1"]) == 0
+    assert len(of_steps) == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{}\n{}\n", "line 1 is no run of this program: no 'task'"),
+        ("[1]\n[1]\n", "line 1 is no run of this program"),
+        ("x\n{}\n", "line 1 is no JSON"),
+        (b"\xff\n", "cannot read"),
+    ],
+)
+def test_another_file_is_one_line(tmp_path, content, message, capsys):
+    path = tmp_path / "runs"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert message in refused(steps.main, ["--runs", str(path), "--show"], capsys)
 
 
 @pytest.mark.slow
@@ -74,88 +176,6 @@ def test_a_run_learns(text, capsys):
     assert line[:4] == ["sparse_adamw", "2", "0.05", "1"]
     # From log(29), about 3.4.
     assert float(line[4]) < 2.9
-
-
-def test_neighbours_are_contestants_with_a_name_of_their_own(tmp_path, text, trained, capsys):
-    runs, figure = tmp_path / "runs", tmp_path / "figure.png"
-    arguments = [*SMALL, *text, "--runs", str(runs), "--only", DENSE, "--rates", "0.05"]
-    arguments += ["--seeds", "2", "--options", "gain=2.0", "b2=0.999", "--plot", str(figure)]
-    assert steps.main(arguments) == 0
-    name = "sparse_adamw b2=0.999 gain=2"
-    assert trained == [f"{each} at 0.05" for each in (DENSE, name) for _ in range(2)]
-    assert figure.read_bytes().startswith(b"\x89PNG")
-    # In another order it is the same; and what is in the file is shown without being named.
-    arguments = arguments[: arguments.index("--options")]
-    assert steps.main([*arguments, "--options", "b2=0.999", "gain=2"]) == 0
-    assert len(trained) == 4
-    capsys.readouterr()
-    assert steps.main([*arguments, "--show"]) == 0
-    assert f"{name}    2  0.05      2" in capsys.readouterr().out
-
-
-def test_a_neighbour_has_the_options_that_it_is_named_for():
-    given = [("step_ahead", 0.05), ("bits", "few"), ("dense_below", 64), ("density", 0.02)]
-    for task, more in (("words", [("gain", 2), ("eps", 1e-6)]), ("images", [("momentum", 0.5)])):
-        name, make = neighbour(task, 1.0, [*given, *more])
-        assert all(f" {key}={value}" in name for key, value in given + more)
-        assert callable(make(0.1, 10).exchange.update)
-
-
-def test_a_dense_run_is_the_same_for_every_share(tmp_path, text, trained, capsys):
-    arguments = [*SMALL, *text, "--runs", str(tmp_path / "runs"), "--rates", "0.05"]
-    arguments += ["--seeds", "1", "--only", DENSE, "ok_topk before AdamW"]
-    assert steps.main(arguments) == 0
-    assert steps.main([*arguments, "--share", "0.1"]) == 0
-    assert len(trained) == 3
-
-
-def test_the_network_of_words_has_sparse_gradients_and_an_exact_loss():
-    network = _text_models.words(width=4)
-    params = network.init(0)
-    tokens = np.random.default_rng(1).integers(0, 200, (2, _text_models.WORDS + 1))
-    batch = tokens[:, :-1], tokens[:, 1:]
-    loss, gradient = jax.jit(jax.value_and_grad(network.loss))(params, batch)
-    used = np.unique(tokens[:, :-1])
-    rows = np.flatnonzero(np.abs(gradient["embedding"]).sum(1))
-    np.testing.assert_array_equal(rows, used)
-    # Only groups of what is to be found.
-    groups = np.flatnonzero(np.abs(gradient["members"]).sum((1, 2)))
-    assert set(groups) == set(tokens[:, _text_models.BEFORE :].ravel() // _text_models.MEMBERS)
-    # The loss by hand: the probabilities of all words add up to one.
-    p = jax.tree.map(np.asarray, params)
-    losses = []
-    for row in tokens:
-        for i in range(_text_models.BEFORE, len(row)):
-            x = p["embedding"][row[i - _text_models.BEFORE : i]].ravel()
-            x = np.asarray(jax.nn.gelu(x @ p["hidden"]["kernel"] + p["hidden"]["bias"]))
-            x = x @ p["state"]["kernel"] + p["state"]["bias"]
-            group, member = np.exp(x @ p["group"]["kernel"]), np.exp(p["members"] @ x)
-            every = (group / group.sum())[:, None] * member / member.sum(1, keepdims=True)
-            np.testing.assert_allclose(every.sum(), 1, rtol=1e-5)
-            losses.append(-np.log(every.ravel()[row[i]]))
-    np.testing.assert_allclose(loss, np.mean(losses), rtol=1e-5)
-
-
-def test_the_lstm_does_not_look_ahead():
-    network = _text_models.lstm(7, cells=4)
-    params = network.init(0)
-    tokens = np.random.default_rng(3).integers(0, 7, (1, 12))
-    changed = tokens.copy()
-    changed[0, 8] = (tokens[0, 8] + 1) % 7
-    apply = jax.jit(network.apply)
-    before, after = (np.asarray(apply(params, x)) for x in (tokens, changed))
-    np.testing.assert_allclose(before[0, :8], after[0, :8], atol=1e-6)
-    assert (np.abs(before[0, 8:] - after[0, 8:]).max(1) > 1e-5).all()
-
-
-def test_words_are_numbered_by_how_frequent_they_are():
-    text = "The cat, the dog; the cat's THE " * 30
-    task = _small_tasks.word_task(text, windows=64, width=2)
-    inputs, labels = task.batch_of(np.array([0]))
-    # "the" is the first; "," and ";" are words; "cat's" is one, too.
-    np.testing.assert_array_equal(inputs[0, 1:], labels[0, :-1])
-    assert inputs[0, [0, 3, 6, 8]].tolist() == [0, 0, 0, 0]
-    assert len(set(inputs[0, :8].tolist())) == 6
 
 
 @pytest.mark.slow
@@ -176,46 +196,142 @@ def test_contestants_train_on_all_tasks():
             variant = make(0.1, 10)
             assert callable(variant.exchange.update)
             assert callable(variant.optimizer.update)
+    for make in _over_links.contestants().values():
+        assert callable(make(lambda count: 0.1).update)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--only", "x"], "--only 'x' is none of: dense"),
-        (["--workers", "3"], "--batch 32 can't be dealt out to 3 workers"),
-        (["--width", "30"], "--width 30 can't be divided into 4 heads"),
-        (["--show"], "--show needs --runs FILE"),
-        (["--rates", "0"], "0 is not a positive number"),
-        (["--options", "gain"], "gain is not NAME=VALUE"),
-        (["--options", "rate=1"], "--options: sparse_adamw has no 'rate' here: it has density"),
-        (["--task", "images", "--options", "b2=0.9"], "sparse_sgd has no 'b2' here"),
-        (["--options", "density=2"], "--options: density"),
-        (["--options", "step_ahead=x"], "--options: step_ahead"),
-        (["--task", "images", "--width", "8"], "--width: the model of images has one width"),
-    ],
-)
-def test_wrong_options_are_one_line(arguments, message, capsys):
-    with pytest.raises(SystemExit) as ended:
-        steps.main(arguments)
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+# The clock of seconds.
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{}\n{}\n", "line 1 is no run of this program: no 'task'"),
-        ("[1]\n[1]\n", "line 1 is no run of this program"),
-        ("x\n{}\n", "line 1 is no JSON"),
-        (b"\xff\n", "cannot read"),
-    ],
-)
-def test_another_file_is_one_line(tmp_path, content, message, capsys):
-    path = tmp_path / "runs"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert steps.main(["--runs", str(path), "--show"]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
+def test_the_rate_is_that_of_the_other_benchmarks():
+    of_steps = schedule(0.3, 1000)
+    for step in (0, 1, 25, 49, 50, 51, 400, 999, 1000):
+        np.testing.assert_allclose(_clock.rate_at(0.3, step / 1000), of_steps(step), rtol=1e-4)
+    assert _clock.rate_at(0.3, 1.1) == _clock.rate_at(0.3, 1.0)
+
+
+@pytest.mark.parametrize("guess", [0.001, 0.07, 50.0])
+@pytest.mark.parametrize("drift", [1.0, 1.0003, 0.9997])
+def test_steps_take_the_budget_and_no_more(guess, drift):
+    each, seen, measured = [0.07], [], []
+
+    def take(shares):
+        seen.extend(shares)
+        taken = 0.0
+        for _ in shares:
+            taken += each[0]
+            each[0] *= drift
+        return taken
+
+    def measure():
+        measured.append(len(seen))
+        return float(len(seen))
+
+    curve = _clock.spend(60.0, 4, guess, take, measure)
+    assert abs(curve.seconds[-1] - 60) < 0.1
+    np.testing.assert_allclose(curve.seconds, [0, 15, 30, 45, 60], atol=0.1)
+    assert curve.values == measured == curve.steps
+    # The shares are those of the time, and the last step begins when the budget is almost spent.
+    assert seen[0] == 0
+    assert 0.99 < seen[-1] < 1
+    assert np.abs(np.diff(seen)).max() < 0.02
+
+
+def test_one_step_is_taken_however_long_it_is():
+    curve = _clock.spend(1.0, 3, 0.2, lambda shares: 5.0 * len(shares), lambda: 0.0)
+    assert curve.steps == [0, 2, 2, 2]
+    assert curve.seconds == [0, 10, 10, 10]
+
+
+def test_pytorch_has_the_same_networks():
+    """The same loss and gradients, from the same parameters and batch."""
+    torch = pytest.importorskip("torch", reason="PyTorch is installed by hand: it is large")
+    from benchmarks.learning import _torch_models
+
+    text = " ".join(f"word{i % 97} of {i * i % 89}," for i in range(3000))
+    for name, loss in _torch_models.LOSSES.items():
+        task = _tasks.make(name, 16, None, None) if name == "text" else word_task(text, width=16)
+        params, batch = task.init(0), task.batch_of(np.arange(4) * 50)
+        with jax.numpy_rank_promotion("allow"):
+            value, gradients = jax.value_and_grad(task.loss)(params, batch)
+        leaves, tree = jax.tree.flatten(params)
+        given = [torch.from_numpy(np.array(leaf)).requires_grad_() for leaf in leaves]
+        found = loss(tree.unflatten(given), tuple(torch.from_numpy(x).long() for x in batch))
+        found.backward()
+        np.testing.assert_allclose(found.item(), value, rtol=1e-5)
+        for leaf, expected in zip(given, jax.tree.leaves(gradients), strict=True):
+            # Sums of float32 in another order; entries that cancel have no digits of their own.
+            largest = float(np.abs(expected).max())
+            np.testing.assert_allclose(leaf.grad, expected, rtol=1e-4, atol=1e-5 * largest)
+
+
+# Steps over links.
+
+
+def answering(times):
+    """Workers that take these seconds, by contestant and round."""
+
+    class Hosts:
+        def limit(self, link):
+            self.link = link
+
+    class Group:
+        def ask(self, do, *, contestant, warmup, **_):
+            assert (do, warmup) == ("begin", 7)
+            return [{"seconds": 0.5}, {"seconds": times[contestant].pop(0)}]
+
+    return Hosts(), lambda name: Group()
+
+
+def test_a_round_is_as_slow_as_its_slowest_worker(monkeypatch, capsys, tmp_path):
+    times = {name: [8.0, 8.0] for name in _over_links.in_buckets()}
+    times |= {"nothing exchanged": [2.0, 4.0], "dense, 4 buckets": [5.0, 10.0]}
+    hosts, group_of = answering(times)
+    without_links(monkeypatch, step_times, hosts, group_of)
+    arguments = ["--group", "buckets", "--link", "1gbit", "--rounds", "2", "--steps", "7"]
+    assert step_times.main([*arguments, "--json", str(tmp_path / "times.json")]) == 0
+    assert not any(times.values())
+    lines = {line.split("  ")[0]: line for line in capsys.readouterr().out.splitlines()}
+    # Of an exchange of 6 and of 4 seconds, half costs no time; half as much again is added.
+    assert lines["dense, 4 buckets"].split()[3:] == [
+        *["7500", "1.20", "(0.80", "to", "1.60)", "0.00", "(-0.50", "to", "0.50)"]
+    ]
+    assert lines["nothing exchanged"].split()[2:] == ["3000", "3.00", "(2.00", "to", "4.00)", "-"]
+    assert (tmp_path / "times.json").exists()
+
+
+def test_what_exchanges_nothing_computes_all_of_the_gradient():
+    tree = {"a": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(4)}
+    tx = _over_links.in_buckets()[_over_links.NOTHING](lambda count: 0.1)
+
+    def step(scale):
+        update, _ = tx.update(jax.tree.map(lambda x: scale * x, tree), tx.init(tree), tree)
+        return update
+
+    update = sc.simulate(step, axis=_over_links.AXIS, axis_size=3)(jnp.arange(3.0))
+    assert jax.tree.map(jnp.shape, update) == {"a": (3, 2, 3), "b": (3, 4)}
+    assert all((np.asarray(leaf) == np.asarray(leaf)[0]).all() for leaf in jax.tree.leaves(update))
+
+
+def test_the_norms_are_the_same_whoever_computes_them():
+    rng = np.random.default_rng(0)
+    # One of them so large that it is cut into slices.
+    shapes = {"a": (200, 130), "b": (7,), "c": (3, 5)}
+    params, gradients = (
+        {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+        for _ in range(2)
+    )
+
+    def update_of(make):
+        tx = make(lambda count: 0.1)
+
+        def step(gradients):
+            return tx.update(gradients, tx.init(params), params)[0]
+
+        run = sc.simulate(step, axis=_over_links.AXIS, axis_size=3, in_axes=None)
+        return run(gradients)
+
+    expected, *others = (update_of(make) for make in _over_links.with_norms().values())
+    for found in others:
+        for name in shapes:
+            np.testing.assert_allclose(found[name], expected[name], rtol=2e-5, atol=1e-7)

@@ -1,4 +1,4 @@
-"""The program of the linear models and its benchmark: over devices, processes and real links."""
+"""The program of the linear models: over devices and processes."""
 
 import json
 import socket
@@ -13,7 +13,6 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.svm import LinearSVC
 
 from benchmarks._common.processes import ROOT, environment
-from benchmarks.network import linear_models as benchmark
 from examples.linear_models import __main__, data
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
@@ -49,35 +48,6 @@ def test_the_program_compares_exchanges_on_a_file(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "300 rows, 120 features; logistic, sgd, 2 workers" in printed
     assert "topk_a: objective 0." in printed
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--workers", "0"], "0 is not between 1 and"),
-        (["--exchange", "ring"], "--exchange ring is none of --method sgd"),
-        (["--method", "scd", "--exchange", "topk_a"], "is none of --method scd"),
-        (["--rate", "1e5", "--regularisation", "1", "--rows", "9"], "must be below 1"),
-        (["--test", "file"], "--test and --size are for --data"),
-        (["--data", "none", "--rows", "5"], "--rows is for generated data"),
-        (["--data", "no-such-file"], "cannot read no-such-file: No such file"),
-        (["--mpi", "--workers", "2"], "with --mpi they are those of mpirun"),
-        (["--mpi", "--join", "host:1", "0"], "with --mpi they are those of mpirun"),
-        (["--join", "host", "0"], "expected HOST:PORT"),
-        (["--join", "host:1", "4"], "--join 4: there are 4 workers"),
-        (["--workers", "9"], "--workers is 9, but jax runs with 8 devices"),
-        (["--json", "."], "cannot write"),
-    ],
-)
-def test_wrong_input_is_one_line(argv, message, capsys):
-    try:
-        status = __main__.main(argv)
-    except SystemExit as exit_:
-        status = exit_.code
-    assert status == 2
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert len(lines) == 1
-    assert message in lines[0]
 
 
 def solved(file, model, ridge):
@@ -155,49 +125,3 @@ def test_processes_that_fail_end_with_the_status_and_one_line(tmp_path):
     assert statuses == [2, 2], errors
     lines = [x for error in errors for x in error.splitlines() if x.startswith("linear_models")]
     assert lines == [f"linear_models: {file}, line 2: 'x' is not INDEX:VALUE"]
-
-
-# The benchmark over limited links.
-
-
-def test_a_benchmark_of_an_unknown_exchange_is_one_line(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        benchmark.main(["--method", "scd", "--exchange", "topk_a"])
-    assert exit_.value.code == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert "--exchange topk_a is none of --method scd: dense_allgather, dense" in lines[0]
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("usable")
-@pytest.mark.parametrize("method", ["sgd", "scd"])
-def test_the_benchmark_measures_over_real_links_what_is_sent(method, tmp_path):
-    numbers = tmp_path / "numbers.json"
-    program = [
-        sys.executable,
-        "-m",
-        "benchmarks.network.linear_models",
-        "--quick",
-        "--workers",
-        "2",
-    ]
-    names = {"sgd": ["ssar_recursive_double"], "scd": ["sparse_allgather"]}[method]
-    done = subprocess.run(
-        [*program, "--method", method, "--exchange", *names, "--json", str(numbers)],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr
-    base, sparse = json.loads(numbers.read_text())["rows"]
-    assert sparse["exchange"] == names[0]
-    assert sparse["words"][0] < base["words"][0] / 3
-    for row in (base, sparse):
-        # With headers and barriers; a word has 4 bytes.
-        assert 4 * row["words"][0] < row["received"][0] < 4 * row["words"][0] * 1.2 + 20_000
-        assert 0 < row["exchange_seconds"][0] <= row["epoch_seconds"][0]
-        np.testing.assert_allclose(row["objectives"], base["objectives"], rtol=1e-5)

@@ -1,20 +1,13 @@
-"""benchmarks.network: cases by hand, errors, runs over real links."""
+"""benchmarks.network: problems, reports and predictions by hand."""
 
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
 
 import pytest
 
-from benchmarks._common import namespaces as hosts
 from benchmarks._common.options import InputError
-from benchmarks._common.processes import ROOT, environment
-from benchmarks.network import _prediction, _problem, _report, _session, run, scaling
+from benchmarks.network import _prediction, _problem, _report, _session, scaling
 from benchmarks.network._workers import WorkerError
-from tests.leftovers import left_by
 
 
 def point(**changes):
@@ -69,13 +62,6 @@ def test_batches_have_the_baseline_and_every_method_once_and_fit():
         _session.batches(names, 10**8, 4, available=1e9)
 
 
-@pytest.mark.parametrize(
-    ("link", "rate"), [("100mbit", 12.5e6), ("1gbit", 125e6), ("2.5gbit", 312.5e6)]
-)
-def test_rates(link, rate):
-    assert hosts.rate(link) == rate
-
-
 def test_ratios_are_of_the_same_round():
     assert _report.ratios(point()) == [2.0, 4.0, 1.0]
 
@@ -97,14 +83,6 @@ def test_the_parts_of_a_step_add_up():
     assert parts == {"rest": 0.5, "sparsification": 1.0, "communication": 2.5}
     assert unlimited == 1.0
     assert _report.breakdown(point(method="ddp"), everything) is None
-
-
-def test_the_table_has_the_ratio_and_the_bytes():
-    (table,) = _report.tables(found([point(received=[260.4] * 3)]))
-    line = next(line for line in table.splitlines() if line.startswith("ok_topk"))
-    assert "4000.0" in line
-    assert " 2.00 " in line
-    assert "+5.0%" in line
 
 
 def validation_report(step):
@@ -131,21 +109,6 @@ def test_validation_adds_the_local_step_latency_and_bandwidth(tmp_path):
         _prediction.validate(file)
 
 
-@pytest.mark.parametrize(
-    ("method", "expected"),
-    [
-        ("dense", ("dense", "raw")),
-        ("ok_topk/reuse/narrow8", ("ok_topk", "narrow8")),
-        ("topk_dsa", ("topk_dsa", "raw")),
-        ("dense/leaves", None),
-        ("ok_topk/reuse/global32", None),
-        ("ddp/fp16", None),
-    ],
-)
-def test_methods_that_the_model_has(method, expected):
-    assert _prediction._of_method(method) == expected
-
-
 def test_scaling_reads_the_local_cost_of_a_measurement(tmp_path):
     file = tmp_path / "cost.json"
     times = [{"contestant": "dense (psum)", "median_ms": 20}]
@@ -166,79 +129,3 @@ def test_scaling_predicts_all_and_its_words_are_those_of_the_programs(tmp_path):
     assert figure.stat().st_size > 10_000
     for row in numbers["program_words"]:
         assert 0.999 * row["best"] <= row["model"] <= 1.001 * row["worst"]
-
-
-def test_without_root_it_says_so_in_one_line(capsys, monkeypatch):
-    monkeypatch.setattr(hosts.shutil, "which", lambda tool: tool)
-    monkeypatch.setattr(hosts.os, "geteuid", lambda: 1000)
-    # The handlers of the test's own process are left as they are.
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    with pytest.raises(SystemExit) as end:
-        run.main(["--quick"])
-    assert end.value.code == 2
-    message = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "need root" in message
-
-
-def started(*argv):
-    # Unoptimised machine code compiles fastest, and nothing here is a time.
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
-    command = [sys.executable, "-m", "benchmarks.network.run", "--workers", "2", *argv]
-    variables = environment() | {"XLA_FLAGS": flags}
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=variables, cwd=ROOT)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("usable")
-def test_a_run_over_real_links_measures_the_bytes_that_the_library_predicts(tmp_path):
-    file, figure = tmp_path / "network.json", tmp_path / "network.png"
-    # So large that what Gloo adds to each message is little beside it.
-    argv = ["--quick", "--params", "400000", "--density", "0.05", "--link", "100mbit"]
-    argv += ["--methods", "ok_topk", "topk_a", "--json", str(file), "--plot", str(figure)]
-    running = started(*argv)
-    _, errors = running.communicate()
-    assert running.returncode == 0, errors
-    assert left_by(running.pid) == set()
-    numbers = json.loads(file.read_text())
-    assert figure.stat().st_size > 10_000
-    points = {(row["link"], row["method"]): row for row in numbers["points"]}
-    methods = ("dense", "ok_topk", "topk_a")
-    assert set(points) == {(link, name) for link in ("100mbit", "none") for name in methods}
-    for row in points.values():
-        received = sum(row["received"]) / len(row["received"])
-        assert received == pytest.approx(_report.predicted_bytes(row), rel=0.1), row["method"]
-        assert _report.breakdown(row, numbers) is not None
-    # 1.6 MB at 12.5 MB/s: the limit is there. (A bucket that is full lets a little pass at once.)
-    assert min(points["100mbit", "dense"]["seconds"]) > 0.9 * 1.6e6 / 12.5e6
-    assert {row["method"] for row in _prediction.validate(file)} == set(methods)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("usable")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_leaves_nothing(number):
-    running = started("--quick", "--methods", "dense", "--no-breakdown")
-    assert "compiling" in running.stderr.readline()
-    assert left_by(running.pid)
-    running.send_signal(number)
-    _, errors = running.communicate()
-    assert running.returncode == 130
-    assert errors.strip().endswith("interrupted")
-    assert left_by(running.pid) == set()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("usable")
-def test_clean_removes_what_a_killed_run_left_and_nothing_of_a_live_one(capsys):
-    running = started("--quick", "--methods", "dense", "--no-breakdown")
-    assert "compiling" in running.stderr.readline()
-    running.kill()
-    running.communicate()
-    assert left_by(running.pid)
-    with hosts.network(1):
-        alive = left_by(os.getpid())
-        assert run.main(["--clean"]) == 0
-        assert left_by(os.getpid()) == alive
-        assert alive
-    assert left_by(running.pid) == set()
-    assert str(running.pid) in capsys.readouterr().out

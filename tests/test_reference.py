@@ -95,10 +95,3 @@ def test_the_index_leads_to_every_page():
     index = (PAGES / "index.md").read_text()
     for page, _ in entries():
         assert f"]({page})" in index
-
-
-def test_the_version_is_written_once_in_each_place():
-    root = PAGES.parents[1]
-    version = sparse_collectives.__version__
-    assert f"\nversion: {version}\n" in (root / "CITATION.cff").read_text()
-    assert f'\nversion = "{version}"\n' in (root / "pyproject.toml").read_text()

@@ -56,6 +56,16 @@ CASES = {
 }
 
 
+def leaves(prefix: str, tree: Any) -> dict[str, np.ndarray]:
+    """All arrays by their path; bfloat16, which npz does not know, as float32."""
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        array = np.asarray(leaf)
+        array = array.astype(np.float32) if array.dtype.name == "bfloat16" else array
+        found[f"{prefix}{jax.tree_util.keystr(path)}"] = array
+    return found
+
+
 def names(workers: int) -> list[str]:
     return [name for name, case in CASES.items() if workers in case.workers]
 

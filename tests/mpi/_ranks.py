@@ -15,7 +15,7 @@ import optax_ext
 from sparse_collectives import traffic, transport
 from tests import jax_internals
 from tests.mpi import _cases
-from tests.mpi._ranks_output import leaves
+from tests.mpi._cases import leaves
 
 WORLD = MPI.COMM_WORLD
 WORKERS, ME = WORLD.Get_size(), WORLD.Get_rank()

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -17,8 +18,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
+from examples.linear_models import __main__ as linear_models
 from tests.mpi import _cases
-from tests.mpi._ranks_output import leaves
 
 ROOT = Path(__file__).parents[2]
 # That of the environment first: mpi4jax was built for the MPI in it.
@@ -93,7 +94,7 @@ def on_mesh(function, workers: int, *operands, axes: str = "flat"):
 def assert_same_bits(prefix: str, mesh, workers: int, rounding: float = 0.0) -> None:
     """Every rank has what its device has; ``prefix`` is that of the names in its file."""
     for rank, found in enumerate(ranks(workers)):
-        expected = leaves(prefix, jax.tree.map(lambda x, rank=rank: x[rank], mesh))
+        expected = _cases.leaves(prefix, jax.tree.map(lambda x, rank=rank: x[rank], mesh))
         for name, array in expected.items():
             assert found[name].dtype == array.dtype, name
             if rounding:
@@ -245,6 +246,24 @@ def test_the_example_trains_and_its_ranks_agree():
     assert float(accuracy[1]) > 80
     assert "1700 entries delivered" in lines[0]
     assert lines[0].endswith("parameters equal")
+
+
+@pytest.mark.parametrize(
+    ("method", "exchanges"),
+    [("sgd", ["dense", "ssar_recursive_double"]), ("scd", ["dense_allgather", "sparse_allgather"])],
+)
+def test_the_linear_models_compute_what_the_devices_of_a_mesh_do(method, exchanges, tmp_path):
+    files = [tmp_path / "ranks.json", tmp_path / "mesh.json"]
+    argv = ["--method", method, "--rows", "800", "--epochs", "2", "--exchange", *exchanges]
+    argv.append("--json")
+    printed = mpirun(3, "-m", "examples.linear_models", "--mpi", *argv, str(files[0]))
+    assert printed.count("3 workers") == 1
+    assert linear_models.main([*argv, str(files[1]), "--workers", "3"]) == 0
+    on_ranks, on_devices = (json.loads(file.read_text())["runs"] for file in files)
+    assert on_ranks.keys() == on_devices.keys()
+    for name, run in on_devices.items():
+        np.testing.assert_allclose(on_ranks[name]["objectives"], run["objectives"], rtol=1e-5)
+        assert on_ranks[name]["words"] == run["words"]
 
 
 def test_the_program_in_the_docs_runs(tmp_path):

@@ -4,13 +4,25 @@ import jax
 import numpy as np
 import pytest
 
-from tests.multiprocess import _cases, _launch
+from tests import groups
+from tests.multiprocess import _cases
 
 SPARSE = ("ok_topk", "topk_a", "narrow8", "qsgd", "gtopk", "threshold_reuse")
 
 
 def trained(reduction, steps):
     return reduction, "train", {"reduction": reduction, "steps": steps}
+
+
+def run_group(folder, processes, devices, cases):
+    """What each process returned of each case; checkpoints are saved in the folder."""
+    given = {"devices": devices, "cases": list(cases), "folder": str(folder)}
+    results = groups.finish(groups.group("tests.multiprocess._worker", processes, **given))
+    assert not any(status for status, _ in results), results
+    return {
+        name: [dict(np.load(folder / f"{name}.{process}.npz")) for process in range(processes)]
+        for name, _, _ in cases
+    }
 
 
 QUICK = [
@@ -29,7 +41,7 @@ LONG = [*(trained(name, 20) for name in (*SPARSE, "dense")), *QUICK[3:]]
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
-    return folder, _launch.run_group(folder, 2, 1, QUICK)
+    return folder, run_group(folder, 2, 1, QUICK)
 
 
 def in_one_process(folder, workers, case, options):
@@ -125,7 +137,7 @@ def test_two_processes_have_the_bits_of_one(two_processes, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "devices"), [(1, 1), (2, 2), (3, 1)])
 def test_processes_have_the_bits_of_one(processes, devices, tmp_path):
-    results = _launch.run_group(tmp_path, processes, devices, LONG)
+    results = run_group(tmp_path, processes, devices, LONG)
     (tmp_path / "one").mkdir()
     check_all(tmp_path / "one", LONG, results, workers=processes * devices)
 
@@ -142,7 +154,7 @@ def test_a_restored_state_goes_on_with_the_same_bits(two_processes):
 
 def check_resumed(folder, saved, processes, devices):
     cases = [("resume", "resume", {})]
-    results = _launch.run_group(folder, processes, devices, cases)["resume"]
+    results = run_group(folder, processes, devices, cases)["resume"]
     expected = in_one_process(folder, processes * devices, "resume", {})
     assert_same_bits(results, expected)
     for got in results:

@@ -1,28 +1,19 @@
 """The example over several processes, as a user runs it."""
 
 import re
-import sys
 
 import jax
 import pytest
 
 import _processes
 import train_multihost
-from benchmarks._common.processes import ROOT, coordinator
-from tests.multiprocess import _launch
-
-EXAMPLE = ROOT / "examples" / "train_multihost.py"
+from tests import groups
+from tests.programs import refused
 
 
-def run(folder, processes, *options):
+def run(processes, *options):
     """What process 0 prints; the others print nothing of their own."""
-    with coordinator() as (address, bound):
-        group = ["--coordinator", address, "--num-processes", str(processes)]
-        commands = [
-            [sys.executable, str(EXAMPLE), *group, "--process-id", str(i), *options]
-            for i in range(processes)
-        ]
-        results = _launch.finish(commands, bound, folder)
+    results = groups.example("train_multihost.py", processes, *options)
     for status, _ in results:
         assert status == 0, results
     for _, output in results[1:]:
@@ -34,32 +25,30 @@ def run(folder, processes, *options):
 @pytest.mark.slow
 def test_a_training_goes_on_with_the_same_and_with_other_processes(tmp_path):
     options = ["--report", "10", "--checkpoints", str(tmp_path / "saved"), "--save-every", "10"]
-    whole = run(tmp_path, 2, "--steps", "30", "--report", "10")
-    first = run(tmp_path, 2, "--steps", "20", *options)
+    whole = run(2, "--steps", "30", "--report", "10")
+    first = run(2, "--steps", "20", *options)
     assert "2 processes, 2 workers, ok_topk" in first
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["step_10", "step_20"]
-    second = run(tmp_path, 2, "--steps", "30", "--resume", *options)
+    second = run(2, "--steps", "30", "--resume", *options)
     assert "resumed after step 20" in second
     last = re.compile(r"step 30: .*|test accuracy .*")
     assert len(last.findall(whole)) == 2
     assert last.findall(second) == last.findall(whole)
 
-    third = run(tmp_path, 3, "--steps", "120", "--resume", "--devices", "2", *options[:4])
+    third = run(3, "--steps", "120", "--resume", "--devices", "2", *options[:4])
     assert "3 processes, 6 workers, ok_topk" in third
     assert "resumed after step 30" in third
     assert float(re.search(r"test accuracy ([\d.]+)%", third)[1]) > 90
 
 
 @pytest.mark.slow
-def test_processes_that_do_not_meet_end_with_one_line(tmp_path):
-    with coordinator() as (address, bound):
-        group = ["--coordinator", address, "--num-processes", "2", "--timeout", "2"]
-        command = [sys.executable, str(EXAMPLE), *group, "--process-id"]
-        # Each alone: the one that waits for others, and the one that finds no coordinator.
-        results = [_launch.finish([[*command, i]], bound, tmp_path)[0] for i in ("0", "1")]
-    for status, output in results:
+def test_processes_that_do_not_meet_end_with_one_line():
+    # Each alone: the one that waits for others, and the one that finds no coordinator.
+    for index in (0, 1):
+        options = ("--timeout", "2")
+        ((status, output),) = groups.example("train_multihost.py", 2, *options, ids=(index,))
         assert status == 2, output
-        assert f"have not met at {address} within 2 s" in output
+        assert "have not met at ADDRESS within 2 s" in output
         assert "Traceback" not in output
 
 
@@ -88,11 +77,4 @@ def test_wrong_input_is_one_line(argv, variables, message, monkeypatch, capsys):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert jax.device_count() == 8
-    try:
-        status = train_multihost.main(argv)
-    except SystemExit as exit_:
-        status = exit_.code
-    assert status == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert message in lines[0]
+    assert message in refused(train_multihost.main, argv, capsys)

@@ -287,7 +287,7 @@ def _verdict(
     results = [training.resumed(setup.folder, step, setup.expected)]
     if fewer:
         results.append(training.resumed_by_fewer(kept, step))
-    check = "; ".join(result.check for result in results) + complaint
-    ok = ok and all(result.ok for result in results) and not complaint
+    check = "; ".join(said for _, said in results) + complaint
+    ok = ok and all(fine for fine, _ in results) and not complaint
     ok = ok and step == training.FAULT_STEP + 1 - training.SAVE_EVERY
     return Outcome(reports, seconds, bound, step, check, ok)

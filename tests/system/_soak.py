@@ -15,16 +15,14 @@ checkpoint. All of it is checked:
   than 64: the medians of the first and the last tenth of at least twenty reports.
 """
 
-import json
 import os
 import statistics
-import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks._common.processes import Process, coordinator, started
+from benchmarks._common.processes import Process
+from tests import groups
 
 MORE_MEMORY, MORE_MAPS = 16.0, 64
 # Of a single step; the first one compiles and has more.
@@ -49,22 +47,10 @@ class Settings(NamedTuple):
     report_every: int = 5
 
     @classmethod
-    def of(cls, variables: Mapping[str, str] = os.environ) -> "Settings":
-        """From SOAK_STEPS, SOAK_PROCESSES and so on, where they are set.
-
-        Raises:
-          ValueError: one of them is no count.
-        """
-        found = {}
-        for name, default in cls._field_defaults.items():
-            text, least = variables.get(f"SOAK_{name.upper()}", str(default)), name != "restarts"
-            if not text.isdecimal() or int(text) < least:
-                raise ValueError(f"SOAK_{name.upper()} must be at least {least:d}, got {text!r}")
-            found[name] = int(text)
-        settings = cls(**found)
-        if settings.restarts >= settings.steps:
-            raise ValueError(f"SOAK_RESTARTS must be below SOAK_STEPS, got {settings.restarts}")
-        return settings
+    def of_environment(cls) -> "Settings":
+        """From SOAK_STEPS, SOAK_PROCESSES and so on, where they are set."""
+        given = {name: os.environ.get(f"SOAK_{name.upper()}") for name in cls._fields}
+        return cls(**{name: int(text) for name, text in given.items() if text is not None})
 
 
 def soak(settings: Settings, folder: Path) -> dict[str, Any]:
@@ -84,27 +70,20 @@ def _segment(
     settings: Settings, folder: Path, first: int, last: int, expected: dict[str, int]
 ) -> list[list[dict[str, Any]]]:
     """The reports of each process, from its start at step ``first`` to its end at ``last``."""
-    with coordinator() as (place, bound):
-        commands = []
-        for index in range(settings.processes):
-            own = {
-                "coordinator": place,
-                "processes": settings.processes,
-                "index": index,
-                "folder": str(folder / "checkpoints"),
-                "first": first,
-                "last": last,
-                "save_every": settings.save_every,
-                "report_every": settings.report_every,
-                "deadline": DEADLINE,
-                "expected": expected,
-            }
-            commands.append([sys.executable, "-m", "tests.system._soak_worker", json.dumps(own)])
-        with started(commands, bound) as group:
-            # Each process watches its own steps, so there is no deadline for all of them.
-            for process in group:
-                process.wait_for("finished", seconds=1e6)
-            return [_reports(process) for process in group]
+    given = {
+        "folder": str(folder / "checkpoints"),
+        "first": first,
+        "last": last,
+        "save_every": settings.save_every,
+        "report_every": settings.report_every,
+        "deadline": DEADLINE,
+        "expected": expected,
+    }
+    with groups.group("tests.system._soak_worker", settings.processes, **given) as group:
+        # Each process watches its own steps, so there is no deadline for all of them.
+        for process in group:
+            process.wait_for("finished", seconds=1e6)
+        return [_reports(process) for process in group]
 
 
 def _reports(process: Process) -> list[dict[str, Any]]:
@@ -163,27 +142,3 @@ def _growth(samples: list[float]) -> float | None:
         return None
     tenth = len(samples) // 10
     return round(statistics.median(samples[-tenth:]) - statistics.median(samples[:tenth]), 1)
-
-
-def _or_few(growth: float | None) -> str:
-    return "(too few reports to say)" if growth is None else f"{growth:g}"
-
-
-def table(summary: dict[str, Any]) -> str:
-    """The summary as text."""
-    counts = summary["counts"]
-    more_memory, more_maps = map(_or_few, (summary["rss_growth_mib"], summary["maps_growth"]))
-    rows = (
-        ("steps", f"{summary['steps']} on {summary['processes']} processes"),
-        ("starts", f"{summary['starts']}, all but the first from a checkpoint"),
-        ("taken, skipped", f"{counts['count']}, {counts['skipped']}"),
-        ("entries dropped", f"{counts['dropped']}"),
-        ("lost at an entry", f"{summary['worst_roundings']:.2f} roundings at most"),
-        ("", f"({summary['most_roundings']} allowed)"),
-        ("resident memory", f"{summary['rss_mib']} MiB, grew by {more_memory}"),
-        ("mapped pieces", f"{summary['maps']}, grew by {more_maps}"),
-        ("time", f"{summary['seconds']:.0f} s"),
-        ("violations", f"{len(summary['violations'])}"),
-    )
-    lines = [f"{name:18}{value}" for name, value in rows]
-    return "\n".join([*lines, *(f"  {text}" for text in summary["violations"][:20])])

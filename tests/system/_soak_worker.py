@@ -4,9 +4,7 @@ A step's gradients come from `_patterns`, and the step itself measures whether a
 Each line on standard output says what was found since the last one.
 """
 
-import json
 import os
-import sys
 import traceback
 import zlib
 from pathlib import Path
@@ -20,7 +18,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import optax_ext
-from benchmarks._common.processes import die_with_parent
+from tests import groups
+from tests.groups import say
 from tests.system import _patterns, _task
 
 DENSITY = 0.02
@@ -89,16 +88,8 @@ def memory() -> dict[str, float]:
 
 def main() -> None:
     """Takes the steps from ``first`` to ``last``."""
-    die_with_parent()
-    settings = json.loads(sys.argv[1])
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 1)
-    jax.distributed.initialize(
-        settings["coordinator"],
-        settings["processes"],
-        settings["index"],
-        cluster_detection_method="deactivate",
-    )
+    settings = groups.settings()
+    groups.join(settings)
     watchdog = optax_ext.Watchdog(settings["deadline"], first_seconds=600)
     manager = _task.manager_of(Path(settings["folder"]))
     mesh = _task.mesh_of_all()
@@ -109,7 +100,7 @@ def main() -> None:
     with watchdog("the end"):
         manager.close()
         jax.distributed.shutdown()
-    print(json.dumps({"event": "finished"}), flush=True)
+    say("finished")
 
 
 def _start(manager: Any, first: int, mesh: jax.sharding.Mesh) -> tuple[Any, Any]:
@@ -163,20 +154,18 @@ def _soak(
             sparse = opt_state[0]
             found = {name: int(getattr(sparse, name)) for name in expected}
             bits = np.asarray(params.addressable_shards[0].data).tobytes()
-            line = {
-                "event": "report",
-                "step": done,
-                "params": zlib.crc32(bits),
-                "finite": bool(np.isfinite(np.frombuffer(bits, np.float32)).all()),
-                "delivered": int(sparse.info.delivered),
-                "worst": worst,
-                "found": found,
-                "expected": expected,
+            say(
+                "report",
+                step=done,
+                params=zlib.crc32(bits),
+                finite=bool(np.isfinite(np.frombuffer(bits, np.float32)).all()),
+                worst=worst,
+                found=found,
+                expected=expected,
                 # Both steps are compiled, and a checkpoint was written.
-                "settled": len(used) == len(steps) and done > first + settings["save_every"],
+                settled=len(used) == len(steps) and done > first + settings["save_every"],
                 **memory(),
-            }
-            print(json.dumps(line), flush=True)
+            )
             worst = 0.0
 
 

@@ -1,17 +1,13 @@
 """Runs of several workers: uninterrupted, with a fault, and resumed from a checkpoint."""
 
-import contextlib
-import json
 import os
 import re
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from benchmarks._common.namespaces import Hosts
-from benchmarks._common.processes import Process, coordinator, started
+from benchmarks._common.processes import Process
+from tests import groups
 
 WORKERS, STEPS, SAVE_EVERY = 3, 12, 3
 # The fault comes in this step, and the last checkpoint before it is at step 6.
@@ -21,70 +17,34 @@ HEARTBEAT, DEADLINE, FIRST_DEADLINE = 20, 30, 500
 PATIENCE = 600
 
 
-class Resumed(NamedTuple):
-    """What came of a run from a checkpoint.
-
-    Attributes:
-      ok: whether all is as it must be.
-      check: what was checked, in words.
-    """
-
-    ok: bool
-    check: str
-
-
-@contextlib.contextmanager
-def workers(
-    folder: Path,
-    *,
-    processes: int = WORKERS,
-    network: Hosts | None = None,
-    changes: dict[int, dict[str, Any]] | None = None,
-    **settings: Any,
-) -> Iterator[list[Process]]:
+def workers(folder: Path, processes: int = WORKERS, **options: Any) -> Any:
     """The processes of one training, for the length of the block.
 
     Args:
       folder: of the checkpoints.
       processes: P.
-      network: where each process has a namespace of its own.
-      changes: settings of single processes.
-      **settings: of all of them, in place of the usual ones; see `_worker.Settings`.
+      **options: of `groups.group`, and settings in place of the usual ones; see `_worker`.
     """
-    with contextlib.ExitStack() as stack:
-        # Programs are compiled once, and quickly.
-        more = {
-            "XLA_FLAGS": "--xla_backend_optimization_level=0",
-            "JAX_COMPILATION_CACHE_DIR": os.environ.get(
-                "JAX_COMPILATION_CACHE_DIR", str(folder.parent / "compiled")
-            ),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
-        }
-        if network:
-            # In a namespace of its own every port is free.
-            place = f"{network.addresses[0]}:20000"
-        else:
-            place, bound = stack.enter_context(coordinator())
-            more |= bound
-        commands = []
-        for index in range(processes):
-            own = {
-                "coordinator": place,
-                "processes": processes,
-                "index": index,
-                "folder": str(folder),
-                "steps": STEPS,
-                "save_every": SAVE_EVERY,
-                "resume": 0,
-                "heartbeat": HEARTBEAT,
-                "deadline": DEADLINE,
-                "first_deadline": FIRST_DEADLINE,
-                **settings,
-                **(changes or {}).get(index, {}),
-            }
-            command = [sys.executable, "-m", "tests.system._worker", json.dumps(own)]
-            commands.append([*network.command(index), *command] if network else command)
-        yield stack.enter_context(started(commands, more))
+    kept = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(folder.parent / "compiled"))
+    usual = {
+        "folder": str(folder),
+        "steps": STEPS,
+        "save_every": SAVE_EVERY,
+        "resume": 0,
+        "heartbeat": HEARTBEAT,
+        "deadline": DEADLINE,
+        "first_deadline": FIRST_DEADLINE,
+        "hold_at": -1,
+        "limit_at": -1,
+    }
+    # Programs are compiled once, and quickly.
+    variables = {
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "JAX_COMPILATION_CACHE_DIR": kept,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+    }
+    given = usual | options
+    return groups.group("tests.system._worker", processes, variables=variables, **given)
 
 
 def finished(group: list[Process]) -> None:
@@ -161,7 +121,7 @@ def explained(process: Process) -> bool:
     return process.status not in (None, 0) and not report(process).endswith("silent")
 
 
-def resumed(folder: Path, step: int, expected: list[dict[int, str]]) -> Resumed:
+def resumed(folder: Path, step: int, expected: list[dict[int, str]]) -> tuple[bool, str]:
     """A run from a checkpoint with as many workers: every step must have the same bits."""
     with workers(folder, resume=step) as group:
         finished(group)
@@ -172,10 +132,10 @@ def resumed(folder: Path, step: int, expected: list[dict[int, str]]) -> Resumed:
         before in (was.get(step), None if step else before) and all(now[s] == was[s] for s in steps)
         for before, now, was in zip(first, found, expected)
     )
-    return Resumed(ok, f"{WORKERS} workers: {'same bits' if ok else 'OTHER BITS'}")
+    return ok, f"{WORKERS} workers: {'same bits' if ok else 'OTHER BITS'}"
 
 
-def resumed_by_fewer(folder: Path, step: int) -> Resumed:
+def resumed_by_fewer(folder: Path, step: int) -> tuple[bool, str]:
     """A run from a checkpoint with one worker less: the residuals' sum must be kept."""
     with workers(folder, processes=WORKERS - 1, resume=step) as group:
         finished(group)
@@ -184,4 +144,4 @@ def resumed_by_fewer(folder: Path, step: int) -> Resumed:
     # Two float32 hold 48 bits of a sum.
     ok = all(m["difference"] <= 2**-40 * m["largest"] and m["largest"] > 0 for m in moved)
     ok = ok and len(losses) == (WORKERS - 1) * (STEPS - step) and all(x < 10 for x in losses)
-    return Resumed(ok, f"{WORKERS - 1} workers: {'sum kept' if ok else 'SUM LOST'}")
+    return ok, f"{WORKERS - 1} workers: {'sum kept' if ok else 'SUM LOST'}"

@@ -1,73 +1,33 @@
 """One process of the training that the faults happen to; `_training` starts it.
 
-Its argument is a JSON object of Settings. What it does is written to standard output, a JSON object
-to a line.
+Its argument is a JSON object: ``steps`` to train up to, ``save_every`` so many a checkpoint in the
+``folder``, and ``resume``, the step of the one to start from, 0 for none; ``heartbeat``, seconds
+without one, after which jax takes a process for dead, ``deadline`` for each step and checkpoint and
+``first_deadline`` for the first, which compiles; ``hold_at``, the step before which it waits for a
+line on standard input, and ``limit_at``, at whose checkpoint it can't write any more; -1 for none.
+What it does is written to standard output, a JSON object to a line.
 """
 
-import dataclasses
-import json
 import os
 import resource
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 
 import optax_ext
-from benchmarks._common.processes import die_with_parent
+from tests import groups
+from tests.groups import say
 from tests.system import _task
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What one process is to do.
-
-    Attributes:
-      coordinator: host:port of process 0.
-      processes: P.
-      index: of this process.
-      folder: of the checkpoints.
-      steps: to train up to.
-      save_every: steps between two checkpoints.
-      resume: step of the checkpoint to start from; 0 for none.
-      heartbeat: seconds without one, after which jax takes a process for dead.
-      deadline: seconds for each step and checkpoint.
-      first_deadline: seconds for the first block, which compiles.
-      hold_at: step before which this process waits for a line on standard input; -1 for none.
-      limit_at: step at whose checkpoint this process can't write any more; -1 for none.
-    """
-
-    coordinator: str
-    processes: int
-    index: int
-    folder: str
-    steps: int
-    save_every: int
-    resume: int
-    heartbeat: int
-    deadline: float
-    first_deadline: float
-    hold_at: int = -1
-    limit_at: int = -1
-
-
-def say(event: str, **values: Any) -> None:
-    """One line for the program that waits for it."""
-    print(json.dumps({"event": event, **values}), flush=True)
 
 
 def main() -> None:
     """Trains; see the top of this file."""
-    die_with_parent()
-    settings = Settings(**json.loads(sys.argv[1]))
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 1)
-    jax.distributed.initialize(
-        settings.coordinator,
-        settings.processes,
-        settings.index,
-        cluster_detection_method="deactivate",
+    settings = SimpleNamespace(**groups.settings())
+    groups.join(
+        vars(settings),
         heartbeat_timeout_seconds=settings.heartbeat,
         shutdown_timeout_seconds=settings.heartbeat,
     )
@@ -102,7 +62,7 @@ def main() -> None:
     say("finished")
 
 
-def _start(settings: Settings, manager: Any, mesh: Any) -> tuple[Any, Any]:
+def _start(settings: SimpleNamespace, manager: Any, mesh: Any) -> tuple[Any, Any]:
     """The first state, or that of a checkpoint of any number of workers."""
     if not settings.resume:
         return jax.block_until_ready(_task.first_state(mesh))

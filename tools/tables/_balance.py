@@ -1,12 +1,10 @@
 """Which worker owns which index, and how even that is: `benchmarks.training`."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from ._data import blank_repeats, percent, read
-from ._pages import Rows
+from ._files import Rows
 
-REGIONS = ("hashed", "balanced")
 INPUTS = {
     "iid": "iid",
     "same region": "all workers in the same region",
@@ -23,33 +21,45 @@ FOUR = {
 }
 # What a table has of each way to cut the regions.
 ALL = ("missing", "mass", "overflow", "wait", "words")
+FEW = ("missing", "overflow", "words")
 
 
-def regions(
-    file: str,
-    *,
-    workers: bool = True,
-    names: dict[str, str] | None = None,
-    hashed: Sequence[str] = ALL,
-    balanced: Sequence[str] = ALL,
-) -> Rows:
-    """`benchmarks.training.regions`: hashed regions beside balanced ones."""
+def _pairs(file: str) -> dict[tuple[str, int], dict[str, Any]]:
+    """Rows of `benchmarks.training.regions`: of each input and P those of both ways."""
     found: dict[tuple[str, int], dict[str, Any]] = {}
     for row in read(file)["rows"]:
         found.setdefault((row["case"], row["workers"]), {})[row["regions"]] = row
-    rows = []
-    # The file has the inputs in their order, and workers as they were asked for.
-    cases = list(dict.fromkeys(case for case, _ in found))
-    for case, p in sorted(found, key=lambda key: (cases.index(key[0]), key[1])):
-        of = found[case, p]
-        if names is not None and case not in names:
-            continue
-        cells = [_cell(of["hashed"], column) for column in hashed]
-        cells += [_cell(of["balanced"], column) for column in balanced]
-        rows.append(
-            [case if names is None else names[case], *([str(p)] if workers else []), *cells]
-        )
+    return found
+
+
+def _cells(of: dict[str, Any], hashed: tuple[str, ...], balanced: tuple[str, ...]) -> list[str]:
+    cells = [_cell(of["hashed"], column) for column in hashed]
+    return cells + [_cell(of["balanced"], column) for column in balanced]
+
+
+def regions() -> Rows:
+    """Hashed regions beside balanced ones."""
+    found, rows = _pairs("regions.json"), []
+    for case, shown in INPUTS.items():
+        for p in sorted(p for name, p in found if name == case):
+            rows.append([shown, str(p), *_cells(found[case, p], ALL, ALL)])
     return blank_repeats(rows)
+
+
+def regions_recorded() -> Rows:
+    """Those of recorded trainings."""
+    found = _pairs("regions_recorded.json")
+    return [
+        [case, *_cells(of, FEW, ("missing", "mass", "overflow", "words"))]
+        for (case, _), of in found.items()
+    ]
+
+
+def regions_large() -> Rows:
+    """Those of many workers."""
+    found = {case: of for (case, _), of in _pairs("regions_large.json").items()}
+    hashed = ("missing", "overflow", "wait", "words")
+    return [[shown, *_cells(found[case], hashed, ALL)] for case, shown in FOUR.items()]
 
 
 def _cell(row: dict[str, Any], column: str) -> str:
@@ -69,46 +79,39 @@ def _share(value: float, digits: int = 1) -> str:
     return percent(value, digits if value < 0.05 else 1)
 
 
-def _named(run: dict[str, Any]) -> str:
-    """A recorded run; the scaled layer is named by the benchmark."""
-    layer, *factor = run["case"].split(" x ")
-    return f"{run['run']}, `{layer}` x {factor[0]}" if factor else run["run"]
+def _recorded() -> list[tuple[str, dict[str, Any]]]:
+    """Recorded runs by their names; a scaled layer is named by the benchmark."""
+    found = []
+    for run in read("load_balance.json")["runs"]:
+        layer, *factor = run["case"].split(" x ")
+        found.append((f"{run['run']}, `{layer}` x {factor[0]}" if factor else run["run"], run))
+    return found
 
 
 def concentrations() -> Rows:
     """Where selected entries are from."""
     rows = []
-    for run in read("load_balance.json")["runs"]:
+    for name, run in _recorded():
         layers = sorted(run["layers"].items(), key=lambda item: -item[1]["selected"])
-        shown = layers[:1] if layers[0][1]["selected"] > 0.6 else layers[:2]
-        parts = [
-            f"{share['selected']:.0%} `{name}` ({_percent_of_n(share['parameters'])} of n)"
-            for name, share in shown
-        ]
+        parts = []
+        for layer, share in layers[: 1 if layers[0][1]["selected"] > 0.6 else 2]:
+            of_all = percent(share["parameters"], 0 if share["parameters"] >= 0.1 else 1)
+            parts.append(f"{percent(share['selected'])} `{layer}` ({of_all} of n)")
         before, after = (run[f"validation_{when}"]["loss"] for when in ("before", "after"))
-        text = ", ".join(parts).replace("%", " %")
-        rows.append([_named(run), text, f"{before:.2f} to {after:.2f}"])
+        rows.append([name, ", ".join(parts), f"{before:.2f} to {after:.2f}"])
     return rows
-
-
-def _percent_of_n(share: float) -> str:
-    return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
 
 
 def split() -> Rows:
     """Entries that an owner receives, for equal and for balanced regions."""
     rows = []
-    for run in read("load_balance.json")["runs"]:
+    for name, run in _recorded():
         at = {(row["workers"], row["regions"]): row for row in run["rows"]}
         for p in dict.fromkeys(row["workers"] for row in run["rows"]):
-            cells = [_named(run), str(p)]
-            for kind in ("equal", "balanced"):
-                row = at[p, kind]
-                uneven = (
-                    f"{row['received']:.2f}" if row["received"] < 10 else f"{row['received']:.1f}"
-                )
-                fullest = row["received_of_k"]
-                cells += [uneven, f"{fullest:.2f}" if fullest < 10 else f"{fullest:.1f}"]
+            cells = [name, str(p)]
+            for row in (at[p, "equal"], at[p, "balanced"]):
+                received = (row["received"], row["received_of_k"])
+                cells += [f"{x:.2f}" if x < 10 else f"{x:.1f}" for x in received]
                 cells.append(_share(row["overflow"]))
             rows.append(cells)
     return blank_repeats(rows)
@@ -117,17 +120,13 @@ def split() -> Rows:
 def allgather() -> Rows:
     """Entries of each worker before and after the balancing."""
     rows = []
-    for run in read("load_balance.json")["runs"]:
-        for kind in ("equal", "balanced"):
-            for row in run["rows"]:
-                if row["regions"] != kind:
-                    continue
-                cells = [_named(run), kind, str(row["workers"]), f"{row['before']:.2f}"]
-                cells.append(percent(row["over_trigger"]))
-                for mode in ("never", "auto", "always"):
-                    of = row["balance"][mode]
-                    share = of["delivered"]
-                    cells += [f"{of['after']:.2f}", percent(share, 0 if share > 0.9995 else 1)]
-                    cells.append(f"{of['words_of_bound']:.2f}")
-                rows.append(cells)
+    for name, run in _recorded():
+        for row in sorted(run["rows"], key=lambda row: row["regions"] != "equal"):
+            cells = [name, row["regions"], str(row["workers"]), f"{row['before']:.2f}"]
+            cells.append(percent(row["over_trigger"]))
+            for mode in ("never", "auto", "always"):
+                of = row["balance"][mode]
+                delivered = percent(of["delivered"], 0 if of["delivered"] > 0.9995 else 1)
+                cells += [f"{of['after']:.2f}", delivered, f"{of['words_of_bound']:.2f}"]
+            rows.append(cells)
     return blank_repeats(rows, 2)

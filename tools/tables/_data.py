@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks._common.timing import quartiles
 
-from ._pages import ROOT
+from ._files import ROOT, Rows
 
 DATA = ROOT / "docs" / "data"
 EVIDENCE = ROOT / "docs" / "evidence"
@@ -17,6 +17,15 @@ EVIDENCE = ROOT / "docs" / "evidence"
 def read(name: str | Path) -> Any:
     """What a file in docs/data holds."""
     return json.loads((DATA / name).read_text(encoding="utf-8"))
+
+
+def printed(file: str, which: int) -> Rows:
+    """A table of a run of which only what was printed is kept, transcribed by hand.
+
+    They are older than the benchmarks' option ``--json``, or of programs that were not kept. A file
+    in docs/data/printed says where its tables are from.
+    """
+    return read(f"printed/{file}.json")["tables"][which]["rows"]
 
 
 def interval(values: Sequence[float], digits: int) -> str:
@@ -31,11 +40,6 @@ def middle(values: Sequence[float], digits: int) -> str:
     return f"{median} ({low} to {high})"
 
 
-def mean(values: Sequence[float], digits: int) -> str:
-    """The mean."""
-    return f"{statistics.mean(values):.{digits}f}"
-
-
 def listed(values: Sequence[float], digits: int) -> str:
     """All of them."""
     return ", ".join(f"{x:.{digits}f}" for x in values)
@@ -46,7 +50,18 @@ def percent(value: float, digits: int = 0) -> str:
     return f"{100 * value:.{digits}f} %"
 
 
-def blank_repeats(rows: list[list[str]], columns: int = 1) -> list[list[str]]:
+def code(name: str) -> str:
+    """What a benchmark calls something, with the name of the program as code."""
+    first, *rest = name.split(", ", 1)
+    return ", ".join([f"`{first}`", *rest])
+
+
+def median(values: Sequence[float], digits: int = 0, scale: float = 1) -> str:
+    """The median."""
+    return f"{scale * statistics.median(values):.{digits}f}"
+
+
+def blank_repeats(rows: Rows, columns: int = 1) -> Rows:
     """Leaves out what the line above has in the first columns, too."""
     above: list[str] = []
     shown = []

@@ -1,7 +1,7 @@
 """How the union of the selections grows with the workers: `benchmarks.training.fill_in`."""
 
 from ._data import blank_repeats, percent, read
-from ._pages import Rows
+from ._files import Rows
 
 
 def uniform() -> Rows:

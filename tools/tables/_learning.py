@@ -4,8 +4,8 @@ import json
 import statistics
 from typing import Any
 
-from ._data import DATA, blank_repeats, listed, mean, read
-from ._pages import Rows
+from ._data import DATA, blank_repeats, listed, read
+from ._files import Rows
 
 LINKS = ("100mbit", "1gbit")
 NAMES = {
@@ -18,6 +18,7 @@ NAMES = {
     "PyTorch: PowerSGD(1)": "PyTorch: PowerSGD(1)",
     "PyTorch: PowerSGD(4)": "PyTorch: PowerSGD(4)",
 }
+SHORT = ("sparse_adamw", "powersgd(4) before AdamW", "PyTorch: float16", "PyTorch: PowerSGD(4)")
 # Contestants of the same steps, and the workers that they were run with.
 STEPS = {
     "sparse_adamw": ("`sparse_adamw`", (4, 8, 16, 32)),
@@ -26,8 +27,8 @@ STEPS = {
     "sparse_adamw, ok_topk": ("`density=0.01, exchange=ok_topk(density=0.01)`", (8,)),
     "sparse_adamw, complete ok_topk": ("the same, `complete(ok_topk(...))`", (8,)),
 }
-LIMITED = (4, 8, 16, 32)
-RATES = {"text": 0.02, "images-adamw": 0.004}
+TEXT = {"task": "text", "steps": 2000, "width": 32, "rate": 0.02}
+IMAGES = {"task": "images-adamw", "steps": 600, "rate": 0.004}
 # The rate at which one seed was run later; the others are the better of two for three seeds.
 LATER, LARGER = 0.0015, 0.006
 
@@ -43,12 +44,10 @@ def _of(method: str, link: str, *, later: bool = False) -> dict[str, Any] | None
 
 def over_links_short() -> Rows:
     """The mean over the seeds at the better of the two rates."""
-    shown = ["sparse_adamw", "powersgd(4) before AdamW", "PyTorch: float16"]
-    shown += ["PyTorch: PowerSGD(4)", "dense"]
-    found = [[_of(name, link) for link in LINKS] for name in shown]
+    found = {name: [_of(name, link) for link in LINKS] for name in (*SHORT, "dense")}
     return [
-        [NAMES[name], *(mean(row["losses"], 2) if row else "" for row in rows)]
-        for name, rows in zip(shown, found, strict=True)
+        [NAMES[name], *(f"{statistics.mean(row['losses']):.2f}" if row else "" for row in rows)]
+        for name, rows in found.items()
     ]
 
 
@@ -79,65 +78,55 @@ def runs(**wanted: Any) -> list[dict[str, Any]]:
 
 def above_dense(contestant: str, workers: int) -> list[float]:
     """How far the loss of each seed is above that of dense, in percent, at 2,000 steps of text."""
-    same = {"task": "text", "steps": 2000, "width": 32, "rate": 0.02}
-    dense = runs(contestant="dense", **same)
-    found = runs(contestant=contestant, workers=workers, **same)
+    dense = runs(contestant="dense", **TEXT)
+    found = runs(contestant=contestant, workers=workers, **TEXT)
     assert [run["seed"] for run in found] == [run["seed"] for run in dense], contestant
     return [100 * (a["value"] / b["value"] - 1) for a, b in zip(found, dense, strict=True)]
 
 
-def steps() -> Rows:
-    """Loss after the same steps, beside dense."""
-    same = {"task": "text", "steps": 2000, "width": 32, "rate": 0.02}
-
-    def loss(found: list[dict[str, Any]]) -> str:
-        values = [run["value"] for run in found]
-        return f"{statistics.mean(values):.3f} ({statistics.stdev(values):.3f})"
-
-    rows = [["dense AdamW", "any", "", loss(runs(contestant="dense", **same)), "", ""]]
-    for contestant, (shown, counts) in STEPS.items():
-        for workers in counts:
-            found = runs(contestant=contestant, workers=workers, **same)
-            above = above_dense(contestant, workers)
-            rows.append(
-                [
-                    shown,
-                    str(workers),
-                    words(found[0]),
-                    loss(found),
-                    f"{round(statistics.mean(above), 1) + 0.0:.1f} %",
-                    listed(above, 1),
-                ]
-            )
-    return blank_repeats(rows)
-
-
-def words(run: dict[str, Any]) -> str:
+def _words(run: dict[str, Any]) -> str:
     """Words of a step, as a multiple of k (P-1)/P for k = 1 % of n."""
     unit = 0.01 * run["curve"]["size"] * (run["workers"] - 1) / run["workers"]
     return f"{run['words'] / unit:.2f}"
 
 
+def steps() -> Rows:
+    """Loss after the same steps, beside dense."""
+
+    def loss(found: list[dict[str, Any]]) -> str:
+        values = [run["value"] for run in found]
+        return f"{statistics.mean(values):.3f} ({statistics.stdev(values):.3f})"
+
+    rows = [["dense AdamW", "any", "", loss(runs(contestant="dense", **TEXT)), "", ""]]
+    for contestant, (shown, counts) in STEPS.items():
+        for workers in counts:
+            found = runs(contestant=contestant, workers=workers, **TEXT)
+            above = above_dense(contestant, workers)
+            cells = [shown, str(workers), _words(found[0]), loss(found)]
+            # A mean of -0.04 is 0.0.
+            mean = round(statistics.mean(above), 1) + 0.0
+            rows.append([*cells, f"{mean:.1f} %", listed(above, 1)])
+    return blank_repeats(rows)
+
+
 def limits() -> Rows:
     """What is beyond the limit, held back as a whole and in part: of each seed."""
-    cases = [(f"text, 5 %, P = {p}: loss", "text", 2000, p, "sparse_adamw", 1.0) for p in LIMITED]
-    cases += [
-        ("text, 1 %, P = 8: loss", "text", 2000, 8, "sparse_adamw density=0.01", 1.0),
-        ("images, 0.5 %, P = 4: accuracy", "images-adamw", 600, 4, "sparse_adamw", 0.1),
-    ]
+    text = TEXT | {"share": 1.0}
+    cases = [(f"text, 5 %, P = {p}", text, p, "sparse_adamw") for p in (4, 8, 16, 32)]
+    cases.append(("text, 1 %, P = 8", text, 8, "sparse_adamw density=0.01"))
+    cases.append(("images, 0.5 %, P = 4", IMAGES | {"share": 0.1}, 4, "sparse_adamw"))
     rows = []
-    for shown, task, count, workers, name, share in cases:
-        cells = [shown]
-        for contestant in (f"{name}, hard limit", name, "dense"):
-            found = runs(task=task, steps=count, contestant=contestant, rate=RATES[task])
-            values = [
-                run["value"]
-                for run in found
-                if contestant == "dense" or (run["workers"], run["share"]) == (workers, share)
-            ]
-            if task == "text":
-                cells.append(listed(values, 3))
-            else:
-                cells.append(f"{listed([100 * value for value in values], 2)} %")
-        rows.append(cells)
+    for shown, setting, workers, name in cases:
+        dense = {key: value for key, value in setting.items() if key != "share"}
+        found = [
+            runs(contestant=f"{name}, hard limit", workers=workers, **setting),
+            runs(contestant=name, workers=workers, **setting),
+            runs(contestant="dense", **dense),
+        ]
+        if setting is text:
+            values = [listed([run["value"] for run in each], 3) for each in found]
+            rows.append([f"{shown}: loss", *values])
+        else:
+            values = [listed([100 * run["value"] for run in each], 2) for each in found]
+            rows.append([f"{shown}: accuracy", *(f"{each} %" for each in values)])
     return rows

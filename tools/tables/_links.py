@@ -5,11 +5,21 @@ from typing import Any
 
 from benchmarks.network._report import breakdown
 
-from ._data import DATA, interval, middle, read
-from ._pages import Rows
+from ._data import DATA, interval, median, middle, read
+from ._files import Rows
 
 PARTS = ("rest", "sparsification", "communication", "of_it_unlimited")
 POINTS = ((4, 14_700_000, "100mbit"), (4, 14_700_000, "1gbit"), (8, 1_000_000, "1gbit"))
+SHOWN = {
+    "ok_topk": "`ok_topk`",
+    "ok_topk/reuse/global32": "`ok_topk`, thresholds reused for 32 steps",
+    "agreed": "`agreed`, the exchange of `sparse_adamw`",
+    "sparse_adamw": "`sparse_adamw`, AdamW's arithmetic included",
+    "powersgd1": "`powersgd(1)`",
+    "powersgd1/adamw": "`powersgd(1)` before AdamW",
+    "topk_a": "`topk_a`",
+    "acp_sgd1": "`acp_sgd(1)`",
+}
 
 
 def ratios(point: dict[str, Any]) -> list[float]:
@@ -18,10 +28,12 @@ def ratios(point: dict[str, Any]) -> list[float]:
     return [base / own for base, own in pairs]
 
 
-def runs() -> list[tuple[str, dict[str, Any]]]:
-    """Every method of every run that was kept, with the name of the file."""
+def _kept(workers: int, params: int, link: str) -> list[dict[str, Any]]:
+    """Every method of every run that was kept."""
     files = sorted(DATA.glob("network*.json"))
-    return [(path.name, point) for path in files for point in read(path)["points"]]
+    setting = (workers, params, link)
+    points = [point for path in files for point in read(path)["points"]]
+    return [p for p in points if (p["workers"], p["params"], p["link"]) == setting]
 
 
 def of_run(file: str, link: str) -> Rows:
@@ -31,7 +43,7 @@ def of_run(file: str, link: str) -> Rows:
             f"`{point['method']}`",
             middle([1e3 * x for x in point["seconds"]], 0),
             middle(ratios(point), 2),
-            f"{1e3 * statistics.median(point['cpu_seconds']):.0f}",
+            median(point["cpu_seconds"], scale=1e3),
             f"{statistics.mean(point['received']) / 1e6:.2f}",
         ]
         for point in read(file)["points"]
@@ -42,29 +54,17 @@ def of_run(file: str, link: str) -> Rows:
 def speedups(workers: int, params: int, link: str) -> dict[str, list[float]]:
     """How many times as fast as dense: the medians of all runs, by method."""
     found: dict[str, list[float]] = {}
-    for _, point in runs():
-        if (point["workers"], point["params"], point["link"]) == (workers, params, link):
-            found.setdefault(point["method"], []).append(statistics.median(ratios(point)))
+    for point in _kept(workers, params, link):
+        found.setdefault(point["method"], []).append(statistics.median(ratios(point)))
     return found
 
 
-SHOWN = {
-    "ok_topk": "`ok_topk`",
-    "ok_topk/reuse/global32": "`ok_topk`, thresholds reused for 32 steps",
-    "agreed": "`agreed`, the exchange of `sparse_adamw`",
-    "sparse_adamw": "`sparse_adamw`, AdamW's arithmetic included",
-    "powersgd1": "`powersgd(1)`",
-    "powersgd1/adamw": "`powersgd(1)` before AdamW",
-}
-MORE = {"topk_a": "`topk_a`", "acp_sgd1": "`acp_sgd(1)`"}
-
-
-def of_all_runs(names: dict[str, str] = SHOWN) -> Rows:
+def of_all_runs() -> Rows:
     """The least and the most of the medians of all runs."""
     columns = [speedups(*point) for point in POINTS]
     return [
         [shown, *(interval(column[name], 1) if name in column else "" for column in columns)]
-        for name, shown in names.items()
+        for name, shown in SHOWN.items()
     ]
 
 
@@ -79,6 +79,26 @@ def medians() -> Rows:
     ]
 
 
+def short_of_cores() -> Rows:
+    """Four processes on two cores: the least and the most of the medians of the runs."""
+    names = {
+        "agreed": "`agreed` at 1 %, SGD behind it",
+        "powersgd1/adamw": "`powersgd(1)` before AdamW",
+        "sparse_adamw": "`sparse_adamw` at 5 %",
+        "alone/adamw": "AdamW that exchanges nothing",
+    }
+    found, points = speedups(*POINTS[1]), _kept(*POINTS[1])
+
+    def milliseconds(method: str) -> list[float]:
+        of_method = [point for point in points if point["method"] == method]
+        return [1e3 * statistics.median(point["cpu_seconds"]) for point in of_method]
+
+    return [
+        [shown, interval(found[name], 1), interval(milliseconds(name), 0)]
+        for name, shown in names.items()
+    ]
+
+
 def parts() -> Rows:
     """Where the time of a step goes, at 1 Gbit/s; and without a limit."""
     found = read("breakdown_4.json")
@@ -86,17 +106,18 @@ def parts() -> Rows:
     free = {point["method"]: point for point in points if point["link"] == "none"}
     rows = []
     for point in points:
-        if point["link"] == "1gbit":
-            seconds = breakdown(point, found)
-            assert seconds is not None
-            rows.append(
-                [
-                    f"`{point['method']}`",
-                    f"{1e3 * statistics.median(point['seconds']):.0f}",
-                    middle(ratios(point), 2),
-                    *(f"{1e3 * seconds[part]:.0f}" for part in PARTS),
-                    f"{statistics.median(ratios(free[point['method']])):.2f}",
-                    f"{1e3 * statistics.median(point['cpu_seconds']):.0f}",
-                ]
-            )
+        if point["link"] != "1gbit":
+            continue
+        seconds = breakdown(point, found)
+        assert seconds is not None
+        rows.append(
+            [
+                f"`{point['method']}`",
+                median(point["seconds"], scale=1e3),
+                middle(ratios(point), 2),
+                *(f"{1e3 * seconds[part]:.0f}" for part in PARTS),
+                median(ratios(free[point["method"]]), 2),
+                median(point["cpu_seconds"], scale=1e3),
+            ]
+        )
     return rows

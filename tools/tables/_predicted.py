@@ -4,8 +4,8 @@ from sparse_collectives import cost_model
 from sparse_collectives.planner import _optimizers, _planner
 
 from ._data import blank_repeats, interval, read
+from ._files import Rows
 from ._links import speedups
-from ._pages import Rows
 
 SHOWN = (
     ("Aries-like", (16, 1024)),
@@ -37,6 +37,15 @@ def scaling() -> Rows:
 
 # The case of docs/data/network_4*.json.
 _WORKERS, _PARAMS, _SHARING, _LATENCY = 4, 14_700_000, 2.0, "100us"
+# What each method is called by the planner, and in the table.
+_NAMES = {
+    "agreed": ("agreed", "`agreed`"),
+    "ok_topk": ("ok_topk", "`ok_topk`"),
+    "topk_a": ("topk_a", "`topk_a`"),
+    "sparse_adamw": ("sparse_adamw, few bits", "`sparse_adamw`"),
+    "powersgd1/adamw": ("powersgd(1), adamw, factors", "`powersgd(1)` before AdamW"),
+    "dense/adamw": ("dense, adamw, float32", "dense before AdamW"),
+}
 
 
 def shared_cores(link: str) -> dict[str, tuple[float, list[float]]]:
@@ -55,39 +64,22 @@ def shared_cores(link: str) -> dict[str, tuple[float, list[float]]]:
     optimizers = _optimizers.plan_optimizers(loads[1], net, local=local)
     steps = {row.name: row.step for row in plan.predictions}
     steps |= {f"{row.name}, {row.codec}": row.step for row in optimizers.predictions}
-    names = {
-        "agreed": "agreed",
-        "ok_topk": "ok_topk",
-        "topk_a": "topk_a",
-        "sparse_adamw": "sparse_adamw, few bits",
-        "powersgd1/adamw": "powersgd(1), adamw, factors",
-        "dense/adamw": "dense, adamw, float32",
-    }
     measured = speedups(_WORKERS, _PARAMS, link)
     return {
-        method: (steps["dense"] / steps[name], measured[method]) for method, name in names.items()
+        method: (steps["dense"] / steps[name], measured[method])
+        for method, (name, _) in _NAMES.items()
     }
 
 
 def sharing() -> Rows:
     """Those of both links."""
     links = [shared_cores(link) for link in ("1gbit", "100mbit")]
-
-    def cells(method: str, digits: int) -> list[str]:
-        pairs = [found[method] for found in links]
-        return [
-            cell
-            for predicted, measured in pairs
-            for cell in (f"{predicted:.{digits}f}", interval(measured, digits))
-        ]
-
-    shown = {
-        "agreed": "`agreed`",
-        "ok_topk": "`ok_topk`",
-        "topk_a": "`topk_a`",
-        "sparse_adamw": "`sparse_adamw`",
-        "powersgd1/adamw": "`powersgd(1)` before AdamW",
-        "dense/adamw": "dense before AdamW",
-    }
-    digits = {"dense/adamw": 2}
-    return [[name, *cells(method, digits.get(method, 1))] for method, name in shown.items()]
+    rows = []
+    for method, (_, shown) in _NAMES.items():
+        digits = 2 if method == "dense/adamw" else 1
+        cells = [shown]
+        for found in links:
+            predicted, measured = found[method]
+            cells += [f"{predicted:.{digits}f}", interval(measured, digits)]
+        rows.append(cells)
+    return rows

@@ -1,11 +1,10 @@
 """Steps and epochs that take turns, as ratios of the same round."""
 
 import statistics
-from collections.abc import Callable
 from typing import Any
 
-from ._data import middle, read
-from ._pages import Rows, tables
+from ._data import median, middle, read
+from ._files import Rows
 
 EXCHANGES = {
     "dense": "`dense`",
@@ -27,50 +26,39 @@ def _ratios(row: dict[str, Any], base: dict[str, Any], key: str = "seconds") -> 
 
 def sites() -> Rows:
     """Steps of sites that shard their parameters."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    for row in read("sites.json")["rows"]:
-        found.setdefault((row["layout"], row["link"]), {})[row["method"]] = row
-    names = {"fsdp": "FSDP", "tensor": "tensor parallel"}
+    found = {(row["layout"], row["link"], row["method"]): row for row in read("sites.json")["rows"]}
     rows = []
-    for layout, shown in names.items():
+    for layout, shown in {"fsdp": "FSDP", "tensor": "tensor parallel"}.items():
         for link, said in LINKS.items():
-            of = found[layout, link]
-            dense = of["dense"]
-            sparse = [of[method] for method in ("ok_topk", "sparse_adamw")]
+            dense = found[layout, link, "dense"]
+            sparse = [found[layout, link, method] for method in ("ok_topk", "sparse_adamw")]
             words = ", ".join(f"1/{dense['words'] / row['words']:.0f}" for row in sparse)
-            seconds = f"{statistics.median(dense['seconds']):.2f}"
             ratios = [middle(_ratios(row, dense), 1) for row in sparse]
-            rows.append([shown, said, seconds, *ratios, words])
+            rows.append([shown, said, median(dense["seconds"], 2), *ratios, words])
     return rows
 
 
-def linear(file: str, model: str, names: dict[str, str], *, words: bool) -> Callable[[], Rows]:
+def linear(model: str) -> Rows:
     """Epochs of linear models over links: `benchmarks.network.linear_models`."""
-
-    def rows() -> Rows:
-        found = {r["exchange"]: r for r in read(file)["rows"] if r["model"] == model}
-        base = found[next(iter(names))]
-        lines = []
-        for name, shown in names.items():
-            row = found[name]
-            cells = [shown]
-            for key in ("epoch_seconds", "exchange_seconds"):
-                seconds = statistics.median(row[key])
-                cells.append(f"{seconds:.2f}" if seconds < 20 else f"{seconds:.0f}")
-            for key in ("epoch_seconds", "exchange_seconds"):
-                ratios = _ratios(row, base, key)
-                cells.append("1" if row is base else middle(ratios, 1 if min(ratios) >= 1 else 2))
-            if words:
-                share = base["words"][0] / row["words"][0]
-                text = f"1/{share:,.0f}" if share > 100 else f"1/{share:.1f}"
-                cells.append(f"{row['words'][0]:,.0f}")
-                cells.append("1" if row is base else f"{1 / share:.0f}" if share <= 1 else text)
-            pairs = zip(row["objectives"], base["objectives"], strict=True)
-            worst = max(abs(a / b - 1) for a, b in pairs)
-            exact = "0" if not worst else f"{worst:.0e}".replace("e-0", "e-")
-            lines.append([*cells, "" if row is base else exact])
-        return lines
-
+    found = {r["exchange"]: r for r in read("linear_url.json")["rows"] if r["model"] == model}
+    base = found["dense"]
+    rows = []
+    for name, shown in EXCHANGES.items():
+        row, cells = found[name], [shown]
+        for key in ("epoch_seconds", "exchange_seconds"):
+            cells.append(median(row[key], 2 if statistics.median(row[key]) < 20 else 0))
+        for key in ("epoch_seconds", "exchange_seconds"):
+            ratios = _ratios(row, base, key)
+            cells.append("1" if row is base else middle(ratios, 1 if min(ratios) >= 1 else 2))
+        if model == "logistic":
+            share = base["words"][0] / row["words"][0]
+            less = f"1/{share:,.0f}" if share > 100 else f"1/{share:.1f}"
+            more = f"{1 / share:.0f}"
+            cells += [f"{row['words'][0]:,.0f}", less if share > 1 else more]
+        pairs = zip(row["objectives"], base["objectives"], strict=True)
+        worst = max(abs(a / b - 1) for a, b in pairs)
+        differs = f"{worst:.0e}".replace("e-0", "e-") if worst else "0"
+        rows.append([*cells, "" if row is base else differs])
     return rows
 
 
@@ -101,22 +89,23 @@ def cache() -> Rows:
     for row in read("data_cache.json")["rows"]:
         cells = [CACHES.get(row["contestant"], row["contestant"])]
         for number in (1, 2, 3, 4):
-            value, low, high = row[f"epoch {number}"]
-            if number == 1 and value == low == high == 1:
-                cells.append("1")
-                continue
-            digits = 0 if value >= 10 else 1
-            cells.append(f"{value:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})")
+            value, low, high = (
+                f"{x:.{0 if row[f'epoch {number}'][0] >= 10 else 1}f}"
+                for x in row[f"epoch {number}"]
+            )
+            base = number == 1 and row["contestant"] == "no cache"
+            cells.append("1" if base else f"{value} ({low} to {high})")
         added, disk = row["added_memory"][0] / 1e6, row["disk"] / 1e6
         rows.append([*cells, f"{added:.0f}" if added else "", f"{disk:.0f}" if disk else ""])
     return rows
 
 
 def selectors() -> Rows:
-    """The table of selectors as it is, with the time of each over that of `lax.top_k`."""
+    """The time of each selector over that of `lax.top_k`."""
     rows = read("select_speed.json")["rows"]
-    times = {row["contestant"].removeprefix("select."): row["ratio"] for row in rows}
-    page = next(
-        t for t in tables("docs/selectors.md") if t.head.startswith("| selector | selected")
-    )
-    return [[*row[:3], f"{times[row[0].strip('`')]:.2f}", *row[4:]] for row in page.rows]
+    times = {row["contestant"]: row["ratio"] for row in rows}
+    return [
+        [f"`{name.removeprefix('select.')}`", f"{ratio:.2f}"]
+        for name, ratio in times.items()
+        if name.startswith("select.")
+    ]

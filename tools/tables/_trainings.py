@@ -2,25 +2,9 @@
 
 from typing import Any
 
-from ._data import blank_repeats, interval, percent, read
-from ._pages import Rows
+from ._data import blank_repeats, code, interval, percent, read
+from ._files import Rows
 
-QUALITY = {
-    "topk": "`topk`",
-    "mstopk": "`mstopk`, 30 samplings",
-    "threshold_reuse": "`threshold_reuse`",
-    "threshold_reuse, no servo": "`threshold_reuse(servo=False)`",
-    "gaussian_k": "`gaussian_k`",
-    "gaussian_k, adjusted": "`gaussian_k(adjust=True)`",
-    "redsync": "`redsync`",
-    "sidco": "`sidco`",
-    "sidco, gamma": "`sidco`, gamma",
-    "sidco, pareto": "`sidco`, pareto",
-    "dgc": "`dgc`",
-    "layerwise(topk)": "`layerwise(topk)`",
-    "bucketed": "`bucketed`",
-    "adtopk": "`adtopk`",
-}
 PAPER_TASKS = {
     "images": "a convolutional network, digits",
     "lstm": "an LSTM, characters",
@@ -40,10 +24,7 @@ def quality() -> Rows:
         passed = [row["passed"][part] for part in ("first_tenth", "last_quarter")]
         return [*(f"{x:.2f}" if x < 10 else f"{x:.1f}" for x in passed), shown]
 
-    return [
-        [shown, *(cell for run in runs for cell in cells(run[name]))]
-        for name, shown in QUALITY.items()
-    ]
+    return [[code(name), *(cell for run in runs for cell in cells(run[name]))] for name in runs[0]]
 
 
 def missing() -> Rows:
@@ -66,22 +47,14 @@ def missing() -> Rows:
 def paper_counts() -> Rows:
     """Both rules of the paper's thresholds in trainings of their own, over the seeds."""
 
-    def spread(values: list[float]) -> str:
-        low, high = min(values), max(values)
-        ends = percent(low), percent(high)
-        return ends[0] if ends[0] == ends[1] else f"{ends[0][:-2]} to {ends[1]}"
+    def shares(values: list[float]) -> str:
+        return f"{interval([100 * value for value in values], 0)} %"
 
     rows = []
     for run in read("paper_counts.json"):
-        cells = [
-            cell
-            for which in ("local", "global")
-            for cell in (
-                spread(run[which]["deviation"]),
-                spread(run[which]["after"]),
-                interval(run[which]["mean"], 2),
-            )
-        ]
         name = f"{PAPER_TASKS[run['task']]}, k = {run['k']:,}"
-        rows.append([name, str(run["period"]), run["rule"], *cells])
+        cells = [name, str(run["period"]), run["rule"]]
+        for of in (run["local"], run["global"]):
+            cells += [shares(of["deviation"]), shares(of["after"]), interval(of["mean"], 2)]
+        rows.append(cells)
     return blank_repeats(rows, 2)

@@ -1,61 +1,44 @@
 """Words of a step, read from the traced programs: `benchmarks.network.traffic`."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ._data import EVIDENCE, blank_repeats, read
-from ._pages import Rows
+from ._data import EVIDENCE, blank_repeats, code, read
+from ._files import Rows
 
-WORKERS = (2, 3, 6, 16, 48, 100, 384, 1024)
 ALGORITHMS = {
-    "`dense`": "dense",
-    "`agreed(density=)`": "agreed",
-    '`agreed(density=, bits="few")`': "agreed, few bits",
-    "`topk_a`, `sparse_allgather`": "topk_a",
-    "`ssar_recursive_double`": "ssar_recursive_double",
-    "`ssar_split_allgather`": "ssar_split_allgather",
-    "`dsar_split_allgather`": "dsar_split_allgather",
-    "`ring_sparse`": "ring_sparse",
-    "`gtopk`": "gtopk",
-    "`spardl`": "spardl",
-    "`ok_topk`": "ok_topk",
-    "`complete(ok_topk)`": "complete(ok_topk)",
+    "dense": "`dense`",
+    "agreed": "`agreed(density=)`",
+    "agreed, few bits": '`agreed(density=, bits="few")`',
+    "topk_a": "`topk_a`, `sparse_allgather`",
+    "ssar_recursive_double": "",
+    "ssar_split_allgather": "",
+    "dsar_split_allgather": "",
+    "ring_sparse": "",
+    "gtopk": "",
+    "spardl": "",
+    "ok_topk": "",
+    "complete(ok_topk)": "",
 }
-SHORT_WORKERS = (2, 6, 16, 48, 384)
-SHORT = {
-    "`dense`": "dense",
-    "`topk_a`, the allgather of all selections": "topk_a",
-    "`ok_topk`, best and worst step": "ok_topk",
-    "`agreed`": "agreed",
-    "`agreed`, few bits": "agreed, few bits",
-}
+SHORT = ("dense", "topk_a", "ok_topk", "agreed", "agreed, few bits")
 
 
-def multiples(names: dict[str, str], workers: Sequence[int]) -> Callable[[], Rows]:
+def multiples(names: Iterable[str], workers: Sequence[int]) -> Rows:
     """Words as multiples of k; the best and the worst step where they differ."""
+    found = read("traffic.json")["algorithms"]
+    at = {(row["algorithm"], row["workers"]): row for row in found}
 
-    def rows() -> Rows:
-        found = read("traffic.json")["algorithms"]
-        at = {(row["algorithm"], row["workers"]): row for row in found}
+    def cell(name: str, p: int) -> str:
+        if (name, p) not in at:
+            return ""
+        row = at[name, p]
+        multiples = [row[case] / row["k"] for case in ("best", "worst")]
+        # One digit after the point, and none of large numbers.
+        best, worst = (f"{x:,.0f}" if x >= 25 else f"{x:.1f}" for x in multiples)
+        return best if best == worst else f"{best}, {worst}"
 
-        def cell(name: str, p: int) -> str:
-            row = at.get((name, p))
-            if row is None:
-                return ""
-            best, worst = (_short(row[case] / row["k"]) for case in ("best", "worst"))
-            return best if best == worst else f"{best}, {worst}"
-
-        return [[shown, *(cell(name, p) for p in workers)] for shown, name in names.items()]
-
-    return rows
-
-
-def _short(multiple: float) -> str:
-    """One digit after the point, and none of large numbers."""
-    if multiple >= 25:
-        return f"{multiple:,.0f}"
-    return f"{multiple:.1f}"
+    return [[ALGORITHMS[name] or code(name), *(cell(name, p) for p in workers)] for name in names]
 
 
 def shares_of_the_bound() -> Rows:
@@ -63,10 +46,10 @@ def shares_of_the_bound() -> Rows:
     path = EVIDENCE / "figures" / "curves.json"
     series: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["series"]
     lines = {
-        "Ok-Topk, entries evenly spread": "Ok-Topk, even step",
-        "Ok-Topk, worst case": "Ok-Topk, worst step",
-        "TopkA, an allgather of all selections": "TopkA",
-        "dense allreduce": "dense",
+        "Ok-Topk, even step": "Ok-Topk, entries evenly spread",
+        "Ok-Topk, worst step": "Ok-Topk, worst case",
+        "TopkA": "TopkA, an allgather of all selections",
+        "dense": "dense allreduce",
     }
     found = {
         one["line"]: dict(zip(one["x"], one["y"], strict=True))
@@ -79,47 +62,35 @@ def shares_of_the_bound() -> Rows:
         return f"{share:.3g}" if share >= 10 else f"{share:.2f}"
 
     counts = (2, 4, 8, 16, 64, 256)
-    return [[shown, *(cell(line, p) for p in counts)] for shown, line in lines.items()]
+    return [[shown, *(cell(line, p) for p in counts)] for line, shown in lines.items()]
 
 
 def by_codec() -> Rows:
     """Ok-Topk at n = 1e8, by encoding: even counts, a surplus dealt out, the worst."""
-    codecs = {
-        "`raw()`": "raw",
-        "`bf16()`": "bf16",
-        "`narrow16()`": "narrow16",
-        "`narrow8()`": "narrow8",
-        "`qsgd(bits=8)`": "qsgd8",
-        "`qsgd(bits=4)`": "qsgd4",
-    }
     found = {(row["codec"], row["case"]): row["of_k"] for row in read("traffic.json")["flatness"]}
+    codecs = {name: f"`{name}()`" for name in ("raw", "bf16", "narrow16", "narrow8")}
+    codecs |= {f"qsgd{bits}": f"`qsgd(bits={bits})`" for bits in (8, 4)}
 
-    def cell(codec: str, i: int) -> str:
-        even, spread, worst = (found[codec, case][i] for case in ("even", "spread", "worst"))
+    def cell(name: str, i: int) -> str:
+        even, spread, worst = (found[name, case][i] for case in ("even", "spread", "worst"))
         return f"{even:.2f} ({spread:.2f}, {worst:.2f})"
 
     # Of 16, 64, 256 and 1024 workers.
-    return [[shown, *(cell(codec, i) for i in (0, 1, 3))] for shown, codec in codecs.items()]
+    return [[shown, *(cell(name, i) for i in (0, 1, 3))] for name, shown in codecs.items()]
 
 
 def where_the_bound_holds() -> Rows:
     """Ok-Topk over n and P, by what has to be balanced; bold is what exceeds the bound."""
+    cases = ("rounds", "neighbours", "spread", "worst", "sizes")
+
+    def multiple(value: float) -> str:
+        return f"**{value:.2f}**" if value > 6 else f"{value:.2f}"
+
     rows = []
     for row in read("traffic.json")["bound"]:
-
-        def cell(case: str, row: dict[str, Any] = row) -> str:
-            text = f"{row[case]:.2f}"
-            return f"**{text}**" if row[case] > 6 else text
-
         # Without windows all steps go by rounds.
-        at_once = cell("even") if row["even"] < row["rounds"] else ""
-        rows.append(
-            [
-                f"1e{len(str(row['params'])) - 1}",
-                f"{row['workers']:,}",
-                f"{row['of_a_worker']:,.0f}",
-                at_once,
-                *(cell(case) for case in ("rounds", "neighbours", "spread", "worst", "sizes")),
-            ]
-        )
+        at_once = multiple(row["even"]) if row["even"] < row["rounds"] else ""
+        setting = [f"1e{len(str(row['params'])) - 1}", f"{row['workers']:,}"]
+        setting.append(f"{row['of_a_worker']:,.0f}")
+        rows.append([*setting, at_once, *(multiple(row[case]) for case in cases)])
     return blank_repeats(rows)

@@ -1,0 +1,110 @@
+"""Groups of processes of the tests that join by ``jax.distributed``: how they start, and join."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+
+from benchmarks._common.namespaces import Hosts
+from benchmarks._common.processes import (
+    ROOT,
+    Process,
+    coordinator,
+    die_with_parent,
+    started,
+    wait_for_ends,
+)
+
+# Seconds for a group; on an idle machine it takes less than one of them in ten.
+TIMEOUT = 600.0
+Ended = list[tuple[int | None, str]]
+
+
+@contextlib.contextmanager
+def group(
+    module: str,
+    processes: int,
+    *,
+    changes: Mapping[int, Mapping[str, Any]] | None = None,
+    network: Hosts | None = None,
+    variables: Mapping[str, str] | None = None,
+    **settings: Any,
+) -> Iterator[list[Process]]:
+    """Processes of ``python -m module JSON``, for the length of the block.
+
+    Args:
+      module: calls :func:`join` with what :func:`settings` returns.
+      processes: P.
+      changes: settings of single processes.
+      network: where each process has a namespace of its own.
+      variables: of the environment, besides those of this process.
+      **settings: of all of them.
+    """
+    with contextlib.ExitStack() as stack:
+        variables = dict(variables or {})
+        if network:
+            # In a namespace of its own every port is free.
+            place = f"{network.addresses[0]}:20000"
+        else:
+            place, bound = stack.enter_context(coordinator())
+            variables |= bound
+        commands = []
+        for index in range(processes):
+            own = {"coordinator": place, "processes": processes, "index": index, **settings}
+            own |= (changes or {}).get(index, {})
+            command = [sys.executable, "-m", module, json.dumps(own)]
+            commands.append([*network.command(index), *command] if network else command)
+        yield stack.enter_context(started(commands, variables))
+
+
+def finish(processes: contextlib.AbstractContextManager[list[Process]]) -> Ended:
+    """Status and output of each, when all have ended, or one has failed, which ends the others."""
+    with processes as each:
+        wait_for_ends(each, TIMEOUT)
+    return [(process.status, process.output) for process in each]
+
+
+def example(name: str, processes: int, *options: str, ids: tuple[int, ...] | None = None) -> Ended:
+    """Status and output of each process of an example, as a user starts it.
+
+    Args:
+      name: of the file.
+      processes: that it is told there are.
+      *options: of the program.
+      ids: of those that are started; all by default.
+    """
+    program = [sys.executable, str(ROOT / "examples" / name)]
+    with coordinator() as (address, bound):
+        told = ["--coordinator", address, "--num-processes", str(processes)]
+        each = range(processes) if ids is None else ids
+        commands = [[*program, *told, "--process-id", str(i), *options] for i in each]
+        results = finish(started(commands, bound))
+    return [(status, output.replace(address, "ADDRESS")) for status, output in results]
+
+
+def settings() -> dict[str, Any]:
+    """What this process was started with."""
+    return json.loads(sys.argv[1])
+
+
+def join(settings: Mapping[str, Any], devices: int = 1, **more: Any) -> None:
+    """Makes this process one of its group, with so many devices of its own."""
+    die_with_parent()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
+    jax.distributed.initialize(
+        settings["coordinator"],
+        settings["processes"],
+        settings["index"],
+        # The tests may run under SLURM.
+        cluster_detection_method="deactivate",
+        **more,
+    )
+
+
+def say(event: str, **values: Any) -> None:
+    """One line for the program that waits for it."""
+    print(json.dumps({"event": event, **values}), flush=True)

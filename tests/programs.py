@@ -1,0 +1,38 @@
+"""Programs of users, run in this process and in others."""
+
+import os
+import subprocess
+import sys
+
+from benchmarks._common.processes import ROOT, environment
+
+
+def status_of(main, argv):
+    """The status of a program, whether it returns it or exits."""
+    try:
+        return main(argv)
+    except SystemExit as end:
+        return end.code
+
+
+def refused(main, argv, capsys):
+    """The one line in which a program says what is wrong with what it was given."""
+    assert status_of(main, argv) == 2
+    message = capsys.readouterr().err.strip()
+    assert message
+    assert "\n" not in message
+    return message
+
+
+def started(module, *argv):
+    """A program in a process of its own; its output and errors can be read."""
+    # Unoptimised machine code compiles fastest, and nothing in the tests is a time.
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *argv],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment() | {"XLA_FLAGS": flags},
+        cwd=ROOT,
+    )

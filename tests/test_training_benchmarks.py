@@ -1,0 +1,244 @@
+"""benchmarks.training: what is measured of recorded trainings, by hand, and whole runs in small."""
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks.local import (
+    partitioned_norms,
+    select_speed,
+    state_memory,
+    step_cost,
+)
+from benchmarks.network import traffic
+from benchmarks.training import (
+    _measures,
+    _replay,
+    _unions,
+    convergence,
+    flush_cost,
+    load_balance,
+    paper_counts,
+    regions,
+    training_tricks,
+)
+from benchmarks.training._measures import Leaf
+
+pytestmark = pytest.mark.usefixtures("default_promotion")
+
+
+@pytest.fixture
+def layout():
+    # Rows: 2 words, 3 output channels, 1 whole bias.
+    return [
+        Leaf("embedding", (2, 3), 0, 0),
+        Leaf("kernel", (2, 3), 6, -1),
+        Leaf("bias", (4,), 12, -1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("selected", "expected"), [([1, 4, 6, 9], 1), ([0, 4, 9, 10, 10], 0.5), ([], 0)]
+)
+def test_overlap(selected, expected):
+    exact = np.array([1, 4, 6, 9])
+    assert _measures.overlap(np.array(selected, int), exact) == expected
+
+
+@pytest.mark.parametrize(
+    ("selected", "missing"),
+    [
+        ([], [2, 3, 1]),
+        ([0, 2], [1, 3, 1]),
+        ([0, 5], [0, 3, 1]),
+        # Entries 6 and 9 are of the first column, 11 is of the last.
+        ([6, 9, 11], [2, 1, 1]),
+        ([13], [2, 3, 0]),
+        (range(16), [0, 0, 0]),
+        # Padding.
+        ([16, 16], [2, 3, 1]),
+    ],
+)
+def test_missing_rows(layout, selected, missing):
+    counts = _measures.missing_rows(np.array(selected, int), layout)
+    assert counts.tolist() == missing
+
+
+def test_the_two_plain_selections(layout):
+    x = np.zeros(16, np.float32)
+    x[[0, 1, 7, 12]] = [-9, 8, 7, 0.5]
+    # k is 3 of 16 at once, and 1 of 6, 1 of 6 and 1 of 4.
+    assert sorted(_measures.flat_selection(x, layout, 0.2)) == [0, 1, 7]
+    assert sorted(_measures.layer_selection(x, layout, 0.2)) == [0, 7, 12]
+    # Zeros are never selected.
+    assert sorted(_measures.flat_selection(x, layout, 1.0)) == [0, 1, 7, 12]
+
+
+def test_growth_counts_distinct_indices_and_no_padding():
+    growth = _unions.growth
+    selections = [np.array(x) for x in ([0, 3, 9], [3, 4, 10], [10, 10, 10], [0, 1, 2])]
+    assert growth(selections, 10).tolist() == [3, 4, 4, 6]
+
+
+def test_a_row_of_uniform_selections():
+    # Two of 4 by 2 workers: 4 (1 - 1/4) = 3 distinct ones.
+    row = _unions.uniform_row(np.array([2, 4, 3, 4]), 4, 2, 2)
+    assert row["expected"] == pytest.approx(3)
+    assert row["mean"] == pytest.approx(3.25)
+    assert row["standard_error"] == pytest.approx(0.5 * np.sqrt(11 / 12))
+    assert row["errors_off"] == pytest.approx(0.25 / row["standard_error"])
+
+
+def test_uniform_selections_are_near_the_formula():
+    rows = _unions.uniform(2000, 0.02, trials=20, seed=1)["rows"]
+    assert [row["workers"] for row in rows] == [2, 4, 8, 16, 32, 64]
+    assert all(abs(row["errors_off"]) < 5 for row in rows)
+
+
+def test_predictions_of_unions_that_follow_the_model():
+    # Uniform among half of the places: every number of workers predicts the same.
+    size, k = 1000, 10
+    growth = np.array([500 * (1 - (1 - k / 500) ** p) / size for p in range(1, 9)])
+    reports = [
+        {
+            "workers": p,
+            "size": size,
+            "k": k,
+            "growth": growth[:p],
+            "union": {"mean": growth[p - 1]},
+            "uniform": 0.0,
+            "series": np.full(3, growth[p - 1]),
+        }
+        for p in (4, 8)
+    ]
+    table = _unions.predictions(reports)
+    assert table["workers"] == 8
+    assert table["measured"] == growth[-1]
+    assert list(table["same_run"]) == [2, 4]
+    assert list(table["other_runs"]) == list(table["other_runs_by_step"]) == [4]
+    kinds = ("same_run", "other_runs", "other_runs_by_step")
+    for predicted in (x for kind in kinds for x in table[kind].values()):
+        assert predicted == pytest.approx(growth[-1])
+
+
+def test_parts_of_a_run():
+    parts = _unions.parts(np.arange(20.0))
+    assert parts == {"mean": 9.5, "first_tenth": 0.5, "last_quarter": 17}
+
+
+def test_received_leaves_out_what_a_worker_keeps():
+    # Owners have 0 to 3, 4 to 5, and 6 to 9; 10 is padding.
+    boundaries = np.array([0, 4, 6, 10])
+    selections = np.array([[0, 1, 4], [0, 5, 9], [3, 8, 10]])
+    assert _replay.received(selections, boundaries).tolist() == [2, 1, 1]
+
+
+# A region may be empty, or have no width.
+@pytest.mark.parametrize(
+    ("boundaries", "expected"), [([0, 4, 6, 10], [2, 1, 1]), ([0, 4, 4, 10], [2, 0, 2])]
+)
+def test_owned(boundaries, expected):
+    indices = np.array([[9, 10, 0], [4, 3, 10]])
+    assert _replay.owned(indices, np.array(boundaries)).tolist() == expected
+
+
+@pytest.mark.parametrize(("counts", "expected"), [([2, 2, 2], 1), ([6, 0, 0], 3), ([0, 0], 1)])
+def test_unevenness(counts, expected):
+    assert _replay.unevenness(np.array(counts)) == expected
+
+
+def test_concentration():
+    layout = [Leaf("a", (2, 3), 0, -1), Leaf("b", (4,), 6, -1)]
+    shares = load_balance.concentration(np.array([[0, 7, 8], [9, 10, 10]]), layout)
+    assert shares["a"] == {"parameters": 0.6, "selected": 0.25}
+    assert shares["b"] == {"parameters": 0.4, "selected": 0.75}
+
+
+def report(task, variant, workers, values):
+    curves = [{"values": [0.0, value]} for value in values]
+    return {"task": task, "variant": variant, "workers": workers, "curves": curves}
+
+
+def test_gaps_are_to_the_dense_run_of_the_same_seed():
+    gaps = convergence.gaps
+    dense = report("images", "dense", 16, [0.9, 0.8])
+    other = report("images", "dense", 32, [0.5, 0.5])
+    sparse = report("images", "ok_topk", 16, [0.89, 0.81, 0.7])
+    np.testing.assert_allclose(gaps(sparse, [other, dense, sparse]), [1, -1])
+    text = report("text", "ok_topk", 32, [2.1])
+    assert gaps(text, [dense, text]) is None
+    reports = [dense, report("text", "dense", 16, [2.0]), text]
+    np.testing.assert_allclose(gaps(text, reports), [5])
+
+
+# Whole runs.
+
+
+@pytest.mark.slow
+def test_hashed_regions_lose_nothing_where_each_worker_has_its_own(tmp_path, capsys):
+    kept = tmp_path / "rows.json"
+    small = ["--workers", "4", "--steps", "4", "--size", "800", "--selected", "80"]
+    assert regions.main([*small, "--inputs", "own region", "--json", str(kept)]) == 0
+    rows = {row["regions"]: row for row in json.loads(kept.read_text())["rows"]}
+    assert rows["hashed"]["missing"] < 0.1 < rows["balanced"]["missing"]
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+@pytest.mark.slow
+def test_convergence_in_small(tmp_path, capsys):
+    kept, plot = tmp_path / "kept.json", tmp_path / "plot.png"
+    small = ["--steps", "4", "--points", "2", "--seeds", "1", "--workers", "2"]
+    names = ["dense", "ok_topk", "momentum correction", "warm-up, small leaves dense"]
+    batches = ["--batch-images", "8", "--batch-text", "4", "--density", "0.05"]
+    assert convergence.main([*small, *batches, "--only", *names, "--json", str(kept)]) == 0
+    printed = capsys.readouterr().out
+    reports = json.loads(kept.read_text())
+    assert [(entry["task"], entry["variant"]) for entry in reports] == [
+        *(("images", name) for name in names[:3]),
+        *(("text", name) for name in (*names[:2], names[3])),
+    ]
+    for entry in reports:
+        (curve,) = entry["curves"]
+        assert curve["steps"] == [0, 2, 4]
+        assert np.isfinite(curve["values"] + curve["losses"]).all()
+        assert curve["words"] > 0
+    # Reading them prints the same.
+    assert convergence.main(["--read", str(kept), "--plot", str(plot)]) == 0
+    assert capsys.readouterr().out == printed
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_tricks_in_small(tmp_path, capsys):
+    kept = tmp_path / "kept.json"
+    names = ["dense", "top-k", "correction, masking", "all, density warm-up"]
+    small = ["--steps", "6", "--seeds", "2", "--workers", "2", "--only", *names]
+    assert training_tricks.main([*small, "--json", str(kept)]) == 0
+    curves = json.loads(kept.read_text())["curves"]
+    assert list(curves) == names
+    assert all(len(runs) == 2 for runs in curves.values())
+    assert all(np.isfinite(run["losses"]).all() for runs in curves.values() for run in runs)
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in curves)
+
+
+# Programs of which nothing else is run in the tests. `compile_time` takes a Python of its own.
+SMALL = [
+    (flush_cost, "--steps 4 --seeds 1"),
+    (paper_counts, "--tasks images --workers 2 --steps 40 --seeds 1"),
+    (partitioned_norms, "--layers 2 --width 8 --workers 2 --rounds 2"),
+    (select_speed, "--sizes 4096 --densities 0.05 --rounds 2"),
+    (state_memory, "--layers 2 --width 32"),
+    (step_cost, "--size 4096 --density 0.05 --rounds 33 --leaves 3"),
+    (traffic, "--sections algorithms --workers 2 3 --params 4096 --density 0.05"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("program", "argv"), SMALL, ids=lambda x: getattr(x, "__name__", ""))
+def test_a_program_runs_in_small_and_writes_its_numbers(program, argv, tmp_path, capsys):
+    kept = tmp_path / "numbers.json"
+    assert program.main([*argv.split(), "--json", str(kept)]) == 0
+    assert capsys.readouterr().out
+    assert json.loads(kept.read_text())

@@ -1,0 +1,141 @@
+"""The models and simulated trainings of the benchmarks, against NumPy and by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_ext
+from benchmarks.training import _simulated_training as training
+from benchmarks.training import _small_models, _small_tasks, _text_models
+from sparse_collectives import select
+
+pytestmark = pytest.mark.usefixtures("default_promotion")
+
+
+@pytest.fixture
+def line():
+    """A task with one parameter and eight examples, x to fit 2 x; the parameter is its value."""
+    x = np.arange(8.0, dtype=np.float32)
+    return training.Task(
+        name="line",
+        init=lambda seed: {"slope": jnp.float32(seed)},
+        loss=lambda params, x: jnp.mean((params["slope"] * x - 2 * x) ** 2),
+        batch_of=lambda chosen: x[chosen],
+        count=8,
+        evaluate=lambda params: float(params["slope"]),
+        once=True,
+    )
+
+
+def test_the_order_has_each_example_once_in_an_epoch(line):
+    order = training.order_of(line, steps=5, batch=4, seed=3)
+    assert order.shape == (5, 4)
+    assert sorted(order[:2].ravel()) == sorted(order[2:4].ravel()) == list(range(8))
+    with pytest.raises(ValueError, match="9 examples, of 8"):
+        training.order_of(line, steps=1, batch=9, seed=0)
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_dense_training_is_that_of_one_worker(line, workers):
+    variant = training.Variant(optax_ext.dense(axis=training.AXIS), optax.sgd(0.01))
+    options = {"workers": workers, "steps": 5, "every": 2, "batch": 4, "label": ""}
+    curves = training.train(line, variant, seeds=range(2), **options)
+    for seed, curve in enumerate(curves):
+        slope, expected = float(seed), {0: float(seed)}
+        for step, chosen in enumerate(training.order_of(line, steps=5, batch=4, seed=seed)):
+            slope -= 0.01 * np.mean(2.0 * chosen**2 * (slope - 2))
+            expected[step + 1] = slope
+        assert curve.steps == [0, 2, 4, 5]
+        np.testing.assert_allclose(curve.values, [expected[i] for i in curve.steps], rtol=1e-5)
+        # Of the one parameter, as a mean over the steps.
+        assert curve.words == pytest.approx(2 * (workers - 1) / workers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nonzero", [2, 1000])
+def test_the_fast_top_k_selects_what_topk_does(nonzero):
+    x = np.random.default_rng(1).normal(size=1000).astype(np.float32)
+    x[nonzero:] = 0
+    x[5:9] = x[1]
+    fast, exact = training.exact_top_k(0.01), select.topk(density=0.01)
+    coo, _, info = fast.select(jnp.asarray(x), fast.init(1000))
+    expected, _, expected_info = exact.select(jnp.asarray(x), exact.init(1000))
+    assert coo.indices.tolist() == expected.indices.tolist()
+    assert coo.values.tolist() == expected.values.tolist()
+    assert int(info.selected) == int(expected_info.selected)
+
+
+def test_patches_make_a_convolution():
+    random = np.random.default_rng(2)
+    x = jnp.asarray(random.normal(size=(2, 5, 4, 3)), jnp.float32)
+    kernel = jnp.asarray(random.normal(size=(3, 3, 3, 6)), jnp.float32)
+    numbers = ("NHWC", "HWIO", "NHWC")
+    expected = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers)
+    found = _small_models._patches(x) @ kernel.reshape(27, 6)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def looking_ahead(network, length, at):
+    """How much the outputs change before and from where a token is another one."""
+    params = network.init(0)
+    tokens = np.random.default_rng(3).integers(0, 7, (1, length))
+    changed = tokens.copy()
+    changed[0, at] = (tokens[0, at] + 1) % 7
+    before, after = (np.asarray(jax.jit(network.apply)(params, x)) for x in (tokens, changed))
+    difference = np.abs(before - after)[0].max(1)
+    return difference[:at], difference[at:]
+
+
+@pytest.mark.parametrize(
+    ("network", "length", "at"),
+    [
+        pytest.param(
+            _small_models.transformer(7), _small_models.CONTEXT, 40, marks=pytest.mark.slow
+        ),
+        (_text_models.lstm(7, cells=4), 12, 8),
+    ],
+    ids=["transformer", "lstm"],
+)
+def test_models_of_text_do_not_look_ahead(network, length, at):
+    before, after = looking_ahead(network, length, at)
+    assert before.max() <= 1e-6
+    assert (after > 1e-5).all()
+
+
+def test_the_network_of_words_has_sparse_gradients_and_an_exact_loss():
+    network = _text_models.words(width=4)
+    params = network.init(0)
+    tokens = np.random.default_rng(1).integers(0, 200, (2, _text_models.WORDS + 1))
+    batch = tokens[:, :-1], tokens[:, 1:]
+    loss, gradient = jax.jit(jax.value_and_grad(network.loss))(params, batch)
+    used = np.unique(tokens[:, :-1])
+    rows = np.flatnonzero(np.abs(gradient["embedding"]).sum(1))
+    np.testing.assert_array_equal(rows, used)
+    # Only groups of what is to be found.
+    groups = np.flatnonzero(np.abs(gradient["members"]).sum((1, 2)))
+    assert set(groups) == set(tokens[:, _text_models.BEFORE :].ravel() // _text_models.MEMBERS)
+    # The loss by hand: the probabilities of all words add up to one.
+    p = jax.tree.map(np.asarray, params)
+    losses = []
+    for row in tokens:
+        for i in range(_text_models.BEFORE, len(row)):
+            x = p["embedding"][row[i - _text_models.BEFORE : i]].ravel()
+            x = np.asarray(jax.nn.gelu(x @ p["hidden"]["kernel"] + p["hidden"]["bias"]))
+            x = x @ p["state"]["kernel"] + p["state"]["bias"]
+            group, member = np.exp(x @ p["group"]["kernel"]), np.exp(p["members"] @ x)
+            every = (group / group.sum())[:, None] * member / member.sum(1, keepdims=True)
+            np.testing.assert_allclose(every.sum(), 1, rtol=1e-5)
+            losses.append(-np.log(every.ravel()[row[i]]))
+    np.testing.assert_allclose(loss, np.mean(losses), rtol=1e-5)
+
+
+def test_words_are_numbered_by_how_frequent_they_are():
+    text = "The cat, the dog; the cat's THE " * 30
+    task = _small_tasks.word_task(text, windows=64, width=2)
+    inputs, labels = task.batch_of(np.array([0]))
+    # "the" is the first; "," and ";" are words; "cat's" is one, too.
+    np.testing.assert_array_equal(inputs[0, 1:], labels[0, :-1])
+    assert inputs[0, [0, 3, 6, 8]].tolist() == [0, 0, 0, 0]
+    assert len(set(inputs[0, :8].tolist())) == 6
