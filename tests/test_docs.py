@@ -21,7 +21,7 @@ from jax.sharding import AxisType
 
 import optax_ext
 import sparse_collectives as sc
-from optax_ext._optimizers._parts import default_gain
+from optax_ext._optimizers._common import default_gain
 from sparse_collectives import cost_model
 from sparse_collectives.__main__ import main as plan
 from sparse_collectives.planner import _steps

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.gpu import _contestants, _described, _runs, programs, timings
 from benchmarks.gpu._session import Session
-from sparse_collectives.planner import _gpu
+from sparse_collectives.cost_model import _gpu
 from tests.programs import refused
 
 ROOT = Path(__file__).parents[1]

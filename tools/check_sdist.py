@@ -16,12 +16,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 # What reads the manual, recorded results, constraints, tools, CITATION.cff and the changelog.
 TESTS = (
-    "test_docs_planner.py",
+    "test_docs.py",
     "test_evidence.py::test_kept_results_are_small_and_of_claims_that_there_are",
     "test_gpu_programs.py",
     "test_package.py",
     "test_reference.py",
-    "test_selectors_table.py",
 )
 # Not what computes.
 NOT = "not docstring_examples"

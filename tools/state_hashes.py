@@ -82,7 +82,7 @@ WHOLE: dict[str, Callable[[], optax.GradientTransformation]] = {
     "topk_a, rate, dense leaves": lambda: optax_ext.topk_a(
         0.05, axis="data", local=RATE, dense_leaves=_small
     ),
-    "dgc": lambda: optax_ext.dgc(0.05, axis="data", dense_leaves=_small),
+    "dgc": lambda: optax_ext.published.dgc(0.05, axis="data", dense_leaves=_small),
     "agreed": lambda: _around(sc.allreduce.agreed),
     "agreed, 8 bits": lambda: _around(lambda: sc.allreduce.agreed(bits=8)),
     "powersgd": lambda: optax_ext.powersgd(2, axis="data"),

@@ -216,7 +216,8 @@ TRAININGS = {
     "sparse_adamw": Training(lambda axis, _: optax_ext.sparse_adamw(1e-2, axis=axis), 3, 14),
     "dense warm-up, lamb": Training(
         lambda axis, _: optax.chain(
-            optax_ext.topk_a(0.05, axis=axis, dense_steps=3), optax_ext.lamb(1e-2, axis=axis)
+            optax_ext.topk_a(0.05, axis=axis, dense_steps=3),
+            optax_ext.contrib.lamb(1e-2, axis=axis),
         ),
         3,
         12,
@@ -225,6 +226,9 @@ TRAININGS = {
         lambda axis, _: optax.chain(optax_ext.dense(axis=axis), optax.sgd(0.1)), 2, 12
     ),
     "hitopk": Training(
-        lambda axis, inner: optax_ext.hitopk(0.05, axis=axis, inner_axis=inner), 4, 12, "grid"
+        lambda axis, inner: optax_ext.published.hitopk(0.05, axis=axis, inner_axis=inner),
+        4,
+        12,
+        "grid",
     ),
 }

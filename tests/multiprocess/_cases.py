@@ -28,7 +28,7 @@ SAVED_AT = 4
 REDUCTIONS = {
     "ok_topk": lambda: optax_ext.ok_topk(DENSITY, axis="data"),
     "topk_a": lambda: optax_ext.topk_a(DENSITY, axis="data"),
-    "gtopk": lambda: optax_ext.gtopk(DENSITY, axis="data"),
+    "gtopk": lambda: optax_ext.published.gtopk(DENSITY, axis="data"),
     "narrow8": lambda: optax_ext.ok_topk(DENSITY, axis="data", codec=wire.narrow8()),
     "qsgd": lambda: optax_ext.topk_a(DENSITY, axis="data", codec=wire.qsgd(bits=8)),
     "threshold_reuse": lambda: optax_ext.ok_topk(

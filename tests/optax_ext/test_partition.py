@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from optax_ext.contrib._distributed import deal
 
 import optax_ext
 import sparse_collectives as sc
+from optax_ext.contrib._distributed import deal
 from tests.optax_ext.helpers import mesh, slow
 
 SHAPES = {"embed": (40, 8), "bias": (5,), "kernel": (8, 24), "scale": (), "head": (12, 9)}

@@ -90,7 +90,7 @@ def main() -> None:
     """Takes the steps from ``first`` to ``last``."""
     settings = groups.settings()
     groups.join(settings)
-    watchdog = optax_ext.Watchdog(settings["deadline"], first_seconds=600)
+    watchdog = optax_ext.contrib.Watchdog(settings["deadline"], first_seconds=600)
     manager = _task.manager_of(Path(settings["folder"]))
     mesh = _task.mesh_of_all()
     with watchdog("the start"):
@@ -118,7 +118,7 @@ def _start(manager: Any, first: int, mesh: jax.sharding.Mesh) -> tuple[Any, Any]
 
 def _soak(
     settings: dict[str, Any],
-    watchdog: optax_ext.Watchdog,
+    watchdog: optax_ext.contrib.Watchdog,
     manager: Any,
     steps: dict[str, Any],
     params: Any,

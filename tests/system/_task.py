@@ -96,7 +96,7 @@ def save(manager: ocp.CheckpointManager, step: int, params: Any, opt_state: Any)
     tree = (params, opt_state)
     metadata = {
         "state": optax_ext.checkpoint_metadata(opt_state),
-        "checksums": optax_ext.checksums(tree),
+        "checksums": optax_ext.contrib.checksums(tree),
     }
     manager.save(step, args=ocp.args.StandardSave(tree), custom_metadata=metadata)
 
@@ -135,7 +135,7 @@ def restore_into(manager: ocp.CheckpointManager, step: int, expected: Any) -> An
     saved = manager.metadata(step).custom_metadata
     optax_ext.check_metadata(saved["state"], expected[1])
     tree = manager.restore(step, args=ocp.args.StandardRestore(expected))
-    optax_ext.check_checksums(saved["checksums"], tree)
+    optax_ext.contrib.check_checksums(saved["checksums"], tree)
     return tree
 
 

@@ -31,7 +31,7 @@ def main() -> None:
         heartbeat_timeout_seconds=settings.heartbeat,
         shutdown_timeout_seconds=settings.heartbeat,
     )
-    watchdog = optax_ext.Watchdog(settings.deadline, first_seconds=settings.first_deadline)
+    watchdog = optax_ext.contrib.Watchdog(settings.deadline, first_seconds=settings.first_deadline)
     with watchdog("the start"):
         mesh = _task.mesh_of_all()
         manager = _task.manager_of(Path(settings.folder))

@@ -49,7 +49,7 @@ FAULTS = {
 }
 
 
-WATCHDOG = "optax_ext.Watchdog: step 8 "
+WATCHDOG = "optax_ext.contrib.Watchdog: step 8 "
 JAX = "F1121 client.h:80] Terminating process because the JAX service detected errors."
 
 

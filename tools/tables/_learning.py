@@ -24,7 +24,7 @@ STEPS = {
     "sparse_adamw": ("`sparse_adamw`", (4, 8, 16, 32)),
     "sparse_adamw limit=1000": ("without a limit", (4, 8)),
     "sparse_adamw density=0.01": ("`density=0.01`", (8,)),
-    "sparse_adamw, ok_topk": ("`density=0.01, exchange=ok_topk(density=0.01)`", (8,)),
+    "sparse_adamw, ok_topk": ("`density=0.01, allreduce=ok_topk(density=0.01)`", (8,)),
     "sparse_adamw, complete ok_topk": ("the same, `complete(ok_topk(...))`", (8,)),
 }
 TEXT = {"task": "text", "steps": 2000, "width": 32, "rate": 0.02}

@@ -10,7 +10,7 @@ from ._files import Rows
 ALGORITHMS = {
     "dense": "`dense`",
     "agreed": "`agreed(density=)`",
-    "agreed, few bits": '`agreed(density=, bits="few")`',
+    "agreed, few bits": "`agreed(density=, bits=None)`",
     "topk_a": "`topk_a`, `sparse_allgather`",
     "ssar_recursive_double": "",
     "ssar_split_allgather": "",
