@@ -10,7 +10,7 @@ import pytest
 
 import sparse_collectives as sc
 from sparse_collectives import extend
-from sparse_collectives.allreduce._parts import _hashed, _merge
+from sparse_collectives.allreduce._parts import _hashed
 from sparse_collectives.allreduce.ok_topk import (
     _global_selection,
     _plan,
@@ -351,24 +351,6 @@ def test_owners_change_from_step_to_step_and_have_equal_shares():
             assert np.abs(counts - part.size / workers).max() < 4 * np.sqrt(part.size / workers)
 
 
-@pytest.mark.parametrize(("slots", "workers"), [(600, 12), (2**16 + 100, 2**16)])
-def test_split_by_owner_keeps_the_order(slots, workers):
-    """Also with so many that owner and slot do not fit one sort key."""
-    count, capacity = slots - 100, 4
-    rng = np.random.default_rng(6)
-    owner = np.append(rng.integers(0, workers - 2, count), np.full(100, workers))
-    indices = np.append(np.arange(count), np.full(100, slots))
-    coo = sc.PaddedCOO(jnp.zeros(slots), jnp.asarray(indices, jnp.int32), slots)
-    split = jax.jit(_merge.split_by_owner, static_argnums=(2, 3))
-    blocks = split(coo, jnp.asarray(owner, jnp.int32), workers, capacity, jnp.int32(0))
-    for worker in (0, 3, 7, workers - 1):
-        expected = windows.window(np.flatnonzero(owner == worker), capacity, 0)
-        padded = np.pad(expected, (0, capacity - len(expected)), constant_values=slots)
-        np.testing.assert_array_equal(np.asarray(blocks.coo.indices)[worker], padded)
-    counts = np.bincount(owner, minlength=workers)[:workers]
-    assert np.asarray(blocks.sent).sum() == np.minimum(counts, capacity).sum()
-
-
 @pytest.mark.slow
 def test_ties_go_to_the_first_owners_and_there_to_the_lowest_rows():
     size, workers, k, step = 403, 5, 20, 3
@@ -468,28 +450,6 @@ def test_rotation_has_each_worker_receive_from_one_other_at_a_time():
         assert str(pairs).replace(" ", "") in jaxpr.replace(" ", "")
 
 
-@pytest.mark.slow
-def test_reduce_blocks_adds_common_indices():
-    size = 70
-    rng = np.random.default_rng(3)
-    expected = np.zeros(size)
-    blocks = []
-    for rows in (1, 3):
-        indices = np.full((rows, 12), size, np.int32)
-        values = np.zeros((rows, 12), np.float32)
-        for row in range(rows):
-            count = rng.integers(0, 12)
-            chosen = np.sort(rng.choice(size, count, replace=False))
-            indices[row, :count] = chosen
-            values[row, :count] = rng.standard_normal(count)
-            expected[chosen] += values[row, :count]
-        blocks.append(sc.PaddedCOO(jnp.asarray(values), jnp.asarray(indices), size))
-    out = _split_reduce.reduce_blocks(blocks, size, jnp.float32)
-    np.testing.assert_allclose(out.to_dense(), expected, atol=1e-6)
-    used = np.asarray(out.indices)[: int(out.count())]
-    assert (np.diff(used) > 0).all()
-
-
 # Global selection.
 
 
@@ -531,35 +491,3 @@ def test_global_threshold_with_fewer_than_k_nonzeros_is_the_smallest():
 
 
 # Bad input.
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"density": 0.0}, "density must be in"),
-        ({"density": 1.5}, "density must be in"),
-        ({"density": "0.1"}, "density must be a number"),
-        ({"density": 0.1, "slack": 0.5}, "slack must be a number"),
-        ({"density": 0.1, "repartition_period": 0}, "repartition_period must be an integer"),
-        ({"density": 0.1, "global_period": 1.5}, "global_period must be an integer"),
-        ({"density": 0.1, "schedule": "ring"}, "'all_to_all', 'rotation'"),
-        ({"density": 0.1, "messages_in_flight": 0}, "messages_in_flight must be an integer"),
-    ],
-)
-def test_bad_arguments_are_named(options, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        sc.allreduce.ok_topk(**options)
-
-
-def test_an_unbound_axis_is_named_with_what_to_write():
-    allreduce = sc.allreduce.ok_topk(density=0.5)
-    coo = sc.PaddedCOO(jnp.ones(2), jnp.arange(2), 4)
-    with pytest.raises(ValueError, match=r"axis='nodes' is not bound.*shard_map.*axis_name"):
-        allreduce.reduce(coo, allreduce.init(4, 2), axis="nodes")
-
-
-def test_a_state_for_other_workers_is_rejected():
-    allreduce = sc.allreduce.ok_topk(density=0.5)
-    acc = np.ones((4, 8), np.float32)
-    with pytest.raises(ValueError, match="made for 3 workers, but the axis has 4"):
-        helpers.run_once(sc.select.topk(density=0.5), allreduce, acc, allreduce.init(8, 3))

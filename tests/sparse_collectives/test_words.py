@@ -20,9 +20,7 @@ N, K = 1000, 30
 
 
 def traffic_of(allreduce, workers, size=N, k=K, **options):
-    return sc.traffic.of_allreduce(
-        allreduce, size=size, capacity=k, axis_size=workers, **options
-    )
+    return sc.traffic.of_allreduce(allreduce, size=size, capacity=k, axis_size=workers, **options)
 
 
 def messages(allreduce, workers, size=N, k=K, **options):
