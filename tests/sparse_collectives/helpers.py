@@ -23,6 +23,11 @@ def slow(*values):
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
+def slow_rows(*rows):
+    """These as rows of parameters that are slow."""
+    return [pytest.param(*row, marks=pytest.mark.slow) for row in rows]
+
+
 def slow_but(quick, values):
     """These as parameters, all but the quick ones slow."""
     return [value if value in quick else slow(value)[0] for value in values]

@@ -197,3 +197,8 @@ SELECTORS: dict[str, Callable[..., sc.Selector]] = {
         sc.select.topk(density=d), sc.select.staged_density(1, (d, d / 2))
     ),
 }
+SELECTOR_VARIANTS: dict[str, Callable[..., sc.Selector]] = {
+    "gaussian_k, adjusted": lambda d: sc.select.gaussian_k(density=d, adjust=True),
+    "sidco, gamma": lambda d: sc.select.sidco(density=d, distribution="gamma"),
+    "sidco, pareto": lambda d: sc.select.sidco(density=d, distribution="pareto"),
+}
