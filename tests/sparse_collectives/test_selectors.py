@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import sparse_collectives as sc
 from tests.reference import more_selection, selection, windows
@@ -185,6 +187,25 @@ def test_all_that_reaches_the_magnitude(dtype, magnitude):
                 np.testing.assert_array_equal(check(out, acc, 251), expected, err_msg=name)
                 assert info.selected + info.overflow == passed
                 assert bits_of(info.threshold) == bits_of(np.float32(magnitude))
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(selection.HARD_NAMES),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([1, 5, 31, 32, 33]),
+    # 3.5 is no magnitude of the integers among them, and 3 is one.
+    st.sampled_from([0.0, 2**-149, 0.75, 3.0, 3.5]),
+)
+def test_all_that_reaches_the_magnitude_at_any_length(name, seed, size, magnitude):
+    selector, select = jitted("threshold", magnitude=magnitude, density=1 / 3)
+    acc, state = selection.hard_vector(name, size, seed), selector.init(size)
+    for step in range(3):
+        out = select(acc, state)
+        state = out[1]
+        expected = more_selection.threshold(acc, magnitude, k_of(1 / 3, size), step)
+        np.testing.assert_array_equal(check(out, acc), expected)
 
 
 def test_overflowing_entries_take_turns():
