@@ -61,22 +61,6 @@ def test_equals_topk_of_the_sum_of_topk(workers, density):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [2, 6])
-def test_equals_the_composition_of_lax_primitives(workers):
-    """top_k, a dense psum, top_k."""
-    acc = helpers.hard_accumulators(workers, 300)["normal"]
-    k = 15
-
-    def compose(acc):
-        values = jnp.zeros(300).at[jax.lax.top_k(jnp.abs(acc), k)[1]].set(1.0) * acc
-        total = jax.lax.psum(values, "workers")
-        return jnp.zeros(300).at[jax.lax.top_k(jnp.abs(total), k)[1]].set(1.0) * total
-
-    expected = sc.simulate(compose, axis_size=workers)(acc)
-    np.testing.assert_allclose(reduced(acc, 0.05)["total"], expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("workers", helpers.WORKERS)
 def test_delivers_exactly_k_or_all_nonzeros(workers):
     size, density = 300, 0.05

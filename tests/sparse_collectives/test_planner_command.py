@@ -166,6 +166,10 @@ A_COUNT = "must be a whole number from 1 to 65,536, such as 16"
         ("--inner 4 --inner-bandwidth 0GB/s", "--inner-bandwidth"),
         ("--select-cost gpuu", "--select-cost must be cpu, gpu or a time such as 0.1ns"),
         ("--merge-cost gpu", "--merge-cost must be a time such as 0.1ns"),
+        *(
+            (f"--workers-per-core {x}", f"must be a number from 1 to 65,536, got '{x}'")
+            for x in ("0", "0.5", "nan", "two", "1e9", "-1", "inf")
+        ),
         ("--measured /does/not/exist", "/does/not/exist"),
         ("--bogus", "--bogus"),
         # Empty ones.
