@@ -12,6 +12,7 @@ from tests.reference import estimators, selection, windows
 from tests.sparse_collectives.helpers import slow, slow_but
 from tests.sparse_collectives.selecting import (
     SMALL,
+    as_dtype,
     check_passing,
     hard_vectors,
     jitted,
@@ -266,14 +267,16 @@ def test_float16_step_after_step(name):
 
 
 @pytest.mark.parametrize("name", slow_but(OF_FLOAT16.keys() - {"dgc"}, OF_FLOAT16))
-def test_float16_selects_what_float32_does(name):
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_sixteen_bits_select_what_float32_does(name, dtype):
     selector, function = made(name, K / SMALL)
-    acc = laplace(SMALL).astype(np.float16)
-    coo, _, info = function(acc, selector.init(SMALL))
+    acc = as_dtype(laplace(SMALL), dtype)
+    coo, _, info = out = function(acc, selector.init(SMALL))
+    check(name, out, acc)
     # Exact values: the same entries of the same magnitudes.
     wide, _, wide_info = function(acc.astype(np.float32), selector.init(SMALL))
     np.testing.assert_array_equal(coo.indices, wide.indices)
-    np.testing.assert_array_equal(coo.values.astype(np.float32), wide.values)
+    np.testing.assert_array_equal(np.asarray(coo.values, np.float32), wide.values)
     assert float(info.threshold) == pytest.approx(float(wide_info.threshold), rel=1e-6)
 
 

@@ -13,7 +13,7 @@ from sparse_collectives import _compat
 from tests import jax_internals
 from tests.reference import selection
 from tests.sparse_collectives import helpers
-from tests.sparse_collectives.helpers import slow_but
+from tests.sparse_collectives.helpers import slow_but, slow_rows
 from tests.sparse_collectives.selecting import (
     LARGE,
     SMALL,
@@ -21,6 +21,7 @@ from tests.sparse_collectives.selecting import (
     assert_same_bits,
     check,
     hard_vectors,
+    k_of,
     laplace,
     types_of,
 )
@@ -29,19 +30,30 @@ from tests.sparse_collectives.table import SELECTOR_VARIANTS, SELECTORS
 ALL = SELECTORS | SELECTOR_VARIANTS
 # Those whose thresholds are estimated: all compile fast.
 ESTIMATED = {"gaussian_k", "redsync", "sidco", *SELECTOR_VARIANTS}
-# Of two shapes of layers, for those that select by layer.
-LAYERS = sc.Layout(((350, 400), (1,)))
+# For those that select by layer: two of one shape.
+LAYOUTS = {
+    SMALL: sc.Layout(((4, 100), (4, 100), (203,))),
+    LARGE: sc.Layout(((350, 400), (1,))),
+}
+
+
+QUICK_STATES = ESTIMATED | {"topk", "threshold_reuse", "random_k", "threshold"}
 
 
 @pytest.mark.parametrize(
-    "name", slow_but(ESTIMATED | {"topk", "threshold_reuse", "random_k", "threshold"}, ALL)
+    ("name", "size"),
+    [
+        *((name, SMALL) for name in sorted(QUICK_STATES)),
+        ("topk", LARGE),
+        *slow_rows(*((name, SMALL) for name in ALL if name not in QUICK_STATES)),
+    ],
 )
-def test_state_keeps_its_type_and_steps_are_traced_once(name):
+def test_state_keeps_its_type_and_steps_are_traced_once(name, size):
     selector = ALL[name](0.1)
-    function, state = jax.jit(selector.select), selector.init(SMALL)
+    function, state = jax.jit(selector.select), selector.init(LAYOUTS[size])
     types = types_of(state)
     for case in ("normal", "all zero", "not finite", "subnormal", "all equal"):
-        acc = hard_vectors(SMALL)[case]
+        acc = hard_vectors(size)[case]
         out = function(acc, state)
         check(out, acc)
         state = out[1]
@@ -73,6 +85,10 @@ def test_density_one_takes_every_nonzero(name):
             assert out[2].threshold == 0
 
 
+# Those that select k entries, whatever the distribution.
+EXACT = ("topk", "threshold_reuse", "mstopk", "random_k", "threshold", "adtopk", "layerwise")
+
+
 @pytest.mark.parametrize(("size", "density"), [(1, 0.5), (33, 0.3)])
 @pytest.mark.parametrize(
     "name", slow_but(("bucketed", "mstopk", "random_k", "threshold"), SELECTORS)
@@ -80,7 +96,8 @@ def test_density_one_takes_every_nonzero(name):
 def test_small_sizes(name, size, density):
     acc = np.abs(selection.hard_vector("normal", size)) + 1
     selector = SELECTORS[name](density)
-    assert len(check(jax.jit(selector.select)(acc, selector.init(size)), acc)) >= 1
+    number = len(check(jax.jit(selector.select)(acc, selector.init(size)), acc))
+    assert number == k_of(density, size) if name in EXACT else number >= 1
 
 
 @pytest.mark.parametrize(
@@ -88,18 +105,15 @@ def test_small_sizes(name, size, density):
     [
         ("topk", SMALL),
         ("threshold", LARGE),
-        *(pytest.param(name, SMALL, marks=pytest.mark.slow) for name in ALL if name != "topk"),
-        *(
-            pytest.param(name, LARGE, marks=pytest.mark.slow)
-            for name in ("topk", "bucketed", "mstopk", "random_k")
-        ),
+        *slow_rows(*((name, SMALL) for name in ALL if name != "topk")),
+        *slow_rows(*((name, LARGE) for name in ("topk", "bucketed", "mstopk", "random_k"))),
     ],
 )
 def test_jit_and_vmap_give_the_same_bits(name, size):
     cases = ["normal", "ties at the top", "few nonzeros", "not finite", "all zero"]
     lanes = jnp.asarray(np.stack([hard_vectors(size)[case] for case in cases]))
     selector = ALL[name](0.02)
-    state = selector.init(size)
+    state = selector.init(LAYOUTS[size])
     batched = jax.jit(jax.vmap(selector.select, in_axes=(0, None)))(lanes, state)
     select = jax.jit(selector.select)
     for lane, acc in enumerate(lanes):
@@ -112,7 +126,7 @@ def test_jit_and_vmap_give_the_same_bits(name, size):
 @pytest.mark.parametrize("name", ALL)
 def test_eager_and_jit_give_the_same_selection(name):
     selector = ALL[name](0.1)
-    select, state = jax.jit(selector.select), selector.init(SMALL)
+    select, state = jax.jit(selector.select), selector.init(LAYOUTS[SMALL])
     for case in ("ties at the top", "not finite", "normal"):
         acc = jnp.asarray(hard_vectors(SMALL)[case])
         eager, expected = selector.select(acc, state), select(acc, state)
@@ -129,13 +143,13 @@ def test_runs_where_varying_types_are_checked(name):
         return selector.select(acc, state)[0].to_dense()
 
     def varying(acc):
-        return both(acc, _compat.to_varying(selector.init(LAYERS), "w"))
+        return both(acc, _compat.to_varying(selector.init(LAYOUTS[LARGE]), "w"))
 
     acc = np.concatenate([selection.hard_vector("normal", LARGE, seed) for seed in (0, 1)])
     spec = PartitionSpec("w")
     mapped = jax.shard_map(varying, mesh=helpers.mesh(2), in_specs=spec, out_specs=spec)
     expected = np.concatenate(
-        [jax.jit(both)(part, selector.init(LAYERS)) for part in np.split(acc, 2)]
+        [jax.jit(both)(part, selector.init(LAYOUTS[LARGE])) for part in np.split(acc, 2)]
     )
     np.testing.assert_array_equal(jax.jit(mapped)(acc), expected)
 
