@@ -51,7 +51,7 @@ def places(name):
     if name in OVER_NODES:
         return (1, 3), (3, 1), (2, 3), (4, 2)
     if name in WITH_CODECS:
-        # One more for one codec of each; of Ok-Topk test_ok_topk_lossy.py has the others.
+        # One more for one codec of each; of Ok-Topk test_lossy.py has the others.
         third = (3,) if list(WITH_CODECS).index(name) % 5 == 1 else ()
         return (*third, 7) if name.startswith("ok_topk") else (*third, 4, 7)
     if name == "ok_topk":
