@@ -7,12 +7,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from hypothesis import strategies as st
 
 import optax_ext
 import sparse_collectives as sc
+from tests.fuzz.data import DATA
+from tests.sparse_collectives import table
+from tests.sparse_collectives.table import SELECTORS
+from tests.sparse_collectives.table import SHORT_CODECS as CODECS
 
 # Axes and their sizes; seven workers are neither a power of two nor one more or less than one.
 FLAT = tuple((("w",), (workers,)) for workers in (7, 2, 3, 1, 4, 5, 6, 8))
@@ -35,42 +38,52 @@ DTYPES = {
     "float16": (jnp.float16,) * 3,
     "mixed": (jnp.float32, jnp.bfloat16, jnp.float16),
 }
-STEPS = 4
 # The first so many steps, or a function of the number of the step.
 DENSE_STEPS: dict[str, Any] = {"no": 0, "the first": 2, "the last": lambda step: step >= 2}
 
-SELECTORS: dict[str, Callable[[float], sc.Selector]] = {
-    "topk": lambda d: sc.select.topk(density=d),
-    "threshold_reuse": lambda d: sc.select.threshold_reuse(density=d, period=2),
-    "threshold": lambda d: sc.select.threshold(magnitude=0.5, density=d),
-    "bucketed": lambda d: sc.select.bucketed(density=d, bucket=16),
-    "mstopk": lambda d: sc.select.mstopk(density=d),
-    "redsync": lambda d: sc.select.redsync(density=d),
-    "dgc": lambda d: sc.select.dgc(density=d),
-    "gaussian_k": lambda d: sc.select.gaussian_k(density=d),
-    "sidco": lambda d: sc.select.sidco(density=d),
-    "random_k": lambda d: sc.select.random_k(density=d),
-    "adtopk": lambda d: sc.select.adtopk(density=d),
-    "adtopk_interleaved": lambda d: sc.select.adtopk_interleaved(density=d),
-    "adtopk_threshold": lambda d: sc.select.adtopk_threshold(density=d, steps=STEPS),
-    "layerwise": lambda d: sc.select.layerwise(sc.select.topk(density=d)),
-    "scheduled": lambda d: sc.select.scheduled(
-        sc.select.topk(density=d), sc.select.staged_density(1, (d, d / 2))
-    ),
-}
-CODECS: dict[str, Callable[[], sc.Codec]] = {
-    "raw": sc.wire.raw,
-    "bf16": sc.wire.bf16,
-    "narrow16": sc.wire.narrow16,
-    "narrow8": sc.wire.narrow8,
-    "qsgd2": lambda: sc.wire.qsgd(bits=2, bucket=16),
-    "qsgd4": lambda: sc.wire.qsgd(bits=4, bucket=16),
-    "qsgd8": lambda: sc.wire.qsgd(bits=8, bucket=16),
-}
 WITHOUT_PRODUCTS = ("raw", "bf16", "narrow16")
 SLACKS = st.sampled_from((1.25, 1.0, 2.0, math.inf))
-codecs = st.sampled_from(tuple(CODECS.values())).map(lambda make: make())
 FILLS = st.sampled_from((None, 1.0, 2.0))
+PERIODS = st.sampled_from((1, 3))
+# Each allreduce over one axis, with what its options are drawn from.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ok_topk": {
+        "slack": SLACKS,
+        "regions": st.sampled_from(("hashed", "balanced", "equal")),
+        "balance": st.sampled_from(("auto", "always", "never")),
+        "sizes": st.sampled_from((1, 1, 3)),
+        "schedule": st.sampled_from(("all_to_all", "all_to_all", "rotation")),
+        "global_period": st.sampled_from((1, 2)),
+        "repartition_period": PERIODS,
+    },
+    "ok_topk as published": {
+        "paper": st.just(True),
+        "slack": st.sampled_from((None, 1.0, math.inf)),
+        "global_period": PERIODS,
+        "repartition_period": PERIODS,
+    },
+    "topk_a": {},
+    "gtopk": {},
+    "spardl": {},
+    "ring_sparse": {"slack": SLACKS, "fill": FILLS},
+    "ssar_recursive_double": {"capacity": st.sampled_from((None, 5))},
+    "ssar_split_allgather": {"slack": SLACKS, "fill": FILLS},
+    "dsar_split_allgather": {"slack": SLACKS},
+    "sparse_allgather": {},
+    "dense": {},
+    "dense_bucketed": {},
+    "leader": {},
+    "auto": {
+        "latency": st.sampled_from(("0us", "1ms")),
+        "bandwidth": st.sampled_from(("1Gbit", "1kbit")),
+        "candidates": st.sampled_from((None, ("ok_topk",), ("ring_sparse", "gtopk"))),
+    },
+    "complete": {"inner": st.sampled_from(("ok_topk", "gtopk", "spardl", "ring_sparse"))},
+    "agreed": {
+        "density": st.booleans(),
+        "bits": st.sampled_from((32, 16, 10, 8, "few")),
+    },
+}
 
 
 @st.composite
@@ -78,74 +91,21 @@ def flat_allreduces(
     draw: Any, density: float, codecs: tuple[str, ...] = tuple(CODECS)
 ) -> tuple[str, sc.SparseAllreduce]:
     """An allreduce over one axis, with all of its options, and a name for it."""
-    makers = {
-        "ok_topk": lambda: sc.allreduce.ok_topk(
-            density=density,
-            slack=draw(SLACKS),
-            regions=draw(st.sampled_from(("hashed", "balanced", "equal"))),
-            balance=draw(st.sampled_from(("auto", "always", "never"))),
-            sizes=draw(st.sampled_from((1, 1, 3))),
-            schedule=draw(st.sampled_from(("all_to_all", "all_to_all", "rotation"))),
-            global_period=draw(st.sampled_from((1, 2))),
-            repartition_period=draw(st.sampled_from((1, 3))),
-            codec=codec,
-        ),
-        "ok_topk as published": lambda: sc.allreduce.ok_topk(
-            density=density,
-            paper=True,
-            slack=draw(st.sampled_from((None, 1.0, math.inf))),
-            global_period=draw(st.sampled_from((1, 3))),
-            repartition_period=draw(st.sampled_from((1, 3))),
-            codec=codec,
-        ),
-        "topk_a": lambda: sc.allreduce.topk_a(codec=codec),
-        "gtopk": lambda: sc.allreduce.gtopk(density=density, codec=codec),
-        "spardl": lambda: sc.allreduce.spardl(density=density, codec=codec),
-        "ring_sparse": lambda: sc.allreduce.ring_sparse(
-            slack=draw(SLACKS), fill=draw(FILLS), codec=codec
-        ),
-        "ssar_recursive_double": lambda: sc.allreduce.ssar_recursive_double(
-            capacity=draw(st.sampled_from((None, 5))), codec=codec
-        ),
-        "ssar_split_allgather": lambda: sc.allreduce.ssar_split_allgather(
-            slack=draw(SLACKS), fill=draw(FILLS), codec=codec
-        ),
-        "dsar_split_allgather": lambda: sc.allreduce.dsar_split_allgather(
-            slack=draw(SLACKS),
-            codec=codec,
-            dense_codec=CODECS[draw(st.sampled_from(codecs))](),
-        ),
-        "sparse_allgather": lambda: sc.allreduce.sparse_allgather(codec=codec),
-        "dense": sc.allreduce.dense,
-        "dense_bucketed": lambda: sc.allreduce.dense_bucketed(buckets=2),
-        "leader": sc.allreduce.leader,
-        "auto": lambda: sc.planner.auto(
-            density=density,
-            latency=draw(st.sampled_from(("0us", "1ms"))),
-            bandwidth=draw(st.sampled_from(("1Gbit", "1kbit"))),
-            candidates=draw(st.sampled_from((None, ("ok_topk",), ("ring_sparse", "gtopk")))),
-        ),
-        "complete": lambda: sc.allreduce.complete(
-            draw(
-                st.sampled_from(
-                    (
-                        sc.allreduce.ok_topk(density=density, codec=codec),
-                        sc.allreduce.gtopk(density=density, codec=codec),
-                        sc.allreduce.spardl(density=density, codec=codec),
-                        sc.allreduce.ring_sparse(codec=codec),
-                    )
-                )
-            )
-        ),
-        "agreed": lambda: sc.allreduce.agreed(
-            density=draw(st.sampled_from((None, density))),
-            bits=draw(st.sampled_from((32, 16, 10, 8, "few"))),
-        ),
-    }
-    name = draw(st.sampled_from(tuple(makers)))
-    codec_name = draw(st.sampled_from(codecs))
+    name, codec_name = draw(st.sampled_from(tuple(OPTIONS))), draw(st.sampled_from(codecs))
     codec = CODECS[codec_name]()
-    return f"{name}/{codec_name}", makers[name]()
+    options = {key: draw(strategy) for key, strategy in OPTIONS[name].items()}
+    if name == "dsar_split_allgather":
+        options["dense_codec"] = CODECS[draw(st.sampled_from(codecs))]()
+    if name == "auto":
+        allreduce = sc.planner.auto(density=density, **options)
+    elif name == "complete":
+        allreduce = sc.allreduce.complete(table.make(options["inner"], density, codec))
+    elif name == "agreed":
+        limit = density if options["density"] else None
+        allreduce = sc.allreduce.agreed(density=limit, bits=options["bits"])
+    else:
+        allreduce = table.make(name.partition(" ")[0], density, codec, **options)
+    return f"{name}/{codec_name}", allreduce
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -243,26 +203,6 @@ AROUND: dict[str, Callable[[Any], Any]] = {
     "delayed bucketed": lambda tx: optax_ext.delayed(optax_ext.bucketed(tx, 2)),
     "multi_steps bucketed": lambda tx: optax_ext.multi_steps(optax_ext.bucketed(tx, 2), MINI_STEPS),
 }
-DATA = (
-    "normal",
-    "ties",
-    "all zero",
-    "one worker",
-    "one region",
-    "a region each",
-    "heavy tail",
-    "cancelling",
-    "subnormal",
-    "tiny",
-    "one far above",
-    "one sign",
-    "turning",
-    "huge",
-    "largest",
-    "signs of the largest",
-    "not finite",
-)
-
 SEEDS = st.integers(0, 2**16)
 # Those by which steps may be left out.
 AGREED = ("not finite", "largest", "huge", "signs of the largest")
@@ -373,55 +313,3 @@ def of_one_program(draw: Any, count: int) -> list[Configuration]:
         unique_by=lambda each: each[0],
     )
     return [first, *(dataclasses.replace(first, data=kind, seed=n) for kind, n in draw(given))]
-
-
-def gradients(configuration: Configuration) -> Any:
-    """For each leaf ``[STEPS, P, ...]``, in its dtype, of the kind that was drawn."""
-    rng = np.random.default_rng(configuration.seed)
-    workers, kind = configuration.workers, configuration.data
-    sizes = {name: math.prod(leaf.shape) for name, leaf in configuration.params.items()}
-    total = sum(sizes.values())
-    x = rng.standard_normal((STEPS, workers, total))
-    column = np.arange(total)
-    if kind == "ties":
-        x = rng.integers(-2, 3, x.shape).astype(float)
-    elif kind == "all zero":
-        x = 0 * x
-    elif kind == "one worker":
-        x[:, np.arange(workers) != workers // 2] = 0
-    elif kind == "one region":
-        x[..., column >= max(1, total // 8)] *= 1e-4
-    elif kind == "a region each":
-        x = x * (column * workers // total == np.arange(workers)[:, None])
-    elif kind == "heavy tail":
-        x = rng.standard_cauchy(x.shape)
-    elif kind == "cancelling" and workers > 1:
-        x[:, 1] = -x[:, 0]
-    elif kind == "subnormal":
-        x = x * 1e-40
-    elif kind == "tiny":
-        x = x * 1e-20
-    elif kind == "one far above":
-        x[..., rng.integers(total)] *= 10.0 ** rng.uniform(4, 6)
-    elif kind in ("one sign", "turning"):
-        x = np.broadcast_to(np.abs(x[:1]), x.shape).copy()
-        if kind == "turning":
-            x[STEPS // 2 :] *= -1
-    elif kind == "huge":
-        x = np.sign(x) * 2e38
-    elif kind == "signs of the largest":
-        x = np.sign(x) * 3.4e38
-    elif kind == "largest":
-        x = np.where(rng.random(x.shape) < 0.2, np.sign(x) * 3e38, x)
-    elif kind == "not finite":
-        bad = rng.random(x.shape) < 0.01
-        x[bad] = rng.choice([np.nan, np.inf, -np.inf], bad.sum())
-    tree, offset = {}, 0
-    for name, leaf in configuration.params.items():
-        part = x[..., offset : offset + sizes[name]].reshape(STEPS, workers, *leaf.shape)
-        offset += sizes[name]
-        most = float(jnp.finfo(leaf.dtype).max)
-        with np.errstate(over="ignore", invalid="ignore"):
-            finite = np.clip(part, -most, most)
-        tree[name] = np.where(np.isfinite(part), finite, part).astype(np.float32).astype(leaf.dtype)
-    return tree | {name: tree[other] for name, other in configuration.tied.items()}

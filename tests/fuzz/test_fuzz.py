@@ -16,12 +16,11 @@ from optax_ext._step._nonfinite import LARGEST
 from tests.fuzz.configurations import (
     AROUND,
     MINI_STEPS,
-    STEPS,
     Configuration,
     configurations,
-    gradients,
     of_one_program,
 )
+from tests.fuzz.data import STEPS, gradients
 
 # Parts, so that several processes share them, of so many programs each, with so many gradients.
 PARTS, IN_A_PART, GRADIENTS = int(os.environ.get("FUZZ_PARTS", "12")), 20, 6

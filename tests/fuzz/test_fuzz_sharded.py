@@ -20,7 +20,8 @@ from jax.sharding import PartitionSpec
 import optax_ext
 import sparse_collectives as sc
 from optax_ext._step import _given
-from tests.fuzz.configurations import STEPS, Configuration, configurations, gradients
+from tests.fuzz.configurations import Configuration, configurations
+from tests.fuzz.data import STEPS, gradients
 from tests.fuzz.test_fuzz import IN_A_PART, PARTS, _settings
 from tests.optax_ext import shards
 

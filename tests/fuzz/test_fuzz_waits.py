@@ -20,10 +20,12 @@ from hypothesis import strategies as st
 
 import optax_ext
 import sparse_collectives as sc
-from tests.fuzz.configurations import CODECS, SELECTORS, flat_allreduces
+from tests.fuzz.configurations import flat_allreduces
 from tests.fuzz.test_fuzz import PARTS, _settings
 from tests.optax_ext.test_waits import longest_waits
 from tests.reference.windows import longest_wait
+from tests.sparse_collectives.table import SELECTORS
+from tests.sparse_collectives.table import SHORT_CODECS as CODECS
 
 SIZE, IN_A_PART = 96, 3
 # Those that select k entries or nearly whatever the distribution; others wait for theirs to come

@@ -23,6 +23,11 @@ def slow(*values):
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
+def slow_rows(*rows):
+    """These as rows of parameters that are slow."""
+    return [pytest.param(*row, marks=pytest.mark.slow) for row in rows]
+
+
 def slow_but(quick, values):
     """These as parameters, all but the quick ones slow."""
     return [value if value in quick else slow(value)[0] for value in values]
@@ -54,15 +59,17 @@ def simulated_reduce(allreduce: sc.SparseAllreduce, workers: int):
     Returns:
       ``reduce(coo, allreduce_state) -> dict``; the allreduce's state is one for all
       workers, the results have a leading axis. What is kept is a PaddedCOO, in which
-      an index may occur more than once.
+      an index may occur more than once. The indices of a total that is none are those of all.
     """
 
     def reduce(coo, allreduce_state):
         total, undelivered, allreduce_state, info = allreduce.reduce(
             coo, allreduce_state, axis="workers"
         )
+        sparse = isinstance(total, sc.PaddedCOO)
         return {
-            "total": total.to_dense() if isinstance(total, sc.PaddedCOO) else total,
+            "total": total.to_dense() if sparse else total,
+            "indices": total.indices if sparse else jnp.arange(coo.size),
             "kept": as_coo(coo, undelivered),
             "allreduce_state": allreduce_state,
             "info": info,
@@ -110,7 +117,11 @@ def lossy_codec() -> sc.Codec:
         message = exact.encode(sc.PaddedCOO(values, indices, coo.size), seed).message
         return sc.Encoded(message, sent, error)
 
-    return exact._replace(encode=encode, exact=False)
+    def encode_dense(values, seed):
+        rounded = jnp.round(values * 256) / 256
+        return exact.encode_dense(rounded, seed)[0], values - rounded
+
+    return exact._replace(encode=encode, encode_dense=encode_dense, exact=False)
 
 
 def run_once(selector, allreduce, acc, allreduce_state=None):
@@ -122,6 +133,46 @@ def run_once(selector, allreduce, acc, allreduce_state=None):
     coo, selected = simulated_select(selector, workers)(acc, state)
     out = simulated_reduce(allreduce, workers)(coo, allreduce_state)
     return {**selected, **out, "kept": added_up(out["kept"])}
+
+
+def next_state(out):
+    """The state of the allreduce after a step, which is one for all workers."""
+    return jax.tree.map(lambda x: x[0], out["allreduce_state"])
+
+
+def check_conserved(out, where="", *, tolerance=1e-6, rounds=False):
+    """All workers have the same bits, and with what they keep these are all that was sent.
+
+    With ``rounds`` what is kept may be larger than what was sent, and is rounded itself.
+    """
+    total = np.asarray(out["total"])
+    assert all(row.tobytes() == total[0].tobytes() for row in total), where
+    total, sent, kept = (np.asarray(out[name], np.float64) for name in ("total", "sent", "kept"))
+    # Some platforms flush sums of subnormals to zero.
+    scale = np.abs(sent).sum(axis=0) + 1e-30
+    if rounds:
+        scale += np.abs(kept).sum(axis=0)
+    # Sums of up to 8 float32: a few units in the last place of the summands.
+    error = np.abs(sent.sum(axis=0) - kept.sum(axis=0) - total[0]) / scale
+    assert error.max() < tolerance, where
+
+
+def as_entries(vectors) -> list[dict[int, float]]:
+    """The nonzero entries of each vector, index to value."""
+    return [{int(i): v[i] for i in np.flatnonzero(v)} for v in np.asarray(vectors)]
+
+
+def mesh(workers: int, axis: str = "w") -> jax.sharding.Mesh:
+    """The first devices along one axis."""
+    return jax.make_mesh(
+        (workers,), (axis,), axis_types=(AxisType.Auto,), devices=jax.devices()[:workers]
+    )
+
+
+def abstract_mesh(**axes: int) -> jax.sharding.AbstractMesh:
+    """A mesh without devices: the sizes of its axes by name."""
+    types = (AxisType.Auto,) * len(axes)
+    return jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=types)
 
 
 def added_up(coo):
@@ -181,25 +232,35 @@ def independent_psums(jaxpr) -> list:
     return summed
 
 
-def check_replicated_on_a_mesh(selector, allreduce, size, *, check_vma):
-    """Over three devices the total, and what is kept, have the bits of one device."""
-    workers = 3
-    mesh = jax.make_mesh(
-        (workers,), ("w",), axis_types=(AxisType.Auto,), devices=jax.devices()[:workers]
-    )
+def check_replicated_on_a_mesh(selector, allreduce, size, *, check_vma, workers=3):
+    """Over devices the total, what is kept and the state have the bits of one device."""
     acc = hard_accumulators(workers, size)["normal"]
 
     def step(acc):
         coo, _, _ = selector.select(acc[0], selector.init(size))
-        total, undelivered, _, info = allreduce.reduce(coo, allreduce.init(size, workers), axis="w")
+        total, undelivered, state, info = allreduce.reduce(
+            coo, allreduce.init(size, workers), axis="w"
+        )
+        total = total.to_dense() if isinstance(total, sc.PaddedCOO) else total
         kept = sum_of_parts(as_coo(coo, undelivered))
-        return total.to_dense(), kept[None], info.words
+        return total, kept[None], state, info.words, info.overflow[None]
 
     run = jax.shard_map(
-        step, mesh=mesh, in_specs=P("w"), out_specs=(P(), P("w"), P()), check_vma=check_vma
+        step,
+        mesh=mesh(workers),
+        in_specs=P("w"),
+        out_specs=(P(), P("w"), P(), P(), P("w")),
+        check_vma=check_vma,
     )
-    total, kept, words = jax.jit(run)(acc)
+    traced = jax.jit(run).trace(acc)
+    total, kept, state, words, overflow = traced.lower().compile()(acc)
     expected = run_once(selector, allreduce, acc)
-    np.testing.assert_array_equal(total, expected["total"][0])
+    for replica in total.addressable_shards:
+        np.testing.assert_array_equal(replica.data, expected["total"][0])
     np.testing.assert_array_equal(kept, expected["kept"])
-    assert words == expected["info"].words[0]
+    jax.tree.map(np.testing.assert_array_equal, state, next_state(expected))
+    # What recursive doubling adds for the types is in it. Only a form chosen by the data varies.
+    least, most = (sc.traffic.of_traced(traced, conditional=c).words for c in ("best", "worst"))
+    assert least <= words <= most
+    assert check_vma or words == expected["info"].words[0]
+    np.testing.assert_array_equal(overflow, expected["info"].overflow)

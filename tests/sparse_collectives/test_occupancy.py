@@ -10,7 +10,8 @@ import sparse_collectives as sc
 from sparse_collectives import _volumes
 from sparse_collectives.allreduce.ok_topk import _balance, _plan
 from tests.sparse_collectives import helpers
-from tests.sparse_collectives.test_allreduce_contract import ALLREDUCES, DENSITY, SELECTOR, SIZE
+from tests.sparse_collectives.table import ALLREDUCES, DENSITY
+from tests.sparse_collectives.test_allreduce_contract import SELECTOR, SIZE
 
 K = round(DENSITY * SIZE)
 QUICK = ("leader", "dense", "dense_bucketed", "topk_a", "topk_a, lossy", "sparse_allgather")
@@ -43,7 +44,7 @@ def normal(workers):
 def test_no_more_is_useful_than_is_received(name):
     accumulators = helpers.hard_accumulators(3, SIZE)
     for case in ("normal", "all zero", "one region", "one worker"):
-        useful, words = occupancy(ALLREDUCES[name][0], accumulators[case])
+        useful, words = occupancy(ALLREDUCES[name].allreduce, accumulators[case])
         assert 0 <= useful <= words * (1 + 1e-6), case
         if case == "all zero" and name in PAIRS_ONLY:
             assert useful == 0
@@ -52,7 +53,7 @@ def test_no_more_is_useful_than_is_received(name):
 @pytest.mark.slow
 def test_one_worker_receives_nothing_useful():
     for name in ("ok_topk", "topk_a", "gtopk", "ring_sparse"):
-        assert occupancy(ALLREDUCES[name][0], normal(1)) == (0, 0)
+        assert occupancy(ALLREDUCES[name].allreduce, normal(1)) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -60,18 +61,9 @@ def test_one_worker_receives_nothing_useful():
 )
 @pytest.mark.parametrize("workers", [3, 8])
 def test_full_messages_have_no_padding(name, workers):
-    useful, words = occupancy(ALLREDUCES[name][0], normal(workers))
+    useful, words = occupancy(ALLREDUCES[name].allreduce, normal(workers))
     assert useful == pytest.approx(words, rel=1e-6)
     assert words > 0
-
-
-def test_a_torus_has_no_padding():
-    def step(vector):
-        coo = sc.PaddedCOO(vector, jnp.arange(12, dtype=jnp.int32), 12)
-        return sc.allreduce.torus_2d().reduce(coo, (), axis=("node", "device"))[3]
-
-    info = sc.simulate(step, axis=("node", "device"), axis_size=(2, 3))(jnp.ones((2, 3, 12)))
-    np.testing.assert_array_equal(info.useful, info.words)
 
 
 @pytest.mark.slow

@@ -10,12 +10,9 @@ import pytest
 
 import sparse_collectives as sc
 from sparse_collectives import extend
-from sparse_collectives.allreduce._parts import _hashed, _merge
+from sparse_collectives.allreduce._parts import _hashed
 from sparse_collectives.allreduce.ok_topk import (
-    _global_selection,
     _plan,
-    _regions,
-    _split_reduce,
 )
 from tests.reference import ok_topk as oracle
 from tests.reference import windows
@@ -61,22 +58,6 @@ def test_equals_topk_of_the_sum_of_topk(workers, density):
             np.testing.assert_allclose(got, total, rtol=1e-5, atol=scale, err_msg=name)
             kept = acc - np.asarray(out["sent"]) + np.asarray(out["kept"])
             np.testing.assert_array_equal(kept, residuals, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [2, 6])
-def test_equals_the_composition_of_lax_primitives(workers):
-    """top_k, a dense psum, top_k."""
-    acc = helpers.hard_accumulators(workers, 300)["normal"]
-    k = 15
-
-    def compose(acc):
-        values = jnp.zeros(300).at[jax.lax.top_k(jnp.abs(acc), k)[1]].set(1.0) * acc
-        total = jax.lax.psum(values, "workers")
-        return jnp.zeros(300).at[jax.lax.top_k(jnp.abs(total), k)[1]].set(1.0) * total
-
-    expected = sc.simulate(compose, axis_size=workers)(acc)
-    np.testing.assert_allclose(reduced(acc, 0.05)["total"], expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -163,24 +144,11 @@ def test_a_reused_global_threshold_delivers_k_at_most_and_follows_the_count():
     for step in range(32):
         acc = rng.standard_normal((workers, size)).astype(np.float32) * 1.02**step
         out = helpers.run_once(selector, allreduce, acc, state)
-        state = jax.tree.map(lambda x: x[0], out["allreduce_state"])
+        state = helpers.next_state(out)
         counts.append(int(out["info"].delivered[0]))
     assert max(counts) <= 100
     assert counts[::8] == [100] * 4
     assert np.mean(counts) > 85
-
-
-@pytest.mark.slow
-def test_what_is_too_much_is_shared_out_evenly():
-    rng = np.random.default_rng(0)
-    for _ in range(300):
-        workers, available = rng.integers(1, 9), int(rng.integers(0, 60))
-        counts = rng.integers(0, 20, workers)
-        share = np.zeros(workers, int)
-        while share.sum() < min(available, counts.sum()):
-            share[np.argmin(np.where(share < counts, share, 100))] += 1
-        found = _global_selection._even_share(jnp.asarray(counts, jnp.int32), available)
-        np.testing.assert_array_equal(found, share)
 
 
 @pytest.mark.slow
@@ -191,7 +159,7 @@ def test_a_reused_threshold_that_is_too_low_leaves_nothing_to_balance():
     rng = np.random.default_rng(2)
     small = rng.standard_normal((workers, size)).astype(np.float32)
     out = helpers.run_once(selector, allreduce, small)
-    state = jax.tree.map(lambda x: x[0], out["allreduce_state"])
+    state = helpers.next_state(out)
     # Three times as many of the sums reach the threshold of the step before.
     out = helpers.run_once(selector, allreduce, 3 * small, state)
     k, pairs = size // 50, 2
@@ -221,7 +189,7 @@ def test_in_a_full_block_other_entries_wait_at_each_step():
         )
         frozen = frozen._replace(count=jnp.maximum(state.count, 1))
         out = helpers.run_once(selector, allreduce, acc, frozen)
-        state = jax.tree.map(lambda x: x[0], out["allreduce_state"])
+        state = helpers.next_state(out)
         delivered |= np.asarray(out["total"])[0] != 0
     assert delivered[:40].all()
 
@@ -237,136 +205,10 @@ def test_crowded_regions_are_cut_anew_before_their_period():
     state = even._replace(count=jnp.int32(5), crowded=jnp.bool_(False))
     first = helpers.run_once(selector, allreduce, acc, state)
     assert first["allreduce_state"].crowded.all()
-    state = jax.tree.map(lambda x: x[0], first["allreduce_state"])
+    state = helpers.next_state(first)
     second = helpers.run_once(selector, allreduce, acc, state)
     assert 4 * np.sum(second["info"].overflow) < np.sum(first["info"].overflow)
     assert not second["allreduce_state"].crowded.any()
-
-
-# Regions.
-
-
-@pytest.mark.parametrize("workers", [1, 3, 8])
-def test_local_boundaries_split_the_selection_evenly(workers):
-    rng = np.random.default_rng(1)
-    indices = np.sort(rng.choice(5000, 500, replace=False)).astype(np.int32)
-    padded = np.concatenate([indices, np.full(77, 5000, np.int32)])
-    coo = sc.PaddedCOO(jnp.zeros(577), jnp.asarray(padded), 5000)
-    boundaries = np.asarray(_regions.local_boundaries(coo, workers))
-    counts = np.histogram(indices, boundaries)[0]
-    assert boundaries[0] == 0
-    assert boundaries[-1] == 5000
-    assert counts.sum() == 500
-    assert counts.max() - counts.min() <= 1
-
-
-@pytest.mark.parametrize(
-    ("workers", "size"), [(3, 900), (7, 2**31 - 1), (256, 85_002), (256, 2**31 - 1)]
-)
-def test_consensus_is_the_mean_of_the_local_boundaries(workers, size):
-    rng = np.random.default_rng(2)
-    indices = np.sort(rng.integers(size - size // 3, size, (workers, 600)), axis=1).astype(np.int32)
-
-    def agree(indices):
-        coo = sc.PaddedCOO(jnp.zeros(600), indices, size)
-        return _regions.consensus(coo, workers, "workers"), _regions.local_boundaries(coo, workers)
-
-    agreed, local = sc.simulate(agree, axis_size=workers)(indices)
-    assert (np.asarray(agreed) == np.asarray(agreed)[0]).all()
-    exact = np.asarray(local, np.int64).sum(axis=0) // workers
-    np.testing.assert_array_equal(np.asarray(agreed)[0], exact)
-
-
-def test_the_last_region_has_its_share():
-    """Cuts that are all rounded down move P / 2 places to the left, and the last region grows."""
-    workers, size = 256, 85_002
-    rng = np.random.default_rng(3)
-    indices = np.stack([np.sort(rng.choice(size, 8500, False)) for _ in range(workers)])
-    indices = indices.astype(np.int32)
-
-    def agree(indices):
-        coo = sc.PaddedCOO(jnp.zeros(8500), indices, size)
-        return _regions.consensus(coo, workers, "workers")
-
-    boundaries = np.asarray(sc.simulate(agree, axis_size=workers)(indices)[0])
-    counts = np.histogram(indices, boundaries)[0] / indices.size * workers
-    # 8500 / 256 = 33 entries of each of 256 workers: a spread of about 1 %.
-    assert 0.95 < counts[0] < 1.05
-    assert 0.95 < counts[-1] < 1.05
-
-
-def test_an_empty_selection_has_regions_of_equal_width():
-    coo = sc.PaddedCOO(jnp.zeros(4), jnp.full(4, 100, jnp.int32), 100)
-    assert _regions.local_boundaries(coo, 4).tolist() == [0, 25, 50, 75, 100]
-
-
-# Hashed regions.
-
-
-@pytest.mark.parametrize(
-    ("workers", "size"), [(1, 7), (3, 900), (4, 901), (8, 5), (16, 12_015), (7, 2**31 - 1)]
-)
-def test_positions_are_a_bijection(workers, size):
-    rng = np.random.default_rng(5)
-    if size < 10**6:
-        indices = np.arange(size)
-    else:
-        indices = np.append(np.sort(rng.integers(0, size - 2, 5000)), [size - 2, size - 1])
-    padded = jnp.asarray(np.append(indices, size), jnp.int32)
-    starts = np.asarray(_hashed.starts(size, workers))
-    width = -(-size // workers)
-
-    @jax.jit
-    def there_and_back(step):
-        row, owner = _hashed.row_and_owner(padded, size, workers, step)
-        rows = sc.PaddedCOO(padded, jnp.where(padded < size, row, width), width)
-        positions = _hashed.to_positions(rows, size, workers, owner)
-        return owner, positions, _hashed.to_indices(positions, workers, step)
-
-    for step in (0, 1, 2**31 - 1):
-        owner, positions, back = there_and_back(jnp.int32(step))
-        region = np.searchsorted(starts, np.asarray(positions.indices)[:-1], side="right") - 1
-        np.testing.assert_array_equal(region, np.asarray(owner)[:-1])
-        if size < 10**6:
-            np.testing.assert_array_equal(np.sort(positions.indices), np.arange(size + 1))
-            # Of each complete row every worker owns one index.
-            complete = np.asarray(owner)[: size // workers * workers].reshape(-1, workers)
-            assert (np.sort(complete, axis=1) == np.arange(workers)).all()
-        np.testing.assert_array_equal(back.indices, padded)
-
-
-def test_owners_change_from_step_to_step_and_have_equal_shares():
-    size, workers = 80_000, 8
-    indices = jnp.arange(size, dtype=jnp.int32)
-    owners = [
-        np.asarray(_hashed.row_and_owner(indices, size, workers, jnp.int32(step))[1])
-        for step in range(3)
-    ]
-    assert 0.11 < (owners[0] == owners[1]).mean() < 0.14
-    for owner in owners:
-        # A layer, every eighth index, a column of a matrix: m entries, with at most four
-        # times the spread of m throws of a die.
-        for part in (owner[3000:3800], owner[5::8], owner[7::1000]):
-            counts = np.bincount(part, minlength=workers)
-            assert np.abs(counts - part.size / workers).max() < 4 * np.sqrt(part.size / workers)
-
-
-@pytest.mark.parametrize(("slots", "workers"), [(600, 12), (2**16 + 100, 2**16)])
-def test_split_by_owner_keeps_the_order(slots, workers):
-    """Also with so many that owner and slot do not fit one sort key."""
-    count, capacity = slots - 100, 4
-    rng = np.random.default_rng(6)
-    owner = np.append(rng.integers(0, workers - 2, count), np.full(100, workers))
-    indices = np.append(np.arange(count), np.full(100, slots))
-    coo = sc.PaddedCOO(jnp.zeros(slots), jnp.asarray(indices, jnp.int32), slots)
-    split = jax.jit(_merge.split_by_owner, static_argnums=(2, 3))
-    blocks = split(coo, jnp.asarray(owner, jnp.int32), workers, capacity, jnp.int32(0))
-    for worker in (0, 3, 7, workers - 1):
-        expected = windows.window(np.flatnonzero(owner == worker), capacity, 0)
-        padded = np.pad(expected, (0, capacity - len(expected)), constant_values=slots)
-        np.testing.assert_array_equal(np.asarray(blocks.coo.indices)[worker], padded)
-    counts = np.bincount(owner, minlength=workers)[:workers]
-    assert np.asarray(blocks.sent).sum() == np.minimum(counts, capacity).sum()
 
 
 @pytest.mark.slow
@@ -397,15 +239,12 @@ def test_workers_whose_mass_is_in_different_regions_do_not_crowd_any_owner(worke
         for worker, part in enumerate(np.array_split(np.arange(size), workers)):
             acc[worker, part] = rng.standard_normal(part.size)
         out = helpers.run_once(selector, allreduce, acc, state)
-        state = jax.tree.map(lambda x: x[0], out["allreduce_state"])
+        state = helpers.next_state(out)
         total, _ = oracle.training_step(acc, k)
         overflow.append(np.sum(out["info"].overflow) / (k * workers))
         missing.append(np.mean(np.asarray(out["total"])[0][total != 0] == 0))
     assert np.mean(overflow) < 0.01
     assert np.mean(missing) < 0.02
-
-
-# Global selection: at once, or by rounds.
 
 
 @pytest.mark.parametrize("workers", [2, *helpers.slow(8)])
@@ -449,117 +288,3 @@ def test_windows_and_rounds_select_the_same(workers, monkeypatch):
     window = (plan.window + 5) * (workers - 1)
     assert at_once["normal"]["info"].words[0] == pairs + window
     assert at_once["ties"]["info"].words[0] > pairs + window
-
-
-# Split and reduce.
-
-
-def test_rotation_has_each_worker_receive_from_one_other_at_a_time():
-    jaxpr = str(
-        jax.make_jaxpr(
-            lambda x: jnp.concatenate(
-                list(_split_reduce.send_blocks(x, "w", schedule="rotation", messages_in_flight=2))
-            ),
-            axis_env=[("w", 4)],
-        )(jnp.zeros((4, 6), jnp.int32))
-    )
-    for distance in (1, 2, 3):
-        pairs = tuple((i, (i + distance) % 4) for i in range(4))
-        assert str(pairs).replace(" ", "") in jaxpr.replace(" ", "")
-
-
-@pytest.mark.slow
-def test_reduce_blocks_adds_common_indices():
-    size = 70
-    rng = np.random.default_rng(3)
-    expected = np.zeros(size)
-    blocks = []
-    for rows in (1, 3):
-        indices = np.full((rows, 12), size, np.int32)
-        values = np.zeros((rows, 12), np.float32)
-        for row in range(rows):
-            count = rng.integers(0, 12)
-            chosen = np.sort(rng.choice(size, count, replace=False))
-            indices[row, :count] = chosen
-            values[row, :count] = rng.standard_normal(count)
-            expected[chosen] += values[row, :count]
-        blocks.append(sc.PaddedCOO(jnp.asarray(values), jnp.asarray(indices), size))
-    out = _split_reduce.reduce_blocks(blocks, size, jnp.float32)
-    np.testing.assert_allclose(out.to_dense(), expected, atol=1e-6)
-    used = np.asarray(out.indices)[: int(out.count())]
-    assert (np.diff(used) > 0).all()
-
-
-# Global selection.
-
-
-@pytest.mark.parametrize("k", [1, 37, 2000, 70_000])
-def test_digits_cover_all_bits_within_their_share(k):
-    digits = _plan.digits(k)
-    top = 31
-    for shift, width in digits:
-        assert shift + width == top
-        top = shift
-    assert top == 0
-    if k >= 2000:
-        assert sum(2 << width for _, width in digits) <= k / 5
-
-
-@pytest.mark.parametrize("k", [1, 40, 3000, 70_000])
-def test_global_threshold_is_the_kth_of_the_union(k):
-    workers, slots = 3, 40_000
-    rng = np.random.default_rng(4)
-    values = rng.standard_cauchy((workers, slots)).astype(np.float32)
-    values[:, ::7] = 0
-    bits = np.abs(values).view(np.int32)
-    find = sc.simulate(
-        lambda b: _global_selection.global_threshold(b, k, "workers"), axis_size=workers
-    )
-    expected = np.sort(bits.reshape(-1))[-k]
-    assert np.asarray(find(bits)).tolist() == [expected] * workers
-
-
-def test_global_threshold_with_fewer_than_k_nonzeros_is_the_smallest():
-    bits = np.zeros((2, 50), np.int32)
-    bits[0, :3] = [9, 77, 5]
-    bits[1, 4] = 12345678
-    for wanted, values in ((5, bits), (0, np.zeros_like(bits))):
-        find = sc.simulate(
-            lambda b: _global_selection.global_threshold(b, 10, "workers"), axis_size=2
-        )
-        assert find(values).tolist() == [wanted] * 2
-
-
-# Bad input.
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"density": 0.0}, "density must be in"),
-        ({"density": 1.5}, "density must be in"),
-        ({"density": "0.1"}, "density must be a number"),
-        ({"density": 0.1, "slack": 0.5}, "slack must be a number"),
-        ({"density": 0.1, "repartition_period": 0}, "repartition_period must be an integer"),
-        ({"density": 0.1, "global_period": 1.5}, "global_period must be an integer"),
-        ({"density": 0.1, "schedule": "ring"}, "'all_to_all', 'rotation'"),
-        ({"density": 0.1, "messages_in_flight": 0}, "messages_in_flight must be an integer"),
-    ],
-)
-def test_bad_arguments_are_named(options, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        sc.allreduce.ok_topk(**options)
-
-
-def test_an_unbound_axis_is_named_with_what_to_write():
-    allreduce = sc.allreduce.ok_topk(density=0.5)
-    coo = sc.PaddedCOO(jnp.ones(2), jnp.arange(2), 4)
-    with pytest.raises(ValueError, match=r"axis='nodes' is not bound.*shard_map.*axis_name"):
-        allreduce.reduce(coo, allreduce.init(4, 2), axis="nodes")
-
-
-def test_a_state_for_other_workers_is_rejected():
-    allreduce = sc.allreduce.ok_topk(density=0.5)
-    acc = np.ones((4, 8), np.float32)
-    with pytest.raises(ValueError, match="made for 3 workers, but the axis has 4"):
-        helpers.run_once(sc.select.topk(density=0.5), allreduce, acc, allreduce.init(8, 3))

@@ -92,31 +92,30 @@ def check_balance(counts, k, slack, branch=None):
     return _plan.BRANCHES[int(chosen[0])]
 
 
-@pytest.mark.slow
-def test_balance_moves_nothing_when_all_fit():
-    assert check_balance([10, 10, 12, 8], k=40, slack=1.25) == "none"
+CROWD = [18, 18, 18, 18, 2, 2, 2, 2]
 
 
 @pytest.mark.slow
-def test_balance_moves_to_neighbours_when_they_nearly_fit():
-    assert check_balance([14, 10, 8, 8], k=40, slack=1.25) == "neighbours"
-    assert check_balance([8, 8, 10, 14], k=40, slack=1.25) == "neighbours"
-    assert check_balance([15, 25], k=40, slack=1.1) == "neighbours"
-
-
-@pytest.mark.slow
-def test_balance_deals_a_surplus_out_where_the_neighbours_have_no_room():
-    crowd = [18, 18, 18, 18, 2, 2, 2, 2]
-    assert check_balance(crowd, k=80, slack=1.25) == "spread"
-    assert check_balance(crowd[::-1], k=80, slack=1.25) == "spread"
-    assert check_balance([18, 2, 18, 18, 18, 2, 2, 2], k=80, slack=1.25) == "spread"
-
-
-@pytest.mark.slow
-def test_balance_uses_all_to_all_in_the_extreme():
-    assert check_balance([40, 0, 0, 0], k=40, slack=1.25) == "all_to_all"
-    assert check_balance([0, 0, 0, 40], k=40, slack=1.25) == "all_to_all"
-    assert check_balance([20, 20, 0, 0], k=40, slack=1.25) == "all_to_all"
+@pytest.mark.parametrize(
+    ("branch", "counts", "slack"),
+    [
+        ("none", [10, 10, 12, 8], 1.25),
+        # They nearly fit.
+        ("neighbours", [14, 10, 8, 8], 1.25),
+        ("neighbours", [8, 8, 10, 14], 1.25),
+        ("neighbours", [15, 25], 1.1),
+        # The neighbours have no room.
+        ("spread", CROWD, 1.25),
+        ("spread", CROWD[::-1], 1.25),
+        ("spread", [18, 2, 18, 18, 18, 2, 2, 2], 1.25),
+        # The extreme.
+        ("all_to_all", [40, 0, 0, 0], 1.25),
+        ("all_to_all", [0, 0, 0, 40], 1.25),
+        ("all_to_all", [20, 20, 0, 0], 1.25),
+    ],
+)
+def test_the_way_to_balance_is_the_shortest_that_has_room(branch, counts, slack):
+    assert check_balance(counts, k=sum(counts), slack=slack) == branch
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Whole optimizers in the planner: what they cost, what to write, and the steps as measured."""
 
 import json
-import re
 import statistics
 from pathlib import Path
 
@@ -12,9 +11,9 @@ import pytest
 import optax_ext
 import sparse_collectives as sc
 from optax_ext._optimizers import _parts
-from sparse_collectives.__main__ import main
 from sparse_collectives.cost_model import Workload, network
 from sparse_collectives.planner import _optimizers, _planner
+from tests.sparse_collectives.test_planner_command import fails, run
 from tools.tables import _predicted
 from tools.tables._links import speedups
 
@@ -30,11 +29,6 @@ def points(link):
         found = {row["method"]: row for row in rows if row["link"] == link}
         if found:
             yield found
-
-
-def run(capsys, *arguments):
-    assert main(["plan", *arguments]) == 0
-    return capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -70,20 +64,6 @@ def test_with_a_core_for_each_worker_more_is_predicted_than_was_measured_on_shar
     alone = _planner.plan(Workload(N, N // 100, WORKERS), network("100us", "1Gbit"))
     step = {row.name: row for row in alone.predictions if row.codec == "raw"}["agreed"]
     assert step.speedup > FACTOR * max(speedups(WORKERS, N, "1gbit")["agreed"])
-
-
-def test_the_sentence_about_workers_that_share_cores_is_what_was_measured(capsys):
-    out = run(capsys, "--params", "1M", "--workers", "4", "--bandwidth", "1Gbit")
-    said = re.search(
-        r"sparse_adamw ([\d.]+) to ([\d.]+)\ntimes as fast as dense, agreed at 1 % ([\d.]+) to "
-        r"([\d.]+)\. --workers-per-core 2 predicts both within a factor of (\d+\.\d+)",
-        out,
-    )
-    assert said is not None
-    measured = speedups(WORKERS, N, "1gbit")
-    ends = [f(measured[name]) for name in ("sparse_adamw", "agreed") for f in (min, max)]
-    assert list(said.groups()[:4]) == [f"{end:.1f}" for end in ends]
-    assert float(said[5]) == FACTOR
 
 
 def test_the_words_of_powersgd_are_about_those_of_measured_models():
@@ -163,18 +143,9 @@ def test_workers_on_a_core_take_turns(capsys, tmp_path):
     assert "2.5 workers on a core" in run(capsys, *SMALL, "--workers-per-core", "2.5")
 
 
-@pytest.mark.parametrize("given", ["0", "0.5", "nan", "two", "1e9", "-1", "inf"])
-def test_workers_on_a_core_are_a_number_from_1(capsys, given):
-    with pytest.raises(SystemExit):
-        main(["plan", *SMALL, "--workers-per-core", given])
-    error = capsys.readouterr().err
-    assert f"--workers-per-core must be a number from 1 to 65,536, got '{given}'" in error
-
-
 def test_workers_on_a_core_are_none_of_a_gpu(capsys):
-    with pytest.raises(SystemExit):
-        main(["plan", *SMALL, "--workers-per-core", "2", "--select-cost", "gpu"])
-    assert "leave it out with --select-cost gpu" in capsys.readouterr().err
+    error = fails(capsys, "plan", *SMALL, "--workers-per-core", "2", "--select-cost", "gpu")
+    assert "leave it out with --select-cost gpu" in error
     out = run(capsys, *SMALL, "--select-cost", "gpu")
     assert "share cores" not in out
     assert "sparse_adamw" in out

@@ -11,7 +11,7 @@ import sparse_collectives as sc
 from sparse_collectives import extend
 from sparse_collectives._coo import _bits, compaction, kth_magnitude, search
 from sparse_collectives.allreduce._parts import _merge
-from tests.sparse_collectives import helpers
+from tests.sparse_collectives import helpers, table
 
 RNG = np.random.default_rng(0)
 
@@ -133,21 +133,15 @@ def test_sums_of_blocks(shapes):
     same(lambda b: _merge.reduce_blocks(b, 70, jnp.float32), blocks)
 
 
-SELECTORS = {
-    "topk": lambda: sc.select.topk(density=0.01),
-    "threshold_reuse": lambda: sc.select.threshold_reuse(density=0.01, period=2),
-    "dgc": lambda: sc.select.dgc(density=0.01),
-    "adtopk": lambda: sc.select.adtopk(density=0.01),
-}
-
-
-@pytest.mark.parametrize("name", helpers.slow_but(("adtopk",), SELECTORS))
+@pytest.mark.parametrize(
+    "name", helpers.slow_but(("adtopk",), ("topk", "threshold_reuse", "dgc", "adtopk"))
+)
 def test_selectors_step_after_step(name):
     size = 200_000
     steps = [RNG.standard_normal(size) * (1 + 0.2 * step) for step in range(3)]
     # Then with more at the k-th magnitude than there are slots, and with less than k.
     steps += [np.round(steps[0]), np.where(np.arange(size) < 900, 1.0, 0.0)]
-    selector = SELECTORS[name]()
+    selector = table.SELECTORS[name](0.01)
     states = [selector.init(size)] * 2
     for x in steps:
         x = jnp.asarray(x, jnp.float32)
@@ -159,22 +153,23 @@ def test_selectors_step_after_step(name):
         jax.tree.map(np.testing.assert_array_equal, *found)
 
 
-ALLREDUCES = {
-    "ok_topk": lambda: sc.allreduce.ok_topk(density=0.05),
-    "ok_topk narrow8": lambda: sc.allreduce.ok_topk(density=0.05, codec=sc.wire.narrow8()),
-    "ok_topk balanced": lambda: sc.allreduce.ok_topk(density=0.05, regions="balanced"),
-    "agreed few": lambda: sc.allreduce.agreed(bits="few"),
-    "spardl": lambda: sc.allreduce.spardl(density=0.05),
-    "ssar_split_allgather": lambda: sc.allreduce.ssar_split_allgather(),
+OPTIONS = {
+    "ok_topk": {},
+    "ok_topk, narrow8": {"codec": sc.wire.narrow8()},
+    "ok_topk, balanced": {"regions": "balanced"},
+    "agreed, few": {"bits": "few"},
+    "spardl": {},
+    "ssar_split_allgather": {},
 }
 
 
-@pytest.mark.parametrize("name", helpers.slow_but(("agreed few",), ALLREDUCES))
+@pytest.mark.parametrize("name", helpers.slow_but(("agreed, few",), OPTIONS))
 def test_allreduces_of_hard_data(name):
     cases, found = helpers.hard_accumulators(4, 600), {}
     for form in ("portable", "gpu"):
         # Of each its own: the programs of one are compiled once.
-        selector, allreduce = sc.select.topk(density=0.05), ALLREDUCES[name]()
+        selector = sc.select.topk(density=0.05)
+        allreduce = table.make(name.partition(",")[0], 0.05, **OPTIONS[name])
         with extend.traced_for(form):
             for case, acc in cases.items():
                 found[form, case] = helpers.run_once(selector, allreduce, acc)

@@ -1,52 +1,29 @@
 """Sums of finite numbers are finite, and nothing is lost where they would not have been."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import sparse_collectives as sc
 from sparse_collectives.allreduce._parts import _range
-from tests.sparse_collectives import helpers
+from tests.sparse_collectives import helpers, table
 
 SIZE, DENSITY = 48, 0.25
 SELECTOR = sc.select.topk(density=DENSITY)
-
-
-def allreduces(codec):
-    return {
-        "ok_topk": sc.allreduce.ok_topk(density=DENSITY, codec=codec),
-        "topk_a": sc.allreduce.topk_a(codec=codec),
-        "gtopk": sc.allreduce.gtopk(density=DENSITY, codec=codec),
-        "spardl": sc.allreduce.spardl(density=DENSITY, codec=codec),
-        "ssar_recursive_double": sc.allreduce.ssar_recursive_double(codec=codec),
-        "ssar_recursive_double, bounded": sc.allreduce.ssar_recursive_double(
-            capacity=4, codec=codec
-        ),
-        "ssar_split_allgather": sc.allreduce.ssar_split_allgather(codec=codec),
-        "dsar_split_allgather": sc.allreduce.dsar_split_allgather(codec=codec),
-        "ring_sparse": sc.allreduce.ring_sparse(slack=1.0, fill=1.0, codec=codec),
-        "sparse_allgather": sc.allreduce.sparse_allgather(codec=codec),
-    }
-
-
 CODECS = {
-    "raw": None,
-    "bf16": sc.wire.bf16(),
-    "narrow16": sc.wire.narrow16(),
-    "narrow8": sc.wire.narrow8(),
-    "qsgd": sc.wire.qsgd(),
+    **{name: make() if name != "raw" else None for name, make in table.CODECS.items()},
     "qsgd, 2 bits, l2": sc.wire.qsgd(bits=2, norm="l2"),
 }
+OPTIONS = {
+    **{name: {} for name in table.ENCODED},
+    "ring_sparse": {"slack": 1.0, "fill": 1.0},
+    "ssar_recursive_double, bounded": {"capacity": 4},
+}
 CASES = {
-    f"{name}, {codec}": allreduce
+    f"{name}, {codec}": table.make(name.partition(",")[0], DENSITY, made, **options)
     for codec, made in CODECS.items()
-    for name, allreduce in allreduces(made).items()
-}
-CASES |= {
-    "dense": sc.allreduce.dense(),
-    "dense_bucketed": sc.allreduce.dense_bucketed(buckets=3),
-}
+    for name, options in OPTIONS.items()
+} | {name: table.make(name) for name in ("dense", "dense_bucketed")}
 
 
 def extremes(dtype, workers):
@@ -70,11 +47,10 @@ def steps(allreduce, acc, number):
     state, guess = allreduce.init(SIZE, workers), np.zeros(workers, np.float32)
     for _ in range(number):
         out = step(allreduce, workers, acc, guess, state)
-        state = jax.tree.map(lambda x: x[0], out["allreduce_state"])
+        state = helpers.next_state(out)
         kept = np.zeros((workers, SIZE + 1))
-        indices = np.asarray(out["kept"].indices)
         values = np.asarray(out["kept"].values).astype(np.float64)
-        np.add.at(kept, (np.arange(workers)[:, None], indices), values)
+        np.add.at(kept, (np.arange(workers)[:, None], np.asarray(out["kept"].indices)), values)
         before = acc.astype(np.float64)
         residual = before - np.asarray(out["sent"]).astype(np.float64) + kept[:, :-1]
         total = np.asarray(out["total"]).astype(np.float64)
@@ -91,7 +67,7 @@ def all_cases():
     for i, name in enumerate(CASES):
         exact = "raw" in name or name == "dense"
         # Another one for the next codec.
-        turn = i + i // len(allreduces(None))
+        turn = i + i // len(OPTIONS)
         for j, dtype in enumerate(dtypes if exact else (dtypes[turn % 3],)):
             workers = (4, 7)[(turn + j) % 2]
             quick = name == "dense" and dtype == "float32"

@@ -281,31 +281,3 @@ def test_lowers_for_a_gpu_at_the_largest_size(name):
     shapes = [jax.ShapeDtypeStruct((4, 1000), dtype) for dtype in (jnp.float32, jnp.int32)]
     traced = jax.jit(there_and_back).trace(*shapes, jax.ShapeDtypeStruct((), jnp.uint32))
     assert "stablehlo" in traced.lower(lowering_platforms=("cuda",)).as_text()
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: WIRE.qsgd(bits=3), "bits must be 2, 4 or 8"),
-        (lambda: WIRE.qsgd(bits=True), "bits must be 2, 4 or 8"),
-        (lambda: WIRE.qsgd(bits=2, bucket=24), "bucket must be a multiple of 16"),
-        (lambda: WIRE.qsgd(bucket=0), "bucket must be an integer"),
-        (lambda: WIRE.qsgd(norm="l1"), "'max', 'l2'"),
-        (lambda: WIRE.narrow8(block=0), "block must be an integer"),
-        (lambda: WIRE.narrow8(block=30), "block must be a multiple of 4"),
-        (lambda: WIRE.narrow8(escapes=-1), "escapes must be a number"),
-        (lambda: WIRE.narrow8(stochastic="yes"), "stochastic must be True or False"),
-        (lambda: WIRE.narrow16(escapes=2), "escapes must be a number"),
-        (lambda: WIRE.bf16().decode(jnp.zeros(4, jnp.int32), 9, jnp.float32), "4 words in a row"),
-    ],
-)
-def test_bad_arguments_are_named(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-@pytest.mark.parametrize("name", CODECS)
-def test_values_of_other_types_are_rejected(name):
-    coo = sc.PaddedCOO(jnp.ones(4, jnp.int32), jnp.arange(4, dtype=jnp.int32), 9)
-    with pytest.raises(TypeError, match="values must be of a real floating type"):
-        CODECS[name][0].encode(coo, np.uint32(0))

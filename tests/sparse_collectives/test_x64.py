@@ -1,7 +1,5 @@
 """Under ``jax_enable_x64``: float64 is summed to its rounding, and float32 stays as it is."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,27 +8,21 @@ import pytest
 import sparse_collectives as sc
 from sparse_collectives import traffic
 from sparse_collectives.padded_coo import PaddedCOO
-from tests.fuzz.configurations import CODECS, SELECTORS
+from tests.sparse_collectives import table
 from tests.sparse_collectives.helpers import slow_but
-from tests.sparse_collectives.test_allreduce_contract import ALLREDUCES
+from tests.sparse_collectives.table import ALLREDUCES, SELECTORS, SHORT_CODECS
 
 SIZE, SLOTS = 300, 40
+TIGHT = {
+    "ssar_split_allgather": {"slack": 1.0, "fill": 1.0},
+    "dsar_split_allgather": {"slack": 1.5},
+}
 WIDE = {
-    "dense": sc.allreduce.dense(),
-    "dense_bucketed": sc.allreduce.dense_bucketed(buckets=3),
-    "topk_a": sc.allreduce.topk_a(),
-    "ring_sparse": sc.allreduce.ring_sparse(slack=math.inf, fill=math.inf),
-    "ssar_recursive_double": sc.allreduce.ssar_recursive_double(),
-    "ssar_split_allgather": sc.allreduce.ssar_split_allgather(slack=1.0, fill=1.0),
-    "dsar_split_allgather": sc.allreduce.dsar_split_allgather(slack=1.5),
+    name: table.make(name, **TIGHT.get(name, row.room))
+    for name, row in table.ALGORITHMS.items()
+    if row.wide and row.room is not None
 }
-NARROW = {
-    "ok_topk": sc.allreduce.ok_topk(density=0.1),
-    "agreed": sc.allreduce.agreed(density=0.1),
-    "leader": sc.allreduce.leader(),
-    "gtopk": sc.allreduce.gtopk(density=0.1),
-    "spardl": sc.allreduce.spardl(density=0.1),
-}
+NARROW = {name: table.make(name) for name, row in table.ALGORITHMS.items() if not row.wide}
 
 
 @pytest.fixture
@@ -174,7 +166,7 @@ LONG += ("ok_topk, no slack", "auto, ok_topk", "ring_sparse")
     ],
 )
 def test_an_allreduce_has_the_types_that_it_has_without(x64, name, workers):
-    allreduce, _ = ALLREDUCES[name]
+    allreduce = ALLREDUCES[name].allreduce
 
     def step(coo, state):
         held = {"acc": coo.to_dense()} if allreduce.complete else {}
@@ -191,9 +183,9 @@ def test_an_allreduce_has_the_types_that_it_has_without(x64, name, workers):
     assert not of_64_bits(out)
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", SHORT_CODECS)
 def test_a_codec_has_the_types_that_it_has_without(x64, name):
-    codec = CODECS[name]()
+    codec = SHORT_CODECS[name]()
 
     def there_and_back(values, indices):
         encoded = codec.encode(PaddedCOO(values, indices, SIZE), jnp.uint32(0))
@@ -207,7 +199,7 @@ def test_a_codec_has_the_types_that_it_has_without(x64, name):
 @pytest.mark.parametrize("name", ["ok_topk", "ok_topk rotation, 2 messages in flight"])
 def test_float32_has_the_same_bits(name):
     picks, values = selections(4)
-    allreduce, _ = ALLREDUCES[name]
+    allreduce = ALLREDUCES[name].allreduce
     without = reduced(allreduce, picks, values.astype(np.float32))
     with jax.enable_x64(True):
         within = reduced(allreduce, picks, values.astype(np.float32))

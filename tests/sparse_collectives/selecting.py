@@ -1,0 +1,88 @@
+"""What the tests of the selectors share: hard vectors, and what holds of every selection."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import sparse_collectives as sc
+from tests.reference import selection, windows
+
+# Vectors of less than kth_magnitude.DIRECT_SIZE, and above: candidates are compacted first.
+SMALL, LARGE = 1003, 140_001
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@functools.cache
+def jitted(name, **options):
+    """The selector with these options, and its jitted ``select``."""
+    selector = getattr(sc.select, name)(**options)
+    return selector, jax.jit(selector.select)
+
+
+hard_vectors = functools.cache(selection.hard_vectors)
+
+
+def k_of(density, size):
+    return min(size, max(1, round(density * size)))
+
+
+def as_dtype(x, dtype):
+    """A float32 vector rounded to ``dtype``, as a NumPy array."""
+    return np.asarray(jnp.asarray(x).astype(dtype))
+
+
+def laplace(size, seed=0):
+    return np.random.default_rng(seed).laplace(size=size).astype(np.float32)
+
+
+def bits_of(x):
+    x = np.asarray(x)
+    return x.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[x.dtype.itemsize])
+
+
+def types_of(tree):
+    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.weak_type), tree)
+
+
+def assert_same_bits(left, right):
+    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        np.testing.assert_array_equal(bits_of(a), bits_of(b))
+
+
+def check(out, acc, capacity=None):
+    """What holds of every selection; returns the selected indices.
+
+    They ascend, with the values of ``acc``, none of them zero, and padding behind; so what was
+    selected and what was not are the accumulator.
+    """
+    coo, _, info = out
+    assert coo.size == acc.size
+    assert coo.indices.shape == coo.values.shape
+    assert capacity is None or coo.capacity == capacity
+    assert (coo.indices.dtype, coo.values.dtype) == (jnp.int32, acc.dtype)
+    assert (info.selected.dtype, info.overflow.dtype) == (jnp.int32, jnp.int32)
+    assert info.threshold.dtype == jnp.float32
+    indices, values = np.asarray(coo.indices), np.asarray(coo.values)
+    used = int(info.selected)
+    assert (indices[used:] == acc.size).all()
+    assert not bits_of(values[used:]).any()
+    indices = indices[:used]
+    assert (np.diff(indices) > 0).all()
+    assert ((indices >= 0) & (indices < acc.size)).all()
+    np.testing.assert_array_equal(bits_of(values[:used]), bits_of(acc[indices]))
+    assert (acc[indices] != 0).all()
+    return indices
+
+
+def check_passing(out, acc, capacity, turn=None):
+    """As `check`, where what reaches the threshold has slots, and at ``turn`` a window of it."""
+    indices, info = check(out, acc, capacity), out[2]
+    passed = selection.passing(acc, float(info.threshold))
+    assert len(indices) == min(len(passed), capacity)
+    assert info.overflow == len(passed) - len(indices)
+    assert np.isin(indices, passed).all()
+    if turn is not None:
+        np.testing.assert_array_equal(indices, windows.window(passed, capacity, turn))
+    return indices

@@ -1,0 +1,204 @@
+"""All allreduces, selectors and codecs, which the tests iterate over: a new one adds a row."""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import sparse_collectives as sc
+from tests.sparse_collectives import helpers
+
+DENSITY = 0.05
+
+
+class Algorithm(NamedTuple):
+    """An allreduce, and what holds for it.
+
+    Attributes:
+      factory: it may take a density, a codec, both or neither.
+      room: options with which all that is selected is delivered; None where the algorithm chooses.
+      wide: whether it sums float64.
+      rounds: whether workers may keep rounding errors or sums of what others sent, and not only
+        what they selected.
+    """
+
+    factory: Callable[..., sc.SparseAllreduce]
+    room: dict[str, float] | None = None
+    wide: bool = False
+    rounds: bool = False
+
+
+ALL = {"slack": math.inf, "fill": math.inf}
+ALGORITHMS = {
+    "agreed": Algorithm(sc.allreduce.agreed),
+    "leader": Algorithm(sc.allreduce.leader),
+    "dense": Algorithm(sc.allreduce.dense, room={}, wide=True),
+    "dense_bucketed": Algorithm(
+        functools.partial(sc.allreduce.dense_bucketed, buckets=3), room={}, wide=True
+    ),
+    "ok_topk": Algorithm(sc.allreduce.ok_topk),
+    "topk_a": Algorithm(sc.allreduce.topk_a, room={}, wide=True),
+    "sparse_allgather": Algorithm(sc.allreduce.sparse_allgather, wide=True),
+    "gtopk": Algorithm(sc.allreduce.gtopk, rounds=True),
+    "ssar_recursive_double": Algorithm(sc.allreduce.ssar_recursive_double, room={}, wide=True),
+    "ssar_split_allgather": Algorithm(sc.allreduce.ssar_split_allgather, room=ALL, wide=True),
+    "dsar_split_allgather": Algorithm(
+        sc.allreduce.dsar_split_allgather, room={"slack": math.inf}, wide=True
+    ),
+    "ring_sparse": Algorithm(sc.allreduce.ring_sparse, room=ALL, wide=True),
+    "spardl": Algorithm(sc.allreduce.spardl, rounds=True),
+}
+
+
+def parameters(name: str) -> Any:
+    """The arguments of the factory of an allreduce, by name."""
+    return inspect.signature(ALGORITHMS[name].factory).parameters
+
+
+def make(
+    name: str, density: float | None = None, codec: Any = None, **options
+) -> sc.SparseAllreduce:
+    """The allreduce of that name, with the density and the codec if it takes them."""
+    takes = parameters(name)
+    if density is None and "density" in takes and takes["density"].default is inspect._empty:
+        density = DENSITY
+    given = {"density": density, "codec": codec}
+    given = {key: value for key, value in given.items() if key in takes}
+    return ALGORITHMS[name].factory(**given, **options)
+
+
+class Row(NamedTuple):
+    """An allreduce as it is made for the contract, and what holds for it.
+
+    Attributes:
+      allreduce: of DENSITY.
+      delivers_all: whether every selected entry is delivered.
+      rounds: as of an :class:`Algorithm`.
+    """
+
+    allreduce: sc.SparseAllreduce
+    delivers_all: bool
+    rounds: bool
+
+
+def row(name: str, *, delivers_all: bool | None = None, **options) -> Row:
+    algorithm = ALGORITHMS[name]
+    if delivers_all is None:
+        delivers_all = algorithm.room == {} and "codec" not in options
+    rounds = algorithm.rounds or "codec" in options or "bits" in options
+    return Row(make(name, **options), delivers_all, rounds)
+
+
+def complete(name: str, **options) -> Row:
+    inner = row(name, **options)
+    return Row(sc.allreduce.complete(inner.allreduce), inner.delivers_all, inner.rounds)
+
+
+def auto(**options) -> sc.SparseAllreduce:
+    return sc.planner.auto(density=DENSITY, **options)
+
+
+LOSSY = helpers.lossy_codec()
+ALLREDUCES = {
+    "agreed": row("agreed"),
+    "agreed, few bits": row("agreed", density=DENSITY, bits="few"),
+    "leader": row("leader"),
+    "complete ok_topk": complete("ok_topk"),
+    "complete spardl": complete("spardl"),
+    "complete ring_sparse": complete("ring_sparse", delivers_all=True, **ALL),
+    "dense": row("dense"),
+    "ok_topk": row("ok_topk"),
+    "ok_topk rotation, 2 messages in flight": row(
+        "ok_topk", schedule="rotation", messages_in_flight=2
+    ),
+    "ok_topk all_to_all": row("ok_topk", schedule="all_to_all"),
+    "ok_topk, reused global threshold": row("ok_topk", global_period=3),
+    "ok_topk, balanced regions": row("ok_topk", regions="balanced", repartition_period=2),
+    "ok_topk, equal regions": row("ok_topk", regions="equal"),
+    "ok_topk, messages of several sizes": row("ok_topk", sizes=3),
+    "ok_topk, no slack": row("ok_topk", slack=1.0),
+    "ok_topk, as published": row("ok_topk", paper=True),
+    "ssar_recursive_double": row("ssar_recursive_double"),
+    "ssar_split_allgather": row("ssar_split_allgather"),
+    "ssar_split_allgather, room for all": row("ssar_split_allgather", delivers_all=True, **ALL),
+    "dsar_split_allgather": row("dsar_split_allgather"),
+    "ring_sparse": row("ring_sparse", delivers_all=True, **ALL),
+    "dense_bucketed": row("dense_bucketed"),
+    "topk_a": row("topk_a"),
+    "topk_a, lossy": row("topk_a", codec=LOSSY),
+    "sparse_allgather": row("sparse_allgather"),
+    "gtopk": row("gtopk"),
+    "spardl": row("spardl"),
+    "spardl, lossy": row("spardl", codec=LOSSY),
+    "gtopk, lossy": row("gtopk", codec=LOSSY),
+    # `dense` for one worker, `topk_a` for two to four of them, and `spardl` for more.
+    "auto, which may be spardl": Row(auto(latency="1ms", bandwidth="1Mbit"), False, True),
+    "auto, ok_topk": Row(
+        auto(latency=0.0, bandwidth="1kbit", candidates=["ok_topk"]), False, False
+    ),
+}
+# Those over two mesh axes, with every way to make nodes of the workers.
+OUTER = {
+    "topk_a": ALLREDUCES["topk_a"],
+    "ok_topk": ALLREDUCES["ok_topk"],
+    "ok_topk, as published": ALLREDUCES["ok_topk, as published"],
+    "agreed, few bits": ALLREDUCES["agreed, few bits"],
+    "auto": Row(auto(latency="1us", bandwidth="1Gbit"), True, False),
+}
+OVER_NODES = {
+    f"hierarchical {name}": outer._replace(
+        allreduce=sc.allreduce.hierarchical(inner_axis="device", outer=outer.allreduce)
+    )
+    for name, outer in OUTER.items()
+} | {"torus_2d": Row(sc.allreduce.torus_2d(), True, False)}
+
+CODECS: dict[str, Callable[..., sc.Codec]] = {
+    name: getattr(sc.wire, name) for name in helpers.CODECS
+}
+# With buckets that are short beside the vectors of the tests.
+SHORT_CODECS: dict[str, Callable[[], sc.Codec]] = {
+    **{name: CODECS[name] for name in ("raw", "bf16", "narrow16", "narrow8")},
+    **{f"qsgd{b}": functools.partial(sc.wire.qsgd, bits=b, bucket=16) for b in (2, 4, 8)},
+}
+LOSSY_CODECS = {name: make_codec() for name, make_codec in CODECS.items() if name != "raw"}
+ENCODED = tuple(name for name in ALGORITHMS if "codec" in parameters(name))
+
+
+def encoded(name: str, codec: sc.Codec) -> sc.SparseAllreduce:
+    """An allreduce whose messages are encoded, the dense ones as well."""
+    dense = {"dense_codec": codec} if "dense_codec" in parameters(name) else {}
+    return make(name, codec=codec, **dense)
+
+
+WITH_CODECS = {
+    f"{name}, {codec}": Row(encoded(name, made), False, True)
+    for name in ENCODED
+    for codec, made in LOSSY_CODECS.items()
+}
+
+# Each with its steps or stages short enough for a few steps.
+SELECTORS: dict[str, Callable[..., sc.Selector]] = {
+    "topk": lambda d: sc.select.topk(density=d),
+    "threshold_reuse": lambda d: sc.select.threshold_reuse(density=d, period=2),
+    "threshold": lambda d: sc.select.threshold(magnitude=0.5, density=d),
+    "bucketed": lambda d: sc.select.bucketed(density=d, bucket=16),
+    "mstopk": lambda d: sc.select.mstopk(density=d),
+    "redsync": lambda d: sc.select.redsync(density=d),
+    "dgc": lambda d: sc.select.dgc(density=d),
+    "gaussian_k": lambda d: sc.select.gaussian_k(density=d),
+    "sidco": lambda d: sc.select.sidco(density=d),
+    "random_k": lambda d: sc.select.random_k(density=d),
+    "adtopk": lambda d: sc.select.adtopk(density=d),
+    "adtopk_interleaved": lambda d: sc.select.adtopk_interleaved(density=d),
+    "adtopk_threshold": lambda d: sc.select.adtopk_threshold(density=d, steps=4),
+    "layerwise": lambda d: sc.select.layerwise(sc.select.topk(density=d)),
+    "scheduled": lambda d: sc.select.scheduled(
+        sc.select.topk(density=d), sc.select.staged_density(1, (d, d / 2))
+    ),
+}
+SELECTOR_VARIANTS: dict[str, Callable[..., sc.Selector]] = {
+    "gaussian_k, adjusted": lambda d: sc.select.gaussian_k(density=d, adjust=True),
+    "sidco, gamma": lambda d: sc.select.sidco(density=d, distribution="gamma"),
+    "sidco, pareto": lambda d: sc.select.sidco(density=d, distribution="pareto"),
+}

@@ -1,0 +1,318 @@
+"""Magnitudes as bits, sets of bits, and compaction: ascending, unique, padded at the end, and fair.
+
+What selections are made of. That these are exact, of any length, is in test_select_topk.py.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparse_collectives._coo import _bits, _bitset, compaction
+from tests.reference import windows
+
+# Under one word, a full word, one entry more, and many words with a rest.
+SIZES = (1, 5, 31, 32, 33, 1000)
+SEEDS = st.integers(0, 2**32 - 1)
+magnitude_bits = jax.jit(_bits.magnitude_bits)
+
+
+def of_patterns(patterns):
+    return np.asarray(patterns, np.uint32).view(np.float32)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(width=32, allow_nan=False), min_size=64, max_size=64), SEEDS)
+def test_magnitudes_order_as_numbers_do_and_come_back(values, seed):
+    # Neighbors too: a pattern and the next one.
+    patterns = np.random.default_rng(seed).integers(0, 0x7F800000, 32).astype(np.uint32)
+    neighbors = of_patterns(patterns), of_patterns(patterns + 1)
+    x = np.concatenate([np.array(values, np.float32), *neighbors])
+    bits = np.asarray(magnitude_bits(x))
+    assert bits.dtype == np.int32
+    exact = np.abs(x.astype(np.float64))
+    np.testing.assert_array_equal(bits[:, None] < bits, exact[:, None] < exact)
+    np.testing.assert_array_equal(bits[:, None] == bits, exact[:, None] == exact)
+    back = np.asarray(jax.jit(_bits.magnitude_from_bits)(bits))
+    np.testing.assert_array_equal(back.view(np.int32), np.abs(x).view(np.int32))
+    np.testing.assert_array_equal(magnitude_bits(-back), bits)
+
+
+@pytest.mark.parametrize("function", [_bits.magnitude_bits, magnitude_bits])
+def test_subnormals_keep_their_order_and_nan_is_above_infinity(function):
+    patterns = np.array([0, 1, 2, 3, 0x007FFFFF, 0x00800000], np.uint32)
+    for sign in (0, 1 << 31):
+        bits = function(jnp.asarray(of_patterns(patterns | np.uint32(sign))))
+        assert np.asarray(bits).tolist() == patterns.tolist()
+    nans = [0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFC00000, 0xFFFFFFFF]
+    found = function(jnp.asarray(of_patterns([0x7F800000, 0xFF800000, *nans])))
+    infinity, negative_infinity, *bits = np.asarray(found).tolist()
+    assert infinity == negative_infinity < min(bits)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize("function", [_bits.magnitude_bits, magnitude_bits])
+def test_all_sixteen_bit_values_order_as_numbers_do(dtype, function):
+    x = np.arange(1 << 16, dtype=np.uint16).view(dtype)
+    with np.errstate(invalid="ignore"):  # A cast of a signaling NaN.
+        exact = np.abs(x.astype(np.float64))
+    bits = np.asarray(function(jnp.asarray(x)))
+    assert bits.dtype == np.int32
+    nan = np.isnan(exact)
+    assert bits[nan].min() > bits[~nan].max()
+    exact = np.where(np.isinf(exact), 1e300, exact)[~nan]
+    order = np.argsort(exact)
+    steps = np.diff(exact[order])
+    np.testing.assert_array_equal(np.sign(np.diff(bits[~nan][order])), np.sign(steps))
+
+
+# Sets.
+
+SLOTS = 9
+
+
+@functools.cache
+def insert(size):
+    return jax.jit(lambda words, indices: _bitset.insert(words, indices, size))
+
+
+@functools.cache
+def queries(size):
+    def ask(words):
+        everything = jnp.arange(size, dtype=jnp.int32)
+        ranked = _bitset.rank_index(words)
+        return {
+            "member": _bitset.contains(words, everything),
+            "rank": _bitset.rank(ranked, everything),
+            "ranked": ranked,
+        }
+
+    return jax.jit(ask)
+
+
+def check_set(words, size, members):
+    assert words.dtype == jnp.uint32
+    assert words.shape == (-(-size // 32),)
+    answers, ranked = queries(size)(words), queries(size)(words)["ranked"]
+    expected = np.array(sorted(members), np.int32)
+    np.testing.assert_array_equal(np.flatnonzero(answers["member"]), expected)
+    assert answers["rank"].dtype == jnp.int32
+    np.testing.assert_array_equal(answers["rank"], np.searchsorted(expected, np.arange(size)))
+    assert ranked.count == len(members)
+    starts = 32 * np.arange(words.shape[0])
+    np.testing.assert_array_equal(ranked.before, np.searchsorted(expected, starts))
+    np.testing.assert_array_equal(ranked.words, words)
+    # Nothing past the end is a member.
+    past = np.array([size, size + 1, size + 31, size + 32, 64 * size, 2**31 - 1], np.int32)
+    assert not _bitset.contains(words, past).any()
+
+
+@st.composite
+def batches(draw):
+    """A size, and arrays of unique indices with padding anywhere between them."""
+    size = draw(st.sampled_from(SIZES))
+    edges = sorted({0, size // 2, size - 1, min(31, size - 1), min(32, size - 1)})
+    index = st.one_of(st.integers(0, size - 1), st.sampled_from(edges))
+    arrays = []
+    for _ in range(draw(st.integers(1, 5))):
+        chosen = draw(st.lists(index, unique=True, max_size=min(SLOTS, size)))
+        padded = draw(st.permutations(chosen + [size] * (SLOTS - len(chosen))))
+        arrays.append(np.array(padded, np.int32))
+    return size, arrays
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(batches())
+def test_a_set_holds_what_was_inserted_and_ranks_it(drawn):
+    size, arrays = drawn
+    words, members = _bitset.empty(size), set()
+    for indices in arrays:
+        words = insert(size)(words, indices)
+        members |= set(indices.tolist()) - {size}
+    check_set(words, size, members)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_an_empty_and_a_full_set(size):
+    words = insert(size)(_bitset.empty(size), np.full(SLOTS, size, np.int32))
+    check_set(words, size, set())
+    everything = np.arange(-(-size // SLOTS) * SLOTS, dtype=np.int32)
+    everything = np.minimum(everything, size).reshape(-1, SLOTS)
+    # Twice: what is a member already changes nothing.
+    for indices in (*everything, *everything):
+        words = insert(size)(words, indices)
+    check_set(words, size, range(size))
+
+
+# Compaction.
+
+# Room for one entry, for some, and for more than there are.
+CASES = [(size, room) for size in SIZES for room in sorted({1, max(1, size // 3), size + 2})]
+
+
+@functools.cache
+def positions(size, capacity):
+    def all_of_them(mask, turn):
+        words = compaction.mask_words(lambda start, stop: mask[start:stop], size)
+        ranks = jnp.arange(size, dtype=jnp.int32)
+        return {
+            "words": words,
+            "first": compaction.set_positions(words, capacity, size),
+            "window": compaction.set_positions(words, capacity, size, turn),
+            "nth": jax.vmap(compaction.nth_position, in_axes=(None, 0))(words, ranks),
+        }
+
+    return jax.jit(all_of_them)
+
+
+def padded(indices, capacity, size):
+    """The first ``capacity`` of the indices, then padding."""
+    kept = indices[:capacity]
+    return np.concatenate([kept, np.full(capacity - len(kept), size)])
+
+
+@st.composite
+def masks(draw):
+    """A case, and a mask with fewer, as many or more set bits than slots."""
+    size, capacity = draw(st.sampled_from(CASES))
+    around = (0, 1, capacity - 1, capacity, capacity + 1, size // 2, size - 1, size)
+    count = min(size, max(0, draw(st.sampled_from(around))))
+    order = np.random.default_rng(draw(SEEDS)).permutation(size)
+    where = draw(st.sampled_from(["anywhere", "front", "back"]))
+    chosen = {"anywhere": order[:count], "front": slice(count), "back": slice(size - count, None)}
+    mask = np.zeros(size, bool)
+    mask[chosen[where]] = True
+    return size, capacity, mask
+
+
+def check_positions(size, capacity, mask, turn):
+    out = positions(size, capacity)(mask, turn)
+    expected = np.flatnonzero(mask)
+    bits = np.unpackbits(np.asarray(out["words"]).view(np.uint8), bitorder="little")
+    np.testing.assert_array_equal(np.flatnonzero(bits), expected)
+    window = windows.window(expected, capacity, turn)
+    for name, entries in (("first", expected), ("window", window)):
+        found, count = out[name]
+        assert (found.dtype, count.dtype) == (jnp.int32, jnp.int32)
+        assert count == len(expected)
+        np.testing.assert_array_equal(found, padded(entries, capacity, size), name)
+    places, counts = out["nth"]
+    np.testing.assert_array_equal(places[: len(expected)], expected)
+    assert (counts == len(expected)).all()
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None)
+@given(masks(), st.integers(0, 2**31 - 1))
+def test_positions_are_those_of_nonzero(drawn, turn):
+    check_positions(*drawn, turn)
+
+
+def test_positions_of_a_third_of_the_entries():
+    check_positions(1000, 333, np.random.default_rng(0).random(1000) < 0.4, 7)
+
+
+@pytest.mark.parametrize("capacity", [1, 40, 333, 900, 2000])
+def test_both_ways_to_find_the_word_of_a_slot_agree(capacity, monkeypatch):
+    """A running maximum over marks, or a binary search, whichever the sizes favour."""
+    size = 1600
+    rng = np.random.default_rng(capacity)
+    cases = [rng.random(size) < share for share in (0, 0.02, 0.2, 0.5, 0.6, 0.9, 1)]
+    ways = []
+    for words_per_slot in (1e-9, 1e9):  # always a search, never a search
+        monkeypatch.setattr(compaction, "_SLOTS_PER_WORD", words_per_slot)
+
+        @jax.jit
+        def found(mask, turn):
+            words = compaction.mask_words(lambda start, stop: mask[start:stop], size)
+            return compaction.set_positions(words, capacity, size, turn)[0]
+
+        ways.append([found(mask, jnp.int32(t)) for mask in cases for t in (0, 1, 2, 5, 77)])
+    for left, right in zip(*ways, strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+@pytest.mark.parametrize(
+    ("x", "threshold", "cutoff", "expected"),
+    [
+        # At threshold zero all nonzeros are taken, and at the largest NaN nothing below it.
+        ([2**-149, 0, -(2**-149), 2**-148, 1], 0.0, 1, [0, 2, 3, 4]),
+        ([np.nan, 0, 1, np.nan, np.nan], of_patterns(0x7FFFFFFF), 4, [0, 3]),
+    ],
+)
+def test_a_cutoff_of_ties_at_the_ends(x, threshold, cutoff, expected):
+    x = np.array(x, np.float32)
+    x[np.isnan(x)] = of_patterns(0x7FFFFFFF)
+    bits = _bits.magnitude_bits(jnp.float32(threshold))
+    coo, count = compaction.compact(jnp.asarray(x), bits, capacity=7, tie_cutoff=cutoff)
+    assert count == len(expected)
+    np.testing.assert_array_equal(coo.indices, padded(np.array(expected), 7, 5))
+
+
+# Windows.
+
+
+@functools.cache
+def windowed_rank(capacity):
+    slot = jnp.arange(capacity, dtype=jnp.int32)
+
+    def of_turns(count, turns):
+        return jax.vmap(lambda turn: compaction.windowed_rank(slot, count, capacity, turn))(turns)
+
+    return jax.jit(of_turns)
+
+
+@pytest.mark.parametrize("capacity", [1, 7, 32])
+@settings(max_examples=50, deadline=None)
+@given(
+    count=st.one_of(st.integers(0, 70), st.integers(0, 2**31 - 1)),
+    turn=st.integers(-(2**31), 2**31 - 1),
+)
+def test_a_window_has_an_entry_for_each_slot_in_ascending_order(capacity, count, turn):
+    ranks = np.asarray(windowed_rank(capacity)(count, np.full(1, turn, np.int32)))[0]
+    ranks = ranks.astype(np.int64)
+    if count <= capacity:
+        np.testing.assert_array_equal(ranks, np.arange(capacity))
+    else:
+        assert ranks[0] >= 0
+        assert ranks[-1] < count
+        assert (np.diff(ranks) > 0).all()
+        entries = windows.start(turn, count) + np.arange(capacity)
+        np.testing.assert_array_equal(ranks, np.sort(entries % count))
+
+
+@pytest.mark.parametrize("capacity", [1, 7, 32])
+@settings(max_examples=50, deadline=None)
+@given(count=st.integers(1, 64), start=st.integers(0, 2**20))
+def test_over_enough_turns_every_entry_gets_a_slot(capacity, count, start):
+    enough = windows.steps_for_all(capacity, count) if count > capacity else 1
+    # One program for all counts.
+    turns = np.arange(start, start + windows.steps_for_all(capacity, 65), dtype=np.int32)
+    ranks = np.asarray(windowed_rank(capacity)(count, turns))[:enough]
+    assert set(range(count)) <= set(ranks.ravel().tolist())
+
+
+def test_each_entry_has_its_share_of_the_turns_and_waits_as_if_by_chance():
+    capacity, count, turns = 30, 100, 20_000
+    ranks = np.asarray(windowed_rank(capacity)(count, np.arange(turns, dtype=np.int32)))
+    served = np.zeros((turns, count), bool)
+    served[np.arange(turns)[:, None], ranks] = True
+    # Five standard deviations.
+    assert np.abs(served.mean(0) - 0.3).max() < 5 * np.sqrt(0.21 / turns)
+    # Neighbouring steps, and steps at some distance, are independent of each other.
+    for distance in range(1, 9):
+        both = (served[distance:] & served[:-distance]).mean()
+        assert both == pytest.approx(0.09, rel=0.02)
+
+
+def test_windows_of_counts_that_differ_by_row():
+    slot, count = jnp.arange(4, dtype=jnp.int32), jnp.array([[0], [3], [4], [5], [9]], jnp.int32)
+    ranks = np.asarray(compaction.windowed_rank(slot[None], count, 4, jnp.int32(1)))
+    crowded = [windows.window(np.arange(c), 4, 1).tolist() for c in (5, 9)]
+    assert ranks.tolist() == [[0, 1, 2, 3]] * 3 + crowded

@@ -1,0 +1,199 @@
+"""The words that the cost model predicts are those of the traced programs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import sparse_collectives as sc
+from sparse_collectives import cost_model, traffic
+from sparse_collectives.cost_model import Workload, _implementation
+from tests.sparse_collectives import helpers, table
+from tests.sparse_collectives.test_cost_model import TWO_LEVELS
+
+
+def traced(name, load, codec, *, check_vma=False):
+    """A step of an algorithm for P workers, or m nodes of w, traced without devices."""
+    axes, coo_size, capacity = {"w": load.workers}, load.size, load.selected
+    codec = table.CODECS[codec]()
+    if name in TWO_LEVELS:
+        axes = {"node": load.workers // load.inner_size, "device": load.inner_size}
+    if name.startswith("hierarchical"):
+        outer = table.make(name.rstrip(")").split("(")[1], load.density, codec)
+        allreduce = sc.allreduce.hierarchical(inner_axis="device", outer=outer)
+        coo_size = -(-load.size // load.inner_size)
+        capacity = round(load.density * coo_size)
+        nodes = load.workers // load.inner_size
+        state = jax.eval_shape(lambda: outer.init(coo_size, nodes))
+    else:
+        options = {"bits": "few"} if name == "agreed(few)" else {}
+        allreduce = (
+            sc.allreduce.torus_2d()
+            if name == "torus_2d"
+            else table.make(name.partition("(")[0], load.density, codec, **options)
+        )
+        state = jax.eval_shape(lambda: allreduce.init(load.size, load.workers))
+
+    def step(values, indices, vector, state):
+        if name.startswith("hierarchical"):
+            vector = allreduce.scatter(vector)
+            # Only so that the exchange is not dead code.
+            values = values + vector[0]
+        coo = sc.PaddedCOO(values[:capacity], indices[:capacity], coo_size)
+        axis = tuple(axes) if len(axes) > 1 else "w"
+        total, _, _, info = allreduce.reduce(coo, state, axis=axis)
+        total = total.to_dense() if isinstance(total, sc.PaddedCOO) else total
+        if name.startswith("hierarchical"):
+            total = allreduce.gather(total, load.size)
+        return total, info.words
+
+    split, whole = P(tuple(axes)), P()
+    workers = load.workers
+    mapped = jax.shard_map(
+        step,
+        mesh=helpers.abstract_mesh(**axes),
+        in_specs=(split, split, split, whole),
+        out_specs=whole,
+        check_vma=check_vma,
+    )
+    shapes = (
+        jax.ShapeDtypeStruct((workers * capacity,), jnp.float32),
+        jax.ShapeDtypeStruct((workers * capacity,), jnp.int32),
+        jax.ShapeDtypeStruct((workers * load.size,), jnp.float32),
+    )
+    return jax.jit(mapped).trace(*shapes, state)
+
+
+# (n, k, P): for exact pairs, and for each of the other encodings.
+EXACT = [(1000, 100, 2), (999, 5, 6), (20_000, 1000, 5), (64, 64, 3)]
+LOSSY = [(1999, 100, 3)]
+VERIFIED_AT = dict.fromkeys(cost_model.IMPLEMENTATION, EXACT)
+VERIFIED_AT["ok_topk"] = [*EXACT, (4000, 1, 3), (10**5, 9000, 20)]
+VERIFIED_AT["agreed(few)"] = [*EXACT, (10**5, 5000, 11), (10**5, 500, 40)]
+VERIFIED_AT["gtopk"] = [*EXACT, (10**4, 100, 48)]
+VERIFIED_AT["spardl"] = [*EXACT, (10**4, 100, 48)]
+VERIFIED_AT["ssar_recursive_double"] = [*EXACT, (10**4, 700, 11)]
+# From few entries, where a short form does, to more than a dense one holds.
+VERIFIED_AT["dsar_split_allgather"] = [*EXACT, (10**4, 10, 8), (10**4, 3000, 7)]
+# The estimate's bounds are those of the meter.
+CASES = {"lower": "best", "upper": "worst"}
+POINTS = [(name, "raw", point) for name, points in VERIFIED_AT.items() for point in points]
+POINTS += [
+    (name, codec, point)
+    for name in cost_model.IMPLEMENTATION
+    for codec in ("bf16", "narrow16", "narrow8", "qsgd")
+    for point in LOSSY
+    if "dense" not in name and name not in (*TWO_LEVELS, "agreed", "agreed(few)", "leader")
+]
+POINTS += [
+    (name, "narrow8", (20_000, 1000, 6))
+    for name in ("ok_topk", "gtopk", "dsar_split_allgather", "hierarchical(ok_topk)")
+]
+
+# Codecs with which the program of an algorithm takes long to trace.
+LONG_WITH = {
+    "ok_topk": ("bf16", "narrow16", "narrow8", "qsgd"),
+    "hierarchical(ok_topk)": ("narrow8",),
+    "spardl": ("bf16", "narrow16", "narrow8", "qsgd"),
+    "dsar_split_allgather": ("narrow16", "narrow8"),
+    "ssar_recursive_double": ("narrow8",),
+    "ring_sparse": ("qsgd",),
+}
+
+
+def traces_for_long(name, codec, point):
+    if codec != "raw":
+        return codec in LONG_WITH.get(name, ())
+    if "ok_topk" in name:
+        return point[1] >= 100
+    return "spardl" in name and point not in ((1000, 100, 2), (64, 64, 3))
+
+
+def test_every_verified_algorithm_is_compared():
+    assert set(VERIFIED_AT) == set(cost_model.VERIFIED) == set(cost_model.IMPLEMENTATION)
+
+
+@pytest.mark.parametrize(
+    ("name", "codec", "point"),
+    [
+        pytest.param(
+            *each,
+            id="-".join(map(str, (*each[:2], *each[2]))),
+            marks=pytest.mark.slow if traces_for_long(*each) else (),
+        )
+        for each in POINTS
+    ],
+)
+def test_words_are_those_of_the_traced_program(name, codec, point):
+    n, k, workers = point
+    if name in TWO_LEVELS:
+        # Two nodes, or as many as there are workers where these are an odd number.
+        inner = workers // 2 if workers % 2 == 0 else 1
+        load = Workload(n, k, workers, inner)
+    else:
+        load = Workload(n, k, workers)
+    estimate = cost_model.predict(name, load, codec)._asdict()
+    program = traced(name, load, codec)
+    for bound, conditional in CASES.items():
+        measured = traffic.of_traced(program, conditional=conditional)
+        outer = measured.words
+        if name in TWO_LEVELS:
+            scopes = measured.by_scope(2)
+            outer = sum(words for scope, words in scopes.items() if scope.endswith("/outer"))
+            if "ok_topk" in name:
+                # The sum over the node is in the scope of what needs it.
+                nodes = Workload(-(-n // inner), max(1, round(k / inner)), workers // inner)
+                least, _, most = _implementation.ok_topk_flags(nodes)
+                told = least if bound == "lower" else most
+                outer -= 2 * told * (load.inner_size - 1) / load.inner_size
+            inside = measured.words - outer
+            assert estimate[bound].inner_words == pytest.approx(inside, rel=1e-9), bound
+        if name == "ssar_recursive_double" and bound == "upper":
+            continue  # the next test
+        assert estimate[bound].words == pytest.approx(outer, rel=1e-9), bound
+
+
+@pytest.mark.parametrize(("n", "k", "workers"), [(1000, 100, 2), (999, 50, 6), (1999, 100, 3)])
+def test_recursive_doubling_is_expected_to_be_typed_as_replicated(n, k, workers):
+    load = Workload(n, k, workers)
+    program = traced("ssar_recursive_double", load, "raw", check_vma=True)
+    estimate = cost_model.predict("ssar_recursive_double", load)
+    assert estimate.expected.words == pytest.approx(traffic.of_traced(program).words, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "workers", "way"),
+    [
+        pytest.param(20_000, 1000, 6, {"delivery": (0, 1)}, marks=pytest.mark.slow),
+        # Windows of so many workers would be long: a neighbour takes the surplus.
+        (100_000, 10_000, 64, {"balance": (0, 1, 0, 0)}),
+    ],
+    ids=["windows", "neighbours"],
+)
+def test_the_expected_words_of_ok_topk(n, k, workers, way):
+    measured = traffic.of_allreduce(
+        sc.allreduce.ok_topk(density=k / n),
+        size=n,
+        capacity=k,
+        axis_size=workers,
+        frequencies=way,
+    )
+    expected = cost_model.predict("ok_topk", Workload(n, k, workers)).expected
+    assert expected.words == pytest.approx(measured.words, rel=1e-9)
+
+
+def test_the_expected_form_of_dsar_is_the_one_that_runs():
+    # Uniform selections: the form at run time is the expected one.
+    n, k, workers = 20_000, 1000, 6
+    rng = np.random.default_rng(0)
+    indices = np.stack([np.sort(rng.choice(n, k, replace=False)) for _ in range(workers)])
+    allreduce = sc.allreduce.dsar_split_allgather(slack=1.25)
+
+    def step(indices):
+        coo = sc.PaddedCOO(jnp.ones(k, jnp.float32), indices, n)
+        return allreduce.reduce(coo, allreduce.init(n, workers), axis="workers")[3].words
+
+    words = sc.simulate(step, axis_size=workers)(indices.astype(np.int32))
+    expected = cost_model.predict("dsar_split_allgather", Workload(n, k, workers)).expected
+    np.testing.assert_allclose(words, expected.words, rtol=1e-6)

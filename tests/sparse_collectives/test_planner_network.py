@@ -1,0 +1,230 @@
+"""The network of a plan: units of what is given, the fit of what is measured, and its file."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import sparse_collectives as sc
+from sparse_collectives import _units
+from sparse_collectives.__main__ import main
+from sparse_collectives.planner import _measure
+from tests.sparse_collectives import helpers
+from tests.sparse_collectives.test_planner_command import PLAN, advice, fails, run
+
+
+@pytest.mark.parametrize(
+    ("unit", "text", "value"),
+    [
+        (_units.seconds, "5us", 5e-6),
+        (_units.seconds, "1.5ms", 1.5e-3),
+        (_units.seconds, "2s", 2.0),
+        (_units.seconds, " 3 ns ", 3e-9),
+        (_units.seconds, "5µs", 5e-6),
+        (_units.seconds, "1e-3s", 1e-3),
+        *((_units.bandwidth, text, 25e9 / 8) for text in ("25Gbit", "25Gbit/s", "25Gbps")),
+        (_units.bandwidth, "100Mbit", 100e6 / 8),
+        *((_units.bandwidth, text, 3e9) for text in ("3GB/s", "3GB")),
+        (_units.bandwidth, "1GiB/s", 2.0**30),
+        *((_units.count, text, 133_000_000) for text in ("133M", "133e6", "133_000_000")),
+        (_units.count, "1.3B", 1_300_000_000),
+        (_units.count, "12", 12),
+    ],
+)
+def test_units(unit, text, value):
+    assert unit("x", text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("unit", "text"),
+    [
+        *((_units.seconds, text) for text in ("", "us", "5", "5 parsecs", "5US", "nan", "infs")),
+        *((_units.seconds, text) for text in ("-1us", "nans", "1e10s", "1e99999999999999999999s")),
+        *((_units.seconds, value) for value in (10**400, True, None, [1.0])),
+        *((_units.bandwidth, text) for text in ("25", "25Gb", "0Gbit", "-1GB/s", "Gbit")),
+        *((_units.bandwidth, text) for text in ("25 GHz", "1e30GB/s")),
+    ],
+)
+def test_what_has_no_known_unit_is_an_error(unit, text):
+    with pytest.raises(ValueError, match="x must be .*got"):
+        unit("x", text)
+
+
+def test_a_long_value_is_shortened_in_the_error():
+    with pytest.raises(ValueError, match="got '9") as raised:
+        _units.count("x", "9" * 100_000)
+    assert len(str(raised.value)) < 200
+
+
+# The fit.
+
+
+def synthetic(alpha, beta, noise=0.0, seed=0):
+    rng = np.random.default_rng(seed)
+    return [
+        _measure.Sample("psum", m, w, (m * alpha + w * beta) * (1 + noise * rng.normal()), 0.0)
+        for m in (1, 3, 6)
+        for w in (100.0, 10_000.0, 1e6)
+    ]
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(5e-6, 1e-9), (1e-3, 1e-11), (1e-7, 1e-6)])
+def test_the_fit_finds_the_network(alpha, beta):
+    assert _measure.fit(synthetic(alpha, beta)) == pytest.approx((alpha, beta), rel=1e-6)
+
+
+def test_the_fit_withstands_noise():
+    found = _measure.fit(synthetic(5e-6, 1e-9, noise=0.03))
+    assert found == pytest.approx((5e-6, 1e-9), rel=0.1)
+
+
+def test_the_fit_ignores_a_disturbed_sample():
+    samples = synthetic(5e-6, 1e-9)
+    samples[4] = samples[4]._replace(seconds=20 * samples[4].seconds)
+    assert _measure.fit(samples) == pytest.approx((5e-6, 1e-9), rel=0.02)
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(1e-5, 0.0), (0.0, 1e-9)])
+def test_the_fit_is_never_negative(alpha, beta):
+    noisy = synthetic(alpha, beta, noise=0.2)
+    found = _measure.fit(noisy)
+    assert min(found) >= 0
+    assert found[alpha == 0] == pytest.approx(alpha or beta, rel=0.3)
+
+
+def test_the_fit_needs_samples():
+    with pytest.raises(ValueError, match="at least 2"):
+        _measure.fit(synthetic(1e-6, 1e-9)[:1])
+    with pytest.raises(ValueError, match="above 0"):
+        _measure.fit([s._replace(seconds=0.0) for s in synthetic(1e-6, 1e-9)])
+
+
+def test_measure_runs_on_a_mesh_of_two_axes():
+    mesh = jax.make_mesh(
+        (2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
+    for axis, workers in ((None, 4), ("b", 2)):
+        measured = sc.measure(mesh, axis, sizes=(64, 4096), rounds=2)
+        assert measured.workers == workers
+        assert len(measured.samples) == 6
+        assert min(measured.latency, measured.bandwidth) >= 0
+        assert measured.network().latency == measured.latency
+        json.dumps(measured.as_dict())
+
+
+def test_measure_names_a_bad_argument():
+    for options, match in (
+        ({"mesh": helpers.mesh(1)}, "at least 2"),
+        ({"axis": "bogus"}, "bogus"),
+        ({"sizes": (64, 64)}, "sizes"),
+        ({"sizes": (0, 64)}, "sizes"),
+        ({"rounds": 0}, "rounds"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            sc.measure(**options)
+
+
+@pytest.mark.slow
+def test_the_measure_command_writes_what_the_planner_reads(capsys, tmp_path):
+    file = tmp_path / "net.json"
+    assert main(["measure", "--devices", "2", "--rounds", "2", "--json", str(file)]) == 0
+    assert "bandwidth" in capsys.readouterr().out
+    found = json.loads(file.read_text())
+    assert found["workers"] == 2
+    assert len(found["samples"]) == 12
+    assert "--devices" in fails(capsys, "measure", "--devices", "99")
+    for option in ("--devices", "--rounds"):
+        assert option in fails(capsys, "measure", option, "0")
+
+
+def test_the_measure_command_says_where_its_fit_is_poor(capsys, monkeypatch):
+    fitted = _measure.Measured(1e-6, 1e9, 0.37, 0.01, 2, ())
+    monkeypatch.setattr(_measure, "measure", lambda mesh, rounds: fitted)
+    assert main(["measure", "--devices", "2"]) == 0
+    assert "Warning: latency and bandwidth miss the measured times by 37" in capsys.readouterr().out
+    monkeypatch.setattr(_measure, "measure", lambda mesh, rounds: fitted._replace(error=0.1))
+    assert main(["measure", "--devices", "2"]) == 0
+    assert "Warning" not in capsys.readouterr().out
+
+
+# The file of a measurement.
+
+MEASURED = [*PLAN, "--workers", "4", "--measured"]
+# A file with these two is right.
+GOOD = {"latency": "1e-6", "bandwidth": "1e9"}
+
+
+def measured_file(tmp_path, content):
+    file = tmp_path / "net.json"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return str(file)
+
+
+def having(**fields):
+    """JSON of a right file with other fields."""
+    return "{" + ", ".join(f'"{key}": {value}' for key, value in (GOOD | fields).items()) + "}"
+
+
+NUMBERS = ("null", "[1]", '{"s": 1}', "true", '"5us"', '"5"', "-1", "NaN", "1" + 400 * "0")
+
+
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        *((text, "must hold JSON") for text in ("", "not JSON", '{"latency": 1e-6, ')),
+        *((text, "must hold JSON") for text in (bytes(range(256)), "[" * 200_000)),
+        ('{"latency":' * 50_000, "must hold JSON"),
+        (having(latency="1" + 9000 * "0"), "must hold JSON"),
+        ("1" + (1 << 20) * " ", "1 MiB"),
+        ("null", "got None"),
+        *((text, f"got {text}") for text in ("[]", "[1, 2]", "3")),
+        ('"latency"', "got 'latency'"),
+        *((text, "no 'latency'") for text in ("{}", '{"bandwidth": 1e9}')),
+        ('{"latency": 1e-6}', "no 'bandwidth'"),
+        *((having(latency=number), "latency in") for number in (*NUMBERS, "Infinity")),
+        *(
+            (having(bandwidth=number), "bandwidth in")
+            for number in ('"25Gbit"', "null", "0", "NaN")
+        ),
+        (having(bandwidth="Infinity"), "Pass --bandwidth"),
+        *((having(error=number), "error in") for number in ('"small"', "[0.1]", "false")),
+        *((having(error=number), "error in") for number in ("-1", "NaN", "1" + 400 * "0")),
+    ],
+)
+def test_a_bad_measured_file_is_one_line(capsys, tmp_path, content, match):
+    file = measured_file(tmp_path, content)
+    error = fails(capsys, "plan", *MEASURED, file)
+    assert match in error
+    assert file in error
+    assert len(error) < 400
+
+
+def test_a_number_that_is_given_replaces_one_that_the_file_has_wrong(capsys, tmp_path):
+    file = measured_file(tmp_path, having(bandwidth="Infinity"))
+    assert "1 Gbit/s" in run(capsys, *MEASURED, file, "--bandwidth", "1Gbit")
+
+
+def test_a_plan_is_of_the_measured_network(capsys, tmp_path):
+    plan = tmp_path / "plan.json"
+    file = measured_file(tmp_path, having(latency="1e-5", bandwidth="4e9"))
+    run(capsys, *MEASURED, file, "--json", str(plan))
+    found = json.loads(plan.read_text())["network"]
+    assert (found["latency"], found["seconds_per_word"]) == pytest.approx((1e-5, 1e-9))
+    run(capsys, *MEASURED, file, "--json", str(plan), "--latency", "1ms")
+    assert json.loads(plan.read_text())["network"]["latency"] == 1e-3
+
+
+@pytest.mark.parametrize(("error", "warned"), [(None, 0), (0.3, 0), (0.37, 1), (4, 1)])
+def test_a_poor_fit_is_said_beside_the_plan(capsys, tmp_path, error, warned):
+    file = measured_file(tmp_path, having(error=json.dumps(error)))
+    out = run(capsys, *MEASURED, file)
+    assert ("Warning: " in out) == warned
+    if warned:
+        assert f"by {error:.0%}" in out
+        assert "30%" in out
+    assert advice(out)
+    # Of the file nothing is used then.
+    out = run(capsys, *MEASURED, file, "--latency", "5us", "--bandwidth", "1Gbit")
+    assert "Warning: " not in out

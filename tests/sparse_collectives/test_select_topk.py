@@ -1,0 +1,210 @@
+"""Exact top-k against NumPy, cold, warm, and misled by its guess or its sample."""
+
+import functools
+import math
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparse_collectives._coo import kth_magnitude
+from tests.reference import selection
+from tests.sparse_collectives.helpers import slow
+from tests.sparse_collectives.selecting import (
+    DTYPES,
+    LARGE,
+    SMALL,
+    as_dtype,
+    assert_same_bits,
+    bits_of,
+    check,
+    hard_vectors,
+    jitted,
+    k_of,
+)
+
+DENSITY, K = 0.01, 1400
+FINITE = [name for name in selection.HARD_NAMES if np.isfinite(hard_vectors(SMALL)[name]).all()]
+MISLEADING = ("only in the sample", "only beside the sample")
+topk = functools.partial(jitted, "topk")
+
+
+def check_topk(out, acc, k):
+    indices = check(out, acc, k)
+    np.testing.assert_array_equal(indices, selection.topk(acc, k))
+    _, state, info = out
+    assert info.overflow == 0
+    np.testing.assert_array_equal(info.threshold, np.float32(selection.kth_magnitude(acc, k)))
+    assert (state.shape, state.dtype) == ((), np.float32)
+    # Whatever was seen or guessed, the next step starts from a magnitude.
+    assert np.isfinite(state)
+    assert state >= 0
+    return state
+
+
+def steps_of(accs, density=DENSITY, state=0.0):
+    """Checks step after step, each from the state of the one before."""
+    state = np.float32(state)
+    for acc in accs:
+        state = check_topk(topk(density=density)[1](acc, state), acc, k_of(density, acc.size))
+
+
+def misleading(kind, seed=0):
+    """Large values only where the sample looks, or only where it does not."""
+    stride, _, _ = kth_magnitude._plan(LARGE, K)
+    looked_at = np.arange(LARGE) % stride == 0
+    scale = np.where(looked_at == (kind == "only in the sample"), 1, 1e-4)
+    return (scale * selection.hard_vector("normal", LARGE, seed)).astype(np.float32)
+
+
+def test_the_oracle_on_cases_worked_by_hand():
+    x = np.array([1, -3, 0, 3, np.nan, -np.inf, 2**-149, -1], np.float32)
+    assert selection.topk(x, 1).tolist() == [4]
+    assert selection.topk(x, 2).tolist() == [4, 5]
+    assert selection.topk(x, 3).tolist() == [1, 4, 5]
+    assert selection.topk(x, 5).tolist() == [0, 1, 3, 4, 5]
+    assert selection.topk(x, 8).tolist() == [0, 1, 3, 4, 5, 6, 7]
+    assert selection.passing(x, 3.0).tolist() == [1, 3, 4, 5]
+    assert selection.passing(x, 0.0).tolist() == [0, 1, 3, 4, 5, 6, 7]
+    assert selection.passing(x, math.nan).tolist() == [4]
+    assert [selection.kth_magnitude(x, k) for k in (2, 3, 8)] == [math.inf, 3.0, 0.0]
+    assert math.isnan(selection.kth_magnitude(x, 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("density", [1e-9, 0.1, 0.5, 1 - 1 / SMALL, 1.0])
+def test_small_vectors_are_exact(dtype, density):
+    steps_of([as_dtype(x, dtype) for x in hard_vectors(SMALL).values()], density)
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from(selection.HARD_NAMES),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([1e-9, 0.1, 1 / 3, 1.0]),
+    # One word of a bit mask, a bit less or more, and many words with a rest.
+    st.sampled_from([1, 5, 31, 32, 33, SMALL]),
+)
+def test_small_vectors_by_seed_are_exact(name, seed, density, size):
+    steps_of([selection.hard_vector(name, size, seed)], density)
+
+
+@pytest.mark.parametrize("name", selection.HARD_NAMES)
+def test_large_vectors_are_exact_cold_and_warm(name):
+    steps_of([hard_vectors(LARGE)[name]] * 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_large_sixteen_bit_vectors_are_exact_cold_and_warm(dtype):
+    steps_of([as_dtype(x, dtype) for x in hard_vectors(LARGE).values()])
+
+
+@pytest.mark.parametrize("name", ["normal", "ties at the top", "few nonzeros", "not finite"])
+@pytest.mark.parametrize(
+    "guess", [0.0, 1e-45, 1e-30, 0.5, 1e3, 1e30, math.inf, math.nan, -1.0, -math.inf]
+)
+def test_a_wrong_guess_changes_nothing(name, guess):
+    steps_of([hard_vectors(LARGE)[name]] * 2, state=guess)
+
+
+def test_a_state_from_another_distribution_changes_nothing():
+    names = ["normal", "subnormal", "heavy tail", "all NaN", "large at the end", "all zero"]
+    names += ["neighbors", "all magnitudes", "one nonzero", "half zeros", "all infinite"]
+    steps_of([hard_vectors(LARGE)[name] for name in names + names[::-1]])
+    normal = hard_vectors(LARGE)["normal"]
+    steps_of([normal * np.float32(scale) for scale in (1, 1e3, 1, 1e-3)])
+
+
+@pytest.mark.slow
+@settings(max_examples=50, deadline=None)
+@given(
+    st.sampled_from(selection.HARD_NAMES),
+    st.integers(0, 2**32 - 1),
+    st.one_of(st.floats(width=32), st.floats(0, 8, width=32)),
+)
+def test_large_vectors_by_seed_and_guess_are_exact(name, seed, guess):
+    steps_of([selection.hard_vector(name, LARGE, seed)], state=guess)
+
+
+@pytest.mark.parametrize("kind", MISLEADING)
+def test_a_misleading_sample_changes_nothing(kind):
+    for guess in (0.0, 1e9):
+        steps_of([misleading(kind)], state=guess)
+    stride, _, _ = kth_magnitude._plan(LARGE, K)
+    ties = np.where(np.arange(LARGE) % stride == 0, 0, np.arange(LARGE) % 997)
+    steps_of([ties.astype(np.float32)])
+
+
+@pytest.mark.parametrize("density", [0.4, *slow(1e-9, 1.0)])
+def test_large_vectors_at_other_densities_are_exact(density):
+    steps_of(hard_vectors(LARGE).values(), density)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+@pytest.mark.parametrize("name", FINITE)
+def test_nothing_is_lost(size, name):
+    acc, density = hard_vectors(size)[name], DENSITY if size == LARGE else 0.1
+    coo, _, _ = topk(density=density)[1](acc, np.float32(0))
+    sent = np.zeros(size + 1, np.float32)
+    sent[np.asarray(coo.indices)] += np.asarray(coo.values)
+    rest = acc - sent[:size]
+    selected = np.isin(np.arange(size), selection.topk(acc, k_of(density, size)))
+    assert not rest[selected].any()
+    np.testing.assert_array_equal(bits_of(rest[~selected]), bits_of(acc[~selected]))
+
+
+@pytest.mark.parametrize("size", [SMALL, *slow(LARGE)])
+def test_vmap_gives_the_same_bits_whether_a_lane_falls_back_or_not(size):
+    density = DENSITY if size == LARGE else 0.1
+    names = selection.HARD_NAMES if size == SMALL else ("normal", "few nonzeros", "not finite")
+    lanes = [hard_vectors(size)[name] for name in names]
+    lanes += [misleading(kind)[:size] for kind in MISLEADING]
+    # Some lanes' guesses fit, the others fail upwards, downwards and without any.
+    guesses = np.resize(np.array([2.5, 1e9, 1e-9, 0, math.nan], np.float32), len(lanes))
+    selector, select = topk(density=density)
+    batched = jax.jit(jax.vmap(selector.select))(np.stack(lanes), guesses)
+    for lane, (acc, guess) in enumerate(zip(lanes, guesses, strict=True)):
+        coo, state, info = select(acc, guess)
+        of_lane = jax.tree.map(lambda leaf, lane=lane: leaf[lane], batched)
+        assert_same_bits((of_lane[0], of_lane[2]), (coo, info))
+        assert of_lane[1].dtype == state.dtype
+
+
+def test_a_warm_guess_is_close_above_k():
+    _, state, _ = topk(density=DENSITY)[1](hard_vectors(LARGE)["normal"], np.float32(0))
+    other = selection.hard_vector("normal", LARGE, seed=5)
+    candidates = len(selection.passing(other, float(state)))
+    assert K <= candidates <= 1.4 * K
+
+
+def test_the_sample_hits_where_the_data_do_not_conspire():
+    """It gives at least k candidates, and not too many."""
+    sampled = jax.jit(functools.partial(kth_magnitude.sampled_magnitude_bits, k=K))
+    _, _, capacity = kth_magnitude._plan(LARGE, K)
+
+    def candidates(x):
+        return len(selection.passing(x, float(np.asarray(sampled(x)).view(np.float32))))
+
+    for name in ("normal", "heavy tail", "ascending", "half zeros"):
+        for seed in range(3):
+            assert K <= candidates(selection.hard_vector(name, LARGE, seed)) <= capacity
+    for kind in MISLEADING:
+        assert not K <= candidates(misleading(kind)) <= capacity
+
+
+@pytest.mark.parametrize("size", [1 << 17, 10**6, 16 * 10**6, 2**31 - 1])
+@pytest.mark.parametrize("density", [1e-6, 1e-4, 0.01, 0.1, 1.0])
+def test_the_plan_stays_in_range(size, density):
+    k = max(1, round(density * size))
+    stride, rank, capacity = kth_magnitude._plan(size, k)
+    samples = -(-size // stride)
+    assert stride % 2 == 1
+    assert 1 <= rank <= samples
+    assert capacity >= min(k, size // 2)
+    # A rank that leaves room below and above it.
+    expected = k * samples / size
+    assert rank >= min(samples, expected + 4 * expected**0.5)

@@ -1,0 +1,344 @@
+"""MSTopK, bucketed, fixed-threshold and random selection against NumPy."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sparse_collectives as sc
+from tests.reference import more_selection, selection, windows
+from tests.sparse_collectives.helpers import slow, slow_rows
+from tests.sparse_collectives.selecting import (
+    DTYPES,
+    LARGE,
+    as_dtype,
+    bits_of,
+    check,
+    hard_vectors,
+    jitted,
+    k_of,
+)
+from tests.sparse_collectives.selecting import SMALL as SIZE
+
+# Magnitudes that a CPU flushes to zero; MSTopK's search does not see them.
+SUBNORMAL = ("subnormal", "smallest subnormals")
+
+
+def served_over_steps(name, acc, capacity, count, **options):
+    """Which entries are selected over the steps in which each has a turn."""
+    selector, select = jitted(name, **options)
+    state, seen = selector.init(acc.size), np.zeros(acc.size, bool)
+    for _ in range(windows.steps_for_all(capacity, count)):
+        out = select(acc, state)
+        state = out[1]
+        seen[check(out, acc, capacity)] = True
+    return np.flatnonzero(seen), out
+
+
+def selected_at_once(name, acc, capacity, **options):
+    selector, select = jitted(name, **options)
+    return check(select(acc, selector.init(acc.size)), acc, capacity)
+
+
+# MSTopK.
+
+
+def test_the_oracle_on_a_case_worked_by_hand():
+    # Mean 3, maximum 10; thresholds 6.5 (1 entry), 4.75 (2), 3.875 (3).
+    x = np.array([1, -1, 0, 2, 10, -5, 4, 1], np.float32)
+    assert more_selection.mstopk(x, 1, 3, 0).tolist() == [4]
+    assert more_selection.mstopk(x, 2, 2, 0).tolist() == [4, 5]
+    # One is above 6.5, and three of the other nonzeros come along: another run at each step.
+    others = np.array([0, 1, 3, 5, 6, 7])
+    runs = [more_selection.mstopk(x, 4, 1, step).tolist() for step in range(5)]
+    assert runs == [sorted([4, *windows.window(others, 3, step)]) for step in range(5)]
+    assert len(set(map(tuple, runs))) > 1
+
+
+@pytest.mark.parametrize(
+    ("size", "density", "samplings", "dtype", "steps"),
+    [
+        (SIZE, 1e-9, 30, "float32", 3),
+        (SIZE, 1e-9, 30, "bfloat16", 3),
+        *slow_rows(
+            (SIZE, 1e-9, 30, "float16", 3),
+            *((SIZE, 0.1, 4, dtype, 3) for dtype in DTYPES),
+            *((LARGE, 0.01, samplings, "float32", 2) for samplings in (1, 5, 30)),
+        ),
+    ],
+)
+def test_mstopk_is_the_algorithm_of_the_paper(size, density, samplings, dtype, steps):
+    selector, select = jitted("mstopk", density=density, samplings=samplings)
+    k = k_of(density, size)
+    for name, x in hard_vectors(size).items():
+        acc, state = as_dtype(x, dtype), selector.init(size)
+        for step in range(steps):
+            out = select(acc, state)
+            state, indices = out[1], check(out, acc, k)
+            assert len(indices) == min(k, np.count_nonzero(acc)), name
+            # Where neighbors are one rounding apart, that of the threshold decides.
+            if name not in SUBNORMAL and (samplings == 30 or name != "neighbors"):
+                expected = more_selection.mstopk(acc, k, samplings, step)
+                np.testing.assert_array_equal(indices, expected, err_msg=f"{name} {step}")
+
+
+@pytest.mark.parametrize("name", ["normal", "heavy tail"])
+@pytest.mark.parametrize("size", [SIZE, *slow(LARGE)])
+def test_thirty_samplings_find_the_exact_selection(name, size):
+    for seed in range(5):
+        acc = selection.hard_vector(name, size, seed)
+        indices = selected_at_once("mstopk", acc, k_of(0.01, size), density=0.01)
+        assert np.isin(indices, selection.topk(acc, len(indices))).mean() >= 0.99
+
+
+@pytest.mark.slow
+def test_a_misleading_sample_changes_nothing():
+    for seed in range(3):
+        # A period that the strided sample sees only in part.
+        acc = selection.hard_vector("normal", LARGE, seed)
+        acc = np.where(np.arange(LARGE) % 3 == seed, acc, acc * 1e-3).astype(np.float32)
+        indices = selected_at_once("mstopk", acc, 1400, density=0.01)
+        np.testing.assert_array_equal(indices, selection.topk(acc, 1400))
+
+
+def test_entries_between_the_thresholds_take_turns():
+    acc = np.full(SIZE, -0.75, np.float32)
+    assert len(served_over_steps("mstopk", acc, 100, SIZE, density=0.1)[0]) == SIZE
+
+
+@pytest.mark.parametrize("scale", [1e-37, 1e34])
+def test_extreme_scales(scale):
+    acc = (selection.hard_vector("normal", SIZE) * scale).astype(np.float32)
+    indices = selected_at_once("mstopk", acc, 100, density=0.1)
+    np.testing.assert_array_equal(indices, selection.topk(acc, 100))
+
+
+# Bucketed.
+
+
+@pytest.mark.parametrize(
+    ("size", "density", "bucket", "dtype"),
+    [
+        (SIZE, 0.5, 97, "bfloat16"),
+        *slow_rows(
+            *((SIZE, 0.5, 97, dtype) for dtype in ("float32", "float16")),
+            *((SIZE, 0.01, 512, dtype) for dtype in DTYPES),
+            *((LARGE, 0.01, bucket, "float32") for bucket in (512, 2**17)),
+        ),
+    ],
+)
+def test_every_bucket_is_exact(size, density, bucket, dtype):
+    selector, select = jitted("bucketed", density=density, bucket=bucket)
+    capacity = size // bucket * k_of(density, bucket)
+    capacity += k_of(density, size % bucket) if size % bucket else 0
+    for name, x in hard_vectors(size).items():
+        acc = as_dtype(x, dtype)
+        out = select(acc, selector.init(size))
+        expected = more_selection.bucketed(acc, density, bucket)
+        np.testing.assert_array_equal(check(out, acc, capacity), expected, err_msg=name)
+        assert out[1] == ()
+        assert out[2].overflow == 0
+
+
+@pytest.mark.parametrize("layout", ["one column", "ties in one bucket", *slow("one group")])
+def test_large_entries_that_crowd_one_group(layout):
+    acc = selection.hard_vector("normal", 4096)
+    if layout == "one group":
+        acc[512::32] *= 100
+    elif layout == "one column":
+        acc[16:1024:32] = 7
+    else:
+        acc[512:1024] = -1
+    indices = selected_at_once("bucketed", acc, 40, density=0.01)
+    np.testing.assert_array_equal(indices, more_selection.bucketed(acc, 0.01, 512))
+
+
+def test_a_density_below_one_in_a_bucket_takes_one_of_each():
+    acc = selection.hard_vector("normal", 640)
+    indices = selected_at_once("bucketed", acc, 10, density=1e-6, bucket=64)
+    assert (indices // 64).tolist() == list(range(10))
+
+
+def test_a_bucket_larger_than_n_is_exact_topk():
+    acc = selection.hard_vector("heavy tail", SIZE)
+    indices = selected_at_once("bucketed", acc, 100, density=0.1, bucket=2**20)
+    np.testing.assert_array_equal(indices, selection.topk(acc, 100))
+
+
+# A fixed threshold.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("magnitude", [0, 1e-45, 1.0, 1e300])
+def test_all_that_reaches_the_magnitude(dtype, magnitude):
+    selector, select = jitted("threshold", magnitude=magnitude, density=0.25)
+    for name, x in hard_vectors(SIZE).items():
+        acc, state = as_dtype(x, dtype), selector.init(SIZE)
+        with np.errstate(over="ignore"):
+            passed = len(selection.passing(acc, float(np.float32(magnitude))))
+            for step in range(3):
+                expected = more_selection.threshold(acc, magnitude, 251, step)
+                out = select(acc, state)
+                state, info = out[1:]
+                np.testing.assert_array_equal(check(out, acc, 251), expected, err_msg=name)
+                assert info.selected + info.overflow == passed
+                assert bits_of(info.threshold) == bits_of(np.float32(magnitude))
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(selection.HARD_NAMES),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([1, 5, 31, 32, 33]),
+    # 3.5 is no magnitude of the integers among them, and 3 is one.
+    st.sampled_from([0.0, 2**-149, 0.75, 3.0, 3.5]),
+)
+def test_all_that_reaches_the_magnitude_at_any_length(name, seed, size, magnitude):
+    selector, select = jitted("threshold", magnitude=magnitude, density=1 / 3)
+    acc, state = selection.hard_vector(name, size, seed), selector.init(size)
+    for step in range(3):
+        out = select(acc, state)
+        state = out[1]
+        expected = more_selection.threshold(acc, magnitude, k_of(1 / 3, size), step)
+        np.testing.assert_array_equal(check(out, acc), expected)
+
+
+def test_overflowing_entries_take_turns():
+    acc = selection.hard_vector("normal", SIZE)
+    passing = selection.passing(acc, 0.5)
+    options = {"magnitude": 0.5, "density": 0.1}
+    served, out = served_over_steps("threshold", acc, 100, len(passing), **options)
+    np.testing.assert_array_equal(served, passing)
+    assert out[2].overflow == len(passing) - 100
+
+
+# Random.
+
+
+def draws(size, density, steps, **options):
+    """``i32[steps, k]``: the indices of consecutive steps on a vector of ones."""
+    selector = sc.select.random_k(density=density, **options)
+
+    def step(state, _):
+        coo, state, _ = selector.select(jnp.ones(size), state)
+        return state, coo.indices
+
+    return np.asarray(jax.jit(lambda: jax.lax.scan(step, selector.init(size), length=steps)[1])())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("density", [1e-9, 0.9])
+def test_zeros_are_drawn_and_not_sent(dtype, density):
+    selector, select = jitted("random_k", density=density)
+    k = k_of(density, SIZE)
+    for x in hard_vectors(SIZE).values():
+        acc, state = as_dtype(x, dtype), selector.init(SIZE)
+        for _ in range(3):
+            drawn = check(select(np.ones_like(acc), state), np.ones_like(acc), k)
+            assert len(drawn) == k
+            out = select(acc, state)
+            state = out[1]
+            np.testing.assert_array_equal(check(out, acc, k), drawn[acc[drawn] != 0])
+
+
+@pytest.mark.parametrize(
+    ("size", "density"),
+    [(2, 0.5), (3, 0.3), (7, 0.3), (64, 0.02), (65, 0.95), (1000, 0.3), (4096, 0.02)],
+)
+def test_draws_are_distinct_and_uniform(size, density):
+    steps = 1500
+    indices = draws(size, density, steps)
+    k = k_of(density, size)
+    assert indices.shape == (steps, k)
+    assert (np.diff(indices) > 0).all()
+    assert (indices[:, 0] >= 0).all()
+    assert (indices[:, -1] < size).all()
+    if k < size:
+        counts = np.bincount(indices.ravel(), minlength=size)
+        # Without replacement the counts vary less, by 1 - k / n.
+        spread = (counts - counts.mean()) / math.sqrt(1 - k / size)
+        assert more_selection.chi_square(spread + counts.mean()) < 4
+
+
+def test_pairs_of_indices_are_uniform():
+    indices = draws(64, 2 / 64, 40_000)
+    counts = np.zeros((64, 64))
+    np.add.at(counts, (indices[:, 0], indices[:, 1]), 1)
+    assert abs(more_selection.chi_square(counts[np.triu_indices(64, 1)])) < 5
+
+
+def test_gaps_at_a_large_size_are_those_of_chance():
+    # Gaps of a random subset are geometric: their deviation is their mean.
+    gaps = np.diff(draws(LARGE, 0.01, 20)).ravel()
+    assert abs(gaps.std() / gaps.mean() - 1) < 0.03
+
+
+def test_steps_and_seeds_differ():
+    first, second = draws(SIZE, 0.1, 2)
+    other = draws(SIZE, 0.1, 1, seed=1)[0]
+    for left, right in ((first, second), (first, other), (second, other)):
+        assert len(np.intersect1d(left, right)) < 40
+    np.testing.assert_array_equal(draws(SIZE, 0.1, 2), [first, second])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("same", [True, False])
+def test_workers_agree_or_differ_by_option(same):
+    axis = None if same else "workers"
+    selector = sc.select.random_k(density=0.1, same_on_all_workers=same, axis=axis)
+    select = sc.simulate(selector.select, axis_size=4, in_axes=(0, None))
+    indices = np.asarray(select(jnp.ones((4, SIZE)), selector.init(SIZE))[0].indices)
+    for left in range(4):
+        for right in range(left):
+            shared = len(np.intersect1d(indices[left], indices[right]))
+            assert shared == 100 if same else shared < 40
+
+
+# What is wrong with a call.
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "values", "message"),
+    [
+        ("mstopk", "samplings", [0, -1, 1.5, True, None], "samplings must be"),
+        ("bucketed", "bucket", [0, -32, 64.0, True, None], "bucket must be"),
+        ("threshold", "magnitude", [-1, math.nan, "1", None, True], r"in \[0.0, inf\]"),
+        ("random_k", "seed", [-1, 2**31, 1.0, True, None], "seed must be"),
+        ("random_k", "same_on_all_workers", [1], "must be True or False"),
+        # Without an axis to tell the workers apart.
+        ("random_k", "same_on_all_workers", [False], "same_on_all_workers"),
+        ("random_k", "axis", ["workers"], "same_on_all_workers"),
+        ("gaussian_k", "headroom", [-0.1], "headroom"),
+        ("gaussian_k", "adjust", [1], "adjust"),
+        ("redsync", "headroom", [math.nan], "headroom"),
+        ("redsync", "rounds", [0], "rounds"),
+        ("sidco", "headroom", [None], "headroom"),
+        ("sidco", "distribution", ["normal"], "distribution"),
+        ("sidco", "period", [0], "period"),
+        ("sidco", "tolerance", [-1], "tolerance"),
+        ("sidco", "max_stages", [1.5], "max_stages"),
+        ("dgc", "sample_share", [0.0, 1.5], "sample_share"),
+        ("dgc", "seed", [-1], "seed"),
+        ("adtopk", "row_axis", [0.5, "last", None, True], "row_axis must be"),
+        ("adtopk_threshold", "steps", [0], "steps"),
+        ("adtopk_threshold", "warmup", [-1], "warmup"),
+        ("adtopk_threshold", "period", [0], "period"),
+        ("adtopk_threshold", "headroom", [-0.1], "headroom"),
+    ],
+)
+def test_an_option_out_of_range(name, option, values, message):
+    given = {"steps": 10} if name == "adtopk_threshold" else {}
+    for value in values:
+        with pytest.raises(ValueError, match=message):
+            getattr(sc.select, name)(**{"density": 0.1, **given, option: value})
+
+
+def test_workers_that_differ_need_an_axis_that_is_bound():
+    selector = sc.select.random_k(density=0.1, same_on_all_workers=False, axis="workers")
+    with pytest.raises(ValueError, match="not bound"):
+        selector.select(jnp.ones(10), selector.init(10))

@@ -1,0 +1,162 @@
+"""No index waits for ever in an allreduce with error feedback, also in data with a period.
+
+Each place of an algorithm is crowded alone (see test_starvation.py, which has the bound as well).
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparse_collectives as sc
+from tests.reference.crowds import PERIODS, crowds, longest_run
+from tests.reference.windows import longest_wait
+from tests.sparse_collectives import table
+
+EVERY_PERIOD, SOME_PERIODS = (PERIODS, 300), ((2, 3, 5), 100)
+
+
+class Place(NamedTuple):
+    """One place of an algorithm, and how to crowd it.
+
+    Attributes:
+      options: of the allreduce, from P and the slots c of the place.
+      selected: entries that each worker selects at most, as a multiple of c.
+      holders: the workers that have the crowd, of P.
+      most: the crowd, as a multiple of c.
+    """
+
+    options: Callable[[int, int], dict[str, Any]]
+    selected: Callable[[int], float]
+    holders: Callable[[int], list[int]]
+    most: Callable[[int], float]
+
+
+def _split(**options):
+    """Blocks of c slots, of a worker that has up to P c entries for one owner."""
+    return Place(lambda P, c: options, lambda P: P, lambda P: [0], lambda P: min(P, 2.5))
+
+
+def _later(holders, options):
+    """Where c entries of each of the holders come together."""
+    return Place(options, lambda P: 1, holders, lambda P: 2)
+
+
+def _roomy(P, c):
+    return {"slack": float(P), "fill": 1.0}
+
+
+def _everyone(P):
+    return list(range(P))
+
+
+EQUAL = {"slack": 1.0, "regions": "equal"}
+PLACES = {
+    "ok_topk": _split(**EQUAL),
+    "ok_topk, what fits": _split(**EQUAL, balance="never")._replace(holders=_everyone),
+    "ssar_split_allgather, split": _split(slack=1.0, fill=math.inf),
+    "ssar_split_allgather, allgather": _later(_everyone, _roomy),
+    "dsar_split_allgather": _split(slack=1.0),
+    "ring_sparse, split": _split(slack=1.0, fill=math.inf),
+    "ring_sparse, on the way": _later(lambda P: [1, 2 % P], _roomy),
+    "ssar_recursive_double, first": Place(
+        lambda P, c: {"capacity": c}, lambda P: 2.5, lambda P: [0], lambda P: 2.5
+    ),
+    "ssar_recursive_double, on the way": _later(lambda P: [0, 1], lambda P, c: {"capacity": c}),
+}
+
+
+@functools.cache
+def simulated(selector, allreduce, workers, steps):
+    """Whether the watched index was in the total, at each step, and what overflowed."""
+
+    def run(gradients, period, watched):
+        def step(carry, t):
+            residual, selector_state, state = carry
+            acc = residual + gradients[t % period]
+            # It grows from the start, and is the largest of all.
+            acc = acc.at[watched].add(jnp.where((t == 0) & (acc[watched] > 0), 20.0, 0.0))
+            coo, selector_state, _ = selector.select(acc, selector_state)
+            total, kept, state, info = allreduce.reduce(coo, state, axis="workers")
+            acc = kept.residual(acc, coo)
+            total = total.to_dense() if isinstance(total, sc.PaddedCOO) else total
+            overflow = jax.lax.psum(info.overflow, "workers")
+            return (acc, selector_state, state), (total[watched] != 0, overflow)
+
+        size = gradients.shape[1]
+        start = jnp.zeros(size), selector.init(size), allreduce.init(size, workers)
+        return jax.lax.scan(step, start, jnp.arange(steps))[1]
+
+    return sc.simulate(run, axis_size=workers, in_axes=(0, None, None))
+
+
+def feeding(who, holders, workers, size):
+    """Gradients ``f32[P, 8, n]``: the crowd in the first region, dealt out to the holders."""
+    gradients = np.zeros((workers, max(PERIODS), size), np.float32)
+    index = np.arange(who.present.shape[1])
+    stays = who.present.all(0)
+    for phase, present in enumerate(who.present):
+        holder = np.asarray(holders)[index % len(holders)]
+        gradients[holder, phase, index] = np.where(stays, 1.0, 6.0) * present
+    return gradients
+
+
+def waits_in_an_algorithm(name, workers, capacity, periods, steps):
+    """The longest wait of each period, and what is allowed."""
+    place = PLACES[name]
+    most = int(place.most(workers) * capacity)
+    selected = int(place.selected(workers) * capacity)
+    found = crowds(capacity, most)
+    length = max(who.present.shape[1] for who in found.values())
+    size = workers * (length + 3)
+    options = place.options(workers, capacity)
+    density = workers * capacity / size
+    allreduce = table.make(name.partition(",")[0], density, **options)
+    run = simulated(_selector(selected / size), allreduce, workers, steps)
+    for period in set(periods) & set(found):
+        who = found[period]
+        gradients = feeding(who, place.holders(workers), workers, size)
+        delivered, overflow = map(np.asarray, run(gradients, period, who.watched))
+        assert (delivered == delivered[0]).all()
+        # Some of the crowd waited at nearly every step: the place was crowded.
+        assert np.mean(overflow[0] > 0) > 0.8, (name, period)
+        # What waited is still there when others come.
+        count = who.present.shape[1]
+        yield period, longest_run(~delivered[0]), longest_wait(steps, capacity, count)
+
+
+# All that is not zero.
+_selector = functools.cache(lambda density: sc.select.threshold(magnitude=0, density=density))
+
+
+# One with each place; the others differ in what is around it.
+QUICK_ALLREDUCES = (
+    "ok_topk",
+    "ok_topk, what fits",
+    "ssar_split_allgather, allgather",
+    "dsar_split_allgather",
+    "ring_sparse, on the way",
+)
+
+
+def algorithm_cases():
+    for name in PLACES:
+        if name in QUICK_ALLREDUCES:
+            yield name, 3, 12, *SOME_PERIODS
+        for workers, capacity in ((2, 12), (3, 60), (7, 12), (8, 12)):
+            yield pytest.param(name, workers, capacity, *EVERY_PERIOD, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "capacity", "periods", "steps"), list(algorithm_cases())
+)
+def test_no_index_starves_in_an_algorithm(name, workers, capacity, periods, steps):
+    found = list(waits_in_an_algorithm(name, workers, capacity, periods, steps))
+    assert found
+    for period, longest, allowed in found:
+        assert longest < allowed, f"period {period}"
