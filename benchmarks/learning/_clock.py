@@ -19,13 +19,7 @@ _FEW, _MEMORY = 3, 10
 
 
 class Curve(NamedTuple):
-    """What came of a budget.
-
-    Attributes:
-      seconds: of training, when the others were measured.
-      steps: taken until then.
-      values: of the measurements.
-    """
+    """What came of a budget: values, and the seconds of training and steps at each."""
 
     seconds: list[float]
     steps: list[int]
@@ -33,10 +27,7 @@ class Curve(NamedTuple):
 
 
 def rate_at(peak: float, share: float) -> float:
-    """The rate when so large a share of the budget is spent.
-
-    It warms up over a twentieth of the budget and then falls along a cosine to a hundredth.
-    """
+    """The rate when so large a share of the budget is spent: a warm-up, and then a cosine."""
     share = min(share, 1.0)
     if share < _WARM_UP:
         return peak * (_FIRST + (1 - _FIRST) * share / _WARM_UP)

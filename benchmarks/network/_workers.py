@@ -1,12 +1,15 @@
 """Starts one worker process on each host, and asks all of them the same thing."""
 
 import contextlib
+import functools
+import itertools
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from .._common.namespaces import Hosts
+from .._common import options
+from .._common.namespaces import Hosts, NetworkError
 from .._common.processes import Process, started, wait
 
 # With these glibc keeps large buffers instead of giving them back, so that a step does
@@ -20,14 +23,16 @@ _MALLOC = {
     # Pages of 2 MB where the system gives them to those who ask.
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
+# A new port for every start: a closed one may be in use for a while.
+_ports = itertools.count(9000)
 
 
-class WorkerError(Exception):
+class WorkerError(NetworkError):
     """A worker failed, ended or did not answer; one line."""
 
 
 class Workers:
-    """The processes of one program, one on each host."""
+    """The processes of one role, one on each host; a missing answer is an error after a time."""
 
     def __init__(self, processes: Sequence[Process], seconds: float):
         self._processes = processes
@@ -47,52 +52,64 @@ class Workers:
     def answers(self, what: str) -> list[dict[str, Any]]:
         """The next answer of each worker, waited for."""
         self._asked += 1
+        hosts = list(enumerate(self._processes))
 
-        def answered() -> list[bool]:
-            return [len(process.events) >= self._asked for process in self._processes]
+        def late() -> list[int]:
+            return [host for host, process in hosts if len(process.events) < self._asked]
 
-        def failed() -> list[str]:
-            found = []
-            for host, (process, has) in enumerate(zip(self._processes, answered(), strict=True)):
-                last = process.events[-1] if has else {}
-                if "failure" in last:
-                    found.append(f"host {host}, {what}: {last['failure']}")
-                elif not has and process.ended_at is not None:
+        def failed() -> Iterator[str]:
+            for host, process in hosts:
+                if host not in late() and "failure" in process.events[-1]:
+                    yield f"host {host}, {what}: {process.events[-1]['failure']}"
+                elif host in late() and process.ended_at is not None:
                     said = process.errors.strip().splitlines() or ["it said nothing"]
-                    found.append(f"host {host} ended during {what}: {said[-1]}")
-            return found
+                    yield f"host {host} ended during {what}: {said[-1]}"
 
-        wait(self._processes, lambda: all(answered()) or failed(), self._seconds)
-        if failed():
-            raise WorkerError(failed()[0])
-        late = [host for host, has in enumerate(answered()) if not has]
-        if late:
-            raise WorkerError(f"{what}: no answer from hosts {late} in {self._seconds:g} s")
+        wait(self._processes, lambda: not late() or any(failed()), self._seconds)
+        for complaint in failed():
+            raise WorkerError(complaint)
+        if late():
+            raise WorkerError(f"{what}: no answer from hosts {late()} in {self._seconds:g} s")
         return [process.events[-1] for process in self._processes]
 
 
 @contextlib.contextmanager
-def workers(
-    program: str, hosts: Hosts, config: dict[str, Any], *, threads: int, seconds: float
-) -> Iterator[Workers]:
-    """Runs a program on each host until the end of the `with`.
+def groups(
+    hosts: Hosts, config: dict[str, Any], *, pin: bool = True, seconds: float
+) -> Iterator[Callable[[str], Workers]]:
+    """Gives the processes of a role, which start when it is first asked for.
 
     Args:
-      program: a module to run.
       hosts: the hosts.
-      config: what the program gets as its first argument, with its host added.
-      threads: for OpenMP; 0: as many as there are cores.
+      config: what a role is made from, besides its host and how to meet the others.
+      pin: whether each process stays on one core.
       seconds: after which a missing answer is an error.
     """
-    more = _MALLOC | {"GLOO_SOCKET_IFNAME": "eth0"}
-    if threads:
-        more |= {"OMP_NUM_THREADS": str(threads)}
-    module = [sys.executable, "-m", program]
-    commands = [
-        [*hosts.command(host), *module, json.dumps(config | {"host": host})]
-        for host in range(len(hosts.addresses))
-    ]
-    with started(commands, more) as processes:
-        group = Workers(processes, seconds)
-        group.answers("start")
+    more = _MALLOC | {"GLOO_SOCKET_IFNAME": "eth0"} | ({"OMP_NUM_THREADS": "1"} if pin else {})
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def group(role: str) -> Workers:
+            options.say(f"starting the processes of {role}")
+            coordinator = f"{hosts.addresses[0]}:{next(_ports)}"
+            given = {"workers": len(hosts.addresses), "coordinator": coordinator, "pin": pin}
+            program = [sys.executable, "-m", "benchmarks._common.worker", role]
+            commands = [
+                [*hosts.command(host), *program, json.dumps(config | given | {"host": host})]
+                for host in range(len(hosts.addresses))
+            ]
+            made = Workers(stack.enter_context(started(commands, more)), seconds)
+            made.answers("start")
+            return made
+
         yield group
+
+
+def slowest(answers: Sequence[dict[str, Any]], key: str = "seconds") -> float:
+    """A round is as slow as its slowest worker."""
+    return max(answer[key] for answer in answers)
+
+
+def mean(answers: Sequence[dict[str, Any]], key: str = "received") -> float:
+    """What the workers count, on average."""
+    return sum(answer[key] for answer in answers) / len(answers)
