@@ -227,12 +227,24 @@ CONTESTANTS: dict[str, Contestant] = {
                 f"ok_topk/reuse/buckets{n}": _around_made(optax_ext.bucketed, _REUSE, n)
                 for n in (2, 4)
             },
+            "ok_topk, residual in bfloat16": _ok_topk(residual=optax_ext.residual(jnp.bfloat16)),
+            "ok_topk, small leaves dense": _ok_topk(dense_leaves=optax_ext.small_leaves()),
+            "ok_topk, momentum correction": _ok_topk(correction=optax_ext.momentum_correction(0.9)),
+            "ok_topk, nonfinite='drop'": _ok_topk(nonfinite="drop"),
+            "ok_topk, xi every 100 steps": lambda density, axis: optax_ext.measure_xi(
+                optax_ext.ok_topk(density, axis=axis), axis=axis, every=100
+            ),
+            "ok_topk, 100 dense steps first": _ok_topk(dense_steps=100),
+            "ok_topk, 4 buckets": _around_made(optax_ext.bucketed, _ok_topk(), 4),
             "delayed(ok_topk)": _around_made(optax_ext.delayed, _ok_topk()),
             "agreed": _AGREED,
             "agreed/few": _around(lambda density: allreduce.agreed(bits="few")),
             "bucketed(agreed, 3)": _around_made(optax_ext.bucketed, _AGREED, 3),
             "delayed(agreed)": _around_made(optax_ext.delayed, _AGREED),
             "topk_a": _sparse(optax_ext.topk_a),
+            "topk_a, adtopk": lambda density, axis: optax_ext.topk_a(
+                density, axis=axis, selector=select.adtopk(density=density)
+            ),
             "topk_dsa": _sparse(optax_ext.topk_dsa),
             "gtopk": _sparse(optax_ext.gtopk),
             "spardl": _around(lambda density: allreduce.spardl(density=density)),

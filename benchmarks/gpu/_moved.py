@@ -32,7 +32,7 @@ def moved_by(
 ) -> float:
     """Bytes that an instruction reads and writes.
 
-    ``shapes`` are by name those of its operands, ``inside`` gives the instructions of a computation.
+    ``shapes`` are by name those of its operands, ``inside`` gives those of a computation.
     """
     if line.opcode != "fusion":
         return _moved((line,), {name: shapes.get(name, "") for name in line.operands})
