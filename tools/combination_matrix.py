@@ -1,4 +1,4 @@
-"""Writes the tables of docs/works_with.md, from what the tests run, tests/optax_ext/combinations.py.
+"""Writes the tables of docs/works_with.md from what tests run, tests/optax_ext/combinations.py.
 
 What stands before and after them in the page is left as it is.
 """

@@ -165,95 +165,88 @@ def _by_layers(axis: Any) -> optax.GradientTransformation:
     return optax.stateless(scaled)
 
 
-def _low_rank(function: Make, rank: int) -> Contestant:
-    return Contestant(_free(function, rank), matrices=True)
-
-
-def _complete(density: float) -> SparseAllreduce:
-    return allreduce.complete(allreduce.ok_topk(density=density))
+def _exchange_of(density: float) -> SparseAllreduce:
+    return allreduce.ok_topk(density=density)
 
 
 # One allreduce of everything: the strongest dense one where messages have a latency.
 _DENSE = _free(optax_ext.dense, buckets=1)
 _LEAVES = _free(optax_ext.dense)
 _AGREED = _around(lambda density: allreduce.agreed())
-_REUSE = _ok_topk(reuse=True)
+_OK_TOPK, _REUSE = _ok_topk(), _ok_topk(reuse=True)
 # Five times the entries in the words of Ok-Topk, as nothing but indices and sums is sent.
 _ADAMW, _SGD = (
     Contestant(make, whole=True, entries=5) for make in (_adamw(), _whole(optax_ext.sparse_sgd))
 )
 
+# Exchanges of gradients, and nothing else.
+_EXCHANGES: dict[str, Make] = {
+    "dense": _DENSE,
+    "dense/leaves": _LEAVES,
+    **{f"dense/buckets{n}": _free(optax_ext.dense, buckets=n) for n in (2, 4, 8)},
+    "dense16": _around_made(_half, _DENSE),
+    "nothing": _around_made(_of_sums, _DENSE),
+    "delayed(dense)": _around_made(optax_ext.delayed, _LEAVES),
+    "ok_topk": _OK_TOPK,
+    "ok_topk/rotation": _ok_topk(schedule="rotation"),
+    **{f"ok_topk/{codec}": _ok_topk(codec) for codec in ("narrow16", "narrow8")},
+    "ok_topk/reuse": _REUSE,
+    **{f"ok_topk/reuse/{codec}": _ok_topk(codec, reuse=True) for codec in ("narrow16", "narrow8")},
+    "ok_topk/reuse/global32": _ok_topk(reuse=True, global_period=32),
+    **{f"ok_topk/reuse/buckets{n}": _around_made(optax_ext.bucketed, _REUSE, n) for n in (2, 4)},
+    "ok_topk, residual in bfloat16": _ok_topk(residual=optax_ext.residual(jnp.bfloat16)),
+    "ok_topk, small leaves dense": _ok_topk(dense_leaves=optax_ext.small_leaves()),
+    "ok_topk, momentum correction": _ok_topk(correction=optax_ext.momentum_correction(0.9)),
+    "ok_topk, nonfinite='drop'": _ok_topk(nonfinite="drop"),
+    "ok_topk, xi every 100 steps": lambda density, axis: optax_ext.measure_xi(
+        optax_ext.ok_topk(density, axis=axis), axis=axis, every=100
+    ),
+    "ok_topk, 100 dense steps first": _ok_topk(dense_steps=100),
+    "ok_topk, 4 buckets": _around_made(optax_ext.bucketed, _OK_TOPK, 4),
+    "delayed(ok_topk)": _around_made(optax_ext.delayed, _OK_TOPK),
+    "agreed": _AGREED,
+    "agreed/few": _around(lambda density: allreduce.agreed(bits="few")),
+    "bucketed(agreed, 3)": _around_made(optax_ext.bucketed, _AGREED, 3),
+    "delayed(agreed)": _around_made(optax_ext.delayed, _AGREED),
+    "topk_a": _sparse(optax_ext.topk_a),
+    "topk_a, adtopk": lambda density, axis: optax_ext.topk_a(
+        density, axis=axis, selector=select.adtopk(density=density)
+    ),
+    "topk_dsa": _sparse(optax_ext.topk_dsa),
+    "gtopk": _sparse(optax_ext.gtopk),
+    "spardl": _around(lambda density: allreduce.spardl(density=density)),
+    **{
+        name: _around(lambda density, name=name: getattr(allreduce, name)())
+        for name in ("ssar_recursive_double", "ssar_split_allgather", "dsar_split_allgather")
+    },
+    "hitopk": _sparse(optax_ext.hitopk, inner_axis="device"),
+}
+
 CONTESTANTS: dict[str, Contestant] = {
+    **{name: Contestant(make) for name, make in _EXCHANGES.items()},
+    # Nothing is exchanged: what is left of a step whose exchange costs nothing.
+    "alone": Contestant(lambda *given, **options: optax.identity(), alone=True),
+    **{
+        f"{name}{rank}": Contestant(_free(getattr(optax_ext, name), rank), matrices=True)
+        for name in ("powersgd", "acp_sgd")
+        for rank in (1, 2, 4)
+    },
     "sparse_adamw": _ADAMW,
-    "sparse_adamw, 32 bits": Contestant(
-        _adamw(lambda density: allreduce.agreed()), whole=True, entries=5 / 3
+    "sparse_adamw, 32 bits": _ADAMW._replace(
+        make=_adamw(lambda density: allreduce.agreed()), entries=5 / 3
     ),
-    "sparse_adamw, ok_topk": Contestant(
-        _adamw(lambda density: allreduce.ok_topk(density=density)), whole=True
+    "sparse_adamw, ok_topk": _ADAMW._replace(make=_adamw(_exchange_of), entries=1),
+    "sparse_adamw, complete ok_topk": _ADAMW._replace(
+        make=_adamw(lambda density: allreduce.complete(_exchange_of(density))), entries=1
     ),
-    "sparse_adamw, complete ok_topk": Contestant(_adamw(_complete), whole=True),
     "sparse_adamw, delayed": _ADAMW._replace(make=_around_made(optax_ext.delayed, _ADAMW.make)),
     "sparse_adamw, no step-ahead": _ADAMW._replace(make=_adamw(residual=optax_ext.residual())),
     "sparse_sgd": _SGD,
-    "sparse_sgd, ok_topk": Contestant(
-        _whole(optax_ext.sparse_sgd, lambda density: allreduce.ok_topk(density=density)), whole=True
-    ),
+    "sparse_sgd, ok_topk": Contestant(_whole(optax_ext.sparse_sgd, _exchange_of), whole=True),
     "ok_topk_sgd": Contestant(_whole(optax_ext.ok_topk_sgd), whole=True),
     "lamb, every worker": _lamb(lambda axis: optax.scale_by_trust_ratio()),
     "lamb, slices": _lamb(optax_ext.scale_by_trust_ratio),
     "lamb, layers": _lamb(_by_layers),
-    # Nothing is exchanged: what is left of a step whose exchange costs nothing.
-    "alone": Contestant(lambda *given, **options: optax.identity(), alone=True),
-    **{f"powersgd{rank}": _low_rank(optax_ext.powersgd, rank) for rank in (1, 2, 4)},
-    **{f"acp_sgd{rank}": _low_rank(optax_ext.acp_sgd, rank) for rank in (1, 2, 4)},
-    **{
-        name: Contestant(make)
-        for name, make in {
-            "dense": _DENSE,
-            "dense/leaves": _LEAVES,
-            **{f"dense/buckets{n}": _free(optax_ext.dense, buckets=n) for n in (2, 4, 8)},
-            "dense16": _around_made(_half, _DENSE),
-            "nothing": _around_made(_of_sums, _DENSE),
-            "delayed(dense)": _around_made(optax_ext.delayed, _LEAVES),
-            "ok_topk": _ok_topk(),
-            "ok_topk/rotation": _ok_topk(schedule="rotation"),
-            "ok_topk/narrow16": _ok_topk("narrow16"),
-            "ok_topk/narrow8": _ok_topk("narrow8"),
-            "ok_topk/reuse": _REUSE,
-            "ok_topk/reuse/narrow16": _ok_topk("narrow16", reuse=True),
-            "ok_topk/reuse/narrow8": _ok_topk("narrow8", reuse=True),
-            "ok_topk/reuse/global32": _ok_topk(reuse=True, global_period=32),
-            **{
-                f"ok_topk/reuse/buckets{n}": _around_made(optax_ext.bucketed, _REUSE, n)
-                for n in (2, 4)
-            },
-            "ok_topk, residual in bfloat16": _ok_topk(residual=optax_ext.residual(jnp.bfloat16)),
-            "ok_topk, small leaves dense": _ok_topk(dense_leaves=optax_ext.small_leaves()),
-            "ok_topk, momentum correction": _ok_topk(correction=optax_ext.momentum_correction(0.9)),
-            "ok_topk, nonfinite='drop'": _ok_topk(nonfinite="drop"),
-            "ok_topk, xi every 100 steps": lambda density, axis: optax_ext.measure_xi(
-                optax_ext.ok_topk(density, axis=axis), axis=axis, every=100
-            ),
-            "ok_topk, 100 dense steps first": _ok_topk(dense_steps=100),
-            "ok_topk, 4 buckets": _around_made(optax_ext.bucketed, _ok_topk(), 4),
-            "delayed(ok_topk)": _around_made(optax_ext.delayed, _ok_topk()),
-            "agreed": _AGREED,
-            "agreed/few": _around(lambda density: allreduce.agreed(bits="few")),
-            "bucketed(agreed, 3)": _around_made(optax_ext.bucketed, _AGREED, 3),
-            "delayed(agreed)": _around_made(optax_ext.delayed, _AGREED),
-            "topk_a": _sparse(optax_ext.topk_a),
-            "topk_a, adtopk": lambda density, axis: optax_ext.topk_a(
-                density, axis=axis, selector=select.adtopk(density=density)
-            ),
-            "topk_dsa": _sparse(optax_ext.topk_dsa),
-            "gtopk": _sparse(optax_ext.gtopk),
-            "spardl": _around(lambda density: allreduce.spardl(density=density)),
-            "ssar_recursive_double": _around(lambda density: allreduce.ssar_recursive_double()),
-            "ssar_split_allgather": _around(lambda density: allreduce.ssar_split_allgather()),
-            "dsar_split_allgather": _around(lambda density: allreduce.dsar_split_allgather()),
-            "hitopk": _sparse(optax_ext.hitopk, inner_axis="device"),
-        }.items()
-    },
     **dict.fromkeys(("ddp", "ddp/fp16"), Contestant(None)),
     **{f"ddp/powersgd{rank}": Contestant(None) for rank in (1, 2, 4)},
 }

@@ -83,12 +83,8 @@ def step(made: Contestant, density: float, data: Sequence[jax.Array]) -> Run:
     params = _shaped(made, jnp.zeros_like(data[0]))
     state = optax_ext.init_state(tx, params, mesh)
     mapped = _contestants.map_update(tx, state, mesh)
-
-    def update(gradients: Any, params: Any, state: Any) -> tuple[Any, Any]:
-        return mapped(gradients, state, params)
-
     stream = [(jax.tree.map(lambda g: g[None], _shaped(made, x)), params) for x in data]
-    return _stepping(update, stream, state)
+    return _stepping(lambda g, params, state: mapped(g, state, params), stream, state)
 
 
 def simulated(made: Contestant, density: float, data: Sequence[jax.Array], workers: int) -> Run:
@@ -98,14 +94,13 @@ def simulated(made: Contestant, density: float, data: Sequence[jax.Array], worke
     params = _shaped(made, jnp.zeros(size, data[0].dtype))
     shared = {"axis": AXIS, "axis_size": workers}
     state = sc.simulate(tx.init, in_axes=None, **shared)(params)
-    mapped = sc.simulate(
-        lambda gradient, params, state: tx.update(gradient, state, params),
-        in_axes=(0, None, 0),
-        **shared,
-    )
+
+    def update(gradient: Any, params: Any, state: Any) -> tuple[Any, Any]:
+        return tx.update(gradient, state, params)
+
     split = jax.vmap(lambda x: _shaped(made, x))
     stream = [(split(x[: size * workers].reshape(workers, size)), params) for x in data]
-    return _stepping(mapped, stream, state)
+    return _stepping(sc.simulate(update, in_axes=(0, None, 0), **shared), stream, state)
 
 
 def _shaped(made: Contestant, vector: jax.Array) -> Any:

@@ -87,21 +87,20 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 def _show(content: dict[str, Any]) -> None:
     size, workers = content["size"], content["workers"]
+    each = f"n = {size // workers:,} each"
     titles = {
         SELECTION: f"{SELECTION}, n = {size:,}",
         STEP: f"the whole step of one worker, n = {size:,}",
-        SIMULATED: f"the steps of {workers} simulated workers together, n = {size // workers:,} "
-        "each",
+        SIMULATED: f"the steps of {workers} simulated workers together, {each}",
     }
-    for part in PARTS:
+    about = (
+        f"density {content['density']:g}; {content['device']}, jax {content['jax']}; share of a "
+        f"copy of {size:,} float32"
+    )
+    for part, title in titles.items():
         rows = [row for row in content["rows"] if row["part"] == part]
         if rows:
-            show(
-                f"{titles[part]}, density {content['density']:g}; {content['device']}, jax "
-                f"{content['jax']}; share of a copy of {size:,} float32",
-                HEAD,
-                [cells(row) for row in rows],
-            )
+            show(f"{title}, {about}", HEAD, [cells(row) for row in rows])
     for row in content["rows"]:
         if row["contestant"] == EMPTY and row["launches"]:
             print(f"\na launch costs {1e3 * row['median_ms'] / row['launches']:.2f} us")

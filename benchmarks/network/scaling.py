@@ -59,25 +59,18 @@ def scaling(args: argparse.Namespace) -> dict[str, Any]:
     rows, counts = [], args.workers
     for (name, latency, bandwidth), network in networks.items():
         found = {
-            (algorithm, p): predict(
-                algorithm, Workload(size, k, p), network, args.codec, local, rest
-            )
-            for algorithm in ALGORITHMS
-            for p in counts
-        }
-        rows += [row | {"network": name} for row in found.values()]
-        steps = {key: row["step"] for key, row in found.items()}
-        lines = [
-            [
-                algorithm,
-                *(
-                    f"{1e3 * steps[algorithm, p]:,.1f} "
-                    f"({steps['dense', p] / steps[algorithm, p]:.2f})"
-                    for p in counts
-                ),
+            algorithm: [
+                predict(algorithm, Workload(size, k, p), network, args.codec, local, rest)
+                for p in counts
             ]
             for algorithm in ALGORITHMS
-        ]
+        }
+        rows += [row | {"network": name} for each in found.values() for row in each]
+        lines = []
+        for algorithm, each in found.items():
+            pairs = zip(each, found["dense"], strict=True)
+            steps = [(1e3 * row["step"], dense["step"] / row["step"]) for row, dense in pairs]
+            lines.append([algorithm, *(f"{step:,.1f} ({ratio:.2f})" for step, ratio in steps)])
         title = f"{name}: {latency}, {bandwidth}. ms a step (dense / this)"
         display.show(title, ("", *(f"P = {p}" for p in counts)), lines)
     found = {"params": size, "density": args.density, "codec": args.codec, "rest": rest}

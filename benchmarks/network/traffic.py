@@ -15,6 +15,7 @@ workers works on one machine. Five sections:
 """
 
 import argparse
+import functools
 import sys
 
 import jax
@@ -38,15 +39,8 @@ CASES = {
     "worst": {"conditional": "worst"},
 }
 
-CODECS = {
-    "raw": wire.raw,
-    "bf16": wire.bf16,
-    "narrow16": wire.narrow16,
-    "narrow8": wire.narrow8,
-    "qsgd8": lambda: wire.qsgd(bits=8),
-    "qsgd4": lambda: wire.qsgd(bits=4),
-    "qsgd2": lambda: wire.qsgd(bits=2),
-}
+CODECS = {name: getattr(wire, name) for name in ("raw", "bf16", "narrow16", "narrow8")}
+CODECS |= {f"qsgd{bits}": functools.partial(wire.qsgd, bits=bits) for bits in (8, 4, 2)}
 # What a step of Ok-Topk may take, as a multiple of k (P-1)/P: the paper's bound, and what is asked
 # of pairs in fewer bits.
 FLAT_SIZE, FLAT_WORKERS = 10**8, (16, 64, 256, 1024)
@@ -249,30 +243,13 @@ def levels(args):
 
 
 def draw(file, rows, title):
-    """Words over P of each algorithm; the paper's bounds as a band in the same colour."""
-    names = [name for name in _volumes.ALGORITHMS if name not in ("dense", "sparse_allgather")]
-    lines = -(-len(names) // 2)
-    figure, panels = display.panels(lines, 2, (10, 2.25 * lines), sharex=True, sharey=True)
-    by_name = {}
+    """Words of the worst step over P, of each algorithm."""
+    lines = {}
     for row in rows:
-        by_name.setdefault(row["algorithm"], []).append(row)
-    for name, axes in zip(names, panels.flat, strict=False):
-        for other in by_name.values():
-            x, y = zip(*((row["workers"], row["worst"] / row["k"]) for row in other), strict=True)
-            axes.plot(x, y, color="0.85", linewidth=1)
-        mine = by_name.get(name, [])
-        x = [row["workers"] for row in mine]
-        if mine and "upper" in mine[0]:
-            lower, upper = ([row[b] / row["k"] for row in mine] for b in ("lower", "upper"))
-            axes.fill_between(x, lower, upper, color="tab:orange", alpha=0.35, label="paper")
-        for case, style in (("worst", "o-"), ("best", "^--")):
-            y = [row[case] / row["k"] for row in mine]
-            axes.plot(x, y, style, color="tab:blue", markersize=3, label=f"program, {case}")
-        axes.set_title(name, fontsize=10)
-        display.logarithmic(axes)
-        axes.legend(fontsize=7)
-    figure.supxlabel("workers P (gray: the other algorithms, worst)", fontsize=9)
-    figure.supylabel("words received per worker, as a multiple of k", fontsize=9)
+        lines.setdefault(row["algorithm"], []).append((row["workers"], row["worst"] / row["k"]))
+    figure, ((axes,),) = display.panels(1, 1, (8, 6))
+    display.curves(axes, lines, {}, xlabel="workers P", ylabel="words, as a multiple of k")
+    display.logarithmic(axes)
     display.save(figure, file, title)
 
 
