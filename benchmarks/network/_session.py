@@ -1,8 +1,9 @@
 """All measurements of one number of hosts and one number of parameters."""
 
 import math
+from argparse import Namespace
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from .._common.contestants import find
 from .._common.namespaces import Hosts, network
@@ -22,32 +23,6 @@ _ROUND_SECONDS = 0.5
 # Words of the operands from which alpha and beta are fitted.
 _LATENCY_SIZES = (256, 4096, 65_536)
 _COUNTED = ("cpu_seconds", "received", "sent")
-
-
-class Settings(NamedTuple):
-    """What the command line says about every session.
-
-    Attributes:
-      density: k / n.
-      shapes: a key of ``_problem.SHAPES``.
-      rounds: how often each method has its turn.
-      steps: at most, of a turn.
-      warmup: steps before anything is measured, so that residuals have filled.
-      pin: whether each process stays on one core.
-      breakdown: whether local steps and unlimited links are measured, too.
-      seed: of the gradients.
-      seconds: after which a missing answer is an error.
-    """
-
-    density: float
-    shapes: str
-    rounds: int
-    steps: int
-    warmup: int
-    pin: bool
-    breakdown: bool
-    seed: int
-    seconds: float
 
 
 def batches(
@@ -87,7 +62,7 @@ def batches(
 
 
 def measure(
-    size: int, hosts: int, links: Sequence[str], batches: Sequence[Sequence[str]], s: Settings
+    size: int, hosts: int, links: Sequence[str], batches: Sequence[Sequence[str]], args: Namespace
 ) -> dict[str, list[dict[str, Any]]]:
     """Steps over each link, alpha and beta of each, and steps without any exchange.
 
@@ -95,17 +70,17 @@ def measure(
       ``points``, ``links`` and ``local``, each a list of rows for a JSON file.
     """
     found: dict[str, list[dict[str, Any]]] = {"points": [], "links": [], "local": []}
-    config = {"density": s.density, "shapes": SHAPES[s.shapes](size), "seed": s.seed}
+    config = {"density": args.density, "shapes": SHAPES[args.shapes](size), "seed": args.seed}
     with network(hosts) as made:
         for number, names in enumerate(batches):
-            with groups(made, config, pin=s.pin, seconds=s.seconds) as group:
+            with groups(made, config, pin=args.pin, seconds=args.timeout) as group:
 
                 def owner(name: str, group=group) -> Workers:
                     return group(
                         f"{__package__}.{'_torch' if find(name).torch else '_given'}:Worker"
                     )
 
-                for key, rows in _batch(made, links, names, number == 0, owner, s).items():
+                for key, rows in _batch(made, links, names, number == 0, owner, args).items():
                     found[key] += [{"workers": hosts, "params": size} | row for row in rows]
     return found
 
@@ -116,18 +91,20 @@ def _batch(
     names: Sequence[str],
     first: bool,
     owner: Callable[[str], Workers],
-    s: Settings,
+    args: Namespace,
 ) -> dict[str, list[dict[str, Any]]]:
     """What the others have in common with the first batch is measured in that one only."""
     found: dict[str, list[dict[str, Any]]] = {"points": [], "links": [], "local": []}
-    for name in dict.fromkeys([REST, *names]) if s.breakdown else ():
+    for name in dict.fromkeys([REST, *names]) if args.breakdown else ():
         if not find(name).torch and (first or name not in (BASELINE, REST)):
             say(f"{name}: a step without exchange")
-            found["local"].append(_local(owner(name), name, s))
+            found["local"].append(_local(owner(name), name, args))
     words, steps = {}, {}
     for name in names:
-        say(f"{name}: compiling and {s.warmup} steps")
-        words[name] = owner(name).ask("prepare", method=name, warmup=_warmup(name, s))[0]["words"]
+        say(f"{name}: compiling and {args.warmup} steps")
+        words[name] = owner(name).ask("prepare", method=name, warmup=_warmup(name, args))[0][
+            "words"
+        ]
     for link in links:
         made.limit(link)
         if first:
@@ -136,10 +113,10 @@ def _batch(
             found["links"].append({"link": link} | fitted)
         for name in names:
             seconds = slowest(owner(name).ask("measure", method=name, steps=1))
-            steps[name] = max(1, min(s.steps, math.ceil(_ROUND_SECONDS / seconds)))
+            steps[name] = max(1, min(args.steps, math.ceil(_ROUND_SECONDS / seconds)))
         rows = {name: _row(link, name, words[name]) for name in names}
-        for turn in range(s.rounds):
-            say(f"{link}: round {turn + 1} of {s.rounds}")
+        for turn in range(args.rounds):
+            say(f"{link}: round {turn + 1} of {args.rounds}")
             for name, row in rows.items():
                 _add(row, owner(name).ask("measure", method=name, steps=steps[name]))
         for name, row in rows.items():
@@ -150,20 +127,20 @@ def _batch(
     return found
 
 
-def _local(group: Workers, name: str, s: Settings) -> dict[str, Any]:
+def _local(group: Workers, name: str, args: Namespace) -> dict[str, Any]:
     """The step of one worker on each host, all at once: they share the cores as ever."""
-    group.ask("prepare", method=name, warmup=_warmup(name, s), local=True)
+    group.ask("prepare", method=name, warmup=_warmup(name, args), local=True)
     row = _row("local", name, None)
-    for _ in range(s.rounds):
-        _add(row, group.ask("measure", method=name, steps=s.steps))
+    for _ in range(args.rounds):
+        _add(row, group.ask("measure", method=name, steps=args.steps))
     group.ask("drop", method=name)
     return {key: row[key] for key in ("method", "seconds", "cpu_seconds")}
 
 
-def _warmup(name: str, s: Settings) -> int:
+def _warmup(name: str, args: Namespace) -> int:
     # Only what keeps a residual has a beginning; a dense step takes seconds on a slow link.
     short = find(name).torch or name.startswith("dense")
-    return min(s.warmup, 4) if short else s.warmup
+    return min(args.warmup, 4) if short else args.warmup
 
 
 def _row(link: str, name: str, words: Any) -> dict[str, Any]:

@@ -1,16 +1,17 @@
 """Starts one worker process on each host, and asks all of them the same thing."""
 
+import argparse
 import contextlib
 import functools
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from .._common import options
+from .._common import options, reports, timing
 from .._common.namespaces import Hosts, NetworkError
-from .._common.processes import Process, started, wait
+from .._common.processes import Process, interrupt_when_told, started, wait
 
 # With these glibc keeps large buffers instead of giving them back, so that a step does
 # not pay for fresh pages: the same for all contestants. One arena, since the others, those
@@ -103,6 +104,36 @@ def groups(
             return made
 
         yield group
+
+
+def in_turns(
+    group: Workers, name_of: str, names: Sequence[str], rounds: int, what: str, **asked: Any
+) -> dict[str, list[list[dict[str, Any]]]]:
+    """The answers to ``measure`` by name and round; ``name_of`` is the argument for the name."""
+    found: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in names}
+    for turn, name in timing.turns(names, rounds):
+        options.say(f"{what}: round {turn + 1} of {rounds}, {name}")
+        found[name].append(group.ask("measure", **asked, **{name_of: name}))
+    return found
+
+
+def all_of(
+    args: argparse.Namespace,
+    cases: Iterable[str],
+    measured: Callable[..., Iterator[list[dict[str, Any]]]],
+    show: Callable[..., None],
+) -> None:
+    """Measures cases, and shows their rows as they come and writes them to the file."""
+    interrupt_when_told()
+    options.require_network()
+    settings = {name: value for name, value in vars(args).items() if name != "json"}
+    rows: list[dict[str, Any]] = []
+    for case in cases:
+        for found in measured(args, case):
+            rows += found
+            show(args, found)
+            # After each: a failure in the next must not take it away.
+            reports.write(args.json, {"settings": settings, "rows": rows})
 
 
 def slowest(answers: Sequence[dict[str, Any]], key: str = "seconds") -> float:

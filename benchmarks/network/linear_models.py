@@ -22,10 +22,9 @@ from examples.linear_models import data as datasets
 from examples.linear_models.data import SHAPES
 from examples.linear_models.training import EXCHANGES, MODELS
 
-from .._common import display, namespaces, options, reports, timing
-from .._common.processes import interrupt_when_told
+from .._common import display, namespaces, options, timing
 from .._common.worker import barrier, measured
-from ._workers import groups, mean, slowest
+from ._workers import all_of, groups, in_turns, mean, slowest
 
 _BASE = {"sgd": "dense", "scd": "dense_allgather"}
 _HEAD = (
@@ -112,16 +111,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Measures, prints, and writes the file that is asked for."""
     args = parse(argv)
-    interrupt_when_told()
-    options.require_network()
-    rows: list[dict[str, Any]] = []
-    for data in args.data:
-        for found in _measured(args, data):
-            rows += found
-            _show(args, found)
-            # After each: a failure in the next must not take it away.
-            settings = {name: value for name, value in vars(args).items() if name != "json"}
-            reports.write(args.json, {"settings": settings, "rows": rows})
+    all_of(args, args.data, _measured, _show)
 
 
 def _measured(args: argparse.Namespace, data: str) -> Iterator[list[dict[str, Any]]]:
@@ -143,11 +133,8 @@ def _measured(args: argparse.Namespace, data: str) -> Iterator[list[dict[str, An
                 options.say(f"{data}, {model}: compiling {name}")
                 steps = group.ask("prepare", model=model, exchange=name)[0]["steps"]
             hosts.limit(args.link)
-            found: dict[str, list[Any]] = {name: [] for name in names}
-            for turn, name in timing.turns(names, args.rounds):
-                options.say(f"{data}, {model}: round {turn + 1} of {args.rounds}, {name}")
-                asked = {"model": model, "exchange": name, "most": args.steps}
-                found[name].append(group.ask("measure", **asked))
+            what, asked = f"{data}, {model}", {"model": model, "most": args.steps}
+            found = in_turns(group, "exchange", names, args.rounds, what, **asked)
             group.ask("drop", model=model)
             where = {"data": data, "model": model, "steps": steps}
             yield [where | _row(name, steps, answers) for name, answers in found.items()]

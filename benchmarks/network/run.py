@@ -38,6 +38,7 @@ METHODS = (
     *("gtopk", "ddp", "ddp/fp16", "ddp/powersgd1", "ddp/powersgd4"),
 )
 QUICK = ("dense", "ok_topk", "ok_topk/reuse/narrow8", "topk_a")
+_SETTINGS = ("density", "shapes", "rounds", "steps", "warmup", "pin", "breakdown", "seed")
 # Left for everything else on the machine.
 _MEMORY_SHARE = 0.8
 
@@ -55,8 +56,9 @@ def parser() -> argparse.ArgumentParser:
     add("--rounds", type=options.at_least_one, default=9, help="turns of each method")
     add("--steps", type=options.at_least_one, default=8, help="of a turn at most")
     add("--warmup", type=options.at_least_one, default=16, help="steps before the first turn")
-    add("--no-pin", action="store_true", help="let processes use all cores")
-    add("--no-breakdown", action="store_true", help="leave out the parts of a step")
+    add("--no-pin", action="store_false", dest="pin", help="let processes use all cores")
+    no_breakdown = {"action": "store_false", "dest": "breakdown"}
+    add("--no-breakdown", **no_breakdown, help="leave out the parts of a step")
     add("--torch-alone", action="store_true", help="not in the same rounds as JAX")
     add("--seed", type=int, default=0)
     add("--timeout", type=options.positive, default=900, help="seconds for one answer")
@@ -83,22 +85,20 @@ def main(argv: list[str] | None = None) -> int:
     reason = namespaces.unusable()
     if reason is not None:
         own.error(reason)
-    links = list(dict.fromkeys([*args.link, *([] if args.no_breakdown else ["none"])]))
-    given = {name: getattr(args, name) for name in _session.Settings._fields if name in args}
-    settings = _session.Settings(
-        **given, pin=not args.no_pin, breakdown=not args.no_breakdown, seconds=args.timeout
-    )
+    links = list(dict.fromkeys([*args.link, *(["none"] if args.breakdown else [])]))
+    settings = _machine() | {name: getattr(args, name) for name in _SETTINGS}
+    settings |= {"seconds": args.timeout}
     found = {"points": [], "links": [], "local": []}
     for size in sizes:
         for hosts in args.workers:
             available = _MEMORY_SHARE * _available_memory()
             batches = _session.batches(methods, size, hosts, available, args.torch_alone)
-            rows = _session.measure(size, hosts, links, batches, settings)
+            rows = _session.measure(size, hosts, links, batches, args)
             for name, more in rows.items():
                 found[name] += more
             print("\n" + "\n\n".join(_report.tables(rows)), flush=True)
             # After each session: hours of measurements survive a failure in the next.
-            reports.write(args.json, {"settings": _machine() | settings._asdict(), **found})
+            reports.write(args.json, {"settings": settings, **found})
     if args.plot:
         title = f"Steps with given gradients, density {args.density:g}; speed-up over dense"
         _report.draw(args.plot, found, title)

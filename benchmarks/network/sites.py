@@ -23,10 +23,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optax_ext
 
-from .._common import contestants, display, namespaces, options, reports, timing
-from .._common.processes import interrupt_when_told
+from .._common import contestants, display, namespaces, options, timing
 from .._common.worker import barrier, measured
-from ._workers import groups, mean, slowest
+from ._workers import all_of, groups, in_turns, mean, slowest
 
 METHODS = {"dense": "dense/leaves/adamw", "ok_topk": "ok_topk/adamw"}
 METHODS |= {"sparse_adamw": "sparse_adamw"}
@@ -122,16 +121,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Measures, prints, and writes the file that is asked for."""
     args = parse(argv)
-    interrupt_when_told()
-    options.require_network()
-    rows: list[dict[str, Any]] = []
-    for layout in args.layout:
-        for found in _measured(args, layout):
-            rows += found
-            _show(args, found)
-            # After each: a failure in the next must not take it away.
-            settings = {name: value for name, value in vars(args).items() if name != "json"}
-            reports.write(args.json, {"settings": settings, "rows": rows})
+    all_of(args, args.layout, _measured, _show)
 
 
 def _measured(args: argparse.Namespace, layout: str) -> Iterator[list[dict[str, Any]]]:
@@ -149,10 +139,8 @@ def _measured(args: argparse.Namespace, layout: str) -> Iterator[list[dict[str, 
             size = group.ask("prepare", method=method, warmup=4)[0]["size"]
         for link in args.links:
             hosts.limit(link)
-            found: dict[str, list[Any]] = {method: [] for method in METHODS}
-            for turn, method in timing.turns(list(METHODS), args.rounds):
-                options.say(f"{layout}, {link}: round {turn + 1} of {args.rounds}, {method}")
-                found[method].append(group.ask("measure", method=method, steps=args.steps))
+            what, names = f"{layout}, {link}", list(METHODS)
+            found = in_turns(group, "method", names, args.rounds, what, steps=args.steps)
             hosts.limit("none")
             yield [
                 {
