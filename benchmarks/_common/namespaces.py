@@ -62,11 +62,7 @@ class Hosts:
         _run("ip", "-n", f"{self.name}-switch", "link", "set", f"port{host}", "down")
 
     def limit(self, link: str) -> None:
-        """Limits every cable in both directions; ``none``: no limit.
-
-        Args:
-          link: a rate as `tc` writes it, such as 100mbit, 1gbit or 10gbit.
-        """
+        """Limits every cable in both directions to a rate such as 100mbit; ``none``: no limit."""
         hosts = range(len(self.addresses))
         ends = [(f"{self.name}-{host}", "eth0") for host in hosts]
         ends += [(f"{self.name}-switch", f"port{host}") for host in hosts]
@@ -83,11 +79,7 @@ class Hosts:
 
 @contextlib.contextmanager
 def network(count: int, name: str | None = None) -> Iterator[Hosts]:
-    """Hosts that exist inside the `with`; all of it is removed afterwards, whatever happens.
-
-    Raises:
-      NetworkError: the kernel or the rights do not suffice.
-    """
+    """Hosts that exist inside the `with`; all of it is removed afterwards, whatever happens."""
     name = f"{_PREFIX}{os.getpid()}" if name is None else name
     hosts = Hosts(name, count)
     try:
@@ -111,11 +103,7 @@ def clean() -> list[str]:
 
 
 def rate(link: str) -> float:
-    """Bytes per second of a rate such as 1gbit; infinite for ``none``.
-
-    Raises:
-      ValueError: it is not such a rate.
-    """
+    """Bytes per second of a rate such as 1gbit, infinite for ``none``; a ValueError for others."""
     if link == "none":
         return float("inf")
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", link)
@@ -127,8 +115,9 @@ def rate(link: str) -> float:
 def _create(hosts: Hosts) -> None:
     switch = f"{hosts.name}-switch"
     _run("ip", "netns", "add", switch)
-    _run("ip", "-n", switch, "link", "add", "switch", "type", "bridge")
-    _run("ip", "-n", switch, "link", "set", "switch", "up")
+    on_switch = ["ip", "-n", switch, "link"]
+    _run(*on_switch, "add", "switch", "type", "bridge")
+    _run(*on_switch, "set", "switch", "up")
     for i, address in enumerate(hosts.addresses):
         host, port = f"{hosts.name}-{i}", f"port{i}"
         etc = _ETC / host
@@ -136,14 +125,13 @@ def _create(hosts: Hosts) -> None:
         # Gloo takes the address to which the name of the machine resolves.
         (etc / "hosts").write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
         _run("ip", "netns", "add", host)
-        veth = ["link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", host]
-        _run("ip", "-n", switch, *veth)
-        _run("ip", "-n", switch, "link", "set", port, "master", "switch", "up")
+        _run(*on_switch, "add", port, "type", "veth", "peer", "name", "eth0", "netns", host)
+        _run(*on_switch, "set", port, "master", "switch", "up")
         # Without addresses of IPv6 nothing is sent that was not asked for.
         _run("ip", "-n", host, "link", "set", "eth0", "addrgenmode", "none")
         _run("ip", "-n", host, "address", "add", f"{address}/16", "dev", "eth0")
-        _run("ip", "-n", host, "link", "set", "eth0", "up")
-        _run("ip", "-n", host, "link", "set", "lo", "up")
+        for interface in ("eth0", "lo"):
+            _run("ip", "-n", host, "link", "set", interface, "up")
 
 
 def _namespaces(prefix: str) -> list[str]:

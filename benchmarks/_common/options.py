@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from . import namespaces
+from .processes import Interrupted
 
 
 class InputError(ValueError):
@@ -45,7 +46,7 @@ def program(main: Callable[[list[str] | None], int | None]) -> Callable[..., int
             message, status = str(error), 2
         except namespaces.NetworkError as error:
             message, status = str(error), 1
-        except KeyboardInterrupt:
+        except Interrupted:
             message, status = "interrupted", 130
         name = main.__module__ if main.__module__ != "__main__" else Path(sys.argv[0]).stem
         print(f"{name.rpartition('.')[2]}: {message}", file=sys.stderr)

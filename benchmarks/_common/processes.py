@@ -199,8 +199,12 @@ def coordinator() -> Iterator[tuple[str, dict[str, str]]]:
         yield address, {"JAX_COORDINATOR_BIND_ADDRESS": address}
 
 
+class Interrupted(KeyboardInterrupt):
+    """Somebody has told this process to end, by Ctrl-C or by a plain ``kill``."""
+
+
 def interrupt_when_told() -> None:
-    """A plain ``kill`` of this process is a KeyboardInterrupt, as Ctrl-C is: it cleans up."""
+    """A plain ``kill`` of this process is an exception, as Ctrl-C is: it cleans up."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _interrupt)
 
@@ -209,7 +213,7 @@ def _interrupt(*_) -> None:
     # A second one must not interrupt the cleaning up.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt
+    raise Interrupted
 
 
 def die_with_parent() -> None:

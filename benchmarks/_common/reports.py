@@ -25,9 +25,7 @@ _SHOWN = 40
 def write(path: Path | None, content: Any) -> None:
     """Writes a report, arrays as lists; what was there stays until all of it is written.
 
-    Args:
-      path: of the file; nothing is done for None, an option that was not given.
-      content: what ``json`` can write, or NumPy's numbers and arrays.
+    Nothing is done where the path is None, an option that was not given.
     """
     if path is None:
         return

@@ -29,13 +29,10 @@ def in_turns(
     *,
     seen: Callable[[str, Any], None] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds of each contestant in each round.
+    """Seconds of each contestant in each round, by name.
 
-    Args:
-      runs: ``run(round)`` by name; each does all that it needs once before, so that nothing is
-        compiled here.
-      rounds: how many.
-      seen: ``seen(name, result)``, called with each result when the clock has stopped.
+    A run has done all that it needs once before, so that nothing is compiled here. ``seen`` is
+    called with each name and result when the clock has stopped.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn, name in turns(list(runs), rounds):

@@ -47,11 +47,7 @@ def missing() -> str | None:
 
 
 def mesh(devices: int) -> Mesh:
-    """A mesh of that many described GPUs of one host, over the axis "data".
-
-    Raises:
-      InputError: the compiler is not installed.
-    """
+    """A mesh of that many described GPUs of one host; an InputError without the compiler."""
     reason = missing()
     if reason is not None:
         raise InputError(reason)

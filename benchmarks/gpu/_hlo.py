@@ -34,11 +34,7 @@ class Instruction:
     attributes: str
 
     def called(self, attribute: str) -> str:
-        """The computation that an attribute such as ``body`` names.
-
-        Raises:
-          ValueError: there is no such attribute.
-        """
+        """The computation that an attribute such as ``body`` names; else a ValueError."""
         found = self._find(rf"\b{attribute}=%?([\w.\-]+)")
         if not found:
             raise ValueError(f"{self.opcode} {self.name} has no {attribute}")
@@ -93,11 +89,7 @@ class Program:
 
 
 def parse(text: str) -> Program:
-    """Reads ``compiled.as_text()``.
-
-    Raises:
-      ValueError: there is no entry computation in it.
-    """
+    """Reads ``compiled.as_text()``; a ValueError where no computation is the entry."""
     computations: dict[str, list[Instruction]] = {}
     tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
     current, entry, table = None, None, None

@@ -38,14 +38,10 @@ def complete(
     neighbour: Callable[[Sequence[Option]], tuple[str, Any]],
     usual: dict[str, Any],
 ) -> None:
-    """Fills in what is usual for the task, and ends with one line where an option is wrong.
+    """Fills in what is usual, and ends with one line where an option is wrong.
 
-    Args:
-      parser: for the error.
-      args: what was read; ``neighbours`` is added, those of --options by name.
-      names: of the contestants.
-      neighbour: makes a contestant of options, and its name.
-      usual: ``rates``, ``batch`` and ``width``, where they are others than those of the task.
+    ``neighbours`` is added, contestants of --options by name, which ``neighbour`` makes. ``usual``
+    has rates, batch and width where they are others than those of the task.
     """
     kind = KINDS[args.task]
     args.rates = sorted(args.rates or usual.get("rates", kind.rates))

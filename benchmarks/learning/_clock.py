@@ -42,15 +42,11 @@ def spend(
     take: Callable[[list[float]], float],
     measure: Callable[[], float],
 ) -> Curve:
-    """Takes steps for the length of the budget, and measures after each of so many equal parts.
+    """Takes steps for the seconds of the budget, and measures after each of so many equal parts.
 
-    Args:
-      budget: seconds of training; one step is taken even if it is longer.
-      points: measurements, besides that at the beginning.
-      guess: seconds of a step, about.
-      take: ``take(shares)`` takes a step for each and returns the seconds of all of them;
-        ``shares`` of the budget have passed when they begin.
-      measure: what is to be known at each point; the clock stands still.
+    ``take(shares)`` takes a step for each and returns the seconds of all of them; ``shares`` of the
+    budget have passed when they begin. One is taken even if the budget is shorter; ``guess`` is
+    about what it takes. The clock stands still for ``measure``.
     """
     curve = Curve([0.0], [0], [measure()])
     spent, steps, each = 0.0, 0, guess

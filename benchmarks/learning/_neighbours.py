@@ -39,10 +39,8 @@ def option(text: str) -> Option:
 def neighbour(task: str, share: float, given: Sequence[Option]) -> tuple[str, Train]:
     """``sparse_adamw``, or ``sparse_sgd`` where the task has that, with other options.
 
-    The name has the options in it; a density that is not among them is multiplied by ``share``.
-
-    Raises:
-      ValueError: there is no such option, or the value is none for it.
+    The name has the options in it; a density that is not among them is multiplied by ``share``. A
+    ValueError where there is no such option, or the value is none for it.
     """
     make = optax_ext.sparse_adamw if KINDS[task].optimizer == ADAMW else optax_ext.sparse_sgd
     made = arguments(make, given)
@@ -53,11 +51,7 @@ def neighbour(task: str, share: float, given: Sequence[Option]) -> tuple[str, Tr
 
 
 def arguments(make: Callable[..., Any], given: Sequence[Option]) -> dict[str, Any]:
-    """What an optimizer is called with for the options.
-
-    Raises:
-      ValueError: there is no such option, or the value is none for it.
-    """
+    """What an optimizer is called with for the options; a ValueError as above."""
     taken = inspect.signature(make).parameters
     possible = [name for name in _NUMBERS if name in taken] + list(_OF_RESIDUAL)
     possible += [name for name, (argument, _) in _MADE.items() if argument in taken]

@@ -46,11 +46,7 @@ def with_norms() -> dict[str, Make]:
 
 
 def neighbour(given: Sequence[Option]) -> tuple[str, Make]:
-    """``sparse_adamw`` with options, and its name.
-
-    Raises:
-      ValueError: there is no such option, or the value is none for it.
-    """
+    """``sparse_adamw`` with options, and its name; a ValueError where an option is none."""
     make = optax_ext.sparse_adamw
     made = {"axis": AXIS, **arguments(make, given)}
     make(0.1, **made)

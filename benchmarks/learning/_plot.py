@@ -10,12 +10,9 @@ from .._common import display
 
 
 class Line(NamedTuple):
-    """What is drawn of a contestant.
+    """What is drawn of a contestant: its runs, one for each seed.
 
-    Attributes:
-      name: of the contestant.
-      group: with which others it is drawn: P, None where it is the same for all; or a link.
-      runs: from the store, one for each seed.
+    ``group`` is with which others: P, None where it is the same for all; or a link.
     """
 
     name: str

@@ -47,11 +47,7 @@ KINDS = {
 
 
 def make(name: str, width: int | None, text: Path | None, images: Path | None) -> Task:
-    """The task, from the data of the user or what is there without.
-
-    Raises:
-      InputError: the data can't be read, or are too few.
-    """
+    """The task, from the data of the user or what is there without."""
     if name.startswith("images"):
         data = read_images(images)
         network = _small_models.convolutional(data.train_images.shape[1:], data.classes)

@@ -21,12 +21,9 @@ def worse(value: float, other: float, large: bool) -> float:
 
 
 def cells(line: Line, dense: Line | None, large: bool) -> list[str]:
-    """A row of the table: a contestant over a link.
+    """A row of the table: a contestant over a link, beside the dense one where there is one.
 
-    Args:
-      line: its runs.
-      dense: those of the dense contestant over the link; None: there are none.
-      large: whether a large value is a good one: an accuracy, in points.
+    ``large`` says whether a large value is a good one: an accuracy, in points.
     """
     runs, by, reached = line.runs, "-", "-"
     if dense is not None:

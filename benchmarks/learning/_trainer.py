@@ -1,6 +1,5 @@
 """The role of a host that trains a real model, with gradients of its own, over Gloo."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,19 @@ from ._over_links import AXIS, Make
 
 
 class Learner:
-    """What one worker has, whatever it trains with: a task, and the contestant that has begun."""
+    """What one worker has, whatever it trains with: a task, and the contestant that has begun.
+
+    Those who inherit say how to start anew, how a batch is placed and a step taken, and what the
+    whole parameters are, as those of the JAX model.
+    """
 
     # Steps after which everything is compiled.
     FIRST = 1
-    barrier: Callable[[], None]
+    barrier: Any
+    _start: Any
+    _placed: Any
+    _step: Any
+    _whole: Any
 
     def __init__(self, config: dict[str, Any]):
         files = (Path(path) if path else None for path in (config["text"], config["images"]))
@@ -62,20 +69,6 @@ class Learner:
     def evaluate(self) -> dict[str, Any]:
         """The value of the parameters, which all have: one of them finds it."""
         return {"value": None if self._host else self._task.evaluate(self._whole())}
-
-    def _start(self, contestant: str, options: list | None) -> None:
-        """The first parameters and a new state."""
-        raise NotImplementedError
-
-    def _placed(self, batch: Any) -> Any:
-        raise NotImplementedError
-
-    def _step(self, batch: Any, rate: float) -> None:
-        raise NotImplementedError
-
-    def _whole(self) -> Any:
-        """The parameters as those of the JAX model."""
-        raise NotImplementedError
 
 
 class Trainer(Learner):
@@ -128,8 +121,5 @@ class Trainer(Learner):
 
     def _global(self, tree: Any, spec: P) -> Any:
         where = NamedSharding(self._mesh, spec)
-
-        def placed(x):
-            return jax.make_array_from_process_local_data(where, np.asarray(x))
-
-        return jax.tree.map(placed, tree)
+        place = jax.make_array_from_process_local_data
+        return jax.tree.map(lambda x: place(where, np.asarray(x)), tree)

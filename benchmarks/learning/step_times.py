@@ -42,7 +42,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--task", choices=time.WIDTHS, default="text")
     add("--text", type=Path, metavar="FILE", help="plain text; Python's help topics by default")
     add("--link", type=options.link, nargs="+", default=["100mbit", "1gbit"], metavar="RATE")
-    add("--workers", type=options.at_least(2), default=4, metavar="P")
+    add("--workers", type=options.several, default=4, metavar="P")
     add("--batch", type=options.at_least_one, default=8, help="of all workers")
     add("--width", type=options.at_least_one, help="of the model")
     add("--rounds", type=options.at_least_one, default=5)

@@ -33,11 +33,7 @@ LOCAL = {
 
 
 def local_cost(choice: str) -> tuple[LocalCost, float, str]:
-    """What a sparse step costs beyond a dense one, the dense one per parameter, and a name.
-
-    Raises:
-      InputError: the file is not one of benchmarks.local.step_cost.
-    """
+    """What a sparse step costs beyond a dense one, the dense one per parameter, and a name."""
     if choice == "cpu":
         return _planner.CPU, 0.0, "the planner's cpu"
     report = reports.read(Path(choice), LOCAL, "benchmarks.local.step_cost --json")
@@ -79,9 +75,6 @@ def validate(path: Path) -> list[dict[str, Any]]:
 
     The processes share the cores, so merging takes longer than on cores of one's own by
     their number over that of the cores; the measured local steps have that in them.
-
-    Raises:
-      InputError: the file is no report, or lacks a latency or the steps without exchange.
     """
     report = reports.read(path, MEASURED, "benchmarks.network.run --json")
     local = {

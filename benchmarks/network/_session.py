@@ -30,10 +30,8 @@ def batches(
 ) -> list[list[str]]:
     """The methods in groups whose hosts fit into the memory together, each with the baseline.
 
-    With ``torch_alone`` those of PyTorch have batches of their own.
-
-    Raises:
-      WorkerError: not even one method beside the baseline fits.
+    With ``torch_alone`` those of PyTorch have batches of their own. A WorkerError where not even
+    one method beside the baseline fits.
     """
 
     def need(names: Sequence[str]) -> float:
@@ -64,11 +62,7 @@ def batches(
 def measure(
     size: int, hosts: int, links: Sequence[str], batches: Sequence[Sequence[str]], args: Namespace
 ) -> dict[str, list[dict[str, Any]]]:
-    """Steps over each link, alpha and beta of each, and steps without any exchange.
-
-    Returns:
-      ``points``, ``links`` and ``local``, each a list of rows for a JSON file.
-    """
+    """Rows for a JSON file: steps over each link, its alpha and beta, steps without exchange."""
     found: dict[str, list[dict[str, Any]]] = {"points": [], "links": [], "local": []}
     config = {"density": args.density, "shapes": SHAPES[args.shapes](size), "seed": args.seed}
     with network(hosts) as made:

@@ -80,11 +80,8 @@ def groups(
 ) -> Iterator[Callable[[str], Workers]]:
     """Gives the processes of a role, which start when it is first asked for.
 
-    Args:
-      hosts: the hosts.
-      config: what a role is made from, besides its host and how to meet the others.
-      pin: whether each process stays on one core.
-      seconds: after which a missing answer is an error.
+    A role is made from ``config``, its host and how to meet the others. With ``pin`` each process
+    stays on one core; a missing answer is an error after so many seconds.
     """
     more = _MALLOC | {"GLOO_SOCKET_IFNAME": "eth0"} | ({"OMP_NUM_THREADS": "1"} if pin else {})
     with contextlib.ExitStack() as stack:

@@ -35,11 +35,7 @@ NETWORKS = (
 
 
 def scaling(args: argparse.Namespace) -> dict[str, Any]:
-    """Predicts every algorithm for every network and P, and prints the tables.
-
-    Raises:
-      InputError: a quantity or a file is wrong.
-    """
+    """Predicts every algorithm for every network and P, and prints the tables."""
     try:
         size = _units.count("--params", args.params)
         compute = _units.seconds("--compute", args.compute)
