@@ -19,21 +19,17 @@ from ._described import AXIS
 __all__ = ["layout", "selectors", "steps"]
 # The width of matrices as in a transformer, and the most entries of one.
 _WIDTH, _MATRIX = 1024, 2**22
-_NAMES = {"dense": "dense/leaves", "ok_topk": "ok_topk"}
-_NAMES |= {"ok_topk_reuse": "ok_topk/reuse/global32", "topk_a": "topk_a"}
-_NAMES |= {name: name for name in ("sparse_adamw", "sparse_sgd", "gtopk")}
-_NAMES |= {"powersgd": "powersgd4", "agreed": "agreed", "agreed_few": "agreed/few"}
-_NAMES |= {
-    name: name
-    for name in (
-        *("spardl", "ssar_recursive_double", "ssar_split_allgather", "dsar_split_allgather"),
-    )
-}
+# The steps, and which contestants they are where that has another name.
+_NAMES = ("dense", "ok_topk", "ok_topk_reuse", "topk_a", "sparse_adamw", "sparse_sgd", "gtopk")
+_NAMES += ("powersgd", "agreed", "agreed_few", "spardl", "ssar_recursive_double")
+_NAMES += ("ssar_split_allgather", "dsar_split_allgather")
+_ARE = {"dense": "dense/leaves", "ok_topk_reuse": "ok_topk/reuse/global32"}
+_ARE |= {"powersgd": "powersgd4", "agreed_few": "agreed/few"}
 
 
 def steps() -> dict[str, Contestant]:
     """Every step by name, the dense baseline first."""
-    return {name: find(contestant) for name, contestant in _NAMES.items()}
+    return {name: find(_ARE.get(name, name)) for name in _NAMES}
 
 
 def layers(size: int) -> tuple[tuple[int, ...], ...]:

@@ -30,13 +30,9 @@ from ._hlo import Instruction, parse
 
 LAYERS, WIDTH, EXAMPLES, DEVICES, DENSITY = 6, 2048, 512, 8, 0.01
 # What stands in front of SGD, and which contestant it is.
-REDUCTIONS = {"dense": "dense/leaves"} | {
-    name: name
-    for name in (
-        *("delayed(dense)", "agreed", "bucketed(agreed, 3)", "delayed(agreed)"),
-        *("ok_topk", "delayed(ok_topk)"),
-    )
-}
+_NAMES = ("delayed(dense)", "agreed", "bucketed(agreed, 3)", "delayed(agreed)")
+_NAMES += ("ok_topk", "delayed(ok_topk)")
+REDUCTIONS = {"dense": "dense/leaves"} | {name: name for name in _NAMES}
 _SCHEDULER: Any = {"xla_gpu_enable_latency_hiding_scheduler": True}
 
 

@@ -49,16 +49,10 @@ def run_all(task: Task, store: Store, args: argparse.Namespace) -> None:
     for (name, make), workers in itertools.product(chosen(args).items(), args.workers):
         case = case_of(name, workers, args)
         for rate, seed in store.missing(args.rates, args.seeds, large, **case):
-            curve = train(
-                task,
-                make(rate, args.steps),
-                workers=workers,
-                steps=args.steps,
-                every=max(1, args.steps // args.points),
-                batch=args.batch,
-                seeds=[seed],
-                label=f"{name} at {rate:g}",
-            )[0]
+            given = {"workers": workers, "steps": args.steps, "batch": args.batch}
+            every, label = max(1, args.steps // args.points), f"{name} at {rate:g}"
+            variant = make(rate, args.steps)
+            curve = train(task, variant, **given, every=every, seeds=[seed], label=label)[0]
             found = {"rate": rate, "seed": seed, "value": curve.values[-1], "words": curve.words}
             points = {"steps": curve.steps, "values": curve.values, "size": size}
             store.add({**case, **found, "curve": points})

@@ -125,18 +125,13 @@ def main(argv: list[str] | None = None) -> None:
             settings = {"jax": jax.__version__, "workers": args.workers, "rounds": args.rounds}
             # After each: the long ones come last.
             reports.write(args.json, {**settings, "rows": rows})
-    show(
-        f"first step of {args.workers} workers on this machine",
-        ("contestant", "leaves", "processor seconds", "MiB"),
-        [
-            [
-                *(row["contestant"], f"{row['leaves']:,}"),
-                " ".join(f"{x:.1f}" for x in row["cpu_seconds"]),
-                " ".join(f"{x:.0f}" for x in row["peak_mib"]),
-            ]
-            for row in rows
-        ],
-    )
+    lines = []
+    for row in rows:
+        seconds = " ".join(f"{x:.1f}" for x in row["cpu_seconds"])
+        mib = " ".join(f"{x:.0f}" for x in row["peak_mib"])
+        lines.append([row["contestant"], f"{row['leaves']:,}", seconds, mib])
+    head = ("contestant", "leaves", "processor seconds", "MiB")
+    show(f"first step of {args.workers} workers on this machine", head, lines)
 
 
 if __name__ == "__main__":
