@@ -138,21 +138,15 @@ def main(argv: list[str] | None = None) -> int:
             "one, or try the program with --allow-cpu --size 1e5"
         )
     known = [EMPTY, TOP_K, *_contestants.selectors(args.density), *_contestants.steps()]
-    unknown = [name for name in args.only or () if name not in known]
-    if unknown:
-        raise options.InputError(f"no contestant {unknown[0]!r}; there are {', '.join(known)}")
+    for name in args.only or ():
+        if name not in known:
+            raise options.InputError(f"no contestant {name!r}; there are {', '.join(known)}")
     base, made = contestants(args.size, args.density, args.workers, args.seed)
-    content = {
-        "device": device.device_kind,
-        "platform": device.platform,
-        "jax": jax.__version__,
-        "jaxlib": metadata.version("jaxlib"),
-        "runtime": device.client.platform_version,
-        "size": args.size,
-        "density": args.density,
-        "workers": args.workers,
-        "computed_dense_allreduce": dense_on_networks(args.size, args.workers),
-    }
+    content = {"device": device.device_kind, "platform": device.platform}
+    content |= {"jax": jax.__version__, "jaxlib": metadata.version("jaxlib")}
+    content |= {"runtime": device.client.platform_version}
+    content |= {name: getattr(args, name) for name in ("size", "density", "workers")}
+    content |= {"computed_dense_allreduce": dense_on_networks(args.size, args.workers)}
     session = Session(
         base, content, args.json, rounds=args.rounds, start=start, seconds=60 * args.minutes
     )

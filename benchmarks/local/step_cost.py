@@ -164,10 +164,9 @@ def main(argv=None):
         [*timing.CELLS, "|sel-k|/k"],
         [[*timing.cells(row), f"{row['mean_deviation_of_k']:.2%}"] for row in rows],
     )
-    memory = {
-        "one leaf": measure_memory(args.size, args.density, 1),
-        f"{args.leaves} leaves": measure_memory(args.size, args.density, args.leaves),
-    }
+    given = args.size, args.density
+    memory = {"one leaf": measure_memory(*given, 1)}
+    memory[f"{args.leaves} leaves"] = measure_memory(*given, args.leaves)
     show(
         "peak memory of a training step over dense, in n-sized float32 buffers",
         ["contestant", *memory],
