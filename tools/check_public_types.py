@@ -27,45 +27,31 @@ def report(package: str) -> dict[str, Any]:
     """What pyright says of the symbols of a package."""
     # Here pyright takes the packages of the first `python` on the PATH, whatever --pythonpath says,
     # and what lies in the current folder is no package to it.
-    environment = {
-        **os.environ,
-        "PATH": os.pathsep.join([str(BIN), os.environ.get("PATH", "")]),
-        "PYTHONPATH": str(ROOT),
-    }
-    command = ["pyright", "--verifytypes", package, "--ignoreexternal", "--outputjson"]
+    path = os.pathsep.join([str(BIN), os.environ.get("PATH", "")])
+    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+    command = [BIN / "pyright", "--verifytypes", package, "--ignoreexternal", "--outputjson"]
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [BIN / command[0], *command[1:]],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     try:
         return json.loads(done.stdout)["typeCompleteness"]
     except (ValueError, KeyError):
-        sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+        sys.exit(f"pyright --verifytypes {package} failed:\n{done.stdout}{done.stderr}")
 
 
 def incomplete(symbols: list[dict[str, Any]]) -> list[str]:
     """One line for each reason why a symbol's type is not known in full."""
     unknown = [s for s in symbols if not s["isTypeKnown"] or s["isTypeAmbiguous"]]
+    reasons = []
+    for symbol in unknown:
+        for entry in symbol["diagnostics"]:
+            if entry["severity"] == "error":
+                where = ""
+                if "range" in entry:
+                    where = f"{entry['file']}:{entry['range']['start']['line'] + 1}: "
+                message = " ".join(entry["message"].split())
+                reasons.append(f"{where.removeprefix(f'{ROOT}/')}{symbol['name']}: {message}")
     # Those without a reason of their own only refer to others.
-    reasons = [
-        f"{_place(entry)}{symbol['name']}: {' '.join(entry['message'].split())}"
-        for symbol in unknown
-        for entry in symbol["diagnostics"]
-        if entry["severity"] == "error"
-    ]
     return reasons or [symbol["name"] for symbol in unknown]
-
-
-def _place(entry: dict[str, Any]) -> str:
-    if "range" not in entry:
-        return ""
-    file = Path(entry["file"])
-    name = file.relative_to(ROOT) if file.is_relative_to(ROOT) else file
-    return f"{name}:{entry['range']['start']['line'] + 1}: "
 
 
 def unseen(package: str, symbols: list[dict[str, Any]]) -> list[str]:

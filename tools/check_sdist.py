@@ -7,6 +7,7 @@ that read files and are quick about it.
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -28,14 +29,12 @@ NOT = "not docstring_examples"
 
 def tracked() -> set[str]:
     """The files of the repository; none where this is not a checkout."""
-    command = ["git", "-C", str(ROOT), "ls-files", "-z"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except FileNotFoundError:
+    if shutil.which("git") is None:
         return set()
+    command = ["git", "-C", str(ROOT), "ls-files", "-z"]
+    listed = subprocess.run(command, capture_output=True, text=True).stdout
     # Deleted files stay in the index until that is committed.
-    names = done.stdout.split("\0") if done.returncode == 0 else []
-    return {name for name in names if name and (ROOT / name).is_file()}
+    return {name for name in listed.split("\0") if name and (ROOT / name).is_file()}
 
 
 def run_tests(folder: Path) -> None:

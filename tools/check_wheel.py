@@ -25,16 +25,6 @@ for name in sys.argv[2:]:
 """
 
 
-def checkout_files() -> set[str]:
-    """Returns the files of both packages in the checkout, relative to its root."""
-    return {
-        path.relative_to(ROOT).as_posix()
-        for package in PACKAGES
-        for path in (ROOT / package).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
-
-
 def check(dist: Path) -> None:
     """Raises SystemExit with one line when the wheel in `dist` is not what it should be."""
     wheels = list(dist.glob("*.whl"))
@@ -43,14 +33,20 @@ def check(dist: Path) -> None:
     with zipfile.ZipFile(wheels[0]) as archive:
         in_wheel = {name for name in archive.namelist() if ".dist-info/" not in name}
 
-    expected = checkout_files()
-    if missing := sorted(expected - in_wheel):
-        sys.exit(f"missing from the wheel: {', '.join(missing)}")
-    if extra := sorted(in_wheel - expected):
-        sys.exit(f"in the wheel, but not in the checkout's packages: {', '.join(extra)}")
-    for package in PACKAGES:
-        if f"{package}/py.typed" not in in_wheel:
-            sys.exit(f"{package}/py.typed is missing, so type checkers would ignore the package")
+    expected = {
+        path.relative_to(ROOT).as_posix()
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    # Without the last ones type checkers would ignore the packages.
+    for what, files in (
+        ("missing from the wheel", expected - in_wheel),
+        ("in the wheel, but not in the checkout's packages", in_wheel - expected),
+        ("missing", {f"{package}/py.typed" for package in PACKAGES} - in_wheel),
+    ):
+        if files:
+            sys.exit(f"{what}: {', '.join(sorted(files))}")
 
     with tempfile.TemporaryDirectory() as target:
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-qq"]

@@ -35,10 +35,8 @@ print(json.dumps([*sys.version_info[:3], released and not free_threaded]))
 
 def candidates() -> Iterator[str]:
     """Paths of what may be interpreters."""
-    for folder in os.get_exec_path():
-        yield from (str(path) for path in Path(folder).glob(NAME))
-    for folder, pattern in FOLDERS:
-        yield from (str(path) for path in Path(folder).expanduser().glob(pattern))
+    for folder, pattern in (*((folder, NAME) for folder in os.get_exec_path()), *FOLDERS):
+        yield from map(str, Path(folder).expanduser().glob(pattern))
 
 
 def version_of(python: str) -> tuple[int, ...] | None:
@@ -55,17 +53,16 @@ def version_of(python: str) -> tuple[int, ...] | None:
 
 def main() -> None:
     """Prints the path, or exits with one line that says what to do."""
-    given = sys.argv[1:]
-    tried = given or list(dict.fromkeys(candidates()))
-    found = {python: version_of(shutil.which(python) or python) for python in tried}
-    working = {python: version for python, version in found.items() if version is not None}
-    if not working:
+    tried = sys.argv[1:] or list(dict.fromkeys(candidates()))
+    found = {version_of(shutil.which(python) or python): python for python in reversed(tried)}
+    found.pop(None, None)
+    if not found:
         sys.exit(
             f"no Python {OLDEST[0]}.{OLDEST[1]} or newer that works was found, which the newest jax"
             f" needs. Install one, or set NEWEST_PYTHON=/path/to/python3.13. Tried:"
             f" {', '.join(tried) or 'nothing, as none is on the PATH'}."
         )
-    print(max(working, key=lambda python: working[python]))
+    print(found[max(found)])
 
 
 if __name__ == "__main__":

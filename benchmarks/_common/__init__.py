@@ -1,1 +1,1 @@
-"""What the programs share: options, reports, times, display, processes, namespaces."""
+"""What the programs share: options, reports, times, display, contestants, processes, networks."""

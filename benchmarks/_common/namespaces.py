@@ -13,7 +13,7 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 _PREFIX = "scnet"
@@ -27,7 +27,7 @@ _SMALLEST_BURST = 64 * 1024
 
 
 class NetworkError(Exception):
-    """A command of `ip` or `tc` failed; one line."""
+    """The network, or what runs on its hosts, failed; one line."""
 
 
 def unusable() -> str | None:
@@ -47,12 +47,7 @@ def unusable() -> str | None:
 
 
 class Hosts:
-    """The hosts of one network.
-
-    Attributes:
-      name: the prefix of the namespaces.
-      addresses: of each host.
-    """
+    """The hosts of one network: the prefix of their namespaces, and an address of each."""
 
     def __init__(self, name: str, count: int):
         self.name = name
@@ -67,64 +62,48 @@ class Hosts:
         _run("ip", "-n", f"{self.name}-switch", "link", "set", f"port{host}", "down")
 
     def limit(self, link: str) -> None:
-        """Limits every cable in both directions; ``none``: no limit.
-
-        Args:
-          link: a rate as `tc` writes it, such as 100mbit, 1gbit or 10gbit.
-        """
-        for host in range(len(self.addresses)):
-            for namespace, interface in (
-                (f"{self.name}-{host}", "eth0"),
-                (f"{self.name}-switch", f"port{host}"),
-            ):
-                device = ["tc", "-n", namespace, "qdisc"]
-                if link == "none":
-                    subprocess.run(
-                        [*device, "del", "dev", interface, "root"], capture_output=True, check=False
-                    )
-                else:
-                    burst = max(_SMALLEST_BURST, int(rate(link) / 1000))
-                    _run(
-                        *(*device, "replace", "dev", interface, "root", "tbf"),
-                        *("rate", link, "burst", str(burst), "latency", _QUEUE),
-                    )
+        """Limits every cable in both directions to a rate such as 100mbit; ``none``: no limit."""
+        hosts = range(len(self.addresses))
+        ends = [(f"{self.name}-{host}", "eth0") for host in hosts]
+        ends += [(f"{self.name}-switch", f"port{host}") for host in hosts]
+        for namespace, interface in ends:
+            device = ["tc", "-n", namespace, "qdisc"]
+            where = ["dev", interface, "root"]
+            if link == "none":
+                subprocess.run([*device, "del", *where], capture_output=True, check=False)
+            else:
+                burst = str(max(_SMALLEST_BURST, int(rate(link) / 1000)))
+                bucket = ["tbf", "rate", link, "burst", burst, "latency", _QUEUE]
+                _run(*device, "replace", *where, *bucket)
 
 
 @contextlib.contextmanager
 def network(count: int, name: str | None = None) -> Iterator[Hosts]:
-    """Hosts that exist inside the `with`; all of it is removed afterwards, whatever happens.
-
-    Raises:
-      NetworkError: the kernel or the rights do not suffice.
-    """
+    """Hosts that exist inside the `with`; all of it is removed afterwards, whatever happens."""
     name = f"{_PREFIX}{os.getpid()}" if name is None else name
     hosts = Hosts(name, count)
     try:
         _create(hosts)
         yield hosts
     finally:
-        _delete(name)
+        for namespace in _namespaces(f"{name}-"):
+            _delete(namespace)
 
 
 def clean() -> list[str]:
     """Removes the namespaces of processes that are gone; returns their names."""
-    found = set(_namespaces()) | {path.name for path in _ETC.glob(f"{_PREFIX}*")}
     dead = [
         namespace
-        for namespace in sorted(found)
+        for namespace in _namespaces(_PREFIX)
         if (match := _OURS.fullmatch(namespace)) and not Path("/proc", match[1]).exists()
     ]
     for namespace in dead:
-        _delete_one(namespace)
+        _delete(namespace)
     return dead
 
 
 def rate(link: str) -> float:
-    """Bytes per second of a rate such as 1gbit; infinite for ``none``.
-
-    Raises:
-      ValueError: it is not such a rate.
-    """
+    """Bytes per second of a rate such as 1gbit, infinite for ``none``; a ValueError for others."""
     if link == "none":
         return float("inf")
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", link)
@@ -136,8 +115,9 @@ def rate(link: str) -> float:
 def _create(hosts: Hosts) -> None:
     switch = f"{hosts.name}-switch"
     _run("ip", "netns", "add", switch)
-    _run("ip", "-n", switch, "link", "add", "switch", "type", "bridge")
-    _run("ip", "-n", switch, "link", "set", "switch", "up")
+    on_switch = ["ip", "-n", switch, "link"]
+    _run(*on_switch, "add", "switch", "type", "bridge")
+    _run(*on_switch, "set", "switch", "up")
     for i, address in enumerate(hosts.addresses):
         host, port = f"{hosts.name}-{i}", f"port{i}"
         etc = _ETC / host
@@ -145,29 +125,24 @@ def _create(hosts: Hosts) -> None:
         # Gloo takes the address to which the name of the machine resolves.
         (etc / "hosts").write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
         _run("ip", "netns", "add", host)
-        veth = ["link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", host]
-        _run("ip", "-n", switch, *veth)
-        _run("ip", "-n", switch, "link", "set", port, "master", "switch", "up")
+        _run(*on_switch, "add", port, "type", "veth", "peer", "name", "eth0", "netns", host)
+        _run(*on_switch, "set", port, "master", "switch", "up")
         # Without addresses of IPv6 nothing is sent that was not asked for.
         _run("ip", "-n", host, "link", "set", "eth0", "addrgenmode", "none")
         _run("ip", "-n", host, "address", "add", f"{address}/16", "dev", "eth0")
-        _run("ip", "-n", host, "link", "set", "eth0", "up")
-        _run("ip", "-n", host, "link", "set", "lo", "up")
+        for interface in ("eth0", "lo"):
+            _run("ip", "-n", host, "link", "set", interface, "up")
 
 
-def _namespaces() -> list[str]:
+def _namespaces(prefix: str) -> list[str]:
+    """Those that begin so, and those of which only a folder is left."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False)
-    return [line.split()[0] for line in listed.stdout.splitlines() if line.strip()]
+    found = {line.split()[0] for line in listed.stdout.splitlines() if line.strip()}
+    found |= {path.name for path in _ETC.glob(f"{prefix}*")}
+    return sorted(name for name in found if name.startswith(prefix))
 
 
-def _delete(name: str) -> None:
-    found = set(_namespaces()) | {path.name for path in _ETC.glob(f"{name}-*")}
-    for namespace in found:
-        if namespace.startswith(f"{name}-"):
-            _delete_one(namespace)
-
-
-def _delete_one(namespace: str) -> None:
+def _delete(namespace: str) -> None:
     subprocess.run(["ip", "netns", "delete", namespace], capture_output=True, check=False)
     shutil.rmtree(_ETC / namespace, ignore_errors=True)
     with contextlib.suppress(OSError):
@@ -177,5 +152,5 @@ def _delete_one(namespace: str) -> None:
 def _run(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        reason: Sequence[str] = (done.stderr or done.stdout).strip().splitlines() or ["no reason"]
+        reason = (done.stderr or done.stdout).strip().splitlines() or ["no reason"]
         raise NetworkError(f"`{' '.join(command)}` failed: {reason[-1]}")

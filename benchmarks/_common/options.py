@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from . import namespaces
+from .processes import Interrupted
 
 
 class InputError(ValueError):
@@ -32,18 +33,33 @@ def add_outputs(parser: argparse.ArgumentParser, *, plot: bool = False) -> None:
 
 
 def program(main: Callable[[list[str] | None], int | None]) -> Callable[..., int]:
-    """Makes ``main(argv) -> status``, for which a wrong input is status 2 and one line."""
+    """Makes ``main(argv) -> status``; what goes wrong is one line.
+
+    The status is 2 for a wrong input, 1 for a network or worker that fails, 130 for an interrupt.
+    """
 
     @functools.wraps(main)
     def run(argv: list[str] | None = None) -> int:
         try:
             return main(argv) or 0
         except InputError as error:
-            name = main.__module__ if main.__module__ != "__main__" else Path(sys.argv[0]).stem
-            print(f"{name.rpartition('.')[2]}: {error}", file=sys.stderr)
-            return 2
+            message, status = str(error), 2
+        except namespaces.NetworkError as error:
+            message, status = str(error), 1
+        except Interrupted:
+            message, status = "interrupted", 130
+        name = main.__module__ if main.__module__ != "__main__" else Path(sys.argv[0]).stem
+        print(f"{name.rpartition('.')[2]}: {message}", file=sys.stderr)
+        return status
 
     return run
+
+
+def require_network() -> None:
+    """Raises an InputError where no network of namespaces can be made."""
+    reason = namespaces.unusable()
+    if reason is not None:
+        raise InputError(reason)
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -97,7 +113,7 @@ def output(text: str) -> Path:
 def say(text: str) -> None:
     """Says on standard error what a run is at: on a terminal in one line, else with the time."""
     if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="\r", file=sys.stderr, flush=True)
+        progress(text)
     else:
         print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
@@ -105,4 +121,4 @@ def say(text: str) -> None:
 def progress(text: str, *, last: bool = False) -> None:
     """Says on a terminal how far a run is."""
     if sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="\n" if last else "", file=sys.stderr, flush=True)
+        print(f"\r\x1b[K{text}", end="\n" if last else "\r", file=sys.stderr, flush=True)

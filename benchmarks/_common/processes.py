@@ -30,34 +30,19 @@ class Process:
       ended_at: ``time.monotonic()`` when it ended; None before.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        folder: Path,
-        changed: threading.Condition,
-    ):
+    def __init__(self, command: Sequence[str], changed: threading.Condition, **options: Any):
         # Pipes for all: a file would be subject to the limits that a fault sets.
-        self._popen = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
-            env=environment,
-            cwd=folder,
-            # Ctrl-C ends this program, which then ends them.
-            start_new_session=True,
-        )
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        text = {"text": True, "encoding": "utf-8", "errors": "replace"}
+        # In a session of its own: Ctrl-C ends this program, which then ends them.
+        self._popen = subprocess.Popen(command, **pipes, **text, start_new_session=True, **options)
         self.pid = self._popen.pid
         self.ended_at: float | None = None
         # Shared by the group, so that one can wait for any of them.
         self._changed = changed
         self._events: list[dict[str, Any]] = []
-        self._errors: list[str] = []
-        self._output: list[str] = []
+        # Lines, and whether each came on standard error.
+        self._said: list[tuple[str, bool]] = []
         self._threads = [
             threading.Thread(target=target, daemon=True)
             for target in (self._read_events, self._read_errors, self._await_end)
@@ -80,13 +65,13 @@ class Process:
     def errors(self) -> str:
         """All it has said on standard error."""
         with self._changed:
-            return "".join(self._errors)
+            return "".join(line for line, wrong in self._said if wrong)
 
     @property
     def output(self) -> str:
         """All it has said on both, in the order in which it came."""
         with self._changed:
-            return "".join(self._output)
+            return "".join(line for line, _ in self._said)
 
     def find(self, event: str, **values: Any) -> dict[str, Any] | None:
         """The first event of this name and these values, or None."""
@@ -140,7 +125,7 @@ class Process:
             with contextlib.suppress(ValueError):
                 event = json.loads(line)
             with self._changed:
-                self._output.append(line)
+                self._said.append((line, False))
                 if isinstance(event, dict):
                     self._events.append(event)
                     self._changed.notify_all()
@@ -148,8 +133,7 @@ class Process:
     def _read_errors(self) -> None:
         for line in self._popen.stderr:
             with self._changed:
-                self._errors.append(line)
-                self._output.append(line)
+                self._said.append((line, True))
 
     def _await_end(self) -> None:
         self._popen.wait()
@@ -167,19 +151,16 @@ def started(
     more: Mapping[str, str] | None = None,
     folder: Path = ROOT,
 ) -> Iterator[list[Process]]:
-    """The processes of the commands, for the length of the block; each is killed by its id.
+    """A process of each command, for the length of the block; each is killed by its id.
 
-    Args:
-      commands: one for each process.
-      more: variables beside those of :func:`environment`.
-      folder: the working directory.
+    ``more`` are variables beside those of :func:`environment`.
     """
     processes: list[Process] = []
     changed = threading.Condition()
     variables = {**environment(), **(more or {})}
     try:
         for command in commands:
-            processes.append(Process(command, variables, folder, changed))
+            processes.append(Process(command, changed, env=variables, cwd=folder))
         yield processes
     finally:
         for process in processes:
@@ -200,12 +181,8 @@ def wait_for_ends(group: Sequence[Process], seconds: float) -> None:
 def environment() -> dict[str, str]:
     """That of this process, with this source tree, and alone on its CPUs."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
-    paths = [str(ROOT), kept.get("PYTHONPATH", "")]
-    return {
-        **kept,
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-    }
+    paths = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH", "")]))
+    return {**kept, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
 
 
 @contextlib.contextmanager
@@ -222,8 +199,12 @@ def coordinator() -> Iterator[tuple[str, dict[str, str]]]:
         yield address, {"JAX_COORDINATOR_BIND_ADDRESS": address}
 
 
+class Interrupted(KeyboardInterrupt):
+    """Somebody has told this process to end, by Ctrl-C or by a plain ``kill``."""
+
+
 def interrupt_when_told() -> None:
-    """A plain ``kill`` of this process is a KeyboardInterrupt, as Ctrl-C is: it cleans up."""
+    """A plain ``kill`` of this process is an exception, as Ctrl-C is: it cleans up."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _interrupt)
 
@@ -232,7 +213,7 @@ def _interrupt(*_) -> None:
     # A second one must not interrupt the cleaning up.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt
+    raise Interrupted
 
 
 def die_with_parent() -> None:

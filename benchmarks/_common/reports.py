@@ -25,9 +25,7 @@ _SHOWN = 40
 def write(path: Path | None, content: Any) -> None:
     """Writes a report, arrays as lists; what was there stays until all of it is written.
 
-    Args:
-      path: of the file; nothing is done for None, an option that was not given.
-      content: what ``json`` can write, or NumPy's numbers and arrays.
+    Nothing is done where the path is None, an option that was not given.
     """
     if path is None:
         return
@@ -38,12 +36,7 @@ def write(path: Path | None, content: Any) -> None:
 
 
 def read(path: Path, pattern: Pattern, source: str) -> Any:
-    """The content of a report, in which everything is that the pattern asks for.
-
-    Args:
-      path: of the file.
-      pattern: see above.
-      source: what writes such a file, for the message.
+    """The content of a report that fits the pattern; ``source`` writes such files.
 
     Raises:
       InputError: the file can't be read, is no JSON, or holds something else.
@@ -64,15 +57,12 @@ def read(path: Path, pattern: Pattern, source: str) -> Any:
 def number(least: float = -math.inf, most: float = math.inf, *, nan: bool = False) -> Check:
     """A number in ``[least, most]`` that a float can hold; with ``nan``, also inf and NaN."""
 
-    def check(value: Any) -> str | None:
-        if _is_number(value):
-            if least <= value <= most and math.isfinite(value):
-                return None
-            if nan and not math.isfinite(value):
-                return None
-        return f"a number{_range(least, most)}"
+    def fits(value: Any) -> bool:
+        if not _is_number(value):
+            return False
+        return least <= value <= most if math.isfinite(value) else nan
 
-    return check
+    return lambda value: None if fits(value) else f"a number{_range(least, most)}"
 
 
 def whole(least: int, most: int = 2**31 - 1) -> Check:
@@ -87,11 +77,11 @@ def whole(least: int, most: int = 2**31 - 1) -> Check:
 
 def text(*choices: str) -> Check:
     """A string, one of the choices where there are any."""
+    expected = f"one of {', '.join(map(repr, choices))}" if choices else "a string"
 
     def check(value: Any) -> str | None:
-        if isinstance(value, str) and (not choices or value in choices):
-            return None
-        return f"one of {', '.join(map(repr, choices))}" if choices else "a string"
+        fits = isinstance(value, str) and (not choices or value in choices)
+        return None if fits else expected
 
     return check
 
@@ -108,49 +98,43 @@ def optional(pattern: Check) -> Check:
 
 def _complaint(value: Any, pattern: Pattern, where: str) -> str | None:
     """The first thing that does not fit, in words; None where all does."""
+    expected, parts = None, []
     if isinstance(pattern, dict):
         if not isinstance(value, dict):
-            return _expected(f"an object with {', '.join(map(repr, pattern))}", value, where)
-        for key, inner in pattern.items():
-            if key not in value:
-                return f"no {key!r} in {where or 'it'}"
-            complaint = _complaint(value[key], inner, f"{where}.{key}".lstrip("."))
-            if complaint:
-                return complaint
-        return None
-    if isinstance(pattern, list | tuple):
+            expected = f"an object with {', '.join(map(repr, pattern))}"
+        elif missing := [key for key in pattern if key not in value]:
+            return f"no {missing[0]!r} in {where or 'it'}"
+        else:
+            parts = [(value[k], p, f"{where}.{k}".lstrip(".")) for k, p in pattern.items()]
+    elif isinstance(pattern, list | tuple):
         needed = isinstance(pattern, list)
         if not isinstance(value, list) or (needed and not value):
-            return _expected(f"a list{' that is not empty' if needed else ''}", value, where)
-        found = (_complaint(x, pattern[0], f"{where}[{i}]") for i, x in enumerate(value))
-        return next(filter(None, found), None)
-    expected = pattern(value)
-    return expected and _expected(expected, value, where)
-
-
-def _expected(expected: str, value: Any, where: str) -> str:
-    if isinstance(value, list | dict):
-        shown = f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+            expected = f"a list{' that is not empty' if needed else ''}"
+        else:
+            parts = [(x, pattern[0], f"{where}[{i}]") for i, x in enumerate(value)]
     else:
-        shown = json.dumps(value)
-    if len(shown) > _SHOWN:
-        shown = f"{shown[: _SHOWN - 3]}..."
-    return f"{where or 'it'} must be {expected}, got {shown}"
+        expected = pattern(value)
+    if expected:
+        return f"{where or 'it'} must be {expected}, got {_shown(value)}"
+    return next(filter(None, (_complaint(*part) for part in parts)), None)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list | dict):
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    shown = json.dumps(value)
+    return shown if len(shown) <= _SHOWN else f"{shown[: _SHOWN - 3]}..."
 
 
 def _is_number(value: Any) -> bool:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return False
     try:
         float(value)
-    except OverflowError:
+    except (OverflowError, TypeError, ValueError):
         return False
-    return True
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _range(least: float, most: float) -> str:
-    if math.isinf(least) and math.isinf(most):
-        return ""
     if math.isinf(most):
-        return f" of at least {least:g}"
+        return "" if math.isinf(least) else f" of at least {least:g}"
     return f" from {least:g} to {most:g}"

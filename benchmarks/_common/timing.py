@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,31 +15,33 @@ def seconds_of(function: Callable[..., Any], *args: Any) -> tuple[float, Any]:
     return time.perf_counter() - start, result
 
 
+def turns(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """Each round and whose turn it is; it begins one further, so nobody always comes first."""
+    for turn in range(rounds):
+        first = turn % len(names)
+        for name in (*names[first:], *names[:first]):
+            yield turn, name
+
+
 def in_turns(
     runs: Mapping[str, Callable[[int], Any]],
     rounds: int,
     *,
     seen: Callable[[str, Any], None] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds of each contestant in each round.
+    """Seconds of each contestant in each round, by name.
 
-    Args:
-      runs: ``run(round)`` by name; each does all that it needs once before, so that nothing is
-        compiled here.
-      rounds: how many. Each begins one contestant further, so that nobody always comes first.
-      seen: ``seen(name, result)``, called with each result when the clock has stopped.
+    A run has done all that it needs once before, so that nothing is compiled here. ``seen`` is
+    called with each name and result when the clock has stopped.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
-    names = list(runs)
-    for turn in range(rounds):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
-            seconds, result = seconds_of(runs[name], turn)
-            times[name].append(seconds)
-            if seen is not None:
-                seen(name, result)
-            # Its memory is free before the next one runs.
-            del result
+    for turn, name in turns(list(runs), rounds):
+        seconds, result = seconds_of(runs[name], turn)
+        times[name].append(seconds)
+        if seen is not None:
+            seen(name, result)
+        # Its memory is free before the next one runs.
+        del result
     return times
 
 
@@ -51,11 +53,16 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
+def over(values: Sequence[float], others: Sequence[float]) -> list[float]:
+    """The ratio of each round."""
+    return [a / b for a, b in zip(values, others, strict=True)]
+
+
 def ratios(times: Mapping[str, Sequence[float]], base: str) -> list[dict[str, Any]]:
     """For each contestant the median of its time over that of ``base`` in the same round."""
     rows = []
     for name, seconds in times.items():
-        low, ratio, high = quartiles([s / b for s, b in zip(seconds, times[base], strict=True)])
+        low, ratio, high = quartiles(over(seconds, times[base]))
         rows.append(
             {
                 "contestant": name,
@@ -70,12 +77,14 @@ def ratios(times: Mapping[str, Sequence[float]], base: str) -> list[dict[str, An
 def cells(row: dict[str, Any]) -> list[str]:
     """Those of a table for a row of :func:`ratios`, under ``CELLS``."""
     low, high = row["ratio_quartiles"]
-    return [
-        row["contestant"],
-        f"{row['ratio']:.3f}",
-        f"{low:.3f} - {high:.3f}",
-        f"{row['median_ms']:.2f}",
-    ]
+    ratio, spread = f"{row['ratio']:.3f}", f"{low:.3f} - {high:.3f}"
+    return [row["contestant"], ratio, spread, f"{row['median_ms']:.2f}"]
 
 
 CELLS = ("contestant", "ratio", "quartiles", "ms")
+
+
+def times_as_fast(base: Sequence[float], own: Sequence[float]) -> list[str]:
+    """Two cells: the median and the quartiles of how many times as fast as the base one is."""
+    low, middle, high = quartiles(over(base, own))
+    return [f"{middle:.2f}", f"{low:.2f} - {high:.2f}"]

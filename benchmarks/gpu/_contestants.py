@@ -1,85 +1,35 @@
 """The selectors and the steps that are compiled for a GPU, and timed on one."""
 
-import inspect
 import math
-import statistics
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import optax_ext
-import sparse_collectives as sc
-from sparse_collectives import Layout, Selector, select
+from sparse_collectives import Layout, Selector, extend
 
+from .._common.contestants import Contestant, find, selectors
+from ._described import AXIS
+
+__all__ = ["layout", "selectors", "steps"]
 # The width of matrices as in a transformer, and the most entries of one.
 _WIDTH, _MATRIX = 1024, 2**22
-# They need more than a density, or wrap another one.
-_SPECIAL = {"threshold", "adtopk_threshold"}
-_RANK, _RATE = 4, 1e-3
+# The steps, and which contestants they are where that has another name.
+_NAMES = ("dense", "ok_topk", "ok_topk_reuse", "topk_a", "sparse_adamw", "sparse_sgd", "gtopk")
+_NAMES += ("powersgd", "agreed", "agreed_few", "spardl", "ssar_recursive_double")
+_NAMES += ("ssar_split_allgather", "dsar_split_allgather")
+_ARE = {"dense": "dense/leaves", "ok_topk_reuse": "ok_topk/reuse/global32"}
+_ARE |= {"powersgd": "powersgd4", "agreed_few": "agreed/few"}
 
 
-class Step(NamedTuple):
-    """A contestant that is a whole step of error feedback.
-
-    Attributes:
-      made: the transformation, from the density and the axis.
-      matrices: whether the gradient is one of matrices, instead of a single vector.
-    """
-
-    made: Callable[[float, str], optax.GradientTransformation]
-    matrices: bool = False
-
-
-def selectors(density: float, magnitude: float | None = None) -> dict[str, Selector]:
-    """Every selector by name, that of the default first.
-
-    Args:
-      density: k / n.
-      magnitude: what ``threshold`` selects from; None for normally distributed entries.
-    """
-    public = {name: getattr(select, name) for name in select.__all__ if name[0].islower()}
-    made = {
-        name: factory(density=density)
-        for name, factory in public.items()
-        if name not in _SPECIAL and "density" in inspect.signature(factory).parameters
-    }
-    made["adtopk_threshold"] = select.adtopk_threshold(density=density, steps=10**9, warmup=2)
-    made["layerwise(topk)"] = select.layerwise(select.topk(density=density))
-    if magnitude is None:
-        magnitude = statistics.NormalDist().inv_cdf(1 - min(density, 0.999) / 2)
-    made["threshold"] = select.threshold(density=min(1.0, 1.5 * density), magnitude=magnitude)
-    first = ("topk", "threshold_reuse")
-    return {name: made[name] for name in (*first, *(x for x in made if x not in first))}
-
-
-def steps() -> dict[str, Step]:
+def steps() -> dict[str, Contestant]:
     """Every step by name, the dense baseline first."""
-    exchanges: dict[str, Callable[[float], Any]] = {
-        "agreed": lambda density: sc.allreduce.agreed(),
-        "agreed_few": lambda density: sc.allreduce.agreed(bits="few"),
-        "spardl": lambda density: sc.allreduce.spardl(density=density),
-        "ssar_recursive_double": lambda density: sc.allreduce.ssar_recursive_double(),
-        "ssar_split_allgather": lambda density: sc.allreduce.ssar_split_allgather(),
-        "dsar_split_allgather": lambda density: sc.allreduce.dsar_split_allgather(),
-    }
-    return {
-        "dense": Step(lambda share, axis: optax_ext.dense(axis=axis)),
-        "ok_topk": Step(lambda share, axis: optax_ext.ok_topk(share, axis=axis)),
-        "ok_topk_reuse": Step(_ok_topk_reuse),
-        "topk_a": Step(lambda share, axis: optax_ext.topk_a(share, axis=axis)),
-        "sparse_adamw": Step(
-            lambda share, axis: optax_ext.sparse_adamw(_RATE, density=share, axis=axis)
-        ),
-        "sparse_sgd": Step(
-            lambda share, axis: optax_ext.sparse_sgd(_RATE, density=share, axis=axis)
-        ),
-        "gtopk": Step(lambda share, axis: optax_ext.gtopk(share, axis=axis)),
-        "powersgd": Step(lambda share, axis: optax_ext.powersgd(_RANK, axis=axis), matrices=True),
-        **{name: Step(_exchange(made)) for name, made in exchanges.items()},
-    }
+    return {name: find(_ARE.get(name, name)) for name in _NAMES}
 
 
 def layers(size: int) -> tuple[tuple[int, ...], ...]:
@@ -92,9 +42,7 @@ def layers(size: int) -> tuple[tuple[int, ...], ...]:
     if rest >= _WIDTH:
         shapes.append((rest // _WIDTH, _WIDTH))
         rest %= _WIDTH
-    if rest:
-        shapes.append((rest,))
-    return tuple(shapes)
+    return tuple([*shapes, (rest,)] if rest else shapes)
 
 
 def layout(size: int) -> Layout:
@@ -102,21 +50,41 @@ def layout(size: int) -> Layout:
     return Layout(layers(size))
 
 
-def gradient(step: Step, size: int) -> Any:
-    """The shapes of a worker's gradient."""
-    if not step.matrices:
-        return jax.ShapeDtypeStruct((size,), jnp.float32)
-    return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in layers(size)]
+def compile_selector(selector: Selector, size: int, mesh: Mesh) -> Any:
+    """The program of one selection on one device."""
+    whole = NamedSharding(mesh, P())
+    state = jax.eval_shape(lambda: selector.init(layout(size)))
+    program = jax.jit(selector.select, in_shardings=whole, out_shardings=whole)
+    return program.lower(jax.ShapeDtypeStruct((size,), jnp.float32), state).compile()
 
 
-def _ok_topk_reuse(density: float, axis: str) -> optax.GradientTransformation:
-    selector = select.threshold_reuse(density=density)
-    exchange = sc.allreduce.ok_topk(density=density, global_period=32)
-    return optax_ext.sparse_allreduce(selector, exchange, axis=axis)
+def compile_step(step: Contestant, size: int, density: float, mesh: Mesh) -> Any:
+    """The program of ``tx.update`` on each device of the mesh, of a vector or of matrices.
+
+    The state is donated. Gradients are not: they are of the same program in a training step.
+    """
+
+    def shapes(*more: int) -> Any:
+        made = [
+            jax.ShapeDtypeStruct((*more, *shape), jnp.float32)
+            for shape in (layers(size) if step.matrices else [(size,)])
+        ]
+        return made if step.matrices else made[0]
+
+    workers, params = mesh.shape[AXIS], shapes()
+    tx = step.make(density, AXIS)
+    state = jax.eval_shape(lambda p: optax_ext.init_state(tx, p, {AXIS: workers}), params)
+    mapped = map_update(tx, state, mesh)
+    with extend.traced_for("gpu"):
+        lowered = jax.jit(mapped, donate_argnums=1).lower(shapes(workers), state, params)
+    return lowered.compile()
 
 
-def _exchange(made: Callable[[float], Any]) -> Callable[..., optax.GradientTransformation]:
-    def step(density: float, axis: str) -> optax.GradientTransformation:
-        return optax_ext.sparse_allreduce(select.topk(density=density), made(density), axis=axis)
+def map_update(tx: optax.GradientTransformation, state: Any, mesh: Mesh) -> Callable[..., Any]:
+    """``tx.update`` on each device: of the gradients of all workers, the state and parameters."""
+    specs = optax_ext.state_specs(state)
 
-    return step
+    def local(gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        return tx.update(jax.tree.map(lambda x: x[0], gradients), state, params)
+
+    return jax.shard_map(local, mesh=mesh, in_specs=(P(AXIS), specs, P()), out_specs=(P(), specs))

@@ -7,15 +7,14 @@ instruction calls. Nothing here needs jax.
 import functools
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 _HEAD = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s+(?:\(.*\)\s*->.*)?\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT\s+)?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
-_ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,]*)\]")
-_BITS = re.compile(r"[a-z]+(\d+)")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+# A shape may be before a name, which is what the next comma follows.
+_OPERAND = re.compile(r"(?:^|(?<=[\s%]))([\w.\-]+)(?=\s*(?:,|$))")
+_ARRAY = re.compile(r"\b([a-z]+(\d*)\w*)\[([\d,]*)\]")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _ROW = re.compile(r"^(\d+) (.*)$")
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
@@ -23,14 +22,9 @@ _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a computation.
+    """One line of a computation: names without the percent sign, the shape as text.
 
-    Attributes:
-      name: without the percent sign.
-      shape: as text, a tuple in parentheses.
-      opcode: such as ``fusion`` or ``all-reduce-start``.
-      operands: the names of the operands.
-      attributes: the rest of the line.
+    ``attributes`` is the rest of the line.
     """
 
     name: str
@@ -40,58 +34,54 @@ class Instruction:
     attributes: str
 
     def called(self, attribute: str) -> str:
-        """The computation that an attribute such as ``body`` names.
-
-        Raises:
-          ValueError: there is no such attribute.
-        """
-        found = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
-        if found is None:
+        """The computation that an attribute such as ``body`` names; else a ValueError."""
+        found = self._find(rf"\b{attribute}=%?([\w.\-]+)")
+        if not found:
             raise ValueError(f"{self.opcode} {self.name} has no {attribute}")
-        return found[1]
+        return found
 
     @property
     def trip_count(self) -> int | None:
         """The turns of a loop; None where only a run tells."""
-        found = _TRIPS.search(self.attributes)
-        return int(found[1]) if found else None
+        found = self._find(r'"known_trip_count":\{"n":"(\d+)"')
+        return int(found) if found else None
 
     @property
     def branches(self) -> tuple[str, ...]:
         """The computations of a conditional."""
-        listed = re.search(r"branch_computations=\{([^}]*)\}", self.attributes)
+        listed = self._find(r"branch_computations=\{([^}]*)\}")
         if listed:
-            return tuple(name.strip().lstrip("%") for name in listed[1].split(","))
+            return tuple(name.strip().lstrip("%") for name in listed.split(","))
         return self.called("true_computation"), self.called("false_computation")
 
     @property
     def target(self) -> str:
         """The library function of a custom call; empty for everything else."""
-        found = re.search(r'custom_call_target="([^"]*)"', self.attributes)
-        return found[1] if found else ""
+        return self._find(r'custom_call_target="([^"]*)"')
+
+    @property
+    def operation(self) -> str:
+        """The operation in the JAX program, behind the names around it."""
+        return self._find(r'op_name="([^"]*)"')
 
     @property
     def scope(self) -> str:
-        """The names around the operation in the JAX program, without the operation's own."""
-        found = re.search(r'op_name="([^"]*)"', self.attributes)
-        return found[1].rpartition("/")[0] if found else ""
+        """The names around the operation."""
+        return self.operation.rpartition("/")[0]
 
     @property
     def frame(self) -> int:
         """The stack frame that made it; 0 where the text says nothing."""
-        found = re.search(r"stack_frame_id=(\d+)", self.attributes)
-        return int(found[1]) if found else 0
+        return _number(self.attributes, "stack_frame_id")
+
+    def _find(self, pattern: str) -> str:
+        found = re.search(pattern, self.attributes)
+        return found[1] if found else ""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A module: its computations by name, the first one to run, and where operations come from.
-
-    Attributes:
-      computations: the instructions of each.
-      entry: the name of the one that runs.
-      sources: ``file.py:function`` by stack frame.
-    """
+    """A module: the instructions of its computations, and ``file.py:function`` by stack frame."""
 
     computations: dict[str, tuple[Instruction, ...]]
     entry: str
@@ -99,62 +89,57 @@ class Program:
 
 
 def parse(text: str) -> Program:
-    """Reads ``compiled.as_text()``.
-
-    Raises:
-      ValueError: there is no entry computation in it.
-    """
+    """Reads ``compiled.as_text()``; a ValueError where no computation is the entry."""
     computations: dict[str, list[Instruction]] = {}
     tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
     current, entry, table = None, None, None
     for line in text.splitlines():
-        if current is None:
-            head = _HEAD.match(line)
-            row = _ROW.match(line)
-            if head:
-                current, table = computations.setdefault(head[2], []), None
-                entry = head[2] if head[1] else entry
-            elif line.strip() in tables:
-                table = tables[line.strip()]
-            elif row and table is not None:
-                table[int(row[1])] = row[2]
-        elif line.startswith("}"):
-            current = None
-        else:
+        if current is not None:
             made = _instruction(_COMMENT.sub("", line))
             if made:
                 current.append(made)
+            elif line.startswith("}"):
+                current = None
+        elif head := _HEAD.match(line):
+            current, table = computations.setdefault(head[2], []), None
+            entry = head[2] if head[1] else entry
+        elif line.strip() in tables:
+            table = tables[line.strip()]
+        elif table is not None and (row := _ROW.match(line)):
+            table[int(row[1])] = row[2]
     if entry is None:
         raise ValueError("the text has no ENTRY computation: it is not that of an XLA program")
     whole = {name: tuple(lines) for name, lines in computations.items()}
-    return Program(whole, entry, dict(_sources(tables)))
+    return Program(whole, entry, _sources(tables))
+
+
+@functools.cache
+def _arrays(shape: str) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """The bits of an entry, and the dimensions, of an array or of all arrays of a tuple.
+
+    pred[] is a byte; f8e4m3fn has its bits first, c64 all of them. Tokens and opaque values have
+    none.
+    """
+    return tuple(
+        (8 if kind == "pred" else int(bits or 0), tuple(int(d) for d in dims.split(",") if d))
+        for kind, bits, dims in _ARRAY.findall(shape)
+    )
 
 
 @functools.cache
 def size_of(shape: str) -> int:
-    """The bytes of an array, or of all arrays of a tuple.
-
-    Tokens and opaque values take none, and arrays of a few bits are packed.
-    """
-    total = 0
-    for kind, dimensions in _ARRAY.findall(shape):
-        count = math.prod(int(d) for d in dimensions.split(",") if d)
-        bits = _BITS.match(kind)
-        # pred[] is a byte; f8e4m3fn has its bits first, c64 all of them.
-        total += -(-count * (8 if kind == "pred" else int(bits[1]) if bits else 0) // 8)
-    return total
+    """The bytes of all arrays of a shape; those of a few bits are packed."""
+    return sum(-(-math.prod(dimensions) * bits // 8) for bits, dimensions in _arrays(shape))
 
 
 def count_of(shape: str) -> int:
-    """The entries of an array, or of all arrays of a tuple."""
-    found = (dimensions for _, dimensions in _ARRAY.findall(shape))
-    return sum(math.prod(int(d) for d in dimensions.split(",") if d) for dimensions in found)
+    """The entries of all arrays."""
+    return sum(math.prod(dimensions) for _, dimensions in _arrays(shape))
 
 
 def longest(shape: str) -> int:
-    """The largest dimension of an array, or of all arrays of a tuple; 1 of a scalar."""
-    found = (dimensions.split(",") for _, dimensions in _ARRAY.findall(shape))
-    return max((int(d) for dimensions in found for d in dimensions if d), default=1)
+    """The largest dimension; 1 of a scalar."""
+    return max((d for _, dimensions in _arrays(shape) for d in dimensions), default=1)
 
 
 def _instruction(line: str) -> Instruction | None:
@@ -168,7 +153,7 @@ def _instruction(line: str) -> Instruction | None:
     if not opcode:
         return None
     close = _closing(rest, opcode.end() - 1)
-    operands = tuple(_operands(rest[opcode.end() : close]))
+    operands = tuple(_OPERAND.findall(rest[opcode.end() : close]))
     return Instruction(name, rest[:end], opcode[1], operands, rest[close + 1 :])
 
 
@@ -182,29 +167,18 @@ def _closing(text: str, start: int) -> int:
     return len(text)
 
 
-def _operands(text: str) -> Iterator[str]:
-    """The names in a list that may give a shape before each."""
-    depth, start = 0, 0
-    for position, character in enumerate(text + ","):
-        depth += 1 if character in "([{" else -1 if character in ")]}" else 0
-        if character == "," and depth == 0:
-            words = text[start:position].split()
-            start = position + 1
-            if words:
-                yield words[-1].lstrip("%")
+def _number(text: str, key: str) -> int:
+    found = re.search(rf"\b{key}=(\d+)", text)
+    return int(found[1]) if found else 0
 
 
-def _sources(tables: dict[str, dict[int, str]]) -> Iterator[tuple[int, str]]:
-    """``file.py:function`` of each stack frame."""
+def _sources(tables: dict[str, dict[int, str]]) -> dict[int, str]:
     files, functions, locations, frames = (tables[name] for name in _TABLES)
-
-    def number(row: str, key: str) -> int:
-        found = re.search(rf"\b{key}=(\d+)", row)
-        return int(found[1]) if found else 0
-
+    found = {}
     for frame, row in frames.items():
-        location = locations.get(number(row, "file_location_id"), "")
-        file = files.get(number(location, "file_name_id"), "").strip('"').rpartition("/")[2]
-        function = functions.get(number(location, "function_name_id"), "").strip('"')
+        location = locations.get(_number(row, "file_location_id"), "")
+        file = files.get(_number(location, "file_name_id"), "").strip('"')
+        function = functions.get(_number(location, "function_name_id"), "").strip('"')
         if file:
-            yield frame, f"{file}:{function.rpartition('.')[2]}"
+            found[frame] = f"{file.rpartition('/')[2]}:{function.rpartition('.')[2]}"
+    return found

@@ -32,14 +32,10 @@ def moved_by(
 ) -> float:
     """Bytes that an instruction reads and writes.
 
-    Args:
-      line: of a computation that runs.
-      shapes: of its operands, by name.
-      inside: the instructions of a computation by its name.
+    ``shapes`` are by name those of its operands, ``inside`` gives those of a computation.
     """
     if line.opcode != "fusion":
-        made = {name: shapes.get(name, "") for name in line.operands}
-        return _moved((line,), made)
+        return _moved((line,), {name: shapes.get(name, "") for name in line.operands})
     lines = inside(line.called("calls"))
     parameters = {x.name: x.shape for x in lines if x.opcode == "parameter"}
     return _moved([x for x in lines if x.opcode != "parameter"], parameters)

@@ -5,9 +5,10 @@ branch that launches least: in the programs of this library that is the steady s
 takes one turn, and of each conditional the most.
 """
 
+import functools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from ._hlo import Instruction, Program, longest, size_of
 from ._moved import moved_by
@@ -46,17 +47,14 @@ class Cost:
     sorts: int = 0
 
     def __add__(self, other: "Cost") -> "Cost":
-        return Cost(*(a + b for a, b in zip(self._values(), other._values())))
+        return Cost(*(a + b for a, b in zip(astuple(self), astuple(other))))
 
     def __mul__(self, times: int) -> "Cost":
-        return Cost(*(times * a for a in self._values()))
+        return Cost(*(times * a for a in astuple(self)))
 
     def most(self, other: "Cost") -> "Cost":
         """The larger one of each number."""
-        return Cost(*map(max, self._values(), other._values()))
-
-    def _values(self) -> tuple[int, ...]:
-        return self.launches, self.touched, self.moved, self.waits, self.collectives, self.sorts
+        return Cost(*map(max, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True)
@@ -72,111 +70,89 @@ WAIT = Cost(waits=1)
 
 
 class Paths:
-    """The paths through one program."""
+    """The paths through one program, or from one of its computations on."""
 
     def __init__(self, program: Program):
-        self._program = program
+        self._computations, self._entry = program.computations, program.entry
         self._shapes = {
-            computation: {line.name: line.shape for line in lines}
-            for computation, lines in program.computations.items()
+            name: {line.name: line.shape for line in lines}
+            for name, lines in program.computations.items()
         }
-        self._lightest: dict[str, Cost] = {}
-        self._heaviest: dict[str, Cost] = {}
+        self.lightest = functools.cache(self._lightest)
+        self.heaviest = functools.cache(self._heaviest)
 
-    def lightest(self, computation: str | None = None) -> Cost:
-        """The cost of the lightest path, of the whole program or from a computation on."""
-        name = computation or self._program.entry
-        if name not in self._lightest:
-            costs = (part.cost * part.times for part in self.parts(name))
-            self._lightest[name] = sum(costs, Cost())
-        return self._lightest[name]
+    def _lightest(self, computation: str | None = None) -> Cost:
+        """The cost of the lightest path."""
+        return sum((part.cost * part.times for part in self.parts(computation)), Cost())
 
-    def heaviest(self, computation: str | None = None) -> Cost:
+    def _heaviest(self, computation: str | None = None) -> Cost:
         """The cost of the heaviest path; of a conditional the most of each number."""
-        name = computation or self._program.entry
-        if name not in self._heaviest:
-            lines = self._program.computations[name]
-            self._heaviest[name] = sum((self._most(name, line) for line in lines), Cost())
-        return self._heaviest[name]
+        name, total = computation or self._entry, Cost()
+        for line in self._computations[name]:
+            inner = functools.reduce(Cost.most, map(self.heaviest, _reached(line)), Cost())
+            if line.opcode == "while":
+                total += inner * line.trip_count if line.trip_count is not None else WAIT + inner
+            elif line.opcode == "conditional":
+                total += WAIT + inner
+            else:
+                total += inner if line.opcode == "call" else self._alone(name, line)
+        return total
 
     def parts(self, computation: str | None = None, times: int = 1) -> Iterator[Part]:
         """All that the lightest path comes to, in the order of the text."""
-        name = computation or self._program.entry
-        for line in self._program.computations[name]:
-            if line.opcode == "while":
-                if line.trip_count is None:
-                    yield Part(line, WAIT, times)
-                else:
-                    yield from self.parts(line.called("body"), times * line.trip_count)
-            elif line.opcode == "conditional":
-                yield Part(line, WAIT, times)
-                yield from self.parts(self._branch(line), times)
+        name = computation or self._entry
+        for line in self._computations[name]:
+            if line.opcode == "while" and line.trip_count is not None:
+                yield from self.parts(line.called("body"), times * line.trip_count)
             elif line.opcode == "call":
                 yield from self.parts(line.called("to_apply"), times)
+            elif line.opcode in ("while", "conditional"):
+                yield Part(line, WAIT, times)
+                if line.opcode == "conditional":
+                    lightest = min(line.branches, key=lambda x: astuple(self.lightest(x))[:2])
+                    yield from self.parts(lightest, times)
             elif not _free(line):
                 yield Part(line, self._alone(name, line), times)
 
     def collectives(self) -> int:
         """How many the program has on all its paths, each counted once."""
-        waiting, seen, count = [self._program.entry], set(), 0
+        waiting, seen, count = [self._entry], set(), 0
         while waiting:
             name = waiting.pop()
-            if name in seen:
-                continue
-            seen.add(name)
-            for line in self._program.computations[name]:
-                count += self._collective(line)
-                waiting += _reached(line)
+            if name not in seen:
+                seen.add(name)
+                for line in self._computations[name]:
+                    count += self._collective(line)
+                    waiting += _reached(line)
         return count
 
-    def _branch(self, conditional: Instruction) -> str:
-        def weight(name: str) -> tuple[int, int]:
-            cost = self.lightest(name)
-            return cost.launches, cost.touched
-
-        return min(conditional.branches, key=weight)
-
-    def _most(self, computation: str, line: Instruction) -> Cost:
-        if line.opcode == "while":
-            turn = self.heaviest(line.called("body"))
-            return WAIT + turn if line.trip_count is None else turn * line.trip_count
-        if line.opcode == "conditional":
-            most = Cost()
-            for branch in line.branches:
-                most = most.most(self.heaviest(branch))
-            return WAIT + most
-        if line.opcode == "call":
-            return self.heaviest(line.called("to_apply"))
-        return Cost() if _free(line) else self._alone(computation, line)
-
     def _alone(self, computation: str, line: Instruction) -> Cost:
+        if _free(line):
+            return Cost()
         shapes = self._shapes[computation]
         touched = size_of(line.shape) + sum(size_of(shapes.get(x, "")) for x in line.operands)
-        moved = moved_by(line, shapes, self._program.computations.__getitem__)
-        return Cost(1, touched, round(moved), 0, self._collective(line), self._sorts(line))
+        moved = round(moved_by(line, shapes, self._computations.__getitem__))
+        inside = self._inside(line)
+        long = any(x.opcode == "sort" and longest(x.shape) > _ONE_BLOCK for x in inside)
+        sorts = int(long or "RadixSort" in line.target)
+        return Cost(1, touched, moved, 0, self._collective(line), sorts)
 
     def _inside(self, line: Instruction) -> tuple[Instruction, ...]:
         """The instruction, and those of which it is made."""
-        if line.opcode in ("fusion", "async-start"):
-            return (line, *self._program.computations[line.called("calls")])
-        return (line,)
+        made = line.opcode in ("fusion", "async-start")
+        return (line, *(self._computations[line.called("calls")] if made else ()))
 
     def _collective(self, line: Instruction) -> int:
         # XLA wraps some of them in a computation of their own, to start them.
         return int(any(_COLLECTIVE.match(x.opcode) for x in self._inside(line)))
 
-    def _sorts(self, line: Instruction) -> int:
-        inside = self._inside(line)
-        long = any(x.opcode == "sort" and longest(x.shape) > _ONE_BLOCK for x in inside)
-        return int(long or "RadixSort" in line.target)
-
 
 def _reached(line: Instruction) -> tuple[str, ...]:
-    if line.opcode == "while":
-        return (line.called("body"),)
+    """The computations of a loop, a conditional or a call."""
     if line.opcode == "conditional":
         return line.branches
-    return (line.called("to_apply"),) if line.opcode == "call" else ()
+    attribute = {"while": "body", "call": "to_apply"}.get(line.opcode)
+    return (line.called(attribute),) if attribute else ()
 
 
 def _free(line: Instruction) -> bool:

@@ -13,8 +13,8 @@ import optax_ext
 import sparse_collectives as sc
 from sparse_collectives import Selector
 
-from . import _compiled, _contestants
-from ._contestants import Step
+from .._common.contestants import Contestant
+from . import _contestants
 from ._described import AXIS
 from ._hlo import parse
 from ._paths import Paths
@@ -25,12 +25,7 @@ _TURNS = 1000
 
 @dataclass
 class Run:
-    """A compiled program, and what a turn calls.
-
-    Attributes:
-      compiled: the program, which the gauge can read.
-      call: runs it once; what it returns is to be waited for.
-    """
+    """A compiled program, and what a turn calls, whose result is to be waited for."""
 
     compiled: Any
     call: Callable[[int], Any]
@@ -81,39 +76,34 @@ def selection(selector: Selector, data: Sequence[jax.Array]) -> Run:
     return _stepping(select, [(x,) for x in data], state)
 
 
-def step(made: Step, density: float, data: Sequence[jax.Array]) -> Run:
+def step(made: Contestant, density: float, data: Sequence[jax.Array]) -> Run:
     """``tx.update`` of one worker."""
     mesh = Mesh(np.array(jax.devices()[:1]), (AXIS,), axis_types=(AxisType.Auto,))
-    tx = made.made(density, AXIS)
+    tx = made.make(density, AXIS)
     params = _shaped(made, jnp.zeros_like(data[0]))
     state = optax_ext.init_state(tx, params, mesh)
-    mapped = _compiled.map_update(tx, state, mesh)
-
-    def update(gradients: Any, params: Any, state: Any) -> tuple[Any, Any]:
-        return mapped(gradients, state, params)
-
+    mapped = _contestants.map_update(tx, state, mesh)
     stream = [(jax.tree.map(lambda g: g[None], _shaped(made, x)), params) for x in data]
-    return _stepping(update, stream, state)
+    return _stepping(lambda g, params, state: mapped(g, state, params), stream, state)
 
 
-def simulated(made: Step, density: float, data: Sequence[jax.Array], workers: int) -> Run:
+def simulated(made: Contestant, density: float, data: Sequence[jax.Array], workers: int) -> Run:
     """``tx.update`` of several workers on this device, each with its part of the entries."""
     size = data[0].size // workers
-    tx = made.made(density, AXIS)
+    tx = made.make(density, AXIS)
     params = _shaped(made, jnp.zeros(size, data[0].dtype))
     shared = {"axis": AXIS, "axis_size": workers}
     state = sc.simulate(tx.init, in_axes=None, **shared)(params)
-    mapped = sc.simulate(
-        lambda gradient, params, state: tx.update(gradient, state, params),
-        in_axes=(0, None, 0),
-        **shared,
-    )
+
+    def update(gradient: Any, params: Any, state: Any) -> tuple[Any, Any]:
+        return tx.update(gradient, state, params)
+
     split = jax.vmap(lambda x: _shaped(made, x))
     stream = [(split(x[: size * workers].reshape(workers, size)), params) for x in data]
-    return _stepping(mapped, stream, state)
+    return _stepping(sc.simulate(update, in_axes=(0, None, 0), **shared), stream, state)
 
 
-def _shaped(made: Step, vector: jax.Array) -> Any:
+def _shaped(made: Contestant, vector: jax.Array) -> Any:
     """The entries in the shapes that the contestant's gradient has."""
     if not made.matrices:
         return vector

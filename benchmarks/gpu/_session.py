@@ -20,32 +20,20 @@ _CALLS = 20
 
 
 class Session:
-    """Times contestants beside the base, and writes the file after each.
+    """Times contestants beside the base, and writes the report to a file after each.
 
-    Args:
-      base: what every round times too.
-      content: the report, in which ``rows``, ``skipped`` and ``failed`` are filled.
-      path: of the report.
-      rounds: of each contestant, at most.
-      start: when the program began, of ``time.monotonic()``.
-      seconds: from then on, after which nothing is begun.
+    In ``content`` rows, skipped and failed are filled. Nothing is begun when so many seconds have
+    passed since ``start``, of ``time.monotonic()``.
     """
 
     def __init__(
-        self,
-        base: Run,
-        content: dict[str, Any],
-        path: Path,
-        *,
-        rounds: int,
-        start: float,
+        self, base: Run, content: dict[str, Any], path: Path, *, rounds: int, start: float,
         seconds: float,
-    ):
+    ):  # fmt: skip
         self.content = content | {"rows": [], "skipped": [], "failed": {}, "finished": False}
         self._base, self._path, self._rounds = base, path, rounds
         self._start, self._seconds, self._longest = start, seconds, 0.0
-        for turn in range(_WARM_UP):
-            jax.block_until_ready(base.call(turn))
+        _warm(base)
 
     def measure(self, part: str, name: str, make: Callable[[], Run]) -> None:
         """Makes and times a contestant, unless it may not end in time."""
@@ -69,8 +57,7 @@ class Session:
         self._write()
 
     def _row(self, name: str, run: Run) -> dict[str, Any]:
-        for turn in range(_WARM_UP):
-            jax.block_until_ready(run.call(turn))
+        _warm(run)
         single, _ = timing.seconds_of(run.call, 0)
         calls = min(_CALLS, max(1, int(_ROUND / single)))
         rounds = min(self._rounds, max(3, int(_ROUNDS / (calls * single))))
@@ -93,6 +80,11 @@ class Session:
     def _write(self) -> None:
         taken = time.monotonic() - self._start
         reports.write(self._path, self.content | {"minutes": taken / 60})
+
+
+def _warm(run: Run) -> None:
+    for turn in range(_WARM_UP):
+        jax.block_until_ready(run.call(turn))
 
 
 def _repeated(run: Run, calls: int) -> Callable[[int], Any]:

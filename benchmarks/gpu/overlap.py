@@ -7,7 +7,6 @@ collective of the steady step it says how many matrix products are between its s
 0 means that the device waits. Nothing is run, and nothing is timed.
 """
 
-import os
 import re
 import sys
 from collections.abc import Iterator
@@ -20,32 +19,21 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
-import sparse_collectives as sc
 from sparse_collectives import extend
 
 from .._common import options, reports
+from .._common.contestants import find
 from .._common.display import show
 from . import _described
 from ._described import AXIS
 from ._hlo import Instruction, parse
 
 LAYERS, WIDTH, EXAMPLES, DEVICES, DENSITY = 6, 2048, 512, 8, 0.01
+# What stands in front of SGD, and which contestant it is.
+_NAMES = ("delayed(dense)", "agreed", "bucketed(agreed, 3)", "delayed(agreed)")
+_NAMES += ("ok_topk", "delayed(ok_topk)")
+REDUCTIONS = {"dense": "dense/leaves"} | {name: name for name in _NAMES}
 _SCHEDULER: Any = {"xla_gpu_enable_latency_hiding_scheduler": True}
-
-
-def reductions() -> dict[str, optax.GradientTransformation]:
-    """What stands in front of SGD."""
-    exchange = sc.allreduce.agreed()
-    agreed = optax_ext.sparse_allreduce(sc.select.topk(density=DENSITY), exchange, axis=AXIS)
-    return {
-        "dense": optax_ext.dense(axis=AXIS),
-        "delayed(dense)": optax_ext.delayed(optax_ext.dense(axis=AXIS)),
-        "agreed": agreed,
-        "bucketed(agreed, 3)": optax_ext.bucketed(agreed, 3),
-        "delayed(agreed)": optax_ext.delayed(agreed),
-        "ok_topk": optax_ext.ok_topk(DENSITY, axis=AXIS),
-        "delayed(ok_topk)": optax_ext.delayed(optax_ext.ok_topk(DENSITY, axis=AXIS)),
-    }
 
 
 def compiled(reduction: optax.GradientTransformation, mesh: Mesh) -> str:
@@ -89,44 +77,37 @@ def beside(lines: tuple[Instruction, ...]) -> Iterator[tuple[str, int]]:
 
 def _is_product(line: Instruction) -> bool:
     """Whether an instruction is a matrix product, of a library or of XLA's own."""
-    made_of = re.search(r'op_name="([^"]*)"', line.attributes)
-    named = made_of is not None and "dot_general" in made_of[1]
-    return named and line.opcode in ("custom-call", "fusion")
+    return "dot_general" in line.operation and line.opcode in ("custom-call", "fusion")
 
 
-def main(argv: list[str] | None = None) -> int:
+@options.program
+def main(argv: list[str] | None = None) -> None:
     """Prints the table."""
     parser = options.parser_of(__doc__)
-    parser.add_argument("--only", nargs="+", choices=reductions(), help="these reductions")
+    parser.add_argument("--only", nargs="+", choices=REDUCTIONS, help="these reductions")
     parser.add_argument("--write", type=options.output, metavar="FILE", help="also write it here")
     args = parser.parse_args(argv)
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    jax.config.update("jax_platforms", "cpu")
     mesh = _described.mesh(DEVICES)
     rows: list[dict[str, Any]] = []
-    for name, reduction in reductions().items():
+    for name, contestant in REDUCTIONS.items():
         if args.only and name not in args.only:
             continue
-        program = parse(compiled(reduction, mesh))
+        program = parse(compiled(find(contestant).make(DENSITY, AXIS), mesh))
         lines = program.computations[program.entry]
         found = [{"collective": kind, "products": count} for kind, count in beside(lines)]
         products = sum(map(_is_product, lines))
         rows.append({"reduction": name, "products": products, "beside": found})
     content = {"jax": jax.__version__, "layers": LAYERS, "width": WIDTH, "devices": DEVICES}
     reports.write(args.write, content | {"programs": rows})
+    lines = []
+    for row in rows:
+        found = ", ".join(f"{x['collective']} {x['products']}" for x in row["beside"])
+        lines.append([row["reduction"], str(row["products"]), found])
     show(
         f"{LAYERS} layers of {WIDTH} x {WIDTH}, {_described.NAME}, {DEVICES} devices",
         ["reduction", "products", "collectives, and the products beside each"],
-        [
-            [
-                row["reduction"],
-                str(row["products"]),
-                ", ".join(f"{x['collective']} {x['products']}" for x in row["beside"]),
-            ]
-            for row in rows
-        ],
+        lines,
     )
-    return 0
 
 
 if __name__ == "__main__":

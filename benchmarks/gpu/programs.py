@@ -16,7 +16,6 @@ Nothing is run, and nothing is timed.
 """
 
 import collections
-import os
 import sys
 from collections.abc import Callable
 from importlib import metadata
@@ -27,7 +26,7 @@ import jax
 
 from .._common import options, reports
 from .._common.display import show
-from . import _compiled, _contestants, _described
+from . import _contestants, _described
 from ._hlo import parse
 from ._paths import Cost, Paths
 
@@ -43,37 +42,43 @@ HEAD = (
     *("program", "launches", "GB touched", "GB moved"),
     *("MB temporary", "waits", "collectives", "sorts"),
 )
-_count = reports.whole(0, 2**62)
 PATTERN: reports.Pattern = {
     "jax": reports.text(),
     "size": reports.whole(1),
     "density": reports.number(0, 1),
     "device": {"devices": reports.whole(1)},
     "programs": [
-        {
-            "program": reports.text(),
-            "launches": [_count],
-            "touched_bytes": [_count],
-            "moved_bytes": [_count],
-        },
+        {"program": reports.text()} | dict.fromkeys(_LIMITED, [reports.whole(0, 2**62)]),
     ],
 }
 
 
 def contestants(size: int, density: float, devices: int) -> dict[str, Callable[[], Any]]:
     """A function that compiles it, for each program by name."""
+    made: dict[str, Callable[[], Any]] = {}
     single, several = _described.mesh(1), _described.mesh(devices)
-    of_selectors = {
-        f"select.{name}": lambda selector=selector: _compiled.compile_selector(
-            selector, size, single
-        )
-        for name, selector in _contestants.selectors(density).items()
+    for name, selector in _contestants.selectors(density).items():
+        given = selector, size, single
+        made[f"select.{name}"] = lambda given=given: _contestants.compile_selector(*given)
+    for name, step in _contestants.steps().items():
+        made[name] = lambda step=step: _contestants.compile_step(step, size, density, several)
+    return made
+
+
+def row(name: str, compiled: Any) -> dict[str, Any]:
+    """What the gauge reads from a compiled program, the lightest path before the heaviest."""
+    paths = Paths(parse(compiled.as_text()))
+    steady, heaviest = paths.lightest(), paths.heaviest()
+    return {
+        "program": name,
+        "launches": [steady.launches, heaviest.launches],
+        "touched_bytes": [steady.touched, heaviest.touched],
+        "moved_bytes": [steady.moved, heaviest.moved],
+        "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
+        "waits": steady.waits,
+        "collectives": [steady.collectives, paths.collectives()],
+        "sorts": steady.sorts,
     }
-    of_steps = {
-        name: lambda step=step: _compiled.compile_step(step, size, density, several)
-        for name, step in _contestants.steps().items()
-    }
-    return of_selectors | of_steps
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -81,8 +86,7 @@ def cells(row: dict[str, Any]) -> list[str]:
     return [
         row["program"],
         " .. ".join(f"{x:,}" for x in row["launches"]),
-        " .. ".join(f"{x / 1e9:.2f}" for x in row["touched_bytes"]),
-        " .. ".join(f"{x / 1e9:.2f}" for x in row["moved_bytes"]),
+        *(" .. ".join(f"{x / 1e9:.2f}" for x in row[f"{k}_bytes"]) for k in ("touched", "moved")),
         f"{row['temporary_bytes'] / 1e6:,.0f}",
         str(row["waits"]),
         "{} of {}".format(*row["collectives"]) if row["collectives"][1] else "",
@@ -95,13 +99,14 @@ def grown(rows: list[dict[str, Any]], recorded: list[dict[str, Any]]) -> list[st
     before = {row["program"]: row for row in recorded}
     found = []
     for row in rows:
-        old = before.get(row["program"])
-        if old is None:
-            found.append(f"{row['program']} is not in the file")
+        name = row["program"]
+        if name not in before:
+            found.append(f"{name} is not in the file")
             continue
         for key, unit in _LIMITED.items():
-            if row[key][0] > TOLERANCE * old[key][0]:
-                found.append(f"{row['program']}: {row[key][0]:,} {unit}, {old[key][0]:,} before")
+            now, old = row[key][0], before[name][key][0]
+            if now > TOLERANCE * old:
+                found.append(f"{name}: {now:,} {unit}, {old:,} before")
     return found
 
 
@@ -111,26 +116,19 @@ def breakdown(name: str, hlo: str) -> None:
     groups: dict[tuple[str, str], Cost] = collections.defaultdict(Cost)
     for part in Paths(program).parts():
         source = program.sources.get(part.instruction.frame, "")
-        # Its first names are those of the jitted and mapped function, the same for all.
-        scope = "/".join(
-            word
-            for word in part.instruction.scope.split("/")
-            if word != "shard_map" and not word.startswith("jit(")
-        )
-        groups[scope, source] += part.cost * part.times
+        # The first names are those of the jitted and mapped function, the same for all.
+        words = part.instruction.scope.split("/")
+        kept = [word for word in words if word != "shard_map" and not word.startswith("jit(")]
+        groups["/".join(kept), source] += part.cost * part.times
     order = sorted(groups.items(), key=lambda item: (-item[1].launches, -item[1].touched))
     show(
         f"{name}: the steady step",
         ["scope", "function", "launches", "MB touched", "MB moved", "waits", "collectives"],
         [
             [
-                scope or "-",
-                source or "-",
-                str(cost.launches),
-                f"{cost.touched / 1e6:.1f}",
-                f"{cost.moved / 1e6:.1f}",
-                str(cost.waits or ""),
-                str(cost.collectives or ""),
+                *(scope or "-", source or "-", str(cost.launches)),
+                *(f"{cost.touched / 1e6:.1f}", f"{cost.moved / 1e6:.1f}"),
+                *(str(cost.waits or ""), str(cost.collectives or "")),
             ]
             for (scope, source), cost in order
         ],
@@ -142,31 +140,16 @@ def _settings(args: Any) -> dict[str, Any]:
 
     They are then those of the file, for nothing else can be compared with it.
     """
-    settings = {"size": SIZE, "density": DENSITY, "devices": DEVICES, "programs": None}
-    given = {name: getattr(args, name) for name in settings if getattr(args, name, None)}
+    settings = {"size": SIZE, "density": DENSITY, "devices": DEVICES}
+    given = {name: getattr(args, name) for name in settings if getattr(args, name)}
     if args.check is None:
         return settings | given
     recorded = reports.read(args.check, PATTERN, "benchmarks.gpu.programs")
-    settings = recorded | {"devices": recorded["device"]["devices"]}
+    recorded |= {"devices": recorded["device"]["devices"]}
     for name, value in given.items():
-        if value != settings[name]:
-            raise options.InputError(f"--{name} {value}: {args.check} has {settings[name]}")
-    return settings
-
-
-def _chosen(names: list[str] | None, known: dict[str, Any]) -> dict[str, Any]:
-    unknown = [name for name in names or () if name not in known]
-    if unknown:
-        raise options.InputError(f"no program {unknown[0]!r}; there are {', '.join(known)}")
-    return {name: known[name] for name in names or known}
-
-
-def _measured(chosen: dict[str, Callable[[], Any]]) -> list[dict[str, Any]]:
-    rows = []
-    for number, (name, make) in enumerate(chosen.items(), 1):
-        options.progress(f"{number}/{len(chosen)} {name}", last=number == len(chosen))
-        rows.append(_compiled.row(name, make()))
-    return rows
+        if value != recorded[name]:
+            raise options.InputError(f"--{name} {value}: {args.check} has {recorded[name]}")
+    return recorded
 
 
 @options.program
@@ -184,30 +167,27 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     settings = _settings(args)
     size, density, devices = (settings[name] for name in ("size", "density", "devices"))
-    # The plugin would look for a driver, and jax for a GPU: neither is needed to compile.
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    jax.config.update("jax_platforms", "cpu")
     known = contestants(size, density, devices)
+    names = [args.breakdown] if args.breakdown else args.only or list(known)
+    for name in names:
+        if name not in known:
+            raise options.InputError(f"no program {name!r}; there are {', '.join(known)}")
     if args.breakdown:
-        make = _chosen([args.breakdown], known)[args.breakdown]
-        breakdown(args.breakdown, make().as_text())
+        breakdown(args.breakdown, known[args.breakdown]().as_text())
         return 0
-    rows = _measured(_chosen(args.only, known))
+    rows = []
+    for number, name in enumerate(names, 1):
+        options.progress(f"{number}/{len(names)} {name}", last=number == len(names))
+        rows.append(row(name, known[name]()))
     show(
         f"n = {size:,}, density {density:g}, {_described.NAME}, {devices} for the steps, "
         f"jax {jax.__version__}; compiled, not run",
         HEAD,
         [cells(row) for row in rows],
     )
-    content = {
-        "jax": jax.__version__,
-        "jaxlib": metadata.version("jaxlib"),
-        "size": size,
-        "density": density,
-        "device": _described.description(devices),
-        "programs": rows,
-    }
-    reports.write(args.write, content)
+    content = {"jax": jax.__version__, "jaxlib": metadata.version("jaxlib")}
+    content |= {"size": size, "density": density, "device": _described.description(devices)}
+    reports.write(args.write, content | {"programs": rows})
     return 0 if args.check is None else _compare(args.check, settings, rows)
 
 

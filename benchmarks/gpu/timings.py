@@ -87,21 +87,20 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 def _show(content: dict[str, Any]) -> None:
     size, workers = content["size"], content["workers"]
+    each = f"n = {size // workers:,} each"
     titles = {
         SELECTION: f"{SELECTION}, n = {size:,}",
         STEP: f"the whole step of one worker, n = {size:,}",
-        SIMULATED: f"the steps of {workers} simulated workers together, n = {size // workers:,} "
-        "each",
+        SIMULATED: f"the steps of {workers} simulated workers together, {each}",
     }
-    for part in PARTS:
+    about = (
+        f"density {content['density']:g}; {content['device']}, jax {content['jax']}; share of a "
+        f"copy of {size:,} float32"
+    )
+    for part, title in titles.items():
         rows = [row for row in content["rows"] if row["part"] == part]
         if rows:
-            show(
-                f"{titles[part]}, density {content['density']:g}; {content['device']}, jax "
-                f"{content['jax']}; share of a copy of {size:,} float32",
-                HEAD,
-                [cells(row) for row in rows],
-            )
+            show(f"{title}, {about}", HEAD, [cells(row) for row in rows])
     for row in content["rows"]:
         if row["contestant"] == EMPTY and row["launches"]:
             print(f"\na launch costs {1e3 * row['median_ms'] / row['launches']:.2f} us")
@@ -139,21 +138,15 @@ def main(argv: list[str] | None = None) -> int:
             "one, or try the program with --allow-cpu --size 1e5"
         )
     known = [EMPTY, TOP_K, *_contestants.selectors(args.density), *_contestants.steps()]
-    unknown = [name for name in args.only or () if name not in known]
-    if unknown:
-        raise options.InputError(f"no contestant {unknown[0]!r}; there are {', '.join(known)}")
+    for name in args.only or ():
+        if name not in known:
+            raise options.InputError(f"no contestant {name!r}; there are {', '.join(known)}")
     base, made = contestants(args.size, args.density, args.workers, args.seed)
-    content = {
-        "device": device.device_kind,
-        "platform": device.platform,
-        "jax": jax.__version__,
-        "jaxlib": metadata.version("jaxlib"),
-        "runtime": device.client.platform_version,
-        "size": args.size,
-        "density": args.density,
-        "workers": args.workers,
-        "computed_dense_allreduce": dense_on_networks(args.size, args.workers),
-    }
+    content = {"device": device.device_kind, "platform": device.platform}
+    content |= {"jax": jax.__version__, "jaxlib": metadata.version("jaxlib")}
+    content |= {"runtime": device.client.platform_version}
+    content |= {name: getattr(args, name) for name in ("size", "density", "workers")}
+    content |= {"computed_dense_allreduce": dense_on_networks(args.size, args.workers)}
     session = Session(
         base, content, args.json, rounds=args.rounds, start=start, seconds=60 * args.minutes
     )

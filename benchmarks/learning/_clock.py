@@ -19,13 +19,7 @@ _FEW, _MEMORY = 3, 10
 
 
 class Curve(NamedTuple):
-    """What came of a budget.
-
-    Attributes:
-      seconds: of training, when the others were measured.
-      steps: taken until then.
-      values: of the measurements.
-    """
+    """What came of a budget: values, and the seconds of training and steps at each."""
 
     seconds: list[float]
     steps: list[int]
@@ -33,10 +27,7 @@ class Curve(NamedTuple):
 
 
 def rate_at(peak: float, share: float) -> float:
-    """The rate when so large a share of the budget is spent.
-
-    It warms up over a twentieth of the budget and then falls along a cosine to a hundredth.
-    """
+    """The rate when so large a share of the budget is spent: a warm-up, and then a cosine."""
     share = min(share, 1.0)
     if share < _WARM_UP:
         return peak * (_FIRST + (1 - _FIRST) * share / _WARM_UP)
@@ -51,15 +42,11 @@ def spend(
     take: Callable[[list[float]], float],
     measure: Callable[[], float],
 ) -> Curve:
-    """Takes steps for the length of the budget, and measures after each of so many equal parts.
+    """Takes steps for the seconds of the budget, and measures after each of so many equal parts.
 
-    Args:
-      budget: seconds of training; one step is taken even if it is longer.
-      points: measurements, besides that at the beginning.
-      guess: seconds of a step, about.
-      take: ``take(shares)`` takes a step for each and returns the seconds of all of them;
-        ``shares`` of the budget have passed when they begin.
-      measure: what is to be known at each point; the clock stands still.
+    ``take(shares)`` takes a step for each and returns the seconds of all of them; ``shares`` of the
+    budget have passed when they begin. One is taken even if the budget is shorter; ``guess`` is
+    about what it takes. The clock stands still for ``measure``.
     """
     curve = Curve([0.0], [0], [measure()])
     spent, steps, each = 0.0, 0, guess

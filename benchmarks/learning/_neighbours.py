@@ -1,6 +1,7 @@
 """Neighbours of a default: the whole optimizer of a task with other options, by name."""
 
 import argparse
+import functools
 import inspect
 import json
 from collections.abc import Callable, Sequence
@@ -9,7 +10,8 @@ from typing import Any
 import optax_ext
 import sparse_collectives as sc
 
-from ._contestants import DENSITY, Contestant, whole
+from .._common.contestants import DECAY
+from ._contestants import DENSITY, Train, whole
 from ._tasks import ADAMW, KINDS
 
 Option = tuple[str, Any]
@@ -34,33 +36,22 @@ def option(text: str) -> Option:
         return name, value
 
 
-def neighbour(task: str, share: float, given: Sequence[Option]) -> tuple[str, Contestant]:
+def neighbour(task: str, share: float, given: Sequence[Option]) -> tuple[str, Train]:
     """``sparse_adamw``, or ``sparse_sgd`` where the task has that, with other options.
 
-    Args:
-      task: a key of KINDS.
-      share: what the density is multiplied by where it is not among the options.
-      given: the options.
-
-    Returns:
-      A name that has the options in it, and the contestant.
-
-    Raises:
-      ValueError: there is no such option, or the value is none for it.
+    The name has the options in it; a density that is not among them is multiplied by ``share``. A
+    ValueError where there is no such option, or the value is none for it.
     """
     make = optax_ext.sparse_adamw if KINDS[task].optimizer == ADAMW else optax_ext.sparse_sgd
-    made = {"density": 5 * share * DENSITY, **arguments(make, given)}
-    contestant = whole(make, **made)
+    made = arguments(make, given)
+    density = made.pop("density", 5 * share * DENSITY)
+    contestant = whole(functools.partial(make, **made), density)
     _checked(given, contestant, 0.1, 10)
     return name_of(make, given), contestant
 
 
 def arguments(make: Callable[..., Any], given: Sequence[Option]) -> dict[str, Any]:
-    """What an optimizer is called with for the options.
-
-    Raises:
-      ValueError: there is no such option, or the value is none for it.
-    """
+    """What an optimizer is called with for the options; a ValueError as above."""
     taken = inspect.signature(make).parameters
     possible = [name for name in _NUMBERS if name in taken] + list(_OF_RESIDUAL)
     possible += [name for name, (argument, _) in _MADE.items() if argument in taken]
@@ -69,7 +60,8 @@ def arguments(make: Callable[..., Any], given: Sequence[Option]) -> dict[str, An
         raise ValueError(
             f"{make.__name__} has no {unknown[0]!r} here: it has {', '.join(possible)}"
         )
-    made = {name: value for name, value in given if name in _NUMBERS}
+    made = {"weight_decay": DECAY} if make is optax_ext.sparse_adamw else {}
+    made |= {name: value for name, value in given if name in _NUMBERS}
     kept = {name: value for name, value in given if name in _OF_RESIDUAL}
     if kept:
         kept = {"step_ahead": "auto", **kept}

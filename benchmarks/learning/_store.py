@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +32,30 @@ class Store:
         ]
 
     def best_rate(self, large: bool, **case: Any) -> float | None:
-        """The rate whose run from seed 0 ended best; None without runs.
+        """The rate whose run of a case from seed 0 ended best; None without runs.
 
-        Args:
-          large: whether a large value is a good one.
-          **case: the runs in question.
+        ``large`` says whether a large value is a good one.
         """
         ended = [run for run in self.find(seed=0, **case) if math.isfinite(run["value"])]
         if not ended:
             return None
         return min(ended, key=lambda run: -run["value"] if large else run["value"])["rate"]
+
+    def best(self, large: bool, **case: Any) -> list[dict[str, Any]]:
+        """The runs of a case with the best rate, in the order of their seeds."""
+        rate = self.best_rate(large, **case)
+        found = [] if rate is None else self.find(rate=rate, **case)
+        return sorted(found, key=lambda run: run["seed"])
+
+    def missing(
+        self, rates: Sequence[float], seeds: int, large: bool, **case: Any
+    ) -> Iterator[tuple[float, int]]:
+        """Rates and seeds of what is not here: the best rate is known when all have been tried."""
+        for seed in range(seeds):
+            best = self.best_rate(large, **case)
+            for rate in rates if seed == 0 else [] if best is None else [best]:
+                if not self.find(rate=rate, seed=seed, **case):
+                    yield rate, seed
 
     def add(self, run: dict[str, Any]) -> None:
         """Keeps a run, at once."""

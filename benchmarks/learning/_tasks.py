@@ -6,6 +6,7 @@ from typing import NamedTuple
 from ..training import _small_models, _text_models
 from ..training._data import read_images, read_text
 from ..training._simulated_training import Task
+from ..training._small_models import WIDTH
 from ..training._small_tasks import image_task, text_task, word_task
 
 ADAMW, SGD = "AdamW", "SGD"
@@ -31,32 +32,22 @@ class Kind(NamedTuple):
     large: bool
 
 
+_LSTM_RATES, _ADAMW_RATES = (0.005, 0.01, 0.02, 0.04), (0.001, 0.002, 0.004, 0.008)
+_WORDS = "embeddings of words, with sparse gradients"
 KINDS = {
-    "text": Kind(
-        "a transformer on characters", ADAMW, (0.01, 0.02, 0.03), 32, _small_models.WIDTH, False
-    ),
-    "lstm": Kind(
-        "an LSTM on characters", ADAMW, (0.005, 0.01, 0.02, 0.04), 32, _text_models.CELLS, False
-    ),
-    "words": Kind(
-        "embeddings of words, with sparse gradients",
-        ADAMW,
-        (0.005, 0.01, 0.02),
-        32,
-        _text_models.WIDTH,
-        False,
-    ),
-    "images": Kind("a convolutional network", SGD, (0.02, 0.05, 0.1, 0.2, 0.5), 128, None, True),
-    "images-adamw": Kind("the same network", ADAMW, (0.001, 0.002, 0.004, 0.008), 128, None, True),
+    name: Kind(*usual)
+    for name, *usual in (
+        ("text", "a transformer on characters", ADAMW, (0.01, 0.02, 0.03), 32, WIDTH, False),
+        ("lstm", "an LSTM on characters", ADAMW, _LSTM_RATES, 32, _text_models.CELLS, False),
+        ("words", _WORDS, ADAMW, (0.005, 0.01, 0.02), 32, _text_models.WIDTH, False),
+        ("images", "a convolutional network", SGD, (0.02, 0.05, 0.1, 0.2, 0.5), 128, None, True),
+        ("images-adamw", "the same network", ADAMW, _ADAMW_RATES, 128, None, True),
+    )
 }
 
 
 def make(name: str, width: int | None, text: Path | None, images: Path | None) -> Task:
-    """The task, from the data of the user or what is there without.
-
-    Raises:
-      InputError: the data can't be read, or are too few.
-    """
+    """The task, from the data of the user or what is there without."""
     if name.startswith("images"):
         data = read_images(images)
         network = _small_models.convolutional(data.train_images.shape[1:], data.classes)

@@ -1,105 +1,101 @@
-"""One host's process: training of a real model, with gradients of its own, over Gloo."""
+"""The role of a host that trains a real model, with gradients of its own, over Gloo."""
 
 from pathlib import Path
 from typing import Any
 
-from ..network import _gloo, _protocol
+import jax
+import numpy as np
+import optax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_ext
+
+from .._common.worker import barrier, measured
+from ..training._simulated_training import order_of
+from . import _over_links, _tasks
+from ._over_links import AXIS, Make
 
 
-class Trainer:
-    """What one worker has: the task, and a compiled step of each contestant."""
+class Learner:
+    """What one worker has, whatever it trains with: a task, and the contestant that has begun.
+
+    Those who inherit say how to start anew, how a batch is placed and a step taken, and what the
+    whole parameters are, as those of the JAX model.
+    """
+
+    # Steps after which everything is compiled.
+    FIRST = 1
+    barrier: Any
+    _start: Any
+    _placed: Any
+    _step: Any
+    _whole: Any
 
     def __init__(self, config: dict[str, Any]):
-        import jax
-        from jax.sharding import AxisType, NamedSharding
-        from jax.sharding import PartitionSpec as P
-
-        from . import _tasks
-        from ._over_links import AXIS
-
         files = (Path(path) if path else None for path in (config["text"], config["images"]))
         self._task = _tasks.make(config["task"], config["width"], *files)
         self._host, self._batch = config["host"], config["batch"]
         self._examples = self._batch // config["workers"]
-        auto = (AxisType.Auto,)
-        self._mesh = jax.make_mesh((config["workers"],), (AXIS,), axis_types=auto)
-        self._whole, self._split = (
-            NamedSharding(self._mesh, P()),
-            NamedSharding(self._mesh, P(AXIS)),
-        )
-        self._barrier = _gloo.barrier(self._mesh)
-        self._steps: dict[str, Any] = {}
-        self._run = self._params = self._state = None
+        self._params: Any = None
         self._seed = self._taken = 0
-        self._barrier()
 
-    def begin(self, options: list | None, contestant: str, seed: int, warmup: int) -> Any:
+    def begin(self, contestant: str, options: list | None, seed: int, warmup: int) -> Any:
         """Compiles, takes steps that do not count, and begins anew; what a step takes."""
-        import jax
-
         self._seed = seed
-        tx = self._made(options, contestant)(lambda count: 0.0)
-        self._start(tx)
-        if contestant not in self._steps:
-            self._steps[contestant] = self._compiled(self._made(options, contestant))
-        self._run = self._steps[contestant]
-        self.take([1e-3])
+        self._start(contestant, options)
+        self.take([1e-3] * self.FIRST)
         seconds = self.take([1e-3] * warmup)["seconds"]
-        self._start(tx)
-        size = sum(leaf.size for leaf in jax.tree.leaves(self._params))
-        return {"seconds": seconds, "size": size}
+        self._start(contestant, options)
+        params = jax.tree.leaves(self._task.init(0))
+        return {"seconds": seconds, "size": sum(leaf.size for leaf in params)}
 
     def take(self, rates: list[float]) -> dict[str, Any]:
         """A step with each of the rates; seconds and bytes of a step, in the mean."""
-        import jax
-
+        end = self._taken + len(rates)
+        # A longer order begins as a shorter one does.
+        order = order_of(self._task, steps=end, batch=self._batch, seed=self._seed)
+        mine = order[self._taken :, self._host * self._examples :][:, : self._examples]
         # The reading of data is not what is measured.
-        batches = [self._global(batch, self._split) for batch in self._chosen(len(rates))]
-        jax.block_until_ready(batches)
+        batches = [self._placed(self._task.batch_of(chosen)) for chosen in mine]
 
-        def steps() -> list[float]:
+        def steps() -> None:
             for batch, rate in zip(batches, rates, strict=True):
-                self._params, self._state = self._run(self._params, self._state, batch, rate)
-                jax.block_until_ready(self._params)
-            return []
+                self._step(batch, rate)
 
-        self._taken += len(rates)
-        return _protocol.measured(self._barrier, steps, len(rates))
+        self._taken = end
+        return measured(self.barrier, steps, len(rates))
 
     def evaluate(self) -> dict[str, Any]:
         """The value of the parameters, which all have: one of them finds it."""
-        import jax
+        return {"value": None if self._host else self._task.evaluate(self._whole())}
 
-        if self._host:
-            return {"value": None}
-        params = jax.tree.map(lambda x: jax.numpy.asarray(x.addressable_data(0)), self._params)
-        return {"value": self._task.evaluate(params)}
 
-    def _made(self, options: list | None, contestant: str) -> Any:
-        from . import _over_links
+class Trainer(Learner):
+    """With JAX: a compiled step of each contestant."""
 
+    def __init__(self, config: dict[str, Any]):
+        super().__init__(config)
+        auto = (AxisType.Auto,)
+        self._mesh = jax.make_mesh((config["workers"],), (AXIS,), axis_types=auto)
+        self.barrier = barrier(self._mesh)
+        self._steps: dict[str, Any] = {}
+        self._run = self._state = None
+
+    def _start(self, contestant: str, options: list | None) -> None:
         if options is not None:
-            return _over_links.neighbour([tuple(option) for option in options])[1]
-        groups = _over_links.contestants, _over_links.in_buckets, _over_links.with_norms
-        return {name: made for group in groups for name, made in group().items()}[contestant]
-
-    def _start(self, tx: Any) -> None:
-        """The first parameters and a new state."""
-        import optax_ext
-
-        self._params = self._global(self._task.init(self._seed), self._whole)
-        self._state = optax_ext.init_state(tx, self._params, self._mesh)
+            make = _over_links.neighbour([tuple(option) for option in options])[1]
+        else:
+            sets = _over_links.contestants, _over_links.in_buckets, _over_links.with_norms
+            make = {name: made for each in sets for name, made in each().items()}[contestant]
         self._taken = 0
+        self._params = self._global(self._task.init(self._seed), P())
+        self._state = optax_ext.init_state(make(lambda count: 0.0), self._params, self._mesh)
+        if contestant not in self._steps:
+            self._steps[contestant] = self._compiled(make)
+        self._run = self._steps[contestant]
 
-    def _compiled(self, make: Any) -> Any:
-        import jax
-        import optax
-        from jax.sharding import PartitionSpec as P
-
-        import optax_ext
-
-        from ._over_links import AXIS
-
+    def _compiled(self, make: Make) -> Any:
         specs = optax_ext.state_specs(self._state)
 
         def step(params, state, batch, rate):
@@ -113,34 +109,17 @@ class Trainer:
         )
         return jax.jit(mapped, donate_argnums=(0, 1))
 
-    def _chosen(self, steps: int) -> list[Any]:
-        """This worker's examples of the next steps."""
-        from ..training._simulated_training import order_of
+    def _placed(self, batch: Any) -> Any:
+        return jax.block_until_ready(self._global(batch, P(AXIS)))
 
-        end = self._taken + steps
-        # A longer order begins as a shorter one does.
-        order = order_of(self._task, steps=end, batch=self._batch, seed=self._seed)
-        mine = order[self._taken :, self._host * self._examples :][:, : self._examples]
-        return [self._task.batch_of(chosen) for chosen in mine]
+    def _step(self, batch: Any, rate: float) -> None:
+        self._params, self._state = self._run(self._params, self._state, batch, rate)
+        jax.block_until_ready(self._params)
 
-    def _global(self, tree: Any, sharding: Any) -> Any:
-        import jax
-        import numpy as np
+    def _whole(self) -> Any:
+        return jax.tree.map(lambda x: jax.numpy.asarray(x.addressable_data(0)), self._params)
 
-        def placed(x):
-            return jax.make_array_from_process_local_data(sharding, np.asarray(x))
-
-        return jax.tree.map(placed, tree)
-
-
-def main() -> None:
-    """Joins the other processes and does what it is told."""
-    config, answer = _protocol.start()
-    _gloo.join(config)
-    trainer = Trainer(config)
-    commands = {"begin": trainer.begin, "take": trainer.take, "evaluate": trainer.evaluate}
-    _protocol.serve(answer, commands)
-
-
-if __name__ == "__main__":
-    main()
+    def _global(self, tree: Any, spec: P) -> Any:
+        where = NamedSharding(self._mesh, spec)
+        place = jax.make_array_from_process_local_data
+        return jax.tree.map(lambda x: place(where, np.asarray(x)), tree)

@@ -26,7 +26,8 @@ from statistics import median
 
 from .._common import display, namespaces, options, reports
 from .._common.processes import interrupt_when_told
-from ..network._workers import WorkerError
+from .._common.timing import over
+from ..network._workers import slowest
 from . import _over_links, time
 
 # The contestants of each, the one first that the others are compared with.
@@ -41,7 +42,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--task", choices=time.WIDTHS, default="text")
     add("--text", type=Path, metavar="FILE", help="plain text; Python's help topics by default")
     add("--link", type=options.link, nargs="+", default=["100mbit", "1gbit"], metavar="RATE")
-    add("--workers", type=options.at_least(2), default=4, metavar="P")
+    add("--workers", type=options.several, default=4, metavar="P")
     add("--batch", type=options.at_least_one, default=8, help="of all workers")
     add("--width", type=options.at_least_one, help="of the model")
     add("--rounds", type=options.at_least_one, default=5)
@@ -68,7 +69,7 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
                     options.progress(f"round {number + 1} of {args.rounds}, {link}, {name}")
                     begin = {"options": None, "contestant": name, "seed": 0}
                     answers = group_of(name).ask("begin", **begin, warmup=args.steps)
-                    found.append(max(answer["seconds"] for answer in answers))
+                    found.append(slowest(answers))
     options.progress("", last=True)
     return seconds
 
@@ -84,48 +85,37 @@ def hidden(found: dict[str, list[float]], name: str) -> list[float] | None:
 
 def show(seconds: dict[str, dict[str, list[float]]], args: argparse.Namespace) -> None:
     """The table of each group and link."""
+
+    def spread(values: list[float] | None) -> str:
+        if values is None:
+            return "-"
+        return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
     for case, found in seconds.items():
-        first, rows = next(iter(found)), []
-        for name, times in found.items():
-            ratios = [a / b for a, b in zip(found[first], times, strict=True)]
-            shares = hidden(found, name)
-            rows.append(
-                [
-                    name,
-                    f"{1000 * median(times):.0f}",
-                    f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
-                    "-"
-                    if shares is None
-                    else f"{median(shares):.2f} ({min(shares):.2f} to {max(shares):.2f})",
-                ]
-            )
+        first = next(iter(found))
         display.show(
             f"{args.task}, {case}, P = {args.workers}, batch {args.batch}, {args.rounds} rounds of "
             f"{args.steps} steps",
             ["contestant", "step, ms", f"times as fast as {first}", "hidden"],
-            rows,
+            [
+                [
+                    *(name, f"{1000 * median(times):.0f}"),
+                    *(spread(over(found[first], times)), spread(hidden(found, name))),
+                ]
+                for name, times in found.items()
+            ],
         )
 
 
 @options.program
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> None:
     """Measures, and prints the tables."""
     args = parse(argv)
     interrupt_when_told()
-    reason = namespaces.unusable()
-    if reason is not None:
-        raise options.InputError(reason)
-    try:
-        seconds = measure(args)
-    except (namespaces.NetworkError, WorkerError) as error:
-        print(f"step_times: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("step_times: interrupted", file=sys.stderr)
-        return 130
+    options.require_network()
+    seconds = measure(args)
     show(seconds, args)
     reports.write(args.json, seconds)
-    return 0
 
 
 if __name__ == "__main__":

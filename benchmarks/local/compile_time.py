@@ -16,46 +16,36 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import AxisType
 
 import optax_ext
 
 from .._common import options, reports
+from .._common.contestants import optimizer
 from .._common.display import show
 
-AXIS, DENSE = "workers", "dense, AdamW"
-RATE, DENSITY = 1e-3, 0.01
+AXIS = "workers"
+# By name, which contestant; a whole optimizer with the density of its own.
+NAMES = {"dense, AdamW": "dense/leaves/adamw", "sparse_adamw": "sparse_adamw"}
+NAMES |= {"ok_topk_sgd": "ok_topk_sgd"}
+DENSITY = 0.01
 # Entries of a hidden state, and of what is between the two matrices.
 WIDTH, INNER = 32, 128
-
-
-def contestants() -> dict[str, Callable[[], optax.GradientTransformation]]:
-    """What makes each of them, by name."""
-    return {
-        DENSE: lambda: optax.chain(optax_ext.dense(axis=AXIS), optax.adamw(RATE)),
-        "sparse_adamw": lambda: optax_ext.sparse_adamw(RATE, axis=AXIS),
-        "ok_topk_sgd": lambda: optax_ext.ok_topk_sgd(RATE, density=DENSITY, axis=AXIS),
-    }
 
 
 def layers(leaves: int) -> list[dict[str, jax.Array]]:
     """Parameters with so many leaves: one, or a multiple of six."""
     if leaves == 1:
         return [{"up": jnp.full((WIDTH, WIDTH), 0.1)}]
+    shapes = {"up": (WIDTH, INNER), "down": (INNER, WIDTH)}
+    vectors = {"shift": WIDTH, "up_bias": INNER, "down_bias": WIDTH}
     return [
-        {
-            "scale": jnp.ones(WIDTH),
-            "shift": jnp.zeros(WIDTH),
-            "up": jnp.full((WIDTH, INNER), 0.1),
-            "up_bias": jnp.zeros(INNER),
-            "down": jnp.full((INNER, WIDTH), 0.1),
-            "down_bias": jnp.zeros(WIDTH),
-        }
+        {name: jnp.full(shape, 0.1) for name, shape in shapes.items()}
+        | {name: jnp.zeros(size) for name, size in vectors.items()}
+        | {"scale": jnp.ones(WIDTH)}
         for _ in range(leaves // 6)
     ]
 
@@ -79,7 +69,8 @@ def first_step(name: str, leaves: int, workers: int) -> dict[str, float]:
     jax.config.update("jax_enable_compilation_cache", False)
     jax.config.update("jax_num_cpu_devices", workers)
     mesh = jax.make_mesh((workers,), (AXIS,), axis_types=(AxisType.Auto,))
-    tx, params = contestants()[name](), layers(leaves)
+    density = None if name == "sparse_adamw" else DENSITY
+    tx, params = optimizer(NAMES[name], density, AXIS), layers(leaves)
     state = optax_ext.init_state(tx, params, mesh)
     step = optax_ext.make_train_step(loss, tx, mesh)
     batch = jnp.ones((workers, WIDTH)) * jnp.arange(WIDTH)
@@ -111,43 +102,36 @@ def whole_layers(text: str) -> int:
 
 
 @options.program
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> None:
     """Takes the first steps, and prints the table."""
     parser = options.parser_of(__doc__)
     add = parser.add_argument
     add("--leaves", type=whole_layers, nargs="+", default=[1, 150, 300, 1002])
     add("--workers", type=options.at_least_one, default=8)
     add("--rounds", type=options.at_least_one, default=1)
-    add("--only", choices=tuple(contestants()), help="this one, in this process")
+    add("--only", choices=NAMES, help="this one, in this process")
     options.add_outputs(parser)
     args = parser.parse_args(argv)
     if args.only is not None:
         print(json.dumps(first_step(args.only, args.leaves[0], args.workers)))
-        return 0
+        return
     rows = []
     for leaves in args.leaves:
-        for name in contestants():
+        for name in NAMES:
             options.say(f"{name}, {leaves} leaves")
             found = [in_a_process(name, leaves, args.workers) for _ in range(args.rounds)]
-            rows.append({"contestant": name, "leaves": leaves})
-            rows[-1] |= {key: [one[key] for one in found] for key in found[0]}
+            each = {key: [one[key] for one in found] for key in found[0]}
+            rows.append({"contestant": name, "leaves": leaves, **each})
             settings = {"jax": jax.__version__, "workers": args.workers, "rounds": args.rounds}
             # After each: the long ones come last.
             reports.write(args.json, {**settings, "rows": rows})
-    show(
-        f"first step of {args.workers} workers on this machine",
-        ("contestant", "leaves", "processor seconds", "MiB"),
-        [
-            [
-                row["contestant"],
-                f"{row['leaves']:,}",
-                " ".join(f"{x:.1f}" for x in row["cpu_seconds"]),
-                " ".join(f"{x:.0f}" for x in row["peak_mib"]),
-            ]
-            for row in rows
-        ],
-    )
-    return 0
+    lines = []
+    for row in rows:
+        seconds = " ".join(f"{x:.1f}" for x in row["cpu_seconds"])
+        mib = " ".join(f"{x:.0f}" for x in row["peak_mib"])
+        lines.append([row["contestant"], f"{row['leaves']:,}", seconds, mib])
+    head = ("contestant", "leaves", "processor seconds", "MiB")
+    show(f"first step of {args.workers} workers on this machine", head, lines)
 
 
 if __name__ == "__main__":

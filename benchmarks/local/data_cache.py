@@ -13,25 +13,108 @@ ones; "samples in a dictionary" is the memory level and nothing else. Before the
 files of the cache are dropped from the memory of the system, where it lets one.
 """
 
+import argparse
 import json
 import os
 import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from .._common import options, processes, reports
+from examples.data_cache.cache import DataCache, Loader
+from examples.data_cache.disk import Disk, stamp
+from examples.data_cache.images import Augment, Decode, ImageFolder, Throttled
+
+from .._common import options, processes, reports, timing
 from .._common.display import show
-from ._data_cache_run import CONTESTANTS
 
 BASE = "no cache"
-EPOCHS = (0, 1, 2)
-RESTART = 3
+# By name: whether there is a memory level, and what the disk level holds.
+LEVELS = {
+    BASE: (False, None),
+    "disk level alone": (False, "records"),
+    "DataCache": (True, "records"),
+    "DataCache, samples on disk": (True, "samples"),
+}
+# What a program would do without a library.
+CONTESTANTS = (*LEVELS, "records in a dictionary", "samples in a dictionary")
+EPOCHS, RESTART = (0, 1, 2), 3
 CLASSES, PIXELS, QUALITY = 4, 512, 85
 _SECONDS = 3600
+
+
+class Sequence:
+    """What a function makes of each index; with a dictionary it is kept, without a limit."""
+
+    def __init__(self, read, count, kept=None):
+        self.read, self.count, self.kept = read, count, kept
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        if self.kept is None:
+            return self.read(index)
+        found = self.kept.get(index)
+        if found is None:
+            found = self.kept[index] = self.read(index)
+        return found
+
+
+def samples_of(name, source, prepare, folder):
+    """The sequence of samples of a contestant, and its disk level or None."""
+    count = len(source)
+    if name == "samples in a dictionary":
+        return Sequence(lambda index: prepare(source[index]), count, {}), None
+    if name == "records in a dictionary":
+        records = Sequence(source.__getitem__, count, {})
+        return Sequence(lambda index: prepare(records[index]), count), None
+    in_memory, holds = LEVELS[name]
+    made = stamp(source, prepare if holds == "samples" else None)
+    disk = Disk(folder, made) if holds else None
+    limit = np.inf if in_memory else 0
+    return DataCache(source, prepare, disk=disk, memory_limit=limit), disk
+
+
+def process(given):
+    """Runs the epochs of one contestant that `given` asks for, reported in JSON lines."""
+    images = ImageFolder(Path(given["images"]))
+    decode = Decode(given["size"])
+    limits = {name: given[name] for name in ("bytes_per_second", "latency")}
+    source = Throttled(images, **limits)
+    samples, disk = samples_of(given["contestant"], source, decode, Path(given["cache"]))
+    loading = {name: given[name] for name in ("batch", "seed", "threads")}
+    loading |= {"worker": 0, "workers": 1}
+    loader = Loader(samples, augment=Augment(shift=given["size"] // 16, mirror=True), **loading)
+    # Threads, decoders and modules that load when first used, without a sample of the cache.
+    record = images[0]
+    for _ in Loader(Sequence(lambda _: decode(record), 2 * given["batch"]), **loading).epoch(0):
+        pass
+    for number in given["epochs"]:
+        start = time.perf_counter()
+        count = sum(len(batch["label"]) for batch in loader.epoch(number))
+        rate = count / (time.perf_counter() - start)
+        print(json.dumps({"event": "epoch", "number": number, "rate": rate}), flush=True)
+    found = {"resident": resident_bytes(), "counts": {}, "memory": 0}
+    if isinstance(samples, DataCache):
+        found |= {"counts": dict(samples.counts), "memory": samples.memory_bytes}
+    if disk is not None:
+        disk.close()
+        found["disk"] = disk.bytes
+    print(json.dumps({"event": "end", **found}, default=np.ndarray.tolist), flush=True)
+
+
+def resident_bytes():
+    """What this process has in memory; 0 where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def write_images(folder, count, seed):
@@ -52,10 +135,10 @@ def write_images(folder, count, seed):
 
 def run(given):
     """The rates of the epochs of one process, by number, and what it said at the end."""
-    command = [sys.executable, "-m", "benchmarks.local._data_cache_run", json.dumps(given)]
-    with processes.started([command]) as (process,):
-        end = process.wait_for("end", seconds=_SECONDS)
-        return {e["number"]: e["rate"] for e in process.events if e["event"] == "epoch"}, end
+    command = [sys.executable, "-m", "benchmarks.local.data_cache", "--process", json.dumps(given)]
+    with processes.started([command]) as (one,):
+        end = one.wait_for("end", seconds=_SECONDS)
+        return {e["number"]: e["rate"] for e in one.events if e["event"] == "epoch"}, end
 
 
 def drop_pages(folder):
@@ -70,43 +153,37 @@ def drop_pages(folder):
 def measure(images, args):
     """One list for each contestant, with an entry for each round."""
     found = {name: [] for name in CONTESTANTS}
-    for turn in range(args.rounds):
-        first = turn % len(CONTESTANTS)
-        for name in CONTESTANTS[first:] + CONTESTANTS[:first]:
-            options.say(f"round {turn + 1} of {args.rounds}, {name}")
-            with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-                given = {
-                    "contestant": name,
-                    "images": str(images),
-                    "cache": str(Path(folder) / "cache"),
-                    "bytes_per_second": args.bandwidth * 1e6,
-                    "latency": args.latency / 1e3,
-                    "size": args.size,
-                    "batch": args.batch,
-                    "threads": args.threads,
-                    "seed": turn,
-                }
-                rates, end = run(given | {"epochs": EPOCHS})
-                drop_pages(Path(folder))
-                again, end_again = run(given | {"epochs": [RESTART]})
-            found[name].append(
-                {"rates": rates | again, "end": end, "counts_restart": end_again["counts"]}
-            )
+    given = {name: getattr(args, name) for name in ("size", "batch", "threads")}
+    given |= {"bytes_per_second": args.bandwidth * 1e6, "latency": args.latency / 1e3}
+    for turn, name in timing.turns(CONTESTANTS, args.rounds):
+        options.say(f"round {turn + 1} of {args.rounds}, {name}")
+        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+            own = given | {"contestant": name, "images": str(images), "seed": turn}
+            own["cache"] = str(Path(folder) / "cache")
+            rates, end = run(own | {"epochs": EPOCHS})
+            drop_pages(Path(folder))
+            again, end_again = run(own | {"epochs": [RESTART]})
+        found[name].append(
+            {"rates": rates | again, "end": end, "counts_restart": end_again["counts"]}
+        )
     return found
 
 
 def summary(found):
     """Rows of the table: ratios with their least and most, and bytes."""
-    rows = []
+
+    def spread(values):
+        return [statistics.median(values), min(values), max(values)]
+
+    bases, rows = found[BASE], []
     for name, rounds in found.items():
-        bases = [one["rates"][EPOCHS[0]] for one in found[BASE]]
-        plain = [one["end"]["resident"] for one in found[BASE]]
         row = {"contestant": name}
+        pairs = list(zip(rounds, bases, strict=True))
         for number in (*EPOCHS, RESTART):
-            ratios = [one["rates"][number] / base for one, base in zip(rounds, bases)]
+            ratios = [one["rates"][number] / base["rates"][EPOCHS[0]] for one, base in pairs]
             row[f"epoch {number + 1}"] = spread(ratios)
         row["second to first"] = spread([one["rates"][1] / one["rates"][0] for one in rounds])
-        added = [one["end"]["resident"] - base for one, base in zip(rounds, plain)]
+        added = [one["end"]["resident"] - base["end"]["resident"] for one, base in pairs]
         row["added_memory"] = spread(added)
         row["samples_in_memory"] = rounds[0]["end"]["memory"]
         row["disk"] = rounds[0]["end"].get("disk", 0)
@@ -114,21 +191,12 @@ def summary(found):
     return rows
 
 
-def spread(values):
-    """Median, least and most."""
-    return [statistics.median(values), min(values), max(values)]
-
-
 def cells(row):
     """Those of a line of the table."""
-
-    def ratio(name):
-        return "{:.2f} ({:.2f}-{:.2f})".format(*row[name])
-
+    ratios = (*(f"epoch {number + 1}" for number in (*EPOCHS, RESTART)), "second to first")
     return [
         row["contestant"],
-        *(ratio(f"epoch {number + 1}") for number in (*EPOCHS, RESTART)),
-        ratio("second to first"),
+        *("{:.2f} ({:.2f}-{:.2f})".format(*row[name]) for name in ratios),
         f"{row['added_memory'][0] / 1e6:.0f}",
         f"{row['disk'] / 1e6:.1f}",
     ]
@@ -146,14 +214,15 @@ def main(argv=None):
     add("--batch", type=options.at_least_one, default=32)
     add("--threads", type=options.at_least_one, default=8, help="batches read at once (8)")
     add("--rounds", type=options.at_least_one, default=3)
-    add(
-        "--folder",
-        type=Path,
-        help="a folder on the local disk, for images and caches (the system's)",
-    )
+    add("--folder", type=Path, help="on the local disk, for images and caches (the system's)")
     add("--seed", type=int, default=0)
+    # One process of the run.
+    add("--process", type=json.loads, help=argparse.SUPPRESS)
     options.add_outputs(parser)
     args = parser.parse_args(argv)
+    if args.process:
+        process(args.process)
+        return
     if args.batch > args.images:
         raise options.InputError(f"--batch {args.batch} is more than --images {args.images}")
     if args.folder is not None and not args.folder.is_dir():
@@ -169,9 +238,9 @@ def main(argv=None):
     )
     head = ("contestant", "epoch 1", "epoch 2", "epoch 3", "restart", "2nd to 1st", "MB", "disk MB")
     show("rates as ratios to the first epoch without a cache", head, [cells(row) for row in rows])
-    reports.write(
-        args.json, {"options": {**vars(args), "folder": None, "json": None}, "rows": rows}
-    )
+    given = {**vars(args), "folder": None, "json": None}
+    del given["process"]
+    reports.write(args.json, {"options": given, "rows": rows})
 
 
 if __name__ == "__main__":

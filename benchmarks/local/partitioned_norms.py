@@ -58,35 +58,21 @@ def trust_ratio(workers, coefficient=1.0):
     return optax.GradientTransformation(lambda _: jnp.int32(workers // 2), update)
 
 
-def lamb(ratio):
-    """The parts of `optax.lamb` around a trust ratio."""
-    return optax.chain(
-        optax.scale_by_adam(eps=1e-6),
-        optax.add_decayed_weights(0.01),
-        ratio,
-        optax.scale_by_learning_rate(1e-3),
-    )
-
-
-def lars(ratio):
-    """The parts of `optax.lars` around a trust ratio."""
-    return optax.chain(
-        optax.add_decayed_weights(1e-4),
-        ratio,
-        optax.scale_by_learning_rate(1e-3),
-        optax.trace(decay=0.9),
-    )
-
-
-def only(ratio):
-    """The trust ratio alone."""
-    return ratio
+def parts_of(*before, rate=1e-3, after=()):
+    """An optimizer of optax around a trust ratio."""
+    return lambda ratio: optax.chain(*before, ratio, optax.scale_by_learning_rate(rate), *after)
 
 
 OPTIMIZERS = {
-    "lamb": (lamb, lambda: optax.lamb(1e-3, weight_decay=0.01)),
-    "lars": (lars, lambda: optax.lars(1e-3, weight_decay=1e-4, trust_coefficient=1.0)),
-    "trust ratio alone": (only, optax.scale_by_trust_ratio),
+    "lamb": (
+        parts_of(optax.scale_by_adam(eps=1e-6), optax.add_decayed_weights(0.01)),
+        lambda: optax.lamb(1e-3, weight_decay=0.01),
+    ),
+    "lars": (
+        parts_of(optax.add_decayed_weights(1e-4), after=[optax.trace(decay=0.9)]),
+        lambda: optax.lars(1e-3, weight_decay=1e-4, trust_coefficient=1.0),
+    ),
+    "trust ratio alone": (lambda ratio: ratio, optax.scale_by_trust_ratio),
 }
 
 
@@ -120,17 +106,15 @@ def contestants(name, worker_counts):
         }
     around, plain = OPTIMIZERS[name]
     txs = {"optax": plain()}
-    txs.update({f"P = {p}": around(trust_ratio(p)) for p in worker_counts})
+    txs |= {f"P = {p}": around(trust_ratio(p)) for p in worker_counts}
     txs["no norms"] = around(optax.identity())
     return {key: (optimizer_step(tx), tx.init) for key, tx in txs.items()}
 
 
 def measure(name, params, gradients, worker_counts, rounds):
     """One row for each contestant."""
-    runs = {
-        key: _stepper(step, init, params, gradients)
-        for key, (step, init) in contestants(name, worker_counts).items()
-    }
+    found = contestants(name, worker_counts)
+    runs = {key: _stepper(*made, params, gradients) for key, made in found.items()}
     times = timing.in_turns(runs, rounds)
     return [row | {"optimizer": name} for row in timing.ratios(times, next(iter(runs)))]
 
@@ -154,14 +138,11 @@ def measure_allreduce(count, rounds):
     """Median milliseconds of a psum of `count` numbers over all devices, and their number."""
     devices = jax.device_count()
     mesh = jax.make_mesh((devices,), ("workers",), axis_types=(AxisType.Auto,))
-    total = jax.jit(
-        jax.shard_map(
-            lambda x: jax.lax.psum(x[0], "workers"),
-            mesh=mesh,
-            in_specs=P("workers"),
-            out_specs=P(),
-        )
-    )
+
+    def summed(x):
+        return jax.lax.psum(x[0], "workers")
+
+    total = jax.jit(jax.shard_map(summed, mesh=mesh, in_specs=P("workers"), out_specs=P()))
     x = jax.device_put(jnp.ones((devices, count)), jax.sharding.NamedSharding(mesh, P("workers")))
     jax.block_until_ready(total(x))
     times = [timing.seconds_of(total, x)[0] for _ in range(rounds)]

@@ -11,17 +11,16 @@ outside contestants are `jnp.nonzero(size=k)` at the exact threshold,
 """
 
 import argparse
-import inspect
 import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_collectives import Layout, select
+from sparse_collectives import Layout
 
 from .._common import display, options, reports, timing
-from .._common.display import show
+from .._common.contestants import selectors
 
 try:
     import torch
@@ -29,8 +28,6 @@ except ImportError:
     torch = None
 
 BASE = "lax.top_k"
-# They need more than a density.
-SPECIAL = {"threshold", "adtopk_threshold"}
 
 
 def accumulators(size, seed):
@@ -56,20 +53,6 @@ def outside(density, k, host):
         tensor = torch.from_numpy(host)
         runs["torch.topk"] = lambda: torch.topk(tensor.abs(), k, sorted=False)
     return runs
-
-
-def selectors(density):
-    """Every selector by name, but for `threshold`."""
-    public = {name: getattr(select, name) for name in select.__all__ if name[0].islower()}
-    factories = {
-        name: factory
-        for name, factory in public.items()
-        if name not in SPECIAL and "density" in inspect.signature(factory).parameters
-    }
-    made = {name: factory(density=density) for name, factory in factories.items()}
-    made["adtopk_threshold"] = select.adtopk_threshold(density=density, steps=10**9, warmup=2)
-    made["layerwise(topk)"] = select.layerwise(select.topk(density=density))
-    return made
 
 
 def layout(size):
@@ -103,11 +86,10 @@ def measure(size, density, rounds, seed):
     host = accumulators(size, seed)
     data = [jnp.asarray(x) for x in host]
     runs = outside(density, k, host[0])
-    made = selectors(density)
-    # At the exact k-th magnitude: compaction alone, the work that jnp.nonzero does.
+    # `threshold` at the exact k-th magnitude: compaction alone, the work that jnp.nonzero does.
     kth = float(np.partition(np.abs(host[0]), size - k)[size - k])
-    made["threshold"] = select.threshold(density=min(1.0, 1.5 * density), magnitude=kth)
-    runs |= {f"select.{name}": stepper(s, data) for name, s in made.items()}
+    for name, selector in selectors(density, kth).items():
+        runs[f"select.{name}"] = stepper(selector, data)
     for run in runs.values():  # compile, and touch the memory
         jax.block_until_ready(run())
     selected = {}
@@ -128,16 +110,13 @@ def draw(rows, path):
     """Ratio against n, one panel for each density."""
     densities = sorted({row["density"] for row in rows})
     figure, panels = display.panels(1, len(densities), (5 * len(densities), 4.5), sharey=True)
-    names = list(dict.fromkeys(row["contestant"] for row in rows))
     for axes, density in zip(panels[0], densities, strict=True):
-        for number, name in enumerate(names):
-            line = [r for r in rows if r["contestant"] == name and r["density"] == density]
-            # Ten colours, with another marker where they begin again.
-            style = f"C{number % 10}{'-' if name.startswith('select.') else '--'}"
-            style += ".s^"[number // 10 % 3]
-            axes.plot([r["size"] for r in line], [r["ratio"] for r in line], style, label=name)
+        lines = {row["contestant"]: [] for row in rows}
+        for row in rows:
+            if row["density"] == density:
+                lines[row["contestant"]].append((row["size"], row["ratio"]))
+        display.curves(axes, lines, xlabel="n", title=f"density {density:g}")
         display.logarithmic(axes)
-        axes.set(xlabel="n", title=f"density {density:g}")
     panels[0, 0].set_ylabel("time / time of lax.top_k")
     panels[0, -1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     display.save(figure, path)
@@ -167,15 +146,12 @@ def main(argv=None):
     for size in args.sizes:
         for density in args.densities:
             found = measure(size, density, args.rounds, args.seed)
-            shares = [row["selected_over_k"] for row in found]
-            show(
-                f"n = {size:,}, density {density:g}; ratio to {BASE}",
-                [*timing.CELLS, "selected/k"],
-                [
-                    [*timing.cells(row), "" if share is None else f"{share:.3f}"]
-                    for row, share in zip(found, shares, strict=True)
-                ],
-            )
+            cells = []
+            for row in found:
+                share = row["selected_over_k"]
+                cells.append([*timing.cells(row), "" if share is None else f"{share:.3f}"])
+            title = f"n = {size:,}, density {density:g}; ratio to {BASE}"
+            display.show(title, [*timing.CELLS, "selected/k"], cells)
             rows += found
     content = {"backend": jax.default_backend(), "rounds": args.rounds, "rows": rows}
     reports.write(args.json, content)

@@ -10,66 +10,42 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import optax
 
 import optax_ext
-import sparse_collectives as sc
 
 from .._common import options, reports
+from .._common.contestants import find, optimizer
 
 NODES, DEVICES = 2, 4
+# By name, which contestant; a training with SGD follows unless another is said.
+NAMES = {"dense": "dense/leaves", "dense, adam behind it": "dense/leaves/adamw"}
+NAMES |= {name: name for name in ("sparse_adamw", "sparse_sgd", "ok_topk_sgd")}
+NAMES |= {"powersgd, rank 4": "powersgd4", "ok_topk": "ok_topk"}
+NAMES |= {
+    f"ok_topk, {option}": f"ok_topk, {option}"
+    for option in (
+        *("residual in bfloat16", "small leaves dense", "momentum correction", "nonfinite='drop'"),
+        *("xi every 100 steps", "100 dense steps first", "4 buckets"),
+    )
+}
+NAMES |= {"ok_topk, threshold_reuse": "ok_topk/reuse"}
+NAMES |= {name: name for name in ("topk_a", "gtopk", "topk_dsa", "topk_a, adtopk")}
+NAMES |= {f"hitopk, nodes of {DEVICES}": "hitopk"}
 
 
-def contestants(density: float):
-    """Name, axis, transformation; a training with SGD follows unless another is said."""
-    both, one = ("node", "device"), "w"
-    momentum = optax_ext.momentum_correction(0.9)
-
-    def ok_topk(**more):
-        return optax_ext.ok_topk(density, axis=one, **more)
-
-    return [
-        ("dense", one, optax_ext.dense(axis=one)),
-        ("dense, adam behind it", one, optax.chain(optax_ext.dense(axis=one), optax.adam(1e-3))),
-        ("sparse_adamw", one, optax_ext.sparse_adamw(1e-3, axis=one)),
-        ("sparse_sgd", one, optax_ext.sparse_sgd(1e-2, axis=one)),
-        ("ok_topk_sgd", one, optax_ext.ok_topk_sgd(1e-2, density=density, axis=one)),
-        ("powersgd, rank 4", one, optax_ext.powersgd(4, axis=one)),
-        ("ok_topk", one, ok_topk()),
-        ("ok_topk, residual in bfloat16", one, ok_topk(residual=optax_ext.residual(jnp.bfloat16))),
-        ("ok_topk, small leaves dense", one, ok_topk(dense_leaves=optax_ext.small_leaves())),
-        ("ok_topk, momentum correction", one, ok_topk(correction=momentum)),
-        ("ok_topk, nonfinite='drop'", one, ok_topk(nonfinite="drop")),
-        ("ok_topk, xi every 100 steps", one, optax_ext.measure_xi(ok_topk(), axis=one, every=100)),
-        ("ok_topk, 100 dense steps first", one, ok_topk(dense_steps=100)),
-        ("ok_topk, 4 buckets", one, optax_ext.bucketed(ok_topk(), 4)),
-        (
-            "ok_topk, threshold_reuse",
-            one,
-            ok_topk(selector=sc.select.threshold_reuse(density=density)),
-        ),
-        ("topk_a", one, optax_ext.topk_a(density, axis=one)),
-        ("gtopk", one, optax_ext.gtopk(density, axis=one)),
-        ("topk_dsa", one, optax_ext.topk_dsa(density, axis=one)),
-        (
-            "topk_a, adtopk",
-            one,
-            optax_ext.topk_a(density, axis=one, selector=sc.select.adtopk(density=density)),
-        ),
-        (
-            f"hitopk, nodes of {DEVICES}",
-            both,
-            optax_ext.hitopk(density, axis=both, inner_axis="device"),
-        ),
-    ]
-
-
-def measure(name: str, axis, tx, layers: int, width: int) -> dict:
+def measure(name: str, density: float, layers: int, width: int) -> dict:
     """Bytes per parameter of the state, and of the step's temporaries."""
-    shape = (NODES, DEVICES) if isinstance(axis, tuple) else (NODES * DEVICES,)
-    names = axis if isinstance(axis, tuple) else (axis,)
-    types = (jax.sharding.AxisType.Auto,) * len(shape)
-    mesh = jax.make_mesh(shape, names, axis_types=types)
+    contestant = NAMES[name]
+    shape, names = (NODES * DEVICES,), ("w",)
+    if contestant == "hitopk":
+        shape, names = (NODES, DEVICES), ("node", "device")
+    axis = names if len(names) > 1 else names[0]
+    if contestant.endswith("adamw"):
+        # Whole optimizers have a density of their own.
+        tx = optimizer(contestant, None, axis)
+    else:
+        tx = find(contestant).make(None if contestant == "sparse_sgd" else density, axis)
+    mesh = jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(shape))
     params = {
         f"layer_{i}": {"kernel": jnp.zeros((width, width)), "bias": jnp.zeros(width)}
         for i in range(layers)
@@ -78,18 +54,13 @@ def measure(name: str, axis, tx, layers: int, width: int) -> dict:
     state = optax_ext.init_state(tx, params, mesh)
     of_worker = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
     whole, specs = jax.P(), optax_ext.state_specs(state)
-    step = jax.jit(
-        jax.shard_map(
-            tx.update,
-            mesh=mesh,
-            in_specs=(whole, specs, whole),
-            out_specs=(whole, specs),
-            # The gradients are a stand-in: the same on every worker.
-            check_vma=False,
-        ),
-        donate_argnums=(0, 1),
+    inputs, outputs = (whole, specs, whole), (whole, specs)
+    # The gradients are a stand-in: the same on every worker.
+    mapped = jax.shard_map(
+        tx.update, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False
     )
-    temporary = step.lower(params, state, params).compile().memory_analysis().temp_size_in_bytes
+    step = jax.jit(mapped, donate_argnums=(0, 1)).lower(params, state, params).compile()
+    temporary = step.memory_analysis().temp_size_in_bytes
     return {"option": name, "n": size, "state": of_worker / size, "temporary": temporary / size}
 
 
@@ -106,8 +77,8 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{NODES * DEVICES} workers, {args.layers} layers, density {args.density:g}")
     print("| option | state, bytes per parameter | temporary, bytes per parameter |\n|---|---|---|")
     rows = []
-    for name, axis, tx in contestants(args.density):
-        rows.append(measure(name, axis, tx, args.layers, args.width))
+    for name in NAMES:
+        rows.append(measure(name, args.density, args.layers, args.width))
         row = rows[-1]
         print(f"| {name} | {row['state']:.2f} | {row['temporary']:.1f} |", flush=True)
     reports.write(args.json, rows)

@@ -23,23 +23,20 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
-import sparse_collectives as sc
 
 from .._common import options, reports, timing
+from .._common.contestants import find
 from .._common.display import show
 
 AXIS = "workers"
 BASE = "lax.top_k(abs(acc), k) alone"
+DENSE = "dense (psum)"
+NAMES = {DENSE: "dense/leaves", "ok_topk": "ok_topk", "ok_topk, threshold_reuse": "ok_topk/reuse"}
 
 
 def transformations(density):
     """The contestants that are gradient transformations, by name."""
-    reuse = sc.select.threshold_reuse(density=density)
-    return {
-        "dense (psum)": optax_ext.dense(axis=AXIS),
-        "ok_topk": optax_ext.ok_topk(density=density, axis=AXIS),
-        "ok_topk, threshold_reuse": optax_ext.ok_topk(density=density, axis=AXIS, selector=reuse),
-    }
+    return {name: find(contestant).make(density, AXIS) for name, contestant in NAMES.items()}
 
 
 def one_device_mesh():
@@ -55,35 +52,20 @@ def gradient_stream(size, data, seed):
     return [jnp.asarray(rng.standard_t(5, size).astype(np.float32) * layer) for _ in range(4)]
 
 
-def update_step(tx, gradient):
-    """A compiled `update` with a donated state, and the state."""
-    mesh = one_device_mesh()
-    state = optax_ext.init_state(tx, gradient, mesh)
-    specs = optax_ext.state_specs(state)
-    step = jax.shard_map(
-        tx.update, mesh=mesh, in_specs=(P(), specs), out_specs=(P(), specs), check_vma=False
-    )
-    return jax.jit(step, donate_argnums=1), state
-
-
-def baselines(k):
-    """Selection alone, as a JAX user has it."""
-
-    def top_k(acc):
-        # Both results whole: with a part of them XLA sorts all n, 15 times slower.
-        return jax.lax.top_k(jnp.abs(acc), k)
-
-    def nonzero(acc, threshold):
-        return jnp.nonzero(jnp.abs(acc) >= threshold, size=k, fill_value=acc.shape[0])
-
-    return jax.jit(top_k), jax.jit(nonzero)
+def mapped(function, mesh, specs, *others):
+    """A function of the first argument, the state and others over one device, state donated."""
+    given, made = (P(), specs, *others), (P(), specs)
+    whole = jax.shard_map(function, mesh=mesh, in_specs=given, out_specs=made, check_vma=False)
+    return jax.jit(whole, donate_argnums=(0, 1) if others else 1)
 
 
 class Stepper:
     """Takes the steps of a transformation on gradients in turn, into its steady state at first."""
 
     def __init__(self, tx, stream):
-        self._step, self.state = update_step(tx, stream[0])
+        mesh = one_device_mesh()
+        self.state = optax_ext.init_state(tx, stream[0], mesh)
+        self._step = mapped(tx.update, mesh, optax_ext.state_specs(self.state))
         self._stream = stream
         # Residuals as large as they get, pages touched.
         for turn in range(12):
@@ -104,7 +86,9 @@ def measure_time(size, density, data, rounds, seed):
     """One row for each contestant."""
     k = max(1, round(density * size))
     stream = gradient_stream(size, data, seed)
-    top_k, nonzero = baselines(k)
+    # Both results whole: with a part of them XLA sorts all n, 15 times slower.
+    top_k = jax.jit(lambda acc: jax.lax.top_k(jnp.abs(acc), k))
+    nonzero = jax.jit(lambda acc, t: jnp.nonzero(jnp.abs(acc) >= t, size=k, fill_value=size))
     steps = {name: Stepper(tx, stream) for name, tx in transformations(density).items()}
     acc = stream[0] + steps["ok_topk"].state.residual[0]
     threshold = top_k(acc)[0][-1]
@@ -138,37 +122,26 @@ def measure_memory(size, density, leaves):
         jax.ShapeDtypeStruct((b - a,), jnp.float32) for a, b in zip(cuts, cuts[1:], strict=False)
     ]
     params = params[0] if leaves == 1 else params
-    mesh = one_device_mesh()
-    peaks = {}
-    for name, tx in transformations(density).items():
-        tx = optax.chain(tx, optax.sgd(0.1))
+    mesh, batch = one_device_mesh(), jax.ShapeDtypeStruct((1,), jnp.float32)
 
-        def loss(params, batch):
-            return sum(jnp.vdot(p, p) * batch[0] for p in jax.tree.leaves(params))
+    def loss(params, batch):
+        return sum(jnp.vdot(p, p) * batch[0] for p in jax.tree.leaves(params))
 
-        state = jax.eval_shape(lambda p, tx=tx: optax_ext.init_state(tx, p, mesh), params)
-        specs = optax_ext.state_specs(state)
+    def peak(tx):
+        state = jax.eval_shape(lambda p: optax_ext.init_state(tx, p, mesh), params)
 
-        def local(params, state, batch, tx=tx, loss=loss):
-            gradients = jax.grad(loss)(params, batch)
-            updates, state = tx.update(gradients, state, params)
+        def local(params, state, batch):
+            updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
             return optax.apply_updates(params, updates), state
 
-        step = jax.shard_map(
-            local, mesh=mesh, in_specs=(P(), specs, P()), out_specs=(P(), specs), check_vma=False
-        )
-        batch = jax.ShapeDtypeStruct((1,), jnp.float32)
-        memory = (
-            jax.jit(step, donate_argnums=(0, 1)).lower(params, state, batch).compile()
-        ).memory_analysis()
-        peaks[name] = (
-            memory.argument_size_in_bytes
-            + memory.output_size_in_bytes
-            - memory.alias_size_in_bytes
-            + memory.temp_size_in_bytes
-        )
-    dense = peaks["dense (psum)"]
-    return {name: (peak - dense) / (4 * size) for name, peak in peaks.items()}
+        step = mapped(local, mesh, optax_ext.state_specs(state), P())
+        memory = step.lower(params, state, batch).compile().memory_analysis()
+        held = memory.argument_size_in_bytes + memory.output_size_in_bytes
+        return held - memory.alias_size_in_bytes + memory.temp_size_in_bytes
+
+    txs = transformations(density).items()
+    peaks = {name: peak(optax.chain(tx, optax.sgd(0.1))) for name, tx in txs}
+    return {name: (found - peaks[DENSE]) / (4 * size) for name, found in peaks.items()}
 
 
 @options.program
@@ -191,14 +164,13 @@ def main(argv=None):
         [*timing.CELLS, "|sel-k|/k"],
         [[*timing.cells(row), f"{row['mean_deviation_of_k']:.2%}"] for row in rows],
     )
-    memory = {
-        "one leaf": measure_memory(args.size, args.density, 1),
-        f"{args.leaves} leaves": measure_memory(args.size, args.density, args.leaves),
-    }
+    given = args.size, args.density
+    memory = {"one leaf": measure_memory(*given, 1)}
+    memory[f"{args.leaves} leaves"] = measure_memory(*given, args.leaves)
     show(
         "peak memory of a training step over dense, in n-sized float32 buffers",
         ["contestant", *memory],
-        [[name, *(f"{of[name]:.2f}" for of in memory.values())] for name in memory["one leaf"]],
+        [[name, *(f"{of[name]:.2f}" for of in memory.values())] for name in NAMES],
     )
     settings = {key: getattr(args, key) for key in ("size", "density", "data", "rounds")}
     found = {"backend": jax.default_backend(), "times": rows, "memory_over_dense": memory}

@@ -9,19 +9,13 @@ from sparse_collectives.cost_model import Network, Workload
 from sparse_collectives.planner import _planner
 from sparse_collectives.planner._planner import LocalCost
 
-from .._common import reports
+from .._common import display, reports
 from .._common.namespaces import rate
 from .._common.options import InputError
 
 # The names of `_volumes` and of `cost_model.predict`, by those of the papers.
-ALGORITHMS = {
-    "dense": "dense",
-    "topk_a": "topk_a",
-    "gtopk": "gtopk",
-    "topk_dsa": "dsar_split_allgather",
-    "ok_topk": "ok_topk",
-}
-
+ALGORITHMS = {name: name for name in ("dense", "topk_a", "gtopk")}
+ALGORITHMS |= {"topk_dsa": "dsar_split_allgather", "ok_topk": "ok_topk"}
 _WHERE = {"workers": reports.whole(2), "params": reports.whole(1)}
 _SECONDS = [reports.number(1e-9, 1e9)]
 # What `benchmarks.network.run --json` writes, as far as it is used here.
@@ -39,11 +33,7 @@ LOCAL = {
 
 
 def local_cost(choice: str) -> tuple[LocalCost, float, str]:
-    """What a sparse step costs beyond a dense one, the dense one per parameter, and a name.
-
-    Raises:
-      InputError: the file is not one of benchmarks.local.step_cost.
-    """
+    """What a sparse step costs beyond a dense one, the dense one per parameter, and a name."""
     if choice == "cpu":
         return _planner.CPU, 0.0, "the planner's cpu"
     report = reports.read(Path(choice), LOCAL, "benchmarks.local.step_cost --json")
@@ -62,18 +52,13 @@ def predict(
     """Seconds of a step and of its parts; ``rest`` is what every step takes, in seconds."""
     dense = algorithm == "dense"
     cost = cost_model.predict(ALGORITHMS[algorithm], load, "raw" if dense else codec).expected
-    sparsify = 0.0 if dense else local.select * load.size
-    merge = 0.0 if dense else local.merge * cost.pairs
-    exchange = cost.seconds(network)
-    return {
-        "algorithm": algorithm,
-        "workers": load.workers,
-        "words": cost.words,
-        "exchange": exchange,
-        "sparsify": sparsify,
-        "merge": merge,
-        "step": rest + sparsify + merge + exchange,
+    parts = {
+        "exchange": cost.seconds(network),
+        "sparsify": 0.0 if dense else local.select * load.size,
+        "merge": 0.0 if dense else local.merge * cost.pairs,
     }
+    row = {"algorithm": algorithm, "workers": load.workers, "words": cost.words}
+    return row | parts | {"step": rest + sum(parts.values())}
 
 
 def _of_method(method: str) -> tuple[str, str] | None:
@@ -90,36 +75,32 @@ def validate(path: Path) -> list[dict[str, Any]]:
 
     The processes share the cores, so merging takes longer than on cores of one's own by
     their number over that of the cores; the measured local steps have that in them.
-
-    Raises:
-      InputError: the file is no report, or lacks a latency or the steps without exchange.
     """
     report = reports.read(path, MEASURED, "benchmarks.network.run --json")
     local = {
         (row["workers"], row["params"], row["method"]): statistics.median(row["seconds"])
         for row in report["local"]
     }
-    fitted = {(row["workers"], row["params"], row["link"]): row for row in report["links"]}
+    latency = {(r["workers"], r["params"], r["link"]): r["latency"] for r in report["links"]}
     settings, rows = report["settings"], []
     for point in report["points"]:
-        known, where = _of_method(point["method"]), (point["workers"], point["params"])
-        if known is None or point["link"] == "none" or (*where, point["method"]) not in local:
+        workers, size, link, method = (point[x] for x in ("workers", "params", "link", "method"))
+        known, own = _of_method(method), local.get((workers, size, method))
+        if known is None or link == "none" or own is None:
             continue
-        load = Workload(where[1], max(1, round(settings["density"] * where[1])), where[0])
-        if (*where, point["link"]) not in fitted:
-            raise InputError(f"{path} has no latency of {point['link']} for P, n = {where}")
+        if (workers, size, link) not in latency:
+            raise InputError(f"{path} has no latency of {link} for P, n = {workers, size}")
         try:
-            bandwidth = rate(point["link"])
+            network = cost_model.network(latency[workers, size, link], rate(link))
         except ValueError as error:
             raise InputError(f"{path}: {error}") from error
-        network = cost_model.network(fitted[(*where, point["link"])]["latency"], bandwidth)
-        crowding = max(1.0, where[0] / settings["cores"])
+        load = Workload(size, max(1, round(settings["density"] * size)), workers)
+        crowding = max(1.0, workers / settings["cores"])
         merge = LocalCost(0.0, _planner.CPU.merge * crowding)
-        own = local[(*where, point["method"])]
         model = predict(known[0], load, network, known[1], merge, own)
         step = statistics.median(point["seconds"])
         rows.append(
-            {key: point[key] for key in ("workers", "params", "link", "method")}
+            {"workers": workers, "params": size, "link": link, "method": method}
             | {"measured": step, "model": model["step"], "error": model["step"] / step - 1}
             | {"local": own, "exchange": model["exchange"], "latency": network.latency}
         )
@@ -132,16 +113,20 @@ def validate(path: Path) -> list[dict[str, Any]]:
 
 def show(rows: list[dict[str, Any]]) -> None:
     """The table, and the error over each link."""
-    print(
-        f"{'method':24}{'P':>4}{'n':>12}{'link':>9}{'alpha us':>9}{'local ms':>10}"
-        f"{'exchange':>10}{'model ms':>10}{'measured':>10}{'error':>8}"
+    times = ("local", "exchange", "model", "measured")
+    display.show(
+        "steps, measured and by the model",
+        ("method", "P", "n", "link", "alpha us", *(f"{name} ms" for name in times), "error"),
+        [
+            [
+                *(row["method"], str(row["workers"]), f"{row['params']:,}", row["link"]),
+                f"{1e6 * row['latency']:.0f}",
+                *(f"{1e3 * row[name]:.1f}" for name in times),
+                f"{row['error']:+.0%}",
+            ]
+            for row in rows
+        ],
     )
-    for row in rows:
-        print(
-            f"{row['method']:24}{row['workers']:>4}{row['params']:>12,}{row['link']:>9}"
-            f"{1e6 * row['latency']:>9.0f}{1e3 * row['local']:>10.1f}{1e3 * row['exchange']:>10.1f}"
-            f"{1e3 * row['model']:>10.1f}{1e3 * row['measured']:>10.1f}{row['error']:>+8.0%}"
-        )
     for link in dict.fromkeys(row["link"] for row in rows):
         errors = [abs(row["error"]) for row in rows if row["link"] == link]
         print(f"{link}: median error {statistics.median(errors):.0%}, largest {max(errors):.0%}")

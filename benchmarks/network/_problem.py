@@ -1,5 +1,6 @@
 """What all contestants are given: shapes of parameters, and gradients in place of a model."""
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -14,37 +15,21 @@ COUNT = 32
 _STRIDE = 16
 
 
-def vgg(size: int) -> list[tuple[int, ...]]:
+def _vgg(scale: float) -> Matrices:
     """VGG-16 for CIFAR (14.7M entries) with its channels scaled; kernels as matrices."""
-
-    def matrices(scale: float) -> Matrices:
-        channels = [64, 64, 128, 128, 256, 256, 256, *[512] * 6]
-        wide = [max(1, int(c * scale)) for c in channels]
-        kernels = [(b, 9 * a) for a, b in zip([3, *wide], wide, strict=False)]
-        return [*kernels, (10, wide[-1])]
-
-    return _exactly(size, matrices)
+    channels = [64, 64, 128, 128, 256, 256, 256, *[512] * 6]
+    wide = [max(1, int(c * scale)) for c in channels]
+    kernels = [(b, 9 * a) for a, b in zip([3, *wide], wide, strict=False)]
+    return [*kernels, (10, wide[-1])]
 
 
-def lstm(size: int) -> list[tuple[int, ...]]:
+def _lstm(scale: float) -> Matrices:
     """Five bidirectional layers of an LSTM (27.6M entries at scale 1), and an output layer."""
-
-    def matrices(scale: float) -> Matrices:
-        hidden = max(1, int(587 * scale))
-        return [*[(4 * hidden, hidden)] * 20, (29, hidden)]
-
-    return _exactly(size, matrices)
+    hidden = max(1, int(587 * scale))
+    return [*[(4 * hidden, hidden)] * 20, (29, hidden)]
 
 
-def flat(size: int) -> list[tuple[int, ...]]:
-    """One vector."""
-    return [(size,)]
-
-
-SHAPES = {"vgg": vgg, "lstm": lstm, "flat": flat}
-
-
-def _exactly(size: int, matrices: Callable[[float], Matrices]) -> list[tuple[int, ...]]:
+def _exactly(matrices: Callable[[float], Matrices], size: int) -> list[tuple[int, ...]]:
     """The largest matrices that fit, with a bias for each row; the rest makes one larger.
 
     What is missing becomes rows of the largest matrix, and at the end a part of a row
@@ -54,7 +39,7 @@ def _exactly(size: int, matrices: Callable[[float], Matrices]) -> list[tuple[int
     while _total(matrices(scale)) > size:
         scale *= 0.999
         if scale < 1e-4:
-            return flat(size)
+            return [(size,)]
     found = matrices(scale)
     biases = [rows for rows, _ in found]
     missing = size - _total(found)
@@ -62,9 +47,16 @@ def _exactly(size: int, matrices: Callable[[float], Matrices]) -> list[tuple[int
     rows, columns = found[largest]
     found[largest] = (rows + missing // columns, columns)
     biases[largest] += missing % columns
-    return [
-        shape for matrix, bias in zip(found, biases, strict=True) for shape in (matrix, (bias,))
-    ]
+    pairs = zip(found, biases, strict=True)
+    return [shape for matrix, bias in pairs for shape in (matrix, (bias,))]
+
+
+# By name, a function of the number of entries.
+SHAPES = {
+    "vgg": functools.partial(_exactly, _vgg),
+    "lstm": functools.partial(_exactly, _lstm),
+    "flat": lambda size: [(size,)],
+}
 
 
 def _total(matrices: Matrices) -> int:
@@ -100,15 +92,11 @@ def _heavy(
     normal = own.standard_normal(size, np.float32)
     normal *= 2.0
     normal += common.standard_normal(size, np.float32)
-    heavy = _aligned(size)
+    # Room that begins at a multiple of 64 bytes.
+    room = np.empty(size + _STRIDE, np.float32)
+    first = (-room.ctypes.data // room.itemsize) % _STRIDE
+    heavy = room[first : first + size]
     np.abs(normal, out=heavy)
     heavy *= normal
     heavy *= np.float32(1e-3 * scale)
     return heavy
-
-
-def _aligned(size: int) -> np.ndarray:
-    """Room for float32 entries that begins at a multiple of 64 bytes."""
-    room = np.empty(size + _STRIDE, np.float32)
-    first = (-room.ctypes.data // room.itemsize) % _STRIDE
-    return room[first : first + size]

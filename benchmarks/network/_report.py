@@ -6,17 +6,20 @@ from pathlib import Path
 from typing import Any
 
 from .._common import display
-from .._common.timing import quartiles
-from ._methods import REST
+from .._common.timing import over, quartiles, times_as_fast
+from ._session import REST
 
 Row = dict[str, Any]
 PARTS = ("rest", "sparsification", "communication")
+_HEAD = (
+    *("", "step ms", "quartiles", "speed-up", "quartiles", "CPU ms", "MB", "predicted", "off"),
+    *("rest", "sparsif.", "communic.", "(unlim.)"),
+)
 
 
 def ratios(point: Row) -> list[float]:
     """How many times as fast as the baseline, in each round."""
-    pairs = zip(point["baseline_seconds"], point["seconds"], strict=True)
-    return [base / own for base, own in pairs]
+    return over(point["baseline_seconds"], point["seconds"])
 
 
 def predicted_bytes(point: Row) -> float | None:
@@ -39,99 +42,95 @@ def breakdown(point: Row, found: dict[str, list[Row]]) -> dict[str, float] | Non
     without a limit of the link, too: the work of exchanging and merging, and waiting
     for each other.
     """
-    same = [row for row in found["local"] if _at(row) == _at(point)]
-    local = {row["method"]: statistics.median(row["seconds"]) for row in same}
-    if REST not in local or point["method"] not in local:
+    where = point["workers"], point["params"]
+    local, unlimited = (
+        {
+            row["method"]: statistics.median(row["seconds"])
+            for row in rows
+            if (row["workers"], row["params"]) == where
+        }
+        for rows in (found["local"], [row for row in found["points"] if row["link"] == "none"])
+    )
+    method = point["method"]
+    if REST not in local or method not in local:
         return None
-    own, rest = local[point["method"]], local[REST]
-    step = statistics.median(point["seconds"])
-    unlimited = [
-        statistics.median(row["seconds"])
-        for row in found["points"]
-        if (_at(row), row["link"], row["method"]) == (_at(point), "none", point["method"])
-    ]
+    own, rest = local[method], local[REST]
     return {
         "rest": rest,
         "sparsification": own - rest,
-        "communication": step - own,
-        "of_it_unlimited": unlimited[0] - own if unlimited else float("nan"),
+        "communication": statistics.median(point["seconds"]) - own,
+        "of_it_unlimited": unlimited.get(method, float("nan")) - own,
     }
 
 
 def tables(found: dict[str, list[Row]]) -> list[str]:
     """One table for each number of workers, number of parameters and link."""
-    groups: dict[tuple, list[Row]] = {}
+    made = []
+    for where, points in _groups(found).items():
+        lines = [_cells(point, found) for point in points]
+        made.append(display.table(_title(*where), _HEAD, lines))
+        for row in found["links"]:
+            if (row["workers"], row["params"], row["link"]) == where:
+                # Without a limit no time grows with the size, if the machine is busy.
+                bandwidth = row["bandwidth"]
+                rate = f"{8e-9 * bandwidth:.3g} Gbit/s" if bandwidth else "no bandwidth"
+                fit = f"{1e6 * row['latency']:.0f} us, {rate}, error {row['error']:.0%}"
+                made[-1] += f"\nfitted: latency {fit}"
+    return made
+
+
+def _groups(found: dict[str, list[Row]]) -> dict[tuple[int, int, str], list[Row]]:
+    groups: dict[tuple[int, int, str], list[Row]] = {}
     for point in found["points"]:
-        groups.setdefault((*_at(point), point["link"]), []).append(point)
-    return [_table(points, found) for points in groups.values()]
+        where = point["workers"], point["params"], point["link"]
+        groups.setdefault(where, []).append(point)
+    return groups
 
 
-def _table(points: Sequence[Row], found: dict[str, list[Row]]) -> str:
-    first = points[0]
-    link = "no limit" if first["link"] == "none" else first["link"]
-    lines = [
-        f"P = {first['workers']}, n = {first['params']:,}, {link}",
-        f"{'':24} {'step ms':>9} {'quartiles':>17} {'speed-up':>9} {'quartiles':>13} {'CPU ms':>7}"
-        f" {'MB':>8} {'predicted':>9} {'off':>6} {'rest':>6} {'sparsif.':>8} {'communic.':>9}"
-        f" {'(unlim.)':>8}",
+def _title(workers: int, params: int, link: str) -> str:
+    return f"P = {workers}, n = {params:,}, {'no limit' if link == 'none' else link}"
+
+
+def _cells(point: Row, found: dict[str, list[Row]]) -> list[str]:
+    low, middle, high = (1e3 * x for x in quartiles(point["seconds"]))
+    received, predicted = statistics.mean(point["received"]), predicted_bytes(point)
+    parts = breakdown(point, found) or {}
+    return [
+        point["method"],
+        f"{middle:.1f}",
+        f"{low:.1f} - {high:.1f}",
+        *times_as_fast(point["baseline_seconds"], point["seconds"]),
+        f"{1e3 * statistics.median(point['cpu_seconds']):.0f}",
+        f"{received / 1e6:.3f}",
+        "-" if predicted is None else f"{predicted / 1e6:.3f}",
+        f"{received / predicted - 1:+.1%}" if predicted else "-",
+        *(f"{1e3 * parts[x]:.0f}" if parts else "-" for x in (*PARTS, "of_it_unlimited")),
     ]
-    for point in points:
-        low, middle, high = (1e3 * x for x in quartiles(point["seconds"]))
-        slow, ratio, fast = quartiles(ratios(point))
-        received, predicted = statistics.mean(point["received"]), predicted_bytes(point)
-        off = f"{received / predicted - 1:+.1%}" if predicted else "-"
-        meter = f"{predicted / 1e6:.3f}" if predicted is not None else "-"
-        parts = breakdown(point, found)
-        keys = ("rest", "sparsification", "communication", "of_it_unlimited")
-        cells = ["-" if parts is None else f"{1e3 * parts[key]:.0f}" for key in keys]
-        lines.append(
-            f"{point['method']:24} {middle:9.1f} {f'{low:.1f} - {high:.1f}':>17} {ratio:9.2f} "
-            f"{f'{slow:.2f} - {fast:.2f}':>13} "
-            f"{1e3 * statistics.median(point['cpu_seconds']):7.0f} "
-            f"{received / 1e6:8.3f} {meter:>9} {off:>6} "
-            f"{cells[0]:>6} {cells[1]:>8} {cells[2]:>9} {cells[3]:>8}"
-        )
-    fitted = [
-        row for row in found["links"] if (_at(row), row["link"]) == (_at(first), first["link"])
-    ]
-    for row in fitted:
-        # Without a limit no time grows with the size, if the machine is busy.
-        rate = f"{8e-9 * row['bandwidth']:.3g} Gbit/s" if row["bandwidth"] else "no bandwidth"
-        lines.append(
-            f"fitted: latency {1e6 * row['latency']:.0f} us, {rate}, error {row['error']:.0%}"
-        )
-    return "\n".join(lines)
 
 
-def draw(file: Path, found: dict[str, list[dict[str, Any]]], title: str) -> None:
+def draw(file: Path, found: dict[str, list[Row]], title: str) -> None:
     """Bars of step times for each number of workers, parameters and link, on one scale each.
 
     Methods whose step without an exchange was measured have their bar in three parts; the
     number at its end is the speed-up over the dense allreduce.
     """
-    groups: dict[tuple, list[dict[str, Any]]] = {}
-    for point in found["points"]:
-        groups.setdefault((point["workers"], point["params"], point["link"]), []).append(point)
+    groups = _groups(found)
     links = list(dict.fromkeys(link for _, _, link in groups))
-    rows = list(dict.fromkeys((workers, params) for workers, params, _ in groups))
+    rows = list(dict.fromkeys(where[:2] for where in groups))
     height = 0.8 + 0.26 * max(map(len, groups.values()))
     size = (1.5 + 4.2 * len(links), 0.7 + height * len(rows))
     figure, panels = display.panels(len(rows), len(links), size)
-    for row, (workers, params) in enumerate(rows):
-        for column, link in enumerate(links):
-            axes = panels[row][column]
-            points = groups.get((workers, params, link), [])
-            _bars(axes, points[::-1], found)
-            name = "no limit" if link == "none" else link
-            axes.set_title(f"P = {workers}, n = {params / 1e6:g}M, {name}", fontsize=9)
+    for where, points in groups.items():
+        axes = panels[rows.index(where[:2])][links.index(where[2])]
+        _bars(axes, points[::-1], found)
+        axes.set_title(_title(*where), fontsize=9)
     handles, labels = panels[0][0].get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
     figure.legend(unique.values(), unique.keys(), loc="outside lower center", ncols=4, fontsize=8)
-    figure.suptitle(title, fontsize=10)
-    display.save(figure, file)
+    display.save(figure, file, title)
 
 
-def _bars(axes, points: list[dict[str, Any]], found) -> None:
+def _bars(axes: Any, points: Sequence[Row], found: dict[str, list[Row]]) -> None:
     longest = 0.0
     for y, point in enumerate(points):
         low, middle, high = (1e3 * x for x in quartiles(point["seconds"]))
@@ -153,7 +152,3 @@ def _bars(axes, points: list[dict[str, Any]], found) -> None:
     axes.set_xlim(0, 1.15 * longest)
     axes.set_xlabel("ms a step", fontsize=8)
     axes.tick_params(axis="x", labelsize=7)
-
-
-def _at(row: Row) -> tuple[int, int]:
-    return row["workers"], row["params"]

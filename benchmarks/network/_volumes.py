@@ -9,44 +9,34 @@ from sparse_collectives import cost_model, traffic
 
 AXIS = "workers"
 
-# Of each algorithm: how it is made, the row of `cost_model.PAPER` to compare it with, and the
-# largest P it is traced for. The program of a ring has a step for each worker.
+# Of each algorithm: how it is made, and the row of `cost_model.PAPER` to compare it with.
 ALGORITHMS = {
-    "dense": (lambda density: sc.allreduce.dense(), "dense", 1024),
-    "dense_bucketed": (lambda density: sc.allreduce.dense_bucketed(buckets=4), "dense", 1024),
-    "agreed": (lambda density: sc.allreduce.agreed(density=density), None, 1024),
-    "agreed, few bits": (
-        lambda density: sc.allreduce.agreed(density=density, bits="few"),
-        None,
-        1024,
-    ),
-    "topk_a": (lambda density: sc.allreduce.topk_a(), "topk_a", 1024),
-    "sparse_allgather": (lambda density: sc.allreduce.sparse_allgather(), "topk_a", 1024),
+    "dense": (lambda density: sc.allreduce.dense(), "dense"),
+    "dense_bucketed": (lambda density: sc.allreduce.dense_bucketed(buckets=4), "dense"),
+    "agreed": (lambda density: sc.allreduce.agreed(density=density), None),
+    "agreed, few bits": (lambda density: sc.allreduce.agreed(density=density, bits="few"), None),
+    "topk_a": (lambda density: sc.allreduce.topk_a(), "topk_a"),
+    "sparse_allgather": (lambda density: sc.allreduce.sparse_allgather(), "topk_a"),
     "ssar_recursive_double": (
         lambda density: sc.allreduce.ssar_recursive_double(),
         "ssar_recursive_double",
-        1024,
     ),
     "ssar_split_allgather": (
         lambda density: sc.allreduce.ssar_split_allgather(),
         "ssar_split_allgather",
-        1024,
     ),
-    "dsar_split_allgather": (
-        lambda density: sc.allreduce.dsar_split_allgather(),
-        "topk_dsa",
-        1024,
-    ),
-    "ring_sparse": (lambda density: sc.allreduce.ring_sparse(), None, 100),
-    "gtopk": (lambda density: sc.allreduce.gtopk(density=density), "gtopk", 1024),
-    "spardl": (lambda density: sc.allreduce.spardl(density=density), "spardl", 1024),
-    "ok_topk": (lambda density: sc.allreduce.ok_topk(density=density), "ok_topk", 1024),
+    "dsar_split_allgather": (lambda density: sc.allreduce.dsar_split_allgather(), "topk_dsa"),
+    "ring_sparse": (lambda density: sc.allreduce.ring_sparse(), None),
+    "gtopk": (lambda density: sc.allreduce.gtopk(density=density), "gtopk"),
+    "spardl": (lambda density: sc.allreduce.spardl(density=density), "spardl"),
+    "ok_topk": (lambda density: sc.allreduce.ok_topk(density=density), "ok_topk"),
     "complete(ok_topk)": (
         lambda density: sc.allreduce.complete(sc.allreduce.ok_topk(density=density)),
         None,
-        1024,
     ),
 }
+# The largest P that one is traced for: the program of a ring has a step for each worker.
+_MOST = {"ring_sparse": 100}
 
 
 def trace(allreduce, size, capacity, workers):
@@ -68,8 +58,8 @@ def trace(allreduce, size, capacity, workers):
 
 def of_algorithm(name, size, density, workers):
     """Words of the best and the worst step, and the paper's bounds; None beyond its largest P."""
-    make, paper, most = ALGORITHMS[name]
-    if workers > most:
+    make, paper = ALGORITHMS[name]
+    if workers > _MOST.get(name, 1024):
         return None
     k = max(1, round(size * density))
     traced = trace(make(density), size, k, workers)

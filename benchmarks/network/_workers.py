@@ -1,13 +1,17 @@
 """Starts one worker process on each host, and asks all of them the same thing."""
 
+import argparse
 import contextlib
+import functools
+import itertools
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from .._common.namespaces import Hosts
-from .._common.processes import Process, started, wait
+from .._common import options, reports, timing
+from .._common.namespaces import Hosts, NetworkError
+from .._common.processes import Process, interrupt_when_told, started, wait
 
 # With these glibc keeps large buffers instead of giving them back, so that a step does
 # not pay for fresh pages: the same for all contestants. One arena, since the others, those
@@ -20,14 +24,16 @@ _MALLOC = {
     # Pages of 2 MB where the system gives them to those who ask.
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
+# A new port for every start: a closed one may be in use for a while.
+_ports = itertools.count(9000)
 
 
-class WorkerError(Exception):
+class WorkerError(NetworkError):
     """A worker failed, ended or did not answer; one line."""
 
 
 class Workers:
-    """The processes of one program, one on each host."""
+    """The processes of one role, one on each host; a missing answer is an error after a time."""
 
     def __init__(self, processes: Sequence[Process], seconds: float):
         self._processes = processes
@@ -47,52 +53,91 @@ class Workers:
     def answers(self, what: str) -> list[dict[str, Any]]:
         """The next answer of each worker, waited for."""
         self._asked += 1
+        hosts = list(enumerate(self._processes))
 
-        def answered() -> list[bool]:
-            return [len(process.events) >= self._asked for process in self._processes]
+        def late() -> list[int]:
+            return [host for host, process in hosts if len(process.events) < self._asked]
 
-        def failed() -> list[str]:
-            found = []
-            for host, (process, has) in enumerate(zip(self._processes, answered(), strict=True)):
-                last = process.events[-1] if has else {}
-                if "failure" in last:
-                    found.append(f"host {host}, {what}: {last['failure']}")
-                elif not has and process.ended_at is not None:
+        def failed() -> Iterator[str]:
+            for host, process in hosts:
+                if host not in late() and "failure" in process.events[-1]:
+                    yield f"host {host}, {what}: {process.events[-1]['failure']}"
+                elif host in late() and process.ended_at is not None:
                     said = process.errors.strip().splitlines() or ["it said nothing"]
-                    found.append(f"host {host} ended during {what}: {said[-1]}")
-            return found
+                    yield f"host {host} ended during {what}: {said[-1]}"
 
-        wait(self._processes, lambda: all(answered()) or failed(), self._seconds)
-        if failed():
-            raise WorkerError(failed()[0])
-        late = [host for host, has in enumerate(answered()) if not has]
-        if late:
-            raise WorkerError(f"{what}: no answer from hosts {late} in {self._seconds:g} s")
+        wait(self._processes, lambda: not late() or any(failed()), self._seconds)
+        for complaint in failed():
+            raise WorkerError(complaint)
+        if late():
+            raise WorkerError(f"{what}: no answer from hosts {late()} in {self._seconds:g} s")
         return [process.events[-1] for process in self._processes]
 
 
 @contextlib.contextmanager
-def workers(
-    program: str, hosts: Hosts, config: dict[str, Any], *, threads: int, seconds: float
-) -> Iterator[Workers]:
-    """Runs a program on each host until the end of the `with`.
+def groups(
+    hosts: Hosts, config: dict[str, Any], *, pin: bool = True, seconds: float
+) -> Iterator[Callable[[str], Workers]]:
+    """Gives the processes of a role, which start when it is first asked for.
 
-    Args:
-      program: a module to run.
-      hosts: the hosts.
-      config: what the program gets as its first argument, with its host added.
-      threads: for OpenMP; 0: as many as there are cores.
-      seconds: after which a missing answer is an error.
+    A role is made from ``config``, its host and how to meet the others. With ``pin`` each process
+    stays on one core; a missing answer is an error after so many seconds.
     """
-    more = _MALLOC | {"GLOO_SOCKET_IFNAME": "eth0"}
-    if threads:
-        more |= {"OMP_NUM_THREADS": str(threads)}
-    module = [sys.executable, "-m", program]
-    commands = [
-        [*hosts.command(host), *module, json.dumps(config | {"host": host})]
-        for host in range(len(hosts.addresses))
-    ]
-    with started(commands, more) as processes:
-        group = Workers(processes, seconds)
-        group.answers("start")
+    more = _MALLOC | {"GLOO_SOCKET_IFNAME": "eth0"} | ({"OMP_NUM_THREADS": "1"} if pin else {})
+    with contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def group(role: str) -> Workers:
+            options.say(f"starting the processes of {role}")
+            coordinator = f"{hosts.addresses[0]}:{next(_ports)}"
+            given = {"workers": len(hosts.addresses), "coordinator": coordinator, "pin": pin}
+            program = [sys.executable, "-m", "benchmarks._common.worker", role]
+            commands = [
+                [*hosts.command(host), *program, json.dumps(config | given | {"host": host})]
+                for host in range(len(hosts.addresses))
+            ]
+            made = Workers(stack.enter_context(started(commands, more)), seconds)
+            made.answers("start")
+            return made
+
         yield group
+
+
+def in_turns(
+    group: Workers, name_of: str, names: Sequence[str], rounds: int, what: str, **asked: Any
+) -> dict[str, list[list[dict[str, Any]]]]:
+    """The answers to ``measure`` by name and round; ``name_of`` is the argument for the name."""
+    found: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in names}
+    for turn, name in timing.turns(names, rounds):
+        options.say(f"{what}: round {turn + 1} of {rounds}, {name}")
+        found[name].append(group.ask("measure", **asked, **{name_of: name}))
+    return found
+
+
+def all_of(
+    args: argparse.Namespace,
+    cases: Iterable[str],
+    measured: Callable[..., Iterator[list[dict[str, Any]]]],
+    show: Callable[..., None],
+) -> None:
+    """Measures cases, and shows their rows as they come and writes them to the file."""
+    interrupt_when_told()
+    options.require_network()
+    settings = {name: value for name, value in vars(args).items() if name != "json"}
+    rows: list[dict[str, Any]] = []
+    for case in cases:
+        for found in measured(args, case):
+            rows += found
+            show(args, found)
+            # After each: a failure in the next must not take it away.
+            reports.write(args.json, {"settings": settings, "rows": rows})
+
+
+def slowest(answers: Sequence[dict[str, Any]], key: str = "seconds") -> float:
+    """A round is as slow as its slowest worker."""
+    return max(answer[key] for answer in answers)
+
+
+def mean(answers: Sequence[dict[str, Any]], key: str = "received") -> float:
+    """What the workers count, on average."""
+    return sum(answer[key] for answer in answers) / len(answers)

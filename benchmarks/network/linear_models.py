@@ -13,25 +13,71 @@ Linux only, with root and iproute2 (ip, tc).
 """
 
 import argparse
-import itertools
 import sys
+from collections.abc import Iterator
 from typing import Any
 
+from examples.linear_models import coordinate_descent, sgd, training, workers
+from examples.linear_models import data as datasets
 from examples.linear_models.data import SHAPES
 from examples.linear_models.training import EXCHANGES, MODELS
 
-from .._common import display, namespaces, options, reports, timing
-from .._common.processes import interrupt_when_told
-from ._workers import WorkerError, workers
+from .._common import display, namespaces, options, timing
+from .._common.worker import barrier, measured
+from ._workers import all_of, groups, in_turns, mean, slowest
 
 _BASE = {"sgd": "dense", "scd": "dense_allgather"}
-_CELLS = ("", "epoch s", "exchange s", "epoch ratio", "quartiles", "exchange ratio", "quartiles")
-_MORE = ("words of a step", "of the base", "differs by")
-# A new port for every start: a closed one may be in use for a while.
-_ports = itertools.count(9500)
+_HEAD = (
+    *("", "epoch s", "exchange s", "epoch ratio", "quartiles", "exchange ratio", "quartiles"),
+    *("words of a step", "of the base", "differs by"),
+)
 
 
-def parser() -> argparse.ArgumentParser:
+class Worker:
+    """The role of a host: the trainings of one data set; each goes on from turn to turn."""
+
+    def __init__(self, config: dict[str, Any]):
+        given = config["data"], SHAPES[config["data"]], config["seed"], config["rows"]
+        source = datasets.spread(datasets.power_law(*given))
+        self._method: Any = {"sgd": sgd, "scd": coordinate_descent}[config["method"]]
+        more = {"rate": None} if config["method"] == "sgd" else {"block": config["block"]}
+        self._options = {name: config[name] for name in ("regularisation", "seed")} | more
+        self._group = workers.on_devices()
+        self.barrier = barrier(self._group.mesh)
+        self._problem: Any = self._method.make(source, self._group, config["batch"])
+        self._trainings: dict[tuple[str, str], Any] = {}
+
+    def prepare(self, model: str, exchange: str) -> dict[str, Any]:
+        """Compiles a training; says how many steps an epoch has."""
+        what = self._group, training.MODELS[model], self._problem, exchange
+        made = self._trainings[model, exchange] = self._method.Trainer(*what, **self._options)
+        return {"steps": made.run.steps}
+
+    def drop(self, model: str) -> dict[str, Any]:
+        """Frees the trainings of a model."""
+        for key in [key for key in self._trainings if key[0] == model]:
+            del self._trainings[key]
+        return {}
+
+    def measure(self, model: str, exchange: str, most: int) -> dict[str, Any]:
+        """Seconds, bytes and words of a step, the mean of those of an epoch, or ``most``."""
+        trained = self._trainings[model, exchange]
+        run, taken = trained.run, min(most, trained.run.steps)
+
+        def take() -> list[float]:
+            trained.epoch(most=most)
+            return [run.words[-1]]
+
+        return measured(self.barrier, take, taken) | {
+            # Without the evaluation of the objective, which is no part of a step.
+            "seconds": run.seconds[-1] / taken,
+            "exchange_seconds": run.exchange_seconds[-1] / taken,
+            "delivered": run.delivered[-1],
+            "objective": run.objectives[-1],
+        }
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options."""
     made = options.parser_of(__doc__)
     add = made.add_argument
@@ -51,128 +97,83 @@ def parser() -> argparse.ArgumentParser:
     add("--timeout", type=options.positive, default=1800, help="seconds for one answer")
     options.add_outputs(made)
     add("--quick", action="store_true", help="a functional test with little data")
-    return made
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Measures, prints, and writes the file that is asked for."""
-    own = parser()
-    args = own.parse_args(argv)
+    args = made.parse_args(argv)
     known = EXCHANGES[args.method]
     for name in args.exchange or ():
         if name not in known:
-            own.error(f"--exchange {name} is none of --method {args.method}: {', '.join(known)}")
+            made.error(f"--exchange {name} is none of --method {args.method}: {', '.join(known)}")
     if args.quick:
         args.data, args.rounds, args.rows, args.batch, args.steps = ["small"], 2, 800, 50, 3
-    names = list(dict.fromkeys([_BASE[args.method], *(args.exchange or known)]))
-    interrupt_when_told()
-    try:
-        reason = namespaces.unusable()
-        if reason is not None:
-            own.error(reason)
-        rows: list[dict[str, Any]] = []
-        for data in args.data:
-            for found in _measured(args, data, names):
-                rows += found
-                _show(args, found)
-                # After each: a failure in the next must not take it away.
-                reports.write(args.json, {"settings": _settings(args), "rows": rows})
-    except (namespaces.NetworkError, WorkerError) as error:
-        print(f"{own.prog}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"{own.prog}: interrupted", file=sys.stderr)
-        return 130
-    return 0
+    return args
 
 
-def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    return {name: value for name, value in vars(args).items() if name != "json"}
+@options.program
+def main(argv: list[str] | None = None) -> None:
+    """Measures, prints, and writes the file that is asked for."""
+    args = parse(argv)
+    all_of(args, args.data, _measured, _show)
 
 
-def _measured(args: argparse.Namespace, data: str, names: list[str]):
+def _measured(args: argparse.Namespace, data: str) -> Iterator[list[dict[str, Any]]]:
     """The rows of one data set, those of each model as they come."""
-    with namespaces.network(args.workers) as hosts:
-        config = {
-            "workers": args.workers,
-            "coordinator": f"{hosts.addresses[0]}:{next(_ports)}",
-            "pin": True,
-            "data": data,
-            **{k: getattr(args, k) for k in ("rows", "method", "batch", "block", "seed")},
-            "regularisation": args.regularisation,
-        }
+    names = [_BASE[args.method], *(args.exchange or EXCHANGES[args.method])]
+    names = list(dict.fromkeys(names))
+    given = ("rows", "method", "batch", "block", "seed", "regularisation")
+    config = {"data": data, **{name: getattr(args, name) for name in given}}
+    with (
+        namespaces.network(args.workers) as hosts,
+        groups(hosts, config, seconds=args.timeout) as group_of,
+    ):
         options.say(f"{data}: making the data")
-        program = f"{__package__}._linear_worker"
-        with workers(program, hosts, config, threads=1, seconds=args.timeout) as group:
-            for model in args.model:
-                hosts.limit("none")
-                steps = 0
-                for name in names:
-                    options.say(f"{data}, {model}: compiling {name}")
-                    steps = group.ask("prepare", model=model, exchange=name)[0]["steps"]
-                hosts.limit(args.link)
-                found = {name: [] for name in names}
-                for turn in range(args.rounds):
-                    first = turn % len(names)
-                    for name in names[first:] + names[:first]:
-                        options.say(f"{data}, {model}: round {turn + 1} of {args.rounds}, {name}")
-                        asked = {"model": model, "exchange": name, "most": args.steps}
-                        found[name].append(group.ask("measure", **asked))
-                group.ask("drop", model=model)
-                yield [_row(data, model, name, steps, answers) for name, answers in found.items()]
+        group = group_of(f"{__package__}.linear_models:Worker")
+        for model in args.model:
+            hosts.limit("none")
+            steps = 0
+            for name in names:
+                options.say(f"{data}, {model}: compiling {name}")
+                steps = group.ask("prepare", model=model, exchange=name)[0]["steps"]
+            hosts.limit(args.link)
+            what, asked = f"{data}, {model}", {"model": model, "most": args.steps}
+            found = in_turns(group, "exchange", names, args.rounds, what, **asked)
+            group.ask("drop", model=model)
+            where = {"data": data, "model": model, "steps": steps}
+            yield [where | _row(name, steps, answers) for name, answers in found.items()]
 
 
-def _row(data: str, model: str, name: str, steps: int, rounds: list) -> dict[str, Any]:
+def _row(name: str, steps: int, rounds: list[list[dict[str, Any]]]) -> dict[str, Any]:
     """Of each round the slowest worker's time; counts are those of all alike, bytes their mean."""
-
-    def slowest(key: str) -> list[float]:
-        return [steps * max(answer[key] for answer in answers) for answers in rounds]
-
     return {
-        "data": data,
-        "model": model,
         "exchange": name,
-        "steps": steps,
-        "epoch_seconds": slowest("seconds"),
+        "epoch_seconds": [steps * slowest(answers) for answers in rounds],
         # What the slowest to compute spends there is little: others wait for it in theirs.
-        "exchange_seconds": slowest("exchange_seconds"),
+        "exchange_seconds": [steps * slowest(answers, "exchange_seconds") for answers in rounds],
         "words": [answers[0]["words"] for answers in rounds],
-        "received": [sum(a["received"] for a in answers) / len(answers) for answers in rounds],
+        "received": [mean(answers) for answers in rounds],
         "delivered": [answers[0]["delivered"] for answers in rounds],
         "objectives": [answers[0]["objective"] for answers in rounds],
     }
 
 
 def _show(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    base, lines = rows[0], []
-
-    def times_as_fast(row: dict[str, Any], key: str) -> list[str]:
-        ratios = [a / b for a, b in zip(base[key], row[key], strict=True)]
-        low, middle, high = timing.quartiles(ratios)
-        return [f"{middle:.2f}", f"{low:.2f} - {high:.2f}"]
-
+    base, times = rows[0], ("epoch_seconds", "exchange_seconds")
+    lines = []
     for row in rows:
-        pairs = zip(row["objectives"], base["objectives"], strict=True)
-        epoch, exchanged = (
-            timing.quartiles(row[key])[1] for key in ("epoch_seconds", "exchange_seconds")
-        )
+        off = (abs(x - 1) for x in timing.over(row["objectives"], base["objectives"]))
         lines.append(
             [
                 row["exchange"],
-                f"{epoch:.2f}",
-                f"{exchanged:.2f}",
-                *times_as_fast(row, "epoch_seconds"),
-                *times_as_fast(row, "exchange_seconds"),
+                *(f"{timing.quartiles(row[key])[1]:.2f}" for key in times),
+                *(cell for key in times for cell in timing.times_as_fast(base[key], row[key])),
                 f"{row['words'][0]:,.0f}",
                 f"1/{base['words'][0] / row['words'][0]:,.1f}",
-                f"{max(abs(a / b - 1) for a, b in pairs):.0e}",
+                f"{max(off):.0e}",
             ]
         )
     title = (
         f"{base['data']}, {base['model']}, {args.method}: {args.workers} workers, {args.link}, "
         f"{base['steps']:,} steps an epoch; ratios: times as fast as {base['exchange']}"
     )
-    display.show(title, _CELLS + _MORE, lines)
+    display.show(title, _HEAD, lines)
 
 
 if __name__ == "__main__":

@@ -23,12 +23,22 @@ from pathlib import Path
 import jax
 
 from .._common import namespaces, options, reports
+from .._common.contestants import find
 from .._common.processes import interrupt_when_told
 from . import _report, _session
-from ._methods import BASELINE, JAX, QUICK, TORCH
 from ._problem import SHAPES
-from ._workers import WorkerError
 
+_CODECS = ("narrow16", "narrow8")
+METHODS = (
+    *("dense", "dense/adamw", "dense16/adamw", "alone/adamw", "dense/leaves"),
+    *("ok_topk", "ok_topk/rotation", *(f"ok_topk/{codec}" for codec in _CODECS)),
+    *("ok_topk/reuse", *(f"ok_topk/reuse/{codec}" for codec in _CODECS)),
+    *("ok_topk/reuse/global32", "agreed", "agreed/few", "sparse_adamw", "sparse_sgd"),
+    *("powersgd1", "powersgd1/adamw", "powersgd4/adamw", "acp_sgd1", "topk_a", "topk_dsa"),
+    *("gtopk", "ddp", "ddp/fp16", "ddp/powersgd1", "ddp/powersgd4"),
+)
+QUICK = ("dense", "ok_topk", "ok_topk/reuse/narrow8", "topk_a")
+_SETTINGS = ("density", "shapes", "rounds", "steps", "warmup", "pin", "breakdown", "seed")
 # Left for everything else on the machine.
 _MEMORY_SHARE = 0.8
 
@@ -41,19 +51,14 @@ def parser() -> argparse.ArgumentParser:
     add("--link", type=options.link, nargs="+", default=["1gbit"], metavar="RATE")
     add("--params", type=options.at_least_one, nargs="+", metavar="N", help="14.7e6")
     add("--density", type=options.share, default=0.01)
-    add(
-        "--methods",
-        nargs="+",
-        choices=(*JAX, *TORCH),
-        metavar="NAME",
-        help=", ".join([*JAX, *TORCH]),
-    )
+    add("--methods", nargs="+", choices=METHODS, metavar="NAME", help=", ".join(METHODS))
     add("--shapes", choices=SHAPES, default="vgg", help="of the parameters")
     add("--rounds", type=options.at_least_one, default=9, help="turns of each method")
     add("--steps", type=options.at_least_one, default=8, help="of a turn at most")
     add("--warmup", type=options.at_least_one, default=16, help="steps before the first turn")
-    add("--no-pin", action="store_true", help="let processes use all cores")
-    add("--no-breakdown", action="store_true", help="leave out the parts of a step")
+    add("--no-pin", action="store_false", dest="pin", help="let processes use all cores")
+    no_breakdown = {"action": "store_false", "dest": "breakdown"}
+    add("--no-breakdown", **no_breakdown, help="leave out the parts of a step")
     add("--torch-alone", action="store_true", help="not in the same rounds as JAX")
     add("--seed", type=int, default=0)
     add("--timeout", type=options.positive, default=900, help="seconds for one answer")
@@ -63,6 +68,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+@options.program
 def main(argv: list[str] | None = None) -> int:
     """Measures, prints, and writes the files that are asked for."""
     own = parser()
@@ -74,61 +80,42 @@ def main(argv: list[str] | None = None) -> int:
     if args.quick:
         args.rounds, args.steps, args.warmup = 2, 2, 3
     sizes = args.params or [20_000 if args.quick else 14_700_000]
-    methods = _methods(args)
+    methods = _methods(args, own)
     interrupt_when_told()
-    try:
-        reason = namespaces.unusable()
-    except KeyboardInterrupt:
-        return 130
+    reason = namespaces.unusable()
     if reason is not None:
         own.error(reason)
-    links = list(dict.fromkeys([*args.link, *([] if args.no_breakdown else ["none"])]))
-    settings = _session.Settings(
-        density=args.density,
-        shapes=args.shapes,
-        rounds=args.rounds,
-        steps=args.steps,
-        warmup=args.warmup,
-        pin=not args.no_pin,
-        breakdown=not args.no_breakdown,
-        seed=args.seed,
-        seconds=args.timeout,
-    )
+    links = list(dict.fromkeys([*args.link, *(["none"] if args.breakdown else [])]))
+    settings = _machine() | {name: getattr(args, name) for name in _SETTINGS}
+    settings |= {"seconds": args.timeout}
     found = {"points": [], "links": [], "local": []}
-    try:
-        for size in sizes:
-            for hosts in args.workers:
-                available = _MEMORY_SHARE * _available_memory()
-                groups = _session.batches(methods, size, hosts, available, args.torch_alone)
-                rows = _session.measure(size, hosts, links, groups, settings, options.say)
-                for name, more in rows.items():
-                    found[name] += more
-                print("\n" + "\n\n".join(_report.tables(rows)), flush=True)
-                # After each session: hours of measurements survive a failure in the next.
-                content = {"settings": _machine() | settings._asdict(), **found}
-                reports.write(args.json, content)
-    except (namespaces.NetworkError, WorkerError) as error:
-        print(f"{own.prog}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"{own.prog}: interrupted", file=sys.stderr)
-        return 130
+    for size in sizes:
+        for hosts in args.workers:
+            available = _MEMORY_SHARE * _available_memory()
+            batches = _session.batches(methods, size, hosts, available, args.torch_alone)
+            rows = _session.measure(size, hosts, links, batches, args)
+            for name, more in rows.items():
+                found[name] += more
+            print("\n" + "\n\n".join(_report.tables(rows)), flush=True)
+            # After each session: hours of measurements survive a failure in the next.
+            reports.write(args.json, {"settings": settings, **found})
     if args.plot:
         title = f"Steps with given gradients, density {args.density:g}; speed-up over dense"
         _report.draw(args.plot, found, title)
     return 0
 
 
-def _methods(args: argparse.Namespace) -> list[str]:
+def _methods(args: argparse.Namespace, own: argparse.ArgumentParser) -> list[str]:
     has_torch = importlib.util.find_spec("torch") is not None
-    if args.methods is None:
-        names = list(QUICK if args.quick else JAX)
-        if not has_torch:
-            options.say("PyTorch is not installed: its methods are left out")
-        return names + (list(TORCH) if has_torch else [])
-    if not has_torch and any(name in TORCH for name in args.methods):
-        parser().error("--methods: PyTorch is not installed (pip install torch)")
-    return list(dict.fromkeys([BASELINE, *args.methods]))
+    if args.methods:
+        if not has_torch and any(find(name).torch for name in args.methods):
+            own.error("--methods: PyTorch is not installed (pip install torch)")
+        return list(dict.fromkeys([_session.BASELINE, *args.methods]))
+    if not has_torch:
+        options.say("PyTorch is not installed: its methods are left out")
+    torch = [name for name in METHODS if find(name).torch]
+    names = QUICK if args.quick else [name for name in METHODS if name not in torch]
+    return [*names, *(torch if has_torch else ())]
 
 
 def _available_memory() -> float:

@@ -32,15 +32,10 @@ NETWORKS = (
     ("25 Gbit Ethernet", "25us", "25Gbit"),
     ("100 Mbit internet", "15ms", "100Mbit"),
 )
-COLOURS = ("black", "tab:blue", "tab:green", "tab:purple", "tab:red")
 
 
 def scaling(args: argparse.Namespace) -> dict[str, Any]:
-    """Predicts every algorithm for every network and P, and prints the tables.
-
-    Raises:
-      InputError: a quantity or a file is wrong.
-    """
+    """Predicts every algorithm for every network and P, and prints the tables."""
     try:
         size = _units.count("--params", args.params)
         compute = _units.seconds("--compute", args.compute)
@@ -57,52 +52,48 @@ def scaling(args: argparse.Namespace) -> dict[str, Any]:
         f"{1e3 * local.select * size:.3g} ms a step, {1e9 * local.merge:.3g} ns a received pair; "
         f"{1e3 * rest:.3g} ms of every step: computation and update"
     )
-    rows = []
+    rows, counts = [], args.workers
     for (name, latency, bandwidth), network in networks.items():
-        table = {
-            (algorithm, workers): predict(
-                algorithm, Workload(size, k, workers), network, args.codec, local, rest
-            )
+        found = {
+            algorithm: [
+                predict(algorithm, Workload(size, k, p), network, args.codec, local, rest)
+                for p in counts
+            ]
             for algorithm in ALGORITHMS
-            for workers in args.workers
         }
-        rows += [row | {"network": name} for row in table.values()]
-        print(f"\n{name}: {latency}, {bandwidth}. ms a step (dense / this)")
-        print(f"{'':10}" + "".join(f"{f'P = {p}':>17}" for p in args.workers))
-        for algorithm in ALGORITHMS:
-            cells = []
-            for workers in args.workers:
-                step = table[algorithm, workers]["step"]
-                ratio = table["dense", workers]["step"] / step
-                cells.append(f"{f'{1e3 * step:,.1f} ({ratio:.2f})':>17}")
-            print(f"{algorithm:10}" + "".join(cells))
+        rows += [row | {"network": name} for each in found.values() for row in each]
+        lines = []
+        for algorithm, each in found.items():
+            pairs = zip(each, found["dense"], strict=True)
+            steps = [(1e3 * row["step"], dense["step"] / row["step"]) for row, dense in pairs]
+            lines.append([algorithm, *(f"{step:,.1f} ({ratio:.2f})" for step, ratio in steps)])
+        title = f"{name}: {latency}, {bandwidth}. ms a step (dense / this)"
+        display.show(title, ("", *(f"P = {p}" for p in counts)), lines)
     found = {"params": size, "density": args.density, "codec": args.codec, "rest": rest}
     found |= {"local": local._asdict(), "local_source": source, "rows": rows}
     if not args.no_programs:
-        found["program_words"] = compare_words(size, args.density, args.workers)
+        found["program_words"] = compare_words(size, args.density, counts)
     return found
 
 
 def compare_words(size: int, density: float, workers: list[int]) -> list[dict[str, Any]]:
     """The model's expected words (exact pairs) beside those of the lowered programs."""
-    print("\nwords received, exact pairs: model / program (best to worst step)")
-    print(f"{'':10}" + "".join(f"{f'P = {p}':>19}" for p in workers))
-    rows = []
+    rows, lines, outside = [], [], 0
     for name, own in ALGORITHMS.items():
-        cells = []
+        lines.append([name])
         for p in workers:
             program = _volumes.of_algorithm(own, size, density, p)
             model = cost_model.predict(own, Workload(size, program["k"], p)).expected.words
+            row = {"algorithm": name, "workers": p, "model": model}
             best, worst = program["best"], program["worst"]
-            inside = 0.999 * best <= model <= 1.001 * worst
-            rows.append(
-                {"algorithm": name, "workers": p, "model": model, "best": best, "worst": worst}
-            )
+            rows.append(row | {"best": best, "worst": worst})
+            off = not 0.999 * best <= model <= 1.001 * worst
+            outside += off
             span = f"{best / 1e6:.3g}" if best == worst else f"{best / 1e6:.3g}-{worst / 1e6:.3g}"
-            cells.append(f"{f'{model / 1e6:.3g}/{span}M' + ('' if inside else ' !'):>19}")
-        print(f"{name:10}" + "".join(cells))
-    off = [r for r in rows if not 0.999 * r["best"] <= r["model"] <= 1.001 * r["worst"]]
-    print(f"{len(rows) - len(off)} of {len(rows)} within the program's best and worst step")
+            lines[-1].append(f"{model / 1e6:.3g}/{span}M{' !' if off else ''}")
+    title = "words received, exact pairs: model / program (best to worst step)"
+    display.show(title, ("", *(f"P = {p}" for p in workers)), lines)
+    print(f"{len(rows) - outside} of {len(rows)} within the program's best and worst step")
     return rows
 
 
@@ -111,20 +102,15 @@ def draw(file: Path, found: dict[str, Any]) -> None:
     names = list(dict.fromkeys(row["network"] for row in found["rows"]))
     figure, panels = display.panels(1, len(names), (4.2 * len(names), 3.8))
     for axes, name in zip(panels[0], names, strict=True):
-        for algorithm, colour in zip(ALGORITHMS, COLOURS, strict=True):
-            points = [
-                (row["workers"], 1e3 * row["step"])
-                for row in found["rows"]
-                if (row["network"], row["algorithm"]) == (name, algorithm)
-            ]
-            axes.plot(*zip(*points, strict=True), "o-", color=colour, label=algorithm, markersize=3)
+        lines: dict[str, list[tuple[int, float]]] = {}
+        for row in found["rows"]:
+            if row["network"] == name:
+                points = lines.setdefault(row["algorithm"], [])
+                points.append((row["workers"], 1e3 * row["step"]))
+        display.curves(axes, lines, {}, title=name, xlabel="workers P")
         display.logarithmic(axes)
-        axes.set_title(name, fontsize=10)
-        axes.set_xlabel("workers P")
-        axes.legend(fontsize=7)
     figure.supylabel("predicted ms a step", fontsize=9)
-    figure.suptitle(f"n = {found['params']:,}, density {found['density']:g}", fontsize=10)
-    display.save(figure, file)
+    display.save(figure, file, f"n = {found['params']:,}, density {found['density']:g}")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -12,22 +12,85 @@ Linux only, with root and iproute2 (ip, tc).
 """
 
 import argparse
-import itertools
 import sys
+from collections.abc import Iterator
 from typing import Any
 
-from .._common import display, namespaces, options, reports, timing
-from .._common.processes import interrupt_when_told
-from ._workers import WorkerError, workers
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-METHODS = ("dense", "ok_topk", "sparse_adamw")
+import optax_ext
+
+from .._common import contestants, display, namespaces, options, timing
+from .._common.worker import barrier, measured
+from ._workers import all_of, groups, in_turns, mean, slowest
+
+# By name, which contestant; AdamW goes behind what is no whole optimizer.
+METHODS = {"dense": "dense/leaves", "ok_topk": "ok_topk", "sparse_adamw": "sparse_adamw"}
 LAYOUTS = ("fsdp", "tensor")
 _CELLS = ("", "step s", "times as fast", "quartiles", "words", "MB received")
-# A new port for every start: a closed one may be in use for a while.
-_ports = itertools.count(9700)
 
 
-def parser() -> argparse.ArgumentParser:
+class Worker:
+    """The role of a site: training steps of one model, sharded in one way, for each method."""
+
+    def __init__(self, config: dict[str, Any]):
+        self._density, self._layers = config["density"], config["layers"]
+        shape, axes = (config["workers"], config["devices"]), ("site", "model")
+        self._mesh = jax.make_mesh(shape, axes, axis_types=(AxisType.Auto,) * 2)
+        self.barrier = barrier(self._mesh)
+        random = np.random.default_rng(config["seed"])
+        width, fsdp = config["width"], config["layout"] == "fsdp"
+
+        def placed(shape: tuple[int, int], spec: PartitionSpec, scale: float = 1.0) -> Any:
+            whole = random.standard_normal(shape, np.float32) * np.float32(scale)
+            where = NamedSharding(self._mesh, spec)
+            return jax.make_array_from_callback(shape, where, lambda at: whole[at])
+
+        rows = PartitionSpec("model")
+        columns = rows if fsdp else PartitionSpec(None, "model")
+        self._params = {}
+        for i in range(self._layers):
+            up, down = (width, 4 * width), (4 * width, width)
+            self._params[f"up{i}"] = placed(up, columns, up[0] ** -0.5)
+            self._params[f"down{i}"] = placed(down, rows, down[0] ** -0.5)
+        self._batch_spec = PartitionSpec(axes if fsdp else "site")
+        self._batch = placed((config["batch"], width), self._batch_spec)
+        self._methods: dict[str, Any] = {}
+
+    def _loss(self, params: Any, x: jax.Array) -> jax.Array:
+        y = x
+        for i in range(self._layers):
+            y = y + jnp.tanh(y @ params[f"up{i}"]) @ params[f"down{i}"]
+        return jnp.mean((y - jnp.roll(x, 1, axis=1)) ** 2)
+
+    def prepare(self, method: str, warmup: int) -> dict[str, Any]:
+        """Compiles a method's step and takes some; says how many parameters there are."""
+        tx = contestants.optimizer(f"{METHODS[method]}/adamw", self._density, "site")
+        params = jax.tree.map(jnp.copy, self._params)
+        state = optax_ext.init_state(tx, params, self._mesh)
+        step = optax_ext.make_train_step(self._loss, tx, self._mesh, batch_spec=self._batch_spec)
+        self._methods[method] = step, params, state
+        self._take(method, warmup)
+        return {"size": sum(x.size for x in jax.tree.leaves(params))}
+
+    def _take(self, method: str, steps: int) -> list[float]:
+        step, params, state = self._methods[method]
+        for _ in range(steps):
+            params, state, loss = step(params, state, self._batch)
+            jax.block_until_ready(loss)
+        self._methods[method] = step, params, state
+        # The same of each step, to the shape of a program.
+        return [float(optax_ext.get_info(state).words)] * steps
+
+    def measure(self, method: str, steps: int) -> dict[str, Any]:
+        """Seconds and bytes of a step, the mean of so many."""
+        return measured(self.barrier, lambda: self._take(method, steps), steps)
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options."""
     made = options.parser_of(__doc__)
     add = made.add_argument
@@ -35,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
     add("--devices", type=options.at_least_one, default=2, help="of each site")
     add("--links", type=options.link, nargs="+", default=["1gbit", "100mbit"], metavar="RATE")
     add("--layout", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    add("--density", type=options.positive, default=0.01)
+    add("--density", type=options.share, default=0.01)
     add("--width", type=options.at_least_one, default=512, help="of a layer, 8 width^2 parameters")
     add("--layers", type=options.at_least_one, default=4)
     add("--batch", type=options.at_least_one, default=16, help="examples of all sites together")
@@ -45,99 +108,66 @@ def parser() -> argparse.ArgumentParser:
     add("--timeout", type=options.positive, default=900, help="seconds for one answer")
     options.add_outputs(made)
     add("--quick", action="store_true", help="a functional test with a small model")
-    return made
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Measures, prints, and writes the file that is asked for."""
-    own = parser()
-    args = own.parse_args(argv)
-    if args.density > 1:
-        own.error(f"--density is {args.density}; it must be at most 1")
+    args = made.parse_args(argv)
     if args.quick:
         args.width, args.layers, args.rounds, args.steps = 32, 2, 2, 1
     share = args.sites * args.devices
     if args.batch % share or args.width % args.devices:
-        own.error(f"--batch and --width must be multiples of the devices: {share} in all")
-    interrupt_when_told()
-    try:
-        reason = namespaces.unusable()
-        if reason is not None:
-            own.error(reason)
-        rows: list[dict[str, Any]] = []
-        for layout in args.layout:
-            for found in _measured(args, layout):
-                rows += found
-                _show(args, found)
-                # After each: a failure in the next must not take it away.
-                settings = {name: value for name, value in vars(args).items() if name != "json"}
-                reports.write(args.json, {"settings": settings, "rows": rows})
-    except (namespaces.NetworkError, WorkerError) as error:
-        print(f"{own.prog}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"{own.prog}: interrupted", file=sys.stderr)
-        return 130
-    return 0
+        made.error(f"--batch and --width must be multiples of the devices: {share} in all")
+    return args
 
 
-def _measured(args: argparse.Namespace, layout: str):
+@options.program
+def main(argv: list[str] | None = None) -> None:
+    """Measures, prints, and writes the file that is asked for."""
+    args = parse(argv)
+    all_of(args, args.layout, _measured, _show)
+
+
+def _measured(args: argparse.Namespace, layout: str) -> Iterator[list[dict[str, Any]]]:
     """The rows of each link as they come."""
-    with namespaces.network(args.sites) as hosts:
-        given = ("devices", "density", "width", "layers", "batch", "seed")
-        config = {
-            "workers": args.sites,
-            "coordinator": f"{hosts.addresses[0]}:{next(_ports)}",
-            "pin": True,
-            "layout": layout,
-            **{name: getattr(args, name) for name in given},
-        }
-        program = f"{__package__}._site_worker"
-        with workers(program, hosts, config, threads=1, seconds=args.timeout) as group:
-            size = 0
-            for method in METHODS:
-                options.say(f"{layout}: compiling {method}")
-                size = group.ask("prepare", method=method, warmup=4)[0]["size"]
-            for link in args.links:
-                hosts.limit(link)
-                found: dict[str, list[Any]] = {method: [] for method in METHODS}
-                for turn in range(args.rounds):
-                    first = turn % len(METHODS)
-                    options.say(f"{layout}, {link}: round {turn + 1} of {args.rounds}")
-                    for method in METHODS[first:] + METHODS[:first]:
-                        found[method].append(group.ask("measure", method=method, steps=args.steps))
-                hosts.limit("none")
-                yield [_row(layout, link, size, *item) for item in found.items()]
-
-
-def _row(layout: str, link: str, size: int, method: str, rounds: list) -> dict[str, Any]:
-    """Of each round the slowest site's time, and the mean of the bytes."""
-    return {
-        "layout": layout,
-        "link": link,
-        "size": size,
-        "method": method,
-        "seconds": [max(answer["seconds"] for answer in answers) for answers in rounds],
-        "words": rounds[0][0]["words"],
-        "received": [sum(a["received"] for a in answers) / len(answers) for answers in rounds],
-    }
+    given = ("devices", "density", "width", "layers", "batch", "seed")
+    config = {"layout": layout, **{name: getattr(args, name) for name in given}}
+    with (
+        namespaces.network(args.sites) as hosts,
+        groups(hosts, config, seconds=args.timeout) as group_of,
+    ):
+        group = group_of(f"{__package__}.sites:Worker")
+        size = 0
+        for method in METHODS:
+            options.say(f"{layout}: compiling {method}")
+            size = group.ask("prepare", method=method, warmup=4)[0]["size"]
+        for link in args.links:
+            hosts.limit(link)
+            what, names = f"{layout}, {link}", list(METHODS)
+            found = in_turns(group, "method", names, args.rounds, what, steps=args.steps)
+            hosts.limit("none")
+            yield [
+                {
+                    "layout": layout,
+                    "link": link,
+                    "size": size,
+                    "method": method,
+                    "seconds": [slowest(answers) for answers in rounds],
+                    "words": rounds[0][0]["words"],
+                    "received": [mean(answers) for answers in rounds],
+                }
+                for method, rounds in found.items()
+            ]
 
 
 def _show(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    base, lines = rows[0], []
-    for row in rows:
-        ratios = [a / b for a, b in zip(base["seconds"], row["seconds"], strict=True)]
-        low, middle, high = timing.quartiles(ratios)
-        lines.append(
-            [
-                row["method"],
-                f"{timing.quartiles(row['seconds'])[1]:.3f}",
-                f"{middle:.2f}",
-                f"{low:.2f} - {high:.2f}",
-                f"{row['words']:,.0f}",
-                f"{timing.quartiles(row['received'])[1] / 1e6:.2f}",
-            ]
-        )
+    base = rows[0]
+    lines = [
+        [
+            row["method"],
+            f"{timing.quartiles(row['seconds'])[1]:.3f}",
+            *timing.times_as_fast(base["seconds"], row["seconds"]),
+            f"{row['words']:,.0f}",
+            f"{timing.quartiles(row['received'])[1] / 1e6:.2f}",
+        ]
+        for row in rows
+    ]
     title = (
         f"{base['layout']}, {base['link']}: {args.sites} sites of {args.devices} devices, "
         f"n = {base['size']:,}, density {args.density:g}"

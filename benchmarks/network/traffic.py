@@ -15,6 +15,7 @@ workers works on one machine. Five sections:
 """
 
 import argparse
+import functools
 import sys
 
 import jax
@@ -38,15 +39,8 @@ CASES = {
     "worst": {"conditional": "worst"},
 }
 
-CODECS = {
-    "raw": wire.raw,
-    "bf16": wire.bf16,
-    "narrow16": wire.narrow16,
-    "narrow8": wire.narrow8,
-    "qsgd8": lambda: wire.qsgd(bits=8),
-    "qsgd4": lambda: wire.qsgd(bits=4),
-    "qsgd2": lambda: wire.qsgd(bits=2),
-}
+CODECS = {name: getattr(wire, name) for name in ("raw", "bf16", "narrow16", "narrow8")}
+CODECS |= {f"qsgd{bits}": functools.partial(wire.qsgd, bits=bits) for bits in (8, 4, 2)}
 # What a step of Ok-Topk may take, as a multiple of k (P-1)/P: the paper's bound, and what is asked
 # of pairs in fewer bits.
 FLAT_SIZE, FLAT_WORKERS = 10**8, (16, 64, 256, 1024)
@@ -97,62 +91,53 @@ def _traced(size, density, workers, codec, sizes=1):
 
 def algorithms(args):
     """Every allreduce over P: multiples of k, and the share of the paper's upper bound."""
-    size = args.params
-    rows = [
-        _volumes.of_algorithm(name, size, args.density, workers)
-        for name in _volumes.ALGORITHMS
+    names = _volumes.ALGORITHMS
+    cells = {
+        (name, workers): _volumes.of_algorithm(name, args.params, args.density, workers)
+        for name in names
         for workers in args.workers
-    ]
-    rows = [row for row in rows if row is not None]
-    cells = {(row["algorithm"], row["workers"]): row for row in rows}
+    }
+    rows = [row for row in cells.values() if row is not None]
 
-    head = ["P", *map(str, args.workers)]
-    what = f"n = {size:,}, density {args.density:g}, k = {rows[0]['k']:,}"
-
-    def table(title, value, shown=lambda row: True):
+    def table(title, value):
+        """Of all that have a value."""
         lines = []
-        for name in _volumes.ALGORITHMS:
-            mine = [cells.get((name, workers)) for workers in args.workers]
-            if any(row and shown(row) for row in mine):
-                found = [f"{value(row):.3g}" if row and shown(row) else "-" for row in mine]
+        for name in names:
+            found = [
+                cells[name, workers] and value(cells[name, workers]) for workers in args.workers
+            ]
+            if any(found):
                 # 2.05e+03 is what a program writes.
-                lines.append([name, *(f"{float(x):.0f}" if "e" in x else x for x in found)])
-        show(title, head, lines)
+                lines.append([name, *(f"{float(f'{x:.3g}'):g}" if x else "-" for x in found)])
+        show(title, ["P", *map(str, args.workers)], lines)
 
-    def bounded(row):
-        return "upper" in row
-
+    what = f"n = {args.params:,}, density {args.density:g}, k = {rows[0]['k']:,}"
     table(
         f"Words received per worker and step, worst step, in k; {what}",
-        lambda r: r["worst"] / r["k"],
+        lambda row: row["worst"] / row["k"],
     )
     table(
         "The same of the best step, where it differs",
-        lambda r: r["best"] / r["k"],
-        lambda r: r["best"] != r["worst"],
+        lambda row: row["best"] != row["worst"] and row["best"] / row["k"],
     )
     table(
         "Worst step as a share of the paper's upper bound",
-        lambda r: r["worst"] / r["upper"],
-        bounded,
+        lambda row: "upper" in row and row["worst"] / row["upper"],
     )
     table(
         "Best step as a multiple of the paper's lower bound",
-        lambda r: r["best"] / r["lower"],
-        bounded,
+        lambda row: "lower" in row and row["best"] / row["lower"],
     )
     return rows
 
 
 def cases(args):
     """Ok-Topk: each case and each phase as shares of the bound, and as multiples of k(P-1)/P."""
-    size = args.params
-    rows = [
-        of_ok_topk(size, args.density, workers, args.codec, args.sizes) for workers in args.workers
-    ]
-    title = f"Ok-Topk, words as shares of 6k(P-1)/P (multiples of k(P-1)/P); n = {size:,}"
+    given = args.density, args.codec, args.sizes
+    rows = [of_ok_topk(args.params, given[0], workers, *given[1:]) for workers in args.workers]
     show(
-        f"{title}, density {args.density:g}, codec {args.codec}, sizes {args.sizes}",
+        f"Ok-Topk, words as shares of 6k(P-1)/P (multiples of k(P-1)/P); n = {args.params:,}, "
+        "density {:g}, codec {}, sizes {}".format(*given),
         ["P", "bound", *CASES],
         [
             [
@@ -165,13 +150,10 @@ def cases(args):
     )
     for case in CASES:
         names = list(dict.fromkeys(phase for row in rows for phase in row[case]["phases"]))
-        lines = [
-            [
-                str(row["workers"]),
-                *(f"{row[case]['phases'].get(name, 0) / row['bound']:.4f}" for name in names),
-            ]
-            for row in rows
-        ]
+        lines = []
+        for row in rows:
+            phases = (row[case]["phases"].get(name, 0) / row["bound"] for name in names)
+            lines.append([str(row["workers"]), *(f"{phase:.4f}" for phase in phases)])
         head = ["P", *(name.removeprefix("ok_topk/") or "-" for name in names)]
         show(f"Ok-Topk, {case}: phases as shares of the bound", head, lines)
     return rows
@@ -185,17 +167,16 @@ def flatness(args):
         found = [of_ok_topk(FLAT_SIZE, args.density, p, codec) for p in FLAT_WORKERS]
         for case in CASES:
             of_k = [row[case]["of_k"] for row in found]
-            spread = max(of_k) / min(of_k) - 1
-            verdict = "-" if bound is None else "yes" if max(of_k) <= bound else "no"
-            if verdict == "no":
+            verdict = "-" if bound is None else "yes"
+            if bound is not None and max(of_k) > bound:
                 verdict = f"no, {max(of_k) / bound:.3f}"
             rows.append({"codec": codec, "case": case, "of_k": of_k, "bound": bound})
-            lines.append([codec, case, *(f"{x:.3f}" for x in of_k), f"{spread:.1%}", verdict])
-    head = ["codec", "case", *map(str, FLAT_WORKERS), "max/min - 1", "within bound"]
+            spread = f"{max(of_k) / min(of_k) - 1:.1%}"
+            lines.append([codec, case, *(f"{x:.3f}" for x in of_k), spread, verdict])
     show(
         f"Ok-Topk, multiples of k(P-1)/P at n = {FLAT_SIZE:,}, density {args.density:g}; bounds"
         " 6, 3 and 1.6",
-        head,
+        ["codec", "case", *map(str, FLAT_WORKERS), "max/min - 1", "within bound"],
         lines,
     )
     return rows
@@ -204,17 +185,16 @@ def flatness(args):
 def bound(args):
     """Ok-Topk over n and P, in multiples of k(P-1)/P, of which the paper's bound is 6."""
     rows = []
-    for size, counts in GRID.items():
-        for workers in counts:
-            k, program = _traced(size, args.density, workers, "raw")
-            _, sized = _traced(size, args.density, workers, "raw", sizes=4)
-            unit = k * (workers - 1) / workers
-            row = {"params": size, "workers": workers, "of_a_worker": k / workers}
-            for case, choice in CASES.items():
-                row[case] = traffic.of_traced(program, **choice).words / unit
-            row["rounds"] = _by_rounds(program) / unit
-            row["sizes"] = traffic.of_traced(sized, conditional="best").words / unit
-            rows.append(row)
+    for size, workers in ((size, workers) for size, counts in GRID.items() for workers in counts):
+        k, program = _traced(size, args.density, workers, "raw")
+        _, sized = _traced(size, args.density, workers, "raw", sizes=4)
+        unit = k * (workers - 1) / workers
+        row = {"params": size, "workers": workers, "of_a_worker": k / workers}
+        for case, choice in CASES.items():
+            row[case] = traffic.of_traced(program, **choice).words / unit
+        row["rounds"] = _by_rounds(program) / unit
+        row["sizes"] = traffic.of_traced(sized, conditional="best").words / unit
+        rows.append(row)
     columns = ("even", "rounds", *list(CASES)[1:], "sizes")
     show(
         f"Ok-Topk, multiples of k(P-1)/P, density {args.density:g}; `rounds`: no window fits;"
@@ -240,24 +220,21 @@ def _by_rounds(program):
 
 def levels(args):
     """Bytes that a worker receives from other nodes and from its own."""
-    size = args.params
-    found = _volumes.of_two_levels(size, args.density, NODES, INSIDE)
-    workers, selected = NODES * INSIDE, args.density * size
-    values = {
+    found = _volumes.of_two_levels(args.params, args.density, NODES, INSIDE)
+    selected = args.density * args.params
+    formulas = {
         "hierarchical(topk_a)": 4 * (NODES - 1) * selected / INSIDE,
-        "topk_a, flat": 4 * (workers - 1) * selected,
+        "topk_a, flat": 4 * (NODES * INSIDE - 1) * selected,
     }
     show(
-        f"Bytes received per worker, {NODES} nodes of {INSIDE}; n = {size:,}, density"
+        f"Bytes received per worker, {NODES} nodes of {INSIDE}; n = {args.params:,}, density"
         f" {args.density:g}. The paper's formulas count 4 bytes for a pair of 8, and in the flat"
         " one all other workers",
         ["algorithm", "between nodes", "within", "the paper's formula"],
         [
             [
-                name,
-                f"{4 * outer:,.0f}",
-                f"{4 * inner:,.0f}",
-                f"{values[name]:,.0f}" if name in values else "-",
+                *(name, f"{4 * outer:,.0f}", f"{4 * inner:,.0f}"),
+                f"{formulas[name]:,.0f}" if name in formulas else "-",
             ]
             for name, (outer, inner) in found.items()
         ],
@@ -266,29 +243,14 @@ def levels(args):
 
 
 def draw(file, rows, title):
-    """Words over P of each algorithm; the paper's bounds as a band in the same colour."""
-    names = [name for name in _volumes.ALGORITHMS if name not in ("dense", "sparse_allgather")]
-    lines = -(-len(names) // 2)
-    figure, panels = display.panels(lines, 2, (10, 2.25 * lines), sharex=True, sharey=True)
-    for name, axes in zip(names, panels.flat, strict=False):
-        mine = [row for row in rows if row["algorithm"] == name]
-        for other in _volumes.ALGORITHMS:
-            points = [(r["workers"], r["worst"] / r["k"]) for r in rows if r["algorithm"] == other]
-            axes.plot(*zip(*points, strict=True), color="0.85", linewidth=1)
-        x = [row["workers"] for row in mine]
-        if mine and "upper" in mine[0]:
-            lower, upper = ([row[b] / row["k"] for row in mine] for b in ("lower", "upper"))
-            axes.fill_between(x, lower, upper, color="tab:orange", alpha=0.35, label="paper")
-        for case, style in (("worst", "o-"), ("best", "^--")):
-            y = [row[case] / row["k"] for row in mine]
-            axes.plot(x, y, style, color="tab:blue", markersize=3, label=f"program, {case}")
-        axes.set_title(name, fontsize=10)
-        display.logarithmic(axes)
-        axes.legend(fontsize=7)
-    figure.suptitle(title, fontsize=11)
-    figure.supxlabel("workers P (gray: the other algorithms, worst)", fontsize=9)
-    figure.supylabel("words received per worker, as a multiple of k", fontsize=9)
-    display.save(figure, file)
+    """Words of the worst step over P, of each algorithm."""
+    lines = {}
+    for row in rows:
+        lines.setdefault(row["algorithm"], []).append((row["workers"], row["worst"] / row["k"]))
+    figure, ((axes,),) = display.panels(1, 1, (8, 6))
+    display.curves(axes, lines, {}, xlabel="workers P", ylabel="words, as a multiple of k")
+    display.logarithmic(axes)
+    display.save(figure, file, title)
 
 
 @options.program
@@ -301,13 +263,9 @@ def main(argv: list[str] | None = None) -> None:
     if args.plot:
         title = f"n = {args.params:,}, density {args.density:g}, exact pairs"
         draw(args.plot, found["algorithms"], title)
-    report = {
-        "params": args.params,
-        "density": args.density,
-        "codec": args.codec,
-        "jax": jax.__version__,
-        "sparse_collectives": getattr(sparse_collectives, "__version__", None),
-    }
+    report = {name: getattr(args, name) for name in ("params", "density", "codec")}
+    report |= {"jax": jax.__version__}
+    report |= {"sparse_collectives": getattr(sparse_collectives, "__version__", None)}
     reports.write(args.json, report | found)
 
 

@@ -1,10 +1,23 @@
-"""One host's JAX process: steps of data-parallel training over Gloo, with given gradients."""
+"""The role of a host whose JAX process takes data-parallel steps with given gradients."""
 
 import math
 from typing import Any, NamedTuple
 
-from . import _gloo, _protocol
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+import optax_ext
+import sparse_collectives
+from sparse_collectives import traffic
+
+from .._common import contestants
+from .._common.worker import barrier, measured
+from ._problem import gradients
+
+AXIS = "workers"
 # So many gradients are enough where each takes memory of its own.
 _COPIED = 4
 
@@ -14,43 +27,25 @@ class Step(NamedTuple):
 
     run: Any
     state: Any
-    words: dict[str, float]
 
 
 class Worker:
     """The steps of all methods over one mesh, compiled as they are asked for."""
 
     def __init__(self, config: dict[str, Any]):
-        import jax
-        from jax.sharding import AxisType
-
-        from ._methods import AXIS
-        from ._problem import gradients
-
         self._density = config["density"]
         self._shapes = [tuple(shape) for shape in config["shapes"]]
         self._given = gradients(self._shapes, config["host"], config["seed"])
-        auto = (AxisType.Auto,)
-        workers = config["workers"]
-        self._everyone = jax.make_mesh((workers,), (AXIS,), axis_types=auto)
-        self._alone = jax.make_mesh((1,), (AXIS,), axis_types=auto, devices=jax.local_devices())
-        self.barrier = _gloo.barrier(self._everyone)
-        self._parameters = self._data = None
-        self._mesh = None
+        auto = {"axis_types": (AxisType.Auto,)}
+        self._everyone = jax.make_mesh((config["workers"],), (AXIS,), **auto)
+        self._alone = jax.make_mesh((1,), (AXIS,), devices=jax.local_devices(), **auto)
+        self.barrier = barrier(self._everyone)
+        self._mesh = self._parameters = self._data = None
         self._steps: dict[str, Step] = {}
         self._turn = 0
-        self._use(self._everyone)
-        self.barrier()
 
     def _use(self, mesh: Any) -> None:
         """Parameters and gradients on a mesh, in place of those on another."""
-        import jax
-        import jax.numpy as jnp
-        from jax.sharding import NamedSharding
-        from jax.sharding import PartitionSpec as P
-
-        from ._methods import AXIS
-
         if mesh is self._mesh:
             return
         self._steps.clear()
@@ -70,28 +65,21 @@ class Worker:
 
     def prepare(self, method: str, warmup: int, local: bool = False) -> dict[str, Any]:
         """Compiles the step of a method, takes `warmup` of them; what each is to receive."""
-        import jax
-        import optax
-        from jax.sharding import PartitionSpec as P
-
-        import optax_ext
-        from sparse_collectives import traffic
-
-        from ._methods import ALONE, AXIS, JAX, WHOLE, behind
-
         self._use(self._alone if local else self._everyone)
-        tx = optax.chain(JAX[method](self._density), behind(method))
+        contestant = contestants.find(method)
+        density = min(1.0, contestant.entries * self._density)
+        tx = contestants.optimizer(method, density, AXIS)
         state = optax_ext.init_state(tx, self._parameters, self._mesh)
         specs = optax_ext.state_specs(state)
 
         def step(parameters, state, given):
             gradients = [leaf[0] for leaf in given]
-            if method in WHOLE:
+            if contestant.whole:
                 # A given gradient is taken nowhere: this makes it wait for the step ahead, which
                 # a product reads, as that of a layer does. (XLA would compute a sum twice.)
                 ahead = optax_ext.ahead(parameters, state)
                 pairs = zip(gradients, ahead, strict=True)
-                gradients = [g + 1e-12 * jax.numpy.vdot(x, x) for g, x in pairs]
+                gradients = [g + 1e-12 * jnp.vdot(x, x) for g, x in pairs]
             updates, state = tx.update(gradients, state, parameters)
             return optax.apply_updates(parameters, updates), state
 
@@ -101,15 +89,15 @@ class Worker:
             in_specs=(P(), specs, P(AXIS)),
             out_specs=(P(), specs),
             # Of one worker nothing has to be the same on all.
-            check_vma=not local and method not in ALONE,
+            check_vma=not local and not contestant.alone,
         )
         jitted = jax.jit(mapped, donate_argnums=(0, 1))
         traced = jitted.trace(self._parameters, state, self._data[0])
         words = {
             case: traffic.of_traced(traced, conditional=case).words for case in ("best", "worst")
         }
-        self._steps[method] = Step(traced.lower().compile(), state, words)
-        self.take(method, warmup)
+        self._steps[method] = Step(traced.lower().compile(), state)
+        self._take(method, warmup)
         return {"words": words}
 
     def drop(self, method: str) -> dict[str, Any]:
@@ -117,13 +105,9 @@ class Worker:
         del self._steps[method]
         return {}
 
-    def take(self, method: str, steps: int) -> list[float]:
+    def _take(self, method: str, steps: int) -> list[float]:
         """Takes steps, each waited for; returns the words that each says it received."""
-        import jax
-
-        import optax_ext
-
-        run, state, words = self._steps[method]
+        run, state = self._steps[method]
         received = []
         for _ in range(steps):
             given = self._data[self._turn % len(self._data)]
@@ -133,43 +117,17 @@ class Worker:
             info = optax_ext.get_info(state)
             if info is not None:
                 received.append(float(info.words))
-        self._steps[method] = Step(run, state, words)
+        self._steps[method] = Step(run, state)
         return received
 
     def measure(self, method: str, steps: int) -> dict[str, Any]:
         """Seconds, bytes and words of so many steps."""
-        return _protocol.measured(self.barrier, lambda: self.take(method, steps), steps)
+        return measured(self.barrier, lambda: self._take(method, steps), steps)
 
     def latency(self, sizes: list[int], rounds: int) -> dict[str, Any]:
         """Alpha and beta of this network, as the library fits them."""
-        import sparse_collectives
-
         found = sparse_collectives.measure(self._everyone, sizes=sizes, rounds=rounds)
         # JSON has no infinity.
         bandwidth = found.bandwidth if math.isfinite(found.bandwidth) else None
-        return {
-            "latency": found.latency,
-            "bandwidth": bandwidth,
-            "error": found.error,
-            "spread": found.spread,
-        }
-
-
-def main() -> None:
-    """Joins the other processes and does what it is told."""
-    config, answer = _protocol.start()
-    _gloo.join(config)
-    worker = Worker(config)
-    _protocol.serve(
-        answer,
-        {
-            "prepare": worker.prepare,
-            "measure": worker.measure,
-            "drop": worker.drop,
-            "latency": worker.latency,
-        },
-    )
-
-
-if __name__ == "__main__":
-    main()
+        fit = {"latency": found.latency, "bandwidth": bandwidth}
+        return fit | {"error": found.error, "spread": found.spread}

@@ -1,0 +1,124 @@
+"""The role of a host whose PyTorch process takes steps of DDP over Gloo, with given gradients."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
+from torch.nn.parallel import DistributedDataParallel
+
+from .._common.worker import measured
+from ._problem import gradients
+
+
+class _Done:
+    """An exchange that has ended."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self._tensor = tensor
+
+    def get_future(self):
+        future = torch.futures.Future()
+        future.set_result([self._tensor])
+        return future
+
+
+class _Synchronous:
+    """What PyTorch's PowerSGD hook takes for `torch.distributed`: each exchange ends in its call.
+
+    The hook chains futures whose callbacks start the next allreduce and wait for it. On Gloo
+    they run on its own threads, where waiting blocks what is waited for, and the order of
+    exchanges may differ between the workers. The arithmetic is the hook's own. There is no
+    backward pass behind which it could hide.
+    """
+
+    group, GradBucket = dist.group, dist.GradBucket
+
+    @staticmethod
+    def all_reduce(tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> _Done:
+        del async_op
+        if tensor.numel():
+            dist.all_reduce(tensor, group=group)
+        return _Done(tensor)
+
+
+def parallel(model: torch.nn.Module, contestant: str) -> DistributedDataParallel:
+    """The module, with gradients exchanged in a way of PyTorch's own.
+
+    What is behind the slash of the name is a hook, such as ``fp16`` or ``powersgd2``.
+    """
+    made = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    hook = contestant.partition("/")[2]
+    if hook == "fp16":
+        made.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif hook:
+        power_sgd.dist = _Synchronous
+        # Compression from the second step on, and wherever it makes anything smaller.
+        state = power_sgd.PowerSGDState(
+            process_group=None,
+            matrix_approximation_rank=int(hook.removeprefix("powersgd")),
+            start_powerSGD_iter=2,
+            min_compression_rate=1,
+        )
+        made.register_comm_hook(state, power_sgd.powerSGD_hook)
+    return made
+
+
+class Worker:
+    """One DDP module and optimizer for each hook."""
+
+    TORCH = True
+    barrier = staticmethod(dist.barrier)
+
+    def __init__(self, config: dict[str, Any]):
+        shapes = [tuple(shape) for shape in config["shapes"]]
+        given = gradients(shapes, config["host"], config["seed"])
+        self._given = [[torch.from_numpy(leaf) for leaf in gradient] for gradient in given]
+        self._models: dict[str, Any] = {}
+        self._turn = 0
+        worker = self
+
+        class Given(torch.autograd.Function):
+            """A loss whose gradient is the next given one, at no cost."""
+
+            @staticmethod
+            def forward(ctx, *parameters):
+                del ctx
+                return parameters[0].new_zeros(())
+
+            @staticmethod
+            def backward(ctx, upstream):
+                del ctx, upstream
+                return tuple(worker._given[worker._turn % len(worker._given)])
+
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.leaves = torch.nn.ParameterList([torch.zeros(shape) for shape in shapes])
+
+            def forward(self):
+                return Given.apply(*self.leaves)
+
+        self._model = Model
+
+    def prepare(self, method: str, warmup: int) -> dict[str, Any]:
+        """Makes the module with its hook, and takes `warmup` steps."""
+        model = parallel(self._model(), method)
+        self._models[method] = model, torch.optim.SGD(model.parameters(), lr=1e-3)
+        # Buckets are made after the first step, and PowerSGD starts after two.
+        self._take(method, max(4, warmup))
+        return {"words": None}
+
+    def _take(self, method: str, steps: int) -> None:
+        """Takes steps; after one nothing is left to wait for."""
+        model, optimizer = self._models[method]
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+            self._turn += 1
+
+    def measure(self, method: str, steps: int) -> dict[str, Any]:
+        """Seconds and bytes of so many steps."""
+        return measured(self.barrier, lambda: self._take(method, steps), steps)
