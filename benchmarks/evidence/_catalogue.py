@@ -1,36 +1,41 @@
-"""All claims, in the order of the page."""
+"""All claims, in the order of the page, and all lines of the figures, as in their legends."""
+
+from pathlib import Path
 
 from . import (
-    _accuracies,
+    _learned,
     _linear,
+    _loads,
+    _lower_bound,
     _measured,
-    _models,
-    _more_lower_bound,
-    _more_missing,
-    _more_unreachable,
-    _ok_topk_words,
+    _missing,
+    _predicted,
     _promises,
     _selections,
     _sparcml_words,
     _times,
     _trainings,
-    _unreachable,
+    _words,
 )
-from ._claims import Claim
+from ._claims import read
 
-CLAIMS: tuple[Claim, ...] = (
-    *_ok_topk_words.CLAIMS,
-    *_sparcml_words.CLAIMS,
-    *_linear.CLAIMS,
-    *_measured.CLAIMS,
-    *_models.CLAIMS,
-    *_promises.CLAIMS,
-    *_selections.CLAIMS,
-    *_accuracies.CLAIMS,
-    *_trainings.CLAIMS,
-    *_times.CLAIMS,
-    *_more_lower_bound.CLAIMS,
-    *_more_missing.CLAIMS,
-    *_unreachable.CLAIMS,
-    *_more_unreachable.CLAIMS,
+_CHECKING = (
+    _linear,
+    _lower_bound,
+    _measured,
+    _missing,
+    _predicted,
+    _promises,
+    _selections,
+    _sparcml_words,
+    _times,
+    _trainings,
+    _words,
 )
+_DRAWN = (_words, _selections, _trainings, _loads, _predicted, _learned)
+
+CLAIMS = read(
+    Path(__file__).with_name("claims.toml"),
+    {id: check for module in _CHECKING for id, check in module.CHECKS.items()},
+)
+CURVES = tuple(curve for module in _DRAWN for curve in module.CURVES)

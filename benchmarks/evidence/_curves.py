@@ -2,31 +2,22 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from .._common import reports
-from .._common.options import InputError
+from . import _store
 from ._code import fingerprint
+from ._store import FORMAT, KEPT, Kept, Result
 
-FORMAT = 2
-_SOURCE = "benchmarks.evidence"
 # Points of a line: more could not be seen.
 _POINTS = 80
-_PATTERN = {"format": reports.whole(0)}
-_SERIES = {
-    "series": (
-        {
-            "figure": reports.text(),
-            "line": reports.text(),
-            "code": reports.text(),
-            "seed": reports.whole(0),
-            "quick": lambda x: None if isinstance(x, bool) else "true or false",
-            "x": [reports.number()],
-            "y": [reports.number()],
-        },
-    )
+_SERIES = KEPT | {
+    "figure": reports.text(),
+    "line": reports.text(),
+    "x": [reports.number()],
+    "y": [reports.number()],
 }
 Points = tuple[np.ndarray, np.ndarray]
 
@@ -52,55 +43,28 @@ def code_of(curve: Curve) -> str:
     return fingerprint(curve.measure)
 
 
-class Curves:
+def curves(
+    figure: str, lines: dict[str, Callable[[int, bool], Points]], *, exact: bool = False
+) -> tuple[Curve, ...]:
+    """Some lines of a figure, by name, in the order of its legend."""
+    return tuple(Curve(figure, line, measure, exact) for line, measure in lines.items())
+
+
+class Curves(Kept):
     """The series in a file."""
 
     def __init__(self, path: Path, code: Callable[[Curve], str] = code_of):
-        """Reads what is there.
+        super().__init__(path, code)
+        self._series = _store.read(path, "series", _SERIES) if path.exists() else []
 
-        Args:
-          path: of the file.
-          code: which code a line is measured with.
-
-        Raises:
-          InputError: the file is of another format, or no file of this program.
-        """
-        self.path = path
-        self._code = code
-        self._series: list[dict[str, Any]] = []
-        if path.exists():
-            found = reports.read(path, _PATTERN, _SOURCE)["format"]
-            if found != FORMAT:
-                raise InputError(
-                    f"{path} has format {found}, and this program reads and writes {FORMAT}: "
-                    "move the file away, or use the version that wrote it"
-                )
-            self._series = reports.read(path, _SERIES, _SOURCE)["series"]
-
-    def of(self, curve: Curve, quick: bool | None = None) -> list[dict[str, Any]]:
-        """The series of a curve, one for each seed; of all runs, or of the quick or full ones."""
+    def of(self, what: Curve, quick: bool | None = None) -> list[Result]:
+        """The series of a curve, one for each seed."""
         return [
             series
             for series in self._series
-            if (series["figure"], series["line"]) == (curve.figure, curve.line)
+            if (series["figure"], series["line"]) == (what.figure, what.line)
             if quick in (None, series["quick"])
         ]
-
-    def has(self, curve: Curve, seed: int, quick: bool) -> bool:
-        """Whether there is a series of this code; a full one does for a quick one."""
-        return any(
-            series["seed"] == seed and (quick or not series["quick"])
-            for series in self.of(curve)
-            if series["code"] == self._code(curve)
-        )
-
-    def old(self, curve: Curve) -> bool:
-        """Whether any of the series that are drawn is older than the code."""
-        return any(series["code"] != self._code(curve) for series in self.best(curve))
-
-    def best(self, curve: Curve) -> list[dict[str, Any]]:
-        """The full series of a curve; the quick ones where there are none."""
-        return self.of(curve, quick=False) or self.of(curve, quick=True)
 
     def add(self, curve: Curve, seed: int, quick: bool, points: Points) -> None:
         """Keeps a series, thinned to what can be seen."""
@@ -115,7 +79,7 @@ class Curves:
             "y": [float(f"{value:.4g}") for value in y],
         }
 
-        def place(series: dict[str, Any]) -> tuple[Any, ...]:
+        def place(series: Result) -> tuple[str, str, bool, int]:
             return series["figure"], series["line"], series["quick"], series["seed"]
 
         kept = [other for other in self._series if place(other) != place(series)]

@@ -1,6 +1,6 @@
 """What is learned in how much time: trainings of the claims, with predicted times of a step."""
 
-from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -9,7 +9,7 @@ import numpy as np
 from sparse_collectives import cost_model
 
 from . import _runs
-from ._curves import Curve, Points
+from ._curves import Points, curves
 from ._runs import DENSITY, on_digits, on_text
 
 # A step has only the exchange in it: what is computed depends on the machine, not on the link.
@@ -17,14 +17,7 @@ LINK = cost_model.network("0.1ms", "100Mbit")
 
 
 class Way(NamedTuple):
-    """A way to train.
-
-    Attributes:
-      line: its name in the legend.
-      name: in `_runs`.
-      algorithm: in `cost_model`.
-      density: k / n.
-    """
+    """A way to train: its line in the legend, its names in `_runs` and `cost_model`, and k / n."""
 
     line: str
     name: str
@@ -52,24 +45,16 @@ def seconds(way: Way, size: int, workers: int) -> float:
     return cost_model.predict(way.algorithm, load).expected.seconds(LINK)
 
 
-def _accuracy(way: Way) -> Callable[[int, bool], Points]:
-    def measure(seed: int, quick: bool) -> Points:
-        found = on_digits(way.name, seed, quick)
-        size = _size(_runs.digits().init(seed))
-        x = np.array(found.steps[1:]) * seconds(way, size, _runs.WORKERS)
-        return x, 100 * np.array(found.values[1:])
-
-    return measure
+def _accuracy(way: Way, seed: int, quick: bool) -> Points:
+    found, size = on_digits(way.name, seed, quick), _size(_runs.digits().init(seed))
+    x = np.array(found.steps[1:]) * seconds(way, size, _runs.WORKERS)
+    return x, 100 * np.array(found.values[1:])
 
 
-def _loss(way: Way) -> Callable[[int, bool], Points]:
-    def measure(seed: int, quick: bool) -> Points:
-        found = on_text(way.name, seed, quick)
-        size = _size(_runs.characters().init(seed))
-        x = np.array(found.steps[1:]) * seconds(way, size, _runs.TEXT_WORKERS)
-        return x, np.array(found.losses)
-
-    return measure
+def _loss(way: Way, seed: int, quick: bool) -> Points:
+    found, size = on_text(way.name, seed, quick), _size(_runs.characters().init(seed))
+    x = np.array(found.steps[1:]) * seconds(way, size, _runs.TEXT_WORKERS)
+    return x, np.array(found.losses)
 
 
 def _size(params: object) -> int:
@@ -77,6 +62,6 @@ def _size(params: object) -> int:
 
 
 CURVES = (
-    *(Curve("accuracy_time", way.line, _accuracy(way)) for way in DIGITS),
-    *(Curve("loss_time", way.line, _loss(way)) for way in TEXT),
+    *curves("accuracy_time", {way.line: partial(_accuracy, way) for way in DIGITS}),
+    *curves("loss_time", {way.line: partial(_loss, way) for way in TEXT}),
 )

@@ -10,16 +10,23 @@ from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from sparse_collectives import Layout, PaddedCOO, select
 
-from ..training import _recorded_training as training
-from ..training._measures import Leaf, MissingRows, layer_selection, overlap, row_selection
+from ..training._measures import (
+    Leaf,
+    MissingRows,
+    largest,
+    layer_selection,
+    overlap,
+    row_selection,
+    rows_of,
+)
 from ..training._recorded_tasks import recorded_runs
+from ..training._recorded_training import Recorder
 from ..training._unions import growth
-from ..training.load_balance import HARD_LAYER
+from ._runs import quiet
 
 # Of the two runs that Ok-Topk reports: VGG-16 on 16 workers, an LSTM on 32.
 WORKERS = {"images": 16, "text": 32}
@@ -78,56 +85,39 @@ def _recorded(name: str, seed: int, quick: bool, hard: bool) -> Recording:
     given = argparse.Namespace(text=None, images=None, batch=2 if name == "text" else 4, seed=seed)
     given.density_images, given.density_text = DENSITIES["images"], DENSITIES["text"]
     run = next(run for run in recorded_runs(given) if run.name == name)
-    workers, steps = WORKERS[name], STEPS[name][0 if quick or hard else 1]
-    task = run.make_task(workers)
-    layout = training.layout_of(task.params)
-    size = sum(leaf.size for leaf in layout)
-    k = max(1, round(run.density * size))
-    units = None
-    if hard:
-        scaled = next(leaf for leaf in layout if leaf.name == HARD_LAYER[name])
-        units = jnp.ones(size).at[scaled.start : scaled.start + scaled.size].set(FACTOR)
+    recorder = Recorder(run, WORKERS[name], factor=FACTOR if hard else None)
+    steps = STEPS[name][0 if quick or hard else 1]
     # Compiling ADTopk takes longer than the training, so only where it is looked at.
     shadowing = ("mstopk", "adtopk") if name == "text" else ("mstopk",)
-    shadows = _shadows(shadowing, run.density, Layout.of(task.params))
+    shadows = _shadows(shadowing, run.density, Layout.of(recorder.task.params))
     # Each shape is compiled for all densities, and a bias is one row, which is never missed.
-    rows = MissingRows([leaf for leaf in layout if not quick or len(leaf.shape) > 1])
-    found = Recording(size, np.zeros(0), [], rows, [], [], [], [])
+    rows = [leaf for leaf in recorder.layout if not quick or len(leaf.shape) > 1]
+    found = Recording(recorder.size, np.zeros(0), [], MissingRows(rows), [], [], [], [])
     unions, every = [], max(1, steps // RECORDS)
 
-    def visit(step: int, acc: jax.Array, gradient: jax.Array) -> None:
+    def visit(step: int, acc: jax.Array, gradient: jax.Array, selections: Any) -> None:
         del gradient
+        indices = (np.asarray(coo.indices) for coo in selections)
+        unions.append(growth(indices, recorder.size) / recorder.size)
+        is_recorded = step % every == every - 1
+        if is_recorded:
+            host = jax.device_get(selections)
+            found.selections.append(jax.tree.map(lambda *x: np.stack(x), *host))
         if hard:
             return
         host = np.asarray(acc)
         found.thresholds.append(thresholds(host, run.density))
-        if step % every == every - 1:
+        if is_recorded:
+            exact, chosen = largest(host, run.density), shadows(acc)
+            found.same.append(overlap(chosen["mstopk"], exact))
             if name == "text":
                 found.missing.add(accumulator=host)
-                found.rows.append((step, row_sums(host, layout, run.density)))
-            exact = np.argpartition(np.abs(host), size - k)[size - k :]
-            chosen = shadows(acc)
-            found.same.append(overlap(chosen["mstopk"], exact[host[exact] != 0]))
-            if "adtopk" in chosen:
+                found.rows.append((step, row_sums(host, recorder.layout, run.density)))
                 kept = float(np.abs(host[chosen["adtopk"]]).sum())
                 found.by_row.append(kept / float(np.abs(host[exact]).sum()))
 
-    def visit_all(step: int, selections: Any) -> None:
-        unions.append(growth((np.asarray(coo.indices) for coo in selections), size) / size)
-        if step % every == every - 1:
-            host = jax.device_get(selections)
-            found.selections.append(jax.tree.map(lambda *x: np.stack(x), *host))
-
-    training.train(
-        task,
-        density=run.density,
-        workers=workers,
-        steps=steps,
-        order="before",
-        visit=visit,
-        visit_all=visit_all,
-        units=units,
-    )
+    with quiet():
+        recorder.train(steps, visit=visit)
     return found._replace(unions=np.array(unions))
 
 
@@ -143,14 +133,21 @@ def row_sums(acc: np.ndarray, layout: list[Leaf], density: float) -> np.ndarray:
     """What ROW_CHOICES select in each row of ROWS_OF: sums of magnitudes, ``[3, rows]``."""
     leaf = next(leaf for leaf in layout if leaf.name == ROWS_OF)
     everything = np.arange(leaf.start, leaf.start + leaf.size)
-    sums = []
-    for chosen in (
-        everything,
-        *(f(acc, [leaf], density) for f in (layer_selection, row_selection)),
-    ):
-        row = np.unravel_index(chosen - leaf.start, leaf.shape)[leaf.axis]
-        sums.append(np.bincount(row, np.abs(acc[chosen]), leaf.rows))
-    return np.stack(sums)
+    selections = (f(acc, [leaf], density) for f in (layer_selection, row_selection))
+    return np.stack(
+        [
+            np.bincount(rows_of(chosen, leaf), np.abs(acc[chosen]), leaf.rows)
+            for chosen in (everything, *selections)
+        ]
+    )
+
+
+def top_of_sum(step: PaddedCOO, workers: int, density: float) -> np.ndarray:
+    """The indices of the top k of the sum of what the first workers select."""
+    sums = np.zeros(step.size + 1, np.float32)
+    chosen, values = (np.asarray(x)[:workers].ravel() for x in (step.indices, step.values))
+    np.add.at(sums, chosen, values)
+    return largest(sums[:-1], density)
 
 
 def _shadows(

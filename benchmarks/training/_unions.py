@@ -62,13 +62,17 @@ def uniform(size: int, density: float, trials: int, seed: int) -> dict[str, Any]
     return {"size": size, "density": density, "k": k, "trials": trials, "rows": rows}
 
 
-def parts(series: np.ndarray) -> dict[str, float]:
+def last_quarter(series: Sequence[float] | np.ndarray) -> Any:
+    """That of the steps, at least one."""
+    return series[len(series) - max(1, len(series) // 4) :]
+
+
+def parts(series: Sequence[float] | np.ndarray) -> dict[str, float]:
     """The mean over all steps, over the first tenth, and over the last quarter."""
-    steps = len(series)
     return {
-        "mean": np.mean(series),
-        "first_tenth": np.mean(series[: max(1, steps // 10)]),
-        "last_quarter": np.mean(series[steps - max(1, steps // 4) :]),
+        "mean": float(np.mean(series)),
+        "first_tenth": float(np.mean(series[: max(1, len(series) // 10)])),
+        "last_quarter": float(np.mean(last_quarter(series))),
     }
 
 

@@ -19,6 +19,7 @@ Without the options the text is Python's own help topics and the images are scik
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,8 +31,9 @@ import numpy as np
 from sparse_collectives import cost_model
 
 from .._common import display, options, reports
-from . import _recorded_training as training
-from ._recorded_tasks import Run, recorded_runs, recording_parser
+from . import _tables
+from ._recorded_tasks import recorded_runs, recording_parser
+from ._recorded_training import Recorder, Run
 from ._unions import growth, parts, predictions, uniform
 
 # Ok-Topk, section 5.2: the density of the result, by run and number of workers.
@@ -41,38 +43,18 @@ UNIFORM_DENSITIES = (0.01, 0.02)
 
 def record(run: Run, workers: int, args: argparse.Namespace) -> dict[str, Any]:
     """Trains with so many workers and counts the unions."""
-    task = run.make_task(workers)
-    size = sum(leaf.size for leaf in training.layout_of(task.params))
-    unions = []
+    recorder, unions = Recorder(run, workers), []
 
-    def count(step, selections):
-        unions.append(growth((np.asarray(coo.indices) for coo in selections), size))
-        text = f"{run.name}, P = {workers}: step {step + 1} of {args.steps}"
-        options.progress(text, last=step + 1 == args.steps)
+    def count(step, acc, gradient, selections):
+        indices = (np.asarray(coo.indices) for coo in selections)
+        unions.append(growth(indices, recorder.size))
 
-    curve = training.train(
-        task,
-        density=run.density,
-        workers=workers,
-        steps=args.steps,
-        order="before",
-        visit=lambda *_: None,
-        visit_all=count,
-    )
-    table = np.array(unions)
-    k = max(1, round(run.density * size))
+    report = recorder.description(recorder.train(args.steps, visit=count))
+    table, size, k = np.array(unions), recorder.size, recorder.k
     mean = table.mean(0)
     overlap = cost_model.Overlap(mean[-1], workers)
-    return {
-        "run": run.name,
-        "workers": workers,
-        "size": size,
-        "density": run.density,
-        "k": k,
-        "steps": args.steps,
+    return report | {
         "batch": args.batch,
-        "validation_before": curve.before,
-        "validation_after": curve.after,
         "union": parts(table[:, -1] / size),
         "union_of_k": mean[-1] / k,
         "uniform": cost_model.expected_union(size, k, workers) / size,
@@ -85,58 +67,54 @@ def record(run: Run, workers: int, args: argparse.Namespace) -> dict[str, Any]:
 
 def show_uniform(table: dict[str, Any]) -> None:
     """Prints one table of uniform selections."""
-    print(
-        f"\nuniform selections: n = {table['size']:,}, k = {table['k']:,}, "
-        f"{table['trials']} trials\n"
-        f"{'P':>4} {'formula':>12} {'measured':>12} {'standard error':>15} {'off by':>16}"
-    )
-    for row in table["rows"]:
-        print(
-            f"{row['workers']:>4} {row['expected']:>12,.1f} {row['mean']:>12,.1f} "
-            f"{row['standard_error']:>15.1f} {row['errors_off']:>9.1f} errors"
-        )
+    columns = {
+        "P": "{workers}",
+        "formula": "{expected:,.1f}",
+        "measured": "{mean:,.1f}",
+        "standard error": "{standard_error:.1f}",
+        "off by errors": "{errors_off:.1f}",
+    }
+    title = "uniform selections: n = {size:,}, k = {k:,}, {trials} trials"
+    _tables.show(title.format(**table), columns, table["rows"])
 
 
 def show(runs: Sequence[dict[str, Any]]) -> None:
     """Prints the table of the runs of one task."""
-    first = runs[0]
-    print(
-        f"\n{first['run']}: n = {first['size']:,}, k = {first['k']:,} (density "
-        f"{first['density']:.1%}), {first['steps']} steps, batch {first['batch']} a worker\n"
-        f"{'':4} {'------------ union / n -----------':>34} {'':>7} {'uniform':>8} "
-        f"{'measured':>9} {'effective':>10} {'':>6} {'validation':>14}\n"
-        f"{'P':>4} {'mean':>10} {'first 1/10':>11} {'last 1/4':>11} {'union/k':>8} {'':>7} "
-        f"{'/ uniform':>10} {'n / n':>10} {'paper':>6} {'loss':>14}"
-    )
-    for report in runs:
-        union, paper = report["union"], report["paper"]
-        losses = f"{report['validation_before']['loss']:.2f} -> " + (
-            f"{report['validation_after']['loss']:.2f}"
-        )
-        print(
-            f"{report['workers']:>4} {union['mean']:>10.2%} {union['first_tenth']:>11.2%} "
-            f"{union['last_quarter']:>11.2%} {report['union_of_k']:>8.2f} "
-            f"{report['uniform']:>7.2%} {union['mean'] / report['uniform']:>10.3f} "
-            f"{report['effective_size']:>10.3f} "
-            f"{f'{paper:.1%}' if paper else '-':>6} {losses:>14}"
-        )
+    columns = {
+        "P": "{workers}",
+        "union/n: mean": "{union[mean]:.2%}",
+        "first 1/10": "{union[first_tenth]:.2%}",
+        "last 1/4": "{union[last_quarter]:.2%}",
+        "union/k": "{union_of_k:.2f}",
+        "uniform": "{uniform:.2%}",
+        "mean/uniform": "{of_uniform:.3f}",
+        "effective n/n": "{effective_size:.3f}",
+        "paper": "{paper:.1%}",
+        "validation loss": "{validation_before[loss]:.2f} -> {validation_after[loss]:.2f}",
+    }
+    title = "{run}: n = {size:,}, k = {k:,} (density {density:.1%}), {steps} steps, batch {batch}"
+    rows = [
+        run
+        | {"of_uniform": run["union"]["mean"] / run["uniform"], "paper": run["paper"] or math.nan}
+        for run in runs
+    ]
+    _tables.show(f"{title.format(**runs[0])} a worker", columns, rows)
 
 
 def show_predictions(name: str, table: dict[str, Any]) -> None:
     """Prints what the cost model makes of unions of fewer workers."""
-    measured = table["measured"]
-    print(f"\n{name}: union / n for P = {table['workers']}, measured {measured:.2%}; predicted")
-
-    def line(label: str, predicted: float) -> None:
-        print(f"  {label:50} {predicted:>8.2%} ({predicted / measured - 1:+.1%})")
-
-    line("by the uniform formula", table["uniform"])
-    for workers, predicted in table["same_run"].items():
-        line(f"from the union of {workers} workers of this run", predicted)
-    for workers, predicted in table["other_runs"].items():
-        line(f"from the union of a run with {workers} workers", predicted)
-    for workers, predicted in table["other_runs_by_step"].items():
-        line(f"by step, from those of a run with {workers} workers", predicted)
+    lines = {"by the uniform formula": table["uniform"]}
+    for key, text in {
+        "same_run": "from the union of {} workers of this run",
+        "other_runs": "from the union of a run with {} workers",
+        "other_runs_by_step": "by step, from those of a run with {} workers",
+    }.items():
+        lines |= {text.format(workers): x for workers, x in table[key].items()}
+    _tables.show(
+        f"{name}: union / n for P = {table['workers']}, measured {table['measured']:.2%}",
+        {"predicted": "{text}", "": "{x:.2%}", "off by": "{off:+.1%}"},
+        [{"text": text, "x": x, "off": x / table["measured"] - 1} for text, x in lines.items()],
+    )
 
 
 def draw(tasks: Sequence[Sequence[dict[str, Any]]], path: Path) -> None:
@@ -178,9 +156,7 @@ def main(argv: list[str] | None = None) -> None:
     """Prints the tables."""
     args = parse(argv)
     runs = recorded_runs(args)
-    tables = [
-        uniform(args.uniform_size, density, args.trials, args.seed) for density in UNIFORM_DENSITIES
-    ]
+    tables = [uniform(args.uniform_size, x, args.trials, args.seed) for x in UNIFORM_DENSITIES]
     for table in tables:
         show_uniform(table)
     tasks, predicted = [], []

@@ -25,26 +25,24 @@ each record.
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from sparse_collectives import PaddedCOO
 
 from .._common import display, options, reports
-from . import _recorded_training as training
+from . import _tables
 from ._measures import Leaf
-from ._recorded_tasks import Run, recorded_runs, recording_parser
+from ._recorded_tasks import recorded_runs, recording_parser
+from ._recorded_training import Recorder, Run
 from ._replay import owned, received, replay, unevenness
 
 REGIONS = ("equal", "balanced")
 BALANCES = ("never", "auto", "always")
-# The layer that is scaled in the harder case: some percent of the parameters, more than k.
-HARD_LAYER = {"images": "conv_1/kernel", "text": "lstm_0/input"}
 # The paper balances where the largest count is over so many times the mean.
 PAPER_TRIGGER = 4
 
@@ -53,41 +51,25 @@ def record(
     run: Run, workers: int, hard: bool, args: argparse.Namespace
 ) -> tuple[list[PaddedCOO], dict[str, Any]]:
     """Trains, and returns the selections of some steps, ``[P, c]`` each, and a description."""
-    task = run.make_task(workers)
-    layout = training.layout_of(task.params)
-    size = sum(leaf.size for leaf in layout)
-    units, steps = None, []
-    if hard:
-        scaled = next(leaf for leaf in layout if leaf.name == HARD_LAYER[run.name])
-        units = jnp.ones(size).at[scaled.start : scaled.start + scaled.size].set(args.factor)
+    recorder, steps = Recorder(run, workers, args.factor if hard else None), []
 
-    def keep(step, selections):
+    def keep(step, acc, gradient, selections):
         if step % args.every == args.every - 1:
             steps.append(jax.tree.map(lambda *x: np.stack(x), *jax.device_get(selections)))
-        text = f"{run.name}: step {step + 1} of {args.steps}"
-        options.progress(text, last=step + 1 == args.steps)
 
-    curve = training.train(
-        task,
-        density=run.density,
-        workers=workers,
-        steps=args.steps,
-        order="before",
-        visit=lambda *_: None,
-        visit_all=keep,
-        units=units,
-    )
-    description = {
-        "run": run.name,
-        "case": f"{HARD_LAYER[run.name]} x {args.factor:g}" if hard else "as trained",
-        "size": size,
-        "density": run.density,
-        "k": max(1, round(run.density * size)),
-        "validation_before": curve.before,
-        "validation_after": curve.after,
-        "layers": concentration(np.stack([step.indices for step in steps]), layout),
+    description = recorder.description(recorder.train(args.steps, visit=keep)) | {
+        "case": f"{run.hard} x {args.factor:g}" if hard else "as trained",
+        "recorded": len(steps),
+        "layers": concentration(np.stack([step.indices for step in steps]), recorder.layout),
     }
     return steps, description
+
+
+def recordings(args: argparse.Namespace) -> Iterator[tuple[list[PaddedCOO], dict[str, Any]]]:
+    """Both runs as they are, and with one layer scaled."""
+    for run in recorded_runs(args):
+        for hard in (False, True):
+            yield record(run, max(args.workers), hard, args)
 
 
 def concentration(indices: np.ndarray, layout: Sequence[Leaf]) -> dict[str, dict[str, float]]:
@@ -137,33 +119,32 @@ def compare(
 
 
 def show(report: dict[str, Any]) -> None:
-    """Prints the tables of one recorded run."""
+    """Prints the table of one recorded run."""
+    columns = {
+        "regions": "{regions}",
+        "P": "{workers}",
+        "max/mean": "{received:.2f}",
+        "max/k": "{received_of_k:.2f}",
+        "overflow": "{overflow:.2%}",
+        "to send: max/mean": "{before:.2f}",
+        "over 4x": "{over_trigger:.0%}",
+    }
+    for mode in BALANCES:
+        columns |= {
+            f"{mode}: max/mean": f"{{balance[{mode}][after]:.2f}}",
+            f"{mode}: delivered": f"{{balance[{mode}][delivered]:.2%}}",
+            f"{mode}: words": f"{{balance[{mode}][words_of_bound]:.2f}}",
+        }
     layers = sorted(report["layers"].items(), key=lambda item: -item[1]["selected"])[:2]
     shares = ", ".join(
         f"{name} {share['selected']:.0%} (of the parameters {share['parameters']:.1%})"
         for name, share in layers
     )
-    before, after = report["validation_before"]["loss"], report["validation_after"]["loss"]
-    print(
-        f"\n{report['run']}, {report['case']}: n = {report['size']:,}, k = {report['k']:,}; "
-        f"{report['recorded']} recorded steps; validation loss {before:.2f} -> {after:.2f}\n"
-        f"  selected entries by layer: {shares}\n"
-        f"{'':13} {'---- split and reduce ----':>27} {'- before allgather -':>21} "
-        + " ".join(f"{f'---- balance {mode} ----':>26}" for mode in BALANCES)
-        + f"\n{'P':>3} {'regions':9} {'max/mean':>9} {'max/k':>7} {'overflow':>9} "
-        f"{'max/mean':>11} {'over 4x':>9} "
-        + " ".join(f"{'max/mean':>9} {'delivered':>9} {'words':>6}" for _ in BALANCES)
+    title = (
+        "{run}, {case}: n = {size:,}, k = {k:,}; {recorded} recorded steps; validation loss "
+        "{validation_before[loss]:.2f} -> {validation_after[loss]:.2f}\nselected entries by layer: "
     )
-    for row in report["rows"]:
-        print(
-            f"{row['workers']:>3} {row['regions']:9} {row['received']:>9.2f} "
-            f"{row['received_of_k']:>7.2f} {row['overflow']:>9.2%} {row['before']:>11.2f} "
-            f"{row['over_trigger']:>9.0%} "
-            + " ".join(
-                f"{mode['after']:>9.2f} {mode['delivered']:>9.2%} {mode['words_of_bound']:>6.2f}"
-                for mode in row["balance"].values()
-            )
-        )
+    _tables.show(title.format(**report) + shares, columns, report["rows"])
 
 
 def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
@@ -173,25 +154,22 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
     for (above, below), report in zip(panels.T, runs, strict=True):
         for regions, color in zip(REGIONS, ("C3", "C0"), strict=True):
             rows = [row for row in report["rows"] if row["regions"] == regions]
-            workers = [row["workers"] for row in rows]
-            label = f"{regions} regions"
-            above.plot(workers, [row["received"] for row in rows], f"{color}o-", label=label)
-            below.plot(
-                workers, [row["before"] for row in rows], f"{color}o-", label=f"{label}, before"
-            )
+            workers, label = [row["workers"] for row in rows], f"{regions} regions"
+            lines = [(above, "", "o-", [row["received"] for row in rows])]
+            lines += [(below, ", before", "o-", [row["before"] for row in rows])]
             for mode, style in (("auto", "s--"), ("always", "^:")):
                 after = [row["balance"][mode]["after"] for row in rows]
-                below.plot(workers, after, f"{color}{style}", label=f"{label}, {mode}")
-        above.set(title=f"{report['run']}, {report['case']}", yscale="log")
-        below.set(xscale="log", yscale="log", xlabel="workers", xticks=workers)
-        below.set_xticklabels(workers)
+                lines.append((below, f", {mode}", style, after))
+            for panel, what, style, y in lines:
+                panel.plot(workers, y, f"{color}{style}", label=label + what)
         for panel in (above, below):
-            panel.set_yticks(ticks := (1, 2, 5, 10, 20), ticks)
-            panel.minorticks_off()
+            display.logarithmic(panel)
+        above.set_title(f"{report['run']}, {report['case']}")
+        below.set_xlabel("workers")
     panels[0, 0].set_ylabel("split and reduce: received, max / mean")
     panels[1, 0].set_ylabel("allgather: entries, max / mean")
-    panels[0, 0].legend(loc="upper left")
-    panels[1, 0].legend(loc="upper left", fontsize="small")
+    for row in panels:
+        row[0].legend(loc="upper left", fontsize="small")
     display.save(figure, path)
 
 
@@ -214,17 +192,14 @@ def main(argv: list[str] | None = None) -> None:
     """Prints the tables."""
     args = parse(argv)
     runs = []
-    for run in recorded_runs(args):
-        for hard in (False, True):
-            steps, report = record(run, max(args.workers), hard, args)
-            report["recorded"] = len(steps)
-            report["rows"] = [
-                compare(steps, workers, regions, run.density, args.period)
-                for workers in sorted(args.workers)
-                for regions in REGIONS
-            ]
-            runs.append(report)
-            show(report)
+    for steps, report in recordings(args):
+        report["rows"] = [
+            compare(steps, workers, regions, report["density"], args.period)
+            for workers in sorted(args.workers)
+            for regions in REGIONS
+        ]
+        runs.append(report)
+        show(report)
     content = {"every": args.every, "period": args.period, "runs": runs}
     reports.write(args.json, {"backend": jax.default_backend()} | content)
     if args.plot:
