@@ -10,10 +10,8 @@ again; --page measures nothing, and writes the page of what there is, which says
 """
 
 import argparse
-import functools
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,9 +19,10 @@ import jax
 
 from .._common import options
 from . import _figures
-from ._catalogue import CLAIMS, CURVES
+from ._catalogue import CLAIMS
 from ._claims import VERDICTS, Claim, verdict
 from ._curves import Curve, Curves
+from ._figures import CURVES
 from ._page import page
 from ._store import Store
 
@@ -40,11 +39,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--quick", action="store_true", help="shorter trainings, and one seed")
     add("--only", nargs="+", metavar="ID", help="these claims, by id or by how it begins")
-    add(
-        "--seeds",
-        type=options.at_least_one,
-        help="of what is drawn (3; where chance decides, more)",
-    )
+    seeds = "of what is drawn (3; where chance decides, more)"
+    add("--seeds", type=options.at_least_one, help=seeds)
     add("--list", action="store_true", help="print what there is, and measure nothing")
     add("--page", action="store_true", help="write the page of what there is, and measure nothing")
     add("--again", action="store_true", help="also what there is a result of")
@@ -65,79 +61,66 @@ def _is_chosen(args: argparse.Namespace, one: Claim | Curve) -> bool:
 
 
 class Task(NamedTuple):
-    """Something that is left to measure.
+    """A claim, or a line of a figure, that is left to measure with a seed."""
 
-    Attributes:
-      name: of a claim, or of a figure.
-      seed: of what is drawn at random.
-      cost: seconds that it took when it was measured before.
-      run: measures, keeps the result, and says what came out.
-    """
-
-    name: str
+    one: Claim | Curve
     seed: int
+    kept: Store | Curves
+    # Seconds that it took when it was measured before.
     cost: float
-    run: Callable[[], str]
 
 
 def open_tasks(args: argparse.Namespace, store: Store, curves: Curves) -> list[Task]:
     """What is left to do. Seed by seed, as claims and figures look at the same trainings."""
     known = Store(KEPT) if KEPT.is_dir() and args.folder != KEPT else store
-    claims = [claim for claim in CLAIMS if claim.check and _is_chosen(args, claim)]
-    lines = [curve for curve in CURVES if _is_chosen(args, curve)]
+    chosen = [one for one in (*CLAIMS, *CURVES) if _is_chosen(args, one)]
     tasks = []
     for seed in range(args.seeds or max([_SEEDS, *(claim.seeds for claim in CLAIMS)])):
-
-        def is_open(one: Claim | Curve, kept: Store | Curves, least: int = 0, seed=seed) -> bool:
+        for one in chosen:
+            kept = store if isinstance(one, Claim) else curves
             few = one.exact or (args.quick and args.seeds is None)
-            seeds = 1 if few else args.seeds or max(_SEEDS, least)
-            return seed < seeds and (args.again or not kept.has(one, seed, args.quick))
-
-        for claim in claims:
-            if is_open(claim, store, claim.seeds):
-                run = functools.partial(_check, claim, seed, args.quick, store)
-                tasks.append(Task(claim.id, seed, _expected(claim, seed, args.quick, known), run))
-        for curve in lines:
-            if is_open(curve, curves):
-                run = functools.partial(_follow, curve, seed, args.quick, curves)
-                tasks.append(Task(_name(curve), seed, _GUESS_LINE, run))
+            seeds = 1 if few else args.seeds or max(_SEEDS, getattr(one, "seeds", 0))
+            checked = not isinstance(one, Claim) or one.check
+            done = not args.again and kept.has(one, seed, args.quick)
+            if checked and seed < seeds and not done:
+                tasks.append(Task(one, seed, kept, _expected(one, seed, args.quick, known)))
     return tasks
 
 
-def _check(claim: Claim, seed: int, quick: bool, store: Store) -> str:
-    assert claim.check is not None
-    start = time.perf_counter()
-    numbers = claim.check(seed, quick)
-    store.add(claim, seed, quick, numbers, time.perf_counter() - start)
-    return verdict(claim, [numbers])[0]
-
-
-def _follow(curve: Curve, seed: int, quick: bool, curves: Curves) -> str:
-    curves.add(curve, seed, quick, curve.measure(seed, quick))
-    return curve.line
-
-
-def _expected(claim: Claim, seed: int, quick: bool, known: Store) -> float:
+def _expected(one: Claim | Curve, seed: int, quick: bool, known: Store) -> float:
     """Seconds that a check took when it was measured before."""
-    found = known.of(claim, quick) or known.of(claim)
+    if isinstance(one, Curve):
+        return _GUESS_LINE
+    found = known.of(one, quick) or known.of(one)
     same = [result for result in found if result["seed"] == seed] or found
     return max(0.1, same[0]["seconds"]) if same else _GUESS
 
 
-def measure(tasks: list[Task]) -> list[tuple[str, Exception]]:
+def _run(task: Task, quick: bool) -> str:
+    """Measures, keeps the result, and says what came out."""
+    one, start = task.one, time.perf_counter()
+    if isinstance(one, Curve):
+        task.kept.add(one, task.seed, quick, one.measure(task.seed, quick))
+        return one.line
+    numbers = one.check(task.seed, quick)
+    task.kept.add(one, task.seed, quick, numbers, time.perf_counter() - start)
+    return verdict(one, [numbers])[0]
+
+
+def measure(tasks: list[Task], quick: bool) -> list[tuple[str, Exception]]:
     """Does what is left; returns what failed to measure anything."""
     failed: list[tuple[str, Exception]] = []
     left = sum(task.cost for task in tasks)
     for done, task in enumerate(tasks, 1):
-        start = time.perf_counter()
+        name, start = _name(task.one), time.perf_counter()
         try:
-            found = task.run()
+            found = _run(task, quick)
         except Exception as error:  # the others are still to be measured
-            failed.append((task.name, error))
+            failed.append((name, error))
             found = type(error).__name__
         left -= task.cost
         options.say(
-            f"{done} of {len(tasks)}, about {left / 60:.0f} min left: {task.name}: {found}, "
+            f"{done} of {len(tasks)}, about {left / 60:.0f} min left: {name}: {found}, "
             f"seed {task.seed}, {time.perf_counter() - start:.1f} s"
         )
     return failed
@@ -148,20 +131,18 @@ def main(argv: list[str] | None = None) -> int:
     """Measures what is missing, writes the page, and prints the count; 1 where a check broke."""
     args = parse(argv)
     if args.list:
-        for claim in filter(functools.partial(_is_chosen, args), CLAIMS):
-            print(f"{claim.id:32} {claim.source:48} {claim.text}")
-        for curve in filter(functools.partial(_is_chosen, args), CURVES):
-            print(f"{_name(curve):32} {'':48} {curve.line}")
+        for one in (one for one in (*CLAIMS, *CURVES) if _is_chosen(args, one)):
+            source, text = (one.source, one.text) if isinstance(one, Claim) else ("", one.line)
+            print(f"{_name(one):32} {source:48} {text}")
         return 0
     store = Store(args.folder)
     curves = Curves(args.folder / _figures.FOLDER / "curves.json")
     tasks = [] if args.page else open_tasks(args, store, curves)
-    failed = measure(tasks)
+    failed = measure(tasks, args.quick)
     store.forget_all_but(CLAIMS)
     args.folder.mkdir(parents=True, exist_ok=True)
-    figures = args.folder / _figures.FOLDER
+    file, figures = args.folder / "index.md", args.folder / _figures.FOLDER
     drawn = figures.glob("*.png") if args.page else _figures.draw(figures, curves)
-    file = args.folder / "index.md"
     old = {curve.figure for curve in CURVES if curves.old(curve)}
     written = page(CLAIMS, store, [path.stem for path in drawn], sorted(old))
     file.write_text(written, encoding="utf-8")
@@ -176,7 +157,7 @@ def report(args: argparse.Namespace, store: Store) -> None:
     """Prints what does not hold, and how many claims have which verdict."""
     kept = Store(KEPT) if KEPT.is_dir() else store
     counts: dict[str, int] = dict.fromkeys(VERDICTS, 0)
-    for claim in filter(functools.partial(_is_chosen, args), CLAIMS):
+    for claim in (claim for claim in CLAIMS if _is_chosen(args, claim)):
         decided, note = verdict(claim, [r["numbers"] for r in store.best(claim)])
         counts[decided] += 1
         before, _ = verdict(claim, [r["numbers"] for r in kept.best(claim)])

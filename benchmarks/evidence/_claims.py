@@ -4,6 +4,9 @@ A rule is a list of bounds on named numbers, so that one place says when a claim
 words the page says so, and which of several seeds is the worse one.
 """
 
+import functools
+import importlib
+import inspect
 import math
 import tomllib
 import zlib
@@ -67,7 +70,7 @@ class Claim(NamedTuple):
     """One claim and how it is checked; claims.toml says what the fields are.
 
     ``check(seed, quick) -> numbers`` has every name of the rule; it is None where nothing can be
-    checked.
+    checked. It is exact where nothing is drawn, so that one seed is enough.
     """
 
     id: str
@@ -85,32 +88,32 @@ class Claim(NamedTuple):
     seeds: int = 0
 
 
-def read(path: Path, checks: Mapping[str, Check]) -> tuple[Claim, ...]:
-    """The claims of a file, each with the check of its id."""
+def read(path: Path) -> tuple[Claim, ...]:
+    """The claims of a file."""
 
-    def bounds(rule: dict[str, list[float]]) -> tuple[Bound, ...]:
-        return tuple(Bound(name, *limits) for name, limits in rule.items())
+    def rule(table: dict[str, list[float]]) -> tuple[Bound, ...]:
+        return tuple(Bound(name, *limits) for name, limits in table.items())
 
     def claim(id: str, table: dict[str, Any]) -> Claim:
-        given = table | {
-            "rule": bounds(table.get("rule", {})),
-            "data": tuple(table.get("data", ())),
-        }
+        given = table | {"rule": rule(table.get("rule", {})), "data": tuple(table.get("data", ()))}
+        if "check" in table:
+            given["check"], given["exact"] = measuring(*table["check"])
         if "elsewhere" in table:
-            other = table["elsewhere"]
-            given["elsewhere"] = Elsewhere(other["where"], bounds(other["rule"]))
-        return Claim(id, check=checks.get(id), **given)
+            where, bounds = table["elsewhere"]["where"], table["elsewhere"]["rule"]
+            given["elsewhere"] = Elsewhere(where, rule(bounds))
+        return Claim(id, **given)
 
     tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    checked = {id for id, table in tables.items() if "rule" in table}
-    if checked != set(checks):
-        raise ValueError(f"rules and checks differ: {sorted(checked ^ set(checks))}")
     return tuple(claim(id, table) for id, table in tables.items())
 
 
-def exact(measure: Callable[..., Any], *given: Any) -> Callable[[int, bool], Any]:
-    """A check, or a line of a figure, for which nothing is drawn: ``measure(*given)``."""
-    return lambda seed, quick: measure(*given)
+def measuring(name: str, *given: Any) -> tuple[Callable[[int, bool], Any], bool]:
+    """``measure(seed, quick)`` by its name, and whether it is exact: nothing is drawn."""
+    module, _, function = name.partition(".")
+    measure = getattr(importlib.import_module(f"{__package__}._{module}"), f"_{function}")
+    if "seed" in inspect.signature(measure).parameters:
+        return functools.partial(measure, *given), False
+    return lambda seed, quick: measure(*given), True
 
 
 def mark(claim: Claim) -> str:

@@ -31,19 +31,15 @@ Place = tuple[str, str]
 
 
 class Module(NamedTuple):
-    """What a file of Python defines.
+    """What a file of Python defines."""
 
-    Attributes:
-      definitions: the statements that bind a name, by name.
-      imports: what an import binds to a name: a module, and a name in it, which may be empty.
-      others: statements that bind nothing, and so may do anything.
-      tree: all of it.
-    """
-
-    definitions: dict[str, list[ast.stmt]]
-    imports: dict[str, Place]
-    others: list[ast.stmt]
     tree: ast.Module
+    # The statements that bind a name, by name.
+    definitions: dict[str, list[ast.stmt]]
+    # What an import binds to a name: a module, and a name in it, which may be empty.
+    imports: dict[str, Place]
+    # Statements that bind nothing, and so may do anything.
+    others: list[ast.stmt]
 
 
 class Code:
@@ -56,8 +52,7 @@ class Code:
     def __init__(self, source: Callable[[str], Path | None]):
         self._source = source
         self._modules: dict[str, Module | None] = {}
-        self._named_by: dict[Place, set[Place]] = {}
-        self._digests: dict[Place, str] = {}
+        self._places: dict[Place, tuple[str, set[Place]]] = {}
 
     def fingerprint(self, check: Callable[..., Any], data: Mapping[str, bytes] = {}) -> str:
         """Of a function and of all that it can reach, and of what it reads: a short hexadecimal."""
@@ -75,12 +70,12 @@ class Code:
                     if isinstance(node, ast.Lambda) and node.lineno == part.__code__.co_firstlineno:
                         found.add(_digest(node))
                         reached |= self._named(part.__module__, [node])
-        found |= {self._digest_of(place) for place in self._all_of(reached)}
+        found |= {self._known(place)[0] for place in self._all_of(reached)}
         return hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest()[:_LENGTH]
 
-    def reached(self, module: str, name: str) -> frozenset[Place]:
+    def reached(self, module: str, name: str) -> set[Place]:
         """All definitions that one can reach."""
-        return frozenset(self._all_of({(module, name)}))
+        return self._all_of({(module, name)})
 
     def _all_of(self, places: set[Place]) -> set[Place]:
         done: set[Place] = set()
@@ -89,21 +84,22 @@ class Code:
             place = waiting.pop()
             if place not in done:
                 done.add(place)
-                waiting += self._next(place)
+                waiting += self._known(place)[1]
         return done
 
-    def _next(self, place: Place) -> set[Place]:
-        """The definitions that one of them names."""
-        if place not in self._named_by:
+    def _known(self, place: Place) -> tuple[str, set[Place]]:
+        """The digest of a definition, and the definitions that it names."""
+        if place not in self._places:
             name, what = place
             module = self._module(name)
             assert module is not None, place
-            found = self._named(name, (*module.definitions.get(what, ()), *module.others))
+            statements = (*module.definitions.get(what, ()), *module.others)
+            named = self._named(name, statements)
             if what == _EVERYTHING:
-                found |= {(name, key) for key in module.definitions}
-                found |= {x for key in module.imports for x in self._resolved(name, [key])}
-            self._named_by[place] = found
-        return self._named_by[place]
+                named |= {(name, key) for key in module.definitions}
+                named |= {x for key in module.imports for x in self._resolved(name, [key])}
+            self._places[place] = "".join(map(_digest, statements)), named
+        return self._places[place]
 
     def _named(self, module: str, nodes: Iterable[ast.AST]) -> set[Place]:
         found: set[Place] = set()
@@ -138,14 +134,6 @@ class Code:
             self._modules[name] = None if path is None else _read(name, path)
         return self._modules[name]
 
-    def _digest_of(self, place: Place) -> str:
-        if place not in self._digests:
-            module = self._module(place[0])
-            assert module is not None
-            statements = (*module.definitions.get(place[1], ()), *module.others)
-            self._digests[place] = "".join(map(_digest, statements))
-        return self._digests[place]
-
 
 @functools.cache
 def code() -> Code:
@@ -172,7 +160,7 @@ def _source_of(module: str) -> Path | None:
 
 
 def _read(name: str, path: Path) -> Module:
-    module = Module({}, {}, [], ast.parse(path.read_text(encoding="utf-8")))
+    module = Module(ast.parse(path.read_text(encoding="utf-8")), {}, {}, [])
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):

@@ -43,13 +43,6 @@ def code_of(curve: Curve) -> str:
     return fingerprint(curve.measure)
 
 
-def curves(
-    figure: str, lines: dict[str, Callable[[int, bool], Points]], *, exact: bool = False
-) -> tuple[Curve, ...]:
-    """Some lines of a figure, by name, in the order of its legend."""
-    return tuple(Curve(figure, line, measure, exact) for line, measure in lines.items())
-
-
 class Curves(Kept):
     """The series in a file."""
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from .._common import display
-from ._catalogue import CURVES
-from ._curves import Curves
+from ._claims import measuring
+from ._curves import Curve, Curves
 from ._predicted import BARS
 from ._store import Result
 
@@ -31,14 +31,18 @@ class Figure(NamedTuple):
     bars: tuple[str, ...] = ()
 
 
-def _read() -> tuple[Figure, ...]:
-    path = Path(__file__).with_name("figures.toml")
-    tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    bars = {name: BARS if table.pop("bars", False) else () for name, table in tables.items()}
-    return tuple(Figure(name, bars=bars[name], **table) for name, table in tables.items())
+def _read() -> tuple[tuple[Figure, ...], tuple[Curve, ...]]:
+    """The figures of the file, and their lines."""
+    path, figures, curves = Path(__file__).with_name("figures.toml"), [], []
+    for name, table in tomllib.loads(path.read_text(encoding="utf-8")).items():
+        for line, spec in table.pop("lines").items():
+            curves.append(Curve(name, line, *measuring(*spec)))
+        bars = BARS if table.pop("bars", False) else ()
+        figures.append(Figure(name, bars=bars, **table))
+    return tuple(figures), tuple(curves)
 
 
-FIGURES = _read()
+FIGURES, CURVES = _read()
 
 
 def draw(folder: Path, curves: Curves) -> list[Path]:

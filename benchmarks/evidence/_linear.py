@@ -29,6 +29,3 @@ def _lossless(seed: int, quick: bool) -> dict[str, float]:
         "relative difference of the loss": max(numbers["difference"] for numbers in found),
         "words, dense / sparse": min(numbers["words"] for numbers in found),
     }
-
-
-CHECKS = {"sparcml/lossless": _lossless}

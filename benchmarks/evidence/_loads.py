@@ -6,7 +6,6 @@ worst. They are dealt out here without an allreduce, so that any number of worke
 
 import functools
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -15,15 +14,11 @@ import numpy as np
 from sparse_collectives.allreduce._parts import _hashed
 
 from ..training._replay import unevenness
-from ._curves import Points, curves
+from ._curves import Points
 from ._recording import DENSITIES, recording, top_of_sum
 
 WORKERS = (2, 4, 8, 16, 32)
-REGIONS = {
-    "equal": "equal regions",
-    "balanced": "balanced regions (the paper's)",
-    "hashed": "hashed regions (ours)",
-}
+REGIONS = ("equal", "balanced", "hashed")
 Owner = Callable[[np.ndarray], np.ndarray]
 
 
@@ -89,20 +84,12 @@ def to_all(step: Step, owner: Owner) -> np.ndarray:
     return np.bincount(owner(step.delivered), minlength=len(step.indices))
 
 
-def _fullest(
-    regions: str, counted: Callable[[Step, Owner], np.ndarray], seed: int, quick: bool
-) -> Points:
+def _fullest(regions: str, phase: str, seed: int, quick: bool) -> Points:
     """The fullest owner over the mean, in the mean of the recorded steps, by workers."""
-    means = []
+    counted, means = {"reduce": to_owner, "gather": to_all}[phase], []
     for workers in WORKERS:
         size, steps = _steps(workers, seed, quick)
         by_step = [owners(regions, size, steps[0], number) for number in range(len(steps))]
         counts = [counted(step, owner) for step, owner in zip(steps, by_step, strict=True)]
         means.append(np.mean([unevenness(x) for x in counts]))
     return np.array(WORKERS), np.array(means)
-
-
-CURVES = (
-    *curves("reduce_load", {line: partial(_fullest, x, to_owner) for x, line in REGIONS.items()}),
-    *curves("gather_load", {line: partial(_fullest, x, to_all) for x, line in REGIONS.items()}),
-)

@@ -9,12 +9,9 @@ import re
 import statistics
 from typing import Any
 
-from ._claims import exact
 from ._code import DATA
 
 LINEAR = "printed/linear_models.json"
-NORMS = "printed/partitioned_norms.json"
-NETWORK = "printed/network.json"
 URL = "linear_url.json"
 SPLIT = "ssar_split_allgather"
 _NUMBER = r"-?\d+(?:\.\d+)?"
@@ -86,22 +83,10 @@ def _coordinates() -> dict[str, float]:
     }
 
 
-def _over_links(name: str, head: str, rows: list[str], columns: tuple[int, int]):
+def _over_links(name: str, head: str, rows: list[str], columns: list[int]):
     """By link the median and the lower quartile of the best of some rows."""
     found = {}
     for link, column in zip(("100 Mbit/s", "1 Gbit/s"), columns, strict=True):
         median, low, _ = max(cell(name, head, row, column) for row in rows)
         found |= {f"{link}: times as fast": median, f"{link}: lower quartile": low}
     return found
-
-
-_BUCKETS = [f"`dense(buckets={count})`" for count in (2, 4, 8)]
-_DEALT_OUT = ["whole layers dealt out (`optax_ext.partition`)"]
-
-CHECKS = {
-    "sparcml/url-ethernet": exact(_url),
-    "sparcml/webspam-ethernet": exact(_webspam),
-    "sparcml/coordinate-descent": exact(_coordinates),
-    "ok-topk/dense-overlap": exact(_over_links, NETWORK, "| | 100 Mbit/s: ms |", _BUCKETS, (2, 5)),
-    "mstopk/pto": exact(_over_links, NORMS, "| | 100 Mbit/s |", _DEALT_OUT, (1, 2)),
-}

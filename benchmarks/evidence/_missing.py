@@ -140,6 +140,3 @@ def _all_rows(seed: int, quick: bool) -> dict[str, float]:
         "all rows above top-k, points": above,
         "all rows above top-k, standard errors": above / error,
     }
-
-
-CHECKS = {"adtopk/accuracy-missing": _by_density, "adtopk/all-rows": _all_rows}

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import numpy as np
 
@@ -12,8 +11,7 @@ from sparse_collectives.planner._planner import GPU
 
 from ..network import _volumes
 from ..network.scaling import compare_words
-from ._claims import exact
-from ._curves import Points, curves
+from ._curves import Points
 from ._runs import quiet
 
 BERT, BERT_SELECTED = 133_547_324, 1_335_473
@@ -41,13 +39,6 @@ WORKERS = (16, 32, 64, 128, 256)
 # Of the breakdown.
 FEW, MANY = 32, 256
 BARS = tuple(f"{name}, {workers}" for workers in (FEW, MANY) for name in STEPS)
-EXCHANGES = {
-    "dense allreduce": "dense",
-    "SSAR_Recursive_double": "ssar_recursive_double",
-    "SSAR_Split_allgather": "ssar_split_allgather",
-    "DSAR_Split_allgather": "dsar_split_allgather",
-    "sparse ring": "ring_sparse",
-}
 # Of section 8.1 of SparCML: 16M values, 0.781 % of them on each node, or 8 nodes.
 VALUES, SHARE, FEW_NODES = 2**24, 0.00781, 8
 
@@ -141,10 +132,14 @@ def _steps(name: str) -> Points:
     return np.array(WORKERS), 1e3 * np.array([step_of(name, p).step for p in WORKERS])
 
 
-def _part(seconds: Callable[[Prediction], float]) -> Points:
+def _part(name: str) -> Points:
     """One part of each bar."""
-    steps = [step_of(name, workers) for workers in (FEW, MANY) for name in STEPS]
-    return np.arange(len(steps)), 1e3 * np.array([seconds(step) for step in steps])
+    parts = []
+    for step in (step_of(name, workers) for workers in (FEW, MANY) for name in STEPS):
+        communication = step.exchange - step.hidden
+        seconds = {"computation": COMPUTE, "communication": communication}
+        parts.append(1e3 * (seconds | {"sparsification": step.local})[name])
+    return np.arange(len(parts)), np.array(parts)
 
 
 def _by_nodes(name: str) -> Points:
@@ -158,24 +153,3 @@ def _by_density(name: str) -> Points:
     selected = [max(1, round(float(density) * VALUES)) for density in densities]
     seconds = [_seconds(name, k, FEW_NODES, GIGABIT) for k in selected]
     return 100 * densities, 1e3 * np.array(seconds)
-
-
-CHECKS = {
-    "ok-topk/fastest": exact(_fastest),
-    "sparcml/figure-3-order": exact(_order),
-    "mstopk/between-nodes": exact(_between_nodes),
-    "mstopk/breakdown": exact(_breakdown),
-    "mstopk/aggregation": exact(_aggregation),
-    "library/predicted-words": exact(_predicted_words),
-}
-_LINES = {
-    "weak_scaling": {name: exact(_steps, name) for name in STEPS},
-    "breakdown": {
-        "computation": exact(_part, lambda _: COMPUTE),
-        "communication": exact(_part, lambda row: row.exchange - row.hidden),
-        "sparsification": exact(_part, lambda row: row.local),
-    },
-    "reduction_nodes": {line: exact(_by_nodes, name) for line, name in EXCHANGES.items()},
-    "reduction_density": {line: exact(_by_density, name) for line, name in EXCHANGES.items()},
-}
-CURVES = tuple(x for name, lines in _LINES.items() for x in curves(name, lines, exact=True))

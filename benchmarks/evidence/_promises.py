@@ -1,7 +1,6 @@
 """What this library promises of every step, and what Algorithm 1 of Ok-Topk delivers."""
 
 import functools
-from functools import partial
 from typing import Any
 
 import jax
@@ -97,11 +96,3 @@ def _delivered(seed: int, quick: bool) -> dict[str, float]:
             missed.append(1 - np.isin(ideal, result.indices.ravel()).mean())
         shares[f"missed, {name}"] = float(np.mean(missed))
     return shares
-
-
-CHECKS = {
-    "ok-topk/semantics": _semantics,
-    "library/conserved": partial(_of_followed, "lost, of the largest entry"),
-    "library/no-drift": partial(_of_followed, "largest difference"),
-    "library/delivered": _delivered,
-}

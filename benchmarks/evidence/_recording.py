@@ -80,25 +80,30 @@ def recording(name: str, seed: int, quick: bool, hard: bool = False) -> Recordin
     return _recorded(name, seed, quick, hard)
 
 
-@functools.lru_cache(maxsize=3)
-def _recorded(name: str, seed: int, quick: bool, hard: bool) -> Recording:
+def recorder(name: str, seed: int, hard: bool = False) -> Recorder:
+    """What trains images or text."""
     given = argparse.Namespace(text=None, images=None, batch=2 if name == "text" else 4, seed=seed)
     given.density_images, given.density_text = DENSITIES["images"], DENSITIES["text"]
     run = next(run for run in recorded_runs(given) if run.name == name)
-    recorder = Recorder(run, WORKERS[name], factor=FACTOR if hard else None)
+    return Recorder(run, WORKERS[name], factor=FACTOR if hard else None)
+
+
+@functools.lru_cache(maxsize=3)
+def _recorded(name: str, seed: int, quick: bool, hard: bool) -> Recording:
+    training, density = recorder(name, seed, hard), DENSITIES[name]
     steps = STEPS[name][0 if quick or hard else 1]
     # Compiling ADTopk takes longer than the training, so only where it is looked at.
     shadowing = ("mstopk", "adtopk") if name == "text" else ("mstopk",)
-    shadows = _shadows(shadowing, run.density, Layout.of(recorder.task.params))
+    shadows = _shadows(shadowing, density, Layout.of(training.task.params))
     # Each shape is compiled for all densities, and a bias is one row, which is never missed.
-    rows = [leaf for leaf in recorder.layout if not quick or len(leaf.shape) > 1]
-    found = Recording(recorder.size, np.zeros(0), [], MissingRows(rows), [], [], [], [])
+    rows = [leaf for leaf in training.layout if not quick or len(leaf.shape) > 1]
+    found = Recording(training.size, np.zeros(0), [], MissingRows(rows), [], [], [], [])
     unions, every = [], max(1, steps // RECORDS)
 
     def visit(step: int, acc: jax.Array, gradient: jax.Array, selections: Any) -> None:
         del gradient
         indices = (np.asarray(coo.indices) for coo in selections)
-        unions.append(growth(indices, recorder.size) / recorder.size)
+        unions.append(growth(indices, training.size) / training.size)
         is_recorded = step % every == every - 1
         if is_recorded:
             host = jax.device_get(selections)
@@ -106,18 +111,18 @@ def _recorded(name: str, seed: int, quick: bool, hard: bool) -> Recording:
         if hard:
             return
         host = np.asarray(acc)
-        found.thresholds.append(thresholds(host, run.density))
+        found.thresholds.append(thresholds(host, density))
         if is_recorded:
-            exact, chosen = largest(host, run.density), shadows(acc)
+            exact, chosen = largest(host, density), shadows(acc)
             found.same.append(overlap(chosen["mstopk"], exact))
             if name == "text":
                 found.missing.add(accumulator=host)
-                found.rows.append((step, row_sums(host, recorder.layout, run.density)))
+                found.rows.append((step, row_sums(host, training.layout, density)))
                 kept = float(np.abs(host[chosen["adtopk"]]).sum())
                 found.by_row.append(kept / float(np.abs(host[exact]).sum()))
 
     with quiet():
-        recorder.train(steps, visit=visit)
+        training.train(steps, visit=visit)
     return found._replace(unions=np.array(unions))
 
 

@@ -1,7 +1,6 @@
 """What selections of real trainings look like: fill-in, balance, thresholds, missing rows."""
 
 import functools
-from functools import partial
 
 import numpy as np
 
@@ -9,15 +8,15 @@ from sparse_collectives import cost_model
 
 from ..training._measures import DENSITIES
 from ..training._replay import received, replay
-from ._curves import Curve, Points, curves
+from ._curves import Points
 from ._measured import read
 from ._recording import DENSITIES as SELECTED
-from ._recording import ROW_CHOICES, WORKERS, recording
+from ._recording import ROW_CHOICES, WORKERS, recorder, recording
 
 LAYERS, MATRICES = "top-k of each layer", "mean of matrices"
 # Longer runs of the same networks, on other data: one seed.
 LONG, QUALITY = "fill_in.json", "select_quality.json"
-NETWORKS = {"images": "a small VGG, 1 %", "text": "an LSTM, 2 %"}
+NETWORKS = ("images", "text")
 # Steps for which a threshold is used, tau'.
 PERIOD = 32
 # Points of a line over rows.
@@ -151,7 +150,7 @@ def reused(exact: np.ndarray, period: int = PERIOD) -> np.ndarray:
 def _threshold(name: str, guess: str, seed: int, quick: bool) -> Points:
     """A guessed threshold over the exact one, by step."""
     exact, gaussian = np.array(recording(name, seed, quick).thresholds).T
-    guessed = gaussian if guess == "Gaussiank" else reused(exact)
+    guessed = gaussian if guess == "gaussian" else reused(exact)
     return np.arange(1, len(exact) + 1), guessed / exact
 
 
@@ -160,8 +159,8 @@ def _union(name: str, seed: int, quick: bool) -> Points:
     return np.arange(1, len(unions) + 1), unions
 
 
-def _uniform_union(name: str, seed: int, quick: bool) -> Points:
-    size, workers = recording(name, seed, quick).size, np.arange(1, WORKERS[name] + 1)
+def _uniform_union(name: str) -> Points:
+    size, workers = recorder(name, 0).size, np.arange(1, WORKERS[name] + 1)
     return workers, np.array([_uniform(name, size, int(p)) for p in workers])
 
 
@@ -170,44 +169,16 @@ def _missing_by_density(name: str, seed: int, quick: bool) -> Points:
     return 100 * np.array(DENSITIES), 100 * np.array(rates[MATRICES])
 
 
-def _row_sums(choice: int, seed: int, quick: bool) -> Points:
+def _row_sums(choice: str, seed: int, quick: bool) -> Points:
     """The sums of all rows at the last recorded step, the largest first, by rank in percent."""
     _, sums = recording("text", seed, quick).rows[-1]
-    ordered = np.sort(sums[choice])[::-1]
+    ordered = np.sort(sums[ROW_CHOICES.index(choice)])[::-1]
     ranks = np.linspace(0, len(ordered) - 1, _RANKS).round().astype(int)
     return 100 * ranks / (len(ordered) - 1), ordered[ranks]
 
 
-def _mean_sums(choice: int, seed: int, quick: bool) -> Points:
+def _mean_sums(choice: str, seed: int, quick: bool) -> Points:
     """The mean of the sums of all rows, by step."""
     steps, sums = zip(*recording("text", seed, quick).rows, strict=True)
-    return np.array(steps) + 1, np.array([x[choice].mean() for x in sums])
-
-
-CHECKS = {
-    "ok-topk/fill-in-vgg": partial(_fill_in, "images"),
-    "ok-topk/fill-in-lstm": _fill_in_text,
-    "control-flow/expansion": _expansion,
-    "sparcml/fill-in-grows": _grows,
-    "ok-topk/balanced-reduce": _balanced_reduce,
-    "ok-topk/balanced-volume": _balanced_volume,
-    "adtopk/missing-rows": _missing,
-    "adtopk/none-missing": _none_missing,
-    "adtopk/magnitude": _magnitude,
-    "mstopk/same": _same,
-}
-CURVES = (
-    Curve("fill_in", NETWORKS["images"], partial(_union, "images")),
-    Curve("fill_in", "uniform selections, 1 %", partial(_uniform_union, "images"), exact=True),
-    Curve("fill_in", NETWORKS["text"], partial(_union, "text")),
-    Curve("fill_in", "uniform selections, 2 %", partial(_uniform_union, "text"), exact=True),
-    Curve("missing_rows", LAYERS, partial(_missing_by_density, LAYERS)),
-    Curve("missing_rows", "ADTopk", partial(_missing_by_density, "adtopk")),
-    *(
-        Curve("thresholds", f"{line}: {guess}", partial(_threshold, name, guess))
-        for guess in (f"reused for {PERIOD} steps", "Gaussiank")
-        for name, line in NETWORKS.items()
-    ),
-    *curves("row_magnitudes", {x: partial(_row_sums, i) for i, x in enumerate(ROW_CHOICES)}),
-    *curves("mean_magnitudes", {x: partial(_mean_sums, i) for i, x in enumerate(ROW_CHOICES)}),
-)
+    row = ROW_CHOICES.index(choice)
+    return np.array(steps) + 1, np.array([x[row].mean() for x in sums])

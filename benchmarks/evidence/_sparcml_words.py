@@ -9,7 +9,6 @@ from sparse_collectives import cost_model, traffic, wire
 
 from ..network import _volumes
 from ..training._unions import uniform
-from ._claims import exact
 from ._words import rows_of
 
 AXIS = "workers"
@@ -119,15 +118,3 @@ def _atis() -> dict[str, float]:
         return 4e-6 * jax.eval_shape(encode, *shapes).size
 
     return {f"MB, {name}": megabytes(make()) for name, make in words.items()}
-
-
-CHECKS = {
-    "sparcml/delta": exact(_switch),
-    "sparcml/lemma-5.1": exact(_lower_bound),
-    "sparcml/recursive-doubling": exact(_both_ends),
-    "sparcml/split-allgather": exact(_split),
-    "sparcml/lemma-5.2": exact(_dense_end),
-    "sparcml/expected-union": _expected_union,
-    "sparcml/qsgd": _low_precision,
-    "sparcml/atis-size": exact(_atis),
-}

@@ -61,10 +61,3 @@ def _cached(seed: int, quick: bool) -> dict[str, float]:
             rates, _ = data_cache.run(given)
         found[f"{name}: second epoch / first"] = rates[1] / rates[0]
     return found
-
-
-CHECKS = {
-    "library/selector-speed": _compared,
-    "library/topk-speed": _topk,
-    "mstopk/data-cache": _cached,
-}

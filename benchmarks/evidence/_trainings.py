@@ -1,12 +1,12 @@
 """What the papers say of accuracy, thresholds and convergence, on small networks."""
 
-from functools import partial
-
 import jax
 import numpy as np
 
-from ._curves import Points, curves
+from ._curves import Points
 from ._runs import DENSITY, digits, on_digits, on_noisy_digits, on_regression, on_text, xi
+
+COUNTS = ("local", "global")
 
 
 def _points_above(sparse: str, other: str, seed: int, quick: bool) -> dict[str, float]:
@@ -31,7 +31,7 @@ def counts(name: str, seed: int, quick: bool) -> np.ndarray:
 
 def _deviation(name: str, which: str, seed: int, quick: bool) -> dict[str, float]:
     """How far a count of Ok-Topk as published is from k, after the first tenth."""
-    shares = counts(name, seed, quick)[("local", "global").index(which)]
+    shares = counts(name, seed, quick)[COUNTS.index(which)]
     late = shares[max(1, len(shares) // 10) :]
     return {
         f"deviation of the {which} count": float(np.abs(late - 1).mean()),
@@ -77,58 +77,11 @@ def _two_bits(seed: int, quick: bool) -> dict[str, float]:
     }
 
 
-def _by_step(values: np.ndarray) -> Points:
-    return np.arange(1, len(values) + 1), values
+def _line_of_counts(name: str, which: str, seed: int, quick: bool) -> Points:
+    found = counts(name, seed, quick)[COUNTS.index(which)]
+    return np.arange(1, len(found) + 1), found
 
 
-def _counts(name: str, which: int, seed: int, quick: bool) -> Points:
-    return _by_step(counts(name, seed, quick)[which])
-
-
-def _xi(model: str, falls: bool, seed: int, quick: bool) -> Points:
-    return _by_step(xi(0.01, seed, quick, model, falls))
-
-
-CHECKS = {
-    "ok-topk/accuracy": partial(_points_above, "ok_topk_sgd", "dense"),
-    "sparcml/four-bits": partial(_points_above, "4 bits", "dense"),
-    "sparcml/four-bits-16": partial(_points_above, "4 bits, 16 of 512", "dense"),
-    "adtopk/accuracy": partial(_points_above, "adtopk", "top-k"),
-    "adtopk/no-feedback": partial(_points_above, "adtopk, no feedback", "top-k, no feedback"),
-    "adtopk/interleaved": partial(_points_above, "adtopk-i", "adtopk"),
-    "adtopk/threshold": partial(_points_above, "adtopk-t", "adtopk-i"),
-    "mstopk/accuracy": partial(_points_above, "mstopk", "dense"),
-    "library/sparse-adamw-digits": partial(_points_above, "sparse_adamw", "adamw"),
-    "ok-topk/language-model": partial(_worse, "ok_topk"),
-    "library/sparse-adamw-text": partial(_worse, "sparse_adamw"),
-    "ok-topk/global-count": partial(_deviation, "paper", "global"),
-    "ok-topk/local-count": partial(_deviation, "paper", "local"),
-    "ok-topk/global-count-corrected": partial(_deviation, "paper, corrected", "global"),
-    "ok-topk/local-count-corrected": partial(_deviation, "paper, corrected", "local"),
-    "ok-topk/gaussian-count": _gaussian,
-    "ok-topk/xi": partial(_xi_below, "digits"),
-    "ok-topk/xi-lstm": partial(_xi_below, "lstm"),
-    "ok-topk/xi-transformer": partial(_xi_below, "transformer"),
-    "library/xi-rate": _xi_falls,
-    "ok-topk/xi-density": _xi_density,
-    "sparcml/two-bits": _two_bits,
-}
-CURVES = curves(
-    "counts",
-    {
-        "paper's schedule, local": partial(_counts, "paper", 0),
-        "paper's schedule, global": partial(_counts, "paper", 1),
-        "corrected thresholds, local": partial(_counts, "paper, corrected", 0),
-        "corrected thresholds, global": partial(_counts, "paper, corrected", 1),
-        "Gaussiank, local": partial(_counts, "gaussian", 0),
-        "ours, local and global": partial(_counts, "ok_topk_sgd", 1),
-    },
-) + curves(
-    "xi",
-    {
-        "a convolutional network": partial(_xi, "digits", False),
-        "an LSTM": partial(_xi, "lstm", False),
-        "a transformer": partial(_xi, "transformer", False),
-        "the LSTM, a rate that falls to 1 %": partial(_xi, "lstm", True),
-    },
-)
+def _line_of_xi(model: str, rate: str, seed: int, quick: bool) -> Points:
+    found = xi(0.01, seed, quick, model, rate == "falls")
+    return np.arange(1, len(found) + 1), found

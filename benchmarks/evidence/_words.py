@@ -11,8 +11,7 @@ from sparse_collectives import traffic
 
 from ..network import _volumes
 from ..network import traffic as program
-from ._claims import exact
-from ._curves import Points, curves
+from ._curves import Points
 
 SIZE, DENSITY = 1_000_000, 0.01
 SELECTED = round(DENSITY * SIZE)
@@ -162,34 +161,3 @@ def _line_of_ok_topk(case: str) -> Points:
 def _bound() -> Points:
     workers = np.array(WORKERS)
     return workers, 6 * (workers - 1) / workers
-
-
-CHECKS = {
-    "ok-topk/dense-words": exact(_of_formula, "dense"),
-    "ok-topk/topk-a-words": exact(_of_formula, "topk_a"),
-    "ok-topk/gtopk-words": exact(_of_formula, "gtopk"),
-    "library/spardl-words": exact(_of_formula, "spardl"),
-    "ok-topk/upper-bound": exact(_bounds),
-    "ok-topk/near-optimal": exact(_near_optimal),
-    "ok-topk/flat": exact(_flat),
-    "ok-topk/topk-a-doubles": exact(_doubling),
-    "ok-topk/topk-dsa-words": exact(_topk_dsa),
-    "ok-topk/topk-a-above-dense": exact(_above_dense),
-    "ok-topk/640000-values": exact(_dissemination),
-    "control-flow/latency": exact(_latency),
-    "ok-topk/repartition": exact(_repartition),
-    "library/volume": exact(_table),
-}
-CURVES = curves(
-    "words",
-    {
-        "TopkA": exact(_line, "topk_a"),
-        "TopkDSA, worst": exact(_line, "dsar_split_allgather"),
-        "gTopk": exact(_line, "gtopk"),
-        "bound of Ok-Topk, 6k (P-1)/P": exact(_bound),
-        "Ok-Topk, worst step": exact(_line_of_ok_topk, "worst"),
-        "Ok-Topk, even step": exact(_line_of_ok_topk, "even"),
-        "dense": exact(_line, "dense"),
-    },
-    exact=True,
-)

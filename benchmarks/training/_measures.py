@@ -50,7 +50,6 @@ def largest(x: np.ndarray, density: float) -> np.ndarray:
 
 def flat_selection(x: np.ndarray, layout: Sequence[Leaf], density: float) -> np.ndarray:
     """Plain top-k of the whole buffer."""
-    del layout
     return largest(x, density)
 
 

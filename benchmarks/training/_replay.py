@@ -15,21 +15,18 @@ AXIS = "workers"
 
 
 class Step(NamedTuple):
-    """What one step of :func:`replay` did.
+    """What one step of :func:`replay` did."""
 
-    Attributes:
-      boundaries: ``i32[P + 1]``, the regions that it used.
-      indices: ``i32[P, slots]``, the indices of the result by the worker that sent them in the
-        allgather; n marks padding.
-      overflow: entries of all workers that found no slot.
-      delivered: entries in the result.
-      words: that each worker received.
-    """
-
+    # ``i32[P + 1]``, the regions that it used.
     boundaries: np.ndarray
+    # ``i32[P, slots]``, those of the result by the worker that sent them in the allgather; n marks
+    # padding.
     indices: np.ndarray
+    # Entries of all workers that found no slot.
     overflow: int
+    # Entries in the result.
     delivered: int
+    # What each worker received.
     words: float
 
 
@@ -57,13 +54,7 @@ def unevenness(counts: np.ndarray) -> float:
 
 
 def replay(
-    steps: Sequence[PaddedCOO],
-    *,
-    workers: int,
-    density: float,
-    regions: str,
-    balance: str,
-    period: int,
+    steps: Sequence[PaddedCOO], *, workers: int, density: float, period: int, **options: str
 ) -> list[Step]:
     """The selections of the first ``workers`` of each step, through the allreduce.
 
@@ -71,39 +62,29 @@ def replay(
       steps: the selections of all workers, ``[P, c]`` slots each, P at least ``workers``.
       workers: how many take part.
       density: k / n of the result.
-      regions: of :func:`sparse_collectives.allreduce.ok_topk`.
-      balance: the same.
       period: the steps, of those given, between two repartitions.
+      **options: regions and balance of :func:`sparse_collectives.allreduce.ok_topk`.
     """
-    init, reduce = _compiled(workers, density, regions, balance, period)
+    init, reduce = _compiled(workers, density, period, **options)
     state, results = init(steps[0].size, workers), []
     for recorded in steps:
         coo = jax.tree.map(lambda x: jnp.asarray(x[:workers]), recorded)
         indices, state, info = reduce(coo, state)
         # All but the overflow is the same on every worker.
         state = jax.tree.map(lambda x: x[0], state)
-        results.append(
-            Step(
-                boundaries=np.asarray(state.boundaries),
-                indices=np.asarray(indices[0]).reshape(workers, -1),
-                overflow=int(np.sum(info.overflow)),
-                delivered=int(info.delivered[0]),
-                words=float(info.words[0]),
-            )
-        )
+        boundaries, indices = np.asarray(state.boundaries), np.asarray(indices[0])
+        overflow, delivered = int(np.sum(info.overflow)), int(info.delivered[0])
+        words = float(info.words[0])
+        step = Step(boundaries, indices.reshape(workers, -1), overflow, delivered, words)
+        results.append(step)
     return results
 
 
 @functools.cache
-def _compiled(workers: int, density: float, regions: str, balance: str, period: int):
+def _compiled(workers: int, density: float, period: int, **options: str):
     # The schedule has no influence on the result; this one compiles fastest.
-    allreduce = ok_topk(
-        density=density,
-        regions=regions,
-        balance=balance,
-        repartition_period=period,
-        schedule="all_to_all",
-    )
+    given = {"density": density, "repartition_period": period, "schedule": "all_to_all"}
+    allreduce = ok_topk(**given, **options)
 
     def reduce(coo, state):
         total, _, state, info = allreduce.reduce(coo, state, axis=AXIS)

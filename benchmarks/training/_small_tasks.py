@@ -28,18 +28,9 @@ def image_task(data: Dataset, network: Network) -> Task:
         return jnp.sum(jnp.argmax(network.apply(params, images), -1) == labels)
 
     def evaluate(params):
-        test = len(data.test_labels)
-        counts = [
-            int(
-                right(
-                    params,
-                    data.test_images[start : start + _PART],
-                    data.test_labels[start : start + _PART],
-                )
-            )
-            for start in range(0, test, _PART)
-        ]
-        return sum(counts) / test
+        parts = [slice(x, x + _PART) for x in range(0, len(data.test_labels), _PART)]
+        counts = [right(params, data.test_images[x], data.test_labels[x]) for x in parts]
+        return sum(map(int, counts)) / len(data.test_labels)
 
     return Task(
         "images",
@@ -72,7 +63,7 @@ def text_task(
     """
     alphabet, code = np.unique(np.array(list(text)), return_inverse=True)
     made = network(len(alphabet), width)
-    return _sequence_task("characters", code, CONTEXT, made.init, loss_of(made), windows)
+    return _sequence_task("characters", code, CONTEXT, made, loss_of(made), windows)
 
 
 def word_task(text: str, *, windows: int = 1024, width: int = _text_models.WIDTH) -> Task:
@@ -94,14 +85,14 @@ def word_task(text: str, *, windows: int = 1024, width: int = _text_models.WIDTH
     number = {word: i for i, (word, _) in enumerate(common)}
     code = np.array([number.get(word, len(common)) for word in found])
     made = _text_models.words(width)
-    return _sequence_task("words", code, _text_models.WORDS, made.init, made.loss, windows)
+    return _sequence_task("words", code, _text_models.WORDS, made, made.loss, windows)
 
 
 def _sequence_task(
     what: str,
     code: np.ndarray,
     context: int,
-    init: Callable[[int], Any],
+    network: Network | _text_models.Scored,
     loss: Callable[[Any, Any], jax.Array],
     windows: int,
 ) -> Task:
@@ -126,7 +117,7 @@ def _sequence_task(
 
     return Task(
         "text",
-        init,
+        network.init,
         loss,
         lambda chosen: windows_at(code[:cut], chosen),
         cut - context,

@@ -30,7 +30,7 @@ import numpy as np
 
 from sparse_collectives import cost_model
 
-from .._common import display, options, reports
+from .._common import options, reports
 from . import _tables
 from ._recorded_tasks import recorded_runs, recording_parser
 from ._recorded_training import Recorder, Run
@@ -119,26 +119,25 @@ def show_predictions(name: str, table: dict[str, Any]) -> None:
 
 def draw(tasks: Sequence[Sequence[dict[str, Any]]], path: Path) -> None:
     """The growth with the number of workers, and the union over the steps."""
-    figure, panels = display.panels(2, len(tasks), (5.5 * len(tasks), 8))
-    for (above, below), runs in zip(panels.T, tasks, strict=True):
-        for color, report in enumerate(runs):
-            workers = report["workers"]
-            label = f"measured, run with P = {workers}"
-            above.plot(np.arange(1, workers + 1), 100 * report["growth"], f"C{color}-", label=label)
-            below.plot(100 * report["series"], f"C{color}-", label=f"P = {workers}")
-            below.axhline(100 * report["uniform"], color=f"C{color}", linestyle=":")
-            if report["paper"]:
-                above.plot(workers, 100 * report["paper"], "k*", label="Ok-Topk paper")
-        size, k = runs[0]["size"], runs[0]["k"]
-        axis = range(1, 1 + max(report["workers"] for report in runs))
-        by_formula = [100 * cost_model.expected_union(size, k, p) / size for p in axis]
-        above.plot(axis, by_formula, "k:", label="uniform formula")
-        title = f"{runs[0]['run']}, density {runs[0]['density']:.1%}"
-        above.set(title=title, xlabel="workers", ylabel="union / n, %", ylim=(0, None))
-        below.set(xlabel="step (dotted: uniform)", ylabel="union / n, %", ylim=(0, None))
-        above.legend()
-        below.legend(loc="lower right")
-    display.save(figure, path)
+    above, below = [], []
+    for runs in tasks:
+        grown, followed, size = [], [], runs[0]["size"]
+        for i, run in enumerate(runs):
+            workers, label = run["workers"], f"P = {run['workers']}"
+            grown.append((np.arange(1, workers + 1), 100 * run["growth"], f"C{i}-", label))
+            if run["paper"]:
+                grown.append((workers, 100 * run["paper"], "k*", "Ok-Topk paper"))
+            steps, uniform = np.arange(run["steps"]), np.full(run["steps"], 100 * run["uniform"])
+            followed.append((steps, 100 * run["series"], f"C{i}-", label))
+            followed.append((steps, uniform, f"C{i}:", f"{label}, uniform"))
+        counts = range(1, 1 + max(run["workers"] for run in runs))
+        formula = [100 * cost_model.expected_union(size, runs[0]["k"], p) / size for p in counts]
+        grown.append((counts, formula, "k:", "uniform formula"))
+        title, given = f"{runs[0]['run']}, density {runs[0]['density']:.1%}", {"ylim": (0, None)}
+        given["ylabel"] = "union / n, %"
+        above.append({"title": title, "xlabel": "workers", "lines": grown, **given})
+        below.append({"xlabel": "step", "lines": followed, **given})
+    _tables.draw(path, above, below)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

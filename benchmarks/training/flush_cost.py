@@ -66,11 +66,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = options.parser_of(__doc__)
     add = parser.add_argument
     add("--images", type=Path, metavar="FOLDER", help="of IDX files; scikit-learn's digits without")
-    add(
-        "--raw",
-        action="store_true",
-        help="pixels from 0 to 1, in place of a mean of 0 and a deviation of 1",
-    )
+    raw = "pixels from 0 to 1, in place of a mean of 0 and a deviation of 1"
+    add("--raw", action="store_true", help=raw)
     add("--steps", type=options.at_least_one, default=1000)
     add("--seeds", type=options.at_least_one, default=3)
     add("--json", type=options.output, metavar="FILE", help="also write the numbers here")
@@ -88,16 +85,17 @@ def main(argv: list[str] | None = None) -> int:
     }
     rows = []
     for name, tx in ways.items():
-        runs = [
-            train(data, tx, flush=tx is not dense, steps=args.steps, seed=seed)
-            for seed in range(args.seeds)
-        ]
+        given = {"flush": tx is not dense, "steps": args.steps}
+        runs = [train(data, tx, seed=seed, **given) for seed in range(args.seeds)]
         rows.append({"method": name, "accuracy": np.array(runs).T.tolist()})
-    cells = [[", ".join(f"{x:.2f}" for x in seeds) for seeds in row["accuracy"]] for row in rows]
+    lines = [
+        [row["method"], *(", ".join(f"{x:.2f}" for x in seeds) for seeds in row["accuracy"])]
+        for row in rows
+    ]
     show(
         f"test accuracy, %, of each seed after {args.steps} steps at a constant rate of {RATE:g}",
         ["", "as it is", "after flush"],
-        [[row["method"], *(line + [""])[:2]] for row, line in zip(rows, cells, strict=True)],
+        [[*line, ""][:3] for line in lines],
     )
     content = {"steps": args.steps, "raw": args.raw, "jax": jax.__version__, "rows": rows}
     reports.write(args.json, content)

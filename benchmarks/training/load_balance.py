@@ -34,7 +34,7 @@ import numpy as np
 
 from sparse_collectives import PaddedCOO
 
-from .._common import display, options, reports
+from .._common import options, reports
 from . import _tables
 from ._measures import Leaf
 from ._recorded_tasks import recorded_runs, recording_parser
@@ -149,28 +149,23 @@ def show(report: dict[str, Any]) -> None:
 
 def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
     """The unevenness in both phases over the number of workers, one column for each run."""
-    size = (4 * len(runs), 7)
-    figure, panels = display.panels(2, len(runs), size, sharex=True, sharey="row")
-    for (above, below), report in zip(panels.T, runs, strict=True):
+    above, below = [], []
+    for report in runs:
+        reduced, gathered = [], []
         for regions, color in zip(REGIONS, ("C3", "C0"), strict=True):
             rows = [row for row in report["rows"] if row["regions"] == regions]
             workers, label = [row["workers"] for row in rows], f"{regions} regions"
-            lines = [(above, "", "o-", [row["received"] for row in rows])]
-            lines += [(below, ", before", "o-", [row["before"] for row in rows])]
+            reduced.append((workers, [row["received"] for row in rows], f"{color}o-", label))
+            before = [row["before"] for row in rows]
+            gathered.append((workers, before, f"{color}o-", f"{label}, before"))
             for mode, style in (("auto", "s--"), ("always", "^:")):
                 after = [row["balance"][mode]["after"] for row in rows]
-                lines.append((below, f", {mode}", style, after))
-            for panel, what, style, y in lines:
-                panel.plot(workers, y, f"{color}{style}", label=label + what)
-        for panel in (above, below):
-            display.logarithmic(panel)
-        above.set_title(f"{report['run']}, {report['case']}")
-        below.set_xlabel("workers")
-    panels[0, 0].set_ylabel("split and reduce: received, max / mean")
-    panels[1, 0].set_ylabel("allgather: entries, max / mean")
-    for row in panels:
-        row[0].legend(loc="upper left", fontsize="small")
-    display.save(figure, path)
+                gathered.append((workers, after, color + style, f"{label}, {mode}"))
+        title = f"{report['run']}, {report['case']}"
+        given = {"xlabel": "workers", "xscale": "log", "yscale": "log"}
+        above.append({"title": title, "ylabel": "received, max / mean", "lines": reduced} | given)
+        below.append({"ylabel": "to send, max / mean", "lines": gathered} | given)
+    _tables.draw(path, above, below)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

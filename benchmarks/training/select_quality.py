@@ -33,7 +33,7 @@ import numpy as np
 
 from sparse_collectives import Layout, select
 
-from .._common import display, options, reports
+from .._common import options, reports
 from . import _tables
 from ._measures import DENSITIES, SELECTIONS, MissingRows
 from ._recorded_tasks import recorded_runs, recording_parser
@@ -161,20 +161,19 @@ def self_driven(run: Run, args: argparse.Namespace) -> None:
 
 def draw(runs: list[dict[str, Any]], every: int, path: Path) -> None:
     """What passes each estimator's threshold over the steps: the form of Ok-Topk's Figure 6."""
-    figure, panels = display.panels(1, len(runs), (6 * len(runs), 4.5), sharey=True)
-    for panel, report in zip(panels[0], runs, strict=True):
+    panels = []
+    for report in runs:
+        lines = []
         for name, style in ESTIMATORS.items():
             x = np.maximum(report["series"][name]["passed"], FLOOR)
             # Medians of 100 stretches of the run: single steps would cover each other.
-            stretches = np.array_split(x, min(100, len(x)))
-            steps = [every * np.mean(s) for s in np.array_split(np.arange(len(x)), len(stretches))]
-            panel.plot(steps, [np.median(s) for s in stretches], style, label=name, linewidth=1.5)
-        panel.axhline(1, color="black", linewidth=0.8, zorder=0)
-        title = f"{report['run']}, density {report['density']:.1%}"
-        panel.set(yscale="log", xlabel="step", title=title)
-    panels[0, 0].set_ylabel("entries that pass the threshold / k")
-    panels[0, -1].legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    display.save(figure, path)
+            stretches = np.array_split(np.arange(len(x)), min(100, len(x)))
+            steps = [every * np.mean(part) for part in stretches]
+            lines.append((steps, [np.median(x[part]) for part in stretches], style, name))
+        title, y = f"{report['run']}, density {report['density']:.1%}", "passed / k"
+        given = {"title": title, "ylabel": y, "yscale": "log", "xlabel": "step"}
+        panels.append(given | {"lines": lines})
+    _tables.draw(path, panels)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
