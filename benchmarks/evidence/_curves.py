@@ -23,18 +23,12 @@ Points = tuple[np.ndarray, np.ndarray]
 
 
 class Curve(NamedTuple):
-    """One line of a figure.
-
-    Attributes:
-      figure: its file, without the ending.
-      line: its name in the legend.
-      measure: ``measure(seed, quick) -> (x, y)``.
-      exact: nothing is drawn at random, so that one seed is enough.
-    """
+    """One line of a figure, by their names; ``measure(seed, quick) -> (x, y)``."""
 
     figure: str
     line: str
     measure: Callable[[int, bool], Points]
+    # Nothing is drawn at random, so that one seed is enough.
     exact: bool = False
 
 

@@ -23,12 +23,7 @@ Owner = Callable[[np.ndarray], np.ndarray]
 
 
 class Step(NamedTuple):
-    """One recorded step.
-
-    Attributes:
-      indices: what each worker selects, ascending, without padding.
-      delivered: the top k of the sum of all selections.
-    """
+    """What each worker selects, ascending, without padding, and the top k of the sum of it."""
 
     indices: list[np.ndarray]
     delivered: np.ndarray

@@ -34,15 +34,12 @@ POINTS = 4
 
 
 class Trained(NamedTuple):
-    """The end of a training.
+    """The end of a training."""
 
-    Attributes:
-      right: of each held-out image, the share of its draws that were classified right, ``f64[m]``.
-      missing: the mean share of the rows of a matrix in which top-k of each layer selects nothing
-        of a worker's gradient, along the training; by density.
-    """
-
+    # Of each held-out image, the share of its draws that were classified right, ``f64[m]``.
     right: np.ndarray
+    # The mean share of the rows of a matrix in which top-k of each layer selects nothing of a
+    # worker's gradient, along the training; by density.
     missing: dict[float, float]
 
 

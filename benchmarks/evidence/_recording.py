@@ -41,30 +41,25 @@ ROW_CHOICES = ("no compression", "top-k of the layer", "ADTopk")
 
 
 class Recording(NamedTuple):
-    """A training of a small VGG on digits, or of an LSTM on characters.
+    """A training of a small VGG on digits, or of an LSTM on characters."""
 
-    Attributes:
-      size: n.
-      unions: distinct indices in the selections of the first worker, the first two, and so on,
-        at each step, / n: ``[steps, P]``.
-      selections: ``[P, c]`` of some steps.
-      missing: the rows in which top-k selects nothing, of some accumulators of the text run.
-      same: the share of the exact top-k that MSTopK selects, at some steps.
-      by_row: the sum of magnitudes that ADTopk selects, / that of top-k, at some steps of the
-        text run.
-      thresholds: the k-th magnitude of the first worker's accumulator and what Gaussiank takes it
-        for, at each step.
-      rows: some steps of the text run, and the sums of the magnitudes in each row of ROWS_OF that
-        ROW_CHOICES select, ``[3, rows]``.
-    """
-
+    # n.
     size: int
+    # Distinct indices in the selections of the first worker, the first two, and so on, at each
+    # step, / n: ``[steps, P]``.
     unions: np.ndarray
+    # ``[P, c]`` of some steps.
     selections: list[PaddedCOO]
+    # The rows in which top-k selects nothing, of some accumulators of the text run.
     missing: MissingRows
+    # The share of the exact top-k that MSTopK selects, at some steps.
     same: list[float]
+    # The sum of magnitudes that ADTopk selects, / that of top-k, at some steps of the text run.
     by_row: list[float]
+    # The k-th magnitude of the first worker's accumulator and what Gaussiank takes it for.
     thresholds: list[tuple[float, float]]
+    # Some steps of the text run, and the sums of the magnitudes in each row of ROWS_OF that
+    # ROW_CHOICES select, ``[3, rows]``.
     rows: list[tuple[int, np.ndarray]]
 
 

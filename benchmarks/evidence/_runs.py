@@ -219,30 +219,16 @@ class Followed(NamedTuple):
 
 
 def followed(model: str) -> Followed:
-    """That of a model by its name."""
+    """That of a model by its name: digits, lstm or transformer."""
     if model == "digits":
         return Followed(digits(), BATCH, STEPS, RATE / (1 - MOMENTUM))
     task = characters() if model == "transformer" else lstm_characters()
     return Followed(task, 2 * TEXT_BATCH, TEXT_STEPS, TEXT_SGD_RATE[model])
 
 
-def xi(
-    density: float, seed: int, quick: bool, model: str = "digits", falls: bool = False
-) -> np.ndarray:
-    """The xi of Ok-Topk at each step of a training, which is made once.
-
-    Args:
-      density: k / n.
-      seed: of parameters and batches.
-      quick: fewer steps.
-      model: digits, lstm or transformer.
-      falls: the rate falls to a hundredth, and is not the same at all steps.
-    """
-    return _followed_xi(density, seed, quick, model, falls)
-
-
 @functools.lru_cache(maxsize=8)
-def _followed_xi(density: float, seed: int, quick: bool, model: str, falls: bool) -> np.ndarray:
+def xi(model: str, density: float, falls: bool, seed: int, quick: bool) -> np.ndarray:
+    """The xi of Ok-Topk at each step of a training, whose rate stays, or falls to a hundredth."""
     task, batch_size, both, peak = followed(model)
     steps, (init, scanned) = both[not quick], _measured_xi(density, model)
     rate = schedule(peak, steps) if falls else optax.constant_schedule(peak)

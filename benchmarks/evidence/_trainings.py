@@ -50,7 +50,7 @@ def _gaussian(seed: int, quick: bool) -> dict[str, float]:
 
 def _xi_below(model: str, seed: int, quick: bool) -> dict[str, float]:
     """The xi of a training with a rate that stays."""
-    found = xi(0.01, seed, quick, model)
+    found = xi(model, 0.01, False, seed, quick)
     return {
         "mean xi": float(found.mean()),
         "mean xi, first half": float(found[: len(found) // 2].mean()),
@@ -59,13 +59,13 @@ def _xi_below(model: str, seed: int, quick: bool) -> dict[str, float]:
 
 
 def _xi_falls(seed: int, quick: bool) -> dict[str, float]:
-    stays, falls = (xi(0.01, seed, quick, "lstm", falls) for falls in (False, True))
+    stays, falls = (xi("lstm", 0.01, falls, seed, quick) for falls in (False, True))
     last = len(stays) * 9 // 10
     return {"falling / constant rate, last tenth": float(falls[last:].mean() / stays[last:].mean())}
 
 
 def _xi_density(seed: int, quick: bool) -> dict[str, float]:
-    one, two = (xi(density, seed, quick, "lstm") for density in (0.01, 0.02))
+    one, two = (xi("lstm", density, False, seed, quick) for density in (0.01, 0.02))
     return {"xi at 2 % / at 1 %": float(two.mean() / one.mean())}
 
 
@@ -83,5 +83,5 @@ def _line_of_counts(name: str, which: str, seed: int, quick: bool) -> Points:
 
 
 def _line_of_xi(model: str, rate: str, seed: int, quick: bool) -> Points:
-    found = xi(0.01, seed, quick, model, rate == "falls")
+    found = xi(model, 0.01, rate == "falls", seed, quick)
     return np.arange(1, len(found) + 1), found

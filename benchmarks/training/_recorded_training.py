@@ -30,55 +30,40 @@ Visit = Callable[[int, jax.Array, jax.Array, Sequence[PaddedCOO]], None]
 
 
 class Task(NamedTuple):
-    """A model, its data and its optimizer.
-
-    Attributes:
-      params: the initial parameters.
-      loss: ``loss(params, batch)``, the mean over a worker's batch.
-      stream: yields the batches of all workers, with a leading axis of P.
-      validate: ``validate(params)``, loss and accuracy on data that training does not see.
-      rate: the peak learning rate for SGD with momentum.
-      clip: the largest norm of a worker's gradient.
-    """
+    """A model, its data and its optimizer: SGD with momentum."""
 
     params: Any
+    # ``loss(params, batch)``, the mean over a worker's batch.
     loss: Callable[[Any, Any], jax.Array]
+    # The batches of all workers, with a leading axis of P.
     stream: Iterator[Any]
+    # Loss and accuracy on data that training does not see.
     validate: Callable[[Any], dict[str, float]]
+    # The peak learning rate, and the largest norm of a worker's gradient.
     rate: float
     clip: float
 
 
 class Run(NamedTuple):
-    """What is trained and recorded.
-
-    Attributes:
-      name: images or text.
-      make_task: ``make_task(workers)``, a fresh task with data for so many workers.
-      density: k / n.
-      hard: the layer that is scaled in the harder case: some percent of the parameters, more
-        than k.
-    """
+    """What is trained and recorded: images or text, with so many of k / n."""
 
     name: str
+    # ``make_task(workers)``, a fresh task with data for so many workers.
     make_task: Callable[[int], Task]
     density: float
+    # The layer that is scaled in the harder case: some percent of the parameters, more than k.
     hard: str
 
 
 class Curve(NamedTuple):
-    """What the training run itself did.
+    """What the training run itself did."""
 
-    Attributes:
-      before: loss and accuracy on data that training does not see.
-      after: the same, at the end.
-      losses: the training loss of each step.
-      passed: entries of worker 0 that passed the threshold of each step, / k.
-    """
-
+    # ``Task.validate`` before and after it.
     before: dict[str, float]
     after: dict[str, float]
+    # The training loss of each step.
     losses: list[float]
+    # Entries of worker 0 that passed the threshold of each step, / k.
     passed: list[float]
 
 

@@ -175,11 +175,11 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
             style = f"C{names.index(run['variant'])}{line}"
             label = f"{run['variant']}, P = {run['workers']}"
             lines.append((run["curves"][0]["steps"], values, style, label))
+        panels.append({"title": f"{task}, {MEASURES[task][0]}", "xlabel": "step", "lines": lines})
         # The first steps would take up most of the height.
         ends = np.concatenate([y[min(2, len(y) - 1) :] for _, y, _, _ in lines])
-        room = 0.05 * np.ptp(ends) + 1e-9
-        given = {"title": f"{task}, {MEASURES[task][0]}", "xlabel": "step", "lines": lines}
-        panels.append(given | {"ylim": (ends.min() - room, ends.max() + room)})
+        if (room := 0.05 * np.ptp(ends)) > 0:
+            panels[-1]["ylim"] = (ends.min() - room, ends.max() + room)
     _tables.draw(path, panels)
 
 

@@ -36,13 +36,7 @@ RULES: dict[str, bool | str] = {"the text": True, "corrected": "corrected"}
 
 
 class Setting(NamedTuple):
-    """What is usual for a task.
-
-    Attributes:
-      rate: the peak of that of SGD without momentum.
-      density: k / n, of the paper's network of this kind.
-      period: its tau'.
-    """
+    """What is usual for a task: the peak rate of SGD without momentum, and the paper's k / n, tau'."""
 
     rate: float
     density: float
