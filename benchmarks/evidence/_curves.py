@@ -9,7 +9,7 @@ import numpy as np
 from .._common import reports
 from . import _store
 from ._code import fingerprint
-from ._store import FORMAT, KEPT, Kept, Result
+from ._store import FORMAT, KEPT, Kept
 
 # Points of a line: more could not be seen.
 _POINTS = 80
@@ -41,38 +41,16 @@ class Curves(Kept):
     """The series in a file."""
 
     def __init__(self, path: Path, code: Callable[[Curve], str] = code_of):
-        super().__init__(path, code)
-        self._series = _store.read(path, "series", _SERIES) if path.exists() else []
-
-    def of(self, what: Curve, quick: bool | None = None) -> list[Result]:
-        """The series of a curve, one for each seed."""
-        return [
-            series
-            for series in self._series
-            if (series["figure"], series["line"]) == (what.figure, what.line)
-            if quick in (None, series["quick"])
-        ]
+        series = _store.read(path, "series", _SERIES) if path.exists() else []
+        super().__init__(path, ("figure", "line"), series, code)
 
     def add(self, curve: Curve, seed: int, quick: bool, points: Points) -> None:
         """Keeps a series, thinned to what can be seen."""
         x, y = _thinned(*points)
-        series = {
-            "figure": curve.figure,
-            "line": curve.line,
-            "code": self._code(curve),
-            "seed": seed,
-            "quick": quick,
-            "x": [float(f"{value:.6g}") for value in x],
-            "y": [float(f"{value:.4g}") for value in y],
-        }
-
-        def place(series: Result) -> tuple[str, str, bool, int]:
-            return series["figure"], series["line"], series["quick"], series["seed"]
-
-        kept = [other for other in self._series if place(other) != place(series)]
-        self._series = sorted([*kept, series], key=place)
+        short = [float(f"{value:.6g}") for value in x], [float(f"{value:.4g}") for value in y]
+        self.keep(curve, seed, quick, x=short[0], y=short[1])
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        reports.write(self.path, {"format": FORMAT, "series": self._series})
+        reports.write(self.path, {"format": FORMAT, "series": self._results})
 
 
 def _thinned(x: np.ndarray, y: np.ndarray) -> Points:

@@ -67,16 +67,30 @@ class Kept:
 
     Args:
       path: of the files.
+      names: the fields of a result that say what it is of.
+      results: those that there are.
       code: which code something is measured with, as it is now.
     """
 
-    def __init__(self, path: Path, code: Callable[[Any], str]):
-        self.path = path
-        self._code = code
+    def __init__(
+        self,
+        path: Path,
+        names: Sequence[str],
+        results: Sequence[Result],
+        code: Callable[[Any], str],
+    ):
+        self.path, self._names, self._results, self._code = path, names, list(results), code
+
+    def key(self, what: Any) -> Result:
+        """What a result of this has, as it is now."""
+        return {name: getattr(what, name) for name in self._names}
 
     def of(self, what: Any, quick: bool | None = None) -> list[Result]:
-        """All of one claim or line; of all runs, or of the quick or the full ones."""
-        raise NotImplementedError
+        """All of one claim or line, by seed; of all runs, or of the quick or the full ones."""
+        key = self.key(what).items()
+        found = [result for result in self._results if key <= result.items()]
+        kind = [result for result in found if quick in (None, result["quick"])]
+        return sorted(kind, key=lambda result: result["seed"])
 
     def best(self, what: Any) -> list[Result]:
         """The full results; the quick ones where there are none."""
@@ -94,67 +108,63 @@ class Kept:
         """Whether any of the results that count is older than the code."""
         return any(result["code"] != self._code(what) for result in self.best(what))
 
+    def keep(self, what: Any, seed: int, quick: bool, **measured: Any) -> None:
+        """Adds a result, in place of one of the same name, seed and kind."""
+        result = self.key(what) | {"code": self._code(what), "seed": seed, "quick": quick}
 
-def code_of(claim: Claim) -> str:
-    """The code that a claim is checked with, as it is now."""
-    return fingerprint(claim.check, claim.data) if claim.check else ""
+        def place(result: Result) -> list[Any]:
+            return [*(result[name] for name in self._names), result["quick"], result["seed"]]
+
+        kept = [other for other in self._results if place(other) != place(result)]
+        self._results = sorted([*kept, result | measured], key=place)
 
 
 class Store(Kept):
     """The results of claims in a folder."""
 
-    def __init__(self, path: Path, code: Callable[[Claim], str] = code_of):
-        super().__init__(path, code)
+    def __init__(self, path: Path, code: Callable[[Claim], str] | None = None):
         files = sorted(path.glob("*.json"))
-        self._files = {file.stem: read(file, "results", _RESULT) for file in files}
+        results = [result for file in files for result in read(file, "results", _RESULT)]
+        super().__init__(path, ("claim",), results, code or code_of)
 
-    def of(self, what: Claim, quick: bool | None = None) -> list[Result]:
-        """Those of a claim as it is now, by seed."""
-        found = [
-            result
-            for results in self._files.values()
-            for result in results
-            if (result["claim"], result["mark"]) == (what.id, mark(what))
-            if quick in (None, result["quick"])
-        ]
-        return sorted(found, key=lambda result: result["seed"])
+    def key(self, what: Claim) -> Result:
+        """A claim as it is now: with another setting it is another one."""
+        return {"claim": what.id, "mark": mark(what)}
 
     def add(
         self, claim: Claim, seed: int, quick: bool, numbers: Mapping[str, float], seconds: float
     ) -> None:
-        """Keeps a result, in place of one of the same claim, seed and kind."""
-        result = {
-            "claim": claim.id,
-            "mark": mark(claim),
-            "code": self._code(claim),
-            "seed": seed,
-            "quick": quick,
-            "numbers": {name: float(f"{value:.6g}") for name, value in numbers.items()},
-            "seconds": round(seconds, 1),
-            "versions": {name: metadata.version(name) for name in _PACKAGES},
-            "machine": {
-                "system": f"{platform.system()} {platform.machine()}",
-                "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
-            },
-            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        }
-
-        def place(result: Result) -> tuple[str, bool, int]:
-            return result["claim"], result["quick"], result["seed"]
-
-        file = claim.id.partition("/")[0]
-        kept = [one for one in self._files.get(file, []) if place(one) != place(result)]
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._write(file, sorted([*kept, result], key=place))
+        """Keeps a result."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        self.keep(
+            claim,
+            seed,
+            quick,
+            numbers={name: float(f"{value:.6g}") for name, value in numbers.items()},
+            seconds=round(seconds, 1),
+            versions={name: metadata.version(name) for name in _PACKAGES},
+            machine={"system": f"{platform.system()} {platform.machine()}", "cores": cores},
+            date=datetime.now(UTC).strftime("%Y-%m-%d"),
+        )
+        self._write(claim.id)
 
     def forget_all_but(self, claims: Sequence[Claim]) -> None:
         """Drops the results of claims that are no more, or of settings that were others."""
-        marks = {(claim.id, mark(claim)) for claim in claims if claim.check}
-        for file, results in self._files.items():
-            kept = [result for result in results if (result["claim"], result["mark"]) in marks]
-            if len(kept) < len(results):
-                self._write(file, kept)
+        known = [self.key(claim) for claim in claims if claim.check]
+        kept = [x for x in self._results if {"claim": x["claim"], "mark": x["mark"]} in known]
+        dropped = {result["claim"] for result in self._results if result not in kept}
+        self._results = kept
+        for claim in dropped:
+            self._write(claim)
 
-    def _write(self, file: str, results: list[Result]) -> None:
-        reports.write(self.path / f"{file}.json", {"format": FORMAT, "results": results})
-        self._files[file] = results
+    def _write(self, claim: str) -> None:
+        """The file that a claim is in."""
+        paper = claim.partition("/")[0]
+        results = [one for one in self._results if one["claim"].partition("/")[0] == paper]
+        self.path.mkdir(parents=True, exist_ok=True)
+        reports.write(self.path / f"{paper}.json", {"format": FORMAT, "results": results})
+
+
+def code_of(claim: Claim) -> str:
+    """The code that a claim is checked with, as it is now."""
+    return fingerprint(claim.check, claim.data) if claim.check else ""

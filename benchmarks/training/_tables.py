@@ -1,5 +1,6 @@
-"""Tables and figures of reports: columns are formats of their fields, panels are lists of lines."""
+"""Tables and figures of reports."""
 
+import functools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,16 +8,22 @@ from typing import Any
 from .._common import display
 
 
-def show(title: str, columns: dict[str, str], rows: Iterable[dict[str, Any]]) -> None:
-    """Prints a table with a line for each row.
+def show(title: str, fields: str, rows: Iterable[dict[str, Any]]) -> None:
+    """Prints a table with a line for each row, and a column for each of its fields.
 
     Args:
       title: above it.
-      columns: a format for each heading, such as ``"{union[mean]:.2%}"``.
-      rows: what is formatted.
+      fields: with spaces between them; ``union.mean`` is a field in a field.
+      rows: of a report.
     """
-    lines = [[form.format(**row) for form in columns.values()] for row in rows]
-    display.show(title, list(columns), lines)
+    names = fields.split()
+
+    def cell(row: Any, name: str) -> str:
+        value = functools.reduce(lambda inner, key: inner[key], name.split("."), row)
+        few = value if isinstance(value, list) else [value]
+        return ", ".join("-" if x is None else x if isinstance(x, str) else f"{x:.6g}" for x in few)
+
+    display.show(title, names, [[cell(row, name) for name in names] for row in rows])
 
 
 def draw(path: Path, *rows: Sequence[dict[str, Any]]) -> None:

@@ -135,30 +135,21 @@ def gaps(report: dict[str, Any], runs: Sequence[dict[str, Any]]) -> np.ndarray |
 
 def show(runs: Sequence[dict[str, Any]]) -> None:
     """Prints the table of each task."""
-    for task in TASKS:
-        rows = []
+    for task in dict.fromkeys(run["task"] for run in runs):
+        rows, (measure, large) = [], MEASURES[task]
         for run in (run for run in runs if run["task"] == task):
-            (_, large), worse, words = MEASURES[task], gaps(run, runs), run["curves"][0]["words"]
-            values = last_of(run) * (100 if large else 1)
-            numbers = {"mean": values.mean(), "seeds": len(values), "gap": "-", "deviation": "-"}
+            worse, values = gaps(run, runs), last_of(run) * (100 if large else 1)
+            numbers = {"seeds": len(values), "mean": values.mean(), "worse": None}
             if worse is not None and run["variant"] != DENSE:
-                numbers["gap"] = f"{worse.mean():+.2f}"
-            if len(values) > 1:
-                numbers["deviation"] = f"{values.std(ddof=1):.3f}"
-            rows.append(run | numbers | {"words": "-" if words is None else f"{words:,.0f}"})
-        columns = {
-            "": "{variant}",
-            "P": "{workers}",
-            "seeds": "{seeds}",
-            "mean": "{mean:.3f}",
-            "deviation": "{deviation}",
-            f"worse by {'points' if MEASURES[task][1] else '%'}": "{gap}",
-            "words a step": "{words}",
-        }
+                numbers["worse"] = worse.mean()
+            deviation = values.std(ddof=1) if len(values) > 1 else None
+            words = run["curves"][0]["words"]
+            rows.append(run | numbers | {"deviation": deviation, "words": words})
         title = "after {} steps, density {density:.1%}, batch {batch}, rate {rate:g}"
-        for first in rows[:1]:
-            after = title.format(first["curves"][0]["steps"][-1], **first)
-            _tables.show(f"{task}: {MEASURES[task][0]} {after}", columns, rows)
+        after = title.format(rows[0]["curves"][0]["steps"][-1], **rows[0])
+        unit = "points" if large else "%"
+        fields = "variant workers seeds mean deviation worse words"
+        _tables.show(f"{task}: {measure} {after}; worse than dense by {unit}", fields, rows)
 
 
 def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:

@@ -19,7 +19,6 @@ Without the options the text is Python's own help topics and the images are scik
 """
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,56 +64,29 @@ def record(run: Run, workers: int, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def show_uniform(table: dict[str, Any]) -> None:
-    """Prints one table of uniform selections."""
-    columns = {
-        "P": "{workers}",
-        "formula": "{expected:,.1f}",
-        "measured": "{mean:,.1f}",
-        "standard error": "{standard_error:.1f}",
-        "off by errors": "{errors_off:.1f}",
-    }
-    title = "uniform selections: n = {size:,}, k = {k:,}, {trials} trials"
-    _tables.show(title.format(**table), columns, table["rows"])
-
-
-def show(runs: Sequence[dict[str, Any]]) -> None:
-    """Prints the table of the runs of one task."""
-    columns = {
-        "P": "{workers}",
-        "union/n: mean": "{union[mean]:.2%}",
-        "first 1/10": "{union[first_tenth]:.2%}",
-        "last 1/4": "{union[last_quarter]:.2%}",
-        "union/k": "{union_of_k:.2f}",
-        "uniform": "{uniform:.2%}",
-        "mean/uniform": "{of_uniform:.3f}",
-        "effective n/n": "{effective_size:.3f}",
-        "paper": "{paper:.1%}",
-        "validation loss": "{validation_before[loss]:.2f} -> {validation_after[loss]:.2f}",
-    }
-    title = "{run}: n = {size:,}, k = {k:,} (density {density:.1%}), {steps} steps, batch {batch}"
-    rows = [
-        run
-        | {"of_uniform": run["union"]["mean"] / run["uniform"], "paper": run["paper"] or math.nan}
-        for run in runs
-    ]
-    _tables.show(f"{title.format(**runs[0])} a worker", columns, rows)
-
-
-def show_predictions(name: str, table: dict[str, Any]) -> None:
-    """Prints what the cost model makes of unions of fewer workers."""
-    lines = {"by the uniform formula": table["uniform"]}
-    for key, text in {
-        "same_run": "from the union of {} workers of this run",
-        "other_runs": "from the union of a run with {} workers",
-        "other_runs_by_step": "by step, from those of a run with {} workers",
-    }.items():
-        lines |= {text.format(workers): x for workers, x in table[key].items()}
-    _tables.show(
-        f"{name}: union / n for P = {table['workers']}, measured {table['measured']:.2%}",
-        {"predicted": "{text}", "": "{x:.2%}", "off by": "{off:+.1%}"},
-        [{"text": text, "x": x, "off": x / table["measured"] - 1} for text, x in lines.items()],
-    )
+def show(tables: Any, tasks: list[list[dict[str, Any]]], predicted: list[dict[str, Any]]) -> None:
+    """Prints all tables."""
+    for table in tables:
+        title = "uniform selections: n = {size:,}, k = {k:,}, {trials} trials".format(**table)
+        fields = "workers expected mean standard_error errors_off"
+        _tables.show(title, fields, table["rows"])
+    for runs, prediction in zip(tasks, predicted, strict=True):
+        title = (
+            "{run}: n = {size:,}, k = {k:,} (density {density:.1%}), {steps} steps, batch {batch}"
+        )
+        fields = "workers union.mean union.first_tenth union.last_quarter union_of_k uniform "
+        fields += "effective_size paper validation_before.loss validation_after.loss"
+        _tables.show(f"{title.format(**runs[0])} a worker", fields, runs)
+        measured, lines = prediction["measured"], {"the uniform formula": prediction["uniform"]}
+        for key, text in {
+            "same_run": "the union of {} workers of this run",
+            "other_runs": "the union of a run with {} workers",
+            "other_runs_by_step": "those of a run with {} workers, by step",
+        }.items():
+            lines |= {text.format(workers): x for workers, x in prediction[key].items()}
+        rows = [{"from": x, "predicted": y, "ratio": y / measured} for x, y in lines.items()]
+        title = f"union / n for P = {prediction['workers']}, measured {measured:.2%}"
+        _tables.show(title, "from predicted ratio", rows)
 
 
 def draw(tasks: Sequence[Sequence[dict[str, Any]]], path: Path) -> None:
@@ -156,14 +128,12 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     runs = recorded_runs(args)
     tables = [uniform(args.uniform_size, x, args.trials, args.seed) for x in UNIFORM_DENSITIES]
-    for table in tables:
-        show_uniform(table)
+    show(tables, [], [])
     tasks, predicted = [], []
     for run in runs:
         tasks.append([record(run, workers, args) for workers in args.workers])
-        show(tasks[-1])
         predicted.append(predictions(tasks[-1]))
-        show_predictions(run.name, predicted[-1])
+        show((), tasks[-1:], predicted[-1:])
     content = {"uniform": tables, "runs": tasks, "predictions": predicted}
     reports.write(args.json, {"backend": jax.default_backend()} | content)
     if args.plot:

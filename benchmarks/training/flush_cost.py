@@ -22,7 +22,7 @@ from jax.sharding import AxisType
 import optax_ext
 
 from .._common import options, reports
-from .._common.display import show
+from . import _tables
 from ._data import read_images
 
 WORKERS, BATCH, WIDTH, RATE = 8, 128, 128, 1e-3
@@ -88,15 +88,12 @@ def main(argv: list[str] | None = None) -> int:
         given = {"flush": tx is not dense, "steps": args.steps}
         runs = [train(data, tx, seed=seed, **given) for seed in range(args.seeds)]
         rows.append({"method": name, "accuracy": np.array(runs).T.tolist()})
-    lines = [
-        [row["method"], *(", ".join(f"{x:.2f}" for x in seeds) for seeds in row["accuracy"])]
-        for row in rows
-    ]
-    show(
-        f"test accuracy, %, of each seed after {args.steps} steps at a constant rate of {RATE:g}",
-        ["", "as it is", "after flush"],
-        [[*line, ""][:3] for line in lines],
-    )
+    shown = []
+    for row in rows:
+        trained, *flushed = row["accuracy"]
+        shown.append(row | {"trained": trained, "flushed": sum(flushed, [])})
+    title = f"test accuracy, %, of each seed after {args.steps} steps at a rate of {RATE:g}"
+    _tables.show(title, "method trained flushed", shown)
     content = {"steps": args.steps, "raw": args.raw, "jax": jax.__version__, "rows": rows}
     reports.write(args.json, content)
     return 0

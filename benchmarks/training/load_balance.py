@@ -10,13 +10,14 @@ and with the gradient of one layer multiplied by 100 before the accumulation (an
 before the optimizer), so that nearly all selected entries come from a small part of the indices.
 
 Split and reduce: the entries that the owner of each region gets from all others, before anything is
-cut to the slots of a message: what messages of exact size would carry. "max/mean" is over the
-workers, as a mean over the steps; "max/k" is the largest in units of k, 1 - 1/P where all is even.
-"overflow" is the share of the selected entries that found no slot.
+cut to the slots of a message: what messages of exact size would carry. "received" is the largest
+over their mean, as a mean over the steps; "received_of_k" the largest in units of k, 1 - 1/P where
+all is even. "overflow" is the share of the selected entries that found no slot.
 
-Allgather: the entries of each worker before and after the balancing. "over 4x" is the share of
-steps on which the paper would balance; "delivered" is the share of k in the result, and "words" all
-that a worker receives, as a share of the paper's bound 6k(P-1)/P.
+Allgather: the entries of each worker, the largest over the mean, "before" the balancing and "after"
+it. "over_trigger" is the share of steps on which the paper would balance; "delivered" is the share
+of k in the result, and "words_of_bound" all that a worker receives, as a share of the paper's bound
+6k(P-1)/P.
 
 One step in `--every` is recorded. The regions are cut at the first record, and then only where many
 entries overflow, so at the last one they may be as old as the run; `--period 1` cuts them anew at
@@ -120,21 +121,6 @@ def compare(
 
 def show(report: dict[str, Any]) -> None:
     """Prints the table of one recorded run."""
-    columns = {
-        "regions": "{regions}",
-        "P": "{workers}",
-        "max/mean": "{received:.2f}",
-        "max/k": "{received_of_k:.2f}",
-        "overflow": "{overflow:.2%}",
-        "to send: max/mean": "{before:.2f}",
-        "over 4x": "{over_trigger:.0%}",
-    }
-    for mode in BALANCES:
-        columns |= {
-            f"{mode}: max/mean": f"{{balance[{mode}][after]:.2f}}",
-            f"{mode}: delivered": f"{{balance[{mode}][delivered]:.2%}}",
-            f"{mode}: words": f"{{balance[{mode}][words_of_bound]:.2f}}",
-        }
     layers = sorted(report["layers"].items(), key=lambda item: -item[1]["selected"])[:2]
     shares = ", ".join(
         f"{name} {share['selected']:.0%} (of the parameters {share['parameters']:.1%})"
@@ -144,7 +130,14 @@ def show(report: dict[str, Any]) -> None:
         "{run}, {case}: n = {size:,}, k = {k:,}; {recorded} recorded steps; validation loss "
         "{validation_before[loss]:.2f} -> {validation_after[loss]:.2f}\nselected entries by layer: "
     )
-    _tables.show(title.format(**report) + shares, columns, report["rows"])
+    fields = "regions workers received received_of_k overflow before over_trigger"
+    _tables.show(title.format(**report) + shares, fields, report["rows"])
+    rows = [
+        {"regions": row["regions"], "workers": row["workers"], "balance": mode, **numbers}
+        for row in report["rows"]
+        for mode, numbers in row["balance"].items()
+    ]
+    _tables.show("allgather", "regions workers balance after delivered words_of_bound", rows)
 
 
 def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:

@@ -25,7 +25,7 @@ import optax
 
 import optax_ext
 
-from .._common import display, options, reports
+from .._common import options, reports
 from ..learning import _tasks
 from . import _tables
 from ._recorded_training import schedule
@@ -36,7 +36,7 @@ RULES: dict[str, bool | str] = {"the text": True, "corrected": "corrected"}
 
 
 class Setting(NamedTuple):
-    """What is usual for a task: the peak rate of SGD without momentum, and the paper's k / n, tau'."""
+    """What is usual for a task: the peak rate of SGD, and the paper's k / n and tau'."""
 
     rate: float
     density: float
@@ -122,14 +122,13 @@ def main(argv: list[str] | None = None) -> None:
             # After each, as the next one takes long.
             kept = [{x: row[x] for x in row if x != "shares"} for row in rows]
             reports.write(args.json, kept)
-    head = ["task", "thresholds", *(f"{which}: {x}" for which in COUNTS for x in NUMBERS)]
-    lines = []
-    for row in rows:
-        numbers = [row[which][x] for which in COUNTS for x in NUMBERS]
-        intervals = [f"{min(seeds):.3f} to {max(seeds):.3f}" for seeds in numbers]
-        lines.append([row["task"], row["rule"], *intervals])
-    title = f"Counts of Ok-Topk, P = {args.workers}, {args.steps} steps, of {args.seeds} seeds the "
-    display.show(f"{title}least to the most", head, lines)
+    shown = [
+        {"task": row["task"], "thresholds": row["rule"], "count": which, **row[which]}
+        for row in rows
+        for which in COUNTS
+    ]
+    title = f"Counts of Ok-Topk / k, P = {args.workers}, {args.steps} steps, of each seed"
+    _tables.show(title, f"task thresholds count {' '.join(NUMBERS)}", shown)
     if args.plot:
         draw(args.plot, rows)
 

@@ -6,9 +6,8 @@ Two networks are trained with exact top-k error feedback over simulated workers:
 characters and a VGG-like network on images. At every step worker 0's accumulator (residual plus
 gradient) is given to every selector. Each keeps its own state; its selection is only counted and
 compared with the exact top-k, and training does not depend on it. "passed" is what reaches a
-selector's threshold, "selected" what got into its buffer; both are divided by k. "|s-1|" is the
-mean distance of selected/k from 1, "overlap" the share of the exact top-k that was selected,
-"captured" that of its squared norm.
+selector's threshold, "selected" what got into its buffer; both are divided by k. "overlap" is the
+share of the exact top-k that was selected, "captured" that of its squared norm.
 
 The accumulators are those of exact top-k: they end sharply just above the k-th magnitude, so a
 threshold that is a little too high lets next to nothing through. Where the learning rate is applied
@@ -107,37 +106,23 @@ def show(report: dict[str, Any]) -> None:
             "deviations (normal: {normal_quantile:.2f}), "
             f"kurtosis {{shape[kurtosis][{part}]:.1f}}, zeros {{shape[zeros][{part}]:.1%}}"
         )
-    columns = {
-        "": "{name}",
-        "passed/k: 1st 1/10": "{passed[first_tenth]:.3f}",
-        "last 1/4": "{passed[last_quarter]:.3f}",
-        "selected/k: mean": "{selected[mean]:.3f}",
-        "last 1/4 ": "{selected[last_quarter]:.3f}",
-        "least": "{selected[last_quarter_range][0]:.3f}",
-        "most": "{selected[last_quarter_range][1]:.3f}",
-        "|s-1|": "{mean_deviation_of_selected:.3f}",
-        "overlap: mean": "{overlap[mean]:.2%}",
-        "worst": "{overlap[worst]:.2%}",
-        "captured": "{captured[mean]:.2%}",
-    }
-    rows = [{"name": name, **row} for name, row in report["selectors"].items()]
-    _tables.show(title.format(**report), columns, rows)
+    fields = "selector passed.first_tenth passed.last_quarter selected.mean selected.last_quarter "
+    fields += "selected.last_quarter_range mean_deviation_of_selected overlap.mean overlap.worst "
+    rows = [{"selector": name, **row} for name, row in report["selectors"].items()]
+    _tables.show(title.format(**report), f"{fields} captured.mean", rows)
 
 
 def show_missing(rates: dict[str, Any]) -> None:
     """Prints the table of missing rows."""
-    columns = {"density": "{name}"} | {
-        f"{x:.1%}": f"{{rates[{i}]:.1%}}" for i, x in enumerate(DENSITIES)
-    }
-    paper = [PAPER.get(density, np.nan) for density in DENSITIES]
-    rows = [{"name": "ADTopk paper, LSTM, WikiText-2", "rates": paper}]
+    rows = [{"of": "ADTopk paper, LSTM, WikiText-2", "rates": list(map(PAPER.get, DENSITIES))}]
     for source, of_source in rates.items():
         for selection, of_selection in of_source.items():
             for name, row in of_selection.items():
                 if source == "accumulator" or name in ("all rows", "mean of matrices"):
-                    rows.append({"name": f"{selection}, {source}: {name}", "rates": row})
-    title = "rows without a selected entry, text run, mean over the steps"
-    _tables.show(title, columns, rows)
+                    rows.append({"of": f"{selection}, {source}: {name}", "rates": row})
+    densities = ", ".join(f"{density:.1%}" for density in DENSITIES)
+    title = f"rows without a selected entry, text run, mean over the steps, at {densities}"
+    _tables.show(title, "of rates", rows)
 
 
 def self_driven(run: Run, args: argparse.Namespace) -> None:
@@ -153,10 +138,9 @@ def self_driven(run: Run, args: argparse.Namespace) -> None:
         recorder = Recorder(run, args.workers)
         curve = recorder.train(steps, order=args.learning_rate, selector=selector)
         tenths = [np.mean(x) for x in np.array_split(curve.passed, 10)]
-        rows.append({"name": name, "tenths": tenths, "accuracy": curve.after["accuracy"]})
-    columns = {"": "{name}"} | {f"{i + 1}/10": f"{{tenths[{i}]:.3f}}" for i in range(10)}
+        rows.append({"selector": name, "tenths": tenths, "accuracy": curve.after["accuracy"]})
     title = f"images, each selector driving its own run of {steps} steps: passed / k, by tenths"
-    _tables.show(title, columns | {"accuracy": "{accuracy:.1%}"}, rows)
+    _tables.show(title, "selector tenths accuracy", rows)
 
 
 def draw(runs: list[dict[str, Any]], every: int, path: Path) -> None:
