@@ -48,14 +48,7 @@ def cuts(size: int, indices: list[np.ndarray]) -> np.ndarray:
 
 
 def owners(regions: str, size: int, first: Step, step: int) -> Owner:
-    """The owner of each index at a step.
-
-    Args:
-      regions: one of REGIONS.
-      size: n.
-      first: the step at which balanced regions are cut.
-      step: its number, from which a hash is made.
-    """
+    """The owner of each index at a step: hashes depend on its number, cuts on the first step."""
     workers = len(first.indices)
     if regions == "hashed":
         given = size, workers, jnp.int32(step)

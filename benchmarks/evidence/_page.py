@@ -20,13 +20,9 @@ _QUICK = "Results marked with (q) are of the short trainings of `--quick`."
 def page(
     claims: Sequence[Claim], store: Store, figures: Sequence[str] = (), old: Sequence[str] = ()
 ) -> str:
-    """The whole page, in Markdown.
+    """The whole page, in Markdown, with those of the figures that there are.
 
-    Args:
-      claims: in their order.
-      store: their results.
-      figures: the names of those that there are.
-      old: of those that have lines which are older than the code.
+    In ``old`` are the names of those that have lines which are older than the code.
     """
     rows: dict[str, list[str]] = {name: [] for name in VERDICTS}
     for claim in claims:

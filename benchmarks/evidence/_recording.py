@@ -5,7 +5,6 @@ Several claims look at the same training, so it is made once for a seed and kept
 
 import argparse
 import functools
-from collections.abc import Callable, Sequence
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
@@ -66,11 +65,7 @@ class Recording(NamedTuple):
 def recording(name: str, seed: int, quick: bool, hard: bool = False) -> Recording:
     """Trains once, however it is called: the arguments of a cache are told apart by their form.
 
-    Args:
-      name: images or text.
-      seed: of parameters and batches.
-      quick: a fifth of the steps.
-      hard: the gradient of one layer is a hundred times as large before the selection.
+    With ``hard`` the gradient of one layer is a hundred times as large before the selection.
     """
     return _recorded(name, seed, quick, hard)
 
@@ -87,13 +82,21 @@ def recorder(name: str, seed: int, hard: bool = False) -> Recorder:
 def _recorded(name: str, seed: int, quick: bool, hard: bool) -> Recording:
     training, density = recorder(name, seed, hard), DENSITIES[name]
     steps = STEPS[name][0 if quick or hard else 1]
-    # Compiling ADTopk takes longer than the training, so only where it is looked at.
-    shadowing = ("mstopk", "adtopk") if name == "text" else ("mstopk",)
-    shadows = _shadows(shadowing, density, Layout.of(training.task.params))
+    layout = Layout.of(training.task.params)
     # Each shape is compiled for all densities, and a bias is one row, which is never missed.
     rows = [leaf for leaf in training.layout if not quick or len(leaf.shape) > 1]
     found = Recording(training.size, np.zeros(0), [], MissingRows(rows), [], [], [], [])
     unions, every = [], max(1, steps // RECORDS)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def chosen(name: str, acc: jax.Array) -> jax.Array:
+        selector = getattr(select, name)(density=density)
+        return selector.select(acc, selector.init(layout))[0].indices
+
+    def shadow(name: str, acc: jax.Array) -> np.ndarray:
+        """What a selector selects, which does not drive the training."""
+        indices = np.asarray(chosen(name, acc))
+        return indices[indices < training.size]
 
     def visit(step: int, acc: jax.Array, gradient: jax.Array, selections: Any) -> None:
         del gradient
@@ -108,12 +111,12 @@ def _recorded(name: str, seed: int, quick: bool, hard: bool) -> Recording:
         host = np.asarray(acc)
         found.thresholds.append(thresholds(host, density))
         if is_recorded:
-            exact, chosen = largest(host, density), shadows(acc)
-            found.same.append(overlap(chosen["mstopk"], exact))
+            exact = largest(host, density)
+            found.same.append(overlap(shadow("mstopk", acc), exact))
             if name == "text":
                 found.missing.add(accumulator=host)
                 found.rows.append((step, row_sums(host, training.layout, density)))
-                kept = float(np.abs(host[chosen["adtopk"]]).sum())
+                kept = float(np.abs(host[shadow("adtopk", acc)]).sum())
                 found.by_row.append(kept / float(np.abs(host[exact]).sum()))
 
     with quiet():
@@ -148,18 +151,3 @@ def top_of_sum(step: PaddedCOO, workers: int, density: float) -> np.ndarray:
     chosen, values = (np.asarray(x)[:workers].ravel() for x in (step.indices, step.values))
     np.add.at(sums, chosen, values)
     return largest(sums[:-1], density)
-
-
-def _shadows(
-    names: Sequence[str], density: float, layout: Layout
-) -> Callable[[jax.Array], dict[str, np.ndarray]]:
-    """The indices that selectors select, by name, which do not drive the training."""
-    selectors = {name: getattr(select, name)(density=density) for name in names}
-    chosen = jax.jit(
-        lambda acc: {n: s.select(acc, s.init(layout))[0].indices for n, s in selectors.items()}
-    )
-
-    def indices(acc: jax.Array) -> dict[str, np.ndarray]:
-        return {n: x[x < acc.shape[0]] for n, x in jax.device_get(chosen(acc)).items()}
-
-    return indices

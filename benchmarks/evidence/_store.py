@@ -119,13 +119,18 @@ class Kept:
         self._results = sorted([*kept, result | measured], key=place)
 
 
+def code_of(claim: Claim) -> str:
+    """The code that a claim is checked with, as it is now."""
+    return fingerprint(claim.check, claim.data) if claim.check else ""
+
+
 class Store(Kept):
     """The results of claims in a folder."""
 
-    def __init__(self, path: Path, code: Callable[[Claim], str] | None = None):
+    def __init__(self, path: Path, code: Callable[[Claim], str] = code_of):
         files = sorted(path.glob("*.json"))
         results = [result for file in files for result in read(file, "results", _RESULT)]
-        super().__init__(path, ("claim",), results, code or code_of)
+        super().__init__(path, ("claim",), results, code)
 
     def key(self, what: Claim) -> Result:
         """A claim as it is now: with another setting it is another one."""
@@ -163,8 +168,3 @@ class Store(Kept):
         results = [one for one in self._results if one["claim"].partition("/")[0] == paper]
         self.path.mkdir(parents=True, exist_ok=True)
         reports.write(self.path / f"{paper}.json", {"format": FORMAT, "results": results})
-
-
-def code_of(claim: Claim) -> str:
-    """The code that a claim is checked with, as it is now."""
-    return fingerprint(claim.check, claim.data) if claim.check else ""

@@ -69,9 +69,7 @@ def rows_of(indices: np.ndarray, leaf: Leaf) -> np.ndarray:
 def missing_rows(selected: np.ndarray, layout: Sequence[Leaf]) -> np.ndarray:
     """The number of rows of each leaf in which nothing was selected, ``[len(layout)]``.
 
-    Args:
-      selected: indices into the flat buffer; those outside every leaf (padding) are ignored.
-      layout: the leaves.
+    Indices outside every leaf, padding, are ignored.
     """
     missing = []
     for leaf in layout:

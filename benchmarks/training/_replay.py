@@ -33,9 +33,8 @@ class Step(NamedTuple):
 def received(selections: np.ndarray, boundaries: np.ndarray) -> np.ndarray:
     """The entries that each owner gets from the other workers, ``[P]``.
 
-    Args:
-      selections: the ascending indices of each worker, ``[P, c]``; padding is past all regions.
-      boundaries: ``[P + 1]``; owner j has the indices from boundary j up to the next.
+    The indices of each worker, ``[P, c]``, ascend, and padding is past all regions. Owner j has
+    those from boundary j up to the next.
     """
     edges = np.array([np.searchsorted(row, boundaries) for row in selections])
     blocks = np.diff(edges, axis=1)
@@ -58,12 +57,8 @@ def replay(
 ) -> list[Step]:
     """The selections of the first ``workers`` of each step, through the allreduce.
 
-    Args:
-      steps: the selections of all workers, ``[P, c]`` slots each, P at least ``workers``.
-      workers: how many take part.
-      density: k / n of the result.
-      period: the steps, of those given, between two repartitions.
-      **options: regions and balance of :func:`sparse_collectives.allreduce.ok_topk`.
+    The period is in the steps that are given, ``[P, c]`` slots each; the other options are regions
+    and balance of :func:`sparse_collectives.allreduce.ok_topk`.
     """
     init, reduce = _compiled(workers, density, period, **options)
     state, results = init(steps[0].size, workers), []

@@ -25,9 +25,7 @@ ESTIMATORS = {
 def contestants(density: float, first_threshold: float) -> dict[str, Any]:
     """All selectors and the published variants, by name, in the order of the table.
 
-    Args:
-      density: k / n.
-      first_threshold: the k-th magnitude of the first accumulator, for the fixed threshold.
+    The fixed threshold is the k-th magnitude of the first accumulator.
     """
     return {
         "topk": select.topk(density=density),

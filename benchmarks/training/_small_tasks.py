@@ -52,14 +52,8 @@ def text_task(
 ) -> Task:
     """The loss on the last tenth of the text, in nats for a character.
 
-    Args:
-      text: to learn.
-      windows: of the held-out part, evenly spread, which are measured.
-      width: of the network.
-      network: ``network(vocabulary, width)``.
-
-    Raises:
-      InputError: the text is too short.
+    So many windows of it are measured, evenly spread, with ``network(vocabulary, width)``. A text
+    that is too short is an InputError.
     """
     alphabet, code = np.unique(np.array(list(text)), return_inverse=True)
     made = network(len(alphabet), width)
@@ -71,14 +65,6 @@ def word_task(text: str, *, windows: int = 1024, width: int = _text_models.WIDTH
 
     Capitals are no difference, a punctuation mark is a word, and so is each word that is not among
     the most frequent ones.
-
-    Args:
-      text: to learn.
-      windows: of the held-out part, evenly spread, which are measured.
-      width: of the network.
-
-    Raises:
-      InputError: the text is too short.
     """
     found = re.findall(r"\w+(?:'\w+)*|[^\w\s]", text.lower())
     common = collections.Counter(found).most_common(_text_models.VOCABULARY - 1)

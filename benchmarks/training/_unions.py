@@ -14,9 +14,7 @@ UNIFORM_WORKERS = (2, 4, 8, 16, 32, 64)
 def growth(selections: Iterable[np.ndarray], size: int) -> np.ndarray:
     """The size of the union of the first selection, of the first two, and so on.
 
-    Args:
-      selections: the indices of each worker; ``size`` marks padding.
-      size: n.
+    The index ``size``, n, marks padding.
     """
     seen = np.zeros(size + 1, bool)
     unions = []
@@ -27,14 +25,7 @@ def growth(selections: Iterable[np.ndarray], size: int) -> np.ndarray:
 
 
 def uniform_row(unions: np.ndarray, size: int, selected: int, workers: int) -> dict[str, Any]:
-    """The mean of some unions of uniform selections beside its expectation.
-
-    Args:
-      unions: the union in each trial, at least two of them.
-      size: n.
-      selected: k.
-      workers: P.
-    """
+    """The mean of unions of uniform selections, at least two, beside its expectation."""
     expected = cost_model.expected_union(size, selected, workers)
     error, mean = np.std(unions, ddof=1) / math.sqrt(len(unions)), np.mean(unions)
     off = (mean - expected) / error if error > 0 else 0.0
@@ -68,11 +59,7 @@ def parts(series: Sequence[float] | np.ndarray) -> dict[str, float]:
 
 
 def predictions(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The union of the largest run, predicted from those of fewer workers.
-
-    Args:
-      reports: the runs of one task, of :func:`record`.
-    """
+    """The union of the largest run of a task, predicted from those of fewer workers."""
     largest = max(reports, key=lambda report: report["workers"])
     size, k, workers = largest["size"], largest["k"], largest["workers"]
 

@@ -64,29 +64,28 @@ def record(run: Run, workers: int, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def show(tables: Any, tasks: list[list[dict[str, Any]]], predicted: list[dict[str, Any]]) -> None:
-    """Prints all tables."""
-    for table in tables:
-        title = "uniform selections: n = {size:,}, k = {k:,}, {trials} trials".format(**table)
-        fields = "workers expected mean standard_error errors_off"
-        _tables.show(title, fields, table["rows"])
-    for runs, prediction in zip(tasks, predicted, strict=True):
-        title = (
-            "{run}: n = {size:,}, k = {k:,} (density {density:.1%}), {steps} steps, batch {batch}"
-        )
-        fields = "workers union.mean union.first_tenth union.last_quarter union_of_k uniform "
-        fields += "effective_size paper validation_before.loss validation_after.loss"
-        _tables.show(f"{title.format(**runs[0])} a worker", fields, runs)
-        measured, lines = prediction["measured"], {"the uniform formula": prediction["uniform"]}
-        for key, text in {
-            "same_run": "the union of {} workers of this run",
-            "other_runs": "the union of a run with {} workers",
-            "other_runs_by_step": "those of a run with {} workers, by step",
-        }.items():
-            lines |= {text.format(workers): x for workers, x in prediction[key].items()}
-        rows = [{"from": x, "predicted": y, "ratio": y / measured} for x, y in lines.items()]
-        title = f"union / n for P = {prediction['workers']}, measured {measured:.2%}"
-        _tables.show(title, "from predicted ratio", rows)
+def show_uniform(table: dict[str, Any]) -> None:
+    """Prints one table of uniform selections."""
+    title = "uniform selections: n = {size:,}, k = {k:,}, {trials} trials".format(**table)
+    _tables.show(title, "workers expected mean standard_error errors_off", table["rows"])
+
+
+def show(runs: Sequence[dict[str, Any]], predicted: dict[str, Any]) -> None:
+    """Prints the table of the runs of one task, and what the cost model makes of fewer workers."""
+    title = "{run}: n = {size:,}, k = {k:,}, density {density:.1%}, {steps} steps, batch {batch}"
+    fields = "workers union.mean union.first_tenth union.last_quarter union_of_k uniform "
+    fields += "effective_size paper validation_before.loss validation_after.loss"
+    _tables.show(f"{title.format(**runs[0])} a worker", fields, runs)
+    measured, lines = predicted["measured"], {"the uniform formula": predicted["uniform"]}
+    for key, text in {
+        "same_run": "the union of {} workers of this run",
+        "other_runs": "the union of a run with {} workers",
+        "other_runs_by_step": "those of a run with {} workers, by step",
+    }.items():
+        lines |= {text.format(workers): x for workers, x in predicted[key].items()}
+    rows = [{"from": x, "predicted": y, "ratio": y / measured} for x, y in lines.items()]
+    title = f"union / n for P = {predicted['workers']}, measured {measured:.2%}"
+    _tables.show(title, "from predicted ratio", rows)
 
 
 def draw(tasks: Sequence[Sequence[dict[str, Any]]], path: Path) -> None:
@@ -128,12 +127,13 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     runs = recorded_runs(args)
     tables = [uniform(args.uniform_size, x, args.trials, args.seed) for x in UNIFORM_DENSITIES]
-    show(tables, [], [])
+    for table in tables:
+        show_uniform(table)
     tasks, predicted = [], []
     for run in runs:
         tasks.append([record(run, workers, args) for workers in args.workers])
         predicted.append(predictions(tasks[-1]))
-        show((), tasks[-1:], predicted[-1:])
+        show(tasks[-1], predicted[-1])
     content = {"uniform": tables, "runs": tasks, "predictions": predicted}
     reports.write(args.json, {"backend": jax.default_backend()} | content)
     if args.plot:

@@ -38,24 +38,13 @@ import numpy as np
 import sparse_collectives as sc
 
 from .._common import options, reports
+from . import _tables
 from ._recorded_tasks import recording_parser
 from .load_balance import recordings
 
 AXIS = "workers"
 REGIONS = ("hashed", "balanced", "equal")
 INPUTS = ("iid", "same region", "drifting", "heavy tails", "one worker", "own region")
-# Of the table, by heading: what it shows, its width, and its format.
-COLUMNS = {
-    "input": ("case", "24", ""),
-    "P": ("workers", ">3", ""),
-    "regions": ("regions", "9", ""),
-    "missing": ("missing", ">8", ".1%"),
-    "worst": ("missing_worst", ">8", ".1%"),
-    "mass": ("mass", ">7", ".3f"),
-    "overflow": ("overflow", ">9", ".2%"),
-    "wait": ("wait", ">5", ""),
-    "words": ("words", ">6", ".2f"),
-}
 
 
 def gradient(name: str, step: int, workers: int, size: int, rng: np.random.Generator) -> np.ndarray:
@@ -172,19 +161,18 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.plot:
         parser.error("--plot: this program draws nothing")
-    columns = COLUMNS | ({"seconds": ("seconds", ">9", ".3f")} if args.time else {})
-    print(*(f"{name:{width}}" for name, (_, width, _) in columns.items()))
     rows = []
     for case, size, k, inputs in cases(args):
         for workers in args.workers:
             for regions in args.regions:
+                options.progress(f"{case}, P = {workers}, {regions}", last=True)
                 row = {"case": case, "workers": workers, "regions": regions}
                 row |= deliver(inputs(workers), size, k, workers, regions, args.slack)
-                cells = (f"{row[key]:{width}{form}}" for key, width, form in columns.values())
-                print(*cells, flush=True)
                 if not args.time:
                     del row["seconds"]
                 rows.append(row)
+    title = f"what arrives of the ideal, in {args.steps} steps"
+    _tables.show(title, " ".join(rows[0]), rows)
     reports.write(args.json, {"size": args.size, "rows": rows})
 
 

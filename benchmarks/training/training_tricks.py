@@ -22,6 +22,7 @@ import optax_ext
 from sparse_collectives import select
 
 from .._common import options, reports
+from . import _tables
 from ._data import read_images
 from ._recorded_training import MOMENTUM, schedule
 from ._simulated_training import AXIS, Variant, exact_top_k, train
@@ -101,12 +102,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Prints the table."""
     args = parse(argv)
-    data, rows = read_images(args.images), {}
+    data, rows, shown = read_images(args.images), {}, []
     network = one_hidden_layer(data.train_images.shape[1:], data.classes, args.hidden)
-    print(
-        f"test accuracy, {args.workers} workers, density {args.density:g}, {args.steps} steps, "
-        f"{args.seeds} seeds"
-    )
     for name, variant in variants(args.density, args.steps, args.rate, args.max_norm).items():
         if args.only and name not in args.only:
             continue
@@ -120,12 +117,16 @@ def main(argv: list[str] | None = None) -> None:
             seeds=range(args.seeds),
             label=name,
         )
-        last = np.array([curve.values[-1] for curve in curves])
-        deviation = last.std(ddof=1) if len(last) > 1 else float("nan")
-        print(f"{name:40}{last.mean():8.2%} +- {deviation:.2%}", flush=True)
+        last = 100 * np.array([curve.values[-1] for curve in curves])
+        deviation = last.std(ddof=1) if len(last) > 1 else None
+        shown.append({"variant": name, "mean": last.mean(), "deviation": deviation})
         rows[name] = [curve._asdict() for curve in curves]
         content = {"options": {k: str(v) for k, v in vars(args).items()}, "curves": rows}
         reports.write(args.json, content)
+    title = (
+        f"test accuracy, %, {args.workers} workers, density {args.density:g}, {args.steps} steps"
+    )
+    _tables.show(f"{title}, {args.seeds} seeds", "variant mean deviation", shown)
 
 
 if __name__ == "__main__":
