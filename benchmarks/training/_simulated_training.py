@@ -6,8 +6,6 @@ workers take parts of one batch, in the same order whatever P is, so that runs w
 numbers of workers and different exchanges see the same examples at the same step.
 """
 
-import sys
-import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -20,6 +18,7 @@ from jax import lax
 import optax_ext
 import sparse_collectives as sc
 
+from .._common import options
 from .._common.options import InputError
 
 AXIS = "workers"
@@ -159,19 +158,16 @@ def train(
         carry = (params, init(copies), variant.optimizer.init(params))
         chosen = order_of(task, steps=steps, batch=batch, seed=seed)
         chosen = chosen.reshape(steps, workers, batch // workers)
-        curve, sent, started = Curve([0], [task.evaluate(params)], [], None, None), [], time.time()
+        curve, sent = Curve([0], [task.evaluate(params)], [], None, None), []
         for start in range(0, steps, every):
             carry, (losses, counts) = part(carry, task.batch_of(chosen[start : start + every]))
             curve.steps.append(min(start + every, steps))
             curve.values.append(task.evaluate(carry[0]))
             curve.losses.append(float(losses.mean()))
             sent.append(np.array(counts, np.float64))
-            print(
+            options.say(
                 f"{task.name}, {label}, P = {workers}, seed {seed}, step {curve.steps[-1]}: "
-                f"{curve.values[-1]:.4f} (training loss {curve.losses[-1]:.4f}; "
-                f"{time.time() - started:.0f} s)",
-                file=sys.stderr,
-                flush=True,
+                f"{curve.values[-1]:.4f} (training loss {curve.losses[-1]:.4f})"
             )
         if not sent[0].size:
             return curve
