@@ -31,8 +31,8 @@ from ._small_tasks import image_task
 
 # DGC starts with 25 %. All messages have the slots of the first stage, so that one is left out.
 STAGES = (0.0625, 0.015625, 0.004)
-# Combinations of the tricks; all of them are added.
-ALONE = (
+# Tricks that are tried together; all of them are added.
+COMBINED = (
     "correction",
     "correction, masking",
     "clipping",
@@ -68,7 +68,7 @@ def variants(density: float, steps: int, rate: float, max_norm: float) -> dict[s
     behind = optax.sgd(schedule(rate, steps), momentum=MOMENTUM)
     known = {"dense": Variant(optax_ext.dense(axis=AXIS), behind), "top-k": sparse()}
     known["top-k without momentum"] = sparse(momentum=None)
-    for name in ALONE:
+    for name in COMBINED:
         known[name] = sparse(*name.split(", "))
     for warm_up in ("dense warm-up", "density warm-up"):
         known[f"all, {warm_up}"] = sparse("correction", "masking", "clipping", warm_up)
