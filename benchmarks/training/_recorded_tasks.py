@@ -37,8 +37,8 @@ def recording_parser(
     """A parser with the options of every program that records trainings."""
     parser = parser_of(description)
     add = parser.add_argument
-    add("--text", type=Path, metavar="FILE", help="plain text, such as a novel")
-    add("--images", type=Path, metavar="DIR", help="IDX files, such as MNIST")
+    add("--text", type=Path, metavar="FILE", help="plain text; Python's help topics by default")
+    add("--images", type=Path, metavar="DIR", help="IDX files; scikit-learn's digits by default")
     add("--density-text", type=share, default=0.02)
     add("--density-images", type=share, default=0.01)
     add("--steps", type=at_least_one, default=steps, help="of each run")

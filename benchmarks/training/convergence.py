@@ -10,8 +10,6 @@ workers. The learning rates were chosen for the dense runs.
 A long experiment can be cut in pieces: ``--tasks``, ``--workers`` and ``--only`` choose what is
 trained, ``--json`` keeps each run when it is done, and ``--read FILE ...`` prints and plots runs
 that were kept, and trains nothing.
-
-Without the options the text is Python's own help topics and the images are scikit-learn's digits.
 """
 
 import argparse
@@ -178,8 +176,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options; exits with status 2 and one line when one of them is wrong."""
     parser = options.parser_of(__doc__)
     add = parser.add_argument
-    add("--text", type=Path, metavar="FILE", help="plain text")
-    add("--images", type=Path, metavar="DIR", help="IDX files, such as MNIST")
+    add("--text", type=Path, metavar="FILE", help="plain text; Python's help topics by default")
+    add("--images", type=Path, metavar="DIR", help="IDX files; scikit-learn's digits by default")
     add("--tasks", nargs="+", choices=TASKS, default=TASKS)
     add("--workers", type=options.several, nargs="+", default=[16, 32], metavar="P")
     add("--only", nargs="+", metavar="NAME", help="of these variants")

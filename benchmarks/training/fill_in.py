@@ -14,8 +14,6 @@ all of it. Ok-Topk (section 5.2) reports means over whole runs: 13.2 % for VGG-1
 Third, what `cost_model` predicts for the largest number of workers from a union that fewer of them
 have (`cost_model.Overlap`), beside the measured union. The first m workers of a run are taken, and
 the separate runs of other numbers of workers.
-
-Without the options the text is Python's own help topics and the images are scikit-learn's digits.
 """
 
 import argparse

@@ -17,8 +17,6 @@ estimators also drive a training run each, as in Figure 6 of Ok-Topk.
 Second, the rows of each layer in which plain top-k selects nothing ("dimension missing", ADTopk,
 section 3.1), on the accumulators of the text run. A row is an output channel of a matrix, a word of
 the embedding, or a whole bias.
-
-Without the options the text is Python's own help topics and the images are scikit-learn's digits.
 """
 
 import argparse
