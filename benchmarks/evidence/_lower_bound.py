@@ -7,14 +7,13 @@ cases, too. With the default ones a region has no room for all k of a worker, so
 """
 
 import math
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 import sparse_collectives as sc
 
+from ..training._replay import on_workers
 from ._words import DENSITY, SELECTED, SIZE
 
 WORKERS = (4, 16)
@@ -34,17 +33,10 @@ def selections(workers: int) -> sc.PaddedCOO:
 def _second_step(coo: sc.PaddedCOO, workers: int) -> tuple[np.ndarray, sc.ReduceInfo]:
     """The indices that a step delivers, and what it says; the first has no threshold yet."""
     allreduce = sc.allreduce.ok_topk(density=DENSITY, regions="equal", slack=math.inf)
-
-    def one(values: jax.Array, indices: jax.Array, state: Any):
-        given = sc.PaddedCOO(values, indices, SIZE)
-        total, _, state, info = allreduce.reduce(given, state, axis="w")
-        return total.indices, total.values, state, info
-
-    step = sc.simulate(one, axis="w", axis_size=workers, in_axes=(0, 0, None))
-    _, _, states, _ = step(coo.values, coo.indices, allreduce.init(SIZE, workers))
-    state = jax.tree.map(lambda x: x[0], states)
-    indices, values, _, info = step(coo.values, coo.indices, state)
-    return np.asarray(indices[0])[np.asarray(values[0]) != 0], info
+    step, state = on_workers(allreduce, workers, dense=False), allreduce.init(SIZE, workers)
+    for _ in range(2):
+        _, total, _, state, info = step(coo, state)
+    return np.asarray(total.indices[0])[np.asarray(total.values[0]) != 0], info
 
 
 def _tight() -> dict[str, float]:

@@ -1,20 +1,17 @@
 """What this library promises of every step, and what Algorithm 1 of Ok-Topk delivers."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import sparse_collectives as sc
-from sparse_collectives import PaddedCOO
 
-from ..training._replay import replay
+from ..training._replay import on_workers, replay
 from ..training._simulated_training import exact_top_k
 from ._recording import DENSITIES, WORKERS, recording, top_of_sum
 
-AXIS = "workers"
 SIZE, DENSITY = 4096, 0.02
 # Several steps, as what found no slot in one of them waits for the next.
 STEPS = 6
@@ -27,19 +24,6 @@ def _algorithms() -> list[sc.SparseAllreduce]:
     return [*first, a.ssar_recursive_double(), *split, a.ring_sparse()]
 
 
-def _step(allreduce: sc.SparseAllreduce, workers: int):
-    """Error feedback on all workers: accumulators in; totals and residuals out."""
-    selector = exact_top_k(DENSITY)
-
-    def step(acc: jax.Array, state: Any) -> Any:
-        coo, _, _ = selector.select(acc, ())
-        total, undelivered, state, info = allreduce.reduce(coo, state, axis=AXIS)
-        whole = total.to_dense() if isinstance(total, PaddedCOO) else total
-        return whole, undelivered.residual(acc, coo), state, info.delivered
-
-    return sc.simulate(step, axis=AXIS, axis_size=workers, in_axes=(0, None))
-
-
 @functools.lru_cache(maxsize=4)
 def _followed(seed: int, quick: bool) -> dict[str, float]:
     """All algorithms over some steps: what is lost, and by how much workers differ."""
@@ -47,12 +31,12 @@ def _followed(seed: int, quick: bool) -> dict[str, float]:
     rng = np.random.default_rng(seed)
     lost, drift = 0.0, 0.0
     for allreduce in _algorithms():
-        step, state = _step(allreduce, workers), allreduce.init(SIZE, workers)
+        step = on_workers(allreduce, workers, exact_top_k(DENSITY))
+        state = allreduce.init(SIZE, workers)
         residual = np.zeros((workers, SIZE), np.float32)
         for _ in range(STEPS):
             acc = residual + rng.standard_t(3, (workers, SIZE)).astype(np.float32)
-            totals, residual, states, _ = jax.device_get(step(jnp.asarray(acc), state))
-            state = jax.tree.map(lambda x: x[0], states)
+            _, totals, residual, state, _ = jax.device_get(step(jnp.asarray(acc), state))
             drift = max(drift, float(np.abs(totals - totals[0]).max()))
             off = totals[0] + residual.sum(0, dtype=np.float64) - acc.sum(0, dtype=np.float64)
             lost = max(lost, float(np.abs(off).max() / np.abs(acc).max()))
@@ -71,15 +55,15 @@ def _semantics(seed: int, quick: bool) -> dict[str, float]:
     sums = np.where(chosen, acc, 0).sum(0)
     inside = np.abs(sums) >= np.sort(np.abs(sums))[-k]
     allreduce = sc.allreduce.ok_topk(density=DENSITY, slack=float("inf"))
-    step = _step(allreduce, workers)
+    step = on_workers(allreduce, workers, exact_top_k(DENSITY))
     found = jax.device_get(step(jnp.asarray(acc), allreduce.init(SIZE, workers)))
-    totals, residual, _, delivered = found
+    _, totals, residual, _, info = found
     kept = np.where(chosen & inside, 0, acc)
     return {
         "entries that differ": float(((totals[0] != 0) != inside).sum()),
         "largest difference of a sum": float(np.abs(totals[0] - np.where(inside, sums, 0)).max()),
         "largest difference of a residual": float(np.abs(residual - kept).max()),
-        "entries / k": float(delivered[0]) / k,
+        "entries / k": float(info.delivered[0]) / k,
     }
 
 

@@ -1,14 +1,14 @@
 """Recorded selections sent through Ok-Topk, and who has how many of their entries."""
 
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_collectives import PaddedCOO, simulate
+from sparse_collectives import PaddedCOO, Selector, SparseAllreduce, simulate
 from sparse_collectives.allreduce import ok_topk
 
 AXIS = "workers"
@@ -60,18 +60,16 @@ def replay(
     The period is in the steps that are given, ``[P, c]`` slots each; the other options are regions
     and balance of :func:`sparse_collectives.allreduce.ok_topk`.
     """
-    init, reduce = _compiled(workers, density, period, **options)
+    init, step = _compiled(workers, density, period, **options)
     state, results = init(steps[0].size, workers), []
     for recorded in steps:
         coo = jax.tree.map(lambda x: jnp.asarray(x[:workers]), recorded)
-        indices, state, info = reduce(coo, state)
-        # All but the overflow is the same on every worker.
-        state = jax.tree.map(lambda x: x[0], state)
-        boundaries, indices = np.asarray(state.boundaries), np.asarray(indices[0])
+        _, total, _, state, info = step(coo, state)
+        boundaries, indices = np.asarray(state.boundaries), np.asarray(total.indices[0])
         overflow, delivered = int(np.sum(info.overflow)), int(info.delivered[0])
         words = float(info.words[0])
-        step = Step(boundaries, indices.reshape(workers, -1), overflow, delivered, words)
-        results.append(step)
+        found = Step(boundaries, indices.reshape(workers, -1), overflow, delivered, words)
+        results.append(found)
     return results
 
 
@@ -80,9 +78,38 @@ def _compiled(workers: int, density: float, period: int, **options: str):
     # The schedule has no influence on the result; this one compiles fastest.
     given = {"density": density, "repartition_period": period, "schedule": "all_to_all"}
     allreduce = ok_topk(**given, **options)
+    return allreduce.init, on_workers(allreduce, workers, dense=False)
 
-    def reduce(coo, state):
-        total, _, state, info = allreduce.reduce(coo, state, axis=AXIS)
-        return total.indices, state, info
 
-    return allreduce.init, simulate(reduce, axis=AXIS, axis_size=workers, in_axes=(0, None))
+def on_workers(
+    allreduce: SparseAllreduce,
+    workers: int,
+    selector: Selector | None = None,
+    *,
+    dense: bool = True,
+) -> Callable[..., Any]:
+    """A compiled step of all workers, ``step(given, state) -> (sent, total, kept, state, info)``.
+
+    They are given accumulators, of which the selector selects, or selections where there is none.
+    What is sent and the total are whole vectors, or pairs where they need not be dense.
+    """
+
+    def one(given, state):
+        coo, kept = given, None
+        if selector is not None:
+            coo, _, _ = selector.select(given, selector.init(given.shape[0]))
+        total, undelivered, state, info = allreduce.reduce(coo, state, axis=AXIS)
+        if selector is not None:
+            kept = undelivered.residual(given, coo)
+        sent = coo.to_dense() if dense else coo
+        whole = total.to_dense() if dense and isinstance(total, PaddedCOO) else total
+        return sent, whole, kept, state, info
+
+    compiled = simulate(one, axis=AXIS, axis_size=workers, in_axes=(0, None))
+
+    def step(given, state):
+        sent, total, kept, states, info = compiled(given, state)
+        # The same on every worker, but for what is kept and what overflows.
+        return sent, total, kept, jax.tree.map(lambda x: x[0], states), info
+
+    return step

@@ -40,9 +40,9 @@ import sparse_collectives as sc
 from .._common import options, reports
 from . import _tables
 from ._recorded_tasks import recording_parser
+from ._replay import on_workers
 from .load_balance import recordings
 
-AXIS = "workers"
 REGIONS = ("hashed", "balanced", "equal")
 INPUTS = ("iid", "same region", "drifting", "heavy tails", "one worker", "own region")
 
@@ -67,39 +67,27 @@ def gradient(name: str, step: int, workers: int, size: int, rng: np.random.Gener
 
 
 @functools.cache
-def make_step(regions: str, density: float, workers: int, slack: float | None):
-    """The initial state of an allreduce, and a jitted step of all workers.
-
-    It takes gradients, of which it selects with error feedback, or selections that were recorded.
-    """
+def make_step(regions: str, density: float, workers: int, slack: float | None, recorded: bool):
+    """The initial state of an allreduce, and a step of all workers."""
     given = {"density": density, "regions": regions, "slack": slack}
     allreduce = sc.allreduce.ok_topk(**given, schedule="all_to_all")
-    selector = sc.select.topk(density=density)
-
-    def step(given, residual, state):
-        if isinstance(given, sc.PaddedCOO):
-            total, _, state, info = allreduce.reduce(given, state, axis=AXIS)
-            return given.to_dense(), total.to_dense(), residual, state, info
-        acc = residual + given
-        coo, _, _ = selector.select(acc, selector.init(acc.shape[0]))
-        total, undelivered, state, info = allreduce.reduce(coo, state, axis=AXIS)
-        return coo.to_dense(), total.to_dense(), undelivered.residual(acc, coo), state, info
-
-    return allreduce.init, sc.simulate(step, axis=AXIS, axis_size=workers, in_axes=(0, 0, None))
+    selector = None if recorded else sc.select.topk(density=density)
+    return allreduce.init, on_workers(allreduce, workers, selector)
 
 
 def deliver(
     inputs: Iterable[Any], size: int, k: int, workers: int, regions: str, slack: float | None
 ) -> dict[str, float]:
     """What of the ideal arrives by one way: gradients or selections of all workers, by step."""
-    init, step = make_step(regions, k / size, workers, slack)
-    state, residual = init(size, workers), jnp.zeros((workers, size))
-    waiting, rows = np.zeros(size, int), []
+    state, residual, waiting, rows = None, 0.0, np.zeros(size, int), []
     for given in inputs:
-        given, start = jax.tree.map(jnp.asarray, given), time.perf_counter()
-        sent, total, residual, states, info = jax.block_until_ready(step(given, residual, state))
+        recorded = isinstance(given, sc.PaddedCOO)
+        init, step = make_step(regions, k / size, workers, slack, recorded)
+        state = init(size, workers) if state is None else state
+        given = jax.tree.map(jnp.asarray, given) if recorded else residual + given
+        start = time.perf_counter()
+        sent, total, residual, state, info = jax.block_until_ready(step(given, state))
         seconds = time.perf_counter() - start
-        state = jax.tree.map(lambda x: x[0], states)
         sent, total = np.asarray(sent, np.float64), np.asarray(total[0], np.float64)
         whole = sent.sum(axis=0)
         ideal = np.argpartition(-np.abs(whole), k - 1)[:k]
