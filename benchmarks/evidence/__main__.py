@@ -10,32 +10,27 @@ again; --page measures nothing, and writes the page of what there is, which says
 """
 
 import argparse
-import contextlib
-import functools
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from .._common import options
 from . import _figures
 from ._catalogue import CLAIMS
 from ._claims import VERDICTS, Claim, verdict
 from ._curves import Curve, Curves
-from ._lines import CURVES
+from ._figures import CURVES
 from ._page import page
 from ._store import Store
 
 KEPT = Path("docs/evidence")
 FOLDER = Path(".cache/evidence")
 _SEEDS = 3
-# Of a claim that was never measured, in seconds.
-_GUESS = 20.0
+# Of what was never measured, in seconds: a claim, and a line of a figure.
+_GUESS, _GUESS_LINE = 20.0, 5.0
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -44,142 +39,91 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--quick", action="store_true", help="shorter trainings, and one seed")
     add("--only", nargs="+", metavar="ID", help="these claims, by id or by how it begins")
-    add(
-        "--seeds",
-        type=options.at_least_one,
-        help="of what is drawn (3; where chance decides, more)",
-    )
-    add(
-        "--list",
-        action="store_true",
-        help="print what there is, and measure nothing",
-    )
+    seeds = "of what is drawn (3; where chance decides, more)"
+    add("--seeds", type=options.at_least_one, help=seeds)
+    add("--list", action="store_true", help="print what there is, and measure nothing")
     add("--page", action="store_true", help="write the page of what there is, and measure nothing")
     add("--again", action="store_true", help="also what there is a result of")
     add("--folder", type=Path, default=FOLDER, help=f"of results and page ({FOLDER})")
     args = parser.parse_args(argv)
     for wanted in args.only or ():
-        names = [*(claim.id for claim in CLAIMS), *map(_name, CURVES)]
-        if not any(name.startswith(wanted) for name in names):
+        if not any(_name(one).startswith(wanted) for one in (*CLAIMS, *CURVES)):
             parser.error(f"--only {wanted!r} is the beginning of no claim or figure: see --list")
     return args
 
 
-def chosen(args: argparse.Namespace) -> list[Claim]:
-    """The claims that are asked for."""
-    wanted = args.only or [""]
-    return [claim for claim in CLAIMS if any(claim.id.startswith(x) for x in wanted)]
+def _name(one: Claim | Curve) -> str:
+    return one.id if isinstance(one, Claim) else f"{_figures.FOLDER}/{one.figure}"
 
 
-def chosen_curves(args: argparse.Namespace) -> list[Curve]:
-    """The lines of figures that are asked for."""
-    wanted = args.only or [""]
-    return [curve for curve in CURVES if any(_name(curve).startswith(x) for x in wanted)]
-
-
-def _name(curve: Curve) -> str:
-    return f"{_figures.FOLDER}/{curve.figure}"
+def _is_chosen(args: argparse.Namespace, one: Claim | Curve) -> bool:
+    return any(_name(one).startswith(wanted) for wanted in args.only or [""])
 
 
 class Task(NamedTuple):
-    """Something that is left to measure.
+    """A claim, or a line of a figure, that is left to measure with a seed."""
 
-    Attributes:
-      name: of a claim, or of a figure.
-      seed: of what is drawn at random.
-      cost: seconds that it took when it was measured before.
-      run: measures, keeps the result, and says what came out.
-    """
-
-    name: str
+    one: Claim | Curve
     seed: int
+    kept: Store | Curves
+    # Seconds that it took when it was measured before.
     cost: float
-    run: Callable[[], str]
 
 
 def open_tasks(args: argparse.Namespace, store: Store, curves: Curves) -> list[Task]:
     """What is left to do. Seed by seed, as claims and figures look at the same trainings."""
     known = Store(KEPT) if KEPT.is_dir() and args.folder != KEPT else store
+    chosen = [one for one in (*CLAIMS, *CURVES) if _is_chosen(args, one)]
     tasks = []
     for seed in range(args.seeds or max([_SEEDS, *(claim.seeds for claim in CLAIMS)])):
-        for claim in chosen(args):
-            done = not args.again and store.has(claim, seed, args.quick)
-            if claim.check and seed < _seeds(args, claim.seeds, exact=claim.exact) and not done:
-                cost = expected(claim, seed, args.quick, known)
-                run = functools.partial(_check, claim, seed, args.quick, store)
-                tasks.append(Task(claim.id, seed, cost, run))
-        for curve in chosen_curves(args):
-            done = not args.again and curves.has(curve, seed, args.quick)
-            if seed < _seeds(args, exact=curve.exact) and not done:
-                run = functools.partial(_follow, curve, seed, args.quick, curves)
-                tasks.append(Task(_name(curve), seed, _GUESS / 4, run))
+        for one in chosen:
+            kept = store if isinstance(one, Claim) else curves
+            few = one.exact or (args.quick and args.seeds is None)
+            seeds = 1 if few else args.seeds or max(_SEEDS, getattr(one, "seeds", 0))
+            checked = not isinstance(one, Claim) or one.check
+            done = not args.again and kept.has(one, seed, args.quick)
+            if checked and seed < seeds and not done:
+                tasks.append(Task(one, seed, kept, _expected(one, seed, args.quick, known)))
     return tasks
 
 
-def _seeds(args: argparse.Namespace, least: int = 0, *, exact: bool) -> int:
-    """How many seeds something is measured with."""
-    if exact or (args.quick and args.seeds is None):
-        return 1
-    return args.seeds or max(_SEEDS, least)
-
-
-def _check(claim: Claim, seed: int, quick: bool, store: Store) -> str:
-    assert claim.check is not None
-    start = time.perf_counter()
-    numbers = claim.check(seed, quick)
-    store.add(claim, seed, quick, numbers, time.perf_counter() - start)
-    return verdict(claim, [numbers])[0]
-
-
-def _follow(curve: Curve, seed: int, quick: bool, curves: Curves) -> str:
-    curves.add(curve, seed, quick, curve.measure(seed, quick))
-    return curve.line
-
-
-def expected(claim: Claim, seed: int, quick: bool, known: Store) -> float:
+def _expected(one: Claim | Curve, seed: int, quick: bool, known: Store) -> float:
     """Seconds that a check took when it was measured before."""
-    found = known.results(claim, quick) or known.results(claim)
+    if isinstance(one, Curve):
+        return _GUESS_LINE
+    found = known.of(one, quick) or known.of(one)
     same = [result for result in found if result["seed"] == seed] or found
     return max(0.1, same[0]["seconds"]) if same else _GUESS
 
 
-def measure(tasks: list[Task]) -> list[tuple[str, Exception]]:
+def _run(task: Task, quick: bool) -> str:
+    """Measures, keeps the result, and says what came out."""
+    one, start = task.one, time.perf_counter()
+    if isinstance(one, Curve):
+        task.kept.add(one, task.seed, quick, one.measure(task.seed, quick))
+        return one.line
+    numbers = one.check(task.seed, quick)
+    task.kept.add(one, task.seed, quick, numbers, time.perf_counter() - start)
+    return verdict(one, [numbers])[0]
+
+
+def measure(tasks: list[Task], quick: bool) -> list[tuple[str, Exception]]:
     """Does what is left; returns what failed to measure anything."""
     failed: list[tuple[str, Exception]] = []
-    with _bar(sum(task.cost for task in tasks), len(tasks)) as advance:
-        for task in tasks:
-            start = time.perf_counter()
-            try:
-                found = task.run()
-            except Exception as error:  # the others are still to be measured
-                failed.append((task.name, error))
-                found = type(error).__name__
-            seconds = time.perf_counter() - start
-            advance(f"{task.name}: {found}, seed {task.seed}, {seconds:.1f} s", task.cost)
+    left = sum(task.cost for task in tasks)
+    for done, task in enumerate(tasks, 1):
+        name, start = _name(task.one), time.perf_counter()
+        try:
+            found = _run(task, quick)
+        except Exception as error:  # the others are still to be measured
+            failed.append((name, error))
+            found = type(error).__name__
+        left -= task.cost
+        options.say(
+            f"{done} of {len(tasks)}, about {left / 60:.0f} min left: {name}: {found}, "
+            f"seed {task.seed}, {time.perf_counter() - start:.1f} s"
+        )
     return failed
-
-
-@contextlib.contextmanager
-def _bar(total: float, count: int) -> Iterator[Callable[[str, float], None]]:
-    """A bar with the time left on a terminal, else a line for each result."""
-    # As it is now: checks may redirect what they print.
-    console = Console(file=sys.stderr)
-    done = 0
-    # Its unit is what a second was when the claims were measured before.
-    columns = (TextColumn("{task.fields[count]}"), BarColumn(), TimeRemainingColumn())
-    text = TextColumn("{task.description:42.42}")
-    quiet = not console.is_terminal
-    with Progress(*columns, text, console=console, disable=quiet) as bar:
-        task = bar.add_task("", total=total, count=f"0 of {count}")
-
-        def advance(text: str, cost: float) -> None:
-            nonlocal done
-            done += 1
-            bar.update(task, description=text, advance=cost, count=f"{done} of {count}")
-            if quiet:
-                options.say(f"{done} of {count}: {text}")
-
-        yield advance
 
 
 @options.program
@@ -187,20 +131,18 @@ def main(argv: list[str] | None = None) -> int:
     """Measures what is missing, writes the page, and prints the count; 1 where a check broke."""
     args = parse(argv)
     if args.list:
-        for claim in chosen(args):
-            print(f"{claim.id:32} {claim.source:48} {claim.text}")
-        for curve in chosen_curves(args):
-            print(f"{_name(curve):32} {'':48} {curve.line}")
+        for one in (one for one in (*CLAIMS, *CURVES) if _is_chosen(args, one)):
+            source, text = (one.source, one.text) if isinstance(one, Claim) else ("", one.line)
+            print(f"{_name(one):32} {source:48} {text}")
         return 0
     store = Store(args.folder)
     curves = Curves(args.folder / _figures.FOLDER / "curves.json")
     tasks = [] if args.page else open_tasks(args, store, curves)
-    failed = measure(tasks)
+    failed = measure(tasks, args.quick)
     store.forget_all_but(CLAIMS)
     args.folder.mkdir(parents=True, exist_ok=True)
-    figures = args.folder / _figures.FOLDER
+    file, figures = args.folder / "index.md", args.folder / _figures.FOLDER
     drawn = figures.glob("*.png") if args.page else _figures.draw(figures, curves)
-    file = args.folder / "index.md"
     old = {curve.figure for curve in CURVES if curves.old(curve)}
     written = page(CLAIMS, store, [path.stem for path in drawn], sorted(old))
     file.write_text(written, encoding="utf-8")
@@ -215,7 +157,7 @@ def report(args: argparse.Namespace, store: Store) -> None:
     """Prints what does not hold, and how many claims have which verdict."""
     kept = Store(KEPT) if KEPT.is_dir() else store
     counts: dict[str, int] = dict.fromkeys(VERDICTS, 0)
-    for claim in chosen(args):
+    for claim in (claim for claim in CLAIMS if _is_chosen(args, claim)):
         decided, note = verdict(claim, [r["numbers"] for r in store.best(claim)])
         counts[decided] += 1
         before, _ = verdict(claim, [r["numbers"] for r in kept.best(claim)])

@@ -4,15 +4,21 @@ A rule is a list of bounds on named numbers, so that one place says when a claim
 words the page says so, and which of several seeds is the worse one.
 """
 
+import functools
+import importlib
+import inspect
 import math
+import tomllib
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
 
 Numbers = Mapping[str, float]
+Check = Callable[[int, bool], dict[str, float]]
 # Of a quotient that is to be 1 to rounding.
 _ROUNDING = 1e-9
 
@@ -29,13 +35,7 @@ _CONFIDENCE = 0.95
 
 
 class Bound(NamedTuple):
-    """What a number has to be.
-
-    Attributes:
-      name: of the number, in the words of the page.
-      least: it is at least this.
-      most: and at most this.
-    """
+    """What a number, named in the words of the page, has to be."""
 
     name: str
     least: float = -math.inf
@@ -60,36 +60,17 @@ class Bound(NamedTuple):
 
 
 class Elsewhere(NamedTuple):
-    """Where a claim holds if not where it was made.
-
-    Attributes:
-      where: in words.
-      rule: what the numbers measured there have to be.
-    """
+    """Where a claim holds if not where it was made: in words, and what has to be measured there."""
 
     where: str
     rule: tuple[Bound, ...]
 
 
 class Claim(NamedTuple):
-    """One claim and how it is checked.
+    """One claim and how it is checked; claims.toml says what the fields are.
 
-    Attributes:
-      id: for ``--only`` and the results.
-      text: what is claimed.
-      source: paper, and section, figure or table.
-      paper: the number there.
-      setting: what is measured here.
-      rule: bounds that all have to be met; none where it cannot be checked.
-      check: ``check(seed, quick) -> numbers``, with every name of the rule; None where it
-        cannot be checked.
-      exact: nothing is drawn, so that one seed is enough.
-      elsewhere: where it holds otherwise.
-      reason: why it cannot be checked.
-      data: the files in docs/data that the check reads.
-      chance: the rule is for the means over all seeds. Where a bound is inside the interval of a
-        mean, nothing can be told. Else each seed has to meet the rule.
-      seeds: at least so many; those that are asked for where it is less.
+    ``check(seed, quick) -> numbers`` has every name of the rule; it is None where nothing can be
+    checked. It is exact where nothing is drawn, so that one seed is enough.
     """
 
     id: str
@@ -98,7 +79,7 @@ class Claim(NamedTuple):
     paper: str
     setting: str = ""
     rule: tuple[Bound, ...] = ()
-    check: Callable[[int, bool], dict[str, float]] | None = None
+    check: Check | None = None
     exact: bool = False
     elsewhere: Elsewhere | None = None
     reason: str = ""
@@ -107,16 +88,39 @@ class Claim(NamedTuple):
     seeds: int = 0
 
 
+def read(path: Path) -> tuple[Claim, ...]:
+    """The claims of a file."""
+
+    def rule(table: dict[str, list[float]]) -> tuple[Bound, ...]:
+        return tuple(Bound(name, *limits) for name, limits in table.items())
+
+    def claim(id: str, table: dict[str, Any]) -> Claim:
+        given = table | {"rule": rule(table.get("rule", {})), "data": tuple(table.get("data", ()))}
+        if "check" in table:
+            given["check"], given["exact"] = measuring(*table["check"])
+        if "elsewhere" in table:
+            where, bounds = table["elsewhere"]["where"], table["elsewhere"]["rule"]
+            given["elsewhere"] = Elsewhere(where, rule(bounds))
+        return Claim(id, **given)
+
+    tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    return tuple(claim(id, table) for id, table in tables.items())
+
+
+def measuring(name: str, *given: Any) -> tuple[Callable[[int, bool], Any], bool]:
+    """``measure(seed, quick)`` by its name, and whether it is exact: nothing is drawn."""
+    module, _, function = name.partition(".")
+    measure = getattr(importlib.import_module(f"{__package__}._{module}"), f"_{function}")
+    if "seed" in inspect.signature(measure).parameters:
+        return functools.partial(measure, *given), False
+    return lambda seed, quick: measure(*given), True
+
+
 def mark(claim: Claim) -> str:
     """Changes with what is measured: a result of another setting or of other numbers is stale."""
     rules = (claim.rule, claim.elsewhere.rule if claim.elsewhere else ())
     names = [bound.name for rule in rules for bound in rule]
     return f"{zlib.crc32(repr((claim.setting, names)).encode()):08x}"
-
-
-def unchecked(id: str, text: str, source: str, paper: str, reason: str) -> Claim:
-    """A claim that cannot be checked here."""
-    return Claim(id, text, source, paper, reason=reason)
 
 
 def verdict(claim: Claim, measured: Sequence[Numbers]) -> tuple[str, str]:

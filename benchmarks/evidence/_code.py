@@ -12,7 +12,7 @@ import ast
 import functools
 import hashlib
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -24,25 +24,22 @@ PACKAGES = ("sparse_collectives", "optax_ext", "benchmarks", "examples")
 DATA = ROOT / "docs" / "data"
 _EVERYTHING = "*"
 _LENGTH = 12
-Source = Callable[[str], Path | None]
+_DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+_IMPORT = ast.Import | ast.ImportFrom
+# A module, and a name in it.
+Place = tuple[str, str]
 
 
 class Module(NamedTuple):
-    """What a file of Python defines.
+    """What a file of Python defines."""
 
-    Attributes:
-      package: what its relative imports begin at.
-      definitions: the statements that bind a name, by name.
-      imports: what an import binds to a name: a module, and a name in it, which may be empty.
-      others: statements that bind nothing, and so may do anything.
-      tree: all of it.
-    """
-
-    package: str
-    definitions: dict[str, list[ast.stmt]]
-    imports: dict[str, tuple[str, str]]
-    others: list[ast.stmt]
     tree: ast.Module
+    # The statements that bind a name, by name.
+    definitions: dict[str, list[ast.stmt]]
+    # What an import binds to a name: a module, and a name in it, which may be empty.
+    imports: dict[str, Place]
+    # Statements that bind nothing, and so may do anything.
+    others: list[ast.stmt]
 
 
 class Code:
@@ -52,72 +49,70 @@ class Code:
       source: the file of a module by its name; None where there is none.
     """
 
-    def __init__(self, source: Source):
+    def __init__(self, source: Callable[[str], Path | None]):
         self._source = source
         self._modules: dict[str, Module | None] = {}
-        self._closures: dict[tuple[str, str], frozenset[tuple[str, str]]] = {}
-        self._digests: dict[tuple[str, str], str] = {}
+        self._places: dict[Place, tuple[str, set[Place]]] = {}
 
     def fingerprint(self, check: Callable[..., Any], data: Mapping[str, bytes] = {}) -> str:
         """Of a function and of all that it can reach, and of what it reads: a short hexadecimal."""
-        found: set[str] = set()
-        reached: set[tuple[str, str]] = set()
-        for function in _functions(check):
-            module, name = function.__module__, function.__qualname__.partition(".")[0]
-            if self._module(module) is None:
-                continue
-            if name == "<lambda>":
-                for node in self._lambdas(module, function.__code__.co_firstlineno):
-                    found.add(_digest(node))
-                    reached |= self._all_of(self._named(module, node))
-            else:
-                reached |= self._all_of({(module, name)})
-            found |= {_text_of(value) for value in _captured(function)}
-        found |= {self._digest_of(place) for place in reached}
-        found |= {f"{name} {hashlib.sha256(text).hexdigest()}" for name, text in data.items()}
+        found = {f"{name} {hashlib.sha256(text).hexdigest()}" for name, text in data.items()}
+        reached: set[Place] = set()
+        for part in _parts(check):
+            if not isinstance(part, FunctionType):
+                found.add(_text_of(part))
+            elif module := self._module(part.__module__):
+                name = part.__qualname__.partition(".")[0]
+                if name != "<lambda>":
+                    reached.add((part.__module__, name))
+                    continue
+                for node in ast.walk(module.tree):
+                    if isinstance(node, ast.Lambda) and node.lineno == part.__code__.co_firstlineno:
+                        found.add(_digest(node))
+                        reached |= self._named(part.__module__, [node])
+        found |= {self._known(place)[0] for place in self._all_of(reached)}
         return hashlib.sha256("\n".join(sorted(found)).encode()).hexdigest()[:_LENGTH]
 
-    def reached(self, module: str, name: str) -> frozenset[tuple[str, str]]:
-        """All definitions that one can reach: pairs of a module and a name in it."""
-        return frozenset(self._all_of({(module, name)}))
+    def reached(self, module: str, name: str) -> set[Place]:
+        """All definitions that one can reach."""
+        return self._all_of({(module, name)})
 
-    def _all_of(self, places: set[tuple[str, str]]) -> set[tuple[str, str]]:
-        done: set[tuple[str, str]] = set()
+    def _all_of(self, places: set[Place]) -> set[Place]:
+        done: set[Place] = set()
         waiting = list(places)
         while waiting:
             place = waiting.pop()
             if place not in done:
                 done.add(place)
-                waiting += self._next(place)
+                waiting += self._known(place)[1]
         return done
 
-    def _next(self, place: tuple[str, str]) -> frozenset[tuple[str, str]]:
-        """The definitions that one of them names."""
-        if place not in self._closures:
+    def _known(self, place: Place) -> tuple[str, set[Place]]:
+        """The digest of a definition, and the definitions that it names."""
+        if place not in self._places:
             name, what = place
             module = self._module(name)
             assert module is not None, place
-            found: set[tuple[str, str]] = set()
+            statements = (*module.definitions.get(what, ()), *module.others)
+            named = self._named(name, statements)
             if what == _EVERYTHING:
-                found |= {(name, key) for key in module.definitions}
-                for key in module.imports:
-                    found |= self._resolved(name, [key])
-            for statement in (*module.definitions.get(what, ()), *module.others):
-                found |= self._named(name, statement)
-            self._closures[place] = frozenset(found)
-        return self._closures[place]
+                named |= {(name, key) for key in module.definitions}
+                named |= {x for key in module.imports for x in self._resolved(name, [key])}
+            self._places[place] = "".join(map(_digest, statements)), named
+        return self._places[place]
 
-    def _named(self, module: str, node: ast.AST) -> set[tuple[str, str]]:
-        found: set[tuple[str, str]] = set()
-        for chain in _chains(node):
-            found |= self._resolved(module, chain)
-        for inner in ast.walk(node):
-            name = inner.value if isinstance(inner, ast.Constant) else None
-            if isinstance(name, str) and "." in name and self._module(name) is not None:
-                found.add((name, _EVERYTHING))
+    def _named(self, module: str, nodes: Iterable[ast.AST]) -> set[Place]:
+        found: set[Place] = set()
+        for node in nodes:
+            for chain in _chains(node):
+                found |= self._resolved(module, chain)
+            for inner in ast.walk(node):
+                name = inner.value if isinstance(inner, ast.Constant) else None
+                if isinstance(name, str) and "." in name and self._module(name) is not None:
+                    found.add((name, _EVERYTHING))
         return found
 
-    def _resolved(self, name: str, chain: list[str]) -> set[tuple[str, str]]:
+    def _resolved(self, name: str, chain: list[str]) -> set[Place]:
         """What ``chain[0].chain[1]`` and so on means in a module."""
         module = self._module(name)
         if module is None:
@@ -131,28 +126,13 @@ class Code:
         if module.imports.get(first, (name, first)) != (name, first):
             inside, attribute = module.imports[first]
             return self._resolved(inside, [attribute, *rest] if attribute else rest)
-        if self._module(f"{name}.{first}") is not None:
-            return self._resolved(f"{name}.{first}", rest)
-        return set()
+        return self._resolved(f"{name}.{first}", rest)
 
     def _module(self, name: str) -> Module | None:
         if name not in self._modules:
             path = self._source(name)
             self._modules[name] = None if path is None else _read(name, path)
         return self._modules[name]
-
-    def _lambdas(self, name: str, line: int) -> list[ast.Lambda]:
-        module = self._module(name)
-        nodes = ast.walk(module.tree) if module else ()
-        return [x for x in nodes if isinstance(x, ast.Lambda) and x.lineno == line]
-
-    def _digest_of(self, place: tuple[str, str]) -> str:
-        if place not in self._digests:
-            module = self._module(place[0])
-            assert module is not None
-            statements = (*module.definitions.get(place[1], ()), *module.others)
-            self._digests[place] = "".join(map(_digest, statements))
-        return self._digests[place]
 
 
 @functools.cache
@@ -180,10 +160,9 @@ def _source_of(module: str) -> Path | None:
 
 
 def _read(name: str, path: Path) -> Module:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    module = Module(ast.parse(path.read_text(encoding="utf-8")), {}, {}, [])
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    module = Module(package, {}, {}, [], tree)
-    for node in ast.walk(tree):
+    for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 whole = alias.name if alias.asname else alias.name.partition(".")[0]
@@ -193,27 +172,23 @@ def _read(name: str, path: Path) -> Module:
             origin = [*(origin if node.level else ()), *filter(None, [node.module])]
             for alias in node.names:
                 module.imports[alias.asname or alias.name] = (".".join(origin), alias.name)
-    for statement in tree.body:
+    for statement in module.tree.body:
         names = _bound(statement)
         for bound in names:
             module.definitions.setdefault(bound, []).append(statement)
-        harmless = isinstance(statement, ast.Import | ast.ImportFrom) or _is_text(statement)
-        if not (names or harmless or _is_main(statement)):
+        harmless = isinstance(statement, _IMPORT) or _is_text(statement) or _is_main(statement)
+        if not (names or harmless):
             module.others.append(statement)
     return module
 
 
 def _bound(statement: ast.stmt) -> set[str]:
     """The names that a statement of a module binds, imports left out."""
-    if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+    if isinstance(statement, _DEFINITION):
         return {statement.name}
-    found = set()
-    for node in ast.walk(statement):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-    return found
+    nodes = list(ast.walk(statement))
+    names = {x.id for x in nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
+    return names | {node.name for node in nodes if isinstance(node, _DEFINITION)}
 
 
 def _is_text(statement: ast.stmt) -> bool:
@@ -236,7 +211,7 @@ def _children(node: ast.AST) -> Iterator[tuple[str, Any]]:
         if name in skipped or value in (None, []):
             continue
         if isinstance(value, list):
-            value = [x for x in value if not isinstance(x, ast.Import | ast.ImportFrom)]
+            value = [x for x in value if not isinstance(x, _IMPORT)]
             if isinstance(node, ast.JoinedStr):
                 # Python 3.12 has an empty string at the end of some.
                 value = [x for x in value if getattr(x, "value", None) != ""]
@@ -247,14 +222,11 @@ def _children(node: ast.AST) -> Iterator[tuple[str, Any]]:
 
 def _chains(node: ast.AST) -> Iterator[list[str]]:
     """Each name that is read, with the attributes that follow it."""
-    if isinstance(node, ast.Name):
-        yield [node.id]
-        return
     attributes, inner = [], node
     while isinstance(inner, ast.Attribute):
         attributes.insert(0, inner.attr)
         inner = inner.value
-    if attributes and isinstance(inner, ast.Name):
+    if isinstance(inner, ast.Name):
         yield [inner.id, *attributes]
         return
     for _, value in _children(node):
@@ -277,23 +249,27 @@ def _digest(node: ast.AST) -> str:
     return hashlib.sha256(_canonical(node).encode()).hexdigest()
 
 
+def _parts(value: Any) -> Iterator[Any]:
+    """The functions that a check is made of, and what they are given or keep from where they are.
+
+    A function is there itself and not its text.
+    """
+    if isinstance(value, functools.partial):
+        value = (value.func, value.args, *value.keywords.items())
+    if type(value) is tuple:
+        for part in value:
+            yield from _parts(part)
+        return
+    value = getattr(value, "__wrapped__", value)
+    yield value
+    if isinstance(value, FunctionType):
+        for cell in value.__closure__ or ():
+            yield from _parts(cell.cell_contents)
+
+
 def _functions(value: Any) -> list[FunctionType]:
     """A function and those that it is made of."""
-    if isinstance(value, functools.partial):
-        parts = (value.func, *value.args, *value.keywords.values())
-        return [function for part in parts for function in _functions(part)]
-    value = getattr(value, "__wrapped__", value)
-    if not isinstance(value, FunctionType):
-        return []
-    inner = [f for cell in value.__closure__ or () for f in _functions(cell.cell_contents)]
-    return [value, *inner]
-
-
-def _captured(function: FunctionType) -> Iterator[Any]:
-    """What a function keeps of where it was made, but for functions."""
-    for cell in function.__closure__ or ():
-        if not _functions(cell.cell_contents):
-            yield cell.cell_contents
+    return [part for part in _parts(value) if isinstance(part, FunctionType)]
 
 
 def _text_of(value: Any) -> str:

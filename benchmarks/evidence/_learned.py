@@ -1,82 +1,35 @@
 """What is learned in how much time: trainings of the claims, with predicted times of a step."""
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import jax
 import numpy as np
 
 from sparse_collectives import cost_model
 
 from . import _runs
-from ._curves import Curve, Points
-from ._runs import DENSITY, on_digits, on_text
+from ._curves import Points
+from ._runs import on_digits, on_text
 
 # A step has only the exchange in it: what is computed depends on the machine, not on the link.
 LINK = cost_model.network("0.1ms", "100Mbit")
 
 
-class Way(NamedTuple):
-    """A way to train.
-
-    Attributes:
-      line: its name in the legend.
-      name: in `_runs`.
-      algorithm: in `cost_model`.
-      density: k / n.
-    """
-
-    line: str
-    name: str
-    algorithm: str
-    density: float = DENSITY
-
-
-DIGITS = (
-    Way("dense, SGD", "dense", "dense"),
-    Way("dense, AdamW", "adamw", "dense"),
-    Way("ok_topk_sgd, 1 %", "ok_topk_sgd", "ok_topk"),
-    Way("topk_a in front of SGD, 1 %", "top-k", "topk_a"),
-    Way("sparse_adamw", "sparse_adamw", "agreed(few)", 0.05),
-)
-TEXT = (
-    Way("dense, AdamW", "dense", "dense"),
-    Way("ok_topk in front of AdamW, 1 %", "ok_topk", "ok_topk"),
-    Way("sparse_adamw", "sparse_adamw", "agreed(few)", 0.05),
-)
-
-
-def seconds(way: Way, size: int, workers: int) -> float:
+def seconds(algorithm: str, density: float, size: int, workers: int) -> float:
     """The predicted time of the exchange of a step over LINK."""
-    load = cost_model.Workload(size, max(1, round(way.density * size)), workers)
-    return cost_model.predict(way.algorithm, load).expected.seconds(LINK)
+    load = cost_model.Workload(size, max(1, round(density * size)), workers)
+    return cost_model.predict(algorithm, load).expected.seconds(LINK)
 
 
-def _accuracy(way: Way) -> Callable[[int, bool], Points]:
-    def measure(seed: int, quick: bool) -> Points:
-        found = on_digits(way.name, seed, quick)
-        size = _size(_runs.digits().init(seed))
-        x = np.array(found.steps[1:]) * seconds(way, size, _runs.WORKERS)
-        return x, 100 * np.array(found.values[1:])
-
-    return measure
+def _accuracy(name: str, algorithm: str, density: float, seed: int, quick: bool) -> Points:
+    found, size = on_digits(name, seed, quick), _size(_runs.digits().init(seed))
+    step = seconds(algorithm, density, size, _runs.WORKERS)
+    return np.array(found.steps[1:]) * step, 100 * np.array(found.values[1:])
 
 
-def _loss(way: Way) -> Callable[[int, bool], Points]:
-    def measure(seed: int, quick: bool) -> Points:
-        found = on_text(way.name, seed, quick)
-        size = _size(_runs.characters().init(seed))
-        x = np.array(found.steps[1:]) * seconds(way, size, _runs.TEXT_WORKERS)
-        return x, np.array(found.losses)
-
-    return measure
+def _loss(name: str, algorithm: str, density: float, seed: int, quick: bool) -> Points:
+    found, size = on_text(name, seed, quick), _size(_runs.characters().init(seed))
+    step = seconds(algorithm, density, size, _runs.TEXT_WORKERS)
+    return np.array(found.steps[1:]) * step, np.array(found.losses)
 
 
 def _size(params: object) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(params))
-
-
-CURVES = (
-    *(Curve("accuracy_time", way.line, _accuracy(way)) for way in DIGITS),
-    *(Curve("loss_time", way.line, _loss(way)) for way in TEXT),
-)

@@ -14,24 +14,16 @@ import numpy as np
 from sparse_collectives.allreduce._parts import _hashed
 
 from ..training._replay import unevenness
-from ._curves import Curve, Points
-from ._recording import DENSITIES, recording
+from ._curves import Points
+from ._recording import DENSITIES, recording, top_of_sum
 
 WORKERS = (2, 4, 8, 16, 32)
-REGIONS = {
-    "equal": "equal regions",
-    "balanced": "balanced regions (the paper's)",
-    "hashed": "hashed regions (ours)",
-}
+REGIONS = ("equal", "balanced", "hashed")
+Owner = Callable[[np.ndarray], np.ndarray]
 
 
 class Step(NamedTuple):
-    """One recorded step.
-
-    Attributes:
-      indices: what each worker selects, ascending, without padding.
-      delivered: the top k of the sum of all selections.
-    """
+    """What each worker selects, ascending, without padding, and the top k of the sum of it."""
 
     indices: list[np.ndarray]
     delivered: np.ndarray
@@ -40,16 +32,11 @@ class Step(NamedTuple):
 @functools.lru_cache(maxsize=16)
 def _steps(workers: int, seed: int, quick: bool) -> tuple[int, list[Step]]:
     """n, and the recorded steps of the first workers."""
-    found = recording("text", seed, quick, True)
-    size, steps = found.size, []
-    k = max(1, round(DENSITIES["text"] * size))
+    found, steps = recording("text", seed, quick, True), []
     for coo in found.selections:
-        chosen, values = np.asarray(coo.indices)[:workers], np.asarray(coo.values)[:workers]
-        sums = np.zeros(size + 1, np.float32)
-        np.add.at(sums, chosen.ravel(), values.ravel())
-        top = np.argpartition(np.abs(sums[:-1]), size - k)[size - k :]
-        steps.append(Step([row[row < size] for row in chosen], top[sums[top] != 0]))
-    return size, steps
+        chosen = [row[row < found.size] for row in np.asarray(coo.indices)[:workers]]
+        steps.append(Step(chosen, top_of_sum(coo, workers, DENSITIES["text"])))
+    return found.size, steps
 
 
 def cuts(size: int, indices: list[np.ndarray]) -> np.ndarray:
@@ -60,30 +47,19 @@ def cuts(size: int, indices: list[np.ndarray]) -> np.ndarray:
     return np.concatenate([[0], np.floor(inner), [size]])
 
 
-def owners(regions: str, size: int, first: Step, step: int) -> Callable[[np.ndarray], np.ndarray]:
-    """The owner of each index at a step.
-
-    Args:
-      regions: one of REGIONS.
-      size: n.
-      first: the step at which balanced regions are cut.
-      step: its number, from which a hash is made.
-    """
+def owners(regions: str, size: int, first: Step, step: int) -> Owner:
+    """The owner of each index at a step: hashes depend on its number, cuts on the first step."""
     workers = len(first.indices)
     if regions == "hashed":
-
-        def hashed(indices: np.ndarray) -> np.ndarray:
-            given = jnp.asarray(indices, jnp.int32), size, workers, jnp.int32(step)
-            return np.asarray(_hashed.row_and_owner(*given)[1])
-
-        return hashed
-    edges = np.arange(workers + 1) * size // workers
-    if regions == "balanced":
-        edges = cuts(size, first.indices)
+        given = size, workers, jnp.int32(step)
+        of = _hashed.row_and_owner
+        return lambda indices: np.asarray(of(jnp.asarray(indices, jnp.int32), *given)[1])
+    balanced = regions == "balanced"
+    edges = cuts(size, first.indices) if balanced else np.arange(workers + 1) * size // workers
     return lambda indices: np.searchsorted(edges, indices, side="right") - 1
 
 
-def to_owner(step: Step, owner: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+def to_owner(step: Step, owner: Owner) -> np.ndarray:
     """Entries that each owner gets from the others, ``[P]``."""
     workers = len(step.indices)
     counts = np.stack([np.bincount(owner(row), minlength=workers) for row in step.indices])
@@ -91,34 +67,17 @@ def to_owner(step: Step, owner: Callable[[np.ndarray], np.ndarray]) -> np.ndarra
     return counts.sum(0)
 
 
-def to_all(step: Step, owner: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+def to_all(step: Step, owner: Owner) -> np.ndarray:
     """Entries of the result that each owner sends to all, ``[P]``."""
     return np.bincount(owner(step.delivered), minlength=len(step.indices))
 
 
-def _fullest(
-    regions: str, counted: Callable[[Step, Callable[[np.ndarray], np.ndarray]], np.ndarray]
-) -> Callable[[int, bool], Points]:
+def _fullest(regions: str, phase: str, seed: int, quick: bool) -> Points:
     """The fullest owner over the mean, in the mean of the recorded steps, by workers."""
-
-    def measure(seed: int, quick: bool) -> Points:
-        means = []
-        for workers in WORKERS:
-            size, steps = _steps(workers, seed, quick)
-            means.append(
-                np.mean(
-                    [
-                        unevenness(counted(one, owners(regions, size, steps[0], number)))
-                        for number, one in enumerate(steps)
-                    ]
-                )
-            )
-        return np.array(WORKERS), np.array(means)
-
-    return measure
-
-
-CURVES = (
-    *(Curve("reduce_load", line, _fullest(name, to_owner)) for name, line in REGIONS.items()),
-    *(Curve("gather_load", line, _fullest(name, to_all)) for name, line in REGIONS.items()),
-)
+    counted, means = {"reduce": to_owner, "gather": to_all}[phase], []
+    for workers in WORKERS:
+        size, steps = _steps(workers, seed, quick)
+        by_step = [owners(regions, size, steps[0], number) for number in range(len(steps))]
+        counts = [counted(step, owner) for step, owner in zip(steps, by_step, strict=True)]
+        means.append(np.mean([unevenness(x) for x in counts]))
+    return np.array(WORKERS), np.array(means)

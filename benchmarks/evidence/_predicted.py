@@ -1,6 +1,7 @@
-"""Times of steps and exchanges as the alpha-beta model predicts them, for the figures."""
+"""What the papers say of clusters, as far as the alpha-beta model and counted words can."""
 
-from collections.abc import Callable
+import dataclasses
+import functools
 
 import numpy as np
 
@@ -8,10 +9,23 @@ from sparse_collectives import cost_model, planner
 from sparse_collectives.planner import Prediction
 from sparse_collectives.planner._planner import GPU
 
-from ._curves import Curve, Points
-from ._models import BERT, BERT_SELECTED, COMPUTE
-from ._sparcml_words import ARIES
+from ..network import _volumes
+from ..network.scaling import compare_words
+from ._curves import Points
+from ._runs import quiet
 
+BERT, BERT_SELECTED = 133_547_324, 1_335_473
+# Seconds of a step without the exchange.
+COMPUTE = 0.3
+# Of section 5.2 of SparCML: a supercomputer's network.
+ARIES = cost_model.network("1.3us", "10GB/s")
+ETHERNET = cost_model.network("25us", "25Gbit")
+GIGABIT = cost_model.network("50us", "1Gbit")
+# Eight GPUs of a node share one card of 25 Gbit/s.
+NODES, INSIDE = 16, 8
+CLOUD = cost_model.network(
+    "25us", 25e9 / 8 / INSIDE, inner_latency="5us", inner_bandwidth="150GB/s"
+)
 # Names of the papers, and of `cost_model`.
 STEPS = {
     "Dense": "dense",
@@ -21,24 +35,91 @@ STEPS = {
     "gTopk": "gtopk",
     "Ok-Topk": "ok_topk",
 }
-ETHERNET = cost_model.network("25us", "25Gbit")
 WORKERS = (16, 32, 64, 128, 256)
 # Of the breakdown.
 FEW, MANY = 32, 256
 BARS = tuple(f"{name}, {workers}" for workers in (FEW, MANY) for name in STEPS)
-EXCHANGES = {
-    "dense allreduce": "dense",
-    "SSAR_Recursive_double": "ssar_recursive_double",
-    "SSAR_Split_allgather": "ssar_split_allgather",
-    "DSAR_Split_allgather": "dsar_split_allgather",
-    "sparse ring": "ring_sparse",
-}
 # Of section 8.1 of SparCML: 16M values, 0.781 % of them on each node, or 8 nodes.
-VALUES, SHARE, NODES = 2**24, 0.00781, 8
-GIGABIT = cost_model.network("50us", "1Gbit")
-DENSITIES = np.geomspace(1e-5, 0.3, 24)
+VALUES, SHARE, FEW_NODES = 2**24, 0.00781, 8
 
 
+def _fastest() -> dict[str, float]:
+    load = cost_model.Workload(BERT, BERT_SELECTED, 256)
+    names = ("ok_topk", "dense", "topk_a", "topk_dsa", "gtopk", "gaussian_k")
+    exchanges = [cost_model.paper_cost(name, load).upper.seconds(ARIES) for name in names]
+    found = {}
+    for computing, where in ((COMPUTE, ""), (0.0, "exchange alone: ")):
+        ours, *others = (computing + seconds for seconds in exchanges)
+        found[f"{where}next fastest / Ok-Topk"] = min(others) / ours
+        found[f"{where}slowest / Ok-Topk"] = max(others) / ours
+    return found
+
+
+def _between_nodes() -> dict[str, float]:
+    found = _volumes.of_two_levels(1_000_000, 0.01, NODES, INSIDE)
+    flat, tops = found["topk_a, flat"], found["hierarchical(topk_a)"][0]
+    return {
+        "flat / HiTopKComm": sum(flat) / tops,
+        "only what crosses between nodes": flat[0] / tops,
+        "2DTAR / HiTopKComm": found["torus_2d"][0] / tops,
+    }
+
+
+def _load(size: int) -> cost_model.Workload:
+    return cost_model.Workload(size, size // 100, NODES * INSIDE, inner_size=INSIDE)
+
+
+def _breakdown() -> dict[str, float]:
+    shares = {}
+    for name, size in (("ResNet-50", 25_000_000), ("Transformer", 110_000_000)):
+        cost = cost_model.paper_cost("hierarchical", _load(size)).upper
+        outer = dataclasses.replace(cost, inner_messages=0, inner_words=0).seconds(CLOUD)
+        shares[f"between nodes, {name}"] = outer / cost.seconds(CLOUD)
+    return shares
+
+
+def _aggregation() -> dict[str, float]:
+    load = _load(25_000_000)
+    flat, tree, tops = (
+        cost_model.paper_cost(name, load).upper.seconds(CLOUD)
+        for name in ("topk_a", "tree", "hierarchical")
+    )
+    torus = cost_model.predict("torus_2d", load).upper.seconds(CLOUD)
+    return {
+        "HiTopKComm / 2DTAR": tops / torus,
+        "2DTAR / TreeAR": torus / tree,
+        "TreeAR / NaiveAG": tree / flat,
+    }
+
+
+def _predicted_words() -> dict[str, float]:
+    with quiet():
+        rows = compare_words(1_000_000, 0.01, [2, 4, 16, 64, 256])
+    inside = [row for row in rows if 0.999 * row["best"] <= row["model"] <= 1.001 * row["worst"]]
+    return {"share inside best and worst step": len(inside) / len(rows)}
+
+
+def _seconds(name: str, selected: int, nodes: int, network: cost_model.Network) -> float:
+    load = cost_model.Workload(VALUES, selected, nodes)
+    return cost_model.predict(name, load).expected.seconds(network)
+
+
+def _order() -> dict[str, float]:
+    """Modelled seconds of the three algorithms at three densities, as ratios."""
+
+    def ratio(one: str, other: str, selected: int) -> float:
+        seconds = [_seconds(name, selected, FEW_NODES, ARIES) for name in (one, other)]
+        return seconds[0] / seconds[1]
+
+    double, split = "ssar_recursive_double", "ssar_split_allgather"
+    return {
+        "50 entries: doubling / split": ratio(double, split, 50),
+        "0.6 %: split / doubling": ratio(split, double, 100_000),
+        "24 %: DSAR / split": ratio("dsar_split_allgather", split, 4_000_000),
+    }
+
+
+@functools.cache
 def step_of(name: str, workers: int) -> Prediction:
     """A step of BERT's size at 1 %, on GPUs, as the planner has it."""
     load = cost_model.Workload(BERT, BERT_SELECTED, workers)
@@ -47,55 +128,28 @@ def step_of(name: str, workers: int) -> Prediction:
     return next(row for row in plan.predictions if row.name == STEPS[name])
 
 
-def _step(name: str) -> Callable[[int, bool], Points]:
-    def measure(_seed: int, _quick: bool) -> Points:
-        return np.array(WORKERS), 1e3 * np.array([step_of(name, p).step for p in WORKERS])
-
-    return measure
+def _steps(name: str) -> Points:
+    return np.array(WORKERS), 1e3 * np.array([step_of(name, p).step for p in WORKERS])
 
 
-def _part(seconds: Callable[[Prediction], float]) -> Callable[[int, bool], Points]:
+def _part(name: str) -> Points:
     """One part of each bar."""
-
-    def measure(_seed: int, _quick: bool) -> Points:
-        steps = [step_of(name, workers) for workers in (FEW, MANY) for name in STEPS]
-        return np.arange(len(steps)), 1e3 * np.array([seconds(step) for step in steps])
-
-    return measure
-
-
-def _milliseconds(name: str, density: float, nodes: int, network: cost_model.Network) -> float:
-    load = cost_model.Workload(VALUES, max(1, round(density * VALUES)), nodes)
-    return 1e3 * cost_model.predict(name, load).expected.seconds(network)
+    parts = []
+    for step in (step_of(name, workers) for workers in (FEW, MANY) for name in STEPS):
+        communication = step.exchange - step.hidden
+        seconds = {"computation": COMPUTE, "communication": communication}
+        parts.append(1e3 * (seconds | {"sparsification": step.local})[name])
+    return np.arange(len(parts)), np.array(parts)
 
 
-def _by_nodes(name: str) -> Callable[[int, bool], Points]:
-    def measure(_seed: int, _quick: bool) -> Points:
-        nodes = 2 ** np.arange(1, 8)
-        return nodes, np.array([_milliseconds(name, SHARE, int(p), ARIES) for p in nodes])
-
-    return measure
+def _by_nodes(name: str) -> Points:
+    nodes = 2 ** np.arange(1, 8)
+    seconds = [_seconds(name, round(SHARE * VALUES), int(p), ARIES) for p in nodes]
+    return nodes, 1e3 * np.array(seconds)
 
 
-def _by_density(name: str) -> Callable[[int, bool], Points]:
-    def measure(_seed: int, _quick: bool) -> Points:
-        y = [_milliseconds(name, float(d), NODES, GIGABIT) for d in DENSITIES]
-        return 100 * DENSITIES, np.array(y)
-
-    return measure
-
-
-CURVES = (
-    *(Curve("weak_scaling", name, _step(name), exact=True) for name in STEPS),
-    Curve("breakdown", "computation", _part(lambda _: COMPUTE), exact=True),
-    Curve("breakdown", "communication", _part(lambda row: row.exchange - row.hidden), exact=True),
-    Curve("breakdown", "sparsification", _part(lambda row: row.local), exact=True),
-    *(
-        Curve("reduction_nodes", line, _by_nodes(name), exact=True)
-        for line, name in EXCHANGES.items()
-    ),
-    *(
-        Curve("reduction_density", line, _by_density(name), exact=True)
-        for line, name in EXCHANGES.items()
-    ),
-)
+def _by_density(name: str) -> Points:
+    densities = np.geomspace(1e-5, 0.3, 24)
+    selected = [max(1, round(float(density) * VALUES)) for density in densities]
+    seconds = [_seconds(name, k, FEW_NODES, GIGABIT) for k in selected]
+    return 100 * densities, 1e3 * np.array(seconds)

@@ -5,21 +5,27 @@ Several claims look at the same training, so it is made once for a seed and kept
 
 import argparse
 import functools
-from collections.abc import Callable, Sequence
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from sparse_collectives import Layout, PaddedCOO, select
 
-from ..training import _recorded_training as training
-from ..training._measures import Leaf, MissingRows, layer_selection, overlap, row_selection
+from ..training._measures import (
+    Leaf,
+    MissingRows,
+    largest,
+    layer_selection,
+    overlap,
+    row_selection,
+    rows_of,
+)
 from ..training._recorded_tasks import recorded_runs
+from ..training._recorded_training import Recorder
 from ..training._unions import growth
-from ..training.load_balance import HARD_LAYER
+from ._runs import quiet
 
 # Of the two runs that Ok-Topk reports: VGG-16 on 16 workers, an LSTM on 32.
 WORKERS = {"images": 16, "text": 32}
@@ -34,100 +40,87 @@ ROW_CHOICES = ("no compression", "top-k of the layer", "ADTopk")
 
 
 class Recording(NamedTuple):
-    """A training of a small VGG on digits, or of an LSTM on characters.
+    """A training of a small VGG on digits, or of an LSTM on characters."""
 
-    Attributes:
-      size: n.
-      unions: distinct indices in the selections of the first worker, the first two, and so on,
-        at each step, / n: ``[steps, P]``.
-      selections: ``[P, c]`` of some steps.
-      missing: the rows in which top-k selects nothing, of some accumulators of the text run.
-      same: the share of the exact top-k that MSTopK selects, at some steps.
-      by_row: the sum of magnitudes that ADTopk selects, / that of top-k, at some steps of the
-        text run.
-      thresholds: the k-th magnitude of the first worker's accumulator and what Gaussiank takes it
-        for, at each step.
-      rows: some steps of the text run, and the sums of the magnitudes in each row of ROWS_OF that
-        ROW_CHOICES select, ``[3, rows]``.
-    """
-
+    # n.
     size: int
+    # Distinct indices in the selections of the first worker, the first two, and so on, at each
+    # step, / n: ``[steps, P]``.
     unions: np.ndarray
+    # ``[P, c]`` of some steps.
     selections: list[PaddedCOO]
+    # The rows in which top-k selects nothing, of some accumulators of the text run.
     missing: MissingRows
+    # The share of the exact top-k that MSTopK selects, at some steps.
     same: list[float]
+    # The sum of magnitudes that ADTopk selects, / that of top-k, at some steps of the text run.
     by_row: list[float]
+    # The k-th magnitude of the first worker's accumulator and what Gaussiank takes it for.
     thresholds: list[tuple[float, float]]
+    # Some steps of the text run, and the sums of the magnitudes in each row of ROWS_OF that
+    # ROW_CHOICES select, ``[3, rows]``.
     rows: list[tuple[int, np.ndarray]]
 
 
 def recording(name: str, seed: int, quick: bool, hard: bool = False) -> Recording:
     """Trains once, however it is called: the arguments of a cache are told apart by their form.
 
-    Args:
-      name: images or text.
-      seed: of parameters and batches.
-      quick: a fifth of the steps.
-      hard: the gradient of one layer is a hundred times as large before the selection.
+    With ``hard`` the gradient of one layer is a hundred times as large before the selection.
     """
     return _recorded(name, seed, quick, hard)
 
 
-@functools.lru_cache(maxsize=3)
-def _recorded(name: str, seed: int, quick: bool, hard: bool) -> Recording:
+def recorder(name: str, seed: int, hard: bool = False) -> Recorder:
+    """What trains images or text."""
     given = argparse.Namespace(text=None, images=None, batch=2 if name == "text" else 4, seed=seed)
     given.density_images, given.density_text = DENSITIES["images"], DENSITIES["text"]
     run = next(run for run in recorded_runs(given) if run.name == name)
-    workers, steps = WORKERS[name], STEPS[name][0 if quick or hard else 1]
-    task = run.make_task(workers)
-    layout = training.layout_of(task.params)
-    size = sum(leaf.size for leaf in layout)
-    k = max(1, round(run.density * size))
-    units = None
-    if hard:
-        scaled = next(leaf for leaf in layout if leaf.name == HARD_LAYER[name])
-        units = jnp.ones(size).at[scaled.start : scaled.start + scaled.size].set(FACTOR)
-    # Compiling ADTopk takes longer than the training, so only where it is looked at.
-    shadowing = ("mstopk", "adtopk") if name == "text" else ("mstopk",)
-    shadows = _shadows(shadowing, run.density, Layout.of(task.params))
+    return Recorder(run, WORKERS[name], factor=FACTOR if hard else None)
+
+
+@functools.lru_cache(maxsize=3)
+def _recorded(name: str, seed: int, quick: bool, hard: bool) -> Recording:
+    training, density = recorder(name, seed, hard), DENSITIES[name]
+    steps = STEPS[name][0 if quick or hard else 1]
+    layout = Layout.of(training.task.params)
     # Each shape is compiled for all densities, and a bias is one row, which is never missed.
-    rows = MissingRows([leaf for leaf in layout if not quick or len(leaf.shape) > 1])
-    found = Recording(size, np.zeros(0), [], rows, [], [], [], [])
+    rows = [leaf for leaf in training.layout if not quick or len(leaf.shape) > 1]
+    found = Recording(training.size, np.zeros(0), [], MissingRows(rows), [], [], [], [])
     unions, every = [], max(1, steps // RECORDS)
 
-    def visit(step: int, acc: jax.Array, gradient: jax.Array) -> None:
+    @functools.partial(jax.jit, static_argnums=0)
+    def chosen(name: str, acc: jax.Array) -> jax.Array:
+        selector = getattr(select, name)(density=density)
+        return selector.select(acc, selector.init(layout))[0].indices
+
+    def shadow(name: str, acc: jax.Array) -> np.ndarray:
+        """What a selector selects, which does not drive the training."""
+        indices = np.asarray(chosen(name, acc))
+        return indices[indices < training.size]
+
+    def visit(step: int, acc: jax.Array, gradient: jax.Array, selections: Any) -> None:
         del gradient
+        indices = (np.asarray(coo.indices) for coo in selections)
+        unions.append(growth(indices, training.size) / training.size)
+        is_recorded = step % every == every - 1
+        if is_recorded:
+            host = jax.device_get(selections)
+            found.selections.append(jax.tree.map(lambda *x: np.stack(x), *host))
         if hard:
             return
         host = np.asarray(acc)
-        found.thresholds.append(thresholds(host, run.density))
-        if step % every == every - 1:
+        found.thresholds.append(thresholds(host, density))
+        if is_recorded:
+            exact = largest(host, density)
+            found.same.append(overlap(shadow("mstopk", acc), exact))
             if name == "text":
                 found.missing.add(accumulator=host)
-                found.rows.append((step, row_sums(host, layout, run.density)))
-            exact = np.argpartition(np.abs(host), size - k)[size - k :]
-            chosen = shadows(acc)
-            found.same.append(overlap(chosen["mstopk"], exact[host[exact] != 0]))
-            if "adtopk" in chosen:
-                kept = float(np.abs(host[chosen["adtopk"]]).sum())
+                found.rows.append((step, row_sums(host, training.layout, density)))
+                kept = float(np.abs(host[shadow("adtopk", acc)]).sum())
                 found.by_row.append(kept / float(np.abs(host[exact]).sum()))
 
-    def visit_all(step: int, selections: Any) -> None:
-        unions.append(growth((np.asarray(coo.indices) for coo in selections), size) / size)
-        if step % every == every - 1:
-            host = jax.device_get(selections)
-            found.selections.append(jax.tree.map(lambda *x: np.stack(x), *host))
-
-    training.train(
-        task,
-        density=run.density,
-        workers=workers,
-        steps=steps,
-        order="before",
-        visit=visit,
-        visit_all=visit_all,
-        units=units,
-    )
+    with quiet():
+        training.train(steps, visit=visit)
     return found._replace(unions=np.array(unions))
 
 
@@ -143,26 +136,18 @@ def row_sums(acc: np.ndarray, layout: list[Leaf], density: float) -> np.ndarray:
     """What ROW_CHOICES select in each row of ROWS_OF: sums of magnitudes, ``[3, rows]``."""
     leaf = next(leaf for leaf in layout if leaf.name == ROWS_OF)
     everything = np.arange(leaf.start, leaf.start + leaf.size)
-    sums = []
-    for chosen in (
-        everything,
-        *(f(acc, [leaf], density) for f in (layer_selection, row_selection)),
-    ):
-        row = np.unravel_index(chosen - leaf.start, leaf.shape)[leaf.axis]
-        sums.append(np.bincount(row, np.abs(acc[chosen]), leaf.rows))
-    return np.stack(sums)
-
-
-def _shadows(
-    names: Sequence[str], density: float, layout: Layout
-) -> Callable[[jax.Array], dict[str, np.ndarray]]:
-    """The indices that selectors select, by name, which do not drive the training."""
-    selectors = {name: getattr(select, name)(density=density) for name in names}
-    chosen = jax.jit(
-        lambda acc: {n: s.select(acc, s.init(layout))[0].indices for n, s in selectors.items()}
+    selections = (f(acc, [leaf], density) for f in (layer_selection, row_selection))
+    return np.stack(
+        [
+            np.bincount(rows_of(chosen, leaf), np.abs(acc[chosen]), leaf.rows)
+            for chosen in (everything, *selections)
+        ]
     )
 
-    def indices(acc: jax.Array) -> dict[str, np.ndarray]:
-        return {n: x[x < acc.shape[0]] for n, x in jax.device_get(chosen(acc)).items()}
 
-    return indices
+def top_of_sum(step: PaddedCOO, workers: int, density: float) -> np.ndarray:
+    """The indices of the top k of the sum of what the first workers select."""
+    sums = np.zeros(step.size + 1, np.float32)
+    chosen, values = (np.asarray(x)[:workers].ravel() for x in (step.indices, step.values))
+    np.add.at(sums, chosen, values)
+    return largest(sums[:-1], density)

@@ -1,6 +1,5 @@
 """Times of this machine, always as ratios of contestants that take turns."""
 
-import functools
 import tempfile
 from pathlib import Path
 
@@ -11,23 +10,16 @@ from sparse_collectives import select
 from .._common import timing
 from ..local import data_cache
 from ..local import select_speed as speed
-from ._claims import Bound, Claim, Elsewhere
 
-DENSITY, SIZE = 0.001, (2**20, 2**22)
+SIZE = (2**20, 2**22)
 # That of docs/selectors.md.
 LARGE = 2**24
-SETTING = "n = 4M, density 0.1 %, one CPU, medians of 9 rounds, as a ratio to `lax.top_k`"
 
 
-@functools.lru_cache(maxsize=4)
-def _selection(
-    seed: int,
-    quick: bool,
-    density: float = DENSITY,
-    names: tuple[str, ...] = ("topk", "mstopk", "adtopk", "dgc", "threshold_reuse"),
-    full: int = SIZE[1],
+def _ratios(
+    names: tuple[str, ...], density: float, full: int, seed: int, quick: bool
 ) -> dict[str, float]:
-    """The ratio of each selector to `lax.top_k`."""
+    """The time of each selector over that of `lax.top_k`."""
     size, rounds = (SIZE[0], 5) if quick else (full, 9)
     host = speed.accumulators(size, seed)
     data = [jnp.asarray(x) for x in host]
@@ -42,20 +34,17 @@ def _selection(
 
 
 def _compared(seed: int, quick: bool) -> dict[str, float]:
-    found = _selection(seed, quick)
+    names = {"topk": "our `topk`", "mstopk": "MSTopK", "dgc": "DGC", "adtopk": "ADTopk"}
+    names |= {"threshold_reuse": "`threshold_reuse`"}
+    found = _ratios(tuple(names), 0.001, SIZE[1], seed, quick)
     others = min(found[name] for name in ("mstopk", "adtopk", "dgc"))
-    return {
-        "our `topk` / the fastest of MSTopK, DGC and ADTopk": found["topk"] / others,
-        "our `topk` / top-k": found["topk"],
-        "MSTopK / top-k": found["mstopk"],
-        "DGC / top-k": found["dgc"],
-        "ADTopk / top-k": found["adtopk"],
-        "`threshold_reuse` / top-k": found["threshold_reuse"],
+    return {"our `topk` / the fastest of MSTopK, DGC and ADTopk": found["topk"] / others} | {
+        f"{shown} / top-k": found[name] for name, shown in names.items()
     }
 
 
 def _topk(seed: int, quick: bool) -> dict[str, float]:
-    return {"our `topk` / top-k": _selection(seed, quick, 0.01, ("topk",), LARGE)["topk"]}
+    return {"our `topk` / top-k": _ratios(("topk",), 0.01, LARGE, seed, quick)["topk"]}
 
 
 def _cached(seed: int, quick: bool) -> dict[str, float]:
@@ -72,42 +61,3 @@ def _cached(seed: int, quick: bool) -> dict[str, float]:
             rates, _ = data_cache.run(given)
         found[f"{name}: second epoch / first"] = rates[1] / rates[0]
     return found
-
-
-CLAIMS = (
-    Claim(
-        "library/selector-speed",
-        "On a CPU our exact selection is faster than MSTopK, DGC and ADTopk.",
-        "This library, selectors.md",
-        "below 1",
-        f"{SETTING}; beside them a threshold that is reused, which is faster still",
-        (Bound("our `topk` / the fastest of MSTopK, DGC and ADTopk", most=1),),
-        _compared,
-    ),
-    Claim(
-        "library/topk-speed",
-        "Exact selection here is 20 times as fast as `lax.top_k`.",
-        "This library, selectors.md",
-        "0.05",
-        SETTING.replace("0.1 %", "1 %").replace("4M", "16.8M"),
-        (Bound("our `topk` / top-k", most=0.05),),
-        _topk,
-    ),
-    Claim(
-        "mstopk/data-cache",
-        "From the second epoch on DataCache makes reading over 10 times as fast.",
-        "MSTopK, section 5.4, Figure 9",
-        "above 10",
-        "512 JPEG images over 80 MB/s and 0.5 ms a read, and over 8 MB/s and 2 ms, decoded to 96 x "
-        "96: samples per second; the rate of the paper's file system is not known",
-        (
-            Bound("80 MB/s: second epoch / first", least=10),
-            Bound("8 MB/s: second epoch / first", least=10),
-        ),
-        _cached,
-        elsewhere=Elsewhere(
-            "where the source is slow: 8 MB/s",
-            (Bound("8 MB/s: second epoch / first", least=10),),
-        ),
-    ),
-)

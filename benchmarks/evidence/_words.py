@@ -1,18 +1,163 @@
-"""Words of traced programs, kept: claims and figures ask for the same ones."""
+"""Ok-Topk: words and messages, read from traced programs or worked out from the formulas."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
-from ..network import _volumes, traffic
+import numpy as np
+
+import sparse_collectives as sc
+from sparse_collectives import traffic
+
+from ..network import _volumes
+from ..network import traffic as program
+from ._curves import Points
+
+SIZE, DENSITY = 1_000_000, 0.01
+SELECTED = round(DENSITY * SIZE)
+WORKERS = (2, 4, 8, 16, 32, 64, 128, 256, 1024)
+# How many of them are up to 16, and up to 128, where k / P is 78 and more: with less, what chance
+# adds to a share is as large as the share.
+FEW, FAIR = 4, 7
 
 
 @functools.cache
-def words_of(name: str, size: int, density: float, workers: int) -> dict[str, Any] | None:
+def words_of(name: str, workers: int, density: float = DENSITY) -> dict[str, Any] | None:
     """As `benchmarks.network._volumes.of_algorithm`; not to be changed."""
-    return _volumes.of_algorithm(name, size, density, workers)
+    return _volumes.of_algorithm(name, SIZE, density, workers)
 
 
 @functools.cache
-def words_of_ok_topk(size: int, density: float, workers: int) -> dict[str, Any]:
+def words_of_ok_topk(workers: int, size: int = SIZE) -> dict[str, Any]:
     """As `benchmarks.network.traffic.of_ok_topk` with exact pairs; not to be changed."""
-    return traffic.of_ok_topk(size, density, workers, "raw")
+    return program.of_ok_topk(size, DENSITY, workers, "raw")
+
+
+def rows_of(
+    name: str, workers: Sequence[int] = WORKERS, density: float = DENSITY
+) -> list[dict[str, Any]]:
+    """The words of an algorithm, for each number of workers that it goes with."""
+    return [row for p in workers if (row := words_of(name, p, density))]
+
+
+def _of_formula(name: str) -> dict[str, float]:
+    """The least and the most of program / formula over P."""
+    ratios = [row["worst"] / row["upper"] for row in rows_of(name)]
+    return {
+        "least of program / formula": min(ratios),
+        "most of program / formula": max(ratios),
+        "most of it with up to 16 workers": max(ratios[:FEW]),
+    }
+
+
+def _bounds() -> dict[str, float]:
+    rows = [words_of_ok_topk(p) for p in WORKERS]
+    fair = rows[:FAIR]
+    return {
+        "worst step / bound": max(row["worst"]["of_bound"] for row in rows),
+        "the same, P to 128": max(row["worst"]["of_bound"] for row in fair),
+        "even step / bound, P to 128": max(row["even"]["of_bound"] for row in fair),
+        "surplus dealt out / bound, P to 128": max(row["spread"]["of_bound"] for row in fair),
+    }
+
+
+def _near_optimal() -> dict[str, float]:
+    # The lower bound is a third of the upper one.
+    ratios = [3 * words_of_ok_topk(p)["even"]["of_bound"] for p in WORKERS]
+    return {
+        "least of words / bound": min(ratios),
+        "most of words / bound": max(ratios),
+        "most of it, P to 128": max(ratios[:FAIR]),
+    }
+
+
+def _flat() -> dict[str, float]:
+    found = {}
+    for size, where in ((SIZE, ""), (10**8, "n = 1e8: ")):
+        few, twice, many = (words_of_ok_topk(p, size)["even"]["words"] for p in (16, 32, 1024))
+        found[f"{where}words at P = 32 / P = 16"] = twice / few
+        found[f"{where}words at P = 1,024 / P = 16"] = many / few
+    return found
+
+
+def _doubling() -> dict[str, float]:
+    few, many = (row["worst"] for row in rows_of("topk_a", (16, 32)))
+    return {"words at P = 32 / P = 16": many / few}
+
+
+def _topk_dsa() -> dict[str, float]:
+    rows = rows_of("dsar_split_allgather")
+    ratios = [row["worst"] / row["upper"] for row in rows]
+    return {
+        "least of best step / lower bound": min(row["best"] / row["lower"] for row in rows),
+        "most of worst step / upper bound": max(ratios),
+        "most of it with up to 16 workers": max(ratios[:FEW]),
+    }
+
+
+def _above_dense() -> dict[str, float]:
+    (sparse,), (dense,) = (rows_of(name, (256,)) for name in ("topk_a", "dense"))
+    return {"words / dense": sparse["worst"] / dense["worst"]}
+
+
+def _dissemination() -> dict[str, float]:
+    def last(size: int) -> float:
+        traced = _volumes.trace(sc.allreduce.ssar_recursive_double(), size, SELECTED, 128)
+        return traffic.of_traced(traced).collectives[-1].words
+
+    # Twice as long a vector, so that pairs are still the shorter form.
+    return {"values at stage 7": last(2 * SIZE) / 2, "words of the message at n = 1e6": last(SIZE)}
+
+
+def _messages(allreduce: sc.SparseAllreduce, case: str) -> float:
+    """The latencies of the best or the worst step with P = 256.
+
+    An all_to_all has one for each partner, a permutation one, and what else there is log P.
+    """
+    found = traffic.of_traced(_volumes.trace(allreduce, SIZE, SELECTED, 256), conditional=case)
+    each = {"all_to_all": 255, "collective_permute": 1}
+    return sum(row.weight * each.get(row.kind, 8) for row in found.collectives)
+
+
+def _latency() -> dict[str, float]:
+    ok_topk = sc.allreduce.ok_topk(density=DENSITY)
+    return {
+        "Ok-Topk": _messages(ok_topk, "worst"),
+        "gTopk": _messages(sc.allreduce.gtopk(density=DENSITY), "worst"),
+        "Ok-Topk, a step that balances nothing": _messages(ok_topk, "best"),
+    }
+
+
+def _repartition() -> dict[str, float]:
+    shares = []
+    allreduce = sc.allreduce.ok_topk(density=DENSITY, regions="balanced")
+    for workers in (16, 32, 64, 128):
+        traced = _volumes.trace(allreduce, SIZE, SELECTED, workers)
+        found = traffic.of_traced(traced, conditional="best")
+        parts = found.by_scope(depth=2).items()
+        shares.append(sum(words for name, words in parts if "repartition" in name) / found.words)
+    return {"most of a step's words": max(shares)}
+
+
+def _table() -> dict[str, float]:
+    row, (dense,) = words_of_ok_topk(256), rows_of("dense", (256,))
+    return {
+        "even": row["even"]["of_bound"],
+        "worst": row["worst"]["of_bound"],
+        "dense": dense["worst"] / row["bound"],
+    }
+
+
+def _line(name: str) -> Points:
+    found = [(row["workers"], row["worst"] / SELECTED) for row in rows_of(name)]
+    return tuple(np.array(found).T)
+
+
+def _line_of_ok_topk(case: str) -> Points:
+    y = [words_of_ok_topk(p)[case]["words"] for p in WORKERS]
+    return np.array(WORKERS), np.array(y) / SELECTED
+
+
+def _bound() -> Points:
+    workers = np.array(WORKERS)
+    return workers, 6 * (workers - 1) / workers

@@ -8,11 +8,7 @@ from .._common.options import InputError
 
 
 def read_text(path: Path | None) -> str:
-    """The text to learn; Python's own help topics by default.
-
-    Raises:
-      InputError: the file cannot be read.
-    """
+    """The text to learn, Python's own help topics by default, or an InputError."""
     if path is None:
         from pydoc_data import topics
 
@@ -24,11 +20,7 @@ def read_text(path: Path | None) -> str:
 
 
 def read_images(folder: Path | None) -> _data.Dataset:
-    """The images to classify; scikit-learn's digits by default.
-
-    Raises:
-      InputError: a file is missing or malformed.
-    """
+    """The images to classify, scikit-learn's digits by default, or an InputError."""
     try:
         return _data.idx_folder(folder) if folder else _data.digits()
     except _data.InputError as error:

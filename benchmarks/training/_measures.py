@@ -15,13 +15,9 @@ DENSITIES = (0.001, 0.005, 0.01, 0.02, 0.05)
 
 
 class Leaf(NamedTuple):
-    """One parameter in the flat buffer.
+    """One parameter in the flat buffer: its path in the tree, and the index of its first entry.
 
-    Attributes:
-      name: its path in the tree of parameters.
-      shape: its shape.
-      start: the index of its first entry in the flat buffer.
-      axis: the axis that counts its rows; a leaf of one dimension is one row.
+    ``axis`` counts its rows; a leaf of one dimension is one row.
     """
 
     name: str
@@ -54,7 +50,6 @@ def largest(x: np.ndarray, density: float) -> np.ndarray:
 
 def flat_selection(x: np.ndarray, layout: Sequence[Leaf], density: float) -> np.ndarray:
     """Plain top-k of the whole buffer."""
-    del layout
     return largest(x, density)
 
 
@@ -64,38 +59,33 @@ def layer_selection(x: np.ndarray, layout: Sequence[Leaf], density: float) -> np
     return np.concatenate(parts)
 
 
+def rows_of(indices: np.ndarray, leaf: Leaf) -> np.ndarray:
+    """The row of each of some indices into the flat buffer that are of the leaf."""
+    if len(leaf.shape) < 2:
+        return np.zeros_like(indices)
+    return np.unravel_index(indices - leaf.start, leaf.shape)[leaf.axis]
+
+
 def missing_rows(selected: np.ndarray, layout: Sequence[Leaf]) -> np.ndarray:
     """The number of rows of each leaf in which nothing was selected, ``[len(layout)]``.
 
-    Args:
-      selected: indices into the flat buffer; those outside every leaf (padding) are ignored.
-      layout: the leaves.
+    Indices outside every leaf, padding, are ignored.
     """
     missing = []
     for leaf in layout:
         inside = selected[(selected >= leaf.start) & (selected < leaf.start + leaf.size)]
-        if len(leaf.shape) > 1:
-            row = np.unravel_index(inside - leaf.start, leaf.shape)[leaf.axis]
-        else:
-            row = np.zeros_like(inside)
-        missing.append(leaf.rows - np.unique(row).size)
+        missing.append(leaf.rows - np.unique(rows_of(inside, leaf)).size)
     return np.asarray(missing)
 
 
 def row_selection(x: np.ndarray, layout: Sequence[Leaf], density: float) -> np.ndarray:
     """ADTopk: the k of each row, with the rows that are counted here."""
-    return np.concatenate(
-        [
-            leaf.start + _adtopk(x[leaf.start :][: leaf.size], leaf.shape, leaf.axis, density)
-            for leaf in layout
-        ]
-    )
-
-
-def _adtopk(layer, shape, axis, density) -> np.ndarray:
-    select, state = _compiled_adtopk(shape, axis, density)
-    coo, _, info = select(layer, state)
-    return np.asarray(coo.indices)[: int(info.selected)]
+    chosen = []
+    for leaf in layout:
+        select, state = _compiled_adtopk(leaf.shape, leaf.axis, density)
+        coo, _, info = select(x[leaf.start :][: leaf.size], state)
+        chosen.append(leaf.start + np.asarray(coo.indices)[: int(info.selected)])
+    return np.concatenate(chosen)
 
 
 @functools.cache

@@ -20,46 +20,147 @@ from jax.flatten_util import ravel_pytree
 
 from sparse_collectives import PaddedCOO, Selector, select
 
+from .._common import options
 from ._measures import Leaf
 
 ORDERS = ("before", "behind")
 MOMENTUM = 0.9
+# ``visit(step, accumulator, gradient, selections)``: the first two of worker 0, ``f32[n]``.
+Visit = Callable[[int, jax.Array, jax.Array, Sequence[PaddedCOO]], None]
 
 
 class Task(NamedTuple):
-    """A model, its data and its optimizer.
-
-    Attributes:
-      params: the initial parameters.
-      loss: ``loss(params, batch)``, the mean over a worker's batch.
-      stream: yields the batches of all workers, with a leading axis of P.
-      validate: ``validate(params)``, loss and accuracy on data that training does not see.
-      rate: the peak learning rate for SGD with momentum.
-      clip: the largest norm of a worker's gradient.
-    """
+    """A model, its data and its optimizer: SGD with momentum."""
 
     params: Any
+    # ``loss(params, batch)``, the mean over a worker's batch.
     loss: Callable[[Any, Any], jax.Array]
+    # The batches of all workers, with a leading axis of P.
     stream: Iterator[Any]
+    # Loss and accuracy on data that training does not see.
     validate: Callable[[Any], dict[str, float]]
+    # The peak learning rate, and the largest norm of a worker's gradient.
     rate: float
     clip: float
 
 
+class Run(NamedTuple):
+    """What is trained and recorded: images or text, with so many of k / n."""
+
+    name: str
+    # ``make_task(workers)``, a fresh task with data for so many workers.
+    make_task: Callable[[int], Task]
+    density: float
+    # The layer that is scaled in the harder case: some percent of the parameters, more than k.
+    hard: str
+
+
 class Curve(NamedTuple):
-    """What the training run itself did.
+    """What the training run itself did."""
 
-    Attributes:
-      before: loss and accuracy on data that training does not see.
-      after: the same, at the end.
-      losses: the training loss of each step.
-      passed: entries of worker 0 that passed the threshold of each step, / k.
-    """
-
+    # ``Task.validate`` before and after it.
     before: dict[str, float]
     after: dict[str, float]
+    # The training loss of each step.
     losses: list[float]
+    # Entries of worker 0 that passed the threshold of each step, / k.
     passed: list[float]
+
+
+class Recorder:
+    """One training of a run with so many workers.
+
+    Args:
+      run: what is trained.
+      workers: P.
+      factor: multiplies the gradient of the layer ``run.hard`` before the accumulation; what is
+        sent is divided by it before the optimizer sees it. Only which entries are sent depends on
+        it.
+    """
+
+    def __init__(self, run: Run, workers: int, factor: float | None = None):
+        self.run, self.workers = run, workers
+        self.task = run.make_task(workers)
+        self.layout = layout_of(self.task.params)
+        self.size = sum(leaf.size for leaf in self.layout)
+        self.k = max(1, round(run.density * self.size))
+        self._units = jnp.ones(self.size)
+        if factor is not None:
+            scaled = next(leaf for leaf in self.layout if leaf.name == run.hard)
+            scale = self._units.at[scaled.start : scaled.start + scaled.size]
+            self._units = scale.set(factor)
+
+    def train(
+        self,
+        steps: int,
+        *,
+        order: str = "before",
+        selector: Selector | None = None,
+        visit: Visit = lambda *_: None,
+    ) -> Curve:
+        """Trains, and calls ``visit`` at every step; vectors are as in :func:`layout_of`.
+
+        Args:
+          steps: how many.
+          order: one of ORDERS.
+          selector: drives the training; the exact top-k by default.
+          visit: see above.
+        """
+        task, before = self.task, order == "before"
+        # Without momentum the same distance takes a rate larger by what momentum sums up.
+        rate = schedule(task.rate / (1 - MOMENTUM) if before else task.rate, steps)
+        tx = optax.sgd(1.0) if before else optax.sgd(rate, momentum=MOMENTUM)
+        flat, unravel = ravel_pytree(task.params)
+        selector = select.topk(density=self.run.density) if selector is None else selector
+
+        @jax.jit
+        def work(params, residual, state, batch, step):
+            loss, gradient = jax.value_and_grad(task.loss)(params, batch)
+            gradient = ravel_pytree(gradient)[0]
+            gradient *= jnp.minimum(1, task.clip / jnp.linalg.norm(gradient))
+            gradient = gradient * rate(step) if before else gradient
+            gradient = gradient * self._units
+            acc = residual + gradient
+            coo, state, info = selector.select(acc, state)
+            sent = coo.to_dense()
+            passed = info.selected + info.overflow
+            return loss, gradient, acc, acc - sent, state, coo, sent / self._units, passed
+
+        @jax.jit
+        def apply(params, opt_state, sent):
+            updates, opt_state = tx.update(unravel(jnp.stack(sent).mean(0)), opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        params, opt_state = task.params, tx.init(task.params)
+        residuals = [jnp.zeros_like(flat)] * self.workers
+        states = [selector.init(flat.size)] * self.workers
+        curve = Curve(task.validate(params), {}, [], [])
+        for step in range(steps):
+            batch = next(task.stream)
+            batches = [[x[p] for x in batch] for p in range(self.workers)]
+            given = zip(residuals, states, batches, strict=True)
+            found = [work(params, *each, step) for each in given]
+            loss, gradients, accs, residuals, states, coos, sent, passed = zip(*found, strict=True)
+            params, opt_state = apply(params, opt_state, sent)
+            curve.losses.append(float(np.mean(jax.device_get(loss))))
+            curve.passed.append(int(passed[0]) / self.k)
+            visit(step, accs[0], gradients[0], coos)
+            text = f"{self.run.name}, P = {self.workers}: step {step + 1} of {steps}"
+            options.progress(text, last=step + 1 == steps)
+        return curve._replace(after=task.validate(params))
+
+    def description(self, curve: Curve) -> dict[str, Any]:
+        """What a report says of each training."""
+        return {
+            "run": self.run.name,
+            "workers": self.workers,
+            "size": self.size,
+            "density": self.run.density,
+            "k": self.k,
+            "steps": len(curve.losses),
+            "validation_before": curve.before,
+            "validation_after": curve.after,
+        }
 
 
 def layout_of(params: Any) -> list[Leaf]:
@@ -70,79 +171,6 @@ def layout_of(params: Any) -> list[Leaf]:
         leaves.append(Leaf(name, leaf.shape, start, 0 if "embedding" in name else -1))
         start += leaf.size
     return leaves
-
-
-def train(
-    task: Task,
-    *,
-    density: float,
-    workers: int,
-    steps: int,
-    order: str,
-    visit: Callable[[int, jax.Array, jax.Array], None],
-    selector: Selector | None = None,
-    visit_all: Callable[[int, Sequence[PaddedCOO]], None] | None = None,
-    units: jax.Array | None = None,
-) -> Curve:
-    """Trains, and calls ``visit(step, accumulator, gradient)`` of worker 0 at every step.
-
-    Both are ``f32[n]``, laid out as in :func:`layout_of`. The order is one of ORDERS. The
-    selector that drives the training is the exact top-k by default. ``visit_all(step,
-    selections)`` gets what each worker sends.
-
-    ``units``, ``f32[n]``, multiplies the gradient before the accumulation; what is sent is divided
-    by it before the optimizer sees it. Only which entries are sent depends on it.
-    """
-    before = order == "before"
-    # Without momentum the same distance takes a rate larger by what momentum sums up.
-    rate = schedule(task.rate / (1 - MOMENTUM) if before else task.rate, steps)
-    tx = optax.sgd(1.0) if before else optax.sgd(rate, momentum=MOMENTUM)
-    flat, unravel = ravel_pytree(task.params)
-    selector = select.topk(density=density) if selector is None else selector
-    k = max(1, round(density * flat.size))
-
-    @jax.jit
-    def work(params, residual, state, batch, step):
-        loss, gradient = jax.value_and_grad(task.loss)(params, batch)
-        gradient = ravel_pytree(gradient)[0]
-        gradient *= jnp.minimum(1, task.clip / jnp.linalg.norm(gradient))
-        if before:
-            gradient = gradient * rate(step)
-        if units is not None:
-            gradient = gradient * units
-        acc = residual + gradient
-        coo, state, info = selector.select(acc, state)
-        sent = coo.to_dense()
-        kept = acc - sent
-        if units is not None:
-            sent = sent / units
-        return loss, gradient, acc, kept, state, coo, sent, info.selected + info.overflow
-
-    @jax.jit
-    def apply(params, opt_state, sent):
-        updates, opt_state = tx.update(unravel(jnp.stack(sent).mean(0)), opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    params, opt_state = task.params, tx.init(task.params)
-    residuals = [jnp.zeros_like(flat)] * workers
-    states = [selector.init(flat.size)] * workers
-    untrained, losses, counts = task.validate(params), [], []
-    for step in range(steps):
-        batch = next(task.stream)
-        loss, gradients, accs, residuals, states, coos, sent, passed = zip(
-            *(
-                work(params, residuals[p], states[p], [x[p] for x in batch], step)
-                for p in range(workers)
-            ),
-            strict=True,
-        )
-        params, opt_state = apply(params, opt_state, sent)
-        losses.append(float(np.mean(jax.device_get(loss))))
-        counts.append(int(passed[0]) / k)
-        visit(step, accs[0], gradients[0])
-        if visit_all is not None:
-            visit_all(step, coos)
-    return Curve(untrained, task.validate(params), losses, counts)
 
 
 def schedule(peak: float, steps: int) -> optax.Schedule:

@@ -1,44 +1,40 @@
 """Recorded selections sent through Ok-Topk, and who has how many of their entries."""
 
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_collectives import PaddedCOO, simulate
+from sparse_collectives import PaddedCOO, Selector, SparseAllreduce, simulate
 from sparse_collectives.allreduce import ok_topk
 
 AXIS = "workers"
 
 
 class Step(NamedTuple):
-    """What one step of :func:`replay` did.
+    """What one step of :func:`replay` did."""
 
-    Attributes:
-      boundaries: ``i32[P + 1]``, the regions that it used.
-      indices: ``i32[P, slots]``, the indices of the result by the worker that sent them in the
-        allgather; n marks padding.
-      overflow: entries of all workers that found no slot.
-      delivered: entries in the result.
-      words: that each worker received.
-    """
-
+    # ``i32[P + 1]``, the regions that it used.
     boundaries: np.ndarray
+    # ``i32[P, slots]``, those of the result by the worker that sent them in the allgather; n marks
+    # padding.
     indices: np.ndarray
+    # Entries of all workers that found no slot.
     overflow: int
+    # Entries in the result.
     delivered: int
+    # What each worker received.
     words: float
 
 
 def received(selections: np.ndarray, boundaries: np.ndarray) -> np.ndarray:
     """The entries that each owner gets from the other workers, ``[P]``.
 
-    Args:
-      selections: the ascending indices of each worker, ``[P, c]``; padding is past all regions.
-      boundaries: ``[P + 1]``; owner j has the indices from boundary j up to the next.
+    The indices of each worker, ``[P, c]``, ascend, and padding is past all regions. Owner j has
+    those from boundary j up to the next.
     """
     edges = np.array([np.searchsorted(row, boundaries) for row in selections])
     blocks = np.diff(edges, axis=1)
@@ -57,56 +53,63 @@ def unevenness(counts: np.ndarray) -> float:
 
 
 def replay(
-    steps: Sequence[PaddedCOO],
-    *,
-    workers: int,
-    density: float,
-    regions: str,
-    balance: str,
-    period: int,
+    steps: Sequence[PaddedCOO], *, workers: int, density: float, period: int, **options: str
 ) -> list[Step]:
     """The selections of the first ``workers`` of each step, through the allreduce.
 
-    Args:
-      steps: the selections of all workers, ``[P, c]`` slots each, P at least ``workers``.
-      workers: how many take part.
-      density: k / n of the result.
-      regions: of :func:`sparse_collectives.allreduce.ok_topk`.
-      balance: the same.
-      period: the steps, of those given, between two repartitions.
+    The period is in the steps that are given, ``[P, c]`` slots each; the other options are regions
+    and balance of :func:`sparse_collectives.allreduce.ok_topk`.
     """
-    init, reduce = _compiled(workers, density, regions, balance, period)
+    init, step = _compiled(workers, density, period, **options)
     state, results = init(steps[0].size, workers), []
     for recorded in steps:
         coo = jax.tree.map(lambda x: jnp.asarray(x[:workers]), recorded)
-        indices, state, info = reduce(coo, state)
-        # All but the overflow is the same on every worker.
-        state = jax.tree.map(lambda x: x[0], state)
-        results.append(
-            Step(
-                boundaries=np.asarray(state.boundaries),
-                indices=np.asarray(indices[0]).reshape(workers, -1),
-                overflow=int(np.sum(info.overflow)),
-                delivered=int(info.delivered[0]),
-                words=float(info.words[0]),
-            )
-        )
+        _, total, _, state, info = step(coo, state)
+        boundaries, indices = np.asarray(state.boundaries), np.asarray(total.indices[0])
+        overflow, delivered = int(np.sum(info.overflow)), int(info.delivered[0])
+        words = float(info.words[0])
+        found = Step(boundaries, indices.reshape(workers, -1), overflow, delivered, words)
+        results.append(found)
     return results
 
 
 @functools.cache
-def _compiled(workers: int, density: float, regions: str, balance: str, period: int):
+def _compiled(workers: int, density: float, period: int, **options: str):
     # The schedule has no influence on the result; this one compiles fastest.
-    allreduce = ok_topk(
-        density=density,
-        regions=regions,
-        balance=balance,
-        repartition_period=period,
-        schedule="all_to_all",
-    )
+    given = {"density": density, "repartition_period": period, "schedule": "all_to_all"}
+    allreduce = ok_topk(**given, **options)
+    return allreduce.init, on_workers(allreduce, workers, dense=False)
 
-    def reduce(coo, state):
-        total, _, state, info = allreduce.reduce(coo, state, axis=AXIS)
-        return total.indices, state, info
 
-    return allreduce.init, simulate(reduce, axis=AXIS, axis_size=workers, in_axes=(0, None))
+def on_workers(
+    allreduce: SparseAllreduce,
+    workers: int,
+    selector: Selector | None = None,
+    *,
+    dense: bool = True,
+) -> Callable[..., Any]:
+    """A compiled step of all workers, ``step(given, state) -> (sent, total, kept, state, info)``.
+
+    They are given accumulators, of which the selector selects, or selections where there is none.
+    What is sent and the total are whole vectors, or pairs where they need not be dense.
+    """
+
+    def one(given, state):
+        coo, kept = given, None
+        if selector is not None:
+            coo, _, _ = selector.select(given, selector.init(given.shape[0]))
+        total, undelivered, state, info = allreduce.reduce(coo, state, axis=AXIS)
+        if selector is not None:
+            kept = undelivered.residual(given, coo)
+        sent = coo.to_dense() if dense else coo
+        whole = total.to_dense() if dense and isinstance(total, PaddedCOO) else total
+        return sent, whole, kept, state, info
+
+    compiled = simulate(one, axis=AXIS, axis_size=workers, in_axes=(0, None))
+
+    def step(given, state):
+        sent, total, kept, states, info = compiled(given, state)
+        # The same on every worker, but for what is kept and what overflows.
+        return sent, total, kept, jax.tree.map(lambda x: x[0], states), info
+
+    return step

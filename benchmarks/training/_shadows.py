@@ -1,7 +1,6 @@
 """Every selector on the same accumulators: each keeps its own state, its choice is only counted."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -26,9 +25,7 @@ ESTIMATORS = {
 def contestants(density: float, first_threshold: float) -> dict[str, Any]:
     """All selectors and the published variants, by name, in the order of the table.
 
-    Args:
-      density: k / n.
-      first_threshold: the k-th magnitude of the first accumulator, for the fixed threshold.
+    The fixed threshold is the k-th magnitude of the first accumulator.
     """
     return {
         "topk": select.topk(density=density),
@@ -51,33 +48,26 @@ def contestants(density: float, first_threshold: float) -> dict[str, Any]:
 
 
 class Quality(NamedTuple):
-    """One selection beside the exact one, ``f32[]`` each.
+    """One selection beside the exact one, ``f32[]`` each."""
 
-    Attributes:
-      selected: entries in the buffer, / k.
-      passed: those and the overflow, / k: what the threshold lets through.
-      overlap: the share of the exact top-k that was selected.
-      captured: the share of the exact top-k's squared norm that was selected.
-    """
-
+    # Entries in the buffer, / k.
     selected: Any
+    # Those and the overflow, / k: what the threshold lets through.
     passed: Any
+    # The share of the exact top-k that was selected, and that of its squared norm.
     overlap: Any
     captured: Any
 
 
 class Shape(NamedTuple):
-    """What a fit to the accumulator meets, ``f32[]`` each.
+    """What a fit to the accumulator meets, ``f32[]`` each."""
 
-    Attributes:
-      kurtosis: 3 for normal entries, more for a heavier tail.
-      zeros: the share of entries that are exactly zero.
-      reach: the exact k-th magnitude in standard deviations. A normal fit selects too few where
-        it is below the normal quantile.
-    """
-
+    # 3 for normal entries, more for a heavier tail.
     kurtosis: Any
+    # The share of entries that are exactly zero.
     zeros: Any
+    # The exact k-th magnitude in standard deviations. A normal fit selects too few where it is
+    # below the normal quantile.
     reach: Any
 
 
@@ -85,49 +75,33 @@ class Shadows:
     """The selectors of :func:`contestants`, run over a sequence of accumulators."""
 
     def __init__(self, density: float, layout: Layout):
-        self.density = density
-        self.layout = layout
-        self.names: list[str] = []
-        self._measure: Callable[..., Any] | None = None
+        self.density, self.layout = density, layout
+        self._selectors: dict[str, Any] = {}
         self._states: Any = None
         self._records: list[Any] = []
 
     def feed(self, acc: jax.Array) -> None:
         """Lets every selector take its next step on ``acc``."""
-        k = max(1, round(self.density * acc.size))
-        if self._measure is None:
-            first = float(_top_k(acc, k)[0][-1])
-            selectors = contestants(self.density, first)
-            self.names = list(selectors)
-            self._states = {name: s.init(self.layout) for name, s in selectors.items()}
-            self._measure = _measurement(selectors, k)
         # Both results whole, in a program of its own: with a part of them XLA sorts all n.
-        magnitudes, indices = _top_k(acc, k)
-        self._states, record = self._measure(acc, magnitudes, indices, self._states)
+        exact = _top_k(acc, max(1, round(self.density * acc.size)))
+        if not self._selectors:
+            self._selectors = contestants(self.density, float(exact[0][-1]))
+            self._states = {name: s.init(self.layout) for name, s in self._selectors.items()}
+        self._states, record = self._measure(acc, *exact, self._states)
         self._records.append(jax.device_get(record))
 
     def series(self) -> tuple[dict[str, Quality], Shape]:
         """The qualities by name, and the shapes: ``f32[steps]`` for each number."""
         qualities, shape = jax.tree.map(lambda *x: np.asarray(x), *self._records)
-        return {name: qualities[name] for name in self.names}, shape
+        return {name: qualities[name] for name in self._selectors}, shape
 
-
-@functools.partial(jax.jit, static_argnums=1)
-def _top_k(acc: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """The exact selection by JAX, which shares nothing with the selectors."""
-    magnitudes, indices = jax.lax.top_k(jnp.abs(acc), k)
-    return magnitudes, indices
-
-
-def _measurement(selectors: dict[str, Any], k: int) -> Callable[..., Any]:
-    """The compiled step of all selectors on one accumulator."""
-
-    @jax.jit
-    def measure(acc, magnitudes, indices, states):
+    @functools.partial(jax.jit, static_argnums=0)
+    def _measure(self, acc, magnitudes, indices, states):
+        """One step of all selectors on an accumulator whose exact selection is known."""
+        k, count, norm = magnitudes.size, jnp.sum(magnitudes > 0), jnp.sum(magnitudes**2)
         exact = jnp.zeros(acc.size + 1, bool).at[indices].set(magnitudes > 0)
-        count, norm = jnp.sum(magnitudes > 0), jnp.sum(magnitudes**2)
         qualities, following = {}, {}
-        for name, selector in selectors.items():
+        for name, selector in self._selectors.items():
             coo, following[name], info = selector.select(acc, states[name])
             shared = exact[coo.indices]
             qualities[name] = Quality(
@@ -145,4 +119,9 @@ def _measurement(selectors: dict[str, Any], k: int) -> Callable[..., Any]:
         )
         return following, (qualities, shape)
 
-    return measure
+
+@functools.partial(jax.jit, static_argnums=1)
+def _top_k(acc: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """The exact selection by JAX, which shares nothing with the selectors."""
+    magnitudes, indices = jax.lax.top_k(jnp.abs(acc), k)
+    return magnitudes, indices

@@ -6,8 +6,6 @@ workers take parts of one batch, in the same order whatever P is, so that runs w
 numbers of workers and different exchanges see the same examples at the same step.
 """
 
-import sys
-import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -20,65 +18,53 @@ from jax import lax
 import optax_ext
 import sparse_collectives as sc
 
+from .._common import options
 from .._common.options import InputError
 
 AXIS = "workers"
 
 
 class Task(NamedTuple):
-    """What to learn.
-
-    Attributes:
-      name: of the task.
-      init: ``init(seed) -> params``.
-      loss: ``loss(params, batch)``, the mean over a batch.
-      batch_of: ``batch_of(chosen)``, the examples ``chosen i32[...]`` as NumPy arrays.
-      count: how many examples there are.
-      evaluate: ``evaluate(params) -> float`` on data that training does not see.
-      once: whether all examples come before any of them comes again; otherwise each is drawn
-        from all.
-    """
+    """What to learn."""
 
     name: str
+    # ``init(seed) -> params``.
     init: Callable[[int], Any]
+    # ``loss(params, batch)``, the mean over a batch.
     loss: Callable[[Any, Any], jax.Array]
+    # ``batch_of(chosen)``, the examples ``chosen i32[...]`` as NumPy arrays.
     batch_of: Callable[[np.ndarray], Any]
+    # How many examples there are.
     count: int
+    # On data that training does not see.
     evaluate: Callable[[Any], float]
+    # Whether all examples come before any of them comes again; otherwise each is drawn from all.
     once: bool
 
 
 class Variant(NamedTuple):
-    """A way to train.
+    """A way to train."""
 
-    Attributes:
-      exchange: averages the gradients over AXIS, on each worker; or a whole optimizer.
-      optimizer: makes updates of the mean; ``optax.identity()`` where these are that already.
-    """
-
+    # Averages the gradients over AXIS, on each worker; or a whole optimizer.
     exchange: optax.GradientTransformation
+    # Makes updates of the mean; ``optax.identity()`` where these are that already.
     optimizer: optax.GradientTransformation
 
 
 class Curve(NamedTuple):
-    """What a run did.
+    """What a run did; the last three are None without an allreduce."""
 
-    Attributes:
-      steps: after which the others were measured.
-      values: of ``Task.evaluate``.
-      losses: the mean training loss since the measurement before.
-      words: the mean of the words that each worker received in a step; None without an
-        allreduce.
-      delivered: the mean of the entries in the update, / n; None without one.
-      counts: what a worker selected and what was delivered at each step, ``f64[2, steps]``; None
-        without one.
-    """
-
+    # After which the next two were measured.
     steps: list[int]
+    # Of ``Task.evaluate``.
     values: list[float]
+    # The mean training loss since the measurement before.
     losses: list[float]
+    # The mean of the words that each worker received in a step.
     words: float | None
+    # The mean of the entries in the update, / n.
     delivered: float | None
+    # What a worker selected and what was delivered at each step, ``f64[2, steps]``.
     counts: np.ndarray | None = None
 
 
@@ -145,25 +131,21 @@ def train(
     exchange = sc.simulate(variant.exchange.update, in_axes=(0, 0, None), **shared)
     ahead = sc.simulate(optax_ext.ahead, in_axes=(None, 0), **shared)
 
-    def gradient_at(where):
-        return jax.value_and_grad(task.loss)(*where)
-
     def step(carry, batches):
         params, state, optimizer_state = carry
         # One worker after the other: small products of matrices stay in the cache.
-        losses, gradients = lax.map(gradient_at, (ahead(params, state), batches))
+        losses, gradients = lax.map(
+            lambda where: jax.value_and_grad(task.loss)(*where), (ahead(params, state), batches)
+        )
         means, state = exchange(gradients, state, params)
         # Every worker has the same mean, to the bit.
         mean = jax.tree.map(lambda x: x[0], means)
         updates, optimizer_state = variant.optimizer.update(mean, optimizer_state, params)
-        info = optax_ext.get_info(state)
-        sent = ()
+        info, sent = optax_ext.get_info(state), ()
         if info is not None:
             sent = (info.words[0], info.selected.mean(), info.delivered[0] * 1.0)
-        return (optax.apply_updates(params, updates), state, optimizer_state), (
-            losses.mean(),
-            sent,
-        )
+        carry = optax.apply_updates(params, updates), state, optimizer_state
+        return carry, (losses.mean(), sent)
 
     # A shorter part at the end is compiled on its own.
     part = jax.jit(lambda carry, batches: lax.scan(step, carry, batches))
@@ -176,30 +158,22 @@ def train(
         carry = (params, init(copies), variant.optimizer.init(params))
         chosen = order_of(task, steps=steps, batch=batch, seed=seed)
         chosen = chosen.reshape(steps, workers, batch // workers)
-        curve, sent, started = Curve([0], [task.evaluate(params)], [], None, None), [], time.time()
+        curve, sent = Curve([0], [task.evaluate(params)], [], None, None), []
         for start in range(0, steps, every):
             carry, (losses, counts) = part(carry, task.batch_of(chosen[start : start + every]))
             curve.steps.append(min(start + every, steps))
             curve.values.append(task.evaluate(carry[0]))
             curve.losses.append(float(losses.mean()))
-            sent.append(counts)
-            print(
+            sent.append(np.array(counts, np.float64))
+            options.say(
                 f"{task.name}, {label}, P = {workers}, seed {seed}, step {curve.steps[-1]}: "
-                f"{curve.values[-1]:.4f} (training loss {curve.losses[-1]:.4f}; "
-                f"{time.time() - started:.0f} s)",
-                file=sys.stderr,
-                flush=True,
+                f"{curve.values[-1]:.4f} (training loss {curve.losses[-1]:.4f})"
             )
-        if sent[0]:
-            words, selected, delivered = (
-                np.concatenate([np.asarray(counts[i], np.float64) for counts in sent])
-                for i in range(3)
-            )
-            curve = curve._replace(
-                words=float(words.mean()),
-                delivered=float(delivered.mean()) / size,
-                counts=np.stack([selected, delivered]),
-            )
-        return curve
+        if not sent[0].size:
+            return curve
+        words, *counts = np.concatenate(sent, axis=1)
+        delivered = float(counts[1].mean()) / size
+        words = float(words.mean())
+        return curve._replace(words=words, delivered=delivered, counts=np.stack(counts))
 
     return [one(seed) for seed in seeds]

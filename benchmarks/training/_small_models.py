@@ -18,12 +18,7 @@ WIDTH, HEADS, BLOCKS, CONTEXT = 32, 4, 2, 64
 
 
 class Network(NamedTuple):
-    """A network.
-
-    Attributes:
-      init: ``init(seed) -> params``.
-      apply: ``apply(params, inputs) -> logits``, f32[..., classes].
-    """
+    """A network: ``init(seed)`` makes parameters, ``apply(params, inputs)`` f32[..., classes]."""
 
     init: Callable[[int], Any]
     apply: Callable[[Any, jax.Array], jax.Array]
@@ -50,8 +45,8 @@ def one_hidden_layer(shape: tuple[int, ...], classes: int, hidden: int) -> Netwo
         }
 
     def apply(params, images):
-        x = jax.nn.relu(_affine(params["hidden"], images.reshape(images.shape[0], -1)))
-        return _affine(params["output"], x)
+        x = jax.nn.relu(affine(params["hidden"], images.reshape(images.shape[0], -1)))
+        return affine(params["output"], x)
 
     return Network(init, apply)
 
@@ -72,9 +67,9 @@ def convolutional(shape: tuple[int, ...], classes: int) -> Network:
     def apply(params, images):
         x = images[..., None]
         for i in range(len(CHANNELS)):
-            x = _halved(jax.nn.relu(_affine(params[f"conv_{i}"], _patches(x))))
-        x = jax.nn.relu(_affine(params["dense"], x.reshape(x.shape[0], -1)))
-        return _affine(params["output"], x)
+            x = _halved(jax.nn.relu(affine(params[f"conv_{i}"], _patches(x))))
+        x = jax.nn.relu(affine(params["dense"], x.reshape(x.shape[0], -1)))
+        return affine(params["output"], x)
 
     return Network(init, apply)
 
@@ -88,14 +83,11 @@ def transformer(vocabulary: int, width: int = WIDTH) -> Network:
         def norm():
             return {"scale": jnp.ones(width), "bias": jnp.zeros(width)}
 
-        def table(rows):
-            return jnp.asarray(random.normal(0, 0.1, (rows, width)), jnp.float32)
-
         # What is added to the stream starts smaller, the more is added.
         small = (4 * BLOCKS) ** -0.5
         return {
-            "embedding": table(vocabulary),
-            "position": table(CONTEXT),
+            "embedding": normal(random, (vocabulary, width), 0.1),
+            "position": normal(random, (CONTEXT, width), 0.1),
             "blocks": [
                 {
                     "norm_0": norm(),
@@ -114,27 +106,56 @@ def transformer(vocabulary: int, width: int = WIDTH) -> Network:
     def apply(params, tokens):
         x = params["embedding"][tokens] + params["position"][: tokens.shape[1]]
         for block in params["blocks"]:
-            heads = _affine(block["qkv"], _normed(block["norm_0"], x))
+            heads = affine(block["qkv"], _normed(block["norm_0"], x))
             heads = heads.reshape(*x.shape[:2], HEADS, 3, width // HEADS)
             mixed = jax.nn.dot_product_attention(
                 *(heads[..., i, :] for i in range(3)), is_causal=True
             )
-            x = x + _affine(block["mix"], mixed.reshape(x.shape))
-            inner = jax.nn.gelu(_affine(block["up"], _normed(block["norm_1"], x)))
-            x = x + _affine(block["down"], inner)
-        return _affine(params["output"], _normed(params["norm"], x))
+            x = x + affine(block["mix"], mixed.reshape(x.shape))
+            inner = jax.nn.gelu(affine(block["up"], _normed(block["norm_1"], x)))
+            x = x + affine(block["down"], inner)
+        return affine(params["output"], _normed(params["norm"], x))
 
     return Network(init, apply)
 
 
+def normal(random: np.random.Generator, shape: tuple[int, ...], scale: float) -> jax.Array:
+    """Entries of a mean of 0."""
+    return jnp.asarray(random.normal(0, scale, shape), jnp.float32)
+
+
+def layer(random: np.random.Generator, shape: tuple[int, ...], scale: float) -> dict[str, Any]:
+    """A kernel, and a bias of zeros."""
+    return {"kernel": normal(random, shape, scale), "bias": jnp.zeros(shape[-1])}
+
+
 def _layer(random: np.random.Generator, inputs: int, outputs: int, gain: float = 1.0) -> Any:
-    scale = gain * (2 / inputs) ** 0.5
-    kernel = jnp.asarray(random.normal(0, scale, (inputs, outputs)), jnp.float32)
-    return {"kernel": kernel, "bias": jnp.zeros(outputs)}
+    return layer(random, (inputs, outputs), gain * (2 / inputs) ** 0.5)
 
 
-def _affine(layer: Any, x: jax.Array) -> jax.Array:
+def affine(layer: Any, x: jax.Array) -> jax.Array:
+    """``x`` through a layer."""
     return x @ layer["kernel"] + layer["bias"]
+
+
+def recurrence(gates: jax.Array, recurrent: jax.Array, unroll: int = 1) -> jax.Array:
+    """An LSTM: maps what goes into the gates, f32[time, batch, 4 cells], to f32[..., cells]."""
+
+    def step(carry, gates):
+        hidden, cell = carry
+        gates = gates + hidden @ recurrent
+        enter, forget, candidate, leave = jnp.split(gates, 4, axis=-1)
+        cell = jax.nn.sigmoid(forget) * cell + jax.nn.sigmoid(enter) * jnp.tanh(candidate)
+        hidden = jax.nn.sigmoid(leave) * jnp.tanh(cell)
+        return (hidden, cell), hidden
+
+    zero = jnp.zeros((gates.shape[1], recurrent.shape[0]))
+    return lax.scan(step, (zero, zero), gates, unroll=unroll)[1]
+
+
+def forgetful(cells: int) -> jax.Array:
+    """The bias of an LSTM: that of the forget gates begins at 1, as is usual."""
+    return jnp.zeros(4 * cells).at[cells : 2 * cells].set(1.0)
 
 
 def _normed(layer: Any, x: jax.Array) -> jax.Array:

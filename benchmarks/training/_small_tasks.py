@@ -28,18 +28,9 @@ def image_task(data: Dataset, network: Network) -> Task:
         return jnp.sum(jnp.argmax(network.apply(params, images), -1) == labels)
 
     def evaluate(params):
-        test = len(data.test_labels)
-        counts = [
-            int(
-                right(
-                    params,
-                    data.test_images[start : start + _PART],
-                    data.test_labels[start : start + _PART],
-                )
-            )
-            for start in range(0, test, _PART)
-        ]
-        return sum(counts) / test
+        parts = [slice(x, x + _PART) for x in range(0, len(data.test_labels), _PART)]
+        counts = [right(params, data.test_images[x], data.test_labels[x]) for x in parts]
+        return sum(map(int, counts)) / len(data.test_labels)
 
     return Task(
         "images",
@@ -61,18 +52,12 @@ def text_task(
 ) -> Task:
     """The loss on the last tenth of the text, in nats for a character.
 
-    Args:
-      text: to learn.
-      windows: of the held-out part, evenly spread, which are measured.
-      width: of the network.
-      network: ``network(vocabulary, width)``.
-
-    Raises:
-      InputError: the text is too short.
+    So many windows of it are measured, evenly spread, with ``network(vocabulary, width)``. A text
+    that is too short is an InputError.
     """
     alphabet, code = np.unique(np.array(list(text)), return_inverse=True)
     made = network(len(alphabet), width)
-    return _sequence_task("characters", code, CONTEXT, made.init, loss_of(made), windows)
+    return _sequence_task("characters", code, CONTEXT, made, loss_of(made), windows)
 
 
 def word_task(text: str, *, windows: int = 1024, width: int = _text_models.WIDTH) -> Task:
@@ -80,28 +65,20 @@ def word_task(text: str, *, windows: int = 1024, width: int = _text_models.WIDTH
 
     Capitals are no difference, a punctuation mark is a word, and so is each word that is not among
     the most frequent ones.
-
-    Args:
-      text: to learn.
-      windows: of the held-out part, evenly spread, which are measured.
-      width: of the network.
-
-    Raises:
-      InputError: the text is too short.
     """
     found = re.findall(r"\w+(?:'\w+)*|[^\w\s]", text.lower())
     common = collections.Counter(found).most_common(_text_models.VOCABULARY - 1)
     number = {word: i for i, (word, _) in enumerate(common)}
     code = np.array([number.get(word, len(common)) for word in found])
     made = _text_models.words(width)
-    return _sequence_task("words", code, _text_models.WORDS, made.init, made.loss, windows)
+    return _sequence_task("words", code, _text_models.WORDS, made, made.loss, windows)
 
 
 def _sequence_task(
     what: str,
     code: np.ndarray,
     context: int,
-    init: Callable[[int], Any],
+    network: Network | _text_models.Scored,
     loss: Callable[[Any, Any], jax.Array],
     windows: int,
 ) -> Task:
@@ -126,7 +103,7 @@ def _sequence_task(
 
     return Task(
         "text",
-        init,
+        network.init,
         loss,
         lambda chosen: windows_at(code[:cut], chosen),
         cut - context,

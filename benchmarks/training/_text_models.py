@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
-from ._small_models import Network
+from ._small_models import Network, affine, forgetful, layer, normal, recurrence
 
 # Of the LSTM: characters go in with so many entries, and it has so many cells.
 ENTRIES, CELLS = 32, 80
@@ -33,9 +32,8 @@ _UNROLL = 4
 class Scored(NamedTuple):
     """A network that says how well it finds what comes next, and not what else could.
 
-    Attributes:
-      init: ``init(seed) -> params``.
-      loss: ``loss(params, (inputs, labels))``, the mean negative log-likelihood.
+    ``init(seed)`` makes parameters; ``loss(params, (inputs, labels))`` is the mean negative
+    log-likelihood.
     """
 
     init: Any
@@ -47,30 +45,19 @@ def lstm(vocabulary: int, cells: int = CELLS) -> Network:
 
     def init(seed):
         random = np.random.default_rng(seed)
-        # The bias of the forget gates begins at 1, as is usual.
-        bias = jnp.zeros(4 * cells).at[cells : 2 * cells].set(1.0)
+        embedding = normal(random, (vocabulary, ENTRIES), 1.0)
+        kernel = normal(random, (ENTRIES, 4 * cells), ENTRIES**-0.5)
         return {
-            "embedding": _normal(random, (vocabulary, ENTRIES), 1.0),
-            "input": {"kernel": _normal(random, (ENTRIES, 4 * cells), ENTRIES**-0.5), "bias": bias},
-            "recurrent": _normal(random, (cells, 4 * cells), cells**-0.5),
-            "output": _layer(random, cells, vocabulary),
+            "embedding": embedding,
+            "input": {"kernel": kernel, "bias": forgetful(cells)},
+            "recurrent": normal(random, (cells, 4 * cells), cells**-0.5),
+            "output": layer(random, (cells, vocabulary), cells**-0.5),
         }
 
     def apply(params, tokens):
         x = params["embedding"][tokens].swapaxes(0, 1)
-        zero = jnp.zeros((tokens.shape[0], cells))
-
-        def step(carry, gates):
-            hidden, cell = carry
-            enter, forget, candidate, leave = jnp.split(
-                gates + hidden @ params["recurrent"], 4, axis=-1
-            )
-            cell = jax.nn.sigmoid(forget) * cell + jax.nn.sigmoid(enter) * jnp.tanh(candidate)
-            hidden = jax.nn.sigmoid(leave) * jnp.tanh(cell)
-            return (hidden, cell), hidden
-
-        hidden = lax.scan(step, (zero, zero), _affine(params["input"], x), unroll=_UNROLL)[1]
-        return _affine(params["output"], hidden.swapaxes(0, 1))
+        hidden = recurrence(affine(params["input"], x), params["recurrent"], _UNROLL)
+        return affine(params["output"], hidden.swapaxes(0, 1))
 
     return Network(init, apply)
 
@@ -84,33 +71,21 @@ def words(width: int = WIDTH) -> Scored:
     def init(seed):
         random = np.random.default_rng(seed)
         return {
-            "embedding": _normal(random, (VOCABULARY, width), 0.1),
-            "hidden": _layer(random, BEFORE * width, 2 * width),
-            "state": _layer(random, 2 * width, width),
-            "group": _layer(random, width, GROUPS),
-            "members": _normal(random, (GROUPS, MEMBERS, width), 0.1 * width**-0.5),
+            "embedding": normal(random, (VOCABULARY, width), 0.1),
+            "hidden": layer(random, (BEFORE * width, 2 * width), (BEFORE * width) ** -0.5),
+            "state": layer(random, (2 * width, width), (2 * width) ** -0.5),
+            "group": layer(random, (width, GROUPS), width**-0.5),
+            "members": normal(random, (GROUPS, MEMBERS, width), 0.1 * width**-0.5),
         }
 
     def loss(params, batch):
         inputs, labels = batch[0], batch[1][:, BEFORE - 1 :]
         x = params["embedding"][inputs]
         x = jnp.concatenate([x[:, i : i + FOUND] for i in range(BEFORE)], axis=-1)
-        x = _affine(params["state"], jax.nn.gelu(_affine(params["hidden"], x)))
+        x = affine(params["state"], jax.nn.gelu(affine(params["hidden"], x)))
         group, member = labels // MEMBERS, labels % MEMBERS
         inside = jnp.einsum("bfmw,bfw->bfm", params["members"][group], x)
         score = optax.softmax_cross_entropy_with_integer_labels
-        return (score(_affine(params["group"], x), group) + score(inside, member)).mean()
+        return (score(affine(params["group"], x), group) + score(inside, member)).mean()
 
     return Scored(init, loss)
-
-
-def _normal(random: np.random.Generator, shape: tuple[int, ...], scale: float) -> jax.Array:
-    return jnp.asarray(random.normal(0, scale, shape), jnp.float32)
-
-
-def _layer(random: np.random.Generator, inputs: int, outputs: int) -> Any:
-    return {"kernel": _normal(random, (inputs, outputs), inputs**-0.5), "bias": jnp.zeros(outputs)}
-
-
-def _affine(layer: Any, x: jax.Array) -> jax.Array:
-    return x @ layer["kernel"] + layer["bias"]

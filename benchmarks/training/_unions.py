@@ -14,9 +14,7 @@ UNIFORM_WORKERS = (2, 4, 8, 16, 32, 64)
 def growth(selections: Iterable[np.ndarray], size: int) -> np.ndarray:
     """The size of the union of the first selection, of the first two, and so on.
 
-    Args:
-      selections: the indices of each worker; ``size`` marks padding.
-      size: n.
+    The index ``size``, n, marks padding.
     """
     seen = np.zeros(size + 1, bool)
     unions = []
@@ -27,57 +25,41 @@ def growth(selections: Iterable[np.ndarray], size: int) -> np.ndarray:
 
 
 def uniform_row(unions: np.ndarray, size: int, selected: int, workers: int) -> dict[str, Any]:
-    """The mean of some unions of uniform selections beside its expectation.
-
-    Args:
-      unions: the union in each trial, at least two of them.
-      size: n.
-      selected: k.
-      workers: P.
-    """
+    """The mean of unions of uniform selections, at least two, beside its expectation."""
     expected = cost_model.expected_union(size, selected, workers)
-    error = np.std(unions, ddof=1) / math.sqrt(len(unions))
-    mean = np.mean(unions)
-    return {
-        "workers": workers,
-        "expected": expected,
-        "mean": mean,
-        "standard_error": error,
-        "errors_off": (mean - expected) / error if error > 0 else 0.0,
-    }
+    error, mean = np.std(unions, ddof=1) / math.sqrt(len(unions)), np.mean(unions)
+    off = (mean - expected) / error if error > 0 else 0.0
+    row = {"workers": workers, "expected": expected, "mean": mean}
+    return row | {"standard_error": error, "errors_off": off}
 
 
 def uniform(size: int, density: float, trials: int, seed: int) -> dict[str, Any]:
     """The table of uniformly random selections for one density."""
-    random = np.random.default_rng(seed)
-    k = max(1, round(density * size))
-    most = max(UNIFORM_WORKERS)
-    unions = np.array(
-        [
-            growth((random.choice(size, k, False, shuffle=False) for _ in range(most)), size)
-            for _ in range(trials)
-        ]
-    )
-    rows = [uniform_row(unions[:, p - 1], size, k, p) for p in UNIFORM_WORKERS]
+    random, k = np.random.default_rng(seed), max(1, round(density * size))
+    unions = []
+    for _ in range(trials):
+        each = (random.choice(size, k, False, shuffle=False) for _ in range(max(UNIFORM_WORKERS)))
+        unions.append(growth(each, size))
+    rows = [uniform_row(np.array(unions)[:, p - 1], size, k, p) for p in UNIFORM_WORKERS]
     return {"size": size, "density": density, "k": k, "trials": trials, "rows": rows}
 
 
-def parts(series: np.ndarray) -> dict[str, float]:
+def last_quarter(series: Sequence[float] | np.ndarray) -> Any:
+    """That of the steps, at least one."""
+    return series[len(series) - max(1, len(series) // 4) :]
+
+
+def parts(series: Sequence[float] | np.ndarray) -> dict[str, float]:
     """The mean over all steps, over the first tenth, and over the last quarter."""
-    steps = len(series)
     return {
-        "mean": np.mean(series),
-        "first_tenth": np.mean(series[: max(1, steps // 10)]),
-        "last_quarter": np.mean(series[steps - max(1, steps // 4) :]),
+        "mean": float(np.mean(series)),
+        "first_tenth": float(np.mean(series[: max(1, len(series) // 10)])),
+        "last_quarter": float(np.mean(last_quarter(series))),
     }
 
 
 def predictions(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The union of the largest run, predicted from those of fewer workers.
-
-    Args:
-      reports: the runs of one task, of :func:`record`.
-    """
+    """The union of the largest run of a task, predicted from those of fewer workers."""
     largest = max(reports, key=lambda report: report["workers"])
     size, k, workers = largest["size"], largest["k"], largest["workers"]
 
@@ -85,19 +67,15 @@ def predictions(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
         overlap = cost_model.Overlap(measured * size, of)
         return cost_model.expected_union(size, k, workers, overlap=overlap) / size
 
-    counts = [p for p in (2, 4, 8, 16, 32, 64) if p < workers]
-    smaller = [report for report in reports if report["workers"] < workers]
+    smaller = {run["workers"]: run for run in reports if run["workers"] < workers}
+    series = {p: [predict(x, p) for x in run["series"]] for p, run in smaller.items()}
     return {
         "workers": workers,
         "measured": largest["union"]["mean"],
         "uniform": largest["uniform"],
-        "same_run": {p: predict(largest["growth"][p - 1], p) for p in counts},
-        "other_runs": {
-            report["workers"]: predict(report["union"]["mean"], report["workers"])
-            for report in smaller
+        "same_run": {
+            p: predict(largest["growth"][p - 1], p) for p in UNIFORM_WORKERS if p < workers
         },
-        "other_runs_by_step": {
-            report["workers"]: np.mean([predict(x, report["workers"]) for x in report["series"]])
-            for report in smaller
-        },
+        "other_runs": {p: predict(run["union"]["mean"], p) for p, run in smaller.items()},
+        "other_runs_by_step": {p: np.mean(by_step) for p, by_step in series.items()},
     }

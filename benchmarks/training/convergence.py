@@ -10,11 +10,10 @@ workers. The learning rates were chosen for the dense runs.
 A long experiment can be cut in pieces: ``--tasks``, ``--workers`` and ``--only`` choose what is
 trained, ``--json`` keeps each run when it is done, and ``--read FILE ...`` prints and plots runs
 that were kept, and trains nothing.
-
-Without the options the text is Python's own help topics and the images are scikit-learn's digits.
 """
 
 import argparse
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +24,8 @@ import optax
 
 import optax_ext
 
-from .._common import display, options, reports
+from .._common import options, reports
+from . import _tables
 from ._data import read_images, read_text
 from ._recorded_training import MOMENTUM, schedule
 from ._simulated_training import AXIS, Task, Variant, exact_top_k, train
@@ -60,14 +60,9 @@ MEASURED = [
 
 def variants(task: str, density: float, steps: int, rate: float) -> dict[str, Variant]:
     """By name, the dense one first."""
-    peak = schedule(rate, steps)
-
+    peak, warm = schedule(rate, steps), max(1, steps // 10)
     common = {"density": density, "axis": AXIS, "selector": exact_top_k(density)}
-
-    def sparse(**more: Any) -> optax.GradientTransformation:
-        return optax_ext.ok_topk(**common, **more)
-
-    warm = max(1, steps // 10)
+    sparse = functools.partial(optax_ext.ok_topk, **common)
     if task == "images":
         optimizer = optax.sgd(peak, momentum=MOMENTUM)
         # Without momentum the same distance takes a rate larger by what momentum sums up.
@@ -82,34 +77,21 @@ def variants(task: str, density: float, steps: int, rate: float) -> dict[str, Va
         optimizer = optax.adamw(peak, weight_decay=DECAY)
         recipe = sparse(dense_steps=warm, dense_leaves=optax_ext.small_leaves())
         special = {RECIPE: Variant(recipe, optimizer)}
-    return {
-        DENSE: Variant(optax_ext.dense(axis=AXIS), optimizer),
-        "ok_topk": Variant(sparse(), optimizer),
-        **special,
-    }
+    usual = {DENSE: optax_ext.dense(axis=AXIS), "ok_topk": sparse()}
+    return {name: Variant(exchange, optimizer) for name, exchange in usual.items()} | special
 
 
 def run_all(tasks: Sequence[Task], args: argparse.Namespace) -> list[dict[str, Any]]:
     """One report for each task, variant and number of workers."""
     runs = []
     for task in tasks:
-        rate, batch, steps = (
-            getattr(args, f"{name}_{task.name}") for name in ("rate", "batch", "steps")
-        )
-        for name, variant in variants(task.name, args.density, steps, rate).items():
+        names = ("rate", "batch", "steps")
+        rate, batch, steps = (getattr(args, f"{name}_{task.name}") for name in names)
+        given = {"steps": steps, "batch": batch, "every": max(1, steps // args.points)}
+        chosen = variants(task.name, args.density, steps, rate)
+        for name in filter(lambda name: not args.only or name in args.only, chosen):
             for workers in args.workers:
-                if args.only and name not in args.only:
-                    continue
-                curves = train(
-                    task,
-                    variant,
-                    workers=workers,
-                    steps=steps,
-                    every=max(1, steps // args.points),
-                    batch=batch,
-                    seeds=range(args.seeds),
-                    label=name,
-                )
+                common = given | {"workers": workers, "seeds": range(args.seeds), "label": name}
                 runs.append(
                     {
                         "task": task.name,
@@ -119,7 +101,7 @@ def run_all(tasks: Sequence[Task], args: argparse.Namespace) -> list[dict[str, A
                         "batch": batch,
                         "width": args.width if task.name == "text" else None,
                         "rate": rate,
-                        "curves": [curve._asdict() for curve in curves],
+                        "curves": [x._asdict() for x in train(task, chosen[name], **common)],
                     }
                 )
                 reports.write(args.json, runs)
@@ -151,66 +133,51 @@ def gaps(report: dict[str, Any], runs: Sequence[dict[str, Any]]) -> np.ndarray |
 
 def show(runs: Sequence[dict[str, Any]]) -> None:
     """Prints the table of each task."""
-    for task in TASKS:
-        rows = [report for report in runs if report["task"] == task]
-        if not rows:
-            continue
-        first, (measure, large) = rows[0], MEASURES[task]
-        print(
-            f"\n{task}: {measure} after {first['curves'][0]['steps'][-1]} steps, density "
-            f"{first['density']:.1%}, batch {first['batch']}, rate {first['rate']:g}\n"
-            f"{'':34}{'P':>4} {'seeds':>6} {'mean':>9} {'deviation':>10} "
-            f"{'worse by ' + ('points' if large else '%'):>18} {'words a step':>13}"
-        )
-        for report in rows:
-            values, worse = last_of(report), gaps(report, runs)
-            values = 100 * values if large else values
-            deviation = f"{values.std(ddof=1):.3f}" if len(values) > 1 else "-"
-            gap = "-" if worse is None or report["variant"] == DENSE else f"{worse.mean():+.2f}"
-            words = report["curves"][0]["words"]
-            print(
-                f"{report['variant']:34}{report['workers']:>4} {len(values):>6} "
-                f"{values.mean():>9.3f} {deviation:>10} {gap:>18} "
-                f"{'-' if words is None else f'{words:,.0f}':>13}"
-            )
+    for task in dict.fromkeys(run["task"] for run in runs):
+        rows, (measure, large) = [], MEASURES[task]
+        for run in (run for run in runs if run["task"] == task):
+            worse, values = gaps(run, runs), last_of(run) * (100 if large else 1)
+            numbers = {"seeds": len(values), "mean": values.mean(), "worse": None}
+            if worse is not None and run["variant"] != DENSE:
+                numbers["worse"] = worse.mean()
+            deviation = values.std(ddof=1) if len(values) > 1 else None
+            words = run["curves"][0]["words"]
+            rows.append(run | numbers | {"deviation": deviation, "words": words})
+        title = "after {} steps, density {density:.1%}, batch {batch}, rate {rate:g}"
+        after = title.format(rows[0]["curves"][0]["steps"][-1], **rows[0])
+        unit = "points" if large else "%"
+        fields = "variant workers seeds mean deviation worse words"
+        _tables.show(f"{task}: {measure} {after}; worse than dense by {unit}", fields, rows)
 
 
 def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
     """The curves: one color for each variant, one line style for each number of workers."""
-    tasks = [task for task in TASKS if any(report["task"] == task for report in runs)]
-    figure, panels = display.panels(1, len(tasks), (6.5 * len(tasks), 4.8))
-    for panel, task in zip(panels[0], tasks, strict=True):
-        rows = [report for report in runs if report["task"] == task]
-        names = list(dict.fromkeys(report["variant"] for report in rows))
-        counts = sorted({report["workers"] for report in rows})
-        ends = []
-        for report in rows:
-            curves = report["curves"]
-            values = np.mean([curve["values"] for curve in curves], 0)
-            ends.append(values[min(2, len(values) - 1) :])
-            panel.plot(
-                curves[0]["steps"],
-                values,
-                color=f"C{names.index(report['variant'])}",
-                linestyle=("-", "--", ":", "-.")[counts.index(report["workers"]) % 4],
-                label=f"{report['variant']}, P = {report['workers']}",
-            )
+    panels = []
+    for task in dict.fromkeys(run["task"] for run in runs):
+        rows = [run for run in runs if run["task"] == task]
+        names = list(dict.fromkeys(run["variant"] for run in rows))
+        counts = sorted({run["workers"] for run in rows})
+        lines = []
+        for run in rows:
+            values = np.mean([curve["values"] for curve in run["curves"]], 0)
+            line = ("-", "--", ":", "-.")[counts.index(run["workers"]) % 4]
+            style = f"C{names.index(run['variant'])}{line}"
+            label = f"{run['variant']}, P = {run['workers']}"
+            lines.append((run["curves"][0]["steps"], values, style, label))
+        panels.append({"title": f"{task}, {MEASURES[task][0]}", "xlabel": "step", "lines": lines})
         # The first steps would take up most of the height.
-        low, high = np.concatenate(ends).min(), np.concatenate(ends).max()
-        panel.set(title=f"{task}, {MEASURES[task][0]}", xlabel="step")
-        if high > low:
-            panel.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
-        panel.grid(alpha=0.3)
-        panel.legend()
-    display.save(figure, path)
+        ends = np.concatenate([y[min(2, len(y) - 1) :] for _, y, _, _ in lines])
+        if (room := 0.05 * np.ptp(ends)) > 0:
+            panels[-1]["ylim"] = (ends.min() - room, ends.max() + room)
+    _tables.draw(path, panels)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options; exits with status 2 and one line when one of them is wrong."""
     parser = options.parser_of(__doc__)
     add = parser.add_argument
-    add("--text", type=Path, metavar="FILE", help="plain text")
-    add("--images", type=Path, metavar="DIR", help="IDX files, such as MNIST")
+    add("--text", type=Path, metavar="FILE", help="plain text; Python's help topics by default")
+    add("--images", type=Path, metavar="DIR", help="IDX files; scikit-learn's digits by default")
     add("--tasks", nargs="+", choices=TASKS, default=TASKS)
     add("--workers", type=options.several, nargs="+", default=[16, 32], metavar="P")
     add("--only", nargs="+", metavar="NAME", help="of these variants")

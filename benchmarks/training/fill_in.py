@@ -14,8 +14,6 @@ all of it. Ok-Topk (section 5.2) reports means over whole runs: 13.2 % for VGG-1
 Third, what `cost_model` predicts for the largest number of workers from a union that fewer of them
 have (`cost_model.Overlap`), beside the measured union. The first m workers of a run are taken, and
 the separate runs of other numbers of workers.
-
-Without the options the text is Python's own help topics and the images are scikit-learn's digits.
 """
 
 import argparse
@@ -29,9 +27,10 @@ import numpy as np
 
 from sparse_collectives import cost_model
 
-from .._common import display, options, reports
-from . import _recorded_training as training
-from ._recorded_tasks import Run, recorded_runs, recording_parser
+from .._common import options, reports
+from . import _tables
+from ._recorded_tasks import recorded_runs, recording_parser
+from ._recorded_training import Recorder, Run
 from ._unions import growth, parts, predictions, uniform
 
 # Ok-Topk, section 5.2: the density of the result, by run and number of workers.
@@ -41,38 +40,18 @@ UNIFORM_DENSITIES = (0.01, 0.02)
 
 def record(run: Run, workers: int, args: argparse.Namespace) -> dict[str, Any]:
     """Trains with so many workers and counts the unions."""
-    task = run.make_task(workers)
-    size = sum(leaf.size for leaf in training.layout_of(task.params))
-    unions = []
+    recorder, unions = Recorder(run, workers), []
 
-    def count(step, selections):
-        unions.append(growth((np.asarray(coo.indices) for coo in selections), size))
-        text = f"{run.name}, P = {workers}: step {step + 1} of {args.steps}"
-        options.progress(text, last=step + 1 == args.steps)
+    def count(step, acc, gradient, selections):
+        indices = (np.asarray(coo.indices) for coo in selections)
+        unions.append(growth(indices, recorder.size))
 
-    curve = training.train(
-        task,
-        density=run.density,
-        workers=workers,
-        steps=args.steps,
-        order="before",
-        visit=lambda *_: None,
-        visit_all=count,
-    )
-    table = np.array(unions)
-    k = max(1, round(run.density * size))
+    report = recorder.description(recorder.train(args.steps, visit=count))
+    table, size, k = np.array(unions), recorder.size, recorder.k
     mean = table.mean(0)
     overlap = cost_model.Overlap(mean[-1], workers)
-    return {
-        "run": run.name,
-        "workers": workers,
-        "size": size,
-        "density": run.density,
-        "k": k,
-        "steps": args.steps,
+    return report | {
         "batch": args.batch,
-        "validation_before": curve.before,
-        "validation_after": curve.after,
         "union": parts(table[:, -1] / size),
         "union_of_k": mean[-1] / k,
         "uniform": cost_model.expected_union(size, k, workers) / size,
@@ -85,82 +64,49 @@ def record(run: Run, workers: int, args: argparse.Namespace) -> dict[str, Any]:
 
 def show_uniform(table: dict[str, Any]) -> None:
     """Prints one table of uniform selections."""
-    print(
-        f"\nuniform selections: n = {table['size']:,}, k = {table['k']:,}, "
-        f"{table['trials']} trials\n"
-        f"{'P':>4} {'formula':>12} {'measured':>12} {'standard error':>15} {'off by':>16}"
-    )
-    for row in table["rows"]:
-        print(
-            f"{row['workers']:>4} {row['expected']:>12,.1f} {row['mean']:>12,.1f} "
-            f"{row['standard_error']:>15.1f} {row['errors_off']:>9.1f} errors"
-        )
+    title = "uniform selections: n = {size:,}, k = {k:,}, {trials} trials".format(**table)
+    _tables.show(title, "workers expected mean standard_error errors_off", table["rows"])
 
 
-def show(runs: Sequence[dict[str, Any]]) -> None:
-    """Prints the table of the runs of one task."""
-    first = runs[0]
-    print(
-        f"\n{first['run']}: n = {first['size']:,}, k = {first['k']:,} (density "
-        f"{first['density']:.1%}), {first['steps']} steps, batch {first['batch']} a worker\n"
-        f"{'':4} {'------------ union / n -----------':>34} {'':>7} {'uniform':>8} "
-        f"{'measured':>9} {'effective':>10} {'':>6} {'validation':>14}\n"
-        f"{'P':>4} {'mean':>10} {'first 1/10':>11} {'last 1/4':>11} {'union/k':>8} {'':>7} "
-        f"{'/ uniform':>10} {'n / n':>10} {'paper':>6} {'loss':>14}"
-    )
-    for report in runs:
-        union, paper = report["union"], report["paper"]
-        losses = f"{report['validation_before']['loss']:.2f} -> " + (
-            f"{report['validation_after']['loss']:.2f}"
-        )
-        print(
-            f"{report['workers']:>4} {union['mean']:>10.2%} {union['first_tenth']:>11.2%} "
-            f"{union['last_quarter']:>11.2%} {report['union_of_k']:>8.2f} "
-            f"{report['uniform']:>7.2%} {union['mean'] / report['uniform']:>10.3f} "
-            f"{report['effective_size']:>10.3f} "
-            f"{f'{paper:.1%}' if paper else '-':>6} {losses:>14}"
-        )
-
-
-def show_predictions(name: str, table: dict[str, Any]) -> None:
-    """Prints what the cost model makes of unions of fewer workers."""
-    measured = table["measured"]
-    print(f"\n{name}: union / n for P = {table['workers']}, measured {measured:.2%}; predicted")
-
-    def line(label: str, predicted: float) -> None:
-        print(f"  {label:50} {predicted:>8.2%} ({predicted / measured - 1:+.1%})")
-
-    line("by the uniform formula", table["uniform"])
-    for workers, predicted in table["same_run"].items():
-        line(f"from the union of {workers} workers of this run", predicted)
-    for workers, predicted in table["other_runs"].items():
-        line(f"from the union of a run with {workers} workers", predicted)
-    for workers, predicted in table["other_runs_by_step"].items():
-        line(f"by step, from those of a run with {workers} workers", predicted)
+def show(runs: Sequence[dict[str, Any]], predicted: dict[str, Any]) -> None:
+    """Prints the table of the runs of one task, and what the cost model makes of fewer workers."""
+    title = "{run}: n = {size:,}, k = {k:,}, density {density:.1%}, {steps} steps, batch {batch}"
+    fields = "workers union.mean union.first_tenth union.last_quarter union_of_k uniform "
+    fields += "effective_size paper validation_before.loss validation_after.loss"
+    _tables.show(f"{title.format(**runs[0])} a worker", fields, runs)
+    measured, lines = predicted["measured"], {"the uniform formula": predicted["uniform"]}
+    for key, text in {
+        "same_run": "the union of {} workers of this run",
+        "other_runs": "the union of a run with {} workers",
+        "other_runs_by_step": "those of a run with {} workers, by step",
+    }.items():
+        lines |= {text.format(workers): x for workers, x in predicted[key].items()}
+    rows = [{"from": x, "predicted": y, "ratio": y / measured} for x, y in lines.items()]
+    title = f"union / n for P = {predicted['workers']}, measured {measured:.2%}"
+    _tables.show(title, "from predicted ratio", rows)
 
 
 def draw(tasks: Sequence[Sequence[dict[str, Any]]], path: Path) -> None:
     """The growth with the number of workers, and the union over the steps."""
-    figure, panels = display.panels(2, len(tasks), (5.5 * len(tasks), 8))
-    for (above, below), runs in zip(panels.T, tasks, strict=True):
-        for color, report in enumerate(runs):
-            workers = report["workers"]
-            label = f"measured, run with P = {workers}"
-            above.plot(np.arange(1, workers + 1), 100 * report["growth"], f"C{color}-", label=label)
-            below.plot(100 * report["series"], f"C{color}-", label=f"P = {workers}")
-            below.axhline(100 * report["uniform"], color=f"C{color}", linestyle=":")
-            if report["paper"]:
-                above.plot(workers, 100 * report["paper"], "k*", label="Ok-Topk paper")
-        size, k = runs[0]["size"], runs[0]["k"]
-        axis = range(1, 1 + max(report["workers"] for report in runs))
-        by_formula = [100 * cost_model.expected_union(size, k, p) / size for p in axis]
-        above.plot(axis, by_formula, "k:", label="uniform formula")
-        title = f"{runs[0]['run']}, density {runs[0]['density']:.1%}"
-        above.set(title=title, xlabel="workers", ylabel="union / n, %", ylim=(0, None))
-        below.set(xlabel="step (dotted: uniform)", ylabel="union / n, %", ylim=(0, None))
-        above.legend()
-        below.legend(loc="lower right")
-    display.save(figure, path)
+    above, below = [], []
+    for runs in tasks:
+        grown, followed, size = [], [], runs[0]["size"]
+        for i, run in enumerate(runs):
+            workers, label = run["workers"], f"P = {run['workers']}"
+            grown.append((np.arange(1, workers + 1), 100 * run["growth"], f"C{i}-", label))
+            if run["paper"]:
+                grown.append((workers, 100 * run["paper"], "k*", "Ok-Topk paper"))
+            steps, uniform = np.arange(run["steps"]), np.full(run["steps"], 100 * run["uniform"])
+            followed.append((steps, 100 * run["series"], f"C{i}-", label))
+            followed.append((steps, uniform, f"C{i}:", f"{label}, uniform"))
+        counts = range(1, 1 + max(run["workers"] for run in runs))
+        formula = [100 * cost_model.expected_union(size, runs[0]["k"], p) / size for p in counts]
+        grown.append((counts, formula, "k:", "uniform formula"))
+        title, given = f"{runs[0]['run']}, density {runs[0]['density']:.1%}", {"ylim": (0, None)}
+        given["ylabel"] = "union / n, %"
+        above.append({"title": title, "xlabel": "workers", "lines": grown, **given})
+        below.append({"xlabel": "step", "lines": followed, **given})
+    _tables.draw(path, above, below)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -178,17 +124,14 @@ def main(argv: list[str] | None = None) -> None:
     """Prints the tables."""
     args = parse(argv)
     runs = recorded_runs(args)
-    tables = [
-        uniform(args.uniform_size, density, args.trials, args.seed) for density in UNIFORM_DENSITIES
-    ]
+    tables = [uniform(args.uniform_size, x, args.trials, args.seed) for x in UNIFORM_DENSITIES]
     for table in tables:
         show_uniform(table)
     tasks, predicted = [], []
     for run in runs:
         tasks.append([record(run, workers, args) for workers in args.workers])
-        show(tasks[-1])
         predicted.append(predictions(tasks[-1]))
-        show_predictions(run.name, predicted[-1])
+        show(tasks[-1], predicted[-1])
     content = {"uniform": tables, "runs": tasks, "predictions": predicted}
     reports.write(args.json, {"backend": jax.default_backend()} | content)
     if args.plot:

@@ -22,7 +22,7 @@ from jax.sharding import AxisType
 import optax_ext
 
 from .._common import options, reports
-from .._common.display import show
+from . import _tables
 from ._data import read_images
 
 WORKERS, BATCH, WIDTH, RATE = 8, 128, 128, 1e-3
@@ -66,11 +66,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = options.parser_of(__doc__)
     add = parser.add_argument
     add("--images", type=Path, metavar="FOLDER", help="of IDX files; scikit-learn's digits without")
-    add(
-        "--raw",
-        action="store_true",
-        help="pixels from 0 to 1, in place of a mean of 0 and a deviation of 1",
-    )
+    raw = "pixels from 0 to 1, in place of a mean of 0 and a deviation of 1"
+    add("--raw", action="store_true", help=raw)
     add("--steps", type=options.at_least_one, default=1000)
     add("--seeds", type=options.at_least_one, default=3)
     add("--json", type=options.output, metavar="FILE", help="also write the numbers here")
@@ -88,17 +85,15 @@ def main(argv: list[str] | None = None) -> int:
     }
     rows = []
     for name, tx in ways.items():
-        runs = [
-            train(data, tx, flush=tx is not dense, steps=args.steps, seed=seed)
-            for seed in range(args.seeds)
-        ]
+        given = {"flush": tx is not dense, "steps": args.steps}
+        runs = [train(data, tx, seed=seed, **given) for seed in range(args.seeds)]
         rows.append({"method": name, "accuracy": np.array(runs).T.tolist()})
-    cells = [[", ".join(f"{x:.2f}" for x in seeds) for seeds in row["accuracy"]] for row in rows]
-    show(
-        f"test accuracy, %, of each seed after {args.steps} steps at a constant rate of {RATE:g}",
-        ["", "as it is", "after flush"],
-        [[row["method"], *(line + [""])[:2]] for row, line in zip(rows, cells, strict=True)],
-    )
+    shown = []
+    for row in rows:
+        trained, *flushed = row["accuracy"]
+        shown.append(row | {"trained": trained, "flushed": sum(flushed, [])})
+    title = f"test accuracy, %, of each seed after {args.steps} steps at a rate of {RATE:g}"
+    _tables.show(title, "method trained flushed", shown)
     content = {"steps": args.steps, "raw": args.raw, "jax": jax.__version__, "rows": rows}
     reports.write(args.json, content)
     return 0

@@ -10,13 +10,14 @@ and with the gradient of one layer multiplied by 100 before the accumulation (an
 before the optimizer), so that nearly all selected entries come from a small part of the indices.
 
 Split and reduce: the entries that the owner of each region gets from all others, before anything is
-cut to the slots of a message: what messages of exact size would carry. "max/mean" is over the
-workers, as a mean over the steps; "max/k" is the largest in units of k, 1 - 1/P where all is even.
-"overflow" is the share of the selected entries that found no slot.
+cut to the slots of a message: what messages of exact size would carry. "received" is the largest
+over their mean, as a mean over the steps; "received_of_k" the largest in units of k, 1 - 1/P where
+all is even. "overflow" is the share of the selected entries that found no slot.
 
-Allgather: the entries of each worker before and after the balancing. "over 4x" is the share of
-steps on which the paper would balance; "delivered" is the share of k in the result, and "words" all
-that a worker receives, as a share of the paper's bound 6k(P-1)/P.
+Allgather: the entries of each worker, the largest over the mean, "before" the balancing and "after"
+it. "over_trigger" is the share of steps on which the paper would balance; "delivered" is the share
+of k in the result, and "words_of_bound" all that a worker receives, as a share of the paper's bound
+6k(P-1)/P.
 
 One step in `--every` is recorded. The regions are cut at the first record, and then only where many
 entries overflow, so at the last one they may be as old as the run; `--period 1` cuts them anew at
@@ -25,26 +26,24 @@ each record.
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from sparse_collectives import PaddedCOO
 
-from .._common import display, options, reports
-from . import _recorded_training as training
+from .._common import options, reports
+from . import _tables
 from ._measures import Leaf
-from ._recorded_tasks import Run, recorded_runs, recording_parser
+from ._recorded_tasks import recorded_runs, recording_parser
+from ._recorded_training import Recorder, Run
 from ._replay import owned, received, replay, unevenness
 
 REGIONS = ("equal", "balanced")
 BALANCES = ("never", "auto", "always")
-# The layer that is scaled in the harder case: some percent of the parameters, more than k.
-HARD_LAYER = {"images": "conv_1/kernel", "text": "lstm_0/input"}
 # The paper balances where the largest count is over so many times the mean.
 PAPER_TRIGGER = 4
 
@@ -53,41 +52,25 @@ def record(
     run: Run, workers: int, hard: bool, args: argparse.Namespace
 ) -> tuple[list[PaddedCOO], dict[str, Any]]:
     """Trains, and returns the selections of some steps, ``[P, c]`` each, and a description."""
-    task = run.make_task(workers)
-    layout = training.layout_of(task.params)
-    size = sum(leaf.size for leaf in layout)
-    units, steps = None, []
-    if hard:
-        scaled = next(leaf for leaf in layout if leaf.name == HARD_LAYER[run.name])
-        units = jnp.ones(size).at[scaled.start : scaled.start + scaled.size].set(args.factor)
+    recorder, steps = Recorder(run, workers, args.factor if hard else None), []
 
-    def keep(step, selections):
+    def keep(step, acc, gradient, selections):
         if step % args.every == args.every - 1:
             steps.append(jax.tree.map(lambda *x: np.stack(x), *jax.device_get(selections)))
-        text = f"{run.name}: step {step + 1} of {args.steps}"
-        options.progress(text, last=step + 1 == args.steps)
 
-    curve = training.train(
-        task,
-        density=run.density,
-        workers=workers,
-        steps=args.steps,
-        order="before",
-        visit=lambda *_: None,
-        visit_all=keep,
-        units=units,
-    )
-    description = {
-        "run": run.name,
-        "case": f"{HARD_LAYER[run.name]} x {args.factor:g}" if hard else "as trained",
-        "size": size,
-        "density": run.density,
-        "k": max(1, round(run.density * size)),
-        "validation_before": curve.before,
-        "validation_after": curve.after,
-        "layers": concentration(np.stack([step.indices for step in steps]), layout),
+    description = recorder.description(recorder.train(args.steps, visit=keep)) | {
+        "case": f"{run.hard} x {args.factor:g}" if hard else "as trained",
+        "recorded": len(steps),
+        "layers": concentration(np.stack([step.indices for step in steps]), recorder.layout),
     }
     return steps, description
+
+
+def recordings(args: argparse.Namespace) -> Iterator[tuple[list[PaddedCOO], dict[str, Any]]]:
+    """Both runs as they are, and with one layer scaled."""
+    for run in recorded_runs(args):
+        for hard in (False, True):
+            yield record(run, max(args.workers), hard, args)
 
 
 def concentration(indices: np.ndarray, layout: Sequence[Leaf]) -> dict[str, dict[str, float]]:
@@ -137,62 +120,45 @@ def compare(
 
 
 def show(report: dict[str, Any]) -> None:
-    """Prints the tables of one recorded run."""
+    """Prints the table of one recorded run."""
     layers = sorted(report["layers"].items(), key=lambda item: -item[1]["selected"])[:2]
     shares = ", ".join(
         f"{name} {share['selected']:.0%} (of the parameters {share['parameters']:.1%})"
         for name, share in layers
     )
-    before, after = report["validation_before"]["loss"], report["validation_after"]["loss"]
-    print(
-        f"\n{report['run']}, {report['case']}: n = {report['size']:,}, k = {report['k']:,}; "
-        f"{report['recorded']} recorded steps; validation loss {before:.2f} -> {after:.2f}\n"
-        f"  selected entries by layer: {shares}\n"
-        f"{'':13} {'---- split and reduce ----':>27} {'- before allgather -':>21} "
-        + " ".join(f"{f'---- balance {mode} ----':>26}" for mode in BALANCES)
-        + f"\n{'P':>3} {'regions':9} {'max/mean':>9} {'max/k':>7} {'overflow':>9} "
-        f"{'max/mean':>11} {'over 4x':>9} "
-        + " ".join(f"{'max/mean':>9} {'delivered':>9} {'words':>6}" for _ in BALANCES)
+    title = (
+        "{run}, {case}: n = {size:,}, k = {k:,}; {recorded} recorded steps; validation loss "
+        "{validation_before[loss]:.2f} -> {validation_after[loss]:.2f}\nselected entries by layer: "
     )
-    for row in report["rows"]:
-        print(
-            f"{row['workers']:>3} {row['regions']:9} {row['received']:>9.2f} "
-            f"{row['received_of_k']:>7.2f} {row['overflow']:>9.2%} {row['before']:>11.2f} "
-            f"{row['over_trigger']:>9.0%} "
-            + " ".join(
-                f"{mode['after']:>9.2f} {mode['delivered']:>9.2%} {mode['words_of_bound']:>6.2f}"
-                for mode in row["balance"].values()
-            )
-        )
+    fields = "regions workers received received_of_k overflow before over_trigger"
+    _tables.show(title.format(**report) + shares, fields, report["rows"])
+    rows = [
+        {"regions": row["regions"], "workers": row["workers"], "balance": mode, **numbers}
+        for row in report["rows"]
+        for mode, numbers in row["balance"].items()
+    ]
+    _tables.show("allgather", "regions workers balance after delivered words_of_bound", rows)
 
 
 def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
     """The unevenness in both phases over the number of workers, one column for each run."""
-    size = (4 * len(runs), 7)
-    figure, panels = display.panels(2, len(runs), size, sharex=True, sharey="row")
-    for (above, below), report in zip(panels.T, runs, strict=True):
+    above, below = [], []
+    for report in runs:
+        reduced, gathered = [], []
         for regions, color in zip(REGIONS, ("C3", "C0"), strict=True):
             rows = [row for row in report["rows"] if row["regions"] == regions]
-            workers = [row["workers"] for row in rows]
-            label = f"{regions} regions"
-            above.plot(workers, [row["received"] for row in rows], f"{color}o-", label=label)
-            below.plot(
-                workers, [row["before"] for row in rows], f"{color}o-", label=f"{label}, before"
-            )
+            workers, label = [row["workers"] for row in rows], f"{regions} regions"
+            reduced.append((workers, [row["received"] for row in rows], f"{color}o-", label))
+            before = [row["before"] for row in rows]
+            gathered.append((workers, before, f"{color}o-", f"{label}, before"))
             for mode, style in (("auto", "s--"), ("always", "^:")):
                 after = [row["balance"][mode]["after"] for row in rows]
-                below.plot(workers, after, f"{color}{style}", label=f"{label}, {mode}")
-        above.set(title=f"{report['run']}, {report['case']}", yscale="log")
-        below.set(xscale="log", yscale="log", xlabel="workers", xticks=workers)
-        below.set_xticklabels(workers)
-        for panel in (above, below):
-            panel.set_yticks(ticks := (1, 2, 5, 10, 20), ticks)
-            panel.minorticks_off()
-    panels[0, 0].set_ylabel("split and reduce: received, max / mean")
-    panels[1, 0].set_ylabel("allgather: entries, max / mean")
-    panels[0, 0].legend(loc="upper left")
-    panels[1, 0].legend(loc="upper left", fontsize="small")
-    display.save(figure, path)
+                gathered.append((workers, after, color + style, f"{label}, {mode}"))
+        title = f"{report['run']}, {report['case']}"
+        given = {"xlabel": "workers", "xscale": "log", "yscale": "log"}
+        above.append({"title": title, "ylabel": "received, max / mean", "lines": reduced} | given)
+        below.append({"ylabel": "to send, max / mean", "lines": gathered} | given)
+    _tables.draw(path, above, below)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -214,17 +180,14 @@ def main(argv: list[str] | None = None) -> None:
     """Prints the tables."""
     args = parse(argv)
     runs = []
-    for run in recorded_runs(args):
-        for hard in (False, True):
-            steps, report = record(run, max(args.workers), hard, args)
-            report["recorded"] = len(steps)
-            report["rows"] = [
-                compare(steps, workers, regions, run.density, args.period)
-                for workers in sorted(args.workers)
-                for regions in REGIONS
-            ]
-            runs.append(report)
-            show(report)
+    for steps, report in recordings(args):
+        report["rows"] = [
+            compare(steps, workers, regions, report["density"], args.period)
+            for workers in sorted(args.workers)
+            for regions in REGIONS
+        ]
+        runs.append(report)
+        show(report)
     content = {"every": args.every, "period": args.period, "runs": runs}
     reports.write(args.json, {"backend": jax.default_backend()} | content)
     if args.plot:

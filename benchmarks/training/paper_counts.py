@@ -20,29 +20,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import matplotlib.pyplot as plt
 import numpy as np
 import optax
 
 import optax_ext
 
-from .._common import display, options, reports
+from .._common import options, reports
 from ..learning import _tasks
+from . import _tables
 from ._recorded_training import schedule
 from ._simulated_training import AXIS, Variant, train
 
-COUNTS = ("local", "global")
+COUNTS, NUMBERS = ("local", "global"), ("deviation", "after", "mean")
 RULES: dict[str, bool | str] = {"the text": True, "corrected": "corrected"}
 
 
 class Setting(NamedTuple):
-    """What is usual for a task.
-
-    Attributes:
-      rate: the peak of that of SGD without momentum.
-      density: k / n, of the paper's network of this kind.
-      period: its tau'.
-    """
+    """What is usual for a task: the peak rate of SGD, and the paper's k / n and tau'."""
 
     rate: float
     density: float
@@ -70,25 +64,21 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def algorithm_2(setting: Setting, steps: int, paper: bool | str) -> optax.GradientTransformation:
-    """Ok-Topk SGD with the thresholds of the paper; :func:`optax_ext.ok_topk_sgd` at any tau'."""
-    sparse = optax_ext.ok_topk(
-        setting.density,
-        axis=AXIS,
-        paper=paper,
-        global_period=setting.period,
-        local=optax.scale_by_schedule(schedule(setting.rate, steps)),
-    )
-    return optax.chain(sparse, optax.scale(-1.0))
-
-
 def counts_of(name: str, rule: str, args: argparse.Namespace) -> dict[str, Any]:
     """Trains once for each seed, and counts: a list over the seeds of each number."""
     kind, setting = _tasks.KINDS[name], SETTINGS[name]
     task = _tasks.make(name, kind.width, args.text, args.images)
+    # `ok_topk_sgd` at any tau'.
+    sparse = optax_ext.ok_topk(
+        setting.density,
+        axis=AXIS,
+        paper=RULES[rule],
+        global_period=setting.period,
+        local=optax.scale_by_schedule(schedule(setting.rate, args.steps)),
+    )
     curves = train(
         task,
-        Variant(algorithm_2(setting, args.steps, RULES[rule]), optax.identity()),
+        Variant(optax.chain(sparse, optax.scale(-1.0)), optax.identity()),
         workers=args.workers,
         steps=args.steps,
         every=max(1, args.steps // 8),
@@ -97,49 +87,28 @@ def counts_of(name: str, rule: str, args: argparse.Namespace) -> dict[str, Any]:
         label=f"tau' = {setting.period}, {rule}",
     )
     size = sum(leaf.size for leaf in jax.tree.leaves(task.init(0)))
-    k = max(1, round(setting.density * size))
-    first = max(1, args.steps // 10)
+    k, first = max(1, round(setting.density * size)), max(1, args.steps // 10)
     # (seeds, local and global, steps)
     shares = np.array([curve.counts for curve in curves]) / k
     off = np.abs(shares - 1)
-    return {
-        "task": name,
-        "rule": rule,
-        "steps": args.steps,
-        "workers": args.workers,
-        "density": setting.density,
-        "period": setting.period,
-        "k": k,
-        "value": [curve.values[-1] for curve in curves],
-        **{
-            which: {
-                "deviation": off[:, i].mean(-1).tolist(),
-                "after": off[:, i, first:].mean(-1).tolist(),
-                "mean": shares[:, i].mean(-1).tolist(),
-            }
-            for i, which in enumerate(COUNTS)
-        },
-        "shares": shares[0],
-    }
+    row = {"task": name, "rule": rule, "steps": args.steps, "workers": args.workers, "k": k}
+    row |= {"density": setting.density, "period": setting.period}
+    row |= {"value": [curve.values[-1] for curve in curves]}
+    for i, which in enumerate(COUNTS):
+        numbers = (off[:, i].mean(-1), off[:, i, first:].mean(-1), shares[:, i].mean(-1))
+        row[which] = {x: y.tolist() for x, y in zip(NUMBERS, numbers, strict=True)}
+    return row | {"shares": shares[0]}
 
 
 def draw(path: Path, rows: list[dict[str, Any]]) -> None:
     """The counts over the steps with the first seed, one panel for a run."""
-    figure, panels = plt.subplots(
-        1, len(rows), figsize=(3.4 * len(rows), 3), sharey=True, squeeze=False
-    )
-    for panel, row in zip(panels[0], rows, strict=True):
-        for which, shares, color in zip(
-            COUNTS, row["shares"], ("tab:blue", "tab:orange"), strict=True
-        ):
-            panel.plot(shares, linewidth=0.6, color=color, label=which)
-        panel.axhline(1, color="black", linewidth=0.8)
-        panel.set(title=f"{row['task']}, {row['rule']}", xlabel="step", yscale="log")
-    panels[0, 0].set_ylabel("selected / k")
-    panels[0, 0].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    panels = []
+    for row in rows:
+        steps, title = np.arange(row["steps"]), f"{row['task']}, {row['rule']}"
+        lines = [(steps, y, "-", which) for y, which in zip(row["shares"], COUNTS, strict=True)]
+        given = {"title": title, "xlabel": "step", "ylabel": "selected / k", "yscale": "log"}
+        panels.append(given | {"lines": [*lines, (steps, np.ones(len(steps)), "k-", "k")]})
+    _tables.draw(path, panels)
 
 
 @options.program
@@ -153,25 +122,15 @@ def main(argv: list[str] | None = None) -> None:
             # After each, as the next one takes long.
             kept = [{x: row[x] for x in row if x != "shares"} for row in rows]
             reports.write(args.json, kept)
-    display.show(
-        f"Counts of Ok-Topk, P = {args.workers}, {args.steps} steps, of {args.seeds} seeds the "
-        "least to the most",
-        ["task", "thresholds", *(f"{w}: {x}" for w in COUNTS for x in rows[0][w])],
-        [
-            [
-                row["task"],
-                row["rule"],
-                *(_interval(numbers) for w in COUNTS for numbers in row[w].values()),
-            ]
-            for row in rows
-        ],
-    )
+    shown = [
+        {"task": row["task"], "thresholds": row["rule"], "count": which, **row[which]}
+        for row in rows
+        for which in COUNTS
+    ]
+    title = f"Counts of Ok-Topk / k, P = {args.workers}, {args.steps} steps, of each seed"
+    _tables.show(title, f"task thresholds count {' '.join(NUMBERS)}", shown)
     if args.plot:
         draw(args.plot, rows)
-
-
-def _interval(numbers: list[float]) -> str:
-    return f"{min(numbers):.3f} to {max(numbers):.3f}"
 
 
 if __name__ == "__main__":

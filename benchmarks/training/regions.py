@@ -28,6 +28,8 @@ import argparse
 import functools
 import sys
 import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,10 +38,11 @@ import numpy as np
 import sparse_collectives as sc
 
 from .._common import options, reports
-from ._recorded_tasks import recorded_runs, recording_parser
-from .load_balance import record
+from . import _tables
+from ._recorded_tasks import recording_parser
+from ._replay import on_workers
+from .load_balance import recordings
 
-AXIS = "workers"
 REGIONS = ("hashed", "balanced", "equal")
 INPUTS = ("iid", "same region", "drifting", "heavy tails", "one worker", "own region")
 
@@ -64,156 +67,100 @@ def gradient(name: str, step: int, workers: int, size: int, rng: np.random.Gener
 
 
 @functools.cache
-def make_step(regions: str, density: float, workers: int, slack: float | None):
-    """The initial state of an allreduce, and a jitted step of error feedback, of all workers."""
-    allreduce = sc.allreduce.ok_topk(
-        density=density, regions=regions, slack=slack, schedule="all_to_all"
-    )
-    selector = sc.select.topk(density=density)
-
-    def step(grad, residual, state):
-        acc = residual + grad
-        coo, _, _ = selector.select(acc, selector.init(acc.shape[0]))
-        total, undelivered, state, info = allreduce.reduce(coo, state, axis=AXIS)
-        return coo.to_dense(), total.to_dense(), undelivered.residual(acc, coo), state, info
-
-    return allreduce.init, sc.simulate(step, axis=AXIS, axis_size=workers, in_axes=(0, 0, None))
+def make_step(regions: str, density: float, workers: int, slack: float | None, recorded: bool):
+    """The initial state of an allreduce, and a step of all workers."""
+    given = {"density": density, "regions": regions, "slack": slack}
+    allreduce = sc.allreduce.ok_topk(**given, schedule="all_to_all")
+    selector = None if recorded else sc.select.topk(density=density)
+    return allreduce.init, on_workers(allreduce, workers, selector)
 
 
-class Score:
-    """What of the ideal arrived, added up over steps."""
-
-    def __init__(self, size: int, k: int):
-        """For sums of length ``size``, of which ``k`` are wanted."""
-        self.k, self.waiting, self.rows = k, np.zeros(size, int), []
-        self.wait = 0
-
-    def add(self, sent: np.ndarray, total: np.ndarray, overflow: int, words: float) -> None:
-        """One step: the sum of all selections, and what arrived of it."""
-        ideal = np.argpartition(-np.abs(sent), self.k - 1)[: self.k]
-        ideal = ideal[sent[ideal] != 0]
-        missed = ideal[total[ideal] == 0]
-        waiting = np.zeros_like(self.waiting)
-        waiting[missed] = self.waiting[missed] + 1
-        self.waiting, self.wait = waiting, max(self.wait, int(waiting.max()))
-        mass = np.abs(total).sum() / np.abs(sent[ideal]).sum()
-        self.rows.append((missed.size / ideal.size, mass, overflow, words))
-
-    def report(self, workers: int) -> dict[str, float]:
-        """The means over the steps."""
-        missing, mass, overflow, words = np.mean(self.rows, axis=0)
-        return {
-            "missing": missing,
-            "missing_worst": max(row[0] for row in self.rows),
-            "mass": mass,
-            "overflow": overflow,
-            "wait": self.wait,
-            "words": words / (self.k * (workers - 1) / workers),
-        }
-
-
-def synthetic(name: str, workers: int, regions: str, args: argparse.Namespace) -> dict[str, float]:
-    """All steps of one way on one input."""
-    size, k = args.size, args.selected
-    init, step = make_step(regions, k / size, workers, args.slack)
-    state, residual = init(size, workers), jnp.zeros((workers, size))
-    rng, score, seconds = np.random.default_rng(args.seed), Score(size, k), []
-    for i in range(args.steps):
-        grad = jnp.asarray(gradient(name, i, workers, size, rng))
+def deliver(
+    inputs: Iterable[Any], size: int, k: int, workers: int, regions: str, slack: float | None
+) -> dict[str, float]:
+    """What of the ideal arrives by one way: gradients or selections of all workers, by step."""
+    state, residual, waiting, rows = None, 0.0, np.zeros(size, int), []
+    for given in inputs:
+        recorded = isinstance(given, sc.PaddedCOO)
+        init, step = make_step(regions, k / size, workers, slack, recorded)
+        state = init(size, workers) if state is None else state
+        given = jax.tree.map(jnp.asarray, given) if recorded else residual + given
         start = time.perf_counter()
-        sent, total, residual, states, info = jax.block_until_ready(step(grad, residual, state))
-        seconds.append(time.perf_counter() - start)
-        state = jax.tree.map(lambda x: x[0], states)
-        score.add(
-            np.asarray(sent, np.float64).sum(axis=0),
-            np.asarray(total[0], np.float64),
-            int(np.sum(info.overflow)) / (k * workers),
-            float(info.words[0]),
-        )
-    return {**score.report(workers), "seconds": float(np.median(seconds[1:] or seconds))}
+        sent, total, residual, state, info = jax.block_until_ready(step(given, state))
+        seconds = time.perf_counter() - start
+        sent, total = np.asarray(sent, np.float64), np.asarray(total[0], np.float64)
+        whole = sent.sum(axis=0)
+        ideal = np.argpartition(-np.abs(whole), k - 1)[:k]
+        ideal = ideal[whole[ideal] != 0]
+        missed = ideal[total[ideal] == 0]
+        waited, waiting = waiting, np.zeros_like(waiting)
+        waiting[missed] = waited[missed] + 1
+        mass = np.abs(total).sum() / np.abs(whole[ideal]).sum()
+        overflow = int(np.sum(info.overflow)) / np.count_nonzero(sent)
+        words = float(info.words[0]) / (k * (workers - 1) / workers)
+        rows.append((missed.size / ideal.size, mass, overflow, waiting.max(), words, seconds))
+    missing, mass, overflow, _, words, _ = np.mean(rows, axis=0)
+    missing_worst, _, _, wait, _, _ = np.max(rows, axis=0)
+    return {
+        "missing": missing,
+        "missing_worst": missing_worst,
+        "mass": mass,
+        "overflow": overflow,
+        "wait": int(wait),
+        "words": words,
+        "seconds": float(np.median([row[-1] for row in rows[1:] or rows])),
+    }
 
 
-@functools.cache
-def make_reduce(regions: str, density: float, workers: int):
-    """The initial state of an allreduce, and a jitted step of all workers."""
-    allreduce = sc.allreduce.ok_topk(density=density, regions=regions, schedule="all_to_all")
+def cases(args: argparse.Namespace) -> Iterator[tuple[str, int, int, Callable[[int], Any]]]:
+    """Each case: its name, n, k, and what so many workers put in, step by step."""
+    if args.recorded:
+        for steps, report in recordings(args):
 
-    def reduce(coo, state):
-        total, _, state, info = allreduce.reduce(coo, state, axis=AXIS)
-        return coo.to_dense(), total.to_dense(), state, info
+            def recorded(workers: int, steps=steps):
+                return (jax.tree.map(lambda x: x[:workers], step) for step in steps)
 
-    return allreduce.init, sc.simulate(reduce, axis=AXIS, axis_size=workers, in_axes=(0, None))
+            yield f"{report['run']}, {report['case']}", report["size"], report["k"], recorded
+        return
+    for name in args.inputs:
 
+        def synthetic(workers: int, name=name):
+            rng = np.random.default_rng(args.seed)
+            return (gradient(name, i, workers, args.size, rng) for i in range(args.steps))
 
-def recorded(steps, workers: int, regions: str, density: float) -> dict[str, float]:
-    """Recorded selections through one way."""
-    size = steps[0].size
-    init, step = make_reduce(regions, density, workers)
-    state, score = init(size, workers), Score(size, max(1, round(density * size)))
-    for each in steps:
-        coo = jax.tree.map(lambda x: jnp.asarray(x[:workers]), each)
-        sent, total, states, info = step(coo, state)
-        state = jax.tree.map(lambda x: x[0], states)
-        score.add(
-            np.asarray(sent, np.float64).sum(axis=0),
-            np.asarray(total[0], np.float64),
-            int(np.sum(info.overflow)) / int(np.sum(coo.indices < size)),
-            float(info.words[0]),
-        )
-    return score.report(workers)
-
-
-def show(case: str, workers: int, regions: str, row: dict[str, float], timed: bool) -> None:
-    """One line of the table."""
-    print(
-        f"{case:24} {workers:>3} {regions:9} {row['missing']:>8.1%} {row['missing_worst']:>8.1%} "
-        f"{row['mass']:>7.3f} {row['overflow']:>9.2%} {row['wait']:>5.0f} {row['words']:>6.2f}"
-        + (f" {1e3 * row['seconds']:>9.0f}" if timed else ""),
-        flush=True,
-    )
+        yield name, args.size, args.selected, synthetic
 
 
 @options.program
 def main(argv: list[str] | None = None) -> None:
     """Prints the table."""
     parser = recording_parser(__doc__, steps=100)
-    parser.add_argument("--workers", type=options.at_least_one, nargs="+", default=[2, 4, 8, 16])
-    parser.add_argument("--size", type=options.at_least_one, default=12_000, help="n")
-    parser.add_argument("--selected", type=options.at_least_one, default=120, help="k")
-    parser.add_argument("--slack", type=float, help="of ok_topk; by default that of the regions")
-    parser.add_argument("--inputs", nargs="+", choices=INPUTS, default=INPUTS, metavar="INPUT")
-    parser.add_argument("--regions", nargs="+", choices=REGIONS, default=REGIONS[:2])
-    parser.add_argument("--recorded", action="store_true", help="selections of two trainings")
-    parser.add_argument("--every", type=options.at_least_one, default=5, help="steps to a record")
-    parser.add_argument("--factor", type=float, default=100.0, help="on one layer's gradient")
-    parser.add_argument("--time", action="store_true", help="print the wall time of a step")
+    add = parser.add_argument
+    add("--workers", type=options.at_least_one, nargs="+", default=[2, 4, 8, 16])
+    add("--size", type=options.at_least_one, default=12_000, help="n")
+    add("--selected", type=options.at_least_one, default=120, help="k")
+    add("--slack", type=float, help="of ok_topk; by default that of the regions")
+    add("--inputs", nargs="+", choices=INPUTS, default=INPUTS, metavar="INPUT")
+    add("--regions", nargs="+", choices=REGIONS, default=REGIONS[:2])
+    add("--recorded", action="store_true", help="selections of two trainings")
+    add("--every", type=options.at_least_one, default=5, help="steps to a record")
+    add("--factor", type=float, default=100.0, help="on one layer's gradient")
+    add("--time", action="store_true", help="print the wall time of a step")
     args = parser.parse_args(argv)
     if args.plot:
         parser.error("--plot: this program draws nothing")
-    print(
-        f"{'input':24} {'P':>3} {'regions':9} {'missing':>8} {'worst':>8} {'mass':>7} "
-        f"{'overflow':>9} {'wait':>5} {'words':>6}" + (f" {'ms':>9}" if args.time else "")
-    )
     rows = []
-    if args.recorded:
-        for run in recorded_runs(args):
-            for hard in (False, True):
-                steps, description = record(run, max(args.workers), hard, args)
-                case = f"{run.name}, {description['case']}"
-                for workers in args.workers:
-                    for regions in args.regions:
-                        row = recorded(steps, workers, regions, run.density)
-                        show(case, workers, regions, row, False)
-                        rows.append({"case": case, "workers": workers, "regions": regions, **row})
-    else:
-        for case in args.inputs:
-            for workers in args.workers:
-                for regions in args.regions:
-                    row = synthetic(case, workers, regions, args)
-                    show(case, workers, regions, row, args.time)
-                    if not args.time:
-                        del row["seconds"]
-                    rows.append({"case": case, "workers": workers, "regions": regions, **row})
+    for case, size, k, inputs in cases(args):
+        for workers in args.workers:
+            for regions in args.regions:
+                options.progress(f"{case}, P = {workers}, {regions}", last=True)
+                row = {"case": case, "workers": workers, "regions": regions}
+                row |= deliver(inputs(workers), size, k, workers, regions, args.slack)
+                if not args.time:
+                    del row["seconds"]
+                rows.append(row)
+    title = f"what arrives of the ideal, in {args.steps} steps"
+    _tables.show(title, " ".join(rows[0]), rows)
     reports.write(args.json, {"size": args.size, "rows": rows})
 
 

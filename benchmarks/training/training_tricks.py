@@ -11,9 +11,9 @@ Top-k with error feedback is ``topk_a``: everything that is selected is delivere
 """
 
 import argparse
-import functools
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import optax
@@ -22,6 +22,7 @@ import optax_ext
 from sparse_collectives import select
 
 from .._common import options, reports
+from . import _tables
 from ._data import read_images
 from ._recorded_training import MOMENTUM, schedule
 from ._simulated_training import AXIS, Variant, exact_top_k, train
@@ -30,6 +31,17 @@ from ._small_tasks import image_task
 
 # DGC starts with 25 %. All messages have the slots of the first stage, so that one is left out.
 STAGES = (0.0625, 0.015625, 0.004)
+# Tricks that are tried together; all of them are added.
+COMBINED = (
+    "correction",
+    "correction, masking",
+    "clipping",
+    "dense warm-up",
+    "density warm-up",
+    "correction, masking, clipping",
+    "correction, masking, dense warm-up",
+    "correction, masking, density warm-up",
+)
 
 
 def variants(density: float, steps: int, rate: float, max_norm: float) -> dict[str, Variant]:
@@ -37,58 +49,46 @@ def variants(density: float, steps: int, rate: float, max_norm: float) -> dict[s
     stages = [*(stage for stage in STAGES if stage > density), density]
     staged = select.staged_density(max(1, steps // 20), stages)
 
-    def sparse(*, correct=False, mask=False, clip=False, warm="", momentum=MOMENTUM):
-        correction = optax_ext.momentum_correction(MOMENTUM, masking=mask) if correct else None
-        selector = exact_top_k(stages[0] if warm == "density" else density)
-        if warm == "density":
-            selector = select.scheduled(selector, staged)
-        tx = optax_ext.topk_a(
-            density,
-            axis=AXIS,
-            selector=selector,
-            correction=correction,
-            dense_steps=max(1, steps // 10) if warm == "dense" else 0,
-        )
-        if clip:
+    def sparse(*tricks: str, momentum: float | None = MOMENTUM) -> Variant:
+        given: dict[str, Any] = {"axis": AXIS, "selector": exact_top_k(density)}
+        if "correction" in tricks:
+            momentum, masking = None, "masking" in tricks
+            given["correction"] = optax_ext.momentum_correction(MOMENTUM, masking=masking)
+        if "density warm-up" in tricks:
+            given["selector"] = select.scheduled(exact_top_k(stages[0]), staged)
+        if "dense warm-up" in tricks:
+            given["dense_steps"] = max(1, steps // 10)
+        tx = optax_ext.topk_a(density, **given)
+        if "clipping" in tricks:
             tx = optax.chain(optax_ext.local_clip_by_global_norm(max_norm, axis=AXIS), tx)
         # Without momentum the same distance takes a rate larger by what momentum sums up.
-        peak = rate if correct or momentum else rate / (1 - MOMENTUM)
-        behind = None if correct else momentum
-        return Variant(tx, optax.sgd(schedule(peak, steps), momentum=behind))
+        peak = rate if momentum or "correction" in tricks else rate / (1 - MOMENTUM)
+        return Variant(tx, optax.sgd(schedule(peak, steps), momentum=momentum))
 
-    every = functools.partial(sparse, correct=True, mask=True)
-    return {
-        "dense": Variant(
-            optax_ext.dense(axis=AXIS), optax.sgd(schedule(rate, steps), momentum=MOMENTUM)
-        ),
-        "top-k": sparse(),
-        "top-k without momentum": sparse(momentum=None),
-        "correction": sparse(correct=True),
-        "correction, masking": every(),
-        "clipping": sparse(clip=True),
-        "dense warm-up": sparse(warm="dense"),
-        "density warm-up": sparse(warm="density"),
-        "correction, masking, clipping": every(clip=True),
-        "correction, masking, dense warm-up": every(warm="dense"),
-        "correction, masking, density warm-up": every(warm="density"),
-        "all, dense warm-up": every(clip=True, warm="dense"),
-        "all, density warm-up": every(clip=True, warm="density"),
-    }
+    behind = optax.sgd(schedule(rate, steps), momentum=MOMENTUM)
+    known = {"dense": Variant(optax_ext.dense(axis=AXIS), behind), "top-k": sparse()}
+    known["top-k without momentum"] = sparse(momentum=None)
+    for name in COMBINED:
+        known[name] = sparse(*name.split(", "))
+    for warm_up in ("dense warm-up", "density warm-up"):
+        known[f"all, {warm_up}"] = sparse("correction", "masking", "clipping", warm_up)
+    return known
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options; exits with status 2 and one line when one of them is wrong."""
     parser = options.parser_of(__doc__)
-    parser.add_argument("--images", type=Path, metavar="DIR", help="IDX files; default: digits")
-    parser.add_argument("--density", type=options.share, default=0.001)
-    parser.add_argument("--workers", type=options.several, default=16)
-    parser.add_argument("--steps", type=options.several, default=1000)
-    parser.add_argument("--batch", type=options.at_least_one, default=8, help="of each worker")
-    parser.add_argument("--hidden", type=options.at_least_one, default=128)
-    parser.add_argument("--rate", type=options.positive, default=0.05, help="the peak")
-    parser.add_argument("--max-norm", type=options.positive, default=4.0, help="of the clipping")
-    parser.add_argument("--seeds", type=options.at_least_one, default=3)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="of these variants")
+    add = parser.add_argument
+    add("--images", type=Path, metavar="DIR", help="IDX files; default: digits")
+    add("--density", type=options.share, default=0.001)
+    add("--workers", type=options.several, default=16)
+    add("--steps", type=options.several, default=1000)
+    add("--batch", type=options.at_least_one, default=8, help="of each worker")
+    add("--hidden", type=options.at_least_one, default=128)
+    add("--rate", type=options.positive, default=0.05, help="the peak")
+    add("--max-norm", type=options.positive, default=4.0, help="of the clipping")
+    add("--seeds", type=options.at_least_one, default=3)
+    add("--only", nargs="+", metavar="NAME", help="of these variants")
     options.add_outputs(parser)
     args = parser.parse_args(argv)
     known = variants(args.density, args.steps, args.rate, args.max_norm)
@@ -102,20 +102,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Prints the table."""
     args = parse(argv)
-    data = read_images(args.images)
-    task = image_task(
-        data, one_hidden_layer(data.train_images.shape[1:], data.classes, args.hidden)
-    )
-    rows = {}
-    print(
-        f"test accuracy, {args.workers} workers, density {args.density:g}, {args.steps} steps, "
-        f"{args.seeds} seeds"
-    )
+    data, rows, shown = read_images(args.images), {}, []
+    network = one_hidden_layer(data.train_images.shape[1:], data.classes, args.hidden)
     for name, variant in variants(args.density, args.steps, args.rate, args.max_norm).items():
         if args.only and name not in args.only:
             continue
         curves = train(
-            task,
+            image_task(data, network),
             variant,
             workers=args.workers,
             steps=args.steps,
@@ -124,12 +117,16 @@ def main(argv: list[str] | None = None) -> None:
             seeds=range(args.seeds),
             label=name,
         )
-        last = np.array([curve.values[-1] for curve in curves])
-        deviation = last.std(ddof=1) if len(last) > 1 else float("nan")
-        print(f"{name:40}{last.mean():8.2%} +- {deviation:.2%}", flush=True)
+        last = 100 * np.array([curve.values[-1] for curve in curves])
+        deviation = last.std(ddof=1) if len(last) > 1 else None
+        shown.append({"variant": name, "mean": last.mean(), "deviation": deviation})
         rows[name] = [curve._asdict() for curve in curves]
         content = {"options": {k: str(v) for k, v in vars(args).items()}, "curves": rows}
         reports.write(args.json, content)
+    title = (
+        f"test accuracy, %, {args.workers} workers, density {args.density:g}, {args.steps} steps"
+    )
+    _tables.show(f"{title}, {args.seeds} seeds", "variant mean deviation", shown)
 
 
 if __name__ == "__main__":

@@ -22,13 +22,11 @@ from ..training import _measures
 from ..training._data import read_images
 from ..training._recorded_training import layout_of, schedule
 from ..training._simulated_training import AXIS, Task, Variant
-from ..training._simulated_training import train as simulated
 from ..training._small_models import convolutional, loss_of
-from ._claims import Bound, Claim, Elsewhere
-from ._runs import BATCH, WORKERS, quiet
+from ._runs import BATCH, STEPS, WORKERS, trained
 
 DENSITIES = (0.001, 0.01, 0.05)
-STEPS, RATE = (120, 400), 0.2
+RATE = 0.2
 # Of the noise, where ink is 1; and how often each image is held out.
 NOISE, DRAWS = 0.6, 12
 # Measurements along a training.
@@ -36,15 +34,12 @@ POINTS = 4
 
 
 class Trained(NamedTuple):
-    """The end of a training.
+    """The end of a training."""
 
-    Attributes:
-      right: of each held-out image, the share of its draws that were classified right, ``f64[m]``.
-      missing: the mean share of the rows of a matrix in which top-k of each layer selects nothing
-        of a worker's gradient, along the training; by density.
-    """
-
+    # Of each held-out image, the share of its draws that were classified right, ``f64[m]``.
     right: np.ndarray
+    # The mean share of the rows of a matrix in which top-k of each layer selects nothing of a
+    # worker's gradient, along the training; by density.
     missing: dict[float, float]
 
 
@@ -61,12 +56,12 @@ def _data() -> tuple[Any, ...]:
 
 
 @functools.lru_cache(maxsize=32)
-def trained(name: str, density: float, seed: int, quick: bool) -> Trained:
+def _trained(name: str, density: float, seed: int, quick: bool) -> Trained:
     """Trains once: ``dense``, ``top-k`` of each layer or ``adtopk``."""
     images, labels, held_out, held_out_labels = _data()
     network = convolutional(images.shape[1:], 10)
-    loss = loss_of(network)
-    steps, rates = STEPS[0 if quick else 1], {d: [] for d in DENSITIES}
+    loss, layout = loss_of(network), layout_of(network.init(0))
+    rates: dict[float, list[float]] = {d: [] for d in DENSITIES}
     right = np.zeros(len(held_out_labels))
 
     @jax.jit
@@ -79,43 +74,31 @@ def trained(name: str, density: float, seed: int, quick: bool) -> Trained:
         gradient = jax.grad(loss)(params, (images[:part], labels[:part]))
         return jax.lax.map(share, held_out).mean(0), ravel_pytree(gradient)[0]
 
-    layout = layout_of(network.init(0))
-
     def evaluate(params: Any) -> float:
         shares, gradient = (np.asarray(x) for x in measured(params))
         right[:] = shares
         for density, found in rates.items():
             selected = _measures.layer_selection(gradient, layout, density)
-            missing = _measures.missing_rows(selected, layout)
-            found.append(
-                np.mean([m / leaf.rows for m, leaf in zip(missing, layout) if len(leaf.shape) > 1])
-            )
+            missing = zip(_measures.missing_rows(selected, layout), layout, strict=True)
+            found.append(np.mean([m / leaf.rows for m, leaf in missing if len(leaf.shape) > 1]))
         return float(shares.mean())
 
-    task = Task(
-        "noisy digits",
-        network.init,
-        loss,
-        lambda chosen: (images[chosen], labels[chosen]),
-        len(labels),
-        evaluate,
-        once=True,
-    )
+    def batch_of(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return images[chosen], labels[chosen]
+
+    task = Task("noisy", network.init, loss, batch_of, len(labels), evaluate, once=True)
+    steps = STEPS[not quick]
     variant = Variant(_exchange(name, density), optax.sgd(schedule(RATE, steps)))
-    given: dict[str, Any] = {"workers": WORKERS, "steps": steps, "every": steps // POINTS}
-    with quiet():
-        simulated(task, variant, batch=BATCH, seeds=[seed], label=name, **given)
+    trained(task, variant, seed, name, workers=WORKERS, batch=BATCH, steps=steps, points=POINTS)
     return Trained(right, {density: float(np.mean(found)) for density, found in rates.items()})
 
 
 def _exchange(name: str, density: float) -> optax.GradientTransformation:
     if name == "dense":
         return optax_ext.dense(axis=AXIS)
-    selector = (
-        select.adtopk(density=density)
-        if name == "adtopk"
-        else select.layerwise(select.topk(density=density))
-    )
+    selector = select.layerwise(select.topk(density=density))
+    if name == "adtopk":
+        selector = select.adtopk(density=density)
     forgets = optax_ext.residual(decay=0.0)
     return optax_ext.topk_a(density, axis=AXIS, selector=selector, residual=forgets)
 
@@ -127,8 +110,8 @@ def _above(one: Trained, other: Trained) -> tuple[float, float]:
 
 
 def _by_density(seed: int, quick: bool) -> dict[str, float]:
-    dense = trained("dense", 1.0, seed, quick)
-    runs = [trained("top-k", density, seed, quick) for density in DENSITIES]
+    dense = _trained("dense", 1.0, seed, quick)
+    runs = [_trained("top-k", density, seed, quick) for density in DENSITIES]
     numbers = {
         f"at {100 * density:g} % / dense": float(run.right.mean() / dense.right.mean())
         for density, run in zip(DENSITIES, runs, strict=True)
@@ -145,10 +128,8 @@ def _by_density(seed: int, quick: bool) -> dict[str, float]:
 
 
 def _all_rows(seed: int, quick: bool) -> dict[str, float]:
-    dense, top, rows = (
-        trained(name, density, seed, quick)
-        for name, density in (("dense", 1.0), ("top-k", 0.01), ("adtopk", 0.01))
-    )
+    dense = _trained("dense", 1.0, seed, quick)
+    top, rows = (_trained(name, 0.01, seed, quick) for name in ("top-k", "adtopk"))
     above, error = _above(rows, top)
     return {
         "top-k / dense": float(top.right.mean() / dense.right.mean()),
@@ -156,47 +137,3 @@ def _all_rows(seed: int, quick: bool) -> dict[str, float]:
         "all rows above top-k, points": above,
         "all rows above top-k, standard errors": above / error,
     }
-
-
-SETTING = (
-    f"a convolutional network on digits with noise, P = {WORKERS}, 400 steps of SGD, without error "
-    f"feedback; held out are 450 images with {DRAWS} draws of noise"
-)
-
-CLAIMS = (
-    Claim(
-        "adtopk/accuracy-missing",
-        "The more rows top-k of each layer misses the lower is the accuracy: 4 % at a density of "
-        "0.1 %, 34 % at 1 % and 58 % at 5 %, of 71 % dense.",
-        "ADTopk, section 3.1, Figure 2a",
-        "0.06, 0.48 and 0.82 of dense",
-        SETTING,
-        (
-            Bound("at 0.1 % / dense", most=0.06),
-            Bound("at 1 % / dense", most=0.48),
-            Bound("at 5 % / dense", most=0.82),
-            Bound("least fall of the rows missed", least=0),
-        ),
-        _by_density,
-        elsewhere=Elsewhere(
-            "in this order, and by less",
-            (
-                Bound("least gain from density to density, standard errors", least=3),
-                Bound("least fall of the rows missed", least=0),
-            ),
-        ),
-    ),
-    Claim(
-        "adtopk/all-rows",
-        "At 1 % top-k with all rows ends close to dense, and top-k of each layer far below.",
-        "ADTopk, section 3.1, Figures 2a and 3",
-        "close to 1; 0.48",
-        SETTING,
-        (Bound("all rows / dense", least=0.95), Bound("top-k / dense", most=0.48)),
-        _all_rows,
-        elsewhere=Elsewhere(
-            "above top-k, by more than chance",
-            (Bound("all rows above top-k, standard errors", least=3),),
-        ),
-    ),
-)
