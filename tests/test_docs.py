@@ -180,7 +180,7 @@ def expressions():
         here = re.findall(pattern, table)
         assert here, page
         found.update(here)
-    pattern = r"^\| [^|]+ \| `(optax_ext\.topk_a\(.*sc\.select\.(\w+)\(.*)` \|$"
+    pattern = r"^\| [^|]+ \| `(optax_ext\.topk_a\(.*sc\.select\.published\.(\w+)\(.*)` \|$"
     systems = re.findall(pattern, text_of("docs/selectors.md"), re.MULTILINE)
     assert [name for _, name in systems] == SYSTEMS
     yield from sorted(found)

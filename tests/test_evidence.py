@@ -19,7 +19,7 @@ from benchmarks.evidence._claims import (
     verdict,
 )
 from benchmarks.evidence._curves import Curve, Curves
-from benchmarks.evidence._lines import CURVES
+from benchmarks.evidence._figures import CURVES
 from benchmarks.evidence._page import page, unmarked
 from benchmarks.evidence._store import Store
 from tools.evidence_changes import changes, verdicts

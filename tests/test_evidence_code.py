@@ -9,7 +9,7 @@ import pytest
 from benchmarks.evidence import _code
 from benchmarks.evidence._catalogue import CLAIMS
 from benchmarks.evidence._code import Code
-from benchmarks.evidence._lines import CURVES
+from benchmarks.evidence._figures import CURVES
 
 # The benchmarks are programs of users.
 pytestmark = pytest.mark.usefixtures("default_promotion")

@@ -4,15 +4,16 @@ import numpy as np
 import pytest
 
 from benchmarks._common.processes import ROOT
-from benchmarks.evidence import _figures, _learned, _loads, _magnitudes, _predicted, _recording
+from benchmarks.evidence import _figures, _learned, _loads, _predicted, _recording, _selections
 from benchmarks.evidence._curves import Curves
-from benchmarks.evidence._lines import CURVES
+from benchmarks.evidence._figures import CURVES
 from benchmarks.training._measures import Leaf
 
 # The benchmarks are programs of users.
 pytestmark = pytest.mark.usefixtures("default_promotion")
 KEPT = ROOT / "docs" / "evidence"
-PREDICTED = [curve for curve in CURVES if curve in _predicted.CURVES]
+NAMES = ("weak_scaling", "breakdown", "reduction_nodes", "reduction_density")
+PREDICTED = [curve for curve in CURVES if curve.figure in NAMES]
 
 
 @pytest.mark.parametrize("curve", PREDICTED, ids=lambda curve: f"{curve.figure}, {curve.line}")
@@ -43,24 +44,22 @@ def test_a_training_is_recorded_once_however_it_is_asked_for(monkeypatch):
 
 
 def test_time_is_that_of_what_is_exchanged():
-    dense, *others = (_learned.seconds(way, 10**6, 8) for way in _learned.TEXT)
+    dense, *others = (
+        _learned.seconds(*given, 10**6, 8)
+        for given in (("dense", 1.0), ("ok_topk", 0.01), ("agreed(few)", 0.05))
+    )
     # 2n (P-1)/P words of four bytes over 12.5 MB/s.
     assert dense == pytest.approx(2e6 * 7 / 8 * 4 / 12.5e6, rel=0.01)
     assert max(others) < 0.2 * dense
 
 
 @pytest.mark.parametrize(
-    ("figure", "ways", "size", "workers"),
-    [
-        ("accuracy_time", _learned.DIGITS, 18_154, 8),
-        ("loss_time", _learned.TEXT, 34_215, 4),
-    ],
+    ("figure", "size", "workers"), [("accuracy_time", 18_154, 8), ("loss_time", 34_215, 4)]
 )
-def test_kept_times_are_those_of_their_steps(figure, ways, size, workers):
+def test_kept_times_are_those_of_their_steps(figure, size, workers):
     kept = Curves(KEPT / _figures.FOLDER / "curves.json")
-    for way in ways:
-        (curve,) = [c for c in CURVES if (c.figure, c.line) == (figure, way.line)]
-        step = _learned.seconds(way, size, workers)
+    for curve in (curve for curve in CURVES if curve.figure == figure):
+        step = _learned.seconds(*curve.measure.args[1:], size, workers)
         for series in kept.best(curve):
             steps = np.array(series["x"]) / step
             np.testing.assert_allclose(steps, np.arange(20, 401, 20), rtol=1e-4)
@@ -75,7 +74,7 @@ def test_thresholds_of_normal_entries_agree():
     assert gaussian == pytest.approx(exact, rel=0.02)
     assert np.sum(np.abs(acc) >= exact) == 2_000
     # A reused one is that of the first step of its period.
-    assert _magnitudes.reused(np.arange(1.0, 8.0), 3).tolist() == [1, 1, 1, 4, 4, 4, 7]
+    assert _selections.reused(np.arange(1.0, 8.0), 3).tolist() == [1, 1, 1, 4, 4, 4, 7]
 
 
 def test_sums_of_rows():

@@ -14,6 +14,7 @@ import optax
 
 import optax_ext
 from sparse_collectives import Selector, SparseAllreduce, allreduce, select, wire
+from sparse_collectives.cost_model import ALGORITHMS
 
 DECAY, RATE = 0.01, 1e-3
 Make = Callable[..., optax.GradientTransformation]
@@ -159,7 +160,7 @@ def _by_layers(axis: Any) -> optax.GradientTransformation:
         return jnp.where((norms[0] == 0) | (norms[1] == 0), 1.0, norms[0] / norms[1])
 
     def scaled(updates: Any, params: Any) -> Any:
-        ratios = optax_ext.partition(ratio, axis=axis)(updates, params)
+        ratios = optax_ext.contrib.distributed(ratio, axis=axis)(updates, params)
         return jax.tree.map(lambda x, scale: x * scale, updates, ratios)
 
     return optax.stateless(scaled)
@@ -205,21 +206,21 @@ _EXCHANGES: dict[str, Make] = {
     "ok_topk, 4 buckets": _around_made(optax_ext.bucketed, _OK_TOPK, 4),
     "delayed(ok_topk)": _around_made(optax_ext.delayed, _OK_TOPK),
     "agreed": _AGREED,
-    "agreed/few": _around(lambda density: allreduce.agreed(bits="few")),
+    "agreed/few": _around(lambda density: allreduce.agreed(bits=None)),
     "bucketed(agreed, 3)": _around_made(optax_ext.bucketed, _AGREED, 3),
     "delayed(agreed)": _around_made(optax_ext.delayed, _AGREED),
     "topk_a": _sparse(optax_ext.topk_a),
     "topk_a, adtopk": lambda density, axis: optax_ext.topk_a(
-        density, axis=axis, selector=select.adtopk(density=density)
+        density, axis=axis, selector=select.published.adtopk(density=density)
     ),
-    "topk_dsa": _sparse(optax_ext.topk_dsa),
-    "gtopk": _sparse(optax_ext.gtopk),
+    "topk_dsa": _sparse(optax_ext.published.topk_dsa),
+    "gtopk": _sparse(optax_ext.published.gtopk),
     "spardl": _around(lambda density: allreduce.spardl(density=density)),
     **{
-        name: _around(lambda density, name=name: getattr(allreduce, name)())
+        name: _around(lambda density, name=name: ALGORITHMS[name].factory())
         for name in ("ssar_recursive_double", "ssar_split_allgather", "dsar_split_allgather")
     },
-    "hitopk": _sparse(optax_ext.hitopk, inner_axis="device"),
+    "hitopk": _sparse(optax_ext.published.hitopk, inner_axis="device"),
 }
 
 CONTESTANTS: dict[str, Contestant] = {
@@ -245,11 +246,16 @@ CONTESTANTS: dict[str, Contestant] = {
     "sparse_sgd, ok_topk": Contestant(_whole(optax_ext.sparse_sgd, _exchange_of), whole=True),
     "ok_topk_sgd": Contestant(_whole(optax_ext.ok_topk_sgd), whole=True),
     "lamb, every worker": _lamb(lambda axis: optax.scale_by_trust_ratio()),
-    "lamb, slices": _lamb(optax_ext.scale_by_trust_ratio),
+    "lamb, slices": _lamb(optax_ext.contrib.scale_by_trust_ratio),
     "lamb, layers": _lamb(_by_layers),
     **dict.fromkeys(("ddp", "ddp/fp16"), Contestant(None)),
     **{f"ddp/powersgd{rank}": Contestant(None) for rank in (1, 2, 4)},
 }
+
+
+def selector_factory(name: str) -> Callable[..., Selector]:
+    """What makes the selector of that name, also where it is there for a paper."""
+    return getattr(select, name, None) or getattr(select.published, name)
 
 
 def selectors(density: float, magnitude: float | None = None) -> dict[str, Selector]:
@@ -258,12 +264,14 @@ def selectors(density: float, magnitude: float | None = None) -> dict[str, Selec
     ``magnitude`` is what ``threshold`` selects from; that of normal entries without it.
     """
     made = {}
-    for name in select.__all__:
-        factory = getattr(select, name)
-        special = name[0].isupper() or name in ("threshold", "adtopk_threshold")
+    for name in (*select.__all__, *select.published.__all__):
+        factory = selector_factory(name)
+        special = not name[0].islower() or name in ("published", "threshold", "adtopk_threshold")
         if not special and "density" in inspect.signature(factory).parameters:
             made[name] = factory(density=density)
-    made["adtopk_threshold"] = select.adtopk_threshold(density=density, steps=10**9, warmup=2)
+    made["adtopk_threshold"] = select.published.adtopk_threshold(
+        density=density, steps=10**9, warmup=2
+    )
     made["layerwise(topk)"] = select.layerwise(select.topk(density=density))
     if magnitude is None:
         magnitude = statistics.NormalDist().inv_cdf(1 - min(density, 0.999) / 2)

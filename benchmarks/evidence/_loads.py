@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_collectives.allreduce._parts import _hashed
+from sparse_collectives.allreduce._shared import _hashed
 
 from ..training._replay import unevenness
 from ._curves import Points

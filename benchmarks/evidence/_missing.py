@@ -98,7 +98,7 @@ def _exchange(name: str, density: float) -> optax.GradientTransformation:
         return optax_ext.dense(axis=AXIS)
     selector = select.layerwise(select.topk(density=density))
     if name == "adtopk":
-        selector = select.adtopk(density=density)
+        selector = select.published.adtopk(density=density)
     forgets = optax_ext.residual(decay=0.0)
     return optax_ext.topk_a(density, axis=AXIS, selector=selector, residual=forgets)
 

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from sparse_collectives import Layout, PaddedCOO, select
+from sparse_collectives import Layout, PaddedCOO
 
+from .._common.contestants import selector_factory
 from ..training._measures import (
     Leaf,
     MissingRows,
@@ -90,7 +91,7 @@ def _recorded(name: str, seed: int, quick: bool, hard: bool) -> Recording:
 
     @functools.partial(jax.jit, static_argnums=0)
     def chosen(name: str, acc: jax.Array) -> jax.Array:
-        selector = getattr(select, name)(density=density)
+        selector = selector_factory(name)(density=density)
         return selector.select(acc, selector.init(layout))[0].indices
 
     def shadow(name: str, acc: jax.Array) -> np.ndarray:

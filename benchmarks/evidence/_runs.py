@@ -121,7 +121,7 @@ def image_variants(steps: int, rate: float) -> dict[str, Variant]:
     # Without momentum the same distance takes a rate larger by what momentum sums up.
     inside, adam = schedule(rate / (1 - MOMENTUM), steps), schedule(0.002, steps)
     behind, alone = optax.sgd(schedule(rate, steps), momentum=MOMENTUM), optax.sgd(inside)
-    top_k, adtopk = exact_top_k(DENSITY), select.adtopk(density=DENSITY)
+    top_k, adtopk = exact_top_k(DENSITY), select.published.adtopk(density=DENSITY)
     forgets = optax_ext.residual(decay=0.0)
     given: dict[str, Any] = {"density": DENSITY, "axis": AXIS}
     dense = optax_ext.dense(axis=AXIS)
@@ -133,7 +133,7 @@ def image_variants(steps: int, rate: float) -> dict[str, Variant]:
         return Variant(optax_ext.ok_topk_sgd(inside, **given, **more), optax.identity())
 
     def quantized(selected: int) -> Variant:
-        return Variant(optax_ext.quantized_topk(selected / 512, axis=AXIS, bits=4), alone)
+        return Variant(optax_ext.published.quantized_topk(selected / 512, axis=AXIS, bits=4), alone)
 
     return {
         "dense": Variant(dense, behind),
@@ -141,14 +141,14 @@ def image_variants(steps: int, rate: float) -> dict[str, Variant]:
         "paper": algorithm_2(paper=True),
         "paper, corrected": algorithm_2(paper="corrected"),
         # Room for four times k: what it lets through is what is to be seen.
-        "gaussian": by(select.gaussian_k(density=DENSITY, headroom=3.0)),
+        "gaussian": by(select.published.gaussian_k(density=DENSITY, headroom=3.0)),
         "4 bits": quantized(8),
         "4 bits, 16 of 512": quantized(16),
         "top-k": by(top_k),
         "adtopk": by(adtopk),
-        "adtopk-i": by(select.adtopk_interleaved(density=DENSITY)),
-        "adtopk-t": by(select.adtopk_threshold(density=DENSITY, steps=steps)),
-        "mstopk": by(select.mstopk(density=DENSITY)),
+        "adtopk-i": by(select.published.adtopk_interleaved(density=DENSITY)),
+        "adtopk-t": by(select.published.adtopk_threshold(density=DENSITY, steps=steps)),
+        "mstopk": by(select.published.mstopk(density=DENSITY)),
         "top-k, no feedback": by(top_k, residual=forgets),
         "adtopk, no feedback": by(adtopk, residual=forgets),
         "adamw": Variant(dense, optax.adamw(adam)),
@@ -194,7 +194,11 @@ def on_text(name: str, seed: int, quick: bool) -> Curve:
 @functools.lru_cache(maxsize=8)
 def on_regression(bits: int | None, seed: int, quick: bool) -> Curve:
     """Trains once; its values are the loss before and after. None: exact pairs."""
-    sparse = functools.partial(optax_ext.quantized_topk, bits=bits) if bits else optax_ext.topk_dsa
+    sparse = (
+        functools.partial(optax_ext.published.quantized_topk, bits=bits)
+        if bits
+        else optax_ext.published.topk_dsa
+    )
     exchange = sparse(0.05, axis=AXIS, selector=exact_top_k(0.05))
     given = {"workers": 4, "batch": 64, "steps": 200 if quick else 600}
     return trained(regression(), Variant(exchange, optax.sgd(0.01)), seed, f"{bits} bits", **given)

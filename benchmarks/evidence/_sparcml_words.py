@@ -20,15 +20,15 @@ def _switch() -> dict[str, float]:
     size, low, high = 4096, 1, 4096
     while high - low > 1:
         middle = (low + high) // 2
-        traced = _volumes.trace(sc.allreduce.ssar_recursive_double(), size, middle, 2)
+        traced = _volumes.trace(sc.allreduce.published.ssar_recursive_double(), size, middle, 2)
         sparse = traffic.of_traced(traced).words == 2 * middle < size or 2 * middle == size
         low, high = (middle, high) if sparse else (low, middle)
-    return {"switch / n": low / size, "formula / n": cost_model.sparse_limit(size) / size}
+    return {"switch / n": low / size, "formula / n": cost_model._paper.sparse_limit(size) / size}
 
 
 def useful_pairs(name: str, *, disjoint: bool) -> float:
     """Pairs that a worker sends, without padding, in units of k: the mean of the workers."""
-    size, k, allreduce = 8192, 16, getattr(sc.allreduce, name)()
+    size, k, allreduce = 8192, 16, cost_model.ALGORITHMS[name].factory()
     rows = np.arange(WORKERS)[:, None] if disjoint else np.zeros((WORKERS, 1), np.int64)
     # Spread over all regions.
     indices = (np.arange(k) * WORKERS + rows) * (size // (WORKERS * k))

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-from sparse_collectives import select
-
 from .._common import timing
+from .._common.contestants import selector_factory
 from ..local import data_cache
 from ..local import select_speed as speed
 
@@ -24,7 +23,7 @@ def _ratios(
     host = speed.accumulators(size, seed)
     data = [jnp.asarray(x) for x in host]
     base = speed.outside(density, max(1, round(density * size)), host[0])[speed.BASE]
-    made = {name: getattr(select, name)(density=density) for name in names}
+    made = {name: selector_factory(name)(density=density) for name in names}
     runs = {speed.BASE: base} | {name: speed.stepper(s, data) for name, s in made.items()}
     for run in runs.values():
         run()

@@ -102,7 +102,7 @@ def _above_dense() -> dict[str, float]:
 
 def _dissemination() -> dict[str, float]:
     def last(size: int) -> float:
-        traced = _volumes.trace(sc.allreduce.ssar_recursive_double(), size, SELECTED, 128)
+        traced = _volumes.trace(sc.allreduce.published.ssar_recursive_double(), size, SELECTED, 128)
         return traffic.of_traced(traced).collectives[-1].words
 
     # Twice as long a vector, so that pairs are still the shorter form.
@@ -123,7 +123,7 @@ def _latency() -> dict[str, float]:
     ok_topk = sc.allreduce.ok_topk(density=DENSITY)
     return {
         "Ok-Topk": _messages(ok_topk, "worst"),
-        "gTopk": _messages(sc.allreduce.gtopk(density=DENSITY), "worst"),
+        "gTopk": _messages(sc.allreduce.published.gtopk(density=DENSITY), "worst"),
         "Ok-Topk, a step that balances nothing": _messages(ok_topk, "best"),
     }
 

@@ -64,7 +64,7 @@ def arguments(make: Callable[..., Any], given: Sequence[Option]) -> dict[str, An
     made |= {name: value for name, value in given if name in _NUMBERS}
     kept = {name: value for name, value in given if name in _OF_RESIDUAL}
     if kept:
-        kept = {"step_ahead": "auto", **kept}
+        kept = {"step_ahead": 1.0, **kept}
         made["residual"] = _checked(given, lambda: optax_ext.residual(**kept))
     for name, value in given:
         if name in _MADE:

@@ -13,8 +13,8 @@ and whole one exchange of the same kind when all is there; it is negative where 
 than they hide.
 
 norms: the layers' norms of LAMB computed by every worker (optax), a slice of each by each worker
-(`optax_ext.lamb`), and whole layers dealt out (`optax_ext.partition`, the operator of Shi et al.),
-with the allreduce that brings them together.
+(`optax_ext.contrib.lamb`), and whole layers dealt out (`optax_ext.contrib.distributed`, the
+operator of Shi et al.), with the allreduce that brings them together.
 
 Linux only, with root and iproute2 (ip, tc).
 """

@@ -25,7 +25,7 @@ import optax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from optax_ext._transforms import _partitioned_norms as norms
+from optax_ext.contrib import _partitioned_norms as norms
 
 from .._common import options, reports, timing
 from .._common.display import show

@@ -66,7 +66,7 @@ def _of_method(method: str) -> tuple[str, str] | None:
     name, *options = method.split("/")
     if name not in ALGORITHMS or set(options) & {"leaves", "global32"}:
         return None
-    codecs = [option for option in options if option in cost_model.CODECS]
+    codecs = [option for option in options if option in cost_model._codecs.CODECS]
     return name, codecs[0] if codecs else "raw"
 
 

@@ -9,25 +9,28 @@ from sparse_collectives import cost_model, traffic
 
 AXIS = "workers"
 
-# Of each algorithm: how it is made, and the row of `cost_model.PAPER` to compare it with.
+# Of each algorithm: how it is made, and the row of `cost_model._paper.PAPER` to compare it with.
 ALGORITHMS = {
     "dense": (lambda density: sc.allreduce.dense(), "dense"),
-    "dense_bucketed": (lambda density: sc.allreduce.dense_bucketed(buckets=4), "dense"),
+    "dense_bucketed": (lambda density: sc.allreduce.published.dense_bucketed(buckets=4), "dense"),
     "agreed": (lambda density: sc.allreduce.agreed(density=density), None),
-    "agreed, few bits": (lambda density: sc.allreduce.agreed(density=density, bits="few"), None),
+    "agreed, few bits": (lambda density: sc.allreduce.agreed(density=density, bits=None), None),
     "topk_a": (lambda density: sc.allreduce.topk_a(), "topk_a"),
-    "sparse_allgather": (lambda density: sc.allreduce.sparse_allgather(), "topk_a"),
+    "sparse_allgather": (lambda density: sc.allreduce.published.sparse_allgather(), "topk_a"),
     "ssar_recursive_double": (
-        lambda density: sc.allreduce.ssar_recursive_double(),
+        lambda density: sc.allreduce.published.ssar_recursive_double(),
         "ssar_recursive_double",
     ),
     "ssar_split_allgather": (
-        lambda density: sc.allreduce.ssar_split_allgather(),
+        lambda density: sc.allreduce.published.ssar_split_allgather(),
         "ssar_split_allgather",
     ),
-    "dsar_split_allgather": (lambda density: sc.allreduce.dsar_split_allgather(), "topk_dsa"),
-    "ring_sparse": (lambda density: sc.allreduce.ring_sparse(), None),
-    "gtopk": (lambda density: sc.allreduce.gtopk(density=density), "gtopk"),
+    "dsar_split_allgather": (
+        lambda density: sc.allreduce.published.dsar_split_allgather(),
+        "topk_dsa",
+    ),
+    "ring_sparse": (lambda density: sc.allreduce.published.ring_sparse(), None),
+    "gtopk": (lambda density: sc.allreduce.published.gtopk(density=density), "gtopk"),
     "spardl": (lambda density: sc.allreduce.spardl(density=density), "spardl"),
     "ok_topk": (lambda density: sc.allreduce.ok_topk(density=density), "ok_topk"),
     "complete(ok_topk)": (
@@ -89,7 +92,11 @@ def of_two_levels(size, density, nodes, inside):
     gradient = jax.ShapeDtypeStruct((size,), "float32")
     both = traffic.of_function(step, gradient, axis=axes, axis_size=(nodes, inside)).by_scope(2)
     torus = traffic.of_allreduce(
-        sc.allreduce.torus_2d(), size=size, capacity=1, axis=axes, axis_size=(nodes, inside)
+        sc.allreduce.published.torus_2d(),
+        size=size,
+        capacity=1,
+        axis=axes,
+        axis_size=(nodes, inside),
     ).by_scope(2)
     k = max(1, round(size * density))
     flat = traffic.of_allreduce(top, size=size, capacity=k, axis_size=workers).words

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from sparse_collectives import Layout
-from sparse_collectives.select import adtopk
+from sparse_collectives.select.published import adtopk
 
 # Of the table of missing rows.
 DENSITIES = (0.001, 0.005, 0.01, 0.02, 0.05)

@@ -55,7 +55,7 @@ def record(run: Run, workers: int, args: argparse.Namespace) -> dict[str, Any]:
         "union": parts(table[:, -1] / size),
         "union_of_k": mean[-1] / k,
         "uniform": cost_model.expected_union(size, k, workers) / size,
-        "effective_size": cost_model.effective_size(k, overlap) / size,
+        "effective_size": cost_model._fill_in.effective_size(k, overlap) / size,
         "paper": PAPER.get((run.name, workers)),
         "growth": mean / size,
         "series": np.round(table[:, -1] / size, 5),

@@ -128,7 +128,7 @@ def self_driven(run: Run, args: argparse.Namespace) -> None:
     density, steps, rows = run.density, max(10, args.steps // 2), []
     drivers = {
         # Room for four times k: what it asks for is what is to be seen.
-        "gaussian_k": select.gaussian_k(density=density, headroom=3.0),
+        "gaussian_k": select.published.gaussian_k(density=density, headroom=3.0),
         "threshold_reuse": select.threshold_reuse(density=density),
         "topk": select.topk(density=density),
     }

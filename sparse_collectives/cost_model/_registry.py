@@ -3,6 +3,7 @@
 The cost model, the planner and its picture, ``auto``, and the tests of the contract iterate it.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -15,6 +16,8 @@ from sparse_collectives.cost_model._gpu import Program
 from sparse_collectives.cost_model._implementation import Formula
 from sparse_collectives.cost_model._types import Workload
 
+# Slots for all that may come.
+_ALL = {"slack": math.inf, "fill": math.inf}
 # The encodings of value-index pairs.
 PAIR_CODECS = ("raw", "bf16", "narrow16", "narrow8")
 
@@ -36,7 +39,10 @@ class Algorithm(NamedTuple):
       complete: whether all workers give what they have of an index that any selected, so
         that the allreduce has a say in what is selected.
       rounds: whether it rounds values by itself.
-      delivers_all: whether every selected entry is delivered, whatever the selections.
+      room: what to call it with besides, so that every selected entry is delivered: nothing, where
+        that is so anyway; None where the algorithm chooses what is delivered.
+      keeps_sums: whether a worker may keep sums of what others sent, and not only what it selected.
+      wide: whether it sums float64 to the precision of float64.
       planned: whether the planner offers it.
       gpu: the steady step around it as XLA compiles it for a GPU; None: it was not compiled.
     """
@@ -53,7 +59,9 @@ class Algorithm(NamedTuple):
     overlaps: bool = False
     complete: bool = False
     rounds: bool = False
-    delivers_all: bool = False
+    room: Mapping[str, float] | None = None
+    keeps_sums: bool = False
+    wide: bool = False
     planned: bool = True
     gpu: Program | None = None
 
@@ -132,10 +140,14 @@ def _between_nodes(row: Algorithm, colour: str, flags: Any = nodes.nothing_agree
 
 
 _TOPK_A = _pairs(
-    allreduce.topk_a, _nothing, flat.topk_a, "tab:blue", delivers_all=True, gpu=Program(87, 44.3)
+    allreduce.topk_a, _nothing, flat.topk_a, "tab:blue", room={}, wide=True, gpu=Program(87, 44.3)
 )
-_GTOPK = _pairs(published.gtopk, _density, flat.gtopk, "tab:olive", gpu=Program(215, 56.0))
-_SPARDL = _pairs(allreduce.spardl, _density, flat.spardl, "tab:red", gpu=Program(279, 42.3))
+_GTOPK = _pairs(
+    published.gtopk, _density, flat.gtopk, "tab:olive", keeps_sums=True, gpu=Program(215, 56.0)
+)
+_SPARDL = _pairs(
+    allreduce.spardl, _density, flat.spardl, "tab:red", keeps_sums=True, gpu=Program(279, 42.3)
+)
 _OK_TOPK = _pairs(allreduce.ok_topk, _density, flat.ok_topk, "navy", gpu=Program(150, 38.4))
 _AGREED = Algorithm(
     "agreed",
@@ -155,7 +167,8 @@ _ROWS = (
         flat.dense,
         "black",
         dense=True,
-        delivers_all=True,
+        room={},
+        wide=True,
         gpu=Program(6, 24.0),
     ),
     Algorithm(
@@ -166,7 +179,8 @@ _ROWS = (
         "gray",
         dense=True,
         overlaps=True,
-        delivers_all=True,
+        room={},
+        wide=True,
     ),
     Algorithm(
         "torus_2d",
@@ -176,17 +190,19 @@ _ROWS = (
         "tan",
         dense=True,
         two_level=True,
-        delivers_all=True,
+        room={},
+        wide=True,
     ),
     _TOPK_A,
     # For selections without a common index.
-    _pairs(published.sparse_allgather, _nothing, flat.topk_a, "sienna", planned=False),
+    _pairs(published.sparse_allgather, _nothing, flat.topk_a, "sienna", wide=True, planned=False),
     _pairs(
         published.ssar_recursive_double,
         _nothing,
         flat.ssar_recursive_double,
         "tab:cyan",
-        delivers_all=True,
+        room={},
+        wide=True,
         gpu=Program(118, 65.4),
     ),
     _pairs(
@@ -194,6 +210,8 @@ _ROWS = (
         _fill,
         flat.ssar_split_allgather,
         "tab:purple",
+        room=_ALL,
+        wide=True,
         gpu=Program(101, 41.9),
     ),
     # Random rounding (`qsgd`) is for dense runs, which no other one has.
@@ -203,9 +221,11 @@ _ROWS = (
         flat.dsar_split_allgather,
         "tab:pink",
         codecs=(*PAIR_CODECS, "qsgd"),
+        room={"slack": math.inf},
+        wide=True,
         gpu=Program(105, 42.3),
     ),
-    _pairs(published.ring_sparse, _fill, flat.ring_sparse, "tab:brown"),
+    _pairs(published.ring_sparse, _fill, flat.ring_sparse, "tab:brown", room=_ALL, wide=True),
     _GTOPK,
     _SPARDL,
     _OK_TOPK,

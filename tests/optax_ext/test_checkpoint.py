@@ -233,7 +233,7 @@ def test_another_format_is_named(found):
     saved = {**optax_ext.checkpoint_metadata(state), "format": found, "version": "0.0.9"}
     if found is None:  # As those that were written before there was a number.
         del saved["format"]
-    with pytest.raises(ValueError, match=r"(?s)has format .*0\.0\.9.*reads format 3: .*consol"):
+    with pytest.raises(ValueError, match=r"(?s)has format .*0\.0\.9.*reads format 4: .*consol"):
         optax_ext.check_metadata(saved, state)
     assert optax_ext.checkpoint_metadata(state)["format"] == _checkpoint.FORMAT == 3
 

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import optax_ext
+from optax_ext._transforms._delayed import DelayedState
 from tests.optax_ext.helpers import mesh, normal, run, slow, train
 
 WORKERS, SIZE = 4, 60
@@ -65,7 +66,7 @@ def test_in_the_training_loop_and_for_other_workers():
     assert losses[-1] < 0.2 * losses[0]
     again = optax_ext.reshard(state, optax_ext.init_state(tx, params, {"data": 2}))
     assert again.acc_grads["w"].shape == (2, 6, 3)
-    assert isinstance(again, optax_ext.DelayedState)
+    assert isinstance(again, DelayedState)
 
 
 def test_a_state_made_without_the_delay_is_refused():

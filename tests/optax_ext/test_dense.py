@@ -8,6 +8,7 @@ import pytest
 
 import optax_ext
 import sparse_collectives as sc
+from optax_ext._step._dense import DenseState
 from tests.optax_ext.helpers import mesh, same
 from tests.sparse_collectives import helpers
 
@@ -100,7 +101,7 @@ def test_get_info_of_a_chain_has_words_and_counts():
     for count in (info.delivered, info.selected, info.arrived):
         assert np.asarray(count).ravel().tolist() == [17]
     assert not np.asarray(info.overflow).any()
-    assert isinstance(state[1], optax_ext.DenseState)
+    assert isinstance(state[1], DenseState)
     assert (int(state[1].count), state[1].axis) == (3, "w")
     # A sparse one beside it: both are added up.
     labels = ["sparse", "dense"]

@@ -106,10 +106,10 @@ def test_with_threshold_reuse_as_in_the_paper():
 @pytest.mark.parametrize(
     ("workers", "dtype", "bits"),
     [
-        (1, "float32", "few"),
+        (1, "float32", None),
         slow(3, "float32", 32),
-        slow(3, "float32", "few"),
-        slow(8, "bfloat16", "few"),
+        slow(3, "float32", None),
+        slow(8, "bfloat16", None),
     ],
 )
 def test_agreed_indices(workers, dtype, bits):

@@ -21,16 +21,18 @@ def exchanges(codec):
         "ok_topk, balanced regions": ar.ok_topk(density=DENSITY, regions="balanced", codec=codec),
         "ok_topk, no slack": ar.ok_topk(density=DENSITY, slack=1.0, codec=codec),
         "ok_topk, the paper's": ar.ok_topk(density=DENSITY, paper=True, codec=codec),
-        "gtopk": ar.gtopk(density=DENSITY, codec=codec),
+        "gtopk": ar.published.gtopk(density=DENSITY, codec=codec),
         "spardl": ar.spardl(density=DENSITY, codec=codec),
         "topk_a": ar.topk_a(codec=codec),
-        "sparse_allgather": ar.sparse_allgather(codec=codec),
-        "ring_sparse": ar.ring_sparse(codec=codec),
-        "ring_sparse, no slack": ar.ring_sparse(slack=1.0, fill=1.0, codec=codec),
-        "ssar_recursive_double": ar.ssar_recursive_double(codec=codec),
-        "ssar_recursive_double, bounded": ar.ssar_recursive_double(capacity=4, codec=codec),
-        "ssar_split_allgather": ar.ssar_split_allgather(codec=codec),
-        "dsar_split_allgather": ar.dsar_split_allgather(codec=codec),
+        "sparse_allgather": ar.published.sparse_allgather(codec=codec),
+        "ring_sparse": ar.published.ring_sparse(codec=codec),
+        "ring_sparse, no slack": ar.published.ring_sparse(slack=1.0, fill=1.0, codec=codec),
+        "ssar_recursive_double": ar.published.ssar_recursive_double(codec=codec),
+        "ssar_recursive_double, bounded": ar.published.ssar_recursive_double(
+            capacity=4, codec=codec
+        ),
+        "ssar_split_allgather": ar.published.ssar_split_allgather(codec=codec),
+        "dsar_split_allgather": ar.published.dsar_split_allgather(codec=codec),
     }
 
 

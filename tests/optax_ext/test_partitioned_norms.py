@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sparse_collectives as sc
-from optax_ext._transforms import _partitioned_norms
+from optax_ext.contrib import _partitioned_norms
 from tests.optax_ext.helpers import mesh, slow
 
 STEPS, WHOLE = 3, P()
@@ -85,7 +85,7 @@ def expected(name):
 
 def ours(name):
     kind, options = OPTIMIZERS[name]
-    return getattr(optax_ext, kind)(**options, axis="w")
+    return getattr(optax_ext.contrib, kind)(**options, axis="w")
 
 
 def assert_equal_to_optax(result, name):

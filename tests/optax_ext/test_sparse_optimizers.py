@@ -187,7 +187,7 @@ WAYS = {
     "of gradients": (optax.chain(optax_ext.ok_topk(0.1, axis="data"), optax.sgd(0.1)), 0.0),
     "dense leaves": (sparse_sgd(dense_leaves={"a": "sparse", "b": "dense"}), 1 / WORKERS),
     "bucketed": (optax_ext.bucketed(sparse_sgd(), 2), 1 / WORKERS),
-    "nodes": (sparse_sgd(("node", "device"), exchange=HIERARCHICAL), 1 / WORKERS),
+    "nodes": (sparse_sgd(("node", "device"), allreduce=HIERARCHICAL), 1 / WORKERS),
 }
 
 

@@ -10,6 +10,7 @@ import pytest
 import optax_ext
 import sparse_collectives as sc
 from tests.optax_ext.helpers import normal, run
+from tests.sparse_collectives.helpers import selector_factory
 
 PARAMS = jnp.zeros(40)
 
@@ -127,6 +128,10 @@ def test_what_is_made_of_a_part_without_a_spec_has_none(part):
 )
 def test_a_spec_has_the_arguments_of_a_factory_and_no_local_variable(part):
     """So metadata stays the same when a variable inside gets another name."""
-    factory = getattr(sc.select if isinstance(part, sc.Selector) else sc.allreduce, part.spec.name)
+    name = part.spec.name
+    if isinstance(part, sc.Selector):
+        factory = selector_factory(name)
+    else:
+        factory = sc.cost_model.ALGORITHMS[name].factory
     given = {name for name, _ in part.spec.arguments}
     assert given == set(inspect.signature(factory).parameters)

@@ -81,7 +81,7 @@ def simulated_reduce(allreduce: sc.SparseAllreduce, workers: int):
 def as_coo(coo: sc.PaddedCOO, undelivered: sc.Undelivered) -> sc.PaddedCOO:
     """All that a worker keeps, as entries; an index may occur more than once."""
     slots, parts = undelivered.slots, [undelivered.others]
-    instead = undelivered.instead
+    instead = undelivered.remainder
     if instead is not None:
         parts.append(instead)
         slots = jnp.where(jnp.isin(coo.indices, instead.indices), 0, slots)
@@ -264,3 +264,8 @@ def check_replicated_on_a_mesh(selector, allreduce, size, *, check_vma, workers=
     assert least <= words <= most
     assert check_vma or words == expected["info"].words[0]
     np.testing.assert_array_equal(overflow, expected["info"].overflow)
+
+
+def selector_factory(name):
+    """What makes the selector of that name, also where it is there for a paper."""
+    return getattr(sc.select, name, None) or getattr(sc.select.published, name)

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import sparse_collectives as sc
 from tests.reference import selection, windows
+from tests.sparse_collectives import helpers
 
 # Vectors of less than kth_magnitude.DIRECT_SIZE, and above: candidates are compacted first.
 SMALL, LARGE = 1003, 140_001
@@ -17,7 +17,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 @functools.cache
 def jitted(name, **options):
     """The selector with these options, and its jitted ``select``."""
-    selector = getattr(sc.select, name)(**options)
+    selector = helpers.selector_factory(name)(**options)
     return selector, jax.jit(selector.select)
 
 

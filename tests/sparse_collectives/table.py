@@ -12,43 +12,14 @@ from tests.sparse_collectives import helpers
 DENSITY = 0.05
 
 
-class Algorithm(NamedTuple):
-    """An allreduce, and what holds for it.
-
-    Attributes:
-      factory: it may take a density, a codec, both or neither.
-      room: options with which all that is selected is delivered; None where the algorithm chooses.
-      wide: whether it sums float64.
-      rounds: whether workers may keep rounding errors or sums of what others sent, and not only
-        what they selected.
-    """
-
-    factory: Callable[..., sc.SparseAllreduce]
-    room: dict[str, float] | None = None
-    wide: bool = False
-    rounds: bool = False
-
-
 ALL = {"slack": math.inf, "fill": math.inf}
+# Those over one axis, each once.
 ALGORITHMS = {
-    "agreed": Algorithm(sc.allreduce.agreed),
-    "leader": Algorithm(sc.allreduce.leader),
-    "dense": Algorithm(sc.allreduce.dense, room={}, wide=True),
-    "dense_bucketed": Algorithm(
-        functools.partial(sc.allreduce.dense_bucketed, buckets=3), room={}, wide=True
-    ),
-    "ok_topk": Algorithm(sc.allreduce.ok_topk),
-    "topk_a": Algorithm(sc.allreduce.topk_a, room={}, wide=True),
-    "sparse_allgather": Algorithm(sc.allreduce.sparse_allgather, wide=True),
-    "gtopk": Algorithm(sc.allreduce.gtopk, rounds=True),
-    "ssar_recursive_double": Algorithm(sc.allreduce.ssar_recursive_double, room={}, wide=True),
-    "ssar_split_allgather": Algorithm(sc.allreduce.ssar_split_allgather, room=ALL, wide=True),
-    "dsar_split_allgather": Algorithm(
-        sc.allreduce.dsar_split_allgather, room={"slack": math.inf}, wide=True
-    ),
-    "ring_sparse": Algorithm(sc.allreduce.ring_sparse, room=ALL, wide=True),
-    "spardl": Algorithm(sc.allreduce.spardl, rounds=True),
+    name: row
+    for name, row in sc.cost_model.ALGORITHMS.items()
+    if not row.two_level and name != "agreed(few)"
 }
+ALSO = {"dense_bucketed": {"buckets": 3}}
 
 
 def parameters(name: str) -> Any:
@@ -65,7 +36,7 @@ def make(
         density = DENSITY
     given = {"density": density, "codec": codec}
     given = {key: value for key, value in given.items() if key in takes}
-    return ALGORITHMS[name].factory(**given, **options)
+    return ALGORITHMS[name].factory(**given, **ALSO.get(name, {}), **options)
 
 
 class Row(NamedTuple):
@@ -74,7 +45,8 @@ class Row(NamedTuple):
     Attributes:
       allreduce: of DENSITY.
       delivers_all: whether every selected entry is delivered.
-      rounds: as of an :class:`Algorithm`.
+      rounds: whether workers may keep rounding errors or sums of what others sent, and not only
+        what they selected.
     """
 
     allreduce: sc.SparseAllreduce
@@ -86,7 +58,7 @@ def row(name: str, *, delivers_all: bool | None = None, **options) -> Row:
     algorithm = ALGORITHMS[name]
     if delivers_all is None:
         delivers_all = algorithm.room == {} and "codec" not in options
-    rounds = algorithm.rounds or "codec" in options or "bits" in options
+    rounds = algorithm.keeps_sums or "codec" in options or "bits" in options
     return Row(make(name, **options), delivers_all, rounds)
 
 
@@ -100,15 +72,11 @@ def auto(**options) -> sc.SparseAllreduce:
 
 
 LOSSY = helpers.lossy_codec()
-ALLREDUCES = {
-    "agreed": row("agreed"),
-    "agreed, few bits": row("agreed", density=DENSITY, bits="few"),
-    "leader": row("leader"),
+VARIANTS = {
+    "agreed, few bits": row("agreed", density=DENSITY, bits=None),
     "complete ok_topk": complete("ok_topk"),
     "complete spardl": complete("spardl"),
     "complete ring_sparse": complete("ring_sparse", delivers_all=True, **ALL),
-    "dense": row("dense"),
-    "ok_topk": row("ok_topk"),
     "ok_topk rotation, 2 messages in flight": row(
         "ok_topk", schedule="rotation", messages_in_flight=2
     ),
@@ -119,17 +87,9 @@ ALLREDUCES = {
     "ok_topk, messages of several sizes": row("ok_topk", sizes=3),
     "ok_topk, no slack": row("ok_topk", slack=1.0),
     "ok_topk, as published": row("ok_topk", paper=True),
-    "ssar_recursive_double": row("ssar_recursive_double"),
-    "ssar_split_allgather": row("ssar_split_allgather"),
     "ssar_split_allgather, room for all": row("ssar_split_allgather", delivers_all=True, **ALL),
-    "dsar_split_allgather": row("dsar_split_allgather"),
     "ring_sparse": row("ring_sparse", delivers_all=True, **ALL),
-    "dense_bucketed": row("dense_bucketed"),
-    "topk_a": row("topk_a"),
     "topk_a, lossy": row("topk_a", codec=LOSSY),
-    "sparse_allgather": row("sparse_allgather"),
-    "gtopk": row("gtopk"),
-    "spardl": row("spardl"),
     "spardl, lossy": row("spardl", codec=LOSSY),
     "gtopk, lossy": row("gtopk", codec=LOSSY),
     # `dense` for one worker, `topk_a` for two to four of them, and `spardl` for more.
@@ -138,6 +98,7 @@ ALLREDUCES = {
         auto(latency=0.0, bandwidth="1kbit", candidates=["ok_topk"]), False, False
     ),
 }
+ALLREDUCES = {name: row(name) for name in ALGORITHMS} | VARIANTS
 # Those over two mesh axes, with every way to make nodes of the workers.
 OUTER = {
     "topk_a": ALLREDUCES["topk_a"],
@@ -151,7 +112,7 @@ OVER_NODES = {
         allreduce=sc.allreduce.hierarchical(inner_axis="device", outer=outer.allreduce)
     )
     for name, outer in OUTER.items()
-} | {"torus_2d": Row(sc.allreduce.torus_2d(), True, False)}
+} | {"torus_2d": Row(sc.allreduce.published.torus_2d(), True, False)}
 
 CODECS: dict[str, Callable[..., sc.Codec]] = {
     name: getattr(sc.wire, name) for name in helpers.CODECS
@@ -183,22 +144,22 @@ SELECTORS: dict[str, Callable[..., sc.Selector]] = {
     "threshold_reuse": lambda d: sc.select.threshold_reuse(density=d, period=2),
     "threshold": lambda d: sc.select.threshold(magnitude=0.5, density=d),
     "bucketed": lambda d: sc.select.bucketed(density=d, bucket=16),
-    "mstopk": lambda d: sc.select.mstopk(density=d),
-    "redsync": lambda d: sc.select.redsync(density=d),
-    "dgc": lambda d: sc.select.dgc(density=d),
-    "gaussian_k": lambda d: sc.select.gaussian_k(density=d),
-    "sidco": lambda d: sc.select.sidco(density=d),
+    "mstopk": lambda d: sc.select.published.mstopk(density=d),
+    "redsync": lambda d: sc.select.published.redsync(density=d),
+    "dgc": lambda d: sc.select.published.dgc(density=d),
+    "gaussian_k": lambda d: sc.select.published.gaussian_k(density=d),
+    "sidco": lambda d: sc.select.published.sidco(density=d),
     "random_k": lambda d: sc.select.random_k(density=d),
-    "adtopk": lambda d: sc.select.adtopk(density=d),
-    "adtopk_interleaved": lambda d: sc.select.adtopk_interleaved(density=d),
-    "adtopk_threshold": lambda d: sc.select.adtopk_threshold(density=d, steps=4),
+    "adtopk": lambda d: sc.select.published.adtopk(density=d),
+    "adtopk_interleaved": lambda d: sc.select.published.adtopk_interleaved(density=d),
+    "adtopk_threshold": lambda d: sc.select.published.adtopk_threshold(density=d, steps=4),
     "layerwise": lambda d: sc.select.layerwise(sc.select.topk(density=d)),
     "scheduled": lambda d: sc.select.scheduled(
         sc.select.topk(density=d), sc.select.staged_density(1, (d, d / 2))
     ),
 }
 SELECTOR_VARIANTS: dict[str, Callable[..., sc.Selector]] = {
-    "gaussian_k, adjusted": lambda d: sc.select.gaussian_k(density=d, adjust=True),
-    "sidco, gamma": lambda d: sc.select.sidco(density=d, distribution="gamma"),
-    "sidco, pareto": lambda d: sc.select.sidco(density=d, distribution="pareto"),
+    "gaussian_k, adjusted": lambda d: sc.select.published.gaussian_k(density=d, adjust=True),
+    "sidco, gamma": lambda d: sc.select.published.sidco(density=d, distribution="gamma"),
+    "sidco, pareto": lambda d: sc.select.published.sidco(density=d, distribution="pareto"),
 }

@@ -11,7 +11,7 @@ import pytest
 import sparse_collectives as sc
 from sparse_collectives import _volumes
 from sparse_collectives.allreduce import _agreed
-from sparse_collectives.allreduce._parts import _exclusive, _fixed_point, _paged, _step
+from sparse_collectives.allreduce._shared import _exclusive, _fixed_point, _paged, _step
 from tests.reference import agreed as reference
 from tests.sparse_collectives.helpers import slow, slow_rows
 
@@ -23,9 +23,9 @@ def simulated(size, workers, density, bits=32, limit=None):
     selector = sc.select.topk(density=density)
 
     def step(acc, selector_state, state):
-        shown = allreduce.show(acc, state, axis="workers")
+        shown = allreduce.local_view(acc, state, axis="workers")
         coo, selector_state, _ = selector.select(shown, selector_state)
-        coo = allreduce.place(coo, size, state, axis="workers")
+        coo = allreduce.to_global(coo, size, state, axis="workers")
         total, undelivered, state, info = allreduce.reduce(coo, state, axis="workers", acc=acc)
         return {
             "total": total.to_dense(),
@@ -56,7 +56,7 @@ SIZES = [(1, 3), (5, 8), (403, 2), (403, 5), (40_000, 3), *slow_rows((97, 7), (5
 
 @pytest.mark.parametrize(("size", "workers"), SIZES)
 def test_parts_are_exclusive_and_have_every_index(size, workers):
-    parts = _exclusive.make_parts(size, workers)
+    parts = _exclusive.make_partitions(size, workers)
     owner = reference.part_of_each_index(size, workers, parts.block, parts.rounds)
     vector = jnp.arange(1, size + 1, dtype=jnp.float32)
     for part in range(workers):
@@ -74,7 +74,7 @@ def test_parts_are_exclusive_and_have_every_index(size, workers):
 def test_equals_the_reference_over_steps(workers):
     size, density = 403, 0.05
     run, residual, expected = simulated(size, workers, density), 0.0, 0.0
-    parts = _exclusive.make_parts(size, workers)
+    parts = _exclusive.make_partitions(size, workers)
     owner = reference.part_of_each_index(size, workers, parts.block, parts.rounds)
     k_each, states = max(1, round(density * parts.width)), None
     for count, gradient in enumerate(gradients(2 * workers, workers, size)):
@@ -147,7 +147,7 @@ def test_entries_of_other_parts_wait(bits, held):
 
     acc = gradients(1, workers, size)[0]
     total, kept, overflow, indices = sc.simulate(step, axis_size=workers)(acc)
-    parts = _exclusive.make_parts(size, workers)
+    parts = _exclusive.make_partitions(size, workers)
     owner = reference.part_of_each_index(size, workers, parts.block, parts.rounds)
     for worker in range(workers):
         others = np.sum(owner[np.asarray(indices[worker])] != worker)
@@ -206,7 +206,7 @@ def test_what_is_not_finite_reaches_everyone_and_stays_with_nobody(bits, value):
 @pytest.mark.parametrize("workers", [2, 3, *slow(4), 16, 60, 256, 1024])
 def test_words_are_those_of_the_formula(workers):
     size, density = 1_000_000, 0.01
-    parts = _exclusive.make_parts(size, workers)
+    parts = _exclusive.make_partitions(size, workers)
     slots = round(density * parts.width)
     k = workers * slots
     share = (workers - 1) / workers
@@ -215,7 +215,7 @@ def test_words_are_those_of_the_formula(workers):
     )
     assert exact.words == pytest.approx(3 * k * share, abs=1e-6)
     assert len(exact.collectives) == 2
-    bits = (*(b for b in (8, 10, 16) if _fixed_point.half(b, workers)), "few")
+    bits = (*(b for b in (8, 10, 16) if _fixed_point.half(b, workers)), None)
     for few in bits:
         narrow = sc.traffic.of_allreduce(
             sc.allreduce.agreed(bits=few), size=size, capacity=slots, axis_size=workers
@@ -232,7 +232,7 @@ def test_words_are_those_of_the_formula(workers):
 
 @pytest.mark.parametrize(("workers", "bits"), [(2, 8), (8, 8), (9, 10), (34, 10), (35, 16)])
 def test_few_bits_are_enough_for_fifteen_steps(workers, bits):
-    assert _agreed.make_plan(10**6, 1000, workers, None, "few").bits == bits
+    assert _agreed.make_plan(10**6, 1000, workers, None, None).bits == bits
     assert _fixed_point.half(bits, workers) >= 15
 
 
@@ -310,7 +310,7 @@ def test_no_value_of_a_bucket_rounds_to_zero_for_long(mix, largest):
     assert served[:, exponents == exponents.max()].all()
 
 
-@pytest.mark.parametrize("bits", ["few", 8, 10, 16])
+@pytest.mark.parametrize("bits", [None, 8, 10, 16])
 @pytest.mark.parametrize("above", [1e3, 1e6, 1e30])
 def test_an_entry_far_above_the_others_starves_none(above, bits):
     """All move within some waits of the length that there is without it.
@@ -326,9 +326,9 @@ def test_an_entry_far_above_the_others_starves_none(above, bits):
         def step(carry, _):
             residual, chosen, state = carry
             acc = residual + gradient
-            shown = allreduce.show(acc, state, axis="w")
+            shown = allreduce.local_view(acc, state, axis="w")
             coo, chosen, _ = selector.select(shown, chosen)
-            coo = allreduce.place(coo, size, state, axis="w")
+            coo = allreduce.to_global(coo, size, state, axis="w")
             total, undelivered, state, _ = allreduce.reduce(coo, state, axis="w", acc=acc)
             return (undelivered.residual(acc, coo), chosen, state), total.to_dense()
 

@@ -165,7 +165,7 @@ def test_density_one_with_room_for_all_is_a_dense_sum_over_nodes(shape):
     )
     allreduces = [sc.allreduce.hierarchical(inner_axis="device", outer=o) for o in outers]
     acc = helpers.hard_accumulators(math.prod(shape), 61)["normal"]
-    for allreduce in (*allreduces, sc.allreduce.torus_2d()):
+    for allreduce in (*allreduces, sc.allreduce.published.torus_2d()):
         out = nodes.run_once(sc.select.topk(density=1.0), allreduce, acc, shape)
         check_is_a_dense_sum(out, acc)
 

@@ -8,7 +8,7 @@ import sparse_collectives as sc
 from tests.sparse_collectives import helpers, table
 
 HIERARCHICAL = sc.allreduce.hierarchical(inner_axis="device", outer=sc.allreduce.topk_a())
-TORUS = sc.allreduce.torus_2d()
+TORUS = sc.allreduce.published.torus_2d()
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def test_density_one_takes_every_nonzero():
 @pytest.mark.parametrize("row_axis", [1, -3, 5])
 def test_an_axis_that_a_layer_has_not(row_axis):
     layout = sc.Layout(((3, 2, 4), (2, 3))) if row_axis < 0 else sc.Layout(((4,), (6, 1, 2)))
-    selector = sc.select.adtopk(density=0.1, row_axis=row_axis)
+    selector = sc.select.published.adtopk(density=0.1, row_axis=row_axis)
     if row_axis == 1:
         selector.init(layout)
     else:
@@ -205,7 +205,7 @@ def test_an_axis_that_a_layer_has_not(row_axis):
 
 
 def test_a_buffer_of_another_size():
-    selector = sc.select.adtopk(density=0.1)
+    selector = sc.select.published.adtopk(density=0.1)
     with pytest.raises(ValueError, match="acc has 5 entries"):
         selector.select(jnp.zeros(5), selector.init(LAYOUT))
 

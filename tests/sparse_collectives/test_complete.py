@@ -28,7 +28,7 @@ def stepper(inner, workers):
 
 
 def inner(name, **options):
-    return getattr(sc.allreduce, name)(density=DENSITY, **options)
+    return sc.cost_model.ALGORITHMS[name].factory(density=DENSITY, **options)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_spardl_takes_five_words_for_an_entry(workers):
 @pytest.mark.parametrize("name", ["ok_topk", "spardl"])
 @pytest.mark.parametrize("codec", ["bf16", "narrow16", "narrow8", "qsgd"])
 def test_pairs_stay_where_a_codec_makes_them_shorter(name, codec):
-    made = getattr(sc.allreduce, name)(density=0.01, codec=getattr(sc.wire, codec)())
+    made = sc.cost_model.ALGORITHMS[name].factory(density=0.01, codec=getattr(sc.wire, codec)())
     one = made, made._replace(choose=None)
     words = [traffic_of(sc.allreduce.complete(each), 10**5, 1000, 4).words for each in one]
     # A pair of `narrow16` is little more than a word, and one of `narrow8` little more than half.
@@ -149,7 +149,7 @@ def test_nothing_is_lost_with_a_codec(name, codec):
     # Few entries in a dense total; a stream that is dense because pairs would be longer.
     [
         pytest.param(sc.allreduce.topk_a(), 0.05, marks=SLOW),
-        pytest.param(sc.allreduce.ring_sparse(), 0.6, marks=SLOW),
+        pytest.param(sc.allreduce.published.ring_sparse(), 0.6, marks=SLOW),
         (sc.allreduce.dense(), 0.6),
     ],
     ids=lambda x: getattr(x, "spec", x),

@@ -8,7 +8,7 @@ import pytest
 
 import sparse_collectives as sc
 from sparse_collectives import cost_model
-from sparse_collectives.allreduce._parts import _messages
+from sparse_collectives.allreduce._shared import _messages
 from sparse_collectives.cost_model import Cost, Network, Overlap, Workload
 from tests.sparse_collectives import helpers
 from tests.sparse_collectives.helpers import slow_but
@@ -72,7 +72,7 @@ def test_folding_of_recursive_doubling():
     assert estimate.upper.words == 2 * 10 * (1 + 2 + 4 + 6)
 
 
-@pytest.mark.parametrize("name", cost_model.PAPER)
+@pytest.mark.parametrize("name", cost_model._paper.PAPER)
 @pytest.mark.parametrize("workers", P_ALL)
 def test_the_papers_bounds_are_ordered(name, workers):
     for k in (1, 7, 500, 1000):
@@ -84,8 +84,8 @@ def test_the_papers_bounds_are_ordered(name, workers):
             assert upper.messages > 0
 
 
-@pytest.mark.parametrize("name", cost_model.IMPLEMENTATION)
-@pytest.mark.parametrize("codec", cost_model.CODECS)
+@pytest.mark.parametrize("name", cost_model.ALGORITHMS)
+@pytest.mark.parametrize("codec", cost_model._codecs.CODECS)
 def test_predictions_are_ordered_and_one_worker_exchanges_nothing(name, codec):
     for workers in P_ALL:
         for k in (1, 7, 500, 1000):
@@ -96,7 +96,7 @@ def test_predictions_are_ordered_and_one_worker_exchanges_nothing(name, codec):
                 assert upper.words == upper.messages == upper.pairs == 0
 
 
-TWO_LEVELS = [name for name in cost_model.IMPLEMENTATION if name[:5] in ("torus", "hiera")]
+TWO_LEVELS = [name for name in cost_model.ALGORITHMS if name[:5] in ("torus", "hiera")]
 
 
 @pytest.mark.parametrize("name", TWO_LEVELS)
@@ -146,7 +146,7 @@ def test_overlap_interpolates_and_extrapolates_by_an_effective_size():
     for workers in (2, 16):
         union = cost_model.expected_union(5000, 1000, workers)
         overlap = Overlap(union, workers)
-        assert cost_model.effective_size(1000, overlap) == pytest.approx(5000, rel=1e-6)
+        assert cost_model._fill_in.effective_size(1000, overlap) == pytest.approx(5000, rel=1e-6)
         for others in (3, 64):
             found = cost_model.expected_union(10**6, 1000, others, overlap=overlap)
             assert found == pytest.approx(cost_model.expected_union(5000, 1000, others), rel=1e-6)
@@ -177,27 +177,27 @@ def test_escapes_are_those_of_simulated_gaps(density):
     rng = np.random.default_rng(1)
     gaps = rng.geometric(density, 400_000)
     for name in ("narrow8", "narrow16"):
-        codec = cost_model.codec_sizes(name)
+        codec = cost_model._codecs.codec_sizes(name)
         simulated = np.asarray(codec.gaps.escapes(jnp.asarray(gaps, jnp.int32))).mean()
-        expected = cost_model.escapes_per_pair(codec, density)
+        expected = cost_model._codecs.escapes_per_pair(codec, density)
         assert simulated == pytest.approx(expected, rel=0.05, abs=2e-3)
 
 
 def test_escapes_have_limits():
-    narrow16, narrow8 = (cost_model.codec_sizes(name) for name in ("narrow16", "narrow8"))
-    assert cost_model.escapes_per_pair(narrow16, 1.0) == 0
-    assert cost_model.escapes_per_pair(narrow16, 0.5) == pytest.approx(0)
-    assert cost_model.escapes_per_pair(narrow8, 1e-9) == pytest.approx(3, rel=0.02)
-    assert cost_model.escapes_per_pair(cost_model.codec_sizes("raw"), 1e-9) == 0
-    assert cost_model.has_room(narrow8, 0.01)
-    assert not cost_model.has_room(narrow8, 0.005)
-    assert cost_model.has_room(narrow16, 1e-4)
-    assert not cost_model.has_room(narrow16, 1e-5)
+    narrow16, narrow8 = (cost_model._codecs.codec_sizes(name) for name in ("narrow16", "narrow8"))
+    assert cost_model._codecs.escapes_per_pair(narrow16, 1.0) == 0
+    assert cost_model._codecs.escapes_per_pair(narrow16, 0.5) == pytest.approx(0)
+    assert cost_model._codecs.escapes_per_pair(narrow8, 1e-9) == pytest.approx(3, rel=0.02)
+    assert cost_model._codecs.escapes_per_pair(cost_model._codecs.codec_sizes("raw"), 1e-9) == 0
+    assert cost_model._codecs.has_room(narrow8, 0.01)
+    assert not cost_model._codecs.has_room(narrow8, 0.005)
+    assert cost_model._codecs.has_room(narrow16, 1e-4)
+    assert not cost_model._codecs.has_room(narrow16, 1e-5)
 
 
-@pytest.mark.parametrize("name", slow_but(("raw", "bf16", "qsgd"), cost_model.CODECS))
+@pytest.mark.parametrize("name", slow_but(("raw", "bf16", "qsgd"), cost_model._codecs.CODECS))
 def test_sizes_are_those_of_the_messages(name):
-    codec, sizes = getattr(sc.wire, name)(), cost_model.codec_sizes(name)
+    codec, sizes = getattr(sc.wire, name)(), cost_model._codecs.codec_sizes(name)
     assert codec.exact == sizes.exact
     for size in (1, 300, 10**5, 2**31 - 1):
         for slots in (1, 2, 3, 7, 128, 1000, 1025):
@@ -208,11 +208,11 @@ def test_sizes_are_those_of_the_messages(name):
 
 
 def test_the_codecs_of_the_model_are_those_of_the_wire():
-    assert set(cost_model.CODECS) == set(helpers.CODECS)
+    assert set(cost_model._codecs.CODECS) == set(helpers.CODECS)
 
 
 def test_the_dense_limit_is_half_for_pairs_of_two_words():
-    assert cost_model.sparse_limit(1000) == 500
+    assert cost_model._paper.sparse_limit(1000) == 500
 
 
 # Costs and arguments.

@@ -27,9 +27,9 @@ def traced(name, load, codec, *, check_vma=False):
         nodes = load.workers // load.inner_size
         state = jax.eval_shape(lambda: outer.init(coo_size, nodes))
     else:
-        options = {"bits": "few"} if name == "agreed(few)" else {}
+        options = {"bits": None} if name == "agreed(few)" else {}
         allreduce = (
-            sc.allreduce.torus_2d()
+            sc.allreduce.published.torus_2d()
             if name == "torus_2d"
             else table.make(name.partition("(")[0], load.density, codec, **options)
         )
@@ -68,7 +68,7 @@ def traced(name, load, codec, *, check_vma=False):
 # (n, k, P): for exact pairs, and for each of the other encodings.
 EXACT = [(1000, 100, 2), (999, 5, 6), (20_000, 1000, 5), (64, 64, 3)]
 LOSSY = [(1999, 100, 3)]
-VERIFIED_AT = dict.fromkeys(cost_model.IMPLEMENTATION, EXACT)
+VERIFIED_AT = dict.fromkeys(cost_model.ALGORITHMS, EXACT)
 VERIFIED_AT["ok_topk"] = [*EXACT, (4000, 1, 3), (10**5, 9000, 20)]
 VERIFIED_AT["agreed(few)"] = [*EXACT, (10**5, 5000, 11), (10**5, 500, 40)]
 VERIFIED_AT["gtopk"] = [*EXACT, (10**4, 100, 48)]
@@ -81,7 +81,7 @@ CASES = {"lower": "best", "upper": "worst"}
 POINTS = [(name, "raw", point) for name, points in VERIFIED_AT.items() for point in points]
 POINTS += [
     (name, codec, point)
-    for name in cost_model.IMPLEMENTATION
+    for name in cost_model.ALGORITHMS
     for codec in ("bf16", "narrow16", "narrow8", "qsgd")
     for point in LOSSY
     if "dense" not in name and name not in (*TWO_LEVELS, "agreed", "agreed(few)", "leader")
@@ -111,7 +111,7 @@ def traces_for_long(name, codec, point):
 
 
 def test_every_verified_algorithm_is_compared():
-    assert set(VERIFIED_AT) == set(cost_model.VERIFIED) == set(cost_model.IMPLEMENTATION)
+    assert set(VERIFIED_AT) == set(cost_model.ALGORITHMS) == set(cost_model.ALGORITHMS)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_the_expected_form_of_dsar_is_the_one_that_runs():
     n, k, workers = 20_000, 1000, 6
     rng = np.random.default_rng(0)
     indices = np.stack([np.sort(rng.choice(n, k, replace=False)) for _ in range(workers)])
-    allreduce = sc.allreduce.dsar_split_allgather(slack=1.25)
+    allreduce = sc.allreduce.published.dsar_split_allgather(slack=1.25)
 
     def step(indices):
         coo = sc.PaddedCOO(jnp.ones(k, jnp.float32), indices, n)

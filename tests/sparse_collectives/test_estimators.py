@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sparse_collectives.select import SIDCoState
+from sparse_collectives.select.published._sidco import SIDCoState
 from tests.reference import estimators, selection, windows
 from tests.sparse_collectives.helpers import slow, slow_but
 from tests.sparse_collectives.selecting import (

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives.allreduce._parts import _merge
+from sparse_collectives.allreduce._shared import _merge
 from tests.reference import windows
 
 

@@ -72,7 +72,7 @@ def test_recursive_doubling_of_disjoint_selections_is_full(workers):
     acc = np.zeros((workers, SIZE), np.float32)
     for worker in range(workers):
         acc[worker, worker * K : (worker + 1) * K] = 1 + worker
-    useful, words = occupancy(sc.allreduce.ssar_recursive_double(), acc)
+    useful, words = occupancy(sc.allreduce.published.ssar_recursive_double(), acc)
     if workers == 4:
         assert useful == pytest.approx(words)
     else:
@@ -91,7 +91,7 @@ def test_a_sum_that_goes_dense_is_full():
     workers, acc = 8, normal(8)
     selected = np.asarray(helpers.run_once(SELECTOR, sc.allreduce.dense(), acc)["sent"]) != 0
     width = -(-SIZE // workers)
-    allreduce = sc.allreduce.ssar_split_allgather(slack=math.inf, fill=math.inf)
+    allreduce = sc.allreduce.published.ssar_split_allgather(slack=math.inf, fill=math.inf)
     useful, _ = occupancy(allreduce, acc)
     split = 2 * pairs_sent_by_split(selected, width)
     assert useful * workers == pytest.approx(split + width * workers * (workers - 1))
@@ -108,10 +108,10 @@ def test_with_exact_pairs_the_useful_words_are_two_for_each_entry(workers):
     split = pairs_sent_by_split(selected, width)
     room = {"slack": math.inf, "fill": math.inf}
 
-    useful, _ = occupancy(sc.allreduce.ssar_split_allgather(**room), acc)
+    useful, _ = occupancy(sc.allreduce.published.ssar_split_allgather(**room), acc)
     assert useful * workers == pytest.approx(2 * (split + everything * (workers - 1)))
 
-    useful, words = occupancy(sc.allreduce.dsar_split_allgather(slack=math.inf), acc)
+    useful, words = occupancy(sc.allreduce.published.dsar_split_allgather(slack=math.inf), acc)
     gathered = 2 * everything * (workers - 1)
     counts = workers * (workers - 1)
     dense = width * workers * (workers - 1)
@@ -124,7 +124,7 @@ def test_with_exact_pairs_the_useful_words_are_two_for_each_entry(workers):
         order = [(region + 1 + step) % workers for step in range(workers)]
         part = selected[order][:, region * width : (region + 1) * width]
         passed += sum(int(part[:m].any(axis=0).sum()) for m in range(1, workers))
-    useful, _ = occupancy(sc.allreduce.ring_sparse(**room), acc)
+    useful, _ = occupancy(sc.allreduce.published.ring_sparse(**room), acc)
     assert useful * workers == pytest.approx(2 * (passed + everything * (workers - 1)))
 
 
@@ -177,6 +177,8 @@ def test_with_a_codec_slots_count_alike(name):
     assert useful == pytest.approx(words)
     shares = []
     for each in (sc.wire.raw(), codec):
-        useful, words = occupancy(sc.allreduce.ssar_split_allgather(codec=each), normal(4))
+        useful, words = occupancy(
+            sc.allreduce.published.ssar_split_allgather(codec=each), normal(4)
+        )
         shares.append(useful / words)
     assert shares[0] == pytest.approx(shares[1], rel=0.02)

@@ -10,7 +10,7 @@ import pytest
 
 import sparse_collectives as sc
 from sparse_collectives import extend
-from sparse_collectives.allreduce._parts import _hashed
+from sparse_collectives.allreduce._shared import _hashed
 from sparse_collectives.allreduce.ok_topk import (
     _plan,
 )

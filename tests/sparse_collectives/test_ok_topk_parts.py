@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives.allreduce._parts import _hashed
+from sparse_collectives.allreduce._shared import _hashed
 from sparse_collectives.allreduce.ok_topk import (
     _global_selection,
     _plan,

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives.allreduce._parts import _hashed, _step
+from sparse_collectives.allreduce._shared import _hashed, _step
+from sparse_collectives.allreduce._shared._step import StepState
 from tests.reference import gtopk, sparcml, spardl, topk_a, windows
 from tests.sparse_collectives import helpers, table
 from tests.sparse_collectives.helpers import as_entries, slow
@@ -50,7 +51,7 @@ def test_topk_a_is_the_sum_of_all_selections(workers):
 @pytest.mark.parametrize("workers", [2, 5])
 def test_sparse_allgather_delivers_each_index_for_its_first_worker(workers):
     for count in range(3):
-        state = sc.allreduce.StepState(jnp.int32(count))
+        state = StepState(jnp.int32(count))
         first = windows.start(int(_step.turn(jnp.int32(count), 0)), workers)
         for name, out in hard_steps(ALLGATHER, workers, state, subnormal=True):
             # Bits, so that subnormals count too.
@@ -119,7 +120,7 @@ def test_gtopk_is_the_tree_of_the_paper(workers, density):
 def test_spardl_is_the_exchange_of_the_paper(workers, k, steps):
     allreduce = table.make("spardl", k / SIZE)
     for step in steps:
-        state = sc.allreduce.StepState(jnp.int32(step))
+        state = StepState(jnp.int32(step))
         indices = jnp.arange(SIZE, dtype=jnp.int32)
         _, owner = _hashed.row_and_owner(indices, SIZE, workers, jnp.int32(step))
         for name, out in hard_steps(allreduce, workers, state):

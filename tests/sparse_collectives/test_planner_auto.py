@@ -6,12 +6,16 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives import allreduce, planner
-from sparse_collectives.planner import _auto, _planner
+from sparse_collectives import allreduce, cost_model, planner
+from sparse_collectives.planner import _auto
 from tests.sparse_collectives import helpers
 
 NET = {"latency": "5us", "bandwidth": "100Mbit"}
-FLAT = {o.name for o in _planner.OPTIONS if not o.two_level and not o.complete}
+FLAT = {
+    row.name
+    for row in cost_model.ALGORITHMS.values()
+    if row.planned and not row.two_level and not row.complete
+}
 
 
 def program(reducer, n, workers, k):

@@ -10,7 +10,7 @@ import pytest
 
 import optax_ext
 import sparse_collectives as sc
-from optax_ext._optimizers import _parts
+from optax_ext._optimizers import _common
 from sparse_collectives.cost_model import Workload, network
 from sparse_collectives.planner import _optimizers, _planner
 from tests.sparse_collectives.test_planner_command import fails, run
@@ -125,7 +125,7 @@ def test_numbers_that_are_not_given_are_assumed_and_said(capsys):
     assert given == run(capsys, *SMALL).partition("\n")[2]
     only = run(capsys, *SMALL, "--latency", "5us").splitlines()[0]
     assert only == "not given, and assumed: --density 0.05, that of sparse_adamw"
-    assert _parts.DENSITY == 0.05
+    assert _common.DENSITY == 0.05
 
 
 def test_workers_on_a_core_take_turns(capsys, tmp_path):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives.allreduce._parts import _range
+from sparse_collectives.allreduce._shared import _range
 from tests.sparse_collectives import helpers, table
 
 SIZE, DENSITY = 48, 0.25

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives.allreduce._parts import _slots
+from sparse_collectives.allreduce._shared import _slots
+from sparse_collectives.allreduce._shared._step import StepState
 from tests.reference import sparcml as oracle
 from tests.reference import windows
 from tests.sparse_collectives import helpers, table
@@ -54,10 +55,10 @@ def test_the_switch_is_where_both_messages_have_the_same_words():
     """With 16-bit values a dense region is half as long, and delta half as large."""
     for dtype, slots in ((jnp.float32, 125), (jnp.bfloat16, 62)):
         shapes = jax.ShapeDtypeStruct((400,), dtype), jax.ShapeDtypeStruct((400,), jnp.int32)
-        allreduce = sc.allreduce.dsar_split_allgather(slack=math.inf, sparse_sizes=1)
+        allreduce = sc.allreduce.published.dsar_split_allgather(slack=math.inf, sparse_sizes=1)
 
         def step(values, indices, count, allreduce=allreduce):
-            state = sc.allreduce.StepState(count)
+            state = StepState(count)
             return allreduce.reduce(sc.PaddedCOO(values, indices, 1000), state, axis="w")
 
         traffic = sc.traffic.of_function(

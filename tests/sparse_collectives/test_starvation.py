@@ -21,7 +21,7 @@ import pytest
 
 import sparse_collectives as sc
 from sparse_collectives._coo import compaction
-from sparse_collectives.allreduce._parts import _merge, _step
+from sparse_collectives.allreduce._shared import _merge, _step
 from sparse_collectives.allreduce.ok_topk import _global_selection
 from sparse_collectives.wire import _gaps
 from tests.reference.crowds import PERIODS, crowds, longest_run
@@ -132,11 +132,11 @@ SELECTORS = {
     "threshold": sc.select.threshold(magnitude=1.0, density=DENSITY),
     "threshold_reuse": sc.select.threshold_reuse(density=DENSITY, headroom=0.0, servo=False),
     "threshold_reuse, servo": sc.select.threshold_reuse(density=DENSITY, headroom=0.0),
-    "gaussian_k": sc.select.gaussian_k(density=DENSITY, headroom=0.0),
-    "redsync": sc.select.redsync(density=DENSITY, headroom=0.0),
-    "sidco": sc.select.sidco(density=DENSITY, headroom=0.0),
-    "mstopk": sc.select.mstopk(density=DENSITY),
-    "adtopk_threshold": sc.select.adtopk_threshold(
+    "gaussian_k": sc.select.published.gaussian_k(density=DENSITY, headroom=0.0),
+    "redsync": sc.select.published.redsync(density=DENSITY, headroom=0.0),
+    "sidco": sc.select.published.sidco(density=DENSITY, headroom=0.0),
+    "mstopk": sc.select.published.mstopk(density=DENSITY),
+    "adtopk_threshold": sc.select.published.adtopk_threshold(
         density=DENSITY, steps=10**6, warmup=3, period=10**6, headroom=0.0
     ),
 }

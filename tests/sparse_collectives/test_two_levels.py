@@ -13,7 +13,7 @@ from tests.sparse_collectives import helpers
 from tests.sparse_collectives.helpers import slow
 from tests.sparse_collectives.nodes import AXES
 
-TORUS, TOPK_A = sc.allreduce.torus_2d(), sc.allreduce.topk_a()
+TORUS, TOPK_A = sc.allreduce.published.torus_2d(), sc.allreduce.topk_a()
 
 
 def hierarchical(outer):
@@ -50,7 +50,9 @@ def test_scatter_and_gather_are_a_dense_sum(shape):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "outer", [TOPK_A, sc.allreduce.gtopk(density=0.1), sc.allreduce.dense()], ids=lambda x: x.spec
+    "outer",
+    [TOPK_A, sc.allreduce.published.gtopk(density=0.1), sc.allreduce.dense()],
+    ids=lambda x: x.spec,
 )
 def test_info_reports_the_words_that_the_program_moves(outer):
     shape, size = (3, 2), 101
@@ -160,14 +162,17 @@ def test_buckets_have_the_bits_of_one_dense_allreduce(buckets):
     acc = helpers.hard_accumulators(3, 101)["normal"]
     dense, bucketed = (
         sc.simulate(summed(allreduce, "workers"), axis_size=3)(acc)
-        for allreduce in (sc.allreduce.dense(), sc.allreduce.dense_bucketed(buckets=buckets))
+        for allreduce in (
+            sc.allreduce.dense(),
+            sc.allreduce.published.dense_bucketed(buckets=buckets),
+        )
     )
     np.testing.assert_array_equal(bucketed[0], dense[0])
     np.testing.assert_array_equal(bucketed[2].words, dense[2].words)
 
 
 def test_the_last_bucket_comes_first_and_none_waits_for_another():
-    step = summed(sc.allreduce.dense_bucketed(buckets=4), "w")
+    step = summed(sc.allreduce.published.dense_bucketed(buckets=4), "w")
     jaxpr = jax.make_jaxpr(step, axis_env=[("w", 2)])(jnp.ones(10)).jaxpr
     sums = helpers.independent_psums(jaxpr)
     assert [variable.aval.shape for variable in sums] == [(1,), (3,), (3,), (3,)]

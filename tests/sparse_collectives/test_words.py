@@ -12,7 +12,7 @@ import pytest
 
 import sparse_collectives as sc
 from sparse_collectives import _volumes
-from sparse_collectives.allreduce._parts import _broadcast, _halving
+from sparse_collectives.allreduce._shared import _broadcast, _halving
 from tests.reference.sparcml import expected_union
 from tests.sparse_collectives import helpers, table
 
@@ -130,7 +130,7 @@ def test_a_codec_encodes_every_message_of_spardl(name):
     workers, size, density = 6, 10**5, 0.01
     allreduce = table.make("spardl", density, table.CODECS[name]())
     slots, width = math.ceil(density * size / workers), math.ceil(size / workers)
-    pairs = sc.cost_model.codec_sizes(name).pairs(slots, width)
+    pairs = sc.cost_model._codecs.codec_sizes(name).pairs(slots, width)
     words = traffic_of(allreduce, workers, size, round(density * size)).words
     assert words == 2 * (workers - 1) * pairs
 

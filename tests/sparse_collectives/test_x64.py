@@ -80,7 +80,7 @@ def test_nothing_is_lost_but_the_rounding_of_float64(x64, name, workers):
 
 def test_disjoint_pairs_come_as_they_are(x64):
     picks, values = selections(4, disjoint=True)
-    total, kept, _ = reduced(sc.allreduce.sparse_allgather(), picks, values)
+    total, kept, _ = reduced(sc.allreduce.published.sparse_allgather(), picks, values)
     np.testing.assert_array_equal(total[0], dense_sum(picks, values))
     assert not kept.any()
 
@@ -93,7 +93,7 @@ def test_disjoint_pairs_come_as_they_are(x64):
 )
 def test_words_are_those_of_the_program(x64, name):
     """Two for a value: of messages that hold pairs, half as many again as of float32."""
-    allreduce = WIDE.get(name, sc.allreduce.sparse_allgather())
+    allreduce = WIDE.get(name, sc.allreduce.published.sparse_allgather())
     size, workers = 4000, 4
     picks, values = selections(workers, size, disjoint=name == "sparse_allgather")
     _, _, info = reduced(allreduce, picks, values, size)
