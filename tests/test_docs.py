@@ -186,9 +186,6 @@ def expressions():
     yield from sorted(found)
     for expression, name in systems:
         marks = [pytest.mark.slow] if name in SLOW else []
-        if name == "redsync":
-            # Its loop begins with a carry whose type varies over no axis.
-            marks.append(pytest.mark.xfail(raises=TypeError, reason="check_vma", strict=False))
         yield pytest.param(expression, marks=marks, id=name)
 
 

@@ -25,11 +25,15 @@ PAGES = Path(__file__).parents[1] / "docs" / "reference"
 # `extend` last: what it has of the others is theirs.
 PACKAGES = (
     optax_ext,
+    optax_ext.published,
+    optax_ext.contrib,
     sparse_collectives,
     allreduce,
+    allreduce.published,
     cost_model,
     planner,
     select,
+    select.published,
     traffic,
     transport,
     wire,

@@ -98,7 +98,7 @@ def _around(exchange: Exchange) -> Make:
 
 def _whole(function: Make, exchange: Exchange | None = None, **options: Any) -> Make:
     def make(density: float | None, axis: Any, rate: Any = RATE, selector: Any = None) -> Any:
-        more = {} if exchange is None else {"exchange": exchange(density)}
+        more = {} if exchange is None else {"allreduce": exchange(density)}
         more |= {} if selector is None else {"selector": selector}
         return function(rate, density=density, axis=axis, **more, **options)
 

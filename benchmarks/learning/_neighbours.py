@@ -19,7 +19,7 @@ Option = tuple[str, Any]
 _NUMBERS = ("density", "b2", "eps", "weight_decay", "gain", "limit", "dense_steps")
 _OF_RESIDUAL = ("step_ahead", "decay")
 _MADE = {
-    "bits": ("exchange", lambda bits: sc.allreduce.agreed(bits=bits)),
+    "bits": ("allreduce", lambda bits: sc.allreduce.agreed(bits=bits)),
     "momentum": ("correction", optax_ext.momentum_correction),
     "dense_below": ("dense_leaves", lambda size: optax_ext.small_leaves(min_size=size)),
 }

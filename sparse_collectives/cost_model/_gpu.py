@@ -31,4 +31,4 @@ class Program(NamedTuple):
 
 
 # What was not compiled: as the longest of those that were, that of `spardl`.
-DEFAULT = Program(279, 42.3)
+DEFAULT = Program(281, 42.3)

@@ -140,15 +140,15 @@ def _between_nodes(row: Algorithm, colour: str, flags: Any = nodes.nothing_agree
 
 
 _TOPK_A = _pairs(
-    allreduce.topk_a, _nothing, flat.topk_a, "tab:blue", room={}, wide=True, gpu=Program(87, 44.3)
+    allreduce.topk_a, _nothing, flat.topk_a, "tab:blue", room={}, wide=True, gpu=Program(89, 44.3)
 )
 _GTOPK = _pairs(
-    published.gtopk, _density, flat.gtopk, "tab:olive", keeps_sums=True, gpu=Program(215, 56.0)
+    published.gtopk, _density, flat.gtopk, "tab:olive", keeps_sums=True, gpu=Program(217, 56.0)
 )
 _SPARDL = _pairs(
-    allreduce.spardl, _density, flat.spardl, "tab:red", keeps_sums=True, gpu=Program(279, 42.3)
+    allreduce.spardl, _density, flat.spardl, "tab:red", keeps_sums=True, gpu=Program(281, 42.3)
 )
-_OK_TOPK = _pairs(allreduce.ok_topk, _density, flat.ok_topk, "navy", gpu=Program(150, 38.4))
+_OK_TOPK = _pairs(allreduce.ok_topk, _density, flat.ok_topk, "navy", gpu=Program(152, 34.4))
 _AGREED = Algorithm(
     "agreed",
     allreduce.agreed,
@@ -156,7 +156,7 @@ _AGREED = Algorithm(
     flat.agreed(bits=32),
     "tab:orange",
     complete=True,
-    gpu=Program(71, 37.7),
+    gpu=Program(72, 28.9),
 )
 
 _ROWS = (
@@ -203,7 +203,7 @@ _ROWS = (
         "tab:cyan",
         room={},
         wide=True,
-        gpu=Program(118, 65.4),
+        gpu=Program(120, 65.4),
     ),
     _pairs(
         published.ssar_split_allgather,
@@ -212,7 +212,7 @@ _ROWS = (
         "tab:purple",
         room=_ALL,
         wide=True,
-        gpu=Program(101, 41.9),
+        gpu=Program(103, 41.9),
     ),
     # Random rounding (`qsgd`) is for dense runs, which no other one has.
     _pairs(
@@ -223,7 +223,7 @@ _ROWS = (
         codecs=(*PAIR_CODECS, "qsgd"),
         room={"slack": math.inf},
         wide=True,
-        gpu=Program(105, 42.3),
+        gpu=Program(107, 42.3),
     ),
     _pairs(published.ring_sparse, _fill, flat.ring_sparse, "tab:brown", room=_ALL, wide=True),
     _GTOPK,
@@ -236,7 +236,7 @@ _ROWS = (
         formula=flat.agreed(bits=None),
         colour="tab:green",
         rounds=True,
-        gpu=Program(83, 37.9),
+        gpu=Program(87, 29.1),
     ),
     Algorithm("leader", published.leader, _nothing, flat.leader, "gold", complete=True),
     Algorithm(

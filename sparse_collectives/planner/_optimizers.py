@@ -126,7 +126,7 @@ OPTIMIZERS = (
         'optax_ext.sparse_adamw(rate, density={density}, axis="data")',
         lambda workload: predict("agreed(few)", workload),
         SPARSE_ADAMW,
-        Program(86, 57.0),
+        Program(91, 53.1),
         exchange="agreed(few)",
         exact=False,
     ),
@@ -136,7 +136,7 @@ OPTIMIZERS = (
         'optax_ext.sparse_sgd(rate, density={density}, axis="data")',
         lambda workload: predict("agreed(few)", workload),
         SPARSE_SGD,
-        Program(83, 37.9),
+        Program(87, 29.1),
         adamw=False,
         exact=False,
     ),
@@ -147,7 +147,7 @@ OPTIMIZERS = (
         _two_factors,
         POWERSGD,
         # Of rank 4.
-        _both(Program(90, 70.0), _ADAMW_KERNEL),
+        _both(Program(92, 70.0), _ADAMW_KERNEL),
     ),
     Optimizer(
         "dense, adamw",

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _validation
+from sparse_collectives import _compat, _validation
 from sparse_collectives._coo import _bits, compaction, fixed_factors
 from sparse_collectives._coo.kth_magnitude import kth_magnitude_bits
 from sparse_collectives._spec import Spec
@@ -124,6 +124,8 @@ def threshold_reuse(
 
     def select(acc: jax.Array, state: ThresholdReuseState):
         acc = _validation.as_vector("acc", acc)
+        # Of a worker: one that was made inside of the mapped function does not say so.
+        state = _compat.varying_like(state, acc)
         size = acc.shape[0]
         k = _validation.count_from_density(density, size)
         capacity = _reaching.slots_for(k, size, headroom)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _validation
+from sparse_collectives import _compat, _validation
 from sparse_collectives._coo import _bits, compaction, kth_magnitude
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
@@ -64,6 +64,8 @@ def topk(density: float) -> Selector:
 
     def select(acc: jax.Array, state: jax.Array):
         acc = _validation.as_vector("acc", acc)
+        # Of a worker: one that was made inside of the mapped function does not say so.
+        state = _compat.varying_like(state, acc)
         size = acc.shape[0]
         k = _validation.count_from_density(density, size)
         capacity = math.ceil(_ROOM * k) + 32

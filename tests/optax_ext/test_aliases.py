@@ -190,6 +190,7 @@ def test_options_and_parts_reach_sparse_allreduce(name, monkeypatch):
         return optax.identity()
 
     monkeypatch.setattr(optax_ext._aliases, "sparse_allreduce", record)
+    monkeypatch.setattr(optax_ext.published, "sparse_allreduce", record)
     monkeypatch.setattr(optax_ext, "sparse_allreduce", record)
     # The compositions were made with the function itself.
     parts = ALIASES[name][1]

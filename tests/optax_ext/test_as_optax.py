@@ -64,7 +64,7 @@ def test_sharded_parameters_are_found_where_they_are():
     params = {"w": jax.device_put(PARAMS["w"], split)}
     tx = MAKERS["sparse_adamw"]()
     expected = optax_ext.init_state(tx, params, on)
-    assert expected.parts == 2
+    assert expected.devices == 2
     with jax.set_mesh(on):
         same(tx.init(params), expected)
 

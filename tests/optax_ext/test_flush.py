@@ -56,7 +56,7 @@ def test_flush_is_a_step_within_the_limit(kept, rate):
         options["residual"] = optax_ext.residual(jnp.bfloat16, step_ahead=1.0)
     elif kept == "hierarchical":
         axis, on = ("node", "data"), mesh((2, 2), ("node", "data"))
-        options["exchange"] = sc.allreduce.hierarchical(
+        options["allreduce"] = sc.allreduce.hierarchical(
             inner_axis="data", outer=sc.allreduce.topk_a()
         )
     schedule = 0.01 if rate == "constant" else optax.linear_schedule(0.01, 0.0, STEPS)

@@ -104,7 +104,7 @@ def test_bad_limits_are_errors_that_say_what_to_write():
         expected = re.escape(f"a number greater than 0 or None, got {limit!r}.")
         with pytest.raises(ValueError, match=f"limit must be {expected}"):
             optax_ext.sparse_allreduce(*parts, axis="w", local=MINUS, limit=limit)
-        with pytest.raises(ValueError, match=f'limit must be "auto", {expected}'):
+        with pytest.raises(ValueError, match=f"limit must be {expected}"):
             optax_ext.sparse_adamw(0.1, axis="w", limit=limit)
 
 

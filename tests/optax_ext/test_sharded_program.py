@@ -148,8 +148,8 @@ def test_words_between_the_workers_are_those_of_a_part(sizes, name):
 
     expected = traffic.of_function(alone, like, axis="data", axis_size=workers).words
     # Whether all are finite is agreed on with the devices of the other parts, and not among the
-    # workers alone: by a word that travels along, or by a sum of its own.
-    agreed = {"dense": 0.0, "topk_a": 2 * (workers - 1) / workers}.get(name, workers - 1)
+    # workers alone.
+    agreed = 0.0 if name == "dense" else 2 * (workers - 1) / workers
     assert found[("data",)] == pytest.approx(expected - agreed)
     others = {axes: words for axes, words in found.items() if axes != ("data",)}
     if name == "dense":

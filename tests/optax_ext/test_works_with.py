@@ -277,7 +277,7 @@ def trained_by(tx, hyperparams):
 @pytest.mark.parametrize("static", [False, True], ids=["defaults", "static density"])
 def test_whole_optimizers_with_injected_hyperparameters(name, static):
     make, options = WHOLE[name]
-    fixed = {"axis": "data", "exchange": sc.allreduce.topk_a()}
+    fixed = {"axis": "data", "allreduce": sc.allreduce.topk_a()}
     given = {"density": 0.2} if static else {}
     injected = optax.inject_hyperparams(make, static_args=tuple(given))
     plain = trained_by(make(0.01, **options, **given, **fixed), [None] * STEPS)

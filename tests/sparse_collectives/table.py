@@ -36,7 +36,7 @@ def make(
         density = DENSITY
     given = {"density": density, "codec": codec}
     given = {key: value for key, value in given.items() if key in takes}
-    return ALGORITHMS[name].factory(**given, **ALSO.get(name, {}), **options)
+    return ALGORITHMS[name].factory(**{**given, **ALSO.get(name, {}), **options})
 
 
 class Row(NamedTuple):

@@ -31,7 +31,7 @@ TORUS = sc.allreduce.published.torus_2d()
         ("dsar_split_allgather", {"sparse_sizes": 0}, "sparse_sizes must be an integer"),
         ("ring_sparse", {"fill": "all"}, "fill must be a number"),
         *(
-            ("agreed", {"bits": bits}, "bits must be 32, 16, 10, 8 or 'few', got")
+            ("agreed", {"bits": bits}, "bits must be 32, 16, 10 or 8, or None")
             for bits in (4, 0, True, "16")
         ),
         *(

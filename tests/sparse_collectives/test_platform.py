@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives import extend
+from sparse_collectives import _platform, extend
 from sparse_collectives._coo import _bits, compaction, kth_magnitude, search
 from sparse_collectives.allreduce._shared import _merge
 from tests.sparse_collectives import helpers, table
@@ -65,11 +65,14 @@ def test_whether_all_is_finite(shape):
 
 
 def test_what_a_trace_is_for():
-    assert not extend.is_for_gpu()
+    def form():
+        return _platform.by_platform(lambda: "portable", lambda: "gpu")
+
     with extend.traced_for("gpu"):
-        assert extend.is_for_gpu()
+        assert form() == "gpu"
         with extend.traced_for("portable"):
-            assert not extend.is_for_gpu()
+            assert form() == "portable"
+        assert form() == "gpu"
     with pytest.raises(ValueError, match="name must be one of"):
         extend.traced_for("tpu").__enter__()
 

@@ -90,9 +90,10 @@ def report(process: Process) -> str:
     )
     errors = process.errors
     patterns = (
-        (r"optax_ext\.Watchdog: (.* did not end within .*?) on process", r"\1"),
+        (r"optax_ext\.contrib\.Watchdog: (.* did not end within .*?) on process", r"\1"),
         (
-            r"optax_ext\.Watchdog: (.*?) failed on process.*? with (.*?)\. This process ends now",
+            r"optax_ext\.contrib\.Watchdog: (.*?) failed on process.*? with (.*?)\. This process "
+            "ends now",
             r"\1: \2",
         ),
         (r"(The following tasks are unhealthy[^\n]*)\n(\d+(?:\n\d+)*)", r"jax: \1 \2"),

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import padded_coo
+from sparse_collectives import _compat, padded_coo
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import Selector
 from sparse_collectives.layout import Layout
@@ -74,6 +74,8 @@ def adtopk_interleaved(density: float, *, row_axis: int = -1) -> Selector:
         )
 
     def select(acc: jax.Array, state: ADTopkInterleavedState):
+        # Of a worker: one that was made inside of the mapped function does not say so.
+        state = _compat.varying_like(state, acc)
         capacity = max(
             jax.eval_shape(selector.select, acc, old)[0].capacity
             for selector, old in ((by_row, state.rows), (by_layer, state.layers))

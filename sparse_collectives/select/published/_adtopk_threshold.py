@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _validation, padded_coo
+from sparse_collectives import _compat, _validation, padded_coo
 from sparse_collectives._coo import _bits, compaction
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector, State
@@ -166,6 +166,8 @@ def adtopk_threshold(
         return places, state._replace(count=t), info
 
     def select(acc: jax.Array, state: _layers.LayersState):
+        # Of a worker: one that was made inside of the mapped function does not say so.
+        state = _compat.varying_like(state, acc)
         return _layers.select_layers(_validation.as_vector("acc", acc), state, of_layer)
 
     return Selector(

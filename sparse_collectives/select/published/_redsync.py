@@ -115,6 +115,8 @@ def _searched_threshold(acc: jax.Array, k: int, rounds: int) -> jax.Array:
         return turn + 1, jnp.where(enough, ratio, low), jnp.where(enough, high, ratio), found
 
     low = jnp.zeros_like(mean)
-    start = (jnp.zeros((), jnp.int32), low, jnp.ones_like(low), jnp.zeros((), bool))
+    # It varies over the workers as the entries do, which its type has to say from the start.
+    found = low != low
+    start = (jnp.zeros((), jnp.int32), low, jnp.ones_like(low), found)
     _, ratio, _, _ = lax.while_loop(unfinished, halve, start)
     return mean + ratio * (extent.largest - mean)
