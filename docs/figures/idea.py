@@ -112,7 +112,9 @@ def agreed() -> Step:
 
     def owner_of(state):
         parts = sc.simulate(
-            lambda x: allreduce.local_view(x, state, axis="workers"), axis_size=WORKERS, in_axes=None
+            lambda x: allreduce.local_view(x, state, axis="workers"),
+            axis_size=WORKERS,
+            in_axes=None,
         )(jnp.arange(SIZE, dtype=jnp.float32))
         owner = np.zeros(SIZE, int)
         for worker, part in enumerate(np.asarray(parts).astype(int)):

@@ -1,5 +1,7 @@
 """The complete optimizers: against NumPy, step-ahead, weight decay, skipped steps, the end."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -259,7 +261,7 @@ def test_step_ahead_needs_a_residual_of_updates():
     ahead = optax_ext.residual(step_ahead=1.0)
     with pytest.raises(ValueError, match="holds gradients.*Put the rate in front"):
         optax_ext.topk_a(0.1, axis="w", residual=ahead)
-    for wrong in (-0.1, 1.5, "P"):
+    for wrong in (-0.1, math.nan, "P"):
         with pytest.raises(ValueError, match="step_ahead must be a number"):
             optax_ext.residual(step_ahead=wrong)
 

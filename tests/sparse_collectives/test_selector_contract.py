@@ -9,7 +9,6 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import sparse_collectives as sc
-from sparse_collectives import _compat
 from tests import jax_internals
 from tests.reference import selection
 from tests.sparse_collectives import helpers
@@ -134,8 +133,7 @@ def test_eager_and_jit_give_the_same_selection(name):
         state = expected[1]
 
 
-# (The loop of `redsync` does not trace there.)
-@pytest.mark.parametrize("name", slow_but(("threshold",), sorted(SELECTORS.keys() - {"redsync"})))
+@pytest.mark.parametrize("name", slow_but(("threshold", "topk"), SELECTORS))
 def test_runs_where_varying_types_are_checked(name):
     selector = SELECTORS[name](0.02)
 
@@ -143,7 +141,7 @@ def test_runs_where_varying_types_are_checked(name):
         return selector.select(acc, state)[0].to_dense()
 
     def varying(acc):
-        return both(acc, _compat.to_varying(selector.init(LAYOUTS[LARGE]), "w"))
+        return both(acc, selector.init(LAYOUTS[LARGE]))
 
     acc = np.concatenate([selection.hard_vector("normal", LARGE, seed) for seed in (0, 1)])
     spec = PartitionSpec("w")
