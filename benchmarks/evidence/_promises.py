@@ -19,9 +19,9 @@ STEPS = 6
 
 def _algorithms() -> list[sc.SparseAllreduce]:
     a, given = sc.allreduce, {"density": DENSITY}
-    first = [a.topk_a(), a.gtopk(**given), a.spardl(**given), a.ok_topk(**given)]
-    split = [a.ssar_split_allgather(), a.dsar_split_allgather()]
-    return [*first, a.ssar_recursive_double(), *split, a.ring_sparse()]
+    first = [a.topk_a(), a.published.gtopk(**given), a.spardl(**given), a.ok_topk(**given)]
+    split = [a.published.ssar_split_allgather(), a.published.dsar_split_allgather()]
+    return [*first, a.published.ssar_recursive_double(), *split, a.published.ring_sparse()]
 
 
 @functools.lru_cache(maxsize=4)
