@@ -103,6 +103,7 @@ def lines_of(program, folder):
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow  # The same program is an example, and that one learns in the quick set.
 def test_the_quick_start_runs(tmp_path):
     """With fewer steps, which only the numbers depend on."""
     program = "\n".join(programs_of("docs/quick-start.md"))

@@ -67,7 +67,7 @@ def edited(state, function):
 
 @pytest.mark.parametrize(
     "name",
-    [slow(n) if n == "ok_topk" else n for n in TRANSFORMATIONS],
+    [slow(n) if n in ("ok_topk", "bucketed") else n for n in TRANSFORMATIONS],
 )
 def test_a_copy_is_left_out(name):
     """A step from copies of worker 0's residual is one of worker 0's alone."""

@@ -8,7 +8,7 @@ import pytest
 
 import optax_ext
 from optax_ext._state import _whole
-from tests.optax_ext.helpers import mesh, normal, train
+from tests.optax_ext.helpers import mesh, normal, slow, train
 
 # As programs of users run: optax adds floats to integers.
 pytestmark = pytest.mark.usefixtures("default_promotion")
@@ -183,7 +183,7 @@ def test_while_something_else_is_traced():
     optax_ext.abstract_state(good, PARAMS, mesh(WORKERS))
 
 
-@pytest.mark.parametrize("name", ["sparse_adamw", "sparse_sgd", "ok_topk_sgd"])
+@pytest.mark.parametrize("name", ["sparse_adamw", slow("sparse_sgd"), slow("ok_topk_sgd")])
 def test_with_something_legitimate_behind_it_trains_downhill(name):
     tx = optax.chain(WHOLE[name](), optax.clip(0.05))
     results = train(tx, loss_fn, PARAMS, [normal((16, 6))] * 12, mesh(WORKERS))

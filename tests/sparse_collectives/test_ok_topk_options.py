@@ -164,7 +164,8 @@ def expected_words(accs, k, sizes):
     return (2 * split + 2 * gather + 1 + 3) * (workers - 1) + threshold
 
 
-@pytest.mark.parametrize("seed", [0, *helpers.slow(1, 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
 def test_a_step_takes_the_shortest_that_has_room(seed):
     workers, size, k, sizes = 4, 8000, 800, 5
     # Each worker's regions are a little uneven, each seed's in another way.
