@@ -146,6 +146,7 @@ class SparseAllreduce(NamedTuple):
         selected. ``reduce`` then takes ``acc=``, the accumulator ``f[size]`` from which
         ``coo`` was selected, and ``undelivered`` says ``remainder`` what is left of it. It is
         the accumulators that are conserved. Without ``acc`` a worker gives nothing but ``coo``.
+        Where all selections are empty nothing is delivered: so a step is skipped.
       choose: ``choose(coo, state, *, axis) -> (indices i32[K], state, info)``: the indices
         that ``total`` would have, unique but for padding, and the same on every worker. For
         who adds up something else at them, and doesn't need the values: fewer words. None

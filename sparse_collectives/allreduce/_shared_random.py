@@ -29,9 +29,9 @@ def shared_random(density: float, *, seed: int = 0) -> SparseAllreduce:
     waits for ``2 ceil(n / k)`` of them. (SPARTA draws each index anew at each step; an entry then
     waits for ``7 n / k`` steps with probability 1e-3.)
 
-    The worker's selector is shown the accumulator at the k indices. What it selects of them is
-    in ``info.selected`` and changes nothing else, so a plain :func:`select.topk` of density 1 is
-    the cheapest.
+    The worker's selector, which has the same density, is shown the accumulator at the k indices.
+    Whatever it selects of them all k are delivered; a worker that selects none gives nothing and
+    keeps what it has, by which a step is skipped.
 
     Cost: ``2 k (P-1)/P`` words, the psum of k values, and its ``2 log2 P`` latencies. Compute:
     about six rounds of arithmetic for each index that is drawn, a gather and a scatter of k.
@@ -69,10 +69,10 @@ def shared_random(density: float, *, seed: int = 0) -> SparseAllreduce:
         k = _validation.count_from_density(density, size)
         turns = math.ceil(size / k)
         key = jax.random.fold_in(jax.random.key(seed), state.count // turns)
-        # The last turn of a permutation has what is left of it.
-        place = (state.count % turns) * k + jnp.arange(k, dtype=jnp.int32)
-        inside = place < size
-        indices = permutation.images(key, jnp.where(inside, place, 0), size)
+        start, turn = (state.count % turns) * k, jnp.arange(k, dtype=jnp.int32)
+        # The last turn of a permutation has what is left; a place past n may not fit an int32.
+        inside = turn < size - start
+        indices = permutation.images(key, jnp.where(inside, start + turn, 0), size)
         return jnp.where(inside, indices, size)
 
     def local_view(acc: jax.Array, state: StepState, *, axis: AxisName) -> jax.Array:
@@ -88,7 +88,8 @@ def shared_random(density: float, *, seed: int = 0) -> SparseAllreduce:
         _validation.check_float("coo.values", coo.values.dtype)
         workers = transport.axis_size(axis)
         with jax.named_scope("shared_random"):
-            result = _sum_at.sum_at(drawn(state, coo.size), acc, coo, axis)
+            # The indices are there without a selection; a step that is skipped has an empty one.
+            result = _sum_at.sum_at(drawn(state, coo.size), acc, coo, axis, gives=coo.count() > 0)
         words = jnp.float32(_sum_at.sum_words(result.total.capacity, workers, 32))
         info = ReduceInfo(
             delivered=result.total.count(),

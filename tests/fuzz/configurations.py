@@ -45,8 +45,8 @@ WITHOUT_PRODUCTS = ("raw", "bf16", "narrow16")
 SLACKS = st.sampled_from((1.25, 1.0, 2.0, math.inf))
 FILLS = st.sampled_from((None, 1.0, 2.0))
 PERIODS = st.sampled_from((1, 3))
-# Each allreduce over one axis, with what its options are drawn from.
-OPTIONS: dict[str, dict[str, Any]] = {
+# Each allreduce over one axis, with what its options are drawn from; by default it has none.
+OPTIONS: dict[str, dict[str, Any]] = dict.fromkeys(table.ALGORITHMS, {}) | {
     "ok_topk": {
         "slack": SLACKS,
         "regions": st.sampled_from(("hashed", "balanced", "equal")),
@@ -62,17 +62,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "global_period": PERIODS,
         "repartition_period": PERIODS,
     },
-    "topk_a": {},
-    "gtopk": {},
-    "spardl": {},
     "ring_sparse": {"slack": SLACKS, "fill": FILLS},
     "ssar_recursive_double": {"capacity": st.sampled_from((None, 5))},
     "ssar_split_allgather": {"slack": SLACKS, "fill": FILLS},
     "dsar_split_allgather": {"slack": SLACKS},
-    "sparse_allgather": {},
-    "dense": {},
-    "dense_bucketed": {},
-    "leader": {},
     "auto": {
         "latency": st.sampled_from(("0us", "1ms")),
         "bandwidth": st.sampled_from(("1Gbit", "1kbit")),

@@ -76,6 +76,8 @@ ROWS = {
     "agreed": of(ar.agreed(), quick=True),
     "agreed, few bits": of(ar.agreed(bits=None), quick=True),
     "complete": of(ar.complete(OK_TOPK)),
+    "shared_random": of(ar.shared_random(density=DENSITY), quick=True),
+    "nodes, shared_random": over_nodes(ar.shared_random(density=DENSITY)),
     "nodes, agreed": over_nodes(ar.agreed()),
     "nodes, topk_a": over_nodes(ar.topk_a()),
     "nodes, gtopk": over_nodes(ar.published.gtopk(density=DENSITY)),

@@ -161,9 +161,8 @@ def test_the_traffic_of_a_whole_train_step_is_that_of_the_allreduce_and_the_loss
         axis_size=WORKERS,
         frequencies={"balance": (1.0, 0.0, 0.0, 0.0)},
     )
-    # Beside it: the mean loss, and the agreement on non-finite values, a word of each worker that
-    # is gathered with the windows.
-    assert even.words == pytest.approx(allreduce.words + 2 * 7 / 8 + 7)
+    # Beside it: the mean loss and the agreement on non-finite values, each the sum of a word.
+    assert even.words == pytest.approx(allreduce.words + 2 * (2 * 7 / 8))
 
 
 @pytest.mark.slow

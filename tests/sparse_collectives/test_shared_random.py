@@ -77,6 +77,20 @@ def test_without_the_accumulator_a_worker_gives_what_it_selected():
         assert 0 < np.count_nonzero(total[0]) <= 8
 
 
+def test_where_nothing_is_selected_nothing_is_delivered():
+    """So that a step can be skipped: all that the workers have stays with them."""
+    allreduce, acc = sc.allreduce.shared_random(0.2), gradients(3, 40)
+
+    def step(acc):
+        none = sc.PaddedCOO(jnp.zeros(4), jnp.full(4, 40, jnp.int32), 40)
+        total, undelivered, *_ = allreduce.reduce(none, allreduce.init(40, 3), axis="w", acc=acc)
+        return total.to_dense(), undelivered.residual(acc, none)
+
+    total, kept = sc.simulate(step, axis="w", axis_size=3)(acc)
+    assert not np.any(total)
+    np.testing.assert_array_equal(kept, acc)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

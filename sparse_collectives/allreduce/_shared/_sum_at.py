@@ -44,6 +44,7 @@ def sum_at(
     axis: AxisName,
     step: jax.Array | None = None,
     bits: int = 32,
+    gives: jax.Array | None = None,
 ) -> Complete:
     """One psum of what all workers have at ``indices``.
 
@@ -56,11 +57,14 @@ def sum_at(
       step: ``f32[K]``, the same on every worker: values are sent as multiples of it. None: as
         they are.
       bits: of a value, with a step.
+      gives: ``bool[]``, whether this worker gives anything; None: it does.
     """
     workers, size = transport.axis_size(axis), coo.size
     held = coo.to_dense() if acc is None else acc
     # Unsigned: else jax asks of each index whether it counts from the end.
     mine = held.at[indices.astype(jnp.uint32)].get(mode="fill", fill_value=0)
+    if gives is not None:
+        mine = jnp.where(gives, mine, 0)
     sent = within_range(mine, workers)
     if step is None:
         total = transport.psum(sent.astype(jnp.float32), axis)
@@ -81,6 +85,8 @@ def sum_at(
     if acc is None:
         selected = _bitset.insert(_bitset.empty(size), coo.indices, size)
         cleared = jnp.where(_bitset.contains(selected, indices), indices, size)
+    if gives is not None:
+        cleared = jnp.where(gives, cleared, size)
     undelivered = _undelivered.of_slots(coo, coo.values)
     return Complete(
         PaddedCOO(total, indices, size),
