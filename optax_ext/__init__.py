@@ -8,13 +8,13 @@ from optax_ext._aliases import (
 )
 from optax_ext._loop._ahead import ahead
 from optax_ext._loop._monitoring import Monitor, metrics
-from optax_ext._loop._train_step import TrainStep, make_train_step
+from optax_ext._loop._train_step import make_train_step
 from optax_ext._optimizers._adamw import sparse_adamw
 from optax_ext._optimizers._sgd import sparse_sgd
 from optax_ext._state._anywhere import with_mesh
 from optax_ext._state._checkpoint import abstract_state, check_metadata, checkpoint_metadata
 from optax_ext._state._consolidate import consolidate, flush
-from optax_ext._state._find import get_info, get_state, get_states, state_specs
+from optax_ext._state._find import get_info, get_state, state_specs
 from optax_ext._state._init import init_state
 from optax_ext._state._reshard import reshard
 from optax_ext._step._dense import dense
@@ -39,7 +39,6 @@ __all__ = [
     "Residual",
     "SparseAllreduceState",
     "StepInfo",
-    "TrainStep",
     "abstract_state",
     "acp_sgd",
     "ahead",
@@ -55,7 +54,6 @@ __all__ = [
     "flush",
     "get_info",
     "get_state",
-    "get_states",
     "init_state",
     "local_clip_by_global_norm",
     "make_train_step",

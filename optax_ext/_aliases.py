@@ -17,8 +17,7 @@ from optax_ext._step import _options
 from optax_ext._step._momentum_correction import MomentumCorrection
 from optax_ext._step._options import FeedbackOptions, SparseOptions, takes
 from optax_ext._transforms._sparse_allreduce import sparse_allreduce
-from sparse_collectives import Codec, Selector, allreduce, select
-from sparse_collectives.extend import AxisName
+from sparse_collectives import AxisName, Codec, Selector, allreduce, select
 
 
 @takes(SparseOptions, allreduce.ok_topk)

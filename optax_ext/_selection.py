@@ -1,11 +1,11 @@
 """The selection of what has a density and may be given a selector."""
 
-from sparse_collectives import Selector, extend, select
+from sparse_collectives import Selector, _validation, select
 
 
 def selection(density: float, selector: Selector | None) -> Selector:
     """The exact selection, or another one that selects no more."""
-    density = extend.check_density(density)
+    density = _validation.check_density(density)
     if selector is None:
         return select.topk(density=density)
     spec = selector.spec if isinstance(selector, Selector) else None

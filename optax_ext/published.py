@@ -14,8 +14,7 @@ from optax_ext._step._momentum_correction import momentum_correction
 from optax_ext._step._options import LocalOptions, SparseOptions, takes
 from optax_ext._transforms._local_clip import local_clip_by_global_norm
 from optax_ext._transforms._sparse_allreduce import sparse_allreduce
-from sparse_collectives import Codec, Selector, allreduce, select, wire
-from sparse_collectives.extend import AxisName
+from sparse_collectives import AxisName, Codec, Selector, allreduce, select, wire
 
 
 @takes(SparseOptions)

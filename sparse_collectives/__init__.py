@@ -19,7 +19,7 @@ from sparse_collectives._types import (
 )
 from sparse_collectives.layout import Layout
 from sparse_collectives.padded_coo import PaddedCOO
-from sparse_collectives.planner._measure import Measured, measure
+from sparse_collectives.planner._measure import measure
 
 __version__ = "0.1.0"
 
@@ -28,7 +28,6 @@ __all__ = [
     "Codec",
     "Encoded",
     "Layout",
-    "Measured",
     "PaddedCOO",
     "ReduceInfo",
     "SelectInfo",

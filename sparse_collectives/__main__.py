@@ -10,6 +10,7 @@ from typing import Any, Literal, NoReturn
 
 from sparse_collectives import _units, cost_model
 from sparse_collectives.cost_model import _codecs, _fill_in
+from sparse_collectives.cost_model._types import Network
 from sparse_collectives.planner import (
     _measured_file,
     _optimizers,
@@ -273,7 +274,7 @@ def _density(text: str) -> float:
 
 def _network(
     args: argparse.Namespace, inner: int, measured: _measured_file.MeasuredFile | None
-) -> cost_model.Network:
+) -> Network:
     latency = _units.seconds(*_given("latency", args.latency, measured))
     bandwidth = _units.bandwidth(*_given("bandwidth", args.bandwidth, measured))
     if inner == 1:

@@ -27,6 +27,24 @@ def axis_names(axis: AxisName) -> tuple[Any, ...]:
     return axis if isinstance(axis, tuple) else (axis,)
 
 
+def outer_axis(axis: AxisName, inner_axis: AxisName) -> AxisName:
+    """The names of ``axis`` without those of ``inner_axis``.
+
+    Raises:
+      ValueError: a name of ``inner_axis`` is not in ``axis``, or nothing is left.
+    """
+    names, inner = axis_names(axis), axis_names(inner_axis)
+    outer = tuple(name for name in names if name not in inner)
+    if len(outer) + len(inner) != len(names) or not outer:
+        other = outer[0] if outer else "node"
+        raise ValueError(
+            f"axis={axis!r} must name the axis of the nodes and inner_axis={inner_axis!r}. Write "
+            f"axis={(other, *inner)!r}, on a mesh with these axes. (jax.pmap has one axis only; "
+            "use jax.shard_map.)"
+        )
+    return outer[0] if len(outer) == 1 else outer
+
+
 def is_communicator(axis: AxisName) -> bool:
     """Whether ``axis`` is an MPI communicator, or a tuple with one in it."""
     mpi = sys.modules.get("mpi4py.MPI")  # Who has a communicator has imported it.

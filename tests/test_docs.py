@@ -22,6 +22,7 @@ from jax.sharding import AxisType
 import optax_ext
 import sparse_collectives as sc
 from optax_ext._optimizers._common import default_gain
+from optax_ext._state import _find
 from sparse_collectives import cost_model
 from sparse_collectives.__main__ import main as plan
 from sparse_collectives.planner import _steps
@@ -81,7 +82,7 @@ def test_the_programs_about_training_run(capsys):
         exec(program, names)
     # Every second step, by the monitor.
     assert capsys.readouterr().out.count("sparse/residual_norm") == 2
-    states = optax_ext.get_states(names["opt_state"])
+    states = _find.get_states(names["opt_state"])
     # The bucket of the bias is all dense, that of the matrix all sparse.
     assert [(s.layout.size, s.layout.dense_size) for s in states] == [(70, 0), (0, 7)]
     assert [int(s.count) for s in states] == [4, 4]

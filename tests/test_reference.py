@@ -76,8 +76,11 @@ def name_of(identifier):
 
 
 def test_every_public_name_is_in_the_reference_once():
+    """And beside them what some of them return, which nobody makes."""
     listed = sorted(name_of(identifier) for _, identifier in entries())
-    assert listed == sorted(public_names())
+    public = [name for name in listed if not re.search(r"\._[a-z]", name)]
+    assert public == sorted(public_names())
+    assert len(set(listed)) == len(listed)
 
 
 def test_public_modules_export_nothing_else():

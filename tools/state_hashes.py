@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from optax_ext._state import _find
+
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
 # The versions to be compared may be in folders of their own.
 sys.path.insert(0, str(Path.cwd()))
@@ -124,7 +126,7 @@ class Hashes:
 
     def add(self, updates: Any, state: Any) -> None:
         """What one step made."""
-        found = optax_ext.get_states(state)
+        found = _find.get_states(state)
         counters = [(s.count, s.skipped, s.dropped, s.withheld) for s in found]
         info = optax_ext.get_info(state)
         kept = [(s.residual, s.velocity, s.dense_velocity) for s in found]

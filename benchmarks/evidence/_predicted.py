@@ -6,8 +6,8 @@ import functools
 import numpy as np
 
 from sparse_collectives import cost_model, planner
-from sparse_collectives.planner import Prediction
-from sparse_collectives.planner._planner import GPU
+from sparse_collectives.cost_model._types import Network
+from sparse_collectives.planner._planner import GPU, Prediction
 
 from ..network import _volumes
 from ..network.scaling import compare_words
@@ -99,7 +99,7 @@ def _predicted_words() -> dict[str, float]:
     return {"share inside best and worst step": len(inside) / len(rows)}
 
 
-def _seconds(name: str, selected: int, nodes: int, network: cost_model.Network) -> float:
+def _seconds(name: str, selected: int, nodes: int, network: Network) -> float:
     load = cost_model.Workload(VALUES, selected, nodes)
     return cost_model.predict(name, load).expected.seconds(network)
 

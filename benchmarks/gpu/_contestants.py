@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
-from sparse_collectives import Layout, Selector, extend
+from sparse_collectives import Layout, Selector, _platform
 
 from .._common.contestants import Contestant, find, selectors
 from ._described import AXIS
@@ -75,7 +75,7 @@ def compile_step(step: Contestant, size: int, density: float, mesh: Mesh) -> Any
     tx = step.make(density, AXIS)
     state = jax.eval_shape(lambda p: optax_ext.init_state(tx, p, {AXIS: workers}), params)
     mapped = map_update(tx, state, mesh)
-    with extend.traced_for("gpu"):
+    with _platform.traced_for("gpu"):
         lowered = jax.jit(mapped, donate_argnums=1).lower(shapes(workers), state, params)
     return lowered.compile()
 

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from sparse_collectives import cost_model
-from sparse_collectives.cost_model import Network, Workload
+from sparse_collectives.cost_model import Workload
+from sparse_collectives.cost_model._types import Network
 from sparse_collectives.planner import _planner
 from sparse_collectives.planner._planner import LocalCost
 

@@ -9,7 +9,7 @@ from optax_ext._state import _find
 from optax_ext._state._residual_tree import of_vector, residual_tree
 from optax_ext._step import _checks, _owner, _residual, _sharding
 from optax_ext._step._sparse_state import SparseAllreduceState
-from sparse_collectives import extend, transport
+from sparse_collectives import _compat, transport
 
 
 def ahead(params: Any, opt_state: Any) -> Any:
@@ -46,9 +46,9 @@ def ahead(params: Any, opt_state: Any) -> Any:
     """
     axis = _find.axis_of(opt_state)
     # Over MPI the state knows how many ranks there are, and nothing is typed as varying.
-    ranks = extend.ranks(axis)
+    ranks = _compat.ranks(axis)
     workers = ranks or _checks.workers(axis)
-    local = params if ranks else extend.to_varying(params, axis)
+    local = params if ranks else _compat.to_varying(params, axis)
     states = _find.get_states(opt_state)
     if not any(state.settings.step_ahead for state in states):
         return local
@@ -76,7 +76,7 @@ def _own_residual(state: SparseAllreduceState) -> jax.Array:
     axis = state.settings.axis
     residual = _residual.load(state.residual)
     # Over MPI the rank is not in the state; the step leaves out what is not its own.
-    return residual if extend.ranks(axis) else _owner.own(residual, state.owner, axis)
+    return residual if _compat.ranks(axis) else _owner.own(residual, state.owner, axis)
 
 
 def _share_of_part(residual: jax.Array, layout: Any, settings: Any, workers: int) -> Any:
@@ -87,7 +87,7 @@ def _share_of_part(residual: jax.Array, layout: Any, settings: Any, workers: int
         return of_vector(jnp.zeros((size,), jnp.float32), layout)
     share = coefficient * residual[0]
     inside = settings.shard_axis
-    if extend.ranks(inside):
+    if _compat.ranks(inside):
         raise ValueError(
             "ahead: of a hierarchical allreduce over MPI communicators a worker can't gather the "
             "residual of its node. Leave out step_ahead=."

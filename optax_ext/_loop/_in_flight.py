@@ -15,7 +15,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from sparse_collectives import extend
+from sparse_collectives import _validation
 
 _ON_CPU = 2
 
@@ -23,7 +23,7 @@ _ON_CPU = 2
 def limit(steps_in_flight: int | None, mesh: Mesh) -> int | None:
     """A checked number of steps; None for no limit."""
     if steps_in_flight is not None:
-        return extend.check_positive_int("steps_in_flight", steps_in_flight)
+        return _validation.check_positive_int("steps_in_flight", steps_in_flight)
     return _ON_CPU if mesh.devices.flat[0].platform == "cpu" else None
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from optax_ext._state import _find
 from optax_ext._step import _owner
 from optax_ext._transforms import _xi
-from sparse_collectives import extend
+from sparse_collectives import _validation
 
 Writer = Callable[[int, dict[str, float]], Any]
 
@@ -121,7 +121,7 @@ class Monitor:
                 "optax_ext.contrib.tensorboard_writer(folder)."
             )
         self._write = write
-        self._every = extend.check_positive_int("every", every)
+        self._every = _validation.check_positive_int("every", every)
         self._prefix = prefix
         self._calls = 0
         self._warned = False

@@ -11,7 +11,7 @@ from jax import core as jax_core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optax_ext._state import _find, _placement
-from sparse_collectives import extend
+from sparse_collectives import _compat
 
 
 def of(params: Any, opt_state: Any, mesh: Mesh, batch_spec: PartitionSpec | None) -> Places:
@@ -33,8 +33,8 @@ def of(params: Any, opt_state: Any, mesh: Mesh, batch_spec: PartitionSpec | None
         given = _placement.given_of(params, mesh, PartitionSpec())
     axis = _find.axis_of(opt_state)
     batch = PartitionSpec(axis) if batch_spec is None else batch_spec
-    workers = extend.axis_names(axis)
-    first = extend.axis_names(batch[0]) if len(batch) and batch[0] is not None else ()
+    workers = _compat.axis_names(axis)
+    first = _compat.axis_names(batch[0]) if len(batch) and batch[0] is not None else ()
     if first[: len(workers)] != workers:
         raise ValueError(
             f"batch_spec={batch_spec} must split the leading dimension over the workers first, and "

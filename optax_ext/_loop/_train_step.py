@@ -15,8 +15,7 @@ from optax_ext._loop import _in_flight, _places, _returned, _shared
 from optax_ext._loop._ahead import ahead
 from optax_ext._state import _calls, _find, _init, _owners, _placement, _whole
 from optax_ext._step import _checks
-from sparse_collectives import extend, transport
-from sparse_collectives.extend import AxisName
+from sparse_collectives import AxisName, _compat, transport
 
 
 def make_train_step(
@@ -116,10 +115,10 @@ def make_train_step(
 
     def step(params, opt_state, batch, places):
         axis = _axis_on(mesh, opt_state)
-        workers = math.prod(mesh.shape[name] for name in extend.axis_names(axis))
+        workers = math.prod(mesh.shape[name] for name in _compat.axis_names(axis))
         _check_batch(batch, workers, axis)
         # Where parameters are sharded, the other axes are the compiler's.
-        manual = None if places is None else extend.axis_names(axis)
+        manual = None if places is None else _compat.axis_names(axis)
         state_specs = _find.state_specs(opt_state)
         specs = _find.on_axes(state_specs, manual)
         whole = PartitionSpec()

@@ -14,7 +14,7 @@ from optax_ext._low_rank._matrices import Matrix
 from optax_ext._low_rank._phases import Given, Product, Sum
 from optax_ext._step import _contract, _layout, _nonfinite, _sparse_state
 from optax_ext._step._contract import Accumulated, Options, Reduced
-from sparse_collectives import extend, transport
+from sparse_collectives import _compat, extend, transport
 
 # Above it a factor, divided by the rank, is not sent. The product with a basis then is less than
 # the last bit of the largest number, so that no difference from it overflows.
@@ -109,11 +109,11 @@ class LowRankExchange:
             return low_rank()
 
         def typed(result: Delivered) -> Delivered:
-            left, right, selected = extend.to_varying(
+            left, right, selected = _compat.to_varying(
                 (result.left, result.right, result.selected), self.options.axis
             )
             result = result._replace(left=left, right=right, selected=selected)
-            return extend.to_varying(result, step.layout.device_axes)
+            return _compat.to_varying(result, step.layout.device_axes)
 
         # All workers, and all groups of a larger mesh, have the same count.
         return lax.cond(
@@ -162,9 +162,9 @@ class LowRankExchange:
 
         def typed(phase):
             product = phase(given, add)
-            mine = extend.to_varying((product.left, product.right), self.options.axis)
+            mine = _compat.to_varying((product.left, product.right), self.options.axis)
             product = product._replace(left=mine[0], right=mine[1])
-            return extend.to_varying(product, step.layout.device_axes)
+            return _compat.to_varying(product, step.layout.device_axes)
 
         # Steps that are skipped are not counted: the next one repeats their phase.
         by_rows = (step.state.count - self.options.dense_first) % 2 == 0
@@ -247,8 +247,8 @@ class LowRankExchange:
         kept = step.acc - _factors.joined(given_away)[None]
         if not isinstance(result.rounding, tuple):
             kept = kept + result.rounding[None]
-        selected = extend.to_varying(result.selected, self.options.axis)
-        words = extend.to_varying(result.words, self.options.axis)
+        selected = _compat.to_varying(result.selected, self.options.axis)
+        words = _compat.to_varying(result.words, self.options.axis)
         reduced = _contract.nothing_exchanged(step, self.options.axis)
         return reduced._replace(
             mean=result.mean,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_ext._low_rank._matrices import Matrix
-from sparse_collectives import extend
+from sparse_collectives import _hash
 
 # What is added to the unit columns of a factor.
 _NOISE = 2.0**-20
@@ -87,7 +87,7 @@ def unit(columns: jax.Array) -> jax.Array:
     most = jnp.max(jnp.abs(columns), axis=0, keepdims=True)
     scaled = columns / jnp.where(most > 0, most, 1.0)
     place = lax.iota(jnp.uint32, columns.size).reshape(columns.shape)
-    noise = lax.bitcast_convert_type(extend.mix(place), jnp.int32).astype(jnp.float32)
+    noise = lax.bitcast_convert_type(_hash.mix(place), jnp.int32).astype(jnp.float32)
     return scaled + jnp.float32(_NOISE / 2**31) * noise
 
 

@@ -9,8 +9,7 @@ from optax_ext._optimizers import _common
 from optax_ext._optimizers._arguments import rate_alone
 from optax_ext._step._options import FeedbackOptions, takes
 from optax_ext._transforms._local_adam import scale_by_local_adam
-from sparse_collectives import Selector, SparseAllreduce
-from sparse_collectives.extend import AxisName
+from sparse_collectives import AxisName, Selector, SparseAllreduce
 
 
 @rate_alone

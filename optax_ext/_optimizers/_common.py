@@ -14,9 +14,8 @@ from optax_ext._step._residual import Residual
 from optax_ext._step._residual import residual as how_kept
 from optax_ext._step._sparse_state import SparseAllreduceState
 from optax_ext._transforms._sparse_allreduce import sparse_allreduce
-from sparse_collectives import Selector, SparseAllreduce, extend, transport
+from sparse_collectives import AxisName, Selector, SparseAllreduce, _validation, transport
 from sparse_collectives.allreduce import agreed
-from sparse_collectives.extend import AxisName
 
 # What is None by default is no number that optax.inject_hyperparams makes an array of.
 DENSITY = 0.05
@@ -61,7 +60,7 @@ def limit_of(
         )
     _checks.check_positive_limit(limit)
     # An entry waits 1 / density steps for its turn, and what it has then are as many updates.
-    factor = limit * max(1.0, DENSITY / extend.check_density(density))
+    factor = limit * max(1.0, DENSITY / _validation.check_density(density))
     if callable(learning_rate):
         return lambda count: factor * learning_rate(count)
     return lambda count: factor * learning_rate

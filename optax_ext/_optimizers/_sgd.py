@@ -9,8 +9,7 @@ from optax_ext._optimizers import _common
 from optax_ext._optimizers._arguments import rate_alone
 from optax_ext._step._momentum_correction import MomentumCorrection
 from optax_ext._step._options import FeedbackOptions, takes
-from sparse_collectives import Selector, SparseAllreduce
-from sparse_collectives.extend import AxisName
+from sparse_collectives import AxisName, Selector, SparseAllreduce
 
 
 @rate_alone

@@ -9,8 +9,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from optax_ext._state import _calls, _init
 from optax_ext._step import _layout
-from sparse_collectives import _compat, extend
-from sparse_collectives.extend import AxisName
+from sparse_collectives import AxisName, _compat
 
 
 def transformation(
@@ -23,9 +22,9 @@ def transformation(
     """
 
     def anywhere(params: Any) -> Any:
-        if extend.axis_is_bound(axis):
+        if _compat.axis_is_bound(axis):
             return init(params)
-        names = extend.axis_names(axis)
+        names = _compat.axis_names(axis)
         if _layout.is_placeholder(params):
             return _of_one(init, names)(params)
         mesh = _compat.ambient_mesh()

@@ -6,7 +6,7 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from optax_ext._state import _find, _shards, _wrappers
-from sparse_collectives import extend
+from sparse_collectives import _compat
 
 
 def check_transformation(call: str, tx: Any, mesh: Any, *kinds: type) -> None:
@@ -34,7 +34,7 @@ def check_workers(opt_state: Any, mesh: Mesh) -> None:
     """The state has the rows of all workers of the mesh."""
     for state in _find.get_states(opt_state):
         _shards.check_all_rows("opt_state", state)
-        names = extend.axis_names(state.settings.axis)
+        names = _compat.axis_names(state.settings.axis)
         workers = math.prod(mesh.shape[name] for name in names)
         sharding = state.layout.sharding
         parts = math.prod(mesh.shape[name] for name in sharding.axes)

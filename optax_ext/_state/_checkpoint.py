@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from optax_ext._state import _find, _init, _owners, _placement, _shards, _text, _wrappers
 from optax_ext._step._sparse_state import SparseAllreduceState
-from sparse_collectives import __version__, extend
+from sparse_collectives import __version__, _compat
 
 # Of the metadata and of what it describes. It grows when a state gets another structure, or
 # when a spec gets another meaning: not with every version of the library.
@@ -167,7 +167,7 @@ def _metadata_of(node: SparseAllreduceState) -> dict[str, Any]:
         jax.tree.unflatten(layout.treedef, range(len(layout.shapes)))
     )
     metadata = {
-        "workers": extend.ranks(node.settings.axis) or node.workers,
+        "workers": _compat.ranks(node.settings.axis) or node.workers,
         "n": layout.size,
         "selector": _declared("selector", node.settings.selector),
         "allreduce": _declared("allreduce", node.settings.allreduce),

@@ -10,7 +10,7 @@ from jax.core import Tracer
 from optax_ext._state import _calls, _find, _owners, _shards, _wrappers
 from optax_ext._state._residual_tree import residual_tree
 from optax_ext._step._sparse_state import SparseAllreduceState
-from sparse_collectives import extend
+from sparse_collectives import _compat
 
 
 def consolidate(params: Any, opt_state: Any) -> tuple[Any, Any]:
@@ -110,7 +110,7 @@ def _check(call: str, params: Any, opt_state: Any) -> None:
 
 def _mean(node: SparseAllreduceState) -> jax.Array:
     """Of the residuals of all workers, ``f32[m, n]``: of the m devices of each."""
-    if extend.axis_is_bound(node.settings.axis):
+    if _compat.axis_is_bound(node.settings.axis):
         raise ValueError(
             "consolidate was called inside the function mapped over axis "
             f"{node.settings.axis!r}, where each worker sees its own residual. Call it outside."

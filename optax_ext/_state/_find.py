@@ -13,8 +13,7 @@ from optax_ext._state import _wrappers
 from optax_ext._step import _sparse_state
 from optax_ext._step._dense import DenseState
 from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
-from sparse_collectives import extend
-from sparse_collectives.extend import AxisName
+from sparse_collectives import AxisName, _compat
 
 
 def is_state(node: Any) -> bool:
@@ -133,7 +132,7 @@ def on_axes(specs: Any, manual: AxisName | None) -> Any:
     """The specs over the axes ``manual`` alone; None: as they are."""
     if manual is None:
         return specs
-    names = extend.axis_names(manual)
+    names = _compat.axis_names(manual)
     return jax.tree.map(lambda spec: restricted(spec, names), specs, is_leaf=is_spec)
 
 
@@ -162,7 +161,7 @@ def _all_specs(opt_state: Any) -> Any:
         if not is_state(node):
             return placed(node)
         device_axes = node.layout.sharding.axes
-        split = PartitionSpec((*extend.axis_names(axis), *device_axes)) if device_axes else None
+        split = PartitionSpec((*_compat.axis_names(axis), *device_axes)) if device_axes else None
         split = PartitionSpec(axis) if split is None else split
         shards = (*node.settings.shard_axis, *device_axes)
         everywhere = over(whole, node)
@@ -193,7 +192,7 @@ def is_spec(node: Any) -> bool:
 def restricted(spec: PartitionSpec, names: Collection[Hashable]) -> PartitionSpec:
     """``spec`` without all other names."""
     kept = [
-        tuple(name for name in extend.axis_names(dim) if name in names) if dim is not None else ()
+        tuple(name for name in _compat.axis_names(dim) if name in names) if dim is not None else ()
         for dim in spec
     ]
     while kept and not kept[-1]:
@@ -211,7 +210,7 @@ def _placed_spec(leaf: Any) -> PartitionSpec:
 
 def check_mesh_axis(axis: Any) -> None:
     """The axis is that of a mesh, and no MPI communicator."""
-    if extend.ranks(axis):
+    if _compat.ranks(axis):
         raise ValueError(
             "the axis of the transformation is an MPI communicator, and this is for the axes of a "
             "mesh. Over MPI each process is one worker with its own part of the state: call "

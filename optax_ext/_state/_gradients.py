@@ -4,7 +4,7 @@ from typing import Any
 
 from optax_ext._state import _find
 from optax_ext._step import _checks
-from sparse_collectives import extend
+from sparse_collectives import _compat
 
 
 def check_before_accumulation(updates: Any, inner: Any, params: Any) -> None:
@@ -16,7 +16,7 @@ def check_before_accumulation(updates: Any, inner: Any, params: Any) -> None:
       params: the parameters, or None.
     """
     axis = _find.axis_of(inner)
-    if not extend.ranks(axis) and extend.axis_is_bound(axis):
+    if not _compat.ranks(axis) and _compat.axis_is_bound(axis):
         _checks.check_not_averaged(updates, axis)
     for state in _find.get_states(inner):
         _checks.warn_without_ahead(updates, state, params)

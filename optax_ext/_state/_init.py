@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from optax_ext._state import _calls, _find, _placement, _whole, _wrappers
 from optax_ext._step import _given
 from optax_ext._step._checks import UnboundAxisError
-from sparse_collectives import extend
+from sparse_collectives import _compat
 
 
 def init_state(
@@ -96,7 +96,7 @@ def _made(tx: Any, params: Any, mesh: Any, specs: Any) -> tuple[Any, Any]:
     if given is None or not reduces:
         mapped = jax.shard_map(init, mesh=mesh, in_specs=PartitionSpec(), out_specs=specs)
         return jax.jit(mapped)(params), specs
-    workers = extend.axis_names(_find.axis_of(local))
+    workers = _compat.axis_names(_find.axis_of(local))
     mapped = jax.shard_map(
         init,
         mesh=mesh,
@@ -139,7 +139,7 @@ def _on(mesh: Any, state: Any, specs: Any) -> Any:
 
 def _joined(x: jax.Array, spec: PartitionSpec, names: tuple[str, ...]) -> jax.Array:
     """What all workers have, along one leading axis for the names in ``spec``."""
-    split = extend.axis_names(spec[0]) if len(spec) else ()
+    split = _compat.axis_names(spec[0]) if len(spec) else ()
     # In the order of the spec; of what is the same along the other axes, the first.
     x = x[tuple(slice(None) if name in split else 0 for name in names)]
     kept = [name for name in names if name in split]
@@ -153,8 +153,8 @@ def _joined(x: jax.Array, spec: PartitionSpec, names: tuple[str, ...]) -> jax.Ar
 
 def check_axis(axis: Any, names: tuple[str, ...]) -> None:
     """Every name of ``axis`` is the name of an axis of the mesh."""
-    _find.check_mesh_axis(extend.static_axis(axis))
-    missing = [name for name in extend.axis_names(axis) if name not in names]
+    _find.check_mesh_axis(_compat.static_axis(axis))
+    missing = [name for name in _compat.axis_names(axis) if name not in names]
     if missing:
         raise ValueError(
             f"axis={axis!r} of the transformation is not an axis of the mesh, whose axes are "

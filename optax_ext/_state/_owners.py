@@ -8,7 +8,7 @@ from jax.core import Tracer
 
 from optax_ext._state import _find
 from optax_ext._step._sparse_state import SparseAllreduceState
-from sparse_collectives import extend
+from sparse_collectives import _compat
 
 # What becomes of a state that is damaged already.
 _GO_ON = (
@@ -25,7 +25,7 @@ def copies(node: SparseAllreduceState) -> np.ndarray:
     owner = node.owner
     said = isinstance(owner, jax.Array | np.ndarray) and not isinstance(owner, Tracer)
     # Over MPI each process has its own row, and not the rank of it.
-    if not said or extend.ranks(node.settings.axis):
+    if not said or _compat.ranks(node.settings.axis):
         return np.zeros(0, np.int32)
     if isinstance(owner, np.ndarray) or owner.is_fully_addressable:
         read = [(0, np.asarray(owner))]
@@ -67,7 +67,7 @@ def check_whole(name: str, node: SparseAllreduceState) -> None:
       ValueError: it has the rows of fewer workers than it was made for.
     """
     workers = node.settings.workers
-    if np.ndim(node.residual) != 2 or extend.ranks(node.settings.axis) or node.workers >= workers:
+    if np.ndim(node.residual) != 2 or _compat.ranks(node.settings.axis) or node.workers >= workers:
         return
     raise ValueError(
         f"{name} has the residual of {node.workers} of {workers} workers, as "

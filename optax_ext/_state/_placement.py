@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from optax_ext._state import _find, _wrappers
 from optax_ext._step._given import Given
 from optax_ext._step._sparse_state import SparseAllreduceState
-from sparse_collectives import _compat, extend
+from sparse_collectives import _compat
 
 
 def with_auto_axes(mesh: Mesh) -> Mesh:
@@ -67,7 +67,7 @@ def given_of(
             is_leaf=_find.is_spec,
         )
     for (path, _), spec in zip(flat, found, strict=True):
-        missing = [n for dim in spec if dim for n in extend.axis_names(dim) if n not in sizes]
+        missing = [n for dim in spec if dim for n in _compat.axis_names(dim) if n not in sizes]
         if missing:
             raise ValueError(
                 f"params{jax.tree_util.keystr(path)} has the spec {spec}, and axis {missing[0]!r} "
@@ -125,7 +125,7 @@ def placements(opt_state: Any, params: Any, given: Given) -> Any:
     def is_special(node: Any) -> bool:
         return _find.is_state(node) or isinstance(node, _wrappers.PerWorker)
 
-    axis = extend.axis_names(_find.axis_of(opt_state))
+    axis = _compat.axis_names(_find.axis_of(opt_state))
     marked = _wrappers.mark(opt_state)
     known = _find.state_specs(opt_state)
     flat, treedef = jax.tree_util.tree_flatten_with_path(marked, is_leaf=is_special)

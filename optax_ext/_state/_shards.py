@@ -12,7 +12,7 @@ from optax_ext._state import _owners
 from optax_ext._state._residual_tree import of_vector
 from optax_ext._step import _layout, _sharding
 from optax_ext._step._sparse_state import SparseAllreduceState
-from sparse_collectives import extend
+from sparse_collectives import _compat
 
 
 def workers_in_node(node: SparseAllreduceState) -> int:
@@ -24,7 +24,7 @@ def workers_in_node(node: SparseAllreduceState) -> int:
     shard_axis = node.settings.shard_axis
     if not shard_axis:
         return 1
-    if of_ranks := extend.ranks(shard_axis):
+    if of_ranks := _compat.ranks(shard_axis):
         return of_ranks
     arrays = jax.tree.leaves(node.allreduce)
     if arrays:
@@ -35,14 +35,14 @@ def workers_in_node(node: SparseAllreduceState) -> int:
     if isinstance(placed, NamedSharding) and placed.spec:
         sizes = placed.mesh.shape
         # Axes of one worker are not in the spec.
-        split = math.prod(sizes[name] for name in extend.axis_names(placed.spec[0] or ()))
+        split = math.prod(sizes[name] for name in _compat.axis_names(placed.spec[0] or ()))
         if split == node.residual.shape[0] and set(shard_axis) <= set(sizes):
             return math.prod(sizes[name] for name in shard_axis)
     size = part_size(node)
     fitting = [
         workers
         for workers in range(1, rows + 1)
-        if rows % workers == 0 and extend.shard_size(size, workers) == shard
+        if rows % workers == 0 and math.ceil(size / workers) == shard
     ]
     if len(fitting) == 1:
         return fitting[0]
@@ -140,7 +140,7 @@ def parted(rows: np.ndarray, layout: _layout.TreeLayout, *, dense: bool = False)
 
 
 def _inner_first(node: SparseAllreduceState) -> bool:
-    names = extend.axis_names(node.settings.axis)
+    names = _compat.axis_names(node.settings.axis)
     inner = node.settings.shard_axis
     if names[-len(inner) :] == inner:
         return False
@@ -167,7 +167,7 @@ def check_all_rows(name: str, node: SparseAllreduceState) -> None:
             "    )"
         )
     _owners.check_whole(name, node)
-    workers, rows = extend.ranks(node.settings.axis), node.workers
+    workers, rows = _compat.ranks(node.settings.axis), node.workers
     if workers and rows != workers:
         raise ValueError(
             f"{name} was made over an MPI communicator of {workers} ranks and has the part of "

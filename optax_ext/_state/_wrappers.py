@@ -14,7 +14,7 @@ import optax
 
 from optax_ext._step._dense import DenseState
 from optax_ext._step._sparse_state import SparseAllreduceState
-from sparse_collectives import extend
+from sparse_collectives import _compat
 
 _REFUSED = {
     optax.ApplyIfFiniteState: (
@@ -48,15 +48,15 @@ def accumulators(inner: Any, params: Any) -> Any:
     inside = reductions(inner)
     sparse = [state for state in inside if isinstance(state, SparseAllreduceState)]
     axis = sparse[0].settings.axis if sparse else inside[0].axis
-    bound = extend.axis_is_bound(axis)
-    if not sparse and not bound and not extend.ranks(axis):
+    bound = _compat.axis_is_bound(axis)
+    if not sparse and not bound and not _compat.ranks(axis):
         raise ValueError(
             f"axis={axis!r} is not bound where init is called. Call init inside the mapped "
             "function, or use optax_ext.init_state(tx, params, mesh)."
         )
     lead = sparse[0].workers if sparse else 1
     acc = jax.tree.map(lambda x: jnp.zeros((lead, *jnp.shape(x)), jnp.float32), params)
-    return extend.to_varying(acc, axis) if bound else acc
+    return _compat.to_varying(acc, axis) if bound else acc
 
 
 @dataclasses.dataclass(frozen=True)

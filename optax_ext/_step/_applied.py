@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_ext._step import _layout
-from sparse_collectives import PaddedCOO, transport
-from sparse_collectives.extend import AxisName
+from sparse_collectives import AxisName, PaddedCOO, transport
 
 
 def mean_of(

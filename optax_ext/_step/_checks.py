@@ -13,8 +13,7 @@ from jax.core import Tracer
 from optax_ext._step import _layout, _provenance
 from optax_ext._step._residual import Residual
 from optax_ext._step._settings import Settings
-from sparse_collectives import Selector, SparseAllreduce, _compat, extend, transport
-from sparse_collectives.extend import AxisName
+from sparse_collectives import AxisName, Selector, SparseAllreduce, _compat, _validation, transport
 
 
 class UnboundAxisError(ValueError):
@@ -41,7 +40,7 @@ class UnboundAxisError(ValueError):
 
 def workers(axis: AxisName) -> int:
     """P of the bound axis."""
-    if not extend.axis_is_bound(axis):
+    if not _compat.axis_is_bound(axis):
         raise UnboundAxisError(axis)
     return transport.axis_size(axis)
 
@@ -106,7 +105,7 @@ def check_positive_limit(limit: Any) -> None:
 def check_hyperparameter(name: str, value: Any, low: float, high: float) -> float | jax.Array:
     """A number in [low, high], or one of ``optax.inject_hyperparams``, which only a step knows."""
     if not isinstance(value, jax.Array):
-        return extend.check_number(name, value, low, high)
+        return _validation.check_number(name, value, low, high)
     if value.shape:
         raise ValueError(f"{name} must be a number or a scalar, got an array of {value.shape}.")
     return value.astype(jnp.float32)
@@ -139,8 +138,8 @@ def check_densities(selector: Selector, allreduce: SparseAllreduce) -> None:
 def check_shard_axis(axis: AxisName, shard_axis: AxisName) -> None:
     """``axis`` names the workers of a node, by ``shard_axis``, and the nodes."""
     # As it was given: a name alone is no tuple.
-    names = extend.axis_names(shard_axis)
-    extend.outer_axis(axis, names[0] if len(names) == 1 else names)
+    names = _compat.axis_names(shard_axis)
+    _compat.outer_axis(axis, names[0] if len(names) == 1 else names)
 
 
 def check_settings(state: Settings, tx: Settings) -> None:
@@ -165,7 +164,7 @@ def check_settings(state: Settings, tx: Settings) -> None:
 
 def check_state_axis(state: Any, tx: Any) -> None:
     """The state was made for the axis of the transformation."""
-    if extend.axis_names(state) != extend.axis_names(tx):
+    if _compat.axis_names(state) != _compat.axis_names(tx):
         raise ValueError(
             f"the state was made for axis={state!r}, and the transformation has axis={tx!r}. Make "
             "the state with optax_ext.init_state(tx, params, mesh), of the same tx as the step."
@@ -252,7 +251,7 @@ def check_residual(residual: Any, size: int, workers: int, axis: AxisName) -> No
     """The state is this worker's part of a state for this number of workers."""
     if residual.ndim == 2 and residual.shape == (1, size):
         # Without types nothing tells one row for all workers from a row of each.
-        shared = extend.checks_varying(axis) and not _compat.is_varying(residual, axis)
+        shared = _compat.checks_varying(axis) and not _compat.is_varying(residual, axis)
         if shared and workers > 1:
             raise ValueError(
                 f"state.residual is one row that all {workers} workers of axis {axis!r} share, and "
@@ -279,7 +278,7 @@ def check_residual(residual: Any, size: int, workers: int, axis: AxisName) -> No
 
 def check_local_gradients(updates: Any, axis: AxisName) -> None:
     """The gradients are this worker's own, not yet summed over the axis."""
-    if not extend.checks_varying(axis):
+    if not _compat.checks_varying(axis):
         check_not_averaged(updates, axis)
         return
     for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
@@ -355,7 +354,7 @@ def check_loss(result: Any, has_aux: bool, axis: AxisName) -> Any:
             "examples, as loss.mean() is."
         )
     # A constant depends on no worker, and has no gradient.
-    traced = isinstance(loss, Tracer) and extend.checks_varying(axis)
+    traced = isinstance(loss, Tracer) and _compat.checks_varying(axis)
     if traced and not _compat.is_varying(loss, axis):
         raise ValueError(
             f"loss_fn returned the same on every worker of axis {axis!r}: it takes pmean or psum "
@@ -377,7 +376,7 @@ def check_same_on_devices(
     updates: Any, free: Sequence[tuple[Hashable, ...]], axis: AxisName
 ) -> None:
     """Where the devices of a worker hold the same of a parameter, its gradient is the same."""
-    if not extend.checks_varying(axis):
+    if not _compat.checks_varying(axis):
         return  # Nothing in the types tells.
     leaves = jax.tree_util.tree_leaves_with_path(updates)
     for (path, leaf), names in zip(leaves, free, strict=True):
@@ -393,10 +392,10 @@ def check_same_on_devices(
 
 def check_replicated_updates(updates: Any, axis: AxisName) -> None:
     """The transformation has reduced the gradients: every worker has the same updates."""
-    if not extend.checks_varying(axis):
+    if not _compat.checks_varying(axis):
         return  # Nothing in the types tells.
     for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
-        if set(extend.axis_names(axis)) & _compat.varying_axes(leaf):
+        if set(_compat.axis_names(axis)) & _compat.varying_axes(leaf):
             raise ValueError(
                 f"updates{jax.tree_util.keystr(path)} of tx differ between the workers of axis "
                 f"{axis!r}: no transformation in it reduces the gradients over that axis. Put "
@@ -407,12 +406,12 @@ def check_replicated_updates(updates: Any, axis: AxisName) -> None:
 
 def check_state_types(opt_state: Any, specs: Any, axis: AxisName) -> None:
     """What ``specs`` calls the same on every worker is so."""
-    if not extend.checks_varying(axis):
+    if not _compat.checks_varying(axis):
         return  # Nothing in the types tells.
-    names = set(extend.axis_names(axis))
+    names = set(_compat.axis_names(axis))
     leaves = jax.tree_util.tree_leaves_with_path(opt_state)
     for (path, leaf), spec in zip(leaves, jax.tree.leaves(specs), strict=True):
-        split = set(extend.axis_names(spec[0])) if len(spec) else set()
+        split = set(_compat.axis_names(spec[0])) if len(spec) else set()
         if (names & _compat.varying_axes(leaf)) - split:
             raise ValueError(
                 f"opt_state{jax.tree_util.keystr(path)} differs between the workers of axis "

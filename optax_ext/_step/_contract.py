@@ -10,8 +10,7 @@ from optax_ext._step import _checks, _layout, _nonfinite, _residual, _settings, 
 from optax_ext._step._nonfinite import Pending
 from optax_ext._step._options import DenseSteps
 from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
-from sparse_collectives import extend, transport
-from sparse_collectives.extend import AxisName
+from sparse_collectives import AxisName, _compat, _validation, extend, transport
 
 
 class Options(NamedTuple):
@@ -135,13 +134,13 @@ def checked_options(
     limit: optax.ScalarOrSchedule | None = None,
 ) -> Options:
     """The options as they were given, or an error that says what to write instead."""
-    nonfinite = extend.check_choice("nonfinite", nonfinite, _nonfinite.POLICIES)
+    nonfinite = _validation.check_choice("nonfinite", nonfinite, _nonfinite.POLICIES)
     _checks.check_residual_option(residual)
     _checks.check_step_ahead(residual, local)
     _checks.check_limit(limit, local)
     dense_steps = 0 if dense_steps is None else dense_steps
     if not callable(dense_steps):
-        dense_steps = extend.check_positive_int("dense_steps", dense_steps, minimum=0)
+        dense_steps = _validation.check_positive_int("dense_steps", dense_steps, minimum=0)
     return Options(
         axis=axis,
         nonfinite=nonfinite,
@@ -175,8 +174,8 @@ def settings_of(
         local="none",  # What it keeps is known at init.
         residual=str(options.residual.spec),
         correction=correction,
-        axis=extend.static_axis(options.axis),
-        shard_axis=extend.axis_names(extend.static_axis(shard_axis)),
+        axis=_compat.static_axis(options.axis),
+        shard_axis=_compat.axis_names(_compat.static_axis(shard_axis)),
         decay=options.residual.decay,
         step_ahead=options.residual.step_ahead,
     )
@@ -185,7 +184,7 @@ def settings_of(
 def nothing_exchanged(step: Accumulated, axis: AxisName) -> Reduced:
     """The result for a buffer without entries."""
     none = jnp.zeros((), jnp.int32)
-    info = _sparse_state.per_worker(_sparse_state.no_info(), lambda x: extend.to_varying(x, axis))
+    info = _sparse_state.per_worker(_sparse_state.no_info(), lambda x: _compat.to_varying(x, axis))
     return Reduced(
         mean=jnp.zeros((0,), jnp.float32),
         selector=step.state.selector,

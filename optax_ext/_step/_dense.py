@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext._step import _checks, _groups
-from sparse_collectives import extend, transport
-from sparse_collectives.extend import AxisName
+from sparse_collectives import AxisName, _compat, _validation, extend, transport
 
 
 @jax.tree_util.register_dataclass
@@ -64,19 +63,19 @@ def dense(*, axis: AxisName, buckets: int | None = None) -> optax.GradientTransf
         summed over it.
     """
     if buckets is not None:
-        buckets = extend.check_positive_int("buckets", buckets)
+        buckets = _validation.check_positive_int("buckets", buckets)
 
     def init(params: Any) -> DenseState:
         del params
         zero = jnp.zeros((), jnp.int32)
-        return DenseState(zero, jnp.zeros_like(zero), jnp.float32(0), extend.static_axis(axis))
+        return DenseState(zero, jnp.zeros_like(zero), jnp.float32(0), _compat.static_axis(axis))
 
     def update(updates: Any, state: DenseState, params: Any = None):
         del params
-        _checks.check_state_axis(state.axis, extend.static_axis(axis))
+        _checks.check_state_axis(state.axis, _compat.static_axis(axis))
         workers = _checks.workers(axis)
         for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
-            extend.check_float(f"updates{jax.tree_util.keystr(path)}", leaf.dtype)
+            _validation.check_float(f"updates{jax.tree_util.keystr(path)}", leaf.dtype)
         _checks.check_local_gradients(updates, axis)
         leaves, treedef = jax.tree.flatten(updates)
         means: list[Any] = [None] * len(leaves)

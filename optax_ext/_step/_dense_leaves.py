@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import extend
+from sparse_collectives import _validation
 
 LABELS = ("sparse", "dense")
 
@@ -33,8 +33,8 @@ def small_leaves(*, min_size: int = 1024, min_ndim: int = 2) -> Callable[[Any], 
       >>> small_leaves()(params)
       {'bias': 'dense', 'kernel': 'sparse'}
     """
-    min_size = extend.check_positive_int("min_size", min_size, minimum=0)
-    min_ndim = extend.check_positive_int("min_ndim", min_ndim, minimum=0)
+    min_size = _validation.check_positive_int("min_size", min_size, minimum=0)
+    min_ndim = _validation.check_positive_int("min_ndim", min_ndim, minimum=0)
 
     def label(leaf: Any) -> str:
         shape = jnp.shape(leaf)

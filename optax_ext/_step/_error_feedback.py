@@ -23,8 +23,7 @@ from optax_ext._step._contract import Accumulated, Exchange, Options, Reduced
 from optax_ext._step._momentum_correction import MomentumCorrection
 from optax_ext._step._nonfinite import Pending
 from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
-from sparse_collectives import extend, transport
-from sparse_collectives.extend import AxisName
+from sparse_collectives import AxisName, _compat, transport
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,10 +57,10 @@ class ErrorFeedback:
             _owner.mark(options.axis),
             _sparse_state.no_info(),
         )
-        per_worker = extend.to_varying(_sparse_state.with_lead(per_worker), options.axis)
+        per_worker = _compat.to_varying(_sparse_state.with_lead(per_worker), options.axis)
         *kept, owner, info = per_worker
         # Of the info all devices of a worker have the same.
-        kept, shared = extend.to_varying((kept, shared), layout.device_axes)
+        kept, shared = _compat.to_varying((kept, shared), layout.device_axes)
         residual, velocity, dense_velocity, local, selector = kept
         counters = {
             name: jnp.zeros((), jnp.int32) for name in ("count", "skipped", "dropped", "withheld")
@@ -247,12 +246,12 @@ def _of_all_devices(result: Reduced, device_axes: tuple[Hashable, ...]) -> Reduc
 def _over_devices(numbers: list[jax.Array], device_axes: tuple[Hashable, ...]) -> list[jax.Array]:
     """Each number of all devices of a worker, ``[m]``, in its dtype."""
     words = [lax.bitcast_convert_type(x, jnp.int32) for x in numbers]
-    gathered = transport.all_gather(extend.to_varying(jnp.stack(words), device_axes), device_axes)
+    gathered = transport.all_gather(_compat.to_varying(jnp.stack(words), device_axes), device_axes)
     return [lax.bitcast_convert_type(gathered[:, i], x.dtype) for i, x in enumerate(numbers)]
 
 
 def _with(axis: AxisName, device_axes: tuple[Hashable, ...]) -> AxisName:
-    return (*extend.axis_names(axis), *device_axes) if device_axes else axis
+    return (*_compat.axis_names(axis), *device_axes) if device_axes else axis
 
 
 def _reported(info: StepInfo, before: StepInfo) -> StepInfo:

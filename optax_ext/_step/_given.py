@@ -11,8 +11,7 @@ from jax.sharding import PartitionSpec
 
 from optax_ext._step import _layout, _sharding
 from optax_ext._step._layout import Sharding
-from sparse_collectives import extend
-from sparse_collectives.extend import AxisName
+from sparse_collectives import AxisName, _compat
 
 
 class Given(NamedTuple):
@@ -49,7 +48,7 @@ def sharding_of(params: Any, axis: AxisName) -> Sharding:
     given = _given.get()
     if given is None:
         return _layout.unsharded([jnp.shape(leaf) for leaf in jax.tree.leaves(params)])
-    workers = extend.axis_names(axis)
+    workers = _compat.axis_names(axis)
     others = {name: n for name, n in given.sizes.items() if name not in workers}
     # Along an axis of one worker, sharded and whole are the same.
     alone = [name for name in workers if given.sizes.get(name) == 1]
@@ -67,5 +66,5 @@ def sharding_of(params: Any, axis: AxisName) -> Sharding:
 
 
 def _without(names: Collection[Any], spec: PartitionSpec) -> PartitionSpec:
-    dims = (extend.axis_names(dim) if dim is not None else () for dim in spec)
+    dims = (_compat.axis_names(dim) if dim is not None else () for dim in spec)
     return PartitionSpec(*(tuple(n for n in dim if n not in names) or None for dim in dims))

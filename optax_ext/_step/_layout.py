@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from sparse_collectives import extend
+from sparse_collectives import _validation
 
 # For each dimension of a leaf the axes that split it, the major one first.
 Dims = tuple[tuple[Hashable, ...], ...]
@@ -160,14 +160,14 @@ def layout_of(tree: Any, name: str, dense: tuple[bool, ...] | None = None) -> Tr
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     for path, leaf in leaves:
-        extend.check_float(f"{name}{jax.tree_util.keystr(path)}", jnp.result_type(leaf))
+        _validation.check_float(f"{name}{jax.tree_util.keystr(path)}", jnp.result_type(leaf))
     shapes = tuple(tuple(jnp.shape(leaf)) for _, leaf in leaves)
     dtypes = tuple(jnp.dtype(jnp.result_type(leaf)) for _, leaf in leaves)
     if dense is None or len(dense) != len(shapes):
         dense = (False,) * len(shapes)
     layout = TreeLayout(treedef, shapes, dtypes, dense, unsharded(shapes))
     if layout.size:
-        extend.check_size(layout.size)
+        _validation.check_size(layout.size)
     return layout
 
 

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext._step import _layout, _nonfinite, _sparse_state
-from sparse_collectives import extend
-from sparse_collectives.extend import AxisName
+from sparse_collectives import AxisName, _compat
 
 
 class Elementwise(optax.GradientTransformation):
@@ -68,7 +67,7 @@ def update(
     empty = jnp.zeros((0,), jnp.float32)
     sparse = next(made) if layout.size else empty
     dense = next(made) if layout.dense_size else empty
-    return (sparse, dense), extend.to_varying(state, axis), left_out
+    return (sparse, dense), _compat.to_varying(state, axis), left_out
 
 
 def init_of_leaves(tx: optax.GradientTransformation, params: Any) -> Any:
@@ -94,7 +93,7 @@ def of_leaves(
     params = None if params is None else jax.tree.map(_in_float32, params)
     tx = optax.with_extra_args_support(tx)
     gradients, state = tx.update(gradients, _sparse_state.without_lead(state), params, **extra)
-    return gradients, extend.to_varying(_sparse_state.with_lead(state), axis), left_out
+    return gradients, _compat.to_varying(_sparse_state.with_lead(state), axis), left_out
 
 
 def describe(tx: optax.GradientTransformation | None, state: Any) -> str:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import Spec, extend
+from sparse_collectives import Spec, _validation
 
 
 class MomentumCorrection(NamedTuple):
@@ -85,7 +85,7 @@ def momentum_correction(
       Lin et al., `Deep Gradient Compression <https://arxiv.org/abs/1712.01887>`_,
       ICLR 2018, sections 3.1 and 3.3 and Algorithm 4.
     """
-    momentum = extend.check_number("momentum", momentum, 0.0, 1.0)
+    momentum = _validation.check_number("momentum", momentum, 0.0, 1.0)
     if momentum == 1.0:
         raise ValueError(
             "momentum must be less than 1, got 1.0: the velocity would grow for ever. Write for "

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import PaddedCOO, Undelivered, extend, transport
-from sparse_collectives.extend import AxisName
+from sparse_collectives import AxisName, PaddedCOO, Undelivered, transport
+from sparse_collectives._coo.finite import all_finite
 
 POLICIES = ("skip", "drop", "raise", "propagate")
 # Where a worker may be left with parts of what others sent, an increment is smaller than this. In a
@@ -146,7 +146,7 @@ def _all_finite(parts: list[Pending], axis: AxisName) -> jax.Array:
     """Whether every accumulator of every worker is finite; equal on all."""
     finite = jnp.ones((), jnp.bool_)
     for part in parts:
-        finite &= extend.all_finite(*part.checked)
+        finite &= all_finite(*part.checked)
     return transport.psum((~finite).astype(jnp.int32), axis) == 0
 
 

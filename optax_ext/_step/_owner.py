@@ -9,8 +9,7 @@ that adds the gradient.
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import transport
-from sparse_collectives.extend import AxisName
+from sparse_collectives import AxisName, transport
 
 
 def mark(axis: AxisName) -> jax.Array:

@@ -11,8 +11,7 @@ from typing import Any
 
 from jax.core import Tracer
 
-from sparse_collectives import _compat, extend
-from sparse_collectives.extend import AxisName
+from sparse_collectives import AxisName, _compat
 
 # Their results are the same on all workers of their axes.
 _REDUCTIONS = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
@@ -29,7 +28,7 @@ def is_reduced(values: Iterable[Any], axis: AxisName) -> bool:
     if _compat.is_communicator(axis):
         # No equation of jax names a communicator.
         return False
-    return any(_ends_in_reductions(values, name) for name in extend.axis_names(axis))
+    return any(_ends_in_reductions(values, name) for name in _compat.axis_names(axis))
 
 
 def depends_on(values: Iterable[Any], sources: Iterable[Any]) -> bool:

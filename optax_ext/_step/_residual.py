@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import Spec, extend, transport
-from sparse_collectives.extend import AxisName
+from sparse_collectives import AxisName, Spec, _hash, _validation, transport
 
 DTYPES = ("float32", "bfloat16")
 # With many workers their residuals have more in common than 1/P says.
@@ -64,8 +63,8 @@ def residual(dtype: Any = jnp.float32, *, decay: float = 1.0, step_ahead: float 
             f"dtype={name} of the residual is none of {DTYPES}. float16 would overflow where "
             "gradients add up; write optax_ext.residual(jnp.bfloat16) for half of the memory."
         )
-    kept, decay = jnp.dtype(dtype), extend.check_number("decay", decay, 0.0, 1.0)
-    step_ahead = extend.check_number("step_ahead", step_ahead, 0.0, float("inf"))
+    kept, decay = jnp.dtype(dtype), _validation.check_number("decay", decay, 0.0, 1.0)
+    step_ahead = _validation.check_number("step_ahead", step_ahead, 0.0, float("inf"))
     spec = Spec.of("residual", dtype=kept, decay=decay, step_ahead=step_ahead)
     return Residual(kept, decay, step_ahead, spec)
 
@@ -98,10 +97,10 @@ def store(value: jax.Array, how: Residual, *, axis: AxisName, count: jax.Array) 
     if value.dtype == how.dtype:
         return value
     bits = lax.bitcast_convert_type(value, jnp.uint32)
-    seed = extend.combine(count, transport.axis_index(axis))
+    seed = _hash.combine(count, transport.axis_index(axis))
     position = lax.broadcasted_iota(jnp.uint32, value.shape, value.ndim - 1)
     # One round of mixing: neighbouring steps of an entry have to look independent, no more.
-    noise = extend.mix(position ^ seed) >> 16
+    noise = _hash.mix(position ^ seed) >> 16
     truncated = _upper_half(bits)
     rounded = _upper_half(bits + noise)
     # What is not finite would become something else; the largest must not become infinite.

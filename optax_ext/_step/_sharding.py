@@ -19,8 +19,7 @@ from jax.sharding import PartitionSpec
 
 from optax_ext._step import _layout
 from optax_ext._step._layout import Sharding
-from sparse_collectives import _compat, extend, transport
-from sparse_collectives.extend import AxisName
+from sparse_collectives import AxisName, _compat, transport
 
 
 def of_specs(
@@ -37,7 +36,7 @@ def of_specs(
     made = Sharding(tuple(axes), tuple(sizes), ())
     dims = []
     for name, shape, spec in leaves:
-        split = [extend.axis_names(names) if names is not None else () for names in spec]
+        split = [_compat.axis_names(names) if names is not None else () for names in spec]
         split += [()] * (len(shape) - len(split))
         for at, (length, names) in enumerate(zip(shape, split, strict=True)):
             shared = [n for n in names if n in workers]
@@ -74,7 +73,7 @@ def take(tree: Any, layout: _layout.TreeLayout) -> Any:
         shape = sharding.part_shape(leaf, layout.shapes[leaf])
         if holders == 1:
             return shard
-        shard = extend.to_varying(shard, free)
+        shard = _compat.to_varying(shard, free)
         if (holders * shape[0], *shape[1:]) != shard.shape:
             shard = jnp.ravel(shard)
             shard = jnp.pad(shard, (0, holders * shape[0] - shard.size))
@@ -156,8 +155,8 @@ def on_each_device(
 
     def mapped(*args: Any) -> Any:
         # From outside: jax 0.10 can't lower an axis_index in the inner of two regions.
-        names = (*extend.axis_names(axis), *sharding.axes)
-        workers = {name: lax.axis_index(name) for name in extend.axis_names(axis)}
+        names = (*_compat.axis_names(axis), *sharding.axes)
+        workers = {name: lax.axis_index(name) for name in _compat.axis_names(axis)}
         parts = {
             name: jnp.arange(size, dtype=jnp.int32)
             for name, size in zip(sharding.axes, sharding.sizes, strict=True)
@@ -177,7 +176,7 @@ def on_each_device(
             ),
             out_specs=out_specs,
             axis_names=set(sharding.axes),
-            check_vma=extend.checks_varying(axis),
+            check_vma=_compat.checks_varying(axis),
         )(workers, parts, *args)
 
     return mapped
@@ -185,7 +184,7 @@ def on_each_device(
 
 def is_manual(sharding: Sharding) -> bool:
     """Whether a mapped function has bound the axes of the sharding."""
-    return all(extend.axis_is_bound(name) for name in sharding.axes)
+    return all(_compat.axis_is_bound(name) for name in sharding.axes)
 
 
 def whole_leaves(rows: Any, layout: _layout.TreeLayout, leaf: int, start: int) -> Any:

@@ -1,6 +1,7 @@
 """A selector and a sparse allreduce as an exchange of error feedback."""
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from sparse_collectives import (
     Selector,
     SparseAllreduce,
     Undelivered,
+    _compat,
     extend,
     transport,
 )
@@ -59,7 +61,7 @@ class SparseExchange:
     def part_size(self, size: int) -> int:
         """Entries of the buffer that one worker holds."""
         inside = transport.axis_size(self.allreduce.shard_axis)
-        return extend.shard_size(size, inside)
+        return math.ceil(size / inside)
 
     def scatter(self, gradient: jax.Array) -> jax.Array:
         """The sum of a shard over the workers of a node, where there are shards."""
@@ -77,7 +79,7 @@ class SparseExchange:
             Layout(layout.sparse_shapes) if shown == layout.size else shown
         )
         if self.allreduce.shard_axis:
-            shared = extend.to_varying(shared, self.allreduce.shard_axis)
+            shared = _compat.to_varying(shared, self.allreduce.shard_axis)
         return selector, shared
 
     def reduce(self, step: Accumulated) -> Reduced:
@@ -101,11 +103,11 @@ class SparseExchange:
 
         def typed(reduced: Reduced, kept: Kept) -> tuple[Reduced, Kept]:
             """Alike in both branches."""
-            kept = extend.to_varying(kept, self.options.axis)
+            kept = _compat.to_varying(kept, self.options.axis)
             info = _sparse_state.per_worker(
-                reduced.info, lambda x: extend.to_varying(x, self.options.axis)
+                reduced.info, lambda x: _compat.to_varying(x, self.options.axis)
             )
-            return extend.to_varying((reduced._replace(info=info), kept), step.layout.device_axes)
+            return _compat.to_varying((reduced._replace(info=info), kept), step.layout.device_axes)
 
         # All workers, and all groups of a larger mesh, have the same count.
         return lax.cond(
@@ -172,7 +174,7 @@ class SparseExchange:
         axis, shard_axis = self.options.axis, self.allreduce.shard_axis
         workers, inside = transport.axis_size(axis), transport.axis_size(shard_axis)
         size = increment.shape[0]
-        total = transport.psum(increment, extend.outer_axis(axis, shard_axis))
+        total = transport.psum(increment, _compat.outer_axis(axis, shard_axis))
         mean, dropped = _nonfinite.dense_mean(self.options.nonfinite, total, workers)
         counts = jnp.stack([jnp.sum(total != 0, dtype=jnp.int32), dropped])
         counts, words = self._over_shards(counts)

@@ -25,7 +25,7 @@ from optax_ext._step import (
 )
 from optax_ext._step._error_feedback import ErrorFeedback
 from optax_ext._step._sparse_state import SparseAllreduceState
-from sparse_collectives import extend, transport
+from sparse_collectives import _compat, transport
 
 
 class Transformation:
@@ -72,7 +72,7 @@ class Transformation:
         if self._of_leaves is not None:
             # It sees whole leaves, and the compiler splits what it keeps as it splits them.
             kept = _sparse_state.with_lead(_local.init_of_leaves(self._of_leaves, given))
-            state = state._replace(local=extend.to_varying(kept, axis))
+            state = state._replace(local=_compat.to_varying(kept, axis))
         described = _local.describe(self._local, state.local)
         settings = dataclasses.replace(feedback.settings, local=described, workers=workers)
         return state._replace(layout=layout, settings=settings)

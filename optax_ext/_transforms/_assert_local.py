@@ -9,8 +9,7 @@ import optax
 
 from optax_ext._step import _checks
 from optax_ext._transforms._fingerprint import fingerprint
-from sparse_collectives import transport
-from sparse_collectives.extend import AxisName
+from sparse_collectives import AxisName, transport
 
 
 def assert_local_gradients(*, axis: AxisName) -> optax.GradientTransformationExtraArgs:

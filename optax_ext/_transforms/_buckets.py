@@ -8,7 +8,7 @@ import optax
 from jax import lax
 
 from optax_ext._step import _groups
-from sparse_collectives import extend
+from sparse_collectives import _validation
 
 
 class BucketedState(NamedTuple):
@@ -58,7 +58,7 @@ def bucketed(
       ...     bucketed(optax_ext.ok_topk(density=0.01, axis="data"), 4), optax.adam(1e-3)
       ... )
     """
-    buckets = extend.check_positive_int("buckets", buckets)
+    buckets = _validation.check_positive_int("buckets", buckets)
     inner_tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> BucketedState:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import extend
+from sparse_collectives import _hash, extend
 
 
 def fingerprint(number: int, leaf: jax.Array) -> jax.Array:
@@ -12,9 +12,9 @@ def fingerprint(number: int, leaf: jax.Array) -> jax.Array:
     flat = leaf.reshape(-1)
     bits = extend.magnitude_bits(flat).astype(jnp.uint32)
     signed = jnp.where(flat < 0, bits | jnp.uint32(1 << 31), bits)
-    place = lax.iota(jnp.uint32, flat.shape[0]) ^ extend.combine(number)
+    place = lax.iota(jnp.uint32, flat.shape[0]) ^ _hash.combine(number)
     # The same entries at other places are other gradients.
-    hashed = extend.mix(signed + extend.mix(place))
+    hashed = _hash.mix(signed + _hash.mix(place))
     # NaN on all workers is what a run that diverges has.
     counts = (bits != 0) & jnp.isfinite(flat)
     return jnp.sum(jnp.where(counts, hashed, jnp.uint32(0)), dtype=jnp.uint32)

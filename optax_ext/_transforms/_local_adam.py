@@ -8,8 +8,7 @@ import optax
 from jax import lax
 
 from optax_ext._step import _checks
-from sparse_collectives import extend, transport
-from sparse_collectives.extend import AxisName
+from sparse_collectives import AxisName, _compat, _validation, transport
 
 
 class ScaleByLocalAdamState(NamedTuple):
@@ -74,7 +73,7 @@ def scale_by_local_adam(
         raise ValueError("b2 must be less than 1, got 1.0: nothing would be learned of gradients.")
     eps = _checks.check_hyperparameter("eps", eps, 0.0, 1.0)
     if average_every is not None:
-        average_every = extend.check_positive_int("average_every", average_every)
+        average_every = _validation.check_positive_int("average_every", average_every)
         if axis is None:
             raise ValueError(
                 f"average_every={average_every} averages over the workers, and nothing says which. "
@@ -105,7 +104,7 @@ def _averaged(nu: Any, now: jax.Array, axis: AxisName) -> Any:
 
     def mean(tree):
         return jax.tree.map(
-            lambda v: extend.to_varying(transport.pmean(v, axis), axis).astype(v.dtype), tree
+            lambda v: _compat.to_varying(transport.pmean(v, axis), axis).astype(v.dtype), tree
         )
 
     # A count of each worker's own is typed as such, and all have the same.

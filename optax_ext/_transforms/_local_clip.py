@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext._step import _checks
-from sparse_collectives import extend
-from sparse_collectives.extend import AxisName
+from sparse_collectives import AxisName, _validation
 
 
 def local_clip_by_global_norm(
@@ -50,7 +49,7 @@ def local_clip_by_global_norm(
       Lin et al., `Deep Gradient Compression <https://arxiv.org/abs/1712.01887>`_,
       ICLR 2018, section 3.2.
     """
-    max_norm = extend.check_number("max_norm", max_norm, 0.0, math.inf)
+    max_norm = _validation.check_number("max_norm", max_norm, 0.0, math.inf)
     if not 0 < max_norm < math.inf:
         raise ValueError(
             f"max_norm must be positive and finite, got {max_norm}. Leave the transformation out "

@@ -10,8 +10,7 @@ from optax_ext._step import _contract
 from optax_ext._step._error_feedback import ErrorFeedback
 from optax_ext._step._options import LocalOptions, takes
 from optax_ext._step._transformation import Transformation
-from sparse_collectives import Spec, extend
-from sparse_collectives.extend import AxisName
+from sparse_collectives import AxisName, Spec, _validation
 
 
 @takes(LocalOptions)
@@ -149,8 +148,8 @@ def acp_sgd(
 def _low_rank(
     name: str, rank: int, seed: int, **given: Any
 ) -> optax.GradientTransformationExtraArgs:
-    rank = extend.check_positive_int("rank", rank)
-    seed = extend.check_positive_int("seed", seed, minimum=0)
+    rank = _validation.check_positive_int("rank", rank)
+    seed = _validation.check_positive_int("seed", seed, minimum=0)
     options = _contract.checked_options(**given)
     made = Transformation(
         ErrorFeedback(

@@ -10,7 +10,7 @@ from jax import lax
 
 from optax_ext._state import _gradients
 from optax_ext._state._wrappers import accumulators, reductions
-from sparse_collectives import extend
+from sparse_collectives import _compat, _validation
 
 
 class MultiStepsState(NamedTuple):
@@ -73,7 +73,7 @@ def multi_steps(
     if callable(every_k_schedule):
         every_k, scope = every_k_schedule, "multi_steps"
     else:
-        k = extend.check_positive_int("every_k_schedule", every_k_schedule)
+        k = _validation.check_positive_int("every_k_schedule", every_k_schedule)
         # The traffic meter reads from the scope how often the exchange takes place.
         every_k, scope = lambda _: k, f"multi_steps.every{k}"
     inner_tx = optax.with_extra_args_support(tx)
@@ -108,8 +108,8 @@ def multi_steps(
             # Branches must agree in what they type as varying.
             new_updates, inner = result
             return (
-                jax.tree.map(extend.varying_like, new_updates, shapes),
-                jax.tree.map(extend.varying_like, inner, state.inner_opt_state, inner_shapes),
+                jax.tree.map(_compat.varying_like, new_updates, shapes),
+                jax.tree.map(_compat.varying_like, inner, state.inner_opt_state, inner_shapes),
             )
 
         emit = state.mini_step + 1 >= k

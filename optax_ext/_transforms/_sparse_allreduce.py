@@ -11,8 +11,7 @@ from optax_ext._step._momentum_correction import MomentumCorrection
 from optax_ext._step._options import DenseSteps
 from optax_ext._step._sparse_exchange import SparseExchange
 from optax_ext._step._transformation import Transformation
-from sparse_collectives import Selector, SparseAllreduce
-from sparse_collectives.extend import AxisName
+from sparse_collectives import AxisName, Selector, SparseAllreduce
 
 
 def sparse_allreduce(

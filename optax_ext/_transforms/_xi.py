@@ -9,8 +9,7 @@ from jax import lax
 
 from optax_ext._step import _layout
 from optax_ext._step._sparse_state import SparseAllreduceState
-from sparse_collectives import extend, transport
-from sparse_collectives.extend import AxisName
+from sparse_collectives import AxisName, _compat, _validation, extend, transport
 
 
 class XiState(NamedTuple):
@@ -58,7 +57,7 @@ def measure_xi(
       >>> sparse = optax_ext.ok_topk(density=0.01, axis="data")
       >>> tx = optax.chain(measure_xi(sparse, axis="data", every=100), optax.adam(1e-3))
     """
-    every = extend.check_positive_int("every", every)
+    every = _validation.check_positive_int("every", every)
     inner_tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> XiState:
@@ -106,7 +105,7 @@ def _xi(
 
     def mean_of(residual):
         rows = residual[0].astype(jnp.float32)
-        total = transport.psum(rows, extend.outer_axis(axis, shard_axis))
+        total = transport.psum(rows, _compat.outer_axis(axis, shard_axis))
         if shard_axis:
             total = transport.all_gather(total, shard_axis).reshape(-1)[:size]
         return total / transport.axis_size(axis)

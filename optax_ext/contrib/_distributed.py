@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_ext.contrib import _mapped
-from sparse_collectives import extend, transport
-from sparse_collectives.extend import AxisName
+from sparse_collectives import AxisName, _compat, transport
 
 
 def distributed(fn: Callable[..., Any], *, axis: AxisName) -> Callable[..., Any]:
@@ -79,7 +78,7 @@ def distributed(fn: Callable[..., Any], *, axis: AxisName) -> Callable[..., Any]
                     else jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
                     for each, owner, like in zip(of_leaves, owners, results, strict=True)
                 ]
-                return extend.to_varying([_bits(x) for x in jax.tree.leaves(made)], axis)
+                return _compat.to_varying([_bits(x) for x in jax.tree.leaves(made)], axis)
 
             return run
 

@@ -1,7 +1,6 @@
 """What works inside a mapped function only."""
 
-from sparse_collectives import extend, transport
-from sparse_collectives.extend import AxisName
+from sparse_collectives import AxisName, _compat, transport
 
 
 def workers(axis: AxisName, shared: str, instead: str) -> int:
@@ -15,7 +14,7 @@ def workers(axis: AxisName, shared: str, instead: str) -> int:
     Raises:
       ValueError: it is not bound.
     """
-    if not extend.axis_is_bound(axis):
+    if not _compat.axis_is_bound(axis):
         raise ValueError(
             f"axis={axis!r} is not bound here: its workers share the {shared} inside a mapped "
             f"function. Call it under jax.shard_map over a mesh with an axis named {axis!r}, under "

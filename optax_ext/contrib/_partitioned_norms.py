@@ -15,8 +15,7 @@ import optax
 from jax import lax
 
 from optax_ext.contrib import _mapped
-from sparse_collectives import _compat, extend, transport
-from sparse_collectives.extend import AxisName
+from sparse_collectives import AxisName, _compat, _validation, transport
 
 MaskOrFn = Any | Callable[[Any], Any] | None
 
@@ -292,11 +291,11 @@ def _sum_of_squares(x: jax.Array) -> jax.Array:
 
 def _check_leaves(name: str, tree: Any, axis: AxisName) -> None:
     """Real leaves that fit float32 sums and, where the types tell, are the same everywhere."""
-    typed = extend.checks_varying(axis)
+    typed = _compat.checks_varying(axis)
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         where = f"{name}{jax.tree_util.keystr(path)}"
-        extend.check_float(where, jnp.result_type(leaf))
-        if typed and set(extend.axis_names(axis)) & _compat.varying_axes(leaf):
+        _validation.check_float(where, jnp.result_type(leaf))
+        if typed and set(_compat.axis_names(axis)) & _compat.varying_axes(leaf):
             raise ValueError(
                 f"{where} differs between the workers of axis {axis!r}, so that their parts of its "
                 "norm don't belong together. Reduce the gradients first, with "

@@ -3,15 +3,15 @@
 :mod:`~sparse_collectives.allreduce.published` has the others of the papers.
 """
 
-from sparse_collectives.allreduce import published as published
-from sparse_collectives.allreduce._agreed import agreed as agreed
-from sparse_collectives.allreduce._complete import complete as complete
-from sparse_collectives.allreduce._dense import dense as dense
-from sparse_collectives.allreduce._hierarchical import hierarchical as hierarchical
-from sparse_collectives.allreduce._shared_random import shared_random as shared_random
-from sparse_collectives.allreduce._spardl import spardl as spardl
-from sparse_collectives.allreduce._topk_a import topk_a as topk_a
-from sparse_collectives.allreduce.ok_topk import ok_topk as ok_topk
+from sparse_collectives.allreduce import published
+from sparse_collectives.allreduce._agreed import agreed
+from sparse_collectives.allreduce._complete import complete
+from sparse_collectives.allreduce._dense import dense
+from sparse_collectives.allreduce._hierarchical import hierarchical
+from sparse_collectives.allreduce._shared_random import shared_random
+from sparse_collectives.allreduce._spardl import spardl
+from sparse_collectives.allreduce._topk_a import topk_a
+from sparse_collectives.allreduce.ok_topk import ok_topk
 
 __all__ = [
     "agreed",

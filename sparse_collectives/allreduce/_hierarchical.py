@@ -1,5 +1,7 @@
 """HiTopKComm: dense inside the nodes, sparse between them."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -99,25 +101,25 @@ def hierarchical(*, inner_axis: AxisName, outer: SparseAllreduce) -> SparseAllre
                 f"inner_axis={inner_axis!r}: every node has as many. Give the number of all "
                 "workers as axis_size."
             )
-        return outer.init(shard_size(size, inner_size), axis_size // inner_size)
+        return outer.init(math.ceil(size / inner_size), axis_size // inner_size)
 
     def scatter(vector: jax.Array) -> jax.Array:
         inside = transport.axis_size(inner_axis)
         if inside == 1:
             return vector
         size = vector.shape[0]
-        padded = jnp.pad(vector, (0, inside * shard_size(size, inside) - size))
+        padded = jnp.pad(vector, (0, inside * math.ceil(size / inside) - size))
         with jax.named_scope("hierarchical/inner"):
             return transport.psum_scatter(padded, inner_axis)
 
     def local_view(acc: jax.Array, state: State, *, axis: AxisName) -> jax.Array:
-        return outer.local_view(acc, state, axis=outer_axis(axis, inner_axis))
+        return outer.local_view(acc, state, axis=_compat.outer_axis(axis, inner_axis))
 
     def to_global(coo: PaddedCOO, size: int, state: State, *, axis: AxisName) -> PaddedCOO:
-        return outer.to_global(coo, size, state, axis=outer_axis(axis, inner_axis))
+        return outer.to_global(coo, size, state, axis=_compat.outer_axis(axis, inner_axis))
 
     def reduce(coo: PaddedCOO, state: State, *, axis: AxisName, **held: jax.Array):
-        nodes = outer_axis(axis, inner_axis)
+        nodes = _compat.outer_axis(axis, inner_axis)
         inside = transport.axis_size(inner_axis)
         with jax.named_scope("hierarchical/outer"):
             total, undelivered, state, info = outer.reduce(coo, state, axis=nodes, **held)
@@ -151,29 +153,6 @@ def hierarchical(*, inner_axis: AxisName, outer: SparseAllreduce) -> SparseAllre
         to_global=to_global,
         keeps_others=outer.keeps_others,
     )
-
-
-def shard_size(size: int, inner_size: int) -> int:
-    """Components of the shard of each worker of a node, ceil(n / w)."""
-    return -(-size // inner_size)
-
-
-def outer_axis(axis: AxisName, inner_axis: AxisName) -> AxisName:
-    """The names of ``axis`` without those of ``inner_axis``.
-
-    Raises:
-      ValueError: a name of ``inner_axis`` is not in ``axis``, or nothing is left.
-    """
-    names, inner = _compat.axis_names(axis), _compat.axis_names(inner_axis)
-    outer = tuple(name for name in names if name not in inner)
-    if len(outer) + len(inner) != len(names) or not outer:
-        other = outer[0] if outer else "node"
-        raise ValueError(
-            f"axis={axis!r} must name the axis of the nodes and inner_axis={inner_axis!r}. Write "
-            f"axis={(other, *inner)!r}, on a mesh with these axes. (jax.pmap has one axis only; "
-            "use jax.shard_map.)"
-        )
-    return outer[0] if len(outer) == 1 else outer
 
 
 def _of_all_shards(info: ReduceInfo, inner_axis: AxisName) -> ReduceInfo:

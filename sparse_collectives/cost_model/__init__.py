@@ -5,24 +5,15 @@ static messages, and ``expected_union`` how selections fill in. Nothing here tra
 or runs anything, so that any n, k and P is answered at once.
 """
 
-from sparse_collectives.cost_model._fill_in import Overlap as Overlap
-from sparse_collectives.cost_model._fill_in import expected_union as expected_union
-from sparse_collectives.cost_model._paper import paper_cost as paper_cost
-from sparse_collectives.cost_model._predict import predict as predict
-from sparse_collectives.cost_model._registry import ALGORITHMS as ALGORITHMS
-from sparse_collectives.cost_model._registry import Algorithm as Algorithm
-from sparse_collectives.cost_model._types import Cost as Cost
-from sparse_collectives.cost_model._types import Estimate as Estimate
-from sparse_collectives.cost_model._types import Network as Network
-from sparse_collectives.cost_model._types import Workload as Workload
-from sparse_collectives.cost_model._types import network as network
+from sparse_collectives.cost_model._fill_in import Overlap, expected_union
+from sparse_collectives.cost_model._paper import paper_cost
+from sparse_collectives.cost_model._predict import predict
+from sparse_collectives.cost_model._registry import ALGORITHMS, Algorithm
+from sparse_collectives.cost_model._types import Workload, network
 
 __all__ = [
     "ALGORITHMS",
     "Algorithm",
-    "Cost",
-    "Estimate",
-    "Network",
     "Overlap",
     "Workload",
     "expected_union",

@@ -4,12 +4,7 @@
 take.
 """
 
-from sparse_collectives.planner._auto import AutoChoice as AutoChoice
-from sparse_collectives.planner._auto import auto as auto
-from sparse_collectives.planner._auto import explain_auto as explain_auto
-from sparse_collectives.planner._planner import LocalCost as LocalCost
-from sparse_collectives.planner._planner import Plan as Plan
-from sparse_collectives.planner._planner import Prediction as Prediction
-from sparse_collectives.planner._planner import plan as plan
+from sparse_collectives.planner._auto import auto, explain_auto
+from sparse_collectives.planner._planner import LocalCost, plan
 
-__all__ = ["AutoChoice", "LocalCost", "Plan", "Prediction", "auto", "explain_auto", "plan"]
+__all__ = ["LocalCost", "auto", "explain_auto", "plan"]

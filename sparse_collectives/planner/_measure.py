@@ -14,8 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from sparse_collectives import _volumes, transport
 from sparse_collectives._types import AxisName
 from sparse_collectives._validation import check_positive_int
-from sparse_collectives.cost_model import Network
-from sparse_collectives.cost_model._types import BYTES_PER_WORD, log2_rounds
+from sparse_collectives.cost_model._types import BYTES_PER_WORD, Network, log2_rounds
 
 # Collectives in one program, so that its launch is a small part of its time.
 _CHAIN = 8
@@ -60,7 +59,7 @@ class Measured(NamedTuple):
     samples: tuple[Sample, ...]
 
     def network(self) -> Network:
-        """The :class:`~sparse_collectives.cost_model.Network` of these numbers."""
+        """The network of these numbers."""
         return Network(self.latency, BYTES_PER_WORD / self.bandwidth)
 
     def as_dict(self) -> dict[str, Any]:

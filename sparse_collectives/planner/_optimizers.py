@@ -9,9 +9,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from sparse_collectives.cost_model import ALGORITHMS, Estimate, Network, Workload, predict
+from sparse_collectives.cost_model import ALGORITHMS, Workload, predict
 from sparse_collectives.cost_model._gpu import DEFAULT, Program
 from sparse_collectives.cost_model._implementation import bucket_count
+from sparse_collectives.cost_model._types import Estimate, Network
 from sparse_collectives.planner._planner import (
     BACKWARD_SHARE,
     CPU,

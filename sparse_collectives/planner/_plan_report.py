@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sparse_collectives.cost_model import ALGORITHMS, Cost, _gpu
-from sparse_collectives.cost_model._types import BYTES_PER_WORD
+from sparse_collectives.cost_model import ALGORITHMS, _gpu
+from sparse_collectives.cost_model._types import BYTES_PER_WORD, Cost
 from sparse_collectives.planner._optimizers import TIE, Optimizers
 from sparse_collectives.planner._planner import MARGIN, LocalCost, Plan, Prediction
 

@@ -7,14 +7,13 @@ from typing import NamedTuple
 from sparse_collectives.cost_model import (
     ALGORITHMS,
     Algorithm,
-    Estimate,
-    Network,
     Workload,
     _gpu,
     predict,
 )
 from sparse_collectives.cost_model._codecs import CODECS, codec_sizes, has_room
 from sparse_collectives.cost_model._implementation import bucket_count
+from sparse_collectives.cost_model._types import Estimate, Network
 
 # A sparse step costs convergence and memory, and the model is not exact: it has to be
 # faster than a dense one by this much to be recommended.

@@ -14,11 +14,8 @@ custom calls and in kernels; one over MPI is an error.
 """
 
 from sparse_collectives.traffic._public import of_allreduce, of_function, of_traced
-from sparse_collectives.traffic._report import CollectiveTraffic, Traffic
 
 __all__ = [
-    "CollectiveTraffic",
-    "Traffic",
     "of_allreduce",
     "of_function",
     "of_traced",

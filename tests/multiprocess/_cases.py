@@ -202,7 +202,7 @@ class _Run:
 
 
 @functools.cache
-def _step(mesh: Mesh, reduction: str) -> tuple[Any, optax_ext.TrainStep, list[int]]:
+def _step(mesh: Mesh, reduction: str) -> tuple[Any, Any, list[int]]:
     traces = []
 
     def loss_fn(params, rows):

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import optax_ext
 import sparse_collectives as sc
-from sparse_collectives import extend
+from sparse_collectives import _compat
 from tests.optax_ext.helpers import mesh, same, slow
 
 WORKERS = 4
@@ -231,10 +231,10 @@ def test_dtypes_stay_and_a_step_may_be_one_of_two_branches(name, dtype, workers)
         def step():
             gradient = jax.tree.map(lambda x: jnp.full(x.shape, 2.0, dtype), x)
             updates, new = tx.update(gradient, state, x, value=jnp.float32(1), loss_fn=None)
-            return updates, extend.to_varying(new, "data")
+            return updates, _compat.to_varying(new, "data")
 
         def wait():
-            return jax.tree.map(jnp.zeros_like, x), extend.to_varying(state, "data")
+            return jax.tree.map(jnp.zeros_like, x), _compat.to_varying(state, "data")
 
         updates, new = jax.lax.cond(True, step, wait)
         return updates, new, state

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import optax_ext
+from optax_ext._state import _find
 from tests.optax_ext.helpers import mesh, normal, run, same
 
 WORKERS, STEPS = 4, 4
@@ -60,7 +61,7 @@ def test_behind_multi_transform_and_with_consolidate():
     labels = {"a": "sparse", "b": "dense", "c": "sparse", "d": "sparse"}
     tx = optax.multi_transform({"sparse": sparse, "dense": optax.identity()}, labels)
     state = optax_ext.init_state(tx, PARAMS, {"w": WORKERS})
-    states = optax_ext.get_states(state)
+    states = _find.get_states(state)
     assert [s.layout.size for s in states] == [125, 120]
     filled = jax.tree.map(
         lambda s: s._replace(residual=jnp.ones_like(s.residual)),
@@ -70,7 +71,7 @@ def test_behind_multi_transform_and_with_consolidate():
     gradient, left = optax_ext.consolidate(PARAMS, filled)
     assert float(gradient["a"].mean()) == float(gradient["d"].mean()) == 1.0
     assert float(gradient["b"].mean()) == 0.0
-    assert all((np.asarray(s.residual) == 0).all() for s in optax_ext.get_states(left))
+    assert all((np.asarray(s.residual) == 0).all() for s in _find.get_states(left))
 
 
 def program(tx, layers=6, width=32):

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sparse_collectives as sc
+from optax_ext._state import _find
 from optax_ext._step import _residual
 from tests.optax_ext.helpers import flat, mesh, normal, run, same, slow, slow_but, train
 from tests.reference import agreed as reference
@@ -166,7 +167,7 @@ def where_ahead(tx, params, state, on):
 
 def waiting(state):
     """What each worker has in its residuals, ``f64[P, n]``; of a dense leaf at the end nothing."""
-    buckets = [s.residual.astype(jnp.float32) for s in optax_ext.get_states(state)]
+    buckets = [s.residual.astype(jnp.float32) for s in _find.get_states(state)]
     rows = np.concatenate([np.asarray(x, np.float64) for x in reversed(buckets)], axis=1)
     if rows.shape[1] == SIZE // 2:  # Of the two workers of a node.
         rows = np.repeat(rows.reshape(2, -1), 2, axis=0)

@@ -6,7 +6,8 @@ import pytest
 
 import sparse_collectives as sc
 from sparse_collectives import cost_model
-from sparse_collectives.cost_model import Network, Workload, network
+from sparse_collectives.cost_model import Workload, network
+from sparse_collectives.cost_model._types import Network
 from sparse_collectives.planner import _plan_report, _planner
 
 

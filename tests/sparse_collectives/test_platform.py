@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives import _platform, extend
-from sparse_collectives._coo import _bits, compaction, kth_magnitude, search
+from sparse_collectives import _platform
+from sparse_collectives._coo import _bits, compaction, finite, kth_magnitude, search
 from sparse_collectives.allreduce._shared import _merge
 from tests.sparse_collectives import helpers, table
 
@@ -20,7 +20,7 @@ def of_both(function, *args):
     """What each form gives, compiled."""
     results = []
     for form in ("portable", "gpu"):
-        with extend.traced_for(form):
+        with _platform.traced_for(form):
             # Another function each time: a cache knows no forms.
             results.append(jax.jit(lambda *a: function(*a))(*args))
     return results
@@ -56,25 +56,25 @@ def test_the_kth_magnitude_and_how_many_reach_it(name, k):
 @pytest.mark.parametrize("shape", [(1,), (31,), (32,), (1, 1003), (0,)])
 def test_whether_all_is_finite(shape):
     x = RNG.standard_normal(shape).astype(np.float32)
-    assert same(extend.all_finite, jnp.asarray(x))
+    assert same(finite.all_finite, jnp.asarray(x))
     for bad in (np.nan, np.inf, -np.inf):
         for place in (0, -1) if x.size else ():
             spoilt = x.copy()
             spoilt.flat[place] = bad
-            assert not same(extend.all_finite, jnp.asarray(spoilt))
+            assert not same(finite.all_finite, jnp.asarray(spoilt))
 
 
 def test_what_a_trace_is_for():
     def form():
         return _platform.by_platform(lambda: "portable", lambda: "gpu")
 
-    with extend.traced_for("gpu"):
+    with _platform.traced_for("gpu"):
         assert form() == "gpu"
-        with extend.traced_for("portable"):
+        with _platform.traced_for("portable"):
             assert form() == "portable"
         assert form() == "gpu"
     with pytest.raises(ValueError, match="name must be one of"):
-        extend.traced_for("tpu").__enter__()
+        _platform.traced_for("tpu").__enter__()
 
 
 @pytest.mark.parametrize("size", [40_000, 600_000])
@@ -150,7 +150,7 @@ def test_selectors_step_after_step(name):
         x = jnp.asarray(x, jnp.float32)
         found = []
         for i, form in enumerate(("portable", "gpu")):
-            with extend.traced_for(form):
+            with _platform.traced_for(form):
                 coo, states[i], info = jax.jit(lambda *a: selector.select(*a))(x, states[i])
             found.append((coo, info))
         jax.tree.map(np.testing.assert_array_equal, *found)
@@ -173,7 +173,7 @@ def test_allreduces_of_hard_data(name):
         # Of each its own: the programs of one are compiled once.
         selector = sc.select.topk(density=0.05)
         allreduce = table.make(name.partition(",")[0], 0.05, **OPTIONS[name])
-        with extend.traced_for(form):
+        with _platform.traced_for(form):
             for case, acc in cases.items():
                 found[form, case] = helpers.run_once(selector, allreduce, acc)
     for case in cases:

@@ -8,7 +8,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import sparse_collectives as sc
-from sparse_collectives.allreduce import _hierarchical
+from sparse_collectives import _compat
 from tests.sparse_collectives import helpers
 from tests.sparse_collectives.helpers import slow
 from tests.sparse_collectives.nodes import AXES
@@ -88,7 +88,7 @@ def test_words_between_nodes_are_those_of_the_paper():
 
 
 def test_names_of_the_axes():
-    outer_axis = _hierarchical.outer_axis
+    outer_axis = _compat.outer_axis
     assert outer_axis(("node", "device"), "device") == "node"
     assert outer_axis(("device", "node"), "device") == "node"
     assert outer_axis(("rack", "node", "device"), "device") == ("rack", "node")

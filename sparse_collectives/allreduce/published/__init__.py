@@ -4,23 +4,23 @@ They are here so that the papers' systems can be run and compared with; docs/all
 where each of them still is the right one.
 """
 
-from sparse_collectives.allreduce.published._dense_bucketed import dense_bucketed as dense_bucketed
+from sparse_collectives.allreduce.published._dense_bucketed import dense_bucketed
 from sparse_collectives.allreduce.published._dsar_split_allgather import (
-    dsar_split_allgather as dsar_split_allgather,
+    dsar_split_allgather,
 )
-from sparse_collectives.allreduce.published._gtopk import gtopk as gtopk
-from sparse_collectives.allreduce.published._leader import leader as leader
-from sparse_collectives.allreduce.published._ring_sparse import ring_sparse as ring_sparse
+from sparse_collectives.allreduce.published._gtopk import gtopk
+from sparse_collectives.allreduce.published._leader import leader
+from sparse_collectives.allreduce.published._ring_sparse import ring_sparse
 from sparse_collectives.allreduce.published._sparse_allgather import (
-    sparse_allgather as sparse_allgather,
+    sparse_allgather,
 )
 from sparse_collectives.allreduce.published._ssar_recursive_double import (
-    ssar_recursive_double as ssar_recursive_double,
+    ssar_recursive_double,
 )
 from sparse_collectives.allreduce.published._ssar_split_allgather import (
-    ssar_split_allgather as ssar_split_allgather,
+    ssar_split_allgather,
 )
-from sparse_collectives.allreduce.published._torus_2d import torus_2d as torus_2d
+from sparse_collectives.allreduce.published._torus_2d import torus_2d
 
 __all__ = [
     "dense_bucketed",

@@ -4,18 +4,18 @@ They are here so that the papers' systems can be run and compared with; docs/sel
 where each of them still is the right one.
 """
 
-from sparse_collectives.select.published._adtopk import adtopk as adtopk
+from sparse_collectives.select.published._adtopk import adtopk
 from sparse_collectives.select.published._adtopk_interleaved import (
-    adtopk_interleaved as adtopk_interleaved,
+    adtopk_interleaved,
 )
 from sparse_collectives.select.published._adtopk_threshold import (
-    adtopk_threshold as adtopk_threshold,
+    adtopk_threshold,
 )
-from sparse_collectives.select.published._dgc import dgc as dgc
-from sparse_collectives.select.published._gaussian_k import gaussian_k as gaussian_k
-from sparse_collectives.select.published._mstopk import mstopk as mstopk
-from sparse_collectives.select.published._redsync import redsync as redsync
-from sparse_collectives.select.published._sidco import sidco as sidco
+from sparse_collectives.select.published._dgc import dgc
+from sparse_collectives.select.published._gaussian_k import gaussian_k
+from sparse_collectives.select.published._mstopk import mstopk
+from sparse_collectives.select.published._redsync import redsync
+from sparse_collectives.select.published._sidco import sidco
 
 __all__ = [
     "adtopk",
