@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from optax_ext._loop import _in_flight, _places, _returned, _shared
 from optax_ext._loop._ahead import ahead
 from optax_ext._state import _calls, _find, _init, _owners, _placement, _whole
-from optax_ext._step import _checks
+from optax_ext._step import _gradient_checks
 from sparse_collectives import AxisName, _compat, transport
 
 
@@ -99,7 +99,7 @@ def make_train_step(
 
     def local_step(axis, state_specs, params, opt_state, batch):
         def checked_loss(params, batch):
-            return _checks.check_loss(loss_fn(params, batch), has_aux, axis)
+            return _gradient_checks.check_loss(loss_fn(params, batch), has_aux, axis)
 
         # Varying parameters, so that gradients are local: autodiff would have summed those of
         # replicated ones already, densely.
@@ -108,8 +108,8 @@ def make_train_step(
         loss = jax.tree.map(lambda x: transport.pmean(x, axis), loss)
         value = loss[0] if has_aux else loss
         updates, opt_state = chain.update(gradients, opt_state, params, value=value)
-        _checks.check_replicated_updates(updates, axis)
-        _checks.check_state_types(opt_state, state_specs, axis)
+        _gradient_checks.check_replicated_updates(updates, axis)
+        _gradient_checks.check_state_types(opt_state, state_specs, axis)
         params, opt_state = optax.apply_updates(params, updates), _init.strongly_typed(opt_state)
         return (params, opt_state, *loss) if has_aux else (params, opt_state, loss)
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from optax_ext._state import _find
-from optax_ext._step import _checks
+from optax_ext._step import _gradient_checks
 from sparse_collectives import _compat
 
 
@@ -17,6 +17,6 @@ def check_before_accumulation(updates: Any, inner: Any, params: Any) -> None:
     """
     axis = _find.axis_of(inner)
     if not _compat.ranks(axis) and _compat.axis_is_bound(axis):
-        _checks.check_not_averaged(updates, axis)
+        _gradient_checks.check_not_averaged(updates, axis)
     for state in _find.get_states(inner):
-        _checks.warn_without_ahead(updates, state, params)
+        _gradient_checks.warn_without_ahead(updates, state, params)

@@ -1,16 +1,13 @@
 """What can be wrong with a call, found at trace time and said plainly."""
 
 import re
-import warnings
-from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
-from optax_ext._step import _layout, _provenance
+from optax_ext._step import _layout
 from optax_ext._step._residual import Residual
 from optax_ext._step._settings import Settings
 from sparse_collectives import AxisName, Selector, SparseAllreduce, _compat, _validation, transport
@@ -274,150 +271,3 @@ def check_residual(residual: Any, size: int, workers: int, axis: AxisName) -> No
         "function. Under pmap call init inside the mapped function, so that the leading axis of "
         "each worker is kept; under shard_map pass in_specs=optax_ext.state_specs(opt_state)."
     )
-
-
-def check_local_gradients(updates: Any, axis: AxisName) -> None:
-    """The gradients are this worker's own, not yet summed over the axis."""
-    if not _compat.checks_varying(axis):
-        check_not_averaged(updates, axis)
-        return
-    for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
-        if not _compat.is_varying(leaf, axis):
-            raise ValueError(
-                f"updates{jax.tree_util.keystr(path)} is the same on every worker of axis "
-                f"{axis!r}: the gradients are already summed or averaged over it, so there is "
-                "nothing left to compress. One of these is the cause:\n"
-                "  - jax.lax.pmean or psum of the gradients: take it out, the transformation "
-                "averages them;\n"
-                "  - another allreduce of optax_ext earlier in the chain: keep one of the two;\n"
-                "  - in a mapped function of your own, gradients with respect to parameters that "
-                "all workers share, which jax.grad sums under shard_map(check_vma=True): "
-                "differentiate at optax_ext.ahead(params, opt_state), or at\n"
-                f"    jax.lax.pcast(params, {axis!r}, to='varying')\n"
-                "optax_ext.make_train_step does that."
-            )
-
-
-def check_not_averaged(updates: Any, axis: AxisName) -> None:
-    """No equation says that all leaves are sums over the axis already; types need not tell."""
-    leaves = jax.tree.leaves(updates)
-    if workers(axis) > 1 and leaves and _provenance.is_reduced(leaves, axis):
-        raise ValueError(_averaged(axis))
-
-
-def _averaged(axis: AxisName) -> str:
-    return (
-        f"the updates are the same on every worker of axis {axis!r}: the gradients are summed, "
-        "averaged or gathered over it before the allreduce, so there is nothing left to compress. "
-        "Take jax.lax.pmean or psum of the gradients out of the step (the transformation averages "
-        "them), and keep one allreduce of optax_ext in the chain."
-    )
-
-
-def warn_without_ahead(updates: Any, state: Any, params: Any) -> None:
-    """A gradient that was taken at the parameters, where a step-ahead is asked for.
-
-    It was seen to be made from ``params`` and not from the residual; of one that another program
-    has computed nothing is seen.
-    """
-    if not state.settings.step_ahead or params is None or not state.layout.size:
-        return
-    leaves = jax.tree.leaves(updates)
-    if not _provenance.depends_on(leaves, jax.tree.leaves(params)):
-        return
-    if not _provenance.depends_on(leaves, [state.residual]):
-        warnings.warn(
-            "the gradients were taken at params, and the optimizer takes them a step ahead "
-            f"(step_ahead={state.settings.step_ahead!r}), without which it is another algorithm, "
-            "which learns worse: write jax.grad(loss_fn)(optax_ext.ahead(params, opt_state), "
-            "batch), or give it residual=optax_ext.residual() for none.",
-            stacklevel=2,
-        )
-
-
-def check_loss(result: Any, has_aux: bool, axis: AxisName) -> Any:
-    """A loss function returned a scalar of this worker, or with auxiliary values a pair."""
-    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-        raise TypeError(
-            f"loss_fn must return (loss, aux), as has_aux=True says, got {_described(result)}. "
-            "Return a pair, or leave has_aux out."
-        )
-    loss = result[0] if has_aux else result
-    if loss is None or isinstance(loss, (tuple, list, dict)):
-        raise TypeError(
-            f"loss_fn must return a scalar, got {_described(loss)}. For auxiliary values "
-            "write has_aux=True in optax_ext.make_train_step, and return (loss, aux)."
-        )
-    if jnp.shape(loss):
-        raise TypeError(
-            f"loss_fn must return a scalar, got {_described(loss)}. Return the mean over the "
-            "examples, as loss.mean() is."
-        )
-    # A constant depends on no worker, and has no gradient.
-    traced = isinstance(loss, Tracer) and _compat.checks_varying(axis)
-    if traced and not _compat.is_varying(loss, axis):
-        raise ValueError(
-            f"loss_fn returned the same on every worker of axis {axis!r}: it takes pmean or psum "
-            "over that axis, and the gradients would be divided by the number of workers twice. "
-            "Return the mean over the examples of this worker; the step averages over the workers."
-        )
-    return result
-
-
-def _described(result: Any) -> str:
-    if isinstance(result, (tuple, list)):
-        return f"a {type(result).__name__} of {len(result)}"
-    if hasattr(result, "shape"):
-        return f"an array of shape {result.shape}"
-    return f"a {type(result).__name__}"
-
-
-def check_same_on_devices(
-    updates: Any, free: Sequence[tuple[Hashable, ...]], axis: AxisName
-) -> None:
-    """Where the devices of a worker hold the same of a parameter, its gradient is the same."""
-    if not _compat.checks_varying(axis):
-        return  # Nothing in the types tells.
-    leaves = jax.tree_util.tree_leaves_with_path(updates)
-    for (path, leaf), names in zip(leaves, free, strict=True):
-        differs = [name for name in names if name in _compat.varying_axes(leaf)]
-        if differs:
-            raise ValueError(
-                f"updates{jax.tree_util.keystr(path)} may differ between the devices of a worker "
-                f"along {differs[0]!r}, which all hold the same of that parameter: each has the "
-                "gradient of its own part of the loss. Add them up with jax.lax.psum(gradient, "
-                f"{differs[0]!r}) before tx.update."
-            )
-
-
-def check_replicated_updates(updates: Any, axis: AxisName) -> None:
-    """The transformation has reduced the gradients: every worker has the same updates."""
-    if not _compat.checks_varying(axis):
-        return  # Nothing in the types tells.
-    for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
-        if set(_compat.axis_names(axis)) & _compat.varying_axes(leaf):
-            raise ValueError(
-                f"updates{jax.tree_util.keystr(path)} of tx differ between the workers of axis "
-                f"{axis!r}: no transformation in it reduces the gradients over that axis. Put "
-                f"optax_ext.ok_topk(density=..., axis={axis!r}) or optax_ext.dense(axis={axis!r}) "
-                "first in the chain."
-            )
-
-
-def check_state_types(opt_state: Any, specs: Any, axis: AxisName) -> None:
-    """What ``specs`` calls the same on every worker is so."""
-    if not _compat.checks_varying(axis):
-        return  # Nothing in the types tells.
-    names = set(_compat.axis_names(axis))
-    leaves = jax.tree_util.tree_leaves_with_path(opt_state)
-    for (path, leaf), spec in zip(leaves, jax.tree.leaves(specs), strict=True):
-        split = set(_compat.axis_names(spec[0])) if len(spec) else set()
-        if (names & _compat.varying_axes(leaf)) - split:
-            raise ValueError(
-                f"opt_state{jax.tree_util.keystr(path)} differs between the workers of axis "
-                f"{axis!r}: a transformation keeps something of the gradients before they are "
-                "reduced. Put it behind the allreduce in the chain, or give it to the allreduce as "
-                "local=, which keeps a state for each worker. To accumulate gradients in front of "
-                "it use optax_ext.multi_steps, for momentum in front of it "
-                "optax_ext.momentum_correction."
-            )

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._step import _checks, _groups
+from optax_ext._step import _checks, _gradient_checks, _groups
 from sparse_collectives import AxisName, _compat, _validation, extend, transport
 
 
@@ -76,7 +76,7 @@ def dense(*, axis: AxisName, buckets: int | None = None) -> optax.GradientTransf
         workers = _checks.workers(axis)
         for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]:
             _validation.check_float(f"updates{jax.tree_util.keystr(path)}", leaf.dtype)
-        _checks.check_local_gradients(updates, axis)
+        _gradient_checks.check_local_gradients(updates, axis)
         leaves, treedef = jax.tree.flatten(updates)
         means: list[Any] = [None] * len(leaves)
         for bucket in _bucketed(leaves, buckets):

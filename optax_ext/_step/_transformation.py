@@ -17,6 +17,7 @@ from optax_ext._step import (
     _checks,
     _dense_leaves,
     _given,
+    _gradient_checks,
     _layout,
     _local,
     _probe,
@@ -143,7 +144,7 @@ class Transformation:
         _checks.check_settings(state.settings, feedback.settings)
         if state.workers == 1:  # As a worker should see it.
             _checks.check_workers(state.settings, _checks.workers(feedback.options.axis))
-        _checks.warn_without_ahead(updates, state, params)
+        _gradient_checks.warn_without_ahead(updates, state, params)
 
     def _check_updates(self, updates: Any, layout: _layout.TreeLayout) -> None:
         """Shards where the axes are manual, and else whole leaves."""
@@ -158,10 +159,10 @@ class Transformation:
         _checks.workers(axis)
         _checks.check_layout(expected, got)
         if layout.shapes:
-            _checks.check_local_gradients(updates, axis)
+            _gradient_checks.check_local_gradients(updates, axis)
         if manual:
             frees = [sharding.free(i) for i in range(len(shapes))]
-            _checks.check_same_on_devices(updates, frees, axis)
+            _gradient_checks.check_same_on_devices(updates, frees, axis)
 
 
 def _stripped(state: SparseAllreduceState) -> Any:

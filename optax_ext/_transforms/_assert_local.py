@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._step import _checks
+from optax_ext._step import _checks, _gradient_checks
 from optax_ext._transforms._fingerprint import fingerprint
 from sparse_collectives import AxisName, transport
 
@@ -50,7 +50,7 @@ def assert_local_gradients(*, axis: AxisName) -> optax.GradientTransformationExt
     def update(updates: Any, state: optax.EmptyState, params: Any = None):
         del params
         workers = _checks.workers(axis)
-        _checks.check_local_gradients(updates, axis)
+        _gradient_checks.check_local_gradients(updates, axis)
         if workers == 1:
             return updates, state
         parts = map(fingerprint, itertools.count(), jax.tree.leaves(updates))
