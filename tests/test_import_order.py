@@ -18,55 +18,37 @@ def levels(package):
     return {name.rstrip("/"): level for level, names in enumerate(lines) for name in names}
 
 
-def part_of(module):
-    """Of a module by its dotted name: what stands in the tree; None for the package itself."""
-    names = module.split(".")
-    return names[1] if len(names) > 1 else None
-
-
-def imported(file, package):
-    """The modules of its own package that a file imports, in functions too."""
-    for node in ast.walk(ast.parse(file.read_text())):
+def imported(source, package):
+    """The parts of its own package that a source imports, in functions too."""
+    for node in ast.walk(ast.parse(source)):
+        names = []
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.startswith(package))
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == package:
-            if node.module == package:
-                yield from (f"{package}.{alias.name}" for alias in node.names)
-            else:
-                yield node.module
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module == package:
+            names = [f"{package}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        for name in names:
+            if name.startswith(f"{package}."):
+                yield name.split(".")[1]
 
 
-def upward(package, folder):
-    """Imports that go down the page, as (file, module)."""
-    level = levels(package)
+@pytest.mark.parametrize("package", ["sparse_collectives", "optax_ext"])
+def test_every_part_stands_in_the_tree_and_imports_go_one_way(package):
+    level, folder, parts = levels(package), ROOT / package, set()
     for file in sorted(folder.rglob("*.py")):
         here = file.relative_to(folder).with_suffix("").parts[0]
         if here == "__init__":
             continue
-        for module in imported(file, package):
-            part = part_of(module)
+        parts.add(here)
+        for part in imported(file.read_text(), package):
             # What the package itself exports is of no line.
-            if part is not None and level.get(part, -1) > level[here]:
-                yield file.relative_to(folder).as_posix(), module
+            assert level.get(part, -1) <= level[here], f"{file} imports {part}"
+    assert parts == set(level)
 
 
-@pytest.mark.parametrize("package", ["sparse_collectives", "optax_ext"])
-def test_imports_go_one_way(package):
-    assert list(upward(package, ROOT / package)) == []
-
-
-@pytest.mark.parametrize("package", ["sparse_collectives", "optax_ext"])
-def test_every_part_stands_in_the_tree(package):
-    files = (ROOT / package).iterdir()
-    parts = {file.stem for file in files if file.suffix == ".py" or (file / "__init__.py").exists()}
-    assert parts - {"__init__"} == set(levels(package))
-
-
-def test_an_import_that_goes_up_would_be_seen(tmp_path):
-    (tmp_path / "_step").mkdir()
-    (tmp_path / "_step" / "_one.py").write_text(
-        "def f():\n    from optax_ext._loop import _places\n"
-    )
-    (tmp_path / "_loop").mkdir()
-    (tmp_path / "_loop" / "_two.py").write_text("from optax_ext._step._one import f\n")
-    assert list(upward("optax_ext", tmp_path)) == [("_step/_one.py", "optax_ext._loop")]
+def test_an_import_in_a_function_would_be_seen():
+    source = "def f():\n    from optax_ext._loop import _places\n"
+    assert list(imported(source, "optax_ext")) == ["_loop"]
+    level = levels("optax_ext")
+    assert level["_loop"] > level["_step"]

@@ -79,38 +79,15 @@ def test_the_oldest_versions_that_are_tested_are_the_stated_minimums():
 
 
 def run_python(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-
-
-def test_sparse_collectives_needs_only_jax_and_numpy():
-    code = """
-import sys
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.split('.')[0] in ('optax', 'flax', 'optax_ext', 'mpi4jax', 'chex'):
-            raise ImportError(name)
-sys.meta_path.insert(0, Refuse())
-import sparse_collectives
-"""
-    done = run_python(code)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 # Those that the examples and the logging need, and that users may not have.
 OPTIONAL = (
-    "diskcache",
-    "flax",
-    "grain",
-    "matplotlib",
-    "mpi4jax",
-    "mpi4py",
-    "orbax",
-    "pandas",
-    "PIL",
-    "rich",
-    "scipy",
-    "sklearn",
-    "tensorboardX",
+    *("diskcache", "flax", "grain", "matplotlib", "mpi4jax", "mpi4py", "orbax", "pandas"),
+    *("PIL", "rich", "scipy", "sklearn", "tensorboardX"),
 )
 
 
@@ -131,9 +108,7 @@ others = after - before - set(sys.stdlib_module_names)
 print(*sorted(name for name in others if not name.startswith("_")))
 print(*sorted(after & set({OPTIONAL}) - before))
 """
-    done = run_python(code)
-    assert done.returncode == 0, done.stderr
-    loaded, optional = done.stdout.split("\n")[:2]
+    loaded, optional = run_python(code).split("\n")[:2]
     assert set(loaded.split()) <= {"sparse_collectives", package}
     assert not optional
 
@@ -167,5 +142,4 @@ import sparse_collectives, optax_ext
 import jax
 jax.config.update("jax_num_cpu_devices", 3)  # an error once a backend has started
 """
-    done = run_python(code)
-    assert done.returncode == 0, done.stderr
+    run_python(code)
