@@ -60,68 +60,28 @@ def test_all_sixteen_bit_values_order_as_numbers_do(dtype):
     np.testing.assert_array_equal(np.sign(np.diff(bits[~nan][order])), np.sign(steps))
 
 
-# Sets.
+@pytest.mark.parametrize("size", SIZES)
+def test_a_set_holds_what_was_inserted_and_ranks_it(size):
+    @jax.jit
+    def ask(words, indices):
+        words = _bitset.insert(words, indices, size)
+        ranked, everything = _bitset.rank_index(words), jnp.arange(size, dtype=jnp.int32)
+        return words, _bitset.contains(words, everything), _bitset.rank(ranked, everything)
 
-SLOTS = 9
-
-
-insert = jax.jit(_bitset.insert, static_argnums=2)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def queries(words, size):
-    everything = jnp.arange(size, dtype=jnp.int32)
-    ranked = _bitset.rank_index(words)
-    return _bitset.contains(words, everything), _bitset.rank(ranked, everything), ranked.count
-
-
-def check_set(words, size, members):
-    member, rank, count = queries(words, size)
-    expected = np.array(sorted(members), np.int32)
-    np.testing.assert_array_equal(np.flatnonzero(member), expected)
-    np.testing.assert_array_equal(rank, np.searchsorted(expected, np.arange(size)))
-    assert count == len(members)
+    # Nothing, some of it twice, in any order and with padding between, and then all.
+    order = np.random.default_rng(size).permutation(size).astype(np.int32)
+    words, members = _bitset.empty(size), set()
+    for chosen in (order[:0], order[: size // 3], order[: size // 2], order):
+        indices = np.full(size + 3, size, np.int32)
+        indices[1 : 1 + len(chosen)] = chosen
+        words, member, rank = ask(words, indices)
+        members |= set(chosen.tolist())
+        expected = np.array(sorted(members), np.int32)
+        np.testing.assert_array_equal(np.flatnonzero(member), expected)
+        np.testing.assert_array_equal(rank, np.searchsorted(expected, np.arange(size)))
     # Nothing past the end is a member.
     past = np.array([size, size + 1, size + 31, size + 32, 64 * size, 2**31 - 1], np.int32)
     assert not _bitset.contains(words, past).any()
-
-
-@st.composite
-def batches(draw):
-    """A size, and arrays of unique indices with padding anywhere between them."""
-    size = draw(st.sampled_from(SIZES))
-    edges = sorted({0, size // 2, size - 1, min(31, size - 1), min(32, size - 1)})
-    index = st.one_of(st.integers(0, size - 1), st.sampled_from(edges))
-    arrays = []
-    for _ in range(draw(st.integers(1, 5))):
-        chosen = draw(st.lists(index, unique=True, max_size=min(SLOTS, size)))
-        padded = draw(st.permutations(chosen + [size] * (SLOTS - len(chosen))))
-        arrays.append(np.array(padded, np.int32))
-    return size, arrays
-
-
-@pytest.mark.slow
-@settings(max_examples=60, deadline=None)
-@given(batches())
-def test_a_set_holds_what_was_inserted_and_ranks_it(drawn):
-    size, arrays = drawn
-    words, members = _bitset.empty(size), set()
-    for indices in arrays:
-        words = insert(words, indices, size)
-        members |= set(indices.tolist()) - {size}
-    check_set(words, size, members)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_an_empty_and_a_full_set(size):
-    words = insert(_bitset.empty(size), np.full(SLOTS, size, np.int32), size)
-    check_set(words, size, set())
-    everything = np.arange(-(-size // SLOTS) * SLOTS, dtype=np.int32)
-    everything = np.minimum(everything, size).reshape(-1, SLOTS)
-    # Twice: what is a member already changes nothing.
-    for indices in (*everything, *everything):
-        words = insert(words, indices, size)
-    check_set(words, size, range(size))
 
 
 # Compaction.
@@ -187,8 +147,9 @@ def test_positions_are_those_of_nonzero(drawn, turn):
     check_positions(*drawn, turn)
 
 
-def test_positions_of_a_third_of_the_entries():
-    check_positions(1000, 333, np.random.default_rng(0).random(1000) < 0.4, 7)
+@pytest.mark.parametrize("capacity", [1, 333, 1002])
+def test_positions_of_some_of_the_entries(capacity):
+    check_positions(1000, capacity, np.random.default_rng(0).random(1000) < 0.4, 7)
 
 
 # Windows.

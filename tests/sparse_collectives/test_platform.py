@@ -7,8 +7,7 @@ import pytest
 
 import sparse_collectives as sc
 from sparse_collectives import _platform, extend
-from sparse_collectives._coo import _bits, compaction, kth_magnitude
-from sparse_collectives.allreduce._shared import _merge
+from sparse_collectives._coo import _bits, kth_magnitude
 from tests.sparse_collectives import helpers, table
 
 RNG = np.random.default_rng(0)
@@ -75,44 +74,6 @@ def test_what_a_trace_is_for():
         assert form() == "gpu"
     with pytest.raises(ValueError, match="name must be one of"):
         extend.traced_for("tpu").__enter__()
-
-
-@pytest.mark.parametrize("turn", [None, 7])
-@pytest.mark.parametrize("capacity", [1, 40, 400, 5000])
-@pytest.mark.parametrize("share", [0.0, 0.02, 1.0])
-def test_positions_of_set_bits_also_in_a_window(share, capacity, turn):
-    mask = jnp.asarray(RNG.random(5000) < share)
-    words = compaction.mask_words(lambda start, stop: mask[start:stop], 5000)
-    turn = None if turn is None else jnp.uint32(turn)
-    positions, count = same(lambda w: compaction.set_positions(w, capacity, 5000, turn), words)
-    assert count == mask.sum()
-    if count <= capacity:
-        np.testing.assert_array_equal(positions[:count], np.flatnonzero(mask))
-
-
-@pytest.mark.parametrize("capacity", [1, 10, 60, 300])
-def test_a_selection_cut_by_owner(capacity):
-    indices = np.sort(RNG.choice(5000, 200, replace=False))
-    coo = sc.PaddedCOO(
-        jnp.asarray(RNG.standard_normal(240), jnp.float32),
-        jnp.asarray(np.concatenate([indices, np.full(40, 5000)]), jnp.int32),
-        5000,
-    )
-    owner = jnp.where(coo.indices < 5000, (coo.indices * 7) % 6, 6)
-    blocks = same(lambda c, o: _merge.split_by_owner(c, o, 6, capacity, jnp.uint32(5)), coo, owner)
-    np.testing.assert_array_equal(blocks.counts, np.bincount(owner, minlength=6)[:6])
-    np.testing.assert_array_equal(blocks.filled, (np.asarray(blocks.source) < 240).sum(axis=1))
-
-
-def test_sums_of_blocks():
-    blocks = []
-    for rows, slots in ((1, 40), (3, 30)):
-        indices = np.stack([RNG.choice(80, slots, replace=False) for _ in range(rows)])
-        values = jnp.asarray(RNG.standard_normal((rows, slots)), jnp.float32)
-        blocks.append(sc.PaddedCOO(values, jnp.asarray(np.minimum(indices, 70), jnp.int32), 70))
-    total = same(lambda b: _merge.reduce_blocks(b, 70, jnp.float32), blocks)
-    expected = sum(helpers.sum_of_parts(block) for block in blocks)
-    np.testing.assert_allclose(total.to_dense(), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(

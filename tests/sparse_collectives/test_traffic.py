@@ -1,7 +1,5 @@
 """The traffic meter: the words of collectives, over any axes and groups, and of functions."""
 
-from typing import NamedTuple
-
 import jax
 import jax.extend
 import jax.numpy as jnp
@@ -9,6 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
+import sparse_collectives as sc
 from sparse_collectives import traffic
 from tests.sparse_collectives import helpers
 
@@ -231,22 +230,6 @@ def test_axes_must_be_bound_and_their_sizes_match():
         traffic.of_function(psum, shape(), axis="w", axis_size=0)
 
 
-def test_of_allreduce_builds_selection_and_state():
-    class Allreduce(NamedTuple):
-        init: object
-        reduce: object
-
-    def init(size, axis_size):
-        return jnp.zeros((), "int32") + size * axis_size
-
-    def reduce(coo, state, *, axis):
-        assert coo.size == 1000
-        gathered = lax.all_gather((coo.values, coo.indices), axis)
-        maybe = lax.cond(state > 0, lambda x: lax.psum(x, axis), lambda x: x, state)
-        return gathered, coo, maybe, None
-
-    made = Allreduce(init, reduce)
-    measured = traffic.of_allreduce(made, size=1000, capacity=10, axis_size=8, axis="w")
-    assert measured.words == 2 * 10 * 7 + 2 * 7 / 8
+def test_of_allreduce_needs_a_capacity():
     with pytest.raises(ValueError, match="`capacity` is 0"):
-        traffic.of_allreduce(made, size=1000, capacity=0, axis_size=8)
+        traffic.of_allreduce(sc.allreduce.topk_a(), size=1000, capacity=0, axis_size=8)
