@@ -1,5 +1,7 @@
 """The cost model against the papers' tables, brute force, and the sizes of messages."""
 
+import functools
+import itertools
 import math
 
 import jax.numpy as jnp
@@ -135,24 +137,19 @@ def test_expected_union_limits():
 
 
 def test_overlap_interpolates_and_extrapolates_by_an_effective_size():
+    union = functools.partial(cost_model.expected_union, 10**6, 1000)
     # Selections within 5000 of 10^6 places, as if the gradient were that short.
-    for workers in (2, 16):
-        union = cost_model.expected_union(5000, 1000, workers)
-        overlap = Overlap(union, workers)
-        assert cost_model._fill_in.effective_size(1000, overlap) == pytest.approx(5000, rel=1e-6)
-        for others in (3, 64):
-            found = cost_model.expected_union(10**6, 1000, others, overlap=overlap)
-            assert found == pytest.approx(cost_model.expected_union(5000, 1000, others), rel=1e-6)
-
-
-def test_overlap_limits():
-    same, disjoint = Overlap(100, 4), Overlap(400, 4)
-    assert cost_model.expected_union(10**4, 100, 64, overlap=same) == pytest.approx(100)
-    assert cost_model.expected_union(10**4, 100, 64, overlap=disjoint) == 6400
-    assert cost_model.expected_union(10**4, 100, 200, overlap=disjoint) == 10**4
-    for bad in (Overlap(99, 4), Overlap(401, 4), Overlap(100, 1)):
+    for workers, others in itertools.product((2, 16), (3, 64)):
+        overlap = Overlap(cost_model.expected_union(5000, 1000, workers), workers)
+        expected = cost_model.expected_union(5000, 1000, others)
+        assert union(others, overlap=overlap) == pytest.approx(expected, rel=1e-6)
+    same, disjoint = Overlap(1000, 4), Overlap(4000, 4)
+    assert union(64, overlap=same) == pytest.approx(1000)
+    assert union(64, overlap=disjoint) == 64_000
+    assert union(2000, overlap=disjoint) == 10**6
+    for bad in (Overlap(999, 4), Overlap(4001, 4), Overlap(1000, 1)):
         with pytest.raises(ValueError, match="overlap"):
-            cost_model.expected_union(10**4, 100, 8, overlap=bad)
+            union(8, overlap=bad)
 
 
 # Codecs.
