@@ -85,20 +85,14 @@ POINTS += [
     for name in ("ok_topk", "gtopk", "dsar_split_allgather", "hierarchical(ok_topk)")
 ]
 
-# Codecs with which the program of an algorithm takes long to trace.
-LONG_WITH = {
-    "ok_topk": ("bf16", "narrow16", "narrow8", "qsgd"),
-    "hierarchical(ok_topk)": ("narrow8",),
-    "spardl": ("bf16", "narrow16", "narrow8", "qsgd"),
-    "dsar_split_allgather": ("narrow16", "narrow8"),
-    "ssar_recursive_double": ("narrow8",),
-    "ring_sparse": ("qsgd",),
-}
+# With a codec their programs take long to trace.
+LONG = ("ok_topk", "hierarchical(ok_topk)", "spardl", "dsar_split_allgather", "ring_sparse")
+LONG += ("ssar_recursive_double",)
 
 
 def traces_for_long(name, codec, point):
     if codec != "raw":
-        return codec in LONG_WITH.get(name, ())
+        return name in LONG
     if "ok_topk" in name:
         return point[1] >= 100
     return "spardl" in name and point not in ((1000, 100, 2), (64, 64, 3))
