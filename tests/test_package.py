@@ -1,5 +1,6 @@
-"""The packages as a user imports them."""
+"""The packages as a user imports them, and their parts as docs/architecture.md has them."""
 
+import ast
 import doctest
 import importlib
 import pkgutil
@@ -16,6 +17,7 @@ from packaging.version import Version
 import optax_ext
 import sparse_collectives
 
+ROOT = Path(__file__).parents[1]
 PACKAGES = [
     sparse_collectives,
     sparse_collectives.allreduce,
@@ -70,47 +72,23 @@ def test_docstring_examples_run(name):
 
 
 def test_the_oldest_versions_that_are_tested_are_the_stated_minimums():
-    root = Path(__file__).parents[1]
-    stated = tomllib.loads((root / "pyproject.toml").read_text())["project"]["dependencies"]
+    stated = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     minimums = {name: Version(least) for name, least in (line.split(">=") for line in stated)}
-    text = (root / "constraints" / "oldest.txt").read_text()
+    text = (ROOT / "constraints" / "oldest.txt").read_text()
     pinned = re.findall(r"^(\w+)==([\d.]+?)(?:\.\*)?(?:;.*)?$", text, re.MULTILINE)
     assert {name: Version(version) for name, version in pinned} == minimums
 
 
 def run_python(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-
-
-def test_sparse_collectives_needs_only_jax_and_numpy():
-    code = """
-import sys
-class Refuse:
-    def find_spec(self, name, path=None, target=None):
-        if name.split('.')[0] in ('optax', 'flax', 'optax_ext', 'mpi4jax', 'chex'):
-            raise ImportError(name)
-sys.meta_path.insert(0, Refuse())
-import sparse_collectives
-"""
-    done = run_python(code)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 # Those that the examples and the logging need, and that users may not have.
 OPTIONAL = (
-    "diskcache",
-    "flax",
-    "grain",
-    "matplotlib",
-    "mpi4jax",
-    "mpi4py",
-    "orbax",
-    "pandas",
-    "PIL",
-    "rich",
-    "scipy",
-    "sklearn",
-    "tensorboardX",
+    *("diskcache", "flax", "grain", "matplotlib", "mpi4jax", "mpi4py", "orbax", "pandas"),
+    *("PIL", "rich", "scipy", "sklearn", "tensorboardX"),
 )
 
 
@@ -131,17 +109,14 @@ others = after - before - set(sys.stdlib_module_names)
 print(*sorted(name for name in others if not name.startswith("_")))
 print(*sorted(after & set({OPTIONAL}) - before))
 """
-    done = run_python(code)
-    assert done.returncode == 0, done.stderr
-    loaded, optional = done.stdout.split("\n")[:2]
+    loaded, optional = run_python(code).split("\n")[:2]
     assert set(loaded.split()) <= {"sparse_collectives", package}
     assert not optional
 
 
 def test_the_citation_is_complete_and_of_this_version():
-    root = Path(__file__).parents[1]
-    citation = yaml.safe_load((root / "CITATION.cff").read_text())
-    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     # What the schema of the format requires.
     assert citation["cff-version"] == "1.2.0"
     assert citation["message"]
@@ -153,7 +128,7 @@ def test_the_citation_is_complete_and_of_this_version():
     assert citation["version"] == project["version"] == sparse_collectives.__version__
     assert citation["license"] == project["license"]
     # A release has a heading with its date in the changelog; the citation gives the same.
-    changelog = (root / "CHANGELOG.md").read_text()
+    changelog = (ROOT / "CHANGELOG.md").read_text()
     version = re.escape(project["version"])
     released = re.search(rf"^## \[{version}\] - ([\d-]+)$", changelog, re.MULTILINE)
     date = citation.get("date-released")
@@ -167,5 +142,52 @@ import sparse_collectives, optax_ext
 import jax
 jax.config.update("jax_num_cpu_devices", 3)  # an error once a backend has started
 """
-    done = run_python(code)
-    assert done.returncode == 0, done.stderr
+    run_python(code)
+
+
+# Parts import from those above them in the tree of the page, and never from below.
+
+
+def levels(package):
+    """The line of each part in the tree of the page."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    tree = re.search(rf"^{package}/\n((?:  .*\n)+)", page, re.M)
+    assert tree is not None
+    lines = [re.split(r" {2,}", line.strip())[0].split() for line in tree[1].splitlines()]
+    return {name.rstrip("/"): level for level, names in enumerate(lines) for name in names}
+
+
+def imported(source, package):
+    """The parts of its own package that a source imports, in functions too."""
+    for node in ast.walk(ast.parse(source)):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module == package:
+            names = [f"{package}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        for name in names:
+            if name.startswith(f"{package}."):
+                yield name.split(".")[1]
+
+
+@pytest.mark.parametrize("package", ["sparse_collectives", "optax_ext"])
+def test_every_part_stands_in_the_tree_and_imports_go_one_way(package):
+    level, folder, parts = levels(package), ROOT / package, set()
+    for file in sorted(folder.rglob("*.py")):
+        here = file.relative_to(folder).with_suffix("").parts[0]
+        if here == "__init__":
+            continue
+        parts.add(here)
+        for part in imported(file.read_text(), package):
+            # What the package itself exports is of no line.
+            assert level.get(part, -1) <= level[here], f"{file} imports {part}"
+    assert parts == set(level)
+
+
+def test_an_import_in_a_function_would_be_seen():
+    source = "def f():\n    from optax_ext._loop import _places\n"
+    assert list(imported(source, "optax_ext")) == ["_loop"]
+    level = levels("optax_ext")
+    assert level["_loop"] > level["_step"]

@@ -44,85 +44,54 @@ TRAINING = (*RECORDING, convergence, flush_cost, paper_counts, regions, training
 DRAWING = (*RECORDING, convergence, paper_counts, run, scaling, traffic, select_speed)
 REPORTING = (*LOCAL, *TRAINING, run, scaling, traffic)
 
-# Options of several programs; the line says what is wrong with them.
-SHARED = [
-    *((program, "--json no-such-folder/numbers.json", "") for program in REPORTING),
-    *((program, "--json .", "") for program in REPORTING),
-    *((program, "--plot no-such-folder/plot.png", "") for program in DRAWING),
-    *((program, "--text no-such-file", "") for program in RECORDING),
-    *((program, "--images no-such-folder", "") for program in RECORDING),
-    *((program, "--density-text 2", "") for program in RECORDING),
-    *((program, "--steps 0", "") for program in RECORDING),
+# Programs, and options of which one line says what is wrong; in the second table also how.
+REFUSED = [
+    (REPORTING, ("--json no-such-folder/numbers.json", "--json .")),
+    (DRAWING, ("--plot no-such-folder/plot.png",)),
+    (RECORDING, ("--text no-such-file", "--images no-such-folder", "--density-text 2")),
+    (RECORDING, ("--steps 0",)),
+    ((data_cache,), ("--images 8 --batch 9", "--bandwidth 0", "--folder no-such-folder")),
+    ((fill_in, load_balance), ("--workers 1",)),
+    ((load_balance,), ("--every 9 --steps 8",)),
+    ((regions,), ("--workers 0", "--plot plot.png", "--inputs x")),
+    ((convergence,), ("--text no-such-file --tasks text", "--width 62")),
+    ((convergence,), ("--images no-such-folder --tasks images", "--read no-such-file")),
+    ((convergence,), ("--only no-such-variant", "--workers 5", "--steps 1")),
+    ((convergence,), ("--tasks images --workers 2 --batch-images 5000",)),
+    ((flush_cost, training_tricks), ("--images no-such-folder",)),
+    ((paper_counts,), ("--images no-such-folder --tasks images", "--workers 5 --tasks images")),
+    ((paper_counts,), ("--text no-such-file --tasks lstm",)),
+    ((training_tricks,), ("--only no-such-variant", "--rate nan")),
+    ((compile_time,), ("--leaves 0.5", "--leaves 7")),
+    ((step_cost,), ("--size 0", "--density 0")),
+    ((select_speed,), ("--sizes 2**40",)),
+    ((partitioned_norms,), ("--rounds 0",)),
+    ((state_memory,), ("--density 1.5",)),
+    ((traffic,), ("--workers 1", "--sections levels --plot plot.png")),
+    ((run,), ("--workers 1", "--workers 2.5", "--link fast", "--density 2", "--methods magic")),
+    ((scaling,), ("--workers 0", "--density 0", "--params many", "--local no-such-file")),
+    ((scaling,), ("--validate no-such-file", "--validate some-file --plot plot.png")),
+    ((scaling,), ("--network mine 1us fast --no-programs",)),
+    ((programs,), ("--size 0", "--density 2", "--devices 0.5", "--check no-such-file")),
+    ((programs,), ("--write no-such-folder/programs.json",)),
+    ((programs,), ("--check benchmarks/gpu/programs.json --size 1000",)),
+    ((timings,), ("--size 10 --allow-cpu", "--minutes 0 --allow-cpu", "--workers 1 --allow-cpu")),
+    ((timings,), ("--json no-such-folder/timings.json --allow-cpu",)),
+    ((timings,), ("--only no-such-contestant --size 4096 --allow-cpu",)),
+    ((train_digits,), ("--density 0", "--density much", "--workers 3", "--steps -1")),
+    ((train_digits,), ("--out figure.txt", "--data no-such-folder")),
+    ((train_cached,), ("--bandwidth 0", "--latency -1", "--memory-limit nan", "--workers 3")),
+    ((train_cached,), ("--batch 4096", "--data no-such-folder", "--holds images")),
+    ((train_cached,), (f"--cache {__file__}",)),
 ]
-BENCHMARKS = [
-    (data_cache, "--images 8 --batch 9", ""),
-    (data_cache, "--bandwidth 0", ""),
-    (data_cache, "--folder no-such-folder", ""),
-    (fill_in, "--workers 1", ""),
-    (load_balance, "--workers 1", ""),
-    (load_balance, "--every 9 --steps 8", ""),
-    (regions, "--workers 0", ""),
-    (regions, "--plot plot.png", ""),
-    (regions, "--inputs x", ""),
-    (convergence, "--text no-such-file --tasks text", ""),
-    (convergence, "--images no-such-folder --tasks images", ""),
-    (convergence, "--read no-such-file", ""),
-    (convergence, "--only no-such-variant", ""),
-    (convergence, "--workers 5", ""),
-    (convergence, "--steps 1", ""),
-    (convergence, "--width 62", ""),
-    (convergence, "--tasks images --workers 2 --batch-images 5000", ""),
-    (flush_cost, "--images no-such-folder", ""),
-    (paper_counts, "--images no-such-folder --tasks images", ""),
-    (paper_counts, "--text no-such-file --tasks lstm", ""),
-    (paper_counts, "--workers 5 --tasks images", ""),
-    (training_tricks, "--images no-such-folder", ""),
-    (training_tricks, "--only no-such-variant", ""),
-    (training_tricks, "--rate nan", ""),
-    (compile_time, "--leaves 0.5", ""),
-    (compile_time, "--leaves 7", ""),
-    (step_cost, "--size 0", ""),
-    (step_cost, "--density 0", ""),
-    (select_speed, "--sizes 2**40", ""),
-    (partitioned_norms, "--rounds 0", ""),
-    (state_memory, "--density 1.5", ""),
-    (traffic, "--workers 1", ""),
-    (traffic, "--sections levels --plot plot.png", ""),
-    (run, "--workers 1", ""),
-    (run, "--workers 2.5", ""),
-    (run, "--link fast", ""),
-    (run, "--density 2", ""),
-    (run, "--methods magic", ""),
-    (scaling, "--workers 0", ""),
-    (scaling, "--density 0", ""),
-    (scaling, "--params many", ""),
-    (scaling, "--local no-such-file", ""),
-    (scaling, "--validate no-such-file", ""),
-    (scaling, "--validate some-file --plot plot.png", ""),
-    (scaling, "--network mine 1us fast --no-programs", ""),
-    (programs, "--size 0", ""),
-    (programs, "--density 2", ""),
-    (programs, "--devices 0.5", ""),
-    (programs, "--write no-such-folder/programs.json", ""),
-    (programs, "--check no-such-file", ""),
-    (programs, "--check benchmarks/gpu/programs.json --size 1000", ""),
-    (timings, "--size 10 --allow-cpu", ""),
-    (timings, "--minutes 0 --allow-cpu", ""),
-    (timings, "--workers 1 --allow-cpu", ""),
-    (timings, "--json no-such-folder/timings.json --allow-cpu", ""),
-    (timings, "--only no-such-contestant --size 4096 --allow-cpu", ""),
+SAID = [
     (evidence, "--only nothing", "--only 'nothing' is the beginning of no claim"),
     (linear_over_links, "--method scd --exchange topk_a", "--method scd: dense_allgather, dense"),
-]
-LEARNING = [
     *((program, "--only x", "--only 'x' is none of: dense") for program in (steps, time)),
     *((program, "--workers 3", "--batch 32 can't be dealt out to 3") for program in (steps, time)),
     *((program, "--show", "--show needs --runs FILE") for program in (steps, time)),
     *((program, "--options density=2", "--options: density") for program in (steps, time)),
-    *(
-        (program, "--options rate=1", "sparse_adamw has no 'rate' here")
-        for program in (steps, time)
-    ),
+    *((program, "--options rate=1", "sparse_adamw has no 'rate'") for program in (steps, time)),
     (steps, "--width 30", "--width 30 can't be divided into 4 heads"),
     (steps, "--rates 0", "0 is not a positive number"),
     (steps, "--options gain", "gain is not NAME=VALUE"),
@@ -133,11 +102,10 @@ LEARNING = [
     (time, "--task images", "invalid choice: 'images'"),
     (time, ["--task", "lstm", "--only", "PyTorch, dense"], "needs PyTorch (pip install torch)"),
     (step_times, "--batch 6", "can't be dealt out"),
-    (step_times, "--workers 1", "--workers"),
-    (step_times, "--group x", "--group"),
-    (step_times, "--link 0mbit", "--link"),
-]
-LINEAR = [
+    *(
+        (step_times, options, options.split()[0])
+        for options in ("--workers 1", "--group x", "--link 0mbit")
+    ),
     (linear, "--workers 0", "0 is not between 1 and"),
     (linear, "--exchange ring", "--exchange ring is none of --method sgd"),
     (linear, "--method scd --exchange topk_a", "is none of --method scd"),
@@ -145,20 +113,14 @@ LINEAR = [
     (linear, "--test file", "--test and --size are for --data"),
     (linear, "--data none --rows 5", "--rows is for generated data"),
     (linear, "--data no-such-file", "cannot read no-such-file: No such file"),
-    (linear, "--mpi --workers 2", "with --mpi they are those of mpirun"),
-    (linear, "--mpi --join host:1 0", "with --mpi they are those of mpirun"),
+    *(
+        (linear, f"--mpi {options}", "with --mpi they are those of mpirun")
+        for options in ("--workers 2", "--join host:1 0")
+    ),
     (linear, "--join host 0", "expected HOST:PORT"),
     (linear, "--join host:1 4", "--join 4: there are 4 workers"),
     (linear, "--workers 9", "--workers is 9, but jax runs with 8 devices"),
     (linear, "--json .", "cannot write"),
-]
-EXAMPLES = [
-    (train_digits, "--density 0", ""),
-    (train_digits, "--density much", ""),
-    (train_digits, "--workers 3", ""),
-    (train_digits, "--steps -1", ""),
-    (train_digits, "--out figure.txt", ""),
-    (train_digits, "--data no-such-folder", ""),
     (train_nnx, "--workers 3", "--batch 128 is not divisible by --workers 3"),
     (train_nnx, "--out loss.txt", "--out loss.txt must end in one of"),
     (train_nnx, "--data no-such-folder", "no-such-folder is not a folder"),
@@ -171,14 +133,6 @@ EXAMPLES = [
     (loop_pmap, "--steps 0", "0 is not between 1 and"),
     (loop_shard_map, "--lr fast", "invalid float value: 'fast'"),
     (checkpoint_reshard, "--then 3", "--batch 128 is not divisible by --then 3"),
-    (train_cached, "--bandwidth 0", ""),
-    (train_cached, "--latency -1", ""),
-    (train_cached, "--memory-limit nan", ""),
-    (train_cached, "--workers 3", ""),
-    (train_cached, "--batch 4096", ""),
-    (train_cached, "--data no-such-folder", ""),
-    (train_cached, "--holds images", ""),
-    (train_cached, f"--cache {__file__}", ""),
     (train_sharded, "--sites 3", "--sites 3 does not divide the 8 devices"),
     (train_sharded, "--sites 8 --layout both", "--layout both needs an even number of devices"),
     (train_sharded, "--batch 12", "--batch 12 is not divisible by the devices of ('site', 'fsdp')"),
@@ -187,14 +141,14 @@ EXAMPLES = [
     (train_sharded, "--text no-such-file", "--text no-such-file is no file"),
     (train_sharded, "--layout pipeline", "invalid choice: 'pipeline'"),
 ]
-ALL = [*SHARED, *BENCHMARKS, *LEARNING, *LINEAR, *EXAMPLES]
+ALL = [(program, options, "") for these, lines in REFUSED for program in these for options in lines]
 
 
 def name_of(value):
     return getattr(value, "__name__", None) or str(value)
 
 
-@pytest.mark.parametrize(("program", "argv", "message"), ALL, ids=name_of)
+@pytest.mark.parametrize(("program", "argv", "message"), [*ALL, *SAID], ids=name_of)
 def test_wrong_options_are_one_line(program, argv, message, capsys):
     argv = argv.split() if isinstance(argv, str) else argv
     assert message in refused(program.main, argv, capsys)

@@ -1,6 +1,6 @@
-"""Magnitudes as bits, sets of bits, and compaction: ascending, unique, padded at the end, and fair.
+"""Magnitudes, sets, compaction and windows: what selections and allreduces are made of.
 
-What selections are made of. That these are exact, of any length, is in test_select_topk.py.
+That selections are exact, of any length, is in test_select_topk.py.
 """
 
 import functools
@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import sparse_collectives as sc
 from sparse_collectives._coo import _bits, _bitset, compaction
+from sparse_collectives.allreduce._shared import _merge
 from tests.reference import windows
 
 # Under one word, a full word, one entry more, and many words with a rest.
@@ -43,25 +45,12 @@ def test_magnitudes_order_as_numbers_do_and_come_back(values, seed):
     np.testing.assert_array_equal(magnitude_bits(-back), bits)
 
 
-@pytest.mark.parametrize("function", [_bits.magnitude_bits, magnitude_bits])
-def test_subnormals_keep_their_order_and_nan_is_above_infinity(function):
-    patterns = np.array([0, 1, 2, 3, 0x007FFFFF, 0x00800000], np.uint32)
-    for sign in (0, 1 << 31):
-        bits = function(jnp.asarray(of_patterns(patterns | np.uint32(sign))))
-        assert np.asarray(bits).tolist() == patterns.tolist()
-    nans = [0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFC00000, 0xFFFFFFFF]
-    found = function(jnp.asarray(of_patterns([0x7F800000, 0xFF800000, *nans])))
-    infinity, negative_infinity, *bits = np.asarray(found).tolist()
-    assert infinity == negative_infinity < min(bits)
-
-
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
-@pytest.mark.parametrize("function", [_bits.magnitude_bits, magnitude_bits])
-def test_all_sixteen_bit_values_order_as_numbers_do(dtype, function):
+def test_all_sixteen_bit_values_order_as_numbers_do(dtype):
     x = np.arange(1 << 16, dtype=np.uint16).view(dtype)
     with np.errstate(invalid="ignore"):  # A cast of a signaling NaN.
         exact = np.abs(x.astype(np.float64))
-    bits = np.asarray(function(jnp.asarray(x)))
+    bits = np.asarray(magnitude_bits(jnp.asarray(x)))
     assert bits.dtype == np.int32
     nan = np.isnan(exact)
     assert bits[nan].min() > bits[~nan].max()
@@ -71,89 +60,31 @@ def test_all_sixteen_bit_values_order_as_numbers_do(dtype, function):
     np.testing.assert_array_equal(np.sign(np.diff(bits[~nan][order])), np.sign(steps))
 
 
-# Sets.
+@pytest.mark.parametrize("size", SIZES)
+def test_a_set_holds_what_was_inserted_and_ranks_it(size):
+    @jax.jit
+    def ask(words, indices):
+        words = _bitset.insert(words, indices, size)
+        ranked, everything = _bitset.rank_index(words), jnp.arange(size, dtype=jnp.int32)
+        return words, _bitset.contains(words, everything), _bitset.rank(ranked, everything)
 
-SLOTS = 9
-
-
-@functools.cache
-def insert(size):
-    return jax.jit(lambda words, indices: _bitset.insert(words, indices, size))
-
-
-@functools.cache
-def queries(size):
-    def ask(words):
-        everything = jnp.arange(size, dtype=jnp.int32)
-        ranked = _bitset.rank_index(words)
-        return {
-            "member": _bitset.contains(words, everything),
-            "rank": _bitset.rank(ranked, everything),
-            "ranked": ranked,
-        }
-
-    return jax.jit(ask)
-
-
-def check_set(words, size, members):
-    assert words.dtype == jnp.uint32
-    assert words.shape == (-(-size // 32),)
-    answers, ranked = queries(size)(words), queries(size)(words)["ranked"]
-    expected = np.array(sorted(members), np.int32)
-    np.testing.assert_array_equal(np.flatnonzero(answers["member"]), expected)
-    assert answers["rank"].dtype == jnp.int32
-    np.testing.assert_array_equal(answers["rank"], np.searchsorted(expected, np.arange(size)))
-    assert ranked.count == len(members)
-    starts = 32 * np.arange(words.shape[0])
-    np.testing.assert_array_equal(ranked.before, np.searchsorted(expected, starts))
-    np.testing.assert_array_equal(ranked.words, words)
+    # Nothing, some of it twice, in any order and with padding between, and then all.
+    order = np.random.default_rng(size).permutation(size).astype(np.int32)
+    words, members = _bitset.empty(size), set()
+    for chosen in (order[:0], order[: size // 3], order[: size // 2], order):
+        indices = np.full(size + 3, size, np.int32)
+        indices[1 : 1 + len(chosen)] = chosen
+        words, member, rank = ask(words, indices)
+        members |= set(chosen.tolist())
+        expected = np.array(sorted(members), np.int32)
+        np.testing.assert_array_equal(np.flatnonzero(member), expected)
+        np.testing.assert_array_equal(rank, np.searchsorted(expected, np.arange(size)))
     # Nothing past the end is a member.
     past = np.array([size, size + 1, size + 31, size + 32, 64 * size, 2**31 - 1], np.int32)
     assert not _bitset.contains(words, past).any()
 
 
-@st.composite
-def batches(draw):
-    """A size, and arrays of unique indices with padding anywhere between them."""
-    size = draw(st.sampled_from(SIZES))
-    edges = sorted({0, size // 2, size - 1, min(31, size - 1), min(32, size - 1)})
-    index = st.one_of(st.integers(0, size - 1), st.sampled_from(edges))
-    arrays = []
-    for _ in range(draw(st.integers(1, 5))):
-        chosen = draw(st.lists(index, unique=True, max_size=min(SLOTS, size)))
-        padded = draw(st.permutations(chosen + [size] * (SLOTS - len(chosen))))
-        arrays.append(np.array(padded, np.int32))
-    return size, arrays
-
-
-@pytest.mark.slow
-@settings(max_examples=60, deadline=None)
-@given(batches())
-def test_a_set_holds_what_was_inserted_and_ranks_it(drawn):
-    size, arrays = drawn
-    words, members = _bitset.empty(size), set()
-    for indices in arrays:
-        words = insert(size)(words, indices)
-        members |= set(indices.tolist()) - {size}
-    check_set(words, size, members)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_an_empty_and_a_full_set(size):
-    words = insert(size)(_bitset.empty(size), np.full(SLOTS, size, np.int32))
-    check_set(words, size, set())
-    everything = np.arange(-(-size // SLOTS) * SLOTS, dtype=np.int32)
-    everything = np.minimum(everything, size).reshape(-1, SLOTS)
-    # Twice: what is a member already changes nothing.
-    for indices in (*everything, *everything):
-        words = insert(size)(words, indices)
-    check_set(words, size, range(size))
-
-
 # Compaction.
-
-# Room for one entry, for some, and for more than there are.
-CASES = [(size, room) for size in SIZES for room in sorted({1, max(1, size // 3), size + 2})]
 
 
 @functools.cache
@@ -177,82 +108,25 @@ def padded(indices, capacity, size):
     return np.concatenate([kept, np.full(capacity - len(kept), size)])
 
 
-@st.composite
-def masks(draw):
-    """A case, and a mask with fewer, as many or more set bits than slots."""
-    size, capacity = draw(st.sampled_from(CASES))
-    around = (0, 1, capacity - 1, capacity, capacity + 1, size // 2, size - 1, size)
-    count = min(size, max(0, draw(st.sampled_from(around))))
-    order = np.random.default_rng(draw(SEEDS)).permutation(size)
-    where = draw(st.sampled_from(["anywhere", "front", "back"]))
-    chosen = {"anywhere": order[:count], "front": slice(count), "back": slice(size - count, None)}
-    mask = np.zeros(size, bool)
-    mask[chosen[where]] = True
-    return size, capacity, mask
-
-
-def check_positions(size, capacity, mask, turn):
-    out = positions(size, capacity)(mask, turn)
-    expected = np.flatnonzero(mask)
-    bits = np.unpackbits(np.asarray(out["words"]).view(np.uint8), bitorder="little")
-    np.testing.assert_array_equal(np.flatnonzero(bits), expected)
-    window = windows.window(expected, capacity, turn)
-    for name, entries in (("first", expected), ("window", window)):
-        found, count = out[name]
-        assert (found.dtype, count.dtype) == (jnp.int32, jnp.int32)
-        assert count == len(expected)
-        np.testing.assert_array_equal(found, padded(entries, capacity, size), name)
-    places, counts = out["nth"]
-    np.testing.assert_array_equal(places[: len(expected)], expected)
-    assert (counts == len(expected)).all()
-
-
-@pytest.mark.slow
-@settings(max_examples=100, deadline=None)
-@given(masks(), st.integers(0, 2**31 - 1))
-def test_positions_are_those_of_nonzero(drawn, turn):
-    check_positions(*drawn, turn)
-
-
-def test_positions_of_a_third_of_the_entries():
-    check_positions(1000, 333, np.random.default_rng(0).random(1000) < 0.4, 7)
-
-
-@pytest.mark.parametrize("capacity", [1, 40, 333, 900, 2000])
-def test_both_ways_to_find_the_word_of_a_slot_agree(capacity, monkeypatch):
-    """A running maximum over marks, or a binary search, whichever the sizes favour."""
-    size = 1600
-    rng = np.random.default_rng(capacity)
-    cases = [rng.random(size) < share for share in (0, 0.02, 0.2, 0.5, 0.6, 0.9, 1)]
-    ways = []
-    for words_per_slot in (1e-9, 1e9):  # always a search, never a search
-        monkeypatch.setattr(compaction, "_SLOTS_PER_WORD", words_per_slot)
-
-        @jax.jit
-        def found(mask, turn):
-            words = compaction.mask_words(lambda start, stop: mask[start:stop], size)
-            return compaction.set_positions(words, capacity, size, turn)[0]
-
-        ways.append([found(mask, jnp.int32(t)) for mask in cases for t in (0, 1, 2, 5, 77)])
-    for left, right in zip(*ways, strict=True):
-        np.testing.assert_array_equal(left, right)
-
-
-@pytest.mark.parametrize(
-    ("x", "threshold", "cutoff", "expected"),
-    [
-        # At threshold zero all nonzeros are taken, and at the largest NaN nothing below it.
-        ([2**-149, 0, -(2**-149), 2**-148, 1], 0.0, 1, [0, 2, 3, 4]),
-        ([np.nan, 0, 1, np.nan, np.nan], of_patterns(0x7FFFFFFF), 4, [0, 3]),
-    ],
-)
-def test_a_cutoff_of_ties_at_the_ends(x, threshold, cutoff, expected):
-    x = np.array(x, np.float32)
-    x[np.isnan(x)] = of_patterns(0x7FFFFFFF)
-    bits = _bits.magnitude_bits(jnp.float32(threshold))
-    coo, count = compaction.compact(jnp.asarray(x), bits, capacity=7, tie_cutoff=cutoff)
-    assert count == len(expected)
-    np.testing.assert_array_equal(coo.indices, padded(np.array(expected), 7, 5))
+# Room for one entry, for some, and for more than there are.
+@pytest.mark.parametrize(("size", "capacity"), [(1000, 1), (1000, 333), (1000, 1002), (33, 11)])
+def test_positions_are_those_of_nonzero(size, capacity):
+    order = np.random.default_rng(0).permutation(size)
+    for count in (0, 1, capacity - 1, capacity, capacity + 1, size // 2, size):
+        for turn, chosen in enumerate((order, np.arange(size), np.arange(size)[::-1])):
+            mask = np.isin(np.arange(size), chosen[: max(0, count)])
+            out = positions(size, capacity)(mask, 7 * turn)
+            expected = np.flatnonzero(mask)
+            bits = np.unpackbits(np.asarray(out["words"]).view(np.uint8), bitorder="little")
+            np.testing.assert_array_equal(np.flatnonzero(bits), expected)
+            window = windows.window(expected, capacity, 7 * turn)
+            for name, entries in (("first", expected), ("window", window)):
+                found, total = out[name]
+                assert total == len(expected)
+                np.testing.assert_array_equal(found, padded(entries, capacity, size), name)
+            places, counts = out["nth"]
+            np.testing.assert_array_equal(places[: len(expected)], expected)
+            assert (counts == len(expected)).all()
 
 
 # Windows.
@@ -287,17 +161,6 @@ def test_a_window_has_an_entry_for_each_slot_in_ascending_order(capacity, count,
         np.testing.assert_array_equal(ranks, np.sort(entries % count))
 
 
-@pytest.mark.parametrize("capacity", [1, 7, 32])
-@settings(max_examples=50, deadline=None)
-@given(count=st.integers(1, 64), start=st.integers(0, 2**20))
-def test_over_enough_turns_every_entry_gets_a_slot(capacity, count, start):
-    enough = windows.steps_for_all(capacity, count) if count > capacity else 1
-    # One program for all counts.
-    turns = np.arange(start, start + windows.steps_for_all(capacity, 65), dtype=np.int32)
-    ranks = np.asarray(windowed_rank(capacity)(count, turns))[:enough]
-    assert set(range(count)) <= set(ranks.ravel().tolist())
-
-
 def test_each_entry_has_its_share_of_the_turns_and_waits_as_if_by_chance():
     capacity, count, turns = 30, 100, 20_000
     ranks = np.asarray(windowed_rank(capacity)(count, np.arange(turns, dtype=np.int32)))
@@ -311,8 +174,31 @@ def test_each_entry_has_its_share_of_the_turns_and_waits_as_if_by_chance():
         assert both == pytest.approx(0.09, rel=0.02)
 
 
-def test_windows_of_counts_that_differ_by_row():
-    slot, count = jnp.arange(4, dtype=jnp.int32), jnp.array([[0], [3], [4], [5], [9]], jnp.int32)
-    ranks = np.asarray(compaction.windowed_rank(slot[None], count, 4, jnp.int32(1)))
-    crowded = [windows.window(np.arange(c), 4, 1).tolist() for c in (5, 9)]
-    assert ranks.tolist() == [[0, 1, 2, 3]] * 3 + crowded
+# What the allreduces share.
+
+
+@pytest.mark.parametrize(("slots", "workers"), [(600, 12), (2**16 + 100, 2**16)])
+def test_split_by_owner_keeps_the_order(slots, workers):
+    """Also with so many that owner and slot do not fit one sort key."""
+    count, capacity = slots - 100, 4
+    rng = np.random.default_rng(6)
+    owner = np.append(rng.integers(0, workers - 2, count), np.full(100, workers))
+    indices = np.append(np.arange(count), np.full(100, slots))
+    coo = sc.PaddedCOO(jnp.zeros(slots), jnp.asarray(indices, jnp.int32), slots)
+    split = jax.jit(_merge.split_by_owner, static_argnums=(2, 3))
+    blocks = split(coo, jnp.asarray(owner, jnp.int32), workers, capacity, jnp.int32(0))
+    for worker in (0, 3, 7, workers - 1):
+        expected = windows.window(np.flatnonzero(owner == worker), capacity, 0)
+        found = np.asarray(blocks.coo.indices)[worker]
+        np.testing.assert_array_equal(found, padded(expected, capacity, slots))
+    counts = np.bincount(owner, minlength=workers)[:workers]
+    assert np.asarray(blocks.sent).sum() == np.minimum(counts, capacity).sum()
+
+
+def test_reduce_blocks_adds_rows_one_after_the_other():
+    """No scatter has an index twice, whose order would be open on a GPU."""
+    values = jnp.asarray([[1e8, 1.0], [-1e8, 0.0], [1.0, 2.0]], jnp.float32)
+    indices = jnp.asarray([[4, 9], [4, 10], [4, 9]], jnp.int32)
+    total = _merge.reduce_blocks([sc.PaddedCOO(values, indices, 10)], 10, jnp.float32)
+    assert total.values.tolist() == [1.0, 3.0, 0, 0, 0, 0]
+    assert total.indices.tolist() == [4, 9, 10, 10, 10, 10]

@@ -1,5 +1,7 @@
 """The cost model against the papers' tables, brute force, and the sizes of messages."""
 
+import functools
+import itertools
 import math
 
 import jax.numpy as jnp
@@ -14,11 +16,13 @@ from sparse_collectives.cost_model._types import Cost, Network
 from tests.sparse_collectives import helpers
 from tests.sparse_collectives.helpers import slow_but
 
-P_ALL = [1, 2, 3, 4, 5, 6, 8, 12, 100, 256, 1000]
-
 
 def paper(name, n, k, workers, inner=1):
     return cost_model.paper_cost(name, Workload(n, k, workers, inner))
+
+
+def predicted(name, codec, n, k, workers):
+    return cost_model.predict(name, Workload(n, k, workers), codec)
 
 
 # By hand from Table 1 of Ok-Topk with n = 1000, k = 10, P = 8: log P = 3, (P-1)/P = 7/8.
@@ -47,21 +51,20 @@ def test_the_papers_formulas_by_hand(name):
     assert (estimate.lower.words, estimate.upper.words) == (lower, upper)
 
 
-def test_the_papers_formula_for_two_levels_by_hand():
-    # d = 800, rho d = 16, m = 4 nodes of n = 2: (7) 400 words, (9) 3*16/2, (10) 16*4/2.
-    cost = paper("hierarchical", 800, 16, 8, inner=2).lower
-    assert (cost.messages, cost.words) == (2, 24)
-    assert (cost.inner_messages, cost.inner_words) == (1 + 1, 400 + 32)
-
-
-def test_the_tree_between_nodes_by_hand():
-    # 4 nodes of 2: trees of two levels; the two share 2n words. A chain of one message each way.
-    cost = paper("tree", 800, 16, 8, inner=2).expected
-    assert (cost.messages, cost.words) == (8, 800)
-    assert (cost.inner_messages, cost.inner_words) == (2, 1600)
-    # All in one node: nothing between nodes.
-    cost = paper("tree", 800, 16, 8, inner=8).expected
-    assert (cost.messages, cost.words, cost.inner_messages) == (0, 0, 14)
+@pytest.mark.parametrize(
+    ("name", "inner", "expected"),
+    [
+        # d = 800, rho d = 16, m = 4 nodes of n = 2: (7) 400 words, (9) 3*16/2, (10) 16*4/2.
+        ("hierarchical", 2, Cost(2, 24, inner_messages=1 + 1, inner_words=400 + 32)),
+        # Trees of two levels; the two share 2n words. A chain of one message each way.
+        ("tree", 2, Cost(8, 800, inner_messages=2, inner_words=1600)),
+    ],
+)
+def test_the_papers_formulas_for_two_levels_by_hand(name, inner, expected):
+    cost = paper(name, 800, 16, 8, inner).lower
+    assert (cost.messages, cost.words) == (expected.messages, expected.words)
+    assert cost.inner_messages == expected.inner_messages
+    assert cost.inner_words == expected.inner_words
 
 
 def test_folding_of_recursive_doubling():
@@ -73,28 +76,23 @@ def test_folding_of_recursive_doubling():
     assert estimate.upper.words == 2 * 10 * (1 + 2 + 4 + 6)
 
 
-@pytest.mark.parametrize("name", cost_model._paper.PAPER)
-@pytest.mark.parametrize("workers", P_ALL)
-def test_the_papers_bounds_are_ordered(name, workers):
-    for k in (1, 7, 500, 1000):
-        lower, _, upper = paper(name, 1000, k, workers)
-        assert 0 <= lower.words <= upper.words
-        if workers == 1:
-            assert upper == Cost()
-        else:
-            assert upper.messages > 0
+NAMES = [(paper, (name,)) for name in cost_model._paper.PAPER]
+NAMES += [
+    (predicted, (name, codec))
+    for name in cost_model.ALGORITHMS
+    for codec in cost_model._codecs.CODECS
+]
 
 
-@pytest.mark.parametrize("name", cost_model.ALGORITHMS)
-@pytest.mark.parametrize("codec", cost_model._codecs.CODECS)
-def test_predictions_are_ordered_and_one_worker_exchanges_nothing(name, codec):
-    for workers in P_ALL:
+@pytest.mark.parametrize(("estimate", "what"), NAMES, ids=lambda x: getattr(x, "__name__", str(x)))
+def test_bounds_are_ordered_and_one_worker_exchanges_nothing(estimate, what):
+    for workers in (1, 2, 3, 6, 8, 100, 1000):
         for k in (1, 7, 500, 1000):
-            lower, expected, upper = cost_model.predict(name, Workload(1000, k, workers), codec)
+            lower, expected, upper = estimate(*what, 1000, k, workers)
             assert 0 <= lower.words <= expected.words <= upper.words
             assert lower.words <= lower.path_words
-            if workers == 1:
-                assert upper.words == upper.messages == upper.pairs == 0
+            nothing = upper.words == upper.messages == upper.pairs == 0
+            assert nothing == (workers == 1)
 
 
 TWO_LEVELS = [name for name in cost_model.ALGORITHMS if name[:5] in ("torus", "hiera")]
@@ -116,21 +114,18 @@ def test_two_levels_degenerate_to_one(name):
 # Fill-in.
 
 
-@pytest.mark.parametrize(("n", "k", "workers"), [(512, 64, 4), (1000, 3, 50), (2000, 400, 7)])
-def test_expected_union_is_that_of_a_simulation(n, k, workers):
+def test_expected_union_is_the_sum_of_the_papers_appendix_and_that_of_a_simulation():
+    n, k, workers = 512, 64, 12
+    terms = [(-1) ** (i - 1) * math.comb(workers, i) * (k / n) ** i for i in range(1, workers + 1)]
+    expected = cost_model.expected_union(n, k, workers)
+    assert expected == pytest.approx(n * sum(terms), rel=1e-12)
     rng = np.random.default_rng(0)
     unions = [
         np.unique(np.concatenate([rng.choice(n, k, replace=False) for _ in range(workers)])).size
         for _ in range(400)
     ]
     error = 4 * np.std(unions) / math.sqrt(len(unions))
-    assert abs(np.mean(unions) - cost_model.expected_union(n, k, workers)) <= error
-
-
-def test_expected_union_is_the_sum_of_the_papers_appendix():
-    n, k, workers = 512, 100, 12
-    terms = [(-1) ** (i - 1) * math.comb(workers, i) * (k / n) ** i for i in range(1, workers + 1)]
-    assert cost_model.expected_union(n, k, workers) == pytest.approx(n * sum(terms), rel=1e-12)
+    assert abs(np.mean(unions) - expected) <= error
 
 
 def test_expected_union_limits():
@@ -143,31 +138,19 @@ def test_expected_union_limits():
 
 
 def test_overlap_interpolates_and_extrapolates_by_an_effective_size():
+    union = functools.partial(cost_model.expected_union, 10**6, 1000)
     # Selections within 5000 of 10^6 places, as if the gradient were that short.
-    for workers in (2, 16):
-        union = cost_model.expected_union(5000, 1000, workers)
-        overlap = Overlap(union, workers)
-        assert cost_model._fill_in.effective_size(1000, overlap) == pytest.approx(5000, rel=1e-6)
-        for others in (3, 64):
-            found = cost_model.expected_union(10**6, 1000, others, overlap=overlap)
-            assert found == pytest.approx(cost_model.expected_union(5000, 1000, others), rel=1e-6)
-
-
-def test_overlap_limits():
-    same, disjoint = Overlap(100, 4), Overlap(400, 4)
-    assert cost_model.expected_union(10**4, 100, 64, overlap=same) == pytest.approx(100)
-    assert cost_model.expected_union(10**4, 100, 64, overlap=disjoint) == 6400
-    assert cost_model.expected_union(10**4, 100, 200, overlap=disjoint) == 10**4
-    for bad in (Overlap(99, 4), Overlap(401, 4), Overlap(100, 1)):
+    for workers, others in itertools.product((2, 16), (3, 64)):
+        overlap = Overlap(cost_model.expected_union(5000, 1000, workers), workers)
+        expected = cost_model.expected_union(5000, 1000, others)
+        assert union(others, overlap=overlap) == pytest.approx(expected, rel=1e-6)
+    same, disjoint = Overlap(1000, 4), Overlap(4000, 4)
+    assert union(64, overlap=same) == pytest.approx(1000)
+    assert union(64, overlap=disjoint) == 64_000
+    assert union(2000, overlap=disjoint) == 10**6
+    for bad in (Overlap(999, 4), Overlap(4001, 4), Overlap(1000, 1)):
         with pytest.raises(ValueError, match="overlap"):
-            cost_model.expected_union(10**4, 100, 8, overlap=bad)
-
-
-def test_fill_in_orders_ssar_by_overlap():
-    near = Workload(10**6, 10**4, 64, overlap=Overlap(12_000, 2))
-    far = Workload(10**6, 10**4, 64)
-    words = [cost_model.predict("ssar_split_allgather", w).expected.words for w in (near, far)]
-    assert words[0] < words[1]
+            union(8, overlap=bad)
 
 
 # Codecs.
@@ -184,19 +167,7 @@ def test_escapes_are_those_of_simulated_gaps(density):
         assert simulated == pytest.approx(expected, rel=0.05, abs=2e-3)
 
 
-def test_escapes_have_limits():
-    narrow16, narrow8 = (cost_model._codecs.codec_sizes(name) for name in ("narrow16", "narrow8"))
-    assert cost_model._codecs.escapes_per_pair(narrow16, 1.0) == 0
-    assert cost_model._codecs.escapes_per_pair(narrow16, 0.5) == pytest.approx(0)
-    assert cost_model._codecs.escapes_per_pair(narrow8, 1e-9) == pytest.approx(3, rel=0.02)
-    assert cost_model._codecs.escapes_per_pair(cost_model._codecs.codec_sizes("raw"), 1e-9) == 0
-    assert cost_model._codecs.has_room(narrow8, 0.01)
-    assert not cost_model._codecs.has_room(narrow8, 0.005)
-    assert cost_model._codecs.has_room(narrow16, 1e-4)
-    assert not cost_model._codecs.has_room(narrow16, 1e-5)
-
-
-@pytest.mark.parametrize("name", slow_but(("raw", "bf16", "qsgd"), cost_model._codecs.CODECS))
+@pytest.mark.parametrize("name", slow_but(("raw", "bf16", "qsgd"), helpers.CODECS))
 def test_sizes_are_those_of_the_messages(name):
     codec, sizes = getattr(sc.wire, name)(), cost_model._codecs.codec_sizes(name)
     assert codec.exact == sizes.exact
@@ -204,16 +175,8 @@ def test_sizes_are_those_of_the_messages(name):
         for slots in (1, 2, 3, 7, 128, 1000, 1025):
             words = _messages.pair_words(codec, slots, size, jnp.float32)
             assert sizes.pairs(slots, size) == words, (size, slots)
-    for length in (1, 2, 3, 127, 512, 1000):
+    for length in (1, 2, 127, 1000):
         assert sizes.dense(length) == _messages.dense_words(codec, length, jnp.float32)
-
-
-def test_the_codecs_of_the_model_are_those_of_the_wire():
-    assert set(cost_model._codecs.CODECS) == set(helpers.CODECS)
-
-
-def test_the_dense_limit_is_half_for_pairs_of_two_words():
-    assert cost_model._paper.sparse_limit(1000) == 500
 
 
 # Costs and arguments.
@@ -233,19 +196,18 @@ def test_units():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "match"),
-    [((0, 1, 1), "size"), ((10, 11, 1), "selected"), ((10, 0, 1), "selected")]
-    + [((10, 1, 0), "workers"), ((10, 1, 8, 3), "inner_size")],
+    ("call", "arguments", "match"),
+    [
+        (Workload, (0, 1, 1), "size"),
+        (Workload, (10, 11, 1), "selected"),
+        (Workload, (10, 0, 1), "selected"),
+        (Workload, (10, 1, 0), "workers"),
+        (Workload, (10, 1, 8, 3), "inner_size"),
+        (paper, ("bogus", 10, 1, 2), "name must be one of dense"),
+        (predicted, ("bogus", "raw", 10, 1, 2), "name must be one of dense"),
+        (predicted, ("dense", "bogus", 10, 1, 2), "codec must be one of raw"),
+    ],
 )
-def test_bad_workloads_are_named(arguments, match):
+def test_bad_arguments_are_named(call, arguments, match):
     with pytest.raises(ValueError, match=match):
-        Workload(*arguments)
-
-
-def test_unknown_names_are_answered_with_the_known_ones():
-    load = Workload(10, 1, 2)
-    for call in (cost_model.paper_cost, cost_model.predict):
-        with pytest.raises(ValueError, match="name must be one of dense"):
-            call("bogus", load)
-    with pytest.raises(ValueError, match="codec must be one of raw"):
-        cost_model.predict("dense", load, "bogus")
+        call(*arguments)

@@ -1,4 +1,4 @@
-"""The planner on the command line: its table, its advice, and one line for what is wrong."""
+"""The planner on the command line: its advice, and one line for what is wrong."""
 
 import json
 import subprocess
@@ -10,12 +10,9 @@ import pytest
 
 import sparse_collectives as sc
 from sparse_collectives.__main__ import main
-from sparse_collectives.cost_model import network
-from sparse_collectives.planner import _plan_report, _steps
-from tests.sparse_collectives.test_planner import plan_of
+from sparse_collectives.planner import _steps
 
 ROOT = Path(__file__).parents[2]
-PLAN = ["--params", "1M", "--density", "0.01"]
 SLOW = ["--params", "10M", "--density", "0.01", "--workers", "16"]
 SLOW += ["--latency", "5us", "--bandwidth", "100Mbit"]
 
@@ -23,6 +20,13 @@ SLOW += ["--latency", "5us", "--bandwidth", "100Mbit"]
 def run(capsys, *arguments):
     assert main(["plan", *arguments]) == 0
     return capsys.readouterr().out
+
+
+def planned(capsys, tmp_path, *arguments):
+    """The plan as it is written to a file."""
+    file = tmp_path / "plan.json"
+    run(capsys, *arguments, "--json", str(file))
+    return json.loads(file.read_text())
 
 
 def fails(capsys, *arguments):
@@ -33,18 +37,6 @@ def fails(capsys, *arguments):
     assert captured.out == ""
     assert captured.err.count("\n") == 1
     return captured.err
-
-
-def test_table_and_recommendation(capsys):
-    out = run(capsys, *SLOW, "--compute", "100ms", "--inner", "4", "--all")
-    lines = out.splitlines()
-    last = next(i for i, line in enumerate(lines) if line.startswith("Use "))
-    assert max(map(len, lines[:last])) <= 100
-    assert "n = 10,000,000, k = 100,000" in lines[0]
-    assert "selection 3 ns a parameter" in lines[2]
-    assert "computation 100.0 ms" in lines[2]
-    assert any(line.startswith("hierarchical(ok_topk)") for line in lines)
-    assert "hidden" in out
 
 
 def advice(out):
@@ -62,27 +54,19 @@ def test_the_recommendation_says_what_to_write(capsys):
 def test_dense_is_the_answer_where_selection_costs_more_than_it_saves(capsys):
     fast = [*SLOW[:-1], "25Gbit"]
     out = run(capsys, *fast)
-    last = advice(out)
-    assert last.startswith("Use dense here")
-    assert "only" in last
+    assert advice(out).startswith("Use dense here")
     # Which assumption decides, and what the other one would say.
     assert "two CPU cores, which decides it. With --select-cost gpu it is" in out
-    assert "counted and not timed" in run(capsys, *fast, "--select-cost", "gpu")
     assert not advice(run(capsys, *fast, "--select-cost", "gpu")).startswith("Use dense")
 
 
 def test_the_devices_of_a_worker_have_parts_and_share_its_links(capsys, tmp_path):
-    def planned(*arguments):
-        file = tmp_path / "plan.json"
-        out = run(capsys, *SLOW, *arguments, "--json", str(file))
-        return out, json.loads(file.read_text())
-
-    _, whole = planned()
-    out, shared = planned("--shard", "4")
-    _, alone = planned("--shard", "4", "--links", "4")
-    assert "one of the 4 devices of a worker" in out
-    assert shared["size"] == -(-whole["size"] // 4)
-    assert shared["selected"] == -(-whole["selected"] // 4)
+    whole, shared, alone = (
+        planned(capsys, tmp_path, *SLOW, *arguments)
+        for arguments in ((), ("--shard", "4"), ("--shard", "4", "--links", "4"))
+    )
+    for field in ("size", "selected"):
+        assert shared[field] == -(-whole[field] // 4)
 
     def dense(plan):
         return next(row for row in plan["predictions"] if row["name"] == "dense")["exchange"]
@@ -94,9 +78,7 @@ def test_the_devices_of_a_worker_have_parts_and_share_its_links(capsys, tmp_path
 
 def test_expansion_shortens_what_fills_in(capsys, tmp_path):
     def words(name, *arguments):
-        file = tmp_path / "plan.json"
-        run(capsys, *SLOW, *arguments, "--json", str(file))
-        rows = json.loads(file.read_text())["predictions"]
+        rows = planned(capsys, tmp_path, *SLOW, *arguments)["predictions"]
         found = next(row for row in rows if (row["name"], row["codec"]) == (name, "raw"))
         return found["estimate"]["expected"]["words"]
 
@@ -104,43 +86,23 @@ def test_expansion_shortens_what_fills_in(capsys, tmp_path):
     assert words("ok_topk", "--expansion", "1.2@8") == words("ok_topk")
 
 
-def test_a_plot_without_matplotlib_names_what_to_install(capsys, tmp_path, monkeypatch):
+def test_a_plot_or_what_to_install_for_it(capsys, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "plan.png"
+    run(capsys, *SLOW, "--plot", str(file))
+    assert file.read_bytes().startswith(b"\x89PNG")
+    for name in ("plan.xyz", "no/such/folder/plan.png"):
+        error = fails(capsys, "plan", *SLOW, "--plot", str(tmp_path / name))
+        assert "--plot must be a file that can be written, such as plan.png, got" in error
     # None in sys.modules is how Python marks a module as one that cannot be imported.
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    error = fails(capsys, "plan", *SLOW, "--plot", str(tmp_path / "plan.png"))
+    error = fails(capsys, "plan", *SLOW, "--plot", str(file))
     assert "pip install 'sparse-collectives[examples]'" in error
-
-
-def test_the_extra_that_a_plot_names_has_matplotlib():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    packages = extras["optional-dependencies"]["examples"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    packages = project["optional-dependencies"]["examples"]
     assert any(package.startswith("matplotlib") for package in packages)
-
-
-def test_plot(capsys, tmp_path):
-    file = tmp_path / "plan.png"
-    run(capsys, *SLOW, "--plot", str(file))
-    assert file.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("name", ["plan.xyz", "no/such/folder/plan.png"])
-def test_a_plot_that_cannot_be_written(capsys, tmp_path, name):
-    pytest.importorskip("matplotlib")
-    error = fails(capsys, "plan", *SLOW, "--plot", str(tmp_path / name))
-    assert "--plot must be a file that can be written, such as plan.png, got" in error
-
-
-def test_a_plot_shows_what_was_assumed(tmp_path, monkeypatch):
-    titles = []
-    axes = pytest.importorskip("matplotlib.axes").Axes
-    monkeypatch.setattr(axes, "set_title", lambda self, title, **options: titles.append(title))
-    plan = plan_of(10**6, 0.01, 4, network("5us", "1Gbit"))
-    _plan_report.plot(str(tmp_path / "plan.png"), lambda count: plan, 4, 1)
-    (title,) = titles
-    for said in ("P = 4", "1 Gbit/s", "selection 3 ns a parameter", "computation 0 ms"):
-        assert said in title
 
 
 A_COUNT = "must be a whole number from 1 to 65,536, such as 16"
@@ -157,9 +119,9 @@ A_COUNT = "must be a whole number from 1 to 65,536, such as 16"
         ("--inner 3", "--inner"),
         *((f"--latency {x}", "--latency") for x in ("1e300s", "5parsecs")),
         *((f"--bandwidth {x}", "--bandwidth") for x in ("1e-300B/s", "0Gbit", "25")),
-        *((f"--compute {x}", "--compute") for x in ("1e300s", "-1s")),
+        ("--compute -1s", "--compute"),
         *((f"--expansion {x}", "--expansion") for x in ("inf@8", "nan@8", "9@8", "3.2")),
-        *((f"--expansion 2@{count * '9'}", "--expansion") for count in (400, 5000)),
+        (f"--expansion 2@{5000 * '9'}", "--expansion"),
         ("--shard 0", "--shard must be a whole number"),
         ("--shard 2 --links 3", "--links must be at most --shard=2, got 3"),
         ("--shard 2 --inner 2", "--shard=2 and --inner=2 are of two plans"),
@@ -168,7 +130,7 @@ A_COUNT = "must be a whole number from 1 to 65,536, such as 16"
         ("--merge-cost gpu", "--merge-cost must be a time such as 0.1ns"),
         *(
             (f"--workers-per-core {x}", f"must be a number from 1 to 65,536, got '{x}'")
-            for x in ("0", "0.5", "nan", "two", "1e9", "-1", "inf")
+            for x in ("0.5", "nan", "two", "1e9")
         ),
         ("--measured /does/not/exist", "/does/not/exist"),
         ("--bogus", "--bogus"),
@@ -182,14 +144,11 @@ def test_a_bad_argument_is_one_line(capsys, arguments, match):
     assert match in fails(capsys, "plan", *SLOW, *given)
 
 
-def test_missing_arguments_are_one_line(capsys):
+def test_missing_arguments_are_one_line_and_no_command_prints_the_help(capsys):
     assert "--params" in fails(capsys, "plan")
     assert "--measured" in fails(capsys, "plan", *SLOW[:6])
     assert "unrecognized" in fails(capsys, "measure", "--bogus")
     assert "invalid choice" in fails(capsys, "bogus")
-
-
-def test_no_command_prints_the_help(capsys):
     assert main([]) == 0
     assert "plan" in capsys.readouterr().out
 
@@ -197,48 +156,36 @@ def test_no_command_prints_the_help(capsys):
 def test_the_module_runs_and_needs_no_backend_matplotlib_or_rich():
     code = """
 import runpy, sys
-sys.argv = ["sparse_collectives", "plan", "--help"]
+sys.argv = ["sparse_collectives", "plan", "--density", "0"]
 try:
     runpy.run_module("sparse_collectives", run_name="__main__")
 except SystemExit as done:
-    assert not done.code
+    assert done.code == 2
 import jax
 jax.config.update("jax_num_cpu_devices", 3)  # an error once a backend has started
 assert not {"matplotlib", "rich", "optax"} & set(sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "example:" in done.stdout
-
-
-def test_an_error_of_the_module_has_no_traceback():
-    command = [sys.executable, "-m", "sparse_collectives", "plan", *SLOW, "--density", "0"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stdout == ""
     assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
 
 
 def test_steps_from_a_file_and_as_measured(tmp_path, capsys):
     file = tmp_path / "steps.json"
     file.write_text('{"gtopk": 3}')
-    call = ["plan", "--params", "10M", "--density", "0.01", "--workers", "8"]
-    call += ["--latency", "5us", "--bandwidth", "100Mbit"]
-    assert main([*call, "--same-loss", str(file)]) == 0
-    text = capsys.readouterr().out
+    call = [*SLOW[:-5], "8", *SLOW[-4:]]
+    text = run(capsys, *call, "--same-loss", str(file))
     assert "3.00x" in text
     assert "Use gtopk" in text
     call[call.index("0.01")] = "0.05"
-    assert main([*call, "--same-loss"]) == 0
-    text = capsys.readouterr().out
+    text = run(capsys, *call, "--same-loss")
     assert "Use agreed(few)" in text
     assert f"{_steps.MEASURED['agreed(few)'][8, 0.05]:.2f}x" in text
     assert "left out, without a number of steps: topk_a" in text
     for content, error in (("[1]", "must hold an object"), ("{", "is no JSON")):
         file.write_text(content)
-        with pytest.raises(SystemExit):
-            main([*call, "--same-loss", str(file)])
-        assert error in capsys.readouterr().err
+        assert error in fails(capsys, "plan", *call, "--same-loss", str(file))
     # The nearest case, by ratios; and none where it says nothing.
     cases = {(4, 0.01): 1.0, (16, 0.01): 2.0, (16, 0.015): 3.0}
     near = [(7, 0.01), (9, 0.011), (9, 0.02), (9, 0.03), (65, 0.01), (64, 0.015)]

@@ -12,50 +12,37 @@ from sparse_collectives import _units
 from sparse_collectives.__main__ import main
 from sparse_collectives.planner import _measure
 from tests.sparse_collectives import helpers
-from tests.sparse_collectives.test_planner_command import PLAN, advice, fails, run
+from tests.sparse_collectives.test_planner_command import SLOW, advice, fails, planned, run
 
 
 @pytest.mark.parametrize(
-    ("unit", "text", "value"),
+    ("unit", "texts", "value"),
     [
-        (_units.seconds, "5us", 5e-6),
-        (_units.seconds, "1.5ms", 1.5e-3),
-        (_units.seconds, "2s", 2.0),
-        (_units.seconds, " 3 ns ", 3e-9),
-        (_units.seconds, "5µs", 5e-6),
-        (_units.seconds, "1e-3s", 1e-3),
-        *((_units.bandwidth, text, 25e9 / 8) for text in ("25Gbit", "25Gbit/s", "25Gbps")),
-        (_units.bandwidth, "100Mbit", 100e6 / 8),
-        *((_units.bandwidth, text, 3e9) for text in ("3GB/s", "3GB")),
-        (_units.bandwidth, "1GiB/s", 2.0**30),
-        *((_units.count, text, 133_000_000) for text in ("133M", "133e6", "133_000_000")),
-        (_units.count, "1.3B", 1_300_000_000),
-        (_units.count, "12", 12),
+        (_units.seconds, ("5us", "5µs", "5e-6s", " 5 us ", "0.005ms"), 5e-6),
+        (_units.bandwidth, ("25Gbit", "25Gbit/s", "25Gbps", "3.125GB/s", "3.125GB"), 25e9 / 8),
+        (_units.bandwidth, ("1GiB/s",), 2.0**30),
+        (_units.count, ("133M", "133e6", "133_000_000", "0.133B"), 133_000_000),
     ],
 )
-def test_units(unit, text, value):
-    assert unit("x", text) == pytest.approx(value)
+def test_units(unit, texts, value):
+    for text in texts:
+        assert unit("x", text) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(
-    ("unit", "text"),
+    ("unit", "values"),
     [
-        *((_units.seconds, text) for text in ("", "us", "5", "5 parsecs", "5US", "nan", "infs")),
-        *((_units.seconds, text) for text in ("-1us", "nans", "1e10s", "1e99999999999999999999s")),
-        *((_units.seconds, value) for value in (10**400, True, None, [1.0])),
-        *((_units.bandwidth, text) for text in ("25", "25Gb", "0Gbit", "-1GB/s", "Gbit")),
-        *((_units.bandwidth, text) for text in ("25 GHz", "1e30GB/s")),
+        (_units.seconds, ("", "us", "5", "5 parsecs", "5US", "nan", "nans", "infs", "-1us")),
+        (_units.seconds, ("1e10s", "1e99999999999999999999s", 10**400, True, None, [1.0])),
+        (_units.bandwidth, ("25", "25Gb", "0Gbit", "-1GB/s", "Gbit", "25 GHz", "1e30GB/s")),
+        (_units.count, ("9" * 100_000,)),
     ],
 )
-def test_what_has_no_known_unit_is_an_error(unit, text):
-    with pytest.raises(ValueError, match="x must be .*got"):
-        unit("x", text)
-
-
-def test_a_long_value_is_shortened_in_the_error():
-    with pytest.raises(ValueError, match="got '9") as raised:
-        _units.count("x", "9" * 100_000)
-    assert len(str(raised.value)) < 200
+def test_what_has_no_known_unit_is_an_error_of_one_line(unit, values):
+    for value in values:
+        with pytest.raises(ValueError, match="x must be .*got") as raised:
+            unit("x", value)
+        assert len(str(raised.value)) < 200
 
 
 # The fit.
@@ -71,19 +58,14 @@ def synthetic(alpha, beta, noise=0.0, seed=0):
 
 
 @pytest.mark.parametrize(("alpha", "beta"), [(5e-6, 1e-9), (1e-3, 1e-11), (1e-7, 1e-6)])
-def test_the_fit_finds_the_network(alpha, beta):
-    assert _measure.fit(synthetic(alpha, beta)) == pytest.approx((alpha, beta), rel=1e-6)
-
-
-def test_the_fit_withstands_noise():
-    found = _measure.fit(synthetic(5e-6, 1e-9, noise=0.03))
-    assert found == pytest.approx((5e-6, 1e-9), rel=0.1)
-
-
-def test_the_fit_ignores_a_disturbed_sample():
-    samples = synthetic(5e-6, 1e-9)
-    samples[4] = samples[4]._replace(seconds=20 * samples[4].seconds)
-    assert _measure.fit(samples) == pytest.approx((5e-6, 1e-9), rel=0.02)
+def test_the_fit_finds_the_network_and_withstands_noise(alpha, beta):
+    samples = synthetic(alpha, beta)
+    assert _measure.fit(samples) == pytest.approx((alpha, beta), rel=1e-6)
+    noisy = synthetic(5e-6, 1e-9, noise=0.03)
+    assert _measure.fit(noisy) == pytest.approx((5e-6, 1e-9), rel=0.1)
+    disturbed = synthetic(5e-6, 1e-9)
+    disturbed[4] = disturbed[4]._replace(seconds=20 * disturbed[4].seconds)
+    assert _measure.fit(disturbed) == pytest.approx((5e-6, 1e-9), rel=0.02)
 
 
 @pytest.mark.parametrize(("alpha", "beta"), [(1e-5, 0.0), (0.0, 1e-9)])
@@ -140,18 +122,17 @@ def test_the_measure_command_writes_what_the_planner_reads(capsys, tmp_path):
 
 
 def test_the_measure_command_says_where_its_fit_is_poor(capsys, monkeypatch):
-    fitted = _measure.Measured(1e-6, 1e9, 0.37, 0.01, 2, ())
-    monkeypatch.setattr(_measure, "measure", lambda mesh, rounds: fitted)
-    assert main(["measure", "--devices", "2"]) == 0
-    assert "Warning: latency and bandwidth miss the measured times by 37" in capsys.readouterr().out
-    monkeypatch.setattr(_measure, "measure", lambda mesh, rounds: fitted._replace(error=0.1))
-    assert main(["measure", "--devices", "2"]) == 0
-    assert "Warning" not in capsys.readouterr().out
+    for error, warned in ((0.37, True), (0.1, False)):
+        fitted = _measure.Measured(1e-6, 1e9, error, 0.01, 2, ())
+        monkeypatch.setattr(_measure, "measure", lambda mesh, rounds, fitted=fitted: fitted)
+        assert main(["measure", "--devices", "2"]) == 0
+        warning = "Warning: latency and bandwidth miss the measured times by 37"
+        assert (warning in capsys.readouterr().out) == warned
 
 
 # The file of a measurement.
 
-MEASURED = [*PLAN, "--workers", "4", "--measured"]
+MEASURED = [*SLOW[:6], "--measured"]
 # A file with these two is right.
 GOOD = {"latency": "1e-6", "bandwidth": "1e9"}
 
@@ -167,30 +148,24 @@ def having(**fields):
     return "{" + ", ".join(f'"{key}": {value}' for key, value in (GOOD | fields).items()) + "}"
 
 
-NUMBERS = ("null", "[1]", '{"s": 1}', "true", '"5us"', '"5"', "-1", "NaN", "1" + 400 * "0")
+NUMBERS = ("null", "[1]", "true", '"5us"', "-1", "NaN", "Infinity", "1" + 400 * "0")
 
 
 @pytest.mark.parametrize(
     ("content", "match"),
     [
-        *((text, "must hold JSON") for text in ("", "not JSON", '{"latency": 1e-6, ')),
-        *((text, "must hold JSON") for text in (bytes(range(256)), "[" * 200_000)),
-        ('{"latency":' * 50_000, "must hold JSON"),
+        *((text, "must hold JSON") for text in ("", '{"latency": 1e-6, ', bytes(range(256)))),
+        *((text, "must hold JSON") for text in ("[" * 200_000, '{"latency":' * 50_000)),
         (having(latency="1" + 9000 * "0"), "must hold JSON"),
         ("1" + (1 << 20) * " ", "1 MiB"),
+        *((text, f"got {text}") for text in ("[]", "3")),
         ("null", "got None"),
-        *((text, f"got {text}") for text in ("[]", "[1, 2]", "3")),
-        ('"latency"', "got 'latency'"),
         *((text, "no 'latency'") for text in ("{}", '{"bandwidth": 1e9}')),
         ('{"latency": 1e-6}', "no 'bandwidth'"),
-        *((having(latency=number), "latency in") for number in (*NUMBERS, "Infinity")),
-        *(
-            (having(bandwidth=number), "bandwidth in")
-            for number in ('"25Gbit"', "null", "0", "NaN")
-        ),
+        *((having(latency=number), "latency in") for number in NUMBERS),
+        *((having(bandwidth=number), "bandwidth in") for number in ('"25Gbit"', "0", "NaN")),
         (having(bandwidth="Infinity"), "Pass --bandwidth"),
-        *((having(error=number), "error in") for number in ('"small"', "[0.1]", "false")),
-        *((having(error=number), "error in") for number in ("-1", "NaN", "1" + 400 * "0")),
+        *((having(error=number), "error in") for number in ('"small"', "false", "-1", "NaN")),
     ],
 )
 def test_a_bad_measured_file_is_one_line(capsys, tmp_path, content, match):
@@ -201,19 +176,18 @@ def test_a_bad_measured_file_is_one_line(capsys, tmp_path, content, match):
     assert len(error) < 400
 
 
-def test_a_number_that_is_given_replaces_one_that_the_file_has_wrong(capsys, tmp_path):
-    file = measured_file(tmp_path, having(bandwidth="Infinity"))
-    assert "1 Gbit/s" in run(capsys, *MEASURED, file, "--bandwidth", "1Gbit")
+def test_a_plan_is_of_the_measured_network_or_of_what_is_given(capsys, tmp_path):
+    def network(content, *arguments):
+        file = measured_file(tmp_path, content)
+        found = planned(capsys, tmp_path, *MEASURED, file, *arguments)["network"]
+        return found["latency"], found["seconds_per_word"]
 
-
-def test_a_plan_is_of_the_measured_network(capsys, tmp_path):
-    plan = tmp_path / "plan.json"
-    file = measured_file(tmp_path, having(latency="1e-5", bandwidth="4e9"))
-    run(capsys, *MEASURED, file, "--json", str(plan))
-    found = json.loads(plan.read_text())["network"]
-    assert (found["latency"], found["seconds_per_word"]) == pytest.approx((1e-5, 1e-9))
-    run(capsys, *MEASURED, file, "--json", str(plan), "--latency", "1ms")
-    assert json.loads(plan.read_text())["network"]["latency"] == 1e-3
+    right = having(latency="1e-5", bandwidth="4e9")
+    assert network(right) == pytest.approx((1e-5, 1e-9))
+    assert network(right, "--latency", "1ms") == pytest.approx((1e-3, 1e-9))
+    # Also where the file has it wrong.
+    given = network(having(bandwidth="Infinity"), "--bandwidth", "4GB/s")
+    assert given == pytest.approx((1e-6, 1e-9))
 
 
 @pytest.mark.parametrize(("error", "warned"), [(None, 0), (0.3, 0), (0.37, 1), (4, 1)])
@@ -223,7 +197,6 @@ def test_a_poor_fit_is_said_beside_the_plan(capsys, tmp_path, error, warned):
     assert ("Warning: " in out) == warned
     if warned:
         assert f"by {error:.0%}" in out
-        assert "30%" in out
     assert advice(out)
     # Of the file nothing is used then.
     out = run(capsys, *MEASURED, file, "--latency", "5us", "--bandwidth", "1Gbit")

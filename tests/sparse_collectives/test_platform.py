@@ -1,7 +1,5 @@
 """The forms for GPUs give the bits of those for everything else; a CPU runs both."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +7,7 @@ import pytest
 
 import sparse_collectives as sc
 from sparse_collectives import _platform
-from sparse_collectives._coo import _bits, compaction, finite, kth_magnitude, search
-from sparse_collectives.allreduce._shared import _merge
+from sparse_collectives._coo import _bits, finite, kth_magnitude
 from tests.sparse_collectives import helpers, table
 
 RNG = np.random.default_rng(0)
@@ -35,17 +32,19 @@ def same(function, *args):
 VECTORS = {
     "normal": RNG.standard_normal(5000),
     "ties": RNG.integers(-3, 4, 5000),
-    "one value": np.ones(5000),
     "zeros": np.zeros(5000),
     "few": np.where(np.arange(5000) % 700 == 3, 2.0, 0.0),
     "wide": np.exp(20 * RNG.standard_normal(5000)),
     "not finite": np.where(np.arange(5000) % 900 == 1, np.inf, RNG.standard_normal(5000)),
+    # More entries take fewer bits at a time.
+    "many": RNG.standard_normal(600_000),
 }
 
 
 @pytest.mark.parametrize("name", VECTORS)
-@pytest.mark.parametrize("k", [1, 57, 4999, 5000])
-def test_the_kth_magnitude_and_how_many_reach_it(name, k):
+@pytest.mark.parametrize("share", [0, 0.01, 1])
+def test_the_kth_magnitude_and_how_many_reach_it(name, share):
+    k = max(1, round(share * len(VECTORS[name])))
     bits = _bits.magnitude_bits(jnp.asarray(VECTORS[name], jnp.float32))
     pattern, count = same(lambda b: kth_magnitude.bisect_and_count(b, k), bits)
     assert pattern == np.sort(np.asarray(bits))[-k]
@@ -53,7 +52,7 @@ def test_the_kth_magnitude_and_how_many_reach_it(name, k):
         assert count == np.sum(np.asarray(bits) >= np.asarray(pattern))
 
 
-@pytest.mark.parametrize("shape", [(1,), (31,), (32,), (1, 1003), (0,)])
+@pytest.mark.parametrize("shape", [(1,), (32,), (1, 1003), (0,)])
 def test_whether_all_is_finite(shape):
     x = RNG.standard_normal(shape).astype(np.float32)
     assert same(finite.all_finite, jnp.asarray(x))
@@ -75,65 +74,6 @@ def test_what_a_trace_is_for():
         assert form() == "gpu"
     with pytest.raises(ValueError, match="name must be one of"):
         _platform.traced_for("tpu").__enter__()
-
-
-@pytest.mark.parametrize("size", [40_000, 600_000])
-def test_more_entries_take_fewer_bits_at_a_time(size):
-    bits = _bits.magnitude_bits(jnp.asarray(RNG.standard_normal(size), jnp.float32))
-    pattern = same(lambda b: kth_magnitude.bisect(b, size // 100), bits)
-    assert pattern == np.sort(np.asarray(bits))[-(size // 100)]
-
-
-@pytest.mark.parametrize("turn", [None, 0, 7])
-@pytest.mark.parametrize("capacity", [1, 40, 400, 5000])
-@pytest.mark.parametrize("share", [0.0, 0.02, 0.3, 1.0])
-def test_positions_of_set_bits_also_in_a_window(share, capacity, turn):
-    mask = jnp.asarray(RNG.random(5000) < share)
-    words = compaction.mask_words(lambda start, stop: mask[start:stop], 5000)
-    turn = None if turn is None else jnp.uint32(turn)
-    positions, count = same(lambda w: compaction.set_positions(w, capacity, 5000, turn), words)
-    assert count == mask.sum()
-    if count <= capacity:
-        np.testing.assert_array_equal(positions[:count], np.flatnonzero(mask))
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_places_in_an_ascending_array(side):
-    ascending = jnp.sort(jnp.asarray(RNG.integers(0, 50, 300), jnp.int32))
-    queries = jnp.asarray(RNG.integers(-5, 60, (4, 7)), jnp.int32)
-    found = same(functools.partial(search.places, side=side), ascending, queries)
-    np.testing.assert_array_equal(found, np.searchsorted(ascending, queries, side=side))
-
-
-@pytest.mark.parametrize("capacity", [1, 10, 60, 300])
-def test_a_selection_cut_by_owner(capacity):
-    indices = np.sort(RNG.choice(5000, 200, replace=False))
-    coo = sc.PaddedCOO(
-        jnp.asarray(RNG.standard_normal(240), jnp.float32),
-        jnp.asarray(np.concatenate([indices, np.full(40, 5000)]), jnp.int32),
-        5000,
-    )
-    owner = jnp.where(coo.indices < 5000, (coo.indices * 7) % 6, 6)
-    blocks = same(lambda c, o: _merge.split_by_owner(c, o, 6, capacity, jnp.uint32(5)), coo, owner)
-    np.testing.assert_array_equal(blocks.counts, np.bincount(owner, minlength=6)[:6])
-    np.testing.assert_array_equal(blocks.filled, (np.asarray(blocks.source) < 240).sum(axis=1))
-
-
-@pytest.mark.parametrize("shapes", [[(5, 30)], [(1, 40), (3, 30)]])
-def test_sums_of_blocks(shapes):
-    blocks = [
-        sc.PaddedCOO(
-            jnp.asarray(RNG.standard_normal(shape), jnp.float32),
-            jnp.asarray(
-                np.stack([RNG.choice(80, shape[1], replace=False) for _ in range(shape[0])]),
-                jnp.int32,
-            ),
-            70,
-        )
-        for shape in shapes
-    ]
-    blocks = [sc.PaddedCOO(b.values, jnp.minimum(b.indices, 70), 70) for b in blocks]
-    same(lambda b: _merge.reduce_blocks(b, 70, jnp.float32), blocks)
 
 
 @pytest.mark.parametrize(

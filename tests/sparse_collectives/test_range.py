@@ -35,18 +35,19 @@ def extremes(dtype, workers):
     return np.asarray(jnp.asarray(acc, dtype))
 
 
-def step(allreduce, workers, acc, selector_state, allreduce_state):
+def step(allreduce, acc, state):
     """One selection and reduction."""
-    coo, selected = helpers.simulated_select(SELECTOR, workers)(acc, selector_state)
-    return selected | helpers.simulated_reduce(allreduce, workers)(coo, allreduce_state)
+    workers = len(acc)
+    coo, selected = helpers.simulated_select(SELECTOR, workers)(acc, np.zeros(workers, np.float32))
+    return selected | helpers.simulated_reduce(allreduce, workers)(coo, state)
 
 
 def steps(allreduce, acc, number):
-    """``(total, residual)`` of each step, in float64."""
-    workers, dtype = acc.shape[0], acc.dtype
-    state, guess = allreduce.init(SIZE, workers), np.zeros(workers, np.float32)
+    """What is put in, the total and the residual of each step, in float64."""
+    workers, largest = acc.shape[0], float(jnp.finfo(acc.dtype).max)
+    state = allreduce.init(SIZE, workers)
     for _ in range(number):
-        out = step(allreduce, workers, acc, guess, state)
+        out = step(allreduce, acc, state)
         state = helpers.next_state(out)
         kept = np.zeros((workers, SIZE + 1))
         values = np.asarray(out["kept"].values).astype(np.float64)
@@ -57,8 +58,7 @@ def steps(allreduce, acc, number):
         assert (total == total[0]).all()
         yield before, total[0], residual
         # A dropped sum may find an entry of its own: what is added up here may be larger.
-        largest = float(jnp.finfo(dtype).max)
-        acc = np.asarray(jnp.asarray(np.clip(residual, -largest, largest), dtype))
+        acc = np.asarray(jnp.asarray(np.clip(residual, -largest, largest), acc.dtype))
 
 
 def all_cases():
@@ -93,8 +93,7 @@ def test_sums_are_finite_and_nothing_is_lost(name, workers, dtype):
 def test_what_is_not_finite_is_passed_on(name):
     acc = np.zeros((3, SIZE), np.float32)
     acc[0, 3], acc[1, 5], acc[2, 7] = np.inf, -np.inf, np.nan
-    guess, state = np.zeros(3, np.float32), CASES[name].init(SIZE, 3)
-    out = step(CASES[name], 3, acc, guess, state)
+    out = step(CASES[name], acc, CASES[name].init(SIZE, 3))
     np.testing.assert_array_equal(out["total"][0, jnp.array([3, 5, 7])], [np.inf, -np.inf, np.nan])
     assert not helpers.added_up(out["kept"]).any()
 

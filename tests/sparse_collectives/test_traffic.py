@@ -1,8 +1,5 @@
 """The traffic meter: the words of collectives, over any axes and groups, and of functions."""
 
-import math
-from typing import NamedTuple
-
 import jax
 import jax.extend
 import jax.numpy as jnp
@@ -10,10 +7,10 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from sparse_collectives import _volumes, traffic
+import sparse_collectives as sc
+from sparse_collectives import traffic
 from tests.sparse_collectives import helpers
 
-WORKERS = (1, 2, 3, 4, 5, 6, 7, 8, 256)
 N = 26_880  # divisible by each P
 PSUM = 2 * N * 3 / 4  # of f32[N], P = 4
 
@@ -30,7 +27,8 @@ def psum(x):
     return lax.psum(x, "w")
 
 
-def rotate(x, P=4):
+def rotate(x):
+    P = lax.psum(1, "w")
     return lax.ppermute(x, "w", [(i, (i + 1) % P) for i in range(P)])
 
 
@@ -55,10 +53,11 @@ COLLECTIVES = {
         lambda P: 1,
     ),
     "pbroadcast": ("collective_broadcast", lambda x: lax.pbroadcast(x, "w", 0), lambda P: 1),
+    "ppermute": ("collective_permute", rotate, lambda P: P / max(P - 1, 1)),
 }
 
 
-@pytest.mark.parametrize("P", WORKERS)
+@pytest.mark.parametrize("P", [1, 2, 3, 6, 256])
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_words_of_each_collective(P, name):
     kind, collective, times = COLLECTIVES[name]
@@ -68,19 +67,6 @@ def test_words_of_each_collective(P, name):
         assert (row.kind, row.group_size, row.weight) == (kind, P, 1)
 
 
-@pytest.mark.parametrize("P", WORKERS)
-def test_words_of_a_permutation(P):
-    measured = measure(lambda x: rotate(x, P), P=P)
-    assert measured.words == (N if P > 1 else 0)
-    assert [row.group_size for row in measured.collectives] == [P]
-
-
-def many_permutations(x):
-    for shift in range(1, 20):
-        x = permuted(*((i, (i + shift) % 1024) for i in range(1024)))(x)
-    return x
-
-
 @pytest.mark.parametrize(
     ("fn", "P", "words"),
     [
@@ -88,7 +74,6 @@ def many_permutations(x):
         (permuted((0, 1), (1, 0), (2, 2), (3, 3)), 4, N / 2),
         # Workers without a source lower the mean.
         (permuted((0, 1), (1, 2)), 8, N * 2 / 8),
-        (many_permutations, 1024, 19 * N),
         (lambda x: x + 1, 4, 0),
         (lambda x: lax.all_gather(x, "w", axis_index_groups=[[0, 1], [2, 3]]), 4, N),
         # Members of a batch are on one worker: their sum is what is exchanged.
@@ -109,7 +94,7 @@ def test_words_are_means_over_the_workers(fn, P, words):
 @pytest.mark.parametrize(
     ("dtype", "words"),
     [
-        *(("float32", N), ("bfloat16", N / 2), ("int8", N / 4), ("uint16", N / 2)),
+        *(("float32", N), ("bfloat16", N / 2), ("int8", N / 4)),
         *(("bool", N / 4), ("complex64", 2 * N), ("float8_e4m3fn", N / 4)),
     ],
 )
@@ -126,19 +111,13 @@ def test_all_operands_count_and_may_be_arrays():
 
 
 def test_groups_of_several_axes():
-    def two(x):
-        sums = lax.psum(x, "node"), lax.psum(x, "gpu"), lax.psum(x, ("node", "gpu"))
-        return *sums, lax.ppermute(x, "gpu", [(0, 1), (1, 0)])
-
-    measured = traffic.of_function(two, shape(), axis=("node", "gpu"), axis_size=(4, 2))
-    assert words_of(measured) == [2 * N * 3 / 4, 2 * N * 1 / 2, 2 * N * 7 / 8, N]
-    assert [row.group_size for row in measured.collectives] == [4, 2, 8, 2]
-
     def three(x):
-        return lax.all_gather(x, ("a", "c")), lax.psum(x, ("b", "c")), lax.pmax(x, "b")
+        sums = lax.psum(x, "b"), lax.psum(x, ("b", "c")), lax.all_gather(x, ("a", "c"))
+        return *sums, lax.ppermute(x, "a", [(0, 1), (1, 0)])
 
     measured = traffic.of_function(three, shape(), axis=("a", "b", "c"), axis_size=(2, 3, 4))
-    assert words_of(measured) == pytest.approx([N * 7, 2 * N * 11 / 12, 2 * N * 2 / 3])
+    assert words_of(measured) == pytest.approx([2 * N * 2 / 3, 2 * N * 11 / 12, N * 7, N])
+    assert [row.group_size for row in measured.collectives] == [3, 12, 8, 2]
 
 
 def test_words_of_an_axis_within_an_axis():
@@ -159,9 +138,10 @@ def test_words_of_an_axis_within_an_axis():
     assert measured.words == pytest.approx(2 * N * 2 / 3 + N)
 
 
-@pytest.mark.parametrize("P", range(2, 9))
 @pytest.mark.parametrize("check_vma", [False, True])
-def test_words_do_not_depend_on_the_types_of_what_varies(check_vma, P):
+def test_words_do_not_depend_on_the_types_of_what_varies(check_vma):
+    P = 6
+
     def fn(x):
         exchanged = [
             psum(x),
@@ -169,7 +149,7 @@ def test_words_do_not_depend_on_the_types_of_what_varies(check_vma, P):
             lax.all_gather(x, "w", to="invarying") if check_vma else lax.all_gather(x, "w"),
             lax.all_to_all(x, "w", 0, 0, tiled=True),
             lax.psum_scatter(x, "w", tiled=True),
-            rotate(x, P),
+            rotate(x),
         ]
         return x + sum(jnp.sum(y) for y in exchanged)
 
@@ -182,12 +162,10 @@ def test_words_do_not_depend_on_the_types_of_what_varies(check_vma, P):
     assert {row.group_size for row in measured.collectives} == {P}
 
 
-@pytest.mark.parametrize("P", range(2, 9))
-def test_words_under_pmap(P):
-    program = jax.pmap(psum, axis_name="w", devices=jax.devices()[:P])
-    measured = traffic.of_traced(jax.make_jaxpr(program)(jnp.ones((P, N))))
-    assert [row.kind for row in measured.collectives] == ["all_reduce"]
-    assert measured.words == pytest.approx(2 * N * (P - 1) / P)
+def test_words_under_pmap():
+    program = jax.pmap(psum, axis_name="w", devices=jax.devices()[:4])
+    measured = traffic.of_traced(jax.make_jaxpr(program)(jnp.ones((4, N))))
+    assert [(row.kind, row.words) for row in measured.collectives] == [("all_reduce", PSUM)]
 
 
 # What the meter can not read.
@@ -202,7 +180,7 @@ def bind(primitive_name, x, /, **parameters):
 
 @pytest.mark.parametrize(
     "parameters",
-    [{"axis_name": "w"}, {"axis_name": ("w",)}, {"axes": ("w", 0)}, {"axes": frozenset("w")}],
+    [{"axis_name": "w"}, {"axes": ("w", 0)}, {"axes": frozenset("w")}],
 )
 def test_an_unknown_collective_is_an_error_that_names_it(parameters):
     def step(x):
@@ -213,7 +191,7 @@ def test_an_unknown_collective_is_an_error_that_names_it(parameters):
         measure(step)
 
 
-@pytest.mark.parametrize("parameters", [{}, {"axis": 0}, {"axes": (0,)}, {"name": "w"}])
+@pytest.mark.parametrize("parameters", [{}, {"axes": (0,)}, {"name": "w"}])
 def test_an_unknown_primitive_over_no_axis_is_free(parameters):
     assert measure(lambda x: psum(bind("median", x, **parameters))).words == PSUM
 
@@ -242,64 +220,16 @@ def test_what_has_no_fixed_volume_is_an_error():
     assert measure(solve_locally).words == 0
 
 
-def test_an_axis_that_is_not_bound_is_an_error():
+def test_axes_must_be_bound_and_their_sizes_match():
     program = jax.make_jaxpr(psum, axis_env=[("w", 4)])(shape())
     with pytest.raises(ValueError, match=r"psum over \['w'\] .* outside of a `shard_map`"):
         traffic.of_traced(program)
-
-
-def test_axes_and_sizes_must_match():
     with pytest.raises(ValueError, match="one size per name"):
         traffic.of_function(psum, shape(), axis=("w", "v"), axis_size=4)
     with pytest.raises(ValueError, match="sizes >= 1"):
         traffic.of_function(psum, shape(), axis="w", axis_size=0)
 
 
-# Whole allreduces, and the volumes themselves.
-
-
-def test_of_allreduce_builds_selection_and_state():
-    class Allreduce(NamedTuple):
-        init: object
-        reduce: object
-
-    def init(size, axis_size):
-        return jnp.zeros((), "int32") + size * axis_size
-
-    def reduce(coo, state, *, axis):
-        assert coo.size == 1000
-        gathered = lax.all_gather((coo.values, coo.indices), axis)
-        maybe = lax.cond(state > 0, lambda x: lax.psum(x, axis), lambda x: x, state)
-        return gathered, coo, maybe, None
-
-    made = Allreduce(init, reduce)
-    measured = traffic.of_allreduce(made, size=1000, capacity=10, axis_size=8, axis="w")
-    assert measured.words == 2 * 10 * 7 + 2 * 7 / 8
+def test_of_allreduce_needs_a_capacity():
     with pytest.raises(ValueError, match="`capacity` is 0"):
-        traffic.of_allreduce(made, size=1000, capacity=0, axis_size=8)
-
-
-def test_table_lists_equal_collectives_once():
-    table = measure(lambda x: rotate(rotate(rotate(x)))).table().splitlines()
-    assert len(table) == 3
-    assert table[1].split() == ["-", "collective_permute", "4", "3", "26,880.0", "1", "80,640.0"]
-    assert table[2].split() == ["total", "80,640.0"]
-
-
-@pytest.mark.parametrize(
-    "name", ["all_reduce", "all_gather", "all_to_all", "reduce_scatter", "broadcast", "ppermute"]
-)
-def test_one_worker_receives_nothing(name):
-    volume = getattr(_volumes, name)
-    assert volume(10, 1) == 0
-    assert isinstance(volume(10, 1), float)
-    with pytest.raises(ValueError, match="`P`"):
-        volume(10, 0)
-    with pytest.raises(ValueError, match="`words`"):
-        volume(-1, 2)
-
-
-@pytest.mark.parametrize("P", WORKERS)
-def test_reduce_scatter_and_allgather_make_an_allreduce(P):
-    halves = _volumes.reduce_scatter(N, P) + _volumes.all_gather(N / P, P)
-    assert math.isclose(halves, _volumes.all_reduce(N, P))
+        traffic.of_allreduce(sc.allreduce.topk_a(), size=1000, capacity=0, axis_size=8)

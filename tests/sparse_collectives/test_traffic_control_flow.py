@@ -8,15 +8,7 @@ from jax.sharding import PartitionSpec
 
 from sparse_collectives import traffic
 from tests.sparse_collectives import helpers
-from tests.sparse_collectives.test_traffic import (
-    PSUM,
-    N,
-    measure,
-    psum,
-    rotate,
-    shape,
-    words_of,
-)
+from tests.sparse_collectives.test_traffic import PSUM, N, measure, psum, rotate, shape
 
 
 def scoped(fn, *names):
@@ -43,95 +35,18 @@ def three_branches(x):
     )
 
 
-def chosen(fn, *names):
-    return scoped(fn, "algorithm", *names)
+def around(branch):
+    return lambda x: lax.cond(x[1] > 0, branch, lambda x: x, x)
 
 
-# Conditionals.
-
-
-@pytest.mark.parametrize(("fn", "worst"), [(one_branch_of_two, PSUM), (three_branches, 3 * N)])
-def test_conditional_worst_and_best(fn, worst):
-    assert measure(fn).words == worst
-    assert measure(fn, conditional="best").words == 0
-
-
-@pytest.mark.parametrize("heavy_branch", [True, False])
-def test_periodic_scope_weighs_the_heavier_branch(heavy_branch):
-    def fn(x):
-        return lax.cond((x[0] > 0) == heavy_branch, psum, rotate, x)
-
-    fn = scoped(fn, "again.every64")
-    measured = measure(fn)
-    assert measured.words == pytest.approx(PSUM / 64 + N * 63 / 64)
-    assert measured == measure(fn, conditional="best")
-    assert measured.by_scope() == {"again.every64": measured.words}
-
-
-def test_periodic_scopes_nest_and_do_not_reach_into_the_branches():
-    def around(branch):
-        return lambda x: lax.cond(x[1] > 0, branch, lambda x: x, x)
-
-    assert measure(scoped(around(one_branch_of_two), "again.every8")).words == PSUM / 8
-    inner = scoped(one_branch_of_two, "inner.every4")
-    measured = measure(scoped(around(inner), "outer.every8"))
-    assert measured.words == pytest.approx(PSUM / 32)
-    assert measured.collectives[0].scope == "outer.every8/inner.every4"
-
-
-@pytest.mark.parametrize("name", ["balance", "algorithm", "algorithm/balance"])
-def test_frequencies_weigh_by_branch_index(name):
-    fn = chosen(three_branches, "balance")
-    measured = measure(fn, frequencies={name: (0.5, 0.25, 0.25)})
-    assert measured.words == 0.25 * N + 0.25 * 3 * N
-    assert [row.weight for row in measured.collectives] == [0.25, 0.25]
-    only_neighbours = measure(fn, frequencies={name: (0, 1, 0)})
-    assert only_neighbours.words == N
-    assert len(only_neighbours.collectives) == 1
-
-
-def test_first_weight_of_a_cond_is_that_of_false():
-    fn = chosen(one_branch_of_two, "balance")
-    assert measure(fn, frequencies={"balance": (1, 0)}).words == 0
-    assert measure(fn, frequencies={"balance": (0, 1)}).words == PSUM
-
-
-def test_innermost_name_counts():
-    fn = chosen(three_branches, "balance")
-    frequencies = {"algorithm": (1, 0, 0), "balance": (0, 1, 0)}
-    with pytest.raises(ValueError, match="algorithm"):
-        measure(fn, frequencies=frequencies)
-    outer = scoped(three_branches, "algorithm")
-    assert measure(lambda x: fn(outer(x)), frequencies=frequencies).words == N
-
-
-def test_frequencies_overrule_the_period():
-    fn = chosen(one_branch_of_two, "again.every64")
-    assert measure(fn, frequencies={"again.every64": (0.5, 0.5)}).words == PSUM / 2
-
-
-@pytest.mark.parametrize(
-    ("frequencies", "message"),
-    [
-        ({"balance": (0.5, 0.5)}, "3 branches"),
-        ({"balance": (0.5, 0.5, 0.5)}, "sums to 1.5"),
-        ({"balance": (1.5, -0.5, 0)}, ">= 0"),
-        ({"balanced": (1, 0, 0)}, r"balanced.*algorithm/balance \(3 branches\)"),
-        ({"balance": 3}, "loop"),
-        ({"bal": (1, 0, 0)}, "bal"),
-    ],
-)
-def test_bad_frequencies(frequencies, message):
-    with pytest.raises(ValueError, match=message):
-        measure(chosen(three_branches, "balance"), frequencies=frequencies)
-
-
-def test_bad_conditional():
-    with pytest.raises(ValueError, match="'worst' or 'best'"):
-        measure(psum, conditional="average")
-
-
-# Loops.
+BALANCE = scoped(three_branches, "algorithm", "balance")
+MAYBE = scoped(one_branch_of_two, "algorithm", "balance.every64")
+PERIODIC = [
+    scoped(lambda x: lax.cond(x[0] > 0, psum, rotate, x), "again.every64"),
+    scoped(lambda x: lax.cond(x[0] > 0, rotate, psum, x), "again.every64"),
+]
+# The outer scope is that of a choice of its own.
+BOTH = {"algorithm": (1, 0, 0), "balance": (0, 1, 0)}
 
 
 def counting(start, stop, test, step):
@@ -152,68 +67,22 @@ def given_bounds(x):
     return jax.jit(count)(2, 7, x)
 
 
-@pytest.mark.parametrize(
-    ("fn", "trips"),
-    [
-        *(
-            (lambda x, bounds=bounds: lax.fori_loop(*bounds, lambda i, x: psum(x), x), 5)
-            for bounds in ((0, 5), (2, 7), (jnp.int32(0), jnp.int32(5)))
-        ),
-        (counting(1, 10, lambda i, stop: i <= stop, lambda i: i + 3), 4),
-        (given_bounds, 5),
-    ],
-)
-def test_a_loop_that_counts_counts_each_iteration(fn, trips):
-    assert measure(fn).words == pytest.approx(trips * PSUM)
+def summed(start, stop):
+    return lambda x: lax.fori_loop(start, stop, lambda i, x: psum(x), x)
 
 
-@pytest.mark.parametrize(
-    ("test", "step"),
-    [
-        (lambda i, stop: i < stop, lambda i: i * 2),
-        (lambda i, stop: i != stop, lambda i: i + 1),
-        (lambda i, stop: i < stop, lambda i: i - 1),
-        (lambda i, stop: i < stop, lambda i: 1 - i),
-    ],
-)
-def test_loops_that_count_otherwise_are_of_unknown_length(test, step):
-    with pytest.raises(ValueError, match="trip count"):
-        measure(counting(1, 10, test, step))
+UNKNOWN = scoped(lambda x: lax.while_loop(lambda x: x[0] > psum(x)[0], psum, x), "search")
 
 
-def test_scan_and_conditionals_nest():
+def without_collectives(x):
+    return psum(lax.while_loop(lambda x: x[0] > 0, lambda x: x - 1, x))
+
+
+def nested(x):
     def inside(x):
         return lax.fori_loop(0, 2, lambda i, x: three_branches(x), one_branch_of_two(x))
 
-    def fn(x):
-        return lax.scan(lambda x, _: (scoped(inside, "maybe")(x), None), x, None, length=3)[0]
-
-    assert measure(fn).words == pytest.approx(3 * (PSUM + 2 * 3 * N))
-    assert measure(fn, conditional="best").words == 0
-    assert {row.scope for row in measure(fn).collectives} == {"maybe"}
-
-
-def test_loop_of_unknown_length_needs_a_number():
-    def unknown_trips(x):
-        return lax.while_loop(lambda x: x[0] > psum(x)[0], psum, x)
-
-    fn = scoped(unknown_trips, "search")
-    with pytest.raises(ValueError, match=r"frequencies=\{'search': iterations\}"):
-        measure(fn)
-    measured = measure(fn, frequencies={"search": 2.5})
-    assert measured.words == pytest.approx(3.5 * PSUM + 2.5 * PSUM)
-    with pytest.raises(ValueError, match="named_scope"):
-        measure(lambda x: lax.while_loop(lambda x: x[0] > 0, psum, x))
-
-
-def test_loop_without_collectives_needs_none():
-    def fn(x):
-        return psum(lax.while_loop(lambda x: x[0] > 0, lambda x: x - 1, x))
-
-    assert measure(fn).words == PSUM
-
-
-# Functions of functions.
+    return lax.scan(lambda x, _: (scoped(inside, "maybe")(x), None), x, None, length=3)[0]
 
 
 def relu_of_sum(x):
@@ -232,83 +101,159 @@ def custom_vjp(x):
     return fn(x)
 
 
+def twice(fn):
+    return lambda x: fn(fn(x))
+
+
+def both(x):
+    return psum(x), rotate(x)
+
+
+WORDS = {
+    "the worst of two branches": (one_branch_of_two, {}, PSUM),
+    "the best of two branches": (one_branch_of_two, {"conditional": "best"}, 0),
+    "the worst of three": (three_branches, {}, 3 * N),
+    # A period is that of the heavier branch, whichever it is.
+    "a period": (PERIODIC[0], {}, PSUM / 64 + N * 63 / 64),
+    "a period of the other branch": (PERIODIC[1], {}, PSUM / 64 + N * 63 / 64),
+    "a period, best": (PERIODIC[0], {"conditional": "best"}, PSUM / 64 + N * 63 / 64),
+    "a period ends at the branches": (scoped(around(one_branch_of_two), "a.every8"), {}, PSUM / 8),
+    "a period in a period": (
+        scoped(around(scoped(one_branch_of_two, "b.every4")), "a.every8"),
+        {},
+        PSUM / 32,
+    ),
+    **{
+        f"frequencies of {name}": (BALANCE, {"frequencies": {name: (0.5, 0.25, 0.25)}}, N)
+        for name in ("balance", "algorithm", "algorithm/balance")
+    },
+    # They overrule the period.
+    "the first weight is that of false": (MAYBE, {"frequencies": {"balance.every64": (1, 0)}}, 0),
+    "the second is that of true": (MAYBE, {"frequencies": {"balance.every64": (0, 1)}}, PSUM),
+    "the innermost name counts": (
+        lambda x: BALANCE(scoped(three_branches, "algorithm")(x)),
+        {"frequencies": BOTH},
+        N,
+    ),
+    "frequencies in a called function": (
+        scoped(jax.jit(three_branches), "algorithm", "balance"),
+        {"frequencies": {"balance": (0, 1, 0)}},
+        N,
+    ),
+    "a loop": (summed(2, 7), {}, 5 * PSUM),
+    "a loop of arrays": (summed(jnp.int32(0), jnp.int32(5)), {}, 5 * PSUM),
+    "a loop that ends with its bound": (
+        counting(1, 10, lambda i, stop: i <= stop, lambda i: i + 3),
+        {},
+        4 * PSUM,
+    ),
+    "a loop of given bounds": (given_bounds, {}, 5 * PSUM),
+    # Its test is made once more than its body.
+    "a loop of a number that is told": (UNKNOWN, {"frequencies": {"search": 2.5}}, 6 * PSUM),
+    "a loop without collectives": (without_collectives, {}, PSUM),
+    "all of these nested": (nested, {}, 3 * (PSUM + 2 * 3 * N)),
+    "all of these nested, best": (nested, {"conditional": "best"}, 0),
+    "jit": (twice(jax.jit(jax.jit(psum))), {}, 2 * PSUM),
+    "checkpoint": (twice(jax.checkpoint(psum)), {}, 2 * PSUM),
+    "custom_jvp": (twice(custom_jvp), {}, 2 * PSUM),
+    "custom_vjp": (twice(custom_vjp), {}, 2 * PSUM),
+    "a result that nothing uses": (lambda x: both(x)[1], {}, N),
+    "that of a called function": (lambda x: jax.jit(both)(x)[0], {}, PSUM),
+    "that of a branch": (
+        lambda x: lax.cond(x[0] > 0, both, lambda x: (x, x), x)[1],
+        {},
+        N,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_words_of(name):
+    fn, options, words = WORDS[name]
+    assert measure(fn, **options).words == pytest.approx(words)
+
+
+OTHERWISE = [
+    (lambda i, stop: i < stop, lambda i: i * 2),
+    (lambda i, stop: i != stop, lambda i: i + 1),
+    (lambda i, stop: i < stop, lambda i: i - 1),
+    (lambda i, stop: i < stop, lambda i: 1 - i),
+]
+
+
 @pytest.mark.parametrize(
-    "fn",
-    [jax.jit(psum), jax.jit(jax.jit(psum)), jax.checkpoint(psum), custom_jvp, custom_vjp],
-    ids=["jit", "jit in jit", "checkpoint", "custom_jvp", "custom_vjp"],
+    ("fn", "options", "message"),
+    [
+        *((counting(1, 10, *how), {}, "trip count") for how in OTHERWISE),
+        (UNKNOWN, {}, r"frequencies=\{'search': iterations\}"),
+        (lambda x: lax.while_loop(lambda x: x[0] > 0, psum, x), {}, "named_scope"),
+        (psum, {"conditional": "average"}, "'worst' or 'best'"),
+        *(
+            (BALANCE, {"frequencies": frequencies}, message)
+            for frequencies, message in (
+                ({"balance": (0.5, 0.5)}, "3 branches"),
+                ({"balance": (0.5, 0.5, 0.5)}, "sums to 1.5"),
+                ({"balance": (1.5, -0.5, 0)}, ">= 0"),
+                ({"balanced": (1, 0, 0)}, r"balanced.*algorithm/balance \(3 branches\)"),
+                ({"balance": 3}, "loop"),
+                (BOTH, "algorithm"),
+            )
+        ),
+    ],
 )
-def test_a_function_counts_as_often_as_it_is_called(fn):
-    assert words_of(measure(lambda x: fn(fn(x)))) == [PSUM, PSUM]
+def test_what_can_not_be_counted_is_an_error_that_says_what_to_write(fn, options, message):
+    with pytest.raises(ValueError, match=message):
+        measure(fn, **options)
 
 
 def test_what_checkpoint_does_again_counts_again():
     def loss(x):
-        def square(x):
-            with jax.named_scope("square"):
-                return lax.all_gather(jnp.sin(x), "w") ** 2
-
+        square = scoped(lambda x: lax.all_gather(jnp.sin(x), "w") ** 2, "square")
         return jnp.sum(jax.checkpoint(square)(x))
 
-    once, twice = measure(jax.grad(loss)), measure(jax.value_and_grad(loss))
+    once, again = measure(jax.grad(loss)), measure(jax.value_and_grad(loss))
     assert [row.kind for row in once.collectives] == ["all_gather", "reduce_scatter"]
-    assert [row.kind for row in twice.collectives] == ["all_gather"] * 2 + ["reduce_scatter"]
-    assert {row.scope for row in twice.collectives} == {"square"}
+    assert [row.kind for row in again.collectives] == ["all_gather"] * 2 + ["reduce_scatter"]
+    assert {row.scope for row in again.collectives} == {"square"}
 
 
-def test_results_that_nothing_uses_do_not_count():
-    def both(x):
-        return psum(x), rotate(x)
-
-    def choose(x):
-        return lax.cond(x[0] > 0, both, lambda x: (x, x), x)[1]
-
-    assert measure(lambda x: both(x)[1]).words == N
-    assert measure(lambda x: jax.jit(both)(x)[0]).words == PSUM
-    assert measure(choose).words == N
-    assert measure(lambda x: (both(x), x)[1]).words == 0
+EXCHANGE = jax.jit(psum)
 
 
-# Scopes.
+def called_from_several(x):
+    return scoped(twice(EXCHANGE), "b", "c")(scoped(EXCHANGE, "a")(x))
 
 
-def test_function_called_from_several_scopes():
-    exchange = jax.jit(psum)
-    later = scoped(lambda x: exchange(exchange(x)), "b", "c")
-    measured = measure(lambda x: later(scoped(exchange, "a")(x)))
-    assert measured.by_scope() == {"a": PSUM, "b/c": 2 * PSUM}
-    assert measured.by_scope(depth=1) == {"a": PSUM, "b": 2 * PSUM}
+def in_a_loop(name):
+    return scoped(lambda x: lax.scan(lambda x, _: (psum(x), None), x, length=2)[0], "step", name)
 
 
-def test_conditional_in_a_called_function_sees_the_scopes_of_the_call():
-    fn = chosen(jax.jit(three_branches), "balance")
-    assert measure(fn, frequencies={"balance": (0, 1, 0)}).words == N
+@pytest.mark.parametrize(
+    ("fn", "scopes"),
+    [
+        (called_from_several, {"a": PSUM, "b/c": 2 * PSUM}),
+        (jax.value_and_grad(scoped(lambda x: rotate(x * x).sum(), "forward")), {"forward": 2 * N}),
+        (scoped(jax.jit(MAYBE), "step"), {"step/algorithm/balance.every64": PSUM / 64}),
+        *(
+            (in_a_loop(name), {f"step/{name}": 2 * PSUM})
+            for name in ("cond", "body", "scan", "jit(step)", "vmap")
+        ),
+    ],
+)
+def test_scopes_are_those_of_the_program(fn, scopes):
+    assert measure(fn).by_scope() == scopes
 
 
-def test_scopes_survive_differentiation():
-    def loss(x):
-        return lax.ppermute(x * x, "w", [(0, 1), (1, 0)]).sum()
-
-    measured = measure(lambda x: jax.value_and_grad(scoped(loss, "forward"))(x), P=2)
-    assert measured.by_scope() == {"forward": 2 * N}
-
-
-def test_scopes_cross_the_borders_of_functions():
-    fn = scoped(jax.jit(chosen(one_branch_of_two, "again.every64")), "step")
-    assert measure(fn).by_scope() == {"step/algorithm/again.every64": PSUM / 64}
-
-
-@pytest.mark.parametrize("name", ["cond", "body", "scan", "jit(step)", "vmap"])
-def test_a_scope_may_have_the_name_of_a_part_of_a_program(name):
-    fn = chosen(lambda x: lax.scan(lambda x, _: (psum(x), None), x, length=2)[0], name)
-    assert measure(fn).by_scope() == {f"algorithm/{name}": 2 * PSUM}
+def test_scopes_up_to_a_depth():
+    assert measure(called_from_several).by_scope(depth=1) == {"a": PSUM, "b": 2 * PSUM}
 
 
 def test_of_traced_reads_a_whole_step():
     mesh, spec = helpers.abstract_mesh(w=4), PartitionSpec()
-    reduce = jax.shard_map(chosen(psum, "reduce"), mesh=mesh, in_specs=spec, out_specs=spec)
+    reduce = jax.shard_map(scoped(psum, "reduce"), mesh=mesh, in_specs=spec, out_specs=spec)
     step = jax.jit(scoped(lambda x: reduce(2 * x), "step"))
     measured = traffic.of_traced(step.trace(shape()))
-    assert measured.by_scope() == {"step/algorithm/reduce": PSUM}
+    assert measured.by_scope() == {"step/reduce": PSUM}
     assert traffic.of_traced(jax.make_jaxpr(step)(shape())) == measured
     with pytest.raises(TypeError, match=r"`traced` is of type Lowered; .*trace"):
         traffic.of_traced(step.trace(shape()).lower(lowering_platforms=("cpu",)))
