@@ -5,7 +5,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from . import namespaces
@@ -30,6 +30,22 @@ def add_outputs(parser: argparse.ArgumentParser, *, plot: bool = False) -> None:
     parser.add_argument("--json", type=output, metavar="FILE", help="also write the numbers here")
     if plot:
         parser.add_argument("--plot", type=output, metavar="FILE", help="draw them: a PNG")
+
+
+def add_data(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--text`` and ``--images``, of what is learned."""
+    add = parser.add_argument
+    add("--text", type=Path, metavar="FILE", help="plain text; Python's help topics by default")
+    add("--images", type=Path, metavar="DIR", help="IDX files; scikit-learn's digits by default")
+
+
+def check_names(
+    parser: argparse.ArgumentParser, given: Iterable[str] | None, known: Collection[str]
+) -> None:
+    """Ends with one line where ``--only`` has another name than the known ones."""
+    for name in given or ():
+        if name not in known:
+            parser.error(f"--only {name!r} is none of: {'; '.join(known)}")
 
 
 def program(main: Callable[[list[str] | None], int | None]) -> Callable[..., int]:

@@ -9,41 +9,24 @@ import numpy as np
 
 from sparse_collectives import Layout, select
 
+from .._common.contestants import selectors
+
 # Drawn in the plot: what predicts how many entries pass. The others take a fixed number.
-ESTIMATORS = {
-    "threshold_reuse, no servo": "C0:",
-    "gaussian_k": "C3-",
-    "gaussian_k, adjusted": "C3:",
-    "redsync": "C4-",
-    "sidco": "C5-",
-    "dgc": "C2-",
-    # Last, above the others that stay near 1.
-    "threshold_reuse": "C0-",
-}
+ESTIMATORS = ("threshold_reuse, no servo", "gaussian_k", "gaussian_k, adjusted")
+ESTIMATORS += ("redsync", "sidco", "dgc", "threshold_reuse")
 
 
 def contestants(density: float, first_threshold: float) -> dict[str, Any]:
-    """All selectors and the published variants, by name, in the order of the table.
+    """All selectors and the published variants, by name.
 
     The fixed threshold is the k-th magnitude of the first accumulator.
     """
-    return {
-        "topk": select.topk(density=density),
-        "mstopk": select.published.mstopk(density=density),
-        "threshold_reuse": select.threshold_reuse(density=density),
+    published = select.published
+    return selectors(density, first_threshold) | {
         "threshold_reuse, no servo": select.threshold_reuse(density=density, servo=False),
-        "gaussian_k": select.published.gaussian_k(density=density),
-        "gaussian_k, adjusted": select.published.gaussian_k(density=density, adjust=True),
-        "redsync": select.published.redsync(density=density),
-        "sidco": select.published.sidco(density=density),
-        "sidco, gamma": select.published.sidco(density=density, distribution="gamma"),
-        "sidco, pareto": select.published.sidco(density=density, distribution="pareto"),
-        "dgc": select.published.dgc(density=density),
-        "bucketed": select.bucketed(density=density),
-        "layerwise(topk)": select.layerwise(select.topk(density=density)),
-        "adtopk": select.published.adtopk(density=density),
-        "threshold of step 0": select.threshold(density=density, magnitude=first_threshold),
-        "random_k": select.random_k(density=density),
+        "gaussian_k, adjusted": published.gaussian_k(density=density, adjust=True),
+        "sidco, gamma": published.sidco(density=density, distribution="gamma"),
+        "sidco, pareto": published.sidco(density=density, distribution="pareto"),
     }
 
 

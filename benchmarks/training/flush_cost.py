@@ -21,8 +21,7 @@ from jax.sharding import AxisType
 
 import optax_ext
 
-from .._common import options, reports
-from . import _tables
+from .._common import display, options, reports
 from ._data import read_images
 
 WORKERS, BATCH, WIDTH, RATE = 8, 128, 128, 1e-3
@@ -93,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
         trained, *flushed = row["accuracy"]
         shown.append(row | {"trained": trained, "flushed": sum(flushed, [])})
     title = f"test accuracy, %, of each seed after {args.steps} steps at a rate of {RATE:g}"
-    _tables.show(title, "method trained flushed", shown)
+    display.show_fields(title, "method trained flushed", shown)
     content = {"steps": args.steps, "raw": args.raw, "jax": jax.__version__, "rows": rows}
     reports.write(args.json, content)
     return 0

@@ -30,8 +30,7 @@ import numpy as np
 
 from sparse_collectives import Layout, select
 
-from .._common import options, reports
-from . import _tables
+from .._common import display, options, reports
 from ._measures import DENSITIES, SELECTIONS, MissingRows
 from ._recorded_tasks import recorded_runs, recording_parser
 from ._recorded_training import ORDERS, Recorder, Run
@@ -93,21 +92,20 @@ def summary(quality: Quality) -> dict[str, Any]:
 
 def show(report: dict[str, Any]) -> None:
     """Prints the table of a run."""
-    title = (
-        "{run}: n = {size:,}, density {density:.1%}, {steps} steps; validation loss "
-        "{validation_before[loss]:.2f} -> {validation_after[loss]:.2f}, accuracy "
-        "{validation_before[accuracy]:.1%} -> {validation_after[accuracy]:.1%}"
-    )
+    title = "{run}: n = {size:,}, density {density:.1%}, {steps} steps; validation "
+    title = title.format(**report)
+    before, after = (report[f"validation_{when}"] for when in ("before", "after"))
+    title += ", ".join(f"{name} {before[name]:.3f} -> {after[name]:.3f}" for name in before)
     for part in ("first_tenth", "last_quarter"):
+        reach, kurtosis, zeros = (report["shape"][x][part] for x in ("reach", "kurtosis", "zeros"))
         title += (
-            f"\naccumulators, {part}: k-th magnitude {{shape[reach][{part}]:.2f}} standard "
-            "deviations (normal: {normal_quantile:.2f}), "
-            f"kurtosis {{shape[kurtosis][{part}]:.1f}}, zeros {{shape[zeros][{part}]:.1%}}"
+            f"\naccumulators, {part}: k-th magnitude {reach:.2f} standard deviations (normal: "
+            f"{report['normal_quantile']:.2f}), kurtosis {kurtosis:.1f}, zeros {zeros:.1%}"
         )
     fields = "selector passed.first_tenth passed.last_quarter selected.mean selected.last_quarter "
     fields += "selected.last_quarter_range mean_deviation_of_selected overlap.mean overlap.worst "
     rows = [{"selector": name, **row} for name, row in report["selectors"].items()]
-    _tables.show(title.format(**report), f"{fields} captured.mean", rows)
+    display.show_fields(title, f"{fields} captured.mean", rows)
 
 
 def show_missing(rates: dict[str, Any]) -> None:
@@ -120,7 +118,7 @@ def show_missing(rates: dict[str, Any]) -> None:
                     rows.append({"of": f"{selection}, {source}: {name}", "rates": row})
     densities = ", ".join(f"{density:.1%}" for density in DENSITIES)
     title = f"rows without a selected entry, text run, mean over the steps, at {densities}"
-    _tables.show(title, "of rates", rows)
+    display.show_fields(title, "of rates", rows)
 
 
 def self_driven(run: Run, args: argparse.Namespace) -> None:
@@ -138,46 +136,37 @@ def self_driven(run: Run, args: argparse.Namespace) -> None:
         tenths = [np.mean(x) for x in np.array_split(curve.passed, 10)]
         rows.append({"selector": name, "tenths": tenths, "accuracy": curve.after["accuracy"]})
     title = f"images, each selector driving its own run of {steps} steps: passed / k, by tenths"
-    _tables.show(title, "selector tenths accuracy", rows)
+    display.show_fields(title, "selector tenths accuracy", rows)
 
 
 def draw(runs: list[dict[str, Any]], every: int, path: Path) -> None:
     """What passes each estimator's threshold over the steps: the form of Ok-Topk's Figure 6."""
     panels = []
     for report in runs:
-        lines = []
-        for name, style in ESTIMATORS.items():
+        lines = {}
+        for name in ESTIMATORS:
             x = np.maximum(report["series"][name]["passed"], FLOOR)
             # Medians of 100 stretches of the run: single steps would cover each other.
             stretches = np.array_split(np.arange(len(x)), min(100, len(x)))
             steps = [every * np.mean(part) for part in stretches]
-            lines.append((steps, [np.median(x[part]) for part in stretches], style, name))
-        title, y = f"{report['run']}, density {report['density']:.1%}", "passed / k"
-        given = {"title": title, "ylabel": y, "yscale": "log", "xlabel": "step"}
+            lines[name] = steps, [np.median(x[part]) for part in stretches]
+        title = f"{report['run']}, density {report['density']:.1%}"
+        given = {"title": title, "ylabel": "passed / k", "yscale": "log", "xlabel": "step"}
         panels.append(given | {"lines": lines})
-    _tables.draw(path, panels)
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options; exits with status 2 and one line when one of them is wrong."""
-    parser = recording_parser(__doc__, steps=600, batch=16)
-    add = parser.add_argument
-    add("--every", type=options.at_least_one, default=1, help="steps between measurements")
-    add("--workers", type=options.at_least_one, default=4)
-    add(
-        "--learning-rate",
-        choices=ORDERS,
-        default="before",
-        help="before accumulation, without momentum (Ok-Topk), or behind it in SGD with momentum",
-    )
-    add("--self-driven", action="store_true", help="also let estimators drive runs of their own")
-    return parser.parse_args(argv)
+    display.draw(path, panels)
 
 
 @options.program
 def main(argv: list[str] | None = None) -> None:
     """Prints the tables."""
-    args = parse(argv)
+    parser = recording_parser(__doc__, steps=600, batch=16)
+    add = parser.add_argument
+    add("--every", type=options.at_least_one, default=1, help="steps between measurements")
+    add("--workers", type=options.at_least_one, default=4)
+    order = "before accumulation, without momentum (Ok-Topk), or behind it in SGD with momentum"
+    add("--learning-rate", choices=ORDERS, default="before", help=order)
+    add("--self-driven", action="store_true", help="also let estimators drive runs of their own")
+    args = parser.parse_args(argv)
     images, text = recorded_runs(args)
     found = []
     for run in (images, text):
