@@ -39,6 +39,15 @@ def add_data(parser: argparse.ArgumentParser) -> None:
     add("--images", type=Path, metavar="DIR", help="IDX files; scikit-learn's digits by default")
 
 
+def add_links(parser: argparse.ArgumentParser, *, seconds: float) -> None:
+    """Adds what programs over one network of limited links have in common."""
+    add = parser.add_argument
+    add("--link", type=link, nargs="+", default=["100mbit", "1gbit"], metavar="RATE")
+    add("--workers", type=several, default=4, metavar="P")
+    add("--no-pin", action="store_true", help="let processes use all cores")
+    add("--timeout", type=positive, default=seconds, help="seconds for one answer")
+
+
 def check_names(
     parser: argparse.ArgumentParser, given: Iterable[str] | None, known: Collection[str]
 ) -> None:
