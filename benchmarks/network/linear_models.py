@@ -77,8 +77,9 @@ class Worker:
         }
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options."""
+@options.program
+def main(argv: list[str] | None = None) -> None:
+    """Measures, prints, and writes the file that is asked for."""
     made = options.parser_of(__doc__)
     add = made.add_argument
     add("--data", nargs="+", choices=SHAPES, default=["url"], metavar="NAME")
@@ -104,13 +105,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             made.error(f"--exchange {name} is none of --method {args.method}: {', '.join(known)}")
     if args.quick:
         args.data, args.rounds, args.rows, args.batch, args.steps = ["small"], 2, 800, 50, 3
-    return args
-
-
-@options.program
-def main(argv: list[str] | None = None) -> None:
-    """Measures, prints, and writes the file that is asked for."""
-    args = parse(argv)
     all_of(args, args.data, _measured, _show)
 
 

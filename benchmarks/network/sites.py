@@ -90,8 +90,9 @@ class Worker:
         return measured(self.barrier, lambda: self._take(method, steps), steps)
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options."""
+@options.program
+def main(argv: list[str] | None = None) -> None:
+    """Measures, prints, and writes the file that is asked for."""
     made = options.parser_of(__doc__)
     add = made.add_argument
     add("--sites", type=options.several, default=2, metavar="P")
@@ -114,13 +115,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     share = args.sites * args.devices
     if args.batch % share or args.width % args.devices:
         made.error(f"--batch and --width must be multiples of the devices: {share} in all")
-    return args
-
-
-@options.program
-def main(argv: list[str] | None = None) -> None:
-    """Measures, prints, and writes the file that is asked for."""
-    args = parse(argv)
     all_of(args, args.layout, _measured, _show)
 
 
