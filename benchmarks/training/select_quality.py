@@ -7,7 +7,7 @@ characters and a VGG-like network on images. At every step worker 0's accumulato
 gradient) is given to every selector. Each keeps its own state; its selection is only counted and
 compared with the exact top-k, and training does not depend on it. "passed" is what reaches a
 selector's threshold, "selected" what got into its buffer; both are divided by k. "overlap" is the
-share of the exact top-k that was selected, "captured" that of its squared norm.
+share of the exact top-k that was selected.
 
 The accumulators are those of exact top-k: they end sharply just above the k-th magnitude, so a
 threshold that is a little too high lets next to nothing through. Where the learning rate is applied
@@ -22,7 +22,6 @@ the embedding, or a whole bias.
 import argparse
 import sys
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 import jax
@@ -34,8 +33,8 @@ from .._common import display, options, reports
 from ._measures import DENSITIES, SELECTIONS, MissingRows
 from ._recorded_tasks import recorded_runs, recording_parser
 from ._recorded_training import ORDERS, Recorder, Run
-from ._shadows import ESTIMATORS, Quality, Shadows
-from ._unions import last_quarter, parts
+from ._shadows import ESTIMATORS, Shadows
+from ._unions import parts
 
 # Figure 2(b) of ADTopk: an LSTM on WikiText-2, a model of words.
 PAPER = {0.001: 0.96, 0.05: 0.26}
@@ -55,67 +54,40 @@ def record(run: Run, args: argparse.Namespace) -> dict[str, Any]:
         if step % args.every == 0:
             shadows.feed(acc)
         if run.name == "text" and step % spacing == spacing - 1:
-            missing.add(accumulator=np.asarray(acc), gradient=np.asarray(gradient))
+            missing.add(accumulator=np.asarray(acc))
 
     curve = recorder.train(args.steps, order=args.learning_rate, visit=visit)
-    (qualities, shape), training_loss = shadows.series(), parts(curve.losses)
+    qualities, found = shadows.series(), {}
+    for name, quality in qualities.items():
+        found[name] = {field: parts(x) for field, x in quality._asdict().items()}
+        found[name]["overlap"]["worst"] = np.min(quality.overlap)
     report = recorder.description(curve) | {
         "learning_rate": args.learning_rate,
-        "training_loss": [training_loss[x] for x in ("first_tenth", "last_quarter")],
-        "normal_quantile": -NormalDist().inv_cdf(run.density / 2),
-        "shape": {key: parts(x) for key, x in shape._asdict().items()},
-        "selectors": {key: summary(quality) for key, quality in qualities.items()},
-        "series": {
-            key: {field: np.round(x, 5) for field, x in quality._asdict().items()}
-            for key, quality in qualities.items()
-        },
+        "selectors": found,
+        "series": {name: {"passed": np.round(x.passed, 5)} for name, x in qualities.items()},
     }
     if missing.counts:
-        report["missing_rows"] = {
-            source: {selection: missing.rates(source, selection) for selection in SELECTIONS}
-            for source in ("accumulator", "gradient")
-        }
+        rates = {selection: missing.rates("accumulator", selection) for selection in SELECTIONS}
+        report["missing_rows"] = {"accumulator": rates}
     return report
-
-
-def summary(quality: Quality) -> dict[str, Any]:
-    """The numbers of one selector over a run."""
-    numbers: dict[str, Any] = {field: parts(x) for field, x in quality._asdict().items()}
-    for field in ("selected", "passed"):
-        late = last_quarter(getattr(quality, field))
-        numbers[field]["last_quarter_range"] = [np.min(late), np.max(late)]
-    numbers["selected"]["range"] = [np.min(quality.selected), np.max(quality.selected)]
-    numbers["overlap"]["worst"] = np.min(quality.overlap)
-    numbers["mean_deviation_of_selected"] = np.mean(np.abs(quality.selected - 1))
-    return numbers
 
 
 def show(report: dict[str, Any]) -> None:
     """Prints the table of a run."""
     title = "{run}: n = {size:,}, density {density:.1%}, {steps} steps; validation "
-    title = title.format(**report)
     before, after = (report[f"validation_{when}"] for when in ("before", "after"))
-    title += ", ".join(f"{name} {before[name]:.3f} -> {after[name]:.3f}" for name in before)
-    for part in ("first_tenth", "last_quarter"):
-        reach, kurtosis, zeros = (report["shape"][x][part] for x in ("reach", "kurtosis", "zeros"))
-        title += (
-            f"\naccumulators, {part}: k-th magnitude {reach:.2f} standard deviations (normal: "
-            f"{report['normal_quantile']:.2f}), kurtosis {kurtosis:.1f}, zeros {zeros:.1%}"
-        )
-    fields = "selector passed.first_tenth passed.last_quarter selected.mean selected.last_quarter "
-    fields += "selected.last_quarter_range mean_deviation_of_selected overlap.mean overlap.worst "
+    numbers = ", ".join(f"{name} {before[name]:.3f} -> {after[name]:.3f}" for name in before)
+    fields = "selector passed.first_tenth passed.last_quarter selected.mean selected.last_quarter"
     rows = [{"selector": name, **row} for name, row in report["selectors"].items()]
-    display.show_fields(title, f"{fields} captured.mean", rows)
+    fields = f"{fields} overlap.mean overlap.worst"
+    display.show_fields(title.format(**report) + numbers, fields, rows)
 
 
 def show_missing(rates: dict[str, Any]) -> None:
     """Prints the table of missing rows."""
     rows = [{"of": "ADTopk paper, LSTM, WikiText-2", "rates": list(map(PAPER.get, DENSITIES))}]
-    for source, of_source in rates.items():
-        for selection, of_selection in of_source.items():
-            for name, row in of_selection.items():
-                if source == "accumulator" or name in ("all rows", "mean of matrices"):
-                    rows.append({"of": f"{selection}, {source}: {name}", "rates": row})
+    for selection, of_selection in rates.items():
+        rows += [{"of": f"{selection}: {of}", "rates": row} for of, row in of_selection.items()]
     densities = ", ".join(f"{density:.1%}" for density in DENSITIES)
     title = f"rows without a selected entry, text run, mean over the steps, at {densities}"
     display.show_fields(title, "of rates", rows)
@@ -173,7 +145,7 @@ def main(argv: list[str] | None = None) -> None:
         found.append(record(run, args))
         show(found[-1])
         if "missing_rows" in found[-1]:
-            show_missing(found[-1]["missing_rows"])
+            show_missing(found[-1]["missing_rows"]["accumulator"])
     if args.self_driven:
         self_driven(images, args)
     content = {"backend": jax.default_backend(), "every": args.every, "runs": found}
