@@ -26,8 +26,7 @@ def parser_of(doc: str | None, tasks: Iterable[str], default: str) -> argparse.A
     add("--rates", type=options.positive, nargs="+", metavar="RATE", help="peaks")
     add("--only", nargs="+", metavar="NAME", help="of these contestants, and those of --options")
     add("--options", type=option, nargs="+", action="append", default=[], metavar="NAME=VALUE")
-    add("--width", type=options.at_least_one, help="of the model")
-    add("--batch", type=options.at_least_one, help="of all workers")
+    options.add_usual(parser, width=None, batch=(None, "of all workers"))
     add("--plot", type=options.output, metavar="FILE", help="draw the curves: a PNG")
     return parser
 

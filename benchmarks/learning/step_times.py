@@ -57,13 +57,11 @@ def main(argv: list[str] | None = None) -> None:
     parser = options.parser_of(__doc__)
     options.add_links(parser, seconds=600)
     add = parser.add_argument
+    options.add_usual(parser, batch=(8, "of all workers"), width=None, rounds=5)
+    options.add_usual(parser, steps=(10, "of a contestant in a round"))
     add("--group", choices=GROUPS, nargs="+", default=list(GROUPS))
     add("--task", choices=time.WIDTHS, default="text")
     add("--text", type=Path, metavar="FILE", help="plain text; Python's help topics by default")
-    add("--batch", type=options.at_least_one, default=8, help="of all workers")
-    add("--width", type=options.at_least_one, help="of the model")
-    add("--rounds", type=options.at_least_one, default=5)
-    add("--steps", type=options.at_least_one, default=10, help="of a contestant in a round")
     options.add_outputs(parser)
     args = parser.parse_args(argv)
     args.images, args.width = None, args.width or time.WIDTHS[args.task]

@@ -101,11 +101,9 @@ def main(argv: list[str] | None = None) -> None:
     """Trains what is missing, and prints all of it."""
     parser = _lines.parser_of(__doc__, KINDS, "text")
     add = parser.add_argument
-    add("--workers", type=options.several, nargs="+", default=[4, 8, 16, 32], metavar="P")
+    options.add_usual(parser, workers=[4, 8, 16, 32], seeds=3)
+    options.add_usual(parser, share=(1.0, "multiplies every density"), points=8)
     add("--steps", type=options.several, default=2000)
-    add("--seeds", type=options.at_least_one, default=3)
-    add("--share", type=options.positive, default=1.0, help="multiplies every density")
-    add("--points", type=options.at_least_one, default=8, help="of a curve")
     args = parser.parse_args(argv)
     names = list(contestants(args.task, args.share))
     _lines.complete(parser, args, names, functools.partial(neighbour, args.task, args.share))

@@ -184,11 +184,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options."""
     tasks = [name for name, kind in KINDS.items() if kind.optimizer == ADAMW]
     parser = _lines.parser_of(__doc__, tasks, "words")
-    add = parser.add_argument
+    options.add_usual(parser, seconds=(60.0, "of training"), points=12, seeds=1)
     options.add_links(parser, seconds=900)
-    add("--seconds", type=options.positive, default=60.0, help="of training")
-    add("--points", type=options.at_least_one, default=12, help="of a curve")
-    add("--seeds", type=options.at_least_one, default=1)
     args = parser.parse_args(argv)
 
     def neighbour(given: Sequence[Option]) -> tuple[str, Sequence[Option]]:

@@ -97,9 +97,8 @@ def main(argv: list[str] | None = None) -> None:
     """Takes the first steps, and prints the table."""
     parser = options.parser_of(__doc__)
     add = parser.add_argument
+    options.add_usual(parser, workers=8, rounds=1)
     add("--leaves", type=whole_layers, nargs="+", default=[1, 150, 300, 1002])
-    add("--workers", type=options.at_least_one, default=8)
-    add("--rounds", type=options.at_least_one, default=1)
     add("--only", choices=NAMES, help="this one, in this process")
     options.add_outputs(parser)
     args = parser.parse_args(argv)

@@ -197,15 +197,11 @@ def main(argv=None):
     """Measures, prints the table, and writes it as JSON if asked to."""
     parser = options.parser_of(__doc__)
     add = parser.add_argument
-    add("--images", type=options.at_least_one, default=512, help="how many (512)")
-    add("--size", type=options.at_least_one, default=96, help="pixels of a sample (96)")
-    add("--bandwidth", type=options.positive, default=8.0, help="MB/s of the source (8)")
-    add("--latency", type=options.positive, default=2.0, help="ms of each read (2)")
-    add("--batch", type=options.at_least_one, default=32)
-    add("--threads", type=options.at_least_one, default=8, help="batches read at once (8)")
-    add("--rounds", type=options.at_least_one, default=3)
+    options.add_usual(parser, images=(512, "how many"), size=(96, "pixels of a sample"))
+    options.add_usual(parser, bandwidth=(8.0, "MB/s of the source"))
+    options.add_usual(parser, latency=(2.0, "ms of each read"), batch=32)
+    options.add_usual(parser, threads=(8, "batches read at once"), rounds=3, seed=0)
     add("--folder", type=Path, help="on the local disk, for images and caches (the system's)")
-    add("--seed", type=int, default=0)
     # One process of the run.
     add("--process", type=json.loads, help=argparse.SUPPRESS)
     options.add_outputs(parser)

@@ -102,11 +102,8 @@ def main(argv=None):
     """Measures, prints the tables, and writes them as JSON if asked to."""
     parser = options.parser_of(__doc__)
     add = parser.add_argument
-    add("--layers", type=options.at_least_one, default=50)
-    add("--width", type=options.at_least_one, default=512)
+    options.add_usual(parser, layers=50, width=512, rounds=15, seed=0)
     add("--workers", type=options.at_least_one, nargs="+", default=[1, 8, 64])
-    add("--rounds", type=options.at_least_one, default=15)
-    add("--seed", type=int, default=0)
     options.add_outputs(parser)
     args = parser.parse_args(argv)
     params = model(args.layers, args.width, args.seed)

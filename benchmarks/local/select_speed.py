@@ -133,10 +133,8 @@ def main(argv=None):
     """Prints the tables."""
     parser = options.parser_of(__doc__)
     add = parser.add_argument
+    options.add_usual(parser, densities=[0.001, 0.01, 0.1], rounds=9, seed=0)
     add("--sizes", type=power, nargs="+", default=[2**20, 2**22, 2**24, 2**26])
-    add("--densities", type=options.share, nargs="+", default=[0.001, 0.01, 0.1])
-    add("--rounds", type=options.at_least_one, default=9)
-    add("--seed", type=int, default=0)
     options.add_outputs(parser, plot=True)
     args = parser.parse_args(argv)
     rows = []

@@ -85,11 +85,8 @@ def measure(size, density, rounds, seed):
 def main(argv=None):
     """Prints the table."""
     parser = options.parser_of(__doc__)
-    add = parser.add_argument
-    add("--size", type=options.at_least_one, default=14_728_266, help="n (VGG-16)")
-    add("--density", type=options.share, default=0.01)
-    add("--rounds", type=options.at_least_one, default=33, help="at least 33: a whole period")
-    add("--seed", type=int, default=0)
+    options.add_usual(parser, size=(14_728_266, "n (VGG-16)"), density=0.01)
+    options.add_usual(parser, rounds=(33, "at least 33: a whole period"), seed=0)
     options.add_outputs(parser)
     args = parser.parse_args(argv)
     rows = measure(args.size, args.density, args.rounds, args.seed)

@@ -48,20 +48,15 @@ def main(argv: list[str] | None = None) -> int:
     """Measures, prints, and writes the files that are asked for."""
     made = options.parser_of(__doc__)
     add = made.add_argument
-    add("--workers", type=options.several, nargs="+", default=[4], metavar="P")
+    options.add_usual(made, workers=[4], density=0.01, rounds=9, steps=8, seed=0, timeout=900)
+    options.add_usual(made, warmup=(16, "steps before the first turn"))
     add("--link", type=options.link, nargs="+", default=["1gbit"], metavar="RATE")
     add("--params", type=options.at_least_one, nargs="+", metavar="N", help="14.7e6")
-    add("--density", type=options.share, default=0.01)
     add("--methods", nargs="+", choices=METHODS, metavar="NAME", help=", ".join(METHODS))
     add("--shapes", choices=SHAPES, default="vgg", help="of the parameters")
-    add("--rounds", type=options.at_least_one, default=9, help="turns of each method")
-    add("--steps", type=options.at_least_one, default=8, help="of a turn at most")
-    add("--warmup", type=options.at_least_one, default=16, help="steps before the first turn")
     add("--no-pin", action="store_false", dest="pin", help="let processes use all cores")
     parts = "leave out the parts of a step"
     add("--no-breakdown", action="store_false", dest="breakdown", help=parts)
-    add("--seed", type=int, default=0)
-    add("--timeout", type=options.positive, default=900, help="seconds for one answer")
     options.add_outputs(made, plot=True)
     add("--quick", action="store_true", help="a functional test with a tiny n")
     add("--clean", action="store_true", help="remove leftovers of dead runs, and end")

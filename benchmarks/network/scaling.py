@@ -117,9 +117,8 @@ def main(argv: list[str] | None = None) -> None:
     """Predicts or validates, prints, and writes the files that are asked for."""
     parser = options.parser_of(__doc__)
     add = parser.add_argument
+    options.add_usual(parser, density=0.01, workers=WORKERS)
     add("--params", default="14.7M", metavar="N")
-    add("--density", type=options.share, default=0.01)
-    add("--workers", type=options.at_least_one, nargs="+", default=WORKERS, metavar="P")
     add("--codec", choices=("raw", "bf16", "narrow16", "narrow8"), default="raw")
     add("--compute", default="0s", metavar="T", help="forward and backward pass of a worker")
     add("--local", default="cpu", metavar="cpu|FILE", help="of step_cost --json; cpu: planned")

@@ -164,12 +164,10 @@ def main(argv: list[str] | None = None) -> None:
     """Measures, prints, and writes the file that is asked for."""
     parser = options.parser_of(__doc__)
     add = parser.add_argument
+    options.add_usual(parser, workers=WORKERS, params=1_000_000, density=0.01)
+    options.add_usual(parser, sizes=(1, "of messages, in the same section"))
     add("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    add("--workers", type=options.several, nargs="+", default=WORKERS, metavar="P")
-    add("--params", type=options.at_least_one, default=1_000_000, metavar="N")
-    add("--density", type=options.share, default=0.01)
     add("--codec", choices=CODECS, default="raw", help="encoding in the section ok_topk")
-    add("--sizes", type=options.at_least_one, default=1, help="of messages, in the same section")
     options.add_outputs(parser)
     args = parser.parse_args(argv)
     report = {name: getattr(args, name) for name in ("params", "density", "codec")}

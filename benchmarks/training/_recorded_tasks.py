@@ -22,12 +22,8 @@ def recording_parser(
     """A parser with the options of every program that records trainings."""
     parser = options.parser_of(description)
     options.add_data(parser)
-    add = parser.add_argument
-    add("--density-text", type=options.share, default=0.02)
-    add("--density-images", type=options.share, default=0.01)
-    add("--steps", type=options.at_least_one, default=steps, help="of each run")
-    add("--batch", type=options.at_least_one, default=batch, help="of each worker")
-    add("--seed", type=int, default=0)
+    options.add_usual(parser, density_text=0.02, density_images=0.01, steps=steps, seed=0)
+    options.add_usual(parser, batch=(batch, "of each worker"))
     options.add_outputs(parser, plot=plot)
     return parser
 

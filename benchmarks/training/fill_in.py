@@ -106,10 +106,8 @@ def draw(tasks: Sequence[Sequence[dict[str, Any]]], path: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Prints the tables."""
     parser = recording_parser(__doc__, steps=120)
-    add = parser.add_argument
-    add("--workers", type=options.several, nargs="+", default=[16, 32], metavar="P")
-    add("--uniform-size", type=options.at_least_one, default=100_000, help="n, random selections")
-    add("--trials", type=options.several, default=30, help="with random selections")
+    options.add_usual(parser, workers=[16, 32], uniform_size=(100_000, "n, random selections"))
+    options.add_usual(parser, trials=(30, "with random selections"))
     args = parser.parse_args(argv)
     runs = recorded_runs(args)
     tables = [uniform(args.uniform_size, x, args.trials, args.seed) for x in UNIFORM_DENSITIES]

@@ -64,11 +64,10 @@ def main(argv: list[str] | None = None) -> int:
     """Trains, and prints the table."""
     parser = options.parser_of(__doc__)
     add = parser.add_argument
+    options.add_usual(parser, steps=1000, seeds=3)
     add("--images", type=Path, metavar="FOLDER", help="of IDX files; scikit-learn's digits without")
     raw = "pixels from 0 to 1, in place of a mean of 0 and a deviation of 1"
     add("--raw", action="store_true", help=raw)
-    add("--steps", type=options.at_least_one, default=1000)
-    add("--seeds", type=options.at_least_one, default=3)
     add("--json", type=options.output, metavar="FILE", help="also write the numbers here")
     args = parser.parse_args(argv)
     jax.config.update("jax_num_cpu_devices", WORKERS)

@@ -160,11 +160,9 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Prints the tables."""
     parser = recording_parser(__doc__, steps=40)
-    add = parser.add_argument
-    add("--workers", type=options.several, nargs="+", default=[16, 32, 64], metavar="P")
-    add("--every", type=options.at_least_one, default=5, help="steps to a record")
-    add("--period", type=options.at_least_one, default=64, help="records to a repartition")
-    add("--factor", type=options.positive, default=100.0, help="on the layer's gradient")
+    options.add_usual(parser, workers=[16, 32, 64], every=5)
+    options.add_usual(parser, period=(64, "records to a repartition"))
+    options.add_usual(parser, factor=(100.0, "on the gradient of a layer"))
     args = parser.parse_args(argv)
     if args.every > args.steps:
         parser.error(f"--every {args.every} records nothing of {args.steps} steps")

@@ -90,10 +90,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = options.parser_of(__doc__)
     options.add_data(parser)
     add = parser.add_argument
+    options.add_usual(parser, workers=8, steps=2000, seeds=3)
     add("--tasks", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    add("--workers", type=options.at_least_one, default=8, metavar="P")
-    add("--steps", type=options.at_least_one, default=2000)
-    add("--seeds", type=options.at_least_one, default=3)
     options.add_outputs(parser)
     args = parser.parse_args(argv)
     rows = []

@@ -124,14 +124,12 @@ def main(argv: list[str] | None = None) -> None:
     """Prints the table."""
     parser = recording_parser(__doc__, steps=100, plot=False)
     add = parser.add_argument
-    add("--workers", type=options.at_least_one, nargs="+", default=[2, 4, 8, 16])
-    add("--size", type=options.at_least_one, default=12_000, help="n")
-    add("--selected", type=options.at_least_one, default=120, help="k")
+    options.add_usual(parser, workers=[2, 4, 8, 16], every=5)
+    options.add_usual(parser, size=(12_000, "n"), selected=(120, "k"))
     add("--slack", type=float, help="of ok_topk; by default that of the regions")
     add("--inputs", nargs="+", choices=INPUTS, default=INPUTS, metavar="INPUT")
     add("--regions", nargs="+", choices=REGIONS, default=REGIONS[:2])
     add("--recorded", action="store_true", help="selections of two trainings")
-    add("--every", type=options.at_least_one, default=5, help="steps to a record")
     add("--factor", type=float, default=100.0, help="on one layer's gradient")
     args = parser.parse_args(argv)
     rows = []

@@ -133,8 +133,7 @@ def main(argv: list[str] | None = None) -> None:
     """Prints the tables."""
     parser = recording_parser(__doc__, steps=600, batch=16)
     add = parser.add_argument
-    add("--every", type=options.at_least_one, default=1, help="steps between measurements")
-    add("--workers", type=options.at_least_one, default=4)
+    options.add_usual(parser, every=1, workers=4)
     order = "before accumulation, without momentum (Ok-Topk), or behind it in SGD with momentum"
     add("--learning-rate", choices=ORDERS, default="before", help=order)
     add("--self-driven", action="store_true", help="also let estimators drive runs of their own")

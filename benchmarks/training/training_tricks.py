@@ -78,15 +78,10 @@ def main(argv: list[str] | None = None) -> None:
     """Prints the table."""
     parser = options.parser_of(__doc__)
     add = parser.add_argument
+    options.add_usual(parser, density=0.001, workers=16, batch=(8, "of each worker"), hidden=128)
+    options.add_usual(parser, rate=(0.05, "the peak"), max_norm=(4.0, "of the clipping"), seeds=3)
     add("--images", type=Path, metavar="DIR", help="IDX files; default: digits")
-    add("--density", type=options.share, default=0.001)
-    add("--workers", type=options.several, default=16)
     add("--steps", type=options.several, default=1000)
-    add("--batch", type=options.at_least_one, default=8, help="of each worker")
-    add("--hidden", type=options.at_least_one, default=128)
-    add("--rate", type=options.positive, default=0.05, help="the peak")
-    add("--max-norm", type=options.positive, default=4.0, help="of the clipping")
-    add("--seeds", type=options.at_least_one, default=3)
     add("--only", nargs="+", metavar="NAME", help="of these variants")
     options.add_outputs(parser)
     args = parser.parse_args(argv)
