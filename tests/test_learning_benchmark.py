@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from benchmarks.learning import _clock, _over_links, _tasks, step_times, steps, time
-from benchmarks.learning._contestants import DENSE, contestants
+from benchmarks.learning import _clock, _contestants, _tasks, step_times, steps, time
+from benchmarks.learning._contestants import AXIS, DENSE, NOTHING, contestants
 from benchmarks.training._recorded_training import schedule
 from benchmarks.training._simulated_training import Curve
 from benchmarks.training._small_tasks import word_task
@@ -85,7 +85,6 @@ def test_runs_of_steps_are_kept_and_not_made_again(tmp_path, text, of_steps, cap
         f"{name} at {rate}" for name in (DENSE, "sparse_adamw") for rate in (0.01, 0.05, 0.05)
     ]
     assert "sparse_adamw    2  0.05      2" in table
-    assert "% of the loss" in table
     # A line that was cut off is made again, and no other.
     lines = runs.read_text().splitlines(keepends=True)
     assert [json.loads(line)["seed"] for line in lines] == [0, 0, 1] * 2
@@ -93,10 +92,8 @@ def test_runs_of_steps_are_kept_and_not_made_again(tmp_path, text, of_steps, cap
     assert steps.main(arguments) == 0
     assert capsys.readouterr().out == table
     assert len(of_steps) == 7
-    # It is still a file of whole lines.
     assert steps.main([*arguments, "--show"]) == 0
     assert capsys.readouterr().out == table
-    assert len(of_steps) == 7
 
 
 def test_runs_over_links_are_kept_and_not_made_again(tmp_path, of_seconds, capsys):
@@ -119,13 +116,9 @@ def test_runs_over_links_are_kept_and_not_made_again(tmp_path, of_seconds, capsy
     assert line.split()[2:] == ["0.01", "2", "2.005", "0.007", "-33.28", "6.7", "s", "100.0",
                                 "100.0", "-", "150.0", "0.500", "100"]  # fmt: skip
     assert figure.read_bytes().startswith(b"\x89PNG")
-    lines = runs.read_text().splitlines(keepends=True)
-    runs.write_text("".join(lines[:-1]))
     assert time.main(arguments) == 0
     assert capsys.readouterr().out == table
-    assert len(of_seconds) == len(lines) + 1
-    assert time.main([*arguments, "--show"]) == 0
-    assert capsys.readouterr().out == table
+    assert len(of_seconds) == 12
 
 
 def test_neighbours_are_contestants_with_a_name_of_their_own(tmp_path, text, of_steps, capsys):
@@ -145,7 +138,7 @@ def test_neighbours_are_contestants_with_a_name_of_their_own(tmp_path, text, of_
     assert f"{name}    2  0.05      2" in capsys.readouterr().out
 
 
-def test_a_dense_run_is_the_same_for_every_share(tmp_path, text, of_steps, capsys):
+def test_a_dense_run_is_the_same_for_every_share(tmp_path, text, of_steps):
     arguments = [*SMALL, *text, "--runs", str(tmp_path / "runs"), "--rates", "0.05"]
     arguments += ["--seeds", "1", "--only", DENSE, "ok_topk before AdamW"]
     assert steps.main(arguments) == 0
@@ -156,48 +149,41 @@ def test_a_dense_run_is_the_same_for_every_share(tmp_path, text, of_steps, capsy
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{}\n{}\n", "line 1 is no run of this program: no 'task'"),
-        ("[1]\n[1]\n", "line 1 is no run of this program"),
-        ("x\n{}\n", "line 1 is no JSON"),
+        (b"{}\n{}\n", "line 1 is no run of this program: no 'task'"),
+        (b"x\n{}\n", "line 1 is no JSON"),
         (b"\xff\n", "cannot read"),
     ],
 )
 def test_another_file_is_one_line(tmp_path, content, message, capsys):
     path = tmp_path / "runs"
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    path.write_bytes(content)
     assert message in refused(steps.main, ["--runs", str(path), "--show"], capsys)
 
 
 @pytest.mark.slow
-def test_a_run_learns(text, capsys):
-    arguments = [*SMALL, *text, "--only", "sparse_adamw", "--rates", "0.05", "--seeds", "1"]
-    assert steps.main([*arguments, "--steps", "40"]) == 0
-    line = capsys.readouterr().out.splitlines()[-1].split()
-    assert line[:4] == ["sparse_adamw", "2", "0.05", "1"]
-    # From log(29), about 3.4.
-    assert float(line[4]) < 2.9
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("task", ["lstm", "words", "images-adamw"])
-def test_each_task_learns(task, capsys):
+@pytest.mark.parametrize("task", ["text", "lstm", "words", "images-adamw"])
+def test_each_task_learns(task, text, capsys):
     arguments = ["--task", task, "--workers", "2", "--points", "2", "--batch", "8", "--steps", "60"]
     if task != "images-adamw":
         arguments += ["--width", "8"]
-    assert steps.main([*arguments, "--only", DENSE, "--rates", "0.02", "--seeds", "1"]) == 0
+    name = DENSE
+    if task == "text":
+        arguments, name = [*arguments, *text], "sparse_adamw"
+    assert steps.main([*arguments, "--only", name, "--rates", "0.02", "--seeds", "1"]) == 0
     value = float(capsys.readouterr().out.splitlines()[-1].split()[4])
-    # From the logarithms of the alphabet and of the vocabulary, and of a tenth right.
-    assert {"lstm": value < 3.8, "words": value < 7, "images-adamw": value > 50}[task]
+    # From the logarithms of the alphabet (29 in the short text) and of the vocabulary, and of a
+    # tenth right.
+    least = {"text": 2.9, "lstm": 3.8, "words": 7}
+    assert value > 50 if task == "images-adamw" else value < least[task]
 
 
-def test_contestants_train_on_all_tasks():
+def test_every_contestant_can_be_made():
     for task in _tasks.KINDS:
         for make in contestants(task, share=0.5).values():
-            variant = make(0.1, 10)
-            assert callable(variant.exchange.update)
-            assert callable(variant.optimizer.update)
-    for make in _over_links.contestants().values():
-        assert callable(make(lambda count: 0.1).update)
+            assert callable(make(0.1, 10).exchange.update)
+    for group in _contestants.over_links().values():
+        for make in group.values():
+            assert callable(make(lambda count: 0.1).update)
 
 
 # The clock of seconds.
@@ -235,12 +221,6 @@ def test_steps_take_the_budget_and_no_more(guess, drift):
     assert seen[0] == 0
     assert 0.99 < seen[-1] < 1
     assert np.abs(np.diff(seen)).max() < 0.02
-
-
-def test_one_step_is_taken_however_long_it_is():
-    curve = _clock.spend(1.0, 3, 0.2, lambda shares: 5.0 * len(shares), lambda: 0.0)
-    assert curve.steps == [0, 2, 2, 2]
-    assert curve.seconds == [0, 10, 10, 10]
 
 
 def test_pytorch_has_the_same_networks():
@@ -284,7 +264,7 @@ def answering(times):
 
 
 def test_a_round_is_as_slow_as_its_slowest_worker(monkeypatch, capsys, tmp_path):
-    times = {name: [8.0, 8.0] for name in _over_links.in_buckets()}
+    times = {name: [8.0, 8.0] for name in step_times.GROUPS["buckets"]}
     times |= {"nothing exchanged": [2.0, 4.0], "dense, 4 buckets": [5.0, 10.0]}
     hosts, group_of = answering(times)
     without_links(monkeypatch, step_times, hosts, group_of)
@@ -302,36 +282,12 @@ def test_a_round_is_as_slow_as_its_slowest_worker(monkeypatch, capsys, tmp_path)
 
 def test_what_exchanges_nothing_computes_all_of_the_gradient():
     tree = {"a": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(4)}
-    tx = _over_links.in_buckets()[_over_links.NOTHING](lambda count: 0.1)
+    tx = _contestants.over_links()["buckets"][NOTHING](lambda count: 0.1)
 
     def step(scale):
         update, _ = tx.update(jax.tree.map(lambda x: scale * x, tree), tx.init(tree), tree)
         return update
 
-    update = sc.simulate(step, axis=_over_links.AXIS, axis_size=3)(jnp.arange(3.0))
+    update = sc.simulate(step, axis=AXIS, axis_size=3)(jnp.arange(3.0))
     assert jax.tree.map(jnp.shape, update) == {"a": (3, 2, 3), "b": (3, 4)}
     assert all((np.asarray(leaf) == np.asarray(leaf)[0]).all() for leaf in jax.tree.leaves(update))
-
-
-def test_the_norms_are_the_same_whoever_computes_them():
-    rng = np.random.default_rng(0)
-    # One of them so large that it is cut into slices.
-    shapes = {"a": (200, 130), "b": (7,), "c": (3, 5)}
-    params, gradients = (
-        {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
-        for _ in range(2)
-    )
-
-    def update_of(make):
-        tx = make(lambda count: 0.1)
-
-        def step(gradients):
-            return tx.update(gradients, tx.init(params), params)[0]
-
-        run = sc.simulate(step, axis=_over_links.AXIS, axis_size=3, in_axes=None)
-        return run(gradients)
-
-    expected, *others = (update_of(make) for make in _over_links.with_norms().values())
-    for found in others:
-        for name in shapes:
-            np.testing.assert_allclose(found[name], expected[name], rtol=2e-5, atol=1e-7)

@@ -31,7 +31,7 @@ def found(points, local=(), links=()):
     return {"points": list(points), "local": list(local), "links": list(links)}
 
 
-@pytest.mark.parametrize("size", [1, 100, 12_345, 10**6, 14_700_000, 27_600_000])
+@pytest.mark.parametrize("size", [1, 12_345, 14_700_000])
 @pytest.mark.parametrize("shapes", ["vgg", "lstm", "flat"])
 def test_shapes_have_exactly_the_entries_asked_for(shapes, size):
     made = _problem.SHAPES[shapes](size)
@@ -41,29 +41,14 @@ def test_shapes_have_exactly_the_entries_asked_for(shapes, size):
         assert sum(shape[0] for shape in made if len(shape) == 1) < 0.01 * size
 
 
-def test_gradients_are_the_same_again_and_differ_between_workers_and_turns():
-    gradients = _problem.gradients
-    first, again, other = (gradients([(3, 4), (5,)], host, 0) for host in (0, 0, 1))
-    assert [leaf.shape for leaf in first[0]] == [(3, 4), (5,)]
-    assert all((a == b).all() for a, b in zip(first[2], again[2]))
-    assert not (first[0][0] == first[1][0]).any()
-    assert not (first[0][0] == other[0][0]).any()
-
-
 def test_batches_have_the_baseline_and_every_method_once_and_fit():
     names = ["dense", "ok_topk", "topk_a", "gtopk", "ddp"]
     assert _session.batches(names, 1000, 4, available=1e12) == [names]
-    alone = _session.batches(names, 1000, 4, available=1e12, torch_alone=True)
-    assert alone == [["dense", "ok_topk", "topk_a", "gtopk"], ["dense", "ddp"]]
     # 4 processes with 8 + 2 buffers of 400 MB and their libraries; another has no room.
     two = _session.batches(["ok_topk", "dense", "topk_a"], 10**8, 4, available=4 * 4.5e9)
     assert two == [["dense", "ok_topk"], ["dense", "topk_a"]]
     with pytest.raises(WorkerError, match="use fewer --workers or --params"):
         _session.batches(names, 10**8, 4, available=1e9)
-
-
-def test_ratios_are_of_the_same_round():
-    assert _report.ratios(point()) == [2.0, 4.0, 1.0]
 
 
 def test_predicted_bytes_are_of_the_steps_if_these_say_and_else_of_the_program():
@@ -74,6 +59,7 @@ def test_predicted_bytes_are_of_the_steps_if_these_say_and_else_of_the_program()
 
 
 def test_the_parts_of_a_step_add_up():
+    assert _report.ratios(point()) == [2.0, 4.0, 1.0]
     alone = {"workers": 4, "params": 1000, "cpu_seconds": [0.0]}
     local = [alone | {"method": "dense/leaves", "seconds": [0.5]}]
     local += [alone | {"method": "ok_topk", "seconds": [1.5]}]

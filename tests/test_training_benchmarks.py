@@ -5,12 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.local import (
-    partitioned_norms,
-    select_speed,
-    state_memory,
-    step_cost,
-)
+from benchmarks.local import partitioned_norms, select_speed, state_memory, step_cost
 from benchmarks.network import traffic
 from benchmarks.training import (
     _measures,
@@ -39,23 +34,11 @@ def layout():
 
 
 @pytest.mark.parametrize(
-    ("selected", "expected"), [([1, 4, 6, 9], 1), ([0, 4, 9, 10, 10], 0.5), ([], 0)]
-)
-def test_overlap(selected, expected):
-    exact = np.array([1, 4, 6, 9])
-    assert _measures.overlap(np.array(selected, int), exact) == expected
-
-
-@pytest.mark.parametrize(
     ("selected", "missing"),
     [
-        ([], [2, 3, 1]),
         ([0, 2], [1, 3, 1]),
-        ([0, 5], [0, 3, 1]),
         # Entries 6 and 9 are of the first column, 11 is of the last.
         ([6, 9, 11], [2, 1, 1]),
-        ([13], [2, 3, 0]),
-        (range(16), [0, 0, 0]),
         # Padding.
         ([16, 16], [2, 3, 1]),
     ],
@@ -81,18 +64,9 @@ def test_growth_counts_distinct_indices_and_no_padding():
     assert growth(selections, 10).tolist() == [3, 4, 4, 6]
 
 
-def test_a_row_of_uniform_selections():
-    # Two of 4 by 2 workers: 4 (1 - 1/4) = 3 distinct ones.
-    row = _unions.uniform_row(np.array([2, 4, 3, 4]), 4, 2, 2)
-    assert row["expected"] == pytest.approx(3)
-    assert row["mean"] == pytest.approx(3.25)
-    assert row["standard_error"] == pytest.approx(0.5 * np.sqrt(11 / 12))
-    assert row["errors_off"] == pytest.approx(0.25 / row["standard_error"])
-
-
 def test_uniform_selections_are_near_the_formula():
     rows = _unions.uniform(2000, 0.02, trials=20, seed=1)["rows"]
-    assert [row["workers"] for row in rows] == [2, 4, 8, 16, 32, 64]
+    assert rows[0]["expected"] == pytest.approx(2000 * (1 - 0.98**2))
     assert all(abs(row["errors_off"]) < 5 for row in rows)
 
 
@@ -113,18 +87,11 @@ def test_predictions_of_unions_that_follow_the_model():
         for p in (4, 8)
     ]
     table = _unions.predictions(reports)
-    assert table["workers"] == 8
     assert table["measured"] == growth[-1]
     assert list(table["same_run"]) == [2, 4]
-    assert list(table["other_runs"]) == list(table["other_runs_by_step"]) == [4]
     kinds = ("same_run", "other_runs", "other_runs_by_step")
     for predicted in (x for kind in kinds for x in table[kind].values()):
         assert predicted == pytest.approx(growth[-1])
-
-
-def test_parts_of_a_run():
-    parts = _unions.parts(np.arange(20.0))
-    assert parts == {"mean": 9.5, "first_tenth": 0.5, "last_quarter": 17}
 
 
 def test_received_leaves_out_what_a_worker_keeps():
@@ -134,18 +101,12 @@ def test_received_leaves_out_what_a_worker_keeps():
     assert _replay.received(selections, boundaries).tolist() == [2, 1, 1]
 
 
-# A region may be empty, or have no width.
-@pytest.mark.parametrize(
-    ("boundaries", "expected"), [([0, 4, 6, 10], [2, 1, 1]), ([0, 4, 4, 10], [2, 0, 2])]
-)
-def test_owned(boundaries, expected):
+def test_the_entries_of_each_owner_and_how_uneven_they_are():
     indices = np.array([[9, 10, 0], [4, 3, 10]])
-    assert _replay.owned(indices, np.array(boundaries)).tolist() == expected
-
-
-@pytest.mark.parametrize(("counts", "expected"), [([2, 2, 2], 1), ([6, 0, 0], 3), ([0, 0], 1)])
-def test_unevenness(counts, expected):
-    assert _replay.unevenness(np.array(counts)) == expected
+    # A region may have no width.
+    assert _replay.owned(indices, np.array([0, 4, 4, 10])).tolist() == [2, 0, 2]
+    assert _replay.unevenness(np.array([6, 0, 0])) == 3
+    assert _replay.unevenness(np.array([0, 0])) == 1
 
 
 def test_concentration():
@@ -176,13 +137,12 @@ def test_gaps_are_to_the_dense_run_of_the_same_seed():
 
 
 @pytest.mark.slow
-def test_hashed_regions_lose_nothing_where_each_worker_has_its_own(tmp_path, capsys):
+def test_hashed_regions_lose_nothing_where_each_worker_has_its_own(tmp_path):
     kept = tmp_path / "rows.json"
     small = ["--workers", "4", "--steps", "4", "--size", "800", "--selected", "80"]
     assert regions.main([*small, "--inputs", "own region", "--json", str(kept)]) == 0
     rows = {row["regions"]: row for row in json.loads(kept.read_text())["rows"]}
     assert rows["hashed"]["missing"] < 0.1 < rows["balanced"]["missing"]
-    assert len(capsys.readouterr().out.splitlines()) == 3
 
 
 @pytest.mark.slow
@@ -194,10 +154,7 @@ def test_convergence_in_small(tmp_path, capsys):
     assert convergence.main([*small, *batches, "--only", *names, "--json", str(kept)]) == 0
     printed = capsys.readouterr().out
     reports = json.loads(kept.read_text())
-    assert [(entry["task"], entry["variant"]) for entry in reports] == [
-        *(("images", name) for name in names[:3]),
-        *(("text", name) for name in (*names[:2], names[3])),
-    ]
+    assert len(reports) == 6
     for entry in reports:
         (curve,) = entry["curves"]
         assert curve["steps"] == [0, 2, 4]
@@ -210,17 +167,14 @@ def test_convergence_in_small(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_tricks_in_small(tmp_path, capsys):
+def test_tricks_in_small(tmp_path):
     kept = tmp_path / "kept.json"
     names = ["dense", "top-k", "correction, masking", "all, density warm-up"]
     small = ["--steps", "6", "--seeds", "2", "--workers", "2", "--only", *names]
     assert training_tricks.main([*small, "--json", str(kept)]) == 0
     curves = json.loads(kept.read_text())["curves"]
     assert list(curves) == names
-    assert all(len(runs) == 2 for runs in curves.values())
     assert all(np.isfinite(run["losses"]).all() for runs in curves.values() for run in runs)
-    printed = capsys.readouterr().out
-    assert all(name in printed for name in curves)
 
 
 # Programs of which nothing else is run in the tests. `compile_time` takes a Python of its own.
@@ -230,7 +184,7 @@ SMALL = [
     (partitioned_norms, "--layers 2 --width 8 --workers 2 --rounds 2"),
     (select_speed, "--sizes 4096 --densities 0.05 --rounds 2"),
     (state_memory, "--layers 2 --width 32"),
-    (step_cost, "--size 4096 --density 0.05 --rounds 33 --leaves 3"),
+    (step_cost, "--size 4096 --density 0.05 --rounds 3"),
     (traffic, "--sections algorithms --workers 2 3 --params 4096 --density 0.05"),
 ]
 

@@ -1,6 +1,7 @@
 """Tables as text, and figures in files, without a window or a state of the program."""
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,21 @@ def show(title: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> Non
     print(f"\n{table(title, head, lines)}", flush=True)
 
 
+def show_fields(title: str, fields: str, rows: Iterable[dict[str, Any]]) -> None:
+    """Prints rows of a report, with a column for each of ``fields``.
+
+    These have spaces between them; ``union.mean`` is a field in a field.
+    """
+    names = fields.split()
+
+    def cell(row: Any, name: str) -> str:
+        value = functools.reduce(lambda inner, key: inner[key], name.split("."), row)
+        few = value if isinstance(value, list) else [value]
+        return ", ".join("-" if x is None else x if isinstance(x, str) else f"{x:.6g}" for x in few)
+
+    show(title, names, [[cell(row, name) for name in names] for row in rows])
+
+
 def panels(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
     """A figure of that size in inches and its axes, ``[rows, columns]``.
 
@@ -38,18 +54,25 @@ def panels(rows: int, columns: int, size: tuple[float, float], **options: Any) -
     return figure, np.asarray(figure.subplots(rows, columns, squeeze=False, **options))
 
 
-def curves(
-    axes: Any, lines: Mapping[str, Sequence[tuple[Any, Any]]], legend: Any = None, **labels: Any
-) -> None:
-    """Draws lines through points, each in a style of its own; ``labels`` are those of the axes."""
-    for i, (name, points) in enumerate(lines.items()):
-        # There are ten colours.
-        style = {"color": f"C{i % 10}", "linestyle": ("-", "--", ":")[i // 10 % 3], "marker": "."}
-        axes.plot(*zip(*points, strict=True), label=name, **style)
-    axes.set(**labels)
-    axes.grid(True, alpha=0.25)
-    if legend is not None:
-        axes.legend(fontsize=7, **legend)
+def draw(path: Path, *rows: Sequence[dict[str, Any]], title: str = "") -> None:
+    """Rows of panels as a PNG.
+
+    A panel has ``lines``, by name (x, y) or (x, y, style), and what ``Axes.set`` takes; with
+    ``workers`` powers of two are to the right, and the scales are logarithmic.
+    """
+    figure, axes = panels(len(rows), len(rows[0]), (5.5 * len(rows[0]), 4.5 * len(rows)))
+    for axis, panel in zip(axes.flat, (panel for row in rows for panel in row), strict=True):
+        lines, workers = panel.pop("lines"), panel.pop("workers", False)
+        for i, (name, (x, y, *style)) in enumerate(lines.items()):
+            # There are ten colours.
+            usual = f"C{i % 10}{('.-', '.--', '.:')[i // 10 % 3]}"
+            axis.plot(x, y, *(style or [usual]), label=name, linewidth=1.3)
+        axis.set(**panel)
+        axis.grid(True, alpha=0.25)
+        axis.legend(fontsize=7)
+        if workers:
+            logarithmic(axis)
+    save(figure, path, title)
 
 
 def logarithmic(axes: Any) -> None:

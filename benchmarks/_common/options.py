@@ -5,8 +5,9 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
+from typing import Any
 
 from . import namespaces
 from .processes import Interrupted
@@ -30,6 +31,43 @@ def add_outputs(parser: argparse.ArgumentParser, *, plot: bool = False) -> None:
     parser.add_argument("--json", type=output, metavar="FILE", help="also write the numbers here")
     if plot:
         parser.add_argument("--plot", type=output, metavar="FILE", help="draw them: a PNG")
+
+
+def add_usual(parser: argparse.ArgumentParser, **given: Any) -> None:
+    """Adds options whose type their name tells, each with its default, or with (default, help).
+
+    Several values where the default is a list; by default a whole number of at least one.
+    """
+    for name, value in given.items():
+        default, text = value if isinstance(value, tuple) else (value, _HELP.get(name))
+        more = {"type": _TYPES.get(name, at_least_one), "default": default, "help": text}
+        more |= {"nargs": "+"} if isinstance(default, list) else {}
+        parser.add_argument(f"--{name.replace('_', '-')}", **more)
+
+
+def add_data(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--text`` and ``--images``, of what is learned."""
+    add = parser.add_argument
+    add("--text", type=Path, metavar="FILE", help="plain text; Python's help topics by default")
+    add("--images", type=Path, metavar="DIR", help="IDX files; scikit-learn's digits by default")
+
+
+def add_links(parser: argparse.ArgumentParser, *, seconds: float) -> None:
+    """Adds what programs over one network of limited links have in common."""
+    add = parser.add_argument
+    add("--link", type=link, nargs="+", default=["100mbit", "1gbit"], metavar="RATE")
+    add("--workers", type=several, default=4, metavar="P")
+    add("--no-pin", action="store_true", help="let processes use all cores")
+    add("--timeout", type=positive, default=seconds, help="seconds for one answer")
+
+
+def check_names(
+    parser: argparse.ArgumentParser, given: Iterable[str] | None, known: Collection[str]
+) -> None:
+    """Ends with one line where ``--only`` has another name than the known ones."""
+    for name in given or ():
+        if name not in known:
+            parser.error(f"--only {name!r} is none of: {'; '.join(known)}")
 
 
 def program(main: Callable[[list[str] | None], int | None]) -> Callable[..., int]:
@@ -122,3 +160,13 @@ def progress(text: str, *, last: bool = False) -> None:
     """Says on a terminal how far a run is."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="\n" if last else "\r", file=sys.stderr, flush=True)
+
+
+_TYPES: dict[str, Callable[[str], Any]] = {"seed": int}
+_TYPES |= dict.fromkeys(("density", "densities", "density_text", "density_images"), share)
+_TYPES |= dict.fromkeys(("rate", "factor", "max_norm", "bandwidth", "latency"), positive)
+_TYPES |= dict.fromkeys(("timeout", "regularisation", "share", "seconds"), positive)
+_TYPES |= dict.fromkeys(("sites", "trials", "workers"), several)
+_HELP = {"density": "k / n", "every": "steps to a record", "points": "of a curve"}
+_HELP |= {"rounds": "turns of each contestant", "timeout": "seconds for one answer"}
+_HELP |= {"steps": "of each run, or turn", "width": "of the model"}

@@ -62,38 +62,33 @@ def number(least: float = -math.inf, most: float = math.inf, *, nan: bool = Fals
             return False
         return least <= value <= most if math.isfinite(value) else nan
 
-    return lambda value: None if fits(value) else f"a number{_range(least, most)}"
+    return _check(fits, f"a number{_range(least, most)}")
 
 
 def whole(least: int, most: int = 2**31 - 1) -> Check:
     """A whole number in ``[least, most]``."""
 
-    def check(value: Any) -> str | None:
-        fits = isinstance(value, int) and _is_number(value) and least <= value <= most
-        return None if fits else f"a whole number{_range(least, most)}"
+    def fits(value: Any) -> bool:
+        return isinstance(value, int) and _is_number(value) and least <= value <= most
 
-    return check
+    return _check(fits, f"a whole number{_range(least, most)}")
 
 
 def text(*choices: str) -> Check:
     """A string, one of the choices where there are any."""
     expected = f"one of {', '.join(map(repr, choices))}" if choices else "a string"
-
-    def check(value: Any) -> str | None:
-        fits = isinstance(value, str) and (not choices or value in choices)
-        return None if fits else expected
-
-    return check
+    return _check(
+        lambda value: isinstance(value, str) and (not choices or value in choices), expected
+    )
 
 
 def optional(pattern: Check) -> Check:
     """The same or null."""
+    return lambda value: None if value is None else pattern(value)
 
-    def check(value: Any) -> str | None:
-        expected = None if value is None else pattern(value)
-        return expected and f"{expected} or null"
 
-    return check
+def _check(fits: Callable[[Any], bool], expected: str) -> Check:
+    return lambda value: None if fits(value) else expected
 
 
 def _complaint(value: Any, pattern: Pattern, where: str) -> str | None:
@@ -115,15 +110,10 @@ def _complaint(value: Any, pattern: Pattern, where: str) -> str | None:
     else:
         expected = pattern(value)
     if expected:
-        return f"{where or 'it'} must be {expected}, got {_shown(value)}"
+        shown = json.dumps(value)
+        shown = shown if len(shown) <= _SHOWN else f"{shown[: _SHOWN - 3]}..."
+        return f"{where or 'it'} must be {expected}, got {shown}"
     return next(filter(None, (_complaint(*part) for part in parts)), None)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, list | dict):
-        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
-    shown = json.dumps(value)
-    return shown if len(shown) <= _SHOWN else f"{shown[: _SHOWN - 3]}..."
 
 
 def _is_number(value: Any) -> bool:

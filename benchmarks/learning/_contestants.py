@@ -1,20 +1,32 @@
-"""The ways to train over simulated workers, each as a function of the rate and length of a run."""
+"""The ways to train: over simulated workers of a rate and a length, over links of a rate.
 
-from collections.abc import Callable
+A neighbour of a default is the whole optimizer of a task with other options, by name.
+"""
+
+import argparse
+import functools
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import optax
 
-from .._common.contestants import DECAY, Contestant, find
+import optax_ext
+import sparse_collectives as sc
+
+from .._common.contestants import DECAY, Contestant, find, optimizer
 from ..training._recorded_training import MOMENTUM, schedule
 from ..training._simulated_training import AXIS, Variant, exact_top_k
 from ._tasks import ADAMW, KINDS
 
-DENSE = "dense"
+DENSE, NOTHING = "dense", "nothing exchanged"
 # What the sparse ones are measured by: the words of ``ok_topk`` at 1 %.
 DENSITY = 0.01
 Train = Callable[[float, int], Variant]
-# Which contestant each is, the dense one first.
+Make = Callable[[optax.Schedule], optax.GradientTransformation]
+Option = tuple[str, Any]
+# Which contestant each is, the dense one first: over simulated workers,
 _ADAMW = {
     DENSE: "dense/leaves",
     "ok_topk before AdamW": "ok_topk",
@@ -30,39 +42,136 @@ _ADAMW = {
 }
 _SGD = {DENSE: "dense/leaves", "ok_topk before SGD": "ok_topk"}
 _SGD |= {name: name for name in ("ok_topk_sgd", "sparse_sgd", "sparse_sgd, ok_topk")}
+# over links,
+_LINKS = {DENSE: "dense", "dense, float16": "dense16", "sparse_adamw": "sparse_adamw"}
+_LINKS |= {"ok_topk before AdamW": "ok_topk/reuse"}
+for _low_rank in ("powersgd", "acp_sgd"):
+    _LINKS |= {f"{_low_rank}({rank}) before AdamW": f"{_low_rank}{rank}" for rank in (1, 2, 4)}
+# exchanges that may begin before the gradient is whole, beside those that may not,
+_BUCKETS = {DENSE: "dense", NOTHING: "nothing"}
+_BUCKETS |= {f"dense, {count} buckets": f"dense/buckets{count}" for count in (2, 4, 8)}
+_BUCKETS |= {"dense, each leaf": "dense/leaves", "ok_topk": "ok_topk/reuse"}
+_BUCKETS |= {f"ok_topk, {count} buckets": f"ok_topk/reuse/buckets{count}" for count in (2, 4)}
+# and LAMB behind a dense exchange, by who computes the norms of the layers.
+_NORMS = {name: name for name in ("lamb, every worker", "lamb, slices", "lamb, layers")}
+# Those of PyTorch, in front of its AdamW; see `_torch_trainer`.
+TORCH = {"PyTorch, dense": "ddp", "PyTorch, float16": "ddp/fp16"}
+TORCH |= {f"PyTorch, PowerSGD({rank})": f"ddp/powersgd{rank}" for rank in (1, 2, 4)}
+# Arguments of the optimizers that are numbers; those of `residual`; and what makes others of one.
+_NUMBERS = ("density", "b2", "eps", "weight_decay", "gain", "limit", "dense_steps")
+_OF_RESIDUAL = ("step_ahead", "decay")
+_MADE = {
+    "bits": ("allreduce", lambda bits: sc.allreduce.agreed(bits=bits)),
+    "momentum": ("correction", optax_ext.momentum_correction),
+    "dense_below": ("dense_leaves", lambda size: optax_ext.small_leaves(min_size=size)),
+}
 
 
 def contestants(task: str, share: float = 1.0) -> dict[str, Train]:
-    """By name; every density is multiplied by the share."""
-    with_adamw = KINDS[task].optimizer == ADAMW
-    names, behind = (_ADAMW, _adamw) if with_adamw else (_SGD, _sgd)
-    return {name: _train(find(key), share * DENSITY, behind) for name, key in names.items()}
+    """Over simulated workers, by name; every density is multiplied by the share."""
+    names = _ADAMW if KINDS[task].optimizer == ADAMW else _SGD
+    return {name: _train(find(key), share * DENSITY, task) for name, key in names.items()}
 
 
-def whole(make: Callable[..., Any], density: float) -> Train:
-    """An optimizer of this library, made from a rate, a density and more."""
-
-    def variant(rate: float, steps: int) -> Variant:
-        given = {"density": density, "axis": AXIS, "selector": exact_top_k(density)}
-        return Variant(make(schedule(rate, steps), **given), optax.identity())
-
-    return variant
-
-
-def _train(contestant: Contestant, k: float, behind: Callable[..., Any]) -> Train:
+def _train(contestant: Contestant, k: float, task: str) -> Train:
     density = contestant.entries * k
 
     def variant(rate: float, steps: int) -> Variant:
         at, selector = schedule(rate, steps), exact_top_k(density)
         made = contestant.make(density, AXIS, rate=at, selector=selector)
-        return Variant(made, optax.identity() if contestant.whole else behind(at))
+        if contestant.whole:
+            return Variant(made, optax.identity())
+        if KINDS[task].optimizer == ADAMW:
+            return Variant(made, optax.adamw(at, weight_decay=DECAY))
+        return Variant(made, optax.sgd(at, momentum=MOMENTUM))
 
     return variant
 
 
-def _adamw(rate: optax.Schedule) -> optax.GradientTransformation:
-    return optax.adamw(rate, weight_decay=DECAY)
+def over_links() -> dict[str, dict[str, Make]]:
+    """Those of JAX by the experiment and by name."""
+    groups: dict[str, Mapping[str, str]] = {"time": _LINKS, "buckets": _BUCKETS, "norms": _NORMS}
+
+    def made(name: str) -> Make:
+        # A whole optimizer has a density of its own.
+        density = None if find(name).whole else DENSITY
+        return lambda rate: optimizer(f"{name}/adamw", density, AXIS, rate)
+
+    return {key: {name: made(x) for name, x in of.items()} for key, of in groups.items()}
 
 
-def _sgd(rate: optax.Schedule) -> optax.GradientTransformation:
-    return optax.sgd(rate, momentum=MOMENTUM)
+def option(text: str) -> Option:
+    """The type of ``gain=2``: a name, and a number or a word."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text} is not NAME=VALUE, such as gain=2")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def neighbour(task: str, share: float, given: Sequence[Option]) -> tuple[str, Train]:
+    """``sparse_adamw``, or ``sparse_sgd`` where the task has that, with other options.
+
+    The name has the options in it; a density that is not among them is multiplied by ``share``. A
+    ValueError where there is no such option, or the value is none for it.
+    """
+    make = optax_ext.sparse_adamw if KINDS[task].optimizer == ADAMW else optax_ext.sparse_sgd
+    made = {"density": 5 * share * DENSITY, "axis": AXIS} | _arguments(make, given)
+    whole = functools.partial(make, **made, selector=exact_top_k(made["density"]))
+
+    def variant(rate: float, steps: int) -> Variant:
+        return Variant(whole(schedule(rate, steps)), optax.identity())
+
+    _checked(given, variant, 0.1, 10)
+    return _name_of(make, given), variant
+
+
+def neighbour_over_links(given: Sequence[Option]) -> tuple[str, Make]:
+    """``sparse_adamw`` with options, and its name; a ValueError where an option is none."""
+    make = optax_ext.sparse_adamw
+    made = {"axis": AXIS, **_arguments(make, given)}
+    make(0.1, **made)
+    return _name_of(make, given), lambda rate: make(rate, **made)
+
+
+def _arguments(make: Callable[..., Any], given: Sequence[Option]) -> dict[str, Any]:
+    """What an optimizer is called with for the options; a ValueError as above."""
+    taken = inspect.signature(make).parameters
+    possible = [name for name in _NUMBERS if name in taken] + list(_OF_RESIDUAL)
+    possible += [name for name, (argument, _) in _MADE.items() if argument in taken]
+    unknown = [name for name, _ in given if name not in possible]
+    if unknown:
+        raise ValueError(
+            f"{make.__name__} has no {unknown[0]!r} here: it has {', '.join(possible)}"
+        )
+    made = {"weight_decay": DECAY} if make is optax_ext.sparse_adamw else {}
+    made |= {name: value for name, value in given if name in _NUMBERS}
+    kept = {name: value for name, value in given if name in _OF_RESIDUAL}
+    if kept:
+        kept = {"step_ahead": 1.0, **kept}
+        made["residual"] = _checked(given, lambda: optax_ext.residual(**kept))
+    for name, value in given:
+        if name in _MADE:
+            argument, function = _MADE[name]
+            made[argument] = _checked(given, function, value)
+    return made
+
+
+def _name_of(make: Callable[..., Any], given: Sequence[Option]) -> str:
+    """The name of an optimizer with options, the same in whatever order they come."""
+    values = [
+        f"{name}={format(value, 'g') if isinstance(value, (int, float)) else value}"
+        for name, value in sorted(given)
+    ]
+    return " ".join([make.__name__, *values])
+
+
+def _checked(given: Sequence[Option], make: Callable[..., Any], *values: Any) -> Any:
+    """``make(*values)``; of a word in place of a number a ValueError, too."""
+    try:
+        return make(*values)
+    except TypeError as error:
+        written = " ".join(f"{name}={value}" for name, value in given)
+        raise ValueError(f"{written}: {error}") from error

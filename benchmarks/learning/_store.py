@@ -13,48 +13,41 @@ class Store:
     """The runs of a file; with no path they are kept until the program ends.
 
     A run has what tells it from others, among that its ``rate`` and ``seed``, and the ``value``
-    with which it ended.
+    with which it ended. In each that is there all that is ``needed`` has to be; ``large`` says
+    whether a large value is a good one.
     """
 
-    def __init__(self, path: Path | None, needed: Sequence[str]):
-        """The runs that are there, in each of which all that is ``needed`` has to be."""
-        self._path = path
+    def __init__(self, path: Path | None, needed: Sequence[str], large: bool):
+        self._path, self._large = path, large
         self.runs: list[dict[str, Any]] = []
         if path is not None and path.exists():
             self.runs, whole = _read(path, needed)
             if not whole:
                 path.write_text("".join(json.dumps(run) + "\n" for run in self.runs))
 
-    def find(self, **wanted: Any) -> list[dict[str, Any]]:
-        """The runs in which all of ``wanted`` is so."""
-        return [
-            run for run in self.runs if all(run[name] == value for name, value in wanted.items())
-        ]
+    def _find(self, **wanted: Any) -> list[dict[str, Any]]:
+        return [run for run in self.runs if wanted.items() <= run.items()]
 
-    def best_rate(self, large: bool, **case: Any) -> float | None:
-        """The rate whose run of a case from seed 0 ended best; None without runs.
+    def _best_rate(self, **case: Any) -> float | None:
+        """The rate whose run of a case from seed 0 ended best; None without runs."""
+        ended = [run for run in self._find(seed=0, **case) if math.isfinite(run["value"])]
+        sign = -1 if self._large else 1
+        return min(ended, key=lambda run: sign * run["value"])["rate"] if ended else None
 
-        ``large`` says whether a large value is a good one.
-        """
-        ended = [run for run in self.find(seed=0, **case) if math.isfinite(run["value"])]
-        if not ended:
-            return None
-        return min(ended, key=lambda run: -run["value"] if large else run["value"])["rate"]
-
-    def best(self, large: bool, **case: Any) -> list[dict[str, Any]]:
+    def best(self, **case: Any) -> list[dict[str, Any]]:
         """The runs of a case with the best rate, in the order of their seeds."""
-        rate = self.best_rate(large, **case)
-        found = [] if rate is None else self.find(rate=rate, **case)
+        rate = self._best_rate(**case)
+        found = [] if rate is None else self._find(rate=rate, **case)
         return sorted(found, key=lambda run: run["seed"])
 
     def missing(
-        self, rates: Sequence[float], seeds: int, large: bool, **case: Any
+        self, rates: Sequence[float], seeds: int, **case: Any
     ) -> Iterator[tuple[float, int]]:
         """Rates and seeds of what is not here: the best rate is known when all have been tried."""
         for seed in range(seeds):
-            best = self.best_rate(large, **case)
+            best = self._best_rate(**case)
             for rate in rates if seed == 0 else [] if best is None else [best]:
-                if not self.find(rate=rate, seed=seed, **case):
+                if not self._find(rate=rate, seed=seed, **case):
                     yield rate, seed
 
     def add(self, run: dict[str, Any]) -> None:

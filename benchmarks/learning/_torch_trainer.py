@@ -8,7 +8,7 @@ import torch
 
 from .._common.contestants import DECAY
 from ..network._torch import parallel
-from ._over_links import TORCH
+from ._contestants import TORCH
 from ._torch_models import LOSSES
 from ._trainer import Learner
 

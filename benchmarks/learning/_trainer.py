@@ -13,8 +13,8 @@ import optax_ext
 
 from .._common.worker import barrier, measured
 from ..training._simulated_training import order_of
-from . import _over_links, _tasks
-from ._over_links import AXIS, Make
+from . import _contestants, _tasks
+from ._contestants import AXIS, Make
 
 
 class Learner:
@@ -84,10 +84,10 @@ class Trainer(Learner):
 
     def _start(self, contestant: str, options: list | None) -> None:
         if options is not None:
-            make = _over_links.neighbour([tuple(option) for option in options])[1]
+            make = _contestants.neighbour_over_links([tuple(option) for option in options])[1]
         else:
-            sets = _over_links.contestants, _over_links.in_buckets, _over_links.with_norms
-            make = {name: made for each in sets for name, made in each().items()}[contestant]
+            known = _contestants.over_links().values()
+            make = next(group[contestant] for group in known if contestant in group)
         self._taken = 0
         self._params = self._global(self._task.init(self._seed), P())
         self._state = optax_ext.init_state(make(lambda count: 0.0), self._params, self._mesh)

@@ -19,7 +19,6 @@ operator of Shi et al.), with the allreduce that brings them together.
 Linux only, with root and iproute2 (ip, tc).
 """
 
-import argparse
 import sys
 from pathlib import Path
 from statistics import median
@@ -28,93 +27,71 @@ from .._common import display, namespaces, options, reports
 from .._common.processes import interrupt_when_told
 from .._common.timing import over
 from ..network._workers import slowest
-from . import _over_links, time
+from . import time
+from ._contestants import NOTHING, over_links
 
+Times = dict[str, list[float]]
 # The contestants of each, the one first that the others are compared with.
-GROUPS = {"buckets": _over_links.in_buckets, "norms": _over_links.with_norms}
+GROUPS = {name: of for name, of in over_links().items() if name != "time"}
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options."""
+def hidden(found: Times, name: str) -> list[float] | None:
+    """What of the exchange costs no time, by round; None for what is not in buckets."""
+    whole = name.split(",")[0]
+    if whole == name or NOTHING not in found:
+        return None
+    rounds = zip(found[name], found[NOTHING], found[whole], strict=True)
+    return [1 - (step - alone) / (all_of_it - alone) for step, alone, all_of_it in rounds]
+
+
+def spread(values: list[float] | None) -> str:
+    """A cell: the median, the least and the most."""
+    if values is None:
+        return "-"
+    return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+@options.program
+def main(argv: list[str] | None = None) -> None:
+    """Measures, and prints the table of each group and link."""
     parser = options.parser_of(__doc__)
+    options.add_links(parser, seconds=600)
     add = parser.add_argument
+    options.add_usual(parser, batch=(8, "of all workers"), width=None, rounds=5)
+    options.add_usual(parser, steps=(10, "of a contestant in a round"))
     add("--group", choices=GROUPS, nargs="+", default=list(GROUPS))
     add("--task", choices=time.WIDTHS, default="text")
     add("--text", type=Path, metavar="FILE", help="plain text; Python's help topics by default")
-    add("--link", type=options.link, nargs="+", default=["100mbit", "1gbit"], metavar="RATE")
-    add("--workers", type=options.several, default=4, metavar="P")
-    add("--batch", type=options.at_least_one, default=8, help="of all workers")
-    add("--width", type=options.at_least_one, help="of the model")
-    add("--rounds", type=options.at_least_one, default=5)
-    add("--steps", type=options.at_least_one, default=10, help="of a contestant in a round")
-    add("--no-pin", action="store_true", help="let the processes move between the cores")
-    add("--timeout", type=options.positive, default=600.0, metavar="SECONDS", help="of an answer")
     options.add_outputs(parser)
     args = parser.parse_args(argv)
     args.images, args.width = None, args.width or time.WIDTHS[args.task]
     if args.batch % args.workers:
         parser.error(f"--batch {args.batch} can't be dealt out to {args.workers} workers")
-    return args
-
-
-def measure(args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """Seconds of a step by group and link, and contestant, one for each round."""
+    interrupt_when_told()
+    options.require_network()
     cases = [(group, link) for group in args.group for link in args.link]
-    seconds = {f"{g}, {link}": {name: [] for name in GROUPS[g]()} for g, link in cases}
+    seconds = {f"{g}, {link}": {name: [] for name in GROUPS[g]} for g, link in cases}
     with namespaces.network(args.workers) as made, time.started(made, args) as group_of:
         for number in range(args.rounds):
             for (_, link), of_link in zip(cases, seconds.values(), strict=True):
                 made.limit(link)
                 for name, found in of_link.items():
-                    options.progress(f"round {number + 1} of {args.rounds}, {link}, {name}")
+                    options.say(f"round {number + 1} of {args.rounds}, {link}, {name}")
                     begin = {"options": None, "contestant": name, "seed": 0}
                     answers = group_of(name).ask("begin", **begin, warmup=args.steps)
                     found.append(slowest(answers))
-    options.progress("", last=True)
-    return seconds
-
-
-def hidden(found: dict[str, list[float]], name: str) -> list[float] | None:
-    """What of the exchange costs no time, by round; None for what is not in buckets."""
-    whole = name.split(",")[0]
-    if whole == name or _over_links.NOTHING not in found:
-        return None
-    rounds = zip(found[name], found[_over_links.NOTHING], found[whole], strict=True)
-    return [1 - (step - alone) / (all_of_it - alone) for step, alone, all_of_it in rounds]
-
-
-def show(seconds: dict[str, dict[str, list[float]]], args: argparse.Namespace) -> None:
-    """The table of each group and link."""
-
-    def spread(values: list[float] | None) -> str:
-        if values is None:
-            return "-"
-        return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
-
+    what = f"P = {args.workers}, batch {args.batch}, {args.rounds} rounds of {args.steps} steps"
     for case, found in seconds.items():
         first = next(iter(found))
-        display.show(
-            f"{args.task}, {case}, P = {args.workers}, batch {args.batch}, {args.rounds} rounds of "
-            f"{args.steps} steps",
-            ["contestant", "step, ms", f"times as fast as {first}", "hidden"],
+        head = ("contestant", "step, ms", f"times as fast as {first}", "hidden")
+        lines = [
             [
-                [
-                    *(name, f"{1000 * median(times):.0f}"),
-                    *(spread(over(found[first], times)), spread(hidden(found, name))),
-                ]
-                for name, times in found.items()
-            ],
-        )
-
-
-@options.program
-def main(argv: list[str] | None = None) -> None:
-    """Measures, and prints the tables."""
-    args = parse(argv)
-    interrupt_when_told()
-    options.require_network()
-    seconds = measure(args)
-    show(seconds, args)
+                *(name, f"{1000 * median(times):.0f}"),
+                *(spread(over(found[first], times)), spread(hidden(found, name))),
+            ]
+            for name, times in found.items()
+        ]
+        display.show(f"{args.task}, {case}, {what}", head, lines)
     reports.write(args.json, seconds)
 
 

@@ -13,6 +13,7 @@ Words are those that a worker receives in a step, as multiples of k (P-1)/P for 
 """
 
 import argparse
+import functools
 import itertools
 import sys
 from collections.abc import Iterator
@@ -23,32 +24,26 @@ import numpy as np
 
 from .._common import display, options
 from ..training._simulated_training import Task, train
-from . import _arguments, _plot, _tasks
-from ._contestants import DENSE, DENSITY, Train, contestants
-from ._neighbours import neighbour
+from . import _lines, _tasks
+from ._contestants import DENSE, DENSITY, contestants, neighbour
+from ._lines import Line, worse
 from ._store import Store
 from ._tasks import KINDS
-from ._times import ends, worse
 
 # What a run has: what tells it from others, and what it came to.
 KEY = ("task", "width", "contestant", "share", "workers", "batch", "steps", "rate", "seed")
 NEEDED = (*KEY, "value", "words", "curve")
 
 
-def chosen(args: argparse.Namespace) -> dict[str, Train]:
-    """The contestants that are to train, by name."""
-    everyone = contestants(args.task, args.share)
-    kept = {name: make for name, make in everyone.items() if not args.only or name in args.only}
-    return kept | args.neighbours
-
-
 def run_all(task: Task, store: Store, args: argparse.Namespace) -> None:
     """All runs that are not in the store."""
     size = sum(leaf.size for leaf in jax.tree.leaves(task.init(0)))
-    large = KINDS[args.task].large
-    for (name, make), workers in itertools.product(chosen(args).items(), args.workers):
+    everyone = contestants(args.task, args.share)
+    chosen = {name: make for name, make in everyone.items() if not args.only or name in args.only}
+    chosen |= args.neighbours
+    for (name, make), workers in itertools.product(chosen.items(), args.workers):
         case = case_of(name, workers, args)
-        for rate, seed in store.missing(args.rates, args.seeds, large, **case):
+        for rate, seed in store.missing(args.rates, args.seeds, **case):
             given = {"workers": workers, "steps": args.steps, "batch": args.batch}
             every, label = max(1, args.steps // args.points), f"{name} at {rate:g}"
             variant = make(rate, args.steps)
@@ -60,27 +55,20 @@ def run_all(task: Task, store: Store, args: argparse.Namespace) -> None:
 
 def case_of(name: str, workers: int, args: argparse.Namespace) -> dict[str, Any]:
     """What the runs of a contestant have in common."""
-    return {
-        "task": args.task,
-        "width": args.width,
-        "contestant": name,
-        # A dense run is the same for every share, and for every number of workers.
-        "share": 1.0 if name == DENSE else args.share,
-        "workers": 1 if name == DENSE else workers,
-        "batch": args.batch,
-        "steps": args.steps,
-    }
+    case = {key: getattr(args, key) for key in ("task", "width", "share", "batch", "steps")}
+    # A dense run is the same for every share, and for every number of workers.
+    own = {"share": 1.0, "workers": 1} if name == DENSE else {"workers": workers}
+    return case | {"contestant": name} | own
 
 
-def kept(store: Store, args: argparse.Namespace) -> Iterator[_plot.Line]:
+def kept(store: Store, args: argparse.Namespace) -> Iterator[Line]:
     """The runs with the best rate of each contestant, in the store, in the order of the seeds."""
     stored = (run["contestant"] for run in store.runs)
     names = dict.fromkeys([*contestants(args.task, args.share), *args.neighbours, *stored])
     for name in names:
         for workers in args.workers[:1] if name == DENSE else args.workers:
-            runs = store.best(KINDS[args.task].large, **case_of(name, workers, args))
-            if runs:
-                yield _plot.Line(name, None if name == DENSE else workers, runs)
+            if runs := store.best(**case_of(name, workers, args)):
+                yield Line(name, None if name == DENSE else workers, runs)
 
 
 def show(store: Store, args: argparse.Namespace) -> None:
@@ -88,16 +76,15 @@ def show(store: Store, args: argparse.Namespace) -> None:
     large, found = KINDS[args.task].large, list(kept(store, args))
     dense = {run["seed"]: run["value"] for x in found if x.name == DENSE for run in x.runs}
     head = ("", "P", "rate", "seeds", "mean", "deviation", "worse by", "of each seed", "words")
-    unit = "points" if large else "% of the loss"
     title = f"{args.task}, {args.steps} steps, rates {', '.join(f'{r:g}' for r in args.rates)}"
-    display.show(f"{title}; worse by {unit}", head, [_cells(line, dense, large) for line in found])
+    title += f"; worse by {'points' if large else '% of the loss'}"
+    display.show(title, head, [_cells(line, dense, large) for line in found])
     if args.plot:
-        measure = "accuracy" if large else "validation loss"
-        title = f"{args.task}, {args.steps} steps, share {args.share:g}; best rate of each"
-        _plot.draw(args.plot, title, measure, found, args.workers)
+        title = f"{args.task}, {args.steps} steps, share {args.share:g}"
+        _lines.draw(args.plot, found, args.workers, "steps", title)
 
 
-def _cells(line: _plot.Line, dense: dict[int, float], large: bool) -> list[str]:
+def _cells(line: Line, dense: dict[int, float], large: bool) -> list[str]:
     name, workers, runs = line
     pairs = [(run["value"], dense[run["seed"]]) for run in runs if run["seed"] in dense]
     each = [] if name == DENSE else [worse(*pair, large) for pair in pairs]
@@ -105,38 +92,22 @@ def _cells(line: _plot.Line, dense: dict[int, float], large: bool) -> list[str]:
     if workers is not None and runs[0]["words"] is not None:
         k = DENSITY * runs[0]["curve"]["size"] * (workers - 1) / workers
         words = f"{runs[0]['words'] / k:.2f}"
-    return [
-        name,
-        "any" if workers is None else str(workers),
-        *ends(runs, large),
-        f"{np.mean(each):+.2f}" if each else "-",
-        ", ".join(f"{x:+.2f}" for x in each) or "-",
-        words,
-    ]
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options; exits with status 2 and one line when one of them is wrong."""
-    parser = _arguments.parser_of(__doc__, KINDS, "text")
-    add = parser.add_argument
-    add("--workers", type=options.several, nargs="+", default=[4, 8, 16, 32], metavar="P")
-    add("--steps", type=options.several, default=2000)
-    add("--seeds", type=options.at_least_one, default=3)
-    add("--share", type=options.positive, default=1.0, help="multiplies every density")
-    add("--points", type=options.at_least_one, default=8, help="of a curve")
-    args = parser.parse_args(argv)
-    names = contestants(args.task, args.share)
-    _arguments.complete(
-        parser, args, names, lambda given: neighbour(args.task, args.share, given), {}
-    )
-    return args
+    of_each = [f"{np.mean(each):+.2f}", ", ".join(f"{x:+.2f}" for x in each)] if each else "--"
+    return [name, "any" if workers is None else str(workers), *line.ends(large), *of_each, words]
 
 
 @options.program
 def main(argv: list[str] | None = None) -> None:
     """Trains what is missing, and prints all of it."""
-    args = parse(argv)
-    store = Store(args.runs, NEEDED)
+    parser = _lines.parser_of(__doc__, KINDS, "text")
+    add = parser.add_argument
+    options.add_usual(parser, workers=[4, 8, 16, 32], seeds=3)
+    options.add_usual(parser, share=(1.0, "multiplies every density"), points=8)
+    add("--steps", type=options.several, default=2000)
+    args = parser.parse_args(argv)
+    names = list(contestants(args.task, args.share))
+    _lines.complete(parser, args, names, functools.partial(neighbour, args.task, args.share))
+    store = Store(args.runs, NEEDED, KINDS[args.task].large)
     if not args.show:
         run_all(_tasks.make(args.task, args.width, args.text, args.images), store, args)
     show(store, args)

@@ -24,12 +24,15 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from .._common import display, namespaces, options
 from .._common.processes import interrupt_when_told
+from .._common.timing import quartiles
 from ..network._workers import Workers, groups, mean, slowest
-from . import _arguments, _clock, _over_links, _plot, _times
-from ._contestants import DENSE
-from ._neighbours import Option
+from . import _clock, _lines
+from ._contestants import DENSE, TORCH, Option, neighbour_over_links, over_links
+from ._lines import Line, worse
 from ._store import Store
 from ._tasks import ADAMW, KINDS
 
@@ -39,43 +42,35 @@ NEEDED = (*_CASE, "rate", "seed", "value", "curve")
 # With these widths a model has over a million parameters, and with this batch a step of the
 # transformer is not all gradient.
 WIDTHS = {"words": 128, "text": 208, "lstm": 480}
-_USUAL = {
-    "words": {"rates": (0.005, 0.01, 0.02)},
-    "text": {"rates": (0.002, 0.005, 0.01), "batch": 8},
-}
+_USUAL: dict[str, dict[str, Any]] = {"words": {"rates": (0.005, 0.01, 0.02)}}
+_USUAL |= {"text": {"rates": (0.002, 0.005, 0.01), "batch": 8}}
 # The tasks of `_torch_models`, which can't be imported without PyTorch.
 _IN_TORCH = ("words", "text")
+NAMES = [*over_links()["time"], *TORCH]
 # Steps that tell how long one takes, about.
 _WARM_UP = 3
+_HEAD = ("", "rate", "seeds", "end", "deviation", "worse by", "time")
+_HEAD += ("ms", "quartiles", "MB", "steps")
 
 
 def run_all(store: Store, args: argparse.Namespace) -> None:
     """All runs that are not in the store."""
 
-    def missing(name: str, link: str) -> Iterator[tuple[float, int]]:
-        large = KINDS[args.task].large
-        return store.missing(args.rates, args.seeds, large, **case_of(name, link, args))
+    def missing(name: str, link: str) -> list[tuple[float, int]]:
+        return list(store.missing(args.rates, args.seeds, **case_of(name, link, args)))
 
-    cases = [
-        case
-        for case in itertools.product(chosen(args), args.link)
-        if next(missing(*case), None) is not None
-    ]
+    known = [name for name in NAMES if name not in TORCH or _has_torch(args.task)]
+    names = [*(name for name in known if not args.only or name in args.only), *args.neighbours]
+    cases = [case for case in itertools.product(names, args.link) if missing(*case)]
     if not cases:
         return
     with namespaces.network(args.workers) as made, started(made, args) as group_of:
         for name, link in cases:
             made.limit(link)
-            for rate, seed in missing(name, link):
+            case = case_of(name, link, args)
+            for rate, seed in store.missing(args.rates, args.seeds, **case):
                 found = _train(group_of(name), args, name, link, rate, seed)
-                store.add({**case_of(name, link, args), "rate": rate, "seed": seed, **found})
-
-
-def chosen(args: argparse.Namespace) -> dict[str, Sequence[Option] | None]:
-    """The contestants that are to train, and the options of those that have some."""
-    possible = [*_over_links.contestants(), *(_over_links.TORCH if _has_torch(args.task) else ())]
-    names = [name for name in possible if not args.only or name in args.only]
-    return dict.fromkeys(names) | args.neighbours
+                store.add({**case, "rate": rate, "seed": seed, **found})
 
 
 def _has_torch(task: str) -> bool:
@@ -92,13 +87,12 @@ def case_of(name: str, link: str, args: argparse.Namespace) -> dict[str, Any]:
 def started(made: namespaces.Hosts, args: argparse.Namespace) -> Iterator[Callable[[str], Workers]]:
     """Gives the processes for a contestant, which start when they are first asked for."""
     config = {name: getattr(args, name) for name in ("task", "width", "batch")}
-    for name in ("text", "images"):
-        path = getattr(args, name)
-        config[name] = str(path.resolve()) if path else None
+    paths = {name: getattr(args, name) for name in ("text", "images")}
+    config |= {name: str(path.resolve()) if path else None for name, path in paths.items()}
     with groups(made, config, pin=not args.no_pin, seconds=args.timeout) as group:
 
         def group_of(contestant: str) -> Workers:
-            module = "_torch_trainer" if contestant in _over_links.TORCH else "_trainer"
+            module = "_torch_trainer" if contestant in TORCH else "_trainer"
             return group(f"{__package__}.{module}:Trainer")
 
         yield group_of
@@ -135,64 +129,73 @@ def _train(
     }
 
 
-def kept(store: Store, args: argparse.Namespace) -> Iterator[_plot.Line]:
-    """The runs with the best rate of each contestant over each link, in the order of the seeds."""
-    stored = (run["contestant"] for run in store.runs)
-    known = [*_over_links.contestants(), *_over_links.TORCH]
-    names = dict.fromkeys([*known, *args.neighbours, *stored])
-    for link, name in itertools.product(args.link, names):
-        runs = store.best(KINDS[args.task].large, **case_of(name, link, args))
-        if runs:
-            yield _plot.Line(name, link, runs)
-
-
 def show(store: Store, args: argparse.Namespace) -> None:
-    """A table for each link, and the figure that is asked for."""
-    large, lines = KINDS[args.task].large, list(kept(store, args))
-    head = ("", "rate", "seeds", "end", "deviation", "worse by", "time")
-    head += ("ms", "quartiles", "MB", "steps")
+    """A table for each link, and the figure that is asked for.
+
+    Of the runs with the best rate of each contestant, in the order of the seeds.
+    """
+    large, lines = KINDS[args.task].large, []
+    names = dict.fromkeys([*NAMES, *args.neighbours, *(run["contestant"] for run in store.runs)])
+    for link, name in itertools.product(args.link, names):
+        if runs := store.best(**case_of(name, link, args)):
+            lines.append(Line(name, link, runs))
     unit = "points" if large else "% of the loss"
     note = f"worse by {unit}; time until dense's end is reached; ms and MB of a step"
     for link in args.link:
         here = [line for line in lines if line.group == link]
-        if not here:
-            continue
-        dense = next((line for line in here if line.name == DENSE), None)
-        size = here[0].runs[0]["curve"]["size"]
-        title = f"{args.task}, n = {size:,}, P = {args.workers}, {link}, {args.seconds:g} s"
-        display.show(f"{title}; {note}", head, [_times.cells(line, dense, large) for line in here])
+        if here:
+            dense = next((line for line in here if line.name == DENSE), None)
+            size = here[0].runs[0]["curve"]["size"]
+            title = f"{args.task}, n = {size:,}, P = {args.workers}, {link}, {args.seconds:g} s"
+            display.show(f"{title}; {note}", _HEAD, [_cells(line, dense, large) for line in here])
     if args.plot:
-        measure = "accuracy" if large else "validation loss"
-        title = f"{args.task}, P = {args.workers}; best rate of each"
-        _plot.draw_links(args.plot, title, measure, lines)
+        _lines.draw(args.plot, lines, args.link, "seconds", f"{args.task}, P = {args.workers}")
+
+
+def _cells(line: Line, dense: Line | None, large: bool) -> list[str]:
+    """A row of the table: a contestant over a link, beside the dense one where there is one."""
+    runs, by, reached = line.runs, "-", "-"
+    if dense is not None:
+        own, other = (float(np.mean([run["value"] for run in x.runs])) for x in (line, dense))
+        by = f"{worse(own, other, large):+.2f}"
+        at = _when(line.mean("seconds"), line.mean("values"), other, large)
+        reached = "-" if at is None else f"{at:.1f} s"
+    # Wide quartiles are a sign of other work on the machine, which the run has paid for.
+    each = [1e3 * part[1] for run in runs for part in run["curve"]["parts"] for _ in range(part[0])]
+    low, middle, high = quartiles(each)
+    received, steps = (np.mean([run[what] for run in runs]) for what in ("received", "steps"))
+    cells = [line.name, *line.ends(large), by, reached, f"{middle:.1f}", f"{low:.1f} - {high:.1f}"]
+    return [*cells, f"{received / 1e6:.3f}", f"{steps:.0f}"]
+
+
+def _when(seconds: np.ndarray, values: np.ndarray, wanted: float, large: bool) -> float | None:
+    """When a curve first is as good as wanted, between its points along a line; None: never."""
+    good = values >= wanted if large else values <= wanted
+    if not good.any():
+        return None
+    i = int(np.argmax(good))
+    if i == 0:
+        return float(seconds[0])
+    part = (wanted - values[i - 1]) / (values[i] - values[i - 1])
+    return float(seconds[i - 1] + part * (seconds[i] - seconds[i - 1]))
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options; exits with status 2 and one line when one of them is wrong."""
+    """The options."""
     tasks = [name for name, kind in KINDS.items() if kind.optimizer == ADAMW]
-    parser = _arguments.parser_of(__doc__, tasks, "words")
-    add = parser.add_argument
-    add("--link", type=options.link, nargs="+", default=["100mbit", "1gbit"], metavar="RATE")
-    add("--workers", type=options.several, default=4, metavar="P")
-    add("--seconds", type=options.positive, default=60.0, help="of training")
-    add("--points", type=options.at_least_one, default=12, help="of a curve")
-    add("--seeds", type=options.at_least_one, default=1)
-    add("--no-pin", action="store_true", help="let processes use all cores")
-    add("--timeout", type=options.positive, default=900, help="seconds for one answer")
+    parser = _lines.parser_of(__doc__, tasks, "words")
+    options.add_usual(parser, seconds=(60.0, "of training"), points=12, seeds=1)
+    options.add_links(parser, seconds=900)
     args = parser.parse_args(argv)
-    usual = {"width": WIDTHS.get(args.task)} | _USUAL.get(args.task, {})
-    names = [*_over_links.contestants(), *_over_links.TORCH]
 
     def neighbour(given: Sequence[Option]) -> tuple[str, Sequence[Option]]:
-        return _over_links.neighbour(given)[0], given
+        return neighbour_over_links(given)[0], given
 
-    _arguments.complete(parser, args, names, neighbour, usual)
-    for name in args.only or ():
-        if name in _over_links.TORCH and not args.show and not _has_torch(args.task):
-            parser.error(
-                f"--only {name!r} needs PyTorch (pip install torch), and a task among "
-                f"{', '.join(_IN_TORCH)}"
-            )
+    usual = {"width": WIDTHS.get(args.task)} | _USUAL.get(args.task, {})
+    _lines.complete(parser, args, NAMES, neighbour, **usual)
+    if not args.show and not _has_torch(args.task) and set(args.only or ()) & set(TORCH):
+        tasks = ", ".join(_IN_TORCH)
+        parser.error(f"--only: this needs PyTorch (pip install torch), and a task among {tasks}")
     return args
 
 
@@ -200,7 +203,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Trains what is missing, and prints all of it."""
     args = parse(argv)
-    store = Store(args.runs, NEEDED)
+    store = Store(args.runs, NEEDED, KINDS[args.task].large)
     if not args.show:
         interrupt_when_told()
         options.require_network()

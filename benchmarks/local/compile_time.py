@@ -11,6 +11,7 @@ matters much less to what is compiled.
 """
 
 import argparse
+import itertools
 import json
 import resource
 import subprocess
@@ -25,7 +26,7 @@ import optax_ext
 
 from .._common import options, reports
 from .._common.contestants import optimizer
-from .._common.display import show
+from .._common.display import show_fields
 
 AXIS = "workers"
 # By name, which contestant; a whole optimizer with the density of its own.
@@ -83,16 +84,6 @@ def first_step(name: str, leaves: int, workers: int) -> dict[str, float]:
     return {"cpu_seconds": seconds, "peak_mib": peak}
 
 
-def in_a_process(name: str, leaves: int, workers: int) -> dict[str, float]:
-    """The same in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.local.compile_time", "--workers", str(workers)]
-    command += ["--leaves", str(leaves), "--only", name]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{name} with {leaves} leaves failed:\n{done.stderr}")
-    return json.loads(done.stdout)
-
-
 def whole_layers(text: str) -> int:
     """The type of a number of leaves."""
     number = options.at_least_one(text)
@@ -106,32 +97,27 @@ def main(argv: list[str] | None = None) -> None:
     """Takes the first steps, and prints the table."""
     parser = options.parser_of(__doc__)
     add = parser.add_argument
+    options.add_usual(parser, workers=8, rounds=1)
     add("--leaves", type=whole_layers, nargs="+", default=[1, 150, 300, 1002])
-    add("--workers", type=options.at_least_one, default=8)
-    add("--rounds", type=options.at_least_one, default=1)
     add("--only", choices=NAMES, help="this one, in this process")
     options.add_outputs(parser)
     args = parser.parse_args(argv)
     if args.only is not None:
         print(json.dumps(first_step(args.only, args.leaves[0], args.workers)))
         return
-    rows = []
-    for leaves in args.leaves:
-        for name in NAMES:
-            options.say(f"{name}, {leaves} leaves")
-            found = [in_a_process(name, leaves, args.workers) for _ in range(args.rounds)]
-            each = {key: [one[key] for one in found] for key in found[0]}
-            rows.append({"contestant": name, "leaves": leaves, **each})
-            settings = {"jax": jax.__version__, "workers": args.workers, "rounds": args.rounds}
-            # After each: the long ones come last.
-            reports.write(args.json, {**settings, "rows": rows})
-    lines = []
-    for row in rows:
-        seconds = " ".join(f"{x:.1f}" for x in row["cpu_seconds"])
-        mib = " ".join(f"{x:.0f}" for x in row["peak_mib"])
-        lines.append([row["contestant"], f"{row['leaves']:,}", seconds, mib])
-    head = ("contestant", "leaves", "processor seconds", "MiB")
-    show(f"first step of {args.workers} workers on this machine", head, lines)
+    rows, settings = [], {"jax": jax.__version__, "workers": args.workers, "rounds": args.rounds}
+    program = [sys.executable, "-m", "benchmarks.local.compile_time"]
+    for leaves, name in itertools.product(args.leaves, NAMES):
+        options.say(f"{name}, {leaves} leaves")
+        given = {"--workers": str(args.workers), "--leaves": str(leaves), "--only": name}
+        command = [*program, *itertools.chain.from_iterable(given.items())]
+        found = [json.loads(subprocess.check_output(command)) for _ in range(args.rounds)]
+        each = {key: [one[key] for one in found] for key in found[0]}
+        rows.append({"contestant": name, "leaves": leaves, **each})
+        # After each: the long ones come last.
+        reports.write(args.json, {**settings, "rows": rows})
+    title = f"first step of {args.workers} workers on this machine"
+    show_fields(title, "contestant leaves cpu_seconds peak_mib", rows)
 
 
 if __name__ == "__main__":

@@ -99,13 +99,11 @@ def process(given):
         count = sum(len(batch["label"]) for batch in loader.epoch(number))
         rate = count / (time.perf_counter() - start)
         print(json.dumps({"event": "epoch", "number": number, "rate": rate}), flush=True)
-    found = {"resident": resident_bytes(), "counts": {}, "memory": 0}
-    if isinstance(samples, DataCache):
-        found |= {"counts": dict(samples.counts), "memory": samples.memory_bytes}
+    found = {"event": "end", "resident": resident_bytes(), "disk": 0}
     if disk is not None:
         disk.close()
         found["disk"] = disk.bytes
-    print(json.dumps({"event": "end", **found}, default=np.ndarray.tolist), flush=True)
+    print(json.dumps(found), flush=True)
 
 
 def resident_bytes():
@@ -162,10 +160,8 @@ def measure(images, args):
             own["cache"] = str(Path(folder) / "cache")
             rates, end = run(own | {"epochs": EPOCHS})
             drop_pages(Path(folder))
-            again, end_again = run(own | {"epochs": [RESTART]})
-        found[name].append(
-            {"rates": rates | again, "end": end, "counts_restart": end_again["counts"]}
-        )
+            again, _ = run(own | {"epochs": [RESTART]})
+        found[name].append({"rates": rates | again, "end": end})
     return found
 
 
@@ -182,24 +178,18 @@ def summary(found):
         for number in (*EPOCHS, RESTART):
             ratios = [one["rates"][number] / base["rates"][EPOCHS[0]] for one, base in pairs]
             row[f"epoch {number + 1}"] = spread(ratios)
-        row["second to first"] = spread([one["rates"][1] / one["rates"][0] for one in rounds])
         added = [one["end"]["resident"] - base["end"]["resident"] for one, base in pairs]
-        row["added_memory"] = spread(added)
-        row["samples_in_memory"] = rounds[0]["end"]["memory"]
-        row["disk"] = rounds[0]["end"].get("disk", 0)
+        row |= {"added_memory": spread(added), "disk": rounds[0]["end"]["disk"]}
         rows.append(row)
     return rows
 
 
 def cells(row):
     """Those of a line of the table."""
-    ratios = (*(f"epoch {number + 1}" for number in (*EPOCHS, RESTART)), "second to first")
-    return [
-        row["contestant"],
-        *("{:.2f} ({:.2f}-{:.2f})".format(*row[name]) for name in ratios),
-        f"{row['added_memory'][0] / 1e6:.0f}",
-        f"{row['disk'] / 1e6:.1f}",
-    ]
+    ratios = (row[f"epoch {number + 1}"] for number in (*EPOCHS, RESTART))
+    ratios = ("{:.2f} ({:.2f}-{:.2f})".format(*ratio) for ratio in ratios)
+    added, disk = row["added_memory"][0] / 1e6, row["disk"] / 1e6
+    return [row["contestant"], *ratios, f"{added:.0f}", f"{disk:.1f}"]
 
 
 @options.program
@@ -207,15 +197,11 @@ def main(argv=None):
     """Measures, prints the table, and writes it as JSON if asked to."""
     parser = options.parser_of(__doc__)
     add = parser.add_argument
-    add("--images", type=options.at_least_one, default=512, help="how many (512)")
-    add("--size", type=options.at_least_one, default=96, help="pixels of a sample (96)")
-    add("--bandwidth", type=options.positive, default=8.0, help="MB/s of the source (8)")
-    add("--latency", type=options.positive, default=2.0, help="ms of each read (2)")
-    add("--batch", type=options.at_least_one, default=32)
-    add("--threads", type=options.at_least_one, default=8, help="batches read at once (8)")
-    add("--rounds", type=options.at_least_one, default=3)
+    options.add_usual(parser, images=(512, "how many"), size=(96, "pixels of a sample"))
+    options.add_usual(parser, bandwidth=(8.0, "MB/s of the source"))
+    options.add_usual(parser, latency=(2.0, "ms of each read"), batch=32)
+    options.add_usual(parser, threads=(8, "batches read at once"), rounds=3, seed=0)
     add("--folder", type=Path, help="on the local disk, for images and caches (the system's)")
-    add("--seed", type=int, default=0)
     # One process of the run.
     add("--process", type=json.loads, help=argparse.SUPPRESS)
     options.add_outputs(parser)
@@ -236,7 +222,7 @@ def main(argv=None):
         f"{args.latency:g} ms; no cache: "
         f"{statistics.median(one['rates'][0] for one in found[BASE]):.0f} samples/s"
     )
-    head = ("contestant", "epoch 1", "epoch 2", "epoch 3", "restart", "2nd to 1st", "MB", "disk MB")
+    head = ("contestant", "epoch 1", "epoch 2", "epoch 3", "restart", "MB", "disk MB")
     show("rates as ratios to the first epoch without a cache", head, [cells(row) for row in rows])
     given = {**vars(args), "folder": None, "json": None}
     del given["process"]

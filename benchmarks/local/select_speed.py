@@ -108,18 +108,15 @@ def measure(size, density, rounds, seed):
 
 def draw(rows, path):
     """Ratio against n, one panel for each density."""
-    densities = sorted({row["density"] for row in rows})
-    figure, panels = display.panels(1, len(densities), (5 * len(densities), 4.5), sharey=True)
-    for axes, density in zip(panels[0], densities, strict=True):
-        lines = {row["contestant"]: [] for row in rows}
-        for row in rows:
-            if row["density"] == density:
-                lines[row["contestant"]].append((row["size"], row["ratio"]))
-        display.curves(axes, lines, xlabel="n", title=f"density {density:g}")
-        display.logarithmic(axes)
-    panels[0, 0].set_ylabel("time / time of lax.top_k")
-    panels[0, -1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    display.save(figure, path)
+    panels = []
+    for density in sorted({row["density"] for row in rows}):
+        here, lines = [row for row in rows if row["density"] == density], {}
+        for name in dict.fromkeys(row["contestant"] for row in here):
+            own = [row for row in here if row["contestant"] == name]
+            lines[name] = [row["size"] for row in own], [row["ratio"] for row in own]
+        given = {"title": f"density {density:g}", "xlabel": "n", "workers": True}
+        panels.append({"lines": lines, "ylabel": f"time / time of {BASE}"} | given)
+    display.draw(path, panels)
 
 
 def power(text):
@@ -136,10 +133,8 @@ def main(argv=None):
     """Prints the tables."""
     parser = options.parser_of(__doc__)
     add = parser.add_argument
+    options.add_usual(parser, densities=[0.001, 0.01, 0.1], rounds=9, seed=0)
     add("--sizes", type=power, nargs="+", default=[2**20, 2**22, 2**24, 2**26])
-    add("--densities", type=options.share, nargs="+", default=[0.001, 0.01, 0.1])
-    add("--rounds", type=options.at_least_one, default=9)
-    add("--seed", type=int, default=0)
     options.add_outputs(parser, plot=True)
     args = parser.parse_args(argv)
     rows = []

@@ -1,7 +1,6 @@
 """Tables and a plot: ratios to the dense allreduce, bytes, and parts of a step."""
 
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,33 +121,21 @@ def draw(file: Path, found: dict[str, list[Row]], title: str) -> None:
     figure, panels = display.panels(len(rows), len(links), size)
     for where, points in groups.items():
         axes = panels[rows.index(where[:2])][links.index(where[2])]
-        _bars(axes, points[::-1], found)
+        for point in points[::-1]:
+            middle, name = 1e3 * statistics.median(point["seconds"]), point["method"]
+            parts, left = breakdown(point, found) or {"communication": middle / 1e3}, 0.0
+            for part, color in zip(PARTS, ("0.45", "tab:orange", "tab:blue"), strict=True):
+                # Differences of medians: noise may make one of them negative.
+                width = max(0.0, 1e3 * parts.get(part, 0.0))
+                axes.barh(name, width, left=left, color=color, label=part)
+                left += width
+            text = f" {statistics.median(ratios(point)):.2f}x"
+            axes.annotate(text, (left, name), fontsize=7, va="center")
         axes.set_title(_title(*where), fontsize=9)
+        axes.set_xlabel("ms a step", fontsize=8)
+        axes.margins(x=0.15)
+        axes.tick_params(labelsize=7)
     handles, labels = panels[0][0].get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
     figure.legend(unique.values(), unique.keys(), loc="outside lower center", ncols=4, fontsize=8)
     display.save(figure, file, title)
-
-
-def _bars(axes: Any, points: Sequence[Row], found: dict[str, list[Row]]) -> None:
-    longest = 0.0
-    for y, point in enumerate(points):
-        low, middle, high = (1e3 * x for x in quartiles(point["seconds"]))
-        parts = breakdown(point, found)
-        if parts is None:
-            axes.barh(y, middle, color="0.75", label="step, parts not measured")
-        else:
-            left = 0.0
-            for part, color in zip(PARTS, ("0.45", "tab:orange", "tab:blue"), strict=True):
-                # Differences of medians: noise may make one of them negative.
-                width = max(0.0, 1e3 * parts[part])
-                axes.barh(y, width, left=left, color=color, label=part)
-                left += width
-        axes.plot([low, high], [y, y], color="black", linewidth=1)
-        ratio = statistics.median(ratios(point))
-        axes.annotate(f" {ratio:.2f}x", (max(high, middle), y), fontsize=7, va="center")
-        longest = max(longest, high, middle)
-    axes.set_yticks(range(len(points)), [point["method"] for point in points], fontsize=7)
-    axes.set_xlim(0, 1.15 * longest)
-    axes.set_xlabel("ms a step", fontsize=8)
-    axes.tick_params(axis="x", labelsize=7)

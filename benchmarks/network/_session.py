@@ -25,13 +25,10 @@ _LATENCY_SIZES = (256, 4096, 65_536)
 _COUNTED = ("cpu_seconds", "received", "sent")
 
 
-def batches(
-    methods: Sequence[str], size: int, hosts: int, available: float, torch_alone: bool = False
-) -> list[list[str]]:
+def batches(methods: Sequence[str], size: int, hosts: int, available: float) -> list[list[str]]:
     """The methods in groups whose hosts fit into the memory together, each with the baseline.
 
-    With ``torch_alone`` those of PyTorch have batches of their own. A WorkerError where not even
-    one method beside the baseline fits.
+    A WorkerError where not even one method beside the baseline fits.
     """
 
     def need(names: Sequence[str]) -> float:
@@ -45,9 +42,7 @@ def batches(
     for name in methods:
         if name == BASELINE:
             continue
-        last = found[-1]
-        mixed = torch_alone and len(last) > 1 and find(last[-1]).torch != find(name).torch
-        if mixed or need([*last, name]) > available:
+        if need([*found[-1], name]) > available:
             if need([BASELINE, name]) > available:
                 raise WorkerError(
                     f"{hosts} hosts with {size:,} parameters need about "

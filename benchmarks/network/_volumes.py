@@ -9,28 +9,26 @@ from sparse_collectives import cost_model, traffic
 
 AXIS = "workers"
 
+_PUBLISHED = sc.allreduce.published
+
+
+def _exact(make):
+    return lambda density: make()
+
+
 # Of each algorithm: how it is made, and the row of `cost_model._paper.PAPER` to compare it with.
 ALGORITHMS = {
-    "dense": (lambda density: sc.allreduce.dense(), "dense"),
-    "dense_bucketed": (lambda density: sc.allreduce.published.dense_bucketed(buckets=4), "dense"),
+    "dense": (_exact(sc.allreduce.dense), "dense"),
+    "dense_bucketed": (lambda density: _PUBLISHED.dense_bucketed(buckets=4), "dense"),
     "agreed": (lambda density: sc.allreduce.agreed(density=density), None),
     "agreed, few bits": (lambda density: sc.allreduce.agreed(density=density, bits=None), None),
-    "topk_a": (lambda density: sc.allreduce.topk_a(), "topk_a"),
-    "sparse_allgather": (lambda density: sc.allreduce.published.sparse_allgather(), "topk_a"),
-    "ssar_recursive_double": (
-        lambda density: sc.allreduce.published.ssar_recursive_double(),
-        "ssar_recursive_double",
-    ),
-    "ssar_split_allgather": (
-        lambda density: sc.allreduce.published.ssar_split_allgather(),
-        "ssar_split_allgather",
-    ),
-    "dsar_split_allgather": (
-        lambda density: sc.allreduce.published.dsar_split_allgather(),
-        "topk_dsa",
-    ),
-    "ring_sparse": (lambda density: sc.allreduce.published.ring_sparse(), None),
-    "gtopk": (lambda density: sc.allreduce.published.gtopk(density=density), "gtopk"),
+    "topk_a": (_exact(sc.allreduce.topk_a), "topk_a"),
+    "sparse_allgather": (_exact(_PUBLISHED.sparse_allgather), "topk_a"),
+    "ssar_recursive_double": (_exact(_PUBLISHED.ssar_recursive_double), "ssar_recursive_double"),
+    "ssar_split_allgather": (_exact(_PUBLISHED.ssar_split_allgather), "ssar_split_allgather"),
+    "dsar_split_allgather": (_exact(_PUBLISHED.dsar_split_allgather), "topk_dsa"),
+    "ring_sparse": (_exact(_PUBLISHED.ring_sparse), None),
+    "gtopk": (lambda density: _PUBLISHED.gtopk(density=density), "gtopk"),
     "spardl": (lambda density: sc.allreduce.spardl(density=density), "spardl"),
     "ok_topk": (lambda density: sc.allreduce.ok_topk(density=density), "ok_topk"),
     "complete(ok_topk)": (
@@ -52,10 +50,7 @@ def trace(allreduce, size, capacity, workers):
         return allreduce.reduce(coo, state, axis=AXIS)
 
     mapped = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    shapes = (
-        jax.ShapeDtypeStruct((capacity,), "float32"),
-        jax.ShapeDtypeStruct((capacity,), "int32"),
-    )
+    shapes = (jax.ShapeDtypeStruct((capacity,), dtype) for dtype in ("float32", "int32"))
     return jax.jit(mapped).trace(*shapes, state)
 
 
@@ -91,23 +86,18 @@ def of_two_levels(size, density, nodes, inside):
 
     gradient = jax.ShapeDtypeStruct((size,), "float32")
     both = traffic.of_function(step, gradient, axis=axes, axis_size=(nodes, inside)).by_scope(2)
-    torus = traffic.of_allreduce(
-        sc.allreduce.published.torus_2d(),
-        size=size,
-        capacity=1,
-        axis=axes,
-        axis_size=(nodes, inside),
-    ).by_scope(2)
+    torus = _PUBLISHED.torus_2d()
+    given = {"axis": axes, "axis_size": (nodes, inside)}
+    both_dense = traffic.of_allreduce(torus, size=size, capacity=1, **given).by_scope(2)
     k = max(1, round(size * density))
-    flat = traffic.of_allreduce(top, size=size, capacity=k, axis_size=workers).words
-    dense = traffic.of_allreduce(
-        sc.allreduce.dense(), size=size, capacity=1, axis_size=workers
-    ).words
+    given = {"size": size, "axis_size": workers}
+    flat = traffic.of_allreduce(top, capacity=k, **given).words
+    dense = traffic.of_allreduce(sc.allreduce.dense(), capacity=1, **given).words
     # Of what all others send, the share of those in other nodes.
     outside = (workers - inside) / (workers - 1)
     return {
         "hierarchical(topk_a)": (both["hierarchical/outer"], both["hierarchical/inner"]),
-        "torus_2d": (torus["torus_2d/outer"], torus["torus_2d/inner"]),
+        "torus_2d": (both_dense["torus_2d/outer"], both_dense["torus_2d/inner"]),
         "topk_a, flat": (flat * outside, flat * (1 - outside)),
         "dense, flat": (dense * outside, dense * (1 - outside)),
     }

@@ -77,24 +77,20 @@ class Worker:
         }
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options."""
+@options.program
+def main(argv: list[str] | None = None) -> None:
+    """Measures, prints, and writes the file that is asked for."""
     made = options.parser_of(__doc__)
     add = made.add_argument
+    options.add_usual(made, workers=4, rows=(None, "of the generated data"))
+    options.add_usual(made, batch=(1000, "rows of a worker in a batch"))
+    options.add_usual(made, block=(100, "coordinates of a worker in a step"), regularisation=1e-5)
+    options.add_usual(made, rounds=5, steps=10**9, seed=0, timeout=1800)
     add("--data", nargs="+", choices=SHAPES, default=["url"], metavar="NAME")
     add("--model", nargs="+", choices=MODELS, default=["logistic"], metavar="NAME")
     add("--method", choices=EXCHANGES, default="sgd")
     add("--exchange", nargs="+", metavar="NAME", help="by default all of the method")
-    add("--workers", type=options.several, default=4, metavar="P")
     add("--link", type=options.link, default="1gbit", metavar="RATE")
-    add("--rows", type=options.at_least_one, help="of the generated data")
-    add("--batch", type=options.at_least_one, default=1000, help="rows of a worker in a batch")
-    add("--block", type=options.at_least_one, default=100, help="coordinates of a worker in a step")
-    add("--regularisation", type=options.positive, default=1e-5)
-    add("--rounds", type=options.at_least_one, default=5, help="turns of each exchange")
-    add("--steps", type=options.at_least_one, default=10**9, help="of a turn at most")
-    add("--seed", type=int, default=0)
-    add("--timeout", type=options.positive, default=1800, help="seconds for one answer")
     options.add_outputs(made)
     add("--quick", action="store_true", help="a functional test with little data")
     args = made.parse_args(argv)
@@ -104,13 +100,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             made.error(f"--exchange {name} is none of --method {args.method}: {', '.join(known)}")
     if args.quick:
         args.data, args.rounds, args.rows, args.batch, args.steps = ["small"], 2, 800, 50, 3
-    return args
-
-
-@options.program
-def main(argv: list[str] | None = None) -> None:
-    """Measures, prints, and writes the file that is asked for."""
-    args = parse(argv)
     all_of(args, args.data, _measured, _show)
 
 

@@ -43,36 +43,24 @@ _SETTINGS = ("density", "shapes", "rounds", "steps", "warmup", "pin", "breakdown
 _MEMORY_SHARE = 0.8
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options."""
-    made = options.parser_of(__doc__)
-    add = made.add_argument
-    add("--workers", type=options.several, nargs="+", default=[4], metavar="P")
-    add("--link", type=options.link, nargs="+", default=["1gbit"], metavar="RATE")
-    add("--params", type=options.at_least_one, nargs="+", metavar="N", help="14.7e6")
-    add("--density", type=options.share, default=0.01)
-    add("--methods", nargs="+", choices=METHODS, metavar="NAME", help=", ".join(METHODS))
-    add("--shapes", choices=SHAPES, default="vgg", help="of the parameters")
-    add("--rounds", type=options.at_least_one, default=9, help="turns of each method")
-    add("--steps", type=options.at_least_one, default=8, help="of a turn at most")
-    add("--warmup", type=options.at_least_one, default=16, help="steps before the first turn")
-    add("--no-pin", action="store_false", dest="pin", help="let processes use all cores")
-    no_breakdown = {"action": "store_false", "dest": "breakdown"}
-    add("--no-breakdown", **no_breakdown, help="leave out the parts of a step")
-    add("--torch-alone", action="store_true", help="not in the same rounds as JAX")
-    add("--seed", type=int, default=0)
-    add("--timeout", type=options.positive, default=900, help="seconds for one answer")
-    options.add_outputs(made, plot=True)
-    add("--quick", action="store_true", help="a functional test with a tiny n")
-    add("--clean", action="store_true", help="remove leftovers of dead runs, and end")
-    return made
-
-
 @options.program
 def main(argv: list[str] | None = None) -> int:
     """Measures, prints, and writes the files that are asked for."""
-    own = parser()
-    args = own.parse_args(argv)
+    made = options.parser_of(__doc__)
+    add = made.add_argument
+    options.add_usual(made, workers=[4], density=0.01, rounds=9, steps=8, seed=0, timeout=900)
+    options.add_usual(made, warmup=(16, "steps before the first turn"))
+    add("--link", type=options.link, nargs="+", default=["1gbit"], metavar="RATE")
+    add("--params", type=options.at_least_one, nargs="+", metavar="N", help="14.7e6")
+    add("--methods", nargs="+", choices=METHODS, metavar="NAME", help=", ".join(METHODS))
+    add("--shapes", choices=SHAPES, default="vgg", help="of the parameters")
+    add("--no-pin", action="store_false", dest="pin", help="let processes use all cores")
+    parts = "leave out the parts of a step"
+    add("--no-breakdown", action="store_false", dest="breakdown", help=parts)
+    options.add_outputs(made, plot=True)
+    add("--quick", action="store_true", help="a functional test with a tiny n")
+    add("--clean", action="store_true", help="remove leftovers of dead runs, and end")
+    args = made.parse_args(argv)
     if args.clean:
         removed = namespaces.clean()
         print(f"removed {len(removed)} namespaces of dead runs {' '.join(removed)}".rstrip())
@@ -80,19 +68,16 @@ def main(argv: list[str] | None = None) -> int:
     if args.quick:
         args.rounds, args.steps, args.warmup = 2, 2, 3
     sizes = args.params or [20_000 if args.quick else 14_700_000]
-    methods = _methods(args, own)
+    methods = _methods(args)
     interrupt_when_told()
-    reason = namespaces.unusable()
-    if reason is not None:
-        own.error(reason)
+    options.require_network()
     links = list(dict.fromkeys([*args.link, *(["none"] if args.breakdown else [])]))
     settings = _machine() | {name: getattr(args, name) for name in _SETTINGS}
     settings |= {"seconds": args.timeout}
     found = {"points": [], "links": [], "local": []}
     for size in sizes:
         for hosts in args.workers:
-            available = _MEMORY_SHARE * _available_memory()
-            batches = _session.batches(methods, size, hosts, available, args.torch_alone)
+            batches = _session.batches(methods, size, hosts, _MEMORY_SHARE * _available_memory())
             rows = _session.measure(size, hosts, links, batches, args)
             for name, more in rows.items():
                 found[name] += more
@@ -105,11 +90,11 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _methods(args: argparse.Namespace, own: argparse.ArgumentParser) -> list[str]:
+def _methods(args: argparse.Namespace) -> list[str]:
     has_torch = importlib.util.find_spec("torch") is not None
     if args.methods:
         if not has_torch and any(find(name).torch for name in args.methods):
-            own.error("--methods: PyTorch is not installed (pip install torch)")
+            raise options.InputError("--methods: PyTorch is not installed (pip install torch)")
         return list(dict.fromkeys([_session.BASELINE, *args.methods]))
     if not has_torch:
         options.say("PyTorch is not installed: its methods are left out")

@@ -99,32 +99,29 @@ def compare_words(size: int, density: float, workers: list[int]) -> list[dict[st
 
 def draw(file: Path, found: dict[str, Any]) -> None:
     """The step of each algorithm over P, a panel for each network."""
-    names = list(dict.fromkeys(row["network"] for row in found["rows"]))
-    figure, panels = display.panels(1, len(names), (4.2 * len(names), 3.8))
-    for axes, name in zip(panels[0], names, strict=True):
-        lines: dict[str, list[tuple[int, float]]] = {}
-        for row in found["rows"]:
-            if row["network"] == name:
-                points = lines.setdefault(row["algorithm"], [])
-                points.append((row["workers"], 1e3 * row["step"]))
-        display.curves(axes, lines, {}, title=name, xlabel="workers P")
-        display.logarithmic(axes)
-    figure.supylabel("predicted ms a step", fontsize=9)
-    display.save(figure, file, f"n = {found['params']:,}, density {found['density']:g}")
+    panels = []
+    for name in dict.fromkeys(row["network"] for row in found["rows"]):
+        rows, lines = [row for row in found["rows"] if row["network"] == name], {}
+        for algorithm in ALGORITHMS:
+            own = [row for row in rows if row["algorithm"] == algorithm]
+            steps = [1e3 * row["step"] for row in own]
+            lines[algorithm] = [row["workers"] for row in own], steps
+        given = {"xlabel": "workers P", "ylabel": "predicted ms a step", "workers": True}
+        panels.append({"title": name, "lines": lines} | given)
+    title = f"n = {found['params']:,}, density {found['density']:g}"
+    display.draw(file, panels, title=title)
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options."""
+@options.program
+def main(argv: list[str] | None = None) -> None:
+    """Predicts or validates, prints, and writes the files that are asked for."""
     parser = options.parser_of(__doc__)
     add = parser.add_argument
+    options.add_usual(parser, density=0.01, workers=WORKERS)
     add("--params", default="14.7M", metavar="N")
-    add("--density", type=options.share, default=0.01)
-    add("--workers", type=options.at_least_one, nargs="+", default=WORKERS, metavar="P")
     add("--codec", choices=("raw", "bf16", "narrow16", "narrow8"), default="raw")
     add("--compute", default="0s", metavar="T", help="forward and backward pass of a worker")
-    add(
-        "--local", default="cpu", metavar="cpu|FILE", help="of local.step_cost --json; cpu: planned"
-    )
+    add("--local", default="cpu", metavar="cpu|FILE", help="of step_cost --json; cpu: planned")
     network = ("NAME", "LATENCY", "BANDWIDTH")
     add("--network", nargs=3, action="append", metavar=network, help="in place of the three")
     add("--no-programs", action="store_true", help="don't compare the words with programs")
@@ -133,13 +130,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.validate and args.plot:
         parser.error("--plot draws predictions; leave out --validate")
-    return args
-
-
-@options.program
-def main(argv: list[str] | None = None) -> None:
-    """Predicts or validates, prints, and writes the files that are asked for."""
-    args = parse(argv)
     if args.validate:
         found: Any = _prediction.validate(args.validate)
         _prediction.show(found)

@@ -90,22 +90,17 @@ class Worker:
         return measured(self.barrier, lambda: self._take(method, steps), steps)
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options."""
+@options.program
+def main(argv: list[str] | None = None) -> None:
+    """Measures, prints, and writes the file that is asked for."""
     made = options.parser_of(__doc__)
     add = made.add_argument
-    add("--sites", type=options.several, default=2, metavar="P")
-    add("--devices", type=options.at_least_one, default=2, help="of each site")
+    options.add_usual(made, sites=2, devices=(2, "of each site"), density=0.01)
+    options.add_usual(made, width=(512, "of a layer, 8 width^2 parameters"), layers=4)
+    options.add_usual(made, batch=(16, "examples of all sites together"))
+    options.add_usual(made, rounds=5, steps=3, seed=0, timeout=900)
     add("--links", type=options.link, nargs="+", default=["1gbit", "100mbit"], metavar="RATE")
     add("--layout", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    add("--density", type=options.share, default=0.01)
-    add("--width", type=options.at_least_one, default=512, help="of a layer, 8 width^2 parameters")
-    add("--layers", type=options.at_least_one, default=4)
-    add("--batch", type=options.at_least_one, default=16, help="examples of all sites together")
-    add("--rounds", type=options.at_least_one, default=5, help="turns of each method")
-    add("--steps", type=options.at_least_one, default=3, help="of a turn")
-    add("--seed", type=int, default=0)
-    add("--timeout", type=options.positive, default=900, help="seconds for one answer")
     options.add_outputs(made)
     add("--quick", action="store_true", help="a functional test with a small model")
     args = made.parse_args(argv)
@@ -114,13 +109,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     share = args.sites * args.devices
     if args.batch % share or args.width % args.devices:
         made.error(f"--batch and --width must be multiples of the devices: {share} in all")
-    return args
-
-
-@options.program
-def main(argv: list[str] | None = None) -> None:
-    """Measures, prints, and writes the file that is asked for."""
-    args = parse(argv)
     all_of(args, args.layout, _measured, _show)
 
 

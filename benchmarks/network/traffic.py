@@ -2,19 +2,17 @@
 
 Volumes are read from the traced programs (`sparse_collectives.traffic`), with padding and with
 periodic work averaged in. Nothing runs, so that the numbers have no spread and any number of
-workers works on one machine. Five sections:
+workers works on one machine. Four sections:
 
     algorithms  every allreduce, beside the bounds of Table 1 of Ok-Topk and section 5.3 of SparCML
     ok_topk     the cases of its balancing, and its phases, as shares of the bound 6k(P-1)/P
     flatness    Ok-Topk at n = 1e8 from P = 16 to 1024, by encoding
     bound       where the paper's bound holds, over n and P, by what has to be balanced
-    levels      what crosses between 16 nodes of 8 workers
 
-    python -m benchmarks.network.traffic --json traffic.json --plot traffic.png
+    python -m benchmarks.network.traffic --json traffic.json
     python -m benchmarks.network.traffic --sections ok_topk --params 1e8 --codec narrow8
 """
 
-import argparse
 import functools
 import sys
 
@@ -24,13 +22,11 @@ import sparse_collectives
 from sparse_collectives import traffic, wire
 from sparse_collectives.allreduce import ok_topk
 
-from .._common import display, options, reports
+from .._common import options, reports
 from .._common.display import show
 from . import _volumes
 
-SECTIONS = ("algorithms", "ok_topk", "flatness", "bound", "levels")
 WORKERS = [2, 3, 4, 6, 8, 12, 16, 48, 64, 100, 256, 384, 1024]
-
 # How far the selected entries are from an even spread over the workers.
 CASES = {
     "even": {"conditional": "best"},
@@ -38,7 +34,6 @@ CASES = {
     "spread": {"frequencies": {"balance": (0, 0, 1, 0)}},
     "worst": {"conditional": "worst"},
 }
-
 CODECS = {name: getattr(wire, name) for name in ("raw", "bf16", "narrow16", "narrow8")}
 CODECS |= {f"qsgd{bits}": functools.partial(wire.qsgd, bits=bits) for bits in (8, 4, 2)}
 # What a step of Ok-Topk may take, as a multiple of k (P-1)/P: the paper's bound, and what is asked
@@ -47,24 +42,6 @@ FLAT_SIZE, FLAT_WORKERS = 10**8, (16, 64, 256, 1024)
 FLAT_BOUNDS = {"raw": 6.0, "narrow16": 3.0, "narrow8": 1.6}
 # Entries, and workers, of the section "bound".
 GRID = {10**5: (4, 16, 32, 64), 10**6: (4, 16, 64, 256, 1024), 10**7: (4, 64, 1024)}
-NODES, INSIDE = 16, 8
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options."""
-    parser = options.parser_of(__doc__)
-    add = parser.add_argument
-    add("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    add("--workers", type=options.several, nargs="+", default=WORKERS, metavar="P")
-    add("--params", type=options.at_least_one, default=1_000_000, metavar="N")
-    add("--density", type=options.share, default=0.01)
-    add("--codec", choices=CODECS, default="raw", help="encoding in the section ok_topk")
-    add("--sizes", type=options.at_least_one, default=1, help="of messages, in the same section")
-    options.add_outputs(parser, plot=True)
-    args = parser.parse_args(argv)
-    if args.plot and "algorithms" not in args.sections:
-        parser.error("--plot draws the section algorithms, which --sections leaves out")
-    return args
 
 
 def of_ok_topk(size, density, workers, codec, sizes=1):
@@ -90,64 +67,33 @@ def _traced(size, density, workers, codec, sizes=1):
 
 
 def algorithms(args):
-    """Every allreduce over P: multiples of k, and the share of the paper's upper bound."""
-    names = _volumes.ALGORITHMS
-    cells = {
-        (name, workers): _volumes.of_algorithm(name, args.params, args.density, workers)
-        for name in names
-        for workers in args.workers
-    }
-    rows = [row for row in cells.values() if row is not None]
-
-    def table(title, value):
-        """Of all that have a value."""
+    """Every allreduce over P: multiples of k of the worst step, and of the best."""
+    found = [
+        [_volumes.of_algorithm(name, args.params, args.density, p) for p in args.workers]
+        for name in _volumes.ALGORITHMS
+    ]
+    for case in ("worst", "best"):
         lines = []
-        for name in names:
-            found = [
-                cells[name, workers] and value(cells[name, workers]) for workers in args.workers
-            ]
-            if any(found):
-                # 2.05e+03 is what a program writes.
-                lines.append([name, *(f"{float(f'{x:.3g}'):g}" if x else "-" for x in found)])
-        show(title, ["P", *map(str, args.workers)], lines)
-
-    what = f"n = {args.params:,}, density {args.density:g}, k = {rows[0]['k']:,}"
-    table(
-        f"Words received per worker and step, worst step, in k; {what}",
-        lambda row: row["worst"] / row["k"],
-    )
-    table(
-        "The same of the best step, where it differs",
-        lambda row: row["best"] != row["worst"] and row["best"] / row["k"],
-    )
-    table(
-        "Worst step as a share of the paper's upper bound",
-        lambda row: "upper" in row and row["worst"] / row["upper"],
-    )
-    table(
-        "Best step as a multiple of the paper's lower bound",
-        lambda row: "lower" in row and row["best"] / row["lower"],
-    )
-    return rows
+        for name, rows in zip(_volumes.ALGORITHMS, found, strict=True):
+            # 2.05e+03 is what a program writes.
+            multiples = [f"{row[case] / row['k']:.3g}" if row else "-" for row in rows]
+            lines.append([name, *(f"{float(x):g}" if x != "-" else x for x in multiples)])
+        title = f"Words received per worker, {case} step, in k; n = {args.params:,}"
+        show(f"{title}, density {args.density:g}", ["P", *map(str, args.workers)], lines)
+    return [row for rows in found for row in rows if row is not None]
 
 
 def cases(args):
     """Ok-Topk: each case and each phase as shares of the bound, and as multiples of k(P-1)/P."""
     given = args.density, args.codec, args.sizes
     rows = [of_ok_topk(args.params, given[0], workers, *given[1:]) for workers in args.workers]
-    show(
-        f"Ok-Topk, words as shares of 6k(P-1)/P (multiples of k(P-1)/P); n = {args.params:,}, "
-        "density {:g}, codec {}, sizes {}".format(*given),
-        ["P", "bound", *CASES],
-        [
-            [
-                str(row["workers"]),
-                f"{row['bound']:,.0f}",
-                *(f"{row[case]['of_bound']:.3f} ({row[case]['of_k']:.3f})" for case in CASES),
-            ]
-            for row in rows
-        ],
-    )
+    title = "Ok-Topk, words as shares of 6k(P-1)/P (multiples of k(P-1)/P)"
+    title += f"; n = {args.params:,}, " + "density {:g}, codec {}, sizes {}".format(*given)
+    lines = []
+    for row in rows:
+        shares = (f"{row[case]['of_bound']:.3f} ({row[case]['of_k']:.3f})" for case in CASES)
+        lines.append([str(row["workers"]), f"{row['bound']:,.0f}", *shares])
+    show(title, ["P", "bound", *CASES], lines)
     for case in CASES:
         names = list(dict.fromkeys(phase for row in rows for phase in row[case]["phases"]))
         lines = []
@@ -167,18 +113,13 @@ def flatness(args):
         found = [of_ok_topk(FLAT_SIZE, args.density, p, codec) for p in FLAT_WORKERS]
         for case in CASES:
             of_k = [row[case]["of_k"] for row in found]
-            verdict = "-" if bound is None else "yes"
-            if bound is not None and max(of_k) > bound:
-                verdict = f"no, {max(of_k) / bound:.3f}"
             rows.append({"codec": codec, "case": case, "of_k": of_k, "bound": bound})
+            over = "-" if bound is None else f"{max(of_k) / bound:.3f}"
             spread = f"{max(of_k) / min(of_k) - 1:.1%}"
-            lines.append([codec, case, *(f"{x:.3f}" for x in of_k), spread, verdict])
-    show(
-        f"Ok-Topk, multiples of k(P-1)/P at n = {FLAT_SIZE:,}, density {args.density:g}; bounds"
-        " 6, 3 and 1.6",
-        ["codec", "case", *map(str, FLAT_WORKERS), "max/min - 1", "within bound"],
-        lines,
-    )
+            lines.append([codec, case, *(f"{x:.3f}" for x in of_k), spread, over])
+    title = f"Ok-Topk, multiples of k(P-1)/P at n = {FLAT_SIZE:,}, density {args.density:g}"
+    head = ["codec", "case", *map(str, FLAT_WORKERS), "max/min - 1", "max/bound"]
+    show(f"{title}; bounds 6, 3 and 1.6", head, lines)
     return rows
 
 
@@ -196,15 +137,12 @@ def bound(args):
         row["sizes"] = traffic.of_traced(sized, conditional="best").words / unit
         rows.append(row)
     columns = ("even", "rounds", *list(CASES)[1:], "sizes")
-    show(
-        f"Ok-Topk, multiples of k(P-1)/P, density {args.density:g}; `rounds`: no window fits;"
-        " `sizes`: even, with messages of four sizes",
-        ["n", "P", *columns],
-        [
-            [f"{row['params']:,}", str(row["workers"]), *(f"{row[c]:.3f}" for c in columns)]
-            for row in rows
-        ],
-    )
+    lines = [
+        [f"{row['params']:,}", str(row["workers"]), *(f"{row[c]:.3f}" for c in columns)]
+        for row in rows
+    ]
+    title = f"Ok-Topk, multiples of k(P-1)/P, density {args.density:g}; `rounds`: no window fits"
+    show(f"{title}; `sizes`: even, with messages of four sizes", ["n", "P", *columns], lines)
     return rows
 
 
@@ -218,54 +156,23 @@ def _by_rounds(program):
         return traffic.of_traced(program, frequencies=even).words
 
 
-def levels(args):
-    """Bytes that a worker receives from other nodes and from its own."""
-    found = _volumes.of_two_levels(args.params, args.density, NODES, INSIDE)
-    selected = args.density * args.params
-    formulas = {
-        "hierarchical(topk_a)": 4 * (NODES - 1) * selected / INSIDE,
-        "topk_a, flat": 4 * (NODES * INSIDE - 1) * selected,
-    }
-    show(
-        f"Bytes received per worker, {NODES} nodes of {INSIDE}; n = {args.params:,}, density"
-        f" {args.density:g}. The paper's formulas count 4 bytes for a pair of 8, and in the flat"
-        " one all other workers",
-        ["algorithm", "between nodes", "within", "the paper's formula"],
-        [
-            [
-                *(name, f"{4 * outer:,.0f}", f"{4 * inner:,.0f}"),
-                f"{formulas[name]:,.0f}" if name in formulas else "-",
-            ]
-            for name, (outer, inner) in found.items()
-        ],
-    )
-    return {name: {"between": outer, "within": inner} for name, (outer, inner) in found.items()}
-
-
-def draw(file, rows, title):
-    """Words of the worst step over P, of each algorithm."""
-    lines = {}
-    for row in rows:
-        lines.setdefault(row["algorithm"], []).append((row["workers"], row["worst"] / row["k"]))
-    figure, ((axes,),) = display.panels(1, 1, (8, 6))
-    display.curves(axes, lines, {}, xlabel="workers P", ylabel="words, as a multiple of k")
-    display.logarithmic(axes)
-    display.save(figure, file, title)
+SECTIONS = {"algorithms": algorithms, "ok_topk": cases, "flatness": flatness, "bound": bound}
 
 
 @options.program
 def main(argv: list[str] | None = None) -> None:
-    """Measures, prints, and writes the files that are asked for."""
-    args = parse(argv)
-    run = {"algorithms": algorithms, "ok_topk": cases, "flatness": flatness}
-    run |= {"bound": bound, "levels": levels}
-    found = {name: run[name](args) for name in SECTIONS if name in args.sections}
-    if args.plot:
-        title = f"n = {args.params:,}, density {args.density:g}, exact pairs"
-        draw(args.plot, found["algorithms"], title)
+    """Measures, prints, and writes the file that is asked for."""
+    parser = options.parser_of(__doc__)
+    add = parser.add_argument
+    options.add_usual(parser, workers=WORKERS, params=1_000_000, density=0.01)
+    options.add_usual(parser, sizes=(1, "of messages, in the same section"))
+    add("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
+    add("--codec", choices=CODECS, default="raw", help="encoding in the section ok_topk")
+    options.add_outputs(parser)
+    args = parser.parse_args(argv)
     report = {name: getattr(args, name) for name in ("params", "density", "codec")}
-    report |= {"jax": jax.__version__}
-    report |= {"sparse_collectives": getattr(sparse_collectives, "__version__", None)}
+    report |= {"jax": jax.__version__, "sparse_collectives": sparse_collectives.__version__}
+    found = {name: run(args) for name, run in SECTIONS.items() if name in args.sections}
     reports.write(args.json, report | found)
 
 

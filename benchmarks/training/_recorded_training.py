@@ -9,7 +9,8 @@ Ok-Topk: when the rate has fallen, what is new is small beside what the residual
 Or `behind` it, in SGD with momentum, which leaves the accumulators in the units of the gradient.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ from jax.flatten_util import ravel_pytree
 from sparse_collectives import PaddedCOO, Selector, select
 
 from .._common import options
+from . import _simulated_training as simulated
 from ._measures import Leaf
 
 ORDERS = ("before", "behind")
@@ -29,36 +31,32 @@ MOMENTUM = 0.9
 Visit = Callable[[int, jax.Array, jax.Array, Sequence[PaddedCOO]], None]
 
 
-class Task(NamedTuple):
-    """A model, its data and its optimizer: SGD with momentum."""
-
-    params: Any
-    # ``loss(params, batch)``, the mean over a worker's batch.
-    loss: Callable[[Any, Any], jax.Array]
-    # The batches of all workers, with a leading axis of P.
-    stream: Iterator[Any]
-    # Loss and accuracy on data that training does not see.
-    validate: Callable[[Any], dict[str, float]]
-    # The peak learning rate, and the largest norm of a worker's gradient.
-    rate: float
-    clip: float
-
-
 class Run(NamedTuple):
     """What is trained and recorded: images or text, with so many of k / n."""
 
     name: str
-    # ``make_task(workers)``, a fresh task with data for so many workers.
-    make_task: Callable[[int], Task]
+    learns: simulated.Task
     density: float
     # The layer that is scaled in the harder case: some percent of the parameters, more than k.
     hard: str
+    # Of each worker.
+    batch: int
+    seed: int
+    # The peak learning rate of SGD with momentum, and the largest norm of a worker's gradient.
+    rate: float = 0.01
+    clip: float = math.inf
+
+
+class Begun(NamedTuple):
+    """The parameters with which a training begins."""
+
+    params: Any
 
 
 class Curve(NamedTuple):
     """What the training run itself did."""
 
-    # ``Task.validate`` before and after it.
+    # Loss, and accuracy of images, on data that training does not see: before and after it.
     before: dict[str, float]
     after: dict[str, float]
     # The training loss of each step.
@@ -80,7 +78,7 @@ class Recorder:
 
     def __init__(self, run: Run, workers: int, factor: float | None = None):
         self.run, self.workers = run, workers
-        self.task = run.make_task(workers)
+        self.task = Begun(run.learns.init(run.seed))
         self.layout = layout_of(self.task.params)
         self.size = sum(leaf.size for leaf in self.layout)
         self.k = max(1, round(run.density * self.size))
@@ -106,18 +104,19 @@ class Recorder:
           selector: drives the training; the exact top-k by default.
           visit: see above.
         """
-        task, before = self.task, order == "before"
+        run, learns, before = self.run, self.run.learns, order == "before"
         # Without momentum the same distance takes a rate larger by what momentum sums up.
-        rate = schedule(task.rate / (1 - MOMENTUM) if before else task.rate, steps)
+        rate = schedule(run.rate / (1 - MOMENTUM) if before else run.rate, steps)
         tx = optax.sgd(1.0) if before else optax.sgd(rate, momentum=MOMENTUM)
-        flat, unravel = ravel_pytree(task.params)
-        selector = select.topk(density=self.run.density) if selector is None else selector
+        flat, unravel = ravel_pytree(self.task.params)
+        selector = select.topk(density=run.density) if selector is None else selector
+        validate = learns.validate or (lambda params: {"loss": learns.evaluate(params)})
 
         @jax.jit
         def work(params, residual, state, batch, step):
-            loss, gradient = jax.value_and_grad(task.loss)(params, batch)
+            loss, gradient = jax.value_and_grad(learns.loss)(params, batch)
             gradient = ravel_pytree(gradient)[0]
-            gradient *= jnp.minimum(1, task.clip / jnp.linalg.norm(gradient))
+            gradient *= jnp.minimum(1, run.clip / jnp.linalg.norm(gradient))
             gradient = gradient * rate(step) if before else gradient
             gradient = gradient * self._units
             acc = residual + gradient
@@ -131,13 +130,15 @@ class Recorder:
             updates, opt_state = tx.update(unravel(jnp.stack(sent).mean(0)), opt_state, params)
             return optax.apply_updates(params, updates), opt_state
 
-        params, opt_state = task.params, tx.init(task.params)
+        params, opt_state = self.task.params, tx.init(self.task.params)
         residuals = [jnp.zeros_like(flat)] * self.workers
         states = [selector.init(flat.size)] * self.workers
-        curve = Curve(task.validate(params), {}, [], [])
-        for step in range(steps):
-            batch = next(task.stream)
-            batches = [[x[p] for x in batch] for p in range(self.workers)]
+        examples = simulated.order_of(
+            learns, steps=steps, batch=self.workers * run.batch, seed=run.seed
+        )
+        curve = Curve(validate(params), {}, [], [])
+        for step, chosen in enumerate(examples):
+            batches = map(learns.batch_of, np.split(chosen, self.workers))
             given = zip(residuals, states, batches, strict=True)
             found = [work(params, *each, step) for each in given]
             loss, gradients, accs, residuals, states, coos, sent, passed = zip(*found, strict=True)
@@ -145,9 +146,9 @@ class Recorder:
             curve.losses.append(float(np.mean(jax.device_get(loss))))
             curve.passed.append(int(passed[0]) / self.k)
             visit(step, accs[0], gradients[0], coos)
-            text = f"{self.run.name}, P = {self.workers}: step {step + 1} of {steps}"
+            text = f"{run.name}, P = {self.workers}: step {step + 1} of {steps}"
             options.progress(text, last=step + 1 == steps)
-        return curve._replace(after=task.validate(params))
+        return curve._replace(after=validate(params))
 
     def description(self, curve: Curve) -> dict[str, Any]:
         """What a report says of each training."""

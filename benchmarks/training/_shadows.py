@@ -9,41 +9,24 @@ import numpy as np
 
 from sparse_collectives import Layout, select
 
+from .._common.contestants import selectors
+
 # Drawn in the plot: what predicts how many entries pass. The others take a fixed number.
-ESTIMATORS = {
-    "threshold_reuse, no servo": "C0:",
-    "gaussian_k": "C3-",
-    "gaussian_k, adjusted": "C3:",
-    "redsync": "C4-",
-    "sidco": "C5-",
-    "dgc": "C2-",
-    # Last, above the others that stay near 1.
-    "threshold_reuse": "C0-",
-}
+ESTIMATORS = ("threshold_reuse, no servo", "gaussian_k", "gaussian_k, adjusted")
+ESTIMATORS += ("redsync", "sidco", "dgc", "threshold_reuse")
 
 
 def contestants(density: float, first_threshold: float) -> dict[str, Any]:
-    """All selectors and the published variants, by name, in the order of the table.
+    """All selectors and the published variants, by name.
 
     The fixed threshold is the k-th magnitude of the first accumulator.
     """
-    return {
-        "topk": select.topk(density=density),
-        "mstopk": select.published.mstopk(density=density),
-        "threshold_reuse": select.threshold_reuse(density=density),
+    published = select.published
+    return selectors(density, first_threshold) | {
         "threshold_reuse, no servo": select.threshold_reuse(density=density, servo=False),
-        "gaussian_k": select.published.gaussian_k(density=density),
-        "gaussian_k, adjusted": select.published.gaussian_k(density=density, adjust=True),
-        "redsync": select.published.redsync(density=density),
-        "sidco": select.published.sidco(density=density),
-        "sidco, gamma": select.published.sidco(density=density, distribution="gamma"),
-        "sidco, pareto": select.published.sidco(density=density, distribution="pareto"),
-        "dgc": select.published.dgc(density=density),
-        "bucketed": select.bucketed(density=density),
-        "layerwise(topk)": select.layerwise(select.topk(density=density)),
-        "adtopk": select.published.adtopk(density=density),
-        "threshold of step 0": select.threshold(density=density, magnitude=first_threshold),
-        "random_k": select.random_k(density=density),
+        "gaussian_k, adjusted": published.gaussian_k(density=density, adjust=True),
+        "sidco, gamma": published.sidco(density=density, distribution="gamma"),
+        "sidco, pareto": published.sidco(density=density, distribution="pareto"),
     }
 
 
@@ -54,21 +37,8 @@ class Quality(NamedTuple):
     selected: Any
     # Those and the overflow, / k: what the threshold lets through.
     passed: Any
-    # The share of the exact top-k that was selected, and that of its squared norm.
+    # The share of the exact top-k that was selected.
     overlap: Any
-    captured: Any
-
-
-class Shape(NamedTuple):
-    """What a fit to the accumulator meets, ``f32[]`` each."""
-
-    # 3 for normal entries, more for a heavier tail.
-    kurtosis: Any
-    # The share of entries that are exactly zero.
-    zeros: Any
-    # The exact k-th magnitude in standard deviations. A normal fit selects too few where it is
-    # below the normal quantile.
-    reach: Any
 
 
 class Shadows:
@@ -90,34 +60,25 @@ class Shadows:
         self._states, record = self._measure(acc, *exact, self._states)
         self._records.append(jax.device_get(record))
 
-    def series(self) -> tuple[dict[str, Quality], Shape]:
-        """The qualities by name, and the shapes: ``f32[steps]`` for each number."""
-        qualities, shape = jax.tree.map(lambda *x: np.asarray(x), *self._records)
-        return {name: qualities[name] for name in self._selectors}, shape
+    def series(self) -> dict[str, Quality]:
+        """The qualities by name: ``f32[steps]`` for each number."""
+        qualities = jax.tree.map(lambda *x: np.asarray(x), *self._records)
+        return {name: qualities[name] for name in self._selectors}
 
     @functools.partial(jax.jit, static_argnums=0)
     def _measure(self, acc, magnitudes, indices, states):
         """One step of all selectors on an accumulator whose exact selection is known."""
-        k, count, norm = magnitudes.size, jnp.sum(magnitudes > 0), jnp.sum(magnitudes**2)
+        k, count = magnitudes.size, jnp.sum(magnitudes > 0)
         exact = jnp.zeros(acc.size + 1, bool).at[indices].set(magnitudes > 0)
         qualities, following = {}, {}
         for name, selector in self._selectors.items():
             coo, following[name], info = selector.select(acc, states[name])
-            shared = exact[coo.indices]
             qualities[name] = Quality(
                 selected=info.selected / k,
                 passed=(info.selected + info.overflow) / k,
-                overlap=jnp.sum(shared) / count,
-                captured=jnp.sum(jnp.where(shared, coo.values, 0) ** 2) / norm,
+                overlap=jnp.sum(exact[coo.indices]) / count,
             )
-        centred = acc - jnp.mean(acc)
-        deviation = jnp.sqrt(jnp.mean(centred**2))
-        shape = Shape(
-            kurtosis=jnp.mean((centred / deviation) ** 4),
-            zeros=jnp.mean(acc == 0),
-            reach=magnitudes[-1] / deviation,
-        )
-        return following, (qualities, shape)
+        return following, qualities
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -40,6 +40,8 @@ class Task(NamedTuple):
     evaluate: Callable[[Any], float]
     # Whether all examples come before any of them comes again; otherwise each is drawn from all.
     once: bool
+    # Loss and more of the same data, by name; None: ``evaluate`` is the loss.
+    validate: Callable[[Any], dict[str, float]] | None = None
 
 
 class Variant(NamedTuple):

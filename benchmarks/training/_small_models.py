@@ -4,7 +4,7 @@ A network of one hidden layer and a convolutional one on images, a decoder trans
 characters. A convolution is written as a product of matrices, with the patches of the image.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -51,23 +51,30 @@ def one_hidden_layer(shape: tuple[int, ...], classes: int, hidden: int) -> Netwo
     return Network(init, apply)
 
 
-def convolutional(shape: tuple[int, ...], classes: int) -> Network:
-    """Two convolutions of 3x3, a maximum of 2x2 behind each, a hidden layer."""
+def convolutional(
+    shape: tuple[int, ...],
+    classes: int,
+    channels: Sequence[int] = CHANNELS,
+    dense: int = DENSE,
+    pooled: Sequence[int] = (0, 1),
+) -> Network:
+    """Convolutions of 3x3, a maximum of 2x2 behind those that are ``pooled``, a hidden layer."""
 
     def init(seed):
         random, inputs, params = np.random.default_rng(seed), 1, {}
-        for i, outputs in enumerate(CHANNELS):
+        for i, outputs in enumerate(channels):
             params[f"conv_{i}"] = _layer(random, 9 * inputs, outputs)
             inputs = outputs
-        flat = inputs * int(np.prod([size // 2 ** len(CHANNELS) for size in shape]))
-        params["dense"] = _layer(random, flat, DENSE)
-        params["output"] = _layer(random, DENSE, classes)
+        flat = inputs * int(np.prod([size // 2 ** len(pooled) for size in shape]))
+        params["dense"] = _layer(random, flat, dense)
+        params["output"] = _layer(random, dense, classes)
         return params
 
     def apply(params, images):
         x = images[..., None]
-        for i in range(len(CHANNELS)):
-            x = _halved(jax.nn.relu(affine(params[f"conv_{i}"], _patches(x))))
+        for i in range(len(channels)):
+            x = jax.nn.relu(affine(params[f"conv_{i}"], _patches(x)))
+            x = _halved(x) if i in pooled else x
         x = jax.nn.relu(affine(params["dense"], x.reshape(x.shape[0], -1)))
         return affine(params["output"], x)
 

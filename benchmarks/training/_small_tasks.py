@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from examples._data import Dataset
 
@@ -24,13 +25,16 @@ def image_task(data: Dataset, network: Network) -> Task:
     """The accuracy on all test images."""
 
     @jax.jit
-    def right(params, images, labels):
-        return jnp.sum(jnp.argmax(network.apply(params, images), -1) == labels)
+    def sums(params, images, labels):
+        logits = network.apply(params, images)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return jnp.sum(losses), jnp.sum(jnp.argmax(logits, -1) == labels)
 
-    def evaluate(params):
+    def validate(params):
         parts = [slice(x, x + _PART) for x in range(0, len(data.test_labels), _PART)]
-        counts = [right(params, data.test_images[x], data.test_labels[x]) for x in parts]
-        return sum(map(int, counts)) / len(data.test_labels)
+        found = [sums(params, data.test_images[x], data.test_labels[x]) for x in parts]
+        loss, right = np.sum(found, axis=0) / len(data.test_labels)
+        return {"loss": float(loss), "accuracy": float(right)}
 
     return Task(
         "images",
@@ -38,8 +42,9 @@ def image_task(data: Dataset, network: Network) -> Task:
         loss_of(network),
         lambda chosen: (data.train_images[chosen], data.train_labels[chosen]),
         len(data.train_labels),
-        evaluate,
+        lambda params: validate(params)["accuracy"],
         once=True,
+        validate=validate,
     )
 
 
@@ -49,6 +54,7 @@ def text_task(
     windows: int = 256,
     width: int = WIDTH,
     network: Callable[[int, int], Network] = transformer,
+    context: int = CONTEXT,
 ) -> Task:
     """The loss on the last tenth of the text, in nats for a character.
 
@@ -57,7 +63,7 @@ def text_task(
     """
     alphabet, code = np.unique(np.array(list(text)), return_inverse=True)
     made = network(len(alphabet), width)
-    return _sequence_task("characters", code, CONTEXT, made, loss_of(made), windows)
+    return _sequence_task("characters", code, context, made, loss_of(made), windows)
 
 
 def word_task(text: str, *, windows: int = 1024, width: int = _text_models.WIDTH) -> Task:

@@ -40,24 +40,29 @@ class Scored(NamedTuple):
     loss: Any
 
 
-def lstm(vocabulary: int, cells: int = CELLS) -> Network:
-    """One layer of an LSTM between an embedding and an output layer."""
+def lstm(vocabulary: int, cells: int = CELLS, entries: int = ENTRIES, layers: int = 1) -> Network:
+    """Layers of an LSTM between an embedding and an output layer."""
+    # Of several layers the entries of matrices have the deviation of uniform ones in [-s, s].
+    gain = 1.0 if layers == 1 else 3**-0.5
 
     def init(seed):
         random = np.random.default_rng(seed)
-        embedding = normal(random, (vocabulary, ENTRIES), 1.0)
-        kernel = normal(random, (ENTRIES, 4 * cells), ENTRIES**-0.5)
-        return {
-            "embedding": embedding,
-            "input": {"kernel": kernel, "bias": forgetful(cells)},
-            "recurrent": normal(random, (cells, 4 * cells), cells**-0.5),
-            "output": layer(random, (cells, vocabulary), cells**-0.5),
-        }
+        params = {"embedding": normal(random, (vocabulary, entries), 1.0)}
+        for i in range(layers):
+            inputs = cells if i else entries
+            params[f"lstm_{i}"] = {
+                "input": normal(random, (inputs, 4 * cells), gain * inputs**-0.5),
+                "recurrent": normal(random, (cells, 4 * cells), gain * cells**-0.5),
+                "bias": forgetful(cells),
+            }
+        return params | {"output": layer(random, (cells, vocabulary), gain * cells**-0.5)}
 
     def apply(params, tokens):
         x = params["embedding"][tokens].swapaxes(0, 1)
-        hidden = recurrence(affine(params["input"], x), params["recurrent"], _UNROLL)
-        return affine(params["output"], hidden.swapaxes(0, 1))
+        for i in range(layers):
+            part = params[f"lstm_{i}"]
+            x = recurrence(x @ part["input"] + part["bias"], part["recurrent"], _UNROLL)
+        return affine(params["output"], x.swapaxes(0, 1))
 
     return Network(init, apply)
 

@@ -24,29 +24,24 @@ def growth(selections: Iterable[np.ndarray], size: int) -> np.ndarray:
     return np.array(unions)
 
 
-def uniform_row(unions: np.ndarray, size: int, selected: int, workers: int) -> dict[str, Any]:
-    """The mean of unions of uniform selections, at least two, beside its expectation."""
-    expected = cost_model.expected_union(size, selected, workers)
-    error, mean = np.std(unions, ddof=1) / math.sqrt(len(unions)), np.mean(unions)
-    off = (mean - expected) / error if error > 0 else 0.0
-    row = {"workers": workers, "expected": expected, "mean": mean}
-    return row | {"standard_error": error, "errors_off": off}
-
-
 def uniform(size: int, density: float, trials: int, seed: int) -> dict[str, Any]:
-    """The table of uniformly random selections for one density."""
+    """The table of uniformly random selections for one density.
+
+    The mean sizes of unions of so many trials, at least two, beside what is expected.
+    """
     random, k = np.random.default_rng(seed), max(1, round(density * size))
     unions = []
     for _ in range(trials):
         each = (random.choice(size, k, False, shuffle=False) for _ in range(max(UNIFORM_WORKERS)))
         unions.append(growth(each, size))
-    rows = [uniform_row(np.array(unions)[:, p - 1], size, k, p) for p in UNIFORM_WORKERS]
+    rows = []
+    for p in UNIFORM_WORKERS:
+        expected, own = cost_model.expected_union(size, k, p), np.array(unions)[:, p - 1]
+        error, mean = np.std(own, ddof=1) / math.sqrt(trials), np.mean(own)
+        off = (mean - expected) / error if error > 0 else 0.0
+        row = {"workers": p, "expected": expected, "mean": mean}
+        rows.append(row | {"standard_error": error, "errors_off": off})
     return {"size": size, "density": density, "k": k, "trials": trials, "rows": rows}
-
-
-def last_quarter(series: Sequence[float] | np.ndarray) -> Any:
-    """That of the steps, at least one."""
-    return series[len(series) - max(1, len(series) // 4) :]
 
 
 def parts(series: Sequence[float] | np.ndarray) -> dict[str, float]:
@@ -54,7 +49,7 @@ def parts(series: Sequence[float] | np.ndarray) -> dict[str, float]:
     return {
         "mean": float(np.mean(series)),
         "first_tenth": float(np.mean(series[: max(1, len(series) // 10)])),
-        "last_quarter": float(np.mean(last_quarter(series))),
+        "last_quarter": float(np.mean(series[-max(1, len(series) // 4) :])),
     }
 
 

@@ -14,6 +14,7 @@ that were kept, and trains nothing.
 
 import argparse
 import functools
+import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,21 +25,22 @@ import optax
 
 import optax_ext
 
-from .._common import options, reports
-from . import _tables
+from .._common import display, options, reports
+from .._common.contestants import DECAY
 from ._data import read_images, read_text
 from ._recorded_training import MOMENTUM, schedule
 from ._simulated_training import AXIS, Task, Variant, exact_top_k, train
 from ._small_models import HEADS, WIDTH, convolutional
 from ._small_tasks import image_task, text_task
 
-TASKS = ("images", "text")
 # What is measured, and whether it is to be large.
 MEASURES = {"images": ("test accuracy", True), "text": ("validation loss", False)}
-DECAY = 0.01
+TASKS = tuple(MEASURES)
 RECIPE = "warm-up, small leaves dense"
 DENSE = "dense"
 # What --json writes, as far as --read uses it. A run that has diverged is one too.
+_NUMBER = reports.number(nan=True)
+_CURVE = {"steps": [reports.whole(0)], "values": [_NUMBER], "words": reports.optional(_NUMBER)}
 MEASURED = [
     {
         "task": reports.text(*TASKS),
@@ -47,13 +49,7 @@ MEASURED = [
         "density": reports.number(0, 1),
         "batch": reports.whole(1),
         "rate": reports.number(),
-        "curves": [
-            {
-                "steps": [reports.whole(0)],
-                "values": [reports.number(nan=True)],
-                "words": reports.optional(reports.number(nan=True)),
-            }
-        ],
+        "curves": [_CURVE],
     }
 ]
 
@@ -81,30 +77,32 @@ def variants(task: str, density: float, steps: int, rate: float) -> dict[str, Va
     return {name: Variant(exchange, optimizer) for name, exchange in usual.items()} | special
 
 
-def run_all(tasks: Sequence[Task], args: argparse.Namespace) -> list[dict[str, Any]]:
+def tasks(args: argparse.Namespace) -> dict[str, Task]:
+    """Those that are asked for, by name."""
+    made = {}
+    if "images" in args.tasks:
+        data = read_images(args.images)
+        made["images"] = image_task(data, convolutional(data.train_images.shape[1:], data.classes))
+    if "text" in args.tasks:
+        made["text"] = text_task(read_text(args.text), width=args.width)
+    return made
+
+
+def run_all(args: argparse.Namespace) -> list[dict[str, Any]]:
     """One report for each task, variant and number of workers."""
     runs = []
-    for task in tasks:
-        names = ("rate", "batch", "steps")
-        rate, batch, steps = (getattr(args, f"{name}_{task.name}") for name in names)
+    for name, task in tasks(args).items():
+        rate, batch, steps = (getattr(args, f"{x}_{name}") for x in ("rate", "batch", "steps"))
         given = {"steps": steps, "batch": batch, "every": max(1, steps // args.points)}
-        chosen = variants(task.name, args.density, steps, rate)
-        for name in filter(lambda name: not args.only or name in args.only, chosen):
-            for workers in args.workers:
-                common = given | {"workers": workers, "seeds": range(args.seeds), "label": name}
-                runs.append(
-                    {
-                        "task": task.name,
-                        "variant": name,
-                        "workers": workers,
-                        "density": args.density,
-                        "batch": batch,
-                        "width": args.width if task.name == "text" else None,
-                        "rate": rate,
-                        "curves": [x._asdict() for x in train(task, chosen[name], **common)],
-                    }
-                )
-                reports.write(args.json, runs)
+        chosen = variants(name, args.density, steps, rate)
+        kept = [variant for variant in chosen if not args.only or variant in args.only]
+        for variant, workers in itertools.product(kept, args.workers):
+            given |= {"workers": workers, "seeds": range(args.seeds), "label": variant}
+            case = {"task": name, "variant": variant, "workers": workers, "batch": batch}
+            case |= {"density": args.density, "width": args.width, "rate": rate}
+            curves = train(task, chosen[variant], **given)
+            runs.append(case | {"curves": [x._asdict() for x in curves]})
+            reports.write(args.json, runs)
     return runs
 
 
@@ -137,85 +135,63 @@ def show(runs: Sequence[dict[str, Any]]) -> None:
         rows, (measure, large) = [], MEASURES[task]
         for run in (run for run in runs if run["task"] == task):
             worse, values = gaps(run, runs), last_of(run) * (100 if large else 1)
-            numbers = {"seeds": len(values), "mean": values.mean(), "worse": None}
+            row = run | {"seeds": len(values), "mean": values.mean(), "worse": None}
             if worse is not None and run["variant"] != DENSE:
-                numbers["worse"] = worse.mean()
-            deviation = values.std(ddof=1) if len(values) > 1 else None
-            words = run["curves"][0]["words"]
-            rows.append(run | numbers | {"deviation": deviation, "words": words})
+                row["worse"] = worse.mean()
+            row["deviation"] = values.std(ddof=1) if len(values) > 1 else None
+            rows.append(row | {"words": run["curves"][0]["words"]})
         title = "after {} steps, density {density:.1%}, batch {batch}, rate {rate:g}"
         after = title.format(rows[0]["curves"][0]["steps"][-1], **rows[0])
         unit = "points" if large else "%"
         fields = "variant workers seeds mean deviation worse words"
-        _tables.show(f"{task}: {measure} {after}; worse than dense by {unit}", fields, rows)
+        display.show_fields(f"{task}: {measure} {after}; worse than dense by {unit}", fields, rows)
 
 
 def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
-    """The curves: one color for each variant, one line style for each number of workers."""
+    """The curves, the mean of the seeds, without the first points."""
     panels = []
     for task in dict.fromkeys(run["task"] for run in runs):
-        rows = [run for run in runs if run["task"] == task]
-        names = list(dict.fromkeys(run["variant"] for run in rows))
-        counts = sorted({run["workers"] for run in rows})
-        lines = []
-        for run in rows:
+        lines = {}
+        for run in (run for run in runs if run["task"] == task):
+            steps = run["curves"][0]["steps"]
+            first = min(2, len(steps) - 1)
             values = np.mean([curve["values"] for curve in run["curves"]], 0)
-            line = ("-", "--", ":", "-.")[counts.index(run["workers"]) % 4]
-            style = f"C{names.index(run['variant'])}{line}"
-            label = f"{run['variant']}, P = {run['workers']}"
-            lines.append((run["curves"][0]["steps"], values, style, label))
+            lines[f"{run['variant']}, P = {run['workers']}"] = steps[first:], values[first:]
         panels.append({"title": f"{task}, {MEASURES[task][0]}", "xlabel": "step", "lines": lines})
-        # The first steps would take up most of the height.
-        ends = np.concatenate([y[min(2, len(y) - 1) :] for _, y, _, _ in lines])
-        if (room := 0.05 * np.ptp(ends)) > 0:
-            panels[-1]["ylim"] = (ends.min() - room, ends.max() + room)
-    _tables.draw(path, panels)
+    display.draw(path, panels)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options; exits with status 2 and one line when one of them is wrong."""
+    """The options."""
     parser = options.parser_of(__doc__)
+    options.add_data(parser)
     add = parser.add_argument
-    add("--text", type=Path, metavar="FILE", help="plain text; Python's help topics by default")
-    add("--images", type=Path, metavar="DIR", help="IDX files; scikit-learn's digits by default")
+    options.add_usual(parser, workers=[16, 32], density=0.01, width=WIDTH)
+    options.add_usual(parser, seeds=2, points=10)
     add("--tasks", nargs="+", choices=TASKS, default=TASKS)
-    add("--workers", type=options.several, nargs="+", default=[16, 32], metavar="P")
     add("--only", nargs="+", metavar="NAME", help="of these variants")
-    add("--density", type=options.share, default=0.01)
     add("--steps", type=options.several, help="of each run, of both tasks")
-    add("--steps-images", type=options.several, default=1000)
-    add("--steps-text", type=options.several, default=2000)
-    add("--width", type=options.at_least_one, default=WIDTH, help="of the transformer")
-    add("--batch-images", type=options.at_least_one, default=128, help="of all workers")
-    add("--batch-text", type=options.at_least_one, default=32, help="of all workers")
-    add("--rate-images", type=options.positive, default=0.05, help="the peak")
-    add("--rate-text", type=options.positive, default=0.02, help="the peak")
-    add("--seeds", type=options.at_least_one, default=2)
-    add("--points", type=options.at_least_one, default=10, help="of a curve")
+    for task, steps, batch, rate in (("images", 1000, 128, 0.05), ("text", 2000, 32, 0.02)):
+        add(f"--steps-{task}", type=options.several, default=steps)
+        add(f"--batch-{task}", type=options.at_least_one, default=batch, help="of all workers")
+        add(f"--rate-{task}", type=options.positive, default=rate, help="the peak")
     options.add_outputs(parser, plot=True)
     add("--read", type=Path, nargs="+", metavar="FILE", help="from --json")
     args = parser.parse_args(argv)
     if args.steps:
         args.steps_images = args.steps_text = args.steps
     known = {name for task in args.tasks for name in variants(task, args.density, 2, 1.0)}
-    for name in args.only or ():
-        if name not in known:
-            parser.error(f"--only {name!r} is none of: {'; '.join(sorted(known))}")
+    options.check_names(parser, args.only, sorted(known))
     if args.width % HEADS:
         parser.error(f"--width {args.width} can't be divided into {HEADS} heads")
-    for workers in args.workers:
-        for task in args.tasks:
-            if getattr(args, f"batch_{task}") % workers:
-                parser.error(f"--batch-{task} can't be dealt out to {workers} workers")
+    for workers, task in itertools.product(args.workers, args.tasks):
+        if getattr(args, f"batch_{task}") % workers:
+            parser.error(f"--batch-{task} can't be dealt out to {workers} workers")
     return args
 
 
 def read_runs(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """What --json wrote.
-
-    Raises:
-      InputError: a file cannot be read, or holds something else.
-    """
+    """What --json wrote; an InputError where a file cannot be read, or holds something else."""
     runs = []
     for path in paths:
         for report in reports.read(path, MEASURED, "benchmarks.training.convergence --json"):
@@ -235,17 +211,7 @@ def read_runs(paths: Sequence[Path]) -> list[dict[str, Any]]:
 def main(argv: list[str] | None = None) -> None:
     """Prints the tables."""
     args = parse(argv)
-    if args.read:
-        runs = read_runs(args.read)
-    else:
-        tasks = []
-        if "images" in args.tasks:
-            data = read_images(args.images)
-            network = convolutional(data.train_images.shape[1:], data.classes)
-            tasks.append(image_task(data, network))
-        if "text" in args.tasks:
-            tasks.append(text_task(read_text(args.text), width=args.width))
-        runs = run_all(tasks, args)
+    runs = read_runs(args.read) if args.read else run_all(args)
     show(runs)
     if args.plot:
         draw(runs, args.plot)

@@ -27,8 +27,7 @@ import numpy as np
 
 from sparse_collectives import cost_model
 
-from .._common import options, reports
-from . import _tables
+from .._common import display, options, reports
 from ._recorded_tasks import recorded_runs, recording_parser
 from ._recorded_training import Recorder, Run
 from ._unions import growth, parts, predictions, uniform
@@ -62,18 +61,12 @@ def record(run: Run, workers: int, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def show_uniform(table: dict[str, Any]) -> None:
-    """Prints one table of uniform selections."""
-    title = "uniform selections: n = {size:,}, k = {k:,}, {trials} trials".format(**table)
-    _tables.show(title, "workers expected mean standard_error errors_off", table["rows"])
-
-
 def show(runs: Sequence[dict[str, Any]], predicted: dict[str, Any]) -> None:
     """Prints the table of the runs of one task, and what the cost model makes of fewer workers."""
     title = "{run}: n = {size:,}, k = {k:,}, density {density:.1%}, {steps} steps, batch {batch}"
     fields = "workers union.mean union.first_tenth union.last_quarter union_of_k uniform "
     fields += "effective_size paper validation_before.loss validation_after.loss"
-    _tables.show(f"{title.format(**runs[0])} a worker", fields, runs)
+    display.show_fields(f"{title.format(**runs[0])} a worker", fields, runs)
     measured, lines = predicted["measured"], {"the uniform formula": predicted["uniform"]}
     for key, text in {
         "same_run": "the union of {} workers of this run",
@@ -83,50 +76,45 @@ def show(runs: Sequence[dict[str, Any]], predicted: dict[str, Any]) -> None:
         lines |= {text.format(workers): x for workers, x in predicted[key].items()}
     rows = [{"from": x, "predicted": y, "ratio": y / measured} for x, y in lines.items()]
     title = f"union / n for P = {predicted['workers']}, measured {measured:.2%}"
-    _tables.show(title, "from predicted ratio", rows)
+    display.show_fields(title, "from predicted ratio", rows)
 
 
 def draw(tasks: Sequence[Sequence[dict[str, Any]]], path: Path) -> None:
     """The growth with the number of workers, and the union over the steps."""
     above, below = [], []
     for runs in tasks:
-        grown, followed, size = [], [], runs[0]["size"]
-        for i, run in enumerate(runs):
+        grown, followed, largest = {}, {}, max(runs, key=lambda run: run["workers"])
+        for run in runs:
             workers, label = run["workers"], f"P = {run['workers']}"
-            grown.append((np.arange(1, workers + 1), 100 * run["growth"], f"C{i}-", label))
+            grown[label] = np.arange(1, workers + 1), 100 * run["growth"]
             if run["paper"]:
-                grown.append((workers, 100 * run["paper"], "k*", "Ok-Topk paper"))
-            steps, uniform = np.arange(run["steps"]), np.full(run["steps"], 100 * run["uniform"])
-            followed.append((steps, 100 * run["series"], f"C{i}-", label))
-            followed.append((steps, uniform, f"C{i}:", f"{label}, uniform"))
-        counts = range(1, 1 + max(run["workers"] for run in runs))
-        formula = [100 * cost_model.expected_union(size, runs[0]["k"], p) / size for p in counts]
-        grown.append((counts, formula, "k:", "uniform formula"))
-        title, given = f"{runs[0]['run']}, density {runs[0]['density']:.1%}", {"ylim": (0, None)}
-        given["ylabel"] = "union / n, %"
+                grown["Ok-Topk paper"] = workers, 100 * run["paper"], "k*"
+            followed[label] = np.arange(run["steps"]), 100 * run["series"]
+            uniform = np.full(run["steps"], 100 * run["uniform"])
+            followed[f"{label}, uniform"] = np.arange(run["steps"]), uniform
+        counts, size, k = range(1, 1 + largest["workers"]), largest["size"], largest["k"]
+        formula = [100 * cost_model.expected_union(size, k, p) / size for p in counts]
+        grown["uniform"] = counts, formula, "k:"
+        given = {"ylabel": "union / n, %"}
+        title = f"{largest['run']}, density {largest['density']:.1%}"
         above.append({"title": title, "xlabel": "workers", "lines": grown, **given})
         below.append({"xlabel": "step", "lines": followed, **given})
-    _tables.draw(path, above, below)
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options; exits with status 2 and one line when one of them is wrong."""
-    parser = recording_parser(__doc__, steps=120)
-    add = parser.add_argument
-    add("--workers", type=options.several, nargs="+", default=[16, 32], metavar="P")
-    add("--uniform-size", type=options.at_least_one, default=100_000, help="n, random selections")
-    add("--trials", type=options.several, default=30, help="with random selections")
-    return parser.parse_args(argv)
+    display.draw(path, above, below)
 
 
 @options.program
 def main(argv: list[str] | None = None) -> None:
     """Prints the tables."""
-    args = parse(argv)
+    parser = recording_parser(__doc__, steps=120)
+    options.add_usual(parser, workers=[16, 32], uniform_size=(100_000, "n, random selections"))
+    options.add_usual(parser, trials=(30, "with random selections"))
+    args = parser.parse_args(argv)
     runs = recorded_runs(args)
     tables = [uniform(args.uniform_size, x, args.trials, args.seed) for x in UNIFORM_DENSITIES]
     for table in tables:
-        show_uniform(table)
+        title = "uniform selections: n = {size:,}, k = {k:,}, {trials} trials".format(**table)
+        fields = "workers expected mean standard_error errors_off"
+        display.show_fields(title, fields, table["rows"])
     tasks, predicted = [], []
     for run in runs:
         tasks.append([record(run, workers, args) for workers in args.workers])

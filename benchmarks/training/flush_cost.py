@@ -21,8 +21,7 @@ from jax.sharding import AxisType
 
 import optax_ext
 
-from .._common import options, reports
-from . import _tables
+from .._common import display, options, reports
 from ._data import read_images
 
 WORKERS, BATCH, WIDTH, RATE = 8, 128, 128, 1e-3
@@ -65,11 +64,10 @@ def main(argv: list[str] | None = None) -> int:
     """Trains, and prints the table."""
     parser = options.parser_of(__doc__)
     add = parser.add_argument
+    options.add_usual(parser, steps=1000, seeds=3)
     add("--images", type=Path, metavar="FOLDER", help="of IDX files; scikit-learn's digits without")
     raw = "pixels from 0 to 1, in place of a mean of 0 and a deviation of 1"
     add("--raw", action="store_true", help=raw)
-    add("--steps", type=options.at_least_one, default=1000)
-    add("--seeds", type=options.at_least_one, default=3)
     add("--json", type=options.output, metavar="FILE", help="also write the numbers here")
     args = parser.parse_args(argv)
     jax.config.update("jax_num_cpu_devices", WORKERS)
@@ -93,7 +91,7 @@ def main(argv: list[str] | None = None) -> int:
         trained, *flushed = row["accuracy"]
         shown.append(row | {"trained": trained, "flushed": sum(flushed, [])})
     title = f"test accuracy, %, of each seed after {args.steps} steps at a rate of {RATE:g}"
-    _tables.show(title, "method trained flushed", shown)
+    display.show_fields(title, "method trained flushed", shown)
     content = {"steps": args.steps, "raw": args.raw, "jax": jax.__version__, "rows": rows}
     reports.write(args.json, content)
     return 0

@@ -25,6 +25,7 @@ each record.
 """
 
 import argparse
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,11 +36,10 @@ import numpy as np
 
 from sparse_collectives import PaddedCOO
 
-from .._common import options, reports
-from . import _tables
+from .._common import display, options, reports
 from ._measures import Leaf
 from ._recorded_tasks import recorded_runs, recording_parser
-from ._recorded_training import Recorder, Run
+from ._recorded_training import Recorder
 from ._replay import owned, received, replay, unevenness
 
 REGIONS = ("equal", "balanced")
@@ -48,29 +48,25 @@ BALANCES = ("never", "auto", "always")
 PAPER_TRIGGER = 4
 
 
-def record(
-    run: Run, workers: int, hard: bool, args: argparse.Namespace
-) -> tuple[list[PaddedCOO], dict[str, Any]]:
-    """Trains, and returns the selections of some steps, ``[P, c]`` each, and a description."""
-    recorder, steps = Recorder(run, workers, args.factor if hard else None), []
-
-    def keep(step, acc, gradient, selections):
-        if step % args.every == args.every - 1:
-            steps.append(jax.tree.map(lambda *x: np.stack(x), *jax.device_get(selections)))
-
-    description = recorder.description(recorder.train(args.steps, visit=keep)) | {
-        "case": f"{run.hard} x {args.factor:g}" if hard else "as trained",
-        "recorded": len(steps),
-        "layers": concentration(np.stack([step.indices for step in steps]), recorder.layout),
-    }
-    return steps, description
-
-
 def recordings(args: argparse.Namespace) -> Iterator[tuple[list[PaddedCOO], dict[str, Any]]]:
-    """Both runs as they are, and with one layer scaled."""
-    for run in recorded_runs(args):
-        for hard in (False, True):
-            yield record(run, max(args.workers), hard, args)
+    """Selections of some steps, ``[P, c]`` each, and a description.
+
+    Of both runs as they are, and with one layer scaled.
+    """
+    for run, hard in itertools.product(recorded_runs(args), (False, True)):
+        recorder = Recorder(run, max(args.workers), args.factor if hard else None)
+        steps: list[PaddedCOO] = []
+
+        def keep(step, acc, gradient, selections, steps=steps):
+            if step % args.every == args.every - 1:
+                steps.append(jax.tree.map(lambda *x: np.stack(x), *jax.device_get(selections)))
+
+        description = recorder.description(recorder.train(args.steps, visit=keep)) | {
+            "case": f"{run.hard} x {args.factor:g}" if hard else "as trained",
+            "recorded": len(steps),
+            "layers": concentration(np.stack([step.indices for step in steps]), recorder.layout),
+        }
+        yield steps, description
 
 
 def concentration(indices: np.ndarray, layout: Sequence[Leaf]) -> dict[str, dict[str, float]]:
@@ -131,54 +127,45 @@ def show(report: dict[str, Any]) -> None:
         "{validation_before[loss]:.2f} -> {validation_after[loss]:.2f}\nselected entries by layer: "
     )
     fields = "regions workers received received_of_k overflow before over_trigger"
-    _tables.show(title.format(**report) + shares, fields, report["rows"])
+    display.show_fields(title.format(**report) + shares, fields, report["rows"])
     rows = [
         {"regions": row["regions"], "workers": row["workers"], "balance": mode, **numbers}
         for row in report["rows"]
         for mode, numbers in row["balance"].items()
     ]
-    _tables.show("allgather", "regions workers balance after delivered words_of_bound", rows)
+    display.show_fields("allgather", "regions workers balance after delivered words_of_bound", rows)
 
 
 def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
     """The unevenness in both phases over the number of workers, one column for each run."""
     above, below = [], []
     for report in runs:
-        reduced, gathered = [], []
-        for regions, color in zip(REGIONS, ("C3", "C0"), strict=True):
+        reduced, gathered = {}, {}
+        for regions in REGIONS:
             rows = [row for row in report["rows"] if row["regions"] == regions]
-            workers, label = [row["workers"] for row in rows], f"{regions} regions"
-            reduced.append((workers, [row["received"] for row in rows], f"{color}o-", label))
-            before = [row["before"] for row in rows]
-            gathered.append((workers, before, f"{color}o-", f"{label}, before"))
-            for mode, style in (("auto", "s--"), ("always", "^:")):
+            workers = [row["workers"] for row in rows]
+            reduced[f"{regions} regions"] = workers, [row["received"] for row in rows]
+            gathered[f"{regions} regions, before"] = workers, [row["before"] for row in rows]
+            for mode in BALANCES[1:]:
                 after = [row["balance"][mode]["after"] for row in rows]
-                gathered.append((workers, after, color + style, f"{label}, {mode}"))
+                gathered[f"{regions} regions, {mode}"] = workers, after
         title = f"{report['run']}, {report['case']}"
-        given = {"xlabel": "workers", "xscale": "log", "yscale": "log"}
+        given = {"xlabel": "workers", "workers": True}
         above.append({"title": title, "ylabel": "received, max / mean", "lines": reduced} | given)
         below.append({"ylabel": "to send, max / mean", "lines": gathered} | given)
-    _tables.draw(path, above, below)
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options; exits with status 2 and one line when one of them is wrong."""
-    parser = recording_parser(__doc__, steps=40)
-    add = parser.add_argument
-    add("--workers", type=options.several, nargs="+", default=[16, 32, 64], metavar="P")
-    add("--every", type=options.at_least_one, default=5, help="steps to a record")
-    add("--period", type=options.at_least_one, default=64, help="records to a repartition")
-    add("--factor", type=options.positive, default=100.0, help="on the layer's gradient")
-    args = parser.parse_args(argv)
-    if args.every > args.steps:
-        parser.error(f"--every {args.every} records nothing of {args.steps} steps")
-    return args
+    display.draw(path, above, below)
 
 
 @options.program
 def main(argv: list[str] | None = None) -> None:
     """Prints the tables."""
-    args = parse(argv)
+    parser = recording_parser(__doc__, steps=40)
+    options.add_usual(parser, workers=[16, 32, 64], every=5)
+    options.add_usual(parser, period=(64, "records to a repartition"))
+    options.add_usual(parser, factor=(100.0, "on the gradient of a layer"))
+    args = parser.parse_args(argv)
+    if args.every > args.steps:
+        parser.error(f"--every {args.every} records nothing of {args.steps} steps")
     runs = []
     for steps, report in recordings(args):
         report["rows"] = [

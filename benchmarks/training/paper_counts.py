@@ -1,6 +1,6 @@
 """How many entries Ok-Topk selects as published, and with thresholds that their counts correct.
 
-    python -m benchmarks.training.paper_counts [--text FILE] [--images FOLDER] [--plot FILE.png]
+    python -m benchmarks.training.paper_counts [--text FILE] [--images FOLDER]
 
 The form of Figure 6 of Ok-Topk, which says that the average deviation from k is below 11 %.
 Algorithm 2, SGD with the learning rate inside the accumulation, trains over simulated workers. Both
@@ -16,7 +16,6 @@ Messages have room for four times k, so that no count is above that.
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -25,9 +24,8 @@ import optax
 
 import optax_ext
 
-from .._common import options, reports
+from .._common import display, options, reports
 from ..learning import _tasks
-from . import _tables
 from ._recorded_training import schedule
 from ._simulated_training import AXIS, Variant, train
 
@@ -48,20 +46,6 @@ SETTINGS = {
     "lstm": Setting(5.0, 0.02, 32),
     "text": Setting(0.5, 0.01, 128),
 }
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options."""
-    parser = options.parser_of(__doc__)
-    add = parser.add_argument
-    add("--tasks", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    add("--text", type=Path, metavar="FILE", help="plain text; Python's help topics by default")
-    add("--images", type=Path, metavar="DIR", help="IDX files; scikit-learn's digits by default")
-    add("--workers", type=options.at_least_one, default=8, metavar="P")
-    add("--steps", type=options.at_least_one, default=2000)
-    add("--seeds", type=options.at_least_one, default=3)
-    options.add_outputs(parser, plot=True)
-    return parser.parse_args(argv)
 
 
 def counts_of(name: str, rule: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -97,40 +81,32 @@ def counts_of(name: str, rule: str, args: argparse.Namespace) -> dict[str, Any]:
     for i, which in enumerate(COUNTS):
         numbers = (off[:, i].mean(-1), off[:, i, first:].mean(-1), shares[:, i].mean(-1))
         row[which] = {x: y.tolist() for x, y in zip(NUMBERS, numbers, strict=True)}
-    return row | {"shares": shares[0]}
-
-
-def draw(path: Path, rows: list[dict[str, Any]]) -> None:
-    """The counts over the steps with the first seed, one panel for a run."""
-    panels = []
-    for row in rows:
-        steps, title = np.arange(row["steps"]), f"{row['task']}, {row['rule']}"
-        lines = [(steps, y, "-", which) for y, which in zip(row["shares"], COUNTS, strict=True)]
-        given = {"title": title, "xlabel": "step", "ylabel": "selected / k", "yscale": "log"}
-        panels.append(given | {"lines": [*lines, (steps, np.ones(len(steps)), "k-", "k")]})
-    _tables.draw(path, panels)
+    return row
 
 
 @options.program
 def main(argv: list[str] | None = None) -> None:
     """Trains, and prints the table."""
-    args = parse(argv)
+    parser = options.parser_of(__doc__)
+    options.add_data(parser)
+    add = parser.add_argument
+    options.add_usual(parser, workers=8, steps=2000, seeds=3)
+    add("--tasks", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    options.add_outputs(parser)
+    args = parser.parse_args(argv)
     rows = []
     for name in args.tasks:
         for rule in RULES:
             rows.append(counts_of(name, rule, args))
             # After each, as the next one takes long.
-            kept = [{x: row[x] for x in row if x != "shares"} for row in rows]
-            reports.write(args.json, kept)
+            reports.write(args.json, rows)
     shown = [
         {"task": row["task"], "thresholds": row["rule"], "count": which, **row[which]}
         for row in rows
         for which in COUNTS
     ]
     title = f"Counts of Ok-Topk / k, P = {args.workers}, {args.steps} steps, of each seed"
-    _tables.show(title, f"task thresholds count {' '.join(NUMBERS)}", shown)
-    if args.plot:
-        draw(args.plot, rows)
+    display.show_fields(title, f"task thresholds count {' '.join(NUMBERS)}", shown)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,7 @@ What is ideal is the top k of the sum of the workers' selections, computed apart
 share of it that a step did not deliver, "mass" the sum of magnitudes delivered as a share of the
 ideal, "overflow" the share of the selected entries that found no slot, "wait" the longest run of
 steps in which an entry was in the ideal and not delivered, and "words" what a worker receives, in
-units of k (P-1)/P. With `--time` the wall time of a step is printed, too: of all workers together
-on this machine, so only its ratios mean something.
+units of k (P-1)/P.
 
 With `--recorded` the selections of two trainings go through each way instead, recorded as in
 load_balance (`--text`, `--images`, `--every` and `--factor` are as there). Their residuals are
@@ -27,7 +26,6 @@ those of the training, so "wait" means little.
 import argparse
 import functools
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -37,8 +35,7 @@ import numpy as np
 
 import sparse_collectives as sc
 
-from .._common import options, reports
-from . import _tables
+from .._common import display, options, reports
 from ._recorded_tasks import recording_parser
 from ._replay import on_workers
 from .load_balance import recordings
@@ -85,9 +82,7 @@ def deliver(
         init, step = make_step(regions, k / size, workers, slack, recorded)
         state = init(size, workers) if state is None else state
         given = jax.tree.map(jnp.asarray, given) if recorded else residual + given
-        start = time.perf_counter()
-        sent, total, residual, state, info = jax.block_until_ready(step(given, state))
-        seconds = time.perf_counter() - start
+        sent, total, residual, state, info = step(given, state)
         sent, total = np.asarray(sent, np.float64), np.asarray(total[0], np.float64)
         whole = sent.sum(axis=0)
         ideal = np.argpartition(-np.abs(whole), k - 1)[:k]
@@ -98,18 +93,11 @@ def deliver(
         mass = np.abs(total).sum() / np.abs(whole[ideal]).sum()
         overflow = int(np.sum(info.overflow)) / np.count_nonzero(sent)
         words = float(info.words[0]) / (k * (workers - 1) / workers)
-        rows.append((missed.size / ideal.size, mass, overflow, waiting.max(), words, seconds))
-    missing, mass, overflow, _, words, _ = np.mean(rows, axis=0)
-    missing_worst, _, _, wait, _, _ = np.max(rows, axis=0)
-    return {
-        "missing": missing,
-        "missing_worst": missing_worst,
-        "mass": mass,
-        "overflow": overflow,
-        "wait": int(wait),
-        "words": words,
-        "seconds": float(np.median([row[-1] for row in rows[1:] or rows])),
-    }
+        rows.append((missed.size / ideal.size, mass, overflow, waiting.max(), words))
+    missing, mass, overflow, _, words = np.mean(rows, axis=0)
+    worst, _, _, wait, _ = np.max(rows, axis=0)
+    found = {"missing": missing, "missing_worst": worst, "mass": mass, "overflow": overflow}
+    return found | {"wait": int(wait), "words": words}
 
 
 def cases(args: argparse.Namespace) -> Iterator[tuple[str, int, int, Callable[[int], Any]]]:
@@ -134,33 +122,25 @@ def cases(args: argparse.Namespace) -> Iterator[tuple[str, int, int, Callable[[i
 @options.program
 def main(argv: list[str] | None = None) -> None:
     """Prints the table."""
-    parser = recording_parser(__doc__, steps=100)
+    parser = recording_parser(__doc__, steps=100, plot=False)
     add = parser.add_argument
-    add("--workers", type=options.at_least_one, nargs="+", default=[2, 4, 8, 16])
-    add("--size", type=options.at_least_one, default=12_000, help="n")
-    add("--selected", type=options.at_least_one, default=120, help="k")
+    options.add_usual(parser, workers=[2, 4, 8, 16], every=5)
+    options.add_usual(parser, size=(12_000, "n"), selected=(120, "k"))
     add("--slack", type=float, help="of ok_topk; by default that of the regions")
     add("--inputs", nargs="+", choices=INPUTS, default=INPUTS, metavar="INPUT")
     add("--regions", nargs="+", choices=REGIONS, default=REGIONS[:2])
     add("--recorded", action="store_true", help="selections of two trainings")
-    add("--every", type=options.at_least_one, default=5, help="steps to a record")
     add("--factor", type=float, default=100.0, help="on one layer's gradient")
-    add("--time", action="store_true", help="print the wall time of a step")
     args = parser.parse_args(argv)
-    if args.plot:
-        parser.error("--plot: this program draws nothing")
     rows = []
     for case, size, k, inputs in cases(args):
         for workers in args.workers:
             for regions in args.regions:
                 options.progress(f"{case}, P = {workers}, {regions}", last=True)
                 row = {"case": case, "workers": workers, "regions": regions}
-                row |= deliver(inputs(workers), size, k, workers, regions, args.slack)
-                if not args.time:
-                    del row["seconds"]
-                rows.append(row)
+                rows.append(row | deliver(inputs(workers), size, k, workers, regions, args.slack))
     title = f"what arrives of the ideal, in {args.steps} steps"
-    _tables.show(title, " ".join(rows[0]), rows)
+    display.show_fields(title, " ".join(rows[0]), rows)
     reports.write(args.json, {"size": args.size, "rows": rows})
 
 

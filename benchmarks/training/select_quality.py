@@ -7,7 +7,7 @@ characters and a VGG-like network on images. At every step worker 0's accumulato
 gradient) is given to every selector. Each keeps its own state; its selection is only counted and
 compared with the exact top-k, and training does not depend on it. "passed" is what reaches a
 selector's threshold, "selected" what got into its buffer; both are divided by k. "overlap" is the
-share of the exact top-k that was selected, "captured" that of its squared norm.
+share of the exact top-k that was selected.
 
 The accumulators are those of exact top-k: they end sharply just above the k-th magnitude, so a
 threshold that is a little too high lets next to nothing through. Where the learning rate is applied
@@ -22,7 +22,6 @@ the embedding, or a whole bias.
 import argparse
 import sys
 from pathlib import Path
-from statistics import NormalDist
 from typing import Any
 
 import jax
@@ -30,13 +29,12 @@ import numpy as np
 
 from sparse_collectives import Layout, select
 
-from .._common import options, reports
-from . import _tables
+from .._common import display, options, reports
 from ._measures import DENSITIES, SELECTIONS, MissingRows
 from ._recorded_tasks import recorded_runs, recording_parser
 from ._recorded_training import ORDERS, Recorder, Run
-from ._shadows import ESTIMATORS, Quality, Shadows
-from ._unions import last_quarter, parts
+from ._shadows import ESTIMATORS, Shadows
+from ._unions import parts
 
 # Figure 2(b) of ADTopk: an LSTM on WikiText-2, a model of words.
 PAPER = {0.001: 0.96, 0.05: 0.26}
@@ -56,71 +54,43 @@ def record(run: Run, args: argparse.Namespace) -> dict[str, Any]:
         if step % args.every == 0:
             shadows.feed(acc)
         if run.name == "text" and step % spacing == spacing - 1:
-            missing.add(accumulator=np.asarray(acc), gradient=np.asarray(gradient))
+            missing.add(accumulator=np.asarray(acc))
 
     curve = recorder.train(args.steps, order=args.learning_rate, visit=visit)
-    (qualities, shape), training_loss = shadows.series(), parts(curve.losses)
+    qualities, found = shadows.series(), {}
+    for name, quality in qualities.items():
+        found[name] = {field: parts(x) for field, x in quality._asdict().items()}
+        found[name]["overlap"]["worst"] = np.min(quality.overlap)
     report = recorder.description(curve) | {
         "learning_rate": args.learning_rate,
-        "training_loss": [training_loss[x] for x in ("first_tenth", "last_quarter")],
-        "normal_quantile": -NormalDist().inv_cdf(run.density / 2),
-        "shape": {key: parts(x) for key, x in shape._asdict().items()},
-        "selectors": {key: summary(quality) for key, quality in qualities.items()},
-        "series": {
-            key: {field: np.round(x, 5) for field, x in quality._asdict().items()}
-            for key, quality in qualities.items()
-        },
+        "selectors": found,
+        "series": {name: {"passed": np.round(x.passed, 5)} for name, x in qualities.items()},
     }
     if missing.counts:
-        report["missing_rows"] = {
-            source: {selection: missing.rates(source, selection) for selection in SELECTIONS}
-            for source in ("accumulator", "gradient")
-        }
+        rates = {selection: missing.rates("accumulator", selection) for selection in SELECTIONS}
+        report["missing_rows"] = {"accumulator": rates}
     return report
-
-
-def summary(quality: Quality) -> dict[str, Any]:
-    """The numbers of one selector over a run."""
-    numbers: dict[str, Any] = {field: parts(x) for field, x in quality._asdict().items()}
-    for field in ("selected", "passed"):
-        late = last_quarter(getattr(quality, field))
-        numbers[field]["last_quarter_range"] = [np.min(late), np.max(late)]
-    numbers["selected"]["range"] = [np.min(quality.selected), np.max(quality.selected)]
-    numbers["overlap"]["worst"] = np.min(quality.overlap)
-    numbers["mean_deviation_of_selected"] = np.mean(np.abs(quality.selected - 1))
-    return numbers
 
 
 def show(report: dict[str, Any]) -> None:
     """Prints the table of a run."""
-    title = (
-        "{run}: n = {size:,}, density {density:.1%}, {steps} steps; validation loss "
-        "{validation_before[loss]:.2f} -> {validation_after[loss]:.2f}, accuracy "
-        "{validation_before[accuracy]:.1%} -> {validation_after[accuracy]:.1%}"
-    )
-    for part in ("first_tenth", "last_quarter"):
-        title += (
-            f"\naccumulators, {part}: k-th magnitude {{shape[reach][{part}]:.2f}} standard "
-            "deviations (normal: {normal_quantile:.2f}), "
-            f"kurtosis {{shape[kurtosis][{part}]:.1f}}, zeros {{shape[zeros][{part}]:.1%}}"
-        )
-    fields = "selector passed.first_tenth passed.last_quarter selected.mean selected.last_quarter "
-    fields += "selected.last_quarter_range mean_deviation_of_selected overlap.mean overlap.worst "
+    title = "{run}: n = {size:,}, density {density:.1%}, {steps} steps; validation "
+    before, after = (report[f"validation_{when}"] for when in ("before", "after"))
+    numbers = ", ".join(f"{name} {before[name]:.3f} -> {after[name]:.3f}" for name in before)
+    fields = "selector passed.first_tenth passed.last_quarter selected.mean selected.last_quarter"
     rows = [{"selector": name, **row} for name, row in report["selectors"].items()]
-    _tables.show(title.format(**report), f"{fields} captured.mean", rows)
+    fields = f"{fields} overlap.mean overlap.worst"
+    display.show_fields(title.format(**report) + numbers, fields, rows)
 
 
 def show_missing(rates: dict[str, Any]) -> None:
     """Prints the table of missing rows."""
     rows = [{"of": "ADTopk paper, LSTM, WikiText-2", "rates": list(map(PAPER.get, DENSITIES))}]
-    for source, of_source in rates.items():
-        for selection, of_selection in of_source.items():
-            for name, row in of_selection.items():
-                if source == "accumulator" or name in ("all rows", "mean of matrices"):
-                    rows.append({"of": f"{selection}, {source}: {name}", "rates": row})
+    for selection, of_selection in rates.items():
+        rows += [{"of": f"{selection}: {of}", "rates": row} for of, row in of_selection.items()]
     densities = ", ".join(f"{density:.1%}" for density in DENSITIES)
     title = f"rows without a selected entry, text run, mean over the steps, at {densities}"
-    _tables.show(title, "of rates", rows)
+    display.show_fields(title, "of rates", rows)
 
 
 def self_driven(run: Run, args: argparse.Namespace) -> None:
@@ -138,53 +108,43 @@ def self_driven(run: Run, args: argparse.Namespace) -> None:
         tenths = [np.mean(x) for x in np.array_split(curve.passed, 10)]
         rows.append({"selector": name, "tenths": tenths, "accuracy": curve.after["accuracy"]})
     title = f"images, each selector driving its own run of {steps} steps: passed / k, by tenths"
-    _tables.show(title, "selector tenths accuracy", rows)
+    display.show_fields(title, "selector tenths accuracy", rows)
 
 
 def draw(runs: list[dict[str, Any]], every: int, path: Path) -> None:
     """What passes each estimator's threshold over the steps: the form of Ok-Topk's Figure 6."""
     panels = []
     for report in runs:
-        lines = []
-        for name, style in ESTIMATORS.items():
+        lines = {}
+        for name in ESTIMATORS:
             x = np.maximum(report["series"][name]["passed"], FLOOR)
             # Medians of 100 stretches of the run: single steps would cover each other.
             stretches = np.array_split(np.arange(len(x)), min(100, len(x)))
             steps = [every * np.mean(part) for part in stretches]
-            lines.append((steps, [np.median(x[part]) for part in stretches], style, name))
-        title, y = f"{report['run']}, density {report['density']:.1%}", "passed / k"
-        given = {"title": title, "ylabel": y, "yscale": "log", "xlabel": "step"}
+            lines[name] = steps, [np.median(x[part]) for part in stretches]
+        title = f"{report['run']}, density {report['density']:.1%}"
+        given = {"title": title, "ylabel": "passed / k", "yscale": "log", "xlabel": "step"}
         panels.append(given | {"lines": lines})
-    _tables.draw(path, panels)
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options; exits with status 2 and one line when one of them is wrong."""
-    parser = recording_parser(__doc__, steps=600, batch=16)
-    add = parser.add_argument
-    add("--every", type=options.at_least_one, default=1, help="steps between measurements")
-    add("--workers", type=options.at_least_one, default=4)
-    add(
-        "--learning-rate",
-        choices=ORDERS,
-        default="before",
-        help="before accumulation, without momentum (Ok-Topk), or behind it in SGD with momentum",
-    )
-    add("--self-driven", action="store_true", help="also let estimators drive runs of their own")
-    return parser.parse_args(argv)
+    display.draw(path, panels)
 
 
 @options.program
 def main(argv: list[str] | None = None) -> None:
     """Prints the tables."""
-    args = parse(argv)
+    parser = recording_parser(__doc__, steps=600, batch=16)
+    add = parser.add_argument
+    options.add_usual(parser, every=1, workers=4)
+    order = "before accumulation, without momentum (Ok-Topk), or behind it in SGD with momentum"
+    add("--learning-rate", choices=ORDERS, default="before", help=order)
+    add("--self-driven", action="store_true", help="also let estimators drive runs of their own")
+    args = parser.parse_args(argv)
     images, text = recorded_runs(args)
     found = []
     for run in (images, text):
         found.append(record(run, args))
         show(found[-1])
         if "missing_rows" in found[-1]:
-            show_missing(found[-1]["missing_rows"])
+            show_missing(found[-1]["missing_rows"]["accumulator"])
     if args.self_driven:
         self_driven(images, args)
     content = {"backend": jax.default_backend(), "every": args.every, "runs": found}

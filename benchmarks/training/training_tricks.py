@@ -10,7 +10,6 @@ is best for the dense run, with a warmup over a twentieth of the steps and then 
 Top-k with error feedback is ``topk_a``: everything that is selected is delivered.
 """
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,7 @@ import optax
 import optax_ext
 from sparse_collectives import select
 
-from .._common import options, reports
-from . import _tables
+from .._common import display, options, reports
 from ._data import read_images
 from ._recorded_training import MOMENTUM, schedule
 from ._simulated_training import AXIS, Variant, exact_top_k, train
@@ -75,58 +73,34 @@ def variants(density: float, steps: int, rate: float, max_norm: float) -> dict[s
     return known
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options; exits with status 2 and one line when one of them is wrong."""
+@options.program
+def main(argv: list[str] | None = None) -> None:
+    """Prints the table."""
     parser = options.parser_of(__doc__)
     add = parser.add_argument
+    options.add_usual(parser, density=0.001, workers=16, batch=(8, "of each worker"), hidden=128)
+    options.add_usual(parser, rate=(0.05, "the peak"), max_norm=(4.0, "of the clipping"), seeds=3)
     add("--images", type=Path, metavar="DIR", help="IDX files; default: digits")
-    add("--density", type=options.share, default=0.001)
-    add("--workers", type=options.several, default=16)
     add("--steps", type=options.several, default=1000)
-    add("--batch", type=options.at_least_one, default=8, help="of each worker")
-    add("--hidden", type=options.at_least_one, default=128)
-    add("--rate", type=options.positive, default=0.05, help="the peak")
-    add("--max-norm", type=options.positive, default=4.0, help="of the clipping")
-    add("--seeds", type=options.at_least_one, default=3)
     add("--only", nargs="+", metavar="NAME", help="of these variants")
     options.add_outputs(parser)
     args = parser.parse_args(argv)
     known = variants(args.density, args.steps, args.rate, args.max_norm)
-    for name in args.only or ():
-        if name not in known:
-            parser.error(f"--only {name!r} is none of: {'; '.join(known)}")
-    return args
-
-
-@options.program
-def main(argv: list[str] | None = None) -> None:
-    """Prints the table."""
-    args = parse(argv)
+    options.check_names(parser, args.only, known)
     data, rows, shown = read_images(args.images), {}, []
     network = one_hidden_layer(data.train_images.shape[1:], data.classes, args.hidden)
-    for name, variant in variants(args.density, args.steps, args.rate, args.max_norm).items():
-        if args.only and name not in args.only:
-            continue
-        curves = train(
-            image_task(data, network),
-            variant,
-            workers=args.workers,
-            steps=args.steps,
-            every=max(1, args.steps // 4),
-            batch=args.workers * args.batch,
-            seeds=range(args.seeds),
-            label=name,
-        )
+    given = {"workers": args.workers, "steps": args.steps, "every": max(1, args.steps // 4)}
+    given |= {"batch": args.workers * args.batch, "seeds": range(args.seeds)}
+    for name in args.only or known:
+        curves = train(image_task(data, network), known[name], **given, label=name)
         last = 100 * np.array([curve.values[-1] for curve in curves])
         deviation = last.std(ddof=1) if len(last) > 1 else None
         shown.append({"variant": name, "mean": last.mean(), "deviation": deviation})
         rows[name] = [curve._asdict() for curve in curves]
         content = {"options": {k: str(v) for k, v in vars(args).items()}, "curves": rows}
         reports.write(args.json, content)
-    title = (
-        f"test accuracy, %, {args.workers} workers, density {args.density:g}, {args.steps} steps"
-    )
-    _tables.show(f"{title}, {args.seeds} seeds", "variant mean deviation", shown)
+    title = f"test accuracy, %, P = {args.workers}, density {args.density:g}, {args.steps} steps"
+    display.show_fields(f"{title}, {args.seeds} seeds", "variant mean deviation", shown)
 
 
 if __name__ == "__main__":
