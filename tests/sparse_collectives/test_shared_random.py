@@ -8,7 +8,7 @@ import pytest
 import sparse_collectives as sc
 
 
-def run(allreduce, acc, steps, local=True):
+def run(allreduce, acc, steps):
     """Totals and what is left of ``acc f[P, n]``, which gets the same again at each step."""
     workers, size = acc.shape
     selector = sc.select.topk(0.5)
@@ -18,8 +18,7 @@ def run(allreduce, acc, steps, local=True):
         seen = allreduce.local_view(acc, state, axis="w")
         coo, mine, _ = selector.select(seen, mine)
         coo = allreduce.to_global(coo, size, state, axis="w")
-        given = {"acc": acc} if local else {}
-        total, undelivered, state, info = allreduce.reduce(coo, state, axis="w", **given)
+        total, undelivered, state, info = allreduce.reduce(coo, state, axis="w", acc=acc)
         return total.to_dense(), undelivered.residual(acc, coo), info, (mine, state)
 
     seen_size = jax.eval_shape(
@@ -68,36 +67,23 @@ def test_another_seed_draws_others():
         next(run(sc.allreduce.shared_random(0.1, seed=seed), acc, 1))[0] for seed in (0, 1)
     )
     assert set(np.flatnonzero(first[0])) != set(np.flatnonzero(second[0]))
+    for arguments in ({"density": 0.0}, {"density": 0.1, "seed": 2**31}):
+        with pytest.raises(ValueError, match=r"density|seed must be below 2\*\*31"):
+            sc.allreduce.shared_random(**arguments)
 
 
-def test_without_the_accumulator_a_worker_gives_what_it_selected():
-    acc = gradients(3, 40)
-    for total, kept, _ in run(sc.allreduce.shared_random(0.2), acc, 1, local=False):
-        np.testing.assert_array_equal(total[0] + kept.sum(0), np.asarray(acc).sum(0))
-        assert 0 < np.count_nonzero(total[0]) <= 8
-
-
-def test_where_nothing_is_selected_nothing_is_delivered():
+@pytest.mark.parametrize("selected", [40, 0])
+def test_a_worker_gives_what_it_selected_and_nothing_where_it_selected_nothing(selected):
     """So that a step can be skipped: all that the workers have stays with them."""
     allreduce, acc = sc.allreduce.shared_random(0.2), gradients(3, 40)
 
     def step(acc):
-        none = sc.PaddedCOO(jnp.zeros(4), jnp.full(4, 40, jnp.int32), 40)
-        total, undelivered, *_ = allreduce.reduce(none, allreduce.init(40, 3), axis="w", acc=acc)
-        return total.to_dense(), undelivered.residual(acc, none)
+        indices = jnp.where(jnp.arange(40) < selected, jnp.arange(40), 40)
+        coo = sc.PaddedCOO(jnp.where(indices < 40, acc, 0), indices.astype(jnp.int32), 40)
+        given = {} if selected else {"acc": acc}
+        total, undelivered, *_ = allreduce.reduce(coo, allreduce.init(40, 3), axis="w", **given)
+        return total.to_dense(), undelivered.residual(acc, coo)
 
-    total, kept = sc.simulate(step, axis="w", axis_size=3)(acc)
-    assert not np.any(total)
-    np.testing.assert_array_equal(kept, acc)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"density": 0.0}, "density"),
-        ({"density": 0.1, "seed": 2**31}, r"seed must be below 2\*\*31"),
-    ],
-)
-def test_an_argument_out_of_its_range_is_an_error(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        sc.allreduce.shared_random(**arguments)
+    total, kept = map(np.asarray, sc.simulate(step, axis="w", axis_size=3)(acc))
+    np.testing.assert_array_equal(total[0] + kept.sum(0), np.asarray(acc).sum(0))
+    assert np.count_nonzero(total[0]) == (8 if selected else 0)

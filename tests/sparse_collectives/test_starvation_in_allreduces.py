@@ -17,8 +17,7 @@ import sparse_collectives as sc
 from tests.reference.crowds import PERIODS, crowds, longest_run
 from tests.reference.windows import longest_wait
 from tests.sparse_collectives import table
-
-EVERY_PERIOD, SOME_PERIODS = (PERIODS, 300), ((2, 3, 5), 100)
+from tests.sparse_collectives.helpers import slow_rows
 
 
 class Place(NamedTuple):
@@ -106,57 +105,42 @@ def feeding(who, holders, workers, size):
     return gradients
 
 
-def waits_in_an_algorithm(name, workers, capacity, periods, steps):
-    """The longest wait of each period, and what is allowed."""
+# All that is not zero.
+_selector = functools.cache(lambda density: sc.select.threshold(magnitude=0, density=density))
+
+# One with each place; the others differ in what is around it.
+QUICK = ("ok_topk", "ok_topk, what fits", "ssar_split_allgather, allgather")
+QUICK += ("dsar_split_allgather", "ring_sparse, on the way")
+CASES = [(name, 3, 12, (2, 3, 5), 100) for name in QUICK]
+CASES += slow_rows(
+    *(
+        (name, *size, PERIODS, 300)
+        for name in PLACES
+        for size in ((2, 12), (3, 60), (7, 12), (8, 12))
+    )
+)
+
+
+@pytest.mark.parametrize(("name", "workers", "capacity", "periods", "steps"), CASES)
+def test_no_index_starves_in_an_algorithm(name, workers, capacity, periods, steps):
     place = PLACES[name]
     most = int(place.most(workers) * capacity)
     selected = int(place.selected(workers) * capacity)
     found = crowds(capacity, most)
     length = max(who.present.shape[1] for who in found.values())
     size = workers * (length + 3)
-    options = place.options(workers, capacity)
-    density = workers * capacity / size
-    allreduce = table.make(name.partition(",")[0], density, **options)
+    allreduce = table.make(
+        name.partition(",")[0], workers * capacity / size, **place.options(workers, capacity)
+    )
     run = simulated(_selector(selected / size), allreduce, workers, steps)
+    assert set(periods) & set(found)
     for period in set(periods) & set(found):
         who = found[period]
         gradients = feeding(who, place.holders(workers), workers, size)
         delivered, overflow = map(np.asarray, run(gradients, period, who.watched))
         assert (delivered == delivered[0]).all()
         # Some of the crowd waited at nearly every step: the place was crowded.
-        assert np.mean(overflow[0] > 0) > 0.8, (name, period)
+        assert np.mean(overflow[0] > 0) > 0.8, period
         # What waited is still there when others come.
-        count = who.present.shape[1]
-        yield period, longest_run(~delivered[0]), longest_wait(steps, capacity, count)
-
-
-# All that is not zero.
-_selector = functools.cache(lambda density: sc.select.threshold(magnitude=0, density=density))
-
-
-# One with each place; the others differ in what is around it.
-QUICK_ALLREDUCES = (
-    "ok_topk",
-    "ok_topk, what fits",
-    "ssar_split_allgather, allgather",
-    "dsar_split_allgather",
-    "ring_sparse, on the way",
-)
-
-
-def algorithm_cases():
-    for name in PLACES:
-        if name in QUICK_ALLREDUCES:
-            yield name, 3, 12, *SOME_PERIODS
-        for workers, capacity in ((2, 12), (3, 60), (7, 12), (8, 12)):
-            yield pytest.param(name, workers, capacity, *EVERY_PERIOD, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize(
-    ("name", "workers", "capacity", "periods", "steps"), list(algorithm_cases())
-)
-def test_no_index_starves_in_an_algorithm(name, workers, capacity, periods, steps):
-    found = list(waits_in_an_algorithm(name, workers, capacity, periods, steps))
-    assert found
-    for period, longest, allowed in found:
-        assert longest < allowed, f"period {period}"
+        allowed = longest_wait(steps, capacity, who.present.shape[1])
+        assert longest_run(~delivered[0]) < allowed, period
