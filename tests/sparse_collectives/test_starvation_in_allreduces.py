@@ -21,17 +21,13 @@ from tests.sparse_collectives.helpers import slow_rows
 
 
 class Place(NamedTuple):
-    """One place of an algorithm, and how to crowd it.
+    """One place of an algorithm with c slots, and how to crowd it."""
 
-    Attributes:
-      options: of the allreduce, from P and the slots c of the place.
-      selected: entries that each worker selects at most, as a multiple of c.
-      holders: the workers that have the crowd, of P.
-      most: the crowd, as a multiple of c.
-    """
-
+    # Of the allreduce, from P and c.
     options: Callable[[int, int], dict[str, Any]]
+    # Entries that each worker selects at most, as a multiple of c.
     selected: Callable[[int], float]
+    # The workers that have the crowd, and how large it is, as a multiple of c.
     holders: Callable[[int], list[int]]
     most: Callable[[int], float]
 
