@@ -13,12 +13,9 @@ import pytest
 import sparse_collectives as sc
 from sparse_collectives.allreduce._shared._step import StepState
 from tests.reference import sparcml as oracle
-from tests.reference import windows
 from tests.sparse_collectives import helpers, table
-from tests.sparse_collectives.test_allreduce_contract import SELECTOR, SIZE
 
 WIDE = sc.select.topk(density=0.2)
-CROWDING = sc.select.topk(density=0.15)
 
 
 def exact_total(sent):
@@ -91,52 +88,3 @@ def test_sums_of_dense_streams(name, workers, density, size):
     if density >= 0.5:
         assert not np.asarray(out["kept"]).any()
         np.testing.assert_allclose(out["total"][0], exact_total(out["sent"]), atol=1e-5)
-
-
-@pytest.mark.slow
-def test_the_union_of_random_indices_has_the_expected_size():
-    """Appendix B.1: n (1 - (1 - k/n)^P), which is the sum that the paper gives."""
-    workers, k = 8, 20
-    allreduce = table.make("ssar_recursive_double")
-    rng = np.random.default_rng(0)
-    sizes = []
-    for _ in range(40):
-        acc = rng.standard_normal((workers, SIZE)).astype(np.float32)
-        sizes.append(int(helpers.run_once(SELECTOR, allreduce, acc)["info"].delivered[0]))
-    expected = oracle.expected_union(SIZE, k, workers)
-    assert expected == pytest.approx(SIZE * (1 - (1 - k / SIZE) ** workers))
-    # Four standard errors.
-    assert abs(np.mean(sizes) - expected) < 4 * np.std(sizes) / math.sqrt(len(sizes))
-
-
-CROWDED = {
-    "ssar_recursive_double": {"capacity": 25},
-    "ssar_split_allgather": {"slack": 1.0, "fill": 1.0},
-    "dsar_split_allgather": {"slack": 1.0},
-    "ring_sparse": {"slack": 1.0, "fill": 1.0},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CROWDED)
-def test_what_finds_no_slot_is_kept_once_and_not_for_ever(name):
-    workers, size = 5, 200
-    allreduce = table.make(name, **CROWDED[name])
-    acc = np.zeros((workers, size), np.float32)
-    acc[:, :30] = 1 + np.arange(30) / 100 + np.arange(workers)[:, None]
-    state = allreduce.init(size, workers)
-    delivered = np.zeros(size, bool)
-    # Blocks have 6 slots for the 30 entries; later sums are of the same entries everywhere.
-    for _ in range(windows.steps_for_all(6, 30)):
-        out = helpers.run_once(CROWDING, allreduce, acc, state)
-        state = helpers.next_state(out)
-        helpers.check_conserved(out)
-        assert np.asarray(out["info"].overflow).sum() > 0
-        delivered |= np.asarray(out["total"])[0] != 0
-    assert delivered[:30].all()
-    for case, acc in helpers.hard_accumulators(workers, size, seed=1).items():
-        out = helpers.run_once(CROWDING, allreduce, acc)
-        helpers.check_conserved(out, case)
-    traffic = sc.traffic.of_allreduce(allreduce, size=size, capacity=30, axis_size=workers)
-    words = out["info"].words[0]
-    assert words <= traffic.words if "dsar" in name else words == pytest.approx(traffic.words)

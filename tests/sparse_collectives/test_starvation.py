@@ -12,7 +12,6 @@ The hash is fixed, so that a run of these tests is like any other.
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +19,7 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives._coo import compaction
-from sparse_collectives.allreduce._shared import _merge, _step
+from sparse_collectives.allreduce._shared import _step
 from sparse_collectives.allreduce.ok_topk import _global_selection
 from sparse_collectives.wire import _gaps
 from tests.reference.crowds import PERIODS, crowds, longest_run
@@ -42,12 +40,8 @@ def test_a_window_that_moves_on_by_its_length_starves_the_watched(capacity, most
         assert any(served) == (period == 1)
 
 
-# Places by themselves: each says of a step whether the watched entry has a slot.
-
-
-def _positions(mask, count, watched, capacity):
-    words = compaction.mask_words(lambda start, stop: mask[start:stop], mask.shape[0])
-    return jnp.any(compaction.set_positions(words, capacity, mask.shape[0], count)[0] == watched)
+# Two places by themselves, whether the watched entry has a slot: the others are crowded in
+# the selectors below and in the algorithms (test_starvation_in_allreduces.py).
 
 
 def _entries(mask):
@@ -56,26 +50,6 @@ def _entries(mask):
     order = jnp.argsort(jnp.where(mask, slot, mask.shape[0]))
     indices = jnp.where(slot < jnp.sum(mask), 100 + order, mask.shape[0] + 200)
     return sc.PaddedCOO(jnp.ones(mask.shape), indices.astype(jnp.int32), mask.shape[0] + 200)
-
-
-def _of_split(mask, count, watched, capacity):
-    coo = _entries(mask)
-    boundaries = jnp.asarray([0, 50, coo.size, coo.size], jnp.int32)
-    blocks = _merge.split(coo, boundaries, capacity, _step.turn(count, 0))
-    return jnp.any(blocks.coo.indices[1] == 100 + watched)
-
-
-def _of_bounded(mask, count, watched, capacity):
-    kept, _ = _merge.bounded(_entries(mask), capacity, _step.turn(count, 3))
-    return jnp.any(kept.indices == 100 + watched)
-
-
-def _one_place_after_the_other(mask, count, watched, capacity):
-    """A window over what another one has left: together they have c slots for C entries."""
-    coo = _entries(mask)
-    for stage, slots in enumerate((math.ceil(1.1 * capacity), capacity)):
-        coo, _ = _merge.bounded(coo, slots, _step.turn(count, stage))
-    return jnp.any(coo.indices == 100 + watched)
 
 
 def _of_gaps(mask, count, watched, capacity):
@@ -102,10 +76,6 @@ def _of_global_selection(mask, count, watched, capacity):
 
 
 PLACES = {
-    "positions in a bit mask": _positions,
-    "split": _of_split,
-    "bounded": _of_bounded,
-    "two places": _one_place_after_the_other,
     "gaps": _of_gaps,
     "global selection": _of_global_selection,
 }
