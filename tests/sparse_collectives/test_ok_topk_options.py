@@ -65,7 +65,7 @@ def test_equal_regions_stay_and_overflow_where_the_selection_is_uneven():
 
 @pytest.mark.slow
 def test_always_balancing_delivers_the_same_and_never_leaves_what_does_not_fit():
-    """That it is not always the same that waits is in test_starvation_in_allreduces.py."""
+    """That it is not always the same that waits is in test_starvation.py."""
     acc = np.random.default_rng(0).standard_normal((WORKERS, SIZE)).astype(np.float32)
     out = run(acc, regions="equal", balance="always")
     np.testing.assert_array_equal(out["total"], run(acc, regions="equal")["total"])
