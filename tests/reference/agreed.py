@@ -17,13 +17,9 @@ def part_of_each_index(size, workers, block, rounds):
 
 
 def step(acc, count, k_each, owner):
-    """One step in float64: the total, and the accumulators after it.
+    """Step ``count`` of ``acc f[P, n]`` in float64: the total, and the accumulators after it.
 
-    Args:
-      acc: ``f[P, n]``.
-      count: the number of the step.
-      k_each: entries that each worker selects.
-      owner: the part of each index.
+    Each worker selects ``k_each`` entries; ``owner`` is the part of each index.
     """
     acc = np.array(acc, np.float64)
     workers, size = acc.shape

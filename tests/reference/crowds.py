@@ -9,17 +9,11 @@ PERIODS = range(1, 9)
 
 
 class Crowd(NamedTuple):
-    """Entries in a line, too many for the slots.
+    """Entries in a line, too many for the slots."""
 
-    Attributes:
-      present: ``bool[period, length]``, who is there at each step.
-      watched: one who is there at every step.
-      count: how many there are at each step.
-    """
-
-    present: np.ndarray
-    watched: int
-    count: int
+    present: np.ndarray  # bool[period, length], who is there at each step
+    watched: int  # one who is there at every step
+    count: int  # how many there are at each step
 
 
 def crowd(capacity, period, most):

@@ -12,13 +12,7 @@ def largest(entries: dict[int, np.float32], k: int) -> set[int]:
 def gtopk(selected: list[dict[int, float]], size: int, k: int):
     """A tree of P leaves: at each level pairs add up, and keep the k largest.
 
-    Args:
-      selected: for each worker its entries, index to value.
-      size: n.
-      k: entries of each message and of the result.
-
-    Returns:
-      The total ``f32[n]``, and ``f64[P, n]``: what each worker dropped.
+    Returns the total ``f32[n]``, and ``f64[P, n]``: what each worker dropped.
     """
     dropped = np.zeros((len(selected), size))
     held = [{i: np.float32(v) for i, v in entries.items()} for entries in selected]

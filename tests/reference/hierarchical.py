@@ -6,15 +6,10 @@ from tests.reference.ok_topk import local_topk
 
 
 def training_step(gradients: np.ndarray, residuals: np.ndarray, k: int):
-    """One step with an allgather of the selections between the nodes.
+    """One step with an allgather of the selections, k of each shard, between the nodes.
 
-    Args:
-      gradients: ``f[m, w, n]``, of worker j of node i.
-      residuals: ``f[m, w, s]``, of shard j on node i, s = ceil(n / w).
-      k: entries that each worker selects of its shard.
-
-    Returns:
-      The total ``f64[n]`` and the new residuals.
+    Of ``gradients f[m, w, n]`` and ``residuals f[m, w, s]``, s = ceil(n / w), the total ``f64[n]``
+    and the new residuals.
     """
     nodes, inside, size = gradients.shape
     shard = residuals.shape[-1]

@@ -4,15 +4,7 @@ import numpy as np
 
 
 def powersgd(acc, q):
-    """One step.
-
-    Args:
-      acc: ``f[W, rows, cols]``, residual plus gradient of each worker.
-      q: ``f[cols, r]``.
-
-    Returns:
-      The update, the residuals and the next q.
-    """
+    """Of ``acc f[W, rows, cols]`` and ``q f[cols, r]`` the update, the residuals and the next q."""
     p = np.mean([m @ q for m in acc], axis=0)
     p = np.linalg.qr(p)[0]
     own = [m.T @ p for m in acc]

@@ -19,17 +19,7 @@ def local_topk(acc: np.ndarray, k: int) -> np.ndarray:
 
 
 def ok_topk(selected: list[dict[int, float]], size: int, k: int):
-    """Topk(sum_i coo_i) for the selections of P workers.
-
-    Args:
-      selected: for each worker its entries, index to value.
-      size: n.
-      k: entries of the result.
-
-    Returns:
-      The total as a dense float64 vector, and for each worker the entries that
-      it keeps, index to value.
-    """
+    """Topk(sum_i coo_i) as a dense float64 vector, and for each worker the entries it keeps."""
     total = np.zeros(size, np.float64)
     for entries in selected:
         for index, value in entries.items():
@@ -46,13 +36,7 @@ def ok_topk(selected: list[dict[int, float]], size: int, k: int):
 
 
 def ok_topk_by_owner(total: np.ndarray, owner: np.ndarray, k: int) -> np.ndarray:
-    """Topk(total) where equal magnitudes go to the first owners, and there to the lowest indices.
-
-    Args:
-      total: ``f[n]``, the sum of the selections.
-      owner: ``i[n]``, who owns each index.
-      k: entries of the result.
-    """
+    """Topk(total); equal magnitudes go to the first owners, and there to the lowest indices."""
     by_owner = np.concatenate([np.flatnonzero(owner == each) for each in range(owner.max() + 1)])
     chosen = by_owner[local_topk(total[by_owner], k)]
     result = np.zeros_like(total)
@@ -61,15 +45,7 @@ def ok_topk_by_owner(total: np.ndarray, owner: np.ndarray, k: int) -> np.ndarray
 
 
 def training_step(accs: np.ndarray, k: int):
-    """Topk(sum_i Topk(acc_i)) with its residuals (lines 4 to 6 of Algorithm 2).
-
-    Args:
-      accs: ``f[P, n]``.
-      k: entries of each selection and of the result.
-
-    Returns:
-      The total ``f64[n]`` and the residuals ``[P, n]``.
-    """
+    """Topk(sum_i Topk(acc_i)) ``f64[n]`` with its residuals (lines 4 to 6 of Algorithm 2)."""
     selected = []
     for acc in accs:
         indices = np.flatnonzero(local_topk(acc, k))
@@ -100,49 +76,29 @@ def balanced(owned: list[int]) -> tuple[list[int], list[int]]:
 
 
 class Step(NamedTuple):
-    """What a step of :class:`Published` did.
-
-    Attributes:
-      total: ``f[n]``.
-      selected: how many entries each worker selected.
-      delivered: how many are in the total.
-      owned: of these, how many each worker has before the balancing.
-      held: and after it.
-      words: what each worker sends to others, in words of 4 bytes: a pair is two, what
-        everyone receives counts once for each of the others.
-    """
+    """What a step of :class:`Published` did."""
 
     total: np.ndarray
+    # How many entries each worker selected, and how many are in the total.
     selected: list[int]
     delivered: int
+    # Of these, how many each worker has before the balancing and after it.
     owned: list[int]
     held: list[int]
+    # What each worker sends to others, in words of 4 bytes: a pair is two, what everyone receives
+    # counts once for each of the others.
     words: list[int]
 
 
 class Published:
-    """Algorithm 1 and 2 over many steps, with both thresholds reused for tau' of them.
+    """Algorithm 1 and 2 over many steps: regions last tau of them, both thresholds tau' (period).
 
-    Args:
-      workers: P.
-      size: n.
-      k: of both selections.
-      period: tau'.
-      repartition: tau.
-      corrected: whether thresholds are moved by their counts: the local one raised by 1.03 up
-        to five times within a step while over 4k/3 entries reach it, then divided by 1.012 below
-        2k/3 and multiplied by it above 5k/4; the global one by 1.008 below 2k/3 and above 4k/3.
+    Where it is corrected thresholds are moved by their counts: the local one raised by 1.03 up
+    to five times within a step while over 4k/3 entries reach it, then divided by 1.012 below
+    2k/3 and multiplied by it above 5k/4; the global one by 1.008 below 2k/3 and above 4k/3.
     """
 
-    def __init__(
-        self,
-        workers: int,
-        size: int,
-        k: int,
-        period: int,
-        repartition: int = 64,
-        corrected: bool = False,
-    ):
+    def __init__(self, workers, size, k, period, repartition=64, corrected=False):
         self.workers, self.size, self.k = workers, size, k
         self.period, self.repartition, self.corrected, self.t = period, repartition, corrected, 0
         self.residuals = np.zeros((workers, size))

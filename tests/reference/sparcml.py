@@ -18,36 +18,23 @@ def add(*streams: dict[int, float]) -> dict[int, float]:
     return total
 
 
-def recursive_double(selected: list[dict[int, float]]):
+def recursive_double(selected: list[dict[int, float]]) -> list[dict[int, float]]:
     """SSAR_Recursive_double (5.3.1), and for any P the extra steps of appendix A.
 
-    Returns:
-      What each worker ends with, and the pairs that each receives in each round.
+    Returns what each worker ends with.
     """
     held = list(selected)
-    workers = len(held)
-    members = 2 ** int(math.floor(math.log2(workers)))
-    rounds = []
-    if members < workers:
-        received = [0] * workers
-        for surplus in range(members, workers):
-            held[surplus - members] = add(held[surplus - members], held[surplus])
-            received[surplus - members] = len(held[surplus])
-        rounds.append(received)
+    members = 2 ** int(math.floor(math.log2(len(held))))
+    surplus = range(members, len(held))
+    for worker in surplus:
+        held[worker - members] = add(held[worker - members], held[worker])
     distance = 1
     while distance < members:
-        sums = [add(held[i], held[i ^ distance]) for i in range(members)]
-        rounds.append([len(held[i ^ distance]) for i in range(members)])
-        rounds[-1] += [0] * (workers - members)
-        held[:members] = sums
+        held[:members] = [add(held[i], held[i ^ distance]) for i in range(members)]
         distance *= 2
-    if members < workers:
-        received = [0] * workers
-        for surplus in range(members, workers):
-            held[surplus] = held[surplus - members]
-            received[surplus] = len(held[surplus])
-        rounds.append(received)
-    return held, rounds
+    for worker in surplus:
+        held[worker] = held[worker - members]
+    return held
 
 
 def regions(size: int, workers: int) -> list[range]:
@@ -76,12 +63,8 @@ def is_dense(selected, size: int, value_bytes: int, index_bytes: int) -> bool:
     return max(len(owned) for owned in split(selected, size)) > delta
 
 
-def ring(selected: list[dict[int, float]], size: int):
-    """A ring reduce-scatter of sparse regions, then their concatenation.
-
-    Returns:
-      The total, and the pairs that each worker receives in each of P - 1 steps.
-    """
+def ring(selected: list[dict[int, float]], size: int) -> dict[int, float]:
+    """A ring reduce-scatter of sparse regions, then their concatenation."""
     workers = len(selected)
     cut = [
         [{i: v for i, v in stream.items() if i in region} for region in regions(size, workers)]
@@ -89,12 +72,10 @@ def ring(selected: list[dict[int, float]], size: int):
     ]
     # Before step s worker w holds the sum of region w - 1 - s.
     held = [cut[w][(w - 1) % workers] for w in range(workers)]
-    steps = []
     for step in range(workers - 1):
         arrived = [held[(w - 1) % workers] for w in range(workers)]
-        steps.append([len(stream) for stream in arrived])
         held = [add(arrived[w], cut[w][(w - 2 - step) % workers]) for w in range(workers)]
-    return {i: v for stream in held for i, v in stream.items()}, steps
+    return {i: v for stream in held for i, v in stream.items()}
 
 
 def expected_union(size: int, k: int, workers: int) -> float:

@@ -11,14 +11,9 @@ import numpy as np
 def spardl(selected: list[dict[int, float]], block: np.ndarray, k: int):
     """Spar-Reduce-Scatter, an allgather, and global residual collection.
 
-    Args:
-      selected: for each worker its entries, index to value.
-      block: ``i[n]``, the block of each index, which is the number of its owner.
-      k: entries of the result; a block has ceil(k / P).
-
-    Returns:
-      The total ``f32[n]``, ``f64[P, n]``: what each worker keeps, and for each message the
-      entries that each worker sends in it, the allgather last.
+    Index i is in block ``block[i]``, the number of its owner, and a block has ceil(k / P) entries.
+    Returns the total ``f32[n]``, ``f64[P, n]``: what each worker keeps, and for each message the
+    entries that each worker sends in it, the allgather last.
     """
     workers, size = len(selected), len(block)
     share = math.ceil(k / workers)

@@ -13,15 +13,9 @@ def topk_a(selected: list[dict[int, float]], size: int) -> np.ndarray:
 
 
 def sparse_allgather(selected: list[dict[int, float]], size: int, first: int = 0):
-    """The concatenation; of several entries at one index that of the first worker.
+    """The concatenation; of several entries at one index that of the first worker from ``first``.
 
-    Args:
-      selected: the entries of each worker.
-      size: n.
-      first: the worker with whom the order begins.
-
-    Returns:
-      The total ``f32[n]``, and for each worker what it keeps.
+    Returns the total ``f32[n]``, and for each worker what it keeps.
     """
     total, taken = np.zeros(size, np.float32), set()
     kept = [{} for _ in selected]

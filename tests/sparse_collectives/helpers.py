@@ -35,11 +35,7 @@ def slow_but(quick, values):
 
 @functools.cache
 def simulated_select(selector: sc.Selector, workers: int):
-    """Selection on P simulated workers, jitted and cached: all allreduces share the program.
-
-    Returns:
-      ``select(acc[P, n], selector_state) -> (coo, dict)``.
-    """
+    """``select(acc[P, n], selector_state) -> (coo, dict)``, jitted: all allreduces share it."""
 
     def select(acc, selector_state):
         coo, selector_state, selection = selector.select(acc, selector_state)
@@ -54,12 +50,10 @@ def simulated_select(selector: sc.Selector, workers: int):
 
 @functools.cache
 def simulated_reduce(allreduce: sc.SparseAllreduce, workers: int):
-    """The allreduce on P simulated workers, jitted and cached.
+    """``reduce(coo, allreduce_state) -> dict`` of P simulated workers, jitted.
 
-    Returns:
-      ``reduce(coo, allreduce_state) -> dict``; the allreduce's state is one for all
-      workers, the results have a leading axis. What is kept is a PaddedCOO, in which
-      an index may occur more than once. The indices of a total that is none are those of all.
+    The allreduce's state is one for all workers, the results have a leading axis. What is kept is
+    a PaddedCOO, in which an index may occur more than once.
     """
 
     def reduce(coo, allreduce_state):

@@ -55,10 +55,9 @@ def initial(allreduce: sc.SparseAllreduce, size: int, shape: tuple[int, int]):
 
 
 def run_once(selector, allreduce, acc, shape, allreduce_state=None):
-    """One step, as :func:`helpers.run_once`.
+    """One step, as :func:`helpers.run_once`, of P workers.
 
-    Total and info are those of the P workers. What is sent and kept has a row for each worker, or
-    where a node has dealt out its sum one for each node.
+    What is sent and kept has a row for each, or where a node has dealt out its sum for each node.
     """
     size = acc.shape[1]
     if allreduce_state is None:

@@ -40,17 +40,13 @@ def make(
 
 
 class Row(NamedTuple):
-    """An allreduce as it is made for the contract, and what holds for it.
-
-    Attributes:
-      allreduce: of DENSITY.
-      delivers_all: whether every selected entry is delivered.
-      rounds: whether workers may keep rounding errors or sums of what others sent, and not only
-        what they selected.
-    """
+    """An allreduce of DENSITY as it is made for the contract, and what holds for it."""
 
     allreduce: sc.SparseAllreduce
+    # Whether every selected entry is delivered.
     delivers_all: bool
+    # Whether workers may keep rounding errors or sums of what others sent, and not only what they
+    # selected.
     rounds: bool
 
 

@@ -22,18 +22,19 @@ from tests.sparse_collectives.test_allreduce_contract import (
     SIZE,
 )
 
-WHOLE = PartitionSpec()
-
-
-def one_hot(branches):
-    return [tuple(float(i == branch) for i in range(branches)) for branch in range(branches)]
+WHOLE, SPLIT = PartitionSpec(), PartitionSpec("w")
 
 
 def ways_of(allreduce, size, workers):
     """The traffic of each way that a step may take; of one way where there is no choice."""
-    balances = [{"balance": chosen} for branches in (4, 2) for chosen in one_hot(branches)]
-    deliveries = [{"delivery": chosen} for chosen in one_hot(2)]
-    forms = [{"form": chosen} for branches in (2, 3, 4) for chosen in one_hot(branches)]
+
+    def choices(kind, branches):
+        return [
+            {kind: tuple(float(i == each) for i in range(branches))} for each in range(branches)
+        ]
+
+    balances, deliveries = choices("balance", 4) + choices("balance", 2), choices("delivery", 2)
+    forms = [form for branches in (2, 3, 4) for form in choices("form", branches)]
     given = {"size": size, "capacity": round(DENSITY * size), "axis_size": workers}
     ways = []
     for frequencies in [*balances, *(b | d for b in balances for d in deliveries), *forms]:
@@ -79,19 +80,17 @@ def test_info_reports_the_words_that_the_program_moves(name):
         acc = np.roll(acc, 1, axis=1)
 
 
-LOWERED_FAST = LIGHT | {"agreed, few bits", "dense", "dsar_split_allgather"}
-CUDA_FAST = LOWERED_FAST | {"agreed", "ssar_split_allgather, room for all"}
+CUDA_FAST = LIGHT | {"agreed, few bits", "dense", "dsar_split_allgather"}
+CUDA_FAST |= {"agreed", "ssar_split_allgather, room for all"}
 
 
 # (For the CPU the tests of the contract compile all of them.)
 @pytest.mark.parametrize(
     ("row", "platform"),
     [
-        *((name, "cpu") for name in EACH if name in LOWERED_FAST),
-        *(
-            pytest.param(name, "cuda", marks=() if name in CUDA_FAST else pytest.mark.slow)
-            for name in EACH
-        ),
+        ("topk_a", "cpu"),
+        *((row, "cuda") for row in EACH if row in CUDA_FAST),
+        *helpers.slow_rows(*((row, "cuda") for row in EACH if row not in CUDA_FAST)),
     ],
 )
 def test_lowers_without_devices(row, platform):
@@ -107,9 +106,12 @@ def test_lowers_without_devices(row, platform):
 
     mesh = helpers.abstract_mesh(**axes)
     mapped = jax.shard_map(step, mesh=mesh, in_specs=WHOLE, out_specs=WHOLE, check_vma=False)
-    acc = jax.ShapeDtypeStruct((size,), jnp.float32)
-    lowered = jax.jit(mapped).trace(acc).lower(lowering_platforms=(platform,))
-    assert "stablehlo" in lowered.as_text()
+    assert lowers(mapped, platform, jax.ShapeDtypeStruct((size,), jnp.float32))
+
+
+def lowers(mapped, platform, *given):
+    lowered = jax.jit(mapped).trace(*given).lower(lowering_platforms=(platform,))
+    return "stablehlo" in lowered.as_text()
 
 
 @pytest.mark.slow
@@ -122,36 +124,15 @@ def test_ok_topk_with_a_codec_lowers_for_a_gpu_where_varying_types_are_checked(c
         total, undelivered, state, info = allreduce.reduce(coo, state, axis="w")
         return total, undelivered.slots[None], state, info.delivered
 
-    split = PartitionSpec("w")
     mapped = jax.shard_map(
         step,
         mesh=helpers.abstract_mesh(w=workers),
-        in_specs=(split, split, WHOLE),
-        out_specs=(WHOLE, split, WHOLE, WHOLE),
+        in_specs=(SPLIT, SPLIT, WHOLE),
+        out_specs=(WHOLE, SPLIT, WHOLE, WHOLE),
         check_vma=True,
     )
     shapes = [jax.ShapeDtypeStruct((workers, k), t) for t in (jnp.float32, jnp.int32)]
-    state = jax.eval_shape(lambda: allreduce.init(SIZE, workers))
-    lowered = jax.jit(mapped).trace(*shapes, state).lower(lowering_platforms=("cuda",))
-    assert "stablehlo" in lowered.as_text()
-
-
-def test_the_total_of_spardl_is_typed_as_replicated():
-    spardl, k = table.make("spardl"), 20
-
-    def step(values, indices):
-        coo = sc.PaddedCOO(values, indices, SIZE)
-        return spardl.reduce(coo, spardl.init(SIZE, 6), axis="w")[0]
-
-    run = jax.shard_map(
-        step,
-        mesh=helpers.abstract_mesh(w=6),
-        in_specs=PartitionSpec("w"),
-        out_specs=WHOLE,
-        check_vma=True,
-    )
-    entries = [jax.ShapeDtypeStruct((6 * k,), dtype) for dtype in (jnp.float32, jnp.int32)]
-    assert jax.eval_shape(run, *entries).size == SIZE
+    assert lowers(mapped, "cuda", *shapes, jax.eval_shape(lambda: allreduce.init(SIZE, workers)))
 
 
 ON_A_MESH = ("topk_a", "sparse_allgather", "gtopk", "spardl", "ssar_recursive_double")

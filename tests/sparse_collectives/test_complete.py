@@ -1,5 +1,6 @@
 """Complete sums around other allreduces: the same with the indices alone, for fewer words."""
 
+import itertools
 import math
 
 import jax
@@ -7,12 +8,11 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives.allreduce.ok_topk import _plan
-from tests.sparse_collectives import helpers
+from tests.sparse_collectives import helpers, table
+from tests.sparse_collectives.helpers import slow_rows
 
-SIZE, DENSITY = 403, 0.05
-SELECTOR = sc.select.topk(density=DENSITY)
-SLOW = pytest.mark.slow
+SIZE = 403
+SELECTOR = sc.select.topk(density=table.DENSITY)
 
 
 def stepper(inner, workers):
@@ -25,10 +25,6 @@ def stepper(inner, workers):
         return total.to_dense(), kept.residual(acc, coo), state, info
 
     return sc.simulate(step, axis_size=workers, in_axes=(0, None)), allreduce.init(SIZE, workers)
-
-
-def inner(name, **options):
-    return sc.cost_model.ALGORITHMS[name].factory(density=DENSITY, **options)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +40,7 @@ def inner(name, **options):
 )
 @pytest.mark.slow
 def test_the_indices_alone_give_the_same_sums(name, options, workers):
-    alone = inner(name, **options)
+    alone = table.make(name, **options)
     steps = [stepper(each, workers) for each in (alone, alone._replace(choose=None))]
     for case, acc in helpers.hard_accumulators(workers, SIZE).items():
         accs, states = [acc, acc], [state for _, state in steps]
@@ -68,89 +64,47 @@ def test_the_indices_alone_give_the_same_sums(name, options, workers):
             states = [jax.tree.map(lambda x: x[0], out[2]) for out in outs]
 
 
-def traffic_of(allreduce, size, k, workers, branch=None):
-    one_hot = {} if branch is None else {"balance": tuple(float(i == branch) for i in range(4))}
+def words_of(allreduce, size, k, workers, **options):
     return sc.traffic.of_allreduce(
-        allreduce, size=size, capacity=k, axis_size=workers, frequencies=one_hot
-    )
+        sc.allreduce.complete(allreduce), size=size, capacity=k, axis_size=workers, **options
+    ).words
 
 
-NUMBERS = (2, 3, 6, 16, 100, 384)
-
-
+# Of Ok-Topk without anything to balance, and with what a neighbour has room for.
 @pytest.mark.parametrize(
-    ("workers", "branch"),
-    [
-        pytest.param(p, branch, marks=() if (p, branch) == (6, 1) else SLOW)
-        for p in NUMBERS
-        for branch in range(4)
-    ],
+    ("name", "workers"),
+    [("ok_topk", 6), *slow_rows(*itertools.product(("ok_topk", "spardl"), (2, 3, 16, 100, 384)))],
 )
-def test_ok_topk_takes_less_than_six_words_for_an_entry(workers, branch):
-    size, k = 10**7, 10**5
-    allreduce = sc.allreduce.complete(sc.allreduce.ok_topk(density=k / size))
-    plan, share = _plan.make_plan(size, k, workers, windows=True), (workers - 1) / workers
-    threshold = sum(2 * (1 << width) for _, width in _plan.digits(k)) * share
-    slots = 2 * plan.split_slots + plan.gather_slots
-    counts = _plan._COUNTS * (workers - 1)
-    window = (plan.window + _plan._WINDOW_COUNTS) * (workers - 1) if plan.window else 0
-    fixed = slots * (workers - 1) + window + threshold + counts + 2 * k * share
-    # Nothing to balance, a neighbour, dealt out, all anew.
-    dealt = plan.spread_slots, plan.rank_slots
-    moved = (0, plan.neighbour_slots, *(each * (workers - 1) for each in dealt))
-    words = traffic_of(allreduce, size, k, workers, branch).words
-    assert words == pytest.approx(fixed + moved[branch], rel=1e-9)
-    if branch < 2:
-        assert words < 6 * k * share
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", NUMBERS)
-def test_spardl_takes_five_words_for_an_entry(workers):
-    size, k = 10**5, 1000
-    allreduce = sc.allreduce.complete(sc.allreduce.spardl(density=k / size))
-    slots = math.ceil(k / workers)
-    words = traffic_of(allreduce, size, k, workers).words
-    assert words == pytest.approx(5 * slots * (workers - 1))
+def test_an_entry_takes_less_than_six_words(name, workers):
+    size, k = (10**7, 10**5) if name == "ok_topk" else (10**5, 1000)
+    allreduce, share = table.make(name, k / size), (workers - 1) / workers
+    if name == "spardl":
+        slots = math.ceil(k / workers)
+        assert words_of(allreduce, size, k, workers) == pytest.approx(5 * slots * (workers - 1))
+        return
+    for branch in range(2):
+        one_hot = {"balance": tuple(float(i == branch) for i in range(4))}
+        assert words_of(allreduce, size, k, workers, frequencies=one_hot) < 6 * k * share
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ok_topk", "spardl"])
 @pytest.mark.parametrize("codec", ["bf16", "narrow16", "narrow8", "qsgd"])
 def test_pairs_stay_where_a_codec_makes_them_shorter(name, codec):
-    made = sc.cost_model.ALGORITHMS[name].factory(density=0.01, codec=getattr(sc.wire, codec)())
-    one = made, made._replace(choose=None)
-    words = [traffic_of(sc.allreduce.complete(each), 10**5, 1000, 4).words for each in one]
+    made = table.make(name, 0.01, getattr(sc.wire, codec)())
+    words = [words_of(each, 10**5, 1000, 4) for each in (made, made._replace(choose=None))]
     # A pair of `narrow16` is little more than a word, and one of `narrow8` little more than half.
     assert words[0] <= words[1]
     if codec in ("bf16", "qsgd"):
         assert words[0] < words[1] - 0.2 * 1000 * 3 / 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["ok_topk", "spardl"])
-@pytest.mark.parametrize("codec", ["raw", "narrow8", "qsgd"])
-def test_nothing_is_lost_with_a_codec(name, codec):
-    workers = 4
-    run, state = stepper(inner(name, codec=getattr(sc.wire, codec)()), workers)
-    acc = helpers.hard_accumulators(workers, SIZE)["normal"]
-    for count in range(4):
-        total, residual, state, info = run(acc, state)
-        state = jax.tree.map(lambda x: x[0], state)
-        lost = acc.sum(0, dtype=np.float64) - np.asarray(residual).sum(0, dtype=np.float64)
-        np.testing.assert_allclose(lost, total[0], rtol=0, atol=1e-5)
-        assert (np.asarray(total) == np.asarray(total)[0]).all()
-        assert info.delivered[0] > 0
-        acc = np.roll(np.asarray(residual), count, axis=1)
-
-
 @pytest.mark.parametrize(
     ("inner", "share"),
     # Few entries in a dense total; a stream that is dense because pairs would be longer.
     [
-        pytest.param(sc.allreduce.topk_a(), 0.05, marks=SLOW),
-        pytest.param(sc.allreduce.published.ring_sparse(), 0.6, marks=SLOW),
         (sc.allreduce.dense(), 0.6),
+        *slow_rows((sc.allreduce.topk_a(), 0.05), (sc.allreduce.published.ring_sparse(), 0.6)),
     ],
     ids=lambda x: getattr(x, "spec", x),
 )

@@ -4,13 +4,11 @@ import functools
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import sparse_collectives as sc
 from sparse_collectives.allreduce.ok_topk import _plan
-from tests.reference import windows
 from tests.sparse_collectives import helpers
 
 SIZE, WORKERS, DENSITY = 400, 4, 0.1
@@ -66,52 +64,31 @@ def test_equal_regions_stay_and_overflow_where_the_selection_is_uneven():
 
 
 @pytest.mark.slow
-def test_always_balancing_moves_everything_and_delivers_the_same():
-    rng = np.random.default_rng(0)
-    acc = rng.standard_normal((WORKERS, SIZE)).astype(np.float32)
-    options = {"regions": "equal", "balance": "always"}
-    out = run(acc, **options)
+def test_always_balancing_delivers_the_same_and_never_leaves_what_does_not_fit():
+    """That it is not always the same that waits is in test_starvation.py."""
+    acc = np.random.default_rng(0).standard_normal((WORKERS, SIZE)).astype(np.float32)
+    out = run(acc, regions="equal", balance="always")
     np.testing.assert_array_equal(out["total"], run(acc, regions="equal")["total"])
     words = scopes("always", "equal")
     # A block of ceil(k / P) pairs to each of the others.
     assert words["ok_topk/balance"] == 2 * 10 * (WORKERS - 1)
     assert round(float(out["info"].words[0])) == round(sum(words.values()))
-
-
-def never_balanced(acc, step):
-    options = {"regions": "equal", "balance": "never", "slack": 1.25}
-    state = allreduce(**options).init(SIZE, WORKERS)._replace(count=jnp.int32(step))
-    return run(acc, state, **options)
-
-
-@pytest.mark.slow
-def test_without_balancing_what_does_not_fit_waits_and_not_always_the_same():
     # The first worker's region has all 13 entries that blocks have room for, of each
-    # worker other ones: 52 sums for 13 slots of the allgather.
+    # worker other ones: 52 sums, of which 40 are selected, for 13 slots of the allgather.
     acc = np.zeros((WORKERS, SIZE), np.float32)
     for worker in range(WORKERS):
         acc[worker, 13 * worker : 13 * (worker + 1)] = 1 + np.arange(13)
-    delivered = np.zeros(SIZE, bool)
-    for step in range(windows.steps_for_all(13, K)):
-        out = never_balanced(acc, step)
-        assert int(out["info"].delivered[0]) == 13
-        # 40 are selected, and their owner is the first worker.
-        assert np.asarray(out["info"].overflow).tolist() == [K - 13, 0, 0, 0]
-        arrived = np.asarray(out["total"])[0] != 0
-        np.testing.assert_array_equal(np.asarray(out["kept"])[:, ~arrived], acc[:, ~arrived])
-        delivered |= arrived
-    assert delivered.sum() == K
+    out = run(acc, regions="equal", balance="never", slack=1.25)
+    assert int(out["info"].delivered[0]) == 13
+    assert np.asarray(out["info"].overflow).tolist() == [K - 13, 0, 0, 0]
+    arrived = np.asarray(out["total"])[0] != 0
+    np.testing.assert_array_equal(np.asarray(out["kept"])[:, ~arrived], acc[:, ~arrived])
     words = scopes("never", "equal")
     assert "ok_topk/balance" not in words
     assert round(float(out["info"].words[0])) == round(sum(words.values()))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, 3])
-def test_without_balancing_even_selections_are_delivered_in_full(workers):
-    acc = np.zeros((workers, SIZE), np.float32)
-    acc[:, ::10] = 1 + np.arange(SIZE // 10)
-    out = helpers.run_once(SELECTOR, allreduce(balance="never"), acc)
+    # What is even has room.
+    acc[:] = np.where(np.arange(SIZE) % 10, 0, 1 + np.arange(SIZE))
+    out = run(acc, balance="never")
     np.testing.assert_array_equal(np.asarray(out["total"])[0], acc.sum(axis=0))
     assert (np.asarray(out["info"].overflow) == 0).all()
 
@@ -192,16 +169,6 @@ def test_even_steps_take_what_messages_of_exact_size_would(workers):
     out = helpers.run_once(sc.select.topk(density=k / size), allreduce, accs)
     assert out["info"].delivered[0] == k
     assert out["info"].words[0] <= 4.2 * k * (workers - 1) / workers
-
-
-@pytest.mark.parametrize("case", [(10, 10, 4), (10, 18, 1), (10, 18, 2), (10, 18, 4), (10, 11, 9)])
-def test_sizes_ascend_from_even_to_most(case):
-    even, most, count = case
-    sizes = _plan._sizes(even, most, count)
-    assert sizes == tuple(sorted(set(sizes)))
-    assert len(sizes) <= count
-    assert sizes[-1] == most
-    assert count == 1 or sizes[0] == even
 
 
 @pytest.mark.slow

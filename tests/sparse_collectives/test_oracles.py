@@ -65,35 +65,6 @@ def test_sparse_allgather_delivers_each_index_for_its_first_worker(workers):
                 assert sum(counts) == 0
 
 
-def test_sparse_allgather_delivers_for_each_worker_in_turn():
-    """An index that all select at every step, also where they do in a period of their own."""
-    workers, steps = 7, 400
-    first = [windows.start(int(_step.turn(jnp.int32(t), 0)), workers) for t in range(steps)]
-    for period in (1, 2, 3, 7):
-        # In phase with the others, and so with whatever moves on by one.
-        for worker in range(workers):
-            turns = [t for t in range(0, steps, period) if first[t] == worker]
-            waits = np.diff([0, *turns, steps])
-            assert waits.max() <= period * windows.longest_wait(steps, 1, workers)
-
-    def train(gradient):
-        def step(carry, _):
-            residual, state = carry
-            acc = residual + gradient
-            coo, _, _ = SELECTOR.select(acc, SELECTOR.init(SIZE))
-            _, undelivered, state, _ = ALLGATHER.reduce(coo, state, axis="w")
-            residual = undelivered.residual(acc, coo)
-            return (residual, state), residual
-
-        start = jnp.zeros(SIZE), ALLGATHER.init(SIZE, workers)
-        return jax.lax.scan(step, start, length=steps)[1]
-
-    gradient = np.ones((workers, SIZE), np.float32)
-    gradient[:, 5] = 1e3
-    residuals = sc.simulate(train, axis="w", axis_size=workers)(gradient)[:, :, 5]
-    assert np.max(residuals) <= 1e3 * windows.longest_wait(steps, 1, workers)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "density"), [(2, 0.05), (3, 0.05), (8, 0.05), (3, 0.025)])
 def test_gtopk_is_the_tree_of_the_paper(workers, density):
@@ -137,9 +108,9 @@ def test_spardl_is_the_exchange_of_the_paper(workers, k, steps):
 
 def paper_sum(name, streams, size):
     if name == "ssar_recursive_double":
-        return sparcml.recursive_double(streams)[0][0]
+        return sparcml.recursive_double(streams)[0]
     if name == "ring_sparse":
-        return sparcml.ring(streams, size)[0]
+        return sparcml.ring(streams, size)
     return sparcml.split_allgather(streams, size)
 
 
@@ -160,16 +131,76 @@ def test_the_sums_of_sparcml_are_those_of_the_paper_and_the_dense_one(name, work
         assert not np.asarray(out["kept"]).any(), case
 
 
-@pytest.mark.parametrize("workers", [3, 5, 6, 7, 8])
-def test_the_oracles_of_sparcml_agree_with_each_other(workers):
-    streams = sparcml.as_streams(
-        np.where(np.random.default_rng(workers).random((workers, 57)) < 0.2, 1.0, 0.0)
+WIDE = sc.select.topk(density=0.2)
+
+
+def exact_total(sent):
+    return np.asarray(sent, np.float64).sum(axis=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "dense"), [("normal", True), ("same on all", False), ("one worker", False)]
+)
+def test_dense_regions_are_sent_where_the_union_passes_delta(case, dense):
+    workers, size = 4, 400
+    allreduce = table.make("dsar_split_allgather", slack=math.inf, sparse_sizes=2)
+    acc = helpers.hard_accumulators(workers, size)[case]
+    out = helpers.run_once(WIDE, allreduce, acc)
+    streams = sparcml.as_streams(np.asarray(out["sent"]))
+    assert sparcml.is_dense(streams, size, 4, 4) == dense
+    np.testing.assert_allclose(out["total"][0], exact_total(out["sent"]), atol=1e-5)
+    assert not np.asarray(out["kept"]).any()
+    assert (np.asarray(out["info"].delivered) == len(sparcml.split_allgather(streams, size))).all()
+    # Forms of 25 pairs, of 50 pairs (delta / P) and of 100 values.
+    fullest = max(len(owned) for owned in sparcml.split(streams, size))
+    form = sum(fullest > slots for slots in (25, 50))
+    assert (form == 2) == dense
+    one_hot = tuple(float(i == form) for i in range(3))
+    traffic = sc.traffic.of_allreduce(
+        allreduce, size=size, capacity=80, axis_size=workers, frequencies={"form": one_hot}
     )
-    held, rounds = sparcml.recursive_double(streams)
-    total, steps = sparcml.ring(streams, 57)
-    expected = sparcml.split_allgather(streams, 57)
-    assert all(stream == expected for stream in held)
-    assert total == expected
-    assert len(steps) == workers - 1
-    fold = 0 if workers == 8 else 2
-    assert len(rounds) == math.floor(math.log2(workers)) + fold
+    assert float(out["info"].words[0]) == traffic.words
+
+
+def test_the_switch_is_where_both_messages_have_the_same_words():
+    """With 16-bit values a dense region is half as long, and delta half as large."""
+    for dtype, slots in ((jnp.float32, 125), (jnp.bfloat16, 62)):
+        shapes = jax.ShapeDtypeStruct((400,), dtype), jax.ShapeDtypeStruct((400,), jnp.int32)
+        allreduce = sc.allreduce.published.dsar_split_allgather(slack=math.inf, sparse_sizes=1)
+
+        def step(values, indices, count, allreduce=allreduce):
+            state = StepState(count)
+            return allreduce.reduce(sc.PaddedCOO(values, indices, 1000), state, axis="w")
+
+        traffic = sc.traffic.of_function(
+            step,
+            *shapes,
+            jax.ShapeDtypeStruct((), jnp.int32),
+            axis="w",
+            axis_size=4,
+            frequencies={"form": (1.0, 0.0)},
+        )
+        assert traffic.collectives[-1].words == 2 * slots * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("workers", "density", "size"), [(7, 0.15, 203), (4, 0.15, 203), (3, 0.7, 203), (8, 0.5, 5)]
+)
+@pytest.mark.parametrize("name", ["ssar_recursive_double", "ssar_split_allgather", "ring_sparse"])
+def test_sums_of_dense_streams(name, workers, density, size):
+    """The switch is after some rounds, or before the first; of 5 indices some have no owner."""
+    room = table.ALGORITHMS[name].room if size < workers else {}
+    allreduce = table.make(name, **room)
+    for case in ("normal", "one region", "cancelling"):
+        acc = helpers.hard_accumulators(workers, max(size, 16))[case][:, :size]
+        out = helpers.run_once(sc.select.topk(density=density), allreduce, acc)
+        helpers.check_conserved(out, case)
+    capacity = round(size * density)
+    traffic = sc.traffic.of_allreduce(allreduce, size=size, capacity=capacity, axis_size=workers)
+    assert np.asarray(out["info"].words) == pytest.approx(traffic.words)
+    # In the end there is room for everything.
+    if density >= 0.5:
+        assert not np.asarray(out["kept"]).any()
+        np.testing.assert_allclose(out["total"][0], exact_total(out["sent"]), atol=1e-5)

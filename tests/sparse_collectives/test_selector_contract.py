@@ -36,6 +36,8 @@ LAYOUTS = {
 }
 
 
+# Those that select k entries, whatever the distribution.
+EXACT = ("topk", "threshold_reuse", "mstopk", "random_k", "threshold", "adtopk", "layerwise")
 QUICK_STATES = ESTIMATED | {"topk", "threshold_reuse", "random_k", "threshold"}
 
 
@@ -58,6 +60,62 @@ def test_state_keeps_its_type_and_steps_are_traced_once(name, size):
         state = out[1]
         assert types_of(state) == types
     assert jax_internals.programs(function) == 1
+
+
+@pytest.mark.parametrize("name", slow_but(("bucketed", "mstopk", "threshold"), ALL))
+def test_few_entries_and_values_of_sixteen_bits(name):
+    for size, density in ((1, 0.5), (33, 0.3)):
+        acc, selector = np.abs(selection.hard_vector("normal", size)) + 1, ALL[name](density)
+        number = len(check(jax.jit(selector.select)(acc, selector.init(size)), acc))
+        assert number == k_of(density, size) if name in EXACT else number >= 1
+    selector = ALL[name](0.1)
+    for dtype in ("bfloat16", "float16"):
+        function, state = jax.jit(selector.select), selector.init(SMALL)
+        for seed in range(2):
+            acc = as_dtype(laplace(SMALL, seed), dtype)
+            out = function(acc, state)
+            state = out[1]
+            assert len(check(out, acc)) >= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("topk", SMALL),
+        ("threshold", LARGE),
+        *slow_rows(*((name, SMALL) for name in ALL if name != "topk")),
+        *slow_rows(*((name, LARGE) for name in ("topk", "bucketed", "mstopk", "random_k"))),
+    ],
+)
+def test_jit_and_vmap_give_the_same_bits_and_eager_the_same_selection(name, size):
+    cases = ["normal", "ties at the top", "few nonzeros", "not finite", "all zero"]
+    lanes = jnp.asarray(np.stack([hard_vectors(size)[case] for case in cases]))
+    selector = ALL[name](0.02)
+    state = selector.init(LAYOUTS[size])
+    batched = jax.jit(jax.vmap(selector.select, in_axes=(0, None)))(lanes, state)
+    select, later = jax.jit(selector.select), state
+    for lane, acc in enumerate(lanes):
+        expected = select(acc, state)
+        of_lane = jax.tree.map(lambda leaf, lane=lane: leaf[lane], (batched[0], batched[2]))
+        assert_same_bits(of_lane, (expected[0], expected[2]))
+        if (size == LARGE) == (name == "topk") and lane != 2:
+            eager, expected = selector.select(acc, later), select(acc, later)
+            assert_same_bits(eager[0], expected[0])
+            later = expected[1]
+
+
+@pytest.mark.parametrize("name", slow_but(("threshold", "topk"), SELECTORS))
+def test_runs_where_varying_types_are_checked(name):
+    selector = SELECTORS[name](0.02)
+
+    def selected(acc):
+        return selector.select(acc, selector.init(LAYOUTS[LARGE]))[0].to_dense()
+
+    acc = np.concatenate([selection.hard_vector("normal", LARGE, seed) for seed in (0, 1)])
+    spec = PartitionSpec("w")
+    mapped = jax.shard_map(selected, mesh=helpers.mesh(2), in_specs=spec, out_specs=spec)
+    expected = np.concatenate([jax.jit(selected)(part) for part in np.split(acc, 2)])
+    np.testing.assert_array_equal(jax.jit(mapped)(acc), expected)
 
 
 # Of a schedule the density falls, and what is above the threshold of another step is not all.
@@ -84,74 +142,6 @@ def test_density_one_takes_every_nonzero(name):
             assert out[2].threshold == 0
 
 
-# Those that select k entries, whatever the distribution.
-EXACT = ("topk", "threshold_reuse", "mstopk", "random_k", "threshold", "adtopk", "layerwise")
-
-
-@pytest.mark.parametrize(("size", "density"), [(1, 0.5), (33, 0.3)])
-@pytest.mark.parametrize(
-    "name", slow_but(("bucketed", "mstopk", "random_k", "threshold"), SELECTORS)
-)
-def test_small_sizes(name, size, density):
-    acc = np.abs(selection.hard_vector("normal", size)) + 1
-    selector = SELECTORS[name](density)
-    number = len(check(jax.jit(selector.select)(acc, selector.init(size)), acc))
-    assert number == k_of(density, size) if name in EXACT else number >= 1
-
-
-@pytest.mark.parametrize(
-    ("name", "size"),
-    [
-        ("topk", SMALL),
-        ("threshold", LARGE),
-        *slow_rows(*((name, SMALL) for name in ALL if name != "topk")),
-        *slow_rows(*((name, LARGE) for name in ("topk", "bucketed", "mstopk", "random_k"))),
-    ],
-)
-def test_jit_and_vmap_give_the_same_bits(name, size):
-    cases = ["normal", "ties at the top", "few nonzeros", "not finite", "all zero"]
-    lanes = jnp.asarray(np.stack([hard_vectors(size)[case] for case in cases]))
-    selector = ALL[name](0.02)
-    state = selector.init(LAYOUTS[size])
-    batched = jax.jit(jax.vmap(selector.select, in_axes=(0, None)))(lanes, state)
-    select = jax.jit(selector.select)
-    for lane, acc in enumerate(lanes):
-        expected = select(acc, state)
-        of_lane = jax.tree.map(lambda leaf, lane=lane: leaf[lane], (batched[0], batched[2]))
-        assert_same_bits(of_lane, (expected[0], expected[2]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ALL)
-def test_eager_and_jit_give_the_same_selection(name):
-    selector = ALL[name](0.1)
-    select, state = jax.jit(selector.select), selector.init(LAYOUTS[SMALL])
-    for case in ("ties at the top", "not finite", "normal"):
-        acc = jnp.asarray(hard_vectors(SMALL)[case])
-        eager, expected = selector.select(acc, state), select(acc, state)
-        assert_same_bits(eager[0], expected[0])
-        state = expected[1]
-
-
-@pytest.mark.parametrize("name", slow_but(("threshold", "topk"), SELECTORS))
-def test_runs_where_varying_types_are_checked(name):
-    selector = SELECTORS[name](0.02)
-
-    def both(acc, state):
-        return selector.select(acc, state)[0].to_dense()
-
-    def varying(acc):
-        return both(acc, selector.init(LAYOUTS[LARGE]))
-
-    acc = np.concatenate([selection.hard_vector("normal", LARGE, seed) for seed in (0, 1)])
-    spec = PartitionSpec("w")
-    mapped = jax.shard_map(varying, mesh=helpers.mesh(2), in_specs=spec, out_specs=spec)
-    expected = np.concatenate(
-        [jax.jit(both)(part, selector.init(LAYOUTS[LARGE])) for part in np.split(acc, 2)]
-    )
-    np.testing.assert_array_equal(jax.jit(mapped)(acc), expected)
-
-
 @pytest.mark.parametrize("name", slow_but(("threshold",), SELECTORS))
 def test_nothing_is_lost_over_steps(name):
     selector = SELECTORS[name](0.05)
@@ -173,18 +163,6 @@ def test_nothing_is_lost_over_steps(name):
         residual, sent = residual - delivered, sent + delivered
     np.testing.assert_array_equal(sent + residual, given)
     assert sent.any()
-
-
-@pytest.mark.parametrize("name", slow_but(ESTIMATED | {"dgc", "threshold_reuse"}, ALL))
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_sixteen_bit_values(name, dtype):
-    selector = ALL[name](0.1)
-    function, state = jax.jit(selector.select), selector.init(SMALL)
-    for seed in range(2):
-        acc = as_dtype(laplace(SMALL, seed), dtype)
-        out = function(acc, state)
-        state = out[1]
-        assert len(check(out, acc)) >= 1
 
 
 @pytest.mark.slow

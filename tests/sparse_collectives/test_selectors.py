@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import sparse_collectives as sc
 from tests.reference import more_selection, selection, windows
-from tests.sparse_collectives.helpers import selector_factory, slow, slow_rows
+from tests.sparse_collectives.helpers import selector_factory, slow_rows
 from tests.sparse_collectives.selecting import (
     DTYPES,
     LARGE,
@@ -28,20 +28,11 @@ from tests.sparse_collectives.selecting import SMALL as SIZE
 SUBNORMAL = ("subnormal", "smallest subnormals")
 
 
-def served_over_steps(name, acc, capacity, count, **options):
-    """Which entries are selected over the steps in which each has a turn."""
-    selector, select = jitted(name, **options)
-    state, seen = selector.init(acc.size), np.zeros(acc.size, bool)
-    for _ in range(windows.steps_for_all(capacity, count)):
-        out = select(acc, state)
-        state = out[1]
-        seen[check(out, acc, capacity)] = True
-    return np.flatnonzero(seen), out
-
-
 def selected_at_once(name, acc, capacity, **options):
     selector, select = jitted(name, **options)
-    return check(select(acc, selector.init(acc.size)), acc, capacity)
+    out = select(acc, selector.init(acc.size))
+    assert out[2].overflow == 0
+    return check(out, acc, capacity)
 
 
 # MSTopK.
@@ -86,35 +77,20 @@ def test_mstopk_is_the_algorithm_of_the_paper(size, density, samplings, dtype, s
                 np.testing.assert_array_equal(indices, expected, err_msg=f"{name} {step}")
 
 
-@pytest.mark.parametrize("name", ["normal", "heavy tail"])
-@pytest.mark.parametrize("size", [SIZE, *slow(LARGE)])
-def test_thirty_samplings_find_the_exact_selection(name, size):
-    for seed in range(5):
-        acc = selection.hard_vector(name, size, seed)
-        indices = selected_at_once("mstopk", acc, k_of(0.01, size), density=0.01)
-        assert np.isin(indices, selection.topk(acc, len(indices))).mean() >= 0.99
-
-
-@pytest.mark.slow
-def test_a_misleading_sample_changes_nothing():
+@pytest.mark.parametrize(
+    ("case", "size"), [("normal", SIZE), ("heavy tail", SIZE), *slow_rows(("period", LARGE))]
+)
+def test_thirty_samplings_of_mstopk_find_the_exact_selection(case, size):
+    """Also of a period that a strided sample sees only in part, and at extreme scales."""
+    k = k_of(0.01, size)
     for seed in range(3):
-        # A period that the strided sample sees only in part.
-        acc = selection.hard_vector("normal", LARGE, seed)
-        acc = np.where(np.arange(LARGE) % 3 == seed, acc, acc * 1e-3).astype(np.float32)
-        indices = selected_at_once("mstopk", acc, 1400, density=0.01)
-        np.testing.assert_array_equal(indices, selection.topk(acc, 1400))
-
-
-def test_entries_between_the_thresholds_take_turns():
-    acc = np.full(SIZE, -0.75, np.float32)
-    assert len(served_over_steps("mstopk", acc, 100, SIZE, density=0.1)[0]) == SIZE
-
-
-@pytest.mark.parametrize("scale", [1e-37, 1e34])
-def test_extreme_scales(scale):
-    acc = (selection.hard_vector("normal", SIZE) * scale).astype(np.float32)
-    indices = selected_at_once("mstopk", acc, 100, density=0.1)
-    np.testing.assert_array_equal(indices, selection.topk(acc, 100))
+        acc = selection.hard_vector("normal" if case == "period" else case, size, seed)
+        if case == "period":
+            acc = np.where(np.arange(size) % 3 == seed, acc, acc * 1e-3).astype(np.float32)
+        for scale in (1, 1e-37, 1e34) if case == "normal" else (1,):
+            scaled = (acc * scale).astype(np.float32)
+            indices = selected_at_once("mstopk", scaled, k, density=0.01)
+            np.testing.assert_array_equal(indices, selection.topk(scaled, k))
 
 
 # Bucketed.
@@ -124,6 +100,9 @@ def test_extreme_scales(scale):
     ("size", "density", "bucket", "dtype"),
     [
         (SIZE, 0.5, 97, "bfloat16"),
+        # One of each, and a bucket larger than n.
+        (640, 1e-6, 64, "float32"),
+        (SIZE, 0.1, 2**20, "float32"),
         *slow_rows(
             *((SIZE, 0.5, 97, dtype) for dtype in ("float32", "float16")),
             *((SIZE, 0.01, 512, dtype) for dtype in DTYPES),
@@ -132,24 +111,21 @@ def test_extreme_scales(scale):
     ],
 )
 def test_every_bucket_is_exact(size, density, bucket, dtype):
-    selector, select = jitted("bucketed", density=density, bucket=bucket)
     capacity = size // bucket * k_of(density, bucket)
     capacity += k_of(density, size % bucket) if size % bucket else 0
     for name, x in hard_vectors(size).items():
         acc = as_dtype(x, dtype)
-        out = select(acc, selector.init(size))
+        indices = selected_at_once("bucketed", acc, capacity, density=density, bucket=bucket)
         expected = more_selection.bucketed(acc, density, bucket)
-        np.testing.assert_array_equal(check(out, acc, capacity), expected, err_msg=name)
-        assert out[1] == ()
-        assert out[2].overflow == 0
+        np.testing.assert_array_equal(indices, expected, err_msg=name)
 
 
-@pytest.mark.parametrize("layout", ["one column", "ties in one bucket", *slow("one group")])
-def test_large_entries_that_crowd_one_group(layout):
+@pytest.mark.parametrize("crowd", ["one column", "ties in one bucket", "one group"])
+def test_large_entries_that_crowd_one_group(crowd):
     acc = selection.hard_vector("normal", 4096)
-    if layout == "one group":
+    if crowd == "one group":
         acc[512::32] *= 100
-    elif layout == "one column":
+    elif crowd == "one column":
         acc[16:1024:32] = 7
     else:
         acc[512:1024] = -1
@@ -157,36 +133,28 @@ def test_large_entries_that_crowd_one_group(layout):
     np.testing.assert_array_equal(indices, more_selection.bucketed(acc, 0.01, 512))
 
 
-def test_a_density_below_one_in_a_bucket_takes_one_of_each():
-    acc = selection.hard_vector("normal", 640)
-    indices = selected_at_once("bucketed", acc, 10, density=1e-6, bucket=64)
-    assert (indices // 64).tolist() == list(range(10))
-
-
-def test_a_bucket_larger_than_n_is_exact_topk():
-    acc = selection.hard_vector("heavy tail", SIZE)
-    indices = selected_at_once("bucketed", acc, 100, density=0.1, bucket=2**20)
-    np.testing.assert_array_equal(indices, selection.topk(acc, 100))
-
-
 # A fixed threshold.
+
+
+def follow_threshold(acc, magnitude, density):
+    selector, select = jitted("threshold", magnitude=magnitude, density=density)
+    state, k = selector.init(acc.size), k_of(density, acc.size)
+    with np.errstate(over="ignore"):
+        passed = len(selection.passing(acc, float(np.float32(magnitude))))
+        for step in range(3):
+            expected = more_selection.threshold(acc, magnitude, k, step)
+            out = select(acc, state)
+            state, info = out[1:]
+            np.testing.assert_array_equal(check(out, acc, k), expected)
+            assert info.selected + info.overflow == passed
+            assert bits_of(info.threshold) == bits_of(np.float32(magnitude))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("magnitude", [0, 1e-45, 1.0, 1e300])
-def test_all_that_reaches_the_magnitude(dtype, magnitude):
-    selector, select = jitted("threshold", magnitude=magnitude, density=0.25)
-    for name, x in hard_vectors(SIZE).items():
-        acc, state = as_dtype(x, dtype), selector.init(SIZE)
-        with np.errstate(over="ignore"):
-            passed = len(selection.passing(acc, float(np.float32(magnitude))))
-            for step in range(3):
-                expected = more_selection.threshold(acc, magnitude, 251, step)
-                out = select(acc, state)
-                state, info = out[1:]
-                np.testing.assert_array_equal(check(out, acc, 251), expected, err_msg=name)
-                assert info.selected + info.overflow == passed
-                assert bits_of(info.threshold) == bits_of(np.float32(magnitude))
+def test_all_that_reaches_the_magnitude_has_slots_in_turn(dtype, magnitude):
+    for x in hard_vectors(SIZE).values():
+        follow_threshold(as_dtype(x, dtype), magnitude, 0.25)
 
 
 @pytest.mark.slow
@@ -199,22 +167,7 @@ def test_all_that_reaches_the_magnitude(dtype, magnitude):
     st.sampled_from([0.0, 2**-149, 0.75, 3.0, 3.5]),
 )
 def test_all_that_reaches_the_magnitude_at_any_length(name, seed, size, magnitude):
-    selector, select = jitted("threshold", magnitude=magnitude, density=1 / 3)
-    acc, state = selection.hard_vector(name, size, seed), selector.init(size)
-    for step in range(3):
-        out = select(acc, state)
-        state = out[1]
-        expected = more_selection.threshold(acc, magnitude, k_of(1 / 3, size), step)
-        np.testing.assert_array_equal(check(out, acc), expected)
-
-
-def test_overflowing_entries_take_turns():
-    acc = selection.hard_vector("normal", SIZE)
-    passing = selection.passing(acc, 0.5)
-    options = {"magnitude": 0.5, "density": 0.1}
-    served, out = served_over_steps("threshold", acc, 100, len(passing), **options)
-    np.testing.assert_array_equal(served, passing)
-    assert out[2].overflow == len(passing) - 100
+    follow_threshold(selection.hard_vector(name, size, seed), magnitude, 1 / 3)
 
 
 # Random.
@@ -251,9 +204,8 @@ def test_zeros_are_drawn_and_not_sent(dtype, density):
     [(2, 0.5), (3, 0.3), (7, 0.3), (64, 0.02), (65, 0.95), (1000, 0.3), (4096, 0.02)],
 )
 def test_draws_are_distinct_and_uniform(size, density):
-    steps = 1500
+    steps, k = 1500, k_of(density, size)
     indices = draws(size, density, steps)
-    k = k_of(density, size)
     assert indices.shape == (steps, k)
     assert (np.diff(indices) > 0).all()
     assert (indices[:, 0] >= 0).all()
@@ -265,14 +217,11 @@ def test_draws_are_distinct_and_uniform(size, density):
         assert more_selection.chi_square(spread + counts.mean()) < 4
 
 
-def test_pairs_of_indices_are_uniform():
+def test_pairs_of_indices_are_uniform_and_gaps_those_of_chance():
     indices = draws(64, 2 / 64, 40_000)
     counts = np.zeros((64, 64))
     np.add.at(counts, (indices[:, 0], indices[:, 1]), 1)
     assert abs(more_selection.chi_square(counts[np.triu_indices(64, 1)])) < 5
-
-
-def test_gaps_at_a_large_size_are_those_of_chance():
     # Gaps of a random subset are geometric: their deviation is their mean.
     gaps = np.diff(draws(LARGE, 0.01, 20)).ravel()
     assert abs(gaps.std() / gaps.mean() - 1) < 0.03
@@ -301,6 +250,8 @@ def test_workers_agree_or_differ_by_option(same):
 
 # What is wrong with a call.
 
+RANGE = [-0.1, math.nan, -math.inf, True, "0.1", None]
+
 
 @pytest.mark.parametrize(
     ("name", "option", "values", "message"),
@@ -313,11 +264,10 @@ def test_workers_agree_or_differ_by_option(same):
         # Without an axis to tell the workers apart.
         ("random_k", "same_on_all_workers", [False], "same_on_all_workers"),
         ("random_k", "axis", ["workers"], "same_on_all_workers"),
-        ("gaussian_k", "headroom", [-0.1], "headroom"),
+        *((name, "headroom", RANGE, "headroom") for name in ("gaussian_k", "redsync", "sidco")),
+        ("adtopk_threshold", "headroom", RANGE, "headroom"),
         ("gaussian_k", "adjust", [1], "adjust"),
-        ("redsync", "headroom", [math.nan], "headroom"),
         ("redsync", "rounds", [0], "rounds"),
-        ("sidco", "headroom", [None], "headroom"),
         ("sidco", "distribution", ["normal"], "distribution"),
         ("sidco", "period", [0], "period"),
         ("sidco", "tolerance", [-1], "tolerance"),
@@ -328,7 +278,10 @@ def test_workers_agree_or_differ_by_option(same):
         ("adtopk_threshold", "steps", [0], "steps"),
         ("adtopk_threshold", "warmup", [-1], "warmup"),
         ("adtopk_threshold", "period", [0], "period"),
-        ("adtopk_threshold", "headroom", [-0.1], "headroom"),
+        ("threshold_reuse", "servo", ["no"], "servo .* one of True, False, 'fixed'"),
+        ("threshold_reuse", "period", [0, -1, 1.5, True, "32", None], "period .* at least 1"),
+        ("threshold_reuse", "tolerance", RANGE, r"tolerance .*\[0.0,"),
+        ("threshold_reuse", "headroom", RANGE, r"headroom .*\[0.0,"),
     ],
 )
 def test_an_option_out_of_range(name, option, values, message):
@@ -336,9 +289,7 @@ def test_an_option_out_of_range(name, option, values, message):
     for value in values:
         with pytest.raises(ValueError, match=message):
             selector_factory(name)(**{"density": 0.1, **given, option: value})
-
-
-def test_workers_that_differ_need_an_axis_that_is_bound():
-    selector = sc.select.random_k(density=0.1, same_on_all_workers=False, axis="workers")
-    with pytest.raises(ValueError, match="not bound"):
-        selector.select(jnp.ones(10), selector.init(10))
+    if option == "axis":
+        selector = sc.select.random_k(density=0.1, same_on_all_workers=False, axis="workers")
+        with pytest.raises(ValueError, match="not bound"):
+            selector.select(jnp.ones(10), selector.init(10))

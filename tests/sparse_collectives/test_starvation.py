@@ -13,6 +13,8 @@ The hash is fixed, so that a run of these tests is like any other.
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +22,13 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives._coo import compaction
-from sparse_collectives.allreduce._shared import _merge, _step
+from sparse_collectives.allreduce._shared import _step
 from sparse_collectives.allreduce.ok_topk import _global_selection
 from sparse_collectives.wire import _gaps
 from tests.reference.crowds import PERIODS, crowds, longest_run
 from tests.reference.windows import longest_wait
-from tests.sparse_collectives.helpers import slow_but
+from tests.sparse_collectives import table
+from tests.sparse_collectives.helpers import slow_but, slow_rows
 
 
 @pytest.mark.parametrize(("capacity", "most"), [(10, 20), (10, 27), (60, 120), (60, 100)])
@@ -42,12 +44,8 @@ def test_a_window_that_moves_on_by_its_length_starves_the_watched(capacity, most
         assert any(served) == (period == 1)
 
 
-# Places by themselves: each says of a step whether the watched entry has a slot.
-
-
-def _positions(mask, count, watched, capacity):
-    words = compaction.mask_words(lambda start, stop: mask[start:stop], mask.shape[0])
-    return jnp.any(compaction.set_positions(words, capacity, mask.shape[0], count)[0] == watched)
+# Two places by themselves, whether the watched entry has a slot: the others are crowded in
+# the selectors and in the algorithms below.
 
 
 def _entries(mask):
@@ -56,26 +54,6 @@ def _entries(mask):
     order = jnp.argsort(jnp.where(mask, slot, mask.shape[0]))
     indices = jnp.where(slot < jnp.sum(mask), 100 + order, mask.shape[0] + 200)
     return sc.PaddedCOO(jnp.ones(mask.shape), indices.astype(jnp.int32), mask.shape[0] + 200)
-
-
-def _of_split(mask, count, watched, capacity):
-    coo = _entries(mask)
-    boundaries = jnp.asarray([0, 50, coo.size, coo.size], jnp.int32)
-    blocks = _merge.split(coo, boundaries, capacity, _step.turn(count, 0))
-    return jnp.any(blocks.coo.indices[1] == 100 + watched)
-
-
-def _of_bounded(mask, count, watched, capacity):
-    kept, _ = _merge.bounded(_entries(mask), capacity, _step.turn(count, 3))
-    return jnp.any(kept.indices == 100 + watched)
-
-
-def _one_place_after_the_other(mask, count, watched, capacity):
-    """A window over what another one has left: together they have c slots for C entries."""
-    coo = _entries(mask)
-    for stage, slots in enumerate((math.ceil(1.1 * capacity), capacity)):
-        coo, _ = _merge.bounded(coo, slots, _step.turn(count, stage))
-    return jnp.any(coo.indices == 100 + watched)
 
 
 def _of_gaps(mask, count, watched, capacity):
@@ -102,10 +80,6 @@ def _of_global_selection(mask, count, watched, capacity):
 
 
 PLACES = {
-    "positions in a bit mask": _positions,
-    "split": _of_split,
-    "bounded": _of_bounded,
-    "two places": _one_place_after_the_other,
     "gaps": _of_gaps,
     "global selection": _of_global_selection,
 }
@@ -160,8 +134,8 @@ def test_no_entry_starves_in_a_selector(name):
             now = acc[(t + 1) % period]
             coo, state, info = select(now, state)
             # What ``mstopk`` leaves out it does not count.
-            crowded = jnp.sum(now > 0) > info.selected
-            return state, (jnp.any(coo.indices == watched), crowded)
+            left_out = jnp.sum(now > 0) - info.selected if name == "mstopk" else info.overflow
+            return state, (jnp.any(coo.indices == watched), left_out > 0)
 
         # A first step, of smaller values, from which a threshold is taken.
         _, state, _ = select(acc[0] / 2, selector.init(sc.Layout(((LENGTH, 1),))))
@@ -173,3 +147,125 @@ def test_no_entry_starves_in_a_selector(name):
         served, crowded = run(acc, period, who.watched)
         assert np.mean(crowded) > 0.9
         assert longest_run(~served) < longest_wait(steps, CAPACITY, who.count), period
+
+
+class Place(NamedTuple):
+    """One place of an algorithm with c slots, and how to crowd it."""
+
+    # Of the allreduce, from P and c.
+    options: Callable[[int, int], dict[str, Any]]
+    # Entries that each worker selects at most, as a multiple of c.
+    selected: Callable[[int], float]
+    # The workers that have the crowd, and how large it is, as a multiple of c.
+    holders: Callable[[int], list[int]]
+    most: Callable[[int], float]
+
+
+def _split(**options):
+    """Blocks of c slots, of a worker that has up to P c entries for one owner."""
+    return Place(lambda P, c: options, lambda P: P, lambda P: [0], lambda P: min(P, 2.5))
+
+
+def _later(holders, options):
+    """Where c entries of each of the holders come together."""
+    return Place(options, lambda P: 1, holders, lambda P: 2)
+
+
+def _roomy(P, c):
+    return {"slack": float(P), "fill": 1.0}
+
+
+def _everyone(P):
+    return list(range(P))
+
+
+EQUAL = {"slack": 1.0, "regions": "equal"}
+CROWDED = {
+    "ok_topk": _split(**EQUAL),
+    "ok_topk, what fits": _split(**EQUAL, balance="never")._replace(holders=_everyone),
+    "ssar_split_allgather, split": _split(slack=1.0, fill=math.inf),
+    "ssar_split_allgather, allgather": _later(_everyone, _roomy),
+    "dsar_split_allgather": _split(slack=1.0),
+    "ring_sparse, split": _split(slack=1.0, fill=math.inf),
+    "ring_sparse, on the way": _later(lambda P: [1, 2 % P], _roomy),
+    "ssar_recursive_double, first": Place(
+        lambda P, c: {"capacity": c}, lambda P: 2.5, lambda P: [0], lambda P: 2.5
+    ),
+    "ssar_recursive_double, on the way": _later(lambda P: [0, 1], lambda P, c: {"capacity": c}),
+}
+
+
+@functools.cache
+def simulated(selector, allreduce, workers, steps):
+    """Whether the watched index was in the total, at each step, and what overflowed."""
+
+    def run(gradients, period, watched):
+        def step(carry, t):
+            residual, selector_state, state = carry
+            acc = residual + gradients[t % period]
+            # It grows from the start, and is the largest of all.
+            acc = acc.at[watched].add(jnp.where((t == 0) & (acc[watched] > 0), 20.0, 0.0))
+            coo, selector_state, _ = selector.select(acc, selector_state)
+            total, kept, state, info = allreduce.reduce(coo, state, axis="workers")
+            acc = kept.residual(acc, coo)
+            total = total.to_dense() if isinstance(total, sc.PaddedCOO) else total
+            overflow = jax.lax.psum(info.overflow, "workers")
+            return (acc, selector_state, state), (total[watched] != 0, overflow)
+
+        size = gradients.shape[1]
+        start = jnp.zeros(size), selector.init(size), allreduce.init(size, workers)
+        return jax.lax.scan(step, start, jnp.arange(steps))[1]
+
+    return sc.simulate(run, axis_size=workers, in_axes=(0, None, None))
+
+
+def feeding(who, holders, workers, size):
+    """Gradients ``f32[P, 8, n]``: the crowd in the first region, dealt out to the holders."""
+    gradients = np.zeros((workers, max(PERIODS), size), np.float32)
+    index = np.arange(who.present.shape[1])
+    stays = who.present.all(0)
+    for phase, present in enumerate(who.present):
+        holder = np.asarray(holders)[index % len(holders)]
+        gradients[holder, phase, index] = np.where(stays, 1.0, 6.0) * present
+    return gradients
+
+
+# All that is not zero.
+_selector = functools.cache(lambda density: sc.select.threshold(magnitude=0, density=density))
+
+# One with each place; the others differ in what is around it.
+QUICK = ("ok_topk", "ok_topk, what fits", "ssar_split_allgather, allgather")
+QUICK += ("dsar_split_allgather", "ring_sparse, on the way")
+CASES = [(name, 3, 12, (2, 3, 5), 100) for name in QUICK]
+CASES += slow_rows(
+    *(
+        (name, *size, PERIODS, 300)
+        for name in CROWDED
+        for size in ((2, 12), (3, 60), (7, 12), (8, 12))
+    )
+)
+
+
+@pytest.mark.parametrize(("name", "workers", "capacity", "periods", "steps"), CASES)
+def test_no_index_starves_in_an_algorithm(name, workers, capacity, periods, steps):
+    place = CROWDED[name]
+    most = int(place.most(workers) * capacity)
+    selected = int(place.selected(workers) * capacity)
+    found = crowds(capacity, most)
+    length = max(who.present.shape[1] for who in found.values())
+    size = workers * (length + 3)
+    allreduce = table.make(
+        name.partition(",")[0], workers * capacity / size, **place.options(workers, capacity)
+    )
+    run = simulated(_selector(selected / size), allreduce, workers, steps)
+    assert set(periods) & set(found)
+    for period in set(periods) & set(found):
+        who = found[period]
+        gradients = feeding(who, place.holders(workers), workers, size)
+        delivered, overflow = map(np.asarray, run(gradients, period, who.watched))
+        assert (delivered == delivered[0]).all()
+        # Some of the crowd waited at nearly every step: the place was crowded.
+        assert np.mean(overflow[0] > 0) > 0.8, period
+        # What waited is still there when others come.
+        allowed = longest_wait(steps, capacity, who.present.shape[1])
+        assert longest_run(~delivered[0]) < allowed, period
