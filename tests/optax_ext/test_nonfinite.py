@@ -221,3 +221,41 @@ def test_a_dense_sum_that_overflows_is_left_out_and_counted(where, policy):
     assert not found.residuals.any()
     assert found.last.dropped.tolist() == [0 if propagates else 1] * 2
     assert found.last.withheld.tolist() == found.last.skipped.tolist() == [0, 0]
+
+
+# A mean that a leaf of 16 bits does not hold.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["skip", "drop", "raise", "propagate"])
+def test_a_float16_leaf_whose_residual_grows_beyond_it(policy):
+    """Of 16 equal entries one is sent at each step, so that the last has waited for 15."""
+    given = np.full((20, 2, 16), 2e4, np.float16)
+    found = run(optax_ext.ok_topk(1 / 16, axis="w", nonfinite=policy), given)
+    updates, withheld = found.updates, found.last.withheld.tolist()
+    jax.effects_barrier()
+    assert updates.dtype == np.float16
+    assert np.isfinite(found.residuals).all()
+    if policy == "propagate":
+        assert np.isinf(updates).any()
+        assert withheld == [0, 0]
+        return
+    assert updates.max() == np.finfo(np.float16).max
+    # Integers, of which nothing is rounded.
+    applied = 2 * updates[:, 0].astype(np.float64).cumsum(0)
+    kept = found.residuals.astype(np.float64).sum(1)
+    np.testing.assert_array_equal(applied + kept, given.astype(np.float64).sum(1).cumsum(0))
+    assert withheld == [(updates[:, 0] == np.finfo(np.float16).max).sum()] * 2
+    assert found.last.skipped.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"), [("skip", np.finfo(np.float16).max), ("propagate", np.inf)]
+)
+def test_a_narrow_leaf_that_is_dense_saturates(policy, expected):
+    tx = optax_ext.topk_a(
+        0.5, axis="w", dense_leaves="dense", local=optax.scale(2.0), nonfinite=policy
+    )
+    found = run(tx, np.full((1, 2, 4), 6e4, np.float16))
+    np.testing.assert_array_equal(found.updates, np.full((1, 2, 4), expected, np.float16))
+    assert found.last.skipped.tolist() == [0, 0]
