@@ -78,9 +78,13 @@ def dense_steps(returned):
     trace_update(ok_topk(dense_steps=lambda step: returned), PARAMS, PARAMS)
 
 
-def labelled(labels):
+def labelled(**more):
     params = {"a": jnp.zeros((12, 10)), "bias": jnp.zeros(10), "b": jnp.zeros((8, 5))}
-    init(ok_topk(dense_leaves=labels), params)
+    init(ok_topk(dense_leaves={"a": "sparse", "b": "dense"} | more), params)
+
+
+def updated(**leaves):
+    trace_update(ok_topk(), PARAMS, {**PARAMS, **leaves})
 
 
 def nodes(**options):
@@ -106,16 +110,13 @@ WRONG_VALUES = [
     (lambda: MULTI(ok_topk(), 2).init(PARAMS), "axis='data' is not bound"),
     (lambda: nodes().init(PARAMS), r"axis=\('node', 'device'\) is not bound"),
     (lambda: optax_ext.ahead(PARAMS, init(WHOLE)), "axis='data' is not bound here"),
+    (lambda: updated(more=jnp.zeros(3)), "updates have another tree"),
     (
-        lambda: trace_update(ok_topk(), PARAMS, {"kernel": jnp.zeros((8, 4))}),
-        "updates have another tree",
-    ),
-    (
-        lambda: trace_update(ok_topk(), PARAMS, with_leaf("kernel", jnp.zeros((4, 8)))),
+        lambda: updated(kernel=jnp.zeros((4, 8))),
         r"updates\['kernel'\] has shape \(4, 8\).*\(8, 4\)",
     ),
     (
-        lambda: trace_update(ok_topk(), PARAMS, with_leaf("bias", jnp.zeros(4, jnp.bfloat16))),
+        lambda: updated(bias=jnp.zeros(4, jnp.bfloat16)),
         r"updates\['bias'\].*bfloat16.*float32.*Cast",
     ),
     (lambda: trace_update(WHOLE, PARAMS, PARAMS), r"call tx.update\(gradients, state, params\)"),
@@ -133,37 +134,19 @@ WRONG_VALUES = [
     (lambda: dense_steps(3), "dense_steps must return one bool.*3"),
     (lambda: dense_steps(jnp.ones(2, bool)), r"dense_steps must return one bool.*bool\[2\]"),
     (lambda: dense_steps(jnp.ones(())), "dense_steps must return one bool.*float32"),
-    (
-        lambda: labelled({"a": "sparse", "b": "dense"}),
-        r"no label for params\['bias'\].*small_leaves",
-    ),
-    (
-        lambda: labelled({"a": "sparse", "b": "dense", "bias": None}),
-        r"no label for params\['bias'\]",
-    ),
-    (
-        lambda: labelled({"a": "sparse", "b": "dense", "bias": "big"}),
-        r"params\['bias'\] 'big'.*one of",
-    ),
-    (
-        lambda: labelled({"a": "sparse", "b": "dense", "bias": "dense", "c": "dense"}),
-        r"label for params\['c'\], which is no leaf",
-    ),
+    (labelled, r"no label for params\['bias'\].*small_leaves"),
+    (lambda: labelled(bias=None), r"no label for params\['bias'\]"),
+    (lambda: labelled(bias="big"), r"params\['bias'\] 'big'.*one of"),
+    (lambda: labelled(bias="dense", c="dense"), r"label for params\['c'\], which is no leaf"),
     (lambda: optax_ext.dense(axis="data", buckets=0), "buckets must be an integer of at least 1"),
     (lambda: optax_ext.dense(axis="data", buckets=2.0), "buckets must be an integer of at least 1"),
     (lambda: nodes(axis="node"), "must name the axis of the nodes and inner_axis='device'"),
     (lambda: nodes(axis="device"), r"jax\.pmap has one axis only"),
     (lambda: MULTI(ok_topk(), 0), "every_k_schedule must be .* 1, got 0"),
     (lambda: MULTI(ADAM, 2).init(PARAMS), "has no sparse allreduce"),
-    (
-        lambda: optax_ext.delayed(ADAM).init(PARAMS),
-        r"tx of optax_ext\.delayed has no sparse allreduce",
-    ),
+    (lambda: optax_ext.delayed(ADAM).init(PARAMS), r"tx of optax_ext\.delayed has no sparse allr"),
     (lambda: optax_ext.momentum_correction(1.0), "momentum must be less than 1"),
-    (
-        lambda: optax_ext.local_clip_by_global_norm(0.0, axis="data"),
-        "max_norm must be positive",
-    ),
+    (lambda: optax_ext.local_clip_by_global_norm(0.0, axis="data"), "max_norm must be positive"),
     (lambda: optax_ext.residual(jnp.float16), "dtype=float16 of the residual is none of"),
     (lambda: optax_ext.residual(decay=1.5), r"decay must be a number in \[0.0, 1.0\]"),
     *(
@@ -173,10 +156,7 @@ WRONG_VALUES = [
     (lambda: ok_topk(residual=AHEAD), "holds gradients.*Put the rate in front"),
     (lambda: LOCAL(b2=1.0), "b2 must be less than 1"),
     (lambda: LOCAL(b2=-0.1), "b2 must be a number"),
-    (
-        lambda: LOCAL(average_every=0, axis="w"),
-        "average_every must be an integer of at least 1",
-    ),
+    (lambda: LOCAL(average_every=0, axis="w"), "average_every must be an integer of at least 1"),
     (lambda: LOCAL(average_every=5), "Give the mesh axis of the workers as axis="),
     (lambda: ok_topk(limit=1.0), r"limit bounds .* local=optax.scale_by_learning_rate"),
     *(

@@ -1,4 +1,7 @@
-"""Finite gradients of any size leave finite residuals, and training goes on behind them."""
+"""Finite gradients of any size leave finite residuals, and training goes on behind them.
+
+That nothing is lost and a skipped step changes nothing: tests/fuzz, with gradients of this size.
+"""
 
 import functools
 
@@ -95,20 +98,6 @@ def test_residuals_stay_finite_and_training_goes_on(name, workers):
         delivers = (updates[HUGE:, 0] != 0).any(axis=1)
         least = 0.0 if "paper" in name else 0.5 if "qsgd" in name else 1.0
         assert delivers.mean() >= least
-        before = np.zeros((workers, SIZE))
-        for step, gradient in enumerate(given):
-            after = residuals[step].astype(np.float64)
-            if skipped[step]:
-                np.testing.assert_array_equal(after, before)
-                assert not updates[step].any()
-            acc = before + gradient * (1 - skipped[step])
-            np.testing.assert_allclose(
-                workers * updates[step, 0].astype(np.float64) + after.sum(0),
-                acc.sum(0),
-                rtol=0,
-                atol=workers**2 * 2.0**-22 * np.abs(acc).max(),
-            )
-            before = after
 
 
 @pytest.mark.parametrize("name", ["spardl", slow("gtopk")])

@@ -138,16 +138,6 @@ def test_a_wrapper_that_must_not_be_around(name, inside):
         optax_ext.init_state(optaxs(around, 2), PARAMS, mesh(4))
 
 
-def test_apply_if_finite_behind_keeps_a_gradient_that_is_not_finite_out():
-    bad = gradients(4, 2)
-    bad[1] = np.inf
-    reduces = reduce(1.0, nonfinite="propagate")
-    tx = optax.chain(reduces, optax.apply_if_finite(optax.sgd(1.0), 3))
-    params, state = trained(tx, 4, bad)
-    assert int(state[1].total_notfinite) == 1
-    np.testing.assert_allclose(flat(params), -bad[0].mean(0), rtol=1e-5, atol=1e-6)
-
-
 LARGE = functools.partial(optax.skip_large_updates, max_squared_norm=1.0)
 
 

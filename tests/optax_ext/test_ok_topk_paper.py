@@ -123,15 +123,6 @@ def test_after_the_gate_each_worker_has_its_share_of_what_there_is(owned):
         np.testing.assert_array_equal(total[0] + kept.sum(0, dtype=np.float64), everything)
 
 
-@pytest.mark.slow
-def test_there_is_room_for_four_times_k_and_what_finds_none_waits():
-    updates, (residuals, info, _) = steps_of(slack=1.5)
-    assert info.overflow.any()
-    given = np.cumsum(gradients().sum(1, dtype=np.float64), axis=0)
-    applied = np.cumsum(WORKERS * updates[:, 0].astype(np.float64), axis=0)
-    np.testing.assert_array_equal(applied + residuals.sum(1, dtype=np.float64), given)
-
-
 @pytest.mark.parametrize(("paper", "servo"), [(True, False), ("corrected", "fixed")])
 def test_algorithm_2_has_one_period_and_one_room_for_both_halves(paper, servo):
     tx = optax_ext.ok_topk_sgd(0.5, density=DENSITY, axis="w", paper=paper)
