@@ -1,92 +1,51 @@
 """Each alias is the composition that its docstring names, and its options are those of all."""
 
-import functools
 import inspect
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
 import optax_ext
-from optax_ext._state._whole import whole
 from sparse_collectives import allreduce, select, wire
-from tests.optax_ext.helpers import bits, normal, run
 
-DENSITY, RATE, STEPS, WORKERS = 0.1, 0.25, 4, 8
+DENSITY, RATE = 0.1, 0.25
 PARAMS = {"a": jnp.zeros((9, 10)), "b": jnp.zeros(11)}
-NODES, DEVICES = 4, 2
 
 
-def composed(selector, exchange):
-    return functools.partial(optax_ext.sparse_allreduce, selector, exchange)
-
-
-def with_topk(exchange):
-    return composed(select.topk(density=DENSITY), exchange)
-
-
-def with_topk_a(selector):
-    return composed(selector, allreduce.topk_a())
-
-
-def ok_topk_sgd(rate=None, **options):
-    local = optax.scale(RATE) if rate is None else rate
-    sparse = with_topk(allreduce.ok_topk(density=DENSITY))(local=local, **options)
-
-    def update(updates, state, params=None):
-        updates, state = sparse.update(updates, state, params)
-        return jax.tree.map(jnp.negative, updates), state
-
-    return whole(optax.GradientTransformation(sparse.init, update))
-
-
-def dgc(**options):
-    correction = optax_ext.momentum_correction(0.9)
-    return with_topk_a(select.published.dgc(density=DENSITY))(
-        **{"correction": correction, **options}
-    )
-
-
-def hitopk(**options):
-    exchange = allreduce.hierarchical(inner_axis="device", outer=allreduce.topk_a())
-    return optax_ext.sparse_allreduce(select.published.mstopk(density=DENSITY), exchange, **options)
-
-
-def quantized_topk(**options):
-    codec = wire.without_feedback(wire.qsgd(bits=4, bucket=1024))
-    exchange = allreduce.published.dsar_split_allgather(codec=codec)
-    selector = select.bucketed(density=DENSITY, bucket=512)
-    return optax_ext.sparse_allreduce(selector, exchange, **options)
-
-
-def other_selection(selector):
-    return {"selector": selector}, with_topk_a(selector)
-
-
-# For each alias the arguments besides density and axis that it needs, and the composition. A
+TOPK, TOPK_A, PUBLISHED = select.topk(density=DENSITY), allreduce.topk_a(), select.published
+# For each alias the arguments besides density and axis that it needs, and what it is made of. A
 # system that is topk_a with another selection is named "topk_a, selector".
 ALIASES = {
-    "dgc": ({}, dgc),
-    "gtopk": ({}, with_topk(allreduce.published.gtopk(density=DENSITY))),
-    "hitopk": ({"inner_axis": "device"}, hitopk),
-    "ok_topk": ({}, with_topk(allreduce.ok_topk(density=DENSITY))),
-    "ok_topk_sgd": ({"learning_rate": RATE}, ok_topk_sgd),
-    "quantized_topk": ({}, quantized_topk),
-    "topk_a": ({}, with_topk(allreduce.topk_a())),
-    "topk_dsa": ({}, with_topk(allreduce.published.dsar_split_allgather())),
-    "topk_a, adtopk": other_selection(select.published.adtopk(density=DENSITY)),
-    "topk_a, adtopk_interleaved": other_selection(
-        select.published.adtopk_interleaved(density=DENSITY)
+    "dgc": ({}, PUBLISHED.dgc(density=DENSITY), TOPK_A),
+    "gtopk": ({}, TOPK, allreduce.published.gtopk(density=DENSITY)),
+    "hitopk": (
+        {"inner_axis": "device"},
+        PUBLISHED.mstopk(density=DENSITY),
+        allreduce.hierarchical(inner_axis="device", outer=TOPK_A),
     ),
-    "topk_a, adtopk_threshold": other_selection(
-        select.published.adtopk_threshold(density=DENSITY, steps=9)
+    "ok_topk": ({}, TOPK, allreduce.ok_topk(density=DENSITY)),
+    "ok_topk_sgd": ({"learning_rate": RATE}, TOPK, allreduce.ok_topk(density=DENSITY)),
+    "quantized_topk": (
+        {},
+        select.bucketed(density=DENSITY, bucket=512),
+        allreduce.published.dsar_split_allgather(
+            codec=wire.without_feedback(wire.qsgd(bits=4, bucket=1024))
+        ),
     ),
-    "topk_a, gaussian_k": other_selection(select.published.gaussian_k(density=DENSITY)),
-    "topk_a, mstopk": other_selection(select.published.mstopk(density=DENSITY)),
-    "topk_a, redsync": other_selection(select.published.redsync(density=DENSITY)),
-    "topk_a, sidco": other_selection(select.published.sidco(density=DENSITY)),
+    "topk_a": ({}, TOPK, TOPK_A),
+    "topk_dsa": ({}, TOPK, allreduce.published.dsar_split_allgather()),
+} | {
+    f"topk_a, {name}": ({"selector": selector}, selector, TOPK_A)
+    for name, selector in {
+        "adtopk": PUBLISHED.adtopk(density=DENSITY),
+        "adtopk_interleaved": PUBLISHED.adtopk_interleaved(density=DENSITY),
+        "adtopk_threshold": PUBLISHED.adtopk_threshold(density=DENSITY, steps=9),
+        "gaussian_k": PUBLISHED.gaussian_k(density=DENSITY),
+        "mstopk": PUBLISHED.mstopk(density=DENSITY),
+        "redsync": PUBLISHED.redsync(density=DENSITY),
+        "sidco": PUBLISHED.sidco(density=DENSITY),
+    }.items()
 }
 
 
@@ -95,22 +54,13 @@ def function(name):
     return getattr(optax_ext, name, None) or getattr(optax_ext.published, name)
 
 
-def axes_of(name):
-    return (("node", "device"), (NODES, DEVICES)) if name == "hitopk" else ("w", WORKERS)
+def axis_of(name):
+    return ("node", "device") if name == "hitopk" else "w"
 
 
 def alias(name, **options):
-    needed = {"density": DENSITY, "axis": axes_of(name)[0], **ALIASES[name][0]}
+    needed = {"density": DENSITY, "axis": axis_of(name), **ALIASES[name][0]}
     return function(name)(**{**needed, **options})
-
-
-def composition(name, **options):
-    return ALIASES[name][1](axis=axes_of(name)[0], **options)
-
-
-def gradients(name):
-    shape = (NODES, DEVICES) if name == "hitopk" else (WORKERS,)
-    return {key: normal((STEPS, *shape, *x.shape), 1) for key, x in PARAMS.items()}
 
 
 def test_every_alias_has_a_row():
@@ -124,27 +74,6 @@ def test_every_alias_has_a_row():
     # Whole optimizers have tests of their own.
     optimizers = {name for name, part in public.items() if "._optimizers." in part.__module__}
     assert {name for name, part in public.items() if is_alias(part)} - optimizers == rows
-    in_files = {
-        name for name, part in public.items() if part.__module__.endswith(("_aliases", "published"))
-    }
-    assert in_files == rows
-
-
-# They compile for seconds. Of those that differ by the selection alone one with a state stands for
-# all; the parts of each are compared quickly further down.
-COMPILED = [name for name in ALIASES if "," not in name or name == "topk_a, adtopk_threshold"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", COMPILED)
-def test_it_is_its_composition_bit_for_bit(name):
-    got, expected = (
-        run(tx, gradients(name), axes_of(name)[0]) for tx in (alias(name), composition(name))
-    )
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    assert bits(got) == bits(expected)
-    # Of whole optimizers and gradients alike the updates are something.
-    assert all(np.any(leaf) for leaf in jax.tree.leaves(got.updates))
 
 
 DEFAULTS = {
@@ -160,11 +89,8 @@ OPTIONS = {
     "dense_leaves": optax_ext.small_leaves(min_size=1, min_ndim=2),
 }
 # What an alias sets itself is none of its options.
-ITS_OWN = {"ok_topk_sgd": "local", "dgc": "correction"}
-
-
-def options_of(name):
-    return {key: value for key, value in OPTIONS.items() if key != ITS_OWN.get(name)}
+ITS_OWN = {"ok_topk_sgd": {"local": RATE}}
+ITS_OWN["dgc"] = {"correction": str(optax_ext.momentum_correction(0.9).spec)}
 
 
 def comparable(key, value):
@@ -175,39 +101,26 @@ def comparable(key, value):
 
 
 @pytest.mark.parametrize("name", ALIASES)
-def test_options_and_parts_reach_sparse_allreduce(name, monkeypatch):
-    """What the alias and its composition give to sparse_allreduce is the same."""
+def test_it_is_its_composition_whose_options_it_takes(name, monkeypatch):
+    """What it gives to sparse_allreduce is the same, so that what it does is to the bit."""
     given = []
 
     def record(selector, allreduce, **options):
         # An alias may say what is the default anyway.
-        known = {
-            key: comparable(key, value)
-            for key, value in options.items()
-            if value != DEFAULTS.get(key)
-        }
+        known = {k: comparable(k, v) for k, v in options.items() if v != DEFAULTS.get(k)}
         given.append((str(selector.spec), str(allreduce.spec), known))
         return optax.identity()
 
-    monkeypatch.setattr(optax_ext._aliases, "sparse_allreduce", record)
-    monkeypatch.setattr(optax_ext.published, "sparse_allreduce", record)
-    monkeypatch.setattr(optax_ext, "sparse_allreduce", record)
-    # The compositions were made with the function itself.
-    parts = ALIASES[name][1]
-    options = options_of(name)
+    for module in (optax_ext._aliases, optax_ext.published):
+        monkeypatch.setattr(module, "sparse_allreduce", record)
+    own = ITS_OWN.get(name, {})
+    options = {key: value for key, value in OPTIONS.items() if key not in own}
     alias(name, **options)
-    if isinstance(parts, functools.partial):
-        record(*parts.args, axis=axes_of(name)[0], **options)
-    else:
-        composition(name, **options)
-    assert len(given) == 2
-    assert given[0] == given[1]
-    assert "None" not in given[0][:2]
-    expected = {"axis": axes_of(name)[0]} | {k: comparable(k, v) for k, v in options.items()}
-    its_own = {"ok_topk_sgd": RATE, "dgc": str(optax_ext.momentum_correction(0.9).spec)}
-    if name in ITS_OWN:
-        expected[ITS_OWN[name]] = its_own[name]
-    assert given[0][2] == expected
+    _, selector, exchange = ALIASES[name]
+    expected = {key: comparable(key, value) for key, value in options.items()} | own
+    expected["axis"] = axis_of(name)
+    assert given == [(str(selector.spec), str(exchange.spec), expected)]
+    assert None not in (selector.spec, exchange.spec)
 
 
 # The options that functions share, in each signature, and the arguments that each needs besides.
@@ -273,36 +186,43 @@ def test_arguments_of_an_optimizer_of_optax_that_would_be_others_here(name):
             make(0.1, density=0.1, axis="data", **{momentum: 0.9})
 
 
-def test_arguments_of_their_own():
-    """What only some aliases take reaches the part that it is for."""
+def settings(name, **options):
+    made = optax_ext.init_state(alias(name, **options), PARAMS, {"w": 4})
+    return optax_ext.get_state(made).settings
 
-    def settings(tx):
-        return optax_ext.get_state(optax_ext.init_state(tx, PARAMS, {"w": 4})).settings
 
-    narrow = wire.narrow16()
-    for name in ("topk_a", "gtopk", "topk_dsa"):
-        assert "codec=narrow16" in settings(alias(name, codec=narrow)).allreduce
-        given = alias(name, selector=select.published.mstopk(density=0.05))
-        assert settings(given).selector == "mstopk(density=0.05, samplings=30)"
-    by_layer = settings(alias("topk_a", selector=select.layerwise(select.topk(density=0.1))))
-    assert by_layer.selector == "layerwise(selector=topk(density=0.1))"
-    assert (by_layer.local, by_layer.correction) == ("none", "none")
-    assert "slack=2.0" in settings(alias("topk_dsa", slack=2.0)).allreduce
-    quantized = settings(alias("quantized_topk", bits=4, bucket=64)).allreduce
-    assert "bits=4, bucket=64" in quantized.replace("bucket=64, bits=4", "bits=4, bucket=64")
+NARROW, MSTOPK = {"codec": wire.narrow16()}, PUBLISHED.mstopk(density=0.05)
+DGC = {"nesterov": True, "masking": False}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "part", "text"),
+    [
+        *((name, NARROW, "allreduce", "narrow16") for name in ("topk_a", "gtopk", "topk_dsa")),
+        *((x, {"selector": MSTOPK}, "selector", str(MSTOPK.spec)) for x in ("topk_a", "gtopk")),
+        ("topk_dsa", {"slack": 2.0}, "allreduce", "slack=2.0"),
+        ("ok_topk", {"slack": 1.5}, "allreduce", "slack=1.5"),
+        ("ok_topk_sgd", {"learning_rate": lambda count: 0.1}, "local", "ScaleByScheduleState"),
+        (
+            "dgc",
+            {"momentum": 0.5, "max_norm": 2.0, **DGC},
+            "correction",
+            str(optax_ext.momentum_correction(0.5, **DGC).spec),
+        ),
+    ],
+)
+def test_what_only_some_take_reaches_the_part_that_it_is_for(name, options, part, text):
+    assert text in getattr(settings(name, **options), part)
+
+
+def test_quantized_topk_has_its_codec_with_and_without_feedback():
+    quantized = settings("quantized_topk", bits=4, bucket=64).allreduce
+    assert "bits=4" in quantized
+    assert "bucket=64" in quantized
     assert quantized.count("without_feedback") == 2
-    in_practice = settings(alias("quantized_topk", dense_only=True, feedback=True)).allreduce
+    in_practice = settings("quantized_topk", dense_only=True, feedback=True).allreduce
     assert "without_feedback" not in in_practice
-    assert ", codec=raw(" in in_practice or "(codec=raw(" in in_practice
-    assert "slack=1.5" in settings(alias("ok_topk", slack=1.5)).allreduce
-    corrected = alias("dgc", momentum=0.5, nesterov=True, masking=False, max_norm=2.0)
-    # The clipping comes first.
-    assert len(optax_ext.init_state(corrected, PARAMS, {"w": 4})) == 2
-    correction = settings(corrected).correction
-    assert correction == str(optax_ext.momentum_correction(0.5, nesterov=True, masking=False).spec)
-    schedule = optax.piecewise_constant_schedule(0.5, {2: 0.1})
-    scheduled = settings(alias("ok_topk_sgd", learning_rate=schedule))
-    assert scheduled.local == "ScaleByScheduleState"
+    assert "codec=raw(" in in_practice.replace("dense_codec", "")
 
 
 TAKE_A_SELECTOR = [

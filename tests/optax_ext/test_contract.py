@@ -26,7 +26,8 @@ class Row(NamedTuple):
     """A transformation, and what it makes of the gradients.
 
     `rate` is by what its local transformation multiplies the gradients, at each step that is
-    taken; `sign` that of its updates; `decay` that of the residuals and `momentum` of velocities.
+    taken; `sign` that of its updates; `decay` that of the residuals and `momentum` of velocities;
+    `dtypes` of the leaves, which round.
     """
 
     tx: Any
@@ -36,6 +37,7 @@ class Row(NamedTuple):
     sign: float = 1.0
     decay: float = 1.0
     momentum: float = 0.0
+    dtypes: tuple[str, str] = ("float32", "float32")
 
 
 def of(allreduce=None, selector=None, workers=(4,), quick=False, row=None, **options):
@@ -63,6 +65,7 @@ NARROW = ar.ok_topk(
 )
 MOMENTUM = optax_ext.momentum_correction(0.9, masking=False)
 OK_TOPK = ar.ok_topk(density=DENSITY)
+NARROW_LEAVES = {"dtypes": ("bfloat16", "float16")}
 ROWS = {
     "ok_topk": of(OK_TOPK),
     "ok_topk of eight": of(OK_TOPK, workers=(8,)),
@@ -102,6 +105,9 @@ ROWS = {
         limit=0.01,
         row={"decay": 0.5, "rate": -1.0},
     ),
+    "narrow leaves, agreed": of(ar.agreed(), quick=True, row=NARROW_LEAVES),
+    "narrow leaves, topk_a": of(row=NARROW_LEAVES),
+    "narrow leaves, dsar": of(ar.published.dsar_split_allgather(), row=NARROW_LEAVES),
     "dense leaves": of(OK_TOPK, dense_leaves={"a": "sparse", "b": "dense"}),
     "dense leaves, momentum": of(
         correction=MOMENTUM, dense_leaves={"a": "sparse", "b": "dense"}, row={"momentum": 0.9}
@@ -124,8 +130,11 @@ ROWS = {
 BAD = {2: ("a", np.nan), 4: ("b", np.inf), 5: ("a", -np.inf)}
 
 
-def gradients(workers):
-    given = {name: normal((STEPS, *workers, *shape), 1) for name, shape in PARAMS.items()}
+def gradients(workers, dtypes):
+    given = {
+        name: normal((STEPS, *workers, *shape), 1).astype(jnp.dtype(dtype))
+        for (name, shape), dtype in zip(PARAMS.items(), dtypes, strict=True)
+    }
     for step, (name, value) in BAD.items():
         given[name].reshape(STEPS, np.prod(workers), -1)[step, step % 3, 7] = value
     return given
@@ -152,7 +161,7 @@ def behind(sums):
     [pytest.param(r, id=n, marks=() if r.quick else pytest.mark.slow) for n, r in ROWS.items()],
 )
 def test_nothing_is_lost_all_agree_and_a_skipped_step_changes_nothing(row):
-    given, p = gradients(row.workers), int(np.prod(row.workers))
+    given, p = gradients(row.workers, row.dtypes), int(np.prod(row.workers))
     found = run(row.tx, given, NODES if len(row.workers) > 1 else "w")
     state, updates = found.state, flat(found.updates, (STEPS, p))
     assert (updates == updates[:, :1]).all()

@@ -1,5 +1,7 @@
 """Bad input: an error that names the argument, the value and the fix, at trace time."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,7 @@ PARAMS = {"kernel": jnp.zeros((8, 4)), "bias": jnp.zeros((4,))}
 BATCH = np.ones((4, 8), np.float32)
 KERNEL, BIAS = {"kernel": True, "bias": False}, {"kernel": False, "bias": True}
 DENSE = optax_ext.dense(axis="data")
+WHOLE = optax_ext.sparse_adamw(0.1, axis="data")
 
 
 def ok_topk(**options):
@@ -50,12 +53,6 @@ def scalar_loss(params, batch):
     return jnp.mean(batch @ params["kernel"]) + jnp.sum(params["bias"])
 
 
-def lowered_step(loss=scalar_loss, tx=None, state=None, batch=BATCH, **options):
-    tx = optax.chain(ok_topk(), optax.sgd(0.1)) if tx is None else tx
-    state = optax_ext.init_state(tx, PARAMS, mesh()) if state is None else state
-    return optax_ext.make_train_step(loss, tx, mesh(), **options).lower(PARAMS, state, batch)
-
-
 def selecting(selected, delivered):
     return optax_ext.sparse_allreduce(
         sc.select.topk(density=selected), sc.allreduce.ok_topk(density=delivered), axis="data"
@@ -81,79 +78,129 @@ def dense_steps(returned):
     trace_update(ok_topk(dense_steps=lambda step: returned), PARAMS, PARAMS)
 
 
+def labelled(**more):
+    params = {"a": jnp.zeros((12, 10)), "bias": jnp.zeros(10), "b": jnp.zeros((8, 5))}
+    init(ok_topk(dense_leaves={"a": "sparse", "b": "dense"} | more), params)
+
+
+def updated(**leaves):
+    trace_update(ok_topk(), PARAMS, {**PARAMS, **leaves})
+
+
+def nodes(**options):
+    exchange = sc.allreduce.hierarchical(inner_axis="device", outer=sc.allreduce.topk_a())
+    return optax_ext.sparse_allreduce(TOPK, exchange, **{"axis": ("node", "device"), **options})
+
+
 TOPK, DENSE_EXCHANGE = sc.select.topk(density=0.1), sc.allreduce.dense()
-WRONG_VALUES = {
-    "init without its axis": (
+MULTI, ADAM, LOCAL = optax_ext.multi_steps, optax.adam(0.1), optax_ext.scale_by_local_adam
+AHEAD = optax_ext.residual(step_ahead=1.0)
+WRONG_VALUES = [
+    (lambda: ok_topk().init(PARAMS), r"axis='data' is not bound.*init_state\(tx, params, mesh"),
+    # Who else may have called init.
+    (
         lambda: ok_topk().init(PARAMS),
-        r"axis='data' is not bound.*init_state\(tx, params, mesh",
+        r"init_state.*jax\.set_mesh.*TrainState.*nnx\.Optimizer.*with_mesh",
     ),
-    "update without its axis": (
+    (
         lambda: ok_topk().update(PARAMS, init(ok_topk())),
         r"axis='data' is not bound.*shard_map.*pmap.*simulate",
     ),
-    "dense without its axis": (
-        lambda: DENSE.update(PARAMS, DENSE.init(PARAMS)),
-        r"axis='data' is not bound",
-    ),
-    "updates of another tree": (
-        lambda: trace_update(ok_topk(), PARAMS, {"kernel": jnp.zeros((8, 4))}),
-        "updates have another tree",
-    ),
-    "updates of another shape": (
-        lambda: trace_update(ok_topk(), PARAMS, with_leaf("kernel", jnp.zeros((4, 8)))),
+    (lambda: DENSE.update(PARAMS, DENSE.init(PARAMS)), "axis='data' is not bound"),
+    (lambda: MULTI(ok_topk(), 2).init(PARAMS), "axis='data' is not bound"),
+    (lambda: nodes().init(PARAMS), r"axis=\('node', 'device'\) is not bound"),
+    (lambda: optax_ext.ahead(PARAMS, init(WHOLE)), "axis='data' is not bound here"),
+    (lambda: updated(more=jnp.zeros(3)), "updates have another tree"),
+    (
+        lambda: updated(kernel=jnp.zeros((4, 8))),
         r"updates\['kernel'\] has shape \(4, 8\).*\(8, 4\)",
     ),
-    "updates of another dtype": (
-        lambda: trace_update(ok_topk(), PARAMS, with_leaf("bias", jnp.zeros(4, jnp.bfloat16))),
+    (
+        lambda: updated(bias=jnp.zeros(4, jnp.bfloat16)),
         r"updates\['bias'\].*bfloat16.*float32.*Cast",
     ),
-    "more entries than an index reaches": (huge, r"size must be below 2\*\*31.*2147483648.*Split"),
-    "a state for other workers": (
+    (lambda: trace_update(WHOLE, PARAMS, PARAMS), r"call tx.update\(gradients, state, params\)"),
+    (huge, r"size must be below 2\*\*31.*2147483648.*Split"),
+    (
         lambda: trace_update(ok_topk(), PARAMS, PARAMS, init(ok_topk(), workers=8)),
         r"made for 2 workers and passed whole, or for 8",
     ),
-    "a state that was passed whole": (passed_whole, r"residual has 4 rows.*state_specs"),
-    "a selector of a larger density": (
+    (passed_whole, r"residual has 4 rows.*state_specs"),
+    (
         lambda: selecting(0.5, 0.1),
         r"selector has density=0\.5 and the allreduce density=0\.1.*Give both density=0\.5",
     ),
-    "dense_steps": (
-        lambda: ok_topk(dense_steps=-1),
-        "dense_steps must be an integer of at least 0, got -1",
+    (lambda: ok_topk(dense_steps=-1), "dense_steps must be an integer of at least 0, got -1"),
+    (lambda: dense_steps(3), "dense_steps must return one bool.*3"),
+    (lambda: dense_steps(jnp.ones(2, bool)), r"dense_steps must return one bool.*bool\[2\]"),
+    (lambda: dense_steps(jnp.ones(())), "dense_steps must return one bool.*float32"),
+    (labelled, r"no label for params\['bias'\].*small_leaves"),
+    (lambda: labelled(bias=None), r"no label for params\['bias'\]"),
+    (lambda: labelled(bias="big"), r"params\['bias'\] 'big'.*one of"),
+    (lambda: labelled(bias="dense", c="dense"), r"label for params\['c'\], which is no leaf"),
+    (lambda: optax_ext.dense(axis="data", buckets=0), "buckets must be an integer of at least 1"),
+    (lambda: optax_ext.dense(axis="data", buckets=2.0), "buckets must be an integer of at least 1"),
+    (lambda: nodes(axis="node"), "must name the axis of the nodes and inner_axis='device'"),
+    (lambda: nodes(axis="device"), r"jax\.pmap has one axis only"),
+    (lambda: MULTI(ok_topk(), 0), "every_k_schedule must be .* 1, got 0"),
+    (lambda: MULTI(ADAM, 2).init(PARAMS), "has no sparse allreduce"),
+    (lambda: optax_ext.delayed(ADAM).init(PARAMS), r"tx of optax_ext\.delayed has no sparse allr"),
+    (lambda: optax_ext.momentum_correction(1.0), "momentum must be less than 1"),
+    (lambda: optax_ext.local_clip_by_global_norm(0.0, axis="data"), "max_norm must be positive"),
+    (lambda: optax_ext.residual(jnp.float16), "dtype=float16 of the residual is none of"),
+    (lambda: optax_ext.residual(decay=1.5), r"decay must be a number in \[0.0, 1.0\]"),
+    *(
+        (lambda wrong=wrong: optax_ext.residual(step_ahead=wrong), "step_ahead must be a number")
+        for wrong in (-0.1, float("nan"), "P")
     ),
-    "dense_steps that return a number": (
-        lambda: dense_steps(3),
-        "dense_steps must return one bool.*3",
+    (lambda: ok_topk(residual=AHEAD), "holds gradients.*Put the rate in front"),
+    (lambda: LOCAL(b2=1.0), "b2 must be less than 1"),
+    (lambda: LOCAL(b2=-0.1), "b2 must be a number"),
+    (lambda: LOCAL(average_every=0, axis="w"), "average_every must be an integer of at least 1"),
+    (lambda: LOCAL(average_every=5), "Give the mesh axis of the workers as axis="),
+    (lambda: ok_topk(limit=1.0), r"limit bounds .* local=optax.scale_by_learning_rate"),
+    *(
+        (
+            lambda wrong=wrong, make=make: make(limit=wrong),
+            re.escape(f"limit must be a number greater than 0 or None, got {wrong!r}."),
+        )
+        for wrong in (0, -1.0, "2", True, float("nan"))
+        for make in (
+            lambda **o: ok_topk(local=optax.scale(-1.0), **o),
+            lambda **o: optax_ext.sparse_adamw(0.1, axis="data", **o),
+        )
     ),
-    "dense_steps that return two": (
-        lambda: dense_steps(jnp.ones(2, bool)),
-        r"dense_steps must return one bool.*bool\[2\]",
-    ),
-    "dense_steps that return a float": (
-        lambda: dense_steps(jnp.ones(())),
-        "dense_steps must return one bool.*float32",
-    ),
-}
-WRONG_TYPES = {
-    "a traced density": (
+]
+WRONG_TYPES = [
+    (
         lambda: jax.jit(lambda d: ok_topk(density=d).init(PARAMS))(0.1),
         "density must be a Python number.*close over",
     ),
-    "an allreduce for a selector": (
+    (
         lambda: optax_ext.sparse_allreduce(DENSE_EXCHANGE, DENSE_EXCHANGE, axis="data"),
         r"selector must be a Selector.*select\.topk",
     ),
-    "a selector for an allreduce": (
+    (
         lambda: optax_ext.sparse_allreduce(TOPK, TOPK, axis="data"),
         r"allreduce must be a SparseAllreduce.*topk_a",
     ),
-}
+    (
+        lambda: ok_topk(residual=jnp.bfloat16),
+        r"residual must be made by optax_ext\.residual, got .*bf",
+    ),
+    (
+        lambda: optax_ext.with_mesh(ok_topk(), {"data": 4}),
+        r"mesh must be a jax.sharding.Mesh, got a dict",
+    ),
+]
 
 
-@pytest.mark.parametrize("name", [*WRONG_VALUES, *WRONG_TYPES])
-def test_a_wrong_call_names_the_argument_the_value_and_the_fix(name):
-    call, message = (WRONG_VALUES | WRONG_TYPES)[name]
-    with pytest.raises(ValueError if name in WRONG_VALUES else TypeError, match=message):
+@pytest.mark.parametrize(
+    ("error", "call", "message"),
+    [(ValueError, *row) for row in WRONG_VALUES] + [(TypeError, *row) for row in WRONG_TYPES],
+)
+def test_a_wrong_call_names_the_argument_the_value_and_the_fix(error, call, message):
+    with pytest.raises(error, match=message):
         call()
 
 
@@ -163,38 +210,32 @@ def test_density_outside_its_range(density):
         ok_topk(density=density)
 
 
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64, jnp.bool_])
-def test_leaves_that_are_not_real(dtype):
-    params = with_leaf("steps", jnp.zeros((3,), dtype))
-    with pytest.raises(TypeError, match=rf"params\['steps'\].*{jnp.dtype(dtype)}.*optax.masked"):
-        init(ok_topk(), params)
-    with pytest.raises(TypeError, match=r"updates\['steps'\]"):
-        trace_update(ok_topk(), PARAMS, params)
-
-
-def test_a_float64_leaf():
-    params = {"w": np.zeros(3, np.float64)}
-    with jax.enable_x64(True), pytest.raises(TypeError, match=r"params\['w'\].*float64.*float32"):
-        init(ok_topk(), params)
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64, jnp.bool_, jnp.float64])
+def test_leaves_that_are_not_real_or_too_long(dtype):
+    with jax.enable_x64(dtype is jnp.float64):
+        params = with_leaf("steps", jnp.zeros((3,), dtype))
+        fix = "float32" if dtype is jnp.float64 else "optax.masked"
+        message = rf"params\['steps'\].*{jnp.dtype(dtype)}.*{fix}"
+        with pytest.raises(TypeError, match=message):
+            init(ok_topk(), params)
+        with pytest.raises(TypeError, match=r"updates\['steps'\]"):
+            trace_update(ok_topk(), PARAMS, params)
 
 
 @pytest.mark.parametrize(
-    "tx",
-    [ok_topk(axis="batch"), optax_ext.dense(axis="batch"), ok_topk(axis=("data", "batch"))],
-    ids=["ok_topk", "dense", "two axes"],
+    "tx", [ok_topk(axis="batch"), optax_ext.dense(axis="batch"), ok_topk(axis=("data", "batch"))]
 )
 def test_an_axis_that_the_mesh_does_not_have(tx):
-    message = r"axis=.*'batch'.* of the transformation is not an axis of the mesh.*\('data',\)"
-    for sizes in (mesh(), {"data": 4}):
-        with pytest.raises(ValueError, match=message):
-            optax_ext.init_state(optax.chain(tx, optax.sgd(0.1)), PARAMS, sizes)
-    with pytest.raises(ValueError, match=message):
-        optax_ext.abstract_state(tx, PARAMS, mesh())
     state = optax_ext.init_state(tx, PARAMS, {"data": 4, "batch": 1})
     step = optax_ext.make_train_step(lambda p, b: 0.0, tx, mesh())
-    for call in (step, step.lower, step.trace):
-        with pytest.raises(ValueError, match=message):
-            call(PARAMS, state, BATCH)
+    for call in (
+        lambda: optax_ext.init_state(optax.chain(tx, optax.sgd(0.1)), PARAMS, mesh()),
+        lambda: optax_ext.init_state(tx, PARAMS, {"data": 4}),
+        lambda: optax_ext.abstract_state(tx, PARAMS, mesh()),
+        *(lambda f=f: f(PARAMS, state, BATCH) for f in (step, step.lower, step.trace)),
+    ):
+        with pytest.raises(ValueError, match=r"axis=.*'batch'.* is not an axis of the mesh.*data"):
+            call()
 
 
 @pytest.mark.parametrize("other", [ok_topk(axis="b"), optax_ext.dense(axis="b")])
@@ -228,15 +269,12 @@ def test_gradients_already_summed_over_the_axis(tx):
         (ok_topk(), ok_topk()),
         (ok_topk(), optax.scale(0.5), ok_topk(density=0.2), optax.sgd(0.1)),
         (DENSE, ok_topk()),
+        (optax.masked(optax.identity(), True), optax.chain(ok_topk(), ok_topk())),
     ],
-    ids=["twice", "apart", "dense"],
 )
 def test_two_allreduces_of_the_same_gradients(chain):
-    tx = optax.chain(*chain)
-    message = "tx has two allreduces of the same gradients, one after the other.*Keep one"
-    for given in (tx, optax.chain(optax.masked(optax.identity(), True), tx)):
-        with pytest.raises(ValueError, match=message):
-            init(given)
+    with pytest.raises(ValueError, match="tx has two allreduces of the same gradients.*Keep one"):
+        init(optax.chain(*chain))
 
 
 def test_allreduces_of_other_leaves_are_no_mistake():
@@ -282,20 +320,11 @@ def test_settings_that_say_nothing_are_not_compared():
         selector = TOPK._replace(spec=spec)
         return optax_ext.sparse_allreduce(selector, sc.allreduce.ok_topk(density=0.1), axis="data")
 
-    of_an_array = sc.Spec.of("own", scale=np.ones(2, np.float32))
     # The text of a traced array has no hash.
     traced = sc.Spec("own", (("scale", "float32[2]"),))
-    for spec, made in ((None, None), (of_an_array, of_an_array), (traced, of_an_array)):
-        trace_update(with_spec(spec), PARAMS, PARAMS, init(with_spec(made)))
-    trace_update(with_spec(None), PARAMS, PARAMS, init(ok_topk()))
-
-
-@pytest.mark.parametrize("make", [ok_topk, optax_ext.dense], ids=["sparse", "dense"])
-def test_a_state_made_for_another_axis(make):
-    state = optax_ext.init_state(make(axis="data"), PARAMS, mesh())
-    message = r"state was made for axis='data', and the transformation has axis='dta'.*same tx"
-    with pytest.raises(ValueError, match=message):
-        lowered_step(tx=make(axis="dta"), state=state)
+    given = with_spec(sc.Spec.of("own", scale=np.ones(2, np.float32)))
+    for tx, made in ((with_spec(None), ok_topk()), (given, given), (with_spec(traced), given)):
+        trace_update(tx, PARAMS, PARAMS, init(made))
 
 
 @pytest.mark.parametrize("tree", [{}, (), {"none": np.zeros((0, 3))}], ids=str)

@@ -1,4 +1,4 @@
-"""shard_map (check_vma on and off), pmap and vmap: one oracle, the same bits."""
+"""shard_map (check_vma on and off), pmap, vmap, one axis of workers or nodes: the same oracles."""
 
 import functools
 
@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sparse_collectives as sc
-from tests.optax_ext.helpers import mapped, mesh, normal, same, slow_but
+from tests.optax_ext.helpers import bits, flat, mapped, mesh, normal, run, same, slow_but
+from tests.reference import hierarchical as of_nodes
 from tests.reference import ok_topk as oracle
 
 WORKERS, DENSITY, STEPS = 4, 0.05, 6
@@ -88,31 +89,20 @@ def result_of(mode):
 
 
 def oracle_result():
-    flat = np.concatenate(
-        [gradients()[name].reshape(STEPS, WORKERS, -1) for name in sorted(SHAPES)], axis=-1
-    )
     params, residual = np.zeros(SIZE), np.zeros((WORKERS, SIZE), np.float32)
-    for gradient in flat:
+    for gradient in flat(gradients(), (STEPS, WORKERS)).astype(np.float32):
         total, residual = oracle.training_step(residual + gradient, round(DENSITY * SIZE))
         params -= 0.5 * total / WORKERS
     return params, residual
 
 
 @pytest.mark.parametrize("mode", slow_but(["vmap"], MODES))
-def test_mode_matches_the_oracle(mode):
+def test_mode_matches_the_oracle_and_has_the_bits_of_the_others(mode):
     params, residual = result_of(mode)
     expected_params, expected_residual = oracle_result()
-    flat = np.concatenate([np.ravel(params[name]) for name in sorted(SHAPES)])
-    np.testing.assert_allclose(flat, expected_params, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(flat(params), expected_params, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(residual, expected_residual)
-
-
-@pytest.mark.slow
-def test_modes_give_the_same_bits():
-    results = [jax.tree.leaves(result_of(mode)) for mode in MODES]
-    for other in results[1:]:
-        for a, b in zip(results[0], other, strict=True):
-            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    assert bits(result_of(mode)) == bits(result_of("vmap"))
 
 
 @pytest.mark.slow
@@ -127,11 +117,15 @@ def test_two_mesh_axes_are_one_set_of_workers():
     np.testing.assert_array_equal(state.residual, residual)
 
 
-def test_the_state_of_all_workers_on_one_device_equals_that_on_a_mesh():
-    outside = optax_ext.init_state(TX, params_at_start(), {"data": WORKERS})
-    inside = optax_ext.init_state(TX, params_at_start(), mesh())
+@pytest.mark.parametrize("over_nodes", [False, True])
+def test_the_state_of_all_workers_on_one_device_equals_that_on_a_mesh(over_nodes):
+    correction = optax_ext.momentum_correction(0.9)
+    tx = hierarchical(OK_TOPK, correction=correction) if over_nodes else TX
+    on = mesh((3, 2), NODES) if over_nodes else mesh()
+    outside = optax_ext.init_state(tx, params_at_start(), dict(on.shape))
+    inside = optax_ext.init_state(tx, params_at_start(), on)
     same(outside, inside)
-    expected = jax.tree.map(lambda spec: NamedSharding(mesh(), spec), optax_ext.state_specs(inside))
+    expected = jax.tree.map(lambda spec: NamedSharding(on, spec), optax_ext.state_specs(inside))
     for leaf, sharding in zip(jax.tree.leaves(inside), jax.tree.leaves(expected), strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
@@ -152,5 +146,45 @@ def test_init_and_scan_inside_one_mapped_function():
     params = jax.jit(jax.shard_map(train, mesh=mesh(), in_specs=P(None, "data"), out_specs=P()))(
         gradients()
     )
-    flat = np.concatenate([np.ravel(params[name]) for name in sorted(SHAPES)])
-    np.testing.assert_allclose(flat, oracle_result()[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(flat(params), oracle_result()[0], rtol=1e-5, atol=1e-6)
+
+
+# Nodes of workers.
+
+NODES = ("node", "device")
+OK_TOPK = sc.allreduce.ok_topk(density=DENSITY, slack=1.0)
+
+
+def hierarchical(outer, **options):
+    exchange = sc.allreduce.hierarchical(inner_axis="device", outer=outer)
+    selector = sc.select.topk(density=DENSITY)
+    return optax_ext.sparse_allreduce(selector, exchange, axis=NODES, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(3, 2), (1, 4), (2, 1)])
+def test_a_hierarchy_is_algorithm_2_of_the_paper(shape):
+    given = normal((STEPS, *shape, 101))
+    found, shard = run(hierarchical(sc.allreduce.topk_a()), given, NODES), -(-101 // shape[1])
+    kept = np.zeros((*shape, shard), np.float32)
+    for step, gradient in enumerate(given):
+        total, kept = of_nodes.training_step(gradient, kept, round(DENSITY * shard))
+        mean = total / np.prod(shape)
+        np.testing.assert_allclose(found.updates[step, 0, 0], mean, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(found.residuals[step], kept, rtol=1e-4, atol=1e-5)
+        assert (found.state.info.delivered[step] == np.count_nonzero(total)).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_on_a_mesh_a_hierarchy_does_what_it_does_in_simulation(check_vma):
+    given, on, tx = normal((STEPS, 3, 2, 101)), mesh((3, 2), NODES), hierarchical(OK_TOPK)
+    state, expected = optax_ext.init_state(tx, jnp.zeros(101), on), run(tx, given, NODES)
+    specs = optax_ext.state_specs(state)
+    assert (specs.residual, specs.allreduce.boundaries) == (P(NODES), P("device"))
+    step = mapped(tx, on, state, check_vma=check_vma)
+    for i, gradient in enumerate(given):
+        updates, state = step(gradient.reshape(6, 101), state)
+        np.testing.assert_allclose(updates, expected.updates[i, 0, 0], rtol=1e-5, atol=1e-6)
+        residuals = expected.residuals[i].reshape(6, -1)
+        np.testing.assert_allclose(state.residual, residuals, atol=1e-5)

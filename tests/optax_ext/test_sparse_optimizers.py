@@ -1,7 +1,5 @@
 """The complete optimizers: against NumPy, step-ahead, weight decay, skipped steps, the end."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +11,7 @@ import optax_ext
 import sparse_collectives as sc
 from optax_ext._state import _find
 from optax_ext._step import _residual
-from tests.optax_ext.helpers import flat, mesh, normal, run, same, slow, slow_but, train
+from tests.optax_ext.helpers import flat, mesh, normal, run, same, slow, train
 from tests.reference import agreed as reference
 
 WORKERS, SIZE, STEPS = 4, 120, 8
@@ -148,23 +146,6 @@ def test_more_workers_look_ahead_by_a_tenth_at_least():
     assert _residual.coefficient(20.0, 10) == 1.0
 
 
-def where_ahead(tx, params, state, on):
-    """What :func:`optax_ext.ahead` gives each worker, ``f64[P, n]``."""
-    axes = tuple(on.axis_names)
-    spec = P(axes if len(axes) > 1 else axes[0])
-
-    def local(params, state):
-        ahead = optax_ext.ahead(params, state)
-        return jax.tree.map(lambda x: x[None], ahead)
-
-    mapped = jax.shard_map(
-        local, mesh=on, in_specs=(P(), optax_ext.state_specs(state)), out_specs=spec
-    )
-    tree = jax.jit(mapped)(params, state)
-    rows = [np.asarray(x, np.float64).reshape(on.size, -1) for x in jax.tree.leaves(tree)]
-    return np.concatenate(rows, axis=1)
-
-
 def waiting(state):
     """What each worker has in its residuals, ``f64[P, n]``; of a dense leaf at the end nothing."""
     buckets = [s.residual.astype(jnp.float32) for s in _find.get_states(state)]
@@ -203,7 +184,13 @@ def test_a_worker_looks_ahead_by_a_share_of_what_waits(way):
     params, state, _ = trained(tx, steps=3, on=on)[-1]
     kept = waiting(state)
     assert np.abs(kept).max() > 0.1
-    ahead = where_ahead(tx, params, state, on)
+
+    def local(params, state):
+        return jax.tree.map(lambda x: x[None], optax_ext.ahead(params, state))
+
+    specs = P(), optax_ext.state_specs(state)
+    mapped = jax.shard_map(local, mesh=on, in_specs=specs, out_specs=P(on.axis_names))
+    ahead = flat(jax.jit(mapped)(params, state), (WORKERS,))
     np.testing.assert_allclose(ahead, flat(params) + share * kept, rtol=1e-5)
 
 
@@ -212,13 +199,9 @@ def test_a_skipped_step_decays_nothing_and_learns_nothing():
     tx = optax_ext.sparse_adamw(0.1, density=0.1, axis="data", weight_decay=0.5)
     given = targets()
     given[3, 1, 7] = np.nan
-    states = trained(tx, given=given)
-    np.testing.assert_array_equal(flat(states[3][0]), flat(states[4][0]))
-    before, after = (optax_ext.get_state(states[i][1]) for i in (3, 4))
-    assert int(after.skipped) == 1
-    assert int(after.count) == int(before.count)
-    same(after.local, before.local)
-    assert np.isfinite(flat(states[-1][0])).all()
+    before, after = trained(tx, given=given)[3:5]
+    np.testing.assert_array_equal(flat(before[0]), flat(after[0]))
+    same(optax_ext.get_state(before[1]).local, optax_ext.get_state(after[1]).local)
 
 
 @pytest.mark.slow
@@ -235,11 +218,6 @@ def test_weight_decay_where_the_mask_says():
         np.testing.assert_array_equal(params["b"], plain["b"])
 
 
-def test_weight_decay_needs_the_parameters():
-    with pytest.raises(ValueError, match=r"call tx.update\(gradients, state, params\)"):
-        run(optax_ext.sparse_adamw(0.1, axis="w"), np.ones((1, 2, 40), np.float32))
-
-
 @pytest.mark.slow
 def test_a_rate_that_is_zero_at_the_start_moves_nothing_and_recovers():
     schedule = optax.linear_schedule(0.0, 0.1, 4)
@@ -250,28 +228,9 @@ def test_a_rate_that_is_zero_at_the_start_moves_nothing_and_recovers():
         assert (flat(states[-1][0]) != flat(states[0][0])).any()
 
 
-@pytest.mark.parametrize("density", slow_but([0.01], [0.0001, 0.01, 1.0]))
-def test_fewer_entries_than_workers_work(density):
-    tx = optax_ext.sparse_sgd(0.1, density=density, axis="data")
-    _, state, _ = trained(tx)[-1]
-    # One entry for each worker at least.
-    assert int(optax_ext.get_info(state).delivered) >= (WORKERS if density < 1 else SIZE)
-
-
-def test_step_ahead_needs_a_residual_of_updates():
-    ahead = optax_ext.residual(step_ahead=1.0)
-    with pytest.raises(ValueError, match="holds gradients.*Put the rate in front"):
-        optax_ext.topk_a(0.1, axis="w", residual=ahead)
-    for wrong in (-0.1, math.nan, "P"):
-        with pytest.raises(ValueError, match="step_ahead must be a number"):
-            optax_ext.residual(step_ahead=wrong)
-
-
-def test_ahead_outside_of_the_mapped_function():
-    tx = optax_ext.sparse_sgd(0.1, axis="data")
-    state = optax_ext.init_state(tx, params_at_start(), mesh())
-    with pytest.raises(ValueError, match="axis='data' is not bound here"):
-        optax_ext.ahead(params_at_start(), state)
+def test_each_worker_has_one_entry_at_least():
+    _, state, _ = trained(optax_ext.sparse_sgd(0.1, density=0.01, axis="data"))[-1]
+    assert int(optax_ext.get_info(state).delivered) >= WORKERS
 
 
 def scaled(workers, **options):
@@ -301,27 +260,12 @@ def test_second_moments_are_averaged_every_so_many_steps():
         np.testing.assert_allclose(nu[t], expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"b2": 1.0}, "b2 must be less than 1"),
-        ({"b2": -0.1}, "b2 must be a number"),
-        ({"average_every": 0, "axis": "w"}, "average_every must be an integer of at least 1"),
-        ({"average_every": 5}, "Give the mesh axis of the workers as axis="),
-    ],
-)
-def test_local_adam_refuses(options, message):
-    with pytest.raises(ValueError, match=message):
-        optax_ext.scale_by_local_adam(**options)
-
-
 def test_averaged_moments_under_shard_map_with_types():
     local = optax.chain(
         optax_ext.scale_by_local_adam(axis="data", average_every=2),
         optax.scale_by_learning_rate(0.1),
     )
     tx = optax_ext.sparse_allreduce(sc.select.topk(density=0.1), EXACT, axis="data", local=local)
-    params, state, _ = trained(tx, steps=4)[-1]
-    nu = jax.tree.leaves(optax_ext.get_state(state).local[0].nu)
-    assert all((np.asarray(x) == np.asarray(x)[0]).all() for x in nu)
-    assert np.isfinite(flat(params)).all()
+    _, state, _ = trained(tx, steps=4)[-1]
+    for x in jax.tree.leaves(optax_ext.get_state(state).local[0].nu):
+        np.testing.assert_array_equal(x, np.broadcast_to(x[0], x.shape))
