@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import optax
 from jax import lax
@@ -158,15 +157,6 @@ def in_control_flow(axis: Any, workers: int, x: jax.Array) -> dict[str, jax.Arra
             (0, x),
         )[1],
     }
-
-
-def summed(rows: np.ndarray) -> np.ndarray:
-    """The sum of ``rows[P, ...]`` in their order, as XLA makes it on CPU."""
-    rows = rows.astype(np.float32) if rows.dtype == ml_dtypes.bfloat16 else rows
-    total = rows[0]
-    for row in rows[1:]:
-        total = total + row
-    return total
 
 
 LAYERS = (20, 30, 5)

@@ -106,60 +106,29 @@ def assert_same_bits(prefix: str, mesh, workers: int, rounding: float = 0.0) -> 
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
 @pytest.mark.parametrize("dtype", _cases.DTYPES)
-def test_the_transport_does_what_numpy_does(workers, dtype):
+def test_the_transport_has_the_bits_of_the_mesh_and_its_sums_are_those_of_numpy(workers, dtype):
     x = _cases.operands(dtype, workers)
-    total = _cases.summed(x).astype(x.dtype)
-    for rank, found in enumerate(ranks(workers)):
-        got = {key: found[f"transport {dtype}['{key}']"] for key in _keys(found, dtype)}
-        expected = {
-            "psum": total,
-            "psum short": total[:7].reshape(7, 1),
-            "psum scalar": total[0],
-            "psum empty": total[:0],
-            "psum_scatter": total.reshape(workers, -1)[rank],
-            "all_gather": x.reshape(workers, workers, -1),
-            "all_to_all": x.reshape(workers, workers, -1)[:, rank],
-        }
-        if np.dtype(dtype).kind not in "iu":
-            # XLA may multiply by 1 / P, which is rounded; the mesh does the same.
-            mean, close = got.pop("pmean"), 2 * float(jnp.finfo(dtype).eps)
-            wanted = total.astype(np.float64) / workers
-            np.testing.assert_allclose(mean, wanted, rtol=close)
-        for name, pairs in _cases.rings(workers).items():
-            source = {target: source for source, target in pairs}.get(rank)
-            row = np.zeros_like(x[0]) if source is None else x[source]
-            expected[f"ppermute {name}"] = row
-        assert got.keys() == expected.keys()
-        for name, array in expected.items():
-            array = array.astype(np.float32) if dtype == "bfloat16" else array
-            np.testing.assert_array_equal(got[name], array, err_msg=f"{name}, rank {rank}")
-
-
-def _keys(found, dtype: str) -> list[str]:
-    return [name.split("'")[1] for name in found if name.startswith(f"transport {dtype}[")]
-
-
-@pytest.mark.parametrize("workers", [2, 3, 4])
-@pytest.mark.parametrize("dtype", _cases.DTYPES)
-def test_the_transport_has_the_bits_of_the_mesh(workers, dtype):
-    x = jnp.asarray(_cases.operands(dtype, workers))
-    mesh = on_mesh(lambda x: _cases.transports("w", workers, x), workers, x)
+    mesh = on_mesh(lambda x: _cases.transports("w", workers, x), workers, jnp.asarray(x))
     assert_same_bits(f"transport {dtype}", mesh, workers)
+    # In the order of the ranks, as XLA makes them on CPU.
+    rows = x.astype(np.float32) if dtype == "bfloat16" else x
+    total = functools.reduce(np.add, rows).astype(x.dtype).astype(rows.dtype)
+    for rank, found in enumerate(ranks(workers)):
+        np.testing.assert_array_equal(found[f"transport {dtype}['psum']"], total)
+        scattered = total.reshape(workers, -1)[rank]
+        np.testing.assert_array_equal(found[f"transport {dtype}['psum_scatter']"], scattered)
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
-def test_exchanges_keep_their_order_in_branches_and_loops(workers):
-    x = jnp.asarray(_cases.operands("int32", workers))
-    mesh = on_mesh(lambda x: _cases.in_control_flow("w", workers, x), workers, x)
-    assert_same_bits("flow", mesh, workers)
-
-
-@pytest.mark.parametrize("workers", [2, 3, 4])
-def test_exchanges_work_without_jit_and_on_booleans(workers):
+def test_exchanges_keep_their_order_in_branches_and_loops_and_work_without_jit(workers):
     x = _cases.operands("int32", workers)
-    for found in ranks(workers):
+    mesh = on_mesh(lambda x: _cases.in_control_flow("w", workers, x), workers, jnp.asarray(x))
+    assert_same_bits("flow", mesh, workers)
+    for rank, found in enumerate(ranks(workers)):
         np.testing.assert_array_equal(found["eager['psum']"], x.sum(0))
         np.testing.assert_array_equal(found["bool['gathered']"], x > 25)
+        # Ranks of two communicators are numbered row by row.
+        assert workers != 4 or int(found["grid index"]) == rank
 
 
 @pytest.mark.parametrize(
@@ -181,12 +150,9 @@ def test_an_allreduce_has_the_bits_of_the_mesh_and_loses_nothing(name, workers):
     put_in = gradients.sum(axis=(0, 1), dtype=np.float64)
     # Float32 sums over 13 steps of values up to 1e3.
     np.testing.assert_allclose(totals[0].sum(0, np.float64) + residuals, put_in, atol=1e-2)
-
-
-@pytest.mark.parametrize("workers", [3, 4])
-def test_ok_topk_has_taken_more_than_one_branch_of_its_balancing(workers):
-    words = ranks(workers)[0]["ok_topk, balanced regions['info']['words']"]
-    assert len(np.unique(words[1:])) >= 3
+    if name == "ok_topk, balanced regions" and workers > 2:
+        # It has taken more than one branch of its balancing.
+        assert len(np.unique(every[0][f"{name}['info']['words']"][1:])) >= 3
 
 
 @pytest.mark.parametrize("name", list(_cases.TRAININGS))
@@ -287,7 +253,3 @@ assert not jnp.all(params["w"] == 1)
     script = tmp_path / "multihost.py"
     script.write_text(before + program[0] + after)
     mpirun(2, str(script))
-
-
-def test_ranks_of_two_communicators_are_numbered_row_by_row():
-    assert [int(found["grid index"]) for found in ranks(4)] == [0, 1, 2, 3]

@@ -1,4 +1,4 @@
-"""One process of a group: `python -m tests.multiprocess._worker JSON`; `_launch` starts it."""
+"""One process of a group: `python -m tests.multiprocess._worker JSON`."""
 
 from pathlib import Path
 

@@ -1,9 +1,10 @@
-"""Averaged gradients and a forgotten ``ahead``: told at trace time, also where no type tells."""
+"""Averaged gradients and a forgotten ``ahead`` are told at trace time, or by bits without types."""
 
 import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax import lax
@@ -11,38 +12,27 @@ from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sparse_collectives as sc
-from tests.optax_ext.helpers import LOOPS, in_loop, mesh, normal
+from tests.optax_ext.helpers import LOOPS, fails_in_the_step, in_loop, mesh, normal, same, slow_but
 
 WORKERS, SIZE = 4, 12
 PARAMS = {"w": jnp.ones((SIZE,)), "b": jnp.zeros(())}
+BATCH = normal((WORKERS, 3, SIZE))
 AVERAGED = "the updates are the same on every worker of axis 'w'"
 FORGOTTEN = "the gradients were taken at params"
+SAME = "all workers have the same gradients"
+TOPK_A = optax_ext.topk_a(0.5, axis="w")
+ADAMW = optax_ext.sparse_adamw(0.1, axis="w")
+
+loops = pytest.mark.parametrize("loop", LOOPS)
 
 
 def loss_fn(params, batch):
     return jnp.mean(jnp.tanh(batch @ params["w"] + params["b"]) ** 2)
 
 
-def batch():
-    return normal((WORKERS, 3, SIZE))
-
-
-def traced(loop, step, *given):
+def traced(loop, step):
     """Traces a step of all workers; nothing runs."""
-    jax.eval_shape(in_loop(loop, step, WORKERS), PARAMS, *given)
-
-
-loops = pytest.mark.parametrize("loop", LOOPS)
-TRANSFORMATIONS = {
-    "topk_a": lambda: optax_ext.topk_a(0.5, axis="w"),
-    "dense": lambda: optax_ext.dense(axis="w"),
-    "chain": lambda: optax.chain(
-        optax.clip(1.0), optax_ext.ok_topk(0.5, axis="w"), optax.adam(0.1)
-    ),
-    "multi_steps": lambda: optax_ext.multi_steps(optax_ext.topk_a(0.5, axis="w"), 2),
-    "delayed": lambda: optax_ext.delayed(optax_ext.sparse_adamw(0.1, axis="w")),
-    "bucketed": lambda: optax_ext.bucketed(optax_ext.topk_a(0.5, axis="w"), 2),
-}
+    jax.eval_shape(in_loop(loop, step, WORKERS), PARAMS, BATCH)
 
 
 def step_of(tx, between=lambda g: g, at=optax_ext.ahead):
@@ -54,108 +44,92 @@ def step_of(tx, between=lambda g: g, at=optax_ext.ahead):
     return step
 
 
-def summed_twice(gradients):
-    return jax.tree.map(lambda g: lax.psum(g, "w") / WORKERS, gradients)
+def mean(gradients):
+    return lax.pmean(gradients, "w")
 
 
-def gathered(gradients):
-    return jax.tree.map(lambda g: lax.all_gather(g, "w").mean(0), gradients)
+def each(function):
+    return lambda gradients: jax.tree.map(function, gradients)
 
 
-def norm_of(tree):
-    return jnp.sqrt(sum(jnp.sum(x**2) for x in jax.tree.leaves(tree)))
+def clipped_in_a_call(gradients):
+    """By a function that is jitted by itself, and by a norm that is the same everywhere."""
+    gradients = jax.jit(mean)(gradients)
+    norm = optax.tree.norm(gradients)
+    return jax.tree.map(lambda g: g * jnp.minimum(1.0, 1.0 / norm), gradients)
 
 
-def in_a_call(gradients):
-    """By a function that is jitted by itself, and clipped by what is the same everywhere."""
-    gradients = jax.jit(lambda g: lax.pmean(g, "w"))(gradients)
-    return jax.tree.map(lambda g: g * jnp.minimum(1.0, 1.0 / norm_of(gradients)), gradients)
-
-
-@loops
-@pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_averaged_gradients_are_an_error_when_the_step_is_traced(name, loop):
-    tx = TRANSFORMATIONS[name]()
-    traced(loop, step_of(tx), batch())
-    with pytest.raises(ValueError, match=AVERAGED):
-        traced(loop, step_of(tx, lambda g: lax.pmean(g, "w")), batch())
+AVERAGES = {
+    "mean": mean,
+    "sum": each(lambda g: lax.psum(g, "w") / WORKERS),
+    "gathered": each(lambda g: lax.all_gather(g, "w").mean(0)),
+    "in a call": clipped_in_a_call,
+}
 
 
 @loops
-@pytest.mark.parametrize("between", [summed_twice, gathered, in_a_call])
-def test_other_ways_to_average(between, loop):
+@pytest.mark.parametrize("how", AVERAGES)
+def test_averaged_gradients_are_an_error_when_the_step_is_traced(how, loop):
     with pytest.raises(ValueError, match=AVERAGED):
-        traced(loop, step_of(TRANSFORMATIONS["topk_a"](), between), batch())
+        traced(loop, step_of(TOPK_A, AVERAGES[how]))
 
 
-def clipped_by_all(gradients):
-    """By the norm of the mean: the gradients are still each worker's own."""
-    norm = norm_of(lax.pmean(gradients, "w"))
-    return jax.tree.map(lambda g: g / norm, gradients)
-
-
-def some_averaged(gradients):
-    return {**gradients, "b": lax.pmean(gradients["b"], "w")}
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax_ext.dense(axis="w"),
+        optax.chain(optax.clip(1.0), optax_ext.ok_topk(0.5, axis="w"), optax.adam(0.1)),
+        optax_ext.multi_steps(TOPK_A, 2),
+        optax_ext.delayed(ADAMW),
+        optax_ext.bucketed(TOPK_A, 2),
+    ],
+    ids=["dense", "chain", "multi_steps", "delayed", "bucketed"],
+)
+def test_whatever_is_around_the_exchange_says_so(tx):
+    traced("pmap", step_of(tx))
+    with pytest.raises(ValueError, match=AVERAGED):
+        traced("pmap", step_of(tx, mean))
 
 
 def by_rank(gradients):
-    """What all have, but not of the same sign."""
     sign = 1.0 - 2.0 * (lax.axis_index("w") % 2).astype(jnp.float32)
-    return jax.tree.map(lambda g: sign * lax.pmean(g, "w"), gradients)
+    return jax.tree.map(lambda g: sign * g, mean(gradients))
 
 
-def in_groups(gradients):
-    """In pairs: two different gradients remain."""
-    pairs = [[0, 1], [2, 3]]
-    return jax.tree.map(
-        lambda g: jnp.sum(lax.all_gather(g, "w", axis_index_groups=pairs), 0), gradients
-    )
+def in_a_loop(gradients):
+    """Whose equations are not those of a step."""
+    shift = each(lambda g: g + lax.axis_index("w").astype(jnp.float32))
+    return lax.fori_loop(0, 2, lambda _, g: shift(mean(g)), gradients)
 
 
-def exchanged(gradients):
-    around = [(i, (i + 1) % WORKERS) for i in range(WORKERS)]
-    return jax.tree.map(lambda g: lax.ppermute(g, "w", around), gradients)
-
-
-def one_of_all(gradients):
-    """In a loop, whose equations are not those of a step."""
-
-    def turn(_, g):
-        shift = lax.axis_index("w").astype(jnp.float32)
-        return jax.tree.map(lambda x: x + shift, lax.pmean(g, "w"))
-
-    return lax.fori_loop(0, 2, turn, gradients)
-
-
-@loops
-@pytest.mark.parametrize(
-    "between", [clipped_by_all, some_averaged, by_rank, in_groups, exchanged, one_of_all]
-)
-def test_what_may_differ_is_no_error(between, loop):
-    if between is in_groups and loop == "simulate":
-        pytest.skip("vmap has no groups")
-    traced(loop, step_of(TRANSFORMATIONS["topk_a"](), between), batch())
-
-
-@loops
-def test_given_and_constant_gradients_are_no_error(loop):
-    tx = TRANSFORMATIONS["topk_a"]()
-    traced(loop, lambda params, _: tx.update(params, tx.init(params))[0], batch())
-    zeros = jax.tree.map(jnp.zeros_like, PARAMS)
-    traced(loop, lambda params, _: tx.update(zeros, tx.init(params))[0], batch())
-
-
-def test_one_worker_may_average():
-    step = step_of(TRANSFORMATIONS["topk_a"](), lambda g: lax.pmean(g, "w"))
-    in_loop("simulate", step, 1)(PARAMS, batch()[:1])
-
-
-STEP_AHEAD = {
-    "sparse_adamw": lambda: optax_ext.sparse_adamw(0.1, axis="w"),
-    "sparse_sgd": lambda: optax_ext.sparse_sgd(0.1, density=0.1, axis="w"),
-    "multi_steps": lambda: optax_ext.multi_steps(optax_ext.sparse_adamw(0.1, axis="w"), 2),
-    "delayed": lambda: optax_ext.delayed(optax_ext.sparse_adamw(0.1, axis="w")),
+PAIRS, RING = [[0, 1], [2, 3]], [(i, (i + 1) % WORKERS) for i in range(WORKERS)]
+MAY_DIFFER = {
+    "local": lambda g: g,
+    "clipped by all": lambda g: jax.tree.map(lambda x: x / optax.tree.norm(mean(g)), g),
+    "some averaged": lambda g: {**g, "b": mean(g["b"])},
+    "by rank": by_rank,
+    "in pairs": each(lambda g: jnp.sum(lax.all_gather(g, "w", axis_index_groups=PAIRS), 0)),
+    "exchanged": each(lambda g: lax.ppermute(g, "w", RING)),
+    "in a loop": in_a_loop,
+    "constant": each(jnp.zeros_like),
 }
+
+
+@loops
+@pytest.mark.parametrize("how", MAY_DIFFER)
+def test_what_may_differ_is_no_error(how, loop):
+    if how == "in pairs" and loop == "simulate":
+        pytest.skip("vmap has no groups")
+    traced(loop, step_of(TOPK_A, MAY_DIFFER[how]))
+
+
+def test_given_gradients_and_those_of_one_worker_are_no_error():
+    for loop in LOOPS:
+        traced(loop, lambda params, _: TOPK_A.update(params, TOPK_A.init(params))[0])
+    in_loop("simulate", step_of(TOPK_A, mean), 1)(PARAMS, BATCH[:1])
+
+
+# A forgotten ``ahead``.
 
 
 def at_params(params, state):
@@ -173,17 +147,42 @@ def with_state(tx, at):
     return step
 
 
-@pytest.mark.parametrize("name", STEP_AHEAD)
-def test_a_forgotten_ahead_is_a_warning(name):
-    tx = STEP_AHEAD[name]()
-    devices = jax.devices()[:WORKERS]
+def in_micro_batches(tx, at):
+    """The gradient of a scan is made from the point that it was given."""
+
+    def step(params, state, batch):
+        where = at(params, state)
+
+        def add(total, row):
+            new = jax.grad(loss_fn)(where, row[None])
+            return jax.tree.map(jnp.add, total, new), None
+
+        zeros = jax.tree.map(jnp.zeros_like, where)
+        return tx.update(lax.scan(add, zeros, batch)[0], state, params)
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("tx", "make"),
+    [
+        (ADAMW, with_state),
+        (ADAMW, in_micro_batches),
+        (optax_ext.sparse_sgd(0.1, density=0.1, axis="w"), with_state),
+        (optax_ext.multi_steps(ADAMW, 2), with_state),
+        (optax_ext.delayed(ADAMW), with_state),
+    ],
+    ids=["sparse_adamw", "micro-batches", "sparse_sgd", "multi_steps", "delayed"],
+)
+def test_a_forgotten_ahead_is_a_warning(tx, make):
+    def over_all(function, in_axes):
+        return jax.pmap(function, axis_name="w", devices=jax.devices()[:WORKERS], in_axes=in_axes)
+
     params = jax.tree.map(lambda x: jnp.stack([x] * WORKERS), PARAMS)
-    init = jax.pmap(tx.init, axis_name="w", devices=devices)
-    state = jax.eval_shape(init, params)
+    state = jax.eval_shape(over_all(tx.init, 0), params)
 
     def trace(at):
-        step = jax.pmap(with_state(tx, at), axis_name="w", devices=devices)
-        jax.eval_shape(step, params, state, batch())
+        jax.eval_shape(over_all(make(tx, at), (None, 0, 0)), PARAMS, state, BATCH)
 
     trace(optax_ext.ahead)
     with pytest.warns(UserWarning, match=FORGOTTEN):
@@ -191,14 +190,13 @@ def test_a_forgotten_ahead_is_a_warning(name):
 
 
 def test_a_forgotten_ahead_under_types():
-    tx = STEP_AHEAD["sparse_adamw"]()
     on = mesh(8, "w")
-    state = optax_ext.init_state(tx, PARAMS, on)
+    state = optax_ext.init_state(ADAMW, PARAMS, on)
     specs = optax_ext.state_specs(state)
 
     def trace(at):
         step = jax.shard_map(
-            lambda p, s, b: with_state(tx, at)(p, s, b)[1],
+            lambda p, s, b: with_state(ADAMW, at)(p, s, b)[1],
             mesh=on,
             in_specs=(P(), specs, P("w")),
             out_specs=specs,
@@ -211,34 +209,91 @@ def test_a_forgotten_ahead_under_types():
 
 
 def test_gradients_of_another_program_and_no_step_ahead_are_no_warning():
-    tx = STEP_AHEAD["sparse_adamw"]()
     plain = optax_ext.sparse_adamw(0.1, axis="w", residual=optax_ext.residual())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        traced("simulate", lambda params, _: tx.update(params, tx.init(params), PARAMS)[0], batch())
-        traced("simulate", step_of(plain, at=lambda p, _: p), batch())
+        traced("simulate", lambda p, _: ADAMW.update(p, ADAMW.init(p), PARAMS)[0])
+        traced("simulate", step_of(plain, at=at_params))
 
 
-def test_micro_batches_in_a_call():
-    """The gradient of a scan is made from the point that it was given."""
-    tx = STEP_AHEAD["sparse_adamw"]()
+# By their bits: ``assert_local_gradients``.
 
-    def trace(at):
-        def step(params, state, batch):
-            where = at(params, state)
+ASSERT = optax_ext.assert_local_gradients(axis="w")
 
-            def add(total, row):
-                new = jax.grad(loss_fn)(where, row[None])
-                return jax.tree.map(jnp.add, total, new), None
 
-            zeros = jax.tree.map(jnp.zeros_like, where)
-            gradients, _ = lax.scan(add, zeros, batch)
-            return tx.update(gradients, state, params)
+def checked(gradients):
+    """The gradients behind the check, in a simulation."""
+    workers = jax.tree.leaves(gradients)[0].shape[0]
+    step = sc.simulate(lambda g: ASSERT.update(g, ())[0], axis="w", axis_size=workers)
+    made = step(gradients)
+    jax.block_until_ready(made)
+    jax.effects_barrier()
+    return made
 
-        state = sc.simulate(lambda _: tx.init(PARAMS), axis="w", axis_size=WORKERS)(batch())
-        mapped = sc.simulate(step, axis="w", axis_size=WORKERS, in_axes=(None, 0, 0))
-        jax.eval_shape(mapped, PARAMS, state, batch())
 
-    trace(optax_ext.ahead)
-    with pytest.warns(UserWarning, match=FORGOTTEN):
-        trace(at_params)
+@pytest.mark.parametrize("loop", slow_but(["check_vma=False"], LOOPS))
+def test_gradients_of_the_same_batch_are_an_error_in_the_step(loop):
+    def step(params, batch):
+        return step_of(optax.chain(ASSERT, TOPK_A))(params, lax.pmean(batch, "w"))
+
+    fails_in_the_step(lambda: in_loop(loop, step, WORKERS)(PARAMS, BATCH), SAME)
+
+
+@pytest.mark.slow
+@loops
+def test_local_gradients_pass_unchanged(loop):
+    ends = [
+        in_loop(loop, step_of(tx), WORKERS)(PARAMS, BATCH)
+        for tx in (optax.chain(ASSERT, TOPK_A), TOPK_A)
+    ]
+    jax.effects_barrier()
+    same(*ends)
+
+
+def test_under_types_it_is_an_error_at_trace_time():
+    step = jax.shard_map(
+        lambda p, b: ASSERT.update(jax.grad(loss_fn)(p, b[0]), ())[0],
+        mesh=mesh(WORKERS, "w"),
+        in_specs=(P(), P("w")),
+        out_specs=P(),
+    )
+    with pytest.raises(ValueError, match=r"updates\['b'\] is the same on every worker.*"):
+        jax.eval_shape(step, PARAMS, BATCH)
+
+
+ALIKE, OTHER = np.ones((WORKERS - 1, SIZE), "f4"), np.full((1, SIZE), 1.5, "f4")
+
+
+@pytest.mark.parametrize(
+    "gradients",
+    [
+        np.zeros((WORKERS, SIZE), np.float32),  # no evidence
+        np.ones((1, SIZE), np.float32),  # one worker
+        np.full((WORKERS, SIZE), np.nan, np.float32),  # a run that diverges
+        np.sign(normal((WORKERS, SIZE))).astype(np.float16),  # all of the same magnitudes
+        np.concatenate([ALIKE, OTHER]),
+        np.concatenate([OTHER, ALIKE]),
+    ],
+    ids=["zero", "one worker", "NaN", "signs", "all but the last", "all but the first"],
+)
+def test_what_is_no_error(gradients):
+    np.testing.assert_array_equal(checked(gradients), gradients)
+
+
+def test_the_same_entries_in_another_leaf_are_other_gradients():
+    gradients = np.eye(2, dtype=np.float32)
+    checked({"a": gradients[:, 0], "b": gradients[:, 1]})
+    ones = np.ones(2, np.float32)
+    fails_in_the_step(lambda: checked({"a": ones, "b": 0 * ones}), SAME)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16])
+def test_one_entry_that_is_not_zero_is_enough(dtype):
+    gradients = np.zeros((WORKERS, SIZE), dtype)
+    gradients[:, 3] = -1e-7
+    fails_in_the_step(lambda: checked(gradients), SAME)
+
+
+def test_an_axis_that_is_not_bound():
+    with pytest.raises(ValueError, match="axis='w' is not bound"):
+        ASSERT.update(PARAMS, ())

@@ -26,30 +26,6 @@ def outside(state):
     )
 
 
-def measured(tx, given, every=1, axis="w"):
-    return run(optax_ext.measure_xi(tx, axis=axis, every=every), given, axis)
-
-
-def exact_xi(found, given, workers, every=1):
-    """Equation 5 of Ok-Topk at each step, from the residuals and the updates.
-
-    Of `given` the mean over the workers, ``[steps, n]``; the shards of a node are side by side.
-    """
-    updates, value, xi = found.updates.reshape(STEPS, -1, SIZE)[:, 0], 0.0, []
-    residuals = found.residuals.astype(np.float64).reshape(STEPS, workers[0], -1)
-    kept = residuals[..., :SIZE].sum(1) / np.prod(workers)
-    delivered = found.state.info.delivered.reshape(STEPS, -1)[:, 0]
-    for step, gradient in enumerate(given):
-        mean = gradient + (kept[step - 1] if step else 0)
-        top = np.argsort(-np.abs(mean), kind="stable")[: delivered[step]]
-        best = np.zeros(SIZE)
-        best[top] = mean[top]
-        if step % every == 0:
-            value = np.linalg.norm(best - updates[step]) / np.linalg.norm(gradient)
-        xi.append(value)
-    return xi
-
-
 NODES = ("node", "device")
 
 
@@ -57,79 +33,54 @@ NODES = ("node", "device")
 @pytest.mark.parametrize(
     ("tx", "every", "workers"),
     [
-        (optax_ext.topk_a(0.1, axis="w"), 3, (WORKERS,)),
-        (optax_ext.ok_topk(0.1, axis="w"), 1, (WORKERS,)),
+        (TOPK_A, 3, (WORKERS,)),
+        (OK_TOPK, 1, (WORKERS,)),
         (optax_ext.published.hitopk(0.1, axis=NODES, inner_axis="device"), 1, (3, 2)),
     ],
     ids=["topk_a", "ok_topk", "hitopk"],
 )
 def test_xi_is_that_of_equation_5_and_changes_nothing_else(tx, every, workers):
     given, axis = normal((STEPS, *workers, SIZE)), NODES if len(workers) > 1 else "w"
-    plain, found = run(tx, given, axis), measured(tx, given, every, axis)
-    mean = given.reshape(STEPS, -1, SIZE).mean(1, dtype=np.float64)
-    expected = exact_xi(plain, mean, workers, every)
-    xi = found.states.xi.reshape(STEPS, -1)
-    np.testing.assert_allclose(xi[:, 0], expected, rtol=1e-4)
-    assert (xi == xi[:, :1]).all()
-    assert min(expected) > 0.1
+    plain = run(tx, given, axis)
+    found = run(optax_ext.measure_xi(tx, axis=axis, every=every), given, axis)
     np.testing.assert_array_equal(found.updates, plain.updates)
     np.testing.assert_array_equal(found.residuals, plain.residuals)
-
-
-def test_what_xi_measures_is_a_sparse_allreduce_alone():
-    tx = optax.chain(optax_ext.topk_a(0.1, axis="w"), optax.sgd(0.1))
-    with pytest.raises(TypeError, match="tx must be a sparse allreduce alone"):
-        optax_ext.init_state(optax_ext.measure_xi(tx, axis="w"), jnp.zeros(4), {"w": 2})
-    with pytest.raises(ValueError, match="every must be an integer of at least 1, got 0"):
-        optax_ext.measure_xi(optax_ext.topk_a(0.1, axis="w"), axis="w", every=0)
+    updates, value, expected = plain.updates.reshape(STEPS, -1, SIZE)[:, 0], 0.0, []
+    # The shards of a node are side by side.
+    kept = plain.residuals.astype(np.float64).reshape(STEPS, workers[0], -1)[..., :SIZE].sum(1)
+    delivered = plain.state.info.delivered.reshape(STEPS, -1)[:, 0]
+    for step, gradient in enumerate(given.reshape(STEPS, -1, SIZE).mean(1, dtype=np.float64)):
+        mean = gradient + (kept[step - 1] / np.prod(workers) if step else 0)
+        top = np.argsort(-np.abs(mean), kind="stable")[: delivered[step]]
+        best = np.zeros(SIZE)
+        best[top] = mean[top]
+        if step % every == 0:
+            value = np.linalg.norm(best - updates[step]) / np.linalg.norm(gradient)
+        expected.append(value)
+    assert min(expected) > 0.1
+    xi = found.states.xi.reshape(STEPS, -1)
+    np.testing.assert_allclose(xi, np.stack([expected] * xi.shape[1], 1), rtol=1e-4)
+    assert (xi == xi[:, :1]).all()
 
 
 @pytest.mark.slow
-def test_xi_in_a_train_step_on_a_mesh():
-    """Its state is found, split over the workers and reported like any other."""
+def test_xi_of_no_gradient_is_zero_and_in_a_train_step_it_is_reported():
     sparse, results = optax_ext.topk_a(0.1, axis="data"), []
     for tx in (sparse, optax_ext.measure_xi(sparse, axis="data", every=2)):
         tx = optax.chain(tx, optax.sgd(0.1))
-        batches = normal((3, 4, SIZE))
-        params, state, _ = train(
-            tx, lambda p, x: jnp.mean((x @ p) ** 2), jnp.ones(SIZE), batches, mesh(2)
-        )[-1]
-        results.append((np.asarray(params), float(optax_ext.metrics(state)["xi"])))
-    np.testing.assert_array_equal(results[0][0], results[1][0])
-    assert results[0][1] == 0
-    assert results[1][1] > 0.1
-
-
-@pytest.mark.slow
-def test_xi_of_full_density_is_zero_and_of_no_gradient_too():
-    whole, part = (optax_ext.topk_a(density, axis="w") for density in (1.0, 0.1))
-    np.testing.assert_allclose(measured(whole, GIVEN).states.xi, 0, atol=1e-5)
-    assert (measured(part, 0 * GIVEN).states.xi == 0).all()
-
-
-@pytest.mark.slow
-def test_arrived_counts_what_is_in_the_update():
-    # Ok-Topk delivers k of the union: what a worker sent of the others comes back whole.
-    some, every = run(OK_TOPK, GIVEN).state.info, run(TOPK_A, GIVEN).state.info
-    np.testing.assert_array_equal(every.arrived, every.selected)
-    assert (some.arrived <= some.selected).all()
-    assert (some.arrived < some.selected).any()
-    # Each delivered entry is from at least one worker.
-    assert (some.arrived.sum(1)[:, 0] >= some.delivered[:, 0]).all()
-
-
-@pytest.mark.slow
-def test_drift_is_the_change_of_the_threshold():
-    info = run(TOPK_A, GIVEN).state.info
-    thresholds = info.local_threshold
-    np.testing.assert_array_equal(info.threshold_drift[0], 0)
-    expected = thresholds[1:] / thresholds[:-1] - 1
-    np.testing.assert_allclose(info.threshold_drift[1:], expected, rtol=1e-5, atol=1e-6)
+        batches = [0 * normal((4, SIZE)), *normal((2, 4, SIZE))]
+        ends = train(tx, lambda p, x: jnp.mean((x @ p) ** 2), jnp.ones(SIZE), batches, mesh(2))
+        results.append([(np.asarray(p), float(optax_ext.metrics(s)["xi"])) for p, s, _ in ends])
+    np.testing.assert_array_equal(results[0][-1][0], results[1][-1][0])
+    assert [xi for _, xi in results[0]] == [0] * 4
+    assert results[1][1][1] == 0
+    assert results[1][3][1] > 0.1
 
 
 @pytest.mark.slow
 def test_metrics_are_those_of_numpy():
-    state = outside(run(OK_TOPK, GIVEN).last)
+    found, every = run(OK_TOPK, GIVEN), run(TOPK_A, GIVEN).state.info
+    state = outside(found.last)
     values = {name: float(x) for name, x in jax.jit(optax_ext.metrics)(state).items()}
     residual = np.asarray(state.residual, np.float64)
     info = state.info
@@ -151,20 +102,26 @@ def test_metrics_are_those_of_numpy():
         np.testing.assert_allclose(values[name], value, rtol=1e-5, err_msg=name)
     assert 0 < values["delivered_share"] < 1
     assert set(values) >= {"local_threshold", "global_threshold", "threshold_drift", "xi"}
+    # Ok-Topk delivers k of the union, each from at least one worker; topk_a whatever is sent.
+    some = found.state.info
+    assert (some.arrived <= some.selected).all()
+    assert (some.arrived.sum(1)[:, 0] >= some.delivered[:, 0]).all()
+    np.testing.assert_array_equal(every.arrived, every.selected)
+    drift = every.local_threshold[1:] / every.local_threshold[:-1] - 1
+    np.testing.assert_allclose(every.threshold_drift[1:], drift, rtol=1e-5, atol=1e-6)
+    assert not every.threshold_drift[0].any()
 
 
-def test_metrics_of_buckets_are_of_all_of_them():
+def test_metrics_of_buckets_are_of_all_of_them_and_of_nothing_none():
     tx = optax_ext.bucketed(optax_ext.topk_a(0.1, axis="w"), 2)
     state = optax_ext.init_state(tx, {"a": jnp.zeros(20), "b": jnp.zeros(20)}, {"w": 2})
-    a, b = state.buckets
-    a = a._replace(residual=jnp.full((2, 20), 3.0), info=a.info._replace(words=jnp.float32(5)))
-    b = b._replace(residual=jnp.full((2, 20), 4.0), info=b.info._replace(words=jnp.float32(7)))
-    values = optax_ext.metrics(state._replace(buckets=(a, b)))
+    buckets = tuple(
+        b._replace(residual=jnp.full((2, 20), kept), info=b.info._replace(words=jnp.float32(words)))
+        for b, kept, words in zip(state.buckets, (3.0, 4.0), (5, 7), strict=True)
+    )
+    values = optax_ext.metrics(state._replace(buckets=buckets))
     np.testing.assert_allclose(values["residual_norm"], np.sqrt(20 * 9 + 20 * 16), rtol=1e-6)
     assert float(values["words"]) == 12
-
-
-def test_metrics_without_a_sparse_allreduce():
     assert optax_ext.metrics((jnp.zeros(3),)) == {}
 
 
@@ -185,8 +142,8 @@ def test_the_monitor_writes_every_so_many_steps():
 @pytest.mark.slow
 def test_tensorboard_files_have_the_names(tmp_path):
     pytest.importorskip("tensorboardX", reason="tensorboardX, of the extra of that name")
-    state = outside(run(TOPK_A, GIVEN).last)
-    optax_ext.Monitor(optax_ext.contrib.tensorboard_writer(tmp_path))(state)
+    writer = optax_ext.contrib.tensorboard_writer(tmp_path)
+    optax_ext.Monitor(writer)(outside(run(TOPK_A, GIVEN).last))
     (events,) = tmp_path.iterdir()
     # A thread of tensorboardX writes them; the last is xi.
     deadline = time.monotonic() + 60
@@ -195,12 +152,14 @@ def test_tensorboard_files_have_the_names(tmp_path):
     assert b"sparse/residual_norm" in events.read_bytes()
 
 
-def test_without_tensorboardx_the_error_says_what_to_install(monkeypatch, tmp_path):
+def test_wrong_calls(monkeypatch, tmp_path):
+    behind = optax_ext.measure_xi(optax.chain(TOPK_A, optax.sgd(0.1)), axis="w")
+    with pytest.raises(TypeError, match="tx must be a sparse allreduce alone"):
+        optax_ext.init_state(behind, jnp.zeros(4), {"w": 2})
+    with pytest.raises(ValueError, match="every must be an integer of at least 1, got 0"):
+        optax_ext.measure_xi(TOPK_A, axis="w", every=0)
+    with pytest.raises(TypeError, match="write must be callable"):
+        optax_ext.Monitor("logs")
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ImportError, match=r"pip install 'sparse-collectives\[tensorboard\]'"):
         optax_ext.contrib.tensorboard_writer(tmp_path)
-
-
-def test_a_writer_that_cannot_be_called():
-    with pytest.raises(TypeError, match="write must be callable"):
-        optax_ext.Monitor("logs")

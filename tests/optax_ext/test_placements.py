@@ -81,32 +81,20 @@ def test_specs_of_the_same_placement_are_the_same(kind):
         jax.tree.map(np.testing.assert_allclose, end, ends[0])
 
 
+AXES, ONES = ("site", "fsdp"), ("site", "one", "two")
+
+
 @pytest.mark.parametrize(
-    ("sizes", "specs"),
+    ("sizes", "names", "specs", "options"),
     [
-        ((1, 8), (P(None, ("site", "fsdp")), P(("site", "fsdp")))),
-        ((8, 1), (P("fsdp"), P())),
-        ((1, 1), (P("site"), P())),
-        ((1, 1), (P(("site", "fsdp")), P("site", "fsdp"))),
+        ((1, 8), AXES, (P(None, AXES), P(AXES)), {}),
+        ((8, 1), AXES, (P("fsdp"), P()), {}),
+        ((1, 1), AXES, (P(AXES), P("site", "fsdp")), {}),
+        ((4, 1, 1), ONES, (P(), P()), {"batch_spec": P(("site", "one"))}),
     ],
 )
-def test_axes_of_one_worker_or_of_one_device(sizes, specs):
-    trained(mesh(sizes, ("site", "fsdp")), sparse_sgd("site"), specs)
-
-
-def test_a_batch_spec_over_an_axis_of_one_device():
-    on = mesh((4, 1, 1), ("data", "one", "two"))
-    trained(on, sparse_sgd("data"), (P(), P()), batch_spec=P(("data", "one")))
-
-
-def test_another_placement_is_still_refused():
-    on = mesh((2, 1, 4), ("data", "one", "two"))
-    tx = sparse_sgd("data")
-    params = placed(on, P(None, "two"), P())
-    state = optax_ext.init_state(tx, params, on)
-    step = optax_ext.make_train_step(loss_fn, tx, on)
-    with pytest.raises(ValueError, match=r"params\['up'\] is sharded as .*when the state was made"):
-        step(placed(on, P("one"), P()), state, BATCHES[0])
+def test_axes_of_one_worker_or_of_one_device(sizes, names, specs, options):
+    trained(mesh(sizes, names), sparse_sgd("site"), specs, **options)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import optax_ext
 import sparse_collectives as sc
 from tests.optax_ext import shards
-from tests.optax_ext.helpers import flat, mesh, normal, same, slow, train
+from tests.optax_ext.helpers import flat, mesh, normal, slow, slow_but, train
 
 NAMES = ("data", "model")
 MESH = mesh((2, 4), NAMES)
@@ -24,7 +24,6 @@ def sparse(allreduce, **options):
 TRANSFORMATIONS = {
     "ok_topk": lambda: optax_ext.ok_topk(0.1, axis="data"),
     "topk_a": lambda: sparse(sc.allreduce.topk_a()),
-    "agreed": lambda: sparse(sc.allreduce.agreed()),
     "complete": lambda: sparse(sc.allreduce.complete(sc.allreduce.ok_topk(density=0.1))),
     "momentum": lambda: sparse(
         sc.allreduce.topk_a(), correction=optax_ext.momentum_correction(0.9)
@@ -70,7 +69,6 @@ def has_the_bits_of_its_parts(tx, mesh, gradients, conserves=True, **options):
     if conserves:
         given = flat(gradients, next(iter(gradients.values())).shape[:2])
         np.testing.assert_allclose(total, given.sum((0, 1)), atol=4e-5)
-    return updates
 
 
 @pytest.mark.parametrize(("name", "manual"), list(bits_cases()))
@@ -88,7 +86,9 @@ def test_it_has_the_bits_of_unsharded_runs_of_the_same_parts(name, manual):
 
 
 @pytest.mark.slow
-def test_three_axes_with_leaves_over_each_of_them():
+@pytest.mark.parametrize("names", [("data", "fsdp", "tensor"), ("fsdp", "data", "tensor")])
+def test_three_axes_with_leaves_over_each_of_them(names):
+    """The mesh may have the axis of the workers anywhere."""
     shapes = {
         "none": ((8, 3), PartitionSpec()),
         "fsdp": ((8, 4), PartitionSpec("fsdp")),
@@ -97,44 +97,26 @@ def test_three_axes_with_leaves_over_each_of_them():
         "joint": ((8, 2), PartitionSpec(("tensor", "fsdp"))),
     }
     specs = {name: spec for name, (_, spec) in shapes.items()}
-    tx = optax_ext.ok_topk(0.2, axis="data")
-    gradients = shards.gradients_of(2, steps=3, shapes=shapes)
+    tx, given = optax_ext.ok_topk(0.2, axis="data"), shards.gradients_of(2, 3, shapes=shapes)
     options = {"params": shards.params_of(shapes=shapes), "specs": specs, "manual": False}
-    # The mesh may have the axis of the workers anywhere.
-    ends = [
-        has_the_bits_of_its_parts(tx, mesh((2, 2, 2), names), gradients, **options)
-        for names in (("data", "fsdp", "tensor"), ("fsdp", "data", "tensor"))
-    ]
-    for made, wanted in zip(*ends, strict=True):
-        same(made, wanted)
+    has_the_bits_of_its_parts(tx, mesh((2, 2, 2), names), given, **options)
 
 
-def test_the_info_is_that_of_all_devices():
-    tx = TRANSFORMATIONS["topk_a"]()
-    gradients = shards.gradients_of(2, steps=1)
-    _, state = shards.run(tx, MESH, gradients, manual=False)
-    sizes = [round(0.1 * state.residual.shape[1])] * 4
-    info = state.info
-    assert info.selected.tolist() == [sum(sizes)] * 2
-    assert float(info.words) == 2 * sum(sizes)  # Pairs of one other worker.
-    assert info.arrived.tolist() == info.selected.tolist()
-    metrics = optax_ext.metrics(state)
-    waiting = np.asarray(state.residual, np.float64)
-    norm = np.sqrt((waiting**2).sum() / 2)
-    np.testing.assert_allclose(metrics["residual_norm"], norm, rtol=1e-6)
-    assert float(metrics["effective_density"]) == pytest.approx(0.1, abs=0.01)
-    shards.same_on_devices(state.info)
-
-
-def test_a_step_is_skipped_by_all_devices_or_by_none():
-    tx = TRANSFORMATIONS["topk_a"]()
-    gradients = shards.gradients_of(2, steps=3)
+def test_the_info_is_that_of_all_devices_and_they_skip_a_step_together():
+    tx, gradients = TRANSFORMATIONS["topk_a"](), shards.gradients_of(2, steps=2)
     # One entry of one device of one worker.
     gradients["columns"][1, 0, 0, 0] = np.nan
     updates, state = shards.run(tx, MESH, gradients, manual=False)
-    assert (int(state.count), int(state.skipped)) == (2, 1)
+    assert (int(state.count), int(state.skipped)) == (1, 1)
     assert not any(np.asarray(leaf).any() for leaf in updates[1].values())
     shards.same_on_devices(state)
+    size, info = 4 * round(0.1 * state.residual.shape[1]), state.info
+    assert info.selected.tolist() == info.arrived.tolist() == [size] * 2
+    assert float(info.words) == 2 * size  # Pairs of one other worker.
+    metrics = optax_ext.metrics(state)
+    norm = np.sqrt((np.asarray(state.residual, np.float64) ** 2).sum() / 2)
+    np.testing.assert_allclose(metrics["residual_norm"], norm, rtol=1e-6)
+    assert float(metrics["effective_density"]) == pytest.approx(0.1, abs=0.01)
 
 
 @pytest.mark.slow
@@ -201,13 +183,7 @@ TENSOR = {"up": PartitionSpec(None, "model"), "down": PartitionSpec("model")}
 FSDP = {"up": PartitionSpec("model"), "down": PartitionSpec("model"), "bias": PartitionSpec()}
 
 
-@pytest.mark.parametrize(
-    "specs",
-    [
-        slow(TENSOR),
-        {**TENSOR, "bias": PartitionSpec("model")},
-    ],
-)
+@pytest.mark.parametrize("specs", [slow(TENSOR), {**TENSOR, "bias": PartitionSpec("model")}])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_at_density_one_it_trains_like_the_dense_one_and_stays_where_it_was(specs, check_vma):
     every = optax_ext.topk_a(1.0, axis="data")
@@ -226,29 +202,35 @@ def test_at_density_one_it_trains_like_the_dense_one_and_stays_where_it_was(spec
     shards.same_on_devices((params, state))
 
 
-@pytest.mark.parametrize(
-    "tx",
-    [
-        slow(optax_ext.sparse_adamw(0.05, density=0.2, axis="data")),
-        slow(optax_ext.sparse_sgd(0.2, density=0.2, axis="data")),
-        slow(
-            optax.chain(optax_ext.bucketed(optax_ext.topk_a(0.2, axis="data"), 2), optax.adam(0.05))
-        ),
-        slow(
-            optax_ext.multi_steps(
-                optax.chain(optax_ext.topk_a(0.2, axis="data"), optax.adam(0.1)), 2
-            )
-        ),
-        optax.chain(optax_ext.powersgd(rank=1, axis="data"), optax.adam(0.05)),
-    ],
-    ids=["sparse_adamw", "sparse_sgd", "bucketed", "multi_steps", "powersgd"],
-)
-def test_optimizers_and_wrappers_train(tx):
-    results = trained(tx, mesh((2, 2), NAMES), TENSOR, steps=30)
+TRAINED = {
+    "sparse_adamw": optax_ext.sparse_adamw(0.05, density=0.2, axis="data"),
+    "bucketed": optax.chain(
+        optax_ext.bucketed(optax_ext.topk_a(0.2, axis="data"), 2), optax.adam(0.05)
+    ),
+    "multi_steps": optax_ext.multi_steps(
+        optax.chain(optax_ext.topk_a(0.2, axis="data"), optax.adam(0.1)), 2
+    ),
+    "powersgd": optax.chain(optax_ext.powersgd(rank=1, axis="data"), optax.adam(0.05)),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(["powersgd"], TRAINED))
+def test_optimizers_and_wrappers_train(name):
+    results = trained(TRAINED[name], mesh((2, 2), NAMES), TENSOR, steps=30)
     params, state, _ = results[-1]
     assert losses(results)[-1] < 0.5 * losses(results)[0]
     assert params["up"].sharding.spec == TENSOR["up"]
     shards.same_on_devices((params, state))
+
+
+@pytest.mark.slow
+def test_axes_that_are_explicit():
+    """As jax.make_mesh makes them by default."""
+    tx = optax.chain(TRANSFORMATIONS["topk_a"](), optax.sgd(0.1))
+    for sizes, specs in (((2, 2), TENSOR), ((2, 1), {})):
+        kinds = AxisType.Explicit, AxisType.Auto
+        runs = [losses(trained(tx, mesh(sizes, NAMES, kind), specs)) for kind in kinds]
+        np.testing.assert_array_equal(*runs)
 
 
 def test_with_fsdp_the_devices_of_a_worker_share_its_examples():
@@ -281,13 +263,3 @@ def test_parameters_that_all_devices_of_a_worker_hold():
         moved = (leaf - np.asarray(new[name])) / np.float32(0.1)
         np.testing.assert_allclose(moved + np.asarray(waiting[name]), mean, atol=1e-5)
     shards.same_on_devices((new, state))
-
-
-@pytest.mark.slow
-def test_axes_that_are_explicit():
-    """As jax.make_mesh makes them by default."""
-    tx = optax.chain(TRANSFORMATIONS["topk_a"](), optax.sgd(0.1))
-    for sizes, specs in (((2, 2), TENSOR), ((2, 1), {})):
-        kinds = AxisType.Explicit, AxisType.Auto
-        runs = [losses(trained(tx, mesh(sizes, NAMES, kind), specs)) for kind in kinds]
-        np.testing.assert_array_equal(*runs)

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 import optax_ext
 from tests.optax_ext import shards
@@ -53,15 +53,10 @@ def waiting(state):
     ("name", "sizes"),
     [
         ("sparse_adamw", (1, 4)),
-        slow("sparse_adamw", (2, 2)),
-        slow("sparse_adamw", (4, 2)),
-        slow("sparse_adamw", (8, 1)),
         slow("ok_topk, adam", (4, 2)),
-        slow("momentum, dense leaves", (2, 2)),
         slow("momentum, dense leaves", (8, 1)),
         slow("multi_steps", (1, 4)),
-        slow("local adam", (1, 4)),
-        slow("local adam", (4, 2)),
+        slow("local adam", (2, 2)),
     ],
     ids=str,
 )
@@ -82,11 +77,7 @@ def test_on_another_mesh_nothing_of_the_residuals_is_lost(name, sizes):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        slow("sparse_adamw"),
-        "momentum, dense leaves",
-        slow("local adam"),
-    ],
+    ["momentum, dense leaves", slow("local adam")],
 )
 def test_there_and_back_it_is_the_same(name):
     tx = OPTIMIZERS[name]()
@@ -176,11 +167,6 @@ def test_what_waits_is_flushed_into_sharded_parameters():
     assert rest.residual.sharding == state.residual.sharding
 
 
-def _wait(results):
-    jax.block_until_ready(results)
-    jax.effects_barrier()
-
-
 SIZES = {"data": 2, "model": 4}
 ODD = {**shards.SPECS, "odd": PartitionSpec("model")}
 MISSING = {**shards.SPECS, "odd": PartitionSpec("modle")}
@@ -190,84 +176,78 @@ def placed(specs, sizes=(2, 4)):
     return shards.placed(shards.params_of(), shards.mesh_of(sizes), {**shards.SPECS, **specs})
 
 
-class TestErrors:
-    @pytest.mark.parametrize(
-        ("given", "on", "specs", "message"),
-        [
-            (
-                {"rows": PartitionSpec("data")},
-                MESH,
-                None,
-                r"params\['rows'\] is sharded over axis 'data', wh",
-            ),
-            (None, SIZES, ODD, r"params\['odd'\] has dimension 0 of 3, which the 4"),
-            (None, MESH, MISSING, r"axis 'modle' is not an axis of the mesh"),
-            ((4, 2), MESH, None, r"is sharded over another mesh, .*jax\.device_put"),
-        ],
-        ids=["over the workers", "not evenly", "an axis that is not there", "another mesh"],
-    )
-    def test_a_placement_that_can_not_be(self, given, on, specs, message):
-        params = shards.params_of()
-        if given is not None:
-            params = placed(given) if isinstance(given, dict) else placed({}, given)
+@pytest.mark.parametrize(
+    ("given", "on", "specs", "message"),
+    [
+        (
+            {"rows": PartitionSpec("data")},
+            MESH,
+            None,
+            r"params\['rows'\] is sharded over axis 'data', wh",
+        ),
+        (None, SIZES, ODD, r"params\['odd'\] has dimension 0 of 3, which the 4"),
+        (None, MESH, MISSING, r"axis 'modle' is not an axis of the mesh"),
+        ((4, 2), MESH, None, r"is sharded over another mesh, .*jax\.device_put"),
+    ],
+    ids=["over the workers", "not evenly", "an axis that is not there", "another mesh"],
+)
+def test_a_placement_that_can_not_be(given, on, specs, message):
+    params = shards.params_of()
+    if given is not None:
+        params = placed(given) if isinstance(given, dict) else placed({}, given)
+    with pytest.raises(ValueError, match=message):
+        optax_ext.init_state(OPTIMIZERS["sparse_adamw"](), params, on, specs=specs)
+
+
+def test_parameters_that_are_not_placed_as_the_state_was_made():
+    tx, params, whole = OPTIMIZERS["sparse_adamw"](), placed({}), shards.params_of()
+    of_whole, of_parts = (optax_ext.init_state(tx, p, MESH) for p in (whole, params))
+    step = optax_ext.make_train_step(lambda p, x: jnp.sum(p["rows"]) * jnp.mean(x), tx, MESH)
+    moved = placed({"rows": PartitionSpec()})
+    for state, wrong, message in (
+        (of_parts, moved, r"params\['rows'\] is sharded as P.*was sharded as P"),
+        (of_parts, whole, r"params\['columns'\] is sharded as .*reshard"),
+        (of_whole, params, r"params\['columns'\] is sharded as .*make another"),
+    ):
         with pytest.raises(ValueError, match=message):
-            optax_ext.init_state(OPTIMIZERS["sparse_adamw"](), params, on, specs=specs)
+            step(wrong, state, jnp.ones(2))
+    by_hand = shards.stepper(tx, MESH, params, of_whole, manual=True)
+    gradients = {name: g[0] for name, g in shards.gradients_of(2, 1).items()}
+    with pytest.raises(ValueError, match=r"updates\['columns'\].*axes that shard the param"):
+        by_hand(params, of_whole, gradients)
 
-    def test_a_leaf_whose_sharding_changes(self):
-        tx = OPTIMIZERS["sparse_adamw"]()
-        params = placed({})
-        state = optax_ext.init_state(tx, params, MESH)
-        step = optax_ext.make_train_step(lambda p, x: jnp.sum(p["rows"]) * jnp.mean(x), tx, MESH)
-        moved = {
-            **params,
-            "rows": jax.device_put(params["rows"], NamedSharding(MESH, PartitionSpec())),
-        }
-        with pytest.raises(ValueError, match=r"params\['rows'\] is sharded as P.*was sharded as P"):
-            step(moved, state, jnp.ones(2))
-        whole = jax.tree.map(np.asarray, params)
-        with pytest.raises(ValueError, match=r"params\['columns'\] is sharded as .*reshard"):
-            step(whole, state, jnp.ones(2))
-        # Nor is a state of whole parameters one of sharded ones.
-        state = optax_ext.init_state(tx, whole, MESH)
-        with pytest.raises(ValueError, match=r"params\['columns'\] is sharded as .*make another"):
-            step(params, state, jnp.ones(2))
 
-    def test_a_state_of_whole_parameters_in_a_loop_by_hand(self):
-        tx = OPTIMIZERS["ok_topk, adam"]()
-        state = optax_ext.init_state(tx, shards.params_of(), MESH)
-        params = placed({})
-        step = shards.stepper(tx, MESH, params, state, manual=True)
-        gradients = shards.gradients_of(2, 1)
-        with pytest.raises(ValueError, match=r"updates\['columns'\].*axes that shard the param"):
-            step(params, state, {k: g[0] for k, g in gradients.items()})
+@pytest.mark.parametrize("check_vma", [True, slow(False)])
+def test_a_replicated_leaf_whose_gradient_differs(check_vma):
+    tx = optax_ext.assert_replicated_gradients(OPTIMIZERS["ok_topk, adam"]())
+    params = placed({})
+    state = optax_ext.init_state(tx, params, MESH)
 
-    @pytest.mark.parametrize("check_vma", [True, slow(False)])
-    def test_a_replicated_leaf_whose_gradient_differs(self, check_vma):
-        tx = optax_ext.assert_replicated_gradients(OPTIMIZERS["ok_topk, adam"]())
-        params = placed({})
-        state = optax_ext.init_state(tx, params, MESH)
+    def step(params, state, scale):
+        place = jax.lax.axis_index("model").astype(jnp.float32)
+        gradients = jax.tree.map(lambda p: p * scale[0], params)
+        gradients["odd"] = gradients["odd"] * (1 + place * scale[0])
+        return tx.update(gradients, state, params)
 
-        def step(params, state, scale):
-            place = jax.lax.axis_index("model").astype(jnp.float32)
-            gradients = jax.tree.map(lambda p: p * scale[0], params)
-            gradients["odd"] = gradients["odd"] * (1 + place * scale[0])
-            return tx.update(gradients, state, params)
-
-        specs = optax_ext.state_specs(state)
-        mapped = jax.jit(
-            jax.shard_map(
-                step,
-                mesh=MESH,
-                in_specs=(shards.SPECS, specs, PartitionSpec("data")),
-                out_specs=(shards.SPECS, specs),
-                check_vma=check_vma,
-            )
+    specs = optax_ext.state_specs(state)
+    mapped = jax.jit(
+        jax.shard_map(
+            step,
+            mesh=MESH,
+            in_specs=(shards.SPECS, specs, PartitionSpec("data")),
+            out_specs=(shards.SPECS, specs),
+            check_vma=check_vma,
         )
-        if check_vma:
-            with pytest.raises(ValueError, match=r"updates\['odd'\] may differ .*along 'model'"):
-                mapped(params, state, jnp.ones(2))
-            return
-        with pytest.raises(jax.errors.JaxRuntimeError, match=r"updates\['odd'\] differ"):
-            _wait(mapped(params, state, jnp.ones(2)))
-        # Where they are the same it says nothing.
-        _wait(mapped(params, state, jnp.zeros(2)))
+    )
+
+    def run(scale):
+        jax.block_until_ready(mapped(params, state, scale))
+        jax.effects_barrier()
+
+    error, message = jax.errors.JaxRuntimeError, r"updates\['odd'\] differ"
+    if check_vma:
+        error, message = ValueError, r"updates\['odd'\] may differ .*along 'model'"
+    with pytest.raises(error, match=message):
+        run(jnp.ones(2))
+    if not check_vma:
+        run(jnp.zeros(2))  # Where they are the same it says nothing.

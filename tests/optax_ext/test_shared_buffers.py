@@ -13,39 +13,11 @@ from tests.optax_ext.helpers import mesh, normal, same
 
 WORKERS = 4
 START = normal((6, 4))
+TX = optax.chain(optax_ext.topk_a(0.5, axis="data"), optax.sgd(0.1, momentum=0.9))
 
 
 def everywhere(x):
     return jax.device_put(x, NamedSharding(mesh(), PartitionSpec()))
-
-
-def put(*places):
-    """One array in two places, where ``everywhere`` or nowhere in particular."""
-
-    def tied():
-        w = jnp.asarray(START)
-        return tuple(place(w) for place in places)
-
-    return tied
-
-
-def one_on_the_mesh():
-    w = everywhere(jnp.asarray(START))
-    return w, w
-
-
-def as_it_is(x):
-    return x
-
-
-TIED = {
-    "one array": put(as_it_is, as_it_is),
-    "one on the mesh": one_on_the_mesh,
-    "put twice": put(everywhere, everywhere),
-    "one and its copy on the mesh": put(as_it_is, everywhere),
-    "one of the host": lambda: (START, START),
-}
-TX = optax.chain(optax_ext.topk_a(0.5, axis="data"), optax.sgd(0.1, momentum=0.9))
 
 
 def loss_fn(params, batch):
@@ -53,50 +25,58 @@ def loss_fn(params, batch):
     return jnp.mean((jnp.tanh(x @ params["a"]) + x @ params["b"] - 1) ** 2)
 
 
-def trained(tied, steps=3, later=None):
-    """The parameters; ``later`` changes parameters and state before the second step."""
-    a, b = tied()
+def begin(a, b, loss=loss_fn, **options):
     params = {"a": a, "b": b, "none": jnp.zeros((0, 3))}
-    state = optax_ext.init_state(TX, params, mesh())
-    step = optax_ext.make_train_step(loss_fn, TX, mesh())
-    for i in range(steps):
-        batch = normal((8, 6), 1 + i)
+    step = optax_ext.make_train_step(loss, TX, mesh(), **options)
+    return step, params, optax_ext.init_state(TX, params, mesh())
+
+
+def trained(a, b, later=None):
+    """The parameters; ``later`` changes parameters and state before the second step."""
+    step, params, state = begin(a, b)
+    for i in range(3):
         if i == 1 and later is not None:
             params, state = later(params, state)
-        params, state, _ = step(params, state, batch)
+        params, state, _ = step(params, state, normal((8, 6), 1 + i))
     return jax.device_get(params)
 
 
-def apart():
-    return START.copy(), START.copy()
+def one(place, other=None):
+    w = jnp.asarray(START)
+    return place(w), (other or place)(w)
+
+
+TIED = {
+    "one array": lambda: one(lambda x: x),
+    "one on the mesh": lambda: (everywhere(START),) * 2,
+    "put twice": lambda: one(everywhere),
+    "one and its copy on the mesh": lambda: one(lambda x: x, everywhere),
+    "one of the host": lambda: (START, START),
+}
 
 
 @pytest.mark.parametrize("tied", TIED)
 def test_it_trains_as_two_arrays_of_the_same_values(tied):
-    same(trained(TIED[tied]), trained(apart))
+    w, other = TIED[tied]()
+    same(trained(w, other), trained(START.copy(), START.copy()))
 
 
-def test_leaves_that_are_tied_between_two_steps():
-    def tie(params, state):
-        return {**params, "b": params["a"]}, state
-
-    def tie_with_a_copy(params, state):
-        return {**params, "b": jnp.copy(params["a"])}, state
-
-    ends = [trained(apart, later=later) for later in (tie, tie_with_a_copy)]
-    same(*ends)
+def tied(params, state, copy):
+    return {**params, "b": copy(params["a"])}, state
 
 
-def test_a_buffer_that_parameters_and_state_share():
-    def share(params, state):
-        # The velocity of sgd, whose state is behind that of the allreduce.
-        trace, *rest = state[1]
-        return params, (state[0], (trace._replace(trace=params), *rest))
+def shared_with_the_state(params, state, copy):
+    # The velocity of sgd, whose state is behind that of the allreduce.
+    trace, *rest = state[1]
+    return params, (state[0], (trace._replace(trace=jax.tree.map(copy, params)), *rest))
 
-    def share_a_copy(params, state):
-        return share(params, state)[0], share(jax.tree.map(jnp.copy, params), state)[1]
 
-    ends = [trained(apart, later=later) for later in (share, share_a_copy)]
+@pytest.mark.parametrize("later", [tied, shared_with_the_state])
+def test_what_is_one_buffer_between_two_steps(later):
+    ends = [
+        trained(START.copy(), START.copy(), lambda p, s, copy=copy: later(p, s, copy))
+        for copy in (lambda x: x, jnp.copy)
+    ]
     same(*ends)
 
 
@@ -105,42 +85,32 @@ def test_parameters_in_the_batch():
         return loss_fn(params, batch) + jnp.mean((params["a"] - jnp.mean(batch["w"], 0)) ** 2)
 
     ends = []
-    for copy in (lambda x: x, np.array):
-        a, b = (everywhere(jnp.asarray(START)) for _ in range(2))
+    for copy in (np.array, lambda x: x):
+        step, params, state = begin(everywhere(START), everywhere(START.copy()), distance)
         stacked = everywhere(jnp.stack([START] * WORKERS))
-        params = {"a": a, "b": b, "w": stacked}
+        params["w"] = stacked
         state = optax_ext.init_state(TX, params, mesh())
-        step = optax_ext.make_train_step(distance, TX, mesh())
         for _ in range(2):
             batch = {"x": np.ones((8, 6), np.float32), "w": copy(params["w"])}
             params, state, _ = step(params, state, batch)
         ends.append(jax.device_get(params))
-        if copy is not np.array:
-            with pytest.raises(ValueError, match=r"batch\['w'\] has been deleted: an earlier step"):
-                step(params, state, {**batch, "w": stacked})
     same(*ends)
+    with pytest.raises(ValueError, match=r"batch\['w'\] has been deleted: an earlier step"):
+        step(params, state, {**batch, "w": stacked})
 
 
-def test_nothing_is_copied_that_occurs_once_and_a_steady_step_asks_for_no_buffer(monkeypatch):
-    asked = []
+def test_nothing_is_copied_that_occurs_once_and_without_donation_nothing_is_looked_at(monkeypatch):
+    asked, batch = [], np.ones((8, 6), np.float32)
     monkeypatch.setattr(_shared, "_buffers", lambda leaf: asked.append(1) or {id(leaf)})
-    params = jax.tree.map(everywhere, {"a": START, "b": START.copy()})
-    state = optax_ext.init_state(TX, params, mesh())
-    step = optax_ext.make_train_step(loss_fn, TX, mesh())
-    begun = params
+    step, params, state = begin(everywhere(START), everywhere(START.copy()), donate=False)
+    step(params, state, batch)
+    assert not asked
+    assert not params["a"].is_deleted()
+    step, begun, state = begin(params["a"], params["b"])
+    params = begun
     for i in range(3):
-        params, state, _ = step(params, state, np.ones((8, 6), np.float32))
+        params, state, _ = step(params, state, batch)
         # All leaves of the first step, and of those later none.
         assert bool(asked) == (i == 0)
         asked.clear()
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(begun))
-
-
-def test_without_donation_nothing_is_looked_at(monkeypatch):
-    monkeypatch.setattr(_shared, "_buffers", lambda leaf: pytest.fail("looked for"))
-    w = everywhere(START)
-    params = {"a": w, "b": w}
-    state = optax_ext.init_state(TX, params, mesh())
-    step = optax_ext.make_train_step(loss_fn, TX, mesh(), donate=False)
-    step(params, state, np.ones((8, 6), np.float32))
-    assert not w.is_deleted()
+    assert all(begun[name].is_deleted() for name in "ab")

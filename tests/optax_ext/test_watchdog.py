@@ -29,8 +29,7 @@ def an_hour_passes(*watchdogs):
             watchdog._changed.notify_all()
 """
 
-# A first block, which has a deadline of its own, and a second one. The first is of real time, long
-# enough to be in the function that waits.
+# Of real time, long enough to be in the function that waits.
 FIRST = """
 watchdog = optax_ext.contrib.Watchdog(seconds=0.1, first_seconds=2)
 with watchdog("step 0"):
@@ -110,31 +109,18 @@ def test_an_error_of_one_among_several_processes_ends_it_at_once(error, status):
     assert "went on" not in done.stdout
 
 
-def test_a_single_process_gets_its_exception():
+def test_a_single_process_gets_its_exception_and_close_ends_the_thread():
+    before = threading.active_count()
     watchdog = optax_ext.contrib.Watchdog(seconds=60)
     with pytest.raises(KeyError, match="mine"), watchdog("step 0"):
         raise KeyError("mine")
-    # Disarmed, so another block is possible.
-    with watchdog("step 1"):
-        pass
-    watchdog.close()
-
-
-def test_a_block_inside_a_block_is_refused_and_the_outer_one_stays():
-    watchdog = optax_ext.contrib.Watchdog(seconds=60)
+    # Disarmed, so another block is possible, but none inside of it.
     with watchdog("outer"):
         with pytest.raises(RuntimeError, match="'inner' is inside 'outer'"), watchdog("inner"):
             pass
         assert watchdog._armed is not None
-    assert watchdog._armed is None
-    watchdog.close()
-
-
-def test_close_ends_the_thread():
-    before = threading.active_count()
-    watchdog = optax_ext.contrib.Watchdog(seconds=60)
-    with watchdog("step 0"):
         assert threading.active_count() == before + 1
+    assert watchdog._armed is None
     watchdog.close()
     assert threading.active_count() == before
     watchdog.close()
@@ -152,9 +138,6 @@ def test_close_ends_the_thread():
 def test_what_can_be_no_deadline_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         optax_ext.contrib.Watchdog(**arguments)
-
-
-def test_the_deadline_of_a_block_is_checked_too():
     watchdog = optax_ext.contrib.Watchdog(seconds=1)
     with pytest.raises(ValueError, match="seconds must be a positive"), watchdog("x", seconds=-1):
         pass
