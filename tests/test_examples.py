@@ -81,19 +81,6 @@ def test_a_run_that_ends_early_leaves_no_folder(tmp_path, monkeypatch, capsys):
     assert "interrupted" in capsys.readouterr().err
 
 
-def test_batches_have_noise_that_is_never_the_same_again():
-    data = digits()
-    clean = train_digits.noisy_batches(data, options("--noise", "0", "--batch", "1344"))
-    noisy = train_digits.noisy_batches(data, options("--noise", "0.5", "--batch", "1344"))
-    added = []
-    for _ in range(2):
-        (images, labels), (without, same) = next(noisy), next(clean)
-        np.testing.assert_array_equal(labels, same)
-        added.append(images - without)
-        assert added[-1].std() == pytest.approx(0.5, rel=0.01)
-    assert abs(np.corrcoef(added[0].ravel(), added[1].ravel())[0, 1]) < 0.02
-
-
 def test_held_out_images_are_the_same_for_all():
     data = digits()
     images, labels = train_digits.noisy(data.test_images, data.test_labels, options())
