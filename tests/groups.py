@@ -35,13 +35,9 @@ def group(
 ) -> Iterator[list[Process]]:
     """Processes of ``python -m module JSON``, for the length of the block.
 
-    Args:
-      module: calls :func:`join` with what :func:`settings` returns.
-      processes: P.
-      changes: settings of single processes.
-      network: where each process has a namespace of its own.
-      variables: of the environment, besides those of this process.
-      **settings: of all of them.
+    The module calls :func:`join` with what :func:`settings` returns: the settings of all, with the
+    changes of single ones. In a network each process has a namespace of its own; the variables are
+    of the environment, besides those of this process.
     """
     with contextlib.ExitStack() as stack:
         variables = dict(variables or {})
@@ -70,11 +66,7 @@ def finish(processes: contextlib.AbstractContextManager[list[Process]]) -> Ended
 def example(name: str, processes: int, *options: str, ids: tuple[int, ...] | None = None) -> Ended:
     """Status and output of each process of an example, as a user starts it.
 
-    Args:
-      name: of the file.
-      processes: that it is told there are.
-      *options: of the program.
-      ids: of those that are started; all by default.
+    It is told that there are so many; those of the ids are started, by default all.
     """
     program = [sys.executable, str(ROOT / "examples" / name)]
     with coordinator() as (address, bound):

@@ -1,4 +1,4 @@
-"""The two-level cache of the example: where a sample comes from, and what each level holds.
+"""The data cache of the example: where a sample comes from, a worker's share, and the training.
 
 What is cut off, damaged or of something else is never read as an entry.
 """
@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import pickle
+import re
 import signal
 import sqlite3
 import subprocess
@@ -19,10 +20,11 @@ import diskcache
 import numpy as np
 import pytest
 
+from data_cache import images
 from data_cache.cache import DataCache
 from data_cache.disk import CacheError, Disk, stamp
 
-# Both levels.
+pytestmark = pytest.mark.usefixtures("default_promotion")
 
 
 class Numbers:
@@ -51,19 +53,22 @@ class Prepare:
 
 
 SAMPLE_BYTES = 16
+STAMP = {"format": 2, "source": "s", "size": 100, "entries": "records"}
 
 
 @pytest.fixture
-def open_disk(tmp_path):
-    """Makes disk levels in folders by name, and closes them."""
-    opened = []
+def opened(tmp_path):
+    """Makes disk levels in folders by name, with some entries, and closes them."""
+    disks = []
 
-    def make(source, samples_of=None, name="cache", **options):
-        opened.append(Disk(tmp_path / name, stamp(source, samples_of), **options))
-        return opened[-1]
+    def make(stamp=STAMP, fill=0, name="cache", **options):
+        disks.append(Disk(tmp_path / name, stamp, **options))
+        for index in range(fill):
+            disks[-1].put(index, payload(index))
+        return disks[-1]
 
     yield make
-    for disk in opened:
+    for disk in disks:
         disk.close()
 
 
@@ -81,46 +86,38 @@ def from_source(count):
 
 
 @pytest.mark.parametrize(("samples_of", "prepared"), [(None, 12), (Prepare(), 0)])
-def test_an_epoch_is_from_memory_and_another_run_from_disk(open_disk, samples_of, prepared):
+def test_an_epoch_is_from_memory_and_another_run_from_disk(opened, samples_of, prepared):
     source, prepare = Numbers(), Prepare()
-    cache = DataCache(source, prepare, disk=open_disk(source, samples_of))
+    cache = DataCache(source, prepare, disk=opened(stamp(source, samples_of)))
     assert read_all(cache) == from_source(12)
     assert read_all(cache) == Counter(memory_hits=12)
     assert (prepare.calls, cache.memory_bytes) == (12, 12 * SAMPLE_BYTES)
+    for sample in (cache[-1], cache[np.int64(2)]):
+        with pytest.raises(ValueError, match="read-only"):
+            sample["x"] += 1
+    with pytest.raises(IndexError):
+        cache[12]
     prepare = Prepare()
-    cache = DataCache(source, prepare, disk=open_disk(source, samples_of))
+    cache = DataCache(source, prepare, disk=opened(stamp(source, samples_of)))
     assert read_all(cache) == Counter(disk_hits=12)
     assert read_all(cache) == Counter(memory_hits=12)
     assert (prepare.calls, source.reads) == (prepared, [1] * 12)
 
 
-def test_a_full_memory_level_keeps_what_it_has(open_disk):
+def test_a_full_memory_level_keeps_what_it_has(opened):
     source = Numbers()
     nothing = DataCache(source, Prepare(), memory_limit=0)
     assert read_all(nothing) == read_all(nothing) == from_source(12)
     limit = 5 * SAMPLE_BYTES + 1
-    cache = DataCache(source, Prepare(), memory_limit=limit, disk=open_disk(source))
+    cache = DataCache(source, Prepare(), memory_limit=limit, disk=opened(stamp(source, None)))
     assert read_all(cache) == from_source(12)
     assert read_all(cache) == read_all(cache) == Counter(memory_hits=5, disk_hits=7)
     assert (nothing.memory_bytes, cache.memory_bytes) == (0, 5 * SAMPLE_BYTES)
 
 
-def test_it_is_a_sequence_of_read_only_samples_that_stays_in_its_process(open_disk):
-    source, disk = Numbers(), open_disk(Numbers(), Prepare())
-    cache, other = (DataCache(source, Prepare(), disk=disk) for _ in range(2))
-    assert [x["x"][0] for x in (cache[-1], cache[np.int64(2)], other[-1])] == [110, 20, 110]
-    for sample in (cache[-1], cache[2], other[-1]):  # of the source, memory and disk
-        with pytest.raises(ValueError, match="read-only"):
-            sample["x"] += 1
-    with pytest.raises(IndexError):
-        cache[12]
-    with pytest.raises(TypeError, match="cannot pickle"):
-        pickle.dumps(cache)
-
-
-def test_many_threads_count_each_sample(open_disk):
+def test_many_threads_count_each_sample(opened):
     source = Numbers(60)
-    cache = DataCache(source, Prepare(), disk=open_disk(source))
+    cache = DataCache(source, Prepare(), disk=opened(stamp(source, None)))
     shares = [range(worker, 60, 4) for worker in range(4)]
     for _ in range(2):
         with ThreadPoolExecutor(4) as pool:
@@ -130,8 +127,9 @@ def test_many_threads_count_each_sample(open_disk):
     assert (source.reads, cache.memory_bytes) == ([1] * 60, 60 * SAMPLE_BYTES)
 
 
-def test_a_disk_level_of_something_else_is_refused(open_disk):
-    records, samples = open_disk(Numbers()), open_disk(Numbers(), Prepare(), name="samples")
+def test_a_disk_level_of_something_else_is_refused(opened):
+    records = opened(stamp(Numbers(), None))
+    samples = opened(stamp(Numbers(), Prepare()), name="samples")
     for disk, source, prepare in (
         (records, Numbers(identity="other"), Prepare()),
         (records, Numbers(13), Prepare()),
@@ -144,57 +142,21 @@ def test_a_disk_level_of_something_else_is_refused(open_disk):
     assert (other[5]["x"][0], other.counts) == (15, Counter(disk_hits=1))
 
 
-def test_a_damaged_entry_is_fetched_again_and_counted(open_disk):
-    source = Numbers()
-    disk = open_disk(source)
-    read_all(DataCache(source, Prepare(), disk=disk))
-    disk._entries.set(3, b"something else")
-    again = DataCache(source, Prepare(), disk=disk)
-    assert read_all(again) == Counter(disk_hits=11) + from_source(1)
-    assert (disk.damaged, source.reads[3]) == (1, 2)
-    assert read_all(DataCache(source, Prepare(), disk=disk)) == Counter(disk_hits=12)
+# The disk level. An entry is a checksum of 4 bytes and the payload.
 
-
-# The disk level.
-
-STAMP = {"format": 2, "source": "s", "size": 100, "entries": "records"}
-
-PACKAGE = Path(__file__).parents[1] / "examples" / "data_cache"
-
-# Of 20 entries of 5,008 bytes, 4 of a checksum and the payload; -1: of another entry.
 DAMAGES = (
     lambda entry: entry[:2500],
-    lambda entry: entry[:4],
     lambda entry: b"",
     lambda entry: entry + b"\0",
     lambda entry: entry[:3000] + bytes([entry[3000] ^ 1]) + entry[3001:],
     lambda entry: bytes(len(entry)),
     lambda entry: bytes([entry[0] ^ 1]) + entry[1:],
 )
-
 SET = "UPDATE Cache SET value = ? WHERE key = ?"
-
-PICKLED = "UPDATE Cache SET value = ?, mode = ? WHERE key = ?"
 
 
 def payload(index, size=5000):
     return bytes([index % 251]) * size + index.to_bytes(4, "little")
-
-
-@pytest.fixture
-def opened(tmp_path):
-    """Opens a level, with some entries, and closes it."""
-    disks = []
-
-    def make(stamp=STAMP, fill=0, size=5000, **options):
-        disks.append(Disk(tmp_path / "cache", stamp, **options))
-        for index in range(fill):
-            disks[-1].put(index, payload(index, size))
-        return disks[-1]
-
-    yield make
-    for disk in disks:
-        disk.close()
 
 
 def sql(disk, statement, *arguments):
@@ -202,37 +164,28 @@ def sql(disk, statement, *arguments):
         return connection.execute(statement, arguments).fetchall()
 
 
-def count_of_first(disk, count, size=5000):
+def count_of_first(disk, count):
     """How many of the first entries there are, where those after them must be missing."""
     found = [disk.get(index) for index in range(count)]
     there = sum(entry is not None for entry in found)
-    assert found == [payload(i, size) if i < there else None for i in range(count)]
+    assert found == [payload(i) if i < there else None for i in range(count)]
     assert disk.damaged == 0
     return there
 
 
-@pytest.mark.parametrize("size", [0, 1, 5000, 300_000])
-def test_what_was_put_is_there_in_the_next_run(opened, size, capsys):
-    opened(fill=20, size=size).close()
-    again = opened()
-    assert count_of_first(again, 21, size) == 20
-    assert again.bytes > 20 * size
-    assert not capsys.readouterr().err
-
-
-def test_an_entry_that_is_not_as_written_is_not_read_and_is_written_anew(opened):
-    disk = opened(fill=20)
-    for index, damage in enumerate(DAMAGES):
-        ((entry,),) = sql(disk, "SELECT value FROM Cache WHERE key = ?", index)
-        sql(disk, SET, damage(entry), index)
-    ((entry,),) = sql(disk, "SELECT value FROM Cache WHERE key = 8")
-    sql(disk, SET, entry, 7)
-    found = [disk.get(index) for index in range(20)]
-    assert found == [None] * 8 + [payload(index) for index in range(8, 20)]
-    assert disk.damaged == 8
-    for index in range(8):
-        disk.put(index, payload(index))
-    assert count_of_first(opened(), 20) == 20
+def test_an_entry_that_is_not_as_written_is_fetched_again_and_counted(opened):
+    source = Numbers()
+    disk = opened(stamp(source, None))
+    read_all(DataCache(source, Prepare(), disk=disk))
+    entries = [sql(disk, f"SELECT value FROM Cache WHERE key = {key}")[0][0] for key in range(8)]
+    damaged = [damage(entry) for damage, entry in zip(DAMAGES, entries, strict=False)]
+    # The last one is that of another sample.
+    for key, entry in enumerate([*damaged, entries[7]]):
+        sql(disk, SET, entry, key)
+    again = DataCache(source, Prepare(), disk=disk)
+    assert read_all(again) == Counter(disk_hits=5) + from_source(7)
+    assert (disk.damaged, source.reads) == (7, [2] * 7 + [1] * 5)
+    assert read_all(DataCache(source, Prepare(), disk=disk)) == Counter(disk_hits=12)
 
 
 def test_entries_of_another_cache_and_what_is_pickled_are_damaged(opened, tmp_path):
@@ -246,8 +199,9 @@ def test_entries_of_another_cache_and_what_is_pickled_are_damaged(opened, tmp_pa
     sql(disk, SET, json.dumps(stamp).encode(), "stamp")
     other = opened(stamp)
     assert [other.get(0), other.damaged] == [None, 1]
+    pickled = pickle.dumps(Malicious()), diskcache.core.MODE_PICKLE
     for key in (0, "stamp"):
-        sql(disk, PICKLED, pickle.dumps(Malicious()), diskcache.core.MODE_PICKLE, key)
+        sql(disk, "UPDATE Cache SET value = ?, mode = ? WHERE key = ?", *pickled, key)
     assert [disk.get(0), disk.get(1), disk.damaged] == [None, payload(1), 1]
     with pytest.raises(CacheError, match="another format"):
         opened()
@@ -258,7 +212,7 @@ def test_entries_of_another_cache_and_what_is_pickled_are_damaged(opened, tmp_pa
 CHILD = f"""
 import os, signal, sys
 from pathlib import Path
-sys.path.insert(0, {str(PACKAGE)!r})
+sys.path.insert(0, {str(Path(images.__file__).parent)!r})
 from disk import Disk
 disk = Disk(Path(sys.argv[1]), {STAMP!r})
 insert = disk._entries._row_insert
@@ -281,12 +235,11 @@ def test_processes_share_a_folder_and_one_that_is_killed_leaves_whole_entries(op
     assert start(5).wait(120) == -signal.SIGKILL
     assert count_of_first(opened(), 10) == 5
     at_once = [start(end) for end in (1000, 1000, 60)]
-    codes = [process.wait(120) for process in at_once]
-    assert codes[:2] == [0, 0]
+    assert [process.wait(120) for process in at_once][:2] == [0, 0]
     assert count_of_first(opened(), 101) == 100
 
 
-@pytest.mark.parametrize("keep", [0, 1, 50, 4096, 9000, -1])
+@pytest.mark.parametrize("keep", [0, 50, 4096, 9000, -1])
 def test_a_file_that_is_cut_off_gives_no_wrong_entry(opened, keep, capsys):
     disk = opened(fill=20)
     disk.close()
@@ -330,12 +283,11 @@ def test_a_disk_that_fails_is_one_line_and_one_that_fails_at_the_start_is_refuse
     assert disk.damaged == 3
     assert capsys.readouterr().err.count("\n") == 1
     monkeypatch.setattr(diskcache.Cache, "reset", fail)
-    with pytest.raises(CacheError, match=r"cannot open .*disk is full\): make room") as caught:
+    with pytest.raises(CacheError, match=r"^cannot open .*disk is full\): make room.*$"):
         opened()
-    assert "\n" not in str(caught.value)
 
 
-def test_a_cache_of_something_else_is_refused_and_left_alone(opened):
+def test_a_cache_or_folder_of_something_else_is_refused_and_left_alone(opened, tmp_path):
     disk = opened(fill=20)
     before = sql(disk, "SELECT key, value FROM Cache")
     for field, value, word in (
@@ -344,23 +296,19 @@ def test_a_cache_of_something_else_is_refused_and_left_alone(opened):
         ("size", 99, "size (100; this run has 99)"),
         ("entries", "samples, p", "entries ('records'; this run has 'samples, p')"),
     ):
-        with pytest.raises(CacheError) as caught:
-            opened(STAMP | {field: value})
         message = f"{disk.folder} holds a cache of another {word}: give another folder"
-        assert str(caught.value) == message
+        with pytest.raises(CacheError, match=re.escape(message)):
+            opened(STAMP | {field: value})
     assert sql(disk, "SELECT key, value FROM Cache") == before
-    for text in (b"", b'{"format": 2', b"[1]", b"\xff", None):
+    for text in (b"", b'{"format": 2', b"[1]", b"\xff"):
         sql(disk, SET, text, "stamp")
-        if text is None:
-            sql(disk, "DELETE FROM Cache WHERE key = 'stamp'")
         with pytest.raises(CacheError, match=r"of another format \(None; this run has 2\)"):
             opened()
-
-
-def test_a_folder_of_something_else_is_refused(tmp_path):
-    (tmp_path / "thesis.tex").write_text("all of it")
+    file = tmp_path / "work" / "thesis.tex"
+    file.parent.mkdir()
+    file.write_text("all of it")
     with pytest.raises(CacheError, match="is not empty, and no cache: give an empty folder"):
-        Disk(tmp_path, STAMP)
+        opened(name="work")
     with pytest.raises(CacheError, match="cannot open the cache in .*thesis.tex"):
-        Disk(tmp_path / "thesis.tex", STAMP)
-    assert [path.read_text() for path in tmp_path.iterdir()] == ["all of it"]
+        opened(name="work/thesis.tex")
+    assert [path.read_text() for path in file.parent.iterdir()] == ["all of it"]

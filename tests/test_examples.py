@@ -1,4 +1,4 @@
-"""The examples run as a user runs them."""
+"""The demo, train_digits.py: what it reports of runs that are made up, and of real ones."""
 
 import json
 
@@ -6,32 +6,99 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import _report
 import train_digits
+from _data import digits
+from _report import HeldOut, Run
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
 
-
-@pytest.fixture(scope="module")
-def quick_run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("digits")
-    figure, numbers = folder / "sub" / "out.png", folder / "numbers.json"
-    argv = ["--steps", "40", "--workers", "4", "--out", str(figure), "--json", str(numbers)]
-    assert train_digits.main(argv) == 0
-    return figure, json.loads(numbers.read_text())
+STEPS, WORKERS, SIZE, IMAGES = 50, 4, 1000, 200
 
 
-@pytest.mark.slow
-def test_digits_writes_a_figure_and_nothing_else(quick_run):
-    figure, _ = quick_run
+def made_up(above, share):
+    """A run of so many words, whose losses are so far above the dense one's."""
+    random = np.random.default_rng(0)
+    noise = random.standard_normal(IMAGES)
+    over = np.geomspace(2.0, 0.4, STEPS) + above
+    return Run(
+        size=SIZE,
+        accuracy=0.9 - above,
+        train_loss=0.3 + above,
+        losses=over + 0.05 * random.standard_normal(STEPS),
+        words=np.full(STEPS, 2 * share * SIZE),
+        selected=np.full((STEPS, WORKERS), share * SIZE),
+        delivered=np.full(STEPS, share * SIZE),
+        overflow=np.zeros((STEPS, WORKERS)),
+        held_out=HeldOut(
+            {at: float(over[at - 1]) for at in (1, 10, STEPS)},
+            # What the images have in common is much more than the difference.
+            0.4 + above + noise + 0.01 * random.standard_normal(IMAGES),
+            (noise < 1 - above).astype(float),
+        ),
+    )
+
+
+RUNS = {"dense": made_up(0.0, 1.0), "sparse_adamw": made_up(0.1, 0.05)}
+
+
+def options(*argv):
+    return train_digits.parse(["--workers", str(WORKERS), "--steps", str(STEPS), *argv])
+
+
+def test_differences_are_of_the_same_images():
+    row = _report.summary(RUNS, options())["runs"]["sparse_adamw"]
+    assert row["loss_above"] == pytest.approx(0.1, abs=0.01)
+    assert row["loss_error"] < 0.002
+    same = {"dense": RUNS["dense"], "other": RUNS["dense"]}
+    assert "within the noise" in _report.remarks(_report.summary(same, options()))[0]
+
+
+def test_the_figure_goes_to_the_temporary_folder_and_is_named(tmp_path, monkeypatch, capsys):
+    runs = iter(RUNS.values())
+    monkeypatch.setattr(train_digits, "optimizers", lambda _: dict.fromkeys(RUNS))
+    monkeypatch.setattr(train_digits, "train", lambda *_: next(runs))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.chdir(tmp_path.parent)
+    before = set(tmp_path.parent.iterdir())
+    assert train_digits.main([]) == 0
+    *_, last = capsys.readouterr().out.splitlines()
+    (figure,) = tmp_path.glob("*/*")
+    assert last == f"wrote {figure}"
     with Image.open(figure) as image:
         assert image.width > 600
-        assert len(np.unique(np.asarray(image.convert("L")))) > 20
-    assert [path.name for path in figure.parent.iterdir()] == [figure.name]
+    assert set(tmp_path.parent.iterdir()) == before
+
+
+def test_a_run_that_ends_early_leaves_no_folder(tmp_path, monkeypatch, capsys):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(train_digits, "train", interrupt)
+    assert train_digits.main([]) == 130
+    assert list(tmp_path.iterdir()) == []
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_held_out_images_are_the_same_for_all():
+    data = digits()
+    images, labels = train_digits.noisy(data.test_images, data.test_labels, options())
+    again, _ = train_digits.noisy(data.test_images, data.test_labels, options("--seed", "3"))
+    np.testing.assert_array_equal(images, again)
+    assert len(images) == len(labels) == train_digits.COPIES * len(data.test_images)
+    assert options("--data", "folder").noise == 0
+    plain, _ = train_digits.noisy(data.test_images, data.test_labels, options("--noise", "0"))
+    np.testing.assert_array_equal(plain, data.test_images)
 
 
 @pytest.mark.slow
-def test_digits_reports_what_was_sent(quick_run):
-    _, numbers = quick_run
+def test_digits_reports_what_was_sent_and_writes_a_figure_and_nothing_else(tmp_path):
+    figure, numbers = tmp_path / "sub" / "out.png", tmp_path / "numbers.json"
+    argv = ["--steps", "40", "--workers", "4", "--out", str(figure), "--json", str(numbers)]
+    assert train_digits.main(argv) == 0
+    assert list(figure.parent.iterdir()) == [figure]
+    numbers = json.loads(numbers.read_text())
     runs = numbers["runs"]
     assert list(runs) == ["dense", "sparse_adamw", "ok_topk"]
     assert runs["ok_topk"]["delivered"] == numbers["k"]
@@ -39,18 +106,6 @@ def test_digits_reports_what_was_sent(quick_run):
     for name in ("sparse_adamw", "ok_topk"):
         assert 0 < runs[name]["words"] < numbers["bound"]
         assert runs[name]["test_accuracy"] > 0.5
-
-
-@pytest.mark.slow
-def test_an_interrupted_run_leaves_no_file(tmp_path, monkeypatch, capsys):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("_report.os.replace", interrupt)
-    out = tmp_path / "out.png"
-    assert train_digits.main(["--steps", "2", "--out", str(out)]) == 130
-    assert list(tmp_path.iterdir()) == []
-    assert capsys.readouterr().err.strip().endswith("interrupted")
 
 
 SGD = ["--optimizer", "sgd", "--density", "0.02", "--noise", "0"]

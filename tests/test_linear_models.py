@@ -1,13 +1,21 @@
-"""The linear models of the examples: steps against NumPy, and that nothing is lost."""
+"""The linear models of the examples: steps against NumPy, and nothing lost in an exchange."""
 
-import jax
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.sparse import csr_matrix, random_array
+from sklearn.datasets import dump_svmlight_file
+from sklearn.linear_model import LogisticRegression
+from sklearn.svm import LinearSVC
 
-from examples.linear_models import coordinate_descent, data, sgd, training, workers
-from sparse_collectives import PaddedCOO, _compat, simulate
+from benchmarks._common.processes import ROOT, environment
+from examples.linear_models import __main__, coordinate_descent, data, sgd, training, workers
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
 
@@ -16,10 +24,10 @@ SHAPE = data.Shape(size=301, nonzeros=8, rows=130, exponent=1.1)
 RIDGE = 0.01
 
 
-def problem(seed=0, rows=60, size=40):
-    random = np.random.default_rng(seed)
-    matrix = random_array((rows, size), density=0.15, rng=random, dtype=np.float32, format="csr")
-    labels = np.where(random.random(rows) < 0.5, -1, 1).astype(np.float32)
+def problem():
+    random = np.random.default_rng(0)
+    matrix = random_array((60, 40), density=0.15, rng=random, dtype=np.float32, format="csr")
+    labels = np.where(random.random(60) < 0.5, -1, 1).astype(np.float32)
     return csr_matrix(matrix), labels
 
 
@@ -31,79 +39,13 @@ def slope(name, margins, labels):
     }[name]
 
 
-def objective(matrix, labels, weights, name, regularisation):
+def objective(matrix, labels, weights, name, ridge):
     products = labels * (matrix @ weights.astype(np.float64))
     losses = {
         "logistic": np.logaddexp(0, -products),
         "svm": np.maximum(0, 1 - products) ** 2,
     }[name]
-    return losses.mean() + regularisation / 2 * weights @ weights
-
-
-# Gradients.
-
-
-@pytest.mark.parametrize("name", training.MODELS)
-def test_the_parts_of_the_workers_are_the_gradient(name):
-    matrix, labels = problem()
-    weights = np.random.default_rng(1).standard_normal(40)
-    expected = matrix.T @ slope(name, matrix @ weights, labels) / 60
-    packed = [sgd.pack(matrix[at : at + 20], labels[at : at + 20]) for at in (0, 20, 40)]
-    state = sgd.Weights(jnp.asarray(weights / 2, jnp.float32), jnp.float32(2))
-    total = np.zeros(40)
-    for part, _ in packed:
-        part = sgd.pad(part, 40, 40, 200, 25)
-        coo = sgd.gradient(training.MODELS[name], state, jax.tree.map(jnp.asarray, part), 60.0)
-        used = np.asarray(coo.indices)[np.asarray(coo.indices) < 40]
-        assert (np.diff(used) > 0).all()
-        total += np.asarray(coo.to_dense())
-    np.testing.assert_allclose(total, expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", training.MODELS)
-def test_losses_are_those_of_the_reference_and_padding_has_none(name):
-    matrix, labels = problem()
-    weights = np.random.default_rng(1).standard_normal(40).astype(np.float32)
-    model = training.MODELS[name]
-    losses = model.loss(jnp.asarray(matrix @ weights), jnp.asarray(labels))
-    expected = objective(matrix, labels, weights, name, 0.0)
-    assert float(jnp.mean(losses)) == pytest.approx(expected, rel=1e-5)
-    nothing = jnp.zeros(1)
-    assert float(model.loss(nothing, nothing)[0]) == 0
-    assert float(model.slope(nothing, nothing)[0]) == 0
-
-
-def results_in(jaxpr):
-    for equation in jaxpr.eqns:
-        for inner in _compat.jaxprs_in(equation):
-            yield from results_in(_compat.open_jaxpr(inner)[0])
-        yield from ((equation.primitive.name, x.aval) for x in equation.outvars)
-
-
-def test_no_vector_of_all_features_is_made_on_the_way():
-    """From the data to the total; the update writes into the weights, and makes nothing else."""
-    size, count = 10**6, 4
-    matrix, labels = problem()
-    part = sgd.pad(sgd.pack(matrix, labels)[0], size, 40, matrix.nnz, 60)
-    fit = training.Fit(40, 20, 30, 100)
-    made = training.EXCHANGES["sgd"]["ssar_recursive_double"](fit, count)
-
-    def total(vector, scale, batch):
-        weights = sgd.Weights(vector, scale)
-        coo = sgd.gradient(training.MODELS["logistic"], weights, batch, 60.0)
-        return made.reduce(coo, made.init(size, count), axis="workers")[0]
-
-    state = jnp.zeros(size), jnp.ones(())
-    mapped = simulate(total, axis_size=count, in_axes=(None, None, None))
-    found = list(results_in(jax.make_jaxpr(mapped)(*state, part).jaxpr))
-    assert len(found) > 50
-    # A set of the indices has a bit for each feature, on each of four simulated workers.
-    assert max(aval.size for _, aval in found) <= count * (size // 32 + 1)
-
-    coo = PaddedCOO(jnp.zeros(100), jnp.full(100, size), size)
-    step = jax.make_jaxpr(lambda w, t: sgd.update(w, t, jnp.float32(1), RIDGE))
-    found = list(results_in(step(sgd.Weights(*state), coo).jaxpr))
-    assert [name for name, aval in found if aval.size >= size] == ["scatter-add"]
+    return losses.mean() + ridge / 2 * weights @ weights
 
 
 # Gradient descent.
@@ -117,15 +59,16 @@ def trained(made, group, name, epochs=2, model="logistic", rate=1.0):
     return made
 
 
-def test_one_batch_of_all_rows_is_gradient_descent():
+@pytest.mark.parametrize("model", training.MODELS)
+def test_one_batch_of_all_rows_is_gradient_descent(model):
     matrix, labels = problem()
     group = workers.on_devices(2)
     made = sgd.make(data.of_matrix("some", matrix, labels), group, 30)
-    found = trained(made, group, "topk_a", epochs=4, model="svm", rate=0.5)
+    found = trained(made, group, "topk_a", epochs=4, model=model, rate=0.5)
     weights, objectives = np.zeros(40), []
     for step in range(5):
-        objectives.append(objective(matrix, labels, weights, "svm", RIDGE))
-        gradient = matrix.T @ slope("svm", matrix @ weights, labels) / 60 + RIDGE * weights
+        objectives.append(objective(matrix, labels, weights, model, RIDGE))
+        gradient = matrix.T @ slope(model, matrix @ weights, labels) / 60 + RIDGE * weights
         weights = weights - 0.5 / (1 + 0.5 * RIDGE * step) * gradient if step < 4 else weights
     np.testing.assert_allclose(found.weights, weights, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(found.run.objectives, objectives, rtol=1e-5)
@@ -142,28 +85,9 @@ def test_every_row_counts_as_much_also_in_a_short_batch():
     np.testing.assert_allclose(found.weights, -1e-3 * 60 / 28 * gradient, rtol=1e-2, atol=1e-8)
 
 
-def made_for(count, rows=20):
+def made_for(count, shape=SHAPE):
     group = workers.on_devices(count)
-    source = data.spread(data.power_law("some", SHAPE, seed=0))
-    return group, sgd.make(source, group, rows), source
-
-
-def test_messages_have_room_for_the_largest_batch_and_no_more():
-    group, made, source = made_for(3)
-    assert made.counts == [60, 60, 10]
-    blocks, regions, unions, selections = [], [], [], []
-    for start in range(0, 130, 60):
-        sets = []
-        for worker in range(3):
-            low = min(start + 20 * worker, 130)
-            sets.append(set(source.rows(low, min(low + 20, 130))[0].indices) if low < 130 else [])
-        union = set().union(*sets)
-        selections += map(len, sets)
-        blocks += [sum(i // 101 == r for i in one) for one in sets for r in range(3)]
-        regions += [sum(i // 101 == r for i in union) for r in range(3)]
-        unions.append(len(union))
-    assert made.fit == training.Fit(max(selections), max(blocks), max(regions), max(unions))
-    assert made.parts[0].indices.shape == (3 * made.fit.selection,)
+    return group, sgd.make(data.spread(data.power_law("some", shape, seed=0)), group, 20)
 
 
 def check_lossless(group, made, names):
@@ -173,44 +97,36 @@ def check_lossless(group, made, names):
         found = trained(made, group, name)
         np.testing.assert_allclose(found.run.objectives, dense.run.objectives, rtol=1e-5)
         np.testing.assert_allclose(found.weights, dense.weights, rtol=1e-5, atol=1e-6)
-        assert found.run.delivered == pytest.approx(
-            dense.run.delivered, abs=1
-        )  # but for sums that are 0
+        # But for sums that are 0.
+        assert found.run.delivered == pytest.approx(dense.run.delivered, abs=1)
 
 
-def test_recursive_doubling_loses_nothing_against_the_dense_allreduce():
-    group, made, _ = made_for(3)
+def test_recursive_doubling_loses_nothing_and_what_finds_no_slot_is_an_error():
+    group, made = made_for(3)
     check_lossless(group, made, ["ssar_recursive_double"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
-def test_no_exchange_loses_anything_against_the_dense_allreduce(count):
-    group, made, _ = made_for(count)
-    check_lossless(group, made, [name for name in training.EXCHANGES["sgd"] if name != "dense"])
-
-
-@pytest.mark.slow
-def test_the_split_allgather_is_sparse_and_lossless_with_many_features():
-    group = workers.on_devices(4)
-    shape = SHAPE._replace(size=50_000, rows=400)
-    source = data.spread(data.power_law("some", shape, seed=0))
-    made = sgd.make(source, group, 20)
-    assert made.fit.selection < made.fit.union < 1000
-    check_lossless(group, made, ["ssar_split_allgather", "dsar_split_allgather"])
-
-
-def test_what_finds_no_slot_is_an_error_and_not_a_loss():
-    group, made, _ = made_for(2)
     short = made._replace(fit=made.fit._replace(union=made.fit.union // 2))
     with pytest.raises(RuntimeError, match="ssar_recursive_double: an entry found no slot"):
         trained(short, group, "ssar_recursive_double", epochs=1)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
+def test_no_exchange_loses_anything_against_the_dense_allreduce(count):
+    names = [name for name in training.EXCHANGES["sgd"] if name != "dense"]
+    check_lossless(*made_for(count), names)
+
+
+@pytest.mark.slow
+def test_the_split_allgather_is_sparse_and_lossless_with_many_features():
+    group, made = made_for(4, SHAPE._replace(size=50_000, rows=400))
+    assert made.fit.selection < made.fit.union < 1000
+    check_lossless(group, made, ["ssar_split_allgather", "dsar_split_allgather"])
+
+
 # Coordinate descent.
 
 
-@pytest.mark.parametrize("name", ["logistic", "svm"])
+@pytest.mark.parametrize("name", training.MODELS)
 def test_steps_are_those_of_the_formula(name):
     matrix, labels = problem()
     weights = np.random.default_rng(1).standard_normal(40)
@@ -227,30 +143,11 @@ def test_steps_are_those_of_the_formula(name):
     assert float(found[4]) == 0
 
 
-def test_a_step_of_a_quadratic_ends_in_its_minimum():
-    """Within the hinge the squared one is (1 - y z)^2: ridge regression, in closed form."""
-    column = np.random.default_rng(0).uniform(-0.5, 0.5, (9000, 1)).astype(np.float32)
-    labels = np.sign(np.random.default_rng(1).standard_normal(9000)).astype(np.float32)
-    ridge = 2 * (column[:, 0] @ labels) / (2 * (column**2).sum() + 9000 * RIDGE)
-    made = coordinate_descent.make(data.of_matrix("some", csr_matrix(column), labels))
-    zero, slopes = np.zeros(2, np.float32), -2 * labels
-    found = coordinate_descent.steps(2.0, made, slopes, zero, np.zeros(1, int), 1.0, RIDGE)
-    assert float(found[0]) == pytest.approx(float(ridge), rel=1e-4)
-
-
-def test_one_at_a_time_needs_no_damping_and_all_at_once_that_of_the_longest_row():
-    assert coordinate_descent.damping(14, block=1, owned=50, workers=1) == 1
-    assert coordinate_descent.damping(14, block=50, owned=50, workers=4) == pytest.approx(14)
-    some = coordinate_descent.damping(115, block=100, owned=800_000, workers=4)
-    assert 1 < some < 1.05
-
-
 def test_each_coordinate_has_its_turn_once_with_its_owner():
     counts = np.random.default_rng(0).integers(0, 3, 103)
     owned = coordinate_descent.occurring(counts, 4)
     epoch = coordinate_descent.schedule(owned, 4, 103, 1, 0)
     assert epoch.shape == (6, 4, 4)
-    assert (np.diff(epoch) >= 0).all()
     assert (coordinate_descent.schedule(owned, 4, 103, 1, 1) != epoch).any()
     for worker in range(4):
         mine = np.sort(epoch[:, worker][epoch[:, worker] < 103])
@@ -258,37 +155,114 @@ def test_each_coordinate_has_its_turn_once_with_its_owner():
         np.testing.assert_array_equal(mine, expected[expected // 26 == worker])
 
 
-def descended(group, made, name, epochs=3):
+def descended(group, made, name):
     given = {"block": 10, "regularisation": RIDGE, "seed": 2}
     made = coordinate_descent.Trainer(group, training.MODELS["logistic"], made, name, **given)
-    for _ in range(epochs):
+    for _ in range(3):
         made.epoch()
     return made
 
 
-@pytest.fixture(scope="module")
-def gathered():
-    group = workers.on_devices(3)
-    source = data.spread(data.power_law("some", SHAPE, seed=0))
-    made = coordinate_descent.make(source)
-    return group, source, descended(group, made, "sparse_allgather"), made
-
-
-def test_coordinate_descent_descends_and_follows_the_margins(gathered):
-    _, source, found, _ = gathered
-    assert (np.diff(found.run.objectives) < 0).all()
-    assert found.run.objectives[-1] < 0.9 * found.run.objectives[0]
-    matrix, labels = source.rows(0, source.count)
-    np.testing.assert_allclose(found.margins, matrix @ found.weights, atol=1e-5)
-    expected = objective(matrix, labels, found.weights, "logistic", RIDGE)
-    assert found.run.objectives[-1] == pytest.approx(expected, rel=1e-5)
-
-
 @pytest.mark.parametrize("name", [pytest.param("dense", marks=pytest.mark.slow), "dense_allgather"])
-def test_the_dense_exchanges_of_coordinates_give_the_same_bits(name, gathered):
-    group, _, sparse, made = gathered
-    found = descended(group, made, name)
-    np.testing.assert_array_equal(found.weights, sparse.weights)
+def test_coordinate_descent_descends_with_the_bits_of_a_dense_exchange(name):
+    group, source = workers.on_devices(3), data.spread(data.power_law("some", SHAPE, seed=0))
+    made = coordinate_descent.make(source)
+    sparse, dense = descended(group, made, "sparse_allgather"), descended(group, made, name)
+    assert (np.diff(sparse.run.objectives) < 0).all()
+    assert sparse.run.objectives[-1] < 0.9 * sparse.run.objectives[0]
+    matrix, labels = source.rows(0, source.count)
+    expected = objective(matrix, labels, sparse.weights, "logistic", RIDGE)
+    assert sparse.run.objectives[-1] == pytest.approx(expected, rel=1e-5)
+    np.testing.assert_array_equal(dense.weights, sparse.weights)
     per_step = {"dense": 2 * 301 * 2 / 3, "dense_allgather": 101 * 2}[name]
-    assert found.run.words[0] == pytest.approx(per_step * found.run.steps)
+    assert dense.run.words[0] == pytest.approx(per_step * dense.run.steps)
     assert sparse.run.words[0] == 2 * 10 * 2 * sparse.run.steps
+
+
+# The program. A dense exchange of each method and a sparse one:
+SHORT = {
+    "sgd": ["dense", "ssar_recursive_double"],
+    "scd": ["dense_allgather", "sparse_allgather"],
+}
+
+
+def written(folder, *argv):
+    numbers = folder / "numbers.json"
+    assert __main__.main([*argv, "--json", str(numbers)]) == 0
+    return json.loads(numbers.read_text())
+
+
+def solved(matrix, labels, model, ridge):
+    """The objective that scikit-learn's solver finds."""
+    matrix = matrix.astype(np.float64)
+    # scikit-learn minimises |w|^2 / 2 + C * sum(loss).
+    given = {"C": 1 / (ridge * len(labels)), "fit_intercept": False, "tol": 1e-7}
+    if model == "logistic":
+        solver = LogisticRegression(**given, max_iter=10_000)
+    else:
+        solver = LinearSVC(**given, dual=False, max_iter=1_000_000)
+    return objective(matrix, labels, solver.fit(matrix, labels).coef_[0], model, ridge)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "model", "more"),
+    [
+        ("sgd", "logistic", ["--rate", "4"]),
+        ("scd", "logistic", ["--block", "3"]),
+        ("scd", "svm", ["--block", "3"]),
+    ],
+)
+def test_a_file_is_trained_on_to_the_objective_of_a_solver(method, model, more, tmp_path):
+    file, shape = str(tmp_path / "rows"), data.Shape(size=120, nonzeros=14, rows=900, exponent=1.1)
+    dump_svmlight_file(*data.power_law("some", shape, seed=1).rows(0, 900), file, zero_based=False)
+    argv = ["--data", file, "--test", file, "--method", method, "--model", model, *more]
+    argv += ["--epochs", "150", "--batch", "16", "--regularisation", "1e-3", "--exchange"]
+    numbers = written(tmp_path, *argv, *SHORT[method])
+    matrix, labels, _ = data.read(Path(file))
+    expected = solved(matrix, labels, model, 1e-3)
+    assert list(numbers["runs"]) == SHORT[method]
+    assert 0.5 < numbers["test_accuracy"] <= 1
+    for name, run in numbers["runs"].items():
+        assert expected <= run["objectives"][-1] * (1 + 1e-5)
+        assert run["objectives"][-1] < 1.01 * expected, name
+        assert run["difference"] < 1e-5
+
+
+def in_processes(count, argv):
+    """The statuses of so many processes that have joined, and what each says of errors."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{holder.getsockname()[1]}"
+    program = [sys.executable, "-m", "examples.linear_models", *argv, "--workers", str(count)]
+    given = {"cwd": ROOT, "env": environment(), "stderr": subprocess.PIPE, "text": True}
+    processes = [
+        subprocess.Popen([*program, "--join", address, str(number)], **given)
+        for number in range(count)
+    ]
+    errors = [process.communicate(timeout=600)[1] for process in processes]
+    return [process.returncode for process in processes], errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", list(SHORT))
+def test_processes_compute_what_the_devices_of_one_do(method, tmp_path):
+    argv = ["--method", method, "--rows", "800", "--epochs", "2", "--exchange", *SHORT[method]]
+    here = written(tmp_path, *argv, "--workers", "3")
+    statuses, errors = in_processes(3, [*argv, "--json", str(tmp_path / "processes.json")])
+    assert statuses == [0, 0, 0], errors
+    there = json.loads((tmp_path / "processes.json").read_text())
+    for name, run in here["runs"].items():
+        objectives = there["runs"][name]["objectives"]
+        np.testing.assert_allclose(objectives, run["objectives"], rtol=1e-5)
+        assert there["runs"][name]["words"] == run["words"]
+
+
+@pytest.mark.slow
+def test_processes_that_fail_end_with_the_status_and_one_line(tmp_path):
+    file = tmp_path / "bad"
+    file.write_text("1 1:1\n-1 x\n")
+    statuses, errors = in_processes(2, ["--data", str(file)])
+    assert statuses == [2, 2], errors
+    lines = [x for error in errors for x in error.splitlines() if x.startswith("linear_models")]
+    assert lines == [f"linear_models: {file}, line 2: 'x' is not INDEX:VALUE"]

@@ -25,6 +25,7 @@ TEMPLATES = Path(__file__).parents[1] / "docs" / "templates"
 SIZE = 203
 DENSITY = 0.05
 K = 10
+LAYERS = ((20, 10), (3,))
 
 
 def factory(variable):
@@ -48,14 +49,11 @@ def types_of(tree):
     return jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree)
 
 
-@pytest.fixture(scope="module")
-def selector():
-    return SELECTOR(density=DENSITY)
-
-
-@pytest.fixture(scope="module")
-def select(selector):
-    return jax.jit(selector.select)
+def lost(out):
+    """The largest share of an entry that is neither in the total nor kept."""
+    total, sent, kept = (np.asarray(out[x], np.float64) for x in ("total", "sent", "kept"))
+    scale = np.abs(sent).sum(axis=0) + 1e-30
+    return (np.abs(sent.sum(axis=0) - kept.sum(axis=0) - total[0]) / scale).max()
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +64,17 @@ def allreduce():
 class TestSelector:
     """``init(layout) -> state`` and ``select(acc, state) -> (coo, state, info)``."""
 
+    selector = SELECTOR(density=DENSITY)
+
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-    def test_the_selection_has_entries_of_the_accumulator(self, selector, select, dtype):
-        """Their indices are unique and ascending, zeros are not sent, and padding comes last."""
-        state, capacity = selector.init(SIZE), None
+    def test_the_selection_has_entries_of_the_accumulator(self, dtype):
+        """Their indices are unique and ascending, zeros are not sent, and padding comes last.
+
+        The state keeps its structure, and all steps are of one program.
+        """
+        select, state = jax.jit(self.selector.select), self.selector.init(SIZE)
+        types, capacity = types_of(state), None
+        before = jax_internals.programs(select)
         for name, accs in helpers.hard_accumulators(1, SIZE).items():
             acc = np.asarray(jnp.asarray(accs[0]).astype(dtype))
             coo, state, info = select(acc, state)
@@ -85,31 +90,16 @@ class TestSelector:
             assert values[:used].astype(np.float32).all(), name
             assert (indices[used:] == SIZE).all(), name
             assert not values[used:].astype(np.float32).any(), name
+            assert isinstance(info, sc.SelectInfo)
+            assert types_of(list(info)) == [((), jnp.int32), ((), jnp.int32), ((), jnp.float32)]
+            assert types_of(state) == types, name
+        assert jax_internals.programs(select) == before + 1
 
-    def test_what_it_reports(self, selector, select):
-        _, _, info = select(helpers.hard_accumulators(1, SIZE)["normal"][0], selector.init(SIZE))
-        assert isinstance(info, sc.SelectInfo)
-        assert [x.dtype for x in info] == [jnp.int32, jnp.int32, jnp.float32]
-        assert all(x.shape == () for x in info)
-
-    def test_the_state_keeps_its_structure_and_steps_are_traced_once(self):
-        selector = SELECTOR(density=DENSITY)
-        select, state = jax.jit(selector.select), selector.init(SIZE)
-        types = types_of(state)
-        for acc in helpers.hard_accumulators(1, SIZE).values():
-            _, state, _ = select(acc[0], state)
-            assert types_of(state) == types
-        assert jax_internals.programs(select) == 1
-
-    def test_it_takes_a_layout(self, selector, select):
-        state = selector.init(sc.Layout(((20, 10), (3,))))
-        coo, _, _ = select(helpers.hard_accumulators(1, SIZE)["normal"][0], state)
-        assert coo.size == SIZE
-
-    def test_no_index_waits_for_ever(self, selector, select):
-        """Of gradients that stay the same every entry goes sooner or later."""
+    def test_no_index_waits_for_ever(self):
+        """Of gradients that stay the same every entry goes sooner or later; of a layout."""
         gradient = np.linspace(1, 2, SIZE, dtype=np.float32)
-        residual, state, sent = np.zeros(SIZE, np.float32), selector.init(SIZE), np.zeros(SIZE)
+        select, state = jax.jit(self.selector.select), self.selector.init(sc.Layout(LAYERS))
+        residual, sent = np.zeros(SIZE, np.float32), np.zeros(SIZE)
         for _ in range(20 * round(1 / DENSITY)):
             residual = residual + gradient
             coo, state, _ = select(residual, state)
@@ -127,20 +117,22 @@ class TestAllreduce:
     def test_nothing_is_lost_and_all_workers_agree(self, allreduce, workers):
         for name, acc in helpers.hard_accumulators(workers, SIZE).items():
             state = allreduce.init(SIZE, workers)
+            types = types_of(state)
             for step in range(3):
                 acc = np.roll(acc, 7 * step, axis=1)
                 out = helpers.run_once(self.selector, allreduce, acc, state)
                 state = jax.tree.map(lambda x: x[0], out["allreduce_state"])
-                total = np.asarray(out["total"])
-                bits = total.view(np.int32)
+                assert types_of(state) == types
+                bits = np.asarray(out["total"]).view(np.int32)
                 np.testing.assert_array_equal(bits, np.broadcast_to(bits[:1], bits.shape), name)
-                sent, kept = (np.asarray(out[x], np.float64) for x in ("sent", "kept"))
-                scale = np.abs(sent).sum(axis=0) + 1e-30
-                error = np.abs(sent.sum(axis=0) - kept.sum(axis=0) - total[0]) / scale
-                assert error.max() < 1e-6, f"{name}, step {step}"
+                assert lost(out) < 1e-6, f"{name}, step {step}"
                 for field in ("delivered", "threshold", "words"):
                     values = np.asarray(getattr(out["info"], field))
                     assert (values == values[0]).all(), f"{name}: {field}"
+                if workers == 1 and name == "normal":
+                    np.testing.assert_array_equal(out["total"], out["sent"])
+                    assert out["info"].words[0] == 0
+        assert jax_internals.programs(helpers.simulated_reduce(allreduce, workers)) == 1
 
     def test_the_total_keeps_its_capacity(self, allreduce):
         def reduce(acc):
@@ -164,10 +156,7 @@ class TestAllreduce:
         acc = jnp.asarray(helpers.hard_accumulators(3, SIZE)["normal"]).astype(dtype)
         out = helpers.run_once(self.selector, allreduce, acc)
         assert out["total"].dtype == dtype
-        total, sent, kept = (np.asarray(out[x], np.float64) for x in ("total", "sent", "kept"))
-        scale = np.abs(sent).sum(axis=0) + 1e-30
-        error = np.abs(sent.sum(axis=0) - kept.sum(axis=0) - total[0]) / scale
-        assert error.max() <= 4 * float(jnp.finfo(dtype).eps)
+        assert lost(out) <= 4 * float(jnp.finfo(dtype).eps)
 
     def test_sums_of_finite_entries_stay_finite(self, allreduce):
         acc = np.zeros((3, SIZE), np.float32)
@@ -176,34 +165,13 @@ class TestAllreduce:
         assert np.isfinite(out["total"]).all()
         assert np.isfinite(out["kept"]).all()
 
-    def test_the_state_keeps_its_structure_and_steps_are_traced_once(self, allreduce):
-        acc = helpers.hard_accumulators(3, SIZE)["normal"]
-        state = allreduce.init(SIZE, 3)
-        types = types_of(state)
-        reduce = helpers.simulated_reduce(allreduce, 3)
-        for step in range(3):
-            out = helpers.run_once(self.selector, allreduce, acc * (step + 1), state)
-            state = jax.tree.map(lambda x: x[0], out["allreduce_state"])
-            assert types_of(state) == types
-        before = jax_internals.programs(reduce)
-        helpers.run_once(self.selector, allreduce, acc * 9, state)
-        assert jax_internals.programs(reduce) == before
-
-    def test_one_worker_is_plain_selection(self, allreduce):
-        out = helpers.run_once(
-            self.selector, allreduce, helpers.hard_accumulators(1, SIZE)["normal"]
-        )
-        np.testing.assert_array_equal(out["total"], out["sent"])
-        assert out["info"].words[0] == 0
-
     def test_its_words_are_those_of_its_program(self, allreduce):
         """Of an exchange without choices; with them, see `frequencies` of `traffic`."""
         acc = helpers.hard_accumulators(4, SIZE)["normal"]
         words = helpers.run_once(self.selector, allreduce, acc)["info"].words[0]
+        given = {"size": SIZE, "capacity": K, "axis_size": 4}
         least, most = (
-            sc.traffic.of_allreduce(
-                allreduce, size=SIZE, capacity=K, axis_size=4, conditional=conditional
-            ).words
+            sc.traffic.of_allreduce(allreduce, **given, conditional=conditional).words
             for conditional in ("best", "worst")
         )
         assert least <= words <= most

@@ -1,6 +1,7 @@
 """Everything that the library lets a user combine, drawn together."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -103,45 +104,25 @@ def flat_allreduces(
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Configuration:
-    """A transformation and what it is given.
+    """A transformation and what it is given."""
 
-    Attributes:
-      text: all that was drawn but the gradients, for the report of a failure.
-      tx: the transformation.
-      around: a key of AROUND, what ``tx`` is in.
-      axes: names of the axes of the workers.
-      shape: their sizes.
-      params: shapes and dtypes.
-      dense_steps: a key of DENSE_STEPS.
-      policy: what it does with what is not finite.
-      decay: of the residual.
-      narrow_residual: whether it is bfloat16, rounded at random.
-      momentum: of the correction, or None; and whether it is Nesterov's.
-      nesterov: see ``momentum``.
-      data: the kind of gradients.
-      seed: of the gradients.
-      keeps_others: whether a worker may be left with parts of what others sent.
-      low_rank: whether products of factors are exchanged.
-      tied: leaves that are the array of another one, by name.
-    """
-
-    text: str
-    dense_steps: str
+    text: str  # all that was drawn but the gradients, for the report of a failure
+    dense_steps: str  # a key of DENSE_STEPS
     tx: optax.GradientTransformation
-    around: str
-    axes: tuple[str, ...]
+    around: str  # a key of AROUND, what `tx` is in
+    axes: tuple[str, ...]  # of the workers, with their sizes
     shape: tuple[int, ...]
-    params: Any
-    policy: str
-    decay: float
-    narrow_residual: bool
-    momentum: float | None
+    params: Any  # shapes and dtypes
+    policy: str  # what it does with what is not finite
+    decay: float  # of the residual
+    narrow_residual: bool  # whether it is bfloat16, rounded at random
+    momentum: float | None  # of the correction
     nesterov: bool
-    data: str
+    data: str  # the kind of gradients
     seed: int
-    keeps_others: bool
-    low_rank: bool
-    tied: dict[str, str]
+    keeps_others: bool  # whether a worker may be left with parts of what others sent
+    low_rank: bool  # whether products of factors are exchanged
+    tied: dict[str, str]  # leaves that are the array of another one, by name
 
     @property
     def workers(self) -> int:
@@ -160,14 +141,13 @@ class Configuration:
 def recording(inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """``inner``, with its last result in its state: what was accumulated."""
 
-    def init(params: Any) -> Any:
-        return inner.init(params), jax.tree.map(jnp.zeros_like, params)
-
     def update(updates: Any, state: Any, params: Any = None):
         updates, inner_state = inner.update(updates, state[0], params)
         return updates, (inner_state, updates)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(
+        lambda params: (inner.init(params), jax.tree.map(jnp.zeros_like, params)), update
+    )
 
 
 LOCALS: dict[str, Callable[[], optax.GradientTransformation | None]] = {
@@ -183,8 +163,8 @@ LIMITS: dict[str, Any] = {
     "that falls": lambda count: 1.0 / (1.0 + count.astype(jnp.float32)),
 }
 LOW_RANK: dict[str, Callable[..., optax.GradientTransformation]] = {
-    "powersgd(1)": lambda **options: optax_ext.powersgd(1, **options),
-    "acp_sgd(2)": lambda **options: optax_ext.acp_sgd(2, **options),
+    "powersgd(1)": functools.partial(optax_ext.powersgd, 1),
+    "acp_sgd(2)": functools.partial(optax_ext.acp_sgd, 2),
 }
 # Of these mini-steps is one exchange made.
 MINI_STEPS = 2
@@ -220,10 +200,8 @@ def configurations(draw: Any, *, of_parts: bool = False) -> Configuration:
     codecs = WITHOUT_PRODUCTS if of_parts else tuple(CODECS)
     name, exchange = draw(flat_allreduces(density, codecs))
     if two_levels and one_of(True, True, False):
-        name, exchange = (
-            f"hierarchical({name})",
-            sc.allreduce.hierarchical(inner_axis="device", outer=exchange),
-        )
+        exchange = sc.allreduce.hierarchical(inner_axis="device", outer=exchange)
+        name = f"hierarchical({name})"
     elif two_levels:
         name, exchange = "torus_2d", sc.allreduce.published.torus_2d()
     # What takes long to compile comes up less often: all branches of it are computed here.
@@ -244,6 +222,7 @@ def configurations(draw: Any, *, of_parts: bool = False) -> Configuration:
     if LOCALS[local]() is None:
         limit = None
     options: dict[str, Any] = {
+        "axis": axes,
         "nonfinite": policy,
         "local": LOCALS[local](),
         "residual": optax_ext.residual(jnp.bfloat16 if narrow else jnp.float32, decay=decay),
@@ -261,21 +240,18 @@ def configurations(draw: Any, *, of_parts: bool = False) -> Configuration:
         options["dense_leaves"] = optax_ext.small_leaves(min_size=20, min_ndim=1)
     leaves = zip(sorted(TREES[tree]), DTYPES[dtypes])
     if low_rank is not None:
-        what, tx = low_rank, LOW_RANK[low_rank](axis=axes, **options)
+        what, tx = low_rank, LOW_RANK[low_rank](**options)
     else:
         chosen = SELECTORS[selector](density)
         what = f"{chosen.spec} -> {exchange.spec} as {name}"
-        tx = optax_ext.sparse_allreduce(chosen, exchange, axis=axes, **options)
+        tx = optax_ext.sparse_allreduce(chosen, exchange, **options)
     tied = TIED.get(tree, {})
     params = {leaf: jax.ShapeDtypeStruct(TREES[tree][leaf], dtype) for leaf, dtype in leaves}
     params |= {leaf: params[other] for leaf, other in tied.items()}
     return Configuration(
-        text=(
-            f"{what} over {shape}, in {around}, "
-            f"{tree} of {dtypes}, {policy}, local {local}, momentum {momentum} (Nesterov "
-            f"{nesterov}, masking {masking}), residual bfloat16 {narrow} decay {decay}, "
-            f"limit {limit}, {dense_steps} steps dense, dense leaves {dense_leaves}"
-        ),
+        text=f"{what}, {tree=}, {dtypes=}, {local=}, {momentum=}, {nesterov=}, {masking=}, "
+        f"{limit=}, {dense_leaves=}, {policy=}, {narrow=}, {decay=}, {dense_steps=}, {shape=}, "
+        f"{around=}",
         dense_steps=dense_steps,
         tx=tx,
         around=around,

@@ -6,6 +6,7 @@ it.
 """
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -37,6 +38,23 @@ class Sharded:
     configuration: Configuration
     inside: tuple[int, int]
     specs: dict[str, PartitionSpec]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return dict(zip(("fsdp", "tensor"), self.inside, strict=True))
+
+    @property
+    def places(self) -> list[tuple[int, ...]]:
+        """Of the devices of a worker."""
+        return list(np.ndindex(self.inside))
+
+    def shard(self, array: np.ndarray, name: str, place: tuple[int, ...]) -> np.ndarray:
+        """What the device at ``place`` has of a leaf, by NumPy."""
+        at = dict(zip(self.sizes, place, strict=True))
+        for dim, axis in enumerate(self.specs[name]):
+            if axis is not None:
+                array = np.split(array, self.sizes[axis], axis=dim)[at[axis]]
+        return array
 
     def __repr__(self) -> str:
         dtypes = {name: leaf.dtype.name for name, leaf in self.configuration.params.items()}
@@ -70,36 +88,12 @@ def sharded(draw: Any) -> Sharded:
     return Sharded(configuration, inside, specs)
 
 
-def shard(array: np.ndarray, spec: PartitionSpec, place: dict[str, int], sizes: dict) -> np.ndarray:
-    """What the device at ``place`` has of an array, by NumPy."""
-    for dim, axis in enumerate(spec):
-        if axis is not None:
-            array = np.split(array, sizes[axis], axis=dim)[place[axis]]
-    return array
-
-
-def unshard(shards_of: Any, spec: PartitionSpec, sizes: dict) -> np.ndarray:
-    """The whole of ``shards_of(place)``."""
-    axes = list(sizes)
-
-    def join(place: dict[str, int], dims: list) -> np.ndarray:
-        if not dims:
-            return shards_of({**dict.fromkeys(axes, 0), **place})
-        (dim, axis), *rest = dims
-        parts = [join({**place, axis: i}, rest) for i in range(sizes[axis])]
-        return np.concatenate(parts, axis=dim)
-
-    return join({}, [(dim, axis) for dim, axis in enumerate(spec) if axis is not None])
-
-
 def run(drawn: Sharded) -> tuple[list[dict], Any, Any]:
-    """Updates of all steps as whole leaves, the last state ``[P, f, t, ...]``, the gradients."""
+    """Updates of all steps and the last state ``[P, f, t, ...]``, and the gradients."""
     configuration, workers = drawn.configuration, drawn.configuration.workers
-    tx, sizes = configuration.tx, dict(zip(("fsdp", "tensor"), drawn.inside, strict=True))
-    (axis,) = configuration.axes
-    shape = (workers, *drawn.inside)
+    tx, (axis,) = configuration.tx, configuration.axes
+    shape, names = (workers, *drawn.inside), {axis: workers, **drawn.sizes}
     given = gradients(configuration)
-    names = {axis: workers, **sizes}
 
     def init(_: Any) -> Any:
         with _given.sharded(_given.Given(names, {f"['{k}']": s for k, s in drawn.specs.items()})):
@@ -114,30 +108,15 @@ def run(drawn: Sharded) -> tuple[list[dict], Any, Any]:
     step = sc.simulate(
         lambda state, gradient: tx.update(gradient, state), axis=tuple(names), axis_size=shape
     )
-    places = [{"fsdp": f, "tensor": t} for f in range(shape[1]) for t in range(shape[2])]
     made = []
     for t in range(STEPS):
         of_devices = {}
         for name, leaf in given.items():
-            pieces = [
-                [shard(np.asarray(worker), drawn.specs[name], place, sizes) for place in places]
-                for worker in leaf[t]
-            ]
+            pieces = [[drawn.shard(x, name, place) for place in drawn.places] for x in leaf[t]]
             array = np.asarray(pieces)
             of_devices[name] = jnp.asarray(array.reshape(*shape, *array.shape[2:]))
         update, state = step(state, of_devices)
-        update = jax.tree.map(np.asarray, update)
-        for name, leaf in update.items():
-            # Wherever the same part is, it is the same.
-            spec = drawn.specs[name]
-            whole = unshard(lambda p, leaf=leaf: leaf[0, p["fsdp"], p["tensor"]], spec, sizes)
-            for worker in range(workers):
-                for place in places:
-                    mine = leaf[worker, place["fsdp"], place["tensor"]]
-                    expected = shard(whole, spec, place, sizes)
-                    assert mine.tobytes() == expected.tobytes(), f"{name} differs"
-            update[name] = whole
-        made.append(update)
+        made.append(jax.tree.map(np.asarray, update))
     return made, jax.device_get(state), given
 
 
@@ -151,7 +130,9 @@ def check(drawn: Sharded) -> None:
     )
     for made, wanted in zip(updates, expected, strict=True):
         for name, leaf in wanted.items():
-            assert made[name].tobytes() == np.asarray(leaf, made[name].dtype).tobytes(), name
+            for worker, place in itertools.product(made[name], drawn.places):
+                mine = drawn.shard(np.asarray(leaf, made[name].dtype), name, place)
+                assert worker[place].tobytes() == mine.tobytes(), f"{name} at {place}"
     parts = math.prod(drawn.inside)
     found = np.asarray(node.residual).reshape(len(residuals), parts, -1)
     assert found.tobytes() == residuals.astype(found.dtype).tobytes()

@@ -38,25 +38,15 @@ STEADY = (
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Steady:
-    """An exchange of gradients that stay.
+    """An exchange of gradients that stay."""
 
-    Attributes:
-      text: all that was drawn.
-      tx: the transformation.
-      workers: P.
-      gradients: ``f32[P, n]``.
-      bound: steps that an entry may wait, if nothing rounds it to zero.
-      huge: the entry that may be far above the others.
-      level: steps after which an entry is as large as the smallest number beside that one.
-    """
-
-    text: str
+    text: str  # all that was drawn
     tx: Any
     workers: int
-    gradients: np.ndarray
-    bound: int
-    huge: int
-    level: float
+    gradients: np.ndarray  # f32[P, n]
+    bound: int  # steps that an entry may wait, if nothing rounds it to zero
+    huge: int  # the entry that may be far above the others
+    level: float  # steps after which an entry is as large as the smallest number beside that one
 
     def __repr__(self) -> str:
         return self.text

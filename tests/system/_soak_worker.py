@@ -1,4 +1,4 @@
-"""One process of the soak; `_soak` starts it. Its argument is a JSON object.
+"""One process of the soak; `test_soak` starts it. Its argument is a JSON object.
 
 A step's gradients come from `_patterns`, and the step itself measures whether anything was lost.
 Each line on standard output says what was found since the last one.
@@ -33,10 +33,9 @@ def policy_of(step: int) -> str:
     return "drop" if step % _BLOCK >= _BLOCK - _DROPPING else "skip"
 
 
-def transformation(policy: str) -> optax.GradientTransformation:
-    """Its state is the same for each policy, so that they can take turns."""
-    sparse = optax_ext.ok_topk(density=DENSITY, axis=_task.AXIS, nonfinite=policy)
-    return optax.chain(sparse, optax.sgd(1e-3))
+def parts(policy: str) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
+    """The exchange and the descent; their state is the same for each policy, so they take turns."""
+    return optax_ext.ok_topk(density=DENSITY, axis=_task.AXIS, nonfinite=policy), optax.sgd(1e-3)
 
 
 def make_step(policy: str, mesh: jax.sharding.Mesh) -> Any:
@@ -45,8 +44,7 @@ def make_step(policy: str, mesh: jax.sharding.Mesh) -> Any:
     ``error f32[]`` is the largest difference between what was accumulated and what was delivered
     or kept, over all entries, in units of the rounding of one float32 addition of that entry.
     """
-    sparse = optax_ext.ok_topk(density=DENSITY, axis=_task.AXIS, nonfinite=policy)
-    descent = optax.sgd(1e-3)
+    sparse, descent = parts(policy)
 
     def local_step(params, opt_state, gradients):
         before = opt_state[0].residual[0]
@@ -106,7 +104,7 @@ def main() -> None:
 def _start(manager: Any, first: int, mesh: jax.sharding.Mesh) -> tuple[Any, Any]:
     whole = NamedSharding(mesh, PartitionSpec())
     params = _task.placed(np.zeros(_patterns.SIZE, np.float32), whole)
-    tx = transformation("skip")
+    tx = optax.chain(*parts("skip"))
     if first == 0:
         return params, optax_ext.init_state(tx, params, mesh)
     expected = (

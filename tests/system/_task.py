@@ -9,14 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from jax.sharding import (
-    AbstractMesh,
-    AxisType,
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
-    SingleDeviceSharding,
-)
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import optax_ext
 
@@ -35,10 +28,7 @@ def first_params() -> dict[str, np.ndarray]:
     """The parameters before the first step, on the host."""
     rng = np.random.default_rng(0)
     shapes = {"in": (_INPUTS, _HIDDEN), "out": (_HIDDEN, _OUTPUTS)}
-    return {
-        name: (0.2 * rng.standard_normal(shape)).astype(np.float32)
-        for name, shape in shapes.items()
-    }
+    return {name: np.float32(0.2 * rng.standard_normal(x)) for name, x in shapes.items()}
 
 
 def loss_fn(params: Any, batch: Any) -> jax.Array:
@@ -55,12 +45,10 @@ def mesh_of_all() -> Mesh:
 def batch_of(step: int, mesh: Mesh) -> Any:
     """The batch of a step, split over the workers; it depends on nothing but the step."""
     rng = np.random.default_rng([1, step])
-    sharding = NamedSharding(mesh, PartitionSpec(AXIS))
     host = (
-        rng.standard_normal((_BATCH, _INPUTS)).astype(np.float32),
-        rng.standard_normal((_BATCH, _OUTPUTS)).astype(np.float32),
+        rng.standard_normal((_BATCH, width)).astype(np.float32) for width in (_INPUTS, _OUTPUTS)
     )
-    return jax.tree.map(lambda x: placed(x, sharding), host)
+    return tuple(placed(x, NamedSharding(mesh, PartitionSpec(AXIS))) for x in host)
 
 
 def placed(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
@@ -102,25 +90,16 @@ def save(manager: ocp.CheckpointManager, step: int, params: Any, opt_state: Any)
 
 
 def restore(manager: ocp.CheckpointManager, step: int, mesh: Mesh) -> tuple[Any, Any]:
-    """Parameters and state, to the bit, for the number of workers that saved them.
-
-    Raises:
-      ValueError: as :func:`restore_into`.
-    """
+    """Parameters and state, to the bit, for the number of workers that saved them."""
     expected = optax_ext.abstract_state(transformation(), first_params(), mesh)
-    whole = NamedSharding(mesh, PartitionSpec())
-    return restore_into(manager, step, (_shapes(whole), expected))
+    return restore_into(manager, step, (_shapes(NamedSharding(mesh, PartitionSpec())), expected))
 
 
 def restore_on_host(manager: ocp.CheckpointManager, step: int) -> tuple[Any, Any]:
-    """Parameters and the state of all workers that saved, on one device of this process.
-
-    Raises:
-      ValueError: as :func:`restore_into`.
-    """
+    """Parameters and the state of all workers that saved, on one device of this process."""
+    host = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     saved = manager.metadata(step).custom_metadata
-    host = SingleDeviceSharding(jax.local_devices()[0])
-    workers = AbstractMesh((saved["state"]["workers"],), (AXIS,))
+    workers = jax.sharding.AbstractMesh((saved["state"]["workers"],), (AXIS,))
     expected = optax_ext.abstract_state(transformation(), first_params(), workers, sharding=host)
     return restore_into(manager, step, (_shapes(host), expected))
 
@@ -128,9 +107,7 @@ def restore_on_host(manager: ocp.CheckpointManager, step: int) -> tuple[Any, Any
 def restore_into(manager: ocp.CheckpointManager, step: int, expected: Any) -> Any:
     """A checkpoint in the shapes and at the places of ``expected``: parameters and state.
 
-    Raises:
-      ValueError: it was saved from another state, or the arrays are not what was saved.
-      Exception: whatever orbax raises where files are missing or damaged.
+    ValueError: it is of another state, or of other arrays; or whatever orbax raises of its files.
     """
     saved = manager.metadata(step).custom_metadata
     optax_ext.check_metadata(saved["state"], expected[1])
@@ -140,10 +117,9 @@ def restore_into(manager: ocp.CheckpointManager, step: int, expected: Any) -> An
 
 
 def last_whole(folder: Path) -> tuple[int, dict[int, str]]:
-    """The newest checkpoint that can be read and has its checksums; for one process.
+    """The newest checkpoint that can be read and has its checksums, 0 for none; for one process.
 
-    Returns:
-      Its step, 0 where there is none, and for each newer one what is wrong with it.
+    And for each newer one what is wrong with it.
     """
     damaged = {}
     with manager_of(folder) as manager:

@@ -18,14 +18,10 @@ PATIENCE = 600
 
 
 def workers(folder: Path, processes: int = WORKERS, **options: Any) -> Any:
-    """The processes of one training, for the length of the block.
+    """The processes of one training, with checkpoints in the folder, for the length of the block.
 
-    Args:
-      folder: of the checkpoints.
-      processes: P.
-      **options: of `groups.group`, and settings in place of the usual ones; see `_worker`.
+    The options are of `groups.group`, and settings in place of the usual ones; see `_worker`.
     """
-    kept = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(folder.parent / "compiled"))
     usual = {
         "folder": str(folder),
         "steps": STEPS,
@@ -38,6 +34,7 @@ def workers(folder: Path, processes: int = WORKERS, **options: Any) -> Any:
         "limit_at": -1,
     }
     # Programs are compiled once, and quickly.
+    kept = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(folder.parent / "compiled"))
     variables = {
         "XLA_FLAGS": "--xla_backend_optimization_level=0",
         "JAX_COMPILATION_CACHE_DIR": kept,
@@ -48,11 +45,7 @@ def workers(folder: Path, processes: int = WORKERS, **options: Any) -> Any:
 
 
 def finished(group: list[Process]) -> None:
-    """Waits until all have finished.
-
-    Raises:
-      RuntimeError: one ended in another way, or took too long.
-    """
+    """Waits until all have finished; raises RuntimeError where one ends in another way."""
     for process in group:
         process.wait_for("finished", seconds=PATIENCE)
     for process in group:
@@ -82,39 +75,26 @@ def ended(group: list[Process], since: float, bound: float) -> float | None:
     return max(p.ended_at - since for p in group)
 
 
+_WATCHDOG = r"optax_ext\.contrib\.Watchdog: "
+_REASONS = (
+    (_WATCHDOG + r"(.* did not end within .*?) on process", r"\1"),
+    (_WATCHDOG + r"(.*?) failed on process.*? with (.*?)\. This process ends now", r"\1: \2"),
+    (r"(The following tasks are unhealthy[^\n]*)\n(\d+(?:\n\d+)*)", r"jax: \1 \2"),
+    (r"(Failed to send RPC to coordination service)", r"jax: \1"),
+    (r"Terminating process because .*?absl::Status: ([^\n]*)", r"jax: \1"),
+    (r"Terminating process because ([^\n]*)", r"jax: \1"),
+    (r"\n(\w[\w.]*(?:Error|Exception): [^\n]*)\n*$", r"\1"),
+)
+
+
 def report(process: Process) -> str:
     """How a process ended, and why, in its own words; `silent` where it gave no reason."""
-    status = process.status
-    how = (
-        "running" if status is None else f"status {status}" if status >= 0 else f"signal {-status}"
-    )
-    errors = process.errors
-    patterns = (
-        (r"optax_ext\.contrib\.Watchdog: (.* did not end within .*?) on process", r"\1"),
-        (
-            r"optax_ext\.contrib\.Watchdog: (.*?) failed on process.*? with (.*?)\. This process "
-            "ends now",
-            r"\1: \2",
-        ),
-        (r"(The following tasks are unhealthy[^\n]*)\n(\d+(?:\n\d+)*)", r"jax: \1 \2"),
-        (r"(Failed to send RPC to coordination service)", r"jax: \1"),
-        (r"Terminating process because .*?absl::Status: ([^\n]*)", r"jax: \1"),
-        (r"Terminating process because ([^\n]*)", r"jax: \1"),
-        (r"\n(\w[\w.]*(?:Error|Exception): [^\n]*)\n*$", r"\1"),
-    )
-    for pattern, template in patterns:
-        found = re.search(pattern, errors, re.DOTALL)
+    for pattern, template in _REASONS:
+        found = re.search(pattern, process.errors, re.DOTALL)
         if found:
-            return f"{how}, {_short(found.expand(template))}"
-    return f"{how}, silent"
-
-
-def _short(text: str) -> str:
-    text = " ".join(text.split())
-    text = re.sub(
-        r"\[external/\S+\] |\[?127\.0\.0\.1\]?(:\d+)?|JaxRuntimeError: UNKNOWN: ", "", text
-    )
-    return text if len(text) <= 110 else f"{text[:107]}..."
+            why = " ".join(found.expand(template).split())
+            return f"status {process.status}, {why[:200]}"
+    return f"status {process.status}, silent"
 
 
 def explained(process: Process) -> bool:
@@ -122,27 +102,24 @@ def explained(process: Process) -> bool:
     return process.status not in (None, 0) and not report(process).endswith("silent")
 
 
-def resumed(folder: Path, step: int, expected: list[dict[int, str]]) -> tuple[bool, str]:
-    """A run from a checkpoint with as many workers: every step must have the same bits."""
+def resume(folder: Path, step: int, expected: list[dict[int, str]]) -> None:
+    """A run from a checkpoint with as many workers has the same bits at every step."""
     with workers(folder, resume=step) as group:
         finished(group)
         first = [p.find("started")["hash"] for p in group]
         found = hashes(group)
-    steps = range(step + 1, STEPS + 1)
-    ok = all(
-        before in (was.get(step), None if step else before) and all(now[s] == was[s] for s in steps)
-        for before, now, was in zip(first, found, expected)
-    )
-    return ok, f"{WORKERS} workers: {'same bits' if ok else 'OTHER BITS'}"
+    assert first == [was[step] for was in expected]
+    assert found == [{s: was[s] for s in range(step + 1, STEPS + 1)} for was in expected]
 
 
-def resumed_by_fewer(folder: Path, step: int) -> tuple[bool, str]:
-    """A run from a checkpoint with one worker less: the residuals' sum must be kept."""
+def resume_with_fewer(folder: Path, step: int) -> None:
+    """A run from a checkpoint with one worker less keeps the sum of the residuals."""
     with workers(folder, processes=WORKERS - 1, resume=step) as group:
         finished(group)
         moved = [p.find("resharded") for p in group]
         losses = [e["loss"] for p in group for e in p.events if e["event"] == "end"]
-    # Two float32 hold 48 bits of a sum.
-    ok = all(m["difference"] <= 2**-40 * m["largest"] and m["largest"] > 0 for m in moved)
-    ok = ok and len(losses) == (WORKERS - 1) * (STEPS - step) and all(x < 10 for x in losses)
-    return ok, f"{WORKERS - 1} workers: {'sum kept' if ok else 'SUM LOST'}"
+    for found in moved:
+        # Two float32 hold 48 bits of a sum.
+        assert found["difference"] <= 2**-40 * found["largest"] > 0
+    assert len(losses) == (WORKERS - 1) * (STEPS - step)
+    assert max(losses) < 10

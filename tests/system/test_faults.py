@@ -31,7 +31,6 @@ from tests.system import _training as training
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
 
-STOP = float(os.environ.get("FAULTS_STOP", "30"))
 FAULTS = {
     fault.__name__: fault
     for fault in (
@@ -53,30 +52,16 @@ WATCHDOG = "optax_ext.contrib.Watchdog: step 8 "
 JAX = "F1121 client.h:80] Terminating process because the JAX service detected errors."
 
 
-@pytest.mark.parametrize(
-    ("status", "errors", "expected"),
-    [
+def test_an_end_is_accepted_only_with_an_error_and_its_reason():
+    for status, errors, reason in (
         (75, f"{WATCHDOG}did not end within 10 s on process 0 of 3 (a, pid 1): b", "within 10 s"),
-        (
-            75,
-            f"{WATCHDOG}failed on process 2 of 3 (a) with E: closed. This process ends now",
-            "E: c",
-        ),
+        (75, f"{WATCHDOG}failed on process 2 of 3 (a) with E: no. This process ends now", "E: no"),
         (-6, f"{JAX} The following tasks are unhealthy (no heartbeats):\n2\nThe", "heartbeats): 2"),
-        (
-            1,
-            "Traceback\n  File\nValueError: the checksums of 1\n",
-            "ValueError: the checksums of 1",
-        ),
-    ],
-)
-def test_the_reason_of_an_end_is_found(status, errors, expected):
-    process = SimpleNamespace(status=status, errors=errors)
-    assert expected in training.report(process)
-    assert training.explained(process)
-
-
-def test_an_end_without_a_reason_or_without_an_error_is_not_accepted():
+        (1, "Traceback\n  File\nValueError: the checksums\n", "ValueError: the checksums"),
+    ):
+        process = SimpleNamespace(status=status, errors=errors)
+        assert reason in training.report(process)
+        assert training.explained(process)
     for status, errors in ((-6, ""), (1, "a warning\n"), (0, WATCHDOG), (None, WATCHDOG)):
         assert not training.explained(SimpleNamespace(status=status, errors=errors))
 
@@ -147,6 +132,4 @@ def test_a_fault_ends_in_errors_and_the_training_goes_on(name, undisturbed, tmp_
     # What is compiled is kept beside the folder, for the processes that follow.
     folder = tmp_path / name
     folder.mkdir()
-    outcome = FAULTS[name](_faults.Setup(folder, undisturbed, STOP))
-    print(f"\n{_faults.table(name, FAULTS[name], outcome)}")
-    assert outcome.ok
+    FAULTS[name](folder, undisturbed)

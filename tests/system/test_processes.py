@@ -33,17 +33,10 @@ print('{"event": "done"}'); print("why", file=sys.stderr); sys.exit(4)
         process.wait_for("gone", seconds=60)
 
 
-def test_a_stopped_process_ends_with_the_block_that_started_it():
-    program = 'import sys; print(\'{"event": "ready"}\', flush=True); sys.stdin.readline()'
-    with processes.started([python(program)]) as (process,):
-        process.wait_for("ready", seconds=60)
-        process.signal(signal.SIGSTOP)
-    assert process.status == -signal.SIGKILL
-
-
-def test_the_first_failure_ends_the_wait_for_a_group():
+def test_the_first_failure_ends_the_wait_and_the_block_ends_also_what_is_stopped():
     waiting = "import sys; print('{}', flush=True); sys.stdin.readline()"
     with processes.started([python(waiting), python("import sys; sys.exit(3)")]) as group:
+        group[0].signal(signal.SIGSTOP)
         processes.wait_for_ends(group, 600)
         assert [process.status for process in group] == [None, 3]
     assert group[0].status == -signal.SIGKILL
