@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from benchmarks._common.processes import ROOT
-from benchmarks.evidence import _figures, _learned, _loads, _predicted, _recording, _selections
-from benchmarks.evidence._curves import Curves
+from benchmarks.evidence import _learned, _loads, _predicted, _recording, _selections
 from benchmarks.evidence._figures import CURVES
+from benchmarks.evidence._store import Store
 from benchmarks.training._measures import Leaf
 
 # The benchmarks are programs of users.
@@ -18,14 +18,14 @@ PREDICTED = [curve for curve in CURVES if curve.figure in NAMES]
 
 @pytest.mark.parametrize("curve", PREDICTED, ids=lambda curve: f"{curve.figure}, {curve.line}")
 def test_predicted_lines_are_measured_as_they_are_kept(curve):
-    x, y = curve.measure(0, True)
-    (kept,) = Curves(KEPT / _figures.FOLDER / "curves.json").best(curve)
+    x, y = curve.check(0, True)
+    (kept,) = Store(KEPT).best(curve)
     np.testing.assert_allclose(kept["x"], x, rtol=1e-5)
     np.testing.assert_allclose(kept["y"], y, rtol=1e-3)
 
 
 def test_the_parts_of_a_bar_are_its_step():
-    parts = [curve.measure(0, True)[1] for curve in CURVES if curve.figure == "breakdown"]
+    parts = [curve.check(0, True)[1] for curve in CURVES if curve.figure == "breakdown"]
     steps = [
         1e3 * _predicted.step_of(name, workers).step
         for workers in (_predicted.FEW, _predicted.MANY)
@@ -57,9 +57,9 @@ def test_time_is_that_of_what_is_exchanged():
     ("figure", "size", "workers"), [("accuracy_time", 18_154, 8), ("loss_time", 34_215, 4)]
 )
 def test_kept_times_are_those_of_their_steps(figure, size, workers):
-    kept = Curves(KEPT / _figures.FOLDER / "curves.json")
+    kept = Store(KEPT)
     for curve in (curve for curve in CURVES if curve.figure == figure):
-        step = _learned.seconds(*curve.measure.args[1:], size, workers)
+        step = _learned.seconds(*curve.check.given[1:], size, workers)
         for series in kept.best(curve):
             steps = np.array(series["x"]) / step
             np.testing.assert_allclose(steps, np.arange(20, 401, 20), rtol=1e-4)

@@ -6,7 +6,7 @@ import numpy as np
 from sparse_collectives import cost_model
 
 from . import _runs
-from ._curves import Points
+from ._code import Points
 from ._runs import on_digits, on_text
 
 # A step has only the exchange in it: what is computed depends on the machine, not on the link.

@@ -14,7 +14,7 @@ import numpy as np
 from sparse_collectives.allreduce._shared import _hashed
 
 from ..training._replay import unevenness
-from ._curves import Points
+from ._code import Points
 from ._recording import DENSITIES, recording, top_of_sum
 
 WORKERS = (2, 4, 8, 16, 32)

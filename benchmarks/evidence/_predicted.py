@@ -11,7 +11,7 @@ from sparse_collectives.planner._planner import GPU
 
 from ..network import _volumes
 from ..network.scaling import compare_words
-from ._curves import Points
+from ._code import Points
 from ._runs import quiet
 
 BERT, BERT_SELECTED = 133_547_324, 1_335_473

@@ -8,7 +8,7 @@ from sparse_collectives import cost_model
 
 from ..training._measures import DENSITIES
 from ..training._replay import received, replay
-from ._curves import Points
+from ._code import Points
 from ._measured import read
 from ._recording import DENSITIES as SELECTED
 from ._recording import ROW_CHOICES, WORKERS, recorder, recording

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from ._curves import Points
+from ._code import Points
 from ._runs import DENSITY, digits, on_digits, on_noisy_digits, on_regression, on_text, xi
 
 COUNTS = ("local", "global")

@@ -11,7 +11,7 @@ from sparse_collectives import traffic
 
 from ..network import _volumes
 from ..network import traffic as program
-from ._curves import Points
+from ._code import Points
 
 SIZE, DENSITY = 1_000_000, 0.01
 SELECTED = round(DENSITY * SIZE)
