@@ -68,7 +68,7 @@ def reached(file: Path) -> tuple[Path, ...]:
 @functools.cache
 def _imported(file: Path) -> frozenset[Path]:
     package = file.relative_to(ROOT).parent.parts
-    names = {".".join(package)}
+    names = {".".join((*package, "__init__"))}
     for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
