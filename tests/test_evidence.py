@@ -122,7 +122,7 @@ def test_a_check_is_of_all_files_that_it_can_import_and_of_no_others():
     assert "sparse_collectives/allreduce/ok_topk/_composition.py" in found
     assert not [name for name in found if name.startswith("docs") or "evidence/_page" in name]
     # Imports in functions, programs that are packages, and what stands beside a program.
-    linear = _code.reached(ROOT / "benchmarks/evidence/_linear.py")
+    linear = _code.reached(ROOT / "benchmarks/evidence/_trainings.py")
     assert ROOT / "examples/linear_models/__main__.py" in linear
     assert ROOT / "examples/_data.py" in linear
     by_name = ROOT / "benchmarks/network/linear_models.py"
