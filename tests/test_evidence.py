@@ -7,19 +7,9 @@ import pytest
 
 from benchmarks._common.processes import ROOT
 from benchmarks.evidence import __main__ as program
-from benchmarks.evidence import _figures
-from benchmarks.evidence._catalogue import CLAIMS
-from benchmarks.evidence._claims import (
-    FAILS,
-    HOLDS,
-    UNCHECKED,
-    Bound,
-    Claim,
-    mark,
-    verdict,
-)
-from benchmarks.evidence._curves import Curve, Curves
-from benchmarks.evidence._figures import CURVES
+from benchmarks.evidence import _code, _store
+from benchmarks.evidence._claims import CLAIMS, FAILS, HOLDS, UNCHECKED, Bound, Claim, verdict
+from benchmarks.evidence._figures import CURVES, FIGURES, Curve
 from benchmarks.evidence._page import page, unmarked
 from benchmarks.evidence._store import Store
 from tools.evidence_changes import changes, verdicts
@@ -27,88 +17,43 @@ from tools.evidence_changes import changes, verdicts
 # The benchmarks are programs of users.
 pytestmark = pytest.mark.usefixtures("default_promotion")
 KEPT = ROOT / "docs" / "evidence"
-CHECKED = [claim for claim in CLAIMS if claim.check]
+CHECKED = {claim.id: claim for claim in CLAIMS if claim.check}
 # They take about a second each.
 QUICKEST = [
-    "ok-topk/dense-words",
-    "ok-topk/topk-a-above-dense",
-    "sparcml/delta",
-    "mstopk/between-nodes",
-    "mstopk/pto",
-    "ok-topk/dense-overlap",
-    "ok-topk/fastest",
-    "sparcml/atis-size",
-    "sparcml/coordinate-descent",
-    "sparcml/url-ethernet",
-    "sparcml/webspam-ethernet",
+    *("ok-topk/dense-words", "ok-topk/topk-a-above-dense", "sparcml/delta", "mstopk/between-nodes"),
+    *("mstopk/pto", "ok-topk/dense-overlap", "ok-topk/fastest", "sparcml/atis-size"),
+    *("sparcml/coordinate-descent", "sparcml/url-ethernet", "sparcml/webspam-ethernet"),
 ]
+NEVER = Claim("some/never", "A claim.", "a paper", "1", reason="it takes a | cluster")
 
 
-def claim_of(check, **more):
+def claim_of(check, name="claim", **more):
     given = {"rule": (Bound("x", most=1),), **more}
-    return Claim("some/claim", "A claim.", "a paper", "1", "somewhere", check=check, **given)
+    return Claim(f"some/{name}", "A claim.", "a paper", "1", "somewhere", check=check, **given)
 
 
-def test_the_page_is_what_the_kept_results_give():
-    # What it says of their age was so when it was written: code may change without measuring again.
-    figures = [figure.name for figure in _figures.FIGURES]
-    written = (KEPT / "index.md").read_text(encoding="utf-8")
-    made = page(CLAIMS, Store(KEPT, code=lambda claim: ""), figures)
-    assert unmarked(written) == unmarked(made)
+def with_results(folder, **values):
+    """Claims by name, and a store with a result of each."""
+    claims, store = [claim_of(dict, name) for name in values], Store(folder)
+    for claim, value in zip(claims, values.values(), strict=True):
+        store.add(claim, 0, False, {"x": value})
+    return claims, store
 
 
-def test_the_kept_curves_are_those_that_there_are():
-    kept = Curves(KEPT / _figures.FOLDER / "curves.json")
-    assert kept.path.stat().st_size < 150_000
-    names = {
-        (series["figure"], series["line"]) for series in json.loads(kept.path.read_text())["series"]
-    }
-    assert names == {(curve.figure, curve.line) for curve in CURVES}
-    for curve in CURVES:
-        seeds = [series["seed"] for series in kept.of(curve, quick=False)]
-        assert seeds == ([0] if curve.exact else [0, 1, 2]), curve.line
-    assert {curve.figure for curve in CURVES} == {figure.name for figure in _figures.FIGURES}
-    for figure in _figures.FIGURES:
-        assert (KEPT / _figures.FOLDER / f"{figure.name}.png").stat().st_size < 200_000
-
-
-def test_figures_of_the_kept_curves(tmp_path):
-    kept = Curves(KEPT / _figures.FOLDER / "curves.json")
-    drawn = _figures.draw(tmp_path, kept)
-    assert [path.stem for path in drawn] == [figure.name for figure in _figures.FIGURES]
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
-    # Of what was not measured there is nothing to draw.
-    assert _figures.draw(tmp_path, Curves(tmp_path / "none.json")) == []
-
-
-def test_lines_of_figures_are_measured_like_claims(tmp_path, monkeypatch, capsys):
-    curve = Curve("xi", "a line", lambda seed, quick: (np.arange(3.0), np.arange(3.0) + seed))
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """The program with other claims, or lines of figures."""
     monkeypatch.setattr(program, "CLAIMS", ())
-    monkeypatch.setattr(program, "CURVES", (curve,))
-    monkeypatch.setattr(_figures, "CURVES", (curve,))
-    argv = ["--folder", str(tmp_path), "--seeds", "2", "--only", "figures/xi"]
-    assert program.main(argv) == 0
-    assert "2 measured now" in capsys.readouterr().out
-    assert program.main(argv) == 0
-    assert "0 measured now" in capsys.readouterr().out
-    assert (tmp_path / "figures" / "xi.png").exists()
-    assert "![xi](figures/xi.png)" in (tmp_path / "index.md").read_text()
+    monkeypatch.setattr(program, "CURVES", ())
+
+    def started(*ones, argv=()):
+        monkeypatch.setattr(program, "CURVES" if isinstance(ones[0], Curve) else "CLAIMS", ones)
+        return program.main(["--folder", str(tmp_path), *argv])
+
+    return started
 
 
-def test_kept_results_are_small_and_of_claims_that_there_are():
-    files = list(KEPT.glob("*.json"))
-    assert sum(file.stat().st_size for file in files) < 200_000
-    checked = {claim.id: claim for claim in CHECKED}
-    for file in files:
-        for result in json.loads(file.read_text(encoding="utf-8"))["results"]:
-            claim = checked[result["claim"]]
-            assert claim.id.startswith(f"{file.stem}/")
-            # The page leaves out what is of another setting: "not measured yet".
-            if result["mark"] != mark(claim):
-                continue
-            names = set(result["numbers"])
-            assert {bound.name for bound in claim.rule} <= names
-            assert claim.elsewhere is None or {b.name for b in claim.elsewhere.rule} <= names
+# What is kept.
 
 
 def test_every_claim_has_a_source_and_a_rule_or_a_reason():
@@ -118,19 +63,43 @@ def test_every_claim_has_a_source_and_a_rule_or_a_reason():
         assert claim.text.endswith(".")
         assert claim.source
         assert claim.paper
-        if claim.check:
-            assert claim.rule
-            assert claim.setting
-            assert not claim.reason
-        else:
-            assert claim.reason
-            assert not claim.rule
+        assert bool(claim.check) == bool(claim.rule) == bool(claim.setting) != bool(claim.reason)
+
+
+def test_kept_results_are_small_and_of_claims_that_there_are():
+    files = list(KEPT.glob("*.json"))
+    assert sum(file.stat().st_size for file in files) < 200_000
+    for file in files:
+        for result in json.loads(file.read_text(encoding="utf-8"))["results"]:
+            claim = CHECKED[result["claim"]]
+            assert claim.file == file.name
+            # The page leaves out what is of another setting: "not measured yet".
+            if result["mark"] == claim.key["mark"]:
+                rules = (*claim.rule, *(claim.elsewhere.rule if claim.elsewhere else ()))
+                assert {bound.name for bound in rules} <= set(result["numbers"])
+
+
+def test_the_kept_lines_of_figures_are_those_that_there_are():
+    file = KEPT / "figures" / "curves.json"
+    assert file.stat().st_size < 150_000
+    kept = json.loads(file.read_text())["series"]
+    assert {(x["figure"], x["line"]) for x in kept} == {(x.figure, x.line) for x in CURVES}
+    for curve in CURVES:
+        seeds = [series["seed"] for series in Store(KEPT).of(curve, quick=False)]
+        assert seeds == ([0] if curve.check.exact else [0, 1, 2]), curve.line
+    assert {path.stem for path in KEPT.glob("figures/*.png")} == set(FIGURES)
+
+
+def test_the_page_is_what_the_kept_results_give():
+    # What it says of their age was so when it was written: code may change without measuring again.
+    written = (KEPT / "index.md").read_text(encoding="utf-8")
+    assert unmarked(written) == unmarked(page(Store(KEPT)))
+    assert set(verdicts(written)) == {claim.id for claim in CLAIMS}
 
 
 @pytest.mark.parametrize("name", QUICKEST)
 def test_what_is_exact_is_measured_as_it_is_kept(name):
-    claim = next(claim for claim in CHECKED if claim.id == name)
-    assert claim.check
+    claim = CHECKED[name]
     numbers = claim.check(0, True)
     assert set(numbers) >= {bound.name for bound in claim.rule}
     store = Store(KEPT)
@@ -141,72 +110,128 @@ def test_what_is_exact_is_measured_as_it_is_kept(name):
         assert numbers == pytest.approx(kept, rel=1e-5)
 
 
+# The code that a result is of.
+
+
+def test_a_check_is_of_all_files_that_it_can_import_and_of_no_others():
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for path in _code.reached(ROOT / "benchmarks/evidence/_words.py")
+    }
+    assert {"sparse_collectives/traffic/_collectives.py", "benchmarks/network/_volumes.py"} <= found
+    assert "sparse_collectives/allreduce/ok_topk/_composition.py" in found
+    assert not [name for name in found if name.startswith("docs") or "evidence/_page" in name]
+    # Imports in functions, programs that are packages, and what stands beside a program.
+    linear = _code.reached(ROOT / "benchmarks/evidence/_trainings.py")
+    assert ROOT / "examples/linear_models/__main__.py" in linear
+    assert ROOT / "examples/_data.py" in linear
+    by_name = ROOT / "benchmarks/network/linear_models.py"
+    assert ROOT / "examples/linear_models/training.py" in _code.reached(by_name)
+
+
+def test_the_digest_changes_with_files_arguments_and_data(tmp_path, monkeypatch):
+    def code(*given, files=("a", "b"), data="1"):
+        paths = tuple(tmp_path / str(i) for i in range(len(files)))
+        for path, text in zip(paths, files, strict=True):
+            path.write_text(text)
+        (tmp_path / "some.json").write_text(data)
+        monkeypatch.setattr(_code, "DATA", tmp_path)
+        monkeypatch.setattr(_code, "reached", lambda file: paths)
+        return _code.Check("words.of_formula", *given, data=("some.json",)).code
+
+    assert code("dense") == code("dense")
+    others = [code("topk_a"), code("dense", files=("a", "c")), code("dense", data="2")]
+    assert len({code("dense"), *others}) == 4
+
+
+def test_files_are_followed_by_imports_and_by_names_in_strings(tmp_path, monkeypatch):
+    monkeypatch.setattr(_code, "ROOT", tmp_path)
+    files = {
+        "benchmarks/__init__.py": "",
+        "benchmarks/one.py": "def late():\n    from . import two\n    from ..examples import x\n",
+        "benchmarks/two.py": "import sparse_collectives.deep.part\nimport numpy\n",
+        "sparse_collectives/__init__.py": "",
+        "sparse_collectives/deep/__init__.py": "from .other import thing\n",
+        "sparse_collectives/deep/part.py": "ARGV = ['-m', 'examples.program']\n",
+        "sparse_collectives/deep/other.py": "thing = 'sparse_collectives is no module: nothing'\n",
+        "examples/program/__init__.py": "",
+        "examples/program/__main__.py": "import _beside\n",
+        "examples/_beside.py": "",
+        "examples/never.py": "",
+        "tests/never.py": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = _code.reached(tmp_path / "benchmarks/one.py")
+    assert set(files) - {path.relative_to(tmp_path).as_posix() for path in found} == {
+        "examples/never.py",
+        "tests/never.py",
+    }
+
+
+# Pages.
+
+
 def test_changes_of_verdicts_between_two_pages(tmp_path):
-    store = Store(tmp_path)
-    one, two = (claim_of(dict)._replace(id=f"some/{name}") for name in ("one", "two"))
-    never = Claim("some/never", "A claim.", "a paper", "1", reason="it takes a | cluster")
-    store.add(one, 0, False, {"x": 1.0}, 1.0)
-    store.add(two, 0, False, {"x": 1.0}, 1.0)
-    before = page([one, two, never], store)
+    (one, two), store = with_results(tmp_path, one=1.0, two=1.0)
+    before = page(store, [one, two, NEVER])
     assert verdicts(before) == {"some/one": HOLDS, "some/two": HOLDS, "some/never": UNCHECKED}
-    store.add(two, 0, False, {"x": 2.0}, 1.0)
-    after = page([two, never], store)
+    store.add(two, 0, False, {"x": 2.0})
+    after = page(store, [two, NEVER])
     assert changes(before, after) == [("some/two", HOLDS, FAILS), ("some/one", HOLDS, "gone")]
     assert changes(after, before) == [("some/one", "new", HOLDS), ("some/two", FAILS, HOLDS)]
     assert changes(after, after) == []
-    kept = (KEPT / "index.md").read_text(encoding="utf-8")
-    assert set(verdicts(kept)) == {claim.id for claim in CLAIMS}
 
 
 def test_failures_come_first_on_the_page(tmp_path):
-    store = Store(tmp_path)
-    good = claim_of(dict)._replace(id="some/good")
-    bad = claim_of(dict)._replace(id="some/bad")
-    for claim, value in ((good, 1.0), (bad, 2.0)):
-        store.add(claim, 0, False, {"x": value}, 1.0)
-    never = Claim("some/never", "A claim.", "a paper", "1", reason="it takes a | cluster")
-    text = page([good, bad, never], store)
+    claims, store = with_results(tmp_path, good=1.0, bad=2.0)
+    text = page(store, [*claims, NEVER])
     assert "**3 claims, 2 of them checked.**" in text
     assert text.index("`some/bad`") < text.index("`some/good`") < text.index("`some/never`")
     assert f"**{UNCHECKED}**: it takes a \\| cluster" in text
 
 
-def test_what_is_stale_is_measured_again_and_the_rest_is_not(tmp_path, monkeypatch, capsys):
-    done = []
+# Runs.
 
-    def by(name):
-        return claim_of(lambda *_: done.append(name) or {"x": 0.5})._replace(id=f"some/{name}")
 
-    claims, code = (by("one"), by("two")), {"some/one": "a", "some/two": "a"}
-    monkeypatch.setattr(program, "CLAIMS", claims)
-    monkeypatch.setattr(program, "CURVES", ())
-    monkeypatch.setattr(program, "Store", lambda f: Store(f, code=lambda c: code[c.id]))
-    argv = ["--folder", str(tmp_path), "--seeds", "1"]
-    program.main(argv)
+def test_lines_of_figures_are_measured_like_claims(tmp_path, run, capsys):
+    curve = Curve("xi", "a line", lambda seed, quick: (np.arange(3.0), np.arange(3.0) + seed))
+    for measured in (3, 0):
+        assert run(curve, argv=["--only", "figures/xi"]) == 0
+        assert f"{measured} measured now" in capsys.readouterr().out
+    assert (tmp_path / "figures" / "xi.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_stale_is_measured_again_and_the_rest_is_not(tmp_path, run, monkeypatch):
+    done, code = [], {"some/one": "a", "some/two": "a"}
+    monkeypatch.setattr(_store, "code_of", lambda one: code[one.name])
+    claims = [
+        claim_of(lambda *_, name=name: done.append(name) or {"x": 0.5}, name, seeds=1)
+        for name in ("one", "two")
+    ]
+    run(*claims)
     code["some/two"] = "b"
     # A page of what there is says what is older, and measures nothing.
-    program.main([*argv, "--page"])
+    run(*claims, argv=["--page"])
     assert done == ["one", "two"]
     assert "Of 1 claims" in (tmp_path / "index.md").read_text()
-    program.main(argv)
+    run(*claims)
     assert done == ["one", "two", "two"]
     assert "Of 1 claims" not in (tmp_path / "index.md").read_text()
-    capsys.readouterr()
 
 
-def test_what_chance_decides_takes_more_seeds_unless_they_are_asked_for(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("argv", "expected"), [((), 5), (["--quick"], 1)])
+def test_what_chance_decides_takes_more_seeds(tmp_path, run, argv, expected):
     claim = claim_of(lambda seed, quick: {"x": float(seed)}, seeds=5, chance=True)
-    exact = claim_of(lambda *_: {"x": 0.0}, exact=True)._replace(id="some/exact")
-    monkeypatch.setattr(program, "CLAIMS", (claim, exact))
-    monkeypatch.setattr(program, "CURVES", ())
-    for argv, expected in (([], 5), (["--seeds", "2"], 2), (["--quick"], 1)):
-        folder = tmp_path / str(expected)
-        program.main(["--folder", str(folder), *argv])
-        assert len(Store(folder).best(claim)) == expected
-        assert len(Store(folder).best(exact)) == 1
+    exact = claim_of(lambda *_: {"x": 0.0}, "exact")
+    exact.check.exact = True
+    run(claim, exact, argv=argv)
+    assert len(Store(tmp_path).best(claim)) == expected
+    assert len(Store(tmp_path).best(exact)) == 1
 
 
-def test_a_run_that_was_stopped_goes_on(tmp_path, monkeypatch, capsys):
+def test_a_run_that_was_stopped_goes_on(tmp_path, run):
     done = []
 
     def check(seed, quick):
@@ -215,26 +240,20 @@ def test_a_run_that_was_stopped_goes_on(tmp_path, monkeypatch, capsys):
             raise KeyboardInterrupt
         return {"x": float(seed)}
 
-    monkeypatch.setattr(program, "CLAIMS", (claim_of(check),))
-    monkeypatch.setattr(program, "CURVES", ())
-    argv = ["--folder", str(tmp_path), "--seeds", "2"]
+    claim = claim_of(check, seeds=2)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
-        program.main(argv)
-    program.main(argv)
-    assert done == [0, 1, 1]
-    assert "1 measured now" in capsys.readouterr().out
-    program.main(argv)
-    assert done == [0, 1, 1]
+        run(claim)
+    for _ in range(2):
+        run(claim)
+        assert done == [0, 1, 1]
     assert "**1 claims, 1 of them checked.**" in (tmp_path / "index.md").read_text()
 
 
-def test_a_check_that_breaks_does_not_stop_the_others(tmp_path, monkeypatch, capsys):
+def test_a_check_that_breaks_does_not_stop_the_others(tmp_path, run, capsys):
     def broken(seed, quick):
         raise RuntimeError("no such data")
 
-    claims = (claim_of(broken)._replace(id="some/broken"), claim_of(lambda *_: {"x": 0.5}))
-    monkeypatch.setattr(program, "CLAIMS", claims)
-    monkeypatch.setattr(program, "CURVES", ())
-    assert program.main(["--folder", str(tmp_path), "--quick"]) == 1
+    good = claim_of(lambda *_: {"x": 0.5})
+    assert run(claim_of(broken, "broken"), good, argv=["--quick"]) == 1
     assert "some/broken could not be measured: RuntimeError" in capsys.readouterr().err
-    assert Store(tmp_path).has(claims[1], 0, quick=True)
+    assert Store(tmp_path).has(good, 0, quick=True)

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from benchmarks._common.processes import ROOT
-from benchmarks.evidence import _figures, _learned, _loads, _predicted, _recording, _selections
-from benchmarks.evidence._curves import Curves
+from benchmarks.evidence import _predicted, _recording, _selections, _trainings
 from benchmarks.evidence._figures import CURVES
+from benchmarks.evidence._store import Store
 from benchmarks.training._measures import Leaf
 
 # The benchmarks are programs of users.
@@ -18,14 +18,14 @@ PREDICTED = [curve for curve in CURVES if curve.figure in NAMES]
 
 @pytest.mark.parametrize("curve", PREDICTED, ids=lambda curve: f"{curve.figure}, {curve.line}")
 def test_predicted_lines_are_measured_as_they_are_kept(curve):
-    x, y = curve.measure(0, True)
-    (kept,) = Curves(KEPT / _figures.FOLDER / "curves.json").best(curve)
+    x, y = curve.check(0, True)
+    (kept,) = Store(KEPT).best(curve)
     np.testing.assert_allclose(kept["x"], x, rtol=1e-5)
     np.testing.assert_allclose(kept["y"], y, rtol=1e-3)
 
 
 def test_the_parts_of_a_bar_are_its_step():
-    parts = [curve.measure(0, True)[1] for curve in CURVES if curve.figure == "breakdown"]
+    parts = [curve.check(0, True)[1] for curve in CURVES if curve.figure == "breakdown"]
     steps = [
         1e3 * _predicted.step_of(name, workers).step
         for workers in (_predicted.FEW, _predicted.MANY)
@@ -35,17 +35,9 @@ def test_the_parts_of_a_bar_are_its_step():
     assert len(_predicted.BARS) == len(steps)
 
 
-def test_a_training_is_recorded_once_however_it_is_asked_for(monkeypatch):
-    asked = []
-    monkeypatch.setattr(_recording, "_recorded", lambda *args: asked.append(args))
-    _recording.recording("text", 0, True)
-    _recording.recording("text", 0, quick=True, hard=False)
-    assert asked == [("text", 0, True, False)] * 2
-
-
 def test_time_is_that_of_what_is_exchanged():
     dense, *others = (
-        _learned.seconds(*given, 10**6, 8)
+        _trainings.seconds(*given, 10**6, 8)
         for given in (("dense", 1.0), ("ok_topk", 0.01), ("agreed(few)", 0.05))
     )
     # 2n (P-1)/P words of four bytes over 12.5 MB/s.
@@ -57,9 +49,9 @@ def test_time_is_that_of_what_is_exchanged():
     ("figure", "size", "workers"), [("accuracy_time", 18_154, 8), ("loss_time", 34_215, 4)]
 )
 def test_kept_times_are_those_of_their_steps(figure, size, workers):
-    kept = Curves(KEPT / _figures.FOLDER / "curves.json")
+    kept = Store(KEPT)
     for curve in (curve for curve in CURVES if curve.figure == figure):
-        step = _learned.seconds(*curve.measure.args[1:], size, workers)
+        step = _trainings.seconds(*curve.check.given[1:], size, workers)
         for series in kept.best(curve):
             steps = np.array(series["x"]) / step
             np.testing.assert_allclose(steps, np.arange(20, 401, 20), rtol=1e-4)
@@ -86,17 +78,17 @@ def test_sums_of_rows():
 
 
 def test_each_index_has_one_owner_and_balanced_regions_even_out_what_equal_ones_do_not():
-    rows = [np.arange(shift, 40, 4) for shift in range(4)]
-    step = _loads.Step(rows, np.arange(40))
-    owners = {name: _loads.owners(name, 400, step, 0) for name in _loads.REGIONS}
+    step = [np.arange(shift, 40, 4) for shift in range(4)], np.arange(40)
+    regions = ("equal", "balanced", "hashed")
+    owners = {name: _selections.owners(name, 400, step[0], 0) for name in regions}
     for name, owner in owners.items():
         counts = np.bincount(owner(np.arange(400)), minlength=4)
         assert counts.sum() == 400
         assert (counts > 0).all()
         assert name == "balanced" or counts.tolist() == [100] * 4
-    counts = {name: _loads.to_all(step, owner) for name, owner in owners.items()}
+    counts = {name: _selections.gather_load(*step, owner) for name, owner in owners.items()}
     assert counts["equal"].tolist() == [40, 0, 0, 0]
     assert counts["balanced"].max() <= 12
     assert counts["hashed"].tolist() == [10, 10, 10, 10]
     # What a worker has of its own region stays there.
-    assert _loads.to_owner(step, owners["equal"]).tolist() == [30, 0, 0, 0]
+    assert _selections.reduce_load(*step, owners["equal"]).tolist() == [30, 0, 0, 0]

@@ -1,12 +1,11 @@
 """Results of the evidence: what is kept and what is stale; and the verdicts that they give."""
 
-import json
 import math
 
 import numpy as np
 import pytest
 
-from benchmarks.evidence import _curves
+from benchmarks.evidence import _store
 from benchmarks.evidence._claims import (
     ELSEWHERE,
     FAILS,
@@ -20,9 +19,9 @@ from benchmarks.evidence._claims import (
     spread,
     verdict,
 )
-from benchmarks.evidence._curves import Curve, Curves
+from benchmarks.evidence._figures import CURVES, Curve
 from benchmarks.evidence._page import page, unmarked
-from benchmarks.evidence._store import FORMAT, Store
+from benchmarks.evidence._store import Store
 
 # The benchmarks are programs of users.
 pytestmark = pytest.mark.usefixtures("default_promotion")
@@ -108,108 +107,100 @@ def test_the_worse_seed_comes_first():
 # What is kept.
 
 
-def test_a_curve_is_kept_thinned_and_found_again(tmp_path):
-    path = tmp_path / "figures" / "curves.json"
-    curve = Curve("xi", "a line", lambda *_: (np.arange(1.0, 401.0), np.arange(400.0)))
-    curves = Curves(path)
-    curves.add(curve, 0, True, curve.measure(0, True))
-    assert curves.has(curve, 0, quick=True)
-    assert not curves.has(curve, 0, quick=False)
-    curves.add(curve, 0, False, curve.measure(0, False))
-    assert curves.has(curve, 0, quick=True)
-    (series,) = Curves(path).best(curve)
-    assert not series["quick"]
+def kept(folder, *claims):
+    store = Store(folder)
+    for claim in claims:
+        store.add(claim, 0, False, {"x": 1.0})
+    return store
+
+
+@pytest.mark.parametrize(
+    "one",
+    [claim_of(dict), Curve("xi", "a line", dict)],
+    ids=["claim", "curve"],
+)
+def test_a_full_result_does_for_a_quick_one_and_not_the_other_way(tmp_path, one):
+    store = Store(tmp_path)
+    found = {"x": 1.0} if isinstance(one, Claim) else (np.arange(3.0), np.arange(3.0))
+    store.add(one, 0, True, found)
+    assert (store.has(one, 0, quick=True), store.has(one, 0, quick=False)) == (True, False)
+    for seed in (1, 0):
+        store.add(one, seed, False, found)
+    again = Store(tmp_path)
+    assert again.has(one, 1, quick=True)
+    assert [(x["seed"], x["quick"]) for x in again.best(one)] == [(0, False), (1, False)]
+
+
+def test_a_curve_is_kept_thinned(tmp_path):
+    store, curve = Store(tmp_path), Curve("xi", "a line", dict)
+    store.add(curve, 0, False, (np.arange(1.0, 401.0), np.arange(400.0)))
+    (series,) = Store(tmp_path).best(curve)
     assert len(series["x"]) == len(series["y"]) == 80
     # Means of five points each.
     assert series["x"][:2] == [3.0, 8.0]
     assert series["y"][-1] == 397.0
-    path.write_text(path.read_text().replace(f'"format": {_curves.FORMAT}', '"format": 9'))
-    with pytest.raises(ValueError, match="has format 9, and this program reads and writes"):
-        Curves(path)
 
 
-def test_a_file_of_another_format_is_refused(tmp_path):
-    (tmp_path / "some.json").write_text(json.dumps({"format": FORMAT + 1, "results": []}))
-    with pytest.raises(ValueError, match=f"has format {FORMAT + 1}, and this program reads") as one:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"format": 9, "results": []}', "has format 9, and this program reads and writes"),
+        ('{"format": 2, "res', "is not a JSON file"),
+        ('{"format": 2, "results": [{"claim": "some/claim"}]}', "no 'code' in results"),
+    ],
+)
+@pytest.mark.parametrize("name", ["some.json", "figures/curves.json"])
+def test_a_file_of_another_format_or_that_is_not_whole_is_refused(tmp_path, name, text, message):
+    (tmp_path / "figures").mkdir()
+    series = "curves" in name
+    (tmp_path / name).write_text(text.replace("results", "series") if series else text)
+    with pytest.raises(
+        ValueError, match=message.replace("results", "series") if series else message
+    ) as one:
         Store(tmp_path)
     assert "\n" not in str(one.value)
 
 
-def test_a_result_that_is_not_whole_is_refused(tmp_path):
-    store = Store(tmp_path)
-    store.add(claim_of(dict), 0, False, {"x": 1.0}, 1.0)
-    file = tmp_path / "some.json"
-    text = file.read_text()
-    file.write_text(text[: len(text) // 2])
-    with pytest.raises(ValueError, match="is not a JSON file"):
-        Store(tmp_path)
-    file.write_text(text.replace('"numbers"', '"nothing"'))
-    with pytest.raises(ValueError, match="no 'numbers' in results"):
-        Store(tmp_path)
+def test_a_result_of_another_setting_or_other_numbers_is_stale_and_dropped(tmp_path):
+    one, two, three = (claim_of(dict)._replace(id=f"some/{name}") for name in ("one", "two", "no"))
+    store = kept(tmp_path, one, two, three)
+    moved = two._replace(setting="elsewhere")
+    assert not store.has(moved, 0, quick=True)
+    assert not store.has(one._replace(rule=(Bound("y", most=1),)), 0, quick=True)
+    assert store.has(one._replace(rule=(Bound("x", most=2),)), 0, quick=True)
+    store.forget_all_but([one, moved])
+    assert [bool(Store(tmp_path).best(claim)) for claim in (one, two, three)] == [
+        True,
+        False,
+        False,
+    ]
 
 
-def test_a_full_result_does_for_a_quick_one_and_not_the_other_way(tmp_path):
-    store, claim = Store(tmp_path), claim_of(dict)
-    store.add(claim, 0, True, {"x": 1.0}, 1.0)
-    assert store.has(claim, 0, quick=True)
-    assert not store.has(claim, 0, quick=False)
-    store.add(claim, 0, False, {"x": 2.0}, 1.0)
-    store.add(claim, 1, False, {"x": 3.0}, 1.0)
-    assert store.has(claim, 1, quick=True)
-    again = Store(tmp_path)
-    assert [r["numbers"]["x"] for r in again.best(claim)] == [2.0, 3.0]
-
-
-def test_a_result_of_another_setting_or_other_numbers_is_stale(tmp_path):
-    store, claim = Store(tmp_path), claim_of(dict)
-    store.add(claim, 0, False, {"x": 1.0}, 1.0)
-    assert not store.has(claim._replace(setting="elsewhere"), 0, quick=True)
-    assert not store.has(claim._replace(rule=(Bound("y", most=1),)), 0, quick=True)
-    assert store.has(claim._replace(rule=(Bound("x", most=2),)), 0, quick=True)
-
-
-def test_a_result_of_other_code_is_stale_and_stays_on_the_page(tmp_path):
+def test_a_result_of_other_code_is_stale_and_stays_on_the_page(tmp_path, monkeypatch):
     claims = [claim_of(dict)._replace(id=f"some/{name}") for name in ("one", "two")]
-    code = {claim.id: "a" for claim in claims}
-    store = Store(tmp_path, code=lambda claim: code[claim.id])
-    for claim in claims:
-        store.add(claim, 0, False, {"x": 1.0}, 1.0)
-    fresh = page(claims, store)
+    code = {claim.name: "a" for claim in claims}
+    monkeypatch.setattr(_store, "code_of", lambda one: code[one.name])
+    store = kept(tmp_path, *claims)
+    fresh = page(store, claims)
     assert "older than the code" not in fresh.partition("## What surprised")[2]
     code["some/one"] = "b"
-    assert store.old(claims[0])
-    assert not store.has(claims[0], 0, quick=True)
-    assert store.has(claims[1], 0, quick=True)
-    text = page(claims, store)
+    assert [store.old(claim) for claim in claims] == [True, False]
+    assert [store.has(claim, 0, quick=True) for claim in claims] == [False, True]
+    text = page(store, claims)
     assert "Of 1 claims the results are older than the code." in text
     (line,) = [line for line in text.splitlines() if line.endswith("(older than the code) |")]
     assert "`some/one`" in line
     assert HOLDS in line
     assert unmarked(text) == fresh
-    store.add(claims[0], 0, False, {"x": 1.0}, 1.0)
-    assert page(claims, store) == fresh
+    store.add(claims[0], 0, False, {"x": 1.0})
+    assert page(store, claims) == fresh
 
 
-def test_a_line_of_other_code_is_stale_and_its_figure_says_so(tmp_path):
-    curve = Curve("xi", "a line", dict)
-    code = ["a"]
-    curves = Curves(tmp_path / "curves.json", code=lambda curve: code[0])
-    curves.add(curve, 0, False, (np.arange(3.0), np.arange(3.0)))
-    assert curves.has(curve, 0, quick=True)
-    assert not curves.old(curve)
+def test_a_figure_says_that_a_line_is_of_other_code(tmp_path, monkeypatch):
+    code, store = ["a"], Store(tmp_path)
+    monkeypatch.setattr(_store, "code_of", lambda one: code[0])
+    curve = next(curve for curve in CURVES if curve.figure == "xi")
+    store.add(curve, 0, False, (np.arange(3.0), np.arange(3.0)))
+    fresh = page(store, ())
     code[0] = "b"
-    assert not curves.has(curve, 0, quick=True)
-    assert curves.old(curve)
-    marked, fresh = (page((), Store(tmp_path / "none"), ["xi"], old) for old in (["xi"], []))
-    assert marked != fresh
-    assert unmarked(marked) == fresh
-
-
-def test_results_of_claims_that_are_no_more_are_dropped(tmp_path):
-    claims = [claim_of(dict)._replace(id=f"some/{name}") for name in ("one", "two", "three")]
-    store = Store(tmp_path)
-    for claim in claims:
-        store.add(claim, 0, False, {"x": 1.0}, 1.0)
-    store.forget_all_but([claims[0], claims[1]._replace(setting="elsewhere")])
-    assert json.loads((tmp_path / "some.json").read_text())["results"][0]["claim"] == "some/one"
-    assert [bool(Store(tmp_path).best(claim)) for claim in claims] == [True, False, False]
+    assert unmarked(page(store, ())) == fresh != page(store, ())

@@ -6,32 +6,24 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks._common.processes import ROOT
 from benchmarks.gpu import _contestants, _described, _runs, programs, timings
-from benchmarks.gpu._session import Session
 from sparse_collectives import cost_model
 from sparse_collectives.planner import _optimizers
 from tests.programs import refused
 
-ROOT = Path(__file__).parents[1]
-
 RECORDED = ROOT / "benchmarks" / "gpu" / "programs.json"
-
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 
 def row(name, launches, touched, moved=10):
-    return {
-        "program": name,
-        "launches": [launches, 99],
-        "touched_bytes": [touched, 10**9],
-        "moved_bytes": [moved, 10**9],
-    }
+    each = {"launches": launches, "touched_bytes": touched, "moved_bytes": moved}
+    return {"program": name} | {key: [value, 10**9] for key, value in each.items()}
 
 
 def test_growth_of_more_than_a_tenth_is_named():
@@ -72,14 +64,8 @@ def test_no_step_has_become_heavier():
     # A process of its own, without the flags and the cache of the tests.
     kept = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
     kept.pop("XLA_FLAGS", None)
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu.programs", "--check", str(RECORDED)],
-        cwd=ROOT,
-        env=kept,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "benchmarks.gpu.programs", "--check", str(RECORDED)]
+    done = subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -121,8 +107,10 @@ def test_it_times_selection_step_and_simulated_workers(tmp_path, capsys):
         assert 0 < row["min_ms"] <= low <= row["median_ms"] <= high
         # A program for CPUs says nothing of launches.
         assert row["launches"] is None
-    printed = capsys.readouterr().out
-    assert "COMPUTED, not measured" in printed
+    assert "COMPUTED, not measured" in capsys.readouterr().out
+    # 2 * 14.7M * 4 bytes * 7/8 are 102.9 MB.
+    computed = timings.dense_on_networks(14_700_000, 8)
+    assert [round(x["ms"], 2) for x in computed] == [82.32, 32.93, 8.23]
 
 
 def test_what_does_not_fit_in_the_time_is_named(tmp_path, capsys):
@@ -133,32 +121,22 @@ def test_what_does_not_fit_in_the_time_is_named(tmp_path, capsys):
     assert "skipped, no time left: selection: threshold" in capsys.readouterr().out
 
 
-def test_one_that_fails_does_not_end_the_rest(tmp_path):
+def test_one_that_fails_does_not_end_the_rest():
     def fail():
         raise MemoryError("out of memory\nand more")
 
-    path = tmp_path / "timings.json"
+    kept = []
     data = [jnp.ones(8)]
-    options = {"rounds": 2, "start": time.monotonic(), "seconds": 60}
-    session = Session(_runs.copy(data), {"device": "cpu"}, path, **options)
-    session.measure("selection", "bad", fail)
-    # Whatever comes now, this is kept.
-    found = json.loads(path.read_text(encoding="utf-8"))
-    assert found["failed"] == {"selection: bad": "out of memory"}
-    assert not found["finished"]
-    session.measure("selection", "good", lambda: _runs.top_k(data, 2))
-    found = json.loads(path.read_text(encoding="utf-8"))
-    assert [row["contestant"] for row in found["rows"]] == ["good"]
-
-
-def test_the_dense_allreduce_is_computed():
-    found = timings.dense_on_networks(14_700_000, 8)
-    # 2 * 14.7M * 4 bytes * 7/8 are 102.9 MB.
-    assert [(x["gbit_per_s"], round(x["ms"], 2)) for x in found] == [
-        (10, 82.32),
-        (25, 32.93),
-        (100, 8.23),
-    ]
+    made = {("selection", "bad"): fail}
+    made["selection", "good"] = lambda: _runs.stateless(jnp.abs, data)
+    copy = _runs.stateless(jnp.copy, data)
+    timings.measure(copy, made, 2, time.monotonic() + 60, lambda x: kept.append(json.dumps(x)))
+    # Whatever comes after the first, this is kept.
+    first, *_, last = map(json.loads, kept)
+    assert first["failed"] == {"selection: bad": "out of memory"}
+    assert not first["finished"]
+    assert [row["contestant"] for row in last["rows"]] == ["good"]
+    assert last["finished"]
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ TESTS = (
     "test_reference.py",
 )
 # Not what computes.
-NOT = "not docstring_examples"
+CHOSEN = ["-m", "not slow", "-k", "not docstring_examples", *(f"tests/{name}" for name in TESTS)]
 
 
 def tracked() -> set[str]:
@@ -35,25 +35,6 @@ def tracked() -> set[str]:
     listed = subprocess.run(command, capture_output=True, text=True).stdout
     # Deleted files stay in the index until that is committed.
     return {name for name in listed.split("\0") if name and (ROOT / name).is_file()}
-
-
-def run_tests(folder: Path) -> None:
-    """Raises SystemExit when the tests in the unpacked sdist can't be collected, or fail."""
-    cache = ROOT / ".cache" / "jax"
-    # The path goes before that of the checkout, which is installed in editable form.
-    environment = os.environ | {"PYTHONPATH": str(folder), "JAX_COMPILATION_CACHE_DIR": str(cache)}
-    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    tests = [f"tests/{name}" for name in TESTS]
-    for what, options in (
-        ("collected", ["--collect-only"]),
-        ("run", ["-m", "not slow", "-k", NOT, *tests]),
-    ):
-        done = subprocess.run(
-            [*pytest, *options], cwd=folder, env=environment, capture_output=True, text=True
-        )
-        if done.returncode:
-            sys.exit(f"{done.stdout[-4000:]}{done.stderr}\nthe sdist's tests can't be {what}")
-        print(f"{folder.name}: {done.stdout.splitlines()[-1].strip('= ')}")
 
 
 def check(dist: Path) -> None:
@@ -67,7 +48,20 @@ def check(dist: Path) -> None:
         files = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
         if missing := sorted(tracked() - files):
             sys.exit(f"missing from the sdist: {', '.join(missing)}")
-        run_tests(folder)
+        # The path goes before that of the checkout, which is installed in editable form.
+        more = {"PYTHONPATH": str(folder), "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache/jax")}
+        pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        for options in (["--collect-only"], CHOSEN):
+            done = subprocess.run(
+                [*pytest, *options],
+                cwd=folder,
+                env=os.environ | more,
+                capture_output=True,
+                text=True,
+            )
+            if done.returncode:
+                sys.exit(f"{done.stdout[-4000:]}{done.stderr}\nthe sdist's tests failed")
+            print(f"{folder.name}: {done.stdout.splitlines()[-1].strip('= ')}")
 
 
 if __name__ == "__main__":

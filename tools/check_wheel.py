@@ -11,7 +11,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("sparse_collectives", "optax_ext")
-
 # Runs in a fresh interpreter, with the folder the wheel was unpacked to ahead of everything else.
 IMPORT_CHECK = """
 import importlib, pathlib, sys
@@ -21,7 +20,6 @@ for name in sys.argv[2:]:
     file = pathlib.Path(importlib.import_module(name).__file__).resolve()
     if not file.is_relative_to(target):
         sys.exit(f"{name} was imported from {file}, not from the wheel")
-    print(f"{name} imports from the wheel")
 """
 
 
@@ -32,22 +30,16 @@ def check(dist: Path) -> None:
         sys.exit(f"expected one wheel in {dist}, found {len(wheels)}")
     with zipfile.ZipFile(wheels[0]) as archive:
         in_wheel = {name for name in archive.namelist() if ".dist-info/" not in name}
-
+    paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*")]
     expected = {
         path.relative_to(ROOT).as_posix()
-        for package in PACKAGES
-        for path in (ROOT / package).rglob("*")
+        for path in paths
         if path.is_file() and "__pycache__" not in path.parts
     }
-    # Without the last ones type checkers would ignore the packages.
-    for what, files in (
-        ("missing from the wheel", expected - in_wheel),
-        ("in the wheel, but not in the checkout's packages", in_wheel - expected),
-        ("missing", {f"{package}/py.typed" for package in PACKAGES} - in_wheel),
-    ):
-        if files:
-            sys.exit(f"{what}: {', '.join(sorted(files))}")
-
+    # Without py.typed type checkers would ignore the packages.
+    expected |= {f"{package}/py.typed" for package in PACKAGES}
+    if wrong := expected ^ in_wheel:
+        sys.exit(f"in the wheel or in the checkout's packages alone: {', '.join(sorted(wrong))}")
     with tempfile.TemporaryDirectory() as target:
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-qq"]
         subprocess.run([*pip, "install", "--no-deps", "--target", target, wheels[0]], check=True)
@@ -55,7 +47,7 @@ def check(dist: Path) -> None:
         command = [sys.executable, "-I", "-c", IMPORT_CHECK, target, *PACKAGES]
         if subprocess.run(command, cwd=target).returncode:
             sys.exit("the wheel does not import")
-    print(f"{wheels[0].name}: {len(in_wheel)} files, complete")
+    print(f"{wheels[0].name}: {len(in_wheel)} files, complete, and both packages import")
 
 
 if __name__ == "__main__":

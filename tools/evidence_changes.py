@@ -21,27 +21,17 @@ def verdicts(page: str) -> dict[str, str]:
 def changes(before: str, after: str) -> list[tuple[str, str, str]]:
     """Claims with another verdict, in the order of the newer page: id, old verdict, new verdict."""
     old, new = verdicts(before), verdicts(after)
-    rows = [(name, old.get(name, "new"), found) for name, found in new.items()]
-    rows += [(name, found, "gone") for name, found in old.items() if name not in new]
+    rows = [(name, old.get(name, "new"), new.get(name, "gone")) for name in new | old]
     return [row for row in rows if row[1] != row[2]]
 
 
-def main(argv: list[str]) -> int:
-    """Prints the table; 2 where there is no such revision."""
-    if len(argv) != 1:
-        print(__doc__, file=sys.stderr)
-        return 2
-    shown = subprocess.run(
-        ["git", "show", f"{argv[0]}:{PAGE}"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    command = ["git", "show", f"{sys.argv[1]}:{PAGE}"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if shown.returncode:
-        print(shown.stderr.strip(), file=sys.stderr)
-        return 2
+        sys.exit(shown.stderr.strip())
     print("| claim | before | now |\n|---|---|---|")
     for row in changes(shown.stdout, (ROOT / PAGE).read_text(encoding="utf-8")):
         print("| {} | {} | {} |".format(*row))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -51,8 +51,7 @@ def version_of(python: str) -> tuple[int, ...] | None:
     return tuple(version) if ordinary and tuple(version) >= OLDEST else None
 
 
-def main() -> None:
-    """Prints the path, or exits with one line that says what to do."""
+if __name__ == "__main__":
     tried = sys.argv[1:] or list(dict.fromkeys(candidates()))
     found = {version_of(shutil.which(python) or python): python for python in reversed(tried)}
     found.pop(None, None)
@@ -63,7 +62,3 @@ def main() -> None:
             f" {', '.join(tried) or 'nothing, as none is on the PATH'}."
         )
     print(found[max(found)])
-
-
-if __name__ == "__main__":
-    main()

@@ -13,7 +13,7 @@ is; another order of a sum changes the first two.
 import hashlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,69 +35,52 @@ import sparse_collectives as sc  # noqa: E402
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
 
+Steps = Iterator[tuple[Any, Any]]
 STEPS, WORKERS, BAD = 10, 4, 5
-RATE = optax.scale_by_learning_rate(0.1)
 SHAPES = {"w": (32, 48), "b": (48,), "scale": ()}
 # Over the axis "model" of two devices, where parameters are sharded.
 SPECS = {"w": PartitionSpec(None, "model"), "b": PartitionSpec("model"), "scale": PartitionSpec()}
-
-
-def _small(params: Any) -> Any:
-    return jax.tree.map(lambda x: "dense" if x.size < 100 else "sparse", params)
-
-
-def _around(allreduce: Callable[[], Any], **options: Any) -> optax.GradientTransformation:
-    select = sc.select.topk(density=0.05)
-    return optax_ext.sparse_allreduce(select, allreduce(), axis="data", **options)
-
-
-def _nested() -> optax.GradientTransformation:
-    nodes = sc.allreduce.hierarchical(inner_axis="chip", outer=sc.allreduce.topk_a())
-    select = sc.select.topk(density=0.1)
-    return optax_ext.sparse_allreduce(select, nodes, axis=("data", "chip"))
-
-
-WHOLE: dict[str, Callable[[], optax.GradientTransformation]] = {
-    "sparse_adamw": lambda: optax_ext.sparse_adamw(1e-2, axis="data", weight_decay=0.1),
-    "sparse_adamw, 1 %": lambda: optax_ext.sparse_adamw(1e-2, axis="data", density=0.01),
-    "sparse_adamw, no limit": lambda: optax_ext.sparse_adamw(1e-2, axis="data", limit=None),
-    "sparse_adamw, dense leaves": lambda: optax_ext.sparse_adamw(
-        1e-2, axis="data", dense_leaves=_small
-    ),
-    "sparse_sgd": lambda: optax_ext.sparse_sgd(0.1, axis="data"),
-    "sparse_sgd, bfloat16": lambda: optax_ext.sparse_sgd(
-        0.1, axis="data", residual=optax_ext.residual(jnp.bfloat16, decay=0.9)
-    ),
-    "sparse_sgd, momentum": lambda: optax_ext.sparse_sgd(
-        0.1, axis="data", correction=optax_ext.momentum_correction(0.9)
-    ),
-    "ok_topk_sgd": lambda: optax_ext.ok_topk_sgd(0.1, density=0.05, axis="data"),
-    "ok_topk, adam": lambda: optax.chain(optax_ext.ok_topk(0.05, axis="data"), optax.adam(1e-2)),
-    "ok_topk, drop, clip": lambda: optax_ext.ok_topk(
-        0.05,
-        axis="data",
-        nonfinite="drop",
-        local=optax_ext.local_clip_by_global_norm(1.0, axis="data"),
-    ),
-    "topk_a": lambda: optax_ext.topk_a(0.05, axis="data"),
-    "topk_a, dense steps": lambda: optax_ext.topk_a(0.05, axis="data", dense_steps=3),
-    "topk_a, rate, dense leaves": lambda: optax_ext.topk_a(
-        0.05, axis="data", local=RATE, dense_leaves=_small
-    ),
-    "dgc": lambda: optax_ext.published.dgc(0.05, axis="data", dense_leaves=_small),
-    "agreed": lambda: _around(sc.allreduce.agreed),
-    "agreed, 8 bits": lambda: _around(lambda: sc.allreduce.agreed(bits=8)),
-    "powersgd": lambda: optax_ext.powersgd(2, axis="data"),
-    "acp_sgd": lambda: optax_ext.acp_sgd(2, axis="data"),
-    "bucketed": lambda: optax_ext.bucketed(optax_ext.topk_a(0.05, axis="data"), 2),
-    "delayed": lambda: optax_ext.delayed(optax_ext.topk_a(0.05, axis="data")),
-    "multi_steps": lambda: optax_ext.multi_steps(optax_ext.topk_a(0.05, axis="data"), 2),
-    "dense": lambda: optax_ext.dense(axis="data"),
+NAMES = {
+    **{
+        name: getattr(module, name)
+        for module in (sc.allreduce, sc.select)
+        for name in module.__all__
+    },
+    **{name: getattr(optax_ext, name) for name in optax_ext.__all__},
+    "jnp": jnp,
+    "optax": optax,
+    "dgc": optax_ext.published.dgc,
+    "nodes": sc.allreduce.hierarchical(inner_axis="chip", outer=sc.allreduce.topk_a()),
+    "small": lambda params: jax.tree.map(lambda x: "dense" if x.size < 100 else "sparse", params),
 }
-SHARDED = {
-    name: WHOLE[name]
-    for name in ("sparse_adamw", "topk_a", "dgc", "ok_topk, drop, clip", "powersgd", "agreed")
-}
+# Those that are also taken with sharded parameters come first.
+SHARDED = """
+sparse_adamw(1e-2, axis="data", weight_decay=0.1)
+topk_a(0.05, axis="data")
+dgc(0.05, axis="data", dense_leaves=small)
+ok_topk(0.05, axis="data", nonfinite="drop", local=local_clip_by_global_norm(1.0, axis="data"))
+powersgd(2, axis="data")
+sparse_allreduce(topk(density=0.05), agreed(), axis="data")
+"""
+WHOLE = f"""{SHARDED}
+sparse_adamw(1e-2, axis="data", density=0.01)
+sparse_adamw(1e-2, axis="data", limit=None)
+sparse_adamw(1e-2, axis="data", dense_leaves=small)
+sparse_sgd(0.1, axis="data")
+sparse_sgd(0.1, axis="data", residual=residual(jnp.bfloat16, decay=0.9))
+sparse_sgd(0.1, axis="data", correction=momentum_correction(0.9))
+ok_topk_sgd(0.1, density=0.05, axis="data")
+optax.chain(ok_topk(0.05, axis="data"), optax.adam(1e-2))
+topk_a(0.05, axis="data", dense_steps=3)
+topk_a(0.05, axis="data", local=optax.scale_by_learning_rate(0.1), dense_leaves=small)
+sparse_allreduce(topk(density=0.05), agreed(bits=8), axis="data")
+acp_sgd(2, axis="data")
+bucketed(topk_a(0.05, axis="data"), 2)
+delayed(topk_a(0.05, axis="data"))
+multi_steps(topk_a(0.05, axis="data"), 2)
+dense(axis="data")
+"""
+NESTED = 'sparse_allreduce(topk(density=0.1), nodes, axis=("data", "chip"))'
 
 
 def gradients(step: int) -> Any:
@@ -118,30 +101,23 @@ def params() -> Any:
     return {k: jnp.asarray(draw.normal(size=s).astype(np.float32)) for k, s in SHAPES.items()}
 
 
-class Hashes:
-    """Of updates, residuals and counters."""
-
-    def __init__(self) -> None:
-        self._each = [hashlib.sha256() for _ in range(3)]
-
-    def add(self, updates: Any, state: Any) -> None:
-        """What one step made."""
-        found = _find.get_states(state)
-        counters = [(s.count, s.skipped, s.dropped, s.withheld) for s in found]
-        info = optax_ext.get_info(state)
+def hashes(steps: Iterable[tuple[Any, Any]]) -> str:
+    """Of the updates, residuals and counters that the steps make."""
+    digests = [hashlib.sha256() for _ in range(3)]
+    for updates, state in steps:
+        found, info = _find.get_states(state), optax_ext.get_info(state)
         kept = [(s.residual, s.velocity, s.dense_velocity) for s in found]
+        counters = [(s.count, s.skipped, s.dropped, s.withheld) for s in found]
         counters = (counters, info.words, info.selected, info.delivered)
-        for digest, tree in zip(self._each, (updates, kept, counters), strict=True):
+        for digest, tree in zip(digests, (updates, kept, counters), strict=True):
             for leaf in jax.tree.leaves(tree):
                 digest.update(np.ascontiguousarray(leaf).tobytes())
-
-    def __str__(self) -> str:
-        return " ".join(digest.hexdigest()[:12] for digest in self._each)
+    return " ".join(digest.hexdigest()[:12] for digest in digests)
 
 
-def whole(tx: optax.GradientTransformation, sizes: dict[str, int]) -> Hashes:
-    """Of parameters that every worker has whole, over the axes of a mesh."""
-    made, here, names = Hashes(), params(), tuple(sizes)
+def whole(tx: optax.GradientTransformation, sizes: dict[str, int]) -> Steps:
+    """With parameters that every worker has whole, over the axes of a mesh."""
+    here, names = params(), tuple(sizes)
     state = optax_ext.init_state(tx, here, sizes)
     specs, split = optax_ext.state_specs(state), PartitionSpec(names)
     mesh = jax.make_mesh(tuple(sizes.values()), names, axis_types=(AxisType.Auto,) * len(names))
@@ -157,14 +133,12 @@ def whole(tx: optax.GradientTransformation, sizes: dict[str, int]) -> Hashes:
     )
     for t in range(STEPS):
         updates, state = go(gradients(t), state)
-        made.add(updates, state)
-    return made
+        yield updates, state
 
 
-def sharded(tx: optax.GradientTransformation) -> Hashes:
-    """Of two workers of two devices, through the step that the library makes."""
-    made = Hashes()
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+def sharded(tx: optax.GradientTransformation, sizes: dict[str, int]) -> Steps:
+    """With two workers of two devices, through the step that the library makes."""
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * 2)
     here = jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), params(), SPECS)
     state = optax_ext.init_state(tx, here, mesh)
 
@@ -175,17 +149,17 @@ def sharded(tx: optax.GradientTransformation) -> Hashes:
     step = optax_ext.make_train_step(loss, tx, mesh)
     for t in range(STEPS):
         here, state, _ = step(here, state, gradients(t))
-        made.add(here, state)
-    return made
+        yield here, state
 
 
 def main() -> None:
     """Prints a line for each configuration."""
-    for name, tx in WHOLE.items():
-        print(f"{name}: {whole(tx(), {'data': WORKERS})}", flush=True)
-    print(f"hierarchical: {whole(_nested(), {'data': 2, 'chip': 2})}", flush=True)
-    for name, tx in SHARDED.items():
-        print(f"{name}, sharded: {sharded(tx())}", flush=True)
+    cases = [(x, whole, {"data": WORKERS}) for x in WHOLE.strip().splitlines() if x]
+    cases += [(NESTED, whole, {"data": 2, "chip": 2})]
+    cases += [(x, sharded, {"data": 2, "model": 2}) for x in SHARDED.strip().splitlines()]
+    for text, run, sizes in cases:
+        made = hashes(run(eval(text, dict(NAMES)), sizes))
+        print(f"{text}, {run.__name__}: {made}", flush=True)
 
 
 if __name__ == "__main__":

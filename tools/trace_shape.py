@@ -35,8 +35,6 @@ OPTIMIZERS = {
     ),
     "chain(dense, adam)": lambda: optax.chain(optax_ext.dense(axis="data"), optax.adam(1e-3)),
 }
-
-
 MODULES = {"optax_ext": optax_ext, "sparse_collectives": sc}
 
 

@@ -17,27 +17,17 @@ import sys
 _START = "import jax; jax.config.update('jax_platforms', 'cpu'); jax.devices()"
 
 
-def accepted(flags: list[str]) -> list[str]:
-    """The flags that do not end a process."""
-    return [flag for flag in flags if _runs_with(flag)]
-
-
-def _runs_with(flag: str) -> bool:
+def _is_accepted(flag: str) -> bool:
     environment = {**os.environ, "XLA_FLAGS": flag}
     done = subprocess.run([sys.executable, "-c", _START], env=environment, capture_output=True)
     return done.returncode == 0
 
 
-def main(path: str, *flags: str) -> None:
-    """Prints the accepted flags in one line, from the file if it answers this question."""
-    kept = pathlib.Path(path)
+if __name__ == "__main__":
+    kept, flags = pathlib.Path(sys.argv[1]), sys.argv[2:]
     question = " ".join((importlib.metadata.version("jaxlib"), *flags))
     lines = kept.read_text().splitlines() if kept.exists() else []
     if lines[:1] != [question]:
-        lines = [question, " ".join(accepted(list(flags)))]
+        lines = [question, " ".join(filter(_is_accepted, flags))]
         kept.write_text("\n".join(lines) + "\n")
     print(lines[1])
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -4,21 +4,19 @@ A rule is a list of bounds on named numbers, so that one place says when a claim
 words the page says so, and which of several seeds is the worse one.
 """
 
-import functools
-import importlib
-import inspect
 import math
 import tomllib
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
 
+from ._code import Check
+
 Numbers = Mapping[str, float]
-Check = Callable[[int, bool], dict[str, float]]
 # Of a quotient that is to be 1 to rounding.
 _ROUNDING = 1e-9
 
@@ -70,7 +68,7 @@ class Claim(NamedTuple):
     """One claim and how it is checked; claims.toml says what the fields are.
 
     ``check(seed, quick) -> numbers`` has every name of the rule; it is None where nothing can be
-    checked. It is exact where nothing is drawn, so that one seed is enough.
+    checked.
     """
 
     id: str
@@ -79,48 +77,43 @@ class Claim(NamedTuple):
     paper: str
     setting: str = ""
     rule: tuple[Bound, ...] = ()
-    check: Check | None = None
-    exact: bool = False
+    check: Callable[[int, bool], Any] | None = None
     elsewhere: Elsewhere | None = None
     reason: str = ""
-    data: tuple[str, ...] = ()
     chance: bool = False
-    seeds: int = 0
+    seeds: int = 3
+
+    @property
+    def name(self) -> str:
+        """As on the command line."""
+        return self.id
+
+    @property
+    def file(self) -> str:
+        """Where results are kept: one for each paper."""
+        return f"{self.id.partition('/')[0]}.json"
+
+    @property
+    def key(self) -> dict[str, str]:
+        """Of a result; of another setting, or of other numbers, it would be stale."""
+        rules = (self.rule, self.elsewhere.rule if self.elsewhere else ())
+        names = [bound.name for rule in rules for bound in rule]
+        return {"claim": self.id, "mark": f"{zlib.crc32(repr((self.setting, names)).encode()):08x}"}
 
 
-def read(path: Path) -> tuple[Claim, ...]:
-    """The claims of a file."""
-
+def _read() -> Iterator[Claim]:
     def rule(table: dict[str, list[float]]) -> tuple[Bound, ...]:
         return tuple(Bound(name, *limits) for name, limits in table.items())
 
-    def claim(id: str, table: dict[str, Any]) -> Claim:
-        given = table | {"rule": rule(table.get("rule", {})), "data": tuple(table.get("data", ()))}
+    text = Path(__file__).with_name("claims.toml").read_text(encoding="utf-8")
+    for id, table in tomllib.loads(text).items():
+        data = tuple(table.pop("data", ()))
         if "check" in table:
-            given["check"], given["exact"] = measuring(*table["check"])
+            table |= {"check": Check(*table["check"], data=data), "rule": rule(table["rule"])}
         if "elsewhere" in table:
-            where, bounds = table["elsewhere"]["where"], table["elsewhere"]["rule"]
-            given["elsewhere"] = Elsewhere(where, rule(bounds))
-        return Claim(id, **given)
-
-    tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    return tuple(claim(id, table) for id, table in tables.items())
-
-
-def measuring(name: str, *given: Any) -> tuple[Callable[[int, bool], Any], bool]:
-    """``measure(seed, quick)`` by its name, and whether it is exact: nothing is drawn."""
-    module, _, function = name.partition(".")
-    measure = getattr(importlib.import_module(f"{__package__}._{module}"), f"_{function}")
-    if "seed" in inspect.signature(measure).parameters:
-        return functools.partial(measure, *given), False
-    return lambda seed, quick: measure(*given), True
-
-
-def mark(claim: Claim) -> str:
-    """Changes with what is measured: a result of another setting or of other numbers is stale."""
-    rules = (claim.rule, claim.elsewhere.rule if claim.elsewhere else ())
-    names = [bound.name for rule in rules for bound in rule]
-    return f"{zlib.crc32(repr((claim.setting, names)).encode()):08x}"
+            other = table["elsewhere"]
+            table["elsewhere"] = Elsewhere(other["where"], rule(other["rule"]))
+        yield Claim(id, **table)
 
 
 def verdict(claim: Claim, measured: Sequence[Numbers]) -> tuple[str, str]:
@@ -193,3 +186,7 @@ def shown(value: float) -> str:
 
 def _met(rule: Sequence[Bound], numbers: Numbers) -> bool:
     return all(bound.slack(numbers) >= 0 for bound in rule)
+
+
+# All of them, in the order of the page.
+CLAIMS = tuple(_read())

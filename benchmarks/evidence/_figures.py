@@ -1,87 +1,76 @@
 """The figures of the page: the mean of the seeds, and a band from the least to the most of them."""
 
 import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .._common import display
-from ._claims import measuring
-from ._curves import Curve, Curves
+from ._code import Check
 from ._predicted import BARS
-from ._store import Result
 
-# Of the files, beside the page.
+# Beside the page.
 FOLDER = "figures"
 
 
-class Figure(NamedTuple):
-    """One figure; figures.toml says what the fields are."""
+class Curve(NamedTuple):
+    """One line of a figure; ``check(seed, quick) -> (x, y)``."""
 
-    name: str
-    title: str
-    caption: str
-    x: str
-    y: str
-    workers: bool = False
-    log: bool = False
-    log_x: bool = False
-    level: tuple[float, str] | None = None
-    bars: tuple[str, ...] = ()
+    figure: str
+    line: str
+    check: Callable[[int, bool], Any]
+    file = f"{FOLDER}/curves.json"
+    seeds = 3
 
+    @property
+    def name(self) -> str:
+        """As on the command line."""
+        return f"{FOLDER}/{self.figure}"
 
-def _read() -> tuple[tuple[Figure, ...], tuple[Curve, ...]]:
-    """The figures of the file, and their lines."""
-    path, figures, curves = Path(__file__).with_name("figures.toml"), [], []
-    for name, table in tomllib.loads(path.read_text(encoding="utf-8")).items():
-        for line, spec in table.pop("lines").items():
-            curves.append(Curve(name, line, *measuring(*spec)))
-        bars = BARS if table.pop("bars", False) else ()
-        figures.append(Figure(name, bars=bars, **table))
-    return tuple(figures), tuple(curves)
+    @property
+    def key(self) -> dict[str, str]:
+        """Of a result."""
+        return {"figure": self.figure, "line": self.line}
 
 
-FIGURES, CURVES = _read()
+# By name; figures.toml says what they have.
+_FILE = Path(__file__).with_name("figures.toml")
+FIGURES: dict[str, dict[str, Any]] = tomllib.loads(_FILE.read_text(encoding="utf-8"))
+CURVES = tuple(
+    Curve(figure, line, Check(*given))
+    for figure, table in FIGURES.items()
+    for line, given in table["lines"].items()
+)
 
 
-def draw(folder: Path, curves: Curves) -> list[Path]:
-    """Writes all figures for which there is something to show, and returns their files."""
-    folder.mkdir(parents=True, exist_ok=True)
-    files = []
-    for figure in FIGURES:
-        lines = {c.line: curves.best(c) for c in CURVES if c.figure == figure.name}
-        if any(lines.values()):
-            files.append(folder / f"{figure.name}.png")
-            _draw(figure, lines, files[-1])
-    return files
-
-
-def _draw(figure: Figure, lines: dict[str, list[Result]], path: Path) -> None:
+def draw(name: str, lines: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
+    """Draws a figure from the series of each of its lines that was measured."""
+    figure = FIGURES[name]
     drawn, ((axes,),) = display.panels(1, 1, (9, 4))
-    below = np.zeros(len(figure.bars))
+    below = np.zeros(len(BARS))
     for line, series in lines.items():
-        if series and figure.bars:
-            parts = np.array([one["y"] for one in series]).mean(0)
-            axes.bar(np.arange(len(parts)), parts, 0.7, bottom=below, label=line)
-            below = below + parts
-        elif series:
-            x, values = series[0]["x"], np.array([one["y"] for one in series])
-            (handle,) = axes.plot(x, values.mean(0), label=line, linewidth=1.4)
-            if len(series) > 1:
-                band = {"color": handle.get_color(), "alpha": 0.2, "linewidth": 0}
-                axes.fill_between(x, values.min(0), values.max(0), **band)
-    if figure.level:
-        height, name = figure.level
-        axes.axhline(height, color="black", linewidth=0.8, linestyle=":", label=name)
-    axes.set(xlabel=figure.x, ylabel=figure.y)
-    if figure.workers:
+        values = np.array([one["y"] for one in series])
+        if figure.get("bars"):
+            axes.bar(np.arange(len(BARS)), values.mean(0), 0.7, bottom=below, label=line)
+            below = below + values.mean(0)
+            continue
+        (handle,) = axes.plot(series[0]["x"], values.mean(0), label=line, linewidth=1.4)
+        if len(series) > 1:
+            band = {"color": handle.get_color(), "alpha": 0.2, "linewidth": 0}
+            axes.fill_between(series[0]["x"], values.min(0), values.max(0), **band)
+    if "level" in figure:
+        height, text = figure["level"]
+        axes.axhline(height, color="black", linewidth=0.8, linestyle=":", label=text)
+    axes.set(xlabel=figure["x"], ylabel=figure["y"])
+    if figure.get("workers"):
         display.logarithmic(axes)
-    elif figure.log_x:
+    elif figure.get("log_x"):
         axes.set_xscale("log")
-    if figure.bars:
-        axes.set_xticks(range(len(figure.bars)), figure.bars, fontsize=8, rotation=90)
-    axes.set_yscale("log" if figure.log else "linear")
+    if figure.get("bars"):
+        axes.set_xticks(range(len(BARS)), BARS, fontsize=8, rotation=90)
+    axes.set_yscale("log" if figure.get("log") else "linear")
     axes.grid(True, alpha=0.25)
     # Beside the panel it hides no line.
     drawn.legend(loc="outside right upper", fontsize=8)

@@ -39,8 +39,8 @@ class Trained(NamedTuple):
     # Of each held-out image, the share of its draws that were classified right, ``f64[m]``.
     right: np.ndarray
     # The mean share of the rows of a matrix in which top-k of each layer selects nothing of a
-    # worker's gradient, along the training; by density.
-    missing: dict[float, float]
+    # worker's gradient, along the training; for each of DENSITIES.
+    missing: np.ndarray
 
 
 @functools.cache
@@ -60,9 +60,7 @@ def _trained(name: str, density: float, seed: int, quick: bool) -> Trained:
     """Trains once: ``dense``, ``top-k`` of each layer or ``adtopk``."""
     images, labels, held_out, held_out_labels = _data()
     network = convolutional(images.shape[1:], 10)
-    loss, layout = loss_of(network), layout_of(network.init(0))
-    rates: dict[float, list[float]] = {d: [] for d in DENSITIES}
-    right = np.zeros(len(held_out_labels))
+    loss, layout, found = loss_of(network), layout_of(network.init(0)), []
 
     @jax.jit
     def measured(params: Any) -> tuple[jax.Array, jax.Array]:
@@ -74,14 +72,15 @@ def _trained(name: str, density: float, seed: int, quick: bool) -> Trained:
         gradient = jax.grad(loss)(params, (images[:part], labels[:part]))
         return jax.lax.map(share, held_out).mean(0), ravel_pytree(gradient)[0]
 
+    def missing(gradient: np.ndarray, density: float) -> float:
+        selected = _measures.layer_selection(gradient, layout, density)
+        rates = zip(_measures.missing_rows(selected, layout), layout, strict=True)
+        return float(np.mean([m / leaf.rows for m, leaf in rates if len(leaf.shape) > 1]))
+
     def evaluate(params: Any) -> float:
-        shares, gradient = (np.asarray(x) for x in measured(params))
-        right[:] = shares
-        for density, found in rates.items():
-            selected = _measures.layer_selection(gradient, layout, density)
-            missing = zip(_measures.missing_rows(selected, layout), layout, strict=True)
-            found.append(np.mean([m / leaf.rows for m, leaf in missing if len(leaf.shape) > 1]))
-        return float(shares.mean())
+        right, gradient = (np.asarray(x) for x in measured(params))
+        found.append(Trained(right, np.array([missing(gradient, d) for d in DENSITIES])))
+        return float(right.mean())
 
     def batch_of(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return images[chosen], labels[chosen]
@@ -90,7 +89,7 @@ def _trained(name: str, density: float, seed: int, quick: bool) -> Trained:
     steps = STEPS[not quick]
     variant = Variant(_exchange(name, density), optax.sgd(schedule(RATE, steps)))
     trained(task, variant, seed, name, workers=WORKERS, batch=BATCH, steps=steps, points=POINTS)
-    return Trained(right, {density: float(np.mean(found)) for density, found in rates.items()})
+    return Trained(found[-1].right, np.mean([one.missing for one in found], axis=0))
 
 
 def _exchange(name: str, density: float) -> optax.GradientTransformation:
@@ -116,13 +115,12 @@ def _by_density(seed: int, quick: bool) -> dict[str, float]:
         f"at {100 * density:g} % / dense": float(run.right.mean() / dense.right.mean())
         for density, run in zip(DENSITIES, runs, strict=True)
     }
-    # Of the same gradients: those of the dense training.
-    missing = [dense.missing[density] for density in DENSITIES]
     gains = [_above(more, less) for less, more in zip(runs, runs[1:], strict=False)]
     return numbers | {
         "least gain from density to density, standard errors": min(g / e for g, e in gains),
-        "least fall of the rows missed": float(-np.diff(missing).max()),
-        "rows missed at 0.1 %": missing[0],
+        # Of the same gradients: those of the dense training.
+        "least fall of the rows missed": float(-np.diff(dense.missing).max()),
+        "rows missed at 0.1 %": float(dense.missing[0]),
         "dense, %": 100 * float(dense.right.mean()),
     }
 

@@ -2,11 +2,11 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ._claims import UNCHECKED, VERDICTS, Claim, shown, spread, verdict
-from ._figures import FIGURES, FOLDER
+from ._claims import CLAIMS, UNCHECKED, VERDICTS, Claim, shown, spread, verdict
+from ._figures import CURVES, FIGURES, FOLDER
 from ._store import Result, Store
 
 # The prose of the page. A number in brackets is that of a claim: `[id|number]`.
@@ -17,38 +17,32 @@ _OLDER = "Of {} claims the results are older than the code."
 _QUICK = "Results marked with (q) are of the short trainings of `--quick`."
 
 
-def page(
-    claims: Sequence[Claim], store: Store, figures: Sequence[str] = (), old: Sequence[str] = ()
-) -> str:
-    """The whole page, in Markdown, with those of the figures that there are.
-
-    In ``old`` are the names of those that have lines which are older than the code.
-    """
+def page(store: Store, claims: Sequence[Claim] = CLAIMS) -> str:
+    """The whole page, in Markdown, with those of the figures that were measured."""
     rows: dict[str, list[str]] = {name: [] for name in VERDICTS}
     for claim in claims:
         decided, row = _row(claim, store)
         rows[decided].append(row)
+    results = [result for claim in claims for result in store.best(claim)]
     older = sum(map(store.old, claims))
-    quick = any(result["quick"] for claim in claims for result in store.best(claim))
-    shown_figures = [
-        f"## {figure.title}\n\n![{figure.title}]({FOLDER}/{figure.name}.png)\n\n"
-        + figure.caption
-        + (_OLD if figure.name in old else "")
-        for figure in FIGURES
-        if figure.name in figures
-    ]
     text = _filled(_TEMPLATE.read_text(encoding="utf-8"), claims, store).format(
         claims=len(claims),
         checked=len(claims) - len(rows[UNCHECKED]),
         verdicts="\n".join(f"| {name} | {len(rows[name])} |" for name in VERDICTS if rows[name]),
         older=_OLDER.format(older) if older else "",
-        quick=_QUICK if quick else "",
-        figures="\n\n".join(shown_figures),
+        quick=_QUICK if any(result["quick"] for result in results) else "",
+        figures="\n\n".join(_figures(store)),
         rows="\n".join(line for name in VERDICTS for line in rows[name]),
-        machines=_machines([result for claim in claims for result in store.best(claim)]),
+        machines=_machines(results),
     )
     # What is empty leaves its lines behind.
     return re.sub(r"\n{3,}", "\n\n", text).rstrip("\n") + "\n"
+
+
+def unmarked(text: str) -> str:
+    """A page without what it says of the age of results, which depends on the code of that day."""
+    older = re.escape(_OLDER).replace(r"\{\}", r"\d+")
+    return re.sub(rf"{older}\n\n|{re.escape(_OLD)}", "", text)
 
 
 def _filled(text: str, claims: Sequence[Claim], store: Store) -> str:
@@ -56,21 +50,19 @@ def _filled(text: str, claims: Sequence[Claim], store: Store) -> str:
     known = {claim.id: claim for claim in claims}
 
     def numbers(found: re.Match[str]) -> str:
-        claim = known.get(found[1])
-        measured = [result["numbers"] for result in store.best(claim)] if claim else []
-        for name, worse, better in spread(claim, measured) if claim else ():
-            if name == found[2]:
-                few = [f"{value:.2g}" for value in sorted((worse, better))]
-                return " to ".join(dict.fromkeys(few))
-        return "(not measured)"
+        measured = store.best(known[found[1]]) if found[1] in known else []
+        values = [f"{x:.2g}" for x in sorted(one["numbers"][found[2]] for one in measured)]
+        return " to ".join(dict.fromkeys([*values[:1], *values[-1:]])) or "(not measured)"
 
     return re.sub(r"\[([\w/-]+)\|([^\]]+)\]", numbers, text)
 
 
-def unmarked(text: str) -> str:
-    """A page without what it says of the age of results, which depends on the code of that day."""
-    older = re.escape(_OLDER).replace(r"\{\}", r"\d+")
-    return re.sub(rf"{older}\n\n|{re.escape(_OLD)}", "", text)
+def _figures(store: Store) -> Iterable[str]:
+    for name, figure in FIGURES.items():
+        curves = [one for one in CURVES if one.figure == name]
+        if any(map(store.best, curves)):
+            mark, title = _OLD if any(map(store.old, curves)) else "", figure["title"]
+            yield f"## {title}\n\n![{title}]({FOLDER}/{name}.png)\n\n{figure['caption']}{mark}"
 
 
 def _row(claim: Claim, store: Store) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from sparse_collectives.planner._planner import GPU, Prediction
 
 from ..network import _volumes
 from ..network.scaling import compare_words
-from ._curves import Points
+from ._code import Points
 from ._runs import quiet
 
 BERT, BERT_SELECTED = 133_547_324, 1_335_473
@@ -58,11 +58,7 @@ def _fastest() -> dict[str, float]:
 def _between_nodes() -> dict[str, float]:
     found = _volumes.of_two_levels(1_000_000, 0.01, NODES, INSIDE)
     flat, tops = found["topk_a, flat"], found["hierarchical(topk_a)"][0]
-    return {
-        "flat / HiTopKComm": sum(flat) / tops,
-        "only what crosses between nodes": flat[0] / tops,
-        "2DTAR / HiTopKComm": found["torus_2d"][0] / tops,
-    }
+    return {"flat / HiTopKComm": sum(flat) / tops}
 
 
 def _load(size: int) -> cost_model.Workload:

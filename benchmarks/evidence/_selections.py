@@ -1,17 +1,20 @@
 """What selections of real trainings look like: fill-in, balance, thresholds, missing rows."""
 
 import functools
+from collections.abc import Callable
 
+import jax.numpy as jnp
 import numpy as np
 
 from sparse_collectives import cost_model
+from sparse_collectives.allreduce._shared import _hashed
 
 from ..training._measures import DENSITIES
-from ..training._replay import received, replay
-from ._curves import Points
+from ..training._replay import received, replay, unevenness
+from ._code import Points
 from ._measured import read
 from ._recording import DENSITIES as SELECTED
-from ._recording import ROW_CHOICES, WORKERS, recorder, recording
+from ._recording import ROW_CHOICES, WORKERS, recorder, recording, top_of_sum
 
 LAYERS, MATRICES = "top-k of each layer", "mean of matrices"
 # Longer runs of the same networks, on other data: one seed.
@@ -21,6 +24,7 @@ NETWORKS = ("images", "text")
 PERIOD = 32
 # Points of a line over rows.
 _RANKS = 32
+Owner = Callable[[np.ndarray], np.ndarray]
 
 
 def _uniform(name: str, size: int, workers: int) -> float:
@@ -69,10 +73,10 @@ def _grows(seed: int, quick: bool) -> dict[str, float]:
 
 
 @functools.lru_cache(maxsize=8)
-def _fullest(regions: str, workers: int, seed: int, quick: bool, hard: bool) -> float:
+def _received(regions: str, workers: int, name: str, seed: int, quick: bool) -> float:
     """The entries that the fullest owner receives, in the mean of the recorded steps."""
-    steps = recording("text", seed, quick, hard).selections
-    given = {"workers": workers, "density": SELECTED["text"], "period": 64}
+    steps = recording(name, seed, quick).selections
+    given = {"workers": workers, "density": SELECTED[name], "period": 64}
     results = replay(steps, regions=regions, balance="auto", **given)
     loads = [
         received(np.asarray(step.indices)[:workers], result.boundaries).max()
@@ -82,24 +86,20 @@ def _fullest(regions: str, workers: int, seed: int, quick: bool, hard: bool) -> 
 
 
 def _balanced_reduce(seed: int, quick: bool) -> dict[str, float]:
-    few, many, hard = (
-        _fullest("equal", *given) / _fullest("balanced", *given)
-        for given in (
-            (16, seed, quick, False),
-            (32, seed, quick, False),
-            (32, seed, quick, True),
-        )
+    few, many, scaled = (
+        _received("equal", *given, seed, quick) / _received("balanced", *given, seed, quick)
+        for given in ((16, "text"), (32, "text"), (32, "scaled"))
     )
     return {
         "naive / balanced, P = 16": few,
         "P = 32 / P = 16": many / few,
-        "one layer 100 times as large": hard,
+        "one layer 100 times as large": scaled,
     }
 
 
 def _balanced_volume(seed: int, quick: bool) -> dict[str, float]:
     k = SELECTED["text"] * recording("text", seed, quick).size
-    loads = [_fullest("balanced", workers, seed, quick, False) for workers in (16, 32)]
+    loads = [_received("balanced", workers, "text", seed, quick) for workers in (16, 32)]
     return {"fullest owner, k entries": max(loads) / k}
 
 
@@ -182,3 +182,56 @@ def _mean_sums(choice: str, seed: int, quick: bool) -> Points:
     steps, sums = zip(*recording("text", seed, quick).rows, strict=True)
     row = ROW_CHOICES.index(choice)
     return np.array(steps) + 1, np.array([x[row].mean() for x in sums])
+
+
+# Who owns how many entries of the scaled training, where equal regions are worst. They are dealt
+# out here without an allreduce, so that any number of workers is cheap.
+
+
+def owners(regions: str, size: int, first: list[np.ndarray], step: int) -> Owner:
+    """The owner of each index at a step: hashes depend on its number, cuts on the first step."""
+    workers = len(first)
+    if regions == "hashed":
+        given = size, workers, jnp.int32(step)
+        of = _hashed.row_and_owner
+        return lambda indices: np.asarray(of(jnp.asarray(indices, jnp.int32), *given)[1])
+    edges = np.arange(workers + 1) * size // workers
+    if regions == "balanced":
+        # Of the paper: the mean of those that are even for each worker.
+        own = [row[np.arange(1, workers) * len(row) // workers] for row in first]
+        edges[1:-1] = np.floor(np.mean(own, axis=0))
+    return lambda indices: np.searchsorted(edges, indices, side="right") - 1
+
+
+def reduce_load(chosen: list[np.ndarray], delivered: np.ndarray, owner: Owner) -> np.ndarray:
+    """Entries that each owner gets from the others, ``[P]``."""
+    del delivered
+    counts = np.stack([np.bincount(owner(row), minlength=len(chosen)) for row in chosen])
+    np.fill_diagonal(counts, 0)
+    return counts.sum(0)
+
+
+def gather_load(chosen: list[np.ndarray], delivered: np.ndarray, owner: Owner) -> np.ndarray:
+    """Entries of the result that each owner sends to all, ``[P]``."""
+    return np.bincount(owner(delivered), minlength=len(chosen))
+
+
+@functools.lru_cache(maxsize=16)
+def _dealt(workers: int, seed: int, quick: bool) -> list[tuple[list[np.ndarray], np.ndarray]]:
+    """What each of the first workers selects, and the top k of the sum, of each recorded step."""
+    found, steps = recording("scaled", seed, quick), []
+    for coo in found.selections:
+        chosen = [row[row < found.size] for row in np.asarray(coo.indices)[:workers]]
+        steps.append((chosen, top_of_sum(coo, workers, SELECTED["scaled"])))
+    return steps
+
+
+def _fullest(regions: str, phase: str, seed: int, quick: bool) -> Points:
+    """The fullest owner over the mean, in the mean of the recorded steps, by workers."""
+    size, means, workers = recording("scaled", seed, quick).size, [], (2, 4, 8, 16, 32)
+    load = {"reduce": reduce_load, "gather": gather_load}[phase]
+    for steps in (_dealt(p, seed, quick) for p in workers):
+        by_step = [owners(regions, size, steps[0][0], number) for number in range(len(steps))]
+        loads = [load(*step, owner) for step, owner in zip(steps, by_step, strict=True)]
+        means.append(np.mean([unevenness(x) for x in loads]))
+    return np.array(workers), np.array(means)

@@ -1,12 +1,22 @@
 """What the papers say of accuracy, thresholds and convergence, on small networks."""
 
+import json
+import tempfile
+from pathlib import Path
+
 import jax
 import numpy as np
 
-from ._curves import Points
-from ._runs import DENSITY, digits, on_digits, on_noisy_digits, on_regression, on_text, xi
+from examples.linear_models import __main__ as linear_models
+from sparse_collectives import cost_model
+
+from . import _runs
+from ._code import Points
+from ._runs import DENSITY, digits, on_digits, on_noisy_digits, on_regression, on_text, quiet, xi
 
 COUNTS = ("local", "global")
+# A step has only the exchange in it: what is computed depends on the machine, not on the link.
+LINK = cost_model.network("0.1ms", "100Mbit")
 
 
 def _points_above(sparse: str, other: str, seed: int, quick: bool) -> dict[str, float]:
@@ -25,8 +35,11 @@ def counts(name: str, seed: int, quick: bool) -> np.ndarray:
     """What a worker selects and what is delivered at each step, / k."""
     curve = on_digits(name, seed, quick)
     assert curve.counts is not None
-    size = sum(leaf.size for leaf in jax.tree.leaves(digits().init(0)))
-    return curve.counts / round(DENSITY * size)
+    return curve.counts / round(DENSITY * _size(digits().init(0)))
+
+
+def _size(params: object) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def _deviation(name: str, which: str, seed: int, quick: bool) -> dict[str, float]:
@@ -85,3 +98,48 @@ def _line_of_counts(name: str, which: str, seed: int, quick: bool) -> Points:
 def _line_of_xi(model: str, rate: str, seed: int, quick: bool) -> Points:
     found = xi(model, 0.01, rate == "falls", seed, quick)
     return np.arange(1, len(found) + 1), found
+
+
+# What is learned in how much time.
+
+
+def seconds(algorithm: str, density: float, size: int, workers: int) -> float:
+    """The predicted time of the exchange of a step over LINK."""
+    load = cost_model.Workload(size, max(1, round(density * size)), workers)
+    return cost_model.predict(algorithm, load).expected.seconds(LINK)
+
+
+def _line_of_accuracy(name: str, algorithm: str, density: float, seed: int, quick: bool) -> Points:
+    found, size = on_digits(name, seed, quick), _size(digits().init(seed))
+    step = seconds(algorithm, density, size, _runs.WORKERS)
+    return np.array(found.steps[1:]) * step, 100 * np.array(found.values[1:])
+
+
+def _line_of_loss(name: str, algorithm: str, density: float, seed: int, quick: bool) -> Points:
+    found, size = on_text(name, seed, quick), _size(_runs.characters().init(seed))
+    step = seconds(algorithm, density, size, _runs.TEXT_WORKERS)
+    return np.array(found.steps[1:]) * step, np.array(found.losses)
+
+
+# SparCML's linear models, whose gradients are sparse by themselves: nothing is selected.
+
+
+def _lossless(seed: int, quick: bool) -> dict[str, float]:
+    """What the example says of trainings with a dense exchange and a sparse one."""
+    differences, words = [], []
+    given = {"generate": "url", "rows": 2_000 if quick else 8_000, "method": "sgd", "seed": seed}
+    given |= {"batch": 250, "block": 100, "epochs": 1 if quick else 3, "workers": 4}
+    argv = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    argv += ["--exchange", "dense", "ssar_recursive_double"]
+    for model in ("logistic", "svm"):
+        with tempfile.TemporaryDirectory() as folder, quiet():
+            numbers = Path(folder) / "numbers.json"
+            if linear_models.main([*argv, "--model", model, "--json", str(numbers)]):
+                raise RuntimeError("examples.linear_models failed")
+            dense, sparse, *_ = json.loads(numbers.read_text(encoding="utf-8"))["runs"].values()
+        differences.append(sparse["difference"])
+        words.append(dense["words"][0] / sparse["words"][0])
+    return {
+        "relative difference of the loss": max(differences),
+        "words, dense / sparse": min(words),
+    }

@@ -33,24 +33,15 @@ _DEVICE = {
     "block_dim_limit_y": 2**16 - 1,
     "block_dim_limit_z": 2**16 - 1,
 }
-_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
-
-
-def missing() -> str | None:
-    """What to install where XLA's compiler for CUDA is not, in one line; None where it is."""
-    if any(importlib.util.find_spec(name) for name in _PLUGINS):
-        return None
-    return (
-        "XLA's compiler for CUDA is missing (it needs no GPU); in an environment of its own: "
-        f"pip install 'jax[cuda12]=={jax.__version__}' optax ."
-    )
 
 
 def mesh(devices: int) -> Mesh:
     """A mesh of that many described GPUs of one host; an InputError without the compiler."""
-    reason = missing()
-    if reason is not None:
-        raise InputError(reason)
+    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+        raise InputError(
+            "XLA's compiler for CUDA is missing (it needs no GPU); in an environment of its own: "
+            f"pip install 'jax[cuda12]=={jax.__version__}' optax ."
+        )
     # The plugin would look for a driver, and jax for a GPU: neither is needed to compile.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     jax.config.update("jax_platforms", "cpu")

@@ -7,7 +7,7 @@ instruction calls. Nothing here needs jax.
 import functools
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 _HEAD = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s+(?:\(.*\)\s*->.*)?\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT\s+)?%?([\w.\-]+) = (.*)$")
@@ -33,6 +33,10 @@ class Instruction:
     operands: tuple[str, ...]
     attributes: str
 
+    def text(self, attribute: str) -> str:
+        """What stands in quotes: ``custom_call_target``, ``op_name``; empty where nothing does."""
+        return self._find(rf'{attribute}="([^"]*)"')
+
     def called(self, attribute: str) -> str:
         """The computation that an attribute such as ``body`` names; else a ValueError."""
         found = self._find(rf"\b{attribute}=%?([\w.\-]+)")
@@ -41,33 +45,21 @@ class Instruction:
         return found
 
     @property
+    def reached(self) -> list[str]:
+        """The computations of a loop, a conditional or a call."""
+        if self.opcode == "conditional":
+            listed = self._find(r"branch_computations=\{([^}]*)\}")
+            if listed:
+                return [name.strip().lstrip("%") for name in listed.split(",")]
+            return [self.called("true_computation"), self.called("false_computation")]
+        attribute = {"while": "body", "call": "to_apply"}.get(self.opcode)
+        return [self.called(attribute)] if attribute else []
+
+    @property
     def trip_count(self) -> int | None:
         """The turns of a loop; None where only a run tells."""
         found = self._find(r'"known_trip_count":\{"n":"(\d+)"')
         return int(found) if found else None
-
-    @property
-    def branches(self) -> tuple[str, ...]:
-        """The computations of a conditional."""
-        listed = self._find(r"branch_computations=\{([^}]*)\}")
-        if listed:
-            return tuple(name.strip().lstrip("%") for name in listed.split(","))
-        return self.called("true_computation"), self.called("false_computation")
-
-    @property
-    def target(self) -> str:
-        """The library function of a custom call; empty for everything else."""
-        return self._find(r'custom_call_target="([^"]*)"')
-
-    @property
-    def operation(self) -> str:
-        """The operation in the JAX program, behind the names around it."""
-        return self._find(r'op_name="([^"]*)"')
-
-    @property
-    def scope(self) -> str:
-        """The names around the operation."""
-        return self.operation.rpartition("/")[0]
 
     @property
     def frame(self) -> int:
@@ -79,29 +71,28 @@ class Instruction:
         return found[1] if found else ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Program:
-    """A module: the instructions of its computations, and ``file.py:function`` by stack frame."""
+    """A module: instructions by computation and name, and ``file.py:function`` by stack frame."""
 
-    computations: dict[str, tuple[Instruction, ...]]
+    computations: dict[str, dict[str, Instruction]]
     entry: str
-    sources: dict[int, str] = field(default_factory=dict)
+    sources: dict[int, str]
 
 
 def parse(text: str) -> Program:
     """Reads ``compiled.as_text()``; a ValueError where no computation is the entry."""
-    computations: dict[str, list[Instruction]] = {}
+    computations: dict[str, dict[str, Instruction]] = {}
     tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
     current, entry, table = None, None, None
     for line in text.splitlines():
         if current is not None:
-            made = _instruction(_COMMENT.sub("", line))
-            if made:
-                current.append(made)
+            if made := _instruction(_COMMENT.sub("", line)):
+                current[made.name] = made
             elif line.startswith("}"):
                 current = None
         elif head := _HEAD.match(line):
-            current, table = computations.setdefault(head[2], []), None
+            current, table = computations.setdefault(head[2], {}), None
             entry = head[2] if head[1] else entry
         elif line.strip() in tables:
             table = tables[line.strip()]
@@ -109,8 +100,7 @@ def parse(text: str) -> Program:
             table[int(row[1])] = row[2]
     if entry is None:
         raise ValueError("the text has no ENTRY computation: it is not that of an XLA program")
-    whole = {name: tuple(lines) for name, lines in computations.items()}
-    return Program(whole, entry, _sources(tables))
+    return Program(computations, entry, _sources(*tables.values()))
 
 
 @functools.cache
@@ -172,13 +162,14 @@ def _number(text: str, key: str) -> int:
     return int(found[1]) if found else 0
 
 
-def _sources(tables: dict[str, dict[int, str]]) -> dict[int, str]:
-    files, functions, locations, frames = (tables[name] for name in _TABLES)
+def _sources(
+    files: dict[int, str], functions: dict[int, str], places: dict[int, str], frames: dict[int, str]
+) -> dict[int, str]:
     found = {}
     for frame, row in frames.items():
-        location = locations.get(_number(row, "file_location_id"), "")
-        file = files.get(_number(location, "file_name_id"), "").strip('"')
-        function = functions.get(_number(location, "function_name_id"), "").strip('"')
+        place = places.get(_number(row, "file_location_id"), "")
+        file = files.get(_number(place, "file_name_id"), "").strip('"')
+        function = functions.get(_number(place, "function_name_id"), "").strip('"')
         if file:
             found[frame] = f"{file.rpartition('/')[2]}:{function.rpartition('.')[2]}"
     return found

@@ -3,16 +3,26 @@
 The lightest path takes no turn of a loop whose turns only a run tells, and of a conditional the
 branch that launches least: in the programs of this library that is the steady step. The heaviest
 takes one turn, and of each conditional the most.
+
+A cost counts launches (kernels, copies and library calls), the bytes touched (of all their operands
+and results, an upper bound) and moved (of a gather what it takes, of a scatter what it changes),
+waits (conditionals and loops for whose predicate the host may have to wait), collectives that are
+started, and sorts (launches that are in truth tens of kernels each).
 """
 
+import collections
 import functools
+import math
 import re
-from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
-from ._hlo import Instruction, Program, longest, size_of
-from ._moved import moved_by
+from ._hlo import Instruction, Program, count_of, longest, size_of
 
+# Of what is not there it has 0, and `|` is the larger one of each.
+Cost = collections.Counter[str]
+Lines = Mapping[str, Instruction]
+_WAIT = Cost(waits=1)
 # What launches nothing, besides whatever ends in -done or -update.
 _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id",
@@ -24,41 +34,20 @@ _COLLECTIVE = re.compile(
     r"^(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|collective-broadcast|"
     r"ragged-all-to-all|send|recv)(-start)?$"
 )
+# What memory gives at once, however little is wanted of it.
+_SECTOR = 32
+# Which operand has the entries that change in the first one.
+_UPDATES = {"scatter": 2, "dynamic-update-slice": 1}
+# Their first operand is asked for no more than they give.
+_TAKES = {"gather", "dynamic-slice", "slice"}
+# All of their operands are read, whatever is asked of them.
+_READS_ALL = {
+    "reduce", "reduce-window", "sort", "scatter", "dynamic-update-slice", "custom-call", "dot",
+    "convolution",
+}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Cost:
-    """What a path does.
-
-    Attributes:
-      launches: kernels, copies and library calls.
-      touched: bytes of all their operands and results, an upper bound of what moves.
-      moved: bytes, of a gather what it takes and of a scatter what it changes.
-      waits: conditionals and loops for whose predicate the host may have to wait.
-      collectives: that are started.
-      sorts: launches that are in truth tens of kernels each.
-    """
-
-    launches: int = 0
-    touched: int = 0
-    moved: int = 0
-    waits: int = 0
-    collectives: int = 0
-    sorts: int = 0
-
-    def __add__(self, other: "Cost") -> "Cost":
-        return Cost(*(a + b for a, b in zip(astuple(self), astuple(other))))
-
-    def __mul__(self, times: int) -> "Cost":
-        return Cost(*(times * a for a in astuple(self)))
-
-    def most(self, other: "Cost") -> "Cost":
-        """The larger one of each number."""
-        return Cost(*map(max, astuple(self), astuple(other)))
-
-
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """An instruction of a path, what it costs alone, and how often the path comes to it."""
 
     instruction: Instruction
@@ -66,94 +55,156 @@ class Part:
     times: int
 
 
-WAIT = Cost(waits=1)
+def times(cost: Cost, number: int) -> Cost:
+    """That of so many turns."""
+    return Cost({key: number * value for key, value in cost.items()})
 
 
-class Paths:
-    """The paths through one program, or from one of its computations on."""
-
-    def __init__(self, program: Program):
-        self._computations, self._entry = program.computations, program.entry
-        self._shapes = {
-            name: {line.name: line.shape for line in lines}
-            for name, lines in program.computations.items()
-        }
-        self.lightest = functools.cache(self._lightest)
-        self.heaviest = functools.cache(self._heaviest)
-
-    def _lightest(self, computation: str | None = None) -> Cost:
-        """The cost of the lightest path."""
-        return sum((part.cost * part.times for part in self.parts(computation)), Cost())
-
-    def _heaviest(self, computation: str | None = None) -> Cost:
-        """The cost of the heaviest path; of a conditional the most of each number."""
-        name, total = computation or self._entry, Cost()
-        for line in self._computations[name]:
-            inner = functools.reduce(Cost.most, map(self.heaviest, _reached(line)), Cost())
-            if line.opcode == "while":
-                total += inner * line.trip_count if line.trip_count is not None else WAIT + inner
-            elif line.opcode == "conditional":
-                total += WAIT + inner
-            else:
-                total += inner if line.opcode == "call" else self._alone(name, line)
-        return total
-
-    def parts(self, computation: str | None = None, times: int = 1) -> Iterator[Part]:
-        """All that the lightest path comes to, in the order of the text."""
-        name = computation or self._entry
-        for line in self._computations[name]:
-            if line.opcode == "while" and line.trip_count is not None:
-                yield from self.parts(line.called("body"), times * line.trip_count)
-            elif line.opcode == "call":
-                yield from self.parts(line.called("to_apply"), times)
-            elif line.opcode in ("while", "conditional"):
-                yield Part(line, WAIT, times)
-                if line.opcode == "conditional":
-                    lightest = min(line.branches, key=lambda x: astuple(self.lightest(x))[:2])
-                    yield from self.parts(lightest, times)
-            elif not _free(line):
-                yield Part(line, self._alone(name, line), times)
-
-    def collectives(self) -> int:
-        """How many the program has on all its paths, each counted once."""
-        waiting, seen, count = [self._entry], set(), 0
-        while waiting:
-            name = waiting.pop()
-            if name not in seen:
-                seen.add(name)
-                for line in self._computations[name]:
-                    count += self._collective(line)
-                    waiting += _reached(line)
-        return count
-
-    def _alone(self, computation: str, line: Instruction) -> Cost:
-        if _free(line):
-            return Cost()
-        shapes = self._shapes[computation]
-        touched = size_of(line.shape) + sum(size_of(shapes.get(x, "")) for x in line.operands)
-        moved = round(moved_by(line, shapes, self._computations.__getitem__))
-        inside = self._inside(line)
-        long = any(x.opcode == "sort" and longest(x.shape) > _ONE_BLOCK for x in inside)
-        sorts = int(long or "RadixSort" in line.target)
-        return Cost(1, touched, moved, 0, self._collective(line), sorts)
-
-    def _inside(self, line: Instruction) -> tuple[Instruction, ...]:
-        """The instruction, and those of which it is made."""
-        made = line.opcode in ("fusion", "async-start")
-        return (line, *(self._computations[line.called("calls")] if made else ()))
-
-    def _collective(self, line: Instruction) -> int:
-        # XLA wraps some of them in a computation of their own, to start them.
-        return int(any(_COLLECTIVE.match(x.opcode) for x in self._inside(line)))
+@functools.cache
+def lightest(program: Program, computation: str | None = None) -> Cost:
+    """The cost of the lightest path, from one of the computations on."""
+    return sum((times(x.cost, x.times) for x in parts(program, computation)), Cost())
 
 
-def _reached(line: Instruction) -> tuple[str, ...]:
-    """The computations of a loop, a conditional or a call."""
-    if line.opcode == "conditional":
-        return line.branches
-    attribute = {"while": "body", "call": "to_apply"}.get(line.opcode)
-    return (line.called(attribute),) if attribute else ()
+@functools.cache
+def heaviest(program: Program, computation: str | None = None) -> Cost:
+    """The cost of the heaviest path; of a conditional the most of each number."""
+    total, lines = Cost(), program.computations[computation or program.entry]
+    for line in lines.values():
+        inner = Cost()
+        for name in line.reached:
+            inner |= heaviest(program, name)
+        waits = line.opcode == "conditional" or (line.opcode == "while" and line.trip_count is None)
+        inner = times(inner, _turns(line)) + (_WAIT if waits else Cost())
+        total += inner if line.reached else _alone(program, lines, line)
+    return total
+
+
+def parts(program: Program, computation: str | None = None, turns: int = 1) -> Iterator[Part]:
+    """All that the lightest path comes to, in the order of the text."""
+    lines = program.computations[computation or program.entry]
+    for line in lines.values():
+        if line.opcode == "call" or (line.opcode == "while" and line.trip_count is not None):
+            yield from parts(program, line.reached[0], turns * _turns(line))
+        elif line.opcode in ("while", "conditional"):
+            yield Part(line, _WAIT, turns)
+            if line.opcode == "conditional":
+                costs = {name: lightest(program, name) for name in line.reached}
+                ranks = {name: (x["launches"], x["touched"]) for name, x in costs.items()}
+                yield from parts(program, min(ranks, key=ranks.__getitem__), turns)
+        elif not _free(line):
+            yield Part(line, _alone(program, lines, line), turns)
+
+
+def _turns(line: Instruction) -> int:
+    return 1 if line.trip_count is None else line.trip_count
+
+
+def collectives(program: Program) -> int:
+    """How many the program has on all its paths, each counted once."""
+    waiting, seen = {program.entry}, set[str]()
+    while waiting:
+        seen |= waiting
+        lines = [line for name in waiting for line in program.computations[name].values()]
+        waiting = {name for line in lines for name in line.reached} - seen
+    lines = [line for name in seen for line in program.computations[name].values()]
+    return sum(_is_collective(program, line) for line in lines)
 
 
 def _free(line: Instruction) -> bool:
     return line.opcode in _FREE or line.opcode.endswith(("-done", "-update"))
+
+
+def _alone(program: Program, lines: Lines, line: Instruction) -> Cost:
+    if _free(line):
+        return Cost()
+    touched = size_of(line.shape) + sum(size_of(_shape(lines, name)) for name in line.operands)
+    moved = round(_moved(program, lines, line))
+    inside = _inside(program, line)
+    long = any(x.opcode == "sort" and longest(x.shape) > _ONE_BLOCK for x in inside)
+    sorts = int(long or "RadixSort" in line.text("custom_call_target"))
+    started = _is_collective(program, line)
+    return Cost(launches=1, touched=touched, moved=moved, collectives=started, sorts=sorts)
+
+
+def _inside(program: Program, line: Instruction) -> list[Instruction]:
+    """The instruction, and those of which it is made."""
+    if line.opcode not in ("fusion", "async-start"):
+        return [line]
+    return [line, *program.computations[line.called("calls")].values()]
+
+
+def _is_collective(program: Program, line: Instruction) -> bool:
+    # XLA wraps some of them in a computation of their own, to start them.
+    return any(_COLLECTIVE.match(x.opcode) for x in _inside(program, line))
+
+
+# The bytes that one launch moves. A fusion is read backwards: what is asked of its results is asked
+# of their operands, entry by entry, up to all of them; a gather or a slice asks for as many entries
+# as it has itself. A scatter, or the update of a slice, is in place where it changes what the
+# launch was given.
+
+
+def _moved(program: Program, around: Lines, line: Instruction) -> float:
+    lines, parameters = {line.name: line}, {x: _shape(around, x) for x in line.operands}
+    if line.opcode == "fusion":
+        inside = program.computations[line.called("calls")]
+        lines = {name: x for name, x in inside.items() if x.opcode != "parameter"}
+        parameters = {name: x.shape for name, x in inside.items() if x.opcode == "parameter"}
+    if not lines:
+        return 0.0
+    asked: dict[str, float] = collections.defaultdict(float)
+    *others, last = lines.values()
+    several = last.opcode == "tuple"
+    total, in_place = 0.0, set()
+    for name in last.operands if several else (last.name,):
+        change = lines.get(_origin(name, lines))
+        if change is not None and _is_in_place(change, lines, parameters):
+            # Read and written; the updates themselves are counted as read.
+            updates = change.operands[_UPDATES[change.opcode]]
+            updated = parameters.get(updates, _shape(lines, updates))
+            few = 2.0 * min(_SECTOR * count_of(updated), size_of(change.shape))
+            total += few if change.opcode == "scatter" else size_of(updated)
+            in_place.add(change.name)
+        else:
+            total += size_of(parameters.get(name, _shape(lines, name)))
+        asked[name] = math.inf
+    for one in reversed(others if several else [*others, last]):
+        wanted = min(asked[one.name], count_of(one.shape))
+        for place, name in enumerate(one.operands):
+            if place or one.name not in in_place:
+                asked[name] += _wanted_of(one, place, wanted)
+    for name, shape in parameters.items():
+        count = count_of(shape)
+        total += size_of(shape) * min(asked[name], count) / max(count, 1)
+    return total
+
+
+def _wanted_of(line: Instruction, place: int, wanted: float) -> float:
+    """Entries of an operand that ``wanted`` entries of the result need."""
+    if not wanted:
+        return 0.0
+    if line.opcode in _READS_ALL or (line.opcode in _TAKES and place):
+        return math.inf
+    if line.opcode == "gather":
+        # Of any place; the entries that are next to it come along.
+        return wanted * _SECTOR * count_of(line.shape) / size_of(line.shape)
+    return wanted
+
+
+def _is_in_place(change: Instruction, lines: Lines, parameters: Mapping[str, str]) -> bool:
+    """Whether it changes a part of what the launch was given."""
+    # A scatter into several arrays has more operands.
+    few = change.opcode != "scatter" or len(change.operands) == 3
+    return change.opcode in _UPDATES and few and _origin(change.operands[0], lines) in parameters
+
+
+def _origin(name: str, lines: Lines) -> str:
+    """What ``name`` is another shape of."""
+    while name in lines and lines[name].opcode in ("bitcast", "reshape"):
+        name = lines[name].operands[0]
+    return name
+
+
+def _shape(lines: Lines, name: str) -> str:
+    return lines[name].shape if name in lines else ""

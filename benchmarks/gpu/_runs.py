@@ -17,10 +17,7 @@ from .._common.contestants import Contestant
 from . import _contestants
 from ._described import AXIS
 from ._hlo import parse
-from ._paths import Paths
-
-# Turns of the loop whose time says what a launch costs.
-_TURNS = 1000
+from ._paths import lightest
 
 
 @dataclass
@@ -32,13 +29,13 @@ class Run:
 
     def launches(self) -> int:
         """Kernels of the lightest path, as the gauge counts them."""
-        return Paths(parse(self.compiled.as_text())).lightest().launches
+        return lightest(parse(self.compiled.as_text()))["launches"]
 
 
-def gradients(size: int, seed: int) -> list[jax.Array]:
+def gradients(size: int) -> list[jax.Array]:
     """Three vectors with heavy tails, of a scale that differs by layer."""
     made = []
-    for key in jax.random.split(jax.random.key(seed), 3):
+    for key in jax.random.split(jax.random.key(0), 3):
         body, tail, scale = jax.random.split(key, 3)
         layer = jnp.exp(jax.random.normal(scale, (32,)) / 2)
         product = jax.random.normal(body, (size,)) * jax.random.normal(tail, (size,))
@@ -46,23 +43,10 @@ def gradients(size: int, seed: int) -> list[jax.Array]:
     return made
 
 
-def copy(data: Sequence[jax.Array]) -> Run:
-    """Reads n and writes n: what nothing that reads and writes them can beat."""
-    return _stateless(jnp.copy, data)
-
-
-def top_k(data: Sequence[jax.Array], k: int) -> Run:
-    """Selection as JAX has it."""
-    return _stateless(lambda x: jax.lax.top_k(jnp.abs(x), k), data)
-
-
-def launches() -> Run:
-    """A loop of kernels that have nothing to do, so that their launches are all that it costs."""
-
-    def loop(x: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, _TURNS, lambda _, y: jnp.sin(y) + 1, x)
-
-    return _stateless(loop, [jnp.zeros(256)])
+def stateless(function: Callable[[Any], Any], data: Sequence[jax.Array]) -> Run:
+    """What has nothing to remember."""
+    compiled = jax.jit(function).lower(data[0]).compile()
+    return Run(compiled, lambda turn: compiled(data[turn % len(data)]))
 
 
 def selection(selector: Selector, data: Sequence[jax.Array]) -> Run:
@@ -110,11 +94,6 @@ def _shaped(made: Contestant, vector: jax.Array) -> Any:
     shapes = _contestants.layers(vector.size)
     ends = np.cumsum([np.prod(shape) for shape in shapes])[:-1].tolist()
     return [x.reshape(s) for x, s in zip(jnp.split(vector, ends), shapes)]
-
-
-def _stateless(function: Callable[[Any], Any], data: Sequence[jax.Array]) -> Run:
-    compiled = jax.jit(function).lower(data[0]).compile()
-    return Run(compiled, lambda turn: compiled(data[turn % len(data)]))
 
 
 def _stepping(function: Callable[..., Any], stream: Sequence[tuple[Any, ...]], state: Any) -> Run:

@@ -9,7 +9,7 @@ collective of the steady step it says how many matrix products are between its s
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -62,7 +62,7 @@ def compiled(reduction: optax.GradientTransformation, mesh: Mesh) -> str:
     return str(lowered.compile(compiler_options=_SCHEDULER).as_text())
 
 
-def beside(lines: tuple[Instruction, ...]) -> Iterator[tuple[str, int]]:
+def beside(lines: Iterable[Instruction]) -> Iterator[tuple[str, int]]:
     """Each collective that has a start and an end, and the products between them."""
     started: dict[str, int] = {}
     products = 0
@@ -77,7 +77,7 @@ def beside(lines: tuple[Instruction, ...]) -> Iterator[tuple[str, int]]:
 
 def _is_product(line: Instruction) -> bool:
     """Whether an instruction is a matrix product, of a library or of XLA's own."""
-    return "dot_general" in line.operation and line.opcode in ("custom-call", "fusion")
+    return "dot_general" in line.text("op_name") and line.opcode in ("custom-call", "fusion")
 
 
 @options.program
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
         if args.only and name not in args.only:
             continue
         program = parse(compiled(find(contestant).make(DENSITY, AXIS), mesh))
-        lines = program.computations[program.entry]
+        lines = program.computations[program.entry].values()
         found = [{"collective": kind, "products": count} for kind, count in beside(lines)]
         products = sum(map(_is_product, lines))
         rows.append({"reduction": name, "products": products, "beside": found})

@@ -15,7 +15,6 @@ touches or moves over a tenth more. --breakdown shows where the launches of one 
 Nothing is run, and nothing is timed.
 """
 
-import collections
 import sys
 from collections.abc import Callable
 from importlib import metadata
@@ -28,9 +27,9 @@ from .._common import options, reports
 from .._common.display import show
 from . import _contestants, _described
 from ._hlo import parse
-from ._paths import Cost, Paths
+from ._paths import Cost, collectives, heaviest, lightest, parts, times
 
-SIZE, DENSITY, DEVICES = 14_700_000, 0.01, 8
+SETTINGS = {"size": 14_700_000, "density": 0.01, "devices": 8}
 # Growth that --check lets pass: compilers change their minds about a fusion.
 TOLERANCE = 1.1
 _LIMITED = {
@@ -66,18 +65,18 @@ def contestants(size: int, density: float, devices: int) -> dict[str, Callable[[
 
 
 def row(name: str, compiled: Any) -> dict[str, Any]:
-    """What the gauge reads from a compiled program, the lightest path before the heaviest."""
-    paths = Paths(parse(compiled.as_text()))
-    steady, heaviest = paths.lightest(), paths.heaviest()
+    """What is read from a compiled program, the lightest path before the heaviest."""
+    program = parse(compiled.as_text())
+    steady, most = lightest(program), heaviest(program)
     return {
         "program": name,
-        "launches": [steady.launches, heaviest.launches],
-        "touched_bytes": [steady.touched, heaviest.touched],
-        "moved_bytes": [steady.moved, heaviest.moved],
+        "launches": [steady["launches"], most["launches"]],
+        "touched_bytes": [steady["touched"], most["touched"]],
+        "moved_bytes": [steady["moved"], most["moved"]],
         "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
-        "waits": steady.waits,
-        "collectives": [steady.collectives, paths.collectives()],
-        "sorts": steady.sorts,
+        "waits": steady["waits"],
+        "collectives": [steady["collectives"], collectives(program)],
+        "sorts": steady["sorts"],
     }
 
 
@@ -112,27 +111,17 @@ def grown(rows: list[dict[str, Any]], recorded: list[dict[str, Any]]) -> list[st
 
 def breakdown(name: str, hlo: str) -> None:
     """Prints the launches of the steady step by scope and by the function they come from."""
-    program = parse(hlo)
-    groups: dict[tuple[str, str], Cost] = collections.defaultdict(Cost)
-    for part in Paths(program).parts():
-        source = program.sources.get(part.instruction.frame, "")
+    program, groups = parse(hlo), dict[tuple[str, str], Cost]()
+    for line, cost, turns in parts(program):
         # The first names are those of the jitted and mapped function, the same for all.
-        words = part.instruction.scope.split("/")
-        kept = [word for word in words if word != "shard_map" and not word.startswith("jit(")]
-        groups["/".join(kept), source] += part.cost * part.times
-    order = sorted(groups.items(), key=lambda item: (-item[1].launches, -item[1].touched))
-    show(
-        f"{name}: the steady step",
-        ["scope", "function", "launches", "MB touched", "MB moved", "waits", "collectives"],
-        [
-            [
-                *(scope or "-", source or "-", str(cost.launches)),
-                *(f"{cost.touched / 1e6:.1f}", f"{cost.moved / 1e6:.1f}"),
-                *(str(cost.waits or ""), str(cost.collectives or "")),
-            ]
-            for (scope, source), cost in order
-        ],
-    )
+        words = line.text("op_name").rpartition("/")[0].split("/")
+        scope = "/".join(x for x in words if x != "shard_map" and not x.startswith("jit("))
+        group = scope or "-", program.sources.get(line.frame, "-")
+        groups[group] = groups.get(group, Cost()) + times(cost, turns)
+    order = sorted(groups.items(), key=lambda x: (-x[1]["launches"], -x[1]["touched"]))
+    keys = ("launches", "touched", "moved", "waits", "collectives")
+    lines = [[*group, *(f"{cost[key]:,}" for key in keys)] for group, cost in order]
+    show(f"{name}: the steady step", ["scope", "function", *keys], lines)
 
 
 def _settings(args: Any) -> dict[str, Any]:
@@ -140,10 +129,9 @@ def _settings(args: Any) -> dict[str, Any]:
 
     They are then those of the file, for nothing else can be compared with it.
     """
-    settings = {"size": SIZE, "density": DENSITY, "devices": DEVICES}
-    given = {name: getattr(args, name) for name in settings if getattr(args, name)}
+    given = {name: getattr(args, name) for name in SETTINGS if getattr(args, name)}
     if args.check is None:
-        return settings | given
+        return SETTINGS | given
     recorded = reports.read(args.check, PATTERN, "benchmarks.gpu.programs")
     recorded |= {"devices": recorded["device"]["devices"]}
     for name, value in given.items():
@@ -157,16 +145,16 @@ def main(argv: list[str] | None = None) -> int:
     """Prints the table, or a breakdown; status 1 where a program has grown."""
     parser = options.parser_of(__doc__)
     add = parser.add_argument
-    add("--size", type=options.at_least_one, help=f"n; {SIZE} by default")
-    add("--density", type=options.share, help=f"k / n; {DENSITY} by default")
-    add("--devices", type=options.at_least_one, help=f"of the steps; {DEVICES} by default")
+    add("--size", type=options.at_least_one, help="n; {size} by default".format(**SETTINGS))
+    add("--density", type=options.share, help="k / n; {density} by default".format(**SETTINGS))
+    add("--devices", type=options.at_least_one, help="of the steps; 8 by default")
     add("--only", nargs="+", metavar="NAME", help="these programs, such as select.topk or ok_topk")
     add("--breakdown", metavar="NAME", help="where the launches of this program come from")
     add("--write", type=options.output, metavar="FILE", help="also write the numbers here")
     add("--check", type=Path, metavar="FILE", help="compare with the numbers written there")
     args = parser.parse_args(argv)
     settings = _settings(args)
-    size, density, devices = (settings[name] for name in ("size", "density", "devices"))
+    size, density, devices = (settings[name] for name in SETTINGS)
     known = contestants(size, density, devices)
     names = [args.breakdown] if args.breakdown else args.only or list(known)
     for name in names:
@@ -188,13 +176,11 @@ def main(argv: list[str] | None = None) -> int:
     content = {"jax": jax.__version__, "jaxlib": metadata.version("jaxlib")}
     content |= {"size": size, "density": density, "device": _described.description(devices)}
     reports.write(args.write, content | {"programs": rows})
-    return 0 if args.check is None else _compare(args.check, settings, rows)
-
-
-def _compare(path: Path, recorded: dict[str, Any], rows: list[dict[str, Any]]) -> int:
-    if recorded["jax"] != jax.__version__:
-        print(f"{path} was written with jax {recorded['jax']}, and this is {jax.__version__}")
-    complaints = grown(rows, recorded["programs"])
+    if args.check is None:
+        return 0
+    if settings["jax"] != jax.__version__:
+        print(f"{args.check} was written with jax {settings['jax']}, and this is {jax.__version__}")
+    complaints = grown(rows, settings["programs"])
     print("\n".join(complaints) or f"nothing has grown by more than {TOLERANCE - 1:.0%}")
     return 1 if complaints else 0
 

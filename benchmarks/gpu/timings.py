@@ -13,57 +13,129 @@ The most telling come first. What does not fit in the time is skipped and named,
 written after each measurement. The time of a dense allreduce over a network is computed.
 """
 
+import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from .._common import options
+from .._common import options, reports, timing
 from .._common.display import show
 from . import _contestants, _runs
 from ._runs import Run
-from ._session import Session
 
 # The same n as in the counts of programs.py.
 SIZE, DENSITY, WORKERS = 14_700_000, 0.01, 8
 SELECTION, STEP, SIMULATED = "selection", "step, P = 1", "step, simulated P"
 PARTS = (SELECTION, STEP, SIMULATED)
-EMPTY, TOP_K = "empty kernels", "lax.top_k"
+BASE, EMPTY, TOP_K = "copy", "empty kernels", "lax.top_k"
 # What is measured before everything else.
 FIRST = (
     EMPTY, TOP_K, "topk", "threshold_reuse", "dense", "ok_topk", "ok_topk_reuse", "agreed",
     "agreed_few", "sparse_adamw", "topk_a", "powersgd",
 )  # fmt: skip
+# A step begins without thresholds and residuals, and copies its state at first.
+_WARM_UP = 12
+# A round takes so many seconds, and all rounds of a contestant.
+_ROUND, _ROUNDS = 0.02, 10.0
+_CALLS = 20
 GBITS = (10, 25, 100)
-HEAD = ("contestant", "ms", "quartiles", "least", "share", "launches")
+HEAD = ("part", "contestant", "ms", "quartiles", "least", "share", "launches")
+Made = Mapping[tuple[str, str], Callable[[], Run]]
 
 
-def contestants(
-    size: int, density: float, workers: int, seed: int
-) -> tuple[Run, dict[tuple[str, str], Callable[[], Run]]]:
+def contestants(size: int, density: float, workers: int) -> tuple[Run, Made]:
     """The copy, and what makes each contestant, by part and name, the most telling first."""
-    data = _runs.gradients(size, seed)
-    k = max(1, round(density * size))
-    kth = _runs.top_k(data, k)
+    data, k = _runs.gradients(size), max(1, round(density * size))
+    kth = _runs.stateless(lambda x: jax.lax.top_k(jnp.abs(x), k), data)
     magnitude = float(kth.call(0)[0][-1])
-    made: dict[tuple[str, str], Callable[[], Run]] = {
-        (SELECTION, EMPTY): _runs.launches,
-        (SELECTION, TOP_K): lambda: kth,
-    }
+    made = {(SELECTION, EMPTY): _launches, (SELECTION, TOP_K): lambda: kth}
     for name, selector in _contestants.selectors(density, magnitude).items():
-        made[SELECTION, name] = lambda selector=selector: _runs.selection(selector, data)
+        made[SELECTION, name] = partial(_runs.selection, selector, data)
     for name, step in _contestants.steps().items():
-        made[STEP, name] = lambda step=step: _runs.step(step, density, data)
-        made[SIMULATED, name] = lambda step=step: _runs.simulated(step, density, data, workers)
+        made[STEP, name] = partial(_runs.step, step, density, data)
+        made[SIMULATED, name] = partial(_runs.simulated, step, density, data, workers)
 
     def rank(key: tuple[str, str]) -> tuple[bool, int]:
         return key[1] not in FIRST, PARTS.index(key[0])
 
-    return _runs.copy(data), {key: made[key] for key in sorted(made, key=rank)}
+    base = _runs.stateless(jnp.copy, data)
+    return base, {key: made[key] for key in sorted(made, key=rank)}
+
+
+def _launches() -> Run:
+    """A loop of kernels that have nothing to do, so that their launches are all that it costs."""
+
+    def loop(x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, 1000, lambda _, y: jnp.sin(y) + 1, x)
+
+    return _runs.stateless(loop, [jnp.zeros(256)])
+
+
+def measure(
+    base: Run, made: Made, rounds: int, end: float, write: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Times each beside the base; nothing is begun that may not be done at ``end``.
+
+    ``write`` gets all that there is after each of them: none that was made is lost.
+    """
+    found: dict[str, Any] = {"rows": [], "skipped": [], "failed": {}, "finished": False}
+    longest = 0.0
+    _warm(base)
+    for (part, name), make in made.items():
+        begin = time.monotonic()
+        # The longest so far is all that is known of how long the next one takes.
+        if begin + longest > end:
+            found["skipped"].append(f"{part}: {name}")
+            continue
+        options.say(f"{part}: {name}")
+        try:
+            found["rows"].append({"part": part} | _row(base, name, make(), rounds))
+        except Exception as error:  # One that does not fit in memory must not end the rest.
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            found["failed"][f"{part}: {name}"] = reason
+        longest = max(longest, time.monotonic() - begin)
+        write(found)
+    found["finished"] = True
+    write(found)
+    return found
+
+
+def _row(base: Run, name: str, run: Run, most: int) -> dict[str, Any]:
+    _warm(run)
+    single, _ = timing.seconds_of(run.call, 0)
+    calls = min(_CALLS, max(1, int(_ROUND / single)))
+    rounds = min(most, max(3, int(_ROUNDS / (calls * single))))
+    turns = {BASE: partial(_repeated, base, calls), name: partial(_repeated, run, calls)}
+    times = timing.in_turns(turns, rounds)
+    each = {key: [s / calls for s in seconds] for key, seconds in times.items()}
+    _, row = timing.ratios(each, BASE)
+    low, _, high = timing.quartiles(each[name])
+    return row | {
+        "min_ms": 1e3 * min(each[name]),
+        "quartiles_ms": [1e3 * low, 1e3 * high],
+        "copy_ms": 1e3 * statistics.median(each[BASE]),
+        "share_of_copy": 1 / row["ratio"],
+        "rounds": rounds,
+        "calls": calls,
+        "launches": run.launches() if jax.default_backend() == "gpu" else None,
+    }
+
+
+def _warm(run: Run) -> None:
+    for turn in range(_WARM_UP):
+        jax.block_until_ready(run.call(turn))
+
+
+def _repeated(run: Run, calls: int, turn: int) -> Any:
+    """As many calls, of which only the last is waited for: the host must not set the pace."""
+    return [run.call(turn + number) for number in range(calls)][-1]
 
 
 def dense_on_networks(size: int, workers: int) -> list[dict[str, float]]:
@@ -72,35 +144,19 @@ def dense_on_networks(size: int, workers: int) -> list[dict[str, float]]:
     return [{"gbit_per_s": gbit, "ms": 8e3 * sent / (gbit * 1e9)} for gbit in GBITS]
 
 
-def cells(row: dict[str, Any]) -> list[str]:
-    """Those of a table, under ``HEAD``."""
-    low, high = row["quartiles_ms"]
-    return [
-        row["contestant"],
-        f"{row['median_ms']:.3f}",
-        f"{low:.3f} - {high:.3f}",
-        f"{row['min_ms']:.3f}",
-        f"{row['share_of_copy']:.1%}",
-        "" if row["launches"] is None else str(row["launches"]),
-    ]
+def _cells(row: dict[str, Any]) -> list[str]:
+    text = "{part}|{contestant}|{median_ms:.3f}|{quartiles_ms[0]:.3f} - {quartiles_ms[1]:.3f}"
+    text += "|{min_ms:.3f}|{share_of_copy:.1%}|" + ("" if row["launches"] is None else "{launches}")
+    return text.format(**row).split("|")
 
 
 def _show(content: dict[str, Any]) -> None:
     size, workers = content["size"], content["workers"]
-    each = f"n = {size // workers:,} each"
-    titles = {
-        SELECTION: f"{SELECTION}, n = {size:,}",
-        STEP: f"the whole step of one worker, n = {size:,}",
-        SIMULATED: f"the steps of {workers} simulated workers together, {each}",
-    }
-    about = (
-        f"density {content['density']:g}; {content['device']}, jax {content['jax']}; share of a "
-        f"copy of {size:,} float32"
+    title = (
+        f"n = {size:,}, of {workers} simulated workers together, density {content['density']:g}; "
+        f"{content['device']}, jax {content['jax']}; share of a copy of {size:,} float32"
     )
-    for part, title in titles.items():
-        rows = [row for row in content["rows"] if row["part"] == part]
-        if rows:
-            show(f"{title}, {about}", HEAD, [cells(row) for row in rows])
+    show(title, HEAD, [_cells(row) for row in content["rows"]])
     for row in content["rows"]:
         if row["contestant"] == EMPTY and row["launches"]:
             print(f"\na launch costs {1e3 * row['median_ms'] / row['launches']:.2f} us")
@@ -126,7 +182,6 @@ def main(argv: list[str] | None = None) -> int:
     add("--rounds", type=options.several, default=30)
     add("--minutes", type=options.positive, default=9.0, help="after which nothing is begun")
     add("--only", nargs="+", metavar="NAME", help="these contestants, in all parts")
-    add("--seed", type=int, default=0)
     add("--allow-cpu", action="store_true", help="run without a GPU, to try the program")
     add("--json", type=options.output, default=Path("gpu_timings.json"), metavar="FILE")
     args = parser.parse_args(argv)
@@ -141,21 +196,21 @@ def main(argv: list[str] | None = None) -> int:
     for name in args.only or ():
         if name not in known:
             raise options.InputError(f"no contestant {name!r}; there are {', '.join(known)}")
-    base, made = contestants(args.size, args.density, args.workers, args.seed)
+    base, made = contestants(args.size, args.density, args.workers)
+    chosen = {key: make for key, make in made.items() if not args.only or key[1] in args.only}
     content = {"device": device.device_kind, "platform": device.platform}
     content |= {"jax": jax.__version__, "jaxlib": metadata.version("jaxlib")}
     content |= {"runtime": device.client.platform_version}
     content |= {name: getattr(args, name) for name in ("size", "density", "workers")}
     content |= {"computed_dense_allreduce": dense_on_networks(args.size, args.workers)}
-    session = Session(
-        base, content, args.json, rounds=args.rounds, start=start, seconds=60 * args.minutes
-    )
-    for (part, name), make in made.items():
-        if not args.only or name in args.only:
-            session.measure(part, name, make)
-    session.finish()
-    _show(session.content)
-    return 1 if session.content["failed"] else 0
+
+    def write(found: dict[str, Any]) -> None:
+        minutes = (time.monotonic() - start) / 60
+        reports.write(args.json, content | found | {"minutes": minutes})
+
+    content |= measure(base, chosen, args.rounds, start + 60 * args.minutes, write)
+    _show(content)
+    return 1 if content["failed"] else 0
 
 
 if __name__ == "__main__":

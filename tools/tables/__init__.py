@@ -5,6 +5,6 @@
 
 A table is docs/tables/NAME.md, which pages include; README can't include, and has its tables behind
 comments with their names. A run of a benchmark with ``--json docs/data/NAME.json`` and then the
-first of these bring one up to date. For a new table write its first two lines there, and a line in
-``_registry.py``.
+first of these bring one up to date. For a new table write its first two lines there, and a function
+``table_NAME`` in a module that ``_registry.py`` lists.
 """

@@ -2,8 +2,8 @@
 
 import json
 import statistics
-from collections.abc import Sequence
-from pathlib import Path
+import string
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks._common.timing import quartiles
@@ -11,10 +11,9 @@ from benchmarks._common.timing import quartiles
 from ._files import ROOT, Rows
 
 DATA = ROOT / "docs" / "data"
-EVIDENCE = ROOT / "docs" / "evidence"
 
 
-def read(name: str | Path) -> Any:
+def read(name: Any) -> Any:
     """What a file in docs/data holds."""
     return json.loads((DATA / name).read_text(encoding="utf-8"))
 
@@ -28,10 +27,26 @@ def printed(file: str, which: int) -> Rows:
     return read(f"printed/{file}.json")["tables"][which]["rows"]
 
 
-def interval(values: Sequence[float], digits: int) -> str:
+class _Formatter(string.Formatter):
+    def format_field(self, value: Any, format_spec: str) -> str:
+        shown = super().format_field(value, format_spec)
+        return shown[:-1] + " %" if format_spec.endswith("%") else shown
+
+
+def cells(row: dict[str, Any], *texts: str) -> list[str]:
+    """The texts with the numbers of a row; the formats are those of Python."""
+    return [_Formatter().vformat(text, (), row) for text in texts]
+
+
+def percent(value: float, digits: int = 0) -> str:
+    """A share in percent."""
+    return f"{100 * value:.{digits}f} %"
+
+
+def interval(values: Iterable[float], digits: int) -> str:
     """The least and the most of some numbers; one number if they are alike."""
-    low, high = (f"{x:.{digits}f}" for x in (min(values), max(values)))
-    return low if low == high else f"{low} to {high}"
+    ordered = sorted(values)
+    return " to ".join(dict.fromkeys(f"{x:.{digits}f}" for x in (ordered[0], ordered[-1])))
 
 
 def middle(values: Sequence[float], digits: int) -> str:
@@ -40,35 +55,33 @@ def middle(values: Sequence[float], digits: int) -> str:
     return f"{median} ({low} to {high})"
 
 
-def listed(values: Sequence[float], digits: int) -> str:
-    """All of them."""
-    return ", ".join(f"{x:.{digits}f}" for x in values)
-
-
-def percent(value: float, digits: int = 0) -> str:
-    """A share in percent."""
-    return f"{100 * value:.{digits}f} %"
-
-
-def code(name: str) -> str:
-    """What a benchmark calls something, with the name of the program as code."""
-    first, *rest = name.split(", ", 1)
-    return ", ".join([f"`{first}`", *rest])
-
-
 def median(values: Sequence[float], digits: int = 0, scale: float = 1) -> str:
     """The median."""
     return f"{scale * statistics.median(values):.{digits}f}"
 
 
+def listed(values: Iterable[float], digits: int) -> str:
+    """All of them."""
+    return ", ".join(f"{x:.{digits}f}" for x in values)
+
+
+def ratios(base: dict[str, Any], row: dict[str, Any], key: str = "seconds") -> list[float]:
+    """How many times as fast as the base, in each round."""
+    return [a / b for a, b in zip(base[key], row[key], strict=True)]
+
+
+def code(name: str) -> str:
+    """What a benchmark calls something, with the name of the program as code."""
+    first, comma, rest = name.partition(", ")
+    return f"`{first}`{comma}{rest}"
+
+
 def blank_repeats(rows: Rows, columns: int = 1) -> Rows:
     """Leaves out what the line above has in the first columns, too."""
-    above: list[str] = []
     shown = []
-    for row in rows:
+    for above, row in zip([[], *rows], rows, strict=False):
         same = 0
         while same < columns and row[: same + 1] == above[: same + 1]:
             same += 1
         shown.append([""] * same + row[same:])
-        above = row
     return shown

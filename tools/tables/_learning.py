@@ -42,7 +42,7 @@ def _of(method: str, link: str, *, later: bool = False) -> dict[str, Any] | None
     return rows[0] if rows else None
 
 
-def over_links_short() -> Rows:
+def table_loss_after_seconds() -> Rows:
     """The mean over the seeds at the better of the two rates."""
     found = {name: [_of(name, link) for link in LINKS] for name in (*SHORT, "dense")}
     return [
@@ -51,7 +51,7 @@ def over_links_short() -> Rows:
     ]
 
 
-def over_links() -> Rows:
+def table_loss_over_links() -> Rows:
     """Every seed, and the steps that were taken."""
     rows = []
     for method, shown in NAMES.items():
@@ -90,7 +90,7 @@ def _words(run: dict[str, Any]) -> str:
     return f"{run['words'] / unit:.2f}"
 
 
-def steps() -> Rows:
+def table_loss_after_steps() -> Rows:
     """Loss after the same steps, beside dense."""
 
     def loss(found: list[dict[str, Any]]) -> str:
@@ -109,7 +109,7 @@ def steps() -> Rows:
     return blank_repeats(rows)
 
 
-def limits() -> Rows:
+def table_limit() -> Rows:
     """What is beyond the limit, held back as a whole and in part: of each seed."""
     text = TEXT | {"share": 1.0}
     cases = [(f"text, 5 %, P = {p}", text, p, "sparse_adamw") for p in (4, 8, 16, 32)]

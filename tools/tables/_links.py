@@ -1,6 +1,7 @@
 """Steps over real links with a limited bandwidth: `benchmarks.network.run`."""
 
 import statistics
+from functools import partial
 from typing import Any
 
 from benchmarks.network._report import breakdown
@@ -22,7 +23,7 @@ SHOWN = {
 }
 
 
-def ratios(point: dict[str, Any]) -> list[float]:
+def _gains(point: dict[str, Any]) -> list[float]:
     """How many times as fast as dense, in each round."""
     pairs = zip(point["baseline_seconds"], point["seconds"], strict=True)
     return [base / own for base, own in pairs]
@@ -36,13 +37,13 @@ def _kept(workers: int, params: int, link: str) -> list[dict[str, Any]]:
     return [p for p in points if (p["workers"], p["params"], p["link"]) == setting]
 
 
-def of_run(file: str, link: str) -> Rows:
+def _of_run(file: str, link: str) -> Rows:
     """One run and one link: step, speed-up, processor time and bytes of each method."""
     return [
         [
             f"`{point['method']}`",
             middle([1e3 * x for x in point["seconds"]], 0),
-            middle(ratios(point), 2),
+            middle(_gains(point), 2),
             median(point["cpu_seconds"], scale=1e3),
             f"{statistics.mean(point['received']) / 1e6:.2f}",
         ]
@@ -51,15 +52,20 @@ def of_run(file: str, link: str) -> Rows:
     ]
 
 
+table_network_4_100mbit = partial(_of_run, "network_4_third.json", "100mbit")
+table_network_4_1gbit = partial(_of_run, "network_4_third.json", "1gbit")
+table_network_8 = partial(_of_run, "network_8.json", "1gbit")
+
+
 def speedups(workers: int, params: int, link: str) -> dict[str, list[float]]:
     """How many times as fast as dense: the medians of all runs, by method."""
     found: dict[str, list[float]] = {}
     for point in _kept(workers, params, link):
-        found.setdefault(point["method"], []).append(statistics.median(ratios(point)))
+        found.setdefault(point["method"], []).append(statistics.median(_gains(point)))
     return found
 
 
-def of_all_runs() -> Rows:
+def table_speedups() -> Rows:
     """The least and the most of the medians of all runs."""
     columns = [speedups(*point) for point in POINTS]
     return [
@@ -68,7 +74,7 @@ def of_all_runs() -> Rows:
     ]
 
 
-def medians() -> Rows:
+def table_network_4_runs() -> Rows:
     """How many times as fast as dense in each run of four workers at 1 Gbit/s."""
     found = speedups(*POINTS[1])
     most = max(map(len, found.values()))
@@ -79,7 +85,7 @@ def medians() -> Rows:
     ]
 
 
-def short_of_cores() -> Rows:
+def table_short_of_cores() -> Rows:
     """Four processes on two cores: the least and the most of the medians of the runs."""
     names = {
         "agreed": "`agreed` at 1 %, SGD behind it",
@@ -99,7 +105,7 @@ def short_of_cores() -> Rows:
     ]
 
 
-def parts() -> Rows:
+def table_network_parts() -> Rows:
     """Where the time of a step goes, at 1 Gbit/s; and without a limit."""
     found = read("breakdown_4.json")
     points = found["points"]
@@ -114,9 +120,9 @@ def parts() -> Rows:
             [
                 f"`{point['method']}`",
                 median(point["seconds"], scale=1e3),
-                middle(ratios(point), 2),
+                middle(_gains(point), 2),
                 *(f"{1e3 * seconds[part]:.0f}" for part in PARTS),
-                median(ratios(free[point["method"]]), 2),
+                median(_gains(free[point["method"]]), 2),
                 median(point["cpu_seconds"], scale=1e3),
             ]
         )

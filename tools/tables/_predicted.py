@@ -15,7 +15,7 @@ SHOWN = (
 METHODS = ("topk_a", "gtopk", "topk_dsa", "ok_topk")
 
 
-def scaling() -> Rows:
+def table_scaling() -> Rows:
     """The time of the dense exchange over that of the method."""
     found = {
         (row["network"], row["workers"], row["algorithm"]): row["step"]
@@ -71,7 +71,7 @@ def shared_cores(link: str) -> dict[str, tuple[float, list[float]]]:
     }
 
 
-def sharing() -> Rows:
+def table_shared_cores() -> Rows:
     """Those of both links."""
     links = [shared_cores(link) for link in ("1gbit", "100mbit")]
     rows = []

@@ -1,22 +1,196 @@
-"""Selectors, counts and accuracy in trainings: `benchmarks.training`."""
+"""Fill-in, balance, selectors and counts in trainings: `benchmarks.training`."""
 
 from typing import Any
 
-from ._data import blank_repeats, code, interval, percent, read
+from ._data import blank_repeats, cells, code, interval, percent, read
 from ._files import Rows
 
+Row = dict[str, Any]
 PAPER_TASKS = {
     "images": "a convolutional network, digits",
     "lstm": "an LSTM, characters",
     "text": "a transformer, characters",
 }
+INPUTS = {
+    "iid": "iid",
+    "same region": "all workers in the same region",
+    "drifting": "a region that drifts",
+    "heavy tails": "heavy tails, scales by layer",
+    "one worker": "one worker in a region, heavier than the others",
+    "own region": "each worker in a region of its own",
+}
+# Of many workers.
+FOUR = ("iid", "drifting", "one worker", "own region")
+# What a table has of each way to cut the regions.
+ALL = ("missing", "mass", "overflow", "wait", "words")
+LOSSES = "{validation_before[loss]:.2f} to {validation_after[loss]:.2f}"
 
 
-def quality() -> Rows:
+# Fill-in.
+
+
+def table_fill_in_uniform() -> Rows:
+    """Uniform indices, beside the formula."""
+    texts = ("{expected:,.1f}", "{mean:,.1f}", "{standard_error:.1f}", "{errors_off:.1f}")
+    tables = [table["rows"] for table in read("fill_in.json")["uniform"]]
+    return [
+        [str(rows[0]["workers"]), *(cell for row in rows for cell in cells(row, *texts))]
+        for rows in zip(*tables, strict=True)
+    ]
+
+
+def table_fill_in_trainings() -> Rows:
+    """The union in trainings."""
+    shares = (f"{{union[{part}]:.1%}}" for part in ("mean", "first_tenth", "last_quarter"))
+    texts = ("{run}, {density:.0%}", "{workers}", *shares, "{union_of_k:.1f}", "{uniform:.1%}")
+    rows = []
+    for run in (run for task in read("fill_in.json")["runs"] for run in task):
+        of_uniform = f"{run['union']['mean'] / run['uniform']:.2f}"
+        paper = percent(run["paper"], 1) if run["paper"] else ""
+        rows.append([*cells(run, *texts), of_uniform, paper, *cells(run, LOSSES)])
+    return blank_repeats(rows)
+
+
+def table_fill_in_predicted() -> Rows:
+    """What the cost model makes of unions of fewer workers."""
+    both = read("fill_in.json")["predictions"]
+
+    def line(name: str, *keys: str) -> list[str]:
+        made = [name]
+        for table in both:
+            value = table[keys[0]] if len(keys) == 1 else table[keys[0]][keys[1]]
+            off = f"{100 * (value / table['measured'] - 1):+.0f} %"
+            made += [percent(value, 1), "" if keys == ("measured",) else off]
+        return made
+
+    first, *others = both[0]["same_run"]
+    other = next(iter(both[0]["other_runs"]))
+    return [
+        line("measured", "measured"),
+        line("uniform formula", "uniform"),
+        line(f"from {first} of the {both[0]['workers']} workers", "same_run", first),
+        *(line(f"from {p}", "same_run", p) for p in others),
+        line(f"from the run with {other} workers", "other_runs", other),
+        line("the same at each step, then the mean", "other_runs_by_step", other),
+    ]
+
+
+# Regions and balance.
+
+
+def _pairs(file: str) -> dict[tuple[str, int], Row]:
+    """Rows of `benchmarks.training.regions`: of each input and P those of both ways."""
+    found: dict[tuple[str, int], Row] = {}
+    for row in read(file)["rows"]:
+        found.setdefault((row["case"], row["workers"]), {})[row["regions"]] = row
+    return found
+
+
+def _share(value: float, digits: int = 1) -> str:
+    """Fewer digits where there is more."""
+    return percent(value, 0 if value >= 0.1 else digits if value < 0.05 else 1)
+
+
+def _cells(of: Row, hashed: tuple[str, ...], balanced: tuple[str, ...] = ALL) -> list[str]:
+    def cell(row: Row, column: str) -> str:
+        value = row[column]
+        if column == "missing":
+            return f"{_share(value)} ({100 * row['missing_worst']:.0f})"
+        if column == "overflow":
+            return _share(value, 2)
+        return f"{value:.{ {'mass': 3, 'wait': 0}.get(column, 2) }f}"
+
+    made = [cell(of["hashed"], column) for column in hashed]
+    return made + [cell(of["balanced"], column) for column in balanced]
+
+
+def table_regions() -> Rows:
+    """Hashed regions beside balanced ones."""
+    found = sorted(_pairs("regions.json").items(), key=lambda item: item[0][1])
+    return blank_repeats(
+        [
+            [shown, str(p), *_cells(of, ALL)]
+            for case, shown in INPUTS.items()
+            for (name, p), of in found
+            if name == case
+        ]
+    )
+
+
+def table_regions_recorded() -> Rows:
+    """Those of recorded trainings."""
+    columns = ("missing", "overflow", "words"), ("missing", "mass", "overflow", "words")
+    return [
+        [case, *_cells(of, *columns)] for (case, _), of in _pairs("regions_recorded.json").items()
+    ]
+
+
+def table_regions_large() -> Rows:
+    """Those of many workers."""
+    found = {case: of for (case, _), of in _pairs("regions_large.json").items()}
+    hashed = ("missing", "overflow", "wait", "words")
+    shown = INPUTS | {"one worker": "one worker in a region"}
+    return [[shown[case], *_cells(found[case], hashed)] for case in FOUR]
+
+
+def _recorded() -> list[tuple[str, Row]]:
+    """Recorded runs by their names; a scaled layer is named by the benchmark."""
+    found = []
+    for run in read("load_balance.json")["runs"]:
+        layer, times, factor = run["case"].partition(" x ")
+        found.append((f"{run['run']}, `{layer}` x {factor}" if times else run["run"], run))
+    return found
+
+
+def table_concentrations() -> Rows:
+    """Where selected entries are from."""
+    rows = []
+    for name, run in _recorded():
+        layers = sorted(run["layers"].items(), key=lambda item: -item[1]["selected"])
+        parts = []
+        for layer, share in layers[: 1 if layers[0][1]["selected"] > 0.6 else 2]:
+            of_all = percent(share["parameters"], 0 if share["parameters"] >= 0.1 else 1)
+            parts.append(f"{percent(share['selected'])} `{layer}` ({of_all} of n)")
+        rows.append([name, ", ".join(parts), *cells(run, LOSSES)])
+    return rows
+
+
+def table_split() -> Rows:
+    """Entries that an owner receives, for equal and for balanced regions."""
+    rows = []
+    for name, run in _recorded():
+        at = {(row["workers"], row["regions"]): row for row in run["rows"]}
+        for p in dict.fromkeys(row["workers"] for row in run["rows"]):
+            line = [name, str(p)]
+            for row in (at[p, "equal"], at[p, "balanced"]):
+                received = (row["received"], row["received_of_k"])
+                line += [f"{x:.2f}" if x < 10 else f"{x:.1f}" for x in received]
+                line.append(_share(row["overflow"]))
+            rows.append(line)
+    return blank_repeats(rows)
+
+
+def table_balancing() -> Rows:
+    """Entries of each worker before and after the balancing."""
+    texts, rows = ("{regions}", "{workers}", "{before:.2f}", "{over_trigger:.0%}"), []
+    for name, run in _recorded():
+        for row in sorted(run["rows"], key=lambda row: row["regions"] != "equal"):
+            line = [name, *cells(row, *texts)]
+            for of in (row["balance"][mode] for mode in ("never", "auto", "always")):
+                delivered = percent(of["delivered"], 0 if of["delivered"] > 0.9995 else 1)
+                line += [f"{of['after']:.2f}", delivered, f"{of['words_of_bound']:.2f}"]
+            rows.append(line)
+    return blank_repeats(rows, 2)
+
+
+# Selectors and counts.
+
+
+def table_selector_quality() -> Rows:
     """Each selector beside the exact top-k."""
     runs = [run["selectors"] for run in read("select_quality.json")["runs"]]
 
-    def cells(row: dict[str, Any]) -> list[str]:
+    def line(row: Row) -> list[str]:
         overlap, worst = (row["overlap"][of] for of in ("mean", "worst"))
         shown = percent(overlap, 1 if 0.985 < overlap < 0.9995 else 0)
         if overlap > 0.9995 and worst < 1:
@@ -24,37 +198,32 @@ def quality() -> Rows:
         passed = [row["passed"][part] for part in ("first_tenth", "last_quarter")]
         return [*(f"{x:.2f}" if x < 10 else f"{x:.1f}" for x in passed), shown]
 
-    return [[code(name), *(cell for run in runs for cell in cells(run[name]))] for name in runs[0]]
+    return [[code(name), *(cell for run in runs for cell in line(run[name]))] for name in runs[0]]
 
 
-def missing() -> Rows:
+def table_missing_rows() -> Rows:
     """Rows of the LSTM without a selected entry."""
     rates = read("select_quality.json")["runs"][1]["missing_rows"]["accumulator"]
-    whole, layers, rows = rates["top-k of all"], rates["top-k of each layer"], rates["adtopk"]
-
-    def line(name: str, values: list[float]) -> list[str]:
-        return [name, *(percent(x, 0 if x > 0.005 else 2) for x in values)]
-
-    return [
-        ["the paper: LSTM, words of WikiText-2", "96 %", "", "", "", "26 %"],
-        line("top-k of each layer, mean of the matrices", layers["mean of matrices"]),
-        line("top-k of each layer, all rows", layers["all rows"]),
-        line("top-k of the whole buffer, all rows", whole["all rows"]),
-        line("`adtopk`", rows["all rows"]),
-    ]
+    shown = {
+        "top-k of each layer, mean of the matrices": ("top-k of each layer", "mean of matrices"),
+        "top-k of each layer, all rows": ("top-k of each layer", "all rows"),
+        "top-k of the whole buffer, all rows": ("top-k of all", "all rows"),
+        "`adtopk`": ("adtopk", "all rows"),
+    }
+    rows = [["the paper: LSTM, words of WikiText-2", "96 %", "", "", "", "26 %"]]
+    for name, (selector, of) in shown.items():
+        rows.append([name, *(percent(x, 0 if x > 0.005 else 2) for x in rates[selector][of])])
+    return rows
 
 
-def paper_counts() -> Rows:
+def table_paper_counts() -> Rows:
     """Both rules of the paper's thresholds in trainings of their own, over the seeds."""
-
-    def shares(values: list[float]) -> str:
-        return f"{interval([100 * value for value in values], 0)} %"
-
     rows = []
     for run in read("paper_counts.json"):
-        name = f"{PAPER_TASKS[run['task']]}, k = {run['k']:,}"
-        cells = [name, str(run["period"]), run["rule"]]
+        line = [f"{PAPER_TASKS[run['task']]}, k = {run['k']:,}", str(run["period"]), run["rule"]]
         for of in (run["local"], run["global"]):
-            cells += [shares(of["deviation"]), shares(of["after"]), interval(of["mean"], 2)]
-        rows.append(cells)
+            for values in (of["deviation"], of["after"]):
+                line.append(f"{interval([100 * value for value in values], 0)} %")
+            line.append(interval(of["mean"], 2))
+        rows.append(line)
     return blank_repeats(rows, 2)

@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
-from ._data import EVIDENCE, blank_repeats, code, read
-from ._files import Rows
+from ._data import blank_repeats, code, read
+from ._files import ROOT, Rows
 
 ALGORITHMS = {
     "dense": "`dense`",
@@ -24,7 +25,7 @@ ALGORITHMS = {
 SHORT = ("dense", "topk_a", "ok_topk", "agreed", "agreed, few bits")
 
 
-def multiples(names: Iterable[str], workers: Sequence[int]) -> Rows:
+def _multiples(names: Iterable[str], workers: Sequence[int]) -> Rows:
     """Words as multiples of k; the best and the worst step where they differ."""
     found = read("traffic.json")["algorithms"]
     at = {(row["algorithm"], row["workers"]): row for row in found}
@@ -41,9 +42,13 @@ def multiples(names: Iterable[str], workers: Sequence[int]) -> Rows:
     return [[ALGORITHMS[name] or code(name), *(cell(name, p) for p in workers)] for name in names]
 
 
-def shares_of_the_bound() -> Rows:
+table_words = partial(_multiples, ALGORITHMS, (2, 3, 6, 16, 48, 100, 384, 1024))
+table_words_in_short = partial(_multiples, SHORT, (2, 6, 16, 48, 384))
+
+
+def table_shares_of_the_bound() -> Rows:
     """Shares of the paper's bound 6k (P-1)/P, of the evidence's curves."""
-    path = EVIDENCE / "figures" / "curves.json"
+    path = ROOT / "docs" / "evidence" / "figures" / "curves.json"
     series: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["series"]
     lines = {
         "Ok-Topk, even step": "Ok-Topk, entries evenly spread",
@@ -65,7 +70,7 @@ def shares_of_the_bound() -> Rows:
     return [[shown, *(cell(line, p) for p in counts)] for line, shown in lines.items()]
 
 
-def by_codec() -> Rows:
+def table_words_by_codec() -> Rows:
     """Ok-Topk at n = 1e8, by encoding: even counts, a surplus dealt out, the worst."""
     found = {(row["codec"], row["case"]): row["of_k"] for row in read("traffic.json")["flatness"]}
     codecs = {name: f"`{name}()`" for name in ("raw", "bf16", "narrow16", "narrow8")}
@@ -79,7 +84,7 @@ def by_codec() -> Rows:
     return [[shown, *(cell(name, i) for i in (0, 1, 3))] for name, shown in codecs.items()]
 
 
-def where_the_bound_holds() -> Rows:
+def table_where_the_bound_holds() -> Rows:
     """Ok-Topk over n and P, by what has to be balanced; bold is what exceeds the bound."""
     cases = ("rounds", "neighbours", "spread", "worst", "sizes")
 
