@@ -44,9 +44,11 @@ def _encode_dense(values: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Ar
     error = jnp.zeros_like(values)
     if values.dtype.itemsize == 2:
         odd = values.shape[-1] % 2
-        halves = jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, odd)])
-        values = halves.reshape(*halves.shape[:-1], -1, 2)
-        return lax.bitcast_convert_type(values, jnp.int32), error
+        # Bits are padded and not floats: a program of a pad alone may flush subnormals to zero.
+        halves = lax.bitcast_convert_type(values, jnp.uint16)
+        halves = jnp.pad(halves, [(0, 0)] * (values.ndim - 1) + [(0, odd)])
+        halves = halves.reshape(*halves.shape[:-1], -1, 2)
+        return lax.bitcast_convert_type(halves, jnp.int32), error
     return _as_words(values), error
 
 

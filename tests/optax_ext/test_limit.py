@@ -33,6 +33,15 @@ def test_dense_steps_have_no_limit():
     assert updates[0].tolist() == [[-3.0, -2.0]] * 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["skip", "propagate"])
+def test_what_is_not_finite_goes_as_without_a_limit(policy):
+    given = np.float32([[[np.inf, 0.5, np.nan], [1.0, 0.25, 1.0]]])
+    with_one, without = (run(limited(x, nonfinite=policy), given) for x in (1.0, None))
+    np.testing.assert_array_equal(with_one.updates, without.updates)
+    np.testing.assert_array_equal(with_one.residuals, without.residuals)
+
+
 @pytest.mark.parametrize(("density", "rates"), [slow(0.5, 2.0), (0.05, 2.0), (0.025, 4.0)])
 def test_the_default_limit_is_a_tenth_of_the_wait(density, rates):
     """An entry moves by so many rates, and by a quarter of what is beyond."""

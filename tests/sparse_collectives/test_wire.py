@@ -64,6 +64,14 @@ def test_raw_is_exact_for_every_bit_pattern(name, seed):
     assert not bits(error).any()
 
 
+def test_raw_keeps_subnormals_outside_of_jit():
+    subnormals = np.array([1, 2, 0x8001], np.uint16).view(jnp.bfloat16)
+    message, _ = RAW.encode_dense(jnp.asarray(subnormals), SEED)
+    np.testing.assert_array_equal(
+        bits(RAW.decode_dense(message, 3, jnp.bfloat16)), bits(subnormals)
+    )
+
+
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("shape", [(1,), (7,), (3, 5), (2, 3, 4), (2, 0)])
 def test_raw_keeps_leading_dimensions_and_dense_values(name, shape):
