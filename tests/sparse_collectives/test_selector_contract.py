@@ -87,7 +87,7 @@ def test_few_entries_and_values_of_sixteen_bits(name):
         *slow_rows(*((name, LARGE) for name in ("topk", "bucketed", "mstopk", "random_k"))),
     ],
 )
-def test_jit_and_vmap_give_the_same_bits_and_eager_the_same_selection(name, size):
+def test_jit_vmap_and_eager_select_the_same(name, size):
     cases = ["normal", "ties at the top", "few nonzeros", "not finite", "all zero"]
     lanes = jnp.asarray(np.stack([hard_vectors(size)[case] for case in cases]))
     selector = ALL[name](0.02)
@@ -96,8 +96,11 @@ def test_jit_and_vmap_give_the_same_bits_and_eager_the_same_selection(name, size
     select, later = jax.jit(selector.select), state
     for lane, acc in enumerate(lanes):
         expected = select(acc, state)
-        of_lane = jax.tree.map(lambda leaf, lane=lane: leaf[lane], (batched[0], batched[2]))
-        assert_same_bits(of_lane, (expected[0], expected[2]))
+        coo, info = jax.tree.map(lambda leaf, lane=lane: leaf[lane], (batched[0], batched[2]))
+        assert_same_bits(coo, expected[0])
+        # Unoptimized, XLA adds up what a threshold is fitted to in another order in a batch.
+        np.testing.assert_allclose(info.threshold, expected[2].threshold, rtol=1e-6)
+        assert_same_bits(info._replace(threshold=()), expected[2]._replace(threshold=()))
         if (size == LARGE) == (name == "topk") and lane != 2:
             eager, expected = selector.select(acc, later), select(acc, later)
             assert_same_bits(eager[0], expected[0])
