@@ -1,6 +1,7 @@
 """Programs of users, run in this process and in others."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -28,11 +29,16 @@ def started(module, *argv):
     """A program in a process of its own; its output and errors can be read."""
     # Unoptimised machine code compiles fastest, and nothing in the tests is a time.
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
-    return subprocess.Popen(
-        [sys.executable, "-m", module, *argv],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment() | {"XLA_FLAGS": flags},
-        cwd=ROOT,
-    )
+    # Tests that run in the background ignore SIGINT, and what they start would inherit that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *argv],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment() | {"XLA_FLAGS": flags},
+            cwd=ROOT,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
