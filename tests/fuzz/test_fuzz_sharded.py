@@ -120,6 +120,16 @@ def run(drawn: Sharded) -> tuple[list[dict], Any, Any]:
     return made, jax.device_get(state), given
 
 
+def _of_rounded_means(configuration: Configuration) -> bool:
+    """Whether XLA may leave a bit of a residual open.
+
+    What a 16-bit leaf cannot hold of ``total / P`` is kept. Unless P is a power of two the quotient
+    is rounded, or not, where XLA fuses it with the difference: one program may, another may not.
+    """
+    narrow = any(leaf.dtype != jnp.float32 for leaf in configuration.params.values())
+    return narrow and configuration.workers.bit_count() != 1
+
+
 def check(drawn: Sharded) -> None:
     updates, state, given = run(drawn)
     node = optax_ext.get_state(state)
@@ -135,9 +145,17 @@ def check(drawn: Sharded) -> None:
                 assert worker[place].tobytes() == mine.tobytes(), f"{name} at {place}"
     parts = math.prod(drawn.inside)
     found = np.asarray(node.residual).reshape(len(residuals), parts, -1)
-    # To a rounding: with narrow16 one entry was found that differs by it, not explained yet.
-    largest = np.abs(residuals).max(initial=0).astype(np.float64)
-    np.testing.assert_allclose(found, residuals, rtol=1e-6, atol=1e-6 * largest)
+    residuals = residuals.astype(found.dtype).reshape(found.shape)
+    if _of_rounded_means(drawn.configuration):
+        largest = max(np.abs(np.asarray(x, np.float64)).max() for x in jax.tree.leaves(updates))
+        step = 2.0**-23 * largest
+        if found.dtype == jnp.bfloat16:
+            # A bit of what is rounded at random may choose the other neighbour.
+            step += 2.0**-7 * np.abs(residuals.astype(np.float64)).max()
+        difference = np.abs(found.astype(np.float64) - residuals.astype(np.float64))
+        assert difference.max(initial=0) <= STEPS * step
+    else:
+        assert found.tobytes() == residuals.tobytes()
     assert int(node.skipped.max()) == 0
 
 
