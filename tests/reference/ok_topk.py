@@ -18,45 +18,12 @@ def local_topk(acc: np.ndarray, k: int) -> np.ndarray:
     return selected & (acc != 0)
 
 
-def ok_topk(selected: list[dict[int, float]], size: int, k: int):
-    """Topk(sum_i coo_i) as a dense float64 vector, and for each worker the entries it keeps."""
-    total = np.zeros(size, np.float64)
-    for entries in selected:
-        for index, value in entries.items():
-            total[index] += value
-    delivered = set(np.flatnonzero(local_topk(total, k)).tolist())
-    kept = [
-        {index: value for index, value in entries.items() if index not in delivered}
-        for entries in selected
-    ]
-    result = np.zeros(size, np.float64)
-    for index in delivered:
-        result[index] = total[index]
-    return result, kept
-
-
-def ok_topk_by_owner(total: np.ndarray, owner: np.ndarray, k: int) -> np.ndarray:
-    """Topk(total); equal magnitudes go to the first owners, and there to the lowest indices."""
-    by_owner = np.concatenate([np.flatnonzero(owner == each) for each in range(owner.max() + 1)])
-    chosen = by_owner[local_topk(total[by_owner], k)]
-    result = np.zeros_like(total)
-    result[chosen] = total[chosen]
-    return result
-
-
 def training_step(accs: np.ndarray, k: int):
     """Topk(sum_i Topk(acc_i)) ``f64[n]`` with its residuals (lines 4 to 6 of Algorithm 2)."""
-    selected = []
-    for acc in accs:
-        indices = np.flatnonzero(local_topk(acc, k))
-        selected.append(dict(zip(indices.tolist(), acc[indices].tolist(), strict=True)))
-    total, kept = ok_topk(selected, accs.shape[1], k)
-    residuals = accs.copy()
-    for residual, entries, keeps in zip(residuals, selected, kept, strict=True):
-        for index in entries:
-            if index not in keeps:
-                residual[index] = 0
-    return total, residuals
+    selected = np.stack([np.where(local_topk(acc, k), acc, 0) for acc in accs])
+    total = selected.astype(np.float64).sum(axis=0)
+    delivered = local_topk(total, k)
+    return np.where(delivered, total, 0), np.where((selected != 0) & delivered, 0, accs)
 
 
 def balanced(owned: list[int]) -> tuple[list[int], list[int]]:

@@ -9,19 +9,10 @@ import pytest
 
 import sparse_collectives as sc
 from tests.sparse_collectives import helpers, nodes, table
-from tests.sparse_collectives.table import (
-    ALLREDUCES,
-    DENSITY,
-    ENCODED,
-    OVER_NODES,
-    WITH_CODECS,
-)
-
-__all__ = ["ALLREDUCES", "CODECS", "DENSITY", "ENCODED", "OVER_NODES", "WITH_CODECS"]
+from tests.sparse_collectives.table import ALLREDUCES, DENSITY, OVER_NODES, WITH_CODECS
 
 SIZE, STEPS = 403, 4
 SELECTOR = sc.select.topk(density=DENSITY)
-CODECS = table.LOSSY_CODECS
 EACH = ALLREDUCES | OVER_NODES
 KEEPS_OTHER_VALUES = {name for name, row in EACH.items() if row.rounds}
 # Each with more numbers of workers, in 16 bits of both kinds; the others are variants of them.

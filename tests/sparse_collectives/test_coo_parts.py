@@ -1,9 +1,7 @@
-"""Magnitudes, sets, compaction and windows: what selections and allreduces are made of.
+"""Magnitudes, sets and windows: what selections and allreduces are made of.
 
 That selections are exact, of any length, is in test_select_topk.py.
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -20,29 +18,6 @@ from tests.reference import windows
 
 # Under one word, a full word, one entry more, and many words with a rest.
 SIZES = (1, 5, 31, 32, 33, 1000)
-SEEDS = st.integers(0, 2**32 - 1)
-magnitude_bits = jax.jit(_bits.magnitude_bits)
-
-
-def of_patterns(patterns):
-    return np.asarray(patterns, np.uint32).view(np.float32)
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.floats(width=32, allow_nan=False), min_size=64, max_size=64), SEEDS)
-def test_magnitudes_order_as_numbers_do_and_come_back(values, seed):
-    # Neighbors too: a pattern and the next one.
-    patterns = np.random.default_rng(seed).integers(0, 0x7F800000, 32).astype(np.uint32)
-    neighbors = of_patterns(patterns), of_patterns(patterns + 1)
-    x = np.concatenate([np.array(values, np.float32), *neighbors])
-    bits = np.asarray(magnitude_bits(x))
-    assert bits.dtype == np.int32
-    exact = np.abs(x.astype(np.float64))
-    np.testing.assert_array_equal(bits[:, None] < bits, exact[:, None] < exact)
-    np.testing.assert_array_equal(bits[:, None] == bits, exact[:, None] == exact)
-    back = np.asarray(jax.jit(_bits.magnitude_from_bits)(bits))
-    np.testing.assert_array_equal(back.view(np.int32), np.abs(x).view(np.int32))
-    np.testing.assert_array_equal(magnitude_bits(-back), bits)
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
@@ -50,7 +25,7 @@ def test_all_sixteen_bit_values_order_as_numbers_do(dtype):
     x = np.arange(1 << 16, dtype=np.uint16).view(dtype)
     with np.errstate(invalid="ignore"):  # A cast of a signaling NaN.
         exact = np.abs(x.astype(np.float64))
-    bits = np.asarray(magnitude_bits(jnp.asarray(x)))
+    bits = np.asarray(_bits.magnitude_bits(jnp.asarray(x)))
     assert bits.dtype == np.int32
     nan = np.isnan(exact)
     assert bits[nan].min() > bits[~nan].max()
@@ -84,62 +59,16 @@ def test_a_set_holds_what_was_inserted_and_ranks_it(size):
     assert not _bitset.contains(words, past).any()
 
 
-# Compaction.
-
-
-@functools.cache
-def positions(size, capacity):
-    def all_of_them(mask, turn):
-        words = compaction.mask_words(lambda start, stop: mask[start:stop], size)
-        ranks = jnp.arange(size, dtype=jnp.int32)
-        return {
-            "words": words,
-            "first": compaction.set_positions(words, capacity, size),
-            "window": compaction.set_positions(words, capacity, size, turn),
-            "nth": jax.vmap(compaction.nth_position, in_axes=(None, 0))(words, ranks),
-        }
-
-    return jax.jit(all_of_them)
-
-
 def padded(indices, capacity, size):
     """The first ``capacity`` of the indices, then padding."""
     kept = indices[:capacity]
     return np.concatenate([kept, np.full(capacity - len(kept), size)])
 
 
-# Room for one entry, for some, and for more than there are.
-@pytest.mark.parametrize(("size", "capacity"), [(1000, 1), (1000, 333), (1000, 1002), (33, 11)])
-def test_positions_are_those_of_nonzero(size, capacity):
-    order = np.random.default_rng(0).permutation(size)
-    for count in (0, 1, capacity - 1, capacity, capacity + 1, size // 2, size):
-        for turn, chosen in enumerate((order, np.arange(size), np.arange(size)[::-1])):
-            mask = np.isin(np.arange(size), chosen[: max(0, count)])
-            out = positions(size, capacity)(mask, 7 * turn)
-            expected = np.flatnonzero(mask)
-            bits = np.unpackbits(np.asarray(out["words"]).view(np.uint8), bitorder="little")
-            np.testing.assert_array_equal(np.flatnonzero(bits), expected)
-            window = windows.window(expected, capacity, 7 * turn)
-            for name, entries in (("first", expected), ("window", window)):
-                found, total = out[name]
-                assert total == len(expected)
-                np.testing.assert_array_equal(found, padded(entries, capacity, size), name)
-            places, counts = out["nth"]
-            np.testing.assert_array_equal(places[: len(expected)], expected)
-            assert (counts == len(expected)).all()
-
-
 # Windows.
 
 
-@functools.cache
-def windowed_rank(capacity):
-    slot = jnp.arange(capacity, dtype=jnp.int32)
-
-    def of_turns(count, turns):
-        return jax.vmap(lambda turn: compaction.windowed_rank(slot, count, capacity, turn))(turns)
-
-    return jax.jit(of_turns)
+windowed_rank = jax.jit(compaction.windowed_rank, static_argnums=2)
 
 
 @pytest.mark.parametrize("capacity", [1, 7, 32])
@@ -149,8 +78,8 @@ def windowed_rank(capacity):
     turn=st.integers(-(2**31), 2**31 - 1),
 )
 def test_a_window_has_an_entry_for_each_slot_in_ascending_order(capacity, count, turn):
-    ranks = np.asarray(windowed_rank(capacity)(count, np.full(1, turn, np.int32)))[0]
-    ranks = ranks.astype(np.int64)
+    slot = np.arange(capacity, dtype=np.int32)
+    ranks = np.asarray(windowed_rank(slot, count, capacity, turn)).astype(np.int64)
     if count <= capacity:
         np.testing.assert_array_equal(ranks, np.arange(capacity))
     else:
@@ -163,9 +92,10 @@ def test_a_window_has_an_entry_for_each_slot_in_ascending_order(capacity, count,
 
 def test_each_entry_has_its_share_of_the_turns_and_waits_as_if_by_chance():
     capacity, count, turns = 30, 100, 20_000
-    ranks = np.asarray(windowed_rank(capacity)(count, np.arange(turns, dtype=np.int32)))
+    slot = np.arange(capacity, dtype=np.int32)
+    of_turns = jax.vmap(lambda turn: windowed_rank(slot, count, capacity, turn))
     served = np.zeros((turns, count), bool)
-    served[np.arange(turns)[:, None], ranks] = True
+    served[np.arange(turns)[:, None], of_turns(np.arange(turns, dtype=np.int32))] = True
     # Five standard deviations.
     assert np.abs(served.mean(0) - 0.3).max() < 5 * np.sqrt(0.21 / turns)
     # Neighbouring steps, and steps at some distance, are independent of each other.

@@ -43,10 +43,16 @@ TABLE_1 = {
 }
 
 
-@pytest.mark.parametrize("name", TABLE_1)
-def test_the_papers_formulas_by_hand(name):
-    messages, lower, upper = TABLE_1[name]
-    estimate = paper(name, 1000, 10, 8)
+# P = 6: two fold into partners, four double twice, two get the result; upper: k, 2k, 4k, 6k.
+FOLDED = ("ssar_recursive_double", 6, (4, 2 * 10 * 4, 2 * 10 * (1 + 2 + 4 + 6)))
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "expected"), [*((name, 8, row) for name, row in TABLE_1.items()), FOLDED]
+)
+def test_the_papers_formulas_by_hand(name, workers, expected):
+    messages, lower, upper = expected
+    estimate = paper(name, 1000, 10, workers)
     assert estimate.lower.messages == estimate.upper.messages == messages
     assert (estimate.lower.words, estimate.upper.words) == (lower, upper)
 
@@ -62,18 +68,8 @@ def test_the_papers_formulas_by_hand(name):
 )
 def test_the_papers_formulas_for_two_levels_by_hand(name, inner, expected):
     cost = paper(name, 800, 16, 8, inner).lower
-    assert (cost.messages, cost.words) == (expected.messages, expected.words)
-    assert cost.inner_messages == expected.inner_messages
-    assert cost.inner_words == expected.inner_words
-
-
-def test_folding_of_recursive_doubling():
-    # P = 6: two workers fold into partners, four of them double twice, two get the result.
-    estimate = paper("ssar_recursive_double", 1000, 10, 6)
-    assert estimate.lower.messages == 4
-    assert estimate.lower.words == 2 * 10 * 4
-    # k, then 2k and 4k, then 6k at the end.
-    assert estimate.upper.words == 2 * 10 * (1 + 2 + 4 + 6)
+    for field in ("messages", "words", "inner_messages", "inner_words"):
+        assert getattr(cost, field) == getattr(expected, field)
 
 
 NAMES = [(paper, (name,)) for name in cost_model._paper.PAPER]
@@ -126,15 +122,8 @@ def test_expected_union_is_the_sum_of_the_papers_appendix_and_that_of_a_simulati
     ]
     error = 4 * np.std(unions) / math.sqrt(len(unions))
     assert abs(np.mean(unions) - expected) <= error
-
-
-def test_expected_union_limits():
-    union = cost_model.expected_union
-    assert union(10, 10, 1) == union(10, 10, 1000) == 10
-    assert union(1000, 7, 1) == pytest.approx(7, rel=1e-14)
     # (1 - k/n)^P in float64 would be 1: no digits left.
-    assert union(10**18, 1, 1000) == pytest.approx(1000, rel=1e-12)
-    assert union(10**6, 1, 10**9) == pytest.approx(10**6, rel=1e-12)
+    assert cost_model.expected_union(10**18, 1, 1000) == pytest.approx(1000, rel=1e-12)
 
 
 def test_overlap_interpolates_and_extrapolates_by_an_effective_size():

@@ -20,8 +20,6 @@ from tests.sparse_collectives.selecting import (
 )
 
 SIZE, K = 10_007, 100
-# Below one row of the reductions, a multiple of it, and beside.
-SIZES = ((1, 0.1), (2048, 0.1), (2051, 1e-9))
 MOMENTS = ("normal", "half zeros", "ascending", "large at the end", "heavy tail", "not finite")
 HUGE = np.finfo(np.float16).max / np.float16(2)
 # The factory, its options, and slots as a multiple of k.
@@ -58,7 +56,7 @@ def float16_vectors():
     return vectors | {"smallest": integers * np.float16(2**-24), "largest": large}
 
 
-# Sizes below one row of the reductions, a multiple of it, and beside.
+# A vector, and sizes below one row of the reductions, a multiple of it, and beside.
 SIZES = ((SIZE, K / SIZE), (1, 0.1), (2048, 0.1), (2051, 1e-9))
 
 

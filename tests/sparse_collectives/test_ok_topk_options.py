@@ -23,44 +23,34 @@ def allreduce(**options):
 
 def run(acc, state=None, **options):
     out = helpers.run_once(SELECTOR, allreduce(**options), acc, state)
-    sent, kept, total = (np.asarray(out[name], np.float64) for name in ("sent", "kept", "total"))
-    np.testing.assert_allclose(sent.sum(axis=0) - kept.sum(axis=0), total[0], atol=1e-4)
+    helpers.check_conserved(out)
     return out
 
 
-@functools.cache
-def scopes(balance="auto", regions="hashed", conditional="worst"):
-    return sc.traffic.of_allreduce(
-        allreduce(balance=balance, regions=regions),
-        size=SIZE,
-        capacity=K,
-        axis_size=WORKERS,
-        conditional=conditional,
-    ).by_scope(depth=2)
-
-
-def crowded():
-    """All entries in one region of equal regions."""
-    acc = helpers.hard_accumulators(WORKERS, SIZE)["one region"]
-    return np.where(np.arange(SIZE) < SIZE // WORKERS, acc + np.sign(acc), 0).astype(np.float32)
+def words(**options):
+    given = {"size": SIZE, "capacity": K, "axis_size": WORKERS}
+    return sc.traffic.of_allreduce(allreduce(**options), **given).by_scope(depth=2)
 
 
 @pytest.mark.slow
 def test_equal_regions_stay_and_overflow_where_the_selection_is_uneven():
     options = {"regions": "equal", "balance": "always"}
     state = allreduce(**options).init(SIZE, WORKERS)
+    # All entries are in the first region.
+    acc = helpers.hard_accumulators(WORKERS, SIZE)["one region"]
+    acc = np.where(np.arange(SIZE) < SIZE // WORKERS, acc + np.sign(acc), 0).astype(np.float32)
     for _ in range(3):
-        out = run(crowded(), state, **options)
+        out = run(acc, state, **options)
         state = helpers.next_state(out)
         assert state.boundaries.tolist() == [0, 100, 200, 300, 400]
         # A block has ceil(1.25 k / P) = 13 slots, and all 40 entries are for one owner.
         assert np.asarray(out["info"].overflow).tolist() == [K - 13] * WORKERS
     for others in ("balanced", "hashed"):
-        overflow = np.asarray(run(crowded(), regions=others)["info"].overflow).sum()
+        overflow = np.asarray(run(acc, regions=others)["info"].overflow).sum()
         assert overflow < WORKERS * (K - 13) / 2
-    assert not any("repartition" in scope for scope in scopes("always", "equal"))
-    assert not any("repartition" in scope for scope in scopes())
-    assert any("repartition" in scope for scope in scopes("auto", "balanced"))
+    for regions in ("equal", "hashed", "balanced"):
+        scopes = words(balance="always", regions=regions)
+        assert any("repartition" in scope for scope in scopes) == (regions == "balanced")
 
 
 @pytest.mark.slow
@@ -69,10 +59,10 @@ def test_always_balancing_delivers_the_same_and_never_leaves_what_does_not_fit()
     acc = np.random.default_rng(0).standard_normal((WORKERS, SIZE)).astype(np.float32)
     out = run(acc, regions="equal", balance="always")
     np.testing.assert_array_equal(out["total"], run(acc, regions="equal")["total"])
-    words = scopes("always", "equal")
     # A block of ceil(k / P) pairs to each of the others.
-    assert words["ok_topk/balance"] == 2 * 10 * (WORKERS - 1)
-    assert round(float(out["info"].words[0])) == round(sum(words.values()))
+    scopes = words(regions="equal", balance="always")
+    assert scopes["ok_topk/balance"] == 2 * 10 * (WORKERS - 1)
+    assert round(float(out["info"].words[0])) == round(sum(scopes.values()))
     # The first worker's region has all 13 entries that blocks have room for, of each
     # worker other ones: 52 sums, of which 40 are selected, for 13 slots of the allgather.
     acc = np.zeros((WORKERS, SIZE), np.float32)
@@ -81,11 +71,9 @@ def test_always_balancing_delivers_the_same_and_never_leaves_what_does_not_fit()
     out = run(acc, regions="equal", balance="never", slack=1.25)
     assert int(out["info"].delivered[0]) == 13
     assert np.asarray(out["info"].overflow).tolist() == [K - 13, 0, 0, 0]
-    arrived = np.asarray(out["total"])[0] != 0
-    np.testing.assert_array_equal(np.asarray(out["kept"])[:, ~arrived], acc[:, ~arrived])
-    words = scopes("never", "equal")
-    assert "ok_topk/balance" not in words
-    assert round(float(out["info"].words[0])) == round(sum(words.values()))
+    scopes = words(regions="equal", balance="never")
+    assert "ok_topk/balance" not in scopes
+    assert round(float(out["info"].words[0])) == round(sum(scopes.values()))
     # What is even has room.
     acc[:] = np.where(np.arange(SIZE) % 10, 0, 1 + np.arange(SIZE))
     out = run(acc, balance="never")
@@ -93,30 +81,32 @@ def test_always_balancing_delivers_the_same_and_never_leaves_what_does_not_fit()
     assert (np.asarray(out["info"].overflow) == 0).all()
 
 
-# Messages of several sizes: the same sums, for the words of the shortest that has room.
+NARROW8 = {"codec": sc.wire.narrow8(block=8, escapes=0.0), "slack": math.inf}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("workers", "sizes", "options"),
+    ("workers", "changes", "options"),
     [
-        (3, 4, {"schedule": "all_to_all", "slack": math.inf}),
-        (5, 4, {"schedule": "rotation", "messages_in_flight": 2}),
-        (4, 4, {"regions": "balanced", "balance": "always"}),
+        # Messages of several sizes: the same sums, for the words of the shortest that has room.
+        (3, {"sizes": 4}, {"schedule": "all_to_all", "slack": math.inf}),
+        (5, {"sizes": 4}, {"schedule": "rotation", "messages_in_flight": 2}),
+        (4, {"sizes": 4}, {"regions": "balanced", "balance": "always"}),
         # A codec is compiled once for each size.
-        (4, 2, {"codec": sc.wire.narrow16()}),
+        (4, {"sizes": 2}, {"codec": sc.wire.narrow16()}),
         # It decodes more slots than it encodes, and not the same more in each size.
-        (3, 2, {"codec": sc.wire.narrow8(block=8, escapes=0.0), "slack": math.inf}),
+        (3, {"sizes": 2}, NARROW8),
+        # With room for everything in both: slack that is enough, and unlimited slack.
+        *(
+            (5, {"schedule": "rotation", "messages_in_flight": n, "slack": math.inf}, {"slack": 10})
+            for n in (1, 2, 100)
+        ),
     ],
 )
-def test_the_result_has_the_same_bits(workers, sizes, options):
-    size, density = 600, 0.1
-    selector = sc.select.topk(density=density)
-    one, several = (
-        sc.allreduce.ok_topk(density=density, sizes=count, **options) for count in (1, sizes)
-    )
-    for case, acc in helpers.hard_accumulators(workers, size).items():
-        outs = [helpers.run_once(selector, each, acc) for each in (one, several)]
+def test_the_result_has_the_same_bits(workers, changes, options):
+    ways = [allreduce(**options), allreduce(**{**options, **changes})]
+    for case, acc in helpers.hard_accumulators(workers, 600).items():
+        outs = [helpers.run_once(SELECTOR, each, acc) for each in ways]
         for field in ("total", "kept"):
             np.testing.assert_array_equal(outs[0][field], outs[1][field], case)
         assert outs[0]["info"].delivered[0] == outs[1]["info"].delivered[0], case
@@ -174,24 +164,20 @@ def test_even_steps_take_what_messages_of_exact_size_would(workers):
 @pytest.mark.slow
 def test_on_a_mesh_whose_groups_differ():
     """All devices meet in a rotation, also those of groups that need less room."""
-    size, density = 400, 0.1
     types = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((2, 4), ("group", "workers"), axis_types=types)
-    selector = sc.select.topk(density=density)
-    allreduce = sc.allreduce.ok_topk(
-        density=density, sizes=2, schedule="rotation", regions="equal", slack=math.inf
-    )
-    even, crowded = np.random.default_rng(0).standard_normal((2, 4, size)).astype(np.float32)
+    made = allreduce(sizes=2, schedule="rotation", regions="equal", slack=math.inf)
+    even, crowded = np.random.default_rng(0).standard_normal((2, 4, SIZE)).astype(np.float32)
     crowded[:, 100:] *= 1e-3
 
     def step(acc):
-        coo, _, _ = selector.select(acc[0, 0], selector.init(size))
-        total, *_ = allreduce.reduce(coo, allreduce.init(size, 4), axis="workers")
+        coo, _, _ = SELECTOR.select(acc[0, 0], SELECTOR.init(SIZE))
+        total, *_ = made.reduce(coo, made.init(SIZE, 4), axis="workers")
         return total.to_dense()[None]
 
     spec = jax.sharding.PartitionSpec("group", "workers")
     step = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    totals = np.asarray(jax.jit(step)(np.stack([even, crowded]))).reshape(2, 4, size)
+    totals = np.asarray(jax.jit(step)(np.stack([even, crowded]))).reshape(2, 4, SIZE)
     for total, acc in zip(totals, (even, crowded), strict=True):
-        alone = helpers.run_once(selector, allreduce, acc)["total"]
+        alone = helpers.run_once(SELECTOR, made, acc)["total"]
         np.testing.assert_array_equal(total, alone)

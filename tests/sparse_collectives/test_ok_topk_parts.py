@@ -1,13 +1,9 @@
-"""The phases of Ok-Topk by themselves: regions, exchanges, and the global selection."""
-
-import functools
+"""The phases of Ok-Topk by themselves: regions, the global selection, and what balances it."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import sparse_collectives as sc
 from sparse_collectives.allreduce._shared import _hashed
@@ -17,7 +13,6 @@ from sparse_collectives.allreduce.ok_topk import (
     _global_selection,
     _plan,
     _regions,
-    _split_reduce,
 )
 
 # Regions.
@@ -98,23 +93,6 @@ def test_owners_change_from_step_to_step_and_have_equal_shares():
             assert np.abs(counts - part.size / workers).max() < 4 * np.sqrt(part.size / workers)
 
 
-# Split and reduce.
-
-
-def test_rotation_has_each_worker_receive_from_one_other_at_a_time():
-    jaxpr = str(
-        jax.make_jaxpr(
-            lambda x: jnp.concatenate(
-                list(_split_reduce.send_blocks(x, "w", schedule="rotation", messages_in_flight=2))
-            ),
-            axis_env=[("w", 4)],
-        )(jnp.zeros((4, 6), jnp.int32))
-    )
-    for distance in (1, 2, 3):
-        pairs = tuple((i, (i + distance) % 4) for i in range(4))
-        assert str(pairs).replace(" ", "") in jaxpr.replace(" ", "")
-
-
 # Global selection.
 
 
@@ -131,63 +109,6 @@ def test_global_threshold_is_the_kth_of_the_union_or_its_smallest(k):
     few = np.where(np.arange(slots) == 5, bits, 0)
     assert find(few)[0] == np.sort(few[few > 0])[-min(k, 3)]
     assert find(0 * bits)[0] == 0
-
-
-@functools.cache
-def _balancer(workers, k, slack, branch):
-    plan = _plan.make_plan(10_000, k, workers, regions="equal", slack=slack)
-    exchanges = _plan.exchanges(plan, lambda slots, size: 2 * slots)
-
-    def run(values, indices, counts):
-        entries = sc.PaddedCOO(values, indices, 10_000)
-        chosen = _balance.choose_branch(counts, plan, "workers")
-        moved = _balance.balance(
-            entries,
-            counts,
-            jnp.int32(branch) if branch is not None else chosen,
-            plan,
-            axis="workers",
-            codec=sc.wire.raw(),
-            seed=jnp.uint32(0),
-            exchanges=exchanges.balance,
-        )
-        gathered = _gather.gather(
-            moved.entries,
-            moved.entries.count(),
-            moved.most,
-            axis="workers",
-            codec=sc.wire.raw(),
-            seed=jnp.uint32(0),
-            exchanges=exchanges.gather,
-        )
-        return gathered.total.to_dense(), moved.entries.count(), chosen, moved.most
-
-    return plan, sc.simulate(run, axis_size=workers, in_axes=(0, 0, None))
-
-
-def check_balance(counts, k, slack, branch=None):
-    workers = len(counts)
-    plan, run = _balancer(workers, k, slack, branch)
-    indices = np.full((workers, k), 10_000, np.int32)
-    values = np.zeros((workers, k), np.float32)
-    expected = np.zeros(10_000, np.float32)
-    first = 0
-    for worker, count in enumerate(counts):
-        indices[worker, :count] = 3 * np.arange(first, first + count)
-        values[worker, :count] = 1 + np.arange(first, first + count)
-        expected[indices[worker, :count]] = values[worker, :count]
-        first += count
-    total, moved, chosen, most = run(values, indices, np.asarray(counts, np.int32))
-    assert (np.max(moved) <= np.asarray(most)).all()
-    if branch == 3 or int(chosen[0]) == 3:
-        # Each its share of what there is.
-        share = -(-sum(counts) // workers)
-        held = np.clip(sum(counts) - share * np.arange(workers), 0, share)
-        assert np.asarray(moved).tolist() == held.tolist()
-    np.testing.assert_array_equal(total, np.broadcast_to(expected, total.shape))
-    assert np.asarray(moved).max() <= plan.gather_slots
-    assert (np.asarray(chosen) == np.asarray(chosen)[0]).all()
-    return _plan.BRANCHES[int(chosen[0])]
 
 
 CROWD = [18, 18, 18, 18, 2, 2, 2, 2]
@@ -213,21 +134,37 @@ CROWD = [18, 18, 18, 18, 2, 2, 2, 2]
     ],
 )
 def test_the_way_to_balance_is_the_shortest_that_has_room(branch, counts, slack):
-    assert check_balance(counts, k=sum(counts), slack=slack) == branch
+    workers, size, k = len(counts), 10_000, sum(counts)
+    plan = _plan.make_plan(size, k, workers, regions="equal", slack=slack)
+    exchanges = _plan.exchanges(plan, lambda slots, size: 2 * slots)
+    coded = {"axis": "workers", "codec": sc.wire.raw(), "seed": jnp.uint32(0)}
 
+    def run(values, indices, counts):
+        entries = sc.PaddedCOO(values, indices, size)
+        chosen = _balance.choose_branch(counts, plan, "workers")
+        moved = _balance.balance(
+            entries, counts, chosen, plan, **coded, exchanges=exchanges.balance
+        )
+        held, count = moved.entries, moved.entries.count()
+        gathered = _gather.gather(held, count, moved.most, **coded, exchanges=exchanges.gather)
+        return gathered.total.to_dense(), count, chosen, moved.most
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("branch", "slack"), [(None, 1.25), (3, 1.0)])
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 40), min_size=5, max_size=5))
-def test_balance_delivers_everything_whatever_the_counts(branch, slack, counts):
-    """The last way also where the others would do."""
-    # At most k = 40 in all, as the global selection guarantees.
-    limited, left = [], 40
-    for count in counts:
-        limited.append(min(count, left))
-        left -= limited[-1]
-    check_balance(limited, k=40, slack=slack, branch=branch)
+    indices, values = np.full((workers, k), size, np.int32), np.zeros((workers, k), np.float32)
+    ends = np.cumsum(counts)
+    for worker, (count, end) in enumerate(zip(counts, ends, strict=True)):
+        indices[worker, :count] = 3 * np.arange(end - count, end)
+        values[worker, :count] = 1 + np.arange(end - count, end)
+    expected = np.zeros(size, np.float32)
+    expected[: 3 * k : 3] = 1 + np.arange(k)
+    run = sc.simulate(run, axis_size=workers, in_axes=(0, 0, None))
+    total, moved, chosen, most = run(values, indices, np.asarray(counts, np.int32))
+    assert [_plan.BRANCHES[each] for each in chosen] == [branch] * workers
+    np.testing.assert_array_equal(total, np.tile(expected, (workers, 1)))
+    assert (np.max(moved) <= np.asarray(most)).all()
+    assert np.max(moved) <= plan.gather_slots
+    if branch == "all_to_all":
+        # Each its share of what there is.
+        assert np.asarray(moved).tolist() == [k // workers] * workers
 
 
 def test_from_which_k_on_balanced_regions_keep_the_bound():

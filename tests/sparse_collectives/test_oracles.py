@@ -1,7 +1,6 @@
 """TopkA, the sparse allgather, gTop-k, SparDL and SparCML are the exchanges of their papers.
 
-Each against its oracle, which follows the paper message by message. What holds for all allreduces
-is in test_allreduce_contract.py.
+What holds for all allreduces is in test_allreduce_contract.py.
 """
 
 import math
@@ -14,128 +13,110 @@ import pytest
 import sparse_collectives as sc
 from sparse_collectives.allreduce._shared import _hashed, _step
 from sparse_collectives.allreduce._shared._step import StepState
-from tests.reference import gtopk, sparcml, spardl, topk_a, windows
+from tests.reference import exchanges, sparcml, windows
 from tests.sparse_collectives import helpers, table
-from tests.sparse_collectives.helpers import as_entries, slow
+from tests.sparse_collectives.helpers import as_entries, slow_rows
 from tests.sparse_collectives.test_allreduce_contract import DENSITY, SELECTOR, SIZE
 
 K = round(DENSITY * SIZE)
-ALLGATHER, SPARDL = table.make("sparse_allgather"), table.make("spardl")
-
-
-def hard_steps(allreduce, workers, state=None, subnormal=False):
-    """``(name, out)`` of one step on each of the hard accumulators."""
-    for name, acc in helpers.hard_accumulators(workers, SIZE).items():
-        # Sums of subnormals may be flushed to zero.
-        if subnormal or name != "subnormal":
-            yield name, helpers.run_once(SELECTOR, allreduce, acc, state)
-
-
-def check_total(out, total, name):
-    np.testing.assert_array_equal(out["total"], np.broadcast_to(total, out["total"].shape), name)
 
 
 def smallest(total):
     return np.float32(np.abs(total[total != 0]).min()) if total.any() else np.float32(0)
 
 
-@pytest.mark.parametrize("workers", [2, *slow(5)])
-def test_topk_a_is_the_sum_of_all_selections(workers):
-    for name, out in hard_steps(table.make("topk_a"), workers):
-        total = topk_a.topk_a(as_entries(out["sent"]), SIZE)
-        check_total(out, total, name)
-        assert (np.asarray(out["info"].delivered) == np.count_nonzero(total)).all()
-        assert not np.asarray(out["kept"]).any()
+# The total, what is kept, and fields of the info.
 
 
-@pytest.mark.parametrize("workers", [2, 5])
-def test_sparse_allgather_delivers_each_index_for_its_first_worker(workers):
-    for count in range(3):
-        state = StepState(jnp.int32(count))
-        first = windows.start(int(_step.turn(jnp.int32(count), 0)), workers)
-        for name, out in hard_steps(ALLGATHER, workers, state, subnormal=True):
-            # Bits, so that subnormals count too.
-            total, kept = topk_a.sparse_allgather(as_entries(out["sent"]), SIZE, first)
-            check_total(out, total, name)
-            counts = [len(entries) for entries in kept]
-            np.testing.assert_array_equal(out["info"].overflow, counts, name)
-            if name != "subnormal":  # the tests add up what is kept
-                assert as_entries(out["kept"]) == kept, name
-            if name == "disjoint":
-                assert sum(counts) == 0
+def of_topk_a(selected, k, step):
+    return *exchanges.topk_a(selected, SIZE), {}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("workers", "density"), [(2, 0.05), (3, 0.05), (8, 0.05), (3, 0.025)])
-def test_gtopk_is_the_tree_of_the_paper(workers, density):
-    """Of a selection that is larger than k the k largest take part."""
-    k = round(density * SIZE)
-    for name, out in hard_steps(table.make("gtopk", density), workers):
-        total, dropped = gtopk.gtopk(as_entries(out["sent"]), SIZE, k)
-        check_total(out, total, name)
-        np.testing.assert_allclose(out["kept"], dropped, rtol=1e-6, err_msg=name)
-        assert (np.asarray(out["info"].threshold) == smallest(total)).all(), name
-        assert (np.asarray(out["info"].delivered) <= k).all(), name
+def of_sparse_allgather(selected, k, step):
+    first = windows.start(int(_step.turn(jnp.int32(step), 0)), len(selected))
+    total, kept = exchanges.sparse_allgather(selected, SIZE, first)
+    return total, kept, {"overflow": (kept != 0).sum(axis=1)}
 
 
-# k is no multiple of 3, 7 and 8. Then of a larger selection the largest take part, and of a
-# smaller one all.
-@pytest.mark.slow
+def of_gtopk(selected, k, step):
+    total, dropped = exchanges.gtopk(selected, SIZE, k)
+    return total, dropped, {"threshold": smallest(total)}
+
+
+def of_spardl(selected, k, step):
+    workers, indices = len(selected), jnp.arange(SIZE, dtype=jnp.int32)
+    owner = np.asarray(_hashed.row_and_owner(indices, SIZE, workers, jnp.int32(step))[1])
+    total, kept, lengths = exchanges.spardl(selected, owner, k)
+    useful = 2 * np.sum(lengths[:-1], axis=0) + 2 * (workers - 1) * np.asarray(lengths[-1])
+    return total, kept, {"threshold": smallest(total), "overflow": 0, "useful": useful}
+
+
+ORACLES = {
+    "topk_a": of_topk_a,
+    "sparse_allgather": of_sparse_allgather,
+    "gtopk": of_gtopk,
+    "spardl": of_spardl,
+}
+
+
 @pytest.mark.parametrize(
-    ("workers", "k", "steps"),
+    ("name", "workers", "k", "steps"),
     [
-        *((workers, K, (0, 5)) for workers in (3, 2, 5, 7, 8)),
-        *((workers, k, (0,)) for workers, k in ((5, 3), (8, 3), (6, 13), (7, 1), (3, 81))),
+        ("topk_a", 2, K, (0,)),
+        *(("sparse_allgather", workers, K, (0, 1, 2)) for workers in (2, 5)),
+        *slow_rows(
+            ("topk_a", 5, K, (0,)),
+            # Of a selection that is larger than k the k largest take part.
+            *(("gtopk", workers, k, (0,)) for workers, k in ((2, K), (3, K), (8, K), (3, 10))),
+            # k is no multiple of 3, 7 and 8; of a smaller selection all take part.
+            *(("spardl", workers, K, (0, 5)) for workers in (3, 2, 5, 7, 8)),
+            *(("spardl", *row, (0,)) for row in ((5, 3), (8, 3), (6, 13), (7, 1), (3, 81))),
+        ),
     ],
 )
-def test_spardl_is_the_exchange_of_the_paper(workers, k, steps):
-    allreduce = table.make("spardl", k / SIZE)
+def test_an_exchange_is_that_of_its_paper(name, workers, k, steps):
+    allreduce, rounds = table.make(name, k / SIZE), name in ("gtopk", "spardl")
+    exact = name == "sparse_allgather"
     for step in steps:
-        state = StepState(jnp.int32(step))
-        indices = jnp.arange(SIZE, dtype=jnp.int32)
-        _, owner = _hashed.row_and_owner(indices, SIZE, workers, jnp.int32(step))
-        for name, out in hard_steps(allreduce, workers, state):
-            selected, info = as_entries(out["sent"]), out["info"]
-            total, kept, lengths = spardl.spardl(selected, np.asarray(owner), k)
-            check_total(out, total, name)
-            np.testing.assert_allclose(out["kept"], kept, rtol=1e-6, err_msg=name)
-            assert (np.asarray(info.overflow) == 0).all(), name
-            assert (np.asarray(info.delivered) == (total != 0).sum()).all(), name
-            assert info.threshold[0] == smallest(total), name
-            useful = 2 * np.sum(lengths[:-1], axis=0) + 2 * (workers - 1) * np.asarray(lengths[-1])
-            np.testing.assert_allclose(info.useful, useful, rtol=1e-6, err_msg=name)
+        state = StepState(jnp.int32(step)) if name in ("sparse_allgather", "spardl") else None
+        for case, acc in helpers.hard_accumulators(workers, SIZE).items():
+            if case == "subnormal" and not exact:
+                continue  # Sums of subnormals may be flushed to zero.
+            out = helpers.run_once(SELECTOR, allreduce, acc, state)
+            total, kept, info = ORACLES[name](as_entries(out["sent"]), k, step)
+            np.testing.assert_array_equal(out["total"], np.tile(total, (workers, 1)), case)
+            np.testing.assert_allclose(out["kept"], kept, rtol=1e-6 * rounds, err_msg=case)
+            assert (np.asarray(out["info"].delivered) == np.count_nonzero(total)).all(), case
+            for field, expected in info.items():
+                found = getattr(out["info"], field)
+                np.testing.assert_allclose(found, expected, rtol=1e-6 * rounds, err_msg=case)
+            if case == "disjoint" and exact:
+                assert not kept.any()
 
 
-def paper_sum(name, streams, size):
-    if name == "ssar_recursive_double":
-        return sparcml.recursive_double(streams)[0]
-    if name == "ring_sparse":
-        return sparcml.ring(streams, size)
-    return sparcml.split_allgather(streams, size)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [3, 8])
-@pytest.mark.parametrize("name", ["ssar_recursive_double", "ssar_split_allgather", "ring_sparse"])
-def test_the_sums_of_sparcml_are_those_of_the_paper_and_the_dense_one(name, workers):
-    allreduce = table.make(name, **table.ALGORITHMS[name].room)
-    for case, out in hard_steps(allreduce, workers):
-        sent = np.asarray(out["sent"], np.float64)
-        stream = paper_sum(name, sparcml.as_streams(sent), SIZE)
-        scale = np.abs(sent).max() * 1e-6
-        for expected in (sparcml.as_vector(stream, SIZE), sent.sum(axis=0)):
-            np.testing.assert_allclose(out["total"][0], expected, atol=scale, err_msg=case)
-        # Where a sum is dense, values that add up to 0 are no entries.
-        entries = (len(stream), np.count_nonzero(out["total"][0]))
-        assert np.isin(out["info"].delivered, entries).all(), case
-        assert not np.asarray(out["kept"]).any(), case
-
-
-WIDE = sc.select.topk(density=0.2)
+WITH_SPARCML = ("ssar_recursive_double", "ssar_split_allgather", "ring_sparse")
 
 
 def exact_total(sent):
     return np.asarray(sent, np.float64).sum(axis=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [3, 8])
+@pytest.mark.parametrize("name", WITH_SPARCML)
+def test_with_room_for_all_the_sums_of_sparcml_are_the_dense_one(name, workers):
+    allreduce = table.make(name, **table.ALGORITHMS[name].room)
+    for case, acc in helpers.hard_accumulators(workers, SIZE).items():
+        if case == "subnormal":
+            continue
+        out = helpers.run_once(SELECTOR, allreduce, acc)
+        sent = np.asarray(out["sent"], np.float64)
+        scale = np.abs(sent).max() * 1e-6
+        np.testing.assert_allclose(out["total"][0], sent.sum(axis=0), atol=scale, err_msg=case)
+        # Where a sum is dense, values that add up to 0 are no entries.
+        entries = (sent.any(axis=0).sum(), np.count_nonzero(out["total"][0]))
+        assert np.isin(out["info"].delivered, entries).all(), case
+        assert not np.asarray(out["kept"]).any(), case
 
 
 @pytest.mark.slow
@@ -146,15 +127,15 @@ def test_dense_regions_are_sent_where_the_union_passes_delta(case, dense):
     workers, size = 4, 400
     allreduce = table.make("dsar_split_allgather", slack=math.inf, sparse_sizes=2)
     acc = helpers.hard_accumulators(workers, size)[case]
-    out = helpers.run_once(WIDE, allreduce, acc)
-    streams = sparcml.as_streams(np.asarray(out["sent"]))
+    out = helpers.run_once(sc.select.topk(density=0.2), allreduce, acc)
+    streams = as_entries(out["sent"])
     assert sparcml.is_dense(streams, size, 4, 4) == dense
     np.testing.assert_allclose(out["total"][0], exact_total(out["sent"]), atol=1e-5)
     assert not np.asarray(out["kept"]).any()
-    assert (np.asarray(out["info"].delivered) == len(sparcml.split_allgather(streams, size))).all()
+    owned = [len(indices) for indices in sparcml.split(streams, size)]
+    assert (np.asarray(out["info"].delivered) == sum(owned)).all()
     # Forms of 25 pairs, of 50 pairs (delta / P) and of 100 values.
-    fullest = max(len(owned) for owned in sparcml.split(streams, size))
-    form = sum(fullest > slots for slots in (25, 50))
+    form = sum(max(owned) > slots for slots in (25, 50))
     assert (form == 2) == dense
     one_hot = tuple(float(i == form) for i in range(3))
     traffic = sc.traffic.of_allreduce(
@@ -165,22 +146,16 @@ def test_dense_regions_are_sent_where_the_union_passes_delta(case, dense):
 
 def test_the_switch_is_where_both_messages_have_the_same_words():
     """With 16-bit values a dense region is half as long, and delta half as large."""
+    allreduce = sc.allreduce.published.dsar_split_allgather(slack=math.inf, sparse_sizes=1)
+
+    def step(values, indices):
+        state = StepState(jnp.int32(0))
+        return allreduce.reduce(sc.PaddedCOO(values, indices, 1000), state, axis="w")
+
     for dtype, slots in ((jnp.float32, 125), (jnp.bfloat16, 62)):
         shapes = jax.ShapeDtypeStruct((400,), dtype), jax.ShapeDtypeStruct((400,), jnp.int32)
-        allreduce = sc.allreduce.published.dsar_split_allgather(slack=math.inf, sparse_sizes=1)
-
-        def step(values, indices, count, allreduce=allreduce):
-            state = StepState(count)
-            return allreduce.reduce(sc.PaddedCOO(values, indices, 1000), state, axis="w")
-
-        traffic = sc.traffic.of_function(
-            step,
-            *shapes,
-            jax.ShapeDtypeStruct((), jnp.int32),
-            axis="w",
-            axis_size=4,
-            frequencies={"form": (1.0, 0.0)},
-        )
+        given = {"axis": "w", "axis_size": 4, "frequencies": {"form": (1.0, 0.0)}}
+        traffic = sc.traffic.of_function(step, *shapes, **given)
         assert traffic.collectives[-1].words == 2 * slots * 3
 
 
@@ -188,7 +163,7 @@ def test_the_switch_is_where_both_messages_have_the_same_words():
 @pytest.mark.parametrize(
     ("workers", "density", "size"), [(7, 0.15, 203), (4, 0.15, 203), (3, 0.7, 203), (8, 0.5, 5)]
 )
-@pytest.mark.parametrize("name", ["ssar_recursive_double", "ssar_split_allgather", "ring_sparse"])
+@pytest.mark.parametrize("name", WITH_SPARCML)
 def test_sums_of_dense_streams(name, workers, density, size):
     """The switch is after some rounds, or before the first; of 5 indices some have no owner."""
     room = table.ALGORITHMS[name].room if size < workers else {}
