@@ -166,9 +166,6 @@ def test_words_are_those_of_the_formula(workers):
     parts = _exclusive.make_partitions(size, workers)
     slots = round(density * parts.width)
     k, share = workers * slots, (workers - 1) / workers
-    assert (
-        _fixed_point.half(_agreed.make_plan(size, slots, workers, None, None).bits, workers) >= 15
-    )
     for bits in (32, *(b for b in (8, 10, 16) if _fixed_point.half(b, workers)), None):
         traffic = sc.traffic.of_allreduce(
             sc.allreduce.agreed(bits=bits), size=size, capacity=slots, axis_size=workers
@@ -222,20 +219,35 @@ def test_integers_of_few_bits_add_up_exactly(workers, bits):
     np.testing.assert_array_equal(sums, integers.sum(0))
 
 
-def test_a_value_between_three_scales_of_a_bucket_has_its_share_of_the_turns():
-    """Beside one far above alone none waits long: tests/optax_ext/test_waits.py."""
-    exponents = np.repeat([-20, 0, 20], (200, 50, 6))
-    values, turns = jnp.asarray(np.exp2(exponents), jnp.float32), 4_000
+# Magnitudes of a bucket, as powers of two, and the share of turns that an entry of each has at
+# least: at half of them a magnitude is drawn from the range of those that round to 0.
+MIXES = {
+    "one far above": ([(255, 0), (1, 100)], 1 / 2),
+    "all but one far above": ([(1, -60), (255, 60)], 1 / 2),
+    "three scales": ([(200, -20), (50, 0), (6, 20)], 1 / 4),
+    "a ladder": ([(2, 2 * octave) for octave in range(-60, 60)], 1 / 128),
+    "tiny": ([(255, -120), (1, 100)], 1 / 2),
+}
+
+
+@pytest.mark.parametrize("largest", [15, 127])
+@pytest.mark.parametrize("mix", MIXES)
+def test_no_value_of_a_bucket_rounds_to_zero_for_long(mix, largest):
+    groups, share = MIXES[mix]
+    exponents = np.concatenate([np.full(count, octave) for count, octave in groups])
+    values = jnp.asarray(np.exp2(exponents).astype(np.float32))
+    turns = 4_000
 
     def sent(turn):
-        step = _fixed_point.of_slots(_fixed_point.steps(values, 15, turn), len(values))
-        return _fixed_point.rounded(values, step, 15) != 0
+        step = _fixed_point.steps(values, largest, turn)
+        return _fixed_point.rounded(values, _fixed_point.of_slots(step, len(values)), largest) != 0
 
     served = np.asarray(jax.vmap(sent)(_step.turn(jnp.arange(turns), 0)))
-    # At half of the turns a magnitude is drawn from the range of those that round to 0. Four
-    # deviations below what is expected of two scales.
-    assert (served.mean(0) >= 1 / 4 - 4 * math.sqrt(1 / 4 / turns)).all()
-    assert served[:, exponents == 20].all()
+    # Four deviations below what is expected.
+    least = share - 4 * math.sqrt(share / turns)
+    assert (served.mean(0) >= least).all()
+    # The largest is sent whole at half of the turns, or more.
+    assert served[:, exponents == exponents.max()].all()
 
 
 def shared_steps(allreduce, acc, steps):
