@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import sparse_collectives as sc
 from sparse_collectives import _volumes
 from sparse_collectives.allreduce.ok_topk import _balance, _plan
 from tests.sparse_collectives import helpers, table
@@ -131,3 +132,17 @@ def test_every_way_to_balance_counts_what_it_moves():
     # Nothing; what flows on; the surplus; those whose rank belongs to another worker.
     useful = [each.useful.tolist() for each in words]
     assert useful == [[0, 6, 6, 8], [0, 0, 0, 0], [0, 0, 0, 4], [0, 0, 0, 0]]
+
+
+@pytest.mark.slow
+# (With qsgd the sums go dense.)
+@pytest.mark.parametrize("name", ["bf16", "narrow16", "narrow8"])
+def test_with_a_codec_slots_count_alike(name):
+    codec = table.CODECS[name]()
+    useful, words = occupancy(table.make("topk_a", codec=codec), normal(4))
+    assert useful == pytest.approx(words)
+    shares = []
+    for each in (sc.wire.raw(), codec):
+        useful, words = occupancy(table.make("ssar_split_allgather", codec=each), normal(4))
+        shares.append(useful / words)
+    assert shares[0] == pytest.approx(shares[1], rel=0.02)
