@@ -14,6 +14,7 @@ from optax_ext._low_rank._matrices import Matrix
 from optax_ext._low_rank._phases import Given, Product, Sum
 from optax_ext._step import _contract, _layout, _nonfinite, _sparse_state
 from optax_ext._step._contract import Accumulated, Options, Reduced
+from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import _compat, extend, transport
 
 # Above it a factor, divided by the rank, is not sent. The product with a basis then is less than
@@ -241,7 +242,7 @@ class LowRankExchange:
         # What is not finite is in the update, by policy, and nothing of it can be kept.
         return held, jnp.where(jnp.isfinite(held), mean - held, 0.0), saturated
 
-    def _keep(self, step: Accumulated, result: Delivered) -> Reduced:
+    def _keep(self, step: Accumulated, result: Delivered) -> tuple[jax.Array, SparseAllreduceState]:
         """The residual: the accumulator, but what this worker has given away."""
         given_away = [times(*x) for x in zip(result.left, result.right, strict=True)]
         kept = step.acc - _factors.joined(given_away)[None]
@@ -249,14 +250,13 @@ class LowRankExchange:
             kept = kept + result.rounding[None]
         selected = _compat.to_varying(result.selected, self.options.axis)
         words = _compat.to_varying(result.words, self.options.axis)
-        reduced = _contract.nothing_exchanged(step, self.options.axis)
-        return reduced._replace(
-            mean=result.mean,
+        _, state = _contract.nothing_exchanged(step, self.options.axis)
+        return result.mean, state._replace(
             residual=kept,
             allreduce=_sparse_state.with_lead(result.factors),
-            dropped=result.dropped,
-            withheld=result.withheld,
-            info=reduced.info._replace(
+            dropped=state.dropped + result.dropped,
+            withheld=state.withheld + result.withheld,
+            info=state.info._replace(
                 selected=selected,
                 arrived=selected,
                 delivered=result.delivered,

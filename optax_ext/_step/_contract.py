@@ -9,7 +9,7 @@ import optax
 from optax_ext._step import _checks, _layout, _nonfinite, _residual, _settings, _sparse_state
 from optax_ext._step._nonfinite import Pending
 from optax_ext._step._options import DenseSteps
-from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
+from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import AxisName, _compat, _validation, extend, transport
 
 
@@ -61,37 +61,8 @@ class Accumulated(NamedTuple):
     is_dense: jax.Array | None
 
 
-class Reduced(NamedTuple):
-    """The result of an exchange.
-
-    Over the workers, the sum of ``residual`` and P times ``mean`` is the sum of the accumulators.
-
-    An exchange that is one branch of two leaves what it need not know at its default, and fills it
-    in behind them: what passes through a branch is copied.
-
-    Attributes:
-      mean: ``f32[n]``, of the whole buffer, the same bits on every worker.
-      selector: as in the state.
-      allreduce: as in the state.
-      dropped: ``i32[]``, entries that were left out, and that no residual holds.
-      withheld: ``i32[]``, entries that could not be delivered, or not wholly.
-      info: without leading axes.
-      residual: ``f32[1, m]``, what this worker keeps.
-      velocity: as in the state.
-      dense_mean: ``f32[d]``, of the leaves that go dense.
-      dense_velocity: as in the state.
-    """
-
-    mean: jax.Array
-    selector: Any
-    allreduce: Any
-    dropped: jax.Array
-    withheld: jax.Array
-    info: StepInfo
-    residual: Any = ()
-    velocity: Any = ()
-    dense_mean: Any = ()
-    dense_velocity: Any = ()
+# The mean ``f32[n]`` of the sparse buffer, that of the leaves that go dense ``f32[d]``, the state.
+Reduced = tuple[jax.Array, jax.Array, SparseAllreduceState]
 
 
 class Exchange(Protocol):
@@ -119,7 +90,12 @@ class Exchange(Protocol):
         ...
 
     def reduce(self, step: Accumulated) -> Reduced:
-        """One step."""
+        """One step: the means, and the state with what is kept.
+
+        The means are the same bits on every worker. In the state the residual is in float32, and
+        the info has no leading axes. Over the workers, the sum of the residuals and P times the
+        mean is the sum of the accumulators.
+        """
         ...
 
 
@@ -181,46 +157,38 @@ def settings_of(
     )
 
 
-def nothing_exchanged(step: Accumulated, axis: AxisName) -> Reduced:
+def nothing_exchanged(step: Accumulated, axis: AxisName) -> tuple[jax.Array, SparseAllreduceState]:
     """The result for a buffer without entries."""
-    none = jnp.zeros((), jnp.int32)
     info = _sparse_state.per_worker(_sparse_state.no_info(), lambda x: _compat.to_varying(x, axis))
-    return Reduced(
-        mean=jnp.zeros((0,), jnp.float32),
-        selector=step.state.selector,
-        allreduce=step.state.allreduce,
-        dropped=none,
-        withheld=none,
-        info=info,
-        residual=step.acc,
-        velocity=step.state.velocity,
-    )
+    return jnp.zeros((0,), jnp.float32), step.state._replace(residual=step.acc, info=info)
 
 
 def with_dense_leaves(
-    reduced: Reduced, step: Accumulated, total: jax.Array | None, options: Options
+    reduced: tuple[jax.Array, SparseAllreduceState],
+    step: Accumulated,
+    total: jax.Array | None,
+    options: Options,
 ) -> Reduced:
     """``reduced`` with the mean of the leaves that go dense, and the words that it took.
 
     Args:
-      reduced: of all others.
+      reduced: the mean of all others, and the state.
       step: that of these leaves, too.
       total: ``f32[d]``, their sum over the workers; None where it is still to be made.
       options: the axis, and the policy for what is not finite.
     """
-    part = step.dense_pending
+    (mean, state), part = reduced, step.dense_pending
     if part is None:
-        empty = jnp.zeros((0,), jnp.float32)
-        return reduced._replace(dense_mean=empty, dense_velocity=step.state.dense_velocity)
+        return mean, jnp.zeros((0,), jnp.float32), state
     if total is None:
         total = transport.psum(part.increment[0], options.axis)
     workers = transport.axis_size(options.axis)
-    mean, dropped = _nonfinite.dense_mean(options.nonfinite, total, workers)
+    dense, dropped = _nonfinite.dense_mean(options.nonfinite, total, workers)
     words = jnp.float32(extend.words_of_all_reduce(total.shape[0], workers))
-    info = reduced.info
-    return reduced._replace(
-        dense_mean=mean,
+    info = state.info
+    state = state._replace(
         dense_velocity=part.velocity,
-        dropped=reduced.dropped + dropped,
+        dropped=state.dropped + dropped,
         info=info._replace(words=info.words + words, useful=info.useful + words),
     )
+    return mean, dense, state

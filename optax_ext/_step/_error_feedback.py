@@ -19,7 +19,7 @@ from optax_ext._step import (
     _settings,
     _sparse_state,
 )
-from optax_ext._step._contract import Accumulated, Exchange, Options, Reduced
+from optax_ext._step._contract import Accumulated, Exchange, Options
 from optax_ext._step._momentum_correction import MomentumCorrection
 from optax_ext._step._nonfinite import Pending
 from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
@@ -109,33 +109,30 @@ class ErrorFeedback:
             count=state.count,
             left_out=unseen + left_out,
         )
-        result = self.exchange.reduce(self._accumulate(buffers, proceeds, state, layout))
-        result = _of_all_devices(result, layout.device_axes)
+        mean, dense_mean, stepped = self.exchange.reduce(
+            self._accumulate(buffers, proceeds, state, layout)
+        )
+        stepped = _of_all_devices(stepped, state, layout.device_axes)
         kept = _residual.store(
             # The seed of random rounding is the number of the step.
-            result.residual,
+            stepped.residual,
             options.residual,
             axis=options.axis,
             count=state.count,
         )
-        stepped = state._replace(
+        stepped = stepped._replace(
             count=state.count + 1,
-            dropped=state.dropped + dropped + result.dropped,
-            withheld=state.withheld + result.withheld,
+            dropped=stepped.dropped + dropped,
             owner=_owner.renewed(state.owner, options.axis),
             limit=self._largest_limit(state),
             residual=kept,
-            velocity=result.velocity,
-            dense_velocity=result.dense_velocity,
             local=local,
-            selector=result.selector,
-            allreduce=result.allreduce,
-            info=_reported(result.info, state.info),
+            info=_reported(stepped.info, state.info),
         )
         if proceeds is not None:
             stepped = _unless_skipped(proceeds, stepped, state)
         saturate = options.nonfinite != "propagate"
-        return _layout.unravel(result.mean, result.dense_mean, layout, saturate=saturate), stepped
+        return _layout.unravel(mean, dense_mean, layout, saturate=saturate), stepped
 
     def _largest_limit(self, state: SparseAllreduceState) -> Any:
         """Of the steps so far and of this one, ``f32[]``."""
@@ -213,15 +210,18 @@ class ErrorFeedback:
         )
 
 
-def _of_all_devices(result: Reduced, device_axes: tuple[Hashable, ...]) -> Reduced:
+def _of_all_devices(
+    stepped: SparseAllreduceState, before: SparseAllreduceState, device_axes: tuple[Hashable, ...]
+) -> SparseAllreduceState:
     """What a step did, of all devices of a worker: sums, and of thresholds the smallest.
 
     Cost: two allgathers of some words among them.
     """
     if not device_axes:
-        return result
-    info = result.info
-    common = [info.delivered, result.dropped, result.withheld, info.global_threshold, info.words]
+        return stepped
+    info = stepped.info
+    counts = [stepped.dropped - before.dropped, stepped.withheld - before.withheld]
+    common = [info.delivered, *counts, info.global_threshold, info.words]
     own = [info.selected, info.overflow, info.arrived, info.local_threshold, info.useful]
     with jax.named_scope("sharded/info"):
         delivered, dropped, withheld, global_threshold, words = _over_devices(common, device_axes)
@@ -236,10 +236,10 @@ def _of_all_devices(result: Reduced, device_axes: tuple[Hashable, ...]) -> Reduc
         local_threshold=jnp.min(local_threshold),
         useful=jnp.sum(useful),
     )
-    return result._replace(
+    return stepped._replace(
         info=info,
-        dropped=jnp.sum(dropped, dtype=jnp.int32),
-        withheld=jnp.sum(withheld, dtype=jnp.int32),
+        dropped=before.dropped + jnp.sum(dropped, dtype=jnp.int32),
+        withheld=before.withheld + jnp.sum(withheld, dtype=jnp.int32),
     )
 
 

@@ -11,6 +11,7 @@ from jax import lax
 from optax_ext._step import _applied, _contract, _layout, _nonfinite, _sparse_state
 from optax_ext._step._contract import Accumulated, Options, Reduced
 from optax_ext._step._momentum_correction import MomentumCorrection
+from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import (
     Layout,
     PaddedCOO,
@@ -37,6 +38,10 @@ class Kept(NamedTuple):
     sent: PaddedCOO
     undelivered: Undelivered
     rounding: Any
+
+
+# The mean of this worker's shard, the state, and what makes the residual.
+Exchanged = tuple[jax.Array, SparseAllreduceState, Kept]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -90,34 +95,33 @@ class SparseExchange:
             reduced = _contract.nothing_exchanged(step, self.options.axis)
         return _contract.with_dense_leaves(reduced, step, None, self.options)
 
-    def _exchange(self, step: Accumulated) -> tuple[Reduced, Kept]:
+    def _exchange(self, step: Accumulated) -> Exchanged:
         """Selects from the accumulator, and exchanges; or densely, where a step is dense."""
         if step.is_dense is None:
             return self._sparse(step)
-        state = step.state
-        like, kept = jax.eval_shape(lambda: self._sparse(step))
-        like = like._replace(
-            selector=_sparse_state.without_lead(state.selector),
-            allreduce=_sparse_state.without_lead(state.allreduce),
-        )
+        like = jax.eval_shape(lambda: self._sparse(step)[2])
+        # What passes through a branch is copied, so that all else goes round it.
+        fields = ("selector", "allreduce", "dropped", "withheld", "info")
 
-        def typed(reduced: Reduced, kept: Kept) -> tuple[Reduced, Kept]:
+        def typed(mean: jax.Array, state: SparseAllreduceState, kept: Kept) -> Any:
             """Alike in both branches."""
             kept = _compat.to_varying(kept, self.options.axis)
             info = _sparse_state.per_worker(
-                reduced.info, lambda x: _compat.to_varying(x, self.options.axis)
+                state.info, lambda x: _compat.to_varying(x, self.options.axis)
             )
-            return _compat.to_varying((reduced._replace(info=info), kept), step.layout.device_axes)
+            changed = {name: getattr(state, name) for name in fields} | {"info": info}
+            return _compat.to_varying((mean, changed, kept), step.layout.device_axes)
 
         # All workers, and all groups of a larger mesh, have the same count.
-        return lax.cond(
+        mean, changed, kept = lax.cond(
             step.is_dense,
-            lambda: typed(*self._dense(step.pending.increment[0], like, kept)),
+            lambda: typed(*self._dense(step, like)),
             lambda: typed(*self._sparse(step)),
         )
+        return mean, step.state._replace(**changed), kept
 
-    def _sparse(self, step: Accumulated) -> tuple[Reduced, Kept]:
-        """Selects, and reduces; the mean is that of this worker's shard."""
+    def _sparse(self, step: Accumulated) -> Exchanged:
+        """Selects, and reduces."""
         allreduce, axis, options = self.allreduce, self.options.axis, self.options
         selector_state = _sparse_state.without_lead(step.state.selector)
         allreduce_state = _sparse_state.without_lead(step.state.allreduce)
@@ -145,12 +149,10 @@ class SparseExchange:
             saturates=options.nonfinite != "propagate",
         )
         withheld, words = self._over_shards(withheld + saturated)
-        reduced = Reduced(
-            mean=mean,
-            selector=selector_state,
-            allreduce=allreduce_state,
-            dropped=jnp.zeros((), jnp.int32),
-            withheld=withheld,
+        state = step.state._replace(
+            selector=_sparse_state.with_lead(selector_state),
+            allreduce=_sparse_state.with_lead(allreduce_state),
+            withheld=step.state.withheld + withheld,
             info=_sparse_state.no_info()._replace(
                 selected=selection.selected,
                 delivered=reduction.delivered,
@@ -161,16 +163,11 @@ class SparseExchange:
                 useful=reduction.useful + jnp.float32(words),
             ),
         )
-        return reduced, Kept(coo, undelivered, rounding)
+        return mean, state, Kept(coo, undelivered, rounding)
 
-    def _dense(self, increment: jax.Array, like: Reduced, kept: Kept) -> tuple[Reduced, Kept]:
-        """The dense mean of ``increment f32[m]``, with nothing selected.
-
-        Args:
-          increment: of this worker, or of its shard.
-          like: the shapes of a sparse step's result, with states that are passed on.
-          kept: those of what makes its residual.
-        """
+    def _dense(self, step: Accumulated, like: Kept) -> Exchanged:
+        """The dense mean of the increments, with nothing selected; ``like`` has the shapes."""
+        increment = step.pending.increment[0]
         axis, shard_axis = self.options.axis, self.allreduce.shard_axis
         workers, inside = transport.axis_size(axis), transport.axis_size(shard_axis)
         size = increment.shape[0]
@@ -182,7 +179,7 @@ class SparseExchange:
         words += extend.words_of_reduce_scatter(size * inside, inside) + extend.words_of_all_gather(
             size, inside
         )
-        undelivered, rounding = kept.undelivered, kept.rounding
+        undelivered, rounding = like.undelivered, like.rounding
 
         def none(entries):
             return extend.empty(size, entries.capacity, jnp.float32)
@@ -192,7 +189,7 @@ class SparseExchange:
         else:
             rounding = jax.tree.map(jnp.zeros_like, rounding)
         nothing = Kept(
-            sent=extend.empty(size, kept.sent.capacity, kept.sent.values.dtype),
+            sent=extend.empty(size, like.sent.capacity, like.sent.values.dtype),
             undelivered=Undelivered(
                 jnp.zeros_like(undelivered.slots),
                 none(undelivered.others),
@@ -200,10 +197,8 @@ class SparseExchange:
             ),
             rounding=rounding,
         )
-        reduced = like._replace(
-            mean=mean,
-            dropped=counts[1],
-            withheld=jnp.zeros((), jnp.int32),
+        state = step.state._replace(
+            dropped=step.state.dropped + counts[1],
             info=_sparse_state.no_info()._replace(
                 selected=jnp.sum(increment != 0, dtype=jnp.int32),
                 delivered=counts[0],
@@ -211,7 +206,7 @@ class SparseExchange:
                 useful=jnp.float32(words),
             ),
         )
-        return reduced, nothing
+        return mean, state, nothing
 
     def _over_shards(self, counts: jax.Array) -> tuple[jax.Array, float]:
         """The sum over the shards of counts of one, and the words that it takes."""
@@ -221,8 +216,10 @@ class SparseExchange:
         words = extend.words_of_all_reduce(counts.size, transport.axis_size(axis))
         return transport.psum(counts, axis), words
 
-    def _keep(self, step: Accumulated, reduced: Reduced, kept: Kept) -> Reduced:
-        """``reduced`` with what stays with this worker, and the mean of the whole buffer."""
+    def _keep(
+        self, step: Accumulated, mean: jax.Array, state: SparseAllreduceState, kept: Kept
+    ) -> tuple[jax.Array, SparseAllreduceState]:
+        """The mean of the whole buffer, and the state with what stays with this worker."""
         kept = _joined(kept)
         residual = kept.undelivered.residual(step.acc, kept.sent)
         arrived = _delivered_of(kept, residual)
@@ -234,13 +231,10 @@ class SparseExchange:
                 # All that this worker had of an entry that others selected has gone, too.
                 everywhere = jnp.ones(whole.indices.shape, jnp.bool_)
                 velocity = self.correction.mask(velocity, whole.indices, everywhere)
-        return reduced._replace(
-            mean=self.allreduce.gather(reduced.mean, step.layout.size),
+        return self.allreduce.gather(mean, step.layout.size), state._replace(
             residual=_with_rounding(residual, kept.rounding),
             velocity=velocity,
-            selector=_sparse_state.with_lead(reduced.selector),
-            allreduce=_sparse_state.with_lead(reduced.allreduce),
-            info=reduced.info._replace(arrived=jnp.sum(arrived, dtype=jnp.int32)),
+            info=state.info._replace(arrived=jnp.sum(arrived, dtype=jnp.int32)),
         )
 
     def _shown_size(self, size: int, shared: Any) -> int:
