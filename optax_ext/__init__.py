@@ -6,27 +6,26 @@ from optax_ext._aliases import (
     ok_topk_sgd,
     topk_a,
 )
-from optax_ext._loop._ahead import ahead
 from optax_ext._loop._monitoring import Monitor, metrics
 from optax_ext._loop._train_step import make_train_step
 from optax_ext._optimizers._adamw import sparse_adamw
+from optax_ext._optimizers._common import scale_by_local_adam
 from optax_ext._optimizers._sgd import sparse_sgd
-from optax_ext._state._anywhere import with_mesh
 from optax_ext._state._checkpoint import abstract_state, check_metadata, checkpoint_metadata
 from optax_ext._state._consolidate import consolidate, flush
-from optax_ext._state._find import get_info, get_state, state_specs
-from optax_ext._state._init import init_state
+from optax_ext._state._find import get_info, get_state
+from optax_ext._state._init import init_state, with_mesh
+from optax_ext._state._placement import state_specs
 from optax_ext._state._reshard import reshard
+from optax_ext._state._residual_tree import ahead
+from optax_ext._step._accumulation import Residual, residual
 from optax_ext._step._dense import dense
 from optax_ext._step._dense_leaves import small_leaves
 from optax_ext._step._momentum_correction import MomentumCorrection, momentum_correction
-from optax_ext._step._residual import Residual, residual
 from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
-from optax_ext._transforms._assert_local import assert_local_gradients
-from optax_ext._transforms._assert_replicated import assert_replicated_gradients
+from optax_ext._transforms._assertions import assert_local_gradients, assert_replicated_gradients
 from optax_ext._transforms._buckets import bucketed
 from optax_ext._transforms._delayed import delayed
-from optax_ext._transforms._local_adam import scale_by_local_adam
 from optax_ext._transforms._local_clip import local_clip_by_global_norm
 from optax_ext._transforms._low_rank import acp_sgd, powersgd
 from optax_ext._transforms._multi_steps import multi_steps

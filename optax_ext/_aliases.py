@@ -10,13 +10,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._optimizers._arguments import rate_alone
-from optax_ext._selection import selection
+from optax_ext._optimizers._common import rate_alone
 from optax_ext._state._whole import whole
 from optax_ext._step import _options
 from optax_ext._step._momentum_correction import MomentumCorrection
 from optax_ext._step._options import FeedbackOptions, SparseOptions, takes
-from optax_ext._transforms._sparse_allreduce import sparse_allreduce
+from optax_ext._transforms._sparse_allreduce import selection, sparse_allreduce
 from sparse_collectives import AxisName, Codec, Selector, allreduce, select
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_ext._state import _find
-from optax_ext._step import _owner
+from optax_ext._step import _accumulation
 from optax_ext._transforms import _xi
 from sparse_collectives import _validation
 
@@ -64,7 +64,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
         "skipped": largest.skipped,
         "dropped": sum(state.dropped for state in states),
         "withheld": sum(state.withheld for state in states),
-        "copied": jnp.sum(_owner.has_left_out(largest.owner)),
+        "copied": jnp.sum(_accumulation.has_left_out(largest.owner)),
         "clipped": _clipped(states),
         "effective_density": jnp.mean(info.selected) / max(size, 1),
         "delivered_density": info.delivered / max(sum(s.layout.size for s in states), 1),

@@ -27,7 +27,7 @@ def of(params: Any, opt_state: Any, mesh: Mesh, batch_spec: PartitionSpec | None
     split = {name for name, size in mesh.shape.items() if size > 1}
     given = _placement.given_of(params, mesh)
     if given is not None:
-        found = {path: _find.restricted(spec, split) for path, spec in given.specs.items()}
+        found = {path: _placement.restricted(spec, split) for path, spec in given.specs.items()}
         given = given._replace(specs=found) if any(map(len, found.values())) else None
     if given is None and dealt:
         given = _placement.given_of(params, mesh, PartitionSpec())
@@ -50,11 +50,11 @@ def of(params: Any, opt_state: Any, mesh: Mesh, batch_spec: PartitionSpec | None
             "optax_ext.init_state(tx, params, mesh, specs=jax.sharding.PartitionSpec())."
         )
     if given is None:
-        specs, states = [PartitionSpec()] * len(paths), _find.state_specs(opt_state)
+        specs, states = [PartitionSpec()] * len(paths), _placement.state_specs(opt_state)
     else:
         specs = [given.specs[path] for path in paths]
         states = _placement.placements(opt_state, params, given)
-    leaves = jax.tree.leaves(states, is_leaf=_find.is_spec)
+    leaves = jax.tree.leaves(states, is_leaf=_placement.is_spec)
     return Places(
         [NamedSharding(mesh, spec) for spec in specs],
         [NamedSharding(mesh, spec) for spec in leaves],
@@ -144,7 +144,7 @@ def _check(given: Any, opt_state: Any, split: Collection[Any]) -> None:
             name = jax.tree_util.keystr(path)
             then = sharding.spec(leaf)
             now = PartitionSpec() if given is None else given.specs.get(name, then)
-            if _find.restricted(then, split) != _find.restricted(now, split):
+            if _placement.restricted(then, split) != _placement.restricted(now, split):
                 raise ValueError(
                     f"params{name} is sharded as {now}, and was sharded as {then} when the state "
                     "was made. Put it back with jax.device_put, or make another state with "

@@ -11,10 +11,10 @@ import jax
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from optax_ext._loop import _in_flight, _places, _returned, _shared
-from optax_ext._loop._ahead import ahead
-from optax_ext._state import _calls, _find, _init, _owners, _placement, _whole
-from optax_ext._step import _gradient_checks
+from optax_ext._loop import _arrays, _places
+from optax_ext._state import _calls, _find, _placement, _whole
+from optax_ext._state._residual_tree import ahead
+from optax_ext._step import _gradient_checks, _sparse_state
 from sparse_collectives import AxisName, _compat, transport
 
 
@@ -94,7 +94,7 @@ def make_train_step(
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function of (params, batch), got {loss_fn!r}.")
     chain = optax.with_extra_args_support(tx)
-    in_flight = _in_flight.limit(steps_in_flight, mesh)
+    in_flight = _arrays.limit(steps_in_flight, mesh)
     mesh = _placement.with_auto_axes(mesh)
 
     def local_step(axis, state_specs, params, opt_state, batch):
@@ -110,7 +110,10 @@ def make_train_step(
         updates, opt_state = chain.update(gradients, opt_state, params, value=value)
         _gradient_checks.check_replicated_updates(updates, axis)
         _gradient_checks.check_state_types(opt_state, state_specs, axis)
-        params, opt_state = optax.apply_updates(params, updates), _init.strongly_typed(opt_state)
+        params, opt_state = (
+            optax.apply_updates(params, updates),
+            _sparse_state.strongly_typed(opt_state),
+        )
         return (params, opt_state, *loss) if has_aux else (params, opt_state, loss)
 
     def step(params, opt_state, batch, places):
@@ -119,8 +122,8 @@ def make_train_step(
         _check_batch(batch, workers, axis)
         # Where parameters are sharded, the other axes are the compiler's.
         manual = None if places is None else _compat.axis_names(axis)
-        state_specs = _find.state_specs(opt_state)
-        specs = _find.on_axes(state_specs, manual)
+        state_specs = _placement.state_specs(opt_state)
+        specs = _placement.on_axes(state_specs, manual)
         whole = PartitionSpec()
         results = jax.shard_map(
             functools.partial(local_step, axis, state_specs),
@@ -155,9 +158,9 @@ class TrainStep:
         self._tx = tx
         self._mesh = mesh
         self._batch_spec = batch_spec
-        self._queue = _in_flight.Queue(in_flight)
+        self._queue = _arrays.Queue(in_flight)
         self._donates = donates
-        self._returned = _returned.Returned((), (), None)
+        self._returned = _arrays.Returned((), (), None)
         self._places: dict[Any, _places.Places] = {}
 
     def __call__(self, params: Any, opt_state: Any, batch: Any, *more: Any) -> tuple[Any, ...]:
@@ -182,9 +185,9 @@ class TrainStep:
             params, opt_state, places = self._placed(params, opt_state)
         batch = places.put_batch(batch)
         if known is None and self._donates:
-            (params, opt_state), batch = _shared.unshared((params, opt_state), batch)
+            (params, opt_state), batch = _arrays.unshared((params, opt_state), batch)
         results = self._step(params, opt_state, batch, places=places.if_sharded)
-        self._returned = _returned.Returned(results[0], results[1], places)
+        self._returned = _arrays.Returned(results[0], results[1], places)
         # The loss is new at each step, and nobody donates it.
         self._queue.add(results[2])
         return results
@@ -221,7 +224,7 @@ class TrainStep:
 def _axis_on(mesh: Mesh, opt_state: Any) -> Any:
     """The axis that the state was made for; the mesh has it."""
     axis = _find.axis_of(opt_state)
-    _init.check_axis(axis, mesh.axis_names)
+    _calls.check_axis(axis, mesh.axis_names)
     return axis
 
 
@@ -230,16 +233,16 @@ def _check_workers(mesh: Mesh, opt_state: Any) -> None:
     _axis_on(mesh, opt_state)
     _calls.check_workers(opt_state, mesh)
     # A step leaves out copies, but here there is somebody to tell.
-    _owners.check("opt_state", opt_state)
+    _calls.check_own("opt_state", opt_state)
 
 
 def _check_not_donated(**trees: Any) -> None:
     """No earlier step has taken over the arrays; with some versions of JAX that is no error."""
     # Of each step: the paths are only looked for where something is wrong.
-    if not any(map(_returned.is_deleted, jax.tree.leaves(trees))):
+    if not any(map(_arrays.is_deleted, jax.tree.leaves(trees))):
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
-        if _returned.is_deleted(leaf):
+        if _arrays.is_deleted(leaf):
             # The first key is the name of the argument.
             name = path[0].key + jax.tree_util.keystr(path[1:])
             raise ValueError(

@@ -12,7 +12,7 @@ from optax_ext._low_rank import _factors, _matrices, _phases
 from optax_ext._low_rank._factors import Factors, times
 from optax_ext._low_rank._matrices import Matrix
 from optax_ext._low_rank._phases import Given, Product, Sum
-from optax_ext._step import _contract, _layout, _nonfinite, _sparse_state
+from optax_ext._step import _applied, _buffers, _layout, _sparse_state
 from optax_ext._step._contract import Accumulated, Options, Reduced
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import _compat, extend, transport
@@ -90,12 +90,12 @@ class LowRankExchange:
         """One step."""
         options, part = self.options, step.dense_pending
         if not step.layout.size:
-            reduced = _contract.nothing_exchanged(step, options.axis)
-            return _contract.with_dense_leaves(reduced, step, None, options)
+            reduced = _applied.nothing_exchanged(step, options.axis)
+            return _applied.with_dense_leaves(reduced, step, None, options)
         rider = jnp.zeros((0,), jnp.float32) if part is None else part.increment[0]
         result = self._delivered(step, rider)
         # Its words are those of a message of its own: it shares the latency of another.
-        return _contract.with_dense_leaves(self._keep(step, result), step, result.rider, options)
+        return _applied.with_dense_leaves(self._keep(step, result), step, result.rider, options)
 
     def _delivered(self, step: Accumulated, rider: jax.Array) -> Delivered:
         matrices = _matrices.matrices_of(step.layout)
@@ -205,7 +205,7 @@ class LowRankExchange:
         size, workers = step.layout.size, transport.axis_size(self.options.axis)
         increment = step.pending.increment[0]
         total = transport.psum(_factors.joined([increment, given.rider]), self.options.axis)
-        mean, dropped = _nonfinite.dense_mean(self.options.nonfinite, total[:size], workers)
+        mean, dropped = _applied.dense_mean(self.options.nonfinite, total[:size], workers)
         narrow = any(matrix.dtype != jnp.float32 for matrix in given.matrices)
         lefts = _factors.left_shapes(given.matrices, self.rank)
         rights = _factors.right_shapes(given.matrices, self.rank)
@@ -234,7 +234,7 @@ class LowRankExchange:
         held, saturated = [], none
         for matrix in matrices:
             part = mean[matrix.start : matrix.start + matrix.size]
-            narrow = _layout.narrowed(part, matrix.dtype, saturate=saturate)
+            narrow = _buffers.narrowed(part, matrix.dtype, saturate=saturate)
             held.append(narrow.astype(jnp.float32))
             large = jnp.abs(part) > jnp.float32(jnp.finfo(matrix.dtype).max)
             saturated += jnp.sum(large & saturate, dtype=jnp.int32)
@@ -250,7 +250,7 @@ class LowRankExchange:
             kept = kept + result.rounding[None]
         selected = _compat.to_varying(result.selected, self.options.axis)
         words = _compat.to_varying(result.words, self.options.axis)
-        _, state = _contract.nothing_exchanged(step, self.options.axis)
+        _, state = _applied.nothing_exchanged(step, self.options.axis)
         return result.mean, state._replace(
             residual=kept,
             allreduce=_sparse_state.with_lead(result.factors),

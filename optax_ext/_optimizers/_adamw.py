@@ -6,9 +6,8 @@ import jax
 import optax
 
 from optax_ext._optimizers import _common
-from optax_ext._optimizers._arguments import rate_alone
+from optax_ext._optimizers._common import rate_alone, scale_by_local_adam
 from optax_ext._step._options import FeedbackOptions, takes
-from optax_ext._transforms._local_adam import scale_by_local_adam
 from sparse_collectives import AxisName, Selector, SparseAllreduce
 
 

@@ -1,21 +1,128 @@
-"""What the optimizers have in common: the rate in front of the exchange, the decay behind it."""
+"""What the optimizers have in common.
 
-from typing import Any, cast
+The preconditioner and the rate stand in front of the exchange, the decay behind it.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
-from optax_ext._selection import selection
 from optax_ext._state import _whole
 from optax_ext._step import _checks
-from optax_ext._step._local import Elementwise
-from optax_ext._step._residual import Residual
-from optax_ext._step._residual import residual as how_kept
+from optax_ext._step._accumulation import Residual
+from optax_ext._step._accumulation import residual as how_kept
+from optax_ext._step._buffers import Elementwise
 from optax_ext._step._sparse_state import SparseAllreduceState
-from optax_ext._transforms._sparse_allreduce import sparse_allreduce
-from sparse_collectives import AxisName, Selector, SparseAllreduce, _validation, transport
+from optax_ext._transforms._sparse_allreduce import selection, sparse_allreduce
+from sparse_collectives import AxisName, Selector, SparseAllreduce, _compat, _validation, transport
 from sparse_collectives.allreduce import agreed
+
+
+class ScaleByLocalAdamState(NamedTuple):
+    """State of :func:`scale_by_local_adam`, for each worker.
+
+    Attributes:
+      count: ``i32[]``, gradients seen.
+      nu: second moments of the worker's own gradients, in the tree of the parameters.
+    """
+
+    count: jax.Array
+    nu: Any
+
+
+def scale_by_local_adam(
+    b2: float | jax.Array = 0.999,
+    eps: float | jax.Array = 1e-8,
+    *,
+    axis: AxisName | None = None,
+    average_every: int | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Divides each worker's gradient by the root of its own second moment.
+
+    .. math::
+
+        v_i = b_2 v_i + (1 - b_2) g_i^2, \quad u_i = g_i / (\sqrt{v_i / (1 - b_2^t)} + eps)
+
+    For ``sparse_allreduce(..., local=)``, in a chain with the learning rate. Adam behind a
+    sparse allreduce sees an entry once in T steps, T gradients at a time, and divides it by
+    a moment that is sqrt(T) times too large. Here every gradient is divided when it is
+    made, and what waits in a residual is a step of the parameters.
+
+    A worker's gradient is noisier than their mean, and its moment larger: by sqrt(P) where
+    there is nothing but noise. The learning rate has to make up for that
+    (:func:`sparse_adamw` does).
+
+    Cost: n float32 for each worker, read and written at each step. No words, unless
+    ``average_every`` is given.
+
+    Args:
+      b2: decay of the second moments, in [0, 1); or ``f32[]``, of ``optax.inject_hyperparams``.
+      eps: added to the root, as in Adam.
+      axis: the mesh axis of the workers, for ``average_every``.
+      average_every: every so many steps the second moments are averaged over the workers,
+        by a dense allreduce of n float32. None: never. It is for workers whose data differ.
+
+    Returns:
+      An ``optax.GradientTransformationExtraArgs``.
+
+    Raises:
+      ValueError: an argument out of its range; ``average_every`` without ``axis``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> tx = scale_by_local_adam()
+      >>> scaled, _ = tx.update(jnp.array([4.0, -0.5]), tx.init(jnp.zeros(2)))
+      >>> [round(float(x), 3) for x in scaled]
+      [1.0, -1.0]
+    """
+    b2 = _checks.check_hyperparameter("b2", b2, 0.0, 1.0)
+    if isinstance(b2, float) and b2 == 1.0:
+        raise ValueError("b2 must be less than 1, got 1.0: nothing would be learned of gradients.")
+    eps = _checks.check_hyperparameter("eps", eps, 0.0, 1.0)
+    if average_every is not None:
+        average_every = _validation.check_positive_int("average_every", average_every)
+        if axis is None:
+            raise ValueError(
+                f"average_every={average_every} averages over the workers, and nothing says which. "
+                "Give the mesh axis of the workers as axis=."
+            )
+
+    def init(params: Any) -> ScaleByLocalAdamState:
+        nu = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), params)
+        return ScaleByLocalAdamState(jnp.zeros((), jnp.int32), nu)
+
+    def update(updates: Any, state: ScaleByLocalAdamState, params: Any = None):
+        del params
+        count = state.count + 1
+        nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, state.nu, updates)
+        if average_every is not None:
+            nu = _averaged(nu, count % average_every == 0, cast(AxisName, axis))
+        correction = 1 - jnp.asarray(b2, jnp.float32) ** count.astype(jnp.float32)
+        scaled = jax.tree.map(lambda g, v: g / (jnp.sqrt(v / correction) + eps), updates, nu)
+        return scaled, ScaleByLocalAdamState(count, nu)
+
+    # optax types a state as any pytree, which NamedTuples of arrays are at run time.
+    tx = optax.GradientTransformation(cast(Any, init), cast(Any, update))
+    return optax.with_extra_args_support(tx)
+
+
+def _averaged(nu: Any, now: jax.Array, axis: AxisName) -> Any:
+    """The mean over the workers where ``now``, which is the same on all of them."""
+
+    def mean(tree):
+        return jax.tree.map(
+            lambda v: _compat.to_varying(transport.pmean(v, axis), axis).astype(v.dtype), tree
+        )
+
+    # A count of each worker's own is typed as such, and all have the same.
+    now = transport.psum(now.astype(jnp.int32), axis) > 0
+    return lax.cond(now, mean, lambda tree: tree, nu)
+
 
 # What is None by default is no number that optax.inject_hyperparams makes an array of.
 DENSITY = 0.05
@@ -137,3 +244,43 @@ def decayed(
         return jax.tree.map(decay, updates, params, where), new
 
     return optax.GradientTransformationExtraArgs(sparse.init, cast(Any, update))
+
+
+_P = ParamSpec("_P")
+
+_T = TypeVar("_T")
+
+_MOMENTUM = {
+    "b1": "there is no first moment, as the wait in the residuals averages gradients already. "
+    "Leave b1 out",
+    "momentum": "the wait in the residuals is a momentum already. Leave momentum out, and begin "
+    "with 1 / (1 - momentum) times the rate",
+}
+
+
+def rate_alone(factory: Callable[_P, _T]) -> Callable[_P, _T]:
+    """The factory, which says what to write to who calls it as the optimizer of optax.
+
+    Its second argument is a density, where that of ``optax.adamw`` is b1 and that of
+    ``optax.sgd`` a momentum: 0.9 is legal for all of them.
+
+    Args:
+      factory: its first parameter is the learning rate, and all others are keywords.
+    """
+    name = getattr(factory, "__name__", "")
+
+    @functools.wraps(factory)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if len(args) > 1:
+            raise TypeError(
+                f"{name} takes the learning rate and keywords, got {args[1]!r} as well: write "
+                f"{name}(learning_rate, density={args[1]!r}, axis=...), if it is the density that "
+                "you mean. (The second argument of optax.adamw is b1, and that of optax.sgd "
+                "momentum; these have no place here.)"
+            )
+        for momentum, reason in _MOMENTUM.items():
+            if momentum in kwargs:
+                raise TypeError(f"{name} has no {momentum}=: {reason}.")
+        return factory(*args, **kwargs)
+
+    return checked

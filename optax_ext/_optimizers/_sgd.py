@@ -6,7 +6,7 @@ import jax
 import optax
 
 from optax_ext._optimizers import _common
-from optax_ext._optimizers._arguments import rate_alone
+from optax_ext._optimizers._common import rate_alone
 from optax_ext._step._momentum_correction import MomentumCorrection
 from optax_ext._step._options import FeedbackOptions, takes
 from sparse_collectives import AxisName, Selector, SparseAllreduce

@@ -1,11 +1,19 @@
-"""Calls with arguments in another order, or of another kind, than a function takes."""
+"""Calls from outside: arguments in another order, or of another kind, than a function takes.
+
+A state has the rows of all workers, and each has what it kept itself.
+"""
 
 import math
 from typing import Any
 
+import jax
+import numpy as np
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 
-from optax_ext._state import _find, _shards, _wrappers
+from optax_ext._state import _find
+from optax_ext._step import _gradient_checks
+from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import _compat
 
 
@@ -23,7 +31,7 @@ def check_order(call: str, params: Any, opt_state: Any) -> None:
     """The state is where ``call`` has it, and no state is in the place of the parameters."""
     if isinstance(params, Mesh | AbstractMesh):
         raise TypeError(f"params is a mesh. Write {call}.")
-    if _wrappers.reductions(params) and not _wrappers.reductions(opt_state):
+    if _find.reductions(params) and not _find.reductions(opt_state):
         raise ValueError(
             f"params has a state of optax_ext in it, and opt_state has none: they have changed "
             f"places. Write {call}."
@@ -33,7 +41,7 @@ def check_order(call: str, params: Any, opt_state: Any) -> None:
 def check_workers(opt_state: Any, mesh: Mesh) -> None:
     """The state has the rows of all workers of the mesh."""
     for state in _find.get_states(opt_state):
-        _shards.check_all_rows("opt_state", state)
+        check_all_rows("opt_state", state)
         names = _compat.axis_names(state.settings.axis)
         workers = math.prod(mesh.shape[name] for name in names)
         sharding = state.layout.sharding
@@ -54,3 +62,140 @@ def _described(value: Any) -> str:
     if callable(value) and hasattr(value, "__name__"):
         return f"the function {value.__name__}"
     return f"a {type(value).__name__}"
+
+
+def check_mesh_axis(axis: Any) -> None:
+    """The axis is that of a mesh, and no MPI communicator."""
+    if _compat.ranks(axis):
+        raise ValueError(
+            "the axis of the transformation is an MPI communicator, and this is for the axes of a "
+            "mesh. Over MPI each process is one worker with its own part of the state: call "
+            "opt_state = tx.init(params), and write the step without jax.shard_map,\n"
+            "    @jax.jit\n"
+            "    def step(params, opt_state, batch):\n"
+            "        gradients = jax.grad(loss_fn)(params, batch)\n"
+            "        updates, opt_state = tx.update(gradients, opt_state, params)\n"
+            "        return optax.apply_updates(params, updates), opt_state"
+        )
+
+
+def check_axis(axis: Any, names: tuple[str, ...]) -> None:
+    """Every name of ``axis`` is the name of an axis of the mesh."""
+    check_mesh_axis(_compat.static_axis(axis))
+    missing = [name for name in _compat.axis_names(axis) if name not in names]
+    if missing:
+        raise ValueError(
+            f"axis={axis!r} of the transformation is not an axis of the mesh, whose axes are "
+            f"{names}. Make the mesh with jax.make_mesh(({jax.device_count()},), "
+            f"({missing[0]!r},)), or give the transformation one of its axes."
+        )
+
+
+# What becomes of a state that is damaged already.
+_GO_ON = (
+    "To go on from what is there, the rest being lost: optax_ext.reshard(opt_state, "
+    "optax_ext.init_state(tx, params, mesh))"
+)
+
+
+def copies(node: SparseAllreduceState) -> np.ndarray:
+    """The workers whose residual is another's, ``i32[c]``, as far as this process has them.
+
+    None of shapes, tracers and ranks, which say nothing.
+    """
+    owner = node.owner
+    said = isinstance(owner, jax.Array | np.ndarray) and not isinstance(owner, Tracer)
+    # Over MPI each process has its own row, and not the rank of it.
+    if not said or _compat.ranks(node.settings.axis):
+        return np.zeros(0, np.int32)
+    if isinstance(owner, np.ndarray) or owner.is_fully_addressable:
+        read = [(0, np.asarray(owner))]
+    else:
+        read = [
+            (piece.index[0].start or 0, np.asarray(piece.data))
+            for piece in owner.addressable_shards
+        ]
+    found = []
+    for first, owners in read:
+        # Under pmap there is one axis more.
+        owners = owners.reshape(-1)
+        index = first + np.arange(len(owners))
+        found.extend(index[(owners != index) & (owners != -1 - index)])
+    return np.unique(np.asarray(found, np.int32))
+
+
+def check_own(name: str, opt_state: Any) -> None:
+    """No worker has the residual of another one.
+
+    Raises:
+      ValueError: some have, with what to do.
+    """
+    for node in _find.get_states(opt_state):
+        if len(found := copies(node)):
+            raise ValueError(
+                f"{name} has the residual of another worker on {len(found)} of "
+                f"{node.settings.workers} workers ({_listed(found)}): the state of one was copied "
+                "to all, as flax.jax_utils.unreplicate and replicate do, or a mapped function "
+                "returned it by out_specs without the axis. Save and restore the whole state with "
+                f"its leading axis, and write optax_ext.state_specs(opt_state). {_GO_ON}."
+            )
+
+
+def check_whole(name: str, node: SparseAllreduceState) -> None:
+    """The state of ``jax.pmap`` or of a mesh, and not that of one worker alone.
+
+    Raises:
+      ValueError: it has the rows of fewer workers than it was made for.
+    """
+    workers = node.settings.workers
+    if np.ndim(node.residual) != 2 or _compat.ranks(node.settings.axis) or node.workers >= workers:
+        return
+    raise ValueError(
+        f"{name} has the residual of {node.workers} of {workers} workers, as "
+        "flax.jax_utils.unreplicate leaves it: those of the others would be lost. Save the whole "
+        "state, with its leading axis (docs/checkpoints.md, pmap)."
+    )
+
+
+def _listed(workers: np.ndarray) -> str:
+    return ", ".join(map(str, workers[:8])) + (", ..." if len(workers) > 8 else "")
+
+
+def check_all_rows(name: str, node: SparseAllreduceState) -> None:
+    """The state has the rows of all workers."""
+    if np.ndim(node.residual) != 2:
+        raise ValueError(
+            f"{name} is a state of jax.pmap: its residual has shape {np.shape(node.residual)}, and "
+            "every array an axis of the devices. This needs the state of all workers, whose "
+            "residual has a row for each. Take of what is each worker's own the rows, and of all "
+            "else the first:\n"
+            "    one = jax.tree.map(lambda x: x[0], opt_state)\n"
+            "    opt_state = jax.tree.map(\n"
+            "        lambda spec, x: x[:, 0] if len(spec) else x[0],\n"
+            "        optax_ext.state_specs(one), opt_state,\n"
+            "    )"
+        )
+    check_whole(name, node)
+    workers, rows = _compat.ranks(node.settings.axis), node.workers
+    if workers and rows != workers:
+        raise ValueError(
+            f"{name} was made over an MPI communicator of {workers} ranks and has the part of "
+            f"{rows}; this needs the state of all workers. Gather the parts of the ranks along the "
+            "leading axis of what state_specs(state, 'ranks') splits over 'ranks'; a fresh state "
+            f"of all is optax_ext.init_state(tx, params, {{'ranks': {workers}}}) with axis='ranks'."
+        )
+
+
+def check_before_accumulation(updates: Any, inner: Any, params: Any) -> None:
+    """They are this worker's own, and taken a step ahead where the optimizer asks for it.
+
+    Args:
+      updates: the gradients.
+      inner: the state of what is wrapped.
+      params: the parameters, or None.
+    """
+    axis = _find.axis_of(inner)
+    if not _compat.ranks(axis) and _compat.axis_is_bound(axis):
+        _gradient_checks.check_not_averaged(updates, axis)
+    for state in _find.get_states(inner):
+        _gradient_checks.warn_without_ahead(updates, state, params)

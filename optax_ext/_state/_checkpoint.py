@@ -1,5 +1,6 @@
 """What a checkpoint of an optimizer state needs besides its arrays."""
 
+import numbers
 from typing import Any
 
 import jax
@@ -7,7 +8,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
-from optax_ext._state import _find, _init, _owners, _placement, _shards, _text, _wrappers
+from optax_ext._state import _calls, _find, _init, _placement, _shards
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import __version__, _compat
 
@@ -57,11 +58,11 @@ def abstract_state(
         where = NamedSharding(mesh, spec) if sharding is None else sharding
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
 
-    if given is None or not _wrappers.reductions(shapes):
-        places = _find.state_specs(shapes)
+    if given is None or not _find.reductions(shapes):
+        places = _placement.state_specs(shapes)
     else:
         places = _placement.placements(shapes, params, given)
-    return jax.tree.map(place, places, shapes, is_leaf=_find.is_spec)
+    return jax.tree.map(place, places, shapes, is_leaf=_placement.is_spec)
 
 
 def checkpoint_metadata(opt_state: Any) -> dict[str, Any]:
@@ -86,8 +87,8 @@ def checkpoint_metadata(opt_state: Any) -> dict[str, Any]:
     """
     for path, node in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_find.is_state):
         if isinstance(node, SparseAllreduceState):
-            _owners.check_whole(f"opt_state{jax.tree_util.keystr(path)}", node)
-    _owners.check("opt_state", opt_state)
+            _calls.check_whole(f"opt_state{jax.tree_util.keystr(path)}", node)
+    _calls.check_own("opt_state", opt_state)
     sparse = {
         jax.tree_util.keystr(path): _metadata_of(node)
         for path, node in jax.tree_util.tree_leaves_with_path(opt_state, is_leaf=_find.is_state)
@@ -121,7 +122,7 @@ def check_metadata(saved: dict[str, Any], opt_state: Any) -> None:
     """
     if not isinstance(saved, dict) or "arrays" not in saved:
         raise TypeError(
-            f"saved must be what checkpoint_metadata returned, got {_text.short(saved)}. Save it "
+            f"saved must be what checkpoint_metadata returned, got {short(saved)}. Save it "
             "with the arrays: checkpointer.save(path, state, "
             "custom_metadata=checkpoint_metadata(state))."
         )
@@ -136,9 +137,9 @@ def check_metadata(saved: dict[str, Any], opt_state: Any) -> None:
     causes = [text for text in differences if not text.startswith("arrays")] or differences
     advice = "Make the transformation with the settings of the checkpoint"
     workers = saved.get("workers")
-    if not _text.equal(workers, expected["workers"]):
+    if not equal(workers, expected["workers"]):
         advice += (
-            f"; for another number of workers restore the state of {_text.short(workers)} "
+            f"; for another number of workers restore the state of {short(workers)} "
             "with optax_ext.abstract_state(..., sharding=...), then call optax_ext.reshard"
         )
     raise ValueError(
@@ -150,11 +151,11 @@ def check_metadata(saved: dict[str, Any], opt_state: Any) -> None:
 
 def _check_format(saved: dict[str, Any]) -> None:
     found = saved.get("format", 1)
-    if _text.equal(found, FORMAT):
+    if equal(found, FORMAT):
         return
-    version = _text.short(saved.get("version"))
+    version = short(saved.get("version"))
     raise ValueError(
-        f"the checkpoint has format {_text.short(found)} (of sparse-collectives {version}), and "
+        f"the checkpoint has format {short(found)} (of sparse-collectives {version}), and "
         f"this version reads format {FORMAT}: the structure of the states has changed. With the "
         "version that wrote it, consolidate the residuals into the parameters "
         "(optax_ext.consolidate), save the parameters, and start from these."
@@ -215,6 +216,29 @@ def _differences(path: str, saved: Any, now: Any):
         for name in sorted({*saved, *now}, key=str):
             here = f"{path}.{name}" if path else name
             yield from _differences(here, saved.get(name), now.get(name))
-    elif not _text.equal(saved, now):
-        there, here = _text.short(saved), _text.short(now)
-        yield f"{_text.short(path)}: {there} in the checkpoint, {here} here"
+    elif not equal(saved, now):
+        there, here = short(saved), short(now)
+        yield f"{short(path)}: {there} in the checkpoint, {here} here"
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether both are the same kind of value, and equal.
+
+    A tuple is a list, as in JSON, and an integer of NumPy is an integer.
+    """
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    if _is_integer(one) and _is_integer(other):
+        return bool(one == other)
+    # Of an array no comparison says yes or no.
+    return type(one) is type(other) and bool(one == other)
+
+
+def short(value: Any) -> str:
+    """The value for an error message."""
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}... ({len(text)} characters)"
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 
-from optax_ext._state import _calls, _find, _owners, _shards, _wrappers
+from optax_ext._state import _calls, _find, _shards
 from optax_ext._state._residual_tree import residual_tree
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import _compat
@@ -101,7 +101,7 @@ def flush(params: Any, opt_state: Any) -> tuple[Any, Any]:
 def _check(call: str, params: Any, opt_state: Any) -> None:
     """There is a state that may hold something, and it is where ``call`` has it."""
     _calls.check_order(f"optax_ext.{call}", params, opt_state)
-    if not _wrappers.reductions(opt_state):
+    if not _find.reductions(opt_state):
         raise ValueError(
             "opt_state has no residuals: no allreduce of optax_ext is in it. Give the state that "
             "the steps were made with, all of it."
@@ -115,8 +115,8 @@ def _mean(node: SparseAllreduceState) -> jax.Array:
             "consolidate was called inside the function mapped over axis "
             f"{node.settings.axis!r}, where each worker sees its own residual. Call it outside."
         )
-    _shards.check_all_rows("opt_state", node)
-    _owners.check("opt_state", node)
+    _calls.check_all_rows("opt_state", node)
+    _calls.check_own("opt_state", node)
     rows = _shards.part_rows(node, node.residual).astype(jnp.float32)
     # Divided first: the sum may be too large where the mean is not.
     return jnp.sum(rows / node.workers, axis=0)

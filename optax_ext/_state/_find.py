@@ -1,19 +1,23 @@
-"""Finding the states of allreduces in an optimizer state: their infos, axis and PartitionSpecs."""
+"""Finding the states of allreduces in an optimizer state, and optax's wrappers around them.
 
+A wrapper around :func:`sparse_allreduce` or :func:`dense` sees local gradients. What it
+accumulates differs between the workers, and what it decides by them may differ too.
+"""
+
+import dataclasses
 import functools
-from collections.abc import Collection, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+import optax
 
-from optax_ext._state import _wrappers
 from optax_ext._step import _sparse_state
 from optax_ext._step._dense import DenseState
 from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
-from sparse_collectives import AxisName, _compat
+from sparse_collectives import _compat
 
 
 def is_state(node: Any) -> bool:
@@ -39,10 +43,10 @@ def get_info(opt_state: Any) -> StepInfo | None:
     per-worker fields have a leading axis of P. With :func:`dense` all entries are selected
     and delivered; per-worker fields then have a leading axis of 1, since all are alike.
     """
-    reductions = _wrappers.reductions(opt_state)
-    if not reductions:
+    found = reductions(opt_state)
+    if not found:
         return None
-    infos = [_info_of(state) for state in reductions]
+    infos = [_info_of(state) for state in found]
     states = get_states(opt_state)
     largest = infos[0]
     if states:
@@ -94,130 +98,176 @@ def _axes_of(structure: Any) -> list[Hashable]:
     opt_state = jax.tree.unflatten(structure, [0] * structure.num_leaves)
     axes = (
         state.settings.axis if isinstance(state, SparseAllreduceState) else state.axis
-        for state in _wrappers.reductions(opt_state)
+        for state in reductions(opt_state)
     )
     return list(dict.fromkeys(axes))
 
 
-def state_specs(opt_state: Any, *, manual: AxisName | None = None) -> Any:
-    """The PartitionSpec of each leaf of an optimizer state, as a pytree.
+_REFUSED = {
+    optax.ApplyIfFiniteState: (
+        "optax.apply_if_finite",
+        "decides by the gradients of one worker, so that some workers would enter the allreduce "
+        "and wait for those that don't",
+        "For local gradients use nonfinite='skip' (the default), by which all workers skip a step "
+        "by agreement",
+    ),
+    optax.ConditionallyTransformState: (
+        "optax.conditionally_transform",
+        "passes on the gradients of one worker where its condition is not met, so that the "
+        "workers' parameters would drift apart",
+        "To begin with a dense allreduce, give dense_steps= to the sparse one",
+    ),
+    optax.ConditionallyMaskState: (
+        "optax.conditionally_mask",
+        "leaves out the gradients of steps where its condition is not met: they would be in no "
+        "residual, and lost",
+        "To exchange at every k-th step only, use optax_ext.multi_steps",
+    ),
+}
 
-    For ``in_specs`` and ``out_specs`` of ``jax.shard_map``: what belongs to one
-    worker is split over the axis of the transformation along its leading dimension, what
-    belongs to one shard (with a hierarchical allreduce) over its inner axis, and all else
-    is replicated. The gradients that ``optax.MultiSteps`` accumulates in front of an
-    allreduce belong to one worker too: outside of the mapped function those of all
-    workers lie one behind the other.
 
-    Of parameters that other axes shard, what belongs to one device is split over these, too;
-    what the rest of the optimizer keeps is as it is placed, which arrays (and those of
-    :func:`abstract_state`) say themselves.
-
-    Args:
-      opt_state: the state, or anything of its structure (as from
-        ``jax.eval_shape``).
-      manual: the axes that the mapped function makes manual, its ``axis_names``: the specs name
-        no others. None: all axes of the mesh.
+def accumulators(inner: Any, params: Any) -> Any:
+    """Zeros for what each worker accumulates around the reductions in ``inner``, ``f32[P, ...]``.
 
     Raises:
-      ValueError: an axis that is an MPI communicator; allreduces that name different axes; a
-        wrapper around the allreduce that decides by the gradients of one worker
-        (``optax.apply_if_finite``); ``optax.MultiSteps`` with a scalar parameter, or whose
-        state was made outside of the mapped function.
+      ValueError: a dense reduction whose axis is not bound.
     """
-    return on_axes(_all_specs(opt_state), manual)
-
-
-def on_axes(specs: Any, manual: AxisName | None) -> Any:
-    """The specs over the axes ``manual`` alone; None: as they are."""
-    if manual is None:
-        return specs
-    names = _compat.axis_names(manual)
-    return jax.tree.map(lambda spec: restricted(spec, names), specs, is_leaf=is_spec)
-
-
-def _all_specs(opt_state: Any) -> Any:
-    marked = _wrappers.mark(opt_state)
-    if not _wrappers.reductions(opt_state):
-        return jax.tree.map(_placed_spec, opt_state)
-    axis = axis_of(opt_state)
-    check_mesh_axis(axis)
-    parted = any(state.layout.sharding.axes for state in get_states(opt_state))
-    whole = PartitionSpec()
-
-    def over(spec: PartitionSpec, tree: Any) -> Any:
-        return jax.tree.map(lambda _: spec, tree)
-
-    def placed(leaf: Any) -> PartitionSpec:
-        return _placed_spec(leaf) if parted else whole
-
-    def of_worker(leaf: Any) -> PartitionSpec:
-        spec = placed(leaf)
-        return spec if len(spec) else PartitionSpec(axis)
-
-    def specs(node):
-        if isinstance(node, _wrappers.PerWorker):
-            return jax.tree.map(of_worker, node.tree)
-        if not is_state(node):
-            return placed(node)
-        device_axes = node.layout.sharding.axes
-        split = PartitionSpec((*_compat.axis_names(axis), *device_axes)) if device_axes else None
-        split = PartitionSpec(axis) if split is None else split
-        shards = (*node.settings.shard_axis, *device_axes)
-        everywhere = over(whole, node)
-        rows = node.residual.shape[0]
-
-        def of_local(leaf: Any) -> PartitionSpec:
-            return split if not device_axes or leaf.shape[0] == rows else of_worker(leaf)
-
-        return everywhere._replace(
-            owner=PartitionSpec(axis),
-            residual=split,
-            velocity=over(split, node.velocity),
-            dense_velocity=over(split, node.dense_velocity),
-            local=jax.tree.map(of_local, node.local),
-            selector=over(split, node.selector),
-            allreduce=over(PartitionSpec(shards) if shards else whole, node.allreduce),
-            info=_sparse_state.per_worker(everywhere.info, lambda _: PartitionSpec(axis)),
-        )
-
-    return jax.tree.map(specs, marked, is_leaf=is_state)
-
-
-def is_spec(node: Any) -> bool:
-    """Whether it is a PartitionSpec, which is a leaf."""
-    return isinstance(node, PartitionSpec)
-
-
-def restricted(spec: PartitionSpec, names: Collection[Hashable]) -> PartitionSpec:
-    """``spec`` without all other names."""
-    kept = [
-        tuple(name for name in _compat.axis_names(dim) if name in names) if dim is not None else ()
-        for dim in spec
-    ]
-    while kept and not kept[-1]:
-        kept.pop()
-    return PartitionSpec(*((dim[0] if len(dim) == 1 else dim) if dim else None for dim in kept))
-
-
-def _placed_spec(leaf: Any) -> PartitionSpec:
-    """Where an array says that it is."""
-    placed = getattr(leaf, "sharding", None)
-    if not isinstance(placed, NamedSharding) or isinstance(leaf, Tracer):
-        return PartitionSpec()
-    return restricted(placed.spec, placed.mesh.axis_names)
-
-
-def check_mesh_axis(axis: Any) -> None:
-    """The axis is that of a mesh, and no MPI communicator."""
-    if _compat.ranks(axis):
+    inside = reductions(inner)
+    sparse = [state for state in inside if isinstance(state, SparseAllreduceState)]
+    axis = sparse[0].settings.axis if sparse else inside[0].axis
+    bound = _compat.axis_is_bound(axis)
+    if not sparse and not bound and not _compat.ranks(axis):
         raise ValueError(
-            "the axis of the transformation is an MPI communicator, and this is for the axes of a "
-            "mesh. Over MPI each process is one worker with its own part of the state: call "
-            "opt_state = tx.init(params), and write the step without jax.shard_map,\n"
-            "    @jax.jit\n"
-            "    def step(params, opt_state, batch):\n"
-            "        gradients = jax.grad(loss_fn)(params, batch)\n"
-            "        updates, opt_state = tx.update(gradients, opt_state, params)\n"
-            "        return optax.apply_updates(params, updates), opt_state"
+            f"axis={axis!r} is not bound where init is called. Call init inside the mapped "
+            "function, or use optax_ext.init_state(tx, params, mesh)."
         )
+    lead = sparse[0].workers if sparse else 1
+    acc = jax.tree.map(lambda x: jnp.zeros((lead, *jnp.shape(x)), jnp.float32), params)
+    return _compat.to_varying(acc, axis) if bound else acc
+
+
+@dataclasses.dataclass(frozen=True)
+class PerWorker:
+    """Accumulated gradients of each worker; a leaf, in what :func:`mark` returns.
+
+    Attributes:
+      tree: the accumulators. Those of ``optax.MultiSteps`` have no axis for the workers;
+        outside of the mapped function they lie one behind the other along the first.
+      workers: rows of the residuals, P outside of the mapped function; None with
+        :func:`dense`, which keeps none.
+    """
+
+    tree: Any
+    workers: int | None
+
+
+def reductions(opt_state: Any) -> list[Any]:
+    """The states of :func:`sparse_allreduce` and :func:`dense` in an optimizer state."""
+
+    def is_reduction(node):
+        return isinstance(node, SparseAllreduceState | DenseState)
+
+    return [n for n in jax.tree.leaves(opt_state, is_leaf=is_reduction) if is_reduction(n)]
+
+
+def accumulates(node: Any) -> bool:
+    """Whether it is the state of a wrapper that keeps gradients, by the names that optax gives."""
+    return {"inner_opt_state", "acc_grads"} <= set(getattr(node, "_fields", ()))
+
+
+def mark(opt_state: Any) -> Any:
+    """The state with a :class:`PerWorker` for each tree of accumulated local gradients.
+
+    Raises:
+      ValueError: a wrapper that can't be around a reduction; a reduction of what another has
+        reduced; accumulators that were made for all workers at once.
+    """
+    _check_refused(opt_state)
+    _check_chained(opt_state)
+
+    def marked(node):
+        if not accumulates(node):
+            return node
+        inside = reductions(node.inner_opt_state)
+        inner = mark(node.inner_opt_state)
+        if not inside:
+            # Behind the reduction: the same gradients on every worker.
+            return node._replace(inner_opt_state=inner)
+        if isinstance(node, optax.MultiStepsState):
+            _check_multi_steps(node, inside)
+        sparse = [state for state in inside if isinstance(state, SparseAllreduceState)]
+        workers = sparse[0].workers if sparse else None
+        return node._replace(inner_opt_state=inner, acc_grads=PerWorker(node.acc_grads, workers))
+
+    return jax.tree.map(marked, opt_state, is_leaf=accumulates)
+
+
+def _check_refused(opt_state: Any) -> None:
+    refused = tuple(_REFUSED)
+    for node in jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, refused)):
+        if not isinstance(node, refused):
+            continue
+        if reductions(node.inner_state):
+            name, why, instead = _REFUSED[type(node)]
+            raise ValueError(
+                f"{name} is around the allreduce of optax_ext. It {why}. Put it behind the "
+                f"allreduce: optax.chain(optax_ext.ok_topk(...), {name}(optimizer, ...)). "
+                f"{instead}."
+            )
+        _check_refused(node.inner_state)
+
+
+def _check_chained(opt_state: Any) -> None:
+    """No chain reduces the same gradients twice: the second would send what all workers have."""
+
+    def twice(node: Any) -> bool:
+        if type(node) is not tuple:  # The state of an optax.chain.
+            return False
+        sparse = [state.layout for state in node if isinstance(state, SparseAllreduceState)]
+        trees = [layout.treedef for layout in sparse if layout.shapes]
+        dense = any(isinstance(state, DenseState) for state in node)
+        # The buckets of `bucketed` are in a tuple too, but each is of other leaves.
+        return len({*trees}) < len(trees) or (dense and bool(trees))
+
+    if any(twice(node) for node in jax.tree.leaves(opt_state, is_leaf=twice)):
+        raise ValueError(
+            "tx has two allreduces of the same gradients, one after the other: all workers have "
+            "the same behind the first, so that the second has nothing to add up. Keep one of "
+            "them. (For leaves of two kinds: dense_leaves=, optax.masked or optax.multi_transform.)"
+        )
+
+
+def _check_multi_steps(node: Any, inside: list[Any]) -> None:
+    """What optax keeps can be split over the workers, and its decisions agree."""
+    # The states of optax.skip_not_finite and optax.skip_large_updates.
+    if isinstance(node.skip_state, dict) and "should_skip" in node.skip_state:
+        raise ValueError(
+            "optax.MultiSteps around the allreduce of optax_ext has a should_skip_update_fn that "
+            "decides by the gradients of one worker, so that some workers would enter the "
+            "allreduce and wait for those that don't. Leave it out, and use nonfinite='skip' (the "
+            "default) in optax_ext.multi_steps; or put MultiSteps behind the allreduce."
+        )
+    leaves = jax.tree_util.tree_leaves_with_path(node.acc_grads)
+    for path, leaf in leaves:
+        if np.ndim(leaf) == 0:
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)} is a scalar: what optax.MultiSteps "
+                "accumulates is split over the workers along the first dimension, and a scalar "
+                "has none. Use optax_ext.multi_steps(tx, k) instead of optax.MultiSteps(tx, k), "
+                "or give the parameter the shape (1,)."
+            )
+    for state in inside:
+        if not isinstance(state, SparseAllreduceState):
+            continue
+        if state.layout.treedef != jax.tree.structure(node.acc_grads):
+            continue  # A part of the parameters, as in optax.masked.
+        workers = state.workers
+        for (path, leaf), shape in zip(leaves, state.layout.shapes, strict=True):
+            expected = (workers * shape[0], *shape[1:])
+            if np.shape(leaf) != expected:
+                raise ValueError(
+                    f"acc_grads{jax.tree_util.keystr(path)} of optax.MultiSteps has shape "
+                    f"{np.shape(leaf)}, expected {expected} for {workers} workers: the state was "
+                    "made outside of the mapped function. Make it with "
+                    "optax_ext.init_state(tx, params, mesh)."
+                )

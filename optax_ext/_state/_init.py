@@ -1,19 +1,18 @@
-"""Making the state of all workers, on a mesh or on one device."""
+"""Making the state of all workers, on a mesh or on one device, wherever ``init`` is called."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, cast
 
 import jax
 import optax
-from jax import lax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from optax_ext._state import _calls, _find, _placement, _whole, _wrappers
-from optax_ext._step import _given
+from optax_ext._state import _calls, _find, _placement, _whole
+from optax_ext._step import _given, _layout, _sparse_state
 from optax_ext._step._checks import UnboundAxisError
-from sparse_collectives import _compat
+from sparse_collectives import AxisName, _compat
 
 
 def init_state(
@@ -74,7 +73,7 @@ def _made(tx: Any, params: Any, mesh: Any, specs: Any) -> tuple[Any, Any]:
 
     def init(params: Any) -> Any:
         with _given.sharded(given):
-            return strongly_typed(tx.init(params))
+            return _sparse_state.strongly_typed(tx.init(params))
 
     everywhere = init
     for name in reversed(names):
@@ -82,14 +81,14 @@ def _made(tx: Any, params: Any, mesh: Any, specs: Any) -> tuple[Any, Any]:
     try:
         shapes = jax.eval_shape(everywhere, params)
     except UnboundAxisError as error:
-        check_axis(error.axis, names)
+        _calls.check_axis(error.axis, names)
         raise
     local = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[len(names) :], x.dtype), shapes)
-    reduces = bool(_wrappers.reductions(local))
+    reduces = bool(_find.reductions(local))
     if reduces:
-        check_axis(_find.axis_of(local), names)
+        _calls.check_axis(_find.axis_of(local), names)
         _whole.check(tx, params, local, names)
-    specs = _find.state_specs(local)
+    specs = _placement.state_specs(local)
     if isinstance(mesh, Mapping):
         states = jax.jit(everywhere)(params)
         return jax.tree.map(lambda spec, x: _joined(x, spec, names), specs, states), specs
@@ -101,27 +100,16 @@ def _made(tx: Any, params: Any, mesh: Any, specs: Any) -> tuple[Any, Any]:
         init,
         mesh=mesh,
         in_specs=PartitionSpec(),
-        out_specs=_find.state_specs(local, manual=workers),
+        out_specs=_placement.state_specs(local, manual=workers),
         axis_names=set(workers),
     )
     whole = jax.eval_shape(jax.jit(mapped), params)
     where = _placement.placements(whole, params, given)
     if isinstance(mesh, AbstractMesh):
         return jax.jit(mapped)(params), where
-    placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), where, is_leaf=_find.is_spec)
+    placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), where, is_leaf=_placement.is_spec)
     made = jax.jit(mapped, out_shardings=placed)(_placement.put(params, mesh, given))
     return made, where
-
-
-def strongly_typed(opt_state: Any) -> Any:
-    """The state without weak types, as ``optax.contrib.reduce_on_plateau`` makes one at first.
-
-    A weak type that a step makes a strong one would be another program for the second step.
-    """
-    return jax.tree.map(
-        lambda x: lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x,
-        opt_state,
-    )
 
 
 def _on(mesh: Any, state: Any, specs: Any) -> Any:
@@ -133,7 +121,7 @@ def _on(mesh: Any, state: Any, specs: Any) -> Any:
         lambda spec, x: jax.device_put(x, NamedSharding(mesh, spec)),
         specs,
         state,
-        is_leaf=_find.is_spec,
+        is_leaf=_placement.is_spec,
     )
 
 
@@ -151,13 +139,72 @@ def _joined(x: jax.Array, spec: PartitionSpec, names: tuple[str, ...]) -> jax.Ar
     return x.reshape(math.prod(lead), *rest)
 
 
-def check_axis(axis: Any, names: tuple[str, ...]) -> None:
-    """Every name of ``axis`` is the name of an axis of the mesh."""
-    _find.check_mesh_axis(_compat.static_axis(axis))
-    missing = [name for name in _compat.axis_names(axis) if name not in names]
-    if missing:
-        raise ValueError(
-            f"axis={axis!r} of the transformation is not an axis of the mesh, whose axes are "
-            f"{names}. Make the mesh with jax.make_mesh(({jax.device_count()},), "
-            f"({missing[0]!r},)), or give the transformation one of its axes."
-        )
+def transformation(
+    init: Callable[[Any], Any], update: Callable[..., Any], axis: AxisName
+) -> optax.GradientTransformationExtraArgs:
+    """``init`` and ``update``, which need the axis, as a transformation.
+
+    Where the axis is not bound, ``init`` makes the state of all workers on the mesh of
+    ``jax.set_mesh``, as :func:`optax_ext.init_state` does.
+    """
+
+    def anywhere(params: Any) -> Any:
+        if _compat.axis_is_bound(axis):
+            return init(params)
+        names = _compat.axis_names(axis)
+        if _layout.is_placeholder(params):
+            return _of_one(init, names)(params)
+        mesh = _compat.ambient_mesh()
+        if mesh is None or not set(names) <= set(mesh.axis_names):
+            return init(params)  # It says what is missing.
+        return init_state(made, params, mesh)
+
+    # optax types a state as any pytree, which NamedTuples of arrays are at run time.
+    made = optax.GradientTransformationExtraArgs(cast(Any, anywhere), cast(Any, update))
+    return made
+
+
+def _of_one(init: Callable[[Any], Any], names: tuple[Hashable, ...]) -> Callable[[Any], Any]:
+    """The shapes of the state of one worker."""
+    for name in names:
+        init = jax.vmap(init, in_axes=None, axis_name=name, axis_size=1)
+    return lambda params: jax.eval_shape(lambda: init(params))
+
+
+def with_mesh(
+    tx: optax.GradientTransformation, mesh: Mesh | AbstractMesh, *, specs: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """``tx`` whose ``init`` makes the state of all workers on a mesh, wherever it is called.
+
+    For what calls ``tx.init(params)`` by itself and knows of no mesh, as flax's
+    ``TrainState.create`` and ``nnx.Optimizer`` do. Under ``jax.set_mesh(mesh)`` this is not needed.
+
+    Args:
+      tx: a transformation with :func:`sparse_allreduce` or :func:`dense` anywhere in it.
+      mesh: as in :func:`init_state`.
+      specs: as in :func:`init_state`.
+
+    Returns:
+      An ``optax.GradientTransformationExtraArgs``. Its ``update`` is that of ``tx``, and inside a
+      mapped function so is its ``init``.
+
+    Raises:
+      ValueError: at ``init``: see :func:`init_state`.
+      TypeError: a ``tx`` that is no transformation, a ``mesh`` that is none.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax_ext
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> tx = with_mesh(optax_ext.sparse_sgd(0.1, axis="data"), mesh)
+      >>> tx.init({"w": jnp.zeros(4)}).residual.shape
+      (1, 4)
+    """
+    _calls.check_transformation("optax_ext.with_mesh(tx, mesh)", tx, mesh, AbstractMesh)
+    tx = optax.with_extra_args_support(tx)
+
+    def init(params: Any) -> Any:
+        if _compat.bound_axes() or _layout.is_placeholder(params):
+            return tx.init(params)
+        return init_state(tx, params, mesh, specs=specs)
+
+    return optax.GradientTransformationExtraArgs(cast(Any, init), tx.update)

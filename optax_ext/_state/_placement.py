@@ -1,7 +1,7 @@
 """Where parameters are on a mesh, and where what an optimizer keeps of them goes."""
 
 import contextlib
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Hashable, Mapping
 from typing import Any
 
 import jax
@@ -9,10 +9,120 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from optax_ext._state import _find, _wrappers
+from optax_ext._state import _calls, _find
+from optax_ext._step import _sparse_state
 from optax_ext._step._given import Given
 from optax_ext._step._sparse_state import SparseAllreduceState
-from sparse_collectives import _compat
+from sparse_collectives import AxisName, _compat
+
+
+def state_specs(opt_state: Any, *, manual: AxisName | None = None) -> Any:
+    """The PartitionSpec of each leaf of an optimizer state, as a pytree.
+
+    For ``in_specs`` and ``out_specs`` of ``jax.shard_map``: what belongs to one
+    worker is split over the axis of the transformation along its leading dimension, what
+    belongs to one shard (with a hierarchical allreduce) over its inner axis, and all else
+    is replicated. The gradients that ``optax.MultiSteps`` accumulates in front of an
+    allreduce belong to one worker too: outside of the mapped function those of all
+    workers lie one behind the other.
+
+    Of parameters that other axes shard, what belongs to one device is split over these, too;
+    what the rest of the optimizer keeps is as it is placed, which arrays (and those of
+    :func:`abstract_state`) say themselves.
+
+    Args:
+      opt_state: the state, or anything of its structure (as from
+        ``jax.eval_shape``).
+      manual: the axes that the mapped function makes manual, its ``axis_names``: the specs name
+        no others. None: all axes of the mesh.
+
+    Raises:
+      ValueError: an axis that is an MPI communicator; allreduces that name different axes; a
+        wrapper around the allreduce that decides by the gradients of one worker
+        (``optax.apply_if_finite``); ``optax.MultiSteps`` with a scalar parameter, or whose
+        state was made outside of the mapped function.
+    """
+    return on_axes(_all_specs(opt_state), manual)
+
+
+def on_axes(specs: Any, manual: AxisName | None) -> Any:
+    """The specs over the axes ``manual`` alone; None: as they are."""
+    if manual is None:
+        return specs
+    names = _compat.axis_names(manual)
+    return jax.tree.map(lambda spec: restricted(spec, names), specs, is_leaf=is_spec)
+
+
+def _all_specs(opt_state: Any) -> Any:
+    marked = _find.mark(opt_state)
+    if not _find.reductions(opt_state):
+        return jax.tree.map(_placed_spec, opt_state)
+    axis = _find.axis_of(opt_state)
+    _calls.check_mesh_axis(axis)
+    parted = any(state.layout.sharding.axes for state in _find.get_states(opt_state))
+    whole = PartitionSpec()
+
+    def over(spec: PartitionSpec, tree: Any) -> Any:
+        return jax.tree.map(lambda _: spec, tree)
+
+    def placed(leaf: Any) -> PartitionSpec:
+        return _placed_spec(leaf) if parted else whole
+
+    def of_worker(leaf: Any) -> PartitionSpec:
+        spec = placed(leaf)
+        return spec if len(spec) else PartitionSpec(axis)
+
+    def specs(node):
+        if isinstance(node, _find.PerWorker):
+            return jax.tree.map(of_worker, node.tree)
+        if not _find.is_state(node):
+            return placed(node)
+        device_axes = node.layout.sharding.axes
+        split = PartitionSpec((*_compat.axis_names(axis), *device_axes)) if device_axes else None
+        split = PartitionSpec(axis) if split is None else split
+        shards = (*node.settings.shard_axis, *device_axes)
+        everywhere = over(whole, node)
+        rows = node.residual.shape[0]
+
+        def of_local(leaf: Any) -> PartitionSpec:
+            return split if not device_axes or leaf.shape[0] == rows else of_worker(leaf)
+
+        return everywhere._replace(
+            owner=PartitionSpec(axis),
+            residual=split,
+            velocity=over(split, node.velocity),
+            dense_velocity=over(split, node.dense_velocity),
+            local=jax.tree.map(of_local, node.local),
+            selector=over(split, node.selector),
+            allreduce=over(PartitionSpec(shards) if shards else whole, node.allreduce),
+            info=_sparse_state.per_worker(everywhere.info, lambda _: PartitionSpec(axis)),
+        )
+
+    return jax.tree.map(specs, marked, is_leaf=_find.is_state)
+
+
+def is_spec(node: Any) -> bool:
+    """Whether it is a PartitionSpec, which is a leaf."""
+    return isinstance(node, PartitionSpec)
+
+
+def restricted(spec: PartitionSpec, names: Collection[Hashable]) -> PartitionSpec:
+    """``spec`` without all other names."""
+    kept = [
+        tuple(name for name in _compat.axis_names(dim) if name in names) if dim is not None else ()
+        for dim in spec
+    ]
+    while kept and not kept[-1]:
+        kept.pop()
+    return PartitionSpec(*((dim[0] if len(dim) == 1 else dim) if dim else None for dim in kept))
+
+
+def _placed_spec(leaf: Any) -> PartitionSpec:
+    """Where an array says that it is."""
+    placed = getattr(leaf, "sharding", None)
+    if not isinstance(placed, NamedSharding) or isinstance(leaf, Tracer):
+        return PartitionSpec()
+    return restricted(placed.spec, placed.mesh.axis_names)
 
 
 def with_auto_axes(mesh: Mesh) -> Mesh:
@@ -62,9 +172,9 @@ def given_of(
                 lambda spec, tree: jax.tree.map(lambda _: spec, tree),
                 specs,
                 params,
-                is_leaf=_find.is_spec,
+                is_leaf=is_spec,
             ),
-            is_leaf=_find.is_spec,
+            is_leaf=is_spec,
         )
     for (path, _), spec in zip(flat, found, strict=True):
         missing = [n for dim in spec if dim for n in _compat.axis_names(dim) if n not in sizes]
@@ -83,7 +193,7 @@ def _spec_on(mesh: Any, path: Any, leaf: Any) -> PartitionSpec:
     placed = getattr(leaf, "sharding", None)
     if not isinstance(placed, NamedSharding) or isinstance(leaf, Tracer):
         return PartitionSpec()
-    spec = _find.restricted(placed.spec, placed.mesh.axis_names)
+    spec = restricted(placed.spec, placed.mesh.axis_names)
     if not len(spec):
         return spec
     sizes = dict(mesh) if isinstance(mesh, Mapping) else dict(mesh.shape)
@@ -123,11 +233,11 @@ def placements(opt_state: Any, params: Any, given: Given) -> Any:
         return PartitionSpec()
 
     def is_special(node: Any) -> bool:
-        return _find.is_state(node) or isinstance(node, _wrappers.PerWorker)
+        return _find.is_state(node) or isinstance(node, _find.PerWorker)
 
     axis = _compat.axis_names(_find.axis_of(opt_state))
-    marked = _wrappers.mark(opt_state)
-    known = _find.state_specs(opt_state)
+    marked = _find.mark(opt_state)
+    known = state_specs(opt_state)
     flat, treedef = jax.tree_util.tree_flatten_with_path(marked, is_leaf=is_special)
     specs = treedef.flatten_up_to(known)
     made = []
@@ -135,7 +245,7 @@ def placements(opt_state: Any, params: Any, given: Given) -> Any:
         if isinstance(node, SparseAllreduceState):
             local = _local_specs(node, spec.local, axis, spec_of)
             made.append(spec._replace(local=local))
-        elif isinstance(node, _wrappers.PerWorker):
+        elif isinstance(node, _find.PerWorker):
             made.append(_of_workers(node.tree, axis, spec_of))
         else:
             made.append(spec_of(path, np.shape(node)))

@@ -9,8 +9,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from optax_ext._low_rank._factors import Factors
-from optax_ext._state import _find, _owners, _shards, _wrappers
-from optax_ext._step import _checks, _layout, _sharding
+from optax_ext._state import _calls, _find, _shards
+from optax_ext._step import _checks, _layout
 from optax_ext._step._sparse_state import SparseAllreduceState
 
 # Columns that are added up at a time, so that the float64 of them stay small.
@@ -81,8 +81,8 @@ def reshard(opt_state: Any, fresh_state: Any) -> Any:
             "optax_ext.init_state(tx, params, new_mesh)."
         )
     flat = jax.tree_util.tree_flatten_with_path
-    old, old_tree = flat(_wrappers.mark(opt_state), is_leaf=_find.is_state)
-    new, new_tree = flat(_wrappers.mark(fresh_state), is_leaf=_find.is_state)
+    old, old_tree = flat(_find.mark(opt_state), is_leaf=_find.is_state)
+    new, new_tree = flat(_find.mark(fresh_state), is_leaf=_find.is_state)
     if old_tree != new_tree:
         raise ValueError(
             f"opt_state and fresh_state are states of different optimizers: got {old_tree}, and "
@@ -96,7 +96,7 @@ def reshard(opt_state: Any, fresh_state: Any) -> Any:
     for (_, before), (_, fresh) in zip(old, new, strict=True):
         if isinstance(fresh, SparseAllreduceState):
             moved.append(_node(before, fresh))
-        elif isinstance(fresh, _wrappers.PerWorker):
+        elif isinstance(fresh, _find.PerWorker):
             moved.append(_accumulators(before, fresh))
         else:
             moved.append(_placed(before, fresh))
@@ -104,7 +104,7 @@ def reshard(opt_state: Any, fresh_state: Any) -> Any:
 
 
 def _check(path: str, old: Any, new: Any) -> None:
-    if isinstance(new, _wrappers.PerWorker):
+    if isinstance(new, _find.PerWorker):
         if old.workers is None or new.workers is None:
             raise ValueError(
                 f"opt_state{path} are gradients that optax_ext.dense has not seen yet, and its "
@@ -119,8 +119,8 @@ def _check(path: str, old: Any, new: Any) -> None:
                 f"{np.shape(new)}. Make fresh_state with the parameters of opt_state."
             )
         return
-    _shards.check_all_rows(f"opt_state{path}", old)
-    _shards.check_all_rows(f"fresh_state{path}", new)
+    _calls.check_all_rows(f"opt_state{path}", old)
+    _calls.check_all_rows(f"fresh_state{path}", new)
     # The same leaves, however they are sharded; which of them have to be dense may depend on that.
     before, after = (
         dataclasses.replace(x.layout, sharding=_layout.unsharded(x.layout.shapes))
@@ -152,7 +152,7 @@ def _check_readable(opt_state: Any) -> None:
 
 
 def _node(old: SparseAllreduceState, new: SparseAllreduceState) -> SparseAllreduceState:
-    copied = np.isin(np.arange(old.workers), _owners.copies(old))
+    copied = np.isin(np.arange(old.workers), _calls.copies(old))
 
     def of_owners(before: Any) -> np.ndarray:
         host = np.asarray(before)
@@ -194,7 +194,7 @@ def _node(old: SparseAllreduceState, new: SparseAllreduceState) -> SparseAllredu
     )
 
 
-def _accumulators(old: _wrappers.PerWorker, new: _wrappers.PerWorker) -> Any:
+def _accumulators(old: _find.PerWorker, new: _find.PerWorker) -> Any:
     """Accumulated gradients for other workers: their sum is kept, as that of residuals."""
     # Neither is None: _check has been here.
     old_workers, new_workers = old.workers or 1, new.workers or 1
@@ -283,7 +283,7 @@ def _buffer_of(node: SparseAllreduceState, array: Any) -> bool | None:
     """Whether it is of the dense buffer of a part, or of the sparse one; or of neither."""
     if not node.layout.sharding.axes or array.ndim != 2 or not array.shape[1]:
         return None
-    part = _sharding.device_layout(node.layout)
+    part = _layout.device_layout(node.layout)
     return {part.dense_size: True, part.size: False}.get(array.shape[1])
 
 

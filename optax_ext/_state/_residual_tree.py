@@ -1,4 +1,4 @@
-"""What is in residuals, as a tree of the parameters."""
+"""What is in residuals, as a tree of the parameters; and the parameters a step ahead by it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext._state import _find
-from optax_ext._step import _layout
+from optax_ext._step import _accumulation, _buffers, _checks, _layout
 from optax_ext._step._sparse_state import SparseAllreduceState
+from sparse_collectives import _compat, transport
 
 
 def residual_tree(
@@ -50,9 +51,93 @@ def residual_tree(
 def of_vector(vector: jax.Array, layout: _layout.TreeLayout) -> Any:
     """``f32[n]`` as leaves; those that go dense are 0."""
     dense = jnp.zeros((layout.dense_size,), jnp.float32)
-    return _layout.unravel(vector, dense, layout, saturate=True)
+    return _buffers.unravel(vector, dense, layout, saturate=True)
 
 
 def is_mask(node: Any) -> bool:
     """Whether it stands for leaves that a part of an optimizer is not given."""
     return isinstance(node, optax.MaskedNode)
+
+
+def ahead(params: Any, opt_state: Any) -> Any:
+    """The parameters at which this worker takes its gradient.
+
+    For a training loop of one's own, inside the mapped function::
+
+        gradients = jax.grad(loss_fn)(optax_ext.ahead(params, opt_state), batch)
+        updates, opt_state = tx.update(gradients, opt_state, params)
+        params = optax.apply_updates(params, updates)
+
+    With a ``step_ahead`` (:func:`residual`) that is ``params + step_ahead * residual_i``;
+    without one it is the parameters. In either case they are typed as this worker's own, as
+    local gradients need under ``shard_map(check_vma=True)``. (:func:`make_train_step` does
+    all of this.)
+
+    With :func:`~sparse_collectives.allreduce.hierarchical` a node has one residual, which its
+    workers gather: n words inside the node.
+
+    Args:
+      params: the parameters, the same on every worker.
+      opt_state: of this worker, before the step.
+
+    Returns:
+      The tree of ``params``, in its dtypes. Cost: one pass over n entries.
+
+    Raises:
+      ValueError: outside of the mapped function; a state of other parameters; no allreduce in
+        ``opt_state``; a hierarchical one over MPI communicators, with a ``step_ahead``.
+
+    References:
+      Xu, Huo and Huang, `Step-Ahead Error Feedback for Distributed Training with
+      Compressed Gradient <https://arxiv.org/abs/2008.05823>`_, AAAI 2021.
+    """
+    axis = _find.axis_of(opt_state)
+    # Over MPI the state knows how many ranks there are, and nothing is typed as varying.
+    ranks = _compat.ranks(axis)
+    workers = ranks or _checks.workers(axis)
+    local = params if ranks else _compat.to_varying(params, axis)
+    states = _find.get_states(opt_state)
+    if not any(state.settings.step_ahead for state in states):
+        return local
+    waiting = residual_tree(opt_state, params, lambda state: _share(state, workers))
+    return jax.tree.map(lambda p, r: p + r.astype(p.dtype), local, waiting)
+
+
+def _share(state: SparseAllreduceState, workers: int) -> Any:
+    """What of its residual this worker applies, as leaves."""
+    layout, settings = state.layout, state.settings
+    part = _layout.device_layout(layout)
+
+    def of_device(residual: jax.Array) -> Any:
+        mine = _share_of_part(residual, part, settings, workers)
+        return _layout.gather(mine, layout)
+
+    specs = _layout.specs_of(layout)
+    return _layout.on_each_device(
+        of_device, layout.sharding, settings.axis, in_specs=(specs.split,), out_specs=specs.leaves
+    )(_own_residual(state))
+
+
+def _own_residual(state: SparseAllreduceState) -> jax.Array:
+    """In float32; nothing of another worker's."""
+    axis = state.settings.axis
+    residual = _accumulation.load(state.residual)
+    # Over MPI the rank is not in the state; the step leaves out what is not its own.
+    return residual if _compat.ranks(axis) else _accumulation.own(residual, state.owner, axis)
+
+
+def _share_of_part(residual: jax.Array, layout: Any, settings: Any, workers: int) -> Any:
+    """The same of the part of a device."""
+    size = layout.size
+    coefficient = _accumulation.coefficient(settings.step_ahead, workers)
+    if not coefficient:
+        return of_vector(jnp.zeros((size,), jnp.float32), layout)
+    share = coefficient * residual[0]
+    inside = settings.shard_axis
+    if _compat.ranks(inside):
+        raise ValueError(
+            "ahead: of a hierarchical allreduce over MPI communicators a worker can't gather the "
+            "residual of its node. Leave out step_ahead=."
+        )
+    share = transport.all_gather(share, inside).reshape(-1)[:size] if inside else share
+    return of_vector(share, layout)

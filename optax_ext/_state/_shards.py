@@ -1,6 +1,7 @@
 """The residuals of a state as rows of n entries, also where they are those of shards."""
 
 import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -8,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from optax_ext._state import _owners
 from optax_ext._state._residual_tree import of_vector
-from optax_ext._step import _layout, _sharding
+from optax_ext._step import _buffers, _layout
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import _compat
 
@@ -73,7 +73,7 @@ def part_rows(node: SparseAllreduceState, residual: Any) -> Any:
 
 def part_size(node: SparseAllreduceState) -> int:
     """Entries of the buffer that one device has of a worker."""
-    return _sharding.device_layout(node.layout).size
+    return _layout.device_layout(node.layout).size
 
 
 def leaves_of(node: SparseAllreduceState, parts: Any) -> Any:
@@ -82,9 +82,9 @@ def leaves_of(node: SparseAllreduceState, parts: Any) -> Any:
     if not layout.sharding.axes:
         return of_vector(parts[0], layout)
     leaves = [jnp.zeros(s, t) for s, t in zip(layout.shapes, layout.dtypes, strict=True)]
-    for leaf, start in _sharding.starts(layout):
-        whole = _sharding.whole_leaves(parts, layout, leaf, start)
-        leaves[leaf] = _layout.narrowed(whole, layout.dtypes[leaf], saturate=True)
+    for leaf, start in starts(layout):
+        whole = whole_leaves(parts, layout, leaf, start)
+        leaves[leaf] = _buffers.narrowed(whole, layout.dtypes[leaf], saturate=True)
     return jax.tree.unflatten(layout.treedef, leaves)
 
 
@@ -114,9 +114,9 @@ def joined(parts: np.ndarray, layout: _layout.TreeLayout, *, dense: bool = False
     """``[w, m, part]`` as ``[w, n]``: what the devices of each worker have, as one buffer."""
     if not layout.sharding.axes:
         return parts[:, 0]
-    places = list(_sharding.starts(layout, dense=dense))
+    places = list(starts(layout, dense=dense))
     whole = [
-        [_sharding.whole_leaves(row, layout, leaf, start).reshape(-1) for leaf, start in places]
+        [whole_leaves(row, layout, leaf, start).reshape(-1) for leaf, start in places]
         for row in parts
     ]
     return np.stack([np.concatenate(row) for row in whole])
@@ -126,14 +126,14 @@ def parted(rows: np.ndarray, layout: _layout.TreeLayout, *, dense: bool = False)
     """The inverse of :func:`joined`."""
     if not layout.sharding.axes:
         return rows[:, None]
-    places = list(_sharding.starts(layout, dense=dense))
+    places = list(starts(layout, dense=dense))
     made = []
     for row in rows:
         parts, offset = [], 0
         for leaf, _ in places:
             size = math.prod(layout.shapes[leaf])
             whole = row[offset : offset + size].reshape(layout.shapes[leaf])
-            parts.append(_sharding.parts_of_leaf(whole, layout, leaf, np.pad))
+            parts.append(parts_of_leaf(whole, layout, leaf, np.pad))
             offset += size
         made.append(np.concatenate(parts, axis=1))
     return np.stack(made)
@@ -152,26 +152,69 @@ def _inner_first(node: SparseAllreduceState) -> bool:
     )
 
 
-def check_all_rows(name: str, node: SparseAllreduceState) -> None:
-    """The state has the rows of all workers."""
-    if np.ndim(node.residual) != 2:
-        raise ValueError(
-            f"{name} is a state of jax.pmap: its residual has shape {np.shape(node.residual)}, and "
-            "every array an axis of the devices. This needs the state of all workers, whose "
-            "residual has a row for each. Take of what is each worker's own the rows, and of all "
-            "else the first:\n"
-            "    one = jax.tree.map(lambda x: x[0], opt_state)\n"
-            "    opt_state = jax.tree.map(\n"
-            "        lambda spec, x: x[:, 0] if len(spec) else x[0],\n"
-            "        optax_ext.state_specs(one), opt_state,\n"
-            "    )"
-        )
-    _owners.check_whole(name, node)
-    workers, rows = _compat.ranks(node.settings.axis), node.workers
-    if workers and rows != workers:
-        raise ValueError(
-            f"{name} was made over an MPI communicator of {workers} ranks and has the part of "
-            f"{rows}; this needs the state of all workers. Gather the parts of the ranks along the "
-            "leading axis of what state_specs(state, 'ranks') splits over 'ranks'; a fresh state "
-            f"of all is optax_ext.init_state(tx, params, {{'ranks': {workers}}}) with axis='ranks'."
-        )
+def whole_leaves(rows: Any, layout: _layout.TreeLayout, leaf: int, start: int) -> Any:
+    """A leaf from the parts of all devices.
+
+    Args:
+      rows: ``f32[m, n_part]``, of one worker, in the order of the axes.
+      layout: of the leaves.
+      leaf: which.
+      start: where its part begins in a row.
+
+    Returns:
+      ``f32`` in the shape of the leaf; NumPy or jax as ``rows`` is.
+    """
+    sharding = layout.sharding
+    shape = layout.shapes[leaf]
+    part = sharding.part_shape(leaf, shape)
+    shard = sharding.shard_shape(leaf, shape)
+    free = sharding.free(leaf)
+    used = [name for names in sharding.dims[leaf] for name in names]
+    parts = rows[:, start : start + math.prod(part)].reshape((*sharding.sizes, -1))
+    # The devices that split the leaf first, in the order of its dimensions.
+    order = [sharding.axes.index(name) for name in (*used, *free)]
+    parts = parts.transpose((*order, parts.ndim - 1))
+    count = math.prod(shard)
+    shards = parts.reshape((sharding.size(used), -1))[:, :count]
+    grid = [sharding.size(names) for names in sharding.dims[leaf]]
+    blocks = shards.reshape((*grid, *shard))
+    ndim = len(shape)
+    blocks = blocks.transpose([i for d in range(ndim) for i in (d, ndim + d)])
+    return blocks.reshape(shape)
+
+
+def parts_of_leaf(whole: Any, layout: _layout.TreeLayout, leaf: int, pad: Callable) -> Any:
+    """The inverse of :func:`whole_leaves`: ``f32[m, part]``.
+
+    Args:
+      whole: in the shape of the leaf.
+      layout: of the leaves.
+      leaf: which.
+      pad: ``numpy.pad`` or ``jax.numpy.pad``.
+    """
+    sharding = layout.sharding
+    shape = layout.shapes[leaf]
+    shard = sharding.shard_shape(leaf, shape)
+    part = math.prod(sharding.part_shape(leaf, shape))
+    free = sharding.free(leaf)
+    used = [name for names in sharding.dims[leaf] for name in names]
+    grid = [sharding.size(names) for names in sharding.dims[leaf]]
+    ndim = len(shape)
+    blocks = whole.reshape([n for pair in zip(grid, shard, strict=True) for n in pair])
+    blocks = blocks.transpose((*range(0, 2 * ndim, 2), *range(1, 2 * ndim, 2)))
+    shards = blocks.reshape((sharding.size(used), -1))
+    shards = pad(shards, ((0, 0), (0, part * sharding.size(free) - shards.shape[1])))
+    order = [*used, *free]
+    lengths = [sharding.sizes[sharding.axes.index(name)] for name in order]
+    by_axis = [order.index(name) for name in sharding.axes]
+    parts = shards.reshape((*lengths, part)).transpose((*by_axis, len(order)))
+    return parts.reshape((sharding.devices, part))
+
+
+def starts(layout: _layout.TreeLayout, *, dense: bool = False) -> Iterator[tuple[int, int]]:
+    """``(leaf, start)`` of the leaves in the buffer of a part, sparse or dense."""
+    offset = 0
+    for i, shape in enumerate(_layout.device_layout(layout).shapes):
+        if layout.dense[i] == dense:
+            yield i, offset
+            offset += math.prod(shape)

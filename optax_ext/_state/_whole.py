@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 from optax_ext._state._residual_tree import is_mask
-from optax_ext._step import _probe
+from optax_ext._step import _transformation
 from optax_ext._step._sparse_state import SparseAllreduceState
 
 # So many gradients may be accumulated, or be met by a rate of 0 in a warm-up.
@@ -166,7 +166,7 @@ def _goes_uphill(
         step = jax.vmap(step, in_axes=(None, 0), **of_one)
     sign = np.float32(1)
     try:
-        with _probe.without_exchange():
+        with _transformation.without_exchange():
             # Compiled, it runs where it is called also while something else is traced.
             begin = jax.jit(init).lower(sign).compile()
             go = jax.jit(step).lower(sign, jax.eval_shape(init, sign)).compile()

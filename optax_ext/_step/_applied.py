@@ -5,9 +5,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from optax_ext._step import _layout
-from sparse_collectives import AxisName, PaddedCOO, transport
+from optax_ext._step import _buffers, _layout, _sparse_state
+from optax_ext._step._contract import Accumulated, Options, Reduced
+from optax_ext._step._sparse_state import SparseAllreduceState
+from sparse_collectives import AxisName, PaddedCOO, Undelivered, _compat, extend, transport
 
 
 def mean_of(
@@ -87,7 +90,7 @@ def _limited(mean: jax.Array, limit: jax.Array | None) -> jax.Array:
 
 def narrows(layout: _layout.TreeLayout) -> bool:
     """Whether a leaf of the sparse buffer is narrower than float32."""
-    return any(dtype != jnp.float32 for _, dtype in _layout.dtype_runs(layout))
+    return any(dtype != jnp.float32 for _, dtype in _buffers.dtype_runs(layout))
 
 
 def held(
@@ -108,7 +111,7 @@ def held(
     Returns:
       ``f32[m]`` and ``bool[m]``.
     """
-    runs = _layout.dtype_runs(layout)
+    runs = _buffers.dtype_runs(layout)
     stops, dtypes = [stop for stop, _ in runs], [dtype for _, dtype in runs]
     if len(runs) == 1:
         return _in_one_dtype(mean, dtypes[0], saturate)
@@ -136,5 +139,95 @@ def held(
 def _in_one_dtype(mean: jax.Array, dtype, saturate: bool) -> tuple[jax.Array, jax.Array]:
     if dtype == jnp.float32:
         return mean, jnp.zeros(mean.shape, jnp.bool_)
-    narrow = _layout.narrowed(mean, dtype, saturate=saturate).astype(jnp.float32)
+    narrow = _buffers.narrowed(mean, dtype, saturate=saturate).astype(jnp.float32)
     return narrow, jnp.abs(mean) > jnp.float32(jnp.finfo(dtype).max)
+
+
+def dense_mean(policy: str, total: jax.Array, workers: int) -> tuple[jax.Array, jax.Array]:
+    """The mean of a dense sum over the workers, and how many entries were left out.
+
+    Nothing keeps what a dense allreduce has summed up, so an entry whose sum is not finite
+    is left out; with ``propagate`` it reaches the update.
+    """
+    mean = total / workers
+    if policy == "propagate":
+        return mean, jnp.zeros((), jnp.int32)
+    finite = jnp.isfinite(total)
+    return jnp.where(finite, mean, 0.0), jnp.sum(~finite, dtype=jnp.int32)
+
+
+def withhold(
+    policy: str, total: PaddedCOO | jax.Array, sent: PaddedCOO, undelivered: Undelivered
+) -> tuple[PaddedCOO | jax.Array, Undelivered, jax.Array]:
+    """Takes out of a dense total what is not finite, and gives it back to the workers.
+
+    The sum of finite entries may overflow. Each worker then keeps its own part of such an
+    entry, whole, so that nothing is lost and the residuals stay finite. The sums of a
+    sparse total are finite by the contract of :class:`SparseAllreduce`.
+
+    Returns:
+      The total, what this worker keeps, and ``i32[]``, how many entries that were.
+    """
+    none = jnp.zeros((), jnp.int32)
+    if policy == "propagate" or isinstance(total, PaddedCOO):
+        return total, undelivered, none
+    dense = total
+    finite = jnp.isfinite(dense)
+
+    def delivered(indices):
+        # Of the few entries again: all of ``finite`` would be an array of n bytes.
+        return jnp.isfinite(dense.at[indices].get(mode="fill", fill_value=0))
+
+    slots = jnp.where(delivered(sent.indices), undelivered.slots, sent.values)
+    others = undelivered.others
+    if others.capacity:
+        # What rounding took off a sum that nobody gets is in the parts already.
+        values = jnp.where(delivered(others.indices), others.values, jnp.zeros_like(others.values))
+        others = PaddedCOO(values, others.indices, others.size)
+    total = jnp.where(finite, dense, jnp.zeros_like(dense))
+    undelivered = undelivered._replace(slots=slots, others=others)
+    return total, undelivered, jnp.sum(~finite, dtype=jnp.int32)
+
+
+def limit_at(limit: optax.ScalarOrSchedule | None, count: jax.Array) -> jax.Array | None:
+    """The limit of the step after ``count`` of them, ``f32[]``."""
+    if limit is None:
+        return None
+    return jnp.asarray(limit(count) if callable(limit) else limit, jnp.float32)
+
+
+def nothing_exchanged(step: Accumulated, axis: AxisName) -> tuple[jax.Array, SparseAllreduceState]:
+    """The result for a buffer without entries."""
+    info = _sparse_state.per_worker(_sparse_state.no_info(), lambda x: _compat.to_varying(x, axis))
+    return jnp.zeros((0,), jnp.float32), step.state._replace(residual=step.acc, info=info)
+
+
+def with_dense_leaves(
+    reduced: tuple[jax.Array, SparseAllreduceState],
+    step: Accumulated,
+    total: jax.Array | None,
+    options: Options,
+) -> Reduced:
+    """``reduced`` with the mean of the leaves that go dense, and the words that it took.
+
+    Args:
+      reduced: the mean of all others, and the state.
+      step: that of these leaves, too.
+      total: ``f32[d]``, their sum over the workers; None where it is still to be made.
+      options: the axis, and the policy for what is not finite.
+    """
+    (mean, state), part = reduced, step.dense_pending
+    if part is None:
+        return mean, jnp.zeros((0,), jnp.float32), state
+    if total is None:
+        total = transport.psum(part.increment[0], options.axis)
+    workers = transport.axis_size(options.axis)
+    dense, dropped = dense_mean(options.nonfinite, total, workers)
+    words = jnp.float32(extend.words_of_all_reduce(total.shape[0], workers))
+    info = state.info
+    state = state._replace(
+        dense_velocity=part.velocity,
+        dropped=state.dropped + dropped,
+        info=info._replace(words=info.words + words, useful=info.useful + words),
+    )
+    return mean, dense, state

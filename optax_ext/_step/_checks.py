@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_ext._step import _layout
-from optax_ext._step._residual import Residual
-from optax_ext._step._settings import Settings
+from optax_ext._step._accumulation import Residual
+from optax_ext._step._sparse_state import Settings
 from sparse_collectives import AxisName, Selector, SparseAllreduce, _compat, _validation, transport
 
 

@@ -3,14 +3,13 @@
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from optax_ext._step import _checks, _layout, _nonfinite, _residual, _settings, _sparse_state
-from optax_ext._step._nonfinite import Pending
+from optax_ext._step import _accumulation, _checks, _layout, _sparse_state
+from optax_ext._step._accumulation import Pending
 from optax_ext._step._options import DenseSteps
 from optax_ext._step._sparse_state import SparseAllreduceState
-from sparse_collectives import AxisName, _compat, _validation, extend, transport
+from sparse_collectives import AxisName, _compat, _validation
 
 
 class Options(NamedTuple):
@@ -19,7 +18,7 @@ class Options(NamedTuple):
     axis: AxisName
     nonfinite: str
     local: optax.GradientTransformation | None
-    residual: _residual.Residual
+    residual: _accumulation.Residual
     dense_steps: DenseSteps
     dense_leaves: Any
     limit: optax.ScalarOrSchedule | None = None
@@ -28,12 +27,6 @@ class Options(NamedTuple):
     def dense_first(self) -> int:
         """How many steps to begin with are dense."""
         return 0 if callable(self.dense_steps) else self.dense_steps
-
-    def is_dense(self, count: jax.Array) -> jax.Array | None:
-        """``bool[]``, whether step ``count`` is dense; None where no step is."""
-        if callable(self.dense_steps):
-            return _checks.whether_dense(self.dense_steps(count))
-        return count < self.dense_steps if self.dense_steps else None
 
 
 class Accumulated(NamedTuple):
@@ -104,13 +97,13 @@ def checked_options(
     axis: AxisName,
     nonfinite: str = "skip",
     local: optax.GradientTransformation | None = None,
-    residual: _residual.Residual | None = None,
+    residual: _accumulation.Residual | None = None,
     dense_steps: DenseSteps | None = None,
     dense_leaves: Any = None,
     limit: optax.ScalarOrSchedule | None = None,
 ) -> Options:
     """The options as they were given, or an error that says what to write instead."""
-    nonfinite = _validation.check_choice("nonfinite", nonfinite, _nonfinite.POLICIES)
+    nonfinite = _validation.check_choice("nonfinite", nonfinite, _accumulation.POLICIES)
     _checks.check_residual_option(residual)
     _checks.check_step_ahead(residual, local)
     _checks.check_limit(limit, local)
@@ -121,18 +114,11 @@ def checked_options(
         axis=axis,
         nonfinite=nonfinite,
         local=local,
-        residual=_residual.residual() if residual is None else residual,
+        residual=_accumulation.residual() if residual is None else residual,
         dense_steps=dense_steps,
         dense_leaves=dense_leaves,
         limit=limit,
     )
-
-
-def limit_at(limit: optax.ScalarOrSchedule | None, count: jax.Array) -> jax.Array | None:
-    """The limit of the step after ``count`` of them, ``f32[]``."""
-    if limit is None:
-        return None
-    return jnp.asarray(limit(count) if callable(limit) else limit, jnp.float32)
 
 
 def settings_of(
@@ -142,9 +128,9 @@ def settings_of(
     allreduce: str | None,
     correction: str | None,
     shard_axis: AxisName = (),
-) -> _settings.Settings:
+) -> _sparse_state.Settings:
     """What a state is made for, but for the local transformation."""
-    return _settings.Settings(
+    return _sparse_state.Settings(
         selector=selector,
         allreduce=allreduce,
         local="none",  # What it keeps is known at init.
@@ -155,40 +141,3 @@ def settings_of(
         decay=options.residual.decay,
         step_ahead=options.residual.step_ahead,
     )
-
-
-def nothing_exchanged(step: Accumulated, axis: AxisName) -> tuple[jax.Array, SparseAllreduceState]:
-    """The result for a buffer without entries."""
-    info = _sparse_state.per_worker(_sparse_state.no_info(), lambda x: _compat.to_varying(x, axis))
-    return jnp.zeros((0,), jnp.float32), step.state._replace(residual=step.acc, info=info)
-
-
-def with_dense_leaves(
-    reduced: tuple[jax.Array, SparseAllreduceState],
-    step: Accumulated,
-    total: jax.Array | None,
-    options: Options,
-) -> Reduced:
-    """``reduced`` with the mean of the leaves that go dense, and the words that it took.
-
-    Args:
-      reduced: the mean of all others, and the state.
-      step: that of these leaves, too.
-      total: ``f32[d]``, their sum over the workers; None where it is still to be made.
-      options: the axis, and the policy for what is not finite.
-    """
-    (mean, state), part = reduced, step.dense_pending
-    if part is None:
-        return mean, jnp.zeros((0,), jnp.float32), state
-    if total is None:
-        total = transport.psum(part.increment[0], options.axis)
-    workers = transport.axis_size(options.axis)
-    dense, dropped = _nonfinite.dense_mean(options.nonfinite, total, workers)
-    words = jnp.float32(extend.words_of_all_reduce(total.shape[0], workers))
-    info = state.info
-    state = state._replace(
-        dense_velocity=part.velocity,
-        dropped=state.dropped + dropped,
-        info=info._replace(words=info.words + words, useful=info.useful + words),
-    )
-    return mean, dense, state

@@ -9,19 +9,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_ext._step import (
+    _accumulation,
+    _applied,
+    _buffers,
     _checks,
-    _contract,
     _layout,
-    _local,
-    _nonfinite,
-    _owner,
-    _residual,
-    _settings,
     _sparse_state,
 )
+from optax_ext._step._accumulation import Pending
 from optax_ext._step._contract import Accumulated, Exchange, Options
 from optax_ext._step._momentum_correction import MomentumCorrection
-from optax_ext._step._nonfinite import Pending
 from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
 from sparse_collectives import AxisName, _compat, transport
 
@@ -40,7 +37,7 @@ class ErrorFeedback:
     exchange: Exchange
     options: Options
     correction: MomentumCorrection | None
-    settings: _settings.Settings
+    settings: _sparse_state.Settings
 
     def init(self, layout: _layout.TreeLayout) -> SparseAllreduceState:
         """The state of the part of a device before the first step."""
@@ -52,9 +49,9 @@ class ErrorFeedback:
             jnp.zeros((size,), options.residual.dtype),
             correction.init(size) if correction is not None else (),
             correction.init(dense) if correction is not None and dense else (),
-            _local.init(options.local, layout),
+            _buffers.init_local(options.local, layout),
             selector,
-            _owner.mark(options.axis),
+            _accumulation.mark(options.axis),
             _sparse_state.no_info(),
         )
         per_worker = _compat.to_varying(_sparse_state.with_lead(per_worker), options.axis)
@@ -78,7 +75,7 @@ class ErrorFeedback:
             info=_sparse_state.joined(_sparse_state.no_info(), info),
             layout=layout,
             settings=dataclasses.replace(
-                self.settings, local=_local.describe(options.local, local), workers=workers
+                self.settings, local=_buffers.describe(options.local, local), workers=workers
             ),
         )
 
@@ -101,7 +98,7 @@ class ErrorFeedback:
         size = self.exchange.part_size(layout.size)
         _checks.check_residual(state.residual, size, _checks.workers(options.axis), options.axis)
         gradients, local, unseen = self.load(updates, state, layout)
-        buffers, proceeds, dropped = _nonfinite.guard(
+        buffers, proceeds, dropped = _accumulation.guard(
             options.nonfinite,
             self._pending(gradients, state, layout),
             # All devices of a worker take a step, or none of them.
@@ -113,7 +110,7 @@ class ErrorFeedback:
             self._accumulate(buffers, proceeds, state, layout)
         )
         stepped = _of_all_devices(stepped, state, layout.device_axes)
-        kept = _residual.store(
+        kept = _accumulation.store(
             # The seed of random rounding is the number of the step.
             stepped.residual,
             options.residual,
@@ -123,7 +120,7 @@ class ErrorFeedback:
         stepped = stepped._replace(
             count=state.count + 1,
             dropped=stepped.dropped + dropped,
-            owner=_owner.renewed(state.owner, options.axis),
+            owner=_accumulation.renewed(state.owner, options.axis),
             limit=self._largest_limit(state),
             residual=kept,
             local=local,
@@ -132,18 +129,18 @@ class ErrorFeedback:
         if proceeds is not None:
             stepped = _unless_skipped(proceeds, stepped, state)
         saturate = options.nonfinite != "propagate"
-        return _layout.unravel(mean, dense_mean, layout, saturate=saturate), stepped
+        return _buffers.unravel(mean, dense_mean, layout, saturate=saturate), stepped
 
     def _largest_limit(self, state: SparseAllreduceState) -> Any:
         """Of the steps so far and of this one, ``f32[]``."""
-        limit = _contract.limit_at(self.options.limit, state.count)
+        limit = _applied.limit_at(self.options.limit, state.count)
         return () if limit is None else jnp.maximum(state.limit, limit)
 
     def load(
         self, updates: Any, state: SparseAllreduceState, layout: _layout.TreeLayout
     ) -> tuple[tuple[jax.Array, jax.Array], Any, jax.Array]:
         """As :func:`._local.update`; of its shard where there are shards."""
-        (gradient, dense), local, left_out = _local.update(
+        (gradient, dense), local, left_out = _buffers.loaded(
             self.options.local,
             updates,
             state.local,
@@ -172,14 +169,23 @@ class ErrorFeedback:
             return Pending(residual, decay, increment, velocity, old, bounded)
 
         def own(value):
-            return jax.tree.map(lambda x: _owner.own(x, state.owner, self.options.axis), value)
+            return jax.tree.map(
+                lambda x: _accumulation.own(x, state.owner, self.options.axis), value
+            )
 
-        residual, bounded = own(_residual.load(state.residual)), self.exchange.keeps_others
+        residual, bounded = own(_accumulation.load(state.residual)), self.exchange.keeps_others
         parts = [part(residual, gradients[0], own(state.velocity), bounded)]
         if layout.dense_size:
             nothing = jnp.zeros((), jnp.float32)
             parts.append(part(nothing, gradients[1], own(state.dense_velocity)))
         return parts
+
+    def _is_dense(self, count: jax.Array) -> jax.Array | None:
+        """``bool[]``, whether step ``count`` is dense; None where no step is."""
+        dense_steps = self.options.dense_steps
+        if callable(dense_steps):
+            return _checks.whether_dense(dense_steps(count))
+        return count < dense_steps if dense_steps else None
 
     def _accumulate(
         self,
@@ -191,8 +197,11 @@ class ErrorFeedback:
         """The accumulator: the residual and the increment, which a dense step takes as a whole."""
         pending = buffers[0]
         decays = jnp.ones((), jnp.bool_) if proceeds is None else proceeds
-        acc = _residual.decayed(pending.residual, self.options.residual, decays) + pending.increment
-        is_dense = self.options.is_dense(state.count)
+        acc = (
+            _accumulation.decayed(pending.residual, self.options.residual, decays)
+            + pending.increment
+        )
+        is_dense = self._is_dense(state.count)
         if is_dense is not None:
             # What waits goes with the increments; of a step that is skipped nothing does.
             goes = is_dense if proceeds is None else is_dense & proceeds

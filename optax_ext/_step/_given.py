@@ -2,14 +2,15 @@
 
 import contextlib
 import contextvars
-from collections.abc import Collection, Generator, Mapping
+import dataclasses
+from collections.abc import Collection, Generator, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from optax_ext._step import _layout, _sharding
+from optax_ext._step import _layout
 from optax_ext._step._layout import Sharding
 from sparse_collectives import AxisName, _compat
 
@@ -43,7 +44,7 @@ def sharding_of(params: Any, axis: AxisName) -> Sharding:
     """Of the leaves of ``params``, over the axes besides ``axis``; whole where nothing is said.
 
     Raises:
-      ValueError: a leaf that was not among those that were given; see :func:`_sharding.of_specs`.
+      ValueError: a leaf that was not among those that were given; see :func:`of_specs`.
     """
     given = _given.get()
     if given is None:
@@ -62,9 +63,42 @@ def sharding_of(params: Any, axis: AxisName) -> Sharding:
                 "their paths, as optax.masked, multi_transform and optax_ext.bucketed do."
             )
         leaves.append((name, jnp.shape(leaf), _without(alone, given.specs[name])))
-    return _sharding.of_specs(tuple(others), tuple(others.values()), leaves, workers)
+    return of_specs(tuple(others), tuple(others.values()), leaves, workers)
 
 
 def _without(names: Collection[Any], spec: PartitionSpec) -> PartitionSpec:
     dims = (_compat.axis_names(dim) if dim is not None else () for dim in spec)
     return PartitionSpec(*(tuple(n for n in dim if n not in names) or None for dim in dims))
+
+
+def of_specs(
+    axes: Sequence[Hashable],
+    sizes: Sequence[int],
+    leaves: Sequence[tuple[str, tuple[int, ...], PartitionSpec]],
+    workers: tuple[Hashable, ...],
+) -> Sharding:
+    """The sharding of leaves, each given as its name, shape and PartitionSpec.
+
+    Raises:
+      ValueError: a leaf that is sharded over the axis of the workers, or not evenly.
+    """
+    made = Sharding(tuple(axes), tuple(sizes), ())
+    dims = []
+    for name, shape, spec in leaves:
+        split = [_compat.axis_names(names) if names is not None else () for names in spec]
+        split += [()] * (len(shape) - len(split))
+        for at, (length, names) in enumerate(zip(shape, split, strict=True)):
+            shared = [n for n in names if n in workers]
+            if shared:
+                raise ValueError(
+                    f"params{name} is sharded over axis {shared[0]!r}, which is that of the "
+                    f"workers: {spec}. Every worker needs all of the parameters. Shard them over "
+                    "another axis of the mesh, or give the transformation another axis."
+                )
+            if length % made.size(names):
+                raise ValueError(
+                    f"params{name} has dimension {at} of {length}, which the {made.size(names)} "
+                    f"devices of {names} can't share evenly. Pad it, or leave it whole."
+                )
+        dims.append(tuple(tuple(names) for names in split))
+    return dataclasses.replace(made, dims=tuple(dims))

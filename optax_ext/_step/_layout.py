@@ -1,16 +1,24 @@
-"""Between a pytree of gradients and the flat buffers: the one that is sparsified, and the rest."""
+"""Which leaves there are, and the part of them that each device exchanges.
+
+A worker may be several devices: its parameters are sharded over other axes of the mesh than
+that of the workers, by tensor parallelism or FSDP. Each device then selects from and exchanges a
+part of its own, with the devices in the same place of the other workers. Of a leaf that is
+sharded its part is its shard. A leaf that all devices of a worker hold is dealt out among them,
+and the results are gathered, so that it is the same on all of them to the bit.
+"""
 
 import dataclasses
 import functools
 import math
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 
-from sparse_collectives import _validation
+from sparse_collectives import AxisName, _compat, _validation, transport
 
 # For each dimension of a leaf the axes that split it, the major one first.
 Dims = tuple[tuple[Hashable, ...], ...]
@@ -171,59 +179,133 @@ def layout_of(tree: Any, name: str, dense: tuple[bool, ...] | None = None) -> Tr
     return layout
 
 
-def ravel(tree: Any, layout: TreeLayout) -> tuple[jax.Array, jax.Array]:
-    """The sparse leaves as one ``f32[n]``, and the dense ones as another.
+def device_layout(layout: TreeLayout) -> TreeLayout:
+    """The layout of the part that one device exchanges of leaves of ``layout``."""
+    sharding = layout.sharding
+    shapes = tuple(sharding.part_shape(i, shape) for i, shape in enumerate(layout.shapes))
+    whole = unsharded(shapes)
+    return dataclasses.replace(layout, shapes=shapes, sharding=whole, device_axes=sharding.axes)
 
-    A single leaf costs no copy.
-    """
+
+def take(tree: Any, layout: TreeLayout) -> Any:
+    """The part of this device, of a tree of what it holds. Moves nothing."""
+    sharding = layout.sharding
+
+    def part(leaf: int, shard: jax.Array) -> jax.Array:
+        free = sharding.free(leaf)
+        holders = sharding.size(free)
+        shape = sharding.part_shape(leaf, layout.shapes[leaf])
+        if holders == 1:
+            return shard
+        shard = _compat.to_varying(shard, free)
+        if (holders * shape[0], *shape[1:]) != shard.shape:
+            shard = jnp.ravel(shard)
+            shard = jnp.pad(shard, (0, holders * shape[0] - shard.size))
+        here = transport.axis_index(free) * shape[0]
+        return lax.dynamic_slice_in_dim(shard, here, shape[0])
+
     leaves = jax.tree.leaves(tree)
-
-    def joined(dense: bool) -> jax.Array:
-        chosen = [
-            jnp.ravel(leaf).astype(jnp.float32)
-            for leaf, is_dense in zip(leaves, layout.dense, strict=True)
-            if is_dense == dense
-        ]
-        if not chosen:
-            return jnp.zeros((0,), jnp.float32)
-        return chosen[0] if len(chosen) == 1 else jnp.concatenate(chosen)
-
-    return joined(False), joined(True)
+    parts = [part(i, leaf) for i, leaf in enumerate(leaves)]
+    return jax.tree.unflatten(layout.treedef, parts)
 
 
-def unravel(flat: jax.Array, dense: jax.Array, layout: TreeLayout, *, saturate: bool) -> Any:
-    """The inverse of :func:`ravel`, in the dtypes of the layout.
+def gather(tree: Any, layout: TreeLayout) -> Any:
+    """The inverse of :func:`take`: what all devices of a worker hold is the same on them.
 
-    With ``saturate``, what is finite stays so in a narrower dtype.
+    Cost: one allgather for all leaves of a dtype that are replicated over the same axes.
     """
-    leaves, offsets = [], {False: 0, True: 0}
-    for shape, dtype, is_dense in zip(layout.shapes, layout.dtypes, layout.dense, strict=True):
-        size, offset = math.prod(shape), offsets[is_dense]
-        part = (dense if is_dense else flat)[offset : offset + size]
-        leaves.append(narrowed(part, dtype, saturate=saturate).reshape(shape))
-        offsets[is_dense] += size
-    return jax.tree.unflatten(layout.treedef, leaves)
+    sharding = layout.sharding
+    parts = jax.tree.leaves(tree)
+    shards: list[Any] = list(parts)
+    together: dict[Any, list[int]] = {}
+    for i, part in enumerate(parts):
+        # Also of one device: it types the result as the same on all.
+        if sharding.free(i):
+            together.setdefault((sharding.free(i), part.dtype), []).append(i)
+    for (free, _), leaves in together.items():
+        flat = [jnp.ravel(parts[i]) for i in leaves]
+        with jax.named_scope("sharded/gather"):
+            rows = transport.all_gather(jnp.concatenate(flat), free)
+        offset = 0
+        for i, part in zip(leaves, flat, strict=True):
+            shape = sharding.shard_shape(i, layout.shapes[i])
+            whole = rows[:, offset : offset + part.size].reshape(-1)
+            shards[i] = whole[: math.prod(shape)].reshape(shape)
+            offset += part.size
+    return jax.tree.unflatten(layout.treedef, shards)
 
 
-def narrowed(x: jax.Array, dtype: Any, *, saturate: bool) -> jax.Array:
-    """``x`` in ``dtype``; with ``saturate``, the largest finite number stands for larger ones."""
-    if x.dtype == dtype:
-        return x
-    if saturate:
-        most = jnp.asarray(jnp.finfo(dtype).max, x.dtype)
-        x = jnp.where(jnp.isfinite(x), jnp.clip(x, -most, most), x)
-    return x.astype(dtype)
+class Specs(NamedTuple):
+    """PartitionSpecs over the axes of a :class:`Sharding`, for what goes into a region.
+
+    Attributes:
+      leaves: a tree, of the shards of the leaves.
+      split: of what each device has for itself, along its leading dimension.
+      whole: of what is the same on all devices of a worker.
+    """
+
+    leaves: Any
+    split: PartitionSpec
+    whole: PartitionSpec
 
 
-def dtype_runs(layout: TreeLayout) -> list[tuple[int, Any]]:
-    """``(stop, dtype)`` of each run of leaves of one dtype, in the order of the sparse buffer."""
-    runs: list[tuple[int, Any]] = []
-    offset = 0
-    for shape, dtype, is_dense in zip(layout.shapes, layout.dtypes, layout.dense, strict=True):
-        if is_dense or not math.prod(shape):
-            continue
-        offset += math.prod(shape)
-        if runs and runs[-1][1] == dtype:
-            runs.pop()
-        runs.append((offset, dtype))
-    return runs
+def specs_of(layout: TreeLayout) -> Specs:
+    """The specs for leaves of ``layout``."""
+    sharding = layout.sharding
+    leaves = [sharding.spec(i) for i in range(len(layout.shapes))]
+    return Specs(
+        jax.tree.unflatten(layout.treedef, leaves),
+        PartitionSpec(sharding.axes),
+        PartitionSpec(),
+    )
+
+
+def on_each_device(
+    function: Callable[..., Any],
+    sharding: Sharding,
+    axis: AxisName,
+    *,
+    in_specs: tuple[Any, ...],
+    out_specs: Any,
+) -> Callable[..., Any]:
+    """``function`` of the shards that a device holds, called with whole arrays or with shards.
+
+    Where a mapped function has bound the axes of the sharding already, arguments are shards and
+    ``function`` is called as it is. Where they are left to the compiler it is mapped over
+    them here.
+    """
+    if is_manual(sharding):
+        return function
+
+    def mapped(*args: Any) -> Any:
+        # From outside: jax 0.10 can't lower an axis_index in the inner of two regions.
+        names = (*_compat.axis_names(axis), *sharding.axes)
+        workers = {name: lax.axis_index(name) for name in _compat.axis_names(axis)}
+        parts = {
+            name: jnp.arange(size, dtype=jnp.int32)
+            for name, size in zip(sharding.axes, sharding.sizes, strict=True)
+        }
+
+        def inside(workers: dict, parts: dict, *args: Any) -> Any:
+            places = {**workers, **{name: index[0] for name, index in parts.items()}}
+            with _compat.axis_indices({name: places[name] for name in names}):
+                return function(*args)
+
+        return jax.shard_map(
+            inside,
+            in_specs=(
+                {name: PartitionSpec() for name in workers},
+                {name: PartitionSpec(name) for name in parts},
+                *in_specs,
+            ),
+            out_specs=out_specs,
+            axis_names=set(sharding.axes),
+            check_vma=_compat.checks_varying(axis),
+        )(workers, parts, *args)
+
+    return mapped
+
+
+def is_manual(sharding: Sharding) -> bool:
+    """Whether a mapped function has bound the axes of the sharding."""
+    return all(_compat.axis_is_bound(name) for name in sharding.axes)

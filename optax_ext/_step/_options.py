@@ -9,8 +9,8 @@ from typing import Any, ParamSpec, TypedDict, TypeVar, get_type_hints
 import jax
 import optax
 
+from optax_ext._step._accumulation import Residual
 from optax_ext._step._momentum_correction import MomentumCorrection
-from optax_ext._step._residual import Residual
 
 # The first so many, or a function of the steps taken, ``i32[]``, that says which.
 DenseSteps = int | Callable[[jax.Array], Any]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_ext._step import _applied, _contract, _layout, _nonfinite, _sparse_state
+from optax_ext._step import _applied, _layout, _sparse_state
 from optax_ext._step._contract import Accumulated, Options, Reduced
 from optax_ext._step._momentum_correction import MomentumCorrection
 from optax_ext._step._sparse_state import SparseAllreduceState
@@ -92,8 +92,8 @@ class SparseExchange:
         if step.layout.size:
             reduced = self._keep(step, *self._exchange(step))
         else:
-            reduced = _contract.nothing_exchanged(step, self.options.axis)
-        return _contract.with_dense_leaves(reduced, step, None, self.options)
+            reduced = _applied.nothing_exchanged(step, self.options.axis)
+        return _applied.with_dense_leaves(reduced, step, None, self.options)
 
     def _exchange(self, step: Accumulated) -> Exchanged:
         """Selects from the accumulator, and exchanges; or densely, where a step is dense."""
@@ -137,15 +137,13 @@ class SparseExchange:
         total, undelivered, allreduce_state, reduction = allreduce.reduce(
             coo, allreduce_state, axis=axis, **held
         )
-        total, undelivered, withheld = _nonfinite.withhold(
-            options.nonfinite, total, coo, undelivered
-        )
+        total, undelivered, withheld = _applied.withhold(options.nonfinite, total, coo, undelivered)
         mean, rounding, saturated = _applied.mean_of(
             total,
             step.layout,
             axis=axis,
             shard_axis=allreduce.shard_axis,
-            limit=_contract.limit_at(options.limit, step.state.count),
+            limit=_applied.limit_at(options.limit, step.state.count),
             saturates=options.nonfinite != "propagate",
         )
         withheld, words = self._over_shards(withheld + saturated)
@@ -172,7 +170,7 @@ class SparseExchange:
         workers, inside = transport.axis_size(axis), transport.axis_size(shard_axis)
         size = increment.shape[0]
         total = transport.psum(increment, _compat.outer_axis(axis, shard_axis))
-        mean, dropped = _nonfinite.dense_mean(self.options.nonfinite, total, workers)
+        mean, dropped = _applied.dense_mean(self.options.nonfinite, total, workers)
         counts = jnp.stack([jnp.sum(total != 0, dtype=jnp.int32), dropped])
         counts, words = self._over_shards(counts)
         words += extend.words_of_all_reduce(size, workers // inside)

@@ -1,11 +1,14 @@
-"""The state of error feedback around an exchange, and which parts belong to one worker."""
+"""The state of error feedback: which parts belong to one worker, and what it was made for."""
 
+import dataclasses
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from optax_ext._step import _layout, _settings
+from optax_ext._step import _layout
 
 
 class StepInfo(NamedTuple):
@@ -40,6 +43,45 @@ class StepInfo(NamedTuple):
 
 # The fields that differ between the workers.
 PER_WORKER = ("selected", "overflow", "local_threshold", "useful", "arrived", "threshold_drift")
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The settings of a :func:`sparse_allreduce`, as part of its state's tree.
+
+    A pytree without leaves: all of it is static.
+
+    Attributes:
+      selector: the selector with its arguments, as ``topk(density=0.01)``; None of one
+        that declares no ``spec``, for this and all that follow.
+      allreduce: the allreduce with its arguments.
+      local: the states of the transformation in front of the accumulation, ``"none"``
+        without one. It decides the unit of the residual.
+      residual: dtype and decay of the residual.
+      correction: the momentum correction with its arguments, ``"none"`` without one.
+      axis: the mesh axis of the workers; a ``Ranks`` for an MPI communicator.
+      shard_axis: the axes among them over which the buffer is dealt out before anything is
+        selected; none but with a hierarchical allreduce.
+      decay: that of the residual.
+      step_ahead: what of the residual is applied before a gradient is taken; see
+        :func:`optax_ext.residual`.
+      workers: P that the state was made for; 0 in a transformation, which is for any.
+      whole: whether it is a whole optimizer, whose updates are those of the parameters.
+    """
+
+    selector: str | None
+    allreduce: str | None
+    local: str
+    residual: str
+    correction: str | None
+    axis: Hashable
+    shard_axis: tuple[Hashable, ...]
+    decay: float
+    step_ahead: float
+    # Rows of the arrays tell states of other numbers apart, and `optax.tree.map_params` has none.
+    workers: int = dataclasses.field(default=0, compare=False)
+    whole: bool = False
 
 
 class SparseAllreduceState(NamedTuple):
@@ -103,7 +145,7 @@ class SparseAllreduceState(NamedTuple):
     allreduce: Any
     info: StepInfo
     layout: _layout.TreeLayout
-    settings: _settings.Settings
+    settings: Settings
 
     @property
     def workers(self) -> int:
@@ -146,3 +188,14 @@ def joined(common: StepInfo, local: StepInfo) -> StepInfo:
 def per_worker(info: StepInfo, function: Any) -> StepInfo:
     """``function`` of the fields that differ between the workers."""
     return info._replace(**{name: function(getattr(info, name)) for name in PER_WORKER})
+
+
+def strongly_typed(opt_state: Any) -> Any:
+    """The state without weak types, as ``optax.contrib.reduce_on_plateau`` makes one at first.
+
+    A weak type that a step makes a strong one would be another program for the second step.
+    """
+    return jax.tree.map(
+        lambda x: lax.convert_element_type(x, x.dtype) if getattr(x, "weak_type", False) else x,
+        opt_state,
+    )

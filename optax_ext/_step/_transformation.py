@@ -5,8 +5,10 @@ order of the mesh. Where parameters are whole a worker is one device, and its pa
 Inside the region each device sees its own row, and the layout of its part.
 """
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 import jax
@@ -14,14 +16,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from optax_ext._step import (
+    _buffers,
     _checks,
     _dense_leaves,
     _given,
     _gradient_checks,
     _layout,
-    _local,
-    _probe,
-    _sharding,
     _sparse_state,
 )
 from optax_ext._step._error_feedback import ErrorFeedback
@@ -39,7 +39,7 @@ class Transformation:
     def __init__(self, feedback: ErrorFeedback):
         self._local = feedback.options.local
         # One that looks at whole leaves comes before the devices take their parts.
-        self._of_leaves = None if isinstance(self._local, _local.Elementwise) else self._local
+        self._of_leaves = None if isinstance(self._local, _buffers.Elementwise) else self._local
         if self._of_leaves is not None:
             without = feedback.options._replace(local=None)
             feedback = dataclasses.replace(feedback, options=without)
@@ -56,14 +56,14 @@ class Transformation:
         layout = dataclasses.replace(
             _layout.layout_of(params, "params"), sharding=_given.sharding_of(params, axis)
         )
-        part = _sharding.device_layout(layout)
+        part = _layout.device_layout(layout)
         # Of the parts: a run of a matrix is no matrix.
         shapes = zip(part.shapes, part.dtypes, strict=True)
         parts = jax.tree.unflatten(part.treedef, [jax.ShapeDtypeStruct(*x) for x in shapes])
         dense = feedback.exchange.dense(parts, labels) or layout.dense
         layout = dataclasses.replace(layout, dense=dense, of_placeholder=placeholder)
-        part = _sharding.device_layout(layout)
-        state = _sharding.on_each_device(
+        part = _layout.device_layout(layout)
+        state = _layout.on_each_device(
             lambda: _stripped(feedback.init(part)),
             layout.sharding,
             axis,
@@ -72,15 +72,15 @@ class Transformation:
         )()
         if self._of_leaves is not None:
             # It sees whole leaves, and the compiler splits what it keeps as it splits them.
-            kept = _sparse_state.with_lead(_local.init_of_leaves(self._of_leaves, given))
+            kept = _sparse_state.with_lead(_buffers.init_of_leaves(self._of_leaves, given))
             state = state._replace(local=_compat.to_varying(kept, axis))
-        described = _local.describe(self._local, state.local)
+        described = _buffers.describe(self._local, state.local)
         settings = dataclasses.replace(feedback.settings, local=described, workers=workers)
         return state._replace(layout=layout, settings=settings)
 
     def update(self, updates: Any, state: SparseAllreduceState, params: Any = None, **extra: Any):
         """One step; ``(updates, state)``. What is ``extra`` is for the local transformation."""
-        if not _probe.is_on():
+        if not is_on():
             self._check_state(updates, state, params)
         # In the tree of the gradients: flax boxes parameters and not gradients.
         layout = dataclasses.replace(state.layout, treedef=jax.tree.structure(updates))
@@ -91,8 +91,8 @@ class Transformation:
         before = _stripped(state)
         if self._of_leaves is not None:
             before = before._replace(local=())
-        leaves, specs = _sharding.specs_of(layout).leaves, _specs(layout)
-        updates, new = _sharding.on_each_device(
+        leaves, specs = _layout.specs_of(layout).leaves, _specs(layout)
+        updates, new = _layout.on_each_device(
             lambda *args: self._on_device(layout, *args),
             layout.sharding,
             self._feedback.options.axis,
@@ -109,18 +109,18 @@ class Transformation:
         self, layout: _layout.TreeLayout, updates: Any, state: Any, left_out: jax.Array
     ) -> Any:
         """The step of a device, of the shards that it holds."""
-        feedback, part = self._feedback, _sharding.device_layout(layout)
+        feedback, part = self._feedback, _layout.device_layout(layout)
         state = state._replace(layout=part, settings=feedback.settings)
-        mine = _sharding.take(updates, layout)
-        if _probe.is_on():
+        mine = _layout.take(updates, layout)
+        if is_on():
             increments, local, _ = feedback.load(mine, state, part)
-            mine = _layout.unravel(*increments, part, saturate=False)
+            mine = _buffers.unravel(*increments, part, saturate=False)
             new = state._replace(count=state.count + 1, local=local)
         else:
             # All devices of a worker have counted the same.
             first = transport.axis_index(part.device_axes) == 0
             mine, new = feedback.step(mine, state, part, jnp.where(first, left_out, 0))
-        return _sharding.gather(mine, layout), _stripped(new)
+        return _layout.gather(mine, layout), _stripped(new)
 
     def _transformed(
         self, updates: Any, state: SparseAllreduceState, params: Any, extra: Mapping[str, Any]
@@ -129,7 +129,7 @@ class Transformation:
         if self._of_leaves is None:
             return updates, state.local, jnp.zeros((), jnp.int32)
         options = self._feedback.options
-        return _local.of_leaves(
+        return _buffers.transformed(
             self._of_leaves,
             updates,
             state.local,
@@ -149,7 +149,7 @@ class Transformation:
     def _check_updates(self, updates: Any, layout: _layout.TreeLayout) -> None:
         """Shards where the axes are manual, and else whole leaves."""
         sharding, shapes, axis = layout.sharding, layout.shapes, self._feedback.options.axis
-        manual = _sharding.is_manual(sharding)
+        manual = _layout.is_manual(sharding)
         if manual:
             shapes = tuple(sharding.shard_shape(i, shape) for i, shape in enumerate(shapes))
         expected = dataclasses.replace(
@@ -177,3 +177,21 @@ def _specs(layout: _layout.TreeLayout) -> Any:
     for name in ("count", "skipped", "dropped", "withheld", "owner", "limit", "info"):
         specs[name] = whole
     return SparseAllreduceState(**{**specs, "layout": None, "settings": None})
+
+
+_on: contextvars.ContextVar[bool] = contextvars.ContextVar("probe", default=False)
+
+
+@contextlib.contextmanager
+def without_exchange() -> Generator[None]:
+    """Error feedback that is traced here delivers all of what it is given."""
+    token = _on.set(True)
+    try:
+        yield
+    finally:
+        _on.reset(token)
+
+
+def is_on() -> bool:
+    """Whether a step that is traced now delivers all, without an exchange."""
+    return _on.get()

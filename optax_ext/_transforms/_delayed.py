@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._state import _gradients
-from optax_ext._state._wrappers import accumulators, reductions
+from optax_ext._state import _calls
+from optax_ext._state._find import accumulators, reductions
 
 
 class DelayedState(NamedTuple):
@@ -74,7 +74,7 @@ def delayed(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
                 "with optax_ext.init_state(optax_ext.delayed(tx), params, mesh), or leave "
                 "optax_ext.delayed out."
             )
-        _gradients.check_before_accumulation(updates, state.inner_opt_state, params)
+        _calls.check_before_accumulation(updates, state.inner_opt_state, params)
         before = jax.tree.map(lambda a, g: a[0].astype(g.dtype), state.acc_grads, updates)
         new_updates, inner = inner_tx.update(before, state.inner_opt_state, params, **extra_args)
         waiting = jax.tree.map(lambda a, g: g[None].astype(a.dtype), state.acc_grads, updates)

@@ -5,7 +5,7 @@ from typing import Any, Unpack
 import optax
 
 from optax_ext._low_rank._exchange import LowRankExchange
-from optax_ext._state import _anywhere
+from optax_ext._state import _init
 from optax_ext._step import _contract
 from optax_ext._step._error_feedback import ErrorFeedback
 from optax_ext._step._options import LocalOptions, takes
@@ -164,4 +164,4 @@ def _low_rank(
             ),
         )
     )
-    return _anywhere.transformation(made.init, made.update, options.axis)
+    return _init.transformation(made.init, made.update, options.axis)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_ext._state import _gradients
-from optax_ext._state._wrappers import accumulators, reductions
+from optax_ext._state import _calls
+from optax_ext._state._find import accumulators, reductions
 from sparse_collectives import _compat, _validation
 
 
@@ -89,7 +89,7 @@ def multi_steps(
         return MultiStepsState(zeros[0], zeros[1], inner, accumulators(inner, params))
 
     def update(updates: Any, state: MultiStepsState, params: Any = None, **extra_args: Any):
-        _gradients.check_before_accumulation(updates, state.inner_opt_state, params)
+        _calls.check_before_accumulation(updates, state.inner_opt_state, params)
         acc = jax.tree.map(lambda a, g: a + g[None].astype(a.dtype), state.acc_grads, updates)
         k = jnp.asarray(every_k(state.gradient_step), jnp.int32)
 

@@ -4,14 +4,14 @@ from typing import Any
 
 import optax
 
-from optax_ext._state import _anywhere
-from optax_ext._step import _checks, _contract, _residual
+from optax_ext._state import _init
+from optax_ext._step import _accumulation, _checks, _contract
 from optax_ext._step._error_feedback import ErrorFeedback
 from optax_ext._step._momentum_correction import MomentumCorrection
 from optax_ext._step._options import DenseSteps
 from optax_ext._step._sparse_exchange import SparseExchange
 from optax_ext._step._transformation import Transformation
-from sparse_collectives import AxisName, Selector, SparseAllreduce
+from sparse_collectives import AxisName, Selector, SparseAllreduce, _validation, select
 
 
 def sparse_allreduce(
@@ -22,7 +22,7 @@ def sparse_allreduce(
     nonfinite: str = "skip",
     local: optax.GradientTransformation | None = None,
     correction: MomentumCorrection | None = None,
-    residual: _residual.Residual | None = None,
+    residual: _accumulation.Residual | None = None,
     dense_steps: DenseSteps | None = None,
     dense_leaves: Any = None,
     limit: optax.ScalarOrSchedule | None = None,
@@ -160,8 +160,23 @@ def sparse_allreduce(
             ),
         )
     )
-    return _anywhere.transformation(made.init, made.update, options.axis)
+    return _init.transformation(made.init, made.update, options.axis)
 
 
 def _declared(part: Any) -> str | None:
     return None if part.spec is None else str(part.spec)
+
+
+def selection(density: float, selector: Selector | None) -> Selector:
+    """The exact selection, or another one that selects no more."""
+    density = _validation.check_density(density)
+    if selector is None:
+        return select.topk(density=density)
+    spec = selector.spec if isinstance(selector, Selector) else None
+    selected = None if spec is None else spec.number("density")
+    if selected is not None and selected > density:
+        raise ValueError(
+            f"the selector has density={selected}, and density={density} is what is to be sent. "
+            f"Give both density={selected}, or both density={density}."
+        )
+    return selector

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_ext._step import _layout
+from optax_ext._step import _buffers
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import AxisName, _compat, _validation, extend, transport
 
@@ -75,7 +75,7 @@ def measure_xi(
         updates, after = cast(Any, inner_tx.update(updates, before, params, **extra_args))
 
         def measured():
-            return _xi(before, after, _layout.ravel(updates, after.layout)[0], axis)
+            return _xi(before, after, _buffers.ravel(updates, after.layout)[0], axis)
 
         with jax.named_scope(f"xi.every{every}"):
             # Every worker has the same count.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from optax_ext._state import _text
+from optax_ext._state import _checkpoint
 
 
 def checksums(tree: Any) -> dict[str, int]:
@@ -52,15 +52,16 @@ def check_checksums(saved: dict[str, int], tree: Any) -> None:
     """
     if not isinstance(saved, dict):
         raise TypeError(
-            f"saved must be what optax_ext.contrib.checksums returned, got {_text.short(saved)}: "
-            "the checkpoint was saved without. Save them beside the arrays, for example with "
-            "checkpointer.save(path, state, custom_metadata={'checksums': checksums(state)})."
+            "saved must be what optax_ext.contrib.checksums returned, got "
+            f"{_checkpoint.short(saved)}: the checkpoint was saved without. Save them beside the "
+            "arrays, for example with checkpointer.save(path, state, "
+            "custom_metadata={'checksums': checksums(state)})."
         )
     found = checksums(tree)
     differ = sorted(
-        _text.short(path)
+        _checkpoint.short(path)
         for path in {*saved, *found}
-        if not _text.equal(saved.get(path), found.get(path))
+        if not _checkpoint.equal(saved.get(path), found.get(path))
     )
     if differ:
         names = ", ".join(differ[:10]) + (", ..." if len(differ) > 10 else "")

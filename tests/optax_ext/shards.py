@@ -11,7 +11,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optax_ext
 import sparse_collectives as sc
-from optax_ext._step import _sharding
+from optax_ext._state import _shards
+from optax_ext._step import _layout
 from tests.optax_ext import helpers
 
 SHAPES = {
@@ -111,11 +112,11 @@ def by_parts(tx, gradients, layout, *, axis="data", scanned=True):
     """
     steps, workers = next(iter(gradients.values())).shape[:2]
     names = sorted(gradients)  # The order of the leaves of a dictionary.
-    part = _sharding.device_layout(layout)
+    part = _layout.device_layout(layout)
 
     def parts_of(name):
         leaf = names.index(name)
-        cut = functools.partial(_sharding.parts_of_leaf, layout=layout, leaf=leaf, pad=np.pad)
+        cut = functools.partial(_shards.parts_of_leaf, layout=layout, leaf=leaf, pad=np.pad)
         flat = [[cut(g) for g in of_step] for of_step in gradients[name]]
         # steps, P, m and the shape of a part
         return np.asarray(flat).reshape(
@@ -159,7 +160,7 @@ def by_parts(tx, gradients, layout, *, axis="data", scanned=True):
         of_step = {}
         for leaf, name in enumerate(names):
             parts = np.stack([row[leaf][i] for row in rows])
-            of_step[name] = _sharding.whole_leaves(parts, layout, leaf, 0)
+            of_step[name] = _shards.whole_leaves(parts, layout, leaf, 0)
         made.append(of_step)
     return made, np.stack(residuals, axis=1)
 

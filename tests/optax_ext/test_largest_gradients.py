@@ -11,7 +11,7 @@ import pytest
 
 import optax_ext
 import sparse_collectives as sc
-from optax_ext._step._nonfinite import LARGEST as BOUND
+from optax_ext._step._accumulation import LARGEST as BOUND
 from tests.optax_ext.helpers import run, slow
 from tests.sparse_collectives import table
 

@@ -7,7 +7,7 @@ import pytest
 
 import optax_ext
 import sparse_collectives as sc
-from optax_ext._step import _residual
+from optax_ext._step import _accumulation
 from tests.optax_ext.helpers import normal, run, slow
 
 WORKERS, STEPS = 3, 6
@@ -20,7 +20,7 @@ def gradients():
 
 def stored(value):
     return sc.simulate(
-        lambda x: _residual.store(x, BF16, axis="w", count=jnp.int32(0)), axis="w", axis_size=1
+        lambda x: _accumulation.store(x, BF16, axis="w", count=jnp.int32(0)), axis="w", axis_size=1
     )(value[None, None])[0, 0]
 
 

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import optax_ext
-from optax_ext._loop import _shared
+from optax_ext._loop import _arrays
 from tests.optax_ext.helpers import mesh, normal, same
 
 WORKERS = 4
@@ -101,7 +101,7 @@ def test_parameters_in_the_batch():
 
 def test_nothing_is_copied_that_occurs_once_and_without_donation_nothing_is_looked_at(monkeypatch):
     asked, batch = [], np.ones((8, 6), np.float32)
-    monkeypatch.setattr(_shared, "_buffers", lambda leaf: asked.append(1) or {id(leaf)})
+    monkeypatch.setattr(_arrays, "_buffers", lambda leaf: asked.append(1) or {id(leaf)})
     step, params, state = begin(everywhere(START), everywhere(START.copy()), donate=False)
     step(params, state, batch)
     assert not asked

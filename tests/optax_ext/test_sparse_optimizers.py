@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import optax_ext
 import sparse_collectives as sc
 from optax_ext._state import _find
-from optax_ext._step import _residual
+from optax_ext._step import _accumulation
 from tests.optax_ext.helpers import flat, mesh, normal, run, same, slow, train
 from tests.reference import agreed as reference
 
@@ -140,10 +140,10 @@ def test_the_gain_makes_up_for_the_noise_of_many_workers(workers, gain):
 
 
 def test_more_workers_look_ahead_by_a_tenth_at_least():
-    shares = [_residual.coefficient(1.0, workers) for workers in (1, 4, 10, 16, 100)]
+    shares = [_accumulation.coefficient(1.0, workers) for workers in (1, 4, 10, 16, 100)]
     assert shares == [1.0, 0.25, 0.1, 0.1, 0.1]
-    assert _residual.coefficient(0.5, 4) == 0.125
-    assert _residual.coefficient(20.0, 10) == 1.0
+    assert _accumulation.coefficient(0.5, 4) == 0.125
+    assert _accumulation.coefficient(20.0, 10) == 1.0
 
 
 def waiting(state):

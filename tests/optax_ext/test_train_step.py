@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 
 import optax_ext
 import sparse_collectives as sc
-from optax_ext._loop import _in_flight
+from optax_ext._loop import _arrays
 from tests.optax_ext.helpers import flat, mesh, normal, train
 
 WORKERS = 8
@@ -208,7 +208,7 @@ def test_the_loss_that_is_returned_is_that_where_the_gradients_are_taken():
 def test_the_limit_of_steps_in_flight_is_for_cpu():
     for given, platform, expected in ((None, "cpu", 2), (None, "gpu", None), (5, "gpu", 5)):
         on = SimpleNamespace(devices=np.array([SimpleNamespace(platform=platform)]))
-        assert _in_flight.limit(given, on) == expected
+        assert _arrays.limit(given, on) == expected
     for wrong in (0, 1.5):
         with pytest.raises(ValueError, match="steps_in_flight must be an integer of at least 1"):
             step_of(optax_ext.dense(axis="data"), steps_in_flight=wrong)

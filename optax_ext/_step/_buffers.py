@@ -1,5 +1,9 @@
-"""A transformation of each worker's own gradient, in front of the accumulation."""
+"""Between a pytree of gradients and the flat buffers: the one that is sparsified, and the rest.
 
+On the way a transformation of each worker's own gradient may stand in front of the accumulation.
+"""
+
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,8 +11,68 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._step import _layout, _nonfinite, _sparse_state
+from optax_ext._step import _accumulation, _layout, _sparse_state
 from sparse_collectives import AxisName, _compat
+
+
+def ravel(tree: Any, layout: _layout.TreeLayout) -> tuple[jax.Array, jax.Array]:
+    """The sparse leaves as one ``f32[n]``, and the dense ones as another.
+
+    A single leaf costs no copy.
+    """
+    leaves = jax.tree.leaves(tree)
+
+    def joined(dense: bool) -> jax.Array:
+        chosen = [
+            jnp.ravel(leaf).astype(jnp.float32)
+            for leaf, is_dense in zip(leaves, layout.dense, strict=True)
+            if is_dense == dense
+        ]
+        if not chosen:
+            return jnp.zeros((0,), jnp.float32)
+        return chosen[0] if len(chosen) == 1 else jnp.concatenate(chosen)
+
+    return joined(False), joined(True)
+
+
+def unravel(
+    flat: jax.Array, dense: jax.Array, layout: _layout.TreeLayout, *, saturate: bool
+) -> Any:
+    """The inverse of :func:`ravel`, in the dtypes of the layout.
+
+    With ``saturate``, what is finite stays so in a narrower dtype.
+    """
+    leaves, offsets = [], {False: 0, True: 0}
+    for shape, dtype, is_dense in zip(layout.shapes, layout.dtypes, layout.dense, strict=True):
+        size, offset = math.prod(shape), offsets[is_dense]
+        part = (dense if is_dense else flat)[offset : offset + size]
+        leaves.append(narrowed(part, dtype, saturate=saturate).reshape(shape))
+        offsets[is_dense] += size
+    return jax.tree.unflatten(layout.treedef, leaves)
+
+
+def narrowed(x: jax.Array, dtype: Any, *, saturate: bool) -> jax.Array:
+    """``x`` in ``dtype``; with ``saturate``, the largest finite number stands for larger ones."""
+    if x.dtype == dtype:
+        return x
+    if saturate:
+        most = jnp.asarray(jnp.finfo(dtype).max, x.dtype)
+        x = jnp.where(jnp.isfinite(x), jnp.clip(x, -most, most), x)
+    return x.astype(dtype)
+
+
+def dtype_runs(layout: _layout.TreeLayout) -> list[tuple[int, Any]]:
+    """``(stop, dtype)`` of each run of leaves of one dtype, in the order of the sparse buffer."""
+    runs: list[tuple[int, Any]] = []
+    offset = 0
+    for shape, dtype, is_dense in zip(layout.shapes, layout.dtypes, layout.dense, strict=True):
+        if is_dense or not math.prod(shape):
+            continue
+        offset += math.prod(shape)
+        if runs and runs[-1][1] == dtype:
+            runs.pop()
+        runs.append((offset, dtype))
+    return runs
 
 
 class Elementwise(optax.GradientTransformation):
@@ -19,7 +83,7 @@ class Elementwise(optax.GradientTransformation):
     """
 
 
-def init(tx: optax.GradientTransformation | None, layout: _layout.TreeLayout) -> Any:
+def init_local(tx: optax.GradientTransformation | None, layout: _layout.TreeLayout) -> Any:
     """The state of one that is :class:`Elementwise`, in float32, without a leading axis."""
     if tx is None:
         return ()
@@ -27,7 +91,7 @@ def init(tx: optax.GradientTransformation | None, layout: _layout.TreeLayout) ->
     return tx.init([jnp.zeros((size,), jnp.float32) for size in sizes if size])
 
 
-def update(
+def loaded(
     tx: optax.GradientTransformation | None,
     gradients: Any,
     state: Any,
@@ -54,10 +118,10 @@ def update(
     """
     none = jnp.zeros((), jnp.int32)
     if tx is None:
-        return _layout.ravel(gradients, layout), (), none
+        return ravel(gradients, layout), (), none
     gradients = jax.tree.map(_in_float32, gradients)
-    gradients = [x for x in _layout.ravel(gradients, layout) if x.size]
-    gradients, left_out = _nonfinite.zeroed(gradients) if drop else (gradients, none)
+    gradients = [x for x in ravel(gradients, layout) if x.size]
+    gradients, left_out = _accumulation.zeroed(gradients) if drop else (gradients, none)
     # In the shape of the state: XLA then writes in place where it is donated.
     before, step = _sparse_state.with_lead(gradients), jax.vmap(tx.update)
     gradients = step(before, state)[0]
@@ -75,7 +139,7 @@ def init_of_leaves(tx: optax.GradientTransformation, params: Any) -> Any:
     return tx.init(jax.tree.map(_in_float32, params))
 
 
-def of_leaves(
+def transformed(
     tx: optax.GradientTransformation,
     gradients: Any,
     state: Any,
@@ -89,7 +153,7 @@ def of_leaves(
     # The increments of a 16-bit leaf add up in float32, and so they are made in it.
     gradients = jax.tree.map(_in_float32, gradients)
     none = jnp.zeros((), jnp.int32)
-    gradients, left_out = _nonfinite.zeroed(gradients) if drop else (gradients, none)
+    gradients, left_out = _accumulation.zeroed(gradients) if drop else (gradients, none)
     params = None if params is None else jax.tree.map(_in_float32, params)
     tx = optax.with_extra_args_support(tx)
     gradients, state = tx.update(gradients, _sparse_state.without_lead(state), params, **extra)
@@ -97,7 +161,7 @@ def of_leaves(
 
 
 def describe(tx: optax.GradientTransformation | None, state: Any) -> str:
-    """The states that it keeps, as :func:`init` made them, for a checkpoint's metadata.
+    """The states that it keeps, as :func:`init_local` made them, for a checkpoint's metadata.
 
     optax's transformations don't say what they were made with, and a rate may change from
     run to run; what has to agree is what is kept.

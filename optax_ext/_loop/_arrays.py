@@ -1,0 +1,125 @@
+"""The arrays of a loop: those that a step returned, that share a buffer, that wait.
+
+Tied weights, one array of zeros for two leaves, or parameters that are in the batch, too: XLA ends
+the process where a buffer that is donated has another use. ``jax.device_put`` of one array makes
+others that share its buffer on one device, so that identity alone does not tell.
+
+A call of a jitted step returns before it is computed, so a loop that never waits
+queues steps without end. On CPU each device runs what is queued in a thread pool that all
+of them share. With more devices than cores some reach a collective long after others, and
+XLA ends the process when that takes 40 seconds. Nothing of this is special to sparse
+allreduces; a loop of one's own does what :class:`Queue` does, or waits for the loss of
+each step with ``jax.block_until_ready``.
+"""
+
+import collections
+import weakref
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+from jax.sharding import Mesh
+
+from sparse_collectives import _validation
+
+
+class Returned:
+    """The arrays that a step returned, by weak references, and where they are.
+
+    They are where they belong, and each has a buffer of its own.
+
+    Args:
+      params: the parameters that it returned.
+      opt_state: the optimizer state.
+      places: where these are.
+    """
+
+    def __init__(self, params: Any, opt_state: Any, places: Any):
+        leaves, self._structure = jax.tree.flatten((params, opt_state))
+        # A step is traced as a whole, or not; what is traced is used once.
+        traced = bool(leaves) and isinstance(leaves[0], Tracer)
+        self._leaves = [] if traced else list(map(weakref.ref, leaves))
+        self._ids = frozenset(map(id, leaves))
+        self._places = places
+
+    def places_of(self, params: Any, opt_state: Any, batch: Any) -> Any:
+        """Where they are, if these are the same arrays; None where that is to be found out.
+
+        So it is too of arrays that another step has taken over, or that are in the batch as well.
+        """
+        leaves, structure = jax.tree.flatten((params, opt_state))
+        if len(leaves) != len(self._leaves) or structure != self._structure:
+            return None
+        if not all(known() is leaf for known, leaf in zip(self._leaves, leaves, strict=True)):
+            return None
+        examples = jax.tree.leaves(batch)
+        if any(leaf.is_deleted() for leaf in leaves) or any(map(is_deleted, examples)):
+            return None
+        if any(id(leaf) in self._ids for leaf in examples):
+            return None
+        return self._places
+
+
+def is_deleted(leaf: Any) -> bool:
+    """Whether a step has taken over an array."""
+    return isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.is_deleted()
+
+
+def unshared(donated: Any, batch: Any) -> tuple[Any, Any]:
+    """``(donated, batch)``, with copies of arrays whose buffer was there before."""
+    leaves, treedef = jax.tree.flatten(donated)
+    buffers: set[tuple[Any, int]] = set()
+    leaves = [_unshared(leaf, buffers) for leaf in leaves]
+    # Two leaves of a batch may share what is not donated.
+    batch = jax.tree.map(lambda leaf: _unshared(leaf, {*buffers}), batch)
+    return jax.tree.unflatten(treedef, leaves), batch
+
+
+def _unshared(leaf: Any, buffers: set[tuple[Any, int]]) -> Any:
+    """``leaf``, or a copy where ``buffers`` has one of its buffers; they are added."""
+    if not _is_array(leaf):
+        return leaf
+    found = _buffers(leaf)
+    if buffers & found:
+        # Each process copies what it has: that needs no other process.
+        shards = [jnp.copy(shard.data) for shard in leaf.addressable_shards]
+        leaf = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
+        found = _buffers(leaf)
+    buffers |= found
+    return leaf
+
+
+def _buffers(leaf: jax.Array) -> set[tuple[Any, int]]:
+    return {(shard.device, shard.data.unsafe_buffer_pointer()) for shard in leaf.addressable_shards}
+
+
+def _is_array(leaf: Any) -> bool:
+    """Whether it is on devices; keys are not looked into."""
+    return isinstance(leaf, jax.Array) and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+
+
+_ON_CPU = 2
+
+
+def limit(steps_in_flight: int | None, mesh: Mesh) -> int | None:
+    """A checked number of steps; None for no limit."""
+    if steps_in_flight is not None:
+        return _validation.check_positive_int("steps_in_flight", steps_in_flight)
+    return _ON_CPU if mesh.devices.flat[0].platform == "cpu" else None
+
+
+class Queue:
+    """Results of the last steps; adding one waits for those that are too old."""
+
+    def __init__(self, size: int | None):
+        self._size = size
+        self._results: collections.deque[Any] = collections.deque()
+
+    def add(self, result: Any) -> None:
+        """Takes the result of a step, and waits until fewer than ``size`` others are left."""
+        if self._size is None or isinstance(result, Tracer):
+            return
+        self._results.append(result)
+        while len(self._results) > self._size:
+            jax.block_until_ready(self._results.popleft())
