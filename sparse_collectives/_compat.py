@@ -200,42 +200,6 @@ def is_varying(x: Any, axis: AxisName) -> bool:
     return not is_communicator(axis) and set(axis_names(axis)) <= varying_axes(x)
 
 
-def all_gather_replicated(x: jax.Array, axis: AxisName) -> jax.Array:
-    """``all_gather`` whose result is typed as the same on every worker."""
-    if is_varying(x, axis):
-        return lax.all_gather(x, axis, to="invarying")
-    names = axis_names(axis)
-    if len(names) > 1 and is_simulated(axis):
-        # vmap gathers over one axis only.
-        rows = x
-        for name in reversed(names):
-            rows = lax.all_gather(rows, name)
-        return rows.reshape((axis_size(axis), *x.shape))
-    return lax.all_gather(x, axis)
-
-
-def ppermute(x: jax.Array, axis: AxisName, pairs: Sequence[tuple[int, int]]) -> jax.Array:
-    """``lax.ppermute`` where some workers may send or receive nothing; these get zeros."""
-    pairs = list(pairs)
-    workers = range(axis_size(axis))
-    if len(pairs) == len(workers) or not is_simulated(axis):
-        return lax.ppermute(x, axis, pairs)
-    # vmap asks every worker to send and to receive; there a message more costs nothing.
-    sources, targets = ([pair[end] for pair in pairs] for end in (0, 1))
-    idle = zip(
-        [worker for worker in workers if worker not in sources],
-        [worker for worker in workers if worker not in targets],
-        strict=True,
-    )
-    received = lax.ppermute(x, axis, pairs + list(idle))
-    is_target = jnp.any(jnp.asarray(targets, jnp.int32) == axis_index(axis))
-    return jnp.where(is_target, received, jnp.zeros_like(received))
-
-
-# Jaxprs. Versions differ in their classes (newer ones have one for open and closed jaxprs), and to
-# import the public names, jax.extend, takes as long as this package. So attributes decide.
-
-
 def is_jaxpr(x: Any) -> bool:
     """Whether x is a jaxpr, open or closed."""
     return hasattr(x, "eqns")

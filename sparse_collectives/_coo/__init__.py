@@ -1,1 +1,1 @@
-"""Bits, bit sets and compaction: how a padded COO buffer is made from n entries."""
+"""Bits, bit sets, compaction and the largest: how a padded COO buffer is made from n entries."""

@@ -9,7 +9,7 @@ import sparse_collectives as sc
 from sparse_collectives.allreduce._shared import _hashed
 from sparse_collectives.allreduce.ok_topk import (
     _balance,
-    _gather,
+    _exchanges,
     _global_selection,
     _plan,
     _regions,
@@ -146,7 +146,7 @@ def test_the_way_to_balance_is_the_shortest_that_has_room(branch, counts, slack)
             entries, counts, chosen, plan, **coded, exchanges=exchanges.balance
         )
         held, count = moved.entries, moved.entries.count()
-        gathered = _gather.gather(held, count, moved.most, **coded, exchanges=exchanges.gather)
+        gathered = _exchanges.gather(held, count, moved.most, **coded, exchanges=exchanges.gather)
         return gathered.total.to_dense(), count, chosen, moved.most
 
     indices, values = np.full((workers, k), size, np.int32), np.zeros((workers, k), np.float32)

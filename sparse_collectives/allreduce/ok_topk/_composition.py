@@ -7,26 +7,14 @@ import jax
 import jax.numpy as jnp
 
 from sparse_collectives import _hash, _validation, transport, wire
-from sparse_collectives._coo import _bits, compaction, fixed_factors
+from sparse_collectives._coo import _bits, _compaction
+from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce._shared import (
-    _hashed,
-    _indices_alone,
-    _messages,
-    _range,
-    _step,
-    _undelivered,
-)
+from sparse_collectives.allreduce._shared import _hashed, _messages, _reduce
 from sparse_collectives.allreduce._shared._merge import split
-from sparse_collectives.allreduce.ok_topk import (
-    _delivery,
-    _gather,
-    _plan,
-    _regions,
-    _split_reduce,
-)
-from sparse_collectives.padded_coo import PaddedCOO
+from sparse_collectives.allreduce.ok_topk import _delivery, _exchanges, _plan, _regions
+from sparse_collectives.select._shared import _thresholds
 
 # As published: tau' of its vision model and of its LSTM, and the gate of the balancing.
 _PAPER_PERIOD, _PAPER_ROOM = 32, 4.0
@@ -180,7 +168,7 @@ def ok_topk(
 
     def next_threshold(threshold: jax.Array, passed: jax.Array, k: int, size: int) -> jax.Array:
         if paper == _CORRECTED:
-            return fixed_factors.next_global(threshold, passed, k)
+            return _thresholds.next_global(threshold, passed, k)
         return threshold if paper else _followed(threshold, passed, k, size, global_period)
 
     def init(size: int, axis_size: int) -> OkTopkState:
@@ -196,7 +184,7 @@ def ok_topk(
             crowded=jnp.ones((), jnp.bool_),
         )
 
-    @_range.sums_in_range(exact=chosen_codec.exact)
+    @_reduce.sums_in_range(exact=chosen_codec.exact)
     def reduce(
         coo: PaddedCOO,
         state: OkTopkState,
@@ -230,7 +218,7 @@ def ok_topk(
         # Once they are selected, whoever needs the indices alone needs no values.
         last, dtype = codec, coo.values.dtype
         if indices_alone:
-            last = _indices_alone.shorter(codec, plan.gather_slots, coo.size, dtype)
+            last = _messages.indices_alone(codec, plan.gather_slots, coo.size, dtype)
 
         def words_with(codec: Codec):
             return lambda slots, size: _messages.pair_words(codec, slots, size, dtype)
@@ -253,7 +241,7 @@ def ok_topk(
                     axis,
                 )
 
-        turn = _step.turn(state.count, 0)
+        turn = _reduce.turn(state.count, 0)
 
         def cut(coo: PaddedCOO):
             if regions == "hashed":
@@ -262,7 +250,7 @@ def ok_topk(
 
         # Line 8: each region's entries to its owner.
         with jax.named_scope("ok_topk/split_reduce"):
-            reduced = _split_reduce.split_and_reduce(
+            reduced = _exchanges.split_and_reduce(
                 coo,
                 cut,
                 axis=axis,
@@ -286,8 +274,8 @@ def ok_topk(
             _delivery.Turns(
                 count=state.count,
                 threshold=state.threshold,
-                select=_step.turn(state.count, 2),
-                balance=_step.turn(state.count, 1),
+                select=_reduce.turn(state.count, 2),
+                balance=_reduce.turn(state.count, 1),
                 seed=seed(1),
             ),
             _delivery.Options(
@@ -305,7 +293,7 @@ def ok_topk(
         )
         # Line 13 goes on: let everyone have them.
         with jax.named_scope("ok_topk/allgather"):
-            gathered = _gather.gather(
+            gathered = _exchanges.gather(
                 delivery.entries,
                 delivery.held,
                 delivery.most,
@@ -326,7 +314,7 @@ def ok_topk(
         if delivery.moved is not None:
             mine, missed = delivery.moved
             later.insert(0, (indices_of(mine), missed))
-        undelivered = _undelivered.by_total(coo, reduced.sent, reduced.error, later, total)
+        undelivered = _messages.by_total(coo, reduced.sent, reduced.error, later, total)
 
         threshold = _bits.magnitude_from_bits(delivery.threshold_bits)
         new_state = OkTopkState(
@@ -356,7 +344,7 @@ def ok_topk(
         # The allgather has more slots than there are entries.
         k = _validation.count_from_density(density, coo.size)
         capacity = min(total.capacity, coo.size) if paper else k
-        chosen, _ = compaction.compact_mask(total, total.indices < total.size, capacity=capacity)
+        chosen, _ = _compaction.compact_mask(total, total.indices < total.size, capacity=capacity)
         return chosen.indices, state, info
 
     return SparseAllreduce(

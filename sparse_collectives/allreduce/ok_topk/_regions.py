@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import transport
+from sparse_collectives._data import PaddedCOO
 from sparse_collectives._types import AxisName
 from sparse_collectives.allreduce._shared import _messages
 from sparse_collectives.allreduce.ok_topk._plan import Collective
-from sparse_collectives.padded_coo import PaddedCOO
 
 
 def equal_regions(size: int, workers: int) -> jax.Array:
