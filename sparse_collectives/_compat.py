@@ -1,4 +1,4 @@
-"""Every branch on a jax version or on the kind of mapped function is here.
+"""Every branch on a jax version is here, and what tells one kind of mapped function from another.
 
 Under ``shard_map(check_vma=True)`` a value's type says over which mesh axes it
 varies, and a result that is to be replicated must be typed so. ``pmap``,
@@ -80,8 +80,7 @@ def axis_is_bound(axis: AxisName) -> bool:
     if is_communicator(axis):
         return True
     try:
-        for name in axis_names(axis):
-            lax.axis_size(name)
+        lax.axis_size(axis)
     except NameError:
         return False
     return True
@@ -108,15 +107,6 @@ def ambient_mesh() -> Any:
         return jax.sharding.get_mesh()
     except ValueError:  # In what is traced.
         return abstract
-
-
-def axis_size(axis: AxisName) -> int:
-    """The static number of workers on a bound axis."""
-    size = 1
-    over_mpi = is_communicator(axis)
-    for name in axis_names(axis):
-        size *= name.Get_size() if over_mpi else lax.axis_size(name)
-    return size
 
 
 _indices: contextvars.ContextVar[Mapping[Hashable, jax.Array] | None] = contextvars.ContextVar(

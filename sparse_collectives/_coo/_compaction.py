@@ -66,7 +66,7 @@ def _by_slot(
     slot = jnp.arange(capacity, dtype=jnp.int32)
     rank = jnp.where(slot < wrapped, slot, start + slot - wrapped)
     if capacity < words.shape[0] // _SLOTS_PER_WORD:
-        word = _word_of_rank(inclusive, rank)
+        word = places(inclusive, rank, side="right")
     else:
         word = _word_of_slot(inclusive - counts, counts, capacity, start, wrapped)
     position = _position_in_word(words, inclusive, word, rank)
@@ -95,11 +95,6 @@ def _by_position(
     return empty.at[slot.reshape(-1)].set(position.reshape(-1), mode="drop")
 
 
-def _word_of_rank(inclusive: jax.Array, rank: jax.Array) -> jax.Array:
-    """The word of each set bit, by binary search: best for few slots."""
-    return places(inclusive, rank, side="right")
-
-
 def _word_of_slot(
     before: jax.Array, counts: jax.Array, capacity: int, start: jax.Array, wrapped: jax.Array
 ) -> jax.Array:
@@ -112,7 +107,7 @@ def _word_of_slot(
     first_slot = jnp.where(counts > 0, first_slot, capacity)
     marks = jnp.zeros((capacity,), jnp.int32).at[first_slot].max(word, mode="drop")
     # A word on both sides of the gap marked only its first slot before it.
-    marks = marks.at[wrapped].max(_word_of_rank(before + counts, start), mode="drop")
+    marks = marks.at[wrapped].max(places(before + counts, start, side="right"), mode="drop")
     return lax.cummax(marks)
 
 
@@ -122,7 +117,7 @@ def nth_position(words: jax.Array, rank: jax.Array) -> tuple[jax.Array, jax.Arra
     Where there are not so many the position means nothing.
     """
     inclusive = jnp.cumsum(_bits.popcount(words), dtype=jnp.int32)
-    word = _word_of_rank(inclusive, rank)
+    word = places(inclusive, rank, side="right")
     return _position_in_word(words, inclusive, word, rank), inclusive[-1]
 
 

@@ -32,7 +32,7 @@ def axis_size(axis: AxisName) -> int:
     if is_communicator(axis):
         return _mpi.axis_size(axis)
     try:
-        return _compat.axis_size(axis)
+        return lax.axis_size(axis)
     except NameError:
         raise ValueError(
             f"axis={axis!r} is not bound here: a sparse allreduce runs inside a mapped function. "
@@ -83,7 +83,7 @@ def all_gather(x: jax.Array, axis: AxisName) -> jax.Array:
         rows = x
         for name in reversed(names):
             rows = lax.all_gather(rows, name)
-        return rows.reshape((_compat.axis_size(axis), *x.shape))
+        return rows.reshape((lax.axis_size(axis), *x.shape))
     return lax.all_gather(x, axis)
 
 
@@ -158,7 +158,7 @@ def ppermute(x: jax.Array, axis: AxisName, pairs: Sequence[tuple[int, int]]) -> 
     if is_communicator(axis):
         return _mpi.ppermute(x, axis, pairs)
     pairs = list(pairs)
-    workers = range(_compat.axis_size(axis))
+    workers = range(lax.axis_size(axis))
     if len(pairs) == len(workers) or not is_simulated(axis):
         return lax.ppermute(x, axis, pairs)
     # vmap asks every worker to send and to receive; there a message more costs nothing.

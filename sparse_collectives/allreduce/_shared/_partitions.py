@@ -11,6 +11,7 @@ is known when it is compiled. Large pages suit few entries: of the sizes the one
 message is taken.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -110,12 +111,12 @@ def make_partitions(size: int, workers: int) -> Partitions:
 
 def low_bits(slots: int, width: int) -> int:
     """The bits of a place in a page with which ``slots`` indices take the fewest words."""
-    return min(LOW_BITS, key=lambda low: _words(slots, width, low))
+    return min(LOW_BITS, key=functools.partial(_words, slots, width))
 
 
 def words(slots: int, width: int) -> int:
     """Words of the indices in so many slots."""
-    return min(_words(slots, width, low) for low in LOW_BITS)
+    return _words(slots, width, low_bits(slots, width))
 
 
 def encode(local: jax.Array, width: int) -> jax.Array:
