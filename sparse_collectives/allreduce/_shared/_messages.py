@@ -151,19 +151,14 @@ def by_total(
     delivered = sent & _bitset.contains(members, coo.indices)
     missing = jnp.zeros_like(coo.values) if error is None else error
     others = [
-        _where(_bitset.contains(members, entries.indices) & (missed != 0), missed, entries)
+        _data.only_where(
+            _bitset.contains(members, entries.indices) & (missed != 0),
+            PaddedCOO(missed, entries.indices, entries.size),
+        )
         for entries, missed in later
         if missed is not None
     ]
     return of_slots(coo, jnp.where(delivered, missing, coo.values), others)
-
-
-def _where(mask: jax.Array, values: jax.Array, entries: PaddedCOO) -> PaddedCOO:
-    return PaddedCOO(
-        jnp.where(mask, values, jnp.zeros_like(values)),
-        jnp.where(mask, entries.indices, entries.size),
-        entries.size,
-    )
 
 
 def indices_alone(codec: Codec, slots: int, size: int, dtype) -> Codec:

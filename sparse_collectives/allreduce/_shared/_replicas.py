@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import _compat, transport, wire
-from sparse_collectives._data import PaddedCOO
+from sparse_collectives._data import PaddedCOO, take
 from sparse_collectives._types import AxisName, ReduceInfo, Undelivered
 from sparse_collectives.allreduce._shared import _messages
 from sparse_collectives.allreduce._shared._stream import Stream
@@ -48,12 +48,7 @@ def share(total: Stream, axis: AxisName, holders: int) -> Stream:
         return everyone.reshape(-1)[: total.shape[0]]
     slot = me * part + jnp.arange(part, dtype=jnp.int32)
     slot = jnp.where(me < holders, slot, total.capacity)
-    mine = PaddedCOO(
-        total.values.at[slot].get(mode="fill", fill_value=0),
-        total.indices.at[slot].get(mode="fill", fill_value=total.size),
-        total.size,
-    )
-    gathered = transport.all_gather(codec.encode(mine, seed).message, axis)
+    gathered = transport.all_gather(codec.encode(take(total, slot), seed).message, axis)
     everyone = codec.decode(gathered[:holders], total.size, total.values.dtype)
     return PaddedCOO(everyone.values.reshape(-1), everyone.indices.reshape(-1), total.size)
 
