@@ -1,6 +1,6 @@
 """The dense allreduce: the baseline that every sparse one is measured against."""
 
-from sparse_collectives import _validation, transport
+from sparse_collectives import transport
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, SparseAllreduce
@@ -18,11 +18,6 @@ def dense() -> SparseAllreduce:
       A :class:`SparseAllreduce` without state; its total is ``f[n]``.
     """
 
-    def init(size: int, axis_size: int) -> tuple[()]:
-        _validation.check_size(size)
-        _validation.check_positive_int("axis_size", axis_size)
-        return ()
-
     @_reduce.sums_in_range(float64=True)
     def reduce(coo: PaddedCOO, state: tuple[()], *, axis: AxisName):
         workers = transport.axis_size(axis)
@@ -31,4 +26,4 @@ def dense() -> SparseAllreduce:
         words = _dispatch.words_of_all_reduce(words, workers)
         return total, _messages.nothing(coo), state, _messages.info(total, words)
 
-    return SparseAllreduce(init, reduce, spec=Spec.of("dense"), keeps_others=False)
+    return SparseAllreduce(_reduce.without_state, reduce, spec=Spec.of("dense"), keeps_others=False)

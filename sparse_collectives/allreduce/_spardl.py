@@ -103,7 +103,7 @@ def spardl(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
             owner = owners(rows, first)
             largest, cut_off = jax.vmap(lambda row: _kth_magnitude.keep_largest(row, slots))(rows)
             kept.extend((others, owner) for others in cut_off)
-            encoded = codec.encode(largest, _reduce.seed(state, stage, me))
+            encoded = codec.encode(largest, _reduce.seed(state.count, stage, me))
             if not codec.exact:
                 kept.append((_messages.kept_by_sender(largest, encoded), owner))
             entries = jnp.sum(encoded.sent, dtype=jnp.int32)

@@ -59,7 +59,7 @@ def topk_a(*, codec: Codec | None = None) -> SparseAllreduce:
             alone, undelivered, _ = _replicas.of_one_worker(coo, axis)
             total = alone.to_dense()
             return total, undelivered, new_state, _messages.info(total, 0.0)
-        seed = _reduce.seed(state, 0, transport.axis_index(axis))
+        seed = _reduce.seed(state.count, 0, transport.axis_index(axis))
         encoded = codec.encode(coo, seed)
         with jax.named_scope("topk_a/allgather"):
             gathered = transport.all_gather(encoded.message, axis)

@@ -12,7 +12,7 @@ from sparse_collectives.allreduce.ok_topk import (
     _exchanges,
     _global_selection,
     _plan,
-    _regions,
+    _state,
 )
 
 # Regions.
@@ -28,7 +28,7 @@ def test_consensus_is_the_mean_of_boundaries_that_split_each_selection_evenly(wo
 
     def agree(indices):
         coo = sc.PaddedCOO(jnp.zeros(600), indices, size)
-        return _regions.consensus(coo, workers, "workers"), _regions.local_boundaries(coo, workers)
+        return _state.consensus(coo, workers, "workers"), _state.local_boundaries(coo, workers)
 
     agreed, local = map(np.asarray, sc.simulate(agree, axis_size=workers)(indices))
     # Not all rounded down, or the last region would grow by P / 2 places.

@@ -85,7 +85,7 @@ def to_owners(
     state: _reduce.StepState,
 ) -> Split:
     """One all_to_all of blocks, of ``capacity`` slots each, or dense where that is shorter."""
-    seed = _reduce.seed(state, 0, transport.axis_index(axis))
+    seed = _reduce.seed(state.count, 0, transport.axis_index(axis))
     if _stream.goes_dense(codec, capacity, regions.width, coo.values.dtype):
         return _dense(coo, regions, axis, codec, seed)
     workers, width, dtype = regions.workers, regions.width, coo.values.dtype

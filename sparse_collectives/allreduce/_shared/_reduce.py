@@ -45,9 +45,15 @@ class StepState(NamedTuple):
 
 def init(size: int, axis_size: int) -> StepState:
     """The state before the first step, for n components and P workers."""
+    without_state(size, axis_size)
+    return StepState(count=jnp.zeros((), jnp.int32))
+
+
+def without_state(size: int, axis_size: int) -> tuple[()]:
+    """The ``init`` of an allreduce for n components and P workers that has nothing to keep."""
     _validation.check_size(size)
     _validation.check_positive_int("axis_size", axis_size)
-    return StepState(count=jnp.zeros((), jnp.int32))
+    return ()
 
 
 def turn(count: jax.Array, stage: int) -> jax.Array:
@@ -60,13 +66,13 @@ def turn(count: jax.Array, stage: int) -> jax.Array:
     return _hash.combine(count, stage, -1)
 
 
-def seed(state: StepState, stage: int, sender: jax.Array | int) -> jax.Array:
+def seed(count: jax.Array, stage: int, sender: jax.Array | int) -> jax.Array:
     """The seed of a message, ``u32[]``: another one for each step, stage and sender.
 
-    Replicas that encode the same sum pass the same ``sender``, so that they send
-    the same bits.
+    Errors of different workers and steps don't add up if they are independent. Replicas that
+    encode the same sum pass the same ``sender``, so that they send the same bits.
     """
-    return _hash.combine(state.count, stage, sender)
+    return _hash.combine(count, stage, sender)
 
 
 def largest_share(dtype, workers: int, *, exact: bool = True) -> float:

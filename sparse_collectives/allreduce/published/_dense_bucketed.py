@@ -47,11 +47,6 @@ def dense_bucketed(*, buckets: int) -> SparseAllreduce:
     """
     buckets = _validation.check_positive_int("buckets", buckets)
 
-    def init(size: int, axis_size: int) -> tuple[()]:
-        _validation.check_size(size)
-        _validation.check_positive_int("axis_size", axis_size)
-        return ()
-
     @_reduce.sums_in_range(float64=True)
     def reduce(coo: PaddedCOO, state: tuple[()], *, axis: AxisName):
         workers = transport.axis_size(axis)
@@ -66,5 +61,8 @@ def dense_bucketed(*, buckets: int) -> SparseAllreduce:
         return total, _messages.nothing(coo), state, _messages.info(total, words)
 
     return SparseAllreduce(
-        init, reduce, spec=Spec.of("dense_bucketed", buckets=buckets), keeps_others=False
+        _reduce.without_state,
+        reduce,
+        spec=Spec.of("dense_bucketed", buckets=buckets),
+        keeps_others=False,
     )

@@ -94,7 +94,7 @@ def dsar_split_allgather(
         def sparse(slots):
             def run():
                 mine = PaddedCOO(reduced.values[:slots], reduced.indices[:slots], width)
-                outgoing = codec.encode(mine, _reduce.seed(state, 1, me))
+                outgoing = codec.encode(mine, _reduce.seed(state.count, 1, me))
                 total = _equal_regions.gather(
                     outgoing.message, regions, dtype, axis=axis, codec=codec
                 )
@@ -105,7 +105,9 @@ def dsar_split_allgather(
             return run
 
         def dense():
-            message, lost = dense_codec.encode_dense(reduced.to_dense(), _reduce.seed(state, 1, me))
+            message, lost = dense_codec.encode_dense(
+                reduced.to_dense(), _reduce.seed(state.count, 1, me)
+            )
             total = _equal_regions.gather_dense(
                 message, regions, dtype, axis=axis, codec=dense_codec
             )

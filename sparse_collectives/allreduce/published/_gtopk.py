@@ -77,7 +77,7 @@ def gtopk(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
             pairs = [(w, w - distance) for w in range(distance, workers, 2 * distance)]
             sends = me % (2 * distance) == distance
             receives = (me % (2 * distance) == 0) & (me + distance < workers)
-            encoded = codec.encode(own, _reduce.seed(state, level, me))
+            encoded = codec.encode(own, _reduce.seed(state.count, level, me))
             with jax.named_scope("gtopk/reduce"):
                 message = transport.ppermute(encoded.message, axis, pairs)
             words += _dispatch.words_of_ppermute(encoded.message.size, workers, pairs)
@@ -98,7 +98,7 @@ def gtopk(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
         if workers == 1:
             total, _, _ = _replicas.of_one_worker(own, axis)
         else:
-            encoded = codec.encode(own, _reduce.seed(state, levels, 0))
+            encoded = codec.encode(own, _reduce.seed(state.count, levels, 0))
             with jax.named_scope("gtopk/broadcast"):
                 message = _replicas.from_first(encoded.message, axis)
             broadcast = _replicas.words_from_first(encoded.message.size, workers)

@@ -88,7 +88,7 @@ def ring_sparse(
             return PaddedCOO(blocks.coo.values[region], blocks.coo.indices[region], regions.width)
 
         def encode(partial, stage, region, receivers):
-            sent = _stream.encode(partial, codec, _reduce.seed(state, stage, me))
+            sent = _stream.encode(partial, codec, _reduce.seed(state.count, stage, me))
             useful.append(receivers * sent.useful)
             if not codec.exact:
                 kept.append(_equal_regions.from_region(sent.lost, regions, region))

@@ -58,7 +58,7 @@ def sparse_allgather(*, codec: Codec | None = None) -> SparseAllreduce:
             total, undelivered, _ = _replicas.of_one_worker(coo, axis)
             return total, undelivered, new_state, _messages.info(total, 0.0)
         me = transport.axis_index(axis)
-        encoded = codec.encode(coo, _reduce.seed(state, 0, me))
+        encoded = codec.encode(coo, _reduce.seed(state.count, 0, me))
         with jax.named_scope("sparse_allgather"):
             gathered = transport.all_gather(encoded.message, axis)
         everyone = codec.decode(gathered, coo.size, coo.values.dtype)

@@ -95,7 +95,7 @@ def ssar_recursive_double(
 
         def encode(stream, stage, sender, keeper):
             """The message, and what each receiver makes of it."""
-            sent = _stream.encode(stream, codec, _reduce.seed(state, stage, sender))
+            sent = _stream.encode(stream, codec, _reduce.seed(state.count, stage, sender))
             if codec.exact:
                 return sent, stream
             kept.append(keeper(sent.lost))

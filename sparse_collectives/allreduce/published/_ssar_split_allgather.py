@@ -88,7 +88,7 @@ def ssar_split_allgather(
         room = min(slots, sums.capacity)
         whole = _stream.goes_dense(codec, room, regions.width, dtype)
         mine = sums.to_dense() if whole else _compaction.bounded(sums, slots, turn)[0]
-        outgoing = _stream.encode(mine, codec, _reduce.seed(state, 1, me))
+        outgoing = _stream.encode(mine, codec, _reduce.seed(state.count, 1, me))
         delivered = split.sent
         if whole:
             total = _equal_regions.gather_dense(

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _compat, _validation, transport
+from sparse_collectives import _compat, transport
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, SparseAllreduce
@@ -39,11 +39,6 @@ def torus_2d() -> SparseAllreduce:
       Clusters <https://arxiv.org/abs/2010.10458>`_, MLSys 2021.
     """
 
-    def init(size: int, axis_size: int) -> tuple[()]:
-        _validation.check_size(size)
-        _validation.check_positive_int("axis_size", axis_size)
-        return ()
-
     def reduce(coo: PaddedCOO, state: tuple[()], *, axis: AxisName):
         _pair(axis)  # Before anything else asks for its size.
         return add(coo, state, axis=axis)
@@ -68,7 +63,9 @@ def torus_2d() -> SparseAllreduce:
         )
         return total, _messages.nothing(coo), state, _messages.info(total, words)
 
-    return SparseAllreduce(init, reduce, spec=Spec.of("torus_2d"), keeps_others=False)
+    return SparseAllreduce(
+        _reduce.without_state, reduce, spec=Spec.of("torus_2d"), keeps_others=False
+    )
 
 
 def _pair(axis: AxisName):
