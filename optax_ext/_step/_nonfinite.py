@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import AxisName, PaddedCOO, Undelivered, transport
-from sparse_collectives._coo._bits import all_finite
+from sparse_collectives._coo import all_finite
 
 POLICIES = ("skip", "drop", "raise", "propagate")
 # Where a worker may be left with parts of what others sent, an increment is smaller than this. In a
