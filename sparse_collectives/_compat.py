@@ -68,8 +68,10 @@ def static_axis(axis: AxisName) -> Hashable:
 
 def ranks(static: Any) -> int:
     """P of what :func:`static_axis` made of communicators; 0 for the axes of a mesh."""
-    sizes = [name.size for name in axis_names(static) if isinstance(name, Ranks)]
-    return math.prod(sizes) if sizes else 0
+    names = axis_names(static)
+    if not names or not isinstance(names[0], Ranks):
+        return 0
+    return math.prod(name.size for name in names)
 
 
 def axis_is_bound(axis: AxisName) -> bool:
