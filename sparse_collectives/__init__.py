@@ -5,6 +5,7 @@ a mapped function (shard_map, pmap, vmap), and compiles under ``jax.jit``.
 """
 
 from sparse_collectives import allreduce, cost_model, planner, select, traffic, transport, wire
+from sparse_collectives._data import Layout, PaddedCOO
 from sparse_collectives._simulate import simulate
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import (
@@ -17,8 +18,6 @@ from sparse_collectives._types import (
     SparseAllreduce,
     Undelivered,
 )
-from sparse_collectives.layout import Layout
-from sparse_collectives.padded_coo import PaddedCOO
 from sparse_collectives.planner._measure import measure
 
 __version__ = "0.1.0"

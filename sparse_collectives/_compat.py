@@ -1,4 +1,4 @@
-"""Every branch on a jax version or on the kind of mapped function is here.
+"""Every branch on a jax version is here, and what tells one kind of mapped function from another.
 
 Under ``shard_map(check_vma=True)`` a value's type says over which mesh axes it
 varies, and a result that is to be replicated must be typed so. ``pmap``,
@@ -68,8 +68,10 @@ def static_axis(axis: AxisName) -> Hashable:
 
 def ranks(static: Any) -> int:
     """P of what :func:`static_axis` made of communicators; 0 for the axes of a mesh."""
-    sizes = [name.size for name in axis_names(static) if isinstance(name, Ranks)]
-    return math.prod(sizes) if sizes else 0
+    names = axis_names(static)
+    if not names or not isinstance(names[0], Ranks):
+        return 0
+    return math.prod(name.size for name in names)
 
 
 def axis_is_bound(axis: AxisName) -> bool:
@@ -80,8 +82,7 @@ def axis_is_bound(axis: AxisName) -> bool:
     if is_communicator(axis):
         return True
     try:
-        for name in axis_names(axis):
-            lax.axis_size(name)
+        lax.axis_size(axis)
     except NameError:
         return False
     return True
@@ -108,15 +109,6 @@ def ambient_mesh() -> Any:
         return jax.sharding.get_mesh()
     except ValueError:  # In what is traced.
         return abstract
-
-
-def axis_size(axis: AxisName) -> int:
-    """The static number of workers on a bound axis."""
-    size = 1
-    over_mpi = is_communicator(axis)
-    for name in axis_names(axis):
-        size *= name.Get_size() if over_mpi else lax.axis_size(name)
-    return size
 
 
 _indices: contextvars.ContextVar[Mapping[Hashable, jax.Array] | None] = contextvars.ContextVar(
@@ -198,42 +190,6 @@ def varying_like(x: Any, *others: Any) -> Any:
 def is_varying(x: Any, axis: AxisName) -> bool:
     """Whether ``x`` is typed as varying over all names of ``axis``."""
     return not is_communicator(axis) and set(axis_names(axis)) <= varying_axes(x)
-
-
-def all_gather_replicated(x: jax.Array, axis: AxisName) -> jax.Array:
-    """``all_gather`` whose result is typed as the same on every worker."""
-    if is_varying(x, axis):
-        return lax.all_gather(x, axis, to="invarying")
-    names = axis_names(axis)
-    if len(names) > 1 and is_simulated(axis):
-        # vmap gathers over one axis only.
-        rows = x
-        for name in reversed(names):
-            rows = lax.all_gather(rows, name)
-        return rows.reshape((axis_size(axis), *x.shape))
-    return lax.all_gather(x, axis)
-
-
-def ppermute(x: jax.Array, axis: AxisName, pairs: Sequence[tuple[int, int]]) -> jax.Array:
-    """``lax.ppermute`` where some workers may send or receive nothing; these get zeros."""
-    pairs = list(pairs)
-    workers = range(axis_size(axis))
-    if len(pairs) == len(workers) or not is_simulated(axis):
-        return lax.ppermute(x, axis, pairs)
-    # vmap asks every worker to send and to receive; there a message more costs nothing.
-    sources, targets = ([pair[end] for pair in pairs] for end in (0, 1))
-    idle = zip(
-        [worker for worker in workers if worker not in sources],
-        [worker for worker in workers if worker not in targets],
-        strict=True,
-    )
-    received = lax.ppermute(x, axis, pairs + list(idle))
-    is_target = jnp.any(jnp.asarray(targets, jnp.int32) == axis_index(axis))
-    return jnp.where(is_target, received, jnp.zeros_like(received))
-
-
-# Jaxprs. Versions differ in their classes (newer ones have one for open and closed jaxprs), and to
-# import the public names, jax.extend, takes as long as this package. So attributes decide.
 
 
 def is_jaxpr(x: Any) -> bool:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
+from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
-from sparse_collectives.padded_coo import PaddedCOO
 
 State = Any
 

@@ -49,9 +49,6 @@ def test_every_public_name_is_in_the_reference_once():
     listed = sorted(name for _, name in entries())
     assert [name for name in listed if not re.search(r"\._[a-z]", name)] == sorted(public_names())
     assert len(set(listed)) == len(listed)
-    # `layout` and `padded_coo` are public for what the packages above export.
-    for name in ("layout", "padded_coo"):
-        assert not hasattr(importlib.import_module(f"sparse_collectives.{name}"), "__all__")
 
 
 def test_what_is_in_the_reference_says_something_and_the_index_leads_to_it():

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import AxisName, Spec, _hash, _validation, transport
-from sparse_collectives._coo.finite import all_finite
+from sparse_collectives._coo import all_finite
 
 DTYPES = ("float32", "bfloat16")
 

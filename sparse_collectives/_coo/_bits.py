@@ -1,4 +1,4 @@
-"""Magnitudes as integers, and the bit tricks that selection is built on.
+"""Magnitudes as integers, masks and short codes in words: the bits that all else is built on.
 
 The bit pattern of a non-negative IEEE number, read as an integer, is ordered
 like the number itself. Comparing patterns costs what comparing floats costs,
@@ -6,6 +6,10 @@ treats subnormals exactly where a CPU would flush them to zero, and puts NaN
 above infinity, so that a NaN is selected and seen instead of hiding in a
 residual for ever.
 """
+
+import functools
+import operator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +46,54 @@ def pack_mask(mask: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(blocks, weights, zero), axis=(1, 2), dtype=jnp.uint32)
 
 
+def mask_words(mask_of, size: int) -> jax.Array:
+    """Packs a mask over ``size`` entries, ``u32[ceil(size / 32)]``.
+
+    Args:
+      mask_of: ``mask_of(start, stop) -> bool[stop - start]``, called for the part
+        that fills whole words and for the rest, so that no n-sized buffer is
+        padded (that would be a copy of it).
+      size: the number of entries, n >= 1.
+    """
+    main = size // 32 * 32
+    parts = []
+    if main:
+        parts.append(pack_mask(mask_of(0, main)))
+    if main < size:
+        parts.append(pack_mask(jnp.pad(mask_of(main, size), (0, 32 - size % 32))))
+    return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+
+
+def mask_by_magnitude(acc: jax.Array, predicate: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """The entries whose magnitude satisfies a predicate, ``u32[ceil(n / 32)]``.
+
+    Args:
+      acc: ``f[n]``.
+      predicate: from the bits of magnitudes, ``i32[m]``, to ``bool[m]``.
+
+    Cost: one pass over n entries.
+    """
+    return mask_words(lambda start, stop: predicate(magnitude_bits(acc[start:stop])), acc.shape[0])
+
+
+def all_finite(*arrays: jax.Array) -> jax.Array:
+    """Whether every entry of each array ``f[..., n]`` is finite, ``bool[]``; all of one size.
+
+    Cost: one pass for all of them, packed like the mask of a selection. On a CPU that takes a
+    third of what ``jnp.all`` takes, which writes a byte for each entry; on a GPU a selection from
+    the same array takes it along.
+    """
+    size = arrays[0].size
+    if not size:
+        return jnp.all(jnp.isfinite(arrays[0]))
+    flat = [x.reshape(-1) for x in arrays]
+
+    def bad(start: int, stop: int) -> jax.Array:
+        return functools.reduce(operator.or_, (~jnp.isfinite(x[start:stop]) for x in flat))
+
+    return ~jnp.any(mask_words(bad, size) != 0)
+
+
 def popcount(words: jax.Array) -> jax.Array:
     """The number of set bits of each word, ``i32``."""
     return lax.population_count(words).astype(jnp.int32)
@@ -62,3 +114,40 @@ def select_bit(words: jax.Array, rank: jax.Array) -> jax.Array:
         words = jnp.where(high, words >> width, low)
         position = jnp.where(high, position + width, position)
     return position
+
+
+def pack(codes: jax.Array, bits: int) -> jax.Array:
+    """``i32[..., m]`` in [0, 2**bits) to ``i32[..., ceil(m * bits / 32)]``.
+
+    The first code is in the lowest bits. Missing codes of the last word are 0.
+    """
+    each = 32 // bits
+    words = pad_to(codes, each).astype(jnp.uint32)
+    words = words.reshape(*codes.shape[:-1], words.shape[-1] // each, each)
+    shifts = _shifts(words.ndim, bits)
+    # The codes don't overlap, so the sum is their union.
+    return lax.bitcast_convert_type(jnp.sum(words << shifts, axis=-1, dtype=jnp.uint32), jnp.int32)
+
+
+def unpack(words: jax.Array, bits: int) -> jax.Array:
+    """``i32[..., w]`` to ``i32[..., w * 32 // bits]``, the inverse of :func:`pack`."""
+    each = 32 // bits
+    codes = lax.bitcast_convert_type(words, jnp.uint32)[..., None]
+    codes = codes >> _shifts(codes.ndim, bits)
+    codes = codes & jnp.uint32((1 << bits) - 1)
+    return codes.astype(jnp.int32).reshape(*words.shape[:-1], words.shape[-1] * each)
+
+
+def _shifts(ndim: int, bits: int) -> jax.Array:
+    """Where the codes of a word begin, ``u32[1, ..., 32 // bits]``."""
+    shifts = bits * jnp.arange(32 // bits, dtype=jnp.uint32)
+    return lax.expand_dims(shifts, range(ndim - 1))
+
+
+def pad_to(x: jax.Array, multiple: int, fill: int | float = 0) -> jax.Array:
+    """``x`` with its last axis filled up to a multiple."""
+    missing = -x.shape[-1] % multiple
+    if not missing:
+        return x
+    widths = [(0, 0)] * (x.ndim - 1) + [(0, missing)]
+    return jnp.pad(x, widths, constant_values=fill)

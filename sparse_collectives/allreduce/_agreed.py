@@ -7,21 +7,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _validation, _volumes, transport
+from sparse_collectives import _validation, transport
+from sparse_collectives._coo import _compaction
+from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
-from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce._shared import (
-    _exclusive,
-    _fixed_point,
-    _merge,
-    _messages,
-    _paged,
-    _replicas,
-    _step,
-    _sum_at,
-)
-from sparse_collectives.allreduce._shared._step import StepState
-from sparse_collectives.padded_coo import PaddedCOO
+from sparse_collectives._types import AxisName, SparseAllreduce
+from sparse_collectives.allreduce._shared import _messages, _partitions, _reduce, _replicas, _sums
+from sparse_collectives.allreduce._shared._reduce import StepState
+from sparse_collectives.transport import _dispatch
 
 EXACT = 32
 NARROW = (8, 10, 16)
@@ -108,11 +101,11 @@ def agreed(*, density: float | None = None, bits: int | None = 32) -> SparseAllr
         return (transport.axis_index(axis) + state.count) % workers
 
     def local_view(acc: jax.Array, state: StepState, *, axis: AxisName) -> jax.Array:
-        partitions = _exclusive.make_partitions(acc.shape[0], transport.axis_size(axis))
+        partitions = _partitions.make_partitions(acc.shape[0], transport.axis_size(axis))
         return partitions.take(acc, my_partition(state, axis))
 
     def to_global(coo: PaddedCOO, size: int, state: StepState, *, axis: AxisName) -> PaddedCOO:
-        partitions = _exclusive.make_partitions(size, transport.axis_size(axis))
+        partitions = _partitions.make_partitions(size, transport.axis_size(axis))
         indices = partitions.place(coo.indices, my_partition(state, axis))
         return PaddedCOO(coo.values, indices, size)
 
@@ -130,9 +123,9 @@ def agreed(*, density: float | None = None, bits: int | None = 32) -> SparseAllr
             total, undelivered, info = _replicas.of_one_worker(coo, axis)
             return total, undelivered, new_state, info
         plan = make_plan(coo.size, coo.capacity, workers, density, bits)
-        mine = _in_my_partition(coo, plan, my_partition(state, axis), _step.turn(state.count, 0))
+        mine = _in_my_partition(coo, plan, my_partition(state, axis), _reduce.turn(state.count, 0))
         with jax.named_scope("agreed/indices"):
-            message = _encoded(mine, plan, _step.turn(state.count, 1))
+            message = _encoded(mine, plan, _reduce.turn(state.count, 1))
             gathered = transport.all_gather(message, axis)
         local, step = _decoded(gathered, plan)
         partition = (jnp.arange(workers, dtype=jnp.int32) + state.count) % workers
@@ -141,21 +134,18 @@ def agreed(*, density: float | None = None, bits: int | None = 32) -> SparseAllr
             plan.partitions.place(local, partition[:, None]).reshape(-1)
         )
         with jax.named_scope("agreed/values"):
-            result = _sum_at.sum_at(indices, acc, coo, axis, step, plan.bits)
+            result = _sums.sum_at(indices, acc, coo, axis, step, plan.bits)
         sent = mine.count()
-        gather = _volumes.all_gather(plan.message_words, workers)
-        values = _sum_at.sum_words(indices.shape[0], workers, plan.bits)
-        info = ReduceInfo(
-            delivered=result.total.count(),
-            overflow=coo.count() - sent,
-            threshold=jnp.zeros((), jnp.float32),
-            words=jnp.float32(gather + values),
-            useful=_messages.useful_words(gather, sent, plan.slots) + jnp.float32(values),
+        gather = _dispatch.words_of_all_gather(plan.message_words, workers)
+        values = _sums.sum_words(indices.shape[0], workers, plan.bits)
+        useful = _messages.useful_words(gather, sent, plan.slots) + jnp.float32(values)
+        info = _messages.info(
+            result.total, gather + values, useful=useful, overflow=coo.count() - sent
         )
         return result.total, result.undelivered, new_state, info
 
     return SparseAllreduce(
-        _step.init,
+        _reduce.init,
         reduce,
         spec=Spec.of("agreed", density=density, bits=bits),
         complete=True,
@@ -174,7 +164,7 @@ class Plan(NamedTuple):
       bits: of a value.
     """
 
-    partitions: _exclusive.Partitions
+    partitions: _partitions.Partitions
     slots: int
     bits: int
 
@@ -183,20 +173,20 @@ class Plan(NamedTuple):
         """Words of one worker's indices, and steps."""
         if self.bits == EXACT:
             return self.slots
-        return _fixed_point.buckets(self.slots) + _paged.words(self.slots, self.partitions.width)
+        return _sums.buckets(self.slots) + _partitions.words(self.slots, self.partitions.width)
 
 
 def make_plan(
     size: int, capacity: int, workers: int, density: float | None, bits: int | None
 ) -> Plan:
     """The plan for selections of ``capacity`` slots of a vector of length ``size``."""
-    partitions = _exclusive.make_partitions(size, workers)
+    partitions = _partitions.make_partitions(size, workers)
     slots = min(capacity, partitions.width)
     if density is not None:
         k = _validation.count_from_density(density, size)
         slots = min(slots, math.ceil(k / workers))
     chosen = _fewest(workers) if bits is None else bits
-    if chosen != EXACT and not _fixed_point.half(chosen, workers):
+    if chosen != EXACT and not _sums.half(chosen, workers):
         raise ValueError(
             f"bits={chosen} is too few for the sum of {workers} workers. Give bits=32."
         )
@@ -205,7 +195,7 @@ def make_plan(
 
 def _fewest(workers: int) -> int:
     """The fewest bits that are enough for P workers."""
-    enough = (bits for bits in NARROW if _fixed_point.half(bits, workers) >= ENOUGH)
+    enough = (bits for bits in NARROW if _sums.half(bits, workers) >= ENOUGH)
     return next(enough, NARROW[-1])
 
 
@@ -221,24 +211,24 @@ def _in_my_partition(
         jnp.full_like(coo.indices, plan.partitions.width).at[slot].set(local, mode="drop"),
         plan.partitions.width,
     )
-    return _merge.bounded(mine, plan.slots, turn)[0]
+    return _compaction.bounded(mine, plan.slots, turn)[0]
 
 
 def _encoded(mine: PaddedCOO, plan: Plan, turn: jax.Array) -> jax.Array:
     if plan.bits == EXACT:
         return mine.indices
     workers = plan.partitions.workers
-    sent = _sum_at.within_range(mine.values, workers)
-    step = _fixed_point.steps(sent, _fixed_point.half(plan.bits, workers), turn)
-    indices = _paged.encode(mine.indices, plan.partitions.width)
-    return jnp.concatenate([_fixed_point.as_words(step), indices])
+    sent = _sums.within_range(mine.values, workers)
+    step = _sums.steps(sent, _sums.half(plan.bits, workers), turn)
+    indices = _partitions.encode(mine.indices, plan.partitions.width)
+    return jnp.concatenate([lax.bitcast_convert_type(step, jnp.int32), indices])
 
 
 def _decoded(gathered: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array | None]:
     """The places ``i32[P, c]`` that all workers selected, and the step of each, ``f32[P c]``."""
     if plan.bits == EXACT:
         return gathered, None
-    count, width = _fixed_point.buckets(plan.slots), plan.partitions.width
-    step = _fixed_point.of_slots(_fixed_point.from_words(gathered[:, :count]), plan.slots)
-    local = jax.vmap(lambda row: _paged.decode(row, plan.slots, width))(gathered[:, count:])
-    return local, step.reshape(-1)
+    count, width = _sums.buckets(plan.slots), plan.partitions.width
+    step = lax.bitcast_convert_type(gathered[:, :count], jnp.float32)
+    local = jax.vmap(lambda row: _partitions.decode(row, plan.slots, width))(gathered[:, count:])
+    return local, _sums.of_slots(step, plan.slots).reshape(-1)

@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 
 from sparse_collectives import transport
-from sparse_collectives._coo import compaction
+from sparse_collectives._coo import _bits, _compaction
+from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, SparseAllreduce, State
-from sparse_collectives.allreduce._shared import _sum_at
-from sparse_collectives.padded_coo import PaddedCOO
+from sparse_collectives.allreduce._shared import _sums
 
 
 def complete(inner: SparseAllreduce) -> SparseAllreduce:
@@ -65,8 +65,8 @@ def complete(inner: SparseAllreduce) -> SparseAllreduce:
         else:
             indices, state, info = inner.choose(coo, state, axis=axis)
         with jax.named_scope("complete"):
-            result = _sum_at.sum_at(indices, acc, coo, axis)
-        words = jnp.float32(_sum_at.sum_words(indices.shape[0], workers, 32))
+            result = _sums.sum_at(indices, acc, coo, axis)
+        words = jnp.float32(_sums.sum_words(indices.shape[0], workers, 32))
         info = info._replace(words=info.words + words, useful=info.useful + words)
         return result.total, result.undelivered, state, info
 
@@ -80,5 +80,5 @@ def _indices_of(total: PaddedCOO | jax.Array, most: int) -> jax.Array:
     if isinstance(total, PaddedCOO):
         return total.indices
     size = total.shape[0]
-    words = compaction.mask_words(lambda start, stop: total[start:stop] != 0, size)
-    return compaction.set_positions(words, min(most, size), size)[0]
+    words = _bits.mask_words(lambda start, stop: total[start:stop] != 0, size)
+    return _compaction.set_positions(words, min(most, size), size)[0]

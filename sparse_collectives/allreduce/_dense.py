@@ -1,12 +1,11 @@
 """The dense allreduce: the baseline that every sparse one is measured against."""
 
-import jax.numpy as jnp
-
-from sparse_collectives import _validation, _volumes, transport
+from sparse_collectives import transport
+from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
-from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce._shared import _range, _undelivered
-from sparse_collectives.padded_coo import PaddedCOO
+from sparse_collectives._types import AxisName, SparseAllreduce
+from sparse_collectives.allreduce._shared import _messages, _reduce
+from sparse_collectives.transport import _dispatch
 
 
 def dense() -> SparseAllreduce:
@@ -19,24 +18,12 @@ def dense() -> SparseAllreduce:
       A :class:`SparseAllreduce` without state; its total is ``f[n]``.
     """
 
-    def init(size: int, axis_size: int) -> tuple[()]:
-        _validation.check_size(size)
-        _validation.check_positive_int("axis_size", axis_size)
-        return ()
-
-    @_range.sums_in_range(float64=True)
+    @_reduce.sums_in_range(float64=True)
     def reduce(coo: PaddedCOO, state: tuple[()], *, axis: AxisName):
         workers = transport.axis_size(axis)
         total = transport.psum(coo.to_dense(), axis)
         words = coo.size * coo.values.dtype.itemsize / 4
-        words = jnp.float32(_volumes.all_reduce(words, workers))
-        info = ReduceInfo(
-            delivered=jnp.sum(total != 0, dtype=jnp.int32),
-            overflow=jnp.zeros((), jnp.int32),
-            threshold=jnp.zeros((), jnp.float32),
-            words=words,
-            useful=words,
-        )
-        return total, _undelivered.nothing(coo), state, info
+        words = _dispatch.words_of_all_reduce(words, workers)
+        return total, _messages.nothing(coo), state, _messages.info(total, words)
 
-    return SparseAllreduce(init, reduce, spec=Spec.of("dense"), keeps_others=False)
+    return SparseAllreduce(_reduce.without_state, reduce, spec=Spec.of("dense"), keeps_others=False)

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _compat, _validation, _volumes, transport
+from sparse_collectives import _compat, _validation, transport
+from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce, State
-from sparse_collectives.padded_coo import PaddedCOO
+from sparse_collectives.transport import _dispatch
 
 # Of delivered, threshold and words, which the workers of a node tell each other.
 _INFO_WORDS = 3
@@ -127,9 +128,9 @@ def hierarchical(*, inner_axis: AxisName, outer: SparseAllreduce) -> SparseAllre
             info = _of_all_shards(info, inner_axis)
         word = coo.values.dtype.itemsize / 4
         words = (
-            _volumes.reduce_scatter(coo.size * inside * word, inside)
-            + _volumes.all_gather(coo.size * word, inside)
-            + _volumes.all_gather(_INFO_WORDS, inside)
+            _dispatch.words_of_reduce_scatter(coo.size * inside * word, inside)
+            + _dispatch.words_of_all_gather(coo.size * word, inside)
+            + _dispatch.words_of_all_gather(_INFO_WORDS, inside)
         )
         info = info._replace(
             words=info.words + jnp.float32(words), useful=info.useful + jnp.float32(words)

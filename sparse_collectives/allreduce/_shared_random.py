@@ -5,13 +5,12 @@ import math
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _validation, transport
-from sparse_collectives._coo import permutation
+from sparse_collectives import _hash, _validation, transport
+from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
-from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce, State
-from sparse_collectives.allreduce._shared import _step, _sum_at
-from sparse_collectives.allreduce._shared._step import StepState
-from sparse_collectives.padded_coo import PaddedCOO
+from sparse_collectives._types import AxisName, SparseAllreduce, State
+from sparse_collectives.allreduce._shared import _messages, _reduce, _sums
+from sparse_collectives.allreduce._shared._reduce import StepState
 
 
 def shared_random(density: float, *, seed: int = 0) -> SparseAllreduce:
@@ -72,7 +71,7 @@ def shared_random(density: float, *, seed: int = 0) -> SparseAllreduce:
         start, turn = (state.count % turns) * k, jnp.arange(k, dtype=jnp.int32)
         # The last turn of a permutation has what is left; a place past n may not fit an int32.
         inside = turn < size - start
-        indices = permutation.images(key, jnp.where(inside, start + turn, 0), size)
+        indices = _hash.permuted(key, jnp.where(inside, start + turn, 0), size)
         return jnp.where(inside, indices, size)
 
     def local_view(acc: jax.Array, state: StepState, *, axis: AxisName) -> jax.Array:
@@ -89,19 +88,13 @@ def shared_random(density: float, *, seed: int = 0) -> SparseAllreduce:
         workers = transport.axis_size(axis)
         with jax.named_scope("shared_random"):
             # The indices are there without a selection; a step that is skipped has an empty one.
-            result = _sum_at.sum_at(drawn(state, coo.size), acc, coo, axis, gives=coo.count() > 0)
-        words = jnp.float32(_sum_at.sum_words(result.total.capacity, workers, 32))
-        info = ReduceInfo(
-            delivered=result.total.count(),
-            overflow=jnp.zeros((), jnp.int32),
-            threshold=jnp.zeros((), jnp.float32),
-            words=words,
-            useful=words,
-        )
+            result = _sums.sum_at(drawn(state, coo.size), acc, coo, axis, gives=coo.count() > 0)
+        words = _sums.sum_words(result.total.capacity, workers, 32)
+        info = _messages.info(result.total, words)
         return result.total, result.undelivered, StepState(state.count + 1), info
 
     return SparseAllreduce(
-        _step.init,
+        _reduce.init,
         reduce,
         spec=Spec.of("shared_random", density=density, seed=seed),
         complete=True,

@@ -3,24 +3,22 @@
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _validation, _volumes, transport, wire
+from sparse_collectives import _data, _validation, transport, wire
+from sparse_collectives._coo import _kth_magnitude
+from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
-from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
+from sparse_collectives._types import AxisName, Codec, SparseAllreduce
 from sparse_collectives.allreduce._shared import (
     _equal_regions,
     _halving,
     _hashed,
-    _indices_alone,
-    _largest,
     _merge,
     _messages,
-    _range,
+    _reduce,
     _slots,
-    _step,
-    _undelivered,
 )
-from sparse_collectives.allreduce._shared._step import StepState
-from sparse_collectives.padded_coo import PaddedCOO
+from sparse_collectives.allreduce._shared._reduce import StepState
+from sparse_collectives.transport import _dispatch
 
 
 def spardl(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
@@ -78,7 +76,7 @@ def spardl(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
     density = _validation.check_density(density)
     chosen_codec = wire.raw() if codec is None else codec
 
-    @_range.sums_in_range(exact=chosen_codec.exact)
+    @_reduce.sums_in_range(exact=chosen_codec.exact)
     def reduce(coo: PaddedCOO, state: StepState, *, axis: AxisName, indices_alone: bool = False):
         workers = transport.axis_size(axis)
         me = transport.axis_index(axis)
@@ -97,15 +95,15 @@ def spardl(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
         def at_indices(parts):
             """The entries of all parts, each the rows of some blocks and their owners."""
             owner = jnp.concatenate([jnp.repeat(each, rows.capacity) for rows, each in parts])
-            entries = _merge.concatenate([rows for rows, _ in parts])
+            entries = _data.concatenate([rows for rows, _ in parts])
             return _hashed.from_rows(entries, coo.size, workers, owner, state.count)
 
         def encode(rows, first, slots, stage, codec=codec):
             """The blocks from that of worker ``first`` on, cut and encoded; the rest is kept."""
             owner = owners(rows, first)
-            largest, cut_off = jax.vmap(lambda row: _largest.keep_largest(row, slots))(rows)
+            largest, cut_off = jax.vmap(lambda row: _kth_magnitude.keep_largest(row, slots))(rows)
             kept.extend((others, owner) for others in cut_off)
-            encoded = codec.encode(largest, _step.seed(state, stage, me))
+            encoded = codec.encode(largest, _reduce.seed(state.count, stage, me))
             if not codec.exact:
                 kept.append((_messages.kept_by_sender(largest, encoded), owner))
             entries = jnp.sum(encoded.sent, dtype=jnp.int32)
@@ -113,7 +111,7 @@ def spardl(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
             return encoded.message, filled, jnp.sum(largest.count(), dtype=jnp.int32) - entries
 
         # The blocks, beginning with this worker's own.
-        turn = _step.turn(state.count, 0)
+        turn = _reduce.turn(state.count, 0)
         blocks = _hashed.split(coo, workers, plan.first, state.count, turn)
         order = (me + jnp.arange(workers, dtype=jnp.int32)) % workers
         held = jax.tree.map(lambda rows: rows[order], blocks.coo)
@@ -127,7 +125,7 @@ def spardl(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
             pairs = [(source, (source + distance) % workers) for source in range(workers)]
             with jax.named_scope("spardl/reduce_scatter"):
                 came = transport.ppermute(message, axis, pairs)
-            words += _volumes.ppermute(message.size, workers, pairs)
+            words += _dispatch.words_of_ppermute(message.size, workers, pairs)
             useful, overflow = useful + filled, overflow + unsent
             staying = jax.tree.map(lambda rows, most=distance: rows[:most], held)
             held = _add(staying, codec.decode(came, plan.width, dtype), step)
@@ -135,23 +133,23 @@ def spardl(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
         # Everyone's own block, to all.
         last = codec
         if indices_alone:
-            last = _indices_alone.shorter(codec, plan.slots, plan.width, dtype)
+            last = _messages.indices_alone(codec, plan.slots, plan.width, dtype)
         message, filled, unsent = encode(held, me, plan.slots, len(plan.rounds), last)
         with jax.named_scope("spardl/allgather"):
             everyone = last.decode(transport.all_gather(message[0], axis), plan.width, dtype)
-        words += _volumes.all_gather(message.size, workers)
+        words += _dispatch.words_of_all_gather(message.size, workers)
         total = at_indices([(everyone, owners(everyone, 0))])
 
-        info = ReduceInfo(
-            delivered=total.count(),
-            overflow=overflow + unsent,
-            threshold=_largest.smallest_magnitude(total),
-            words=jnp.float32(words),
+        info = _messages.info(
+            total,
+            words,
             useful=useful + (workers - 1) * filled,
+            overflow=overflow + unsent,
+            threshold=_kth_magnitude.smallest_magnitude(total),
         )
         lost = [at_indices(kept)] if kept else []
         later = [(entries, entries.values) for entries in lost]
-        undelivered = _undelivered.by_total(coo, blocks.sent, None, later, total)
+        undelivered = _messages.by_total(coo, blocks.sent, None, later, total)
         return total, undelivered, StepState(state.count + 1), info
 
     def choose(coo: PaddedCOO, state: StepState, *, axis: AxisName):
@@ -159,7 +157,7 @@ def spardl(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
         return total.indices, state, info
 
     spec = Spec.of("spardl", density=density, codec=chosen_codec)
-    return SparseAllreduce(_step.init, reduce, spec=spec, choose=choose)
+    return SparseAllreduce(_reduce.init, reduce, spec=spec, choose=choose)
 
 
 def _add(held: PaddedCOO, received: PaddedCOO, step: _halving.Round) -> PaddedCOO:

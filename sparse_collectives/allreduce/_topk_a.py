@@ -4,12 +4,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _volumes, transport, wire
+from sparse_collectives import transport, wire
+from sparse_collectives._data import PaddedCOO, sum_dtype
 from sparse_collectives._spec import Spec
-from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce._shared import _messages, _range, _replicas, _step, _undelivered
-from sparse_collectives.allreduce._shared._step import StepState
-from sparse_collectives.padded_coo import PaddedCOO, sum_dtype
+from sparse_collectives._types import AxisName, Codec, SparseAllreduce
+from sparse_collectives.allreduce._shared import _messages, _reduce, _replicas
+from sparse_collectives.allreduce._shared._reduce import StepState
+from sparse_collectives.transport import _dispatch
 
 
 def topk_a(*, codec: Codec | None = None) -> SparseAllreduce:
@@ -50,29 +51,30 @@ def topk_a(*, codec: Codec | None = None) -> SparseAllreduce:
     """
     codec = wire.raw() if codec is None else codec
 
-    @_range.sums_in_range(exact=codec.exact, float64=True)
+    @_reduce.sums_in_range(exact=codec.exact, float64=True)
     def reduce(coo: PaddedCOO, state: StepState, *, axis: AxisName):
         workers = transport.axis_size(axis)
         new_state = StepState(state.count + 1)
         if workers == 1:
             alone, undelivered, _ = _replicas.of_one_worker(coo, axis)
             total = alone.to_dense()
-            return total, undelivered, new_state, _info(total, jnp.int32(0), 0.0, 0.0)
-        seed = _step.seed(state, 0, transport.axis_index(axis))
+            return total, undelivered, new_state, _messages.info(total, 0.0)
+        seed = _reduce.seed(state.count, 0, transport.axis_index(axis))
         encoded = codec.encode(coo, seed)
         with jax.named_scope("topk_a/allgather"):
             gathered = transport.all_gather(encoded.message, axis)
         everyone = codec.decode(gathered, coo.size, coo.values.dtype)
         total = _sum_rows(everyone)
-        undelivered = _undelivered.of_slots(coo, _messages.kept_by_sender(coo, encoded).values)
-        words = _volumes.all_gather(encoded.message.size, workers)
+        undelivered = _messages.of_slots(coo, _messages.kept_by_sender(coo, encoded).values)
+        words = _dispatch.words_of_all_gather(encoded.message.size, workers)
         entries = jnp.sum(encoded.sent, dtype=jnp.int32)
         useful = _messages.useful_words(words, entries, coo.capacity)
         overflow = _messages.unsent_count(coo, encoded)
-        return total, undelivered, new_state, _info(total, overflow, words, useful)
+        info = _messages.info(total, words, useful=useful, overflow=overflow)
+        return total, undelivered, new_state, info
 
     return SparseAllreduce(
-        _step.init, reduce, spec=Spec.of("topk_a", codec=codec), keeps_others=False
+        _reduce.init, reduce, spec=Spec.of("topk_a", codec=codec), keeps_others=False
     )
 
 
@@ -92,13 +94,3 @@ def _sum_rows(coo: PaddedCOO) -> jax.Array:
 
     total, _ = lax.scan(add, jnp.full((coo.size,), zero), (coo.indices, coo.values))
     return total.astype(coo.values.dtype)
-
-
-def _info(total: jax.Array, overflow, words, useful) -> ReduceInfo:
-    return ReduceInfo(
-        delivered=jnp.sum(total != 0, dtype=jnp.int32),
-        overflow=overflow,
-        threshold=jnp.zeros((), jnp.float32),
-        words=jnp.float32(words),
-        useful=jnp.float32(useful),
-    )

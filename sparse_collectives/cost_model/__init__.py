@@ -7,8 +7,7 @@ or runs anything, so that any n, k and P is answered at once.
 
 from sparse_collectives.cost_model._fill_in import Overlap, expected_union
 from sparse_collectives.cost_model._paper import paper_cost
-from sparse_collectives.cost_model._predict import predict
-from sparse_collectives.cost_model._registry import ALGORITHMS, Algorithm
+from sparse_collectives.cost_model._registry import ALGORITHMS, Algorithm, predict
 from sparse_collectives.cost_model._types import Workload, network
 
 __all__ = [

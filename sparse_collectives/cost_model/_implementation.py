@@ -10,13 +10,13 @@ message for each partner of an all_to_all.
 import math
 from collections.abc import Callable
 
-from sparse_collectives import _volumes
 from sparse_collectives.allreduce import _agreed
-from sparse_collectives.allreduce._shared import _halving, _slots, _sum_at
+from sparse_collectives.allreduce._shared import _halving, _slots, _sums
 from sparse_collectives.allreduce.ok_topk import _plan
 from sparse_collectives.cost_model._codecs import MessageSizes, codec_sizes
 from sparse_collectives.cost_model._fill_in import expected_union
 from sparse_collectives.cost_model._types import Cost, Estimate, Workload, certain, log2_rounds
+from sparse_collectives.transport import _dispatch
 
 Formula = Callable[[Workload, MessageSizes], Estimate]
 
@@ -36,7 +36,7 @@ def _even(messages: float, words: float, pairs: float = 0.0) -> Cost:
 
 
 def _all_gather(message: float, workers: int, slots: int = 0) -> Cost:
-    words = _volumes.all_gather(message, workers)
+    words = _dispatch.words_of_all_gather(message, workers)
     return _even(log2_rounds(workers), words, slots * (workers - 1))
 
 
@@ -45,7 +45,7 @@ def _all_to_all(block: float, workers: int, slots: int) -> Cost:
 
 
 def _psum(words: float, workers: int) -> Cost:
-    return _even(2 * log2_rounds(workers), _volumes.all_reduce(words, workers))
+    return _even(2 * log2_rounds(workers), _dispatch.words_of_all_reduce(words, workers))
 
 
 def dense(w: Workload, codec: MessageSizes) -> Estimate:
@@ -215,7 +215,7 @@ def agreed(bits: int | None) -> Formula:
         plan = _agreed.make_plan(w.size, w.selected, w.workers, w.density, bits)
         slots = plan.slots * w.workers
         indices = _all_gather(plan.message_words, w.workers)
-        words = _sum_at.sum_words(slots, w.workers, plan.bits)
+        words = _sums.sum_words(slots, w.workers, plan.bits)
         return certain(indices + _even(2 * log2_rounds(w.workers), words, slots))
 
     return formula
@@ -235,7 +235,7 @@ def shared_random(w: Workload, codec: MessageSizes) -> Estimate:
     del codec
     if w.workers == 1:
         return certain(Cost())
-    words = _sum_at.sum_words(w.selected, w.workers, 32)
+    words = _sums.sum_words(w.selected, w.workers, 32)
     return certain(_even(2 * log2_rounds(w.workers), words, w.selected))
 
 

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Callable
 
-from sparse_collectives import _volumes
 from sparse_collectives.cost_model._codecs import MessageSizes
 from sparse_collectives.cost_model._implementation import Formula, dense
 from sparse_collectives.cost_model._types import Cost, Estimate, Workload, certain, log2_rounds
+from sparse_collectives.transport import _dispatch
 
 INFO_WORDS = 3
 
@@ -15,7 +15,9 @@ def _within_nodes(w: Workload) -> Cost:
     """Reduce-scatter before and allgather after, dense, within a node."""
     group = w.inner_size
     shard = math.ceil(w.size / group)
-    words = _volumes.reduce_scatter(shard * group, group) + _volumes.all_gather(shard, group)
+    words = _dispatch.words_of_reduce_scatter(shard * group, group) + _dispatch.words_of_all_gather(
+        shard, group
+    )
     return Cost(inner_messages=2 * log2_rounds(group), inner_words=words)
 
 
@@ -58,14 +60,14 @@ def hierarchical(
         group, rounds = w.inner_size, log2_rounds(w.inner_size)
         # Count, threshold and words, which the workers of a node tell each other.
         inner = _within_nodes(w) + Cost(
-            inner_messages=rounds, inner_words=_volumes.all_gather(INFO_WORDS, group)
+            inner_messages=rounds, inner_words=_dispatch.words_of_all_gather(INFO_WORDS, group)
         )
         outer = _between_nodes(w)
 
         def told(words: int) -> Cost:
             if not words:
                 return Cost()
-            summed = _volumes.all_reduce(words, group)
+            summed = _dispatch.words_of_all_reduce(words, group)
             return Cost(inner_messages=2 * rounds, inner_words=summed)
 
         flags, costs = agreed(outer), formula(outer, codec)

@@ -6,12 +6,14 @@ defined.
 
 from sparse_collectives._compat import to_varying
 from sparse_collectives._coo._bits import magnitude_bits
-from sparse_collectives._coo.kth_magnitude import largest_mask
+from sparse_collectives._coo._kth_magnitude import largest_mask
+from sparse_collectives._data import empty
 from sparse_collectives._validation import check_density
-from sparse_collectives._volumes import all_gather as words_of_all_gather
-from sparse_collectives._volumes import all_reduce as words_of_all_reduce
-from sparse_collectives._volumes import reduce_scatter as words_of_reduce_scatter
-from sparse_collectives.padded_coo import empty
+from sparse_collectives.transport._dispatch import (
+    words_of_all_gather,
+    words_of_all_reduce,
+    words_of_reduce_scatter,
+)
 
 __all__ = [
     "check_density",

@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from sparse_collectives import _units, _validation, transport, wire
+from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, SparseAllreduce
 from sparse_collectives.cost_model import ALGORITHMS, Workload, network
 from sparse_collectives.cost_model._types import Network
-from sparse_collectives.padded_coo import PaddedCOO
 from sparse_collectives.planner import _planner
 
 

@@ -11,10 +11,11 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from sparse_collectives import _volumes, transport
+from sparse_collectives import transport
 from sparse_collectives._types import AxisName
 from sparse_collectives._validation import check_positive_int
 from sparse_collectives.cost_model._types import BYTES_PER_WORD, Network, log2_rounds
+from sparse_collectives.transport import _dispatch
 
 # Collectives in one program, so that its launch is a small part of its time.
 _CHAIN = 8
@@ -215,14 +216,14 @@ def _collectives(workers: int, axis: AxisName) -> list[tuple[str, int, Callable,
         (
             "psum",
             2 * rounds,
-            lambda size: _volumes.all_reduce(size, workers),
+            lambda size: _dispatch.words_of_all_reduce(size, workers),
             lambda x: transport.psum(x, axis) / workers,
         ),
-        ("all_gather", rounds, lambda size: _volumes.all_gather(size, workers), gather),
+        ("all_gather", rounds, lambda size: _dispatch.words_of_all_gather(size, workers), gather),
         (
             "ppermute",
             1,
-            lambda size: _volumes.ppermute(size, workers),
+            lambda size: _dispatch.words_of_ppermute(size, workers),
             lambda x: transport.ppermute(x, axis, pairs),
         ),
     ]

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from sparse_collectives import _validation
-from sparse_collectives._coo import _bits, compaction
+from sparse_collectives._coo import _bits, _compaction
+from sparse_collectives._data import Layout, as_layout
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
-from sparse_collectives.layout import Layout, as_layout
 from sparse_collectives.select._shared import _rows
 
 
@@ -74,7 +74,7 @@ def bucketed(density: float, *, bucket: int = 512) -> Selector:
                 chosen.append(jnp.where(places < rows.size, begin + places, size))
                 thresholds.append(threshold)
                 capacity += k * rows.shape[0]
-        coo, count = compaction.compact_indices(acc, jnp.concatenate(chosen), capacity=capacity)
+        coo, count = _compaction.compact_indices(acc, jnp.concatenate(chosen), capacity=capacity)
         info = SelectInfo(
             selected=count,
             overflow=jnp.zeros_like(count),

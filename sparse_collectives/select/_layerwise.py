@@ -5,9 +5,9 @@ import math
 import jax
 
 from sparse_collectives import _validation
+from sparse_collectives._data import Layout, as_layout
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import Selector
-from sparse_collectives.layout import Layout, as_layout
 from sparse_collectives.select._shared import _layers
 
 

@@ -6,12 +6,11 @@ The indices are the images of 0 .. k-1 under a random permutation of 0 .. n-1.
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _validation, transport
-from sparse_collectives._coo import _bits, _bitset, compaction, permutation
+from sparse_collectives import _hash, _validation, transport
+from sparse_collectives._coo import _bits, _bitset, _compaction
+from sparse_collectives._data import Layout, PaddedCOO, as_layout
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, SelectInfo, Selector
-from sparse_collectives.layout import Layout, as_layout
-from sparse_collectives.padded_coo import PaddedCOO
 
 # Of the golden ratio: multiples of it, modulo 2**32, are far from one another.
 _STRIDE = 0x9E3779B9 - 2**32
@@ -85,11 +84,11 @@ def random_k(
         if axis is not None:
             transport.axis_size(axis)  # Raises where the axis is not bound.
             key = jax.random.fold_in(key, transport.axis_index(axis))
-        drawn = permutation.images(key, jnp.arange(k, dtype=jnp.int32), size)
+        drawn = _hash.permuted(key, jnp.arange(k, dtype=jnp.int32), size)
         nonzero = _bits.magnitude_bits(acc.at[drawn].get(mode="clip")) > 0
         members = jnp.where(nonzero, drawn, size)
         words = _bitset.insert(_bitset.empty(size), members, size)
-        indices, count = compaction.set_positions(words, k, size)
+        indices, count = _compaction.set_positions(words, k, size)
         values = acc.at[indices].get(mode="fill", fill_value=0)
         info = SelectInfo(
             selected=count,

@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_collectives import _validation
-from sparse_collectives._coo import _bits, compaction, kth_magnitude
+from sparse_collectives._coo import _bits, _compaction, _kth_magnitude
+from sparse_collectives._data import Layout, PaddedCOO
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector, State
-from sparse_collectives.layout import Layout
-from sparse_collectives.padded_coo import PaddedCOO
 from sparse_collectives.select._density import DensitySchedule
 
 
@@ -127,8 +126,8 @@ def _largest(
         k = jnp.where(positive, jnp.clip(exact, 1, coo.capacity), 1).astype(jnp.int32)
         clipped = jnp.asarray(~in_range, jnp.int32)
     bits = _bits.magnitude_bits(coo.values)
-    chosen, pattern = kth_magnitude.largest_mask(bits, k)
-    kept, _ = compaction.compact_mask(coo, chosen, capacity=coo.capacity)
+    chosen, pattern = _kth_magnitude.largest_mask(bits, k)
+    kept, _ = _compaction.compact_mask(coo, chosen, capacity=coo.capacity)
     return kept, _bits.magnitude_from_bits(pattern), clipped
 
 

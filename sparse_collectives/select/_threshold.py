@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparse_collectives import _validation
+from sparse_collectives._data import Layout, as_layout
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import Selector
-from sparse_collectives.layout import Layout, as_layout
-from sparse_collectives.select._shared import _reaching
+from sparse_collectives.select._shared import _thresholds
 
 
 def threshold(*, magnitude: float, density: float) -> Selector:
@@ -67,7 +67,7 @@ def threshold(*, magnitude: float, density: float) -> Selector:
     def select(acc: jax.Array, state: jax.Array):
         acc = _validation.as_vector("acc", acc)
         capacity = _validation.count_from_density(density, acc.shape[0])
-        coo, info = _reaching.select_reaching(
+        coo, info = _thresholds.select_reaching(
             acc, jnp.int32(pattern), capacity=capacity, turn=state
         )
         return coo, state + 1, info

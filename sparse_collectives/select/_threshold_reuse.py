@@ -13,7 +13,7 @@ thresholds and counts. A step whose count is off is counted again before
 anything is selected.
 
 The program that the paper links to has a servo, too, by fixed factors: see
-:mod:`sparse_collectives._coo.fixed_factors`.
+:mod:`sparse_collectives.select._shared._thresholds`.
 """
 
 import math
@@ -24,12 +24,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import _compat, _validation
-from sparse_collectives._coo import _bits, compaction, fixed_factors
-from sparse_collectives._coo.kth_magnitude import kth_magnitude_bits
+from sparse_collectives._coo import _bits, _compaction
+from sparse_collectives._coo._kth_magnitude import kth_magnitude_bits
+from sparse_collectives._data import Layout, as_layout
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
-from sparse_collectives.layout import Layout, as_layout
-from sparse_collectives.select._shared import _masks, _reaching
+from sparse_collectives.select._shared import _thresholds
 
 _MAX_RECOUNTS = 4
 _STEEPEST = 100.0
@@ -128,7 +128,7 @@ def threshold_reuse(
         state = _compat.varying_like(state, acc)
         size = acc.shape[0]
         k = _validation.count_from_density(density, size)
-        capacity = _reaching.slots_for(k, size, headroom)
+        capacity = _thresholds.slots_for(k, size, headroom)
         if k == size:
             return _select_all(acc, state)
 
@@ -141,17 +141,17 @@ def threshold_reuse(
         following = trial.threshold
         if servo == "fixed":
             trial = _raise(acc, trial, k, due)
-            following = fixed_factors.next_local(trial.threshold, trial.count, k)
+            following = _thresholds.next_local(trial.threshold, trial.count, k)
         elif servo:
             trial, steepness = _recount(acc, trial, steepness, k, tolerance, due)
             # Still off by a factor of two: evaluate exactly at the next step.
             lost = (trial.count > 2 * k) | (2 * trial.count < k)
             following = jnp.where(lost, 0.0, _follow(trial, steepness, k))
-        indices, _ = compaction.set_positions(trial.words, capacity, size, state.count)
+        indices, _ = _compaction.set_positions(trial.words, capacity, size, state.count)
         values = acc.at[indices].get(mode="fill", fill_value=0)
         selected = jnp.minimum(trial.count, capacity)
         return (
-            compaction.PaddedCOO(values, indices, size),
+            _compaction.PaddedCOO(values, indices, size),
             ThresholdReuseState(state.count + 1, following, steepness),
             SelectInfo(selected, trial.count - selected, trial.threshold),
         )
@@ -173,14 +173,14 @@ def threshold_reuse(
 def _select_all(acc: jax.Array, state: ThresholdReuseState):
     """Density 1: every nonzero."""
     none = jnp.zeros_like(state.count)
-    coo, info = _reaching.select_reaching(acc, none, capacity=acc.shape[0], turn=state.count)
+    coo, info = _thresholds.select_reaching(acc, none, capacity=acc.shape[0], turn=state.count)
     return coo, state._replace(count=state.count + 1), info
 
 
 def _try(acc: jax.Array, threshold: jax.Array) -> _Trial:
     """The entries that reach ``threshold``; zeros never do."""
     bits = jnp.maximum(_bits.magnitude_bits(threshold), 1)
-    words = _masks.mask_words(acc, lambda magnitude: magnitude >= bits)
+    words = _bits.mask_by_magnitude(acc, lambda magnitude: magnitude >= bits)
     return _Trial(threshold, words, jnp.sum(_bits.popcount(words), dtype=jnp.int32))
 
 
@@ -189,12 +189,12 @@ def _raise(acc: jax.Array, trial: _Trial, k: int, exact: jax.Array) -> _Trial:
 
     def off(carry):
         turn, trial = carry
-        return (turn < fixed_factors.MOST_RAISES) & fixed_factors.too_many(trial.count, k) & ~exact
+        return (turn < _thresholds.MOST_RAISES) & _thresholds.too_many(trial.count, k) & ~exact
 
     def again(carry):
         turn, trial = carry
         # Tied to the carry, or XLA moves |acc| out of the loop into n words.
-        here, threshold = lax.optimization_barrier((acc, fixed_factors.raised(trial.threshold)))
+        here, threshold = lax.optimization_barrier((acc, _thresholds.raised(trial.threshold)))
         return turn + 1, _try(here, threshold)
 
     return lax.while_loop(off, again, (jnp.zeros_like(trial.count), trial))[1]

@@ -14,12 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import _compat, _validation
-from sparse_collectives._coo import _bits, compaction, kth_magnitude
+from sparse_collectives._coo import _bits, _compaction, _kth_magnitude
+from sparse_collectives._data import Layout, PaddedCOO, as_layout
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
-from sparse_collectives.layout import Layout, as_layout
-from sparse_collectives.padded_coo import PaddedCOO
-from sparse_collectives.select._shared import _masks
 
 # Candidates aimed at and slots for them, as multiples of k.
 _AIM = 1.15
@@ -69,7 +67,7 @@ def topk(density: float) -> Selector:
         size = acc.shape[0]
         k = _validation.count_from_density(density, size)
         capacity = math.ceil(_ROOM * k) + 32
-        if size <= kth_magnitude.DIRECT_SIZE or 2 * capacity >= size:
+        if size <= _kth_magnitude.DIRECT_SIZE or 2 * capacity >= size:
             coo, threshold_bits = select_directly(acc, k)
             selected, guess = coo.count(), state
         else:
@@ -86,8 +84,8 @@ def topk(density: float) -> Selector:
 
 def select_directly(acc: jax.Array, k: int) -> tuple[PaddedCOO, jax.Array]:
     """The exact k-th magnitude, then compaction."""
-    threshold_bits = kth_magnitude.kth_magnitude_bits(acc, k)
-    coo, count = compaction.compact(acc, threshold_bits, capacity=k)
+    threshold_bits = _kth_magnitude.kth_magnitude_bits(acc, k)
+    coo, count = _compaction.compact(acc, threshold_bits, capacity=k)
     # More than k entries pass only where several have the k-th magnitude.
     coo = lax.cond(count > k, lambda: _break_ties(acc, threshold_bits, k), lambda: coo)
     return coo, threshold_bits
@@ -99,9 +97,9 @@ def _select_among_candidates(
     """The selection and its count, the bits of the k-th magnitude, and the next guess."""
     candidates, count, low = _candidates(acc, k, capacity, guess)
     bits = _bits.magnitude_bits(candidates.values)
-    threshold_bits = kth_magnitude.bisect(bits, k)
-    slot, selected = kth_magnitude.slots_from(bits, threshold_bits, k, none=k)
-    coo = compaction.to_slots(candidates, slot, capacity=k)
+    threshold_bits = _kth_magnitude.bisect(bits, k)
+    slot, selected = _kth_magnitude.slots_from(bits, threshold_bits, k, none=k)
+    coo = _compaction.to_slots(candidates, slot, capacity=k)
     low, threshold = (_bits.magnitude_from_bits(x) for x in (low, threshold_bits))
     return coo, selected, threshold_bits, _next_guess(low, count, threshold, k)
 
@@ -138,15 +136,19 @@ def _candidates(
     def again(carry):
         # Tied to the carry, or XLA moves |acc| out of the loop into n words.
         here, attempt = lax.optimization_barrier((acc, carry[0]))
-        sampled = kth_magnitude.sampled_magnitude_bits(here, k)
-        low = kth_magnitude.bisect_all(here, k, sampled, attempt >= 2)
+        sampled = _kth_magnitude.sampled_magnitude_bits(here, k)
+        low = _kth_magnitude.bisect_all(here, k, sampled, attempt >= 2)
         last = attempt == _ATTEMPTS - 1
         end = lax.cond(last, lambda: _end_of_ties(here, low, k), lambda: jnp.full_like(low, size))
-        return (attempt + 1, low, *compaction.compact(here, low, capacity=capacity, tie_cutoff=end))
+        return (
+            attempt + 1,
+            low,
+            *_compaction.compact(here, low, capacity=capacity, tie_cutoff=end),
+        )
 
     # Without a guess nothing passes, and the first attempt fails.
     low = jnp.where(guess > 0, _bits.magnitude_bits(guess), _NONE_BITS)
-    first = compaction.compact(acc, low, capacity=capacity)
+    first = _compaction.compact(acc, low, capacity=capacity)
     carry = (jnp.ones_like(first[1]), low, *first)
     _, low, candidates, count = lax.while_loop(failed, again, carry)
     return candidates, count, low
@@ -155,12 +157,12 @@ def _candidates(
 def _break_ties(acc: jax.Array, threshold_bits: jax.Array, k: int) -> PaddedCOO:
     """All above the threshold, and the first of those equal to it."""
     end = _end_of_ties(acc, threshold_bits, k)
-    return compaction.compact(acc, threshold_bits, capacity=k, tie_cutoff=end)[0]
+    return _compaction.compact(acc, threshold_bits, capacity=k, tie_cutoff=end)[0]
 
 
 def _end_of_ties(acc: jax.Array, threshold_bits: jax.Array, k: int) -> jax.Array:
     """The index up to which entries equal to the threshold are taken, ``i32[]``."""
-    above = _masks.mask_words(acc, lambda bits: bits > threshold_bits)
+    above = _bits.mask_by_magnitude(acc, lambda bits: bits > threshold_bits)
     taken = jnp.sum(_bits.popcount(above), dtype=jnp.int32)
-    tied = _masks.mask_words(acc, lambda bits: bits == threshold_bits)
-    return compaction.nth_position(tied, k - taken - 1)[0] + 1
+    tied = _bits.mask_by_magnitude(acc, lambda bits: bits == threshold_bits)
+    return _compaction.nth_position(tied, k - taken - 1)[0] + 1

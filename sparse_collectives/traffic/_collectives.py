@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from sparse_collectives import _compat, _volumes
+from sparse_collectives import _compat
 from sparse_collectives.traffic._tree import Collective, Scope, shown
+from sparse_collectives.transport import _dispatch
 
 # By the primitive's name; `psum_invariant` and the like are what `check_vma=True` makes of them.
 _KINDS = {
@@ -31,11 +32,11 @@ _KINDS = {
     "pbroadcast": "collective_broadcast",
 }
 _VOLUMES = {
-    "all_reduce": _volumes.all_reduce,
-    "all_gather": _volumes.all_gather,
-    "all_to_all": _volumes.all_to_all,
-    "reduce_scatter": _volumes.reduce_scatter,
-    "collective_broadcast": _volumes.broadcast,
+    "all_reduce": _dispatch.words_of_all_reduce,
+    "all_gather": _dispatch.words_of_all_gather,
+    "all_to_all": _dispatch.words_of_all_to_all,
+    "reduce_scatter": _dispatch.words_of_reduce_scatter,
+    "collective_broadcast": _dispatch.words_of_broadcast,
 }
 # They name an axis and move nothing.
 _FREE = {
@@ -105,7 +106,7 @@ def _measured(eqn, kind: str, axes: Mapping[Any, int], scope: Scope) -> Collecti
     dimensions = [axis for axis in over if isinstance(axis, int)]
     words = sum(_words(variable.aval, dimensions) for variable in eqn.invars)
     if kind == "collective_permute":
-        received = _volumes.ppermute(words, workers, params["perm"])
+        received = _dispatch.words_of_ppermute(words, workers, params["perm"])
         return Collective(scope, kind, received, workers, tuple(names))
     groups = params.get("axis_index_groups")
     sizes = np.array([len(group) for group in groups] if groups else [workers])

@@ -105,7 +105,7 @@ def of_allreduce(
       ValueError: `size` or `capacity` is below 1, `axis` and `axis_size`
         don't match, or as `of_traced`.
     """
-    from sparse_collectives.padded_coo import PaddedCOO
+    from sparse_collectives._data import PaddedCOO
 
     for name, value in (("size", size), ("capacity", capacity)):
         if value < 1:

@@ -1,17 +1,23 @@
-"""What an axis is decides how its workers reach each other.
+"""What an axis is decides how its workers reach each other, and what that takes.
 
 An axis of a mesh goes to the collectives of XLA, an MPI communicator to those of mpi4jax
 (:mod:`._mpi`). Algorithms call the functions here and see neither.
+
+Beside each collective are the words that one worker receives in one execution of it. A word is
+four bytes. Each assumes the bandwidth-optimal algorithm, so that a volume depends on what is
+exchanged and not on how a backend implements it. These are the beta terms of the alpha-beta model
+in section 3 of the Ok-Topk paper (https://arxiv.org/abs/2201.07598). Sending and receiving
+volumes are equal, summed over the group.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import _compat
-from sparse_collectives._compat import is_communicator
+from sparse_collectives._compat import axis_names, is_communicator, is_simulated
 from sparse_collectives._types import AxisName
 from sparse_collectives.transport import _mpi
 
@@ -25,14 +31,15 @@ def axis_size(axis: AxisName) -> int:
     """
     if is_communicator(axis):
         return _mpi.axis_size(axis)
-    if not _compat.axis_is_bound(axis):
+    try:
+        return lax.axis_size(axis)
+    except NameError:
         raise ValueError(
             f"axis={axis!r} is not bound here: a sparse allreduce runs inside a mapped function. "
             f"Call it under jax.shard_map over a mesh with an axis named {axis!r}, under "
             f"jax.pmap(..., axis_name={axis!r}), or through "
             f"sparse_collectives.simulate(..., axis={axis!r}, axis_size=P)."
-        )
-    return _compat.axis_size(axis)
+        ) from None
 
 
 def axis_index(axis: AxisName) -> jax.Array:
@@ -50,11 +57,48 @@ def pmean(x: jax.Array, axis: AxisName) -> jax.Array:
     return _mpi.pmean(x, axis) if is_communicator(axis) else lax.pmean(x, axis)
 
 
+def words_of_all_reduce(words: float, P: int) -> float:
+    """Reduce-scatter, then allgather (a ring, or Rabenseifner's algorithm).
+
+    Args:
+      words: words of the whole operand of one worker.
+      P: workers in the group.
+
+    Returns:
+      `2 * words * (P - 1) / P`, in words received per worker.
+    """
+    _check(words, P)
+    return 2.0 * words * (P - 1) / P
+
+
 def all_gather(x: jax.Array, axis: AxisName) -> jax.Array:
-    """``[P, *x.shape]``, the same on every worker. Receives L (P-1) words."""
+    """``[P, *x.shape]``, the same on every worker, and typed so. Receives L (P-1) words."""
     if is_communicator(axis):
         return _mpi.all_gather(x, axis)
-    return _compat.all_gather_replicated(x, axis)
+    if _compat.is_varying(x, axis):
+        return lax.all_gather(x, axis, to="invarying")
+    names = axis_names(axis)
+    if len(names) > 1 and is_simulated(axis):
+        # vmap gathers over one axis only.
+        rows = x
+        for name in reversed(names):
+            rows = lax.all_gather(rows, name)
+        return rows.reshape((lax.axis_size(axis), *x.shape))
+    return lax.all_gather(x, axis)
+
+
+def words_of_all_gather(words: float, P: int) -> float:
+    """Each worker receives the contribution of every other worker.
+
+    Args:
+      words: words of the contribution of one worker.
+      P: workers in the group.
+
+    Returns:
+      `words * (P - 1)`, in words received per worker.
+    """
+    _check(words, P)
+    return float(words * (P - 1))
 
 
 def all_to_all(x: jax.Array, axis: AxisName) -> jax.Array:
@@ -64,10 +108,24 @@ def all_to_all(x: jax.Array, axis: AxisName) -> jax.Array:
     """
     if is_communicator(axis):
         return _mpi.all_to_all(x, axis)
-    if _compat.is_simulated(axis):
+    if is_simulated(axis):
         # Of what is the same on all workers vmap makes an array of another shape.
         x = jnp.where(axis_index(axis) >= 0, x, jnp.zeros_like(x))
     return lax.all_to_all(x, axis, split_axis=0, concat_axis=0)
+
+
+def words_of_all_to_all(words: float, P: int) -> float:
+    """Each worker receives one block from every other worker.
+
+    Args:
+      words: words of the whole operand of one worker, all P blocks.
+      P: workers in the group.
+
+    Returns:
+      `words * (P - 1) / P`, in words received per worker.
+    """
+    _check(words, P)
+    return float(words) * (P - 1) / P
 
 
 def psum_scatter(x: jax.Array, axis: AxisName) -> jax.Array:
@@ -75,6 +133,66 @@ def psum_scatter(x: jax.Array, axis: AxisName) -> jax.Array:
     if is_communicator(axis):
         return _mpi.psum_scatter(x, axis)
     return lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True)
+
+
+def words_of_reduce_scatter(words: float, P: int) -> float:
+    """Each worker receives what the others hold of its block.
+
+    Args:
+      words: words of the whole operand of one worker, all P blocks.
+      P: workers in the group.
+
+    Returns:
+      `words * (P - 1) / P`, in words received per worker.
+    """
+    _check(words, P)
+    return float(words) * (P - 1) / P
+
+
+def ppermute(x: jax.Array, axis: AxisName, pairs: Sequence[tuple[int, int]]) -> jax.Array:
+    """Worker ``source`` sends ``x`` to ``target`` for each pair. Receives L words.
+
+    Each worker is a source at most once and a target at most once; workers that are not
+    targets receive zeros. In a branch of a conditional see :func:`holds_on_mesh`.
+    """
+    if is_communicator(axis):
+        return _mpi.ppermute(x, axis, pairs)
+    pairs = list(pairs)
+    workers = range(lax.axis_size(axis))
+    if len(pairs) == len(workers) or not is_simulated(axis):
+        return lax.ppermute(x, axis, pairs)
+    # vmap asks every worker to send and to receive; there a message more costs nothing.
+    sources, targets = ([pair[end] for pair in pairs] for end in (0, 1))
+    idle = zip(
+        [worker for worker in workers if worker not in sources],
+        [worker for worker in workers if worker not in targets],
+        strict=True,
+    )
+    received = lax.ppermute(x, axis, pairs + list(idle))
+    is_target = jnp.any(jnp.asarray(targets, jnp.int32) == axis_index(axis))
+    return jnp.where(is_target, received, jnp.zeros_like(received))
+
+
+def words_of_ppermute(words: float, P: int, pairs: Iterable[Sequence[int]] | None = None) -> float:
+    """One message to each target, as a mean over the workers.
+
+    Args:
+      words: words of the operand of one worker.
+      P: workers in the group.
+      pairs: (source, target) pairs; a pair of a worker with itself moves
+        nothing. None: every worker receives from another one.
+
+    Returns:
+      `words` times the share of workers that receive from another worker, in
+      words received per worker.
+    """
+    _check(words, P)
+    if P == 1:
+        return 0.0
+    if pairs is None:
+        return float(words)
+    receivers = sum(1 for source, target in pairs if source != target)
+    return float(words) * receivers / P
 
 
 def holds_on_mesh(flags: jax.Array, axis: AxisName) -> jax.Array:
@@ -94,12 +212,22 @@ def holds_on_mesh(flags: jax.Array, axis: AxisName) -> jax.Array:
     return lax.psum((~flags).astype(jnp.int32), others) == 0
 
 
-def ppermute(x: jax.Array, axis: AxisName, pairs: Sequence[tuple[int, int]]) -> jax.Array:
-    """Worker ``source`` sends ``x`` to ``target`` for each pair. Receives L words.
+def words_of_broadcast(words: float, P: int) -> float:
+    """Every worker but the source receives the operand, as a mean over all.
 
-    Each worker is a source at most once and a target at most once; workers that are not
-    targets receive zeros. In a branch of a conditional see :func:`holds_on_mesh`.
+    Args:
+      words: words of the operand of the source.
+      P: workers in the group.
+
+    Returns:
+      `words * (P - 1) / P`, in words received per worker.
     """
-    if is_communicator(axis):
-        return _mpi.ppermute(x, axis, pairs)
-    return _compat.ppermute(x, axis, pairs)
+    _check(words, P)
+    return float(words) * (P - 1) / P
+
+
+def _check(words: float, P: int) -> None:
+    if P < 1:
+        raise ValueError(f"`P` is {P}; a group has at least 1 worker.")
+    if words < 0:
+        raise ValueError(f"`words` is {words}; pass a number of words >= 0.")

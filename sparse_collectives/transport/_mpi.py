@@ -8,6 +8,7 @@ MPI does not say in which order it adds floats, so their sums are made here, in 
 order of the ranks: that of XLA's psum over CPU devices, whose bits they have.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,7 +42,7 @@ def axis_size(axis: AxisName) -> int:
                 "this process belongs to. Write for example axis=MPI.COMM_WORLD, or a tuple of "
                 "communicators made by its Split; a mesh axis can't be mixed with them."
             )
-    return _compat.axis_size(axis)
+    return math.prod(comm.Get_size() for comm in _compat.axis_names(axis))
 
 
 def axis_index(axis: AxisName) -> jax.Array:

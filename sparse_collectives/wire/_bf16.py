@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 
 from sparse_collectives import _validation
+from sparse_collectives._coo import _bits
+from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import Codec, Encoded
-from sparse_collectives.padded_coo import PaddedCOO
-from sparse_collectives.wire import _packing, _sizes, _values
+from sparse_collectives.wire import _sizes, _values
 
 
 def bf16() -> Codec:
@@ -37,7 +38,7 @@ def _encode(coo: PaddedCOO, seed: jax.Array) -> Encoded:
 
 
 def _decode(message: jax.Array, size: int, dtype) -> PaddedCOO:
-    slots = _packing.slots_of(message.shape[-1], _sizes.bf16_pairs)
+    slots = _sizes.slots_of(message.shape[-1], _sizes.bf16_pairs)
     split = message.shape[-1] - slots
     values = decode_dense(message[..., :split], slots, dtype)
     return PaddedCOO(values, message[..., split:], size)
@@ -49,9 +50,9 @@ def encode_dense(values: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Arr
     _validation.check_float("values", values.dtype)
     pattern = _values.to_bf16_bits(values)
     decoded = _values.from_bf16_bits(pattern, values.dtype)
-    return _packing.pack(pattern, 16), _values.error_of(values, decoded)
+    return _bits.pack(pattern, 16), _values.error_of(values, decoded)
 
 
 def decode_dense(message: jax.Array, length: int, dtype) -> jax.Array:
     """The inverse of :func:`encode_dense`, ``f[..., length]``."""
-    return _values.from_bf16_bits(_packing.unpack(message, 16)[..., :length], dtype)
+    return _values.from_bf16_bits(_bits.unpack(message, 16)[..., :length], dtype)

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import _hash
+from sparse_collectives._data import PaddedCOO
 from sparse_collectives._types import Encoded
-from sparse_collectives.padded_coo import PaddedCOO
 
 _MODULUS_MASK = 0x7FFFFFFF
 

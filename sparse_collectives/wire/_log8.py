@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives._coo import _bits
-from sparse_collectives.wire import _packing, _values
+from sparse_collectives.wire import _values
 
 # Codes: 0 for zero, 1 to 126 for the levels, 127 for what is not finite.
 _STEPS = 125
@@ -113,7 +113,7 @@ def _as_float(pattern: jax.Array) -> jax.Array:
 
 
 def _blocks(x: jax.Array, block: int) -> jax.Array:
-    x = _packing.pad_to(x, block)
+    x = _bits.pad_to(x, block)
     return x.reshape(*x.shape[:-1], x.shape[-1] // block, block)
 
 

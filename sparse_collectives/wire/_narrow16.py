@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 
 from sparse_collectives import _validation
+from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import Codec, Encoded
-from sparse_collectives.padded_coo import PaddedCOO
 from sparse_collectives.wire import _bf16, _gaps, _sizes, _values
 
 _FORMAT = _sizes.GAPS16

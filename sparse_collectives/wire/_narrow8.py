@@ -5,10 +5,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import _hash, _validation
+from sparse_collectives._coo import _bits
+from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import Codec, Encoded
-from sparse_collectives.padded_coo import PaddedCOO
-from sparse_collectives.wire import _gaps, _log8, _packing, _sizes, _values
+from sparse_collectives.wire import _gaps, _log8, _sizes, _values
 
 _FORMAT = _sizes.GAPS8
 
@@ -69,7 +70,7 @@ def narrow8(*, block: int = 128, escapes: float = 1 / 8, stochastic: bool = Fals
         of_slot = _gaps.row_gather(rows.values, slots.entry, 0)
         index = _gaps.row_gather(rows.indices, slots.entry, 0)
         codes, scales = quantize(of_slot, index, seed)
-        words = _packing.pack(((codes | slots.digit) << 8) | slots.code, 16)
+        words = _bits.pack(((codes | slots.digit) << 8) | slots.code, 16)
         message = jnp.concatenate([slots.first[:, None], scales, words], axis=1)
         decoded = _log8.decode(codes, scales, block, rows.values.dtype)
         decoded = _gaps.row_gather(decoded, slots.place, 0)
@@ -77,11 +78,11 @@ def narrow8(*, block: int = 128, escapes: float = 1 / 8, stochastic: bool = Fals
         return _gaps.encoded(message, sent, _values.error_of(rows.values, decoded), coo)
 
     def decode(message: jax.Array, size: int, dtype) -> PaddedCOO:
-        pairs = _packing.slots_of(
+        pairs = _sizes.slots_of(
             message.shape[-1] - 1, lambda p: p + _sizes.block_scales(2 * p, block)
         )
         split = message.shape[-1] - pairs
-        words = _packing.unpack(message[..., split:], 16)
+        words = _bits.unpack(message[..., split:], 16)
         code, byte = words & 0xFF, words >> 8
         indices = _gaps.read(message[..., 0], code, byte, size, _FORMAT)
         values = _log8.decode(byte, message[..., 1:split], block, dtype)
@@ -92,12 +93,12 @@ def narrow8(*, block: int = 128, escapes: float = 1 / 8, stochastic: bool = Fals
         position = lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
         codes, scales = quantize(values, position, seed)
         decoded = _log8.decode(codes, scales, block, values.dtype)
-        message = jnp.concatenate([scales, _packing.pack(codes, 8)], axis=-1)
+        message = jnp.concatenate([scales, _bits.pack(codes, 8)], axis=-1)
         return message, _values.error_of(values, decoded)
 
     def decode_dense(message: jax.Array, length: int, dtype) -> jax.Array:
         split = _sizes.block_scales(length, block)
-        codes = _packing.unpack(message[..., split:], 8)[..., :length]
+        codes = _bits.unpack(message[..., split:], 8)[..., :length]
         return _log8.decode(codes, message[..., :split], block, dtype)
 
     return Codec(

@@ -6,10 +6,10 @@ from jax import lax
 
 from sparse_collectives import _hash, _validation
 from sparse_collectives._coo import _bits
+from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import Codec, Encoded
-from sparse_collectives.padded_coo import PaddedCOO
-from sparse_collectives.wire import _packing, _sizes, _values
+from sparse_collectives.wire import _sizes, _values
 
 
 def qsgd(*, bits: int = 8, bucket: int = 512, norm: str = "max") -> Codec:
@@ -82,7 +82,7 @@ def qsgd(*, bits: int = 8, bucket: int = 512, norm: str = "max") -> Codec:
         code = jnp.where(finite, code, 2 * levels + 1)
         decoded = dequantize(code, unit, values.dtype)
         scales = lax.bitcast_convert_type(unit, jnp.int32)
-        body = jnp.concatenate([scales, _packing.pack(code, bits)], axis=-1)
+        body = jnp.concatenate([scales, _bits.pack(code, bits)], axis=-1)
         return body, _values.error_of(values, decoded)
 
     def dequantize(code: jax.Array, unit: jax.Array, dtype) -> jax.Array:
@@ -99,7 +99,7 @@ def qsgd(*, bits: int = 8, bucket: int = 512, norm: str = "max") -> Codec:
         return Encoded(message, sent, jnp.where(sent, error, 0))
 
     def decode(message: jax.Array, size: int, dtype) -> PaddedCOO:
-        slots = _packing.slots_of(message.shape[-1], lambda c: _sizes.qsgd_pairs(c, bits, bucket))
+        slots = _sizes.slots_of(message.shape[-1], lambda c: _sizes.qsgd_pairs(c, bits, bucket))
         values = decode_dense(message[..., slots:], slots, dtype)
         return PaddedCOO(values, message[..., :slots], size)
 
@@ -110,7 +110,7 @@ def qsgd(*, bits: int = 8, bucket: int = 512, norm: str = "max") -> Codec:
     def decode_dense(message: jax.Array, length: int, dtype) -> jax.Array:
         split = _sizes.block_scales(length, bucket)
         unit = lax.bitcast_convert_type(message[..., :split], jnp.float32)
-        return dequantize(_packing.unpack(message[..., split:], bits)[..., :length], unit, dtype)
+        return dequantize(_bits.unpack(message[..., split:], bits)[..., :length], unit, dtype)
 
     return Codec(
         encode,
@@ -134,7 +134,7 @@ def _scale(numbers: jax.Array, norm: str) -> jax.Array:
 
 
 def _in_buckets(x: jax.Array, bucket: int) -> jax.Array:
-    x = _packing.pad_to(x, bucket)
+    x = _bits.pad_to(x, bucket)
     return x.reshape(*x.shape[:-1], x.shape[-1] // bucket, bucket)
 
 

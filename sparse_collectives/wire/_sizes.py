@@ -1,5 +1,6 @@
 """How many words a message has: plain Python, for the codecs and for the cost model."""
 
+import bisect
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -73,6 +74,25 @@ def qsgd_dense(length: int, bits: int = 8, bucket: int = BUCKET) -> int:
 def qsgd_pairs(slots: int, bits: int = 8, bucket: int = BUCKET) -> int:
     """One word for each index, then the values as a dense run."""
     return slots + qsgd_dense(slots, bits, bucket)
+
+
+def slots_of(words: int, words_for: Callable[[int], int]) -> int:
+    """How many slots a message of ``words`` words has.
+
+    Args:
+      words: of one message.
+      words_for: the words for so many slots; strictly increasing.
+
+    Raises:
+      ValueError: no number of slots takes so many words.
+    """
+    slots = bisect.bisect_left(range(32 * words + 1), words, key=words_for)
+    if words_for(slots) != words:
+        raise ValueError(
+            f"message has {words} words in a row, which this codec never makes. Decode it with the "
+            "codec, and the options, that encoded it."
+        )
+    return slots
 
 
 class MessageSizes(NamedTuple):

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
+from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import Codec, Encoded
-from sparse_collectives.padded_coo import PaddedCOO
 
 
 def without_feedback(codec: Codec) -> Codec:

@@ -10,7 +10,7 @@ import pytest
 
 import optax_ext
 import sparse_collectives as sc
-from sparse_collectives import _volumes
+from sparse_collectives.transport import _dispatch
 from tests.optax_ext.helpers import run, slow
 from tests.reference.ok_topk import Published, balanced
 from tests.sparse_collectives.helpers import as_coo, sum_of_parts
@@ -38,8 +38,8 @@ def steps_of(workers=WORKERS, paper=True, **options):
 
 def agreed_words(t, workers):
     """What is told besides entries: the boundaries, and three counts of each worker."""
-    boundaries = _volumes.all_reduce(2 * (workers - 1), workers) * (t % TAU == 0)
-    return boundaries + _volumes.all_gather(3, workers)
+    boundaries = _dispatch.words_of_all_reduce(2 * (workers - 1), workers) * (t % TAU == 0)
+    return boundaries + _dispatch.words_of_all_gather(3, workers)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 from tests.reference import selection
 from tests.sparse_collectives import helpers
 
-# Vectors of less than kth_magnitude.DIRECT_SIZE, and above: candidates are compacted first.
+# Vectors of less than _kth_magnitude.DIRECT_SIZE, and above: candidates are compacted first.
 SMALL, LARGE = 1003, 140_001
 DTYPES = ("float32", "bfloat16", "float16")
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives import _volumes
 from sparse_collectives.allreduce import _agreed
-from sparse_collectives.allreduce._shared import _exclusive, _fixed_point, _paged, _step
+from sparse_collectives.allreduce._shared import _partitions, _reduce, _sums
+from sparse_collectives.transport import _dispatch
 from tests.reference import agreed as reference
 from tests.sparse_collectives.helpers import slow, slow_rows
 
@@ -63,7 +63,7 @@ def test_equals_the_reference_over_steps(size, workers):
     """Also entries that one worker has alone, of a part of another one."""
     density = 0.05
     run, residual, expected = simulated(size, workers, density), 0.0, 0.0
-    parts = _exclusive.make_partitions(size, workers)
+    parts = _partitions.make_partitions(size, workers)
     owner = reference.part_of_each_index(size, workers, parts.block, parts.rounds)
     k_each, states = max(1, round(density * parts.width)), None
     given = gradients(2 * workers, workers, size)
@@ -120,7 +120,7 @@ def test_entries_of_other_parts_wait(bits, held):
 
     acc = gradients(1, workers, size)[0]
     total, kept, overflow, indices = sc.simulate(step, axis_size=workers)(acc)
-    parts = _exclusive.make_partitions(size, workers)
+    parts = _partitions.make_partitions(size, workers)
     owner = reference.part_of_each_index(size, workers, parts.block, parts.rounds)
     for worker in range(workers):
         others = np.sum(owner[np.asarray(indices[worker])] != worker)
@@ -163,10 +163,10 @@ def test_what_is_not_finite_reaches_everyone_and_stays_with_nobody(bits, value):
 @pytest.mark.parametrize("workers", [2, 3, *slow(4), 16, 60, 256, 1024])
 def test_words_are_those_of_the_formula(workers):
     size, density = 1_000_000, 0.01
-    parts = _exclusive.make_partitions(size, workers)
+    parts = _partitions.make_partitions(size, workers)
     slots = round(density * parts.width)
     k, share = workers * slots, (workers - 1) / workers
-    for bits in (32, *(b for b in (8, 10, 16) if _fixed_point.half(b, workers)), None):
+    for bits in (32, *(b for b in (8, 10, 16) if _sums.half(b, workers)), None):
         traffic = sc.traffic.of_allreduce(
             sc.allreduce.agreed(bits=bits), size=size, capacity=slots, axis_size=workers
         )
@@ -175,8 +175,8 @@ def test_words_are_those_of_the_formula(workers):
             assert traffic.words == pytest.approx(3 * k * share, abs=1e-6)
             continue
         used = _agreed.make_plan(size, slots, workers, None, bits).bits
-        message = _fixed_point.buckets(slots) + _paged.words(slots, parts.width)
-        values = _volumes.all_reduce(-(-k // (32 // used)), workers)
+        message = _sums.buckets(slots) + _partitions.words(slots, parts.width)
+        values = _dispatch.words_of_all_reduce(-(-k // (32 // used)), workers)
         assert traffic.words == pytest.approx(message * (workers - 1) + values, abs=1e-6)
         # What the docstring says for 1 %, where a worker has more than a few entries.
         if slots > 100:
@@ -186,7 +186,7 @@ def test_words_are_those_of_the_formula(workers):
 @pytest.mark.parametrize(("workers", "bits"), [(2, 8), (8, 8), (9, 10), (34, 10), (35, 16)])
 def test_few_bits_are_enough_for_fifteen_steps(workers, bits):
     assert _agreed.make_plan(10**6, 1000, workers, None, None).bits == bits
-    assert _fixed_point.half(bits, workers) >= 15
+    assert _sums.half(bits, workers) >= 15
 
 
 @pytest.mark.slow
@@ -200,9 +200,9 @@ def test_indices_in_pages_are_exact():
             local = np.full(slots, width, np.int64)
             local[: len(chosen)] = chosen
             local = jnp.asarray(local, jnp.int32)
-            message = _paged.encode(local, width)
-            assert message.shape == (_paged.words(slots, width),)
-            np.testing.assert_array_equal(_paged.decode(message, slots, width), local)
+            message = _partitions.encode(local, width)
+            assert message.shape == (_partitions.words(slots, width),)
+            np.testing.assert_array_equal(_partitions.decode(message, slots, width), local)
 
 
 @pytest.mark.parametrize(
@@ -210,12 +210,12 @@ def test_indices_in_pages_are_exact():
 )
 def test_integers_of_few_bits_add_up_exactly(workers, bits):
     rng = np.random.default_rng(0)
-    largest = _fixed_point.half(bits, workers)
+    largest = _sums.half(bits, workers)
     integers = rng.integers(-largest, largest + 1, (workers, 33))
     integers[:, 0], integers[:, 1] = largest, -largest
-    words = [np.asarray(_fixed_point.pack(jnp.asarray(row), largest, bits)) for row in integers]
+    words = [np.asarray(_sums.pack(jnp.asarray(row), largest, bits)) for row in integers]
     total = functools.reduce(lambda a, b: jnp.asarray(a) + jnp.asarray(b), words)
-    sums = _fixed_point.unpack(jnp.asarray(total), 33, largest, bits, workers)
+    sums = _sums.unpack(jnp.asarray(total), 33, largest, bits, workers)
     np.testing.assert_array_equal(sums, integers.sum(0))
 
 
@@ -239,10 +239,10 @@ def test_no_value_of_a_bucket_rounds_to_zero_for_long(mix, largest):
     turns = 4_000
 
     def sent(turn):
-        step = _fixed_point.steps(values, largest, turn)
-        return _fixed_point.rounded(values, _fixed_point.of_slots(step, len(values)), largest) != 0
+        step = _sums.steps(values, largest, turn)
+        return _sums.rounded(values, _sums.of_slots(step, len(values)), largest) != 0
 
-    served = np.asarray(jax.vmap(sent)(_step.turn(jnp.arange(turns), 0)))
+    served = np.asarray(jax.vmap(sent)(_reduce.turn(jnp.arange(turns), 0)))
     # Four deviations below what is expected.
     least = share - 4 * math.sqrt(share / turns)
     assert (served.mean(0) >= least).all()

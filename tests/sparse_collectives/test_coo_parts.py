@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sparse_collectives as sc
-from sparse_collectives._coo import _bits, _bitset, compaction
+from sparse_collectives._coo import _bits, _bitset, _compaction
 from sparse_collectives.allreduce._shared import _merge
 from tests.reference import windows
 
@@ -68,7 +68,7 @@ def padded(indices, capacity, size):
 # Windows.
 
 
-windowed_rank = jax.jit(compaction.windowed_rank, static_argnums=2)
+windowed_rank = jax.jit(_compaction.windowed_rank, static_argnums=2)
 
 
 @pytest.mark.parametrize("capacity", [1, 7, 32])

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives import _volumes
 from sparse_collectives.allreduce.ok_topk import _balance, _plan
+from sparse_collectives.transport import _dispatch
 from tests.sparse_collectives import helpers, table
 from tests.sparse_collectives.table import DENSITY
 from tests.sparse_collectives.test_allreduce_contract import SELECTOR, SIZE
@@ -116,8 +116,8 @@ def test_the_useful_words_of_ok_topk(workers, balance):
         rank = np.cumsum(np.asarray(out["total"][0]) != 0) - 1
         places = np.flatnonzero(np.asarray(out["total"][0]))
         moved = int((rank[places] // -(-K // workers) != owner[places]).sum())
-    fixed = _volumes.all_gather(3, workers)
-    fixed += sum(_volumes.all_reduce(1 << width, workers) for _, width in _plan.digits(K))
+    fixed = _dispatch.words_of_all_gather(3, workers)
+    fixed += sum(_dispatch.words_of_all_reduce(1 << width, workers) for _, width in _plan.digits(K))
     pairs = leaving + moved + K * (workers - 1)
     useful = np.asarray(out["info"].useful, np.float64).mean()
     assert useful == pytest.approx(fixed + 2 * pairs / workers, rel=1e-6)

@@ -9,10 +9,10 @@ import sparse_collectives as sc
 from sparse_collectives.allreduce._shared import _hashed
 from sparse_collectives.allreduce.ok_topk import (
     _balance,
-    _gather,
+    _exchanges,
     _global_selection,
     _plan,
-    _regions,
+    _state,
 )
 
 # Regions.
@@ -28,7 +28,7 @@ def test_consensus_is_the_mean_of_boundaries_that_split_each_selection_evenly(wo
 
     def agree(indices):
         coo = sc.PaddedCOO(jnp.zeros(600), indices, size)
-        return _regions.consensus(coo, workers, "workers"), _regions.local_boundaries(coo, workers)
+        return _state.consensus(coo, workers, "workers"), _state.local_boundaries(coo, workers)
 
     agreed, local = map(np.asarray, sc.simulate(agree, axis_size=workers)(indices))
     # Not all rounded down, or the last region would grow by P / 2 places.
@@ -146,7 +146,7 @@ def test_the_way_to_balance_is_the_shortest_that_has_room(branch, counts, slack)
             entries, counts, chosen, plan, **coded, exchanges=exchanges.balance
         )
         held, count = moved.entries, moved.entries.count()
-        gathered = _gather.gather(held, count, moved.most, **coded, exchanges=exchanges.gather)
+        gathered = _exchanges.gather(held, count, moved.most, **coded, exchanges=exchanges.gather)
         return gathered.total.to_dense(), count, chosen, moved.most
 
     indices, values = np.full((workers, k), size, np.int32), np.zeros((workers, k), np.float32)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives.allreduce._shared import _hashed, _step
-from sparse_collectives.allreduce._shared._step import StepState
+from sparse_collectives.allreduce._shared import _hashed, _reduce
+from sparse_collectives.allreduce._shared._reduce import StepState
 from tests.reference import exchanges, sparcml, windows
 from tests.sparse_collectives import helpers, table
 from tests.sparse_collectives.helpers import as_entries, slow_rows
@@ -33,7 +33,7 @@ def of_topk_a(selected, k, step):
 
 
 def of_sparse_allgather(selected, k, step):
-    first = windows.start(int(_step.turn(jnp.int32(step), 0)), len(selected))
+    first = windows.start(int(_reduce.turn(jnp.int32(step), 0)), len(selected))
     total, kept = exchanges.sparse_allgather(selected, SIZE, first)
     return total, kept, {"overflow": (kept != 0).sum(axis=1)}
 

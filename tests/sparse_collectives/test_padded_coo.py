@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives import padded_coo
+from sparse_collectives import _data
 from tests import jax_internals
 
 SIZE = 10
@@ -72,7 +72,7 @@ def test_vmap_maps_each_row():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_empty_is_padding_only(dtype):
-    coo = padded_coo.empty(SIZE, 4, dtype)
+    coo = _data.empty(SIZE, 4, dtype)
     assert (coo.size, coo.capacity, coo.count()) == (SIZE, 4, 0)
     assert (coo.values.dtype, coo.indices.dtype) == (dtype, jnp.int32)
     assert not coo.to_dense().any()

@@ -7,7 +7,7 @@ import pytest
 
 import sparse_collectives as sc
 from sparse_collectives import _platform
-from sparse_collectives._coo import _bits, finite, kth_magnitude
+from sparse_collectives._coo import _bits, _kth_magnitude
 from tests.sparse_collectives import helpers, table
 
 RNG = np.random.default_rng(0)
@@ -46,7 +46,7 @@ VECTORS = {
 def test_the_kth_magnitude_and_how_many_reach_it(name, share):
     k = max(1, round(share * len(VECTORS[name])))
     bits = _bits.magnitude_bits(jnp.asarray(VECTORS[name], jnp.float32))
-    pattern, count = same(lambda b: kth_magnitude.bisect_and_count(b, k), bits)
+    pattern, count = same(lambda b: _kth_magnitude.bisect_and_count(b, k), bits)
     assert pattern == np.sort(np.asarray(bits))[-k]
     if pattern:
         assert count == np.sum(np.asarray(bits) >= np.asarray(pattern))
@@ -55,12 +55,12 @@ def test_the_kth_magnitude_and_how_many_reach_it(name, share):
 @pytest.mark.parametrize("shape", [(1,), (32,), (1, 1003), (0,)])
 def test_whether_all_is_finite(shape):
     x = RNG.standard_normal(shape).astype(np.float32)
-    assert same(finite.all_finite, jnp.asarray(x))
+    assert same(_bits.all_finite, jnp.asarray(x))
     for bad in (np.nan, np.inf, -np.inf):
         for place in (0, -1) if x.size else ():
             spoilt = x.copy()
             spoilt.flat[place] = bad
-            assert not same(finite.all_finite, jnp.asarray(spoilt))
+            assert not same(_bits.all_finite, jnp.asarray(spoilt))
 
 
 def test_what_a_trace_is_for():

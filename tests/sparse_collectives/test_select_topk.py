@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparse_collectives._coo import kth_magnitude
+from sparse_collectives._coo import _kth_magnitude
 from tests.reference import selection
 from tests.sparse_collectives.helpers import slow, slow_rows
 from tests.sparse_collectives.selecting import (
@@ -51,7 +51,7 @@ def steps_of(accs, density=DENSITY, state=0.0):
 
 def misleading(kind, seed=0):
     """Large values only where the sample looks, or only where it does not."""
-    stride, _, _ = kth_magnitude._plan(LARGE, K)
+    stride, _, _ = _kth_magnitude._plan(LARGE, K)
     looked_at = np.arange(LARGE) % stride == 0
     scale = np.where(looked_at == (kind == "only in the sample"), 1, 1e-4)
     return (scale * selection.hard_vector("normal", LARGE, seed)).astype(np.float32)
@@ -123,7 +123,7 @@ def test_a_state_from_another_distribution_changes_nothing():
 def test_a_misleading_sample_changes_nothing(kind):
     for guess in (0.0, 1e9):
         steps_of([misleading(kind)], state=guess)
-    stride, _, _ = kth_magnitude._plan(LARGE, K)
+    stride, _, _ = _kth_magnitude._plan(LARGE, K)
     ties = np.where(np.arange(LARGE) % stride == 0, 0, np.arange(LARGE) % 997)
     steps_of([ties.astype(np.float32)])
 
@@ -148,8 +148,8 @@ def test_few_are_candidates_where_the_data_do_not_conspire():
     _, state, _ = topk(density=DENSITY)[1](hard_vectors(LARGE)["normal"], np.float32(0))
     other = selection.hard_vector("normal", LARGE, seed=5)
     assert K <= len(selection.passing(other, float(state))) <= 1.4 * K
-    sampled = jax.jit(functools.partial(kth_magnitude.sampled_magnitude_bits, k=K))
-    _, _, capacity = kth_magnitude._plan(LARGE, K)
+    sampled = jax.jit(functools.partial(_kth_magnitude.sampled_magnitude_bits, k=K))
+    _, _, capacity = _kth_magnitude._plan(LARGE, K)
 
     def fits(x):
         found = selection.passing(x, float(np.asarray(sampled(x)).view(np.float32)))

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives.allreduce._shared import _step
+from sparse_collectives.allreduce._shared import _reduce
 from sparse_collectives.allreduce.ok_topk import _global_selection
 from sparse_collectives.wire import _gaps
 from tests.reference.crowds import PERIODS, crowds, longest_run
@@ -61,7 +61,7 @@ def _of_gaps(mask, count, watched, capacity):
     form = _gaps.GapFormat(base=255, digit_bits=8, digits=1)
     coo = _gaps.as_rows(_entries(mask))
     # One slot more: where a window is joined there may be an escape.
-    slots = _gaps.lay_out(coo, capacity + 1, form, _step.turn(count, 0))
+    slots = _gaps.lay_out(coo, capacity + 1, form, _reduce.turn(count, 0))
     place = jnp.where(coo.indices[0] == 100 + watched, slots.place[0], capacity + 1)
     return jnp.any(place <= capacity)
 
@@ -71,7 +71,7 @@ def _of_global_selection(mask, count, watched, capacity):
 
     def worker(bits):
         selection = _global_selection.select_global(
-            bits, jnp.int32(1), 2 * capacity, jnp.int32(0), "workers", _step.turn(count, 2)
+            bits, jnp.int32(1), 2 * capacity, jnp.int32(0), "workers", _reduce.turn(count, 2)
         )
         return selection.mask
 

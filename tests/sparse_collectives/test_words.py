@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives import _volumes
 from sparse_collectives.allreduce._shared import _halving
+from sparse_collectives.transport import _dispatch
 from tests.reference.sparcml import expected_union
 from tests.sparse_collectives import helpers, table
 
@@ -73,11 +73,11 @@ def test_split_and_allgather_are_two_collectives_of_the_expected_words(workers):
     block, width = math.ceil(1.25 * K / workers), math.ceil(N / workers)
     slots = min(slots_of_union(workers), block * workers, width)
     assert got == [
-        ("all_to_all", _volumes.all_to_all(2 * block * workers, workers)),
-        ("all_gather", _volumes.all_gather(min(2 * slots, width), workers)),
+        ("all_to_all", _dispatch.words_of_all_to_all(2 * block * workers, workers)),
+        ("all_gather", _dispatch.words_of_all_gather(min(2 * slots, width), workers)),
     ]
     overlapping = messages(table.make("ssar_split_allgather", fill=1.0), workers)
-    assert overlapping[1][1] == _volumes.all_gather(2 * block, workers)
+    assert overlapping[1][1] == _dispatch.words_of_all_gather(2 * block, workers)
 
 
 def test_a_union_that_can_not_pass_delta_needs_no_dense_form():

@@ -7,7 +7,7 @@ import pytest
 
 import sparse_collectives as sc
 from sparse_collectives import traffic
-from sparse_collectives.padded_coo import PaddedCOO
+from sparse_collectives._data import PaddedCOO
 from tests.sparse_collectives import table
 from tests.sparse_collectives.helpers import slow_but
 from tests.sparse_collectives.table import ALLREDUCES, SELECTORS, SHORT_CODECS

@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 
 from sparse_collectives import _hash
+from sparse_collectives._data import PaddedCOO
 from sparse_collectives.allreduce._shared import _merge
-from sparse_collectives.padded_coo import PaddedCOO
 
 
 def starts(size: int, workers: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Sparse vectors cut into blocks, added up, and fitted into slots.
+"""Sparse vectors cut into blocks, and added up.
 
 What the allreduces that reduce on the way have in common. Nothing here
 communicates.
@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives._coo import _bitset, compaction, search
-from sparse_collectives._platform import by_platform
-from sparse_collectives.padded_coo import PaddedCOO, sum_dtype
+from sparse_collectives._coo import _bits, _bitset, _compaction
+from sparse_collectives._data import PaddedCOO, sum_dtype, take
+from sparse_collectives._platform import by_platform, places
 
 # Of so few owners running sums are quicker than a sort on a CPU, and of more of them on a GPU.
 _FEW_OWNERS, _MOST_COUNTED = 8, 1 << 26
@@ -52,10 +52,10 @@ def split(coo: PaddedCOO, boundaries: jax.Array, capacity: int, turn: jax.Array)
       coo: the selection, c slots.
       boundaries: ``i32[P + 1]``.
       capacity: slots of a block.
-      turn: ``u32[]``, from :func:`._step.turn`: in a region with more entries than slots the ones
+      turn: ``u32[]``, from :func:`._reduce.turn`: in a region with more entries than slots the ones
         that wait change from step to step.
     """
-    edges = search.places(coo.indices, boundaries)
+    edges = places(coo.indices, boundaries)
     source, sent, counts = _sources(edges, coo.capacity, capacity, turn)
     return Blocks(take(coo, source), sent, source, counts)
 
@@ -98,7 +98,7 @@ def _sources_sorted(owner: jax.Array, turn: jax.Array, *, workers: int, capacity
     else:
         owner, order = lax.sort((owner, slot), num_keys=1)
     everyone = jnp.arange(workers + 1, dtype=owner.dtype)
-    return _sources(search.places(owner, everyone), slots, capacity, turn, order)
+    return _sources(places(owner, everyone), slots, capacity, turn, order)
 
 
 def _sources_counted(owner: jax.Array, turn: jax.Array, *, workers: int, capacity: int):
@@ -110,8 +110,8 @@ def _sources_counted(owner: jax.Array, turn: jax.Array, *, workers: int, capacit
     inside = owner < workers
     mine = jnp.minimum(owner, workers - 1)
     rank = jnp.take_along_axis(passed, mine[None], axis=0)[0] - 1
-    start, wrapped = compaction.window(counts, capacity, turn)
-    place = compaction.slot_of_rank(rank, start[mine], wrapped[mine], capacity)
+    start, wrapped = _compaction.window(counts, capacity, turn)
+    place = _compaction.slot_of_rank(rank, start[mine], wrapped[mine], capacity)
     sent = inside & (place < capacity)
     target = jnp.where(sent, mine * capacity + place, workers * capacity)
     source = jnp.full((workers * capacity,), slots, jnp.int32)
@@ -134,7 +134,7 @@ def _sources(
     """
     start, counts = edges[:-1, None], jnp.diff(edges)[:, None]
     slot = jnp.arange(capacity, dtype=jnp.int32)
-    rank = compaction.windowed_rank(slot[None], counts, capacity, turn)
+    rank = _compaction.windowed_rank(slot[None], counts, capacity, turn)
     source = jnp.where(slot[None] < counts, start + rank, slots)
     if order is not None:
         source = order.at[source].get(mode="fill", fill_value=slots)
@@ -211,7 +211,7 @@ def _in_a_table(blocks, *, size: int, capacity: int, dtype) -> tuple[jax.Array, 
         rows.append(jnp.broadcast_to(of_block[:, None], block.shape).reshape(-1))
         first += block.shape[0]
     is_member = jnp.zeros((size,), jnp.bool_).at[indices].set(True, mode="drop")
-    words = compaction.mask_words(lambda start, stop: is_member[start:stop], size)
+    words = _bits.mask_words(lambda start, stop: is_member[start:stop], size)
     ranked = _bitset.rank_index(words)
     slot = jnp.where(indices < size, _bitset.rank(ranked, indices), capacity)
     union = jnp.full((capacity,), size, jnp.int32).at[slot].set(indices, mode="drop")
@@ -231,54 +231,3 @@ def _fold_rows(function, carry: jax.Array, rows):
     # The scan's carry has to have the type of its result from the start.
     carry = carry + jnp.zeros_like(leaves[0].reshape(-1)[0], carry.dtype)
     return lax.scan(lambda carry, row: (function(carry, row), None), carry, rows)[0]
-
-
-def bounded(coo: PaddedCOO, capacity: int, turn: jax.Array) -> tuple[PaddedCOO, PaddedCOO]:
-    """The entries that fit ``capacity`` slots, and those that are left.
-
-    Args:
-      coo: ascending, padding last, c slots.
-      capacity: slots; with c or more everything fits, and nothing is computed.
-      turn: ``u32[]``, from :func:`._step.turn`: which entries are left changes from step to step.
-
-    Returns:
-      Two PaddedCOOs, of ``min(c, capacity)`` and of ``max(0, c - capacity)`` slots.
-    """
-    if capacity >= coo.capacity:
-        return coo, PaddedCOO(coo.values[:0], coo.indices[:0], coo.size)
-    count = coo.count()
-    slot = jnp.arange(capacity, dtype=jnp.int32)
-    rank = compaction.windowed_rank(slot, count, capacity, turn)
-    source = jnp.where(slot < count, rank, coo.capacity)
-    # What is left lies before and after the window, or between its two parts.
-    wrapped = jnp.sum(rank == slot, dtype=jnp.int32)
-    place = jnp.arange(coo.capacity - capacity, dtype=jnp.int32)
-    around = jnp.where(place < rank[0], place, place + capacity)
-    left = jnp.where(wrapped > 0, place + wrapped, around)
-    left = jnp.where(place < count - capacity, left, coo.capacity)
-    return take(coo, source), take(coo, left)
-
-
-def concatenate(parts: Sequence[PaddedCOO]) -> PaddedCOO:
-    """The entries of all parts side by side; an index may then occur more than once."""
-    return PaddedCOO(
-        jnp.concatenate([part.values.reshape(-1) for part in parts]),
-        jnp.concatenate([part.indices.reshape(-1) for part in parts]),
-        parts[0].size,
-    )
-
-
-def only_where(condition: jax.Array, coo: PaddedCOO) -> PaddedCOO:
-    """The entries where ``condition`` (broadcast to the slots) holds, else padding."""
-    return PaddedCOO(
-        jnp.where(condition, coo.values, jnp.zeros_like(coo.values)),
-        jnp.where(condition, coo.indices, coo.size),
-        coo.size,
-    )
-
-
-def take(coo: PaddedCOO, source: jax.Array) -> PaddedCOO:
-    """The given slots of ``coo``; slots past its capacity give padding."""
-    values = coo.values.at[source].get(mode="fill", fill_value=0)
-    indices = coo.indices.at[source].get(mode="fill", fill_value=coo.size)
-    return PaddedCOO(values, indices, coo.size)

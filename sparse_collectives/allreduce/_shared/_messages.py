@@ -1,20 +1,22 @@
-"""How long a message is, and what of its entries the receivers will not see."""
+"""How long a message is, what of it is useful, and what its sender must keep."""
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import padded_coo
-from sparse_collectives._types import Codec, Encoded
-from sparse_collectives.padded_coo import PaddedCOO
+from sparse_collectives import _data
+from sparse_collectives._coo import _bitset
+from sparse_collectives._data import PaddedCOO
+from sparse_collectives._types import Codec, Encoded, ReduceInfo, Undelivered
 
 
 def pair_words(codec: Codec, slots: int, size: int, dtype) -> int:
     """Words of a message of ``slots`` value-index pairs of a vector of length ``size``."""
     message = jax.eval_shape(
-        lambda: codec.encode(padded_coo.empty(size, slots, dtype), jnp.uint32(0)).message
+        lambda: codec.encode(_data.empty(size, slots, dtype), jnp.uint32(0)).message
     )
     return message.size
 
@@ -30,6 +32,32 @@ def dense_words(codec: Codec, length: int, dtype) -> int:
 def useful_words(words: jax.Array | float, entries: jax.Array, slots: int) -> jax.Array:
     """What of so many words sent is no padding, ``f32[]``, with ``entries`` in ``slots``."""
     return jnp.float32(words) * entries.astype(jnp.float32) / float(max(1, slots))
+
+
+def info(
+    total: PaddedCOO | jax.Array,
+    words: jax.Array | float,
+    *,
+    useful: jax.Array | float | None = None,
+    overflow: jax.Array | int = 0,
+    threshold: jax.Array | float = 0.0,
+) -> ReduceInfo:
+    """Of an allreduce with this total; all of its words are useful unless it says how many are."""
+    received = jnp.float32(words)
+    return ReduceInfo(
+        delivered=count(total),
+        overflow=jnp.asarray(overflow, jnp.int32),
+        threshold=jnp.asarray(threshold, jnp.float32),
+        words=received,
+        useful=received if useful is None else jnp.float32(useful),
+    )
+
+
+def count(total: PaddedCOO | jax.Array) -> jax.Array:
+    """Entries of it, ``i32[]``: of a dense one, those that are not 0."""
+    if isinstance(total, PaddedCOO):
+        return total.count()
+    return jnp.sum(total != 0, dtype=jnp.int32)
 
 
 class Words(NamedTuple):
@@ -80,3 +108,80 @@ def kept_by_sender(entries: PaddedCOO, encoded: Encoded) -> PaddedCOO:
 def unsent_count(entries: PaddedCOO, encoded: Encoded) -> jax.Array:
     """Entries that are not in the message, ``i32[]``."""
     return entries.count() - jnp.sum(encoded.sent, dtype=jnp.int32)
+
+
+def of_slots(coo: PaddedCOO, slots: jax.Array, others: Sequence[PaddedCOO] = ()) -> Undelivered:
+    """``slots f[c]`` of the selection ``coo``, and any number of other entries."""
+    none = _data.empty(coo.size, 0, coo.values.dtype)
+    return Undelivered(slots, _data.concatenate(others) if others else none)
+
+
+def nothing(coo: PaddedCOO, others: Sequence[PaddedCOO] = ()) -> Undelivered:
+    """Nothing of the selection ``coo`` itself."""
+    return of_slots(coo, jnp.zeros_like(coo.values), others)
+
+
+def by_total(
+    coo: PaddedCOO,
+    sent: jax.Array,
+    error: jax.Array | None,
+    later: Sequence[tuple[PaddedCOO, jax.Array | None]],
+    total: PaddedCOO,
+) -> Undelivered:
+    """What is not in the total stays with all who had it; what it misses, where it was lost.
+
+    An entry may find no slot on its way to a sum, and a sum none on its way to the
+    total; a lossy codec rounds both. Where an index is not in the total, every worker
+    keeps the whole of what it contributed. Where it is, the total differs from what was
+    sent by what was cut off or rounded off on the way, and that is kept by the worker
+    that did it.
+
+    Args:
+      coo: this worker's selection, c slots.
+      sent: ``bool[c]``, which slots were sent, or went on with this worker.
+      error: ``f[c]``, what the receivers miss of those; None: nothing.
+      later: for each later exchange, the entries that this worker held and what
+        their receivers miss of each.
+      total: the result, the same on every worker.
+
+    Returns:
+      An answer to each slot of ``coo``; the slots of ``later`` as other entries.
+    """
+    members = _bitset.of_unique(total.indices, coo.size)
+    delivered = sent & _bitset.contains(members, coo.indices)
+    missing = jnp.zeros_like(coo.values) if error is None else error
+    others = [
+        _data.only_where(
+            _bitset.contains(members, entries.indices) & (missed != 0),
+            PaddedCOO(missed, entries.indices, entries.size),
+        )
+        for entries, missed in later
+        if missed is not None
+    ]
+    return of_slots(coo, jnp.where(delivered, missing, coo.values), others)
+
+
+def indices_alone(codec: Codec, slots: int, size: int, dtype) -> Codec:
+    """Messages of indices without values, for exchanges of which nobody reads the values.
+
+    A :class:`Codec`, so that an exchange that moves pairs moves indices alone, one word each and
+    as they are; ``codec`` itself where its pairs take no more words. What is decoded has the
+    value 0 everywhere.
+    """
+    alone = Codec(_encode_indices, _decode_indices, _no_dense, _no_dense, exact=True)
+    words = [pair_words(each, slots, size, dtype) for each in (alone, codec)]
+    return alone if words[0] < words[1] else codec
+
+
+def _encode_indices(coo: PaddedCOO, seed: jax.Array) -> Encoded:
+    del seed
+    return Encoded(coo.indices, coo.indices < coo.size, jnp.zeros_like(coo.values))
+
+
+def _decode_indices(message: jax.Array, size: int, dtype) -> PaddedCOO:
+    return PaddedCOO(jnp.zeros_like(message, dtype), message, size)
+
+
+def _no_dense(*arguments):
+    # A dense run has no indices, and whoever asks for indices alone has none to send.
+    raise NotImplementedError(f"no indices to send in a dense run: {arguments}")

@@ -11,9 +11,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from sparse_collectives import _data
+from sparse_collectives._data import PaddedCOO, sum_dtype
 from sparse_collectives._types import Codec
 from sparse_collectives.allreduce._shared import _merge, _messages
-from sparse_collectives.padded_coo import PaddedCOO, sum_dtype
 
 # Pairs, or ``f[n]``.
 Stream = PaddedCOO | jax.Array
@@ -95,15 +96,8 @@ def add(first: Stream, second: Stream, most: int) -> Stream:
 def only_where(condition: jax.Array, stream: Stream) -> Stream:
     """The stream where ``condition bool[]`` holds, else nothing."""
     if isinstance(stream, PaddedCOO):
-        return _merge.only_where(condition, stream)
+        return _data.only_where(condition, stream)
     return jnp.where(condition, stream, jnp.zeros_like(stream))
-
-
-def count(stream: Stream) -> jax.Array:
-    """Entries of it, ``i32[]``: of a dense one, those that are not 0."""
-    if isinstance(stream, PaddedCOO):
-        return stream.count()
-    return jnp.sum(stream != 0, dtype=jnp.int32)
 
 
 def entries_of(values: jax.Array) -> PaddedCOO:

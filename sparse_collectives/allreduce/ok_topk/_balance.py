@@ -27,13 +27,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import _compat, transport
-from sparse_collectives._coo.compaction import windowed_rank
+from sparse_collectives._coo._compaction import windowed_rank
+from sparse_collectives._data import PaddedCOO, take
 from sparse_collectives._types import AxisName, Codec
 from sparse_collectives.allreduce._shared import _messages
-from sparse_collectives.allreduce._shared._merge import take
 from sparse_collectives.allreduce.ok_topk import _spread
 from sparse_collectives.allreduce.ok_topk._plan import Collective, Plan
-from sparse_collectives.padded_coo import PaddedCOO
 
 # Over so many times the mean, the largest count makes the paper balance.
 _GATE = 4
@@ -136,7 +135,7 @@ def balance(
       exchanges: what each branch moves.
       mode: ``'auto'`` and ``'paper'``: by ``branch``; ``'always'``: everything by rank;
         ``'never'``: each worker takes as many of its own as fit.
-      turn: ``u32[]``, from :func:`._step.turn`: with ``'never'``, which entries do not fit
+      turn: ``u32[]``, from :func:`._reduce.turn`: with ``'never'``, which entries do not fit
         changes from step to step.
     """
     workers, capacity = plan.workers, plan.gather_slots

@@ -1,54 +1,20 @@
 """Algorithm 1 of Ok-Topk, composed of its phases."""
 
 import math
-from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from sparse_collectives import _hash, _validation, transport, wire
-from sparse_collectives._coo import _bits, compaction, fixed_factors
+from sparse_collectives import _validation, transport, wire
+from sparse_collectives._coo import _bits, _compaction
+from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce._shared import (
-    _hashed,
-    _indices_alone,
-    _messages,
-    _range,
-    _step,
-    _undelivered,
-)
-from sparse_collectives.allreduce._shared._merge import split
-from sparse_collectives.allreduce.ok_topk import (
-    _delivery,
-    _gather,
-    _plan,
-    _regions,
-    _split_reduce,
-)
-from sparse_collectives.padded_coo import PaddedCOO
+from sparse_collectives.allreduce._shared import _messages, _reduce
+from sparse_collectives.allreduce.ok_topk import _delivery, _exchanges, _plan, _state
+from sparse_collectives.allreduce.ok_topk._state import OkTopkState
 
 # As published: tau' of its vision model and of its LSTM, and the gate of the balancing.
 _PAPER_PERIOD, _PAPER_ROOM = 32, 4.0
-_CORRECTED = "corrected"
-
-
-class OkTopkState(NamedTuple):
-    """State of :func:`ok_topk`, the same on every worker.
-
-    Attributes:
-      count: ``i32[]``, steps taken.
-      boundaries: ``i32[P + 1]``, where the regions begin and end; with hashed
-        regions in the order of the owners.
-      threshold: ``f32[]``, the global threshold of the next step.
-      crowded: ``bool[]``, whether so many entries found no slot that balanced
-        regions are cut anew at the next step.
-    """
-
-    count: jax.Array
-    boundaries: jax.Array
-    threshold: jax.Array
-    crowded: jax.Array
 
 
 def ok_topk(
@@ -168,7 +134,7 @@ def ok_topk(
     balance = _validation.check_choice("balance", balance, ("auto", "always", "never"))
     sizes = _validation.check_positive_int("sizes", sizes)
     chosen_codec = wire.raw() if codec is None else codec
-    paper = _validation.check_choice("paper", paper, (False, True, _CORRECTED))
+    paper = _validation.check_choice("paper", paper, (False, True, _state.CORRECTED))
     if paper:
         if regions not in (_plan.REGIONS, "balanced") or balance != "auto":
             raise ValueError(
@@ -178,25 +144,10 @@ def ok_topk(
         regions, balance, slack = "balanced", "paper", _PAPER_ROOM if slack is None else slack
     room = slack if paper else None
 
-    def next_threshold(threshold: jax.Array, passed: jax.Array, k: int, size: int) -> jax.Array:
-        if paper == _CORRECTED:
-            return fixed_factors.next_global(threshold, passed, k)
-        return threshold if paper else _followed(threshold, passed, k, size, global_period)
-
     def init(size: int, axis_size: int) -> OkTopkState:
-        _validation.check_size(size)
-        _validation.check_positive_int("axis_size", axis_size)
-        return OkTopkState(
-            count=jnp.zeros((), jnp.int32),
-            boundaries=(_hashed.starts if regions == "hashed" else _regions.equal_regions)(
-                size, axis_size
-            ),
-            threshold=jnp.zeros((), jnp.float32),
-            # The first step cuts the regions, whatever its count.
-            crowded=jnp.ones((), jnp.bool_),
-        )
+        return _state.first(size, axis_size, regions)
 
-    @_range.sums_in_range(exact=chosen_codec.exact)
+    @_reduce.sums_in_range(exact=chosen_codec.exact)
     def reduce(
         coo: PaddedCOO,
         state: OkTopkState,
@@ -204,8 +155,8 @@ def ok_topk(
         axis: AxisName,
         indices_alone: bool = False,
     ):
-        workers = transport.axis_size(axis)
-        _check_state(state, coo, workers)
+        workers, me = transport.axis_size(axis), transport.axis_index(axis)
+        _state.check(state, coo.size, workers)
         k = _validation.count_from_density(density, coo.size)
         # How many are delivered at most.
         most, share_slack = k, slack
@@ -230,44 +181,31 @@ def ok_topk(
         # Once they are selected, whoever needs the indices alone needs no values.
         last, dtype = codec, coo.values.dtype
         if indices_alone:
-            last = _indices_alone.shorter(codec, plan.gather_slots, coo.size, dtype)
+            last = _messages.indices_alone(codec, plan.gather_slots, coo.size, dtype)
 
         def words_with(codec: Codec):
             return lambda slots, size: _messages.pair_words(codec, slots, size, dtype)
 
         exchanges = _plan.exchanges(plan, words_with(codec), balance, words_with(last))
 
-        def seed(phase: int) -> jax.Array:
-            # Errors of different workers and steps don't add up if they are independent.
-            return _hash.combine(state.count, phase, transport.axis_index(axis))
-
         # Lines 5 to 7: agree on the regions.
         boundaries, consensus_words = state.boundaries, _messages.no_words()
         if regions == "balanced":
             with jax.named_scope(f"ok_topk/repartition.every{repartition_period}"):
-                boundaries, consensus_words = _regions.agree(
-                    coo,
-                    state.boundaries,
-                    (state.count % repartition_period == 0) | state.crowded,
-                    exchanges.consensus,
-                    axis,
+                boundaries, consensus_words = _state.agree(
+                    coo, state, repartition_period, exchanges.consensus, axis
                 )
-
-        turn = _step.turn(state.count, 0)
-
-        def cut(coo: PaddedCOO):
-            if regions == "hashed":
-                return _hashed.split(coo, workers, plan.split_slots, state.count, turn)
-            return split(coo, boundaries, plan.split_slots, turn)
+        owners = _state.Owners(workers, None if regions == "hashed" else boundaries, state.count)
+        turn = _reduce.turn(state.count, 0)
 
         # Line 8: each region's entries to its owner.
         with jax.named_scope("ok_topk/split_reduce"):
-            reduced = _split_reduce.split_and_reduce(
+            reduced = _exchanges.split_and_reduce(
                 coo,
-                cut,
+                lambda coo: owners.cut(coo, plan.split_slots, turn),
                 axis=axis,
                 codec=codec,
-                seed=seed(0),
+                seed=_reduce.seed(state.count, 0, me),
                 exchanges=exchanges.split,
                 owned_slots=plan.owned_slots,
                 schedule=schedule,
@@ -275,20 +213,15 @@ def ok_topk(
             )
 
         # Lines 9 to 13: which of the sums are delivered, spread evenly.
-        def placed(mine: PaddedCOO) -> PaddedCOO:
-            if regions != "hashed":
-                return mine
-            return _hashed.to_positions(mine, coo.size, workers, transport.axis_index(axis))
-
         delivery = _delivery.deliver(
             reduced.entries,
             reduced.overflow,
             _delivery.Turns(
                 count=state.count,
                 threshold=state.threshold,
-                select=_step.turn(state.count, 2),
-                balance=_step.turn(state.count, 1),
-                seed=seed(1),
+                select=_reduce.turn(state.count, 2),
+                balance=_reduce.turn(state.count, 1),
+                seed=_reduce.seed(state.count, 1, me),
             ),
             _delivery.Options(
                 axis=axis,
@@ -300,47 +233,41 @@ def ok_topk(
                 balance=balance,
                 paper=bool(paper),
                 codec=last,
-                placed=placed,
+                placed=lambda mine: owners.placed(mine, coo.size, me),
             ),
         )
         # Line 13 goes on: let everyone have them.
         with jax.named_scope("ok_topk/allgather"):
-            gathered = _gather.gather(
+            gathered = _exchanges.gather(
                 delivery.entries,
                 delivery.held,
                 delivery.most,
                 axis=axis,
                 codec=last,
-                seed=seed(2),
+                seed=_reduce.seed(state.count, 2, me),
                 exchanges=exchanges.gather,
             )
 
         # Line 14: what was sent and is in the total is delivered, the rest is kept.
-        def indices_of(entries: PaddedCOO) -> PaddedCOO:
-            if regions != "hashed":
-                return entries
-            return _hashed.to_indices(entries, workers, state.count)
-
-        total = indices_of(gathered.total)
-        later = [(indices_of(delivery.entries), gathered.error)]
+        total = owners.at_indices(gathered.total)
+        later = [(owners.at_indices(delivery.entries), gathered.error)]
         if delivery.moved is not None:
             mine, missed = delivery.moved
-            later.insert(0, (indices_of(mine), missed))
-        undelivered = _undelivered.by_total(coo, reduced.sent, reduced.error, later, total)
+            later.insert(0, (owners.at_indices(mine), missed))
+        undelivered = _messages.by_total(coo, reduced.sent, reduced.error, later, total)
 
         threshold = _bits.magnitude_from_bits(delivery.threshold_bits)
         new_state = OkTopkState(
             count=state.count + 1,
             boundaries=boundaries,
-            threshold=next_threshold(threshold, delivery.passed, k, coo.size),
+            threshold=_state.next_threshold(
+                threshold, delivery.passed, k, coo.size, period=global_period, paper=paper
+            ),
             # Over an eighth of all that could be sent.
             crowded=(delivery.overflow > workers * k / 8) & (not paper),
         )
         words = _messages.words_in_all(
-            consensus_words,
-            reduced.words,
-            delivery.words,
-            gathered.words,
+            consensus_words, reduced.words, delivery.words, gathered.words
         )
         info = ReduceInfo(
             delivered=delivery.delivered if last.exact else total.count(),
@@ -356,7 +283,7 @@ def ok_topk(
         # The allgather has more slots than there are entries.
         k = _validation.count_from_density(density, coo.size)
         capacity = min(total.capacity, coo.size) if paper else k
-        chosen, _ = compaction.compact_mask(total, total.indices < total.size, capacity=capacity)
+        chosen, _ = _compaction.compact_mask(total, total.indices < total.size, capacity=capacity)
         return chosen.indices, state, info
 
     return SparseAllreduce(
@@ -379,21 +306,3 @@ def ok_topk(
             codec=chosen_codec,
         ),
     )
-
-
-def _followed(threshold: jax.Array, passed: jax.Array, k: int, size: int, period: int) -> jax.Array:
-    """What the next step reuses: the threshold, corrected by the count that it gave."""
-    if period == 1:
-        return threshold
-    gain = 1 / max(math.log(size / k), 1.0)
-    ratio = jnp.clip(passed / k, 1 / 16, 16.0)
-    return threshold * ratio**gain
-
-
-def _check_state(state: OkTopkState, coo: PaddedCOO, workers: int) -> None:
-    made_for = state.boundaries.shape[-1] - 1
-    if made_for != workers:
-        raise ValueError(
-            f"state was made for {made_for} workers, but the axis has {workers}. Make a new one "
-            f"with init(size={coo.size}, axis_size={workers})."
-        )

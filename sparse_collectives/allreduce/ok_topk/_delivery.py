@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _compat, padded_coo, transport
-from sparse_collectives._coo import compaction, kth_magnitude
+from sparse_collectives import _compat, _data, transport
+from sparse_collectives._coo import _compaction, _kth_magnitude
+from sparse_collectives._data import PaddedCOO
 from sparse_collectives._types import AxisName, Codec
 from sparse_collectives.allreduce._shared import _messages
 from sparse_collectives.allreduce.ok_topk import _balance, _global_selection, _windows
 from sparse_collectives.allreduce.ok_topk._plan import Collectives, Plan
-from sparse_collectives.padded_coo import PaddedCOO
 
 
 class Options(NamedTuple):
@@ -131,12 +131,12 @@ def _at_once(
     """By what the windows show."""
     plan = options.plan
     mine = seen.quota[transport.axis_index(options.axis)]
-    slot, held = kth_magnitude.slots_from(bits, seen.threshold_bits, mine, none=plan.gather_slots)
-    kept = options.placed(compaction.to_slots(entries, slot, capacity=plan.gather_slots))
+    slot, held = _kth_magnitude.slots_from(bits, seen.threshold_bits, mine, none=plan.gather_slots)
+    kept = options.placed(_compaction.to_slots(entries, slot, capacity=plan.gather_slots))
     moved = None
     if not options.codec.exact:
         slots = min(options.most, entries.capacity)
-        none = padded_coo.empty(kept.size, slots, entries.values.dtype)
+        none = _data.empty(kept.size, slots, entries.values.dtype)
         moved = (none, none.values)
     return Delivery(
         entries=kept,
@@ -173,7 +173,7 @@ def _by_rounds(
             bits, threshold_bits, options.most, overflow, axis, turns.select
         )
         counts_words = _messages.words_in_full(exchanges.counts.received(plan.workers))
-    mine, _ = compaction.compact_mask(
+    mine, _ = _compaction.compact_mask(
         entries, selection.mask, capacity=min(options.most, entries.capacity)
     )
     mine = options.placed(mine)

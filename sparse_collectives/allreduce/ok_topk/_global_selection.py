@@ -19,11 +19,11 @@ from jax import lax
 
 from sparse_collectives import _hash, transport
 from sparse_collectives._coo import _bits
+from sparse_collectives._data import PaddedCOO
 from sparse_collectives._types import AxisName
 from sparse_collectives.allreduce._shared import _messages
 from sparse_collectives.allreduce.ok_topk import _plan
 from sparse_collectives.allreduce.ok_topk._plan import Collective
-from sparse_collectives.padded_coo import PaddedCOO
 
 _SMALLEST_NORMAL = 0x00800000
 
@@ -154,7 +154,7 @@ def select_global(
       k: how many in all.
       overflow: ``i32[]``, this worker's overflow, which travels with the counts.
       axis: the workers.
-      turn: ``u32[]``, from :func:`._step.turn`.
+      turn: ``u32[]``, from :func:`._reduce.turn`.
     """
     above = bits > jnp.maximum(threshold_bits, 0)
     tied = (bits == threshold_bits) & (bits > 0)

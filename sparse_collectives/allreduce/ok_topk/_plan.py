@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from sparse_collectives import _volumes
 from sparse_collectives._coo import _bits
+from sparse_collectives.transport import _dispatch
 
 # The defaults of the algorithm, which the cost model assumes.
 REGIONS = "hashed"
@@ -205,10 +205,10 @@ class Collective(NamedTuple):
 
 
 _VOLUMES: dict[str, Callable[[float, int], float]] = {
-    "psum": _volumes.all_reduce,
-    "all_gather": _volumes.all_gather,
-    "all_to_all": _volumes.all_to_all,
-    "ppermute": _volumes.ppermute,
+    "psum": _dispatch.words_of_all_reduce,
+    "all_gather": _dispatch.words_of_all_gather,
+    "all_to_all": _dispatch.words_of_all_to_all,
+    "ppermute": _dispatch.words_of_ppermute,
 }
 
 

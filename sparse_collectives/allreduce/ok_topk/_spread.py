@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives._coo import compaction
+from sparse_collectives._coo import _bits, _compaction
 
 
 class Deal(NamedTuple):
@@ -56,9 +56,9 @@ def deal(counts: jax.Array, me: jax.Array, capacity: int, entry: jax.Array) -> D
     first = jnp.sum(jnp.where(before, surplus, 0), dtype=jnp.int32)
     level = jnp.arange(capacity, dtype=jnp.int32)[:, None]
     free = (level < (capacity - counts)[None, :]).reshape(-1)
-    words = compaction.mask_words(lambda start, stop: free[start:stop], free.shape[0])
-    place, _ = compaction.nth_position(words, first + entry)
-    start, _ = compaction.nth_position(words, first[None])
+    words = _bits.mask_words(lambda start, stop: free[start:stop], free.shape[0])
+    place, _ = _compaction.nth_position(words, first + entry)
+    start, _ = _compaction.nth_position(words, first[None])
     # A worker gets one entry a level at most, so levels are distinct slots.
     return Deal(place % workers, place // workers - start[0] // workers)
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from sparse_collectives import transport
-from sparse_collectives._coo import compaction, kth_magnitude
+from sparse_collectives._coo import _bits, _compaction, _kth_magnitude
 from sparse_collectives._types import AxisName
 from sparse_collectives.allreduce.ok_topk._plan import Plan
 
@@ -62,7 +62,7 @@ def look(bits: jax.Array, plan: Plan, overflow: jax.Array, axis: AxisName) -> Se
     slots, size = plan.window, bits.shape[0]
     first, last = plan.window_ranks
     ranks = jnp.asarray([first, last], jnp.int32)
-    (high, low), (above, _) = jax.vmap(kth_magnitude.bisect_and_count, in_axes=(None, 0))(
+    (high, low), (above, _) = jax.vmap(_kth_magnitude.bisect_and_count, in_axes=(None, 0))(
         bits, ranks
     )
     if not first:
@@ -73,7 +73,7 @@ def look(bits: jax.Array, plan: Plan, overflow: jax.Array, axis: AxisName) -> Se
         part = bits[start:stop]
         return (part >= jnp.maximum(low, 1)) & (part < high)
 
-    places, shown = compaction.set_positions(compaction.mask_words(in_window, size), slots, size)
+    places, shown = _compaction.set_positions(_bits.mask_words(in_window, size), slots, size)
     window = bits.at[places].get(mode="fill", fill_value=0)
     # Of ends that are turned around the smallest is the largest.
     numbers = jnp.stack([above, shown, overflow, low, ~high])
@@ -84,7 +84,7 @@ def look(bits: jax.Array, plan: Plan, overflow: jax.Array, axis: AxisName) -> Se
 
     least = jnp.minimum(plan.k, known + inside)
     wanted = jnp.where(low == 0, least, plan.k) - known
-    threshold = kth_magnitude.bisect(windows.reshape(-1), wanted)
+    threshold = _kth_magnitude.bisect(windows.reshape(-1), wanted)
     holds = (low <= threshold) & (threshold < ~high) & (fullest <= slots)
     over = jnp.sum(windows > threshold, axis=1, dtype=jnp.int32)
     equal = jnp.sum(windows == threshold, axis=1, dtype=jnp.int32)

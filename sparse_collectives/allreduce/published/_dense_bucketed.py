@@ -3,11 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _validation, _volumes, transport
+from sparse_collectives import _validation, transport
+from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
-from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce._shared import _range, _undelivered
-from sparse_collectives.padded_coo import PaddedCOO
+from sparse_collectives._types import AxisName, SparseAllreduce
+from sparse_collectives.allreduce._shared import _messages, _reduce
+from sparse_collectives.transport import _dispatch
 
 
 def dense_bucketed(*, buckets: int) -> SparseAllreduce:
@@ -46,12 +47,7 @@ def dense_bucketed(*, buckets: int) -> SparseAllreduce:
     """
     buckets = _validation.check_positive_int("buckets", buckets)
 
-    def init(size: int, axis_size: int) -> tuple[()]:
-        _validation.check_size(size)
-        _validation.check_positive_int("axis_size", axis_size)
-        return ()
-
-    @_range.sums_in_range(float64=True)
+    @_reduce.sums_in_range(float64=True)
     def reduce(coo: PaddedCOO, state: tuple[()], *, axis: AxisName):
         workers = transport.axis_size(axis)
         vector = coo.to_dense()
@@ -61,16 +57,12 @@ def dense_bucketed(*, buckets: int) -> SparseAllreduce:
             sums = [transport.psum(vector[i : i + length], axis) for i in reversed(starts)]
         total = sums[0] if len(sums) == 1 else jnp.concatenate(sums[::-1])
         words = coo.size * coo.values.dtype.itemsize / 4
-        words = jnp.float32(_volumes.all_reduce(words, workers))
-        info = ReduceInfo(
-            delivered=jnp.sum(total != 0, dtype=jnp.int32),
-            overflow=jnp.zeros((), jnp.int32),
-            threshold=jnp.zeros((), jnp.float32),
-            words=words,
-            useful=words,
-        )
-        return total, _undelivered.nothing(coo), state, info
+        words = _dispatch.words_of_all_reduce(words, workers)
+        return total, _messages.nothing(coo), state, _messages.info(total, words)
 
     return SparseAllreduce(
-        init, reduce, spec=Spec.of("dense_bucketed", buckets=buckets), keeps_others=False
+        _reduce.without_state,
+        reduce,
+        spec=Spec.of("dense_bucketed", buckets=buckets),
+        keeps_others=False,
     )

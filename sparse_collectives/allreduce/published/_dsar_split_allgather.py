@@ -6,21 +6,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _validation, _volumes, transport, wire
+from sparse_collectives import _data, _validation, transport, wire
+from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
 from sparse_collectives.allreduce._shared import (
     _equal_regions,
-    _merge,
     _messages,
-    _range,
+    _reduce,
     _replicas,
     _slots,
-    _split,
-    _step,
-    _undelivered,
 )
-from sparse_collectives.padded_coo import PaddedCOO
+from sparse_collectives.transport import _dispatch
 
 
 def dsar_split_allgather(
@@ -74,10 +71,10 @@ def dsar_split_allgather(
     dense_codec = codec if dense_codec is None else dense_codec
     exact = codec.exact and dense_codec.exact
 
-    @_range.sums_in_range(exact=exact, float64=True)
-    def reduce(coo: PaddedCOO, state: _step.StepState, *, axis: AxisName):
+    @_reduce.sums_in_range(exact=exact, float64=True)
+    def reduce(coo: PaddedCOO, state: _reduce.StepState, *, axis: AxisName):
         workers = transport.axis_size(axis)
-        next_state = _step.StepState(state.count + 1)
+        next_state = _reduce.StepState(state.count + 1)
         if workers == 1:
             total, undelivered, info = _replicas.of_one_worker(coo, axis)
             return total.to_dense(), undelivered, next_state, info
@@ -87,7 +84,9 @@ def dsar_split_allgather(
         width = regions.width
         capacity = _slots.block_slots(coo.capacity, regions, slack)
 
-        split = _split.to_owners(coo, regions, capacity, axis=axis, codec=codec, state=state)
+        split = _equal_regions.to_owners(
+            coo, regions, capacity, axis=axis, codec=codec, state=state
+        )
         reduced = split.sums
 
         nothing = jnp.zeros((0,), dtype)
@@ -95,7 +94,7 @@ def dsar_split_allgather(
         def sparse(slots):
             def run():
                 mine = PaddedCOO(reduced.values[:slots], reduced.indices[:slots], width)
-                outgoing = codec.encode(mine, _step.seed(state, 1, me))
+                outgoing = codec.encode(mine, _reduce.seed(state.count, 1, me))
                 total = _equal_regions.gather(
                     outgoing.message, regions, dtype, axis=axis, codec=codec
                 )
@@ -106,7 +105,9 @@ def dsar_split_allgather(
             return run
 
         def dense():
-            message, lost = dense_codec.encode_dense(reduced.to_dense(), _step.seed(state, 1, me))
+            message, lost = dense_codec.encode_dense(
+                reduced.to_dense(), _reduce.seed(state.count, 1, me)
+            )
             total = _equal_regions.gather_dense(
                 message, regions, dtype, axis=axis, codec=dense_codec
             )
@@ -139,15 +140,15 @@ def dsar_split_allgather(
         others = []
         if not exact:
             lost = PaddedCOO(lost, jnp.arange(width, dtype=jnp.int32), width)
-            own_region = _merge.only_where(lost.values != 0, lost)
+            own_region = _data.only_where(lost.values != 0, lost)
             own_region = _equal_regions.from_region(own_region, regions, me)
             others.append(own_region)
-        undelivered = _undelivered.of_slots(
+        undelivered = _messages.of_slots(
             coo, jnp.where(split.sent, split.error, coo.values), others
         )
 
-        count_words = _volumes.all_gather(1, workers)
-        gather_words = [_volumes.all_gather(words, workers) for words in form_words]
+        count_words = _dispatch.words_of_all_gather(1, workers)
+        gather_words = [_dispatch.words_of_all_gather(words, workers) for words in form_words]
         gather_words = jnp.asarray(gather_words, jnp.float32)[form]
         # The dense form has no padding.
         shares = [entries / slots for slots in ladder] + [1.0] * (len(forms) - len(ladder))
@@ -166,7 +167,7 @@ def dsar_split_allgather(
         return total, undelivered, next_state, info
 
     return SparseAllreduce(
-        _step.init,
+        _reduce.init,
         reduce,
         spec=Spec.of(
             "dsar_split_allgather",

@@ -3,21 +3,14 @@
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _validation, _volumes, transport, wire
+from sparse_collectives import _data, _validation, transport, wire
+from sparse_collectives._coo import _kth_magnitude
+from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
-from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce._shared import (
-    _broadcast,
-    _largest,
-    _merge,
-    _messages,
-    _range,
-    _replicas,
-    _step,
-    _undelivered,
-)
-from sparse_collectives.allreduce._shared._step import StepState
-from sparse_collectives.padded_coo import PaddedCOO
+from sparse_collectives._types import AxisName, Codec, SparseAllreduce
+from sparse_collectives.allreduce._shared import _merge, _messages, _reduce, _replicas
+from sparse_collectives.allreduce._shared._reduce import StepState
+from sparse_collectives.transport import _dispatch
 
 
 def gtopk(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
@@ -42,7 +35,7 @@ def gtopk(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
     as many in the broadcast, plus about k log2(P) / P; this is ``info.words``. The
     workers do not share it evenly: worker 0 receives 2 k ceil(log2 P) in the
     reduction, one message after the other, and so the time is that of the paper's
-    bound, 4 k log2 P words. The broadcast (:mod:`._broadcast`) takes 4 k at most on
+    bound, 4 k log2 P words. The broadcast (:mod:`._replicas`) takes 4 k at most on
     any worker, where that of the paper takes 2 k log2 P. Latency: 2 ceil(log2 P)
     messages and an allgather. Memory: ``undelivered`` has k slots for each level.
 
@@ -69,7 +62,7 @@ def gtopk(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
     density = _validation.check_density(density)
     codec = wire.raw() if codec is None else codec
 
-    @_range.sums_in_range(exact=codec.exact)
+    @_reduce.sums_in_range(exact=codec.exact)
     def reduce(coo: PaddedCOO, state: StepState, *, axis: AxisName):
         workers = transport.axis_size(axis)
         me = transport.axis_index(axis)
@@ -78,56 +71,53 @@ def gtopk(density: float, *, codec: Codec | None = None) -> SparseAllreduce:
         words, useful = 0.0, jnp.zeros((), jnp.float32)
         overflow = jnp.zeros((), jnp.int32)
 
-        own, kept = _largest.keep_largest(coo, k)
+        own, kept = _kth_magnitude.keep_largest(coo, k)
         for level in range(levels):
             distance = 1 << level
             pairs = [(w, w - distance) for w in range(distance, workers, 2 * distance)]
             sends = me % (2 * distance) == distance
             receives = (me % (2 * distance) == 0) & (me + distance < workers)
-            encoded = codec.encode(own, _step.seed(state, level, me))
+            encoded = codec.encode(own, _reduce.seed(state.count, level, me))
             with jax.named_scope("gtopk/reduce"):
                 message = transport.ppermute(encoded.message, axis, pairs)
-            words += _volumes.ppermute(encoded.message.size, workers, pairs)
+            words += _dispatch.words_of_ppermute(encoded.message.size, workers, pairs)
             entries = jnp.sum(encoded.sent, dtype=jnp.int32)
             filled = _messages.useful_words(encoded.message.size, entries, own.capacity)
             useful += jnp.where(sends, filled, 0.0)
             # Workers that are not targets receive zeros, which would be entries of index 0.
             received = codec.decode(message, coo.size, coo.values.dtype)
-            received = _merge.only_where(receives, received)
+            received = _data.only_where(receives, received)
             if not codec.exact:
-                kept.append(_merge.only_where(sends, _messages.kept_by_sender(own, encoded)))
+                kept.append(_data.only_where(sends, _messages.kept_by_sender(own, encoded)))
                 overflow += jnp.where(sends, _messages.unsent_count(own, encoded), 0)
             # A sender is done: it goes on with nothing, and drops nothing.
-            merged = _sum(_merge.only_where(~sends, own), received)
-            own, dropped = _largest.keep_largest(merged, k)
+            merged = _sum(_data.only_where(~sends, own), received)
+            own, dropped = _kth_magnitude.keep_largest(merged, k)
             kept += dropped
 
         if workers == 1:
             total, _, _ = _replicas.of_one_worker(own, axis)
         else:
-            encoded = codec.encode(own, _step.seed(state, levels, 0))
+            encoded = codec.encode(own, _reduce.seed(state.count, levels, 0))
             with jax.named_scope("gtopk/broadcast"):
-                message = _broadcast.from_first(encoded.message, axis)
-            broadcast = _broadcast.words_received(encoded.message.size, workers)
+                message = _replicas.from_first(encoded.message, axis)
+            broadcast = _replicas.words_from_first(encoded.message.size, workers)
             words += broadcast
             total = codec.decode(message, coo.size, coo.values.dtype)
             # Passed on by many: the mean over the workers.
             useful += _messages.useful_words(broadcast, total.count(), own.capacity)
             if not codec.exact:
-                kept.append(_merge.only_where(me == 0, _messages.kept_by_sender(own, encoded)))
+                kept.append(_data.only_where(me == 0, _messages.kept_by_sender(own, encoded)))
                 overflow += jnp.where(me == 0, _messages.unsent_count(own, encoded), 0)
 
-        info = ReduceInfo(
-            delivered=total.count(),
-            overflow=overflow,
-            threshold=_largest.smallest_magnitude(total),
-            words=jnp.float32(words),
-            useful=useful,
-        )
-        undelivered = _undelivered.nothing(coo, kept)
+        threshold = _kth_magnitude.smallest_magnitude(total)
+        info = _messages.info(total, words, useful=useful, overflow=overflow, threshold=threshold)
+        undelivered = _messages.nothing(coo, kept)
         return total, undelivered, StepState(state.count + 1), info
 
-    return SparseAllreduce(_step.init, reduce, spec=Spec.of("gtopk", density=density, codec=codec))
+    return SparseAllreduce(
+        _reduce.init, reduce, spec=Spec.of("gtopk", density=density, codec=codec)
+    )
 
 
 def _sum(own: PaddedCOO, received: PaddedCOO) -> PaddedCOO:

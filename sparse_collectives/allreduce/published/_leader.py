@@ -3,12 +3,13 @@
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _validation, _volumes, transport
+from sparse_collectives import _validation, transport
+from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
-from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce._shared import _messages, _replicas, _step, _sum_at
-from sparse_collectives.allreduce._shared._step import StepState
-from sparse_collectives.padded_coo import PaddedCOO
+from sparse_collectives._types import AxisName, SparseAllreduce
+from sparse_collectives.allreduce._shared import _messages, _reduce, _replicas, _sums
+from sparse_collectives.allreduce._shared._reduce import StepState
+from sparse_collectives.transport import _dispatch
 
 
 def leader() -> SparseAllreduce:
@@ -46,19 +47,14 @@ def leader() -> SparseAllreduce:
         with jax.named_scope("leader/indices"):
             indices = transport.psum(jnp.where(chooses, coo.indices, 0), axis)
         with jax.named_scope("leader/values"):
-            result = _sum_at.sum_at(indices, acc, coo, axis)
+            result = _sums.sum_at(indices, acc, coo, axis)
         sent = jnp.where(chooses, coo.count(), 0)
-        gather = _volumes.all_reduce(coo.capacity, workers)
-        values = _sum_at.sum_words(coo.capacity, workers, 32)
-        info = ReduceInfo(
-            delivered=result.total.count(),
-            overflow=jnp.zeros((), jnp.int32),
-            threshold=jnp.zeros((), jnp.float32),
-            words=jnp.float32(gather + values),
-            useful=_messages.useful_words(gather, sent, coo.capacity) + jnp.float32(values),
-        )
+        gather = _dispatch.words_of_all_reduce(coo.capacity, workers)
+        values = _sums.sum_words(coo.capacity, workers, 32)
+        useful = _messages.useful_words(gather, sent, coo.capacity) + jnp.float32(values)
+        info = _messages.info(result.total, gather + values, useful=useful)
         return result.total, result.undelivered, new_state, info
 
     return SparseAllreduce(
-        _step.init, reduce, spec=Spec.of("leader"), complete=True, keeps_others=False
+        _reduce.init, reduce, spec=Spec.of("leader"), complete=True, keeps_others=False
     )

@@ -4,20 +4,20 @@ import math
 
 import jax.numpy as jnp
 
-from sparse_collectives import _validation, _volumes, transport, wire
+from sparse_collectives import _validation, transport, wire
+from sparse_collectives._coo import _compaction
+from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
-from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
+from sparse_collectives._types import AxisName, Codec, SparseAllreduce
 from sparse_collectives.allreduce._shared import (
     _equal_regions,
-    _merge,
-    _range,
+    _messages,
+    _reduce,
     _replicas,
     _slots,
-    _step,
     _stream,
-    _undelivered,
 )
-from sparse_collectives.padded_coo import PaddedCOO
+from sparse_collectives.transport import _dispatch
 
 
 def ring_sparse(
@@ -66,10 +66,10 @@ def ring_sparse(
     fill = None if fill is None else _validation.check_number("fill", fill, 1.0, math.inf)
     codec = wire.raw() if codec is None else codec
 
-    @_range.sums_in_range(exact=codec.exact, float64=True)
-    def reduce(coo: PaddedCOO, state: _step.StepState, *, axis: AxisName):
+    @_reduce.sums_in_range(exact=codec.exact, float64=True)
+    def reduce(coo: PaddedCOO, state: _reduce.StepState, *, axis: AxisName):
         workers = transport.axis_size(axis)
-        next_state = _step.StepState(state.count + 1)
+        next_state = _reduce.StepState(state.count + 1)
         if workers == 1:
             total, undelivered, info = _replicas.of_one_worker(coo, axis)
             return total, undelivered, next_state, info
@@ -78,7 +78,7 @@ def ring_sparse(
         regions = _slots.make_regions(coo.size, workers)
         capacity = _slots.block_slots(coo.capacity, regions, slack)
         neighbours = [(source, (source + 1) % workers) for source in range(workers)]
-        blocks = _equal_regions.split(coo, regions, capacity, _step.turn(state.count, 0))
+        blocks = _equal_regions.split(coo, regions, capacity, _reduce.turn(state.count, 0))
         overflow = coo.count() - jnp.sum(blocks.sent, dtype=jnp.int32)
         unsent = jnp.where(blocks.sent, jnp.zeros_like(coo.values), coo.values)
         kept = []
@@ -88,7 +88,7 @@ def ring_sparse(
             return PaddedCOO(blocks.coo.values[region], blocks.coo.indices[region], regions.width)
 
         def encode(partial, stage, region, receivers):
-            sent = _stream.encode(partial, codec, _step.seed(state, stage, me))
+            sent = _stream.encode(partial, codec, _reduce.seed(state.count, stage, me))
             useful.append(receivers * sent.useful)
             if not codec.exact:
                 kept.append(_equal_regions.from_region(sent.lost, regions, region))
@@ -99,7 +99,7 @@ def ring_sparse(
         partial = _stream.shorter(block(region), codec)
         for stage in range(workers - 1):
             message = encode(partial, stage, region, 1)
-            words += _volumes.ppermute(message.size, workers, neighbours)
+            words += _dispatch.words_of_ppermute(message.size, workers, neighbours)
             received = transport.ppermute(message, axis, neighbours)
             region = (region - 1) % workers
             received = _stream.decode(received, partial, codec)
@@ -107,7 +107,9 @@ def ring_sparse(
             partial = _stream.add(received, block(region), most)
             if isinstance(partial, PaddedCOO):
                 slots = _slots.union_slots(coo.capacity, regions, stage + 2, slack, fill)
-                partial, left = _merge.bounded(partial, slots, _step.turn(state.count, stage + 1))
+                partial, left = _compaction.bounded(
+                    partial, slots, _reduce.turn(state.count, stage + 1)
+                )
                 if left.capacity:
                     kept.append(_equal_regions.from_region(left, regions, region))
                     overflow = overflow + left.count()
@@ -115,21 +117,16 @@ def ring_sparse(
 
         # The allgather.
         message = encode(partial, workers - 1, region, workers - 1)
-        words += _volumes.all_gather(message.size, workers)
+        words += _dispatch.words_of_all_gather(message.size, workers)
         sparse = isinstance(partial, PaddedCOO)
         gather = _equal_regions.gather if sparse else _equal_regions.gather_dense
         total = gather(message, regions, dtype, axis=axis, codec=codec)
 
-        info = ReduceInfo(
-            delivered=_stream.count(total),
-            overflow=overflow,
-            threshold=jnp.zeros((), jnp.float32),
-            words=jnp.float32(words),
-            useful=sum(useful, jnp.float32(0)),
-        )
-        undelivered = _undelivered.of_slots(coo, unsent, kept)
+        filled = sum(useful, jnp.float32(0))
+        info = _messages.info(total, words, useful=filled, overflow=overflow)
+        undelivered = _messages.of_slots(coo, unsent, kept)
         return total, undelivered, next_state, info
 
     return SparseAllreduce(
-        _step.init, reduce, spec=Spec.of("ring_sparse", slack=slack, fill=fill, codec=codec)
+        _reduce.init, reduce, spec=Spec.of("ring_sparse", slack=slack, fill=fill, codec=codec)
     )

@@ -4,13 +4,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _hash, _volumes, transport, wire
+from sparse_collectives import _hash, transport, wire
 from sparse_collectives._coo import _bitset
+from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
-from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce._shared import _messages, _replicas, _step, _undelivered
-from sparse_collectives.allreduce._shared._step import StepState
-from sparse_collectives.padded_coo import PaddedCOO
+from sparse_collectives._types import AxisName, Codec, SparseAllreduce
+from sparse_collectives.allreduce._shared import _messages, _reduce, _replicas
+from sparse_collectives.allreduce._shared._reduce import StepState
+from sparse_collectives.transport import _dispatch
 
 
 def sparse_allgather(*, codec: Codec | None = None) -> SparseAllreduce:
@@ -55,14 +56,14 @@ def sparse_allgather(*, codec: Codec | None = None) -> SparseAllreduce:
         new_state = StepState(state.count + 1)
         if workers == 1:
             total, undelivered, _ = _replicas.of_one_worker(coo, axis)
-            return total, undelivered, new_state, _info(total, jnp.int32(0), 0.0, 0.0)
+            return total, undelivered, new_state, _messages.info(total, 0.0)
         me = transport.axis_index(axis)
-        encoded = codec.encode(coo, _step.seed(state, 0, me))
+        encoded = codec.encode(coo, _reduce.seed(state.count, 0, me))
         with jax.named_scope("sparse_allgather"):
             gathered = transport.all_gather(encoded.message, axis)
         everyone = codec.decode(gathered, coo.size, coo.values.dtype)
 
-        first = _hash.below(_step.turn(state.count, 0), jnp.int32(workers))
+        first = _hash.below(_reduce.turn(state.count, 0), jnp.int32(workers))
         taken = _taken_before(everyone, first)
         total = PaddedCOO(
             jnp.where(taken, 0, everyone.values).reshape(-1),
@@ -76,15 +77,16 @@ def sparse_allgather(*, codec: Codec | None = None) -> SparseAllreduce:
         )
         late = late & encoded.sent
         lost = _messages.kept_by_sender(coo, encoded)
-        undelivered = _undelivered.of_slots(coo, jnp.where(late, coo.values, lost.values))
+        undelivered = _messages.of_slots(coo, jnp.where(late, coo.values, lost.values))
         overflow = _messages.unsent_count(coo, encoded) + jnp.sum(late, dtype=jnp.int32)
-        words = _volumes.all_gather(encoded.message.size, workers)
+        words = _dispatch.words_of_all_gather(encoded.message.size, workers)
         entries = jnp.sum(encoded.sent, dtype=jnp.int32)
         useful = _messages.useful_words(words, entries, coo.capacity)
-        return total, undelivered, new_state, _info(total, overflow, words, useful)
+        info = _messages.info(total, words, useful=useful, overflow=overflow)
+        return total, undelivered, new_state, info
 
     return SparseAllreduce(
-        _step.init, reduce, spec=Spec.of("sparse_allgather", codec=codec), keeps_others=False
+        _reduce.init, reduce, spec=Spec.of("sparse_allgather", codec=codec), keeps_others=False
     )
 
 
@@ -99,13 +101,3 @@ def _taken_before(coo: PaddedCOO, first: jax.Array) -> jax.Array:
     members = _bitset.empty(coo.size) + jnp.zeros_like(coo.indices[0, 0], jnp.uint32)
     _, taken = lax.scan(check, members, jnp.roll(coo.indices, -first, axis=0))
     return jnp.roll(taken, first, axis=0)
-
-
-def _info(total: PaddedCOO, overflow, words, useful) -> ReduceInfo:
-    return ReduceInfo(
-        delivered=total.count(),
-        overflow=overflow,
-        threshold=jnp.zeros((), jnp.float32),
-        words=jnp.float32(words),
-        useful=jnp.float32(useful),
-    )

@@ -5,19 +5,14 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _compat, _validation, _volumes, transport, wire
+from sparse_collectives import _compat, _data, _validation, transport, wire
+from sparse_collectives._coo import _compaction
+from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
-from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce._shared import (
-    _merge,
-    _range,
-    _replicas,
-    _step,
-    _stream,
-    _undelivered,
-)
+from sparse_collectives._types import AxisName, Codec, SparseAllreduce
+from sparse_collectives.allreduce._shared import _messages, _reduce, _replicas, _stream
 from sparse_collectives.allreduce._shared._stream import Stream
-from sparse_collectives.padded_coo import PaddedCOO
+from sparse_collectives.transport import _dispatch
 
 
 def ssar_recursive_double(
@@ -68,10 +63,10 @@ def ssar_recursive_double(
         capacity = _validation.check_positive_int("capacity", capacity)
     codec = wire.raw() if codec is None else codec
 
-    @_range.sums_in_range(exact=codec.exact, float64=True)
-    def reduce(coo: PaddedCOO, state: _step.StepState, *, axis: AxisName):
+    @_reduce.sums_in_range(exact=codec.exact, float64=True)
+    def reduce(coo: PaddedCOO, state: _reduce.StepState, *, axis: AxisName):
         workers = transport.axis_size(axis)
-        next_state = _step.StepState(state.count + 1)
+        next_state = _reduce.StepState(state.count + 1)
         if workers == 1:
             total, undelivered, info = _replicas.of_one_worker(coo, axis)
             return total, undelivered, next_state, info
@@ -86,21 +81,21 @@ def ssar_recursive_double(
             """The entries that this one of the ``group`` workers that hold them keeps."""
             # By index, so that what is left of an index adds up in one residual.
             mine = me % group == entries.indices % group
-            return _merge.only_where((me < members) & mine, entries)
+            return _data.only_where((me < members) & mine, entries)
 
         def bound(stream, stage, group):
             """The entries in the slots that there are, and how many find none."""
             if not isinstance(stream, PaddedCOO):
                 return stream, jnp.zeros((), jnp.int32)
-            turn = _step.turn(state.count, stage)
-            entries, left = _merge.bounded(stream, most_slots, turn)
+            turn = _reduce.turn(state.count, stage)
+            entries, left = _compaction.bounded(stream, most_slots, turn)
             left = one_of(group, left) if group else left
             kept.extend([left] if left.capacity else [])
             return _stream.shorter(entries, codec), left.count()
 
         def encode(stream, stage, sender, keeper):
             """The message, and what each receiver makes of it."""
-            sent = _stream.encode(stream, codec, _step.seed(state, stage, sender))
+            sent = _stream.encode(stream, codec, _reduce.seed(state.count, stage, sender))
             if codec.exact:
                 return sent, stream
             kept.append(keeper(sent.lost))
@@ -117,9 +112,9 @@ def ssar_recursive_double(
         # Appendix A: the surplus workers hand over what they have.
         fold = [(members + worker, worker) for worker in range(surplus)]
         if surplus:
-            own_part = functools.partial(_merge.only_where, me >= members)
+            own_part = functools.partial(_data.only_where, me >= members)
             sent, _ = encode(stream, 0, me, own_part)
-            words += _volumes.ppermute(sent.message.size, workers, fold)
+            words += _dispatch.words_of_ppermute(sent.message.size, workers, fold)
             useful += jnp.where(me >= members, sent.useful, 0.0)
             other = send(sent.message, stream, fold)
             stream = _stream.add(stream, other, 2 * coo.capacity)
@@ -133,7 +128,7 @@ def ssar_recursive_double(
             # All workers of a half hold the same sum and send the same bits.
             part = functools.partial(one_of, half)
             sent, own = encode(stream, stage + 1, me // half, part)
-            words += _volumes.ppermute(sent.message.size, workers, pairs)
+            words += _dispatch.words_of_ppermute(sent.message.size, workers, pairs)
             useful += jnp.where(me < members, sent.useful, 0.0)
             other = send(sent.message, stream, pairs)
             # In the order of the workers, so that both halves have the same bits.
@@ -155,22 +150,16 @@ def ssar_recursive_double(
             part = functools.partial(one_of, members)
             sent, own = encode(total, members.bit_length(), jnp.zeros_like(me), part)
             back = [(target, source) for source, target in fold]
-            words += _volumes.ppermute(sent.message.size, workers, back)
+            words += _dispatch.words_of_ppermute(sent.message.size, workers, back)
             useful += jnp.where(me < surplus, sent.useful, 0.0)
             total = _choose(me < members, own, send(sent.message, total, back))
 
-        undelivered = _undelivered.nothing(coo, kept)
-        info = ReduceInfo(
-            delivered=_stream.count(total),
-            overflow=overflow,
-            threshold=jnp.zeros((), jnp.float32),
-            words=jnp.float32(words),
-            useful=useful,
-        )
+        undelivered = _messages.nothing(coo, kept)
+        info = _messages.info(total, words, useful=useful, overflow=overflow)
         return total, undelivered, next_state, info
 
     return SparseAllreduce(
-        _step.init,
+        _reduce.init,
         reduce,
         spec=Spec.of("ssar_recursive_double", capacity=capacity, codec=codec),
         keeps_others=capacity is not None or not codec.exact,

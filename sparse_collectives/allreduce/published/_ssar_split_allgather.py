@@ -4,23 +4,20 @@ import math
 
 import jax.numpy as jnp
 
-from sparse_collectives import _validation, _volumes, transport, wire
-from sparse_collectives._coo import _bitset
+from sparse_collectives import _data, _validation, transport, wire
+from sparse_collectives._coo import _bitset, _compaction
+from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
-from sparse_collectives._types import AxisName, Codec, ReduceInfo, SparseAllreduce
+from sparse_collectives._types import AxisName, Codec, SparseAllreduce
 from sparse_collectives.allreduce._shared import (
     _equal_regions,
-    _merge,
     _messages,
-    _range,
+    _reduce,
     _replicas,
     _slots,
-    _split,
-    _step,
     _stream,
-    _undelivered,
 )
-from sparse_collectives.padded_coo import PaddedCOO
+from sparse_collectives.transport import _dispatch
 
 
 def ssar_split_allgather(
@@ -68,10 +65,10 @@ def ssar_split_allgather(
     fill = None if fill is None else _validation.check_number("fill", fill, 1.0, math.inf)
     codec = wire.raw() if codec is None else codec
 
-    @_range.sums_in_range(exact=codec.exact, float64=True)
-    def reduce(coo: PaddedCOO, state: _step.StepState, *, axis: AxisName):
+    @_reduce.sums_in_range(exact=codec.exact, float64=True)
+    def reduce(coo: PaddedCOO, state: _reduce.StepState, *, axis: AxisName):
         workers = transport.axis_size(axis)
-        next_state = _step.StepState(state.count + 1)
+        next_state = _reduce.StepState(state.count + 1)
         if workers == 1:
             total, undelivered, info = _replicas.of_one_worker(coo, axis)
             return total, undelivered, next_state, info
@@ -80,16 +77,18 @@ def ssar_split_allgather(
         regions = _slots.make_regions(coo.size, workers)
         capacity = _slots.block_slots(coo.capacity, regions, slack)
         slots = _slots.union_slots(coo.capacity, regions, workers, slack, fill)
-        turn = _step.turn(state.count, 1)
+        turn = _reduce.turn(state.count, 1)
 
-        split = _split.to_owners(coo, regions, capacity, axis=axis, codec=codec, state=state)
+        split = _equal_regions.to_owners(
+            coo, regions, capacity, axis=axis, codec=codec, state=state
+        )
         sums = split.sums
 
         # The allgather: of pairs, or dense where that is shorter.
         room = min(slots, sums.capacity)
         whole = _stream.goes_dense(codec, room, regions.width, dtype)
-        mine = sums.to_dense() if whole else _merge.bounded(sums, slots, turn)[0]
-        outgoing = _stream.encode(mine, codec, _step.seed(state, 1, me))
+        mine = sums.to_dense() if whole else _compaction.bounded(sums, slots, turn)[0]
+        outgoing = _stream.encode(mine, codec, _reduce.seed(state.count, 1, me))
         delivered = split.sent
         if whole:
             total = _equal_regions.gather_dense(
@@ -104,27 +103,22 @@ def ssar_split_allgather(
         others = []
         if not codec.exact:
             # Sums that the codec left out are not in the total: their parts are kept above.
-            errors = _merge.only_where(outgoing.sent, outgoing.lost)
+            errors = _data.only_where(outgoing.sent, outgoing.lost)
             others.append(_equal_regions.from_region(errors, regions, me))
         kept = jnp.where(delivered, split.error, coo.values)
-        undelivered = _undelivered.of_slots(coo, kept, others)
+        undelivered = _messages.of_slots(coo, kept, others)
 
-        gather_words = _volumes.all_gather(outgoing.message.size, workers)
+        gather_words = _dispatch.words_of_all_gather(outgoing.message.size, workers)
         useful = outgoing.useful * (gather_words / max(1, outgoing.message.size))
         words = _messages.words_in_all(
             split.words, _messages.Words(jnp.float32(gather_words), useful)
         )
-        info = ReduceInfo(
-            delivered=_stream.count(total),
-            overflow=coo.count() - jnp.sum(delivered, dtype=jnp.int32),
-            threshold=jnp.zeros((), jnp.float32),
-            words=words.received,
-            useful=words.useful,
-        )
+        overflow = coo.count() - jnp.sum(delivered, dtype=jnp.int32)
+        info = _messages.info(total, words.received, useful=words.useful, overflow=overflow)
         return total, undelivered, next_state, info
 
     return SparseAllreduce(
-        _step.init,
+        _reduce.init,
         reduce,
         spec=Spec.of("ssar_split_allgather", slack=slack, fill=fill, codec=codec),
         keeps_others=not codec.exact,

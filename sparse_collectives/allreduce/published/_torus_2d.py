@@ -3,11 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from sparse_collectives import _compat, _validation, _volumes, transport
+from sparse_collectives import _compat, transport
+from sparse_collectives._data import PaddedCOO
 from sparse_collectives._spec import Spec
-from sparse_collectives._types import AxisName, ReduceInfo, SparseAllreduce
-from sparse_collectives.allreduce._shared import _range, _undelivered
-from sparse_collectives.padded_coo import PaddedCOO
+from sparse_collectives._types import AxisName, SparseAllreduce
+from sparse_collectives.allreduce._shared import _messages, _reduce
+from sparse_collectives.transport import _dispatch
 
 
 def torus_2d() -> SparseAllreduce:
@@ -38,16 +39,11 @@ def torus_2d() -> SparseAllreduce:
       Clusters <https://arxiv.org/abs/2010.10458>`_, MLSys 2021.
     """
 
-    def init(size: int, axis_size: int) -> tuple[()]:
-        _validation.check_size(size)
-        _validation.check_positive_int("axis_size", axis_size)
-        return ()
-
     def reduce(coo: PaddedCOO, state: tuple[()], *, axis: AxisName):
         _pair(axis)  # Before anything else asks for its size.
         return add(coo, state, axis=axis)
 
-    @_range.sums_in_range(float64=True)
+    @_reduce.sums_in_range(float64=True)
     def add(coo: PaddedCOO, state: tuple[()], *, axis: AxisName):
         outer, inner = _pair(axis)
         inside, outside = transport.axis_size(inner), transport.axis_size(outer)
@@ -60,21 +56,16 @@ def torus_2d() -> SparseAllreduce:
         with jax.named_scope("torus_2d/inner"):
             total = transport.all_gather(mine, inner).reshape(-1)[: coo.size]
         word = coo.values.dtype.itemsize / 4
-        words = jnp.float32(
-            _volumes.reduce_scatter(part * inside * word, inside)
-            + _volumes.all_reduce(part * word, outside)
-            + _volumes.all_gather(part * word, inside)
+        words = (
+            _dispatch.words_of_reduce_scatter(part * inside * word, inside)
+            + _dispatch.words_of_all_reduce(part * word, outside)
+            + _dispatch.words_of_all_gather(part * word, inside)
         )
-        info = ReduceInfo(
-            delivered=jnp.sum(total != 0, dtype=jnp.int32),
-            overflow=jnp.zeros((), jnp.int32),
-            threshold=jnp.zeros((), jnp.float32),
-            words=words,
-            useful=words,
-        )
-        return total, _undelivered.nothing(coo), state, info
+        return total, _messages.nothing(coo), state, _messages.info(total, words)
 
-    return SparseAllreduce(init, reduce, spec=Spec.of("torus_2d"), keeps_others=False)
+    return SparseAllreduce(
+        _reduce.without_state, reduce, spec=Spec.of("torus_2d"), keeps_others=False
+    )
 
 
 def _pair(axis: AxisName):

@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives._coo import compaction
+from sparse_collectives._coo import _compaction
+from sparse_collectives._data import Layout, PaddedCOO
 from sparse_collectives._types import SelectInfo, State
-from sparse_collectives.layout import Layout
-from sparse_collectives.padded_coo import PaddedCOO
 
 # Places that were selected in a layer, in any order, with its size in slots that
 # stay empty; the layer's new state; what was done.
@@ -93,7 +92,7 @@ def select_layers(
         infos.append(info)
     places = jnp.concatenate(indices)
     slots = places.size if capacity is None else capacity
-    coo, count = compaction.compact_indices(acc, places, capacity=slots)
+    coo, count = _compaction.compact_indices(acc, places, capacity=slots)
     info = SelectInfo(
         selected=count,
         overflow=jnp.sum(jnp.concatenate([i.overflow for i in infos]), dtype=jnp.int32),

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives._coo import _bits
-from sparse_collectives.select._shared import _masks
 
 # Entries of a first-stage sum: partial sums keep the rounding error small.
 _ROW = 1024
@@ -92,7 +91,7 @@ def count_reaching(acc: jax.Array, threshold_bits: jax.Array) -> jax.Array:
     Cost: one pass over n entries.
     """
     bits = jnp.maximum(threshold_bits, 1)
-    words = _masks.mask_words(acc, lambda magnitude: magnitude >= bits)
+    words = _bits.mask_by_magnitude(acc, lambda magnitude: magnitude >= bits)
     return jnp.sum(_bits.popcount(words), dtype=jnp.int32)
 
 

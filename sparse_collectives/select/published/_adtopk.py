@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from sparse_collectives import _validation
 from sparse_collectives._coo import _bits
+from sparse_collectives._data import Layout, as_layout
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
-from sparse_collectives.layout import Layout, as_layout
 from sparse_collectives.select._shared import _layers, _rows
 
 

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _compat, padded_coo
+from sparse_collectives import _compat, _data
+from sparse_collectives._data import Layout
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import Selector
-from sparse_collectives.layout import Layout
 from sparse_collectives.select._layerwise import layerwise
 from sparse_collectives.select._shared import _layers
 from sparse_collectives.select._topk import topk
@@ -83,11 +83,11 @@ def adtopk_interleaved(density: float, *, row_axis: int = -1) -> Selector:
 
         def rows():
             coo, new, info = by_row.select(acc, state.rows)
-            return padded_coo.widen(coo, capacity), new, state.layers, info
+            return _data.widen(coo, capacity), new, state.layers, info
 
         def layers():
             coo, new, info = by_layer.select(acc, state.layers)
-            return padded_coo.widen(coo, capacity), state.rows, new, info
+            return _data.widen(coo, capacity), state.rows, new, info
 
         coo, row_state, layer_state, info = lax.cond(state.count % 2 == 0, rows, layers)
         return coo, ADTopkInterleavedState(state.count + 1, row_state, layer_state), info

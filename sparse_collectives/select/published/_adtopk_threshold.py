@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _compat, _validation, padded_coo
-from sparse_collectives._coo import _bits, compaction
+from sparse_collectives import _compat, _data, _validation
+from sparse_collectives._coo import _bits, _compaction
+from sparse_collectives._data import Layout, as_layout
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector, State
-from sparse_collectives.layout import Layout, as_layout
-from sparse_collectives.select._shared import _layers, _reaching
+from sparse_collectives.select._shared import _layers, _thresholds
 from sparse_collectives.select._topk import topk
 from sparse_collectives.select.published._adtopk import count_of_layer, rows_of_layer
 
@@ -124,7 +124,7 @@ def adtopk_threshold(
         if not size:
             return 0
         k = _validation.count_from_density(density, size)
-        reused = _reaching.slots_for(k, size, headroom)
+        reused = _thresholds.slots_for(k, size, headroom)
         return max(reused, count_of_layer(shape, density, row_axis))
 
     def of_layer(layer: jax.Array, shape: tuple[int, ...], state: ADTopkThresholdState):
@@ -133,7 +133,7 @@ def adtopk_threshold(
 
         def by_layer():
             coo, guess, info = exact.select(layer, state.exact)
-            places = padded_coo.widen(coo, capacity).indices
+            places = _data.widen(coo, capacity).indices
             return places, state._replace(exact=guess, threshold=info.threshold), info
 
         def evaluate():
@@ -146,13 +146,13 @@ def adtopk_threshold(
 
         def by_row():
             places, info = rows_of_layer(layer, shape, density, row_axis)
-            coo, _ = compaction.compact_indices(layer, places, capacity=capacity)
+            coo, _ = _compaction.compact_indices(layer, places, capacity=capacity)
             return coo.indices, state, info
 
         def reuse():
             # Strictly above the threshold, as in the paper.
             bits = _bits.magnitude_bits(state.threshold) + 1
-            coo, count = compaction.compact(layer, bits, capacity=capacity, turn=state.count)
+            coo, count = _compaction.compact(layer, bits, capacity=capacity, turn=state.count)
             selected = jnp.minimum(count, capacity)
             return coo.indices, state, SelectInfo(selected, count - selected, state.threshold)
 

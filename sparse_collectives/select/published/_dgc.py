@@ -13,11 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from sparse_collectives import _validation
-from sparse_collectives._coo import _bits, compaction, kth_magnitude
+from sparse_collectives._coo import _bits, _compaction, _kth_magnitude
+from sparse_collectives._data import Layout, PaddedCOO, as_layout
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
-from sparse_collectives.layout import Layout, as_layout
-from sparse_collectives.padded_coo import PaddedCOO
 from sparse_collectives.select import _topk
 
 # Entries of the sample above the k-th magnitude that it takes to estimate it.
@@ -80,16 +79,16 @@ def dgc(density: float, *, sample_share: float = 0.01, seed: int = 0) -> Selecto
         sampled = max(math.ceil(sample_share * size), math.ceil(_MIN_HITS * size / k))
         if k == size:
             threshold_bits = jnp.zeros((), jnp.int32)
-            coo, count = compaction.compact(acc, threshold_bits, capacity=k)
+            coo, count = _compaction.compact(acc, threshold_bits, capacity=k)
         else:
             # 1. The threshold of the sample.
             if sampled >= size:
-                threshold_bits = kth_magnitude.kth_magnitude_bits(acc, k)
+                threshold_bits = _kth_magnitude.kth_magnitude_bits(acc, k)
             else:
                 threshold_bits = _sampled_threshold_bits(acc, k, sampled, seed, state)
             # 2. What passes it, and of that the k largest.
             slots = min(size, _candidate_slots(k, k * min(sampled, size) / size))
-            candidates, count = compaction.compact(acc, threshold_bits, capacity=slots, turn=state)
+            candidates, count = _compaction.compact(acc, threshold_bits, capacity=slots, turn=state)
             coo = _largest(candidates, k)
         selected = coo.count()
         threshold = _bits.magnitude_from_bits(threshold_bits)
@@ -114,7 +113,7 @@ def _sampled_threshold_bits(
     position = jax.random.randint(key, (sampled,), 0, size)
     sample = acc.at[position].get(mode="promise_in_bounds")
     rank = max(1, round(sampled * k / size))
-    return kth_magnitude.bisect(_bits.magnitude_bits(sample), rank)
+    return _kth_magnitude.bisect(_bits.magnitude_bits(sample), rank)
 
 
 def _largest(candidates: PaddedCOO, k: int) -> PaddedCOO:

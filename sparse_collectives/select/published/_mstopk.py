@@ -20,12 +20,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import _hash, _validation
-from sparse_collectives._coo import _bits, compaction, kth_magnitude
+from sparse_collectives._coo import _bits, _compaction, _kth_magnitude
+from sparse_collectives._data import Layout, PaddedCOO, as_layout
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import SelectInfo, Selector
-from sparse_collectives.layout import Layout, as_layout
-from sparse_collectives.padded_coo import PaddedCOO
-from sparse_collectives.select._shared import _masks
 
 _LARGEST_BITS = 0x7FFFFFFF
 _ALL_ONES = 0xFFFFFFFF
@@ -109,7 +107,7 @@ def mstopk(density: float, *, samplings: int = 30) -> Selector:
         k = _validation.count_from_density(density, size)
         bracket = _search(acc, k, samplings)
         words = _words_between(acc, bracket, k, state)
-        indices, count = compaction.set_positions(words, k, size)
+        indices, count = _compaction.set_positions(words, k, size)
         values = acc.at[indices].get(mode="fill", fill_value=0)
         info = SelectInfo(
             selected=count,
@@ -215,24 +213,26 @@ def _candidates(acc: jax.Array, k: int) -> tuple[jax.Array, jax.Array, jax.Array
     """
     size = acc.shape[0]
     capacity = math.ceil(_ROOM * k) + 32
-    if size <= kth_magnitude.DIRECT_SIZE or 2 * capacity >= size:
+    if size <= _kth_magnitude.DIRECT_SIZE or 2 * capacity >= size:
         none = jnp.zeros_like(acc[0], jnp.int32)
         return none, acc, none + size
-    low = kth_magnitude.sampled_magnitude_bits(acc, k)
-    candidates, count = compaction.compact(acc, low, capacity=capacity)
+    low = _kth_magnitude.sampled_magnitude_bits(acc, k)
+    candidates, count = _compaction.compact(acc, low, capacity=capacity)
     return low, candidates.values, count
 
 
 def _count(acc: jax.Array, pattern: jax.Array) -> jax.Array:
     """Line 10: how many entries reach a threshold."""
-    words = _masks.mask_words(acc, lambda bits: bits >= pattern)
+    words = _bits.mask_by_magnitude(acc, lambda bits: bits >= pattern)
     return jnp.sum(_bits.popcount(words), dtype=jnp.int32)
 
 
 def _words_between(acc: jax.Array, bracket: _Bracket, k: int, turn: jax.Array) -> jax.Array:
     """Lines 25 to 28: all above the bracket, and the missing ones from within it."""
-    above = _masks.mask_words(acc, lambda bits: bits > bracket.top)
-    within = _masks.mask_words(acc, lambda bits: (bits >= bracket.lower) & (bits <= bracket.top))
+    above = _bits.mask_by_magnitude(acc, lambda bits: bits > bracket.top)
+    within = _bits.mask_by_magnitude(
+        acc, lambda bits: (bits >= bracket.lower) & (bits <= bracket.top)
+    )
     missing = k - jnp.sum(_bits.popcount(above), dtype=jnp.int32)
     count = jnp.sum(_bits.popcount(within), dtype=jnp.int32)
     # The ranks of the first and the last of the run: a window of ``missing``.
@@ -240,7 +240,7 @@ def _words_between(acc: jax.Array, bracket: _Bracket, k: int, turn: jax.Array) -
     start = _hash.below(turn, count)
     wraps = start + missing > count
     ranks = (start + ends) % jnp.maximum(count, 1)
-    positions, _ = compaction.nth_position(within, ranks)
+    positions, _ = _compaction.nth_position(within, ranks)
     from_first = ~_bits_below(positions[0], within)
     to_last = _bits_below(positions[1] + 1, within)
     run = jnp.where(wraps, from_first | to_last, from_first & to_last)

@@ -16,10 +16,10 @@ from jax import lax
 
 from sparse_collectives import _validation
 from sparse_collectives._coo import _bits
+from sparse_collectives._data import Layout, as_layout
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import Selector
-from sparse_collectives.layout import Layout, as_layout
-from sparse_collectives.select._shared import _reaching, _statistics
+from sparse_collectives.select._shared import _statistics, _thresholds
 
 
 def redsync(density: float, *, rounds: int = 20, headroom: float = 1.0) -> Selector:
@@ -81,10 +81,10 @@ def redsync(density: float, *, rounds: int = 20, headroom: float = 1.0) -> Selec
             threshold = jnp.zeros((), jnp.float32)
         else:
             threshold = _searched_threshold(acc, k, rounds)
-        coo, info = _reaching.select_reaching(
+        coo, info = _thresholds.select_reaching(
             acc,
             _bits.magnitude_bits(threshold),
-            capacity=_reaching.slots_for(k, size, headroom),
+            capacity=_thresholds.slots_for(k, size, headroom),
             turn=state,
         )
         return coo, state + 1, info

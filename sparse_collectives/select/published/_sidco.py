@@ -17,10 +17,10 @@ from jax.scipy.special import gammaln
 
 from sparse_collectives import _validation
 from sparse_collectives._coo import _bits
+from sparse_collectives._data import Layout, as_layout
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import Selector
-from sparse_collectives.layout import Layout, as_layout
-from sparse_collectives.select._shared import _reaching, _statistics
+from sparse_collectives.select._shared import _statistics, _thresholds
 
 _DISTRIBUTIONS = ("exponential", "gamma", "pareto")
 _STAGE_DENSITY = 0.25
@@ -124,10 +124,10 @@ def sidco(
             threshold = jnp.zeros((), jnp.float32)
         else:
             threshold = _fitted_threshold(acc, k, distribution, state.stages)
-        coo, info = _reaching.select_reaching(
+        coo, info = _thresholds.select_reaching(
             acc,
             _bits.magnitude_bits(threshold),
-            capacity=_reaching.slots_for(k, size, headroom),
+            capacity=_thresholds.slots_for(k, size, headroom),
             turn=state.count,
         )
         passed = info.selected + info.overflow

@@ -1,23 +1,31 @@
-"""Split and reduce: every region's entries go to its owner, who adds them up.
+"""The exchanges of pairs of a step: split and reduce, and the allgather.
 
-Ok-Topk, section 3.1.1. Each worker sends to each owner one block with a fixed
-number of slots. Entries that do not fit wait in the residual of their worker.
+Ok-Topk, section 3.1.1: every region's entries go to its owner, who adds them up. Each worker sends
+to each owner one block with a fixed number of slots. Entries that do not fit wait in the residual
+of their worker. Section 3.1.2, the last exchange: what all workers own of the selection reaches
+everyone.
+
+Deviation: the messages of the paper have the size of their contents, which is the lower end of its
+Table 1. A program's messages are of static sizes, so it holds an exchange of each of a few, of
+which a step takes the shortest that is enough, and all workers choose the same by what they know
+of each other's counts.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import _volumes, padded_coo, transport
+from sparse_collectives import _data, transport
+from sparse_collectives._data import PaddedCOO
 from sparse_collectives._types import AxisName, Codec
 from sparse_collectives.allreduce._shared import _messages
 from sparse_collectives.allreduce._shared._merge import Blocks, reduce_blocks
-from sparse_collectives.allreduce.ok_topk import _sizes
 from sparse_collectives.allreduce.ok_topk._plan import Collective
-from sparse_collectives.padded_coo import PaddedCOO
+from sparse_collectives.transport import _dispatch
 
 
 class Reduced(NamedTuple):
@@ -123,7 +131,7 @@ def split_and_reduce(
             parts = [entries, codec.decode(bucket, size, dtype)]
             entries = reduce_blocks(parts, size, jnp.float32, owned_slots)
             entries = jax.tree.map(lambda x: x[None], entries)
-        entries = padded_coo.widen(entries, owned_slots)
+        entries = _data.widen(entries, owned_slots)
         room = ((0, 0), (0, blocks.source.shape[1] - exchange.slots))
         error = None
         if not codec.exact:
@@ -136,13 +144,13 @@ def split_and_reduce(
         largest = jnp.max(jnp.where(is_own[:, 0], 0, blocks.filled))
         most = jnp.max(transport.all_gather(largest, axis))
         # A rotation is of ppermutes, in which all devices of a mesh meet.
-        which = _sizes.shortest(most, exchanges, lambda fit: transport.holds_on_mesh(fit, axis))
-    (entries, there, error), words_of = _sizes.run(which, exchanges, through, workers)
+        which = shortest(most, exchanges, lambda fit: transport.holds_on_mesh(fit, axis))
+    (entries, there, error), words_of = run(which, exchanges, through, workers)
     # What is known of the blocks is not counted again.
     filled = blocks.filled if codec.exact else jnp.sum(there, axis=1, dtype=jnp.int32)
     words = words_of(jnp.sum(filled, dtype=jnp.int32) - filled[me])
     if len(exchanges) > 1:
-        told = _messages.words_in_full(_volumes.all_gather(1, workers))
+        told = _messages.words_in_full(_dispatch.words_of_all_gather(1, workers))
         words = _messages.words_in_all(words, told)
     entries = PaddedCOO(entries.values[0].astype(dtype), entries.indices[0], size)
     sent, given = blocks.sent, blocks.filled
@@ -159,3 +167,106 @@ def _to_slots(rows: jax.Array, source: jax.Array, slots: int) -> jax.Array:
     """From blocks back to the slots that they were cut from; 0 for slots not in a block."""
     flat = jnp.zeros((slots,), rows.dtype)
     return flat.at[source.reshape(-1)].set(rows.reshape(-1), mode="drop")
+
+
+class Gathered(NamedTuple):
+    """All workers' slots, on every worker.
+
+    Attributes:
+      total: unique indices, padding in between; the same bits on every worker.
+      error: ``f[c]`` over the slots of this worker's entries: what the total misses
+        of each. None with an exact codec.
+      unsent: ``i32[]``, entries of this worker that the codec had no room for.
+      words: what the exchange moved.
+    """
+
+    total: PaddedCOO
+    error: jax.Array | None
+    unsent: jax.Array
+    words: _messages.Words
+
+
+def gather(
+    entries: PaddedCOO,
+    held: jax.Array,
+    most: jax.Array,
+    *,
+    axis: AxisName,
+    codec: Codec,
+    seed: jax.Array,
+    exchanges: Sequence[Collective],
+) -> Gathered:
+    """The allgather. The worker that sends an entry also takes it from there.
+
+    Args:
+      entries: of this worker, packed to the front.
+      held: ``i32[]``, how many they are.
+      most: ``i32[]``, how many a worker has at most; all workers know it.
+      axis: the workers.
+      codec: how a message is encoded.
+      seed: ``u32[]``, for the codec.
+      exchanges: of the sizes that a message may have, ascending; the shortest that has room
+        for everyone's entries is chosen.
+    """
+    slots, size, dtype = entries.capacity, entries.size, entries.values.dtype
+
+    def decoded(exchange: Collective) -> PaddedCOO:
+        mine = jax.tree.map(lambda x: x[: exchange.slots], entries)
+        return codec.decode(codec.encode(mine, seed).message, size, dtype)
+
+    # A codec may decode more slots than it encodes: its escapes become padding.
+    width = max(jax.eval_shape(functools.partial(decoded, each)).capacity for each in exchanges)
+
+    def through(exchange: Collective):
+        mine = jax.tree.map(lambda x: x[: exchange.slots], entries)
+        encoded = codec.encode(mine, seed)
+        everyone = codec.decode(transport.all_gather(encoded.message, axis), size, dtype)
+        everyone = _data.widen(everyone, width)
+        total = PaddedCOO(everyone.values.reshape(-1), everyone.indices.reshape(-1), size)
+        if codec.exact:
+            return total, jnp.zeros((), jnp.int32), None
+        return (
+            total,
+            _messages.unsent_count(mine, encoded),
+            jnp.pad(encoded.error, (0, slots - exchange.slots)),
+        )
+
+    which = shortest(most, exchanges)
+    found, words = run(which, exchanges, through, transport.axis_size(axis))
+    total, unsent, error = found
+    return Gathered(total, error, unsent, words(held - unsent))
+
+
+def shortest(
+    most: jax.Array,
+    exchanges: Sequence[Collective],
+    agreed: Callable[[jax.Array], jax.Array] = lambda fit: fit,
+) -> jax.Array:
+    """The first that has room for ``most`` entries, or else the last, ``i32[]``.
+
+    Args:
+      most: ``i32[]``, which all workers know.
+      exchanges: of ascending sizes.
+      agreed: whether each of some flags holds for all who take part in the exchange.
+    """
+    smaller = jnp.asarray([each.slots for each in exchanges[:-1]], jnp.int32)
+    return jnp.sum(~agreed(most <= smaller), dtype=jnp.int32)
+
+
+def run(
+    which: jax.Array,
+    exchanges: Sequence[Collective],
+    through: Callable[[Collective], Any],
+    workers: int,
+) -> tuple[Any, Callable[[jax.Array], _messages.Words]]:
+    """``through`` the exchange ``which``, and a function of the entries sent: what it moves."""
+    result = lax.switch(which, [lambda each=each: through(each) for each in exchanges])
+
+    def words(entries: jax.Array) -> _messages.Words:
+        of_each = [
+            _messages.words_of_pairs(each.received(workers), entries, each.slots_sent(workers))
+            for each in exchanges
+        ]
+        return jax.tree.map(lambda *x: jnp.stack(x)[which], *of_each)
+
+    return result, words

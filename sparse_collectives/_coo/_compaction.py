@@ -13,30 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import _hash
-from sparse_collectives._coo import _bits, _bitset, search
-from sparse_collectives._platform import by_platform
-from sparse_collectives.padded_coo import PaddedCOO
+from sparse_collectives._coo import _bits, _bitset
+from sparse_collectives._data import PaddedCOO, take
+from sparse_collectives._platform import by_platform, places
 
 # Fewer slots than this share of the words are found by binary search.
 _SLOTS_PER_WORD = 16
-
-
-def mask_words(mask_of, size: int) -> jax.Array:
-    """Packs a mask over ``size`` entries, ``u32[ceil(size / 32)]``.
-
-    Args:
-      mask_of: ``mask_of(start, stop) -> bool[stop - start]``, called for the part
-        that fills whole words and for the rest, so that no n-sized buffer is
-        padded (that would be a copy of it).
-      size: the number of entries, n >= 1.
-    """
-    main = size // 32 * 32
-    parts = []
-    if main:
-        parts.append(_bits.pack_mask(mask_of(0, main)))
-    if main < size:
-        parts.append(_bits.pack_mask(jnp.pad(mask_of(main, size), (0, 32 - size % 32))))
-    return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
 
 def set_positions(
@@ -84,7 +66,7 @@ def _by_slot(
     slot = jnp.arange(capacity, dtype=jnp.int32)
     rank = jnp.where(slot < wrapped, slot, start + slot - wrapped)
     if capacity < words.shape[0] // _SLOTS_PER_WORD:
-        word = _word_of_rank(inclusive, rank)
+        word = places(inclusive, rank, side="right")
     else:
         word = _word_of_slot(inclusive - counts, counts, capacity, start, wrapped)
     position = _position_in_word(words, inclusive, word, rank)
@@ -113,11 +95,6 @@ def _by_position(
     return empty.at[slot.reshape(-1)].set(position.reshape(-1), mode="drop")
 
 
-def _word_of_rank(inclusive: jax.Array, rank: jax.Array) -> jax.Array:
-    """The word of each set bit, by binary search: best for few slots."""
-    return search.places(inclusive, rank, side="right")
-
-
 def _word_of_slot(
     before: jax.Array, counts: jax.Array, capacity: int, start: jax.Array, wrapped: jax.Array
 ) -> jax.Array:
@@ -130,7 +107,7 @@ def _word_of_slot(
     first_slot = jnp.where(counts > 0, first_slot, capacity)
     marks = jnp.zeros((capacity,), jnp.int32).at[first_slot].max(word, mode="drop")
     # A word on both sides of the gap marked only its first slot before it.
-    marks = marks.at[wrapped].max(_word_of_rank(before + counts, start), mode="drop")
+    marks = marks.at[wrapped].max(places(before + counts, start, side="right"), mode="drop")
     return lax.cummax(marks)
 
 
@@ -140,7 +117,7 @@ def nth_position(words: jax.Array, rank: jax.Array) -> tuple[jax.Array, jax.Arra
     Where there are not so many the position means nothing.
     """
     inclusive = jnp.cumsum(_bits.popcount(words), dtype=jnp.int32)
-    word = _word_of_rank(inclusive, rank)
+    word = places(inclusive, rank, side="right")
     return _position_in_word(words, inclusive, word, rank), inclusive[-1]
 
 
@@ -199,6 +176,32 @@ def window(count: jax.Array, capacity: int, turn: jax.Array) -> tuple[jax.Array,
     return start, jnp.where(crowded, jnp.maximum(start - (count - capacity), 0), 0)
 
 
+def bounded(coo: PaddedCOO, capacity: int, turn: jax.Array) -> tuple[PaddedCOO, PaddedCOO]:
+    """The entries that fit ``capacity`` slots, and those that are left.
+
+    Args:
+      coo: ascending, padding last, c slots.
+      capacity: slots; with c or more everything fits, and nothing is computed.
+      turn: ``u32[]``, from :func:`._reduce.turn`: which entries are left changes from step to step.
+
+    Returns:
+      Two PaddedCOOs, of ``min(c, capacity)`` and of ``max(0, c - capacity)`` slots.
+    """
+    if capacity >= coo.capacity:
+        return coo, PaddedCOO(coo.values[:0], coo.indices[:0], coo.size)
+    count = coo.count()
+    slot = jnp.arange(capacity, dtype=jnp.int32)
+    rank = windowed_rank(slot, count, capacity, turn)
+    source = jnp.where(slot < count, rank, coo.capacity)
+    # What is left lies before and after the window, or between its two parts.
+    wrapped = jnp.sum(rank == slot, dtype=jnp.int32)
+    place = jnp.arange(coo.capacity - capacity, dtype=jnp.int32)
+    around = jnp.where(place < rank[0], place, place + capacity)
+    left = jnp.where(wrapped > 0, place + wrapped, around)
+    left = jnp.where(place < count - capacity, left, coo.capacity)
+    return take(coo, source), take(coo, left)
+
+
 def compact(
     x: jax.Array,
     threshold_bits: jax.Array,
@@ -212,7 +215,7 @@ def compact(
     Args:
       x: ``f[n]``.
       threshold_bits: ``i32[]``, the bit pattern of the smallest magnitude to take
-        (:func:`sparse_collectives._bits.magnitude_bits`). Zeros are never taken.
+        (:func:`sparse_collectives._coo._bits.magnitude_bits`). Zeros are never taken.
       capacity: static number of slots of the result.
       tie_cutoff: ``i32[]``; entries exactly at the threshold are taken only below
         this index. By default all are.
@@ -233,7 +236,7 @@ def compact(
         first = jnp.arange(start, stop, dtype=jnp.int32) < tie_cutoff
         return (bits > threshold_bits) | ((bits == threshold_bits) & first & (bits > 0))
 
-    indices, count = set_positions(mask_words(mask_of, size), capacity, size, turn)
+    indices, count = set_positions(_bits.mask_words(mask_of, size), capacity, size, turn)
     values = x.at[indices].get(mode="fill", fill_value=0)
     return PaddedCOO(values, indices, size), count
 
@@ -259,9 +262,7 @@ def to_slots(coo: PaddedCOO, slot: jax.Array, *, capacity: int) -> PaddedCOO:
     source = jnp.full((capacity,), coo.capacity, jnp.int32)
     # Numbers are scattered, once, and not values and indices.
     source = source.at[slot].set(jnp.arange(coo.capacity, dtype=jnp.int32), mode="drop")
-    values = coo.values.at[source].get(mode="fill", fill_value=0)
-    indices = coo.indices.at[source].get(mode="fill", fill_value=coo.size)
-    return PaddedCOO(values, indices, coo.size)
+    return take(coo, source)
 
 
 def compact_indices(

@@ -1,4 +1,4 @@
-"""The exact k-th largest magnitude of a vector, without sorting it.
+"""The exact k-th largest magnitude of a vector, and the k largest, without sorting it.
 
 A strided sample gives a magnitude that a little more than k entries reach with
 near certainty; these are compacted in one pass, and the exact k-th is found
@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives._coo import _bits, compaction
+from sparse_collectives._coo import _bits, _compaction
+from sparse_collectives._data import PaddedCOO
 from sparse_collectives._platform import by_platform
 
 # Below this size 31 passes over everything cost less than sampling.
@@ -48,7 +49,7 @@ def kth_magnitude_bits(x: jax.Array, k: int) -> jax.Array:
     if capacity >= size // 2:
         return bisect(_bits.magnitude_bits(x), k)
     low = sampled_magnitude_bits(x, k)
-    candidates, count = compaction.compact(x, low, capacity=capacity)
+    candidates, count = _compaction.compact(x, low, capacity=capacity)
     enough = (count >= k) & (count <= capacity)
     from_candidates = bisect(_bits.magnitude_bits(candidates.values), k)
     return bisect_all(x, k, from_candidates, ~enough)
@@ -178,7 +179,7 @@ def bisect_all(x: jax.Array, k: int, found: jax.Array, needed: jax.Array) -> jax
         here, candidate = lax.optimization_barrier(
             (x, pattern | (jnp.int32(1) << jnp.maximum(bit, 0)))
         )
-        words = compaction.mask_words(
+        words = _bits.mask_words(
             lambda start, stop: _bits.magnitude_bits(here[start:stop]) >= candidate, x.shape[0]
         )
         count = jnp.sum(_bits.popcount(words), dtype=jnp.int32)
@@ -189,3 +190,29 @@ def bisect_all(x: jax.Array, k: int, found: jax.Array, needed: jax.Array) -> jax
         unfinished, step, (first, jnp.where(needed, jnp.zeros_like(found), found))
     )
     return pattern
+
+
+def keep_largest(coo: PaddedCOO, k: int) -> tuple[PaddedCOO, list[PaddedCOO]]:
+    """The k entries of ``coo[c]`` of largest magnitude, and the others.
+
+    Both in the order of ``coo``; of equals the first are kept. The others are no
+    buffer at all where all fit. Zeros are in neither.
+    """
+    if coo.capacity <= k:
+        return coo, []
+    bits = jnp.where(coo.indices < coo.size, _bits.magnitude_bits(coo.values), 0)
+    threshold = kth_magnitude_bits(coo.values, k)
+    above = bits > threshold
+    tied = (bits == threshold) & (bits > 0)
+    rank = jnp.cumsum(tied, dtype=jnp.int32) - 1
+    kept = above | (tied & (rank < k - jnp.sum(above, dtype=jnp.int32)))
+    largest, _ = _compaction.compact_mask(coo, kept, capacity=k)
+    others, _ = _compaction.compact_mask(coo, (bits > 0) & ~kept, capacity=coo.capacity - k)
+    return largest, [others]
+
+
+def smallest_magnitude(coo: PaddedCOO) -> jax.Array:
+    """That of the smallest entry, ``f32[]``; 0 where there is none."""
+    bits = _bits.magnitude_bits(coo.values)
+    smallest = jnp.min(jnp.where(coo.indices < coo.size, bits, jnp.iinfo(jnp.int32).max))
+    return _bits.magnitude_from_bits(jnp.where(coo.count() > 0, smallest, 0))

@@ -1,4 +1,4 @@
-"""Sums of finite numbers that stay finite.
+"""What is around the sums of a step: a state that counts it, and a range that they stay in.
 
 Each worker sends of an entry at most its share of the range of the dtype, and keeps the
 rest for the next step. No sum of what P workers send can then overflow, in whatever
@@ -17,20 +17,62 @@ keeps them has to see to that: ``optax_ext`` takes no gradient that is within 2^
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_collectives import _validation, transport
+from sparse_collectives import _hash, _validation, transport
 from sparse_collectives._coo import _bits
+from sparse_collectives._data import PaddedCOO
 from sparse_collectives._types import AxisName, State
-from sparse_collectives.padded_coo import PaddedCOO
 
 # Rounding to a level of a coarse code can make a value larger: with ``qsgd(bits=2,
 # norm="l2")`` by the square root of its bucket, each time that it is encoded.
 _LOSSY_MARGIN = 16
+
+
+class StepState(NamedTuple):
+    """State of an allreduce that varies from step to step what waits and how it rounds.
+
+    Attributes:
+      count: ``i32[]``, steps taken; the same on every worker.
+    """
+
+    count: jax.Array
+
+
+def init(size: int, axis_size: int) -> StepState:
+    """The state before the first step, for n components and P workers."""
+    without_state(size, axis_size)
+    return StepState(count=jnp.zeros((), jnp.int32))
+
+
+def without_state(size: int, axis_size: int) -> tuple[()]:
+    """The ``init`` of an allreduce for n components and P workers that has nothing to keep."""
+    _validation.check_size(size)
+    _validation.check_positive_int("axis_size", axis_size)
+    return ()
+
+
+def turn(count: jax.Array, stage: int) -> jax.Array:
+    """Which entries wait, in a stage of step ``count i32[]``: ``u32[]``, for windows.
+
+    Unlike any seed, and another one for each stage: a window that depended on the one
+    before it, or on what a codec leaves out, could leave out the same entry for ever.
+    The same on every worker, so that of an index that all have all parts go together.
+    """
+    return _hash.combine(count, stage, -1)
+
+
+def seed(count: jax.Array, stage: int, sender: jax.Array | int) -> jax.Array:
+    """The seed of a message, ``u32[]``: another one for each step, stage and sender.
+
+    Errors of different workers and steps don't add up if they are independent. Replicas that
+    encode the same sum pass the same ``sender``, so that they send the same bits.
+    """
+    return _hash.combine(count, stage, sender)
 
 
 def largest_share(dtype, workers: int, *, exact: bool = True) -> float:

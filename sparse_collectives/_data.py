@@ -1,12 +1,17 @@
-"""A sparse vector in coordinate (COO) format with a static number of slots."""
+"""What the contracts are about: sparse vectors, and where layers lie in a flat one."""
 
 import dataclasses
+import math
+import numbers
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from sparse_collectives import _validation
 
 
 @jax.tree_util.register_dataclass
@@ -110,3 +115,87 @@ def widen(coo: PaddedCOO, capacity: int) -> PaddedCOO:
     room = [(0, 0)] * (coo.indices.ndim - 1) + [(0, capacity - coo.capacity)]
     indices = jnp.pad(coo.indices, room, constant_values=coo.size)
     return PaddedCOO(jnp.pad(coo.values, room), indices, coo.size)
+
+
+def concatenate(parts: Sequence[PaddedCOO]) -> PaddedCOO:
+    """The entries of all parts side by side; an index may then occur more than once."""
+    return PaddedCOO(
+        jnp.concatenate([part.values.reshape(-1) for part in parts]),
+        jnp.concatenate([part.indices.reshape(-1) for part in parts]),
+        parts[0].size,
+    )
+
+
+def only_where(condition: jax.Array, coo: PaddedCOO) -> PaddedCOO:
+    """The entries where ``condition`` (broadcast to the slots) holds, else padding."""
+    return PaddedCOO(
+        jnp.where(condition, coo.values, jnp.zeros_like(coo.values)),
+        jnp.where(condition, coo.indices, coo.size),
+        coo.size,
+    )
+
+
+def take(coo: PaddedCOO, source: jax.Array) -> PaddedCOO:
+    """The given slots of ``coo``; slots past its capacity give padding."""
+    values = coo.values.at[source].get(mode="fill", fill_value=0)
+    indices = coo.indices.at[source].get(mode="fill", fill_value=coo.size)
+    return PaddedCOO(values, indices, coo.size)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The shapes of the layers, in the order in which they fill the flat buffer.
+
+    A selector that works by layer or by row needs them, and gets them at
+    ``init``. It is static and holds no arrays: in a state it is part of the tree.
+
+    Attributes:
+      shapes: the shape of each layer. A layer without entries takes no place.
+
+    Raises:
+      ValueError: no entries at all, or 2**31 or more.
+
+    Example:
+      >>> layout = Layout(((2, 3), (3,)))
+      >>> layout.size, layout.sizes, layout.offsets
+      (9, (6, 3), (0, 6))
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        _validation.check_size(self.size)
+
+    @classmethod
+    def of(cls, tree: Any) -> "Layout":
+        """The layout of the leaves of a pytree, in the order of ``jax.tree.leaves``."""
+        return cls(tuple(tuple(leaf.shape) for leaf in jax.tree.leaves(tree)))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of entries of each layer."""
+        return tuple(math.prod(shape) for shape in self.shapes)
+
+    @property
+    def size(self) -> int:
+        """n, the number of entries of all layers."""
+        return sum(self.sizes)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """The place of the first entry of each layer."""
+        sizes = self.sizes
+        return tuple(sum(sizes[:layer]) for layer in range(len(sizes)))
+
+
+def as_layout(size: int | Layout) -> Layout:
+    """A number of entries means one layer of one dimension."""
+    if isinstance(size, Layout):
+        return size
+    if isinstance(size, bool) or not isinstance(size, numbers.Integral):
+        raise TypeError(
+            f"size must be a number of entries or a Layout, got {size!r}. Write "
+            "init(x.size), or init(Layout.of(params)) for a selection by layer."
+        )
+    return Layout(((int(size),),))

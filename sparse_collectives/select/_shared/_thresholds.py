@@ -1,17 +1,47 @@
-"""Thresholds that follow their counts by fixed factors.
+"""Selection by threshold: how many slots, which entries get them, and how a threshold follows.
 
 The program that Ok-Topk links to (section 1) does not reuse a threshold as it is, as the text
 says (section 3.1.3): whenever a count is far from k, it moves the threshold by a percent or so.
 Its factors and bounds are those for VGG-16; for BERT it has 1.025 and 1.036.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
+
+from sparse_collectives._coo import _bits, _compaction
+from sparse_collectives._data import PaddedCOO
+from sparse_collectives._types import SelectInfo
 
 # Within a step, while more than 4k/3 entries pass, and at most so many times.
 _RAISE, MOST_RAISES = 1.03, 5
 # From one step to the next.
 _LOCAL, _GLOBAL = 1.012, 1.008
+
+
+def slots_for(k: int, size: int, headroom: float) -> int:
+    """``ceil((1 + headroom) k)``, at most n; all n at density 1 or without a limit."""
+    if k == size or math.isinf(headroom):
+        return size
+    return min(size, math.ceil((1 + headroom) * k))
+
+
+def select_reaching(
+    acc: jax.Array, threshold_bits: jax.Array, *, capacity: int, turn: jax.Array
+) -> tuple[PaddedCOO, SelectInfo]:
+    """The entries that reach a magnitude; if there are too many, those whose turn it is.
+
+    Args:
+      acc: ``f[n]``.
+      threshold_bits: ``i32[]``, the bit pattern of the magnitude; zeros never reach it.
+      capacity: static number of slots.
+      turn: ``i32[]``, the steps taken.
+    """
+    coo, count = _compaction.compact(acc, threshold_bits, capacity=capacity, turn=turn)
+    selected = jnp.minimum(count, capacity)
+    threshold = _bits.magnitude_from_bits(threshold_bits)
+    return coo, SelectInfo(selected, count - selected, threshold)
 
 
 def raised(threshold: jax.Array) -> jax.Array:
