@@ -101,10 +101,7 @@ def lossy_codec() -> sc.Codec:
         sent = (coo.indices < coo.size) & ((slot + seed) % 7 != 0)
         rounded = (jnp.round(coo.values.astype(jnp.float32) * 256) / 256).astype(coo.values.dtype)
         error = jnp.where(sent, coo.values - rounded, 0)
-        rows = (
-            jnp.where(sent, rounded, 0),
-            jnp.where(sent, coo.indices, coo.size),
-        )
+        rows = (jnp.where(sent, rounded, 0), jnp.where(sent, coo.indices, coo.size))
         # More slots than entries, in front.
         room = [(0, 0)] * (coo.indices.ndim - 1) + [(3, 0)]
         values, indices = jnp.pad(rows[0], room), jnp.pad(rows[1], room, constant_values=coo.size)

@@ -73,10 +73,7 @@ def with_the_state_of_others():
 
 A_PAIR = r"axis must be a pair \(outer, inner\).*torus_2d"
 CALLS = [
-    (
-        lambda: sc.wire.bf16().decode(jnp.zeros(4, jnp.int32), 9, jnp.float32),
-        "4 words in a row",
-    ),
+    (lambda: sc.wire.bf16().decode(jnp.zeros(4, jnp.int32), 9, jnp.float32), "4 words in a row"),
     (
         lambda: table.make("topk_a").reduce(COO, table.make("topk_a").init(9, 2), axis="nodes"),
         r"axis='nodes' is not bound.*shard_map.*axis_name",

@@ -154,11 +154,7 @@ def test_recursive_doubling_is_expected_to_be_typed_as_replicated(n, k, workers)
 )
 def test_the_expected_words_of_ok_topk(n, k, workers, way):
     measured = traffic.of_allreduce(
-        sc.allreduce.ok_topk(density=k / n),
-        size=n,
-        capacity=k,
-        axis_size=workers,
-        frequencies=way,
+        sc.allreduce.ok_topk(density=k / n), size=n, capacity=k, axis_size=workers, frequencies=way
     )
     expected = cost_model.predict("ok_topk", Workload(n, k, workers)).expected
     assert expected.words == pytest.approx(measured.words, rel=1e-9)

@@ -79,10 +79,7 @@ def _of_global_selection(mask, count, watched, capacity):
     return sc.simulate(worker, axis_size=2)(2 * crowded.astype(jnp.int32))[0, watched]
 
 
-PLACES = {
-    "gaps": _of_gaps,
-    "global selection": _of_global_selection,
-}
+PLACES = {"gaps": _of_gaps, "global selection": _of_global_selection}
 
 
 @pytest.mark.parametrize(("capacity", "most"), [(10, 20), (60, 120), (60, 80)])

@@ -11,11 +11,7 @@ from jax import lax
 
 import sparse_collectives as sc
 from tests.reference import selection
-from tests.sparse_collectives.selecting import (
-    check_passing,
-    hard_vectors,
-    jitted,
-)
+from tests.sparse_collectives.selecting import check_passing, hard_vectors, jitted
 
 SIZE = 20_000
 DENSITY = 0.05

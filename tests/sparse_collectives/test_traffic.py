@@ -47,11 +47,7 @@ COLLECTIVES = {
     "pmin": ("all_reduce", lambda x: lax.pmin(x, "w"), lambda P: 2),
     "all_gather": ("all_gather", lambda x: lax.all_gather(x, "w"), lambda P: P),
     "all_to_all": ("all_to_all", lambda x: lax.all_to_all(x, "w", 0, 0, tiled=True), lambda P: 1),
-    "psum_scatter": (
-        "reduce_scatter",
-        lambda x: lax.psum_scatter(x, "w", tiled=True),
-        lambda P: 1,
-    ),
+    "psum_scatter": ("reduce_scatter", lambda x: lax.psum_scatter(x, "w", tiled=True), lambda P: 1),
     "pbroadcast": ("collective_broadcast", lambda x: lax.pbroadcast(x, "w", 0), lambda P: 1),
     "ppermute": ("collective_permute", rotate, lambda P: P / max(P - 1, 1)),
 }
@@ -179,8 +175,7 @@ def bind(primitive_name, x, /, **parameters):
 
 
 @pytest.mark.parametrize(
-    "parameters",
-    [{"axis_name": "w"}, {"axes": ("w", 0)}, {"axes": frozenset("w")}],
+    "parameters", [{"axis_name": "w"}, {"axes": ("w", 0)}, {"axes": frozenset("w")}]
 )
 def test_an_unknown_collective_is_an_error_that_names_it(parameters):
     def step(x):

@@ -233,8 +233,7 @@ def test_leading_dimensions_stay_and_empty_messages_decode(name, shape):
 
 
 @pytest.mark.parametrize(
-    "name",
-    slow_but(("qsgd 2 max", "raw"), [name for name in EVERY if not name.endswith("l2")]),
+    "name", slow_but(("qsgd 2 max", "raw"), [name for name in EVERY if not name.endswith("l2")])
 )
 def test_rows_are_encoded_by_themselves_and_jit_changes_no_bit(name):
     codec, seed = EVERY[name], np.uint32(9)
