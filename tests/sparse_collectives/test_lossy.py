@@ -14,6 +14,7 @@ K, DENSITY = 40, 0.2
 # Of 40 of 200 entries of 7 workers the sums of SparCML go dense on the way.
 ROUNDED = [
     *(("topk_a", 4, {}), ("sparse_allgather", 4, {}), ("gtopk", 3, {}), ("spardl", 3, {})),
+    *(("ok_topk", 3, {}), ("ok_topk", 8, {})),
     *(("ssar_recursive_double", 6, {"capacity": 50}), ("ssar_recursive_double", 7, {})),
     *((name, p, {}) for name in ("ssar_split_allgather", "ring_sparse") for p in (3, 7)),
     ("dsar_split_allgather", 4, {}),
@@ -68,37 +69,6 @@ def ok_topk(codec):
     return table.make("ok_topk", codec=OF_OK_TOPK[codec])
 
 
-def check_step(allreduce, acc, state=None):
-    """One step on ``acc``: the residuals, and what it gave."""
-    out = helpers.run_once(SELECTOR, allreduce, acc, state)
-    helpers.check_conserved(out, tolerance=2e-6, rounds=True)
-    counts = np.bincount(np.asarray(out["indices"][0]), minlength=SIZE + 1)[:SIZE]
-    assert counts.max() <= 1
-    assert out["info"].delivered[0] == counts.sum()
-    sent, kept = np.asarray(out["sent"]), out["kept"]
-    # What is not in the total stays as it is with all who had it.
-    np.testing.assert_array_equal(kept[:, counts == 0], sent[:, counts == 0])
-    # One worker encodes nothing.
-    assert len(acc) > 1 or not kept[:, counts > 0].any()
-    return acc - sent + kept, out
-
-
-@pytest.mark.parametrize(
-    ("codec", "workers"),
-    [
-        ("bf16", 5),
-        *helpers.slow_rows(("narrow8", 8), ("narrow16", 1), ("qsgd", 4), ("narrow16", 7)),
-    ],
-)
-def test_ok_topk_loses_nothing_where_what_it_keeps_comes_again(codec, workers):
-    for case, acc in helpers.hard_accumulators(workers, SIZE).items():
-        state = None
-        for _ in range(3):
-            residual, out = check_step(ok_topk(codec), acc, state)
-            state = helpers.next_state(out)
-            acc = np.roll(acc, 7, axis=1) + (residual if case != "subnormal" else 0)
-
-
 @pytest.mark.parametrize("codec", helpers.slow_but(("bf16",), OF_OK_TOPK))
 def test_the_total_is_close_to_the_exact_one(codec):
     """All workers have the same indices, so what is selected does not depend on rounding."""
@@ -106,7 +76,7 @@ def test_the_total_is_close_to_the_exact_one(codec):
     acc, k = np.zeros((workers, SIZE), np.float32), round(SIZE * table.DENSITY)
     chosen = np.sort(rng.choice(SIZE, k, replace=False))
     acc[:, chosen] = 1 + rng.random((workers, k), np.float32)
-    residual, out = check_step(ok_topk(codec), acc)
+    out = helpers.run_once(SELECTOR, ok_topk(codec), acc)
     exact, total = acc.sum(axis=0), np.asarray(out["total"])[0]
     tolerance = {"bf16": 0.01, "narrow16": 0.01, "narrow8": 0.03, "qsgd": 0.5}[codec]
     arrived = total != 0
@@ -114,7 +84,7 @@ def test_the_total_is_close_to_the_exact_one(codec):
         assert (arrived == (exact != 0)).all()
         assert (np.asarray(out["info"].overflow) == 0).all()
     np.testing.assert_allclose(total[arrived], exact[arrived], rtol=tolerance)
-    assert np.abs(residual).max() > 0
+    assert (out["kept"] != 0).any()
 
 
 @pytest.mark.slow
@@ -123,8 +93,8 @@ def test_errors_are_independent_over_workers_and_steps():
     workers, k = ONE["qsgd"], round(SIZE * table.DENSITY)
     acc = np.zeros((workers, SIZE), np.float32)
     acc[:, 5 : 5 + 3 * k : 3] = np.linspace(1, 2, k, dtype=np.float32)
-    _, first = check_step(ok_topk("qsgd"), acc)
-    _, later = check_step(ok_topk("qsgd"), acc, helpers.next_state(first))
+    first = helpers.run_once(SELECTOR, ok_topk("qsgd"), acc)
+    later = helpers.run_once(SELECTOR, ok_topk("qsgd"), acc, helpers.next_state(first))
     rows = [*first["kept"], *later["kept"]]
     for i, row in enumerate(rows):
         for other in rows[:i]:

@@ -102,24 +102,6 @@ def exact_total(sent):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [3, 8])
-@pytest.mark.parametrize("name", WITH_SPARCML)
-def test_with_room_for_all_the_sums_of_sparcml_are_the_dense_one(name, workers):
-    allreduce = table.make(name, **table.ALGORITHMS[name].room)
-    for case, acc in helpers.hard_accumulators(workers, SIZE).items():
-        if case == "subnormal":
-            continue
-        out = helpers.run_once(SELECTOR, allreduce, acc)
-        sent = np.asarray(out["sent"], np.float64)
-        scale = np.abs(sent).max() * 1e-6
-        np.testing.assert_allclose(out["total"][0], sent.sum(axis=0), atol=scale, err_msg=case)
-        # Where a sum is dense, values that add up to 0 are no entries.
-        entries = (sent.any(axis=0).sum(), np.count_nonzero(out["total"][0]))
-        assert np.isin(out["info"].delivered, entries).all(), case
-        assert not np.asarray(out["kept"]).any(), case
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "dense"), [("normal", True), ("same on all", False), ("one worker", False)]
 )
