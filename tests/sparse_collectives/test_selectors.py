@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import sparse_collectives as sc
 from tests.reference import more_selection, selection, windows
-from tests.sparse_collectives.helpers import selector_factory, slow_rows
+from tests.sparse_collectives.helpers import slow_rows
 from tests.sparse_collectives.selecting import (
     DTYPES,
     LARGE,
@@ -246,50 +246,3 @@ def test_workers_agree_or_differ_by_option(same):
         for right in range(left):
             shared = len(np.intersect1d(indices[left], indices[right]))
             assert shared == 100 if same else shared < 40
-
-
-# What is wrong with a call.
-
-RANGE = [-0.1, math.nan, -math.inf, True, "0.1", None]
-
-
-@pytest.mark.parametrize(
-    ("name", "option", "values", "message"),
-    [
-        ("mstopk", "samplings", [0, -1, 1.5, True, None], "samplings must be"),
-        ("bucketed", "bucket", [0, -32, 64.0, True, None], "bucket must be"),
-        ("threshold", "magnitude", [-1, math.nan, "1", None, True], r"in \[0.0, inf\]"),
-        ("random_k", "seed", [-1, 2**31, 1.0, True, None], "seed must be"),
-        ("random_k", "same_on_all_workers", [1], "must be True or False"),
-        # Without an axis to tell the workers apart.
-        ("random_k", "same_on_all_workers", [False], "same_on_all_workers"),
-        ("random_k", "axis", ["workers"], "same_on_all_workers"),
-        *((name, "headroom", RANGE, "headroom") for name in ("gaussian_k", "redsync", "sidco")),
-        ("adtopk_threshold", "headroom", RANGE, "headroom"),
-        ("gaussian_k", "adjust", [1], "adjust"),
-        ("redsync", "rounds", [0], "rounds"),
-        ("sidco", "distribution", ["normal"], "distribution"),
-        ("sidco", "period", [0], "period"),
-        ("sidco", "tolerance", [-1], "tolerance"),
-        ("sidco", "max_stages", [1.5], "max_stages"),
-        ("dgc", "sample_share", [0.0, 1.5], "sample_share"),
-        ("dgc", "seed", [-1], "seed"),
-        ("adtopk", "row_axis", [0.5, "last", None, True], "row_axis must be"),
-        ("adtopk_threshold", "steps", [0], "steps"),
-        ("adtopk_threshold", "warmup", [-1], "warmup"),
-        ("adtopk_threshold", "period", [0], "period"),
-        ("threshold_reuse", "servo", ["no"], "servo .* one of True, False, 'fixed'"),
-        ("threshold_reuse", "period", [0, -1, 1.5, True, "32", None], "period .* at least 1"),
-        ("threshold_reuse", "tolerance", RANGE, r"tolerance .*\[0.0,"),
-        ("threshold_reuse", "headroom", RANGE, r"headroom .*\[0.0,"),
-    ],
-)
-def test_an_option_out_of_range(name, option, values, message):
-    given = {"steps": 10} if name == "adtopk_threshold" else {}
-    for value in values:
-        with pytest.raises(ValueError, match=message):
-            selector_factory(name)(**{"density": 0.1, **given, option: value})
-    if option == "axis":
-        selector = sc.select.random_k(density=0.1, same_on_all_workers=False, axis="workers")
-        with pytest.raises(ValueError, match="not bound"):
-            selector.select(jnp.ones(10), selector.init(10))
