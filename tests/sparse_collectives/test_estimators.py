@@ -86,20 +86,6 @@ def test_the_scale_does_not_matter(name, exponent):
     np.testing.assert_array_equal(scaled.indices, coo.indices)
 
 
-@pytest.mark.parametrize("name", [*ESTIMATED, "dgc"])
-def test_not_a_number_is_sent_and_hides_nothing(name):
-    acc, (selector, select) = laplace(SIZE), made(name)
-    state = selector.init(SIZE)
-    _, _, info = select(acc, state)
-    acc[17], acc[18], acc[SIZE - 1] = np.nan, np.inf, -np.inf
-    out = select(acc, state)
-    check(name, out, acc)
-    if out[2].overflow == 0:
-        assert np.isin([17, 18, SIZE - 1], out[0].indices).all()
-    assert float(out[2].threshold) == pytest.approx(float(info.threshold), rel=0.1)
-    assert int(out[2].selected) >= 0.9 * int(info.selected)
-
-
 @pytest.mark.parametrize("name", slow_but(FACTORIES.keys() - {"dgc"}, FACTORIES))
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_sixteen_bits_select_what_float32_does(name, dtype):
