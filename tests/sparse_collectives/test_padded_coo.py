@@ -1,13 +1,12 @@
 """A PaddedCOO is a pytree whose padding counts for nothing, and what is made of its parts.
 
-Magnitudes, sets and windows: that selections are exact, of any length, is in test_select_topk.py.
+Windows and blocks: that selections are exact, of any length, is in test_select_topk.py.
 """
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 import sparse_collectives as sc
 from sparse_collectives import padded_coo
-from sparse_collectives._coo import _bits, _bitset, compaction
+from sparse_collectives._coo import compaction
 from sparse_collectives.allreduce._shared import _merge
 from tests import jax_internals
 from tests.reference import windows
@@ -110,57 +109,6 @@ def test_pairs_must_be_pairs():
         sc.PaddedCOO.from_pairs(jnp.zeros(3, jnp.int32), jnp.zeros(2), SIZE)
 
 
-# Magnitudes and sets.
-
-# Under one word, a full word, one entry more, and many words with a rest.
-SIZES = (1, 5, 31, 32, 33, 1000)
-
-
-@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
-def test_all_sixteen_bit_values_order_as_numbers_do(dtype):
-    x = np.arange(1 << 16, dtype=np.uint16).view(dtype)
-    with np.errstate(invalid="ignore"):  # A cast of a signaling NaN.
-        exact = np.abs(x.astype(np.float64))
-    bits = np.asarray(_bits.magnitude_bits(jnp.asarray(x)))
-    assert bits.dtype == np.int32
-    nan = np.isnan(exact)
-    assert bits[nan].min() > bits[~nan].max()
-    exact = np.where(np.isinf(exact), 1e300, exact)[~nan]
-    order = np.argsort(exact)
-    steps = np.diff(exact[order])
-    np.testing.assert_array_equal(np.sign(np.diff(bits[~nan][order])), np.sign(steps))
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_set_holds_what_was_inserted_and_ranks_it(size):
-    @jax.jit
-    def ask(words, indices):
-        words = _bitset.insert(words, indices, size)
-        ranked, everything = _bitset.rank_index(words), jnp.arange(size, dtype=jnp.int32)
-        return words, _bitset.contains(words, everything), _bitset.rank(ranked, everything)
-
-    # Nothing, some of it twice, in any order and with padding between, and then all.
-    order = np.random.default_rng(size).permutation(size).astype(np.int32)
-    words, members = _bitset.empty(size), set()
-    for chosen in (order[:0], order[: size // 3], order[: size // 2], order):
-        indices = np.full(size + 3, size, np.int32)
-        indices[1 : 1 + len(chosen)] = chosen
-        words, member, rank = ask(words, indices)
-        members |= set(chosen.tolist())
-        expected = np.array(sorted(members), np.int32)
-        np.testing.assert_array_equal(np.flatnonzero(member), expected)
-        np.testing.assert_array_equal(rank, np.searchsorted(expected, np.arange(size)))
-    # Nothing past the end is a member.
-    past = np.array([size, size + 1, size + 31, size + 32, 64 * size, 2**31 - 1], np.int32)
-    assert not _bitset.contains(words, past).any()
-
-
-def padded(indices, capacity, size):
-    """The first ``capacity`` of the indices, then padding."""
-    kept = indices[:capacity]
-    return np.concatenate([kept, np.full(capacity - len(kept), size)])
-
-
 # Windows.
 
 
@@ -216,7 +164,8 @@ def test_split_by_owner_keeps_the_order(slots, workers):
     for worker in (0, 3, 7, workers - 1):
         expected = windows.window(np.flatnonzero(owner == worker), capacity, 0)
         found = np.asarray(blocks.coo.indices)[worker]
-        np.testing.assert_array_equal(found, padded(expected, capacity, slots))
+        np.testing.assert_array_equal(found[: len(expected)], expected)
+        assert (found[len(expected) :] == slots).all()
     counts = np.bincount(owner, minlength=workers)[:workers]
     assert np.asarray(blocks.sent).sum() == np.minimum(counts, capacity).sum()
 

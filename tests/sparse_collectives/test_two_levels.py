@@ -9,67 +9,48 @@ from jax.sharding import PartitionSpec as P
 
 import sparse_collectives as sc
 from sparse_collectives import _compat
-from tests.sparse_collectives import helpers
-from tests.sparse_collectives.nodes import AXES
+from tests.sparse_collectives import helpers, nodes
 
+AXES = nodes.AXES
 TORUS, TOPK_A = sc.allreduce.published.torus_2d(), sc.allreduce.topk_a()
+GTOPK = sc.allreduce.published.gtopk(density=0.1)
 
 
 def hierarchical(outer):
     return sc.allreduce.hierarchical(inner_axis="device", outer=outer)
 
 
-def pipeline(h, size, density, workers):
-    """A step without residuals: scatter, select, reduce, gather."""
-    selector = sc.select.topk(density=density)
-
-    def step(gradient):
-        shard = h.scatter(gradient)
-        coo, _, _ = selector.select(shard, selector.init(shard.shape[0]))
-        state = h.init(size, workers)
-        total, undelivered, _, info = h.reduce(coo, state, axis=AXES)
-        total = total.to_dense() if isinstance(total, sc.PaddedCOO) else total
-        return h.gather(total, size), shard, info
-
-    return step
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("outer", "density"),
+    ("allreduce", "density", "outer"),
     [
-        *((TOPK_A, 1.0), (TOPK_A, 0.1), (sc.allreduce.dense(), 0.1)),
-        (sc.allreduce.published.gtopk(density=0.1), 0.1),
+        (TORUS, 1.0, None),
+        *((hierarchical(TOPK_A), density, TOPK_A) for density in (1.0, 0.1)),
+        (hierarchical(sc.allreduce.dense()), 0.1, sc.allreduce.dense()),
+        (hierarchical(GTOPK), 0.1, GTOPK),
     ],
 )
-def test_info_reports_the_words_that_the_program_moves(outer, density):
-    shape, size = (3, 2), 101
-    step = pipeline(hierarchical(outer), size, density, 6)
+def test_info_reports_the_words_that_the_program_moves(allreduce, density, outer):
+    shape, size, selector = (3, 2), 101, sc.select.topk(density=density)
+    step, state = nodes.step_of(selector, allreduce), nodes.initial(allreduce, size, shape)
     gradients = np.random.default_rng(0).integers(-9, 9, (*shape, size)).astype(np.float32)
-    total, shards, info = sc.simulate(step, axis=AXES, axis_size=shape)(gradients)
-    # What is scattered and gathered is the sum of a node, padded by one.
-    of_node = np.asarray(shards).reshape(shape[0], -1)[:, :size]
-    np.testing.assert_array_equal(of_node, gradients.sum(axis=1))
+    out = sc.simulate(step, axis=nodes.AXES, axis_size=shape)(gradients, state)
     if density == 1.0:
-        np.testing.assert_array_equal(total[0, 0], gradients.sum(axis=(0, 1)))
-    traffic = sc.traffic.of_function(step, gradients[0, 0], axis=AXES, axis_size=shape)
+        expected = gradients.sum(axis=(0, 1))
+        np.testing.assert_array_equal(out["total"][0, 0], expected)
+        assert out["info"].delivered[0, 0] == np.count_nonzero(expected)
+    given = gradients[0, 0], jax.tree.map(lambda x: x[0, 0], state)
+    traffic = sc.traffic.of_function(step, *given, axis=nodes.AXES, axis_size=shape)
+    info = out["info"]
     np.testing.assert_allclose(info.words, traffic.words, rtol=1e-6)
-    alone = sc.traffic.of_allreduce(outer, size=51, capacity=round(51 * density), axis_size=3)
-    assert traffic.by_scope(2)["hierarchical/outer"] == pytest.approx(alone.words)
     for field in (info.delivered, info.threshold, info.words):
         assert (np.asarray(field) == np.asarray(field)[0, 0]).all()
-
-
-def test_words_between_nodes_are_those_of_the_paper():
-    """16 nodes of 8 workers: 2 rho d / n (m - 1) words (equation 9, values and indices)."""
-    nodes, inside, size, density = 16, 8, 80_000, 0.01
-    step = pipeline(hierarchical(TOPK_A), size, density, nodes * inside)
-    gradient = jax.ShapeDtypeStruct((size,), jnp.float32)
-    traffic = sc.traffic.of_function(step, gradient, axis=AXES, axis_size=(nodes, inside))
-    scopes = traffic.by_scope(2)
-    assert scopes["hierarchical/outer"] == 2 * density * size / inside * (nodes - 1)
-    inner = 2 * size * (inside - 1) / inside + 3 * (inside - 1)
-    assert scopes["hierarchical/inner"] == pytest.approx(inner)
+    if outer is None:
+        # No padding.
+        np.testing.assert_array_equal(info.useful, info.words)
+    else:
+        alone = sc.traffic.of_allreduce(outer, size=51, capacity=round(51 * density), axis_size=3)
+        assert traffic.by_scope(2)["hierarchical/outer"] == pytest.approx(alone.words)
 
 
 def test_names_of_the_axes():
@@ -96,24 +77,6 @@ def summed(allreduce, axis):
         return total, helpers.sum_of_parts(helpers.as_coo(coo, undelivered)), info
 
     return step
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (1, 4), (4, 1), (2, 3), (3, 2)])
-@pytest.mark.parametrize("size", [1, 24, 101])
-def test_torus_sums_up_along_both_axes(shape, size):
-    vectors = np.random.default_rng(0).integers(-9, 9, (*shape, size)).astype(np.float32)
-    total, _, info = sc.simulate(summed(TORUS, AXES), axis=AXES, axis_size=shape)(vectors)
-    expected = vectors.sum(axis=(0, 1))
-    np.testing.assert_array_equal(total, np.broadcast_to(expected, vectors.shape))
-    assert (np.asarray(info.delivered) == np.count_nonzero(expected)).all()
-    traffic = sc.traffic.of_allreduce(TORUS, size=size, capacity=size, axis=AXES, axis_size=shape)
-    np.testing.assert_allclose(info.words, traffic.words)
-    # No padding.
-    np.testing.assert_array_equal(info.useful, info.words)
-    (nodes, inside), scopes = shape, traffic.by_scope()
-    padded = -(-size // inside) * inside
-    assert scopes["torus_2d/inner"] == pytest.approx(2 * padded * (inside - 1) / inside)
-    assert scopes["torus_2d/outer"] == pytest.approx(2 * padded / inside * (nodes - 1) / nodes)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
