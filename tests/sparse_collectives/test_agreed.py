@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from sparse_collectives import _volumes
 from sparse_collectives.allreduce import _agreed
 from sparse_collectives.allreduce._shared import _exclusive, _fixed_point, _paged, _step
+from sparse_collectives.cost_model import Workload, predict
 from tests.reference import agreed as reference
 from tests.sparse_collectives.helpers import slow, slow_rows
 
@@ -160,33 +160,16 @@ def test_what_is_not_finite_reaches_everyone_and_stays_with_nobody(bits, value):
     assert np.isfinite(acc).all()
 
 
-@pytest.mark.parametrize("workers", [2, 3, *slow(4), 16, 60, 256, 1024])
-def test_words_are_those_of_the_formula(workers):
-    size, density = 1_000_000, 0.01
-    parts = _exclusive.make_partitions(size, workers)
-    slots = round(density * parts.width)
-    k, share = workers * slots, (workers - 1) / workers
-    for bits in (32, *(b for b in (8, 10, 16) if _fixed_point.half(b, workers)), None):
-        traffic = sc.traffic.of_allreduce(
-            sc.allreduce.agreed(bits=bits), size=size, capacity=slots, axis_size=workers
-        )
-        assert len(traffic.collectives) == 2
-        if bits == 32:
-            assert traffic.words == pytest.approx(3 * k * share, abs=1e-6)
-            continue
-        used = _agreed.make_plan(size, slots, workers, None, bits).bits
-        message = _fixed_point.buckets(slots) + _paged.words(slots, parts.width)
-        values = _volumes.all_reduce(-(-k // (32 // used)), workers)
-        assert traffic.words == pytest.approx(message * (workers - 1) + values, abs=1e-6)
-        # What the docstring says for 1 %, where a worker has more than a few entries.
-        if slots > 100:
-            assert traffic.words <= (2 / (32 // used) + 0.4) * k * share
-
-
 @pytest.mark.parametrize(("workers", "bits"), [(2, 8), (8, 8), (9, 10), (34, 10), (35, 16)])
 def test_few_bits_are_enough_for_fifteen_steps(workers, bits):
+    """And words are what the docstring says for 1 %; test_cost_model_programs.py counts them."""
     assert _agreed.make_plan(10**6, 1000, workers, None, None).bits == bits
     assert _fixed_point.half(bits, workers) >= 15
+    load = Workload(10**6, 10**4, workers)
+    share = load.selected * (workers - 1) / workers
+    exact, few = (predict(name, load).upper.words for name in ("agreed", "agreed(few)"))
+    assert exact == pytest.approx(3 * share, rel=0.01)
+    assert few <= (2 / (32 // bits) + 0.4) * share
 
 
 @pytest.mark.slow

@@ -112,6 +112,10 @@ CALLS = [
     (lambda: drawn_by_each(same_on_all_workers=False), "only then.*=False and axis=None"),
     (lambda: drawn_by_each(axis="workers"), "only then.*=True and axis='workers'"),
     (lambda: drawn_by_each(same_on_all_workers=False, axis="workers"), "'workers' is not bound"),
+    (
+        lambda: sc.traffic.of_allreduce(TORUS, size=1000, capacity=0, axis_size=8),
+        "`capacity` is 0",
+    ),
     (lambda: cost_model.paper_cost("bogus", LOAD), "name must be one of dense.*'bogus'"),
     (lambda: cost_model.predict("bogus", LOAD), "name must be one of dense.*'bogus'"),
     (lambda: cost_model.predict("dense", LOAD, "bogus"), "codec must be one of raw.*'bogus'"),

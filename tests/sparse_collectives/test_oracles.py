@@ -13,7 +13,7 @@ import pytest
 import sparse_collectives as sc
 from sparse_collectives.allreduce._shared import _hashed, _step
 from sparse_collectives.allreduce._shared._step import StepState
-from tests.reference import exchanges, sparcml, windows
+from tests.reference import exchanges, windows
 from tests.sparse_collectives import helpers, table
 from tests.sparse_collectives.helpers import as_entries, slow_rows
 from tests.sparse_collectives.test_allreduce_contract import DENSITY, SELECTOR, SIZE
@@ -110,14 +110,13 @@ def test_dense_regions_are_sent_where_the_union_passes_delta(case, dense):
     allreduce = table.make("dsar_split_allgather", slack=math.inf, sparse_sizes=2)
     acc = helpers.hard_accumulators(workers, size)[case]
     out = helpers.run_once(sc.select.topk(density=0.2), allreduce, acc)
-    streams = as_entries(out["sent"])
-    assert sparcml.is_dense(streams, size, 4, 4) == dense
     np.testing.assert_allclose(out["total"][0], exact_total(out["sent"]), atol=1e-5)
     assert not np.asarray(out["kept"]).any()
-    owned = [len(indices) for indices in sparcml.split(streams, size)]
-    assert (np.asarray(out["info"].delivered) == sum(owned)).all()
-    # Forms of 25 pairs, of 50 pairs (delta / P) and of 100 values.
-    form = sum(max(owned) > slots for slots in (25, 50))
+    # Of each owner's sum, after the split of section 5.3.2.
+    owned = np.asarray(out["sent"]).any(axis=0).reshape(workers, -1).sum(axis=1)
+    assert (np.asarray(out["info"].delivered) == owned.sum()).all()
+    # Forms of 25 pairs, of 50 pairs (delta of section 5.1, of 100 values) and of these values.
+    form = sum(owned.max() > slots for slots in (25, 50))
     assert (form == 2) == dense
     one_hot = tuple(float(i == form) for i in range(3))
     traffic = sc.traffic.of_allreduce(

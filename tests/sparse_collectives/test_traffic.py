@@ -7,7 +7,6 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
-import sparse_collectives as sc
 from sparse_collectives import traffic
 from tests.sparse_collectives import helpers
 
@@ -223,8 +222,3 @@ def test_axes_must_be_bound_and_their_sizes_match():
         traffic.of_function(psum, shape(), axis=("w", "v"), axis_size=4)
     with pytest.raises(ValueError, match="sizes >= 1"):
         traffic.of_function(psum, shape(), axis="w", axis_size=0)
-
-
-def test_of_allreduce_needs_a_capacity():
-    with pytest.raises(ValueError, match="`capacity` is 0"):
-        traffic.of_allreduce(sc.allreduce.topk_a(), size=1000, capacity=0, axis_size=8)
