@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from tests.reference import by_layer, selection
+from tests.reference import selection
 from tests.sparse_collectives.helpers import slow
 from tests.sparse_collectives.selecting import DTYPES, as_dtype, check, jitted
 
@@ -62,7 +62,7 @@ def test_every_row_is_exact(layout, density, row_axis, dtype):
     for name, x in selection.hard_vectors(layout.size).items():
         acc = as_dtype(x, dtype)
         out = select(acc, state)
-        expected = by_layer.adtopk(acc, layout.shapes, density, row_axis)
+        expected = selection.adtopk(acc, layout.shapes, density, row_axis)
         np.testing.assert_array_equal(check(out, acc), expected, err_msg=name)
         assert out[2].overflow == 0
 
@@ -78,7 +78,7 @@ def test_rows_that_crowd_their_slots_are_exact(crowd):
     for axis, matrix in ((0, layer), (-1, layer.T.copy())):
         layout, acc = sc.Layout((matrix.shape,)), matrix.ravel()
         selector, select = jitted("adtopk", density=0.01, row_axis=axis)
-        expected = by_layer.adtopk(acc, layout.shapes, 0.01, axis)
+        expected = selection.adtopk(acc, layout.shapes, 0.01, axis)
         np.testing.assert_array_equal(check(select(acc, selector.init(layout)), acc), expected)
 
 
@@ -92,13 +92,15 @@ def test_takes_k_of_each_layer_and_interleaved_of_rows_and_layers_in_turn(densit
     for step, (name, acc) in enumerate(selection.hard_vectors(LAYOUT.size).items()):
         out, turn = select(acc, state), in_turn(acc, other)
         state, other = out[1], turn[1]
-        of_layers = by_layer.layerwise_topk(acc, SHAPES, density)
+        of_layers = selection.layerwise_topk(acc, SHAPES, density)
         np.testing.assert_array_equal(check(out, acc), of_layers, err_msg=name)
-        expected = of_layers if step % 2 else by_layer.adtopk(acc, SHAPES, density)
+        expected = of_layers if step % 2 else selection.adtopk(acc, SHAPES, density)
         np.testing.assert_array_equal(check(turn, acc), expected, err_msg=name)
         # Without layers it is the selector itself.
         alone = check(select(acc, wise.init(acc.size)), acc)
-        np.testing.assert_array_equal(alone, selection.topk(acc, by_layer.count(density, acc.size)))
+        np.testing.assert_array_equal(
+            alone, selection.topk(acc, selection.count(density, acc.size))
+        )
 
 
 @pytest.mark.slow
@@ -161,7 +163,9 @@ def test_threshold_follows_algorithm_2(drift):
         period=period,
         headroom=float("inf"),
     )
-    layers = [by_layer.ThresholdLayer(shape, 0.1, steps, warmup, period) for shape in layout.shapes]
+    layers = [
+        selection.ThresholdLayer(shape, 0.1, steps, warmup, period) for shape in layout.shapes
+    ]
     state = selector.init(layout)
     rng = np.random.default_rng(1)
     base = rng.standard_normal(layout.size)
@@ -171,7 +175,7 @@ def test_threshold_follows_algorithm_2(drift):
         coo, state, info = select(acc, state)
         expected = [
             at.start + layer.step(acc[at])
-            for layer, (_, at) in zip(layers, by_layer.slices(layout.shapes), strict=True)
+            for layer, (_, at) in zip(layers, selection.slices(layout.shapes), strict=True)
         ]
         chosen = check((coo, state, info), acc)
         np.testing.assert_array_equal(chosen, np.concatenate(expected), f"{step}")
