@@ -8,7 +8,7 @@ import pytest
 import sparse_collectives as sc
 from tests.reference import selection
 from tests.sparse_collectives.helpers import slow
-from tests.sparse_collectives.selecting import DTYPES, as_dtype, check, jitted
+from tests.sparse_collectives.selecting import DTYPES, as_dtype, check, jitted, k_of
 
 # Two layers of one shape, rows of one entry and of no whole word, no entries at all.
 SHAPES = ((3, 2, 4, 9), (9,), (70, 12), (70, 12), (0, 3), (), (33, 1), (1, 40))
@@ -98,9 +98,7 @@ def test_takes_k_of_each_layer_and_interleaved_of_rows_and_layers_in_turn(densit
         np.testing.assert_array_equal(check(turn, acc), expected, err_msg=name)
         # Without layers it is the selector itself.
         alone = check(select(acc, wise.init(acc.size)), acc)
-        np.testing.assert_array_equal(
-            alone, selection.topk(acc, selection.count(density, acc.size))
-        )
+        np.testing.assert_array_equal(alone, selection.topk(acc, k_of(density, acc.size)))
 
 
 @pytest.mark.slow
@@ -163,9 +161,7 @@ def test_threshold_follows_algorithm_2(drift):
         period=period,
         headroom=float("inf"),
     )
-    layers = [
-        selection.ThresholdLayer(shape, 0.1, steps, warmup, period) for shape in layout.shapes
-    ]
+    layers = [selection.ThresholdLayer(x, 0.1, steps, warmup, period) for x in layout.shapes]
     state = selector.init(layout)
     rng = np.random.default_rng(1)
     base = rng.standard_normal(layout.size)

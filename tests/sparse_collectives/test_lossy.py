@@ -1,6 +1,6 @@
-"""What a codec loses is kept and what is delivered is decoded, and sums of finite numbers are finite.
+"""What a codec loses is kept, and sums of finite numbers are finite.
 
-Nothing is lost where they would not have been.
+What is delivered is decoded, and nothing is lost where a sum would not have been finite.
 """
 
 import math
