@@ -72,6 +72,31 @@ def simulated_reduce(allreduce: sc.SparseAllreduce, workers: int):
     return sc.simulate(reduce, axis_size=workers, in_axes=(0, None))
 
 
+def completed(selector: sc.Selector, allreduce: sc.SparseAllreduce, size: int, workers: int):
+    """``step(acc f[P, n], states) -> (dict, states)`` of all workers, and the first states.
+
+    A worker selects from what the allreduce shows it of the accumulator, which it is given as well.
+    What is kept is the rest of the accumulators.
+    """
+
+    def init(acc):
+        state = allreduce.init(size, workers)
+        seen = allreduce.local_view(acc, state, axis="workers")
+        return selector.init(seen.shape[0]), state
+
+    def step(acc, states):
+        selected, state = states
+        seen = allreduce.local_view(acc, state, axis="workers")
+        coo, selected, _ = selector.select(seen, selected)
+        coo = allreduce.to_global(coo, size, state, axis="workers")
+        total, undelivered, state, info = allreduce.reduce(coo, state, axis="workers", acc=acc)
+        out = {"total": total.to_dense(), "kept": undelivered.residual(acc, coo), "info": info}
+        return out, (selected, state)
+
+    start = sc.simulate(init, axis_size=workers)(jnp.zeros((workers, size)))
+    return sc.simulate(step, axis_size=workers), start
+
+
 def as_coo(coo: sc.PaddedCOO, undelivered: sc.Undelivered) -> sc.PaddedCOO:
     """All that a worker keeps, as entries; an index may occur more than once."""
     slots, parts = undelivered.slots, [undelivered.others]
