@@ -42,11 +42,6 @@ def passing(x: np.ndarray, threshold: float) -> np.ndarray:
     return np.flatnonzero(reached & (magnitude != 0))
 
 
-def threshold(x: np.ndarray, magnitude: float, capacity: int, step: int) -> np.ndarray:
-    """All that reaches a magnitude, or as many as there are slots."""
-    return windows.window(passing(x, magnitude), capacity, step)
-
-
 def bucketed(x: np.ndarray, density: float, bucket: int) -> np.ndarray:
     """The top-k of each bucket of consecutive entries."""
     chosen = []

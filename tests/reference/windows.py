@@ -45,11 +45,6 @@ def longest_wait(steps, capacity, count):
     return math.ceil(math.log(steps / 1e-6) / -math.log1p(-capacity / count))
 
 
-def steps_for_all(capacity, count):
-    """Steps after which each of ``count`` entries has had a slot, but for 1e-6."""
-    return longest_wait(count, capacity, count)
-
-
 # Data with a period, in which a window that moves on by its own length starves someone.
 
 PERIODS = range(1, 9)

@@ -1,6 +1,7 @@
 """What the tests of the allreduces share."""
 
 import functools
+import math
 
 import jax
 import jax.extend.core
@@ -178,11 +179,11 @@ def as_entries(vectors) -> list[dict[int, float]]:
     return [{int(i): v[i] for i in np.flatnonzero(v)} for v in np.asarray(vectors)]
 
 
-def mesh(workers: int, axis: str = "w") -> jax.sharding.Mesh:
-    """The first devices along one axis."""
-    return jax.make_mesh(
-        (workers,), (axis,), axis_types=(AxisType.Auto,), devices=jax.devices()[:workers]
-    )
+def mesh(workers: int | tuple[int, ...], axis: str | tuple[str, ...] = "w") -> jax.sharding.Mesh:
+    """The first devices along one axis, or several."""
+    sizes, names = (tuple(np.atleast_1d(x).tolist()) for x in (workers, axis))
+    types, devices = (AxisType.Auto,) * len(sizes), jax.devices()[: math.prod(sizes)]
+    return jax.make_mesh(sizes, names, axis_types=types, devices=devices)
 
 
 def abstract_mesh(**axes: int) -> jax.sharding.AbstractMesh:

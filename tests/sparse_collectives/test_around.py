@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import sparse_collectives as sc
@@ -85,11 +84,10 @@ def summed(allreduce, axis):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_torus_on_a_mesh(check_vma):
-    mesh = jax.make_mesh((2, 3), AXES, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:6])
     vectors = np.random.default_rng(0).standard_normal((6, 17)).astype(np.float32)
     run = jax.shard_map(
         lambda vector: summed(TORUS, AXES)(vector[0]),
-        mesh=mesh,
+        mesh=helpers.mesh((2, 3), AXES),
         in_specs=P(AXES),
         out_specs=P(),
         check_vma=check_vma,

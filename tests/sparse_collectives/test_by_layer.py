@@ -1,12 +1,14 @@
 """Layouts, selection by layer, and ADTopk with its two variants."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from tests.reference import selection
+from tests.reference import selection, windows
 from tests.sparse_collectives.helpers import slow
 from tests.sparse_collectives.selecting import DTYPES, as_dtype, check, jitted, k_of
 
@@ -149,33 +151,33 @@ def test_layers_of_one_size_draw_other_random_indices(around):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("headroom", [0.0, math.inf])
 @pytest.mark.parametrize("drift", [0.99, 1.3], ids=["steady", "moving"])
-def test_threshold_follows_algorithm_2(drift):
-    steps, warmup, period = 40, 4, 3
+def test_threshold_follows_algorithm_2(drift, headroom):
+    steps, warmup, period, density = 40, 4, 3, 0.1
     layout = sc.Layout(((40, 12), (40, 12), (90,)))
-    selector, select = jitted(
-        "adtopk_threshold",
-        density=0.1,
-        steps=steps,
-        warmup=warmup,
-        period=period,
-        headroom=float("inf"),
-    )
-    layers = [selection.ThresholdLayer(x, 0.1, steps, warmup, period) for x in layout.shapes]
-    state = selector.init(layout)
-    rng = np.random.default_rng(1)
+    options = {"steps": steps, "warmup": warmup, "period": period, "headroom": headroom}
+    selector, select = jitted("adtopk_threshold", density=density, **options)
+    layers = [selection.ThresholdLayer(x, density, steps, warmup, period) for x in layout.shapes]
+    places = list(selection.slices(layout.shapes))
+    # Slots for the rows, or for all that passes.
+    slots = [len(selection.of_rows(np.ones(math.prod(x)), x, density, -1)) for x, _ in places]
+    state, rng, waits = selector.init(layout), np.random.default_rng(1), 0
     base = rng.standard_normal(layout.size)
     for step in range(steps):
         noise = 0.1 * rng.standard_normal(layout.size)
         acc = ((base + noise) * drift**step).astype(np.float32)
         coo, state, info = select(acc, state)
-        expected = [
-            at.start + layer.step(acc[at])
-            for layer, (_, at) in zip(layers, selection.slices(layout.shapes), strict=True)
-        ]
-        chosen = check((coo, state, info), acc)
-        np.testing.assert_array_equal(chosen, np.concatenate(expected), f"{step}")
+        passed = [at.start + layer.step(acc[at]) for layer, (_, at) in zip(layers, places)]
+        expected = np.concatenate(passed)
+        if headroom == 0:
+            shown = [windows.window(each, most, step) for each, most in zip(passed, slots)]
+            assert info.overflow == len(expected) - sum(map(len, shown))
+            expected = np.concatenate(shown)
+        np.testing.assert_array_equal(check((coo, state, info), acc), expected, f"{step}")
+        waits += int(info.overflow)
     periods = np.concatenate([s.period for s in state.states])
     assert periods.tolist() == [layer.period for layer in layers]
     taken = {branch for layer in layers for branch in layer.branches}
     assert taken >= {"layer", "evaluate"} | ({"rows", "reuse"} if drift < 1 else set())
+    assert (waits > 0) == (headroom == 0 and drift < 1)

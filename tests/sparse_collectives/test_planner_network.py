@@ -2,10 +2,8 @@
 
 import json
 
-import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 
 import sparse_collectives as sc
 from sparse_collectives import _units
@@ -84,9 +82,7 @@ def test_the_fit_needs_samples():
 
 
 def test_measure_runs_on_a_mesh_of_two_axes():
-    mesh = jax.make_mesh(
-        (2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
-    )
+    mesh = helpers.mesh((2, 2), ("a", "b"))
     for axis, workers in ((None, 4), ("b", 2)):
         measured = sc.measure(mesh, axis, sizes=(64, 4096), rounds=2)
         assert measured.workers == workers

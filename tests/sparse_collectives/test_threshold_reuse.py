@@ -35,7 +35,7 @@ def step(acc, state, k=K, **options):
     """A step, and what holds at each: the state, info, and the selected indices."""
     capacity = min(acc.size, math.ceil((1 + options.get("headroom", 0.25)) * k))
     out = select_reuse(**options)(acc, state)
-    return out[1], out[2], check_passing(out, acc, capacity)
+    return out[1], out[2], check_passing(out, acc, capacity, int(state.count))
 
 
 @functools.cache
