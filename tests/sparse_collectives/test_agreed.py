@@ -85,7 +85,9 @@ def test_entries_of_other_parts_wait(bits):
     others = (np.asarray(out["sent"]) != 0) & (owner != np.arange(workers)[:, None])
     np.testing.assert_array_equal(out["info"].overflow, others.sum(axis=1))
     assert others.any(axis=1).all()
-    np.testing.assert_array_equal(out["kept"][others], acc[others])
+    # But for those that their owner sends, with what all have of them.
+    waits = others & (np.asarray(out["total"]) == 0)
+    np.testing.assert_array_equal(out["kept"][waits], acc[waits])
 
 
 @pytest.mark.slow

@@ -51,19 +51,21 @@ WRONG = {
     "auto": {"density": (0.0, 1), "latency": ("5",), "bandwidth": (0,)},
     "auto of": {"candidates": (["bogus"],), "codecs": (["bogus"], [])},
     "workload": {"size": (0,), "selected": (0, 11), "workers": (0,), "inner_size": (3,)},
+    "measure": {"axis": ("bogus",), "rounds": (0,)},
 }
 # What has to be given besides.
 GIVEN = {
     "adtopk_threshold": {"density": 0.1, "steps": 10},
     "auto": {"density": 0.1, "latency": "5us", "bandwidth": "1Gbit"},
     "workload": {"size": 10, "selected": 1, "workers": 8},
+    "measure": {},
 }
 
 
 def made(name, **options):
     if name in table.ALGORITHMS:
         return table.make(name, **options)
-    others = {"auto": sc.planner.auto, "workload": Workload, **table.CODECS}
+    others = {"auto": sc.planner.auto, "workload": Workload, "measure": sc.measure, **table.CODECS}
     given = {} if name in table.CODECS else GIVEN.get(name, {"density": 0.1})
     return (others.get(name) or helpers.selector_factory(name))(**{**given, **options})
 
@@ -116,6 +118,9 @@ CALLS = [
         lambda: sc.traffic.of_allreduce(TORUS, size=1000, capacity=0, axis_size=8),
         "`capacity` is 0",
     ),
+    (lambda: sc.measure(helpers.mesh(1)), "axis must have at least 2 workers, got 1"),
+    (lambda: sc.measure(sizes=(64, 64)), r"sizes must hold at least 2 different sizes, got \[64\]"),
+    (lambda: sc.measure(sizes=(0, 64)), "sizes must be an integer of at least 1, got 0"),
     (lambda: cost_model.paper_cost("bogus", LOAD), "name must be one of dense.*'bogus'"),
     (lambda: cost_model.predict("bogus", LOAD), "name must be one of dense.*'bogus'"),
     (lambda: cost_model.predict("dense", LOAD, "bogus"), "codec must be one of raw.*'bogus'"),

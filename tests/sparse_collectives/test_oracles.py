@@ -25,17 +25,22 @@ def smallest(total):
     return np.float32(np.abs(total[total != 0]).min()) if total.any() else np.float32(0)
 
 
+def gathered(selected):
+    """Useful words of an allgather of all pairs."""
+    return 2 * (len(selected) - 1) * np.asarray([len(entries) for entries in selected])
+
+
 # The total, what is kept, and fields of the info.
 
 
 def of_topk_a(selected, k, step):
-    return *exchanges.topk_a(selected, SIZE), {}
+    return *exchanges.topk_a(selected, SIZE), {"useful": gathered(selected)}
 
 
 def of_sparse_allgather(selected, k, step):
     first = windows.start(int(_step.turn(jnp.int32(step), 0)), len(selected))
     total, kept = exchanges.sparse_allgather(selected, SIZE, first)
-    return total, kept, {"overflow": (kept != 0).sum(axis=1)}
+    return total, kept, {"overflow": (kept != 0).sum(axis=1), "useful": gathered(selected)}
 
 
 def of_gtopk(selected, k, step):

@@ -42,15 +42,12 @@ EVERY = {name: codec for name, (codec, *_) in CODECS.items()} | {"raw": WIRE.raw
 
 
 @functools.cache
-def jitted(name):
-    codec = EVERY[name]
-    return jax.jit(codec.encode), jax.jit(codec.decode, static_argnums=(1, 2))
+def jitted(name, kind=""):
+    encode, decode = (getattr(EVERY[name], way + kind) for way in ("encode", "decode"))
+    return jax.jit(encode), jax.jit(decode, static_argnums=(1, 2))
 
 
-@functools.cache
-def jitted_dense(name):
-    codec = EVERY[name]
-    return jax.jit(codec.encode_dense), jax.jit(codec.decode_dense, static_argnums=(1, 2))
+jitted_dense = functools.partial(jitted, kind="_dense")
 
 
 def any_values(rng, shape):
