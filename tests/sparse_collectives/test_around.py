@@ -95,6 +95,16 @@ def test_torus_on_a_mesh(check_vma):
     np.testing.assert_allclose(jax.jit(run)(vectors), vectors.sum(axis=0), rtol=1e-5, atol=1e-6)
 
 
+def test_torus_delivers_everything_but_what_would_overflow():
+    vectors = np.full((6, 8), 3e38, np.float32)
+    vectors[3:] /= 4
+    out = nodes.run_once(sc.select.topk(density=1.0), TORUS, vectors, (2, 3))
+    assert np.isfinite(out["total"]).all()
+    assert out["kept"].any()
+    both = out["total"][0].astype(np.float64) + out["kept"].sum(0, dtype=np.float64)
+    np.testing.assert_allclose(both, vectors.sum(0, dtype=np.float64), rtol=1e-6)
+
+
 @pytest.mark.parametrize("buckets", [1, 3, 1000])
 def test_buckets_have_the_bits_of_one_dense_allreduce(buckets):
     acc, everything = helpers.hard_accumulators(3, 101)["normal"], sc.select.topk(density=1.0)
