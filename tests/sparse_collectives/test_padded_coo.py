@@ -1,6 +1,6 @@
 """A PaddedCOO is a pytree whose padding counts for nothing, and what is made of its parts.
 
-Windows and blocks: that selections are exact, of any length, is in test_select_topk.py.
+Sets, windows and blocks: that selections are exact, of any length, is in test_select_topk.py.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import sparse_collectives as sc
 from sparse_collectives import padded_coo
-from sparse_collectives._coo import compaction
+from sparse_collectives._coo import _bitset, compaction
 from sparse_collectives.allreduce._shared import _merge
 from tests import jax_internals
 from tests.reference import windows
@@ -107,6 +107,36 @@ def test_pairs_of_one_index_are_added_and_the_indices_ascend(pairs, dtype):
 def test_pairs_must_be_pairs():
     with pytest.raises(ValueError, match=r"must be of one shape \[c\], got \(3,\) and \(2,\)"):
         sc.PaddedCOO.from_pairs(jnp.zeros(3, jnp.int32), jnp.zeros(2), SIZE)
+
+
+# Sets.
+
+# Under one word, a full word, one entry more, and many words with a rest.
+SIZES = (1, 5, 31, 32, 33, 1000)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_set_holds_what_was_inserted_and_ranks_it(size):
+    @jax.jit
+    def ask(words, indices):
+        words = _bitset.insert(words, indices, size)
+        ranked, everything = _bitset.rank_index(words), jnp.arange(size, dtype=jnp.int32)
+        return words, _bitset.contains(words, everything), _bitset.rank(ranked, everything)
+
+    # Nothing, some of it twice, in any order and with padding between, and then all.
+    order = np.random.default_rng(size).permutation(size).astype(np.int32)
+    words, members = _bitset.empty(size), set()
+    for chosen in (order[:0], order[: size // 3], order[: size // 2], order):
+        indices = np.full(size + 3, size, np.int32)
+        indices[1 : 1 + len(chosen)] = chosen
+        words, member, rank = ask(words, indices)
+        members |= set(chosen.tolist())
+        expected = np.array(sorted(members), np.int32)
+        np.testing.assert_array_equal(np.flatnonzero(member), expected)
+        np.testing.assert_array_equal(rank, np.searchsorted(expected, np.arange(size)))
+    # Nothing past the end is a member.
+    past = np.array([size, size + 1, size + 31, size + 32, 64 * size, 2**31 - 1], np.int32)
+    assert not _bitset.contains(words, past).any()
 
 
 # Windows.
