@@ -152,7 +152,7 @@ def test_layers_of_one_size_draw_other_random_indices(around):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("headroom", [0.0, math.inf])
-@pytest.mark.parametrize("drift", [0.99, 1.3], ids=["steady", "moving"])
+@pytest.mark.parametrize("drift", [1.02, 1.3], ids=["steady", "moving"])
 def test_threshold_follows_algorithm_2(drift, headroom):
     steps, warmup, period, density = 40, 4, 3, 0.1
     layout = sc.Layout(((40, 12), (40, 12), (90,)))
@@ -179,5 +179,5 @@ def test_threshold_follows_algorithm_2(drift, headroom):
     periods = np.concatenate([s.period for s in state.states])
     assert periods.tolist() == [layer.period for layer in layers]
     taken = {branch for layer in layers for branch in layer.branches}
-    assert taken >= {"layer", "evaluate"} | ({"rows", "reuse"} if drift < 1 else set())
-    assert (waits > 0) == (headroom == 0 and drift < 1)
+    assert taken >= {"layer", "evaluate"} | ({"rows", "reuse"} if drift < 1.1 else set())
+    assert (waits > 0) == (headroom == 0)
