@@ -73,10 +73,7 @@ OPTIONS: dict[str, dict[str, Any]] = dict.fromkeys(table.ALGORITHMS, {}) | {
         "candidates": st.sampled_from((None, ("ok_topk",), ("ring_sparse", "gtopk"))),
     },
     "complete": {"inner": st.sampled_from(("ok_topk", "gtopk", "spardl", "ring_sparse"))},
-    "agreed": {
-        "density": st.booleans(),
-        "bits": st.sampled_from((32, 16, 10, 8, None)),
-    },
+    "agreed": {"density": st.booleans(), "bits": st.sampled_from((32, 16, 10, 8, None))},
 }
 
 

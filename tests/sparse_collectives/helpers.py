@@ -1,6 +1,7 @@
 """What the tests of the allreduces share."""
 
 import functools
+import math
 
 import jax
 import jax.extend.core
@@ -72,6 +73,31 @@ def simulated_reduce(allreduce: sc.SparseAllreduce, workers: int):
     return sc.simulate(reduce, axis_size=workers, in_axes=(0, None))
 
 
+def completed(selector: sc.Selector, allreduce: sc.SparseAllreduce, size: int, workers: int):
+    """``step(acc f[P, n], states) -> (dict, states)`` of all workers, and the first states.
+
+    A worker selects from what the allreduce shows it of the accumulator, which it is given as well.
+    What is kept is the rest of the accumulators.
+    """
+
+    def init(acc):
+        state = allreduce.init(size, workers)
+        seen = allreduce.local_view(acc, state, axis="workers")
+        return selector.init(seen.shape[0]), state
+
+    def step(acc, states):
+        selected, state = states
+        seen = allreduce.local_view(acc, state, axis="workers")
+        coo, selected, _ = selector.select(seen, selected)
+        coo = allreduce.to_global(coo, size, state, axis="workers")
+        total, undelivered, state, info = allreduce.reduce(coo, state, axis="workers", acc=acc)
+        out = {"total": total.to_dense(), "kept": undelivered.residual(acc, coo), "info": info}
+        return out, (selected, state)
+
+    start = sc.simulate(init, axis_size=workers)(jnp.zeros((workers, size)))
+    return sc.simulate(step, axis_size=workers), start
+
+
 def as_coo(coo: sc.PaddedCOO, undelivered: sc.Undelivered) -> sc.PaddedCOO:
     """All that a worker keeps, as entries; an index may occur more than once."""
     slots, parts = undelivered.slots, [undelivered.others]
@@ -101,10 +127,7 @@ def lossy_codec() -> sc.Codec:
         sent = (coo.indices < coo.size) & ((slot + seed) % 7 != 0)
         rounded = (jnp.round(coo.values.astype(jnp.float32) * 256) / 256).astype(coo.values.dtype)
         error = jnp.where(sent, coo.values - rounded, 0)
-        rows = (
-            jnp.where(sent, rounded, 0),
-            jnp.where(sent, coo.indices, coo.size),
-        )
+        rows = (jnp.where(sent, rounded, 0), jnp.where(sent, coo.indices, coo.size))
         # More slots than entries, in front.
         room = [(0, 0)] * (coo.indices.ndim - 1) + [(3, 0)]
         values, indices = jnp.pad(rows[0], room), jnp.pad(rows[1], room, constant_values=coo.size)
@@ -156,11 +179,11 @@ def as_entries(vectors) -> list[dict[int, float]]:
     return [{int(i): v[i] for i in np.flatnonzero(v)} for v in np.asarray(vectors)]
 
 
-def mesh(workers: int, axis: str = "w") -> jax.sharding.Mesh:
-    """The first devices along one axis."""
-    return jax.make_mesh(
-        (workers,), (axis,), axis_types=(AxisType.Auto,), devices=jax.devices()[:workers]
-    )
+def mesh(workers: int | tuple[int, ...], axis: str | tuple[str, ...] = "w") -> jax.sharding.Mesh:
+    """The first devices along one axis, or several."""
+    sizes, names = (tuple(np.atleast_1d(x).tolist()) for x in (workers, axis))
+    types, devices = (AxisType.Auto,) * len(sizes), jax.devices()[: math.prod(sizes)]
+    return jax.make_mesh(sizes, names, axis_types=types, devices=devices)
 
 
 def abstract_mesh(**axes: int) -> jax.sharding.AbstractMesh:

@@ -11,11 +11,6 @@ from tests.sparse_collectives import helpers
 AXES = ("node", "device")
 
 
-def shapes(workers: int) -> list[tuple[int, int]]:
-    """Every ``(nodes, workers of a node)`` of P workers, those of one node or of one worker too."""
-    return [(workers // w, w) for w in range(1, workers + 1) if workers % w == 0]
-
-
 def step_of(selector: sc.Selector, allreduce: sc.SparseAllreduce):
     """``step(gradient[n], allreduce_state) -> dict`` of one worker, from a fresh selector."""
 

@@ -1,54 +1,86 @@
-"""What is wrong with a call of an allreduce or a codec is named, with what to write instead."""
+"""What is wrong with a call is named, with what to write instead.
+
+A density and an accumulator of any selector are in test_selector_contract.py.
+"""
+
+import math
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import sparse_collectives as sc
+from sparse_collectives import cost_model
+from sparse_collectives.cost_model import Workload
 from tests.sparse_collectives import helpers, table
 
 HIERARCHICAL = sc.allreduce.hierarchical(inner_axis="device", outer=sc.allreduce.topk_a())
 TORUS = sc.allreduce.published.torus_2d()
 
 
-@pytest.mark.parametrize(
-    ("name", "option", "values", "message"),
-    [
-        ("ok_topk", "density", (0.0, 1.5), "density must be in"),
-        ("ok_topk", "density", ("0.1",), "density must be a number"),
-        ("ok_topk", "slack", (0.5,), "slack must be a number"),
-        ("ok_topk", "repartition_period", (0,), "repartition_period must be an integer"),
-        ("ok_topk", "global_period", (1.5,), "global_period must be an integer"),
-        ("ok_topk", "schedule", ("ring",), "'all_to_all', 'rotation'"),
-        ("ok_topk", "messages_in_flight", (0,), "messages_in_flight must be an integer"),
-        ("ok_topk", "regions", ("even",), "'hashed', 'balanced', 'equal', got 'even'"),
-        ("ok_topk", "balance", (True,), "'auto', 'always', 'never', got True"),
-        ("ssar_recursive_double", "capacity", (0,), "capacity must be an integer of at least 1"),
-        ("ssar_split_allgather", "slack", (0.5,), "slack must be a number"),
-        ("ssar_split_allgather", "fill", (0.5,), "fill must be a number"),
-        ("dsar_split_allgather", "slack", (None,), "slack must be a number"),
-        ("dsar_split_allgather", "sparse_sizes", (0,), "sparse_sizes must be an integer"),
-        ("ring_sparse", "fill", ("all",), "fill must be a number"),
-        ("agreed", "bits", (4, 0, True, "16"), "bits must be 32, 16, 10 or 8, or None"),
-        ("dense_bucketed", "buckets", (0, 1.5, True), "buckets must be an integer of at least 1"),
-        ("qsgd", "bits", (3, True), "bits must be 2, 4 or 8"),
-        ("qsgd", "bucket", (0,), "bucket must be an integer"),
-        ("qsgd", "bucket", (9,), "bucket must be a multiple of 4 with bits=8"),
-        ("qsgd", "norm", ("l1",), "'max', 'l2'"),
-        ("narrow8", "block", (0,), "block must be an integer"),
-        ("narrow8", "block", (30,), "block must be a multiple of 4"),
-        ("narrow8", "escapes", (-1,), "escapes must be a number"),
-        ("narrow8", "stochastic", ("yes",), "stochastic must be True or False"),
-        ("narrow16", "escapes", (2,), "escapes must be a number"),
-    ],
-)
-def test_an_option(name, option, values, message):
-    make = table.CODECS.get(name) or (lambda **options: table.make(name, **options))
-    for value in values:
-        with pytest.raises((TypeError, ValueError), match=message):
-            make(**{option: value})
+NUMBERS = (-0.1, math.nan, -math.inf, True, "0.1", None)
+COUNTS = (0, -1, 1.5, True, "32", None)
+# Wrong values of the options of whatever is made by that name.
+WRONG = {
+    "mstopk": {"samplings": COUNTS},
+    "bucketed": {"bucket": COUNTS},
+    "threshold": {"magnitude": NUMBERS},
+    "random_k": {"seed": (-1, 2**31, 1.0, True, None), "same_on_all_workers": (1,)},
+    "gaussian_k": {"headroom": NUMBERS, "adjust": (1,)},
+    "redsync": {"headroom": NUMBERS, "rounds": COUNTS},
+    "sidco": {"headroom": NUMBERS, "distribution": ("normal",), "period": COUNTS},
+    "sidco of": {"tolerance": NUMBERS, "max_stages": COUNTS},
+    "dgc": {"sample_share": (0.0, 1.5), "seed": (-1,)},
+    "adtopk": {"row_axis": (0.5, "last", None, True)},
+    "adtopk_threshold": {"headroom": NUMBERS, "steps": COUNTS, "warmup": (-1,), "period": COUNTS},
+    "threshold_reuse": {"servo": ("no",), "period": COUNTS},
+    "threshold_reuse of": {"tolerance": NUMBERS, "headroom": NUMBERS},
+    "ok_topk": {"density": (0.0, 1.5, "0.1"), "slack": (0.5,), "schedule": ("ring",)},
+    "ok_topk of": {"regions": ("even",), "balance": (True,), "messages_in_flight": COUNTS},
+    "ok_topk every": {"repartition_period": (0,), "global_period": (0, 1.5)},
+    "ssar_recursive_double": {"capacity": (0,)},
+    "ssar_split_allgather": {"slack": (0.5,), "fill": (0.5,)},
+    "dsar_split_allgather": {"slack": (None,), "sparse_sizes": COUNTS},
+    "ring_sparse": {"fill": ("all",)},
+    "agreed": {"bits": (4, 0, True, "16")},
+    "dense_bucketed": {"buckets": COUNTS},
+    "shared_random": {"density": (0.0,), "seed": (2**31,)},
+    "qsgd": {"bits": (3, True), "bucket": (0, 9), "norm": ("l1",)},
+    "narrow8": {"block": (0, 30), "escapes": (-1,), "stochastic": ("yes",)},
+    "narrow16": {"escapes": (2,)},
+    "auto": {"density": (0.0, 1), "latency": ("5",), "bandwidth": (0,)},
+    "auto of": {"candidates": (["bogus"],), "codecs": (["bogus"], [])},
+    "workload": {"size": (0,), "selected": (0, 11), "workers": (0,), "inner_size": (3,)},
+    "measure": {"axis": ("bogus",), "rounds": (0,)},
+}
+# What has to be given besides.
+GIVEN = {
+    "adtopk_threshold": {"density": 0.1, "steps": 10},
+    "auto": {"density": 0.1, "latency": "5us", "bandwidth": "1Gbit"},
+    "workload": {"size": 10, "selected": 1, "workers": 8},
+    "measure": {},
+}
 
 
+def made(name, **options):
+    if name in table.ALGORITHMS:
+        return table.make(name, **options)
+    others = {"auto": sc.planner.auto, "workload": Workload, "measure": sc.measure, **table.CODECS}
+    given = {} if name in table.CODECS else GIVEN.get(name, {"density": 0.1})
+    return (others.get(name) or helpers.selector_factory(name))(**{**given, **options})
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_option_is_named_with_its_value(name):
+    for option, values in WRONG[name].items():
+        for value in values:
+            with pytest.raises((TypeError, ValueError), match=f"{option} must be") as raised:
+                made(name.partition(" ")[0], **{option: value})
+            # Of a list the value that is wrong.
+            assert repr(value).strip("[]") in str(raised.value)
+
+
+LOAD = Workload(10, 1, 2)
 COO = sc.PaddedCOO(jnp.ones(4), jnp.arange(4, dtype=jnp.int32), 9)
 
 
@@ -71,12 +103,28 @@ def with_the_state_of_others():
     helpers.run_once(sc.select.topk(density=0.5), allreduce, acc, allreduce.init(8, 3))
 
 
+def drawn_by_each(**options):
+    selector = sc.select.random_k(density=0.1, **options)
+    return selector.select(jnp.ones(10), selector.init(10))
+
+
 A_PAIR = r"axis must be a pair \(outer, inner\).*torus_2d"
 CALLS = [
+    # Without an axis to tell the workers apart.
+    (lambda: drawn_by_each(same_on_all_workers=False), "only then.*=False and axis=None"),
+    (lambda: drawn_by_each(axis="workers"), "only then.*=True and axis='workers'"),
+    (lambda: drawn_by_each(same_on_all_workers=False, axis="workers"), "'workers' is not bound"),
     (
-        lambda: sc.wire.bf16().decode(jnp.zeros(4, jnp.int32), 9, jnp.float32),
-        "4 words in a row",
+        lambda: sc.traffic.of_allreduce(TORUS, size=1000, capacity=0, axis_size=8),
+        "`capacity` is 0",
     ),
+    (lambda: sc.measure(helpers.mesh(1)), "axis must have at least 2 workers, got 1"),
+    (lambda: sc.measure(sizes=(64, 64)), r"sizes must hold at least 2 different sizes, got \[64\]"),
+    (lambda: sc.measure(sizes=(0, 64)), "sizes must be an integer of at least 1, got 0"),
+    (lambda: cost_model.paper_cost("bogus", LOAD), "name must be one of dense.*'bogus'"),
+    (lambda: cost_model.predict("bogus", LOAD), "name must be one of dense.*'bogus'"),
+    (lambda: cost_model.predict("dense", LOAD, "bogus"), "codec must be one of raw.*'bogus'"),
+    (lambda: sc.wire.bf16().decode(jnp.zeros(4, jnp.int32), 9, jnp.float32), "4 words in a row"),
     (
         lambda: table.make("topk_a").reduce(COO, table.make("topk_a").init(9, 2), axis="nodes"),
         r"axis='nodes' is not bound.*shard_map.*axis_name",

@@ -1,14 +1,16 @@
 """Layouts, selection by layer, and ADTopk with its two variants."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import sparse_collectives as sc
-from tests.reference import by_layer, selection
+from tests.reference import selection, windows
 from tests.sparse_collectives.helpers import slow
-from tests.sparse_collectives.selecting import DTYPES, as_dtype, check, jitted
+from tests.sparse_collectives.selecting import DTYPES, as_dtype, check, jitted, k_of
 
 # Two layers of one shape, rows of one entry and of no whole word, no entries at all.
 SHAPES = ((3, 2, 4, 9), (9,), (70, 12), (70, 12), (0, 3), (), (33, 1), (1, 40))
@@ -62,7 +64,7 @@ def test_every_row_is_exact(layout, density, row_axis, dtype):
     for name, x in selection.hard_vectors(layout.size).items():
         acc = as_dtype(x, dtype)
         out = select(acc, state)
-        expected = by_layer.adtopk(acc, layout.shapes, density, row_axis)
+        expected = selection.adtopk(acc, layout.shapes, density, row_axis)
         np.testing.assert_array_equal(check(out, acc), expected, err_msg=name)
         assert out[2].overflow == 0
 
@@ -78,7 +80,7 @@ def test_rows_that_crowd_their_slots_are_exact(crowd):
     for axis, matrix in ((0, layer), (-1, layer.T.copy())):
         layout, acc = sc.Layout((matrix.shape,)), matrix.ravel()
         selector, select = jitted("adtopk", density=0.01, row_axis=axis)
-        expected = by_layer.adtopk(acc, layout.shapes, 0.01, axis)
+        expected = selection.adtopk(acc, layout.shapes, 0.01, axis)
         np.testing.assert_array_equal(check(select(acc, selector.init(layout)), acc), expected)
 
 
@@ -92,13 +94,13 @@ def test_takes_k_of_each_layer_and_interleaved_of_rows_and_layers_in_turn(densit
     for step, (name, acc) in enumerate(selection.hard_vectors(LAYOUT.size).items()):
         out, turn = select(acc, state), in_turn(acc, other)
         state, other = out[1], turn[1]
-        of_layers = by_layer.layerwise_topk(acc, SHAPES, density)
+        of_layers = selection.layerwise_topk(acc, SHAPES, density)
         np.testing.assert_array_equal(check(out, acc), of_layers, err_msg=name)
-        expected = of_layers if step % 2 else by_layer.adtopk(acc, SHAPES, density)
+        expected = of_layers if step % 2 else selection.adtopk(acc, SHAPES, density)
         np.testing.assert_array_equal(check(turn, acc), expected, err_msg=name)
         # Without layers it is the selector itself.
         alone = check(select(acc, wise.init(acc.size)), acc)
-        np.testing.assert_array_equal(alone, selection.topk(acc, by_layer.count(density, acc.size)))
+        np.testing.assert_array_equal(alone, selection.topk(acc, k_of(density, acc.size)))
 
 
 @pytest.mark.slow
@@ -149,33 +151,33 @@ def test_layers_of_one_size_draw_other_random_indices(around):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drift", [0.99, 1.3], ids=["steady", "moving"])
-def test_threshold_follows_algorithm_2(drift):
-    steps, warmup, period = 40, 4, 3
+@pytest.mark.parametrize("headroom", [0.0, math.inf])
+@pytest.mark.parametrize("drift", [1.02, 1.3], ids=["steady", "moving"])
+def test_threshold_follows_algorithm_2(drift, headroom):
+    steps, warmup, period, density = 40, 4, 3, 0.1
     layout = sc.Layout(((40, 12), (40, 12), (90,)))
-    selector, select = jitted(
-        "adtopk_threshold",
-        density=0.1,
-        steps=steps,
-        warmup=warmup,
-        period=period,
-        headroom=float("inf"),
-    )
-    layers = [by_layer.ThresholdLayer(shape, 0.1, steps, warmup, period) for shape in layout.shapes]
-    state = selector.init(layout)
-    rng = np.random.default_rng(1)
+    options = {"steps": steps, "warmup": warmup, "period": period, "headroom": headroom}
+    selector, select = jitted("adtopk_threshold", density=density, **options)
+    layers = [selection.ThresholdLayer(x, density, steps, warmup, period) for x in layout.shapes]
+    places = list(selection.slices(layout.shapes))
+    # Slots for the rows, or for all that passes.
+    slots = [len(selection.of_rows(np.ones(math.prod(x)), x, density, -1)) for x, _ in places]
+    state, rng, waits = selector.init(layout), np.random.default_rng(1), 0
     base = rng.standard_normal(layout.size)
     for step in range(steps):
         noise = 0.1 * rng.standard_normal(layout.size)
         acc = ((base + noise) * drift**step).astype(np.float32)
         coo, state, info = select(acc, state)
-        expected = [
-            at.start + layer.step(acc[at])
-            for layer, (_, at) in zip(layers, by_layer.slices(layout.shapes), strict=True)
-        ]
-        chosen = check((coo, state, info), acc)
-        np.testing.assert_array_equal(chosen, np.concatenate(expected), f"{step}")
+        passed = [at.start + layer.step(acc[at]) for layer, (_, at) in zip(layers, places)]
+        expected = np.concatenate(passed)
+        if headroom == 0:
+            shown = [windows.window(each, most, step) for each, most in zip(passed, slots)]
+            assert info.overflow == len(expected) - sum(map(len, shown))
+            expected = np.concatenate(shown)
+        np.testing.assert_array_equal(check((coo, state, info), acc), expected, f"{step}")
+        waits += int(info.overflow)
     periods = np.concatenate([s.period for s in state.states])
     assert periods.tolist() == [layer.period for layer in layers]
     taken = {branch for layer in layers for branch in layer.branches}
-    assert taken >= {"layer", "evaluate"} | ({"rows", "reuse"} if drift < 1 else set())
+    assert taken >= {"layer", "evaluate"} | ({"rows", "reuse"} if drift < 1.1 else set())
+    assert (waits > 0) == (headroom == 0)

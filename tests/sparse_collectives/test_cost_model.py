@@ -182,21 +182,3 @@ def test_units():
     net = cost_model.network("5us", "25Gbit", inner_latency="1ms", inner_bandwidth="3GB/s")
     assert net == pytest.approx((5e-6, 4 * 8 / 25e9, 1e-3, 4 / 3e9))
     assert cost_model.network(2.0, 4.0) == (2.0, 1.0, 0.0, 0.0)
-
-
-@pytest.mark.parametrize(
-    ("call", "arguments", "match"),
-    [
-        (Workload, (0, 1, 1), "size"),
-        (Workload, (10, 11, 1), "selected"),
-        (Workload, (10, 0, 1), "selected"),
-        (Workload, (10, 1, 0), "workers"),
-        (Workload, (10, 1, 8, 3), "inner_size"),
-        (paper, ("bogus", 10, 1, 2), "name must be one of dense"),
-        (predicted, ("bogus", "raw", 10, 1, 2), "name must be one of dense"),
-        (predicted, ("dense", "bogus", 10, 1, 2), "codec must be one of raw"),
-    ],
-)
-def test_bad_arguments_are_named(call, arguments, match):
-    with pytest.raises(ValueError, match=match):
-        call(*arguments)

@@ -1,4 +1,6 @@
-"""The words that the cost model predicts are those of the traced programs."""
+"""The words and messages that the cost model predicts are those of the traced programs."""
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 import sparse_collectives as sc
 from sparse_collectives import cost_model, traffic
+from sparse_collectives.allreduce._shared import _halving
 from sparse_collectives.cost_model import Workload, _implementation
+from sparse_collectives.cost_model._types import log2_rounds
 from tests.sparse_collectives import helpers, table
 from tests.sparse_collectives.test_cost_model import TWO_LEVELS
 
@@ -85,6 +89,16 @@ POINTS += [
     for name in ("ok_topk", "gtopk", "dsar_split_allgather", "hierarchical(ok_topk)")
 ]
 
+# Messages of a collective of P workers, as the model counts them.
+MESSAGES = {
+    "all_reduce": lambda P: 2 * log2_rounds(P),
+    "all_gather": log2_rounds,
+    "reduce_scatter": log2_rounds,
+    "all_to_all": lambda P: P - 1,
+    "collective_permute": lambda P: 1,
+    "collective_broadcast": log2_rounds,
+}
+
 # With a codec their programs take long to trace.
 LONG = ("ok_topk", "hierarchical(ok_topk)", "spardl", "dsar_split_allgather", "ring_sparse")
 LONG += ("ssar_recursive_double",)
@@ -109,7 +123,7 @@ def traces_for_long(name, codec, point):
         for each in POINTS
     ],
 )
-def test_words_are_those_of_the_traced_program(name, codec, point):
+def test_words_and_messages_are_those_of_the_traced_program(name, codec, point):
     n, k, workers = point
     # Two nodes, or as many as there are workers where these are an odd number.
     inner = workers // 2 if name in TWO_LEVELS and workers % 2 == 0 else 1
@@ -133,6 +147,11 @@ def test_words_are_those_of_the_traced_program(name, codec, point):
         if name == "ssar_recursive_double" and bound == "upper":
             continue  # the next test
         assert estimate[bound].words == pytest.approx(outer, rel=1e-9), bound
+        # As many buckets as here are for a larger gradient, and what balances over nodes has more.
+        if name not in ("dense_bucketed", "hierarchical(ok_topk)"):
+            each = (row.weight * MESSAGES[row.kind](row.group_size) for row in measured.collectives)
+            messages = estimate[bound].messages + estimate[bound].inner_messages
+            assert messages == pytest.approx(sum(each), rel=1e-9), bound
 
 
 @pytest.mark.parametrize(("n", "k", "workers"), [(1000, 100, 2), (999, 50, 6), (1999, 100, 3)])
@@ -154,11 +173,7 @@ def test_recursive_doubling_is_expected_to_be_typed_as_replicated(n, k, workers)
 )
 def test_the_expected_words_of_ok_topk(n, k, workers, way):
     measured = traffic.of_allreduce(
-        sc.allreduce.ok_topk(density=k / n),
-        size=n,
-        capacity=k,
-        axis_size=workers,
-        frequencies=way,
+        sc.allreduce.ok_topk(density=k / n), size=n, capacity=k, axis_size=workers, frequencies=way
     )
     expected = cost_model.predict("ok_topk", Workload(n, k, workers)).expected
     assert expected.words == pytest.approx(measured.words, rel=1e-9)
@@ -178,3 +193,56 @@ def test_the_expected_form_of_dsar_is_the_one_that_runs():
     words = sc.simulate(step, axis_size=workers)(indices.astype(np.int32))
     expected = cost_model.predict("dsar_split_allgather", Workload(n, k, workers)).expected
     np.testing.assert_allclose(words, expected.words, rtol=1e-6)
+
+
+# Single messages.
+
+N, K = 1000, 30
+
+
+def messages_of(allreduce, workers, k=K):
+    """``(kind, words)`` of each collective that is taken."""
+    measured = traffic.of_allreduce(allreduce, size=N, capacity=k, axis_size=workers)
+    return [(row.kind, row.words) for row in measured.collectives if row.weight]
+
+
+def test_options_bound_the_messages():
+    bounded = messages_of(table.make("ssar_recursive_double", capacity=50), 16)
+    assert [words for _, words in bounded] == [60, 100, 100, 100]
+    # Blocks of 13 slots for each of 3 workers, and no more in the union.
+    overlapping = messages_of(table.make("ssar_split_allgather", fill=1.0), 3)
+    assert overlapping == [("all_to_all", 2 * 13 * 2), ("all_gather", 2 * 13 * 2)]
+
+
+@pytest.mark.parametrize("codec", [sc.wire.raw, *helpers.slow(sc.wire.narrow16)])
+@pytest.mark.parametrize("workers", [4, 6])
+@pytest.mark.parametrize("name", ["ssar_recursive_double", "ssar_split_allgather", "ring_sparse"])
+def test_no_message_of_sparcml_is_longer_than_a_dense_one(name, workers, codec):
+    """Section 5.1: past delta a stream is dense, and a sum of it stays so."""
+    codec = codec()
+    whole = codec.encode_dense(jnp.zeros(N), jnp.uint32(0))[0].size
+    region = codec.encode_dense(jnp.zeros(math.ceil(N / workers)), jnp.uint32(0))[0].size
+    # Beside `all_gather` and `all_to_all`, whose messages are of regions.
+    most = {"collective_permute": whole if name == "ssar_recursive_double" else region}
+    for k in (30, 300, 1000):
+        got = messages_of(table.make(name, codec=codec), workers, k=k)
+        for kind, words in got:
+            assert words <= most.get(kind, region * (workers - 1)), k
+        # All of them are, where the selection is dense itself.
+        if k == 1000 and workers == 4:
+            assert all(w == most.get(kind, region * (workers - 1)) for kind, w in got)
+
+
+@pytest.mark.parametrize("workers", [*range(1, 18), 63, 64, 65, 100, 384, 1000, 1024])
+def test_every_part_of_a_block_of_spardl_reaches_its_owner_once(workers):
+    plan = _halving.make_plan(10**6, 10**4, workers, 10**4)
+    # From whom the part of its own block at each distance came: it is the same for all.
+    parts = [[0] for _ in range(workers)]
+    for step in plan.rounds:
+        assert step.blocks <= step.distance < len(parts) <= 2 * step.distance
+        going, parts = parts[step.distance :], parts[: step.distance]
+        assert len(going) == step.blocks
+        for place, sources in enumerate(going):
+            parts[place] += [source + step.distance for source in sources]
+    assert len(parts) == 1
+    assert sorted(parts[0]) == list(range(workers))

@@ -16,6 +16,7 @@ from tests.sparse_collectives.selecting import (
     check_passing,
     hard_vectors,
     jitted,
+    k_of,
     laplace,
 )
 
@@ -41,9 +42,10 @@ def made(name, density=K / SIZE):
     return jitted(factory, density=density, **options)
 
 
-def check(name, out, acc, k=K):
-    """What holds of every selection; returns the selected indices."""
-    return check_passing(out, acc, min(acc.size, math.ceil(FACTORIES[name][2] * k)))
+def check(name, out, acc, k=K, turn=0):
+    """What holds of every selection; returns the selected indices. DGC has the largest of many."""
+    slots = min(acc.size, math.ceil(FACTORIES[name][2] * k))
+    return check_passing(out, acc, slots, None if name == "dgc" else turn)
 
 
 @functools.cache
@@ -68,9 +70,9 @@ def test_what_reaches_the_threshold_is_sent_as_far_as_there_are_slots(name):
         selector, select = made(name, density)
         size = vectors["normal"].size
         state = selector.init(size)
-        for case, acc in vectors.items():
+        for turn, (case, acc) in enumerate(vectors.items()):
             out = select(acc, state)
-            indices, state = check(name, out, acc, max(1, round(density * size))), out[1]
+            indices, state = check(name, out, acc, k_of(density, size), turn), out[1]
             # Something is selected wherever there is something to select; two may find nothing: a
             # sample without a hit, and a threshold of the step before.
             if name not in ("dgc", "threshold_reuse"):
@@ -84,20 +86,6 @@ def test_the_scale_does_not_matter(name, exponent):
     coo, _, _ = select(acc, selector.init(SIZE))
     scaled, _, _ = select(acc * np.float32(2.0**exponent), selector.init(SIZE))
     np.testing.assert_array_equal(scaled.indices, coo.indices)
-
-
-@pytest.mark.parametrize("name", [*ESTIMATED, "dgc"])
-def test_not_a_number_is_sent_and_hides_nothing(name):
-    acc, (selector, select) = laplace(SIZE), made(name)
-    state = selector.init(SIZE)
-    _, _, info = select(acc, state)
-    acc[17], acc[18], acc[SIZE - 1] = np.nan, np.inf, -np.inf
-    out = select(acc, state)
-    check(name, out, acc)
-    if out[2].overflow == 0:
-        assert np.isin([17, 18, SIZE - 1], out[0].indices).all()
-    assert float(out[2].threshold) == pytest.approx(float(info.threshold), rel=0.1)
-    assert int(out[2].selected) >= 0.9 * int(info.selected)
 
 
 @pytest.mark.parametrize("name", slow_but(FACTORIES.keys() - {"dgc"}, FACTORIES))

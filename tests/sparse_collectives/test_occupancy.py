@@ -30,17 +30,15 @@ def normal(workers):
     return helpers.hard_accumulators(workers, SIZE)["normal"]
 
 
-@pytest.mark.parametrize(
-    "name", ["dense", "dense_bucketed", "topk_a", "sparse_allgather", *helpers.slow("gtopk")]
-)
-@pytest.mark.parametrize("workers", [3, 8])
-def test_full_messages_have_no_padding_and_empty_ones_nothing_else(name, workers):
+# Of an allgather, and of SparDL, test_oracles.py compares them.
+@pytest.mark.parametrize("name", ["dense", "dense_bucketed", *helpers.slow("gtopk")])
+def test_full_messages_have_no_padding_and_empty_ones_nothing_else(name):
     allreduce = table.make(name)
-    useful, words = occupancy(allreduce, normal(workers))
+    useful, words = occupancy(allreduce, normal(3))
     assert useful == pytest.approx(words, rel=1e-6)
     assert words > 0
-    if "dense" not in name:
-        assert occupancy(allreduce, 0 * normal(workers)) == (0, words)
+    if name == "gtopk":
+        assert occupancy(allreduce, 0 * normal(3)) == (0, words)
 
 
 @pytest.mark.slow

@@ -1,4 +1,7 @@
-"""A PaddedCOO is a pytree whose padding counts for nothing."""
+"""A PaddedCOO is a pytree whose padding counts for nothing, and what is made of its parts.
+
+Sets, windows and blocks: that selections are exact, of any length, is in test_select_topk.py.
+"""
 
 import dataclasses
 
@@ -6,10 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import sparse_collectives as sc
 from sparse_collectives import _data
+from sparse_collectives._coo import _bitset, _compaction
+from sparse_collectives.allreduce._shared import _merge
 from tests import jax_internals
+from tests.reference import windows
 
 SIZE = 10
 DTYPES = ("float32", "bfloat16", "float16")
@@ -99,3 +107,103 @@ def test_pairs_of_one_index_are_added_and_the_indices_ascend(pairs, dtype):
 def test_pairs_must_be_pairs():
     with pytest.raises(ValueError, match=r"must be of one shape \[c\], got \(3,\) and \(2,\)"):
         sc.PaddedCOO.from_pairs(jnp.zeros(3, jnp.int32), jnp.zeros(2), SIZE)
+
+
+# Sets.
+
+# Under one word, a full word, one entry more, and many words with a rest.
+SIZES = (1, 5, 31, 32, 33, 1000)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_set_holds_what_was_inserted_and_ranks_it(size):
+    @jax.jit
+    def ask(words, indices):
+        words = _bitset.insert(words, indices, size)
+        ranked, everything = _bitset.rank_index(words), jnp.arange(size, dtype=jnp.int32)
+        return words, _bitset.contains(words, everything), _bitset.rank(ranked, everything)
+
+    # Nothing, some of it twice, in any order and with padding between, and then all.
+    order = np.random.default_rng(size).permutation(size).astype(np.int32)
+    words, members = _bitset.empty(size), set()
+    for chosen in (order[:0], order[: size // 3], order[: size // 2], order):
+        indices = np.full(size + 3, size, np.int32)
+        indices[1 : 1 + len(chosen)] = chosen
+        words, member, rank = ask(words, indices)
+        members |= set(chosen.tolist())
+        expected = np.array(sorted(members), np.int32)
+        np.testing.assert_array_equal(np.flatnonzero(member), expected)
+        np.testing.assert_array_equal(rank, np.searchsorted(expected, np.arange(size)))
+    # Nothing past the end is a member.
+    past = np.array([size, size + 1, size + 31, size + 32, 64 * size, 2**31 - 1], np.int32)
+    assert not _bitset.contains(words, past).any()
+
+
+# Windows.
+
+
+windowed_rank = jax.jit(_compaction.windowed_rank, static_argnums=2)
+
+
+@pytest.mark.parametrize("capacity", [1, 7, 32])
+@settings(max_examples=50, deadline=None)
+@given(
+    count=st.one_of(st.integers(0, 70), st.integers(0, 2**31 - 1)),
+    turn=st.integers(-(2**31), 2**31 - 1),
+)
+def test_a_window_has_an_entry_for_each_slot_in_ascending_order(capacity, count, turn):
+    slot = np.arange(capacity, dtype=np.int32)
+    ranks = np.asarray(windowed_rank(slot, count, capacity, turn)).astype(np.int64)
+    if count <= capacity:
+        np.testing.assert_array_equal(ranks, np.arange(capacity))
+    else:
+        assert ranks[0] >= 0
+        assert ranks[-1] < count
+        assert (np.diff(ranks) > 0).all()
+        entries = windows.start(turn, count) + np.arange(capacity)
+        np.testing.assert_array_equal(ranks, np.sort(entries % count))
+
+
+def test_each_entry_has_its_share_of_the_turns_and_waits_as_if_by_chance():
+    capacity, count, turns = 30, 100, 20_000
+    slot = np.arange(capacity, dtype=np.int32)
+    of_turns = jax.vmap(lambda turn: windowed_rank(slot, count, capacity, turn))
+    served = np.zeros((turns, count), bool)
+    served[np.arange(turns)[:, None], of_turns(np.arange(turns, dtype=np.int32))] = True
+    # Five standard deviations.
+    assert np.abs(served.mean(0) - 0.3).max() < 5 * np.sqrt(0.21 / turns)
+    # Neighbouring steps, and steps at some distance, are independent of each other.
+    for distance in range(1, 9):
+        both = (served[distance:] & served[:-distance]).mean()
+        assert both == pytest.approx(0.09, rel=0.02)
+
+
+# What the allreduces share.
+
+
+@pytest.mark.parametrize(("slots", "workers"), [(600, 12), (2**16 + 100, 2**16)])
+def test_split_by_owner_keeps_the_order(slots, workers):
+    """Also with so many that owner and slot do not fit one sort key."""
+    count, capacity = slots - 100, 4
+    rng = np.random.default_rng(6)
+    owner = np.append(rng.integers(0, workers - 2, count), np.full(100, workers))
+    indices = np.append(np.arange(count), np.full(100, slots))
+    coo = sc.PaddedCOO(jnp.zeros(slots), jnp.asarray(indices, jnp.int32), slots)
+    split = jax.jit(_merge.split_by_owner, static_argnums=(2, 3))
+    blocks = split(coo, jnp.asarray(owner, jnp.int32), workers, capacity, jnp.int32(0))
+    for worker in (0, 3, 7, workers - 1):
+        expected = windows.window(np.flatnonzero(owner == worker), capacity, 0)
+        found = np.asarray(blocks.coo.indices)[worker]
+        np.testing.assert_array_equal(found[: len(expected)], expected)
+        assert (found[len(expected) :] == slots).all()
+    counts = np.bincount(owner, minlength=workers)[:workers]
+    assert np.asarray(blocks.sent).sum() == np.minimum(counts, capacity).sum()
+
+
+def test_reduce_blocks_adds_rows_one_after_the_other():
+    """No scatter has an index twice, whose order would be open on a GPU."""
+    values = jnp.asarray([[1e8, 1.0], [-1e8, 0.0], [1.0, 2.0]], jnp.float32)
+    indices = jnp.asarray([[4, 9], [4, 10], [4, 9]], jnp.int32)
+    total = _merge.reduce_blocks([sc.PaddedCOO(values, indices, 10)], 10, jnp.float32)
+    assert total.values.tolist() == [1.0, 3.0, 0, 0, 0, 0]
+    assert total.indices.tolist() == [4, 9, 10, 10, 10, 10]

@@ -67,11 +67,9 @@ def test_what_a_trace_is_for():
     def form():
         return _platform.by_platform(lambda: "portable", lambda: "gpu")
 
-    with _platform.traced_for("gpu"):
-        assert form() == "gpu"
-        with _platform.traced_for("portable"):
-            assert form() == "portable"
-        assert form() == "gpu"
+    for name in ("portable", "gpu"):
+        with _platform.traced_for("gpu"), _platform.traced_for(name):
+            assert form() == name
     with pytest.raises(ValueError, match="name must be one of"):
         _platform.traced_for("tpu").__enter__()
 

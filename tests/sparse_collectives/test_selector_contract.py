@@ -30,10 +30,7 @@ ALL = SELECTORS | SELECTOR_VARIANTS
 # Those whose thresholds are estimated: all compile fast.
 ESTIMATED = {"gaussian_k", "redsync", "sidco", *SELECTOR_VARIANTS}
 # For those that select by layer: two of one shape.
-LAYOUTS = {
-    SMALL: sc.Layout(((4, 100), (4, 100), (203,))),
-    LARGE: sc.Layout(((350, 400), (1,))),
-}
+LAYOUTS = {SMALL: sc.Layout(((4, 100), (4, 100), (203,))), LARGE: sc.Layout(((350, 400), (1,)))}
 
 
 # Those that select k entries, whatever the distribution.

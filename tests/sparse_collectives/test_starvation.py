@@ -1,4 +1,6 @@
-"""No index waits for ever, also in data with a period.
+"""No index waits for ever in an exchange, also in data with a period.
+
+That selectors have the same windows is in test_estimators.py and test_threshold_reuse.py.
 
 A window over the ranks of too many entries that moves on by its own length is in phase
 with data of some period: entries that stay are never in it, and those that it serves
@@ -25,24 +27,9 @@ import sparse_collectives as sc
 from sparse_collectives.allreduce._shared import _reduce
 from sparse_collectives.allreduce.ok_topk import _global_selection
 from sparse_collectives.wire import _gaps
-from tests.reference.crowds import PERIODS, crowds, longest_run
-from tests.reference.windows import longest_wait
+from tests.reference.windows import PERIODS, crowds, longest_run, longest_wait
 from tests.sparse_collectives import table
-from tests.sparse_collectives.helpers import slow_but, slow_rows
-
-
-@pytest.mark.parametrize(("capacity", "most"), [(10, 20), (10, 27), (60, 120), (60, 100)])
-def test_a_window_that_moves_on_by_its_length_starves_the_watched(capacity, most):
-    """So the data below are what they are meant to be."""
-    found = crowds(capacity, most)
-    assert len(found) > 3
-    for period, who in found.items():
-        served = []
-        for turn in range(40 * period):
-            ranks = (turn * capacity + np.arange(capacity)) % who.count
-            served.append(who.watched in np.flatnonzero(who.present[turn % period])[ranks])
-        assert any(served) == (period == 1)
-
+from tests.sparse_collectives.helpers import slow_rows
 
 # Two places by themselves, whether the watched entry has a slot: the others are crowded in
 # the selectors and in the algorithms below.
@@ -79,16 +66,14 @@ def _of_global_selection(mask, count, watched, capacity):
     return sc.simulate(worker, axis_size=2)(2 * crowded.astype(jnp.int32))[0, watched]
 
 
-PLACES = {
-    "gaps": _of_gaps,
-    "global selection": _of_global_selection,
-}
+PLACES = {"gaps": _of_gaps, "global selection": _of_global_selection}
 
 
 @pytest.mark.parametrize(("capacity", "most"), [(10, 20), (60, 120), (60, 80)])
 @pytest.mark.parametrize("place", PLACES)
 def test_no_entry_starves_in_a_place(place, capacity, most):
     steps, found = 400, crowds(capacity, most)
+    assert len(found) > 3
     length = max(who.present.shape[1] for who in found.values())
     served_in = jax.vmap(functools.partial(PLACES[place], capacity=capacity), (0, 0, None))
     run = jax.jit(lambda present, watched: served_in(present, jnp.arange(steps), watched))
@@ -96,57 +81,6 @@ def test_no_entry_starves_in_a_place(place, capacity, most):
         present = np.pad(who.present, ((0, 0), (0, length - who.present.shape[1])))
         served = run(present[np.arange(steps) % period], jnp.int32(who.watched))
         assert longest_run(~served) < longest_wait(steps, capacity, who.count), period
-
-
-# The selectors: what is selected stays, and more reach the threshold than there are slots.
-
-CAPACITY, MOST, LENGTH = 60, 120, 500
-DENSITY = CAPACITY / LENGTH
-SELECTORS = {
-    "threshold": sc.select.threshold(magnitude=1.0, density=DENSITY),
-    "threshold_reuse": sc.select.threshold_reuse(density=DENSITY, headroom=0.0, servo=False),
-    "threshold_reuse, servo": sc.select.threshold_reuse(density=DENSITY, headroom=0.0),
-    "gaussian_k": sc.select.published.gaussian_k(density=DENSITY, headroom=0.0),
-    "redsync": sc.select.published.redsync(density=DENSITY, headroom=0.0),
-    "sidco": sc.select.published.sidco(density=DENSITY, headroom=0.0),
-    "mstopk": sc.select.published.mstopk(density=DENSITY),
-    "adtopk_threshold": sc.select.published.adtopk_threshold(
-        density=DENSITY, steps=10**6, warmup=3, period=10**6, headroom=0.0
-    ),
-}
-# Every second selection is by row, without a threshold.
-CALLS = {"adtopk_threshold": 2}
-
-
-@pytest.mark.parametrize("name", slow_but(SELECTORS.keys() - CALLS.keys(), SELECTORS))
-def test_no_entry_starves_in_a_selector(name):
-    selector, steps = SELECTORS[name], 300
-
-    def select(now, state):
-        for _ in range(CALLS.get(name, 1)):
-            coo, state, info = selector.select(now, state)
-        return coo, state, info
-
-    @jax.jit
-    def run(acc, period, watched):
-        def step(state, t):
-            # The first step was number 0.
-            now = acc[(t + 1) % period]
-            coo, state, info = select(now, state)
-            # What ``mstopk`` leaves out it does not count.
-            left_out = jnp.sum(now > 0) - info.selected if name == "mstopk" else info.overflow
-            return state, (jnp.any(coo.indices == watched), left_out > 0)
-
-        # A first step, of smaller values, from which a threshold is taken.
-        _, state, _ = select(acc[0] / 2, selector.init(sc.Layout(((LENGTH, 1),))))
-        return jax.lax.scan(step, state, jnp.arange(steps))[1]
-
-    for period, who in crowds(CAPACITY, MOST).items():
-        acc = np.zeros((max(PERIODS), LENGTH), np.float32)
-        acc[:period, : who.present.shape[1]] = who.present
-        served, crowded = run(acc, period, who.watched)
-        assert np.mean(crowded) > 0.9
-        assert longest_run(~served) < longest_wait(steps, CAPACITY, who.count), period
 
 
 class Place(NamedTuple):

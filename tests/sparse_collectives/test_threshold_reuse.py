@@ -11,11 +11,7 @@ from jax import lax
 
 import sparse_collectives as sc
 from tests.reference import selection
-from tests.sparse_collectives.selecting import (
-    check_passing,
-    hard_vectors,
-    jitted,
-)
+from tests.sparse_collectives.selecting import check_passing, hard_vectors, jitted
 
 SIZE = 20_000
 DENSITY = 0.05
@@ -39,7 +35,7 @@ def step(acc, state, k=K, **options):
     """A step, and what holds at each: the state, info, and the selected indices."""
     capacity = min(acc.size, math.ceil((1 + options.get("headroom", 0.25)) * k))
     out = select_reuse(**options)(acc, state)
-    return out[1], out[2], check_passing(out, acc, capacity)
+    return out[1], out[2], check_passing(out, acc, capacity, int(state.count))
 
 
 @functools.cache

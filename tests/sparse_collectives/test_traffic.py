@@ -1,5 +1,7 @@
 """The traffic meter: the words of collectives, over any axes and groups, and of functions."""
 
+import functools
+
 import jax
 import jax.extend
 import jax.numpy as jnp
@@ -7,7 +9,6 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
-import sparse_collectives as sc
 from sparse_collectives import traffic
 from tests.sparse_collectives import helpers
 
@@ -47,11 +48,7 @@ COLLECTIVES = {
     "pmin": ("all_reduce", lambda x: lax.pmin(x, "w"), lambda P: 2),
     "all_gather": ("all_gather", lambda x: lax.all_gather(x, "w"), lambda P: P),
     "all_to_all": ("all_to_all", lambda x: lax.all_to_all(x, "w", 0, 0, tiled=True), lambda P: 1),
-    "psum_scatter": (
-        "reduce_scatter",
-        lambda x: lax.psum_scatter(x, "w", tiled=True),
-        lambda P: 1,
-    ),
+    "psum_scatter": ("reduce_scatter", lambda x: lax.psum_scatter(x, "w", tiled=True), lambda P: 1),
     "pbroadcast": ("collective_broadcast", lambda x: lax.pbroadcast(x, "w", 0), lambda P: 1),
     "ppermute": ("collective_permute", rotate, lambda P: P / max(P - 1, 1)),
 }
@@ -139,27 +136,21 @@ def test_words_of_an_axis_within_an_axis():
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
-def test_words_do_not_depend_on_the_types_of_what_varies(check_vma):
-    P = 6
-
-    def fn(x):
-        exchanged = [
-            psum(x),
-            lax.pmax(x, "w"),
-            lax.all_gather(x, "w", to="invarying") if check_vma else lax.all_gather(x, "w"),
-            lax.all_to_all(x, "w", 0, 0, tiled=True),
-            lax.psum_scatter(x, "w", tiled=True),
-            rotate(x),
-        ]
-        return x + sum(jnp.sum(y) for y in exchanged)
-
-    spec, mesh = PartitionSpec("w"), helpers.abstract_mesh(w=P)
-    whole = jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma)
-    measured = traffic.of_traced(jax.jit(whole).trace(shape(P * N)))
-    share = (P - 1) / P
-    expected = [2 * N * share, 2 * N * share, N * (P - 1), N * share, N * share, N]
-    assert words_of(measured) == pytest.approx(expected)
-    assert {row.group_size for row in measured.collectives} == {P}
+@pytest.mark.parametrize("name", [x for x in COLLECTIVES if x not in ("pmin", "pbroadcast")])
+def test_words_do_not_depend_on_the_types_of_what_varies(name, check_vma):
+    P, (kind, collective, times) = 6, COLLECTIVES[name]
+    if check_vma and name == "all_gather":
+        collective = functools.partial(lax.all_gather, axis_name="w", to="invarying")
+    whole = jax.shard_map(
+        lambda x: x + jnp.sum(collective(x)),
+        mesh=helpers.abstract_mesh(w=P),
+        in_specs=PartitionSpec("w"),
+        out_specs=PartitionSpec("w"),
+        check_vma=check_vma,
+    )
+    (row,) = traffic.of_traced(jax.jit(whole).trace(shape(P * N))).collectives
+    assert (row.kind, row.group_size) == (kind, P)
+    assert row.words == pytest.approx(times(P) * N * (P - 1) / P)
 
 
 def test_words_under_pmap():
@@ -179,8 +170,7 @@ def bind(primitive_name, x, /, **parameters):
 
 
 @pytest.mark.parametrize(
-    "parameters",
-    [{"axis_name": "w"}, {"axes": ("w", 0)}, {"axes": frozenset("w")}],
+    "parameters", [{"axis_name": "w"}, {"axes": ("w", 0)}, {"axes": frozenset("w")}]
 )
 def test_an_unknown_collective_is_an_error_that_names_it(parameters):
     def step(x):
@@ -228,8 +218,3 @@ def test_axes_must_be_bound_and_their_sizes_match():
         traffic.of_function(psum, shape(), axis=("w", "v"), axis_size=4)
     with pytest.raises(ValueError, match="sizes >= 1"):
         traffic.of_function(psum, shape(), axis="w", axis_size=0)
-
-
-def test_of_allreduce_needs_a_capacity():
-    with pytest.raises(ValueError, match="`capacity` is 0"):
-        traffic.of_allreduce(sc.allreduce.topk_a(), size=1000, capacity=0, axis_size=8)

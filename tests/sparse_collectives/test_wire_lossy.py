@@ -42,15 +42,12 @@ EVERY = {name: codec for name, (codec, *_) in CODECS.items()} | {"raw": WIRE.raw
 
 
 @functools.cache
-def jitted(name):
-    codec = EVERY[name]
-    return jax.jit(codec.encode), jax.jit(codec.decode, static_argnums=(1, 2))
+def jitted(name, kind=""):
+    encode, decode = (getattr(EVERY[name], way + kind) for way in ("encode", "decode"))
+    return jax.jit(encode), jax.jit(decode, static_argnums=(1, 2))
 
 
-@functools.cache
-def jitted_dense(name):
-    codec = EVERY[name]
-    return jax.jit(codec.encode_dense), jax.jit(codec.decode_dense, static_argnums=(1, 2))
+jitted_dense = functools.partial(jitted, kind="_dense")
 
 
 def any_values(rng, shape):
@@ -233,8 +230,7 @@ def test_leading_dimensions_stay_and_empty_messages_decode(name, shape):
 
 
 @pytest.mark.parametrize(
-    "name",
-    slow_but(("qsgd 2 max", "raw"), [name for name in EVERY if not name.endswith("l2")]),
+    "name", slow_but(("qsgd 2 max", "raw"), [name for name in EVERY if not name.endswith("l2")])
 )
 def test_rows_are_encoded_by_themselves_and_jit_changes_no_bit(name):
     codec, seed = EVERY[name], np.uint32(9)
