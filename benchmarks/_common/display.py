@@ -1,11 +1,13 @@
 """Tables as text, and figures in files, without a window or a state of the program."""
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+Row = dict[str, Any]
 
 
 def table(title: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -13,11 +15,8 @@ def table(title: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> st
     widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
     rows = [title]
     for line in (head, *lines):
-        first, *others = (
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        rows.append("  ".join([first, *others]).rstrip())
+        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
+        rows.append("  ".join([line[0].ljust(widths[0]), *cells[1:]]).rstrip())
     return "\n".join(rows)
 
 
@@ -26,19 +25,56 @@ def show(title: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> Non
     print(f"\n{table(title, head, lines)}", flush=True)
 
 
-def show_fields(title: str, fields: str, rows: Iterable[dict[str, Any]]) -> None:
+def show_rows(title: str, rows: Sequence[Row], digits: int = 6) -> None:
+    """Prints rows of the same fields, with a column for each; of numbers so many digits."""
+
+    def cell(value: Any) -> str:
+        if isinstance(value, list | tuple):
+            return ", ".join(map(cell, value))
+        if value is None or isinstance(value, str):
+            return value or "-"
+        return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
+
+    show(title, list(rows[0]), [list(map(cell, row.values())) for row in rows])
+
+
+def show_fields(title: str, fields: str, rows: Iterable[Row], digits: int = 6) -> None:
     """Prints rows of a report, with a column for each of ``fields``.
 
     These have spaces between them; ``union.mean`` is a field in a field.
     """
-    names = fields.split()
 
-    def cell(row: Any, name: str) -> str:
-        value = functools.reduce(lambda inner, key: inner[key], name.split("."), row)
-        few = value if isinstance(value, list) else [value]
-        return ", ".join("-" if x is None else x if isinstance(x, str) else f"{x:.6g}" for x in few)
+    def value(row: Any, name: str) -> Any:
+        return functools.reduce(lambda inner, key: inner[key], name.split("."), row)
 
-    show(title, names, [[cell(row, name) for name in names] for row in rows])
+    show_rows(title, [{x: value(row, x) for x in fields.split()} for row in rows], digits)
+
+
+def grouped(rows: Iterable[Row], *keys: str) -> dict[Any, list[Row]]:
+    """Rows by the values of these keys, or by the value of the only one."""
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        values = tuple(row[key] for key in keys)
+        found.setdefault(values if len(keys) > 1 else values[0], []).append(row)
+    return found
+
+
+def show_crossed(
+    title: str, rows: Sequence[Row], down: str, across: str, cell: Callable[[Row], str]
+) -> None:
+    """Prints a table with a line for each value of one field, and a column for each of another."""
+    at = {(row[down], row[across]): cell(row) for row in rows}
+    columns = list(grouped(rows, across))
+    lines = [[str(x), *(at.get((x, y), "-") for y in columns)] for x in grouped(rows, down)]
+    show(title, [down, *(f"{across} {y}" for y in columns)], lines)
+
+
+def lines_of(rows: Sequence[Row], name: str, x: str, y: str) -> dict[str, Any]:
+    """The lines of a panel of :func:`draw`: a line for each value of a field, of two others."""
+    return {
+        str(of): ([row[x] for row in own], [row[y] for row in own])
+        for of, own in grouped(rows, name).items()
+    }
 
 
 def panels(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
@@ -54,12 +90,14 @@ def panels(rows: int, columns: int, size: tuple[float, float], **options: Any) -
     return figure, np.asarray(figure.subplots(rows, columns, squeeze=False, **options))
 
 
-def draw(path: Path, *rows: Sequence[dict[str, Any]], title: str = "") -> None:
-    """Rows of panels as a PNG.
+def draw(path: Path | None, *rows: Sequence[Row], title: str = "") -> None:
+    """Rows of panels as a PNG; nothing where the path is None, an option that was not given.
 
     A panel has ``lines``, by name (x, y) or (x, y, style), and what ``Axes.set`` takes; with
     ``workers`` powers of two are to the right, and the scales are logarithmic.
     """
+    if path is None:
+        return
     figure, axes = panels(len(rows), len(rows[0]), (5.5 * len(rows[0]), 4.5 * len(rows)))
     for axis, panel in zip(axes.flat, (panel for row in rows for panel in row), strict=True):
         lines, workers = panel.pop("lines"), panel.pop("workers", False)
@@ -88,6 +126,5 @@ def logarithmic(axes: Any) -> None:
 
 def save(figure: Any, path: Path, title: str = "") -> None:
     """Writes a PNG."""
-    if title:
-        figure.suptitle(title, fontsize=10)
+    figure.suptitle(title or None, fontsize=10)
     figure.savefig(path, dpi=120, format="png")

@@ -10,55 +10,37 @@ from pathlib import Path
 from typing import Any
 
 from . import namespaces
-from .processes import Interrupted
+from .processes import Interrupted, interrupt_when_told
 
 
 class InputError(ValueError):
     """An option or a file is wrong; the message is one line for the user."""
 
 
-def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """A parser whose help is the docstring of the program, and whose errors are one line."""
+def parser_of(description: str | None, *names: str, **usual: Any) -> argparse.ArgumentParser:
+    """A parser whose help is the docstring of the program, and whose errors are one line.
+
+    It has options whose type and help their name tells: ``names`` without a default, such as
+    ``"json"``, and then ``usual`` with a default, or with (default, help) or (default, help,
+    choices). Several values where the default is a list, and a flag where it is False; the type is
+    a whole number of at least one where the name says nothing else.
+    """
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.error = lambda message: made.exit(2, f"{made.prog}: {message}\n")
+    for name, value in (dict.fromkeys(names) | usual).items():
+        default, *said = value if isinstance(value, tuple) else (value,)
+        text, choices = (*said, None, None)[:2]
+        more: dict[str, Any] = {"default": default, "help": text or _HELP.get(name)}
+        if default is False:
+            more["action"] = "store_true"
+        else:
+            kind = str if choices else _TYPES.get(name, at_least_one)
+            more |= {"type": kind, "choices": choices}
+            more |= {"nargs": "+"} if isinstance(default, list) or name in _SEVERAL else {}
+        made.add_argument(f"--{name.replace('_', '-')}", **more)
     return made
-
-
-def add_outputs(parser: argparse.ArgumentParser, *, plot: bool = False) -> None:
-    """Adds ``--json``, and ``--plot`` where the program draws."""
-    parser.add_argument("--json", type=output, metavar="FILE", help="also write the numbers here")
-    if plot:
-        parser.add_argument("--plot", type=output, metavar="FILE", help="draw them: a PNG")
-
-
-def add_usual(parser: argparse.ArgumentParser, **given: Any) -> None:
-    """Adds options whose type their name tells, each with its default, or with (default, help).
-
-    Several values where the default is a list; by default a whole number of at least one.
-    """
-    for name, value in given.items():
-        default, text = value if isinstance(value, tuple) else (value, _HELP.get(name))
-        more = {"type": _TYPES.get(name, at_least_one), "default": default, "help": text}
-        more |= {"nargs": "+"} if isinstance(default, list) else {}
-        parser.add_argument(f"--{name.replace('_', '-')}", **more)
-
-
-def add_data(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--text`` and ``--images``, of what is learned."""
-    add = parser.add_argument
-    add("--text", type=Path, metavar="FILE", help="plain text; Python's help topics by default")
-    add("--images", type=Path, metavar="DIR", help="IDX files; scikit-learn's digits by default")
-
-
-def add_links(parser: argparse.ArgumentParser, *, seconds: float) -> None:
-    """Adds what programs over one network of limited links have in common."""
-    add = parser.add_argument
-    add("--link", type=link, nargs="+", default=["100mbit", "1gbit"], metavar="RATE")
-    add("--workers", type=several, default=4, metavar="P")
-    add("--no-pin", action="store_true", help="let processes use all cores")
-    add("--timeout", type=positive, default=seconds, help="seconds for one answer")
 
 
 def check_names(
@@ -68,6 +50,12 @@ def check_names(
     for name in given or ():
         if name not in known:
             parser.error(f"--only {name!r} is none of: {'; '.join(known)}")
+
+
+def check_batch(parser: argparse.ArgumentParser, batch: int, workers: int) -> None:
+    """Ends with one line where the workers would have parts of another size."""
+    if batch % workers:
+        parser.error(f"--batch {batch} can't be dealt out to {workers} workers")
 
 
 def program(main: Callable[[list[str] | None], int | None]) -> Callable[..., int]:
@@ -94,7 +82,8 @@ def program(main: Callable[[list[str] | None], int | None]) -> Callable[..., int
 
 
 def require_network() -> None:
-    """Raises an InputError where no network of namespaces can be made."""
+    """Raises an InputError where no network of namespaces can be made; a ``kill`` cleans up."""
+    interrupt_when_told()
     reason = namespaces.unusable()
     if reason is not None:
         raise InputError(reason)
@@ -162,11 +151,23 @@ def progress(text: str, *, last: bool = False) -> None:
         print(f"\r\x1b[K{text}", end="\n" if last else "\r", file=sys.stderr, flush=True)
 
 
-_TYPES: dict[str, Callable[[str], Any]] = {"seed": int}
+_TYPES: dict[str, Callable[[str], Any]] = {"seed": int, "only": str, "json": output, "plot": output}
+_TYPES |= {"runs": output}
+_TYPES |= dict.fromkeys(("text", "images", "folder"), Path)
+_TYPES |= dict.fromkeys(("link", "links"), link)
 _TYPES |= dict.fromkeys(("density", "densities", "density_text", "density_images"), share)
-_TYPES |= dict.fromkeys(("rate", "factor", "max_norm", "bandwidth", "latency"), positive)
-_TYPES |= dict.fromkeys(("timeout", "regularisation", "share", "seconds"), positive)
+_TYPES |= dict.fromkeys(("rate", "rate_images", "rate_text", "rates", "factor", "share"), positive)
+_TYPES |= dict.fromkeys(("timeout", "regularisation", "seconds", "bandwidth", "latency"), positive)
 _TYPES |= dict.fromkeys(("sites", "trials", "workers"), several)
+# Several values, also without a default.
+_SEVERAL = ("only", "rates")
 _HELP = {"density": "k / n", "every": "steps to a record", "points": "of a curve"}
 _HELP |= {"rounds": "turns of each contestant", "timeout": "seconds for one answer"}
-_HELP |= {"steps": "of each run, or turn", "width": "of the model"}
+_HELP |= {"steps": "of each run, or turn", "width": "of the model", "link": "such as 100mbit"}
+_HELP |= {"text": "plain text; Python's help topics by default", "only": "of these contestants"}
+_HELP |= {"images": "a folder of IDX files; scikit-learn's digits by default"}
+_HELP |= {"rates": "peaks", "runs": "keep runs here, and go on with them"}
+_HELP |= {"json": "also write the numbers here", "plot": "draw them: a PNG"}
+# Of programs over one network of limited links.
+LINKS = {"link": ["100mbit", "1gbit"], "workers": 4}
+LINKS |= {"no_pin": (False, "let processes use all cores")}

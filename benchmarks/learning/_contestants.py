@@ -13,12 +13,12 @@ from typing import Any
 import optax
 
 import optax_ext
-import sparse_collectives as sc
 
 from .._common.contestants import DECAY, Contestant, find, optimizer
 from ..training._recorded_training import MOMENTUM, schedule
 from ..training._simulated_training import AXIS, Variant, exact_top_k
-from ._tasks import ADAMW, KINDS
+from . import _tricks
+from ._tasks import ADAMW, DELAYED, KINDS
 
 DENSE, NOTHING = "dense", "nothing exchanged"
 # What the sparse ones are measured by: the words of ``ok_topk`` at 1 %.
@@ -57,20 +57,18 @@ _NORMS = {name: name for name in ("lamb, every worker", "lamb, slices", "lamb, l
 # Those of PyTorch, in front of its AdamW; see `_torch_trainer`.
 TORCH = {"PyTorch, dense": "ddp", "PyTorch, float16": "ddp/fp16"}
 TORCH |= {f"PyTorch, PowerSGD({rank})": f"ddp/powersgd{rank}" for rank in (1, 2, 4)}
-# Arguments of the optimizers that are numbers; those of `residual`; and what makes others of one.
+# Arguments of the optimizers that are numbers.
 _NUMBERS = ("density", "b2", "eps", "weight_decay", "gain", "limit", "dense_steps")
-_OF_RESIDUAL = ("step_ahead", "decay")
-_MADE = {
-    "bits": ("allreduce", lambda bits: sc.allreduce.agreed(bits=bits)),
-    "momentum": ("correction", optax_ext.momentum_correction),
-    "dense_below": ("dense_leaves", lambda size: optax_ext.small_leaves(min_size=size)),
-}
 
 
 def contestants(task: str, share: float = 1.0) -> dict[str, Train]:
     """Over simulated workers, by name; every density is multiplied by the share."""
-    names = _ADAMW if KINDS[task].optimizer == ADAMW else _SGD
-    return {name: _train(find(key), share * DENSITY, task) for name, key in names.items()}
+    adamw, density = KINDS[task].optimizer == ADAMW, share * DENSITY
+    names, tricks = (_ADAMW, _tricks.ADAMW) if adamw else (_SGD, _tricks.SGD)
+    if task == DELAYED:
+        names, tricks = {DENSE: "dense/leaves"}, _tricks.DELAYED
+    made = {name: _train(find(key), density, task) for name, key in names.items()}
+    return made | {name: _tricks.variant(name, density, adamw) for name in tricks}
 
 
 def _train(contestant: Contestant, k: float, task: str) -> Train:
@@ -115,7 +113,7 @@ def neighbour(task: str, share: float, given: Sequence[Option]) -> tuple[str, Tr
     """``sparse_adamw``, or ``sparse_sgd`` where the task has that, with other options.
 
     The name has the options in it; a density that is not among them is multiplied by ``share``. A
-    ValueError where there is no such option, or the value is none for it.
+    ValueError or a TypeError where there is no such option, or the value is none for it.
     """
     make = optax_ext.sparse_adamw if KINDS[task].optimizer == ADAMW else optax_ext.sparse_sgd
     made = {"density": 5 * share * DENSITY, "axis": AXIS} | _arguments(make, given)
@@ -124,12 +122,12 @@ def neighbour(task: str, share: float, given: Sequence[Option]) -> tuple[str, Tr
     def variant(rate: float, steps: int) -> Variant:
         return Variant(whole(schedule(rate, steps)), optax.identity())
 
-    _checked(given, variant, 0.1, 10)
+    variant(0.1, 10)
     return _name_of(make, given), variant
 
 
 def neighbour_over_links(given: Sequence[Option]) -> tuple[str, Make]:
-    """``sparse_adamw`` with options, and its name; a ValueError where an option is none."""
+    """The same of ``sparse_adamw`` over links."""
     make = optax_ext.sparse_adamw
     made = {"axis": AXIS, **_arguments(make, given)}
     make(0.1, **made)
@@ -137,41 +135,21 @@ def neighbour_over_links(given: Sequence[Option]) -> tuple[str, Make]:
 
 
 def _arguments(make: Callable[..., Any], given: Sequence[Option]) -> dict[str, Any]:
-    """What an optimizer is called with for the options; a ValueError as above."""
-    taken = inspect.signature(make).parameters
-    possible = [name for name in _NUMBERS if name in taken] + list(_OF_RESIDUAL)
-    possible += [name for name, (argument, _) in _MADE.items() if argument in taken]
-    unknown = [name for name, _ in given if name not in possible]
-    if unknown:
-        raise ValueError(
-            f"{make.__name__} has no {unknown[0]!r} here: it has {', '.join(possible)}"
-        )
+    """What an optimizer is called with for the options; a ValueError where it has none of them."""
+    known = [name for name in inspect.signature(make).parameters if name in _NUMBERS]
+    for name, _ in given:
+        if name not in (*known, "step_ahead"):
+            raise ValueError(
+                f"{make.__name__} has no {name!r} here: it has {', '.join(known)}, step_ahead"
+            )
     made = {"weight_decay": DECAY} if make is optax_ext.sparse_adamw else {}
-    made |= {name: value for name, value in given if name in _NUMBERS}
-    kept = {name: value for name, value in given if name in _OF_RESIDUAL}
-    if kept:
-        kept = {"step_ahead": 1.0, **kept}
-        made["residual"] = _checked(given, lambda: optax_ext.residual(**kept))
-    for name, value in given:
-        if name in _MADE:
-            argument, function = _MADE[name]
-            made[argument] = _checked(given, function, value)
+    made |= given
+    if "step_ahead" in made:
+        made["residual"] = optax_ext.residual(step_ahead=made.pop("step_ahead"))
     return made
 
 
 def _name_of(make: Callable[..., Any], given: Sequence[Option]) -> str:
     """The name of an optimizer with options, the same in whatever order they come."""
-    values = [
-        f"{name}={format(value, 'g') if isinstance(value, (int, float)) else value}"
-        for name, value in sorted(given)
-    ]
+    values = [f"{x}={f'{y:g}' if isinstance(y, int | float) else y}" for x, y in sorted(given)]
     return " ".join([make.__name__, *values])
-
-
-def _checked(given: Sequence[Option], make: Callable[..., Any], *values: Any) -> Any:
-    """``make(*values)``; of a word in place of a number a ValueError, too."""
-    try:
-        return make(*values)
-    except TypeError as error:
-        written = " ".join(f"{name}={value}" for name, value in given)
-        raise ValueError(f"{written}: {error}") from error

@@ -10,24 +10,24 @@ import numpy as np
 from .._common import display, options
 from ..training._small_models import HEADS
 from ._contestants import Option, option
+from ._store import Store
 from ._tasks import KINDS
 
+Case = dict[str, Any]
 
-def parser_of(doc: str | None, tasks: Iterable[str], default: str) -> argparse.ArgumentParser:
-    """A parser with the options of both; ``tasks`` may be chosen."""
-    parser = options.parser_of(doc)
-    add = parser.add_argument
+
+def parser_of(
+    doc: str | None, tasks: Iterable[str], default: str, **usual: Any
+) -> argparse.ArgumentParser:
+    """A parser with the options of both, and usual ones; ``tasks`` may be chosen."""
     chosen = {name: KINDS[name] for name in tasks}
     what = "; ".join(f"{name}: {kind.model}, {kind.optimizer}" for name, kind in chosen.items())
-    add("--task", choices=tuple(chosen), default=default, help=what)
-    options.add_data(parser)
-    add("--runs", type=options.output, metavar="FILE", help="keep runs here, and go on with them")
-    add("--show", action="store_true", help="what is in --runs, and train nothing")
-    add("--rates", type=options.positive, nargs="+", metavar="RATE", help="peaks")
-    add("--only", nargs="+", metavar="NAME", help="of these contestants, and those of --options")
-    add("--options", type=option, nargs="+", action="append", default=[], metavar="NAME=VALUE")
-    options.add_usual(parser, width=None, batch=(None, "of all workers"))
-    add("--plot", type=options.output, metavar="FILE", help="draw the curves: a PNG")
+    both = {"task": (default, what, tuple(chosen)), "batch": (None, "of all workers")}
+    both |= {"show": (False, "what is in --runs, and train nothing")}
+    names = ("text", "images", "runs", "rates", "only", "width", "plot")
+    parser = options.parser_of(doc, *names, **both, **usual)
+    more: dict[str, Any] = {"nargs": "+", "action": "append", "default": []}
+    parser.add_argument("--options", type=option, metavar="NAME=VALUE", **more)
     return parser
 
 
@@ -50,17 +50,35 @@ def complete(
     args.rates = sorted(args.rates or usual["rates"])
     args.batch, args.width = args.batch or usual["batch"], args.width or usual["width"]
     options.check_names(parser, args.only, names)
-    try:
-        args.neighbours = dict(neighbour(given) for given in args.options)
-    except ValueError as error:
-        parser.error(f"--options: {error}")
+    args.neighbours = {}
+    for given in args.options:
+        try:
+            args.neighbours |= [neighbour(given)]
+        except (TypeError, ValueError) as error:
+            written = " ".join(f"{name}={value}" for name, value in given)
+            parser.error(f"--options: {written}: {error}")
     if args.task == "text" and args.width % HEADS:
         parser.error(f"--width {args.width} can't be divided into {HEADS} heads")
     for workers in args.workers if isinstance(args.workers, list) else [args.workers]:
-        if args.batch % workers:
-            parser.error(f"--batch {args.batch} can't be dealt out to {workers} workers")
+        options.check_batch(parser, args.batch, workers)
     if args.show and args.runs is None:
         parser.error("--show needs --runs FILE")
+
+
+def chosen(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
+    """The contestants of a run: those of --only, or all, and those of --options."""
+    return [*(name for name in names if not args.only or name in args.only), *args.neighbours]
+
+
+def run_missing(
+    store: Store,
+    args: argparse.Namespace,
+    case: Case,
+    train: Callable[[float, int], dict[str, Any]],
+) -> None:
+    """Makes the runs of a case that are not in the store, by ``train(rate, seed)``."""
+    for rate, seed in store.missing(args.rates, args.seeds, **case):
+        store.add({**case, "rate": rate, "seed": seed, **train(rate, seed)})
 
 
 class Line(NamedTuple):
@@ -80,11 +98,25 @@ class Line(NamedTuple):
         alike = [curve for curve in curves if len(curve["steps"]) == len(curves[0]["steps"])]
         return np.mean([curve[what] for curve in alike], axis=0)
 
-    def ends(self, large: bool) -> list[str]:
+    def ends(self, large: bool) -> dict[str, Any]:
         """Rate, number of seeds, mean and deviation of the values at the end."""
         ended = (100 if large else 1) * np.array([run["value"] for run in self.runs])
-        deviation = f"{ended.std(ddof=1):.3f}" if len(ended) > 1 else "-"
-        return [f"{self.runs[0]['rate']:g}", str(len(ended)), f"{ended.mean():.3f}", deviation]
+        row = {"rate": self.runs[0]["rate"], "seeds": len(ended), "mean": ended.mean()}
+        return row | {"deviation": ended.std(ddof=1) if len(ended) > 1 else None}
+
+
+def lines_of(
+    store: Store,
+    names: Iterable[str],
+    groups: Callable[[str], Iterable[Any]],
+    case_of: Callable[[str, Any], Case],
+) -> list[Line]:
+    """The best runs in the store of these contestants and of others that are there."""
+    found = []
+    for name in dict.fromkeys([*names, *(run["contestant"] for run in store.runs)]):
+        cases = ((group, store.best(**case_of(name, group))) for group in groups(name))
+        found += [Line(name, group, runs) for group, runs in cases if runs]
+    return found
 
 
 def worse(value: float, other: float, large: bool) -> float:
@@ -92,7 +124,9 @@ def worse(value: float, other: float, large: bool) -> float:
     return 100 * (other - value if large else value / other - 1)
 
 
-def draw(path: Path, lines: Sequence[Line], groups: Iterable[Any], x: str, title: str) -> None:
+def draw(
+    path: Path | None, lines: Sequence[Line], groups: Iterable[Any], x: str, title: str
+) -> None:
     """A PNG with a panel for each group: values against ``steps`` or ``seconds``."""
     panels = []
     for group in groups:

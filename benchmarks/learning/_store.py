@@ -18,35 +18,26 @@ class Store:
     """
 
     def __init__(self, path: Path | None, needed: Sequence[str], large: bool):
-        self._path, self._large = path, large
-        self.runs: list[dict[str, Any]] = []
-        if path is not None and path.exists():
-            self.runs, whole = _read(path, needed)
-            if not whole:
-                path.write_text("".join(json.dumps(run) + "\n" for run in self.runs))
+        self._path, self._sign = path, -1 if large else 1
+        self.runs = _read(path, needed) if path is not None and path.exists() else []
 
     def _find(self, **wanted: Any) -> list[dict[str, Any]]:
         return [run for run in self.runs if wanted.items() <= run.items()]
 
-    def _best_rate(self, **case: Any) -> float | None:
-        """The rate whose run of a case from seed 0 ended best; None without runs."""
-        ended = [run for run in self._find(seed=0, **case) if math.isfinite(run["value"])]
-        sign = -1 if self._large else 1
-        return min(ended, key=lambda run: sign * run["value"])["rate"] if ended else None
-
     def best(self, **case: Any) -> list[dict[str, Any]]:
-        """The runs of a case with the best rate, in the order of their seeds."""
-        rate = self._best_rate(**case)
-        found = [] if rate is None else self._find(rate=rate, **case)
-        return sorted(found, key=lambda run: run["seed"])
+        """The runs of a case in the order of their seeds, with the rate that is best for seed 0."""
+        ended = [run for run in self._find(seed=0, **case) if math.isfinite(run["value"])]
+        if not ended:
+            return []
+        rate = min(ended, key=lambda run: self._sign * run["value"])["rate"]
+        return sorted(self._find(rate=rate, **case), key=lambda run: run["seed"])
 
     def missing(
         self, rates: Sequence[float], seeds: int, **case: Any
     ) -> Iterator[tuple[float, int]]:
         """Rates and seeds of what is not here: the best rate is known when all have been tried."""
         for seed in range(seeds):
-            best = self._best_rate(**case)
-            for rate in rates if seed == 0 else [] if best is None else [best]:
+            for rate in [run["rate"] for run in self.best(**case)[:1]] if seed else rates:
                 if not self._find(rate=rate, seed=seed, **case):
                     yield rate, seed
 
@@ -58,22 +49,23 @@ class Store:
                 file.write(json.dumps(run) + "\n")
 
 
-def _read(path: Path, needed: Sequence[str]) -> tuple[list[dict[str, Any]], bool]:
-    """The runs, and whether the last line is whole: the program may have been ended in it."""
+def _read(path: Path, needed: Sequence[str]) -> list[dict[str, Any]]:
+    """The runs; a last line that is not whole, in which the program was ended, is taken away."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {path}: {error}") from error
+    whole, end, cut_off = text.rpartition("\n")
+    if cut_off:
+        path.write_text(whole + end, encoding="utf-8")
     runs = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(whole.splitlines(), 1):
         try:
             run = json.loads(line)
         except (ValueError, RecursionError) as error:
-            if number == len(lines):
-                return runs, False
             raise InputError(f"{path}, line {number} is no JSON: {error}") from error
         missing = [name for name in needed if not isinstance(run, dict) or name not in run]
         if missing:
             raise InputError(f"{path}, line {number} is no run of this program: no {missing[0]!r}")
         runs.append(run)
-    return runs, True
+    return runs

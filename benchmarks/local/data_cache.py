@@ -13,11 +13,8 @@ ones; "samples in a dictionary" is the memory level and nothing else. Before the
 files of the cache are dropped from the memory of the system, where it lets one.
 """
 
-import argparse
-import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -29,8 +26,9 @@ from examples.data_cache.cache import DataCache, Loader
 from examples.data_cache.disk import Disk, stamp
 from examples.data_cache.images import Augment, Decode, ImageFolder, Throttled
 
-from .._common import options, processes, reports, timing
+from .._common import options, reports, timing
 from .._common.display import show
+from .._common.processes import in_new_process
 
 BASE = "no cache"
 # By name: whether there is a memory level, and what the disk level holds.
@@ -44,7 +42,6 @@ LEVELS = {
 CONTESTANTS = (*LEVELS, "records in a dictionary", "samples in a dictionary")
 EPOCHS, RESTART = (0, 1, 2), 3
 CLASSES, PIXELS, QUALITY = 4, 512, 85
-_SECONDS = 3600
 
 
 class Sequence:
@@ -81,7 +78,7 @@ def samples_of(name, source, prepare, folder):
 
 
 def process(given):
-    """Runs the epochs of one contestant that `given` asks for, reported in JSON lines."""
+    """Rates of the epochs of one contestant, and the bytes in memory and on disk at the end."""
     images = ImageFolder(Path(given["images"]))
     decode = Decode(given["size"])
     limits = {name: given[name] for name in ("bytes_per_second", "latency")}
@@ -94,16 +91,16 @@ def process(given):
     record = images[0]
     for _ in Loader(Sequence(lambda _: decode(record), 2 * given["batch"]), **loading).epoch(0):
         pass
+    rates = {}
     for number in given["epochs"]:
         start = time.perf_counter()
         count = sum(len(batch["label"]) for batch in loader.epoch(number))
-        rate = count / (time.perf_counter() - start)
-        print(json.dumps({"event": "epoch", "number": number, "rate": rate}), flush=True)
-    found = {"event": "end", "resident": resident_bytes(), "disk": 0}
+        rates[number] = count / (time.perf_counter() - start)
+    found = {"resident": resident_bytes(), "disk": 0}
     if disk is not None:
         disk.close()
         found["disk"] = disk.bytes
-    print(json.dumps(found), flush=True)
+    return rates, found
 
 
 def resident_bytes():
@@ -132,11 +129,8 @@ def write_images(folder, count, seed):
 
 
 def run(given):
-    """The rates of the epochs of one process, by number, and what it said at the end."""
-    command = [sys.executable, "-m", "benchmarks.local.data_cache", "--process", json.dumps(given)]
-    with processes.started([command]) as (one,):
-        end = one.wait_for("end", seconds=_SECONDS)
-        return {e["number"]: e["rate"] for e in one.events if e["event"] == "epoch"}, end
+    """What :func:`process` returns in a process of its own."""
+    return in_new_process(process, given)
 
 
 def drop_pages(folder):
@@ -171,10 +165,9 @@ def summary(found):
     def spread(values):
         return [statistics.median(values), min(values), max(values)]
 
-    bases, rows = found[BASE], []
+    rows = []
     for name, rounds in found.items():
-        row = {"contestant": name}
-        pairs = list(zip(rounds, bases, strict=True))
+        row, pairs = {"contestant": name}, list(zip(rounds, found[BASE], strict=True))
         for number in (*EPOCHS, RESTART):
             ratios = [one["rates"][number] / base["rates"][EPOCHS[0]] for one, base in pairs]
             row[f"epoch {number + 1}"] = spread(ratios)
@@ -195,20 +188,12 @@ def cells(row):
 @options.program
 def main(argv=None):
     """Measures, prints the table, and writes it as JSON if asked to."""
-    parser = options.parser_of(__doc__)
-    add = parser.add_argument
-    options.add_usual(parser, images=(512, "how many"), size=(96, "pixels of a sample"))
-    options.add_usual(parser, bandwidth=(8.0, "MB/s of the source"))
-    options.add_usual(parser, latency=(2.0, "ms of each read"), batch=32)
-    options.add_usual(parser, threads=(8, "batches read at once"), rounds=3, seed=0)
-    add("--folder", type=Path, help="on the local disk, for images and caches (the system's)")
-    # One process of the run.
-    add("--process", type=json.loads, help=argparse.SUPPRESS)
-    options.add_outputs(parser)
+    counted = {"images": (512, "how many"), "size": (96, "pixels of a sample"), "batch": 32}
+    counted |= {"threads": (8, "batches read at once"), "rounds": 3, "seed": 0}
+    source = {"bandwidth": (8.0, "MB/s of the source"), "latency": (2.0, "ms of each read")}
+    folder = (None, "on the local disk, for images and caches (the system's)")
+    parser = options.parser_of(__doc__, "json", **counted, **source, folder=folder)
     args = parser.parse_args(argv)
-    if args.process:
-        process(args.process)
-        return
     if args.batch > args.images:
         raise options.InputError(f"--batch {args.batch} is more than --images {args.images}")
     if args.folder is not None and not args.folder.is_dir():
@@ -225,9 +210,8 @@ def main(argv=None):
     head = ("contestant", "epoch 1", "epoch 2", "epoch 3", "restart", "MB", "disk MB")
     show("rates as ratios to the first epoch without a cache", head, [cells(row) for row in rows])
     given = {**vars(args), "folder": None, "json": None}
-    del given["process"]
     reports.write(args.json, {"options": given, "rows": rows})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -13,8 +13,6 @@ The model: `layers` matrices of width x width, a quarter of them four times as w
 each with a bias.
 """
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +21,7 @@ import optax
 from optax_ext.contrib import _partitioned_norms as norms
 
 from .._common import options, reports, timing
-from .._common.display import show
+from .._common.display import show_fields
 
 
 def model(layers, width, seed):
@@ -100,11 +98,9 @@ def _stepper(tx, params, gradients):
 @options.program
 def main(argv=None):
     """Measures, prints the tables, and writes them as JSON if asked to."""
-    parser = options.parser_of(__doc__)
-    add = parser.add_argument
-    options.add_usual(parser, layers=50, width=512, rounds=15, seed=0)
-    add("--workers", type=options.at_least_one, nargs="+", default=[1, 8, 64])
-    options.add_outputs(parser)
+    parser = options.parser_of(__doc__, "json", layers=50, width=512, rounds=15, seed=0)
+    at_least_one, counts = options.at_least_one, [1, 8, 64]
+    parser.add_argument("--workers", type=at_least_one, nargs="+", default=counts)
     args = parser.parse_args(argv)
     params = model(args.layers, args.width, args.seed)
     gradients = [jnp.asarray(0.01 * p) for p in model(args.layers, args.width, args.seed + 1)]
@@ -113,10 +109,10 @@ def main(argv=None):
     rows = []
     for name in OPTIMIZERS:
         found = measure(name, params, gradients, args.workers, args.rounds)
-        show(name, timing.CELLS, [timing.cells(row) for row in found])
+        show_fields(name, timing.FIELDS, found, digits=4)
         rows += found
     reports.write(args.json, {"size": size, "backend": jax.default_backend(), "times": rows})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -9,8 +9,6 @@ for non-finite values, error feedback, selection, the allreduce of one worker,
 the new residual and the dense update. `acc` is the accumulator of such a step.
 """
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +19,7 @@ import optax_ext
 
 from .._common import options, reports, timing
 from .._common.contestants import find
-from .._common.display import show
+from .._common.display import show_fields
 from . import select_speed
 
 AXIS = "workers"
@@ -84,18 +82,16 @@ def measure(size, density, rounds, seed):
 @options.program
 def main(argv=None):
     """Prints the table."""
-    parser = options.parser_of(__doc__)
-    options.add_usual(parser, size=(14_728_266, "n (VGG-16)"), density=0.01)
-    options.add_usual(parser, rounds=(33, "at least 33: a whole period"), seed=0)
-    options.add_outputs(parser)
-    args = parser.parse_args(argv)
+    usual = {"size": (14_728_266, "n (VGG-16)"), "density": 0.01, "seed": 0}
+    usual |= {"rounds": (33, "at least 33: a whole period")}
+    args = options.parser_of(__doc__, "json", **usual).parse_args(argv)
     rows = measure(args.size, args.density, args.rounds, args.seed)
     title = f"n = {args.size}, density = {args.density}, {jax.default_backend()}"
-    cells = [timing.cells(row) for row in rows]
-    show(f"{title}, {args.rounds} rounds; ratio to {BASE}", timing.CELLS, cells)
+    title = f"{title}, {args.rounds} rounds; ratio to {BASE}"
+    show_fields(title, timing.FIELDS, rows, digits=4)
     settings = {key: getattr(args, key) for key in ("size", "density", "rounds")}
     reports.write(args.json, settings | {"backend": jax.default_backend(), "times": rows})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())
