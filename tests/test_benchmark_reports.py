@@ -8,21 +8,8 @@ import pytest
 
 from benchmarks._common import reports
 from benchmarks.network import scaling
-from benchmarks.training import convergence
 from tests.programs import refused
 
-HUGE = "1" + 400 * "0"
-CURVE = {"steps": [0, 2], "values": [0.1, 0.5], "losses": [1.0], "words": 12.0, "delivered": 0.1}
-RUN = {
-    "task": "images",
-    "variant": "ok_topk",
-    "workers": 2,
-    "density": 0.01,
-    "batch": 8,
-    "width": None,
-    "rate": 0.05,
-    "curves": [CURVE, {**CURVE}],
-}
 WHERE = {"workers": 4, "params": 1000}
 POINT = {**WHERE, "link": "1gbit", "method": "dense", "seconds": [2.0]}
 NETWORK = {
@@ -36,7 +23,6 @@ TIMES = [
     {"contestant": "ok_topk", "median_ms": 90.0},
 ]
 PROGRAMS = {
-    "convergence --read": (convergence.main, ["--read"], [RUN]),
     "scaling --validate": (scaling.main, ["--validate"], NETWORK),
     "scaling --local": (
         scaling.main,
@@ -58,18 +44,15 @@ MALFORMED = {
 }
 # What is put in at a place of a good file.
 CHANGES = [
-    ("convergence --read", (0, "task"), "sound"),
-    ("convergence --read", (0, "variant"), None),
-    ("convergence --read", (0, "workers"), True),
-    ("convergence --read", (0, "density"), 2),
-    ("convergence --read", (0, "rate"), int(HUGE)),
-    ("convergence --read", (0, "curves"), []),
-    ("convergence --read", (0, "curves", 0), {}),
-    ("convergence --read", (0, "curves", 1, "values"), [0.5]),
-    ("convergence --read", (0, "curves", 0, "values"), [0.5, "0.7"]),
-    ("convergence --read", (0, "curves", 1, "steps"), [0, 3]),
-    ("convergence --read", (0, "curves"), [{**CURVE, "steps": [0], "values": [0.1]}]),
     ("scaling --validate", ("settings",), None),
+    ("scaling --validate", ("settings", "density"), 2),
+    ("scaling --validate", ("settings", "density"), "0.01"),
+    ("scaling --validate", ("settings", "cores"), True),
+    ("scaling --validate", ("points", 0, "params"), 10**400),
+    ("scaling --validate", ("points", 0, "method"), 1),
+    ("scaling --validate", ("points", 0), {}),
+    ("scaling --validate", ("points",), []),
+    ("scaling --validate", ("points", 0, "seconds"), []),
     ("scaling --validate", ("points", 0, "seconds"), [0]),
     ("scaling --validate", ("points", 0, "seconds"), [float("nan")]),
     ("scaling --validate", ("points", 0, "link"), "2gbit"),
@@ -119,18 +102,6 @@ def test_one_wrong_value_is_one_line(program, place, value, tmp_path, capsys):
     inner[place[-1]] = value
     path.write_text(json.dumps(content))
     assert_one_line(program, path, capsys)
-
-
-def test_a_run_that_diverged_and_one_of_two_points_are_read_and_drawn(tmp_path, capsys):
-    path, figure = tmp_path / "runs.json", tmp_path / "runs.png"
-    diverged = {**CURVE, "values": [0.1, float("nan")], "words": None}
-    good = {**RUN, "variant": "dense"}
-    path.write_text(json.dumps([good, {**RUN, "curves": [diverged]}]))
-    assert convergence.main(["--read", str(path)]) == 0
-    assert "nan" in capsys.readouterr().out
-    path.write_text(json.dumps([good]))
-    assert convergence.main(["--read", str(path), "--plot", str(figure)]) == 0
-    assert figure.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_report_is_written_whole_or_not_at_all(tmp_path):

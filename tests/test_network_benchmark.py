@@ -59,7 +59,6 @@ def test_predicted_bytes_are_of_the_steps_if_these_say_and_else_of_the_program()
 
 
 def test_the_parts_of_a_step_add_up():
-    assert _report.ratios(point()) == [2.0, 4.0, 1.0]
     alone = {"workers": 4, "params": 1000, "cpu_seconds": [0.0]}
     local = [alone | {"method": "dense/leaves", "seconds": [0.5]}]
     local += [alone | {"method": "ok_topk", "seconds": [1.5]}]

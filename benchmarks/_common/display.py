@@ -10,19 +10,13 @@ import numpy as np
 Row = dict[str, Any]
 
 
-def table(title: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table as text: the first column to the left, the others to the right."""
+def show(title: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """Prints a table: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
-    rows = [title]
+    print(f"\n{title}")
     for line in (head, *lines):
         cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
-        rows.append("  ".join([line[0].ljust(widths[0]), *cells[1:]]).rstrip())
-    return "\n".join(rows)
-
-
-def show(title: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """Prints such a table."""
-    print(f"\n{table(title, head, lines)}", flush=True)
+        print("  ".join([line[0].ljust(widths[0]), *cells[1:]]).rstrip(), flush=True)
 
 
 def show_rows(title: str, rows: Sequence[Row], digits: int = 6) -> None:

@@ -151,12 +151,12 @@ def progress(text: str, *, last: bool = False) -> None:
         print(f"\r\x1b[K{text}", end="\n" if last else "\r", file=sys.stderr, flush=True)
 
 
-_TYPES: dict[str, Callable[[str], Any]] = {"seed": int, "only": str, "json": output, "plot": output}
-_TYPES |= {"runs": output}
+_TYPES: dict[str, Callable[[str], Any]] = {"seed": int, "only": str}
+_TYPES |= dict.fromkeys(("json", "plot", "runs"), output)
 _TYPES |= dict.fromkeys(("text", "images", "folder"), Path)
 _TYPES |= dict.fromkeys(("link", "links"), link)
 _TYPES |= dict.fromkeys(("density", "densities", "density_text", "density_images"), share)
-_TYPES |= dict.fromkeys(("rate", "rate_images", "rate_text", "rates", "factor", "share"), positive)
+_TYPES |= dict.fromkeys(("rates", "factor", "share", "slack"), positive)
 _TYPES |= dict.fromkeys(("timeout", "regularisation", "seconds", "bandwidth", "latency"), positive)
 _TYPES |= dict.fromkeys(("sites", "trials", "workers"), several)
 # Several values, also without a default.

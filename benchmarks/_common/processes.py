@@ -60,20 +60,17 @@ class Process:
     @property
     def events(self) -> list[dict[str, Any]]:
         """All it has said on standard output."""
-        with self._changed:
-            return list(self._events)
+        return list(self._events)
 
     @property
     def errors(self) -> str:
         """All it has said on standard error."""
-        with self._changed:
-            return "".join(line for line, wrong in self._said if wrong)
+        return "".join(line for line, wrong in list(self._said) if wrong)
 
     @property
     def output(self) -> str:
         """All it has said on both, in the order in which it came."""
-        with self._changed:
-            return "".join(line for line, _ in self._said)
+        return "".join(line for line, _ in list(self._said))
 
     def find(self, event: str, **values: Any) -> dict[str, Any] | None:
         """The first event of this name and these values, or None."""
@@ -122,20 +119,17 @@ class Process:
 
     def _read_events(self) -> None:
         for line in self._popen.stdout:
-            event = None
+            self._said.append((line, False))
             # Gloo writes a line of its own to standard output.
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError), self._changed:
                 event = json.loads(line)
-            with self._changed:
-                self._said.append((line, False))
                 if isinstance(event, dict):
                     self._events.append(event)
                     self._changed.notify_all()
 
     def _read_errors(self) -> None:
         for line in self._popen.stderr:
-            with self._changed:
-                self._said.append((line, True))
+            self._said.append((line, True))
 
     def _await_end(self) -> None:
         self._popen.wait()

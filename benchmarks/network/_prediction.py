@@ -114,20 +114,7 @@ def validate(path: Path) -> list[dict[str, Any]]:
 
 def show(rows: list[dict[str, Any]]) -> None:
     """The table, and the error over each link."""
-    times = ("local", "exchange", "model", "measured")
-    display.show(
-        "steps, measured and by the model",
-        ("method", "P", "n", "link", "alpha us", *(f"{name} ms" for name in times), "error"),
-        [
-            [
-                *(row["method"], str(row["workers"]), f"{row['params']:,}", row["link"]),
-                f"{1e6 * row['latency']:.0f}",
-                *(f"{1e3 * row[name]:.1f}" for name in times),
-                f"{row['error']:+.0%}",
-            ]
-            for row in rows
-        ],
-    )
-    for link in dict.fromkeys(row["link"] for row in rows):
-        errors = [abs(row["error"]) for row in rows if row["link"] == link]
+    display.show_rows("steps, measured and by the model, in seconds", rows, digits=4)
+    for link, here in display.grouped(rows, "link").items():
+        errors = [abs(row["error"]) for row in here]
         print(f"{link}: median error {statistics.median(errors):.0%}, largest {max(errors):.0%}")

@@ -9,7 +9,7 @@ from .._common.contestants import find
 from .._common.namespaces import Hosts, network
 from .._common.options import say
 from ._problem import SHAPES
-from ._workers import WorkerError, Workers, groups, mean, slowest
+from ._workers import Answer, WorkerError, Workers, groups, in_turns, mean, slowest
 
 BASELINE = "dense"
 # Of one worker alone this does nothing but apply the update.
@@ -22,7 +22,7 @@ _LIBRARIES = 0.4e9
 _ROUND_SECONDS = 0.5
 # Words of the operands from which alpha and beta are fitted.
 _LATENCY_SIZES = (256, 4096, 65_536)
-_COUNTED = ("cpu_seconds", "received", "sent")
+Found = dict[str, list[dict[str, Any]]]
 
 
 def batches(methods: Sequence[str], size: int, hosts: int, available: float) -> list[list[str]]:
@@ -42,32 +42,30 @@ def batches(methods: Sequence[str], size: int, hosts: int, available: float) -> 
     for name in methods:
         if name == BASELINE:
             continue
-        if need([*found[-1], name]) > available:
-            if need([BASELINE, name]) > available:
-                raise WorkerError(
-                    f"{hosts} hosts with {size:,} parameters need about "
-                    f"{need([BASELINE, name]) / 1e9:.0f} GB of free memory for {name}, and there "
-                    f"are {available / 1e9:.0f}: use fewer --workers or --params"
-                )
+        if need([*found[-1], name]) > available and found[-1] != [BASELINE]:
             found.append([BASELINE])
         found[-1].append(name)
+    if (most := max(map(need, found))) > available:
+        raise WorkerError(
+            f"{hosts} hosts with {size:,} parameters need about {most / 1e9:.0f} GB of free memory "
+            f"for a method, and there are {available / 1e9:.0f}: use fewer --workers or --params"
+        )
     return found
 
 
 def measure(
     size: int, hosts: int, links: Sequence[str], batches: Sequence[Sequence[str]], args: Namespace
-) -> dict[str, list[dict[str, Any]]]:
+) -> Found:
     """Rows for a JSON file: steps over each link, its alpha and beta, steps without exchange."""
-    found: dict[str, list[dict[str, Any]]] = {"points": [], "links": [], "local": []}
+    found: Found = {"points": [], "links": [], "local": []}
     config = {"density": args.density, "shapes": SHAPES[args.shapes](size), "seed": args.seed}
     with network(hosts) as made:
         for number, names in enumerate(batches):
-            with groups(made, config, pin=args.pin, seconds=args.timeout) as group:
+            with groups(made, config, pin=not args.no_pin, seconds=args.timeout) as group:
 
                 def owner(name: str, group=group) -> Workers:
-                    return group(
-                        f"{__package__}.{'_torch' if find(name).torch else '_given'}:Worker"
-                    )
+                    role = "_torch" if find(name).torch else "_given"
+                    return group(f"{__package__}.{role}:Worker")
 
                 for key, rows in _batch(made, links, names, number == 0, owner, args).items():
                     found[key] += [{"workers": hosts, "params": size} | row for row in rows]
@@ -81,19 +79,33 @@ def _batch(
     first: bool,
     owner: Callable[[str], Workers],
     args: Namespace,
-) -> dict[str, list[dict[str, Any]]]:
+) -> Found:
     """What the others have in common with the first batch is measured in that one only."""
-    found: dict[str, list[dict[str, Any]]] = {"points": [], "links": [], "local": []}
-    for name in dict.fromkeys([REST, *names]) if args.breakdown else ():
+    found: Found = {"points": [], "links": [], "local": []}
+    new = [name for name in names if first or name != BASELINE]
+
+    def prepare(name: str, **options: Any) -> Any:
+        # Only what keeps a residual has a beginning; a dense step takes seconds on a slow link.
+        short = find(name).torch or name.startswith("dense")
+        warmup = min(args.warmup, 4) if short else args.warmup
+        say(f"{name}: compiling and {warmup} steps")
+        return owner(name).ask("prepare", method=name, warmup=warmup, **options)[0]["words"]
+
+    for name in dict.fromkeys([REST, *names]) if not args.no_breakdown else ():
         if not find(name).torch and (first or name not in (BASELINE, REST)):
-            say(f"{name}: a step without exchange")
-            found["local"].append(_local(owner(name), name, args))
-    words, steps = {}, {}
-    for name in names:
-        say(f"{name}: compiling and {args.warmup} steps")
-        words[name] = owner(name).ask("prepare", method=name, warmup=_warmup(name, args))[0][
-            "words"
-        ]
+            # The step of one worker on each host, all at once: they share the cores as ever.
+            prepare(name, local=True)
+            asked = {"method": name, "steps": args.steps}
+            rounds = [owner(name).ask("measure", **asked) for _ in range(args.rounds)]
+            owner(name).ask("drop", method=name)
+            row = _counted(rounds)
+            times = {key: row[key] for key in ("seconds", "cpu_seconds")}
+            found["local"].append({"method": name} | times)
+    words, steps = {name: prepare(name) for name in names}, {}
+
+    def ask(name: str) -> list[Answer]:
+        return owner(name).ask("measure", method=name, steps=steps[name])
+
     for link in links:
         made.limit(link)
         if first:
@@ -103,44 +115,19 @@ def _batch(
         for name in names:
             seconds = slowest(owner(name).ask("measure", method=name, steps=1))
             steps[name] = max(1, min(args.steps, math.ceil(_ROUND_SECONDS / seconds)))
-        rows = {name: _row(link, name, words[name]) for name in names}
-        for turn in range(args.rounds):
-            say(f"{link}: round {turn + 1} of {args.rounds}")
-            for name, row in rows.items():
-                _add(row, owner(name).ask("measure", method=name, steps=steps[name]))
-        for name, row in rows.items():
-            row["baseline_seconds"] = rows[BASELINE]["seconds"]
-            if first or name != BASELINE:
-                found["points"].append(row)
+        rounds = in_turns(ask, names, args.rounds, link)
+        base = {"baseline_seconds": _counted(rounds[BASELINE])["seconds"]}
+        for name in new:
+            row = {"link": link, "method": name, "program_words": words[name]}
+            found["points"].append(row | _counted(rounds[name]) | base)
     made.limit("none")
     return found
 
 
-def _local(group: Workers, name: str, args: Namespace) -> dict[str, Any]:
-    """The step of one worker on each host, all at once: they share the cores as ever."""
-    group.ask("prepare", method=name, warmup=_warmup(name, args), local=True)
-    row = _row("local", name, None)
-    for _ in range(args.rounds):
-        _add(row, group.ask("measure", method=name, steps=args.steps))
-    group.ask("drop", method=name)
-    return {key: row[key] for key in ("method", "seconds", "cpu_seconds")}
-
-
-def _warmup(name: str, args: Namespace) -> int:
-    # Only what keeps a residual has a beginning; a dense step takes seconds on a slow link.
-    short = find(name).torch or name.startswith("dense")
-    return min(args.warmup, 4) if short else args.warmup
-
-
-def _row(link: str, name: str, words: Any) -> dict[str, Any]:
-    lists = {key: [] for key in ("seconds", *_COUNTED, "words")}
-    return {"link": link, "method": name, "program_words": words} | lists
-
-
-def _add(row: dict[str, Any], answers: Sequence[dict[str, Any]]) -> None:
-    """One round: the slowest worker's time, and the mean of what they count."""
-    row["seconds"].append(slowest(answers))
-    for key in _COUNTED:
-        row[key].append(mean(answers, key))
-    if answers[0]["words"] is not None:
-        row["words"].append(answers[0]["words"])
+def _counted(rounds: Sequence[Sequence[Answer]]) -> dict[str, list[Any]]:
+    """Of each round the slowest worker's time, and the mean of what they count."""
+    counted = ("cpu_seconds", "received", "sent")
+    row = {key: [mean(answers, key) for answers in rounds] for key in counted}
+    words = [answers[0]["words"] for answers in rounds]
+    row["words"] = [x for x in words if x is not None]
+    return row | {"seconds": [slowest(answers) for answers in rounds]}

@@ -15,7 +15,7 @@ measured one of the same method with the same number of processes on the machine
 """
 
 import argparse
-import sys
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -52,62 +52,58 @@ def scaling(args: argparse.Namespace) -> dict[str, Any]:
         f"{1e3 * local.select * size:.3g} ms a step, {1e9 * local.merge:.3g} ns a received pair; "
         f"{1e3 * rest:.3g} ms of every step: computation and update"
     )
-    rows, counts = [], args.workers
+    rows = []
     for (name, latency, bandwidth), network in networks.items():
-        found = {
-            algorithm: [
-                predict(algorithm, Workload(size, k, p), network, args.codec, local, rest)
-                for p in counts
-            ]
+        here = [
+            predict(algorithm, Workload(size, k, p), network, args.codec, local, rest)
+            | {"network": name}
             for algorithm in ALGORITHMS
-        }
-        rows += [row | {"network": name} for each in found.values() for row in each]
-        lines = []
-        for algorithm, each in found.items():
-            pairs = zip(each, found["dense"], strict=True)
-            steps = [(1e3 * row["step"], dense["step"] / row["step"]) for row, dense in pairs]
-            lines.append([algorithm, *(f"{step:,.1f} ({ratio:.2f})" for step, ratio in steps)])
+            for p in args.workers
+        ]
+        dense = {row["workers"]: row["step"] for row in here if row["algorithm"] == "dense"}
         title = f"{name}: {latency}, {bandwidth}. ms a step (dense / this)"
-        display.show(title, ("", *(f"P = {p}" for p in counts)), lines)
+
+        def cell(row: dict[str, Any], dense=dense) -> str:
+            return f"{1e3 * row['step']:,.1f} ({dense[row['workers']] / row['step']:.2f})"
+
+        display.show_crossed(title, here, "algorithm", "workers", cell)
+        rows += here
     found = {"params": size, "density": args.density, "codec": args.codec, "rest": rest}
     found |= {"local": local._asdict(), "local_source": source, "rows": rows}
     if not args.no_programs:
-        found["program_words"] = compare_words(size, args.density, counts)
+        found["program_words"] = compare_words(size, args.density, args.workers)
     return found
 
 
 def compare_words(size: int, density: float, workers: list[int]) -> list[dict[str, Any]]:
     """The model's expected words (exact pairs) beside those of the lowered programs."""
-    rows, lines, outside = [], [], 0
-    for name, own in ALGORITHMS.items():
-        lines.append([name])
-        for p in workers:
-            program = _volumes.of_algorithm(own, size, density, p)
-            model = cost_model.predict(own, Workload(size, program["k"], p)).expected.words
-            row = {"algorithm": name, "workers": p, "model": model}
-            best, worst = program["best"], program["worst"]
-            rows.append(row | {"best": best, "worst": worst})
-            off = not 0.999 * best <= model <= 1.001 * worst
-            outside += off
-            span = f"{best / 1e6:.3g}" if best == worst else f"{best / 1e6:.3g}-{worst / 1e6:.3g}"
-            lines[-1].append(f"{model / 1e6:.3g}/{span}M{' !' if off else ''}")
+    rows = []
+    for (name, own), p in itertools.product(ALGORITHMS.items(), workers):
+        program = _volumes.of_algorithm(own, size, density, p)
+        model = cost_model.predict(own, Workload(size, program["k"], p)).expected.words
+        row = {"algorithm": name, "workers": p, "model": model}
+        rows.append(row | {case: program[case] for case in ("best", "worst")})
+
+    def fits(row: dict[str, Any]) -> bool:
+        return 0.999 * row["best"] <= row["model"] <= 1.001 * row["worst"]
+
+    def cell(row: dict[str, Any]) -> str:
+        span = dict.fromkeys(f"{row[case] / 1e6:.3g}" for case in ("best", "worst"))
+        return f"{row['model'] / 1e6:.3g}/{'-'.join(span)}M{'' if fits(row) else ' !'}"
+
     title = "words received, exact pairs: model / program (best to worst step)"
-    display.show(title, ("", *(f"P = {p}" for p in workers)), lines)
-    print(f"{len(rows) - outside} of {len(rows)} within the program's best and worst step")
+    display.show_crossed(title, rows, "algorithm", "workers", cell)
+    print(f"{sum(map(fits, rows))} of {len(rows)} within the program's best and worst step")
     return rows
 
 
 def draw(file: Path, found: dict[str, Any]) -> None:
     """The step of each algorithm over P, a panel for each network."""
-    panels = []
-    for name in dict.fromkeys(row["network"] for row in found["rows"]):
-        rows, lines = [row for row in found["rows"] if row["network"] == name], {}
-        for algorithm in ALGORITHMS:
-            own = [row for row in rows if row["algorithm"] == algorithm]
-            steps = [1e3 * row["step"] for row in own]
-            lines[algorithm] = [row["workers"] for row in own], steps
-        given = {"xlabel": "workers P", "ylabel": "predicted ms a step", "workers": True}
-        panels.append({"title": name, "lines": lines} | given)
+    given = {"xlabel": "workers P", "ylabel": "predicted seconds a step", "workers": True}
+    panels = [
+        {"title": name, "lines": display.lines_of(rows, "algorithm", "workers", "step"), **given}
+        for name, rows in display.grouped(found["rows"], "network").items()
+    ]
     title = f"n = {found['params']:,}, density {found['density']:g}"
     display.draw(file, panels, title=title)
 
@@ -115,18 +111,17 @@ def draw(file: Path, found: dict[str, Any]) -> None:
 @options.program
 def main(argv: list[str] | None = None) -> None:
     """Predicts or validates, prints, and writes the files that are asked for."""
-    parser = options.parser_of(__doc__)
+    usual = {"density": 0.01, "workers": WORKERS}
+    usual |= {"codec": ("raw", None, ("raw", "bf16", "narrow16", "narrow8"))}
+    usual |= {"no_programs": (False, "don't compare the words with programs")}
+    parser = options.parser_of(__doc__, "json", "plot", **usual)
     add = parser.add_argument
-    options.add_usual(parser, density=0.01, workers=WORKERS)
     add("--params", default="14.7M", metavar="N")
-    add("--codec", choices=("raw", "bf16", "narrow16", "narrow8"), default="raw")
     add("--compute", default="0s", metavar="T", help="forward and backward pass of a worker")
     add("--local", default="cpu", metavar="cpu|FILE", help="of step_cost --json; cpu: planned")
     network = ("NAME", "LATENCY", "BANDWIDTH")
     add("--network", nargs=3, action="append", metavar=network, help="in place of the three")
-    add("--no-programs", action="store_true", help="don't compare the words with programs")
     add("--validate", type=Path, metavar="FILE", help="of benchmarks.network.run --json")
-    options.add_outputs(parser, plot=True)
     args = parser.parse_args(argv)
     if args.validate and args.plot:
         parser.error("--plot draws predictions; leave out --validate")
@@ -141,4 +136,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -11,6 +11,7 @@ Or `behind` it, in SGD with momentum, which leaves the accumulators in the units
 
 import math
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -47,12 +48,6 @@ class Run(NamedTuple):
     clip: float = math.inf
 
 
-class Begun(NamedTuple):
-    """The parameters with which a training begins."""
-
-    params: Any
-
-
 class Curve(NamedTuple):
     """What the training run itself did."""
 
@@ -68,25 +63,21 @@ class Curve(NamedTuple):
 class Recorder:
     """One training of a run with so many workers.
 
-    Args:
-      run: what is trained.
-      workers: P.
-      factor: multiplies the gradient of the layer ``run.hard`` before the accumulation; what is
-        sent is divided by it before the optimizer sees it. Only which entries are sent depends on
-        it.
+    ``factor`` multiplies the gradient of the layer ``run.hard`` before the accumulation; what is
+    sent is divided by it before the optimizer sees it. Only which entries are sent depends on it.
     """
 
     def __init__(self, run: Run, workers: int, factor: float | None = None):
         self.run, self.workers = run, workers
-        self.task = Begun(run.learns.init(run.seed))
+        self.task = SimpleNamespace(params=run.learns.init(run.seed))
         self.layout = layout_of(self.task.params)
         self.size = sum(leaf.size for leaf in self.layout)
         self.k = max(1, round(run.density * self.size))
         self._units = jnp.ones(self.size)
         if factor is not None:
             scaled = next(leaf for leaf in self.layout if leaf.name == run.hard)
-            scale = self._units.at[scaled.start : scaled.start + scaled.size]
-            self._units = scale.set(factor)
+            layer = slice(scaled.start, scaled.start + scaled.size)
+            self._units = self._units.at[layer].set(factor)
 
     def train(
         self,
@@ -98,11 +89,7 @@ class Recorder:
     ) -> Curve:
         """Trains, and calls ``visit`` at every step; vectors are as in :func:`layout_of`.
 
-        Args:
-          steps: how many.
-          order: one of ORDERS.
-          selector: drives the training; the exact top-k by default.
-          visit: see above.
+        ``order`` is one of ORDERS; the selector drives the training, the exact top-k by default.
         """
         run, learns, before = self.run, self.run.learns, order == "before"
         # Without momentum the same distance takes a rate larger by what momentum sums up.
@@ -133,11 +120,10 @@ class Recorder:
         params, opt_state = self.task.params, tx.init(self.task.params)
         residuals = [jnp.zeros_like(flat)] * self.workers
         states = [selector.init(flat.size)] * self.workers
-        examples = simulated.order_of(
-            learns, steps=steps, batch=self.workers * run.batch, seed=run.seed
-        )
+        batch = self.workers * run.batch
+        order_of_examples = simulated.order_of(learns, steps=steps, batch=batch, seed=run.seed)
         curve = Curve(validate(params), {}, [], [])
-        for step, chosen in enumerate(examples):
+        for step, chosen in enumerate(order_of_examples):
             batches = map(learns.batch_of, np.split(chosen, self.workers))
             given = zip(residuals, states, batches, strict=True)
             found = [work(params, *each, step) for each in given]

@@ -33,8 +33,7 @@ class Step(NamedTuple):
 def received(selections: np.ndarray, boundaries: np.ndarray) -> np.ndarray:
     """The entries that each owner gets from the other workers, ``[P]``.
 
-    The indices of each worker, ``[P, c]``, ascend, and padding is past all regions. Owner j has
-    those from boundary j up to the next.
+    The indices of each worker, ``[P, c]``, ascend, and padding is past all regions.
     """
     edges = np.array([np.searchsorted(row, boundaries) for row in selections])
     blocks = np.diff(edges, axis=1)

@@ -53,7 +53,7 @@ class Shadows:
     def feed(self, acc: jax.Array) -> None:
         """Lets every selector take its next step on ``acc``."""
         # Both results whole, in a program of its own: with a part of them XLA sorts all n.
-        exact = _top_k(acc, max(1, round(self.density * acc.size)))
+        exact = _top_k(jnp.abs(acc), max(1, round(self.density * acc.size)))
         if not self._selectors:
             self._selectors = contestants(self.density, float(exact[0][-1]))
             self._states = {name: s.init(self.layout) for name, s in self._selectors.items()}
@@ -81,8 +81,5 @@ class Shadows:
         return following, qualities
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _top_k(acc: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """The exact selection by JAX, which shares nothing with the selectors."""
-    magnitudes, indices = jax.lax.top_k(jnp.abs(acc), k)
-    return magnitudes, indices
+# The exact selection by JAX, which shares nothing with the selectors.
+_top_k = jax.jit(jax.lax.top_k, static_argnums=1)

@@ -17,7 +17,6 @@ the separate runs of other numbers of workers.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -79,7 +78,7 @@ def show(runs: Sequence[dict[str, Any]], predicted: dict[str, Any]) -> None:
     display.show_fields(title, "from predicted ratio", rows)
 
 
-def draw(tasks: Sequence[Sequence[dict[str, Any]]], path: Path) -> None:
+def draw(tasks: Sequence[Sequence[dict[str, Any]]], path: Path | None) -> None:
     """The growth with the number of workers, and the union over the steps."""
     above, below = [], []
     for runs in tasks:
@@ -105,10 +104,9 @@ def draw(tasks: Sequence[Sequence[dict[str, Any]]], path: Path) -> None:
 @options.program
 def main(argv: list[str] | None = None) -> None:
     """Prints the tables."""
-    parser = recording_parser(__doc__, steps=120)
-    options.add_usual(parser, workers=[16, 32], uniform_size=(100_000, "n, random selections"))
-    options.add_usual(parser, trials=(30, "with random selections"))
-    args = parser.parse_args(argv)
+    usual = {"steps": 120, "workers": [16, 32], "trials": (30, "with random selections")}
+    usual |= {"uniform_size": (100_000, "n, random selections")}
+    args = recording_parser(__doc__, "plot", **usual).parse_args(argv)
     runs = recorded_runs(args)
     tables = [uniform(args.uniform_size, x, args.trials, args.seed) for x in UNIFORM_DENSITIES]
     for table in tables:
@@ -122,9 +120,8 @@ def main(argv: list[str] | None = None) -> None:
         show(tasks[-1], predicted[-1])
     content = {"uniform": tables, "runs": tasks, "predictions": predicted}
     reports.write(args.json, {"backend": jax.default_backend()} | content)
-    if args.plot:
-        draw(tasks, args.plot)
+    draw(tasks, args.plot)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

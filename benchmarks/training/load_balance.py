@@ -26,7 +26,6 @@ each record.
 
 import argparse
 import itertools
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -136,13 +135,12 @@ def show(report: dict[str, Any]) -> None:
     display.show_fields("allgather", "regions workers balance after delivered words_of_bound", rows)
 
 
-def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
+def draw(runs: Sequence[dict[str, Any]], path: Path | None) -> None:
     """The unevenness in both phases over the number of workers, one column for each run."""
     above, below = [], []
     for report in runs:
         reduced, gathered = {}, {}
-        for regions in REGIONS:
-            rows = [row for row in report["rows"] if row["regions"] == regions]
+        for regions, rows in display.grouped(report["rows"], "regions").items():
             workers = [row["workers"] for row in rows]
             reduced[f"{regions} regions"] = workers, [row["received"] for row in rows]
             gathered[f"{regions} regions, before"] = workers, [row["before"] for row in rows]
@@ -159,10 +157,10 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
 @options.program
 def main(argv: list[str] | None = None) -> None:
     """Prints the tables."""
-    parser = recording_parser(__doc__, steps=40)
-    options.add_usual(parser, workers=[16, 32, 64], every=5)
-    options.add_usual(parser, period=(64, "records to a repartition"))
-    options.add_usual(parser, factor=(100.0, "on the gradient of a layer"))
+    usual = {"steps": 40, "workers": [16, 32, 64], "every": 5}
+    usual |= {"period": (64, "records to a repartition")}
+    usual |= {"factor": (100.0, "on the gradient of a layer")}
+    parser = recording_parser(__doc__, "plot", **usual)
     args = parser.parse_args(argv)
     if args.every > args.steps:
         parser.error(f"--every {args.every} records nothing of {args.steps} steps")
@@ -177,9 +175,8 @@ def main(argv: list[str] | None = None) -> None:
         show(report)
     content = {"every": args.every, "period": args.period, "runs": runs}
     reports.write(args.json, {"backend": jax.default_backend()} | content)
-    if args.plot:
-        draw(runs, args.plot)
+    draw(runs, args.plot)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

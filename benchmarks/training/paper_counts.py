@@ -15,7 +15,7 @@ Messages have room for four times k, so that no count is above that.
 """
 
 import argparse
-import sys
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -87,19 +87,14 @@ def counts_of(name: str, rule: str, args: argparse.Namespace) -> dict[str, Any]:
 @options.program
 def main(argv: list[str] | None = None) -> None:
     """Trains, and prints the table."""
-    parser = options.parser_of(__doc__)
-    options.add_data(parser)
-    add = parser.add_argument
-    options.add_usual(parser, workers=8, steps=2000, seeds=3)
-    add("--tasks", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    options.add_outputs(parser)
-    args = parser.parse_args(argv)
+    usual = {"workers": 8, "steps": 2000, "seeds": 3}
+    usual |= {"tasks": (list(SETTINGS), None, SETTINGS)}
+    args = options.parser_of(__doc__, "text", "images", "json", **usual).parse_args(argv)
     rows = []
-    for name in args.tasks:
-        for rule in RULES:
-            rows.append(counts_of(name, rule, args))
-            # After each, as the next one takes long.
-            reports.write(args.json, rows)
+    for case in itertools.product(args.tasks, RULES):
+        rows.append(counts_of(*case, args))
+        # After each, as the next one takes long.
+        reports.write(args.json, rows)
     shown = [
         {"task": row["task"], "thresholds": row["rule"], "count": which, **row[which]}
         for row in rows
@@ -110,4 +105,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

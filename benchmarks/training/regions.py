@@ -25,7 +25,6 @@ those of the training, so "wait" means little.
 
 import argparse
 import functools
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -122,16 +121,13 @@ def cases(args: argparse.Namespace) -> Iterator[tuple[str, int, int, Callable[[i
 @options.program
 def main(argv: list[str] | None = None) -> None:
     """Prints the table."""
-    parser = recording_parser(__doc__, steps=100, plot=False)
-    add = parser.add_argument
-    options.add_usual(parser, workers=[2, 4, 8, 16], every=5)
-    options.add_usual(parser, size=(12_000, "n"), selected=(120, "k"))
-    add("--slack", type=float, help="of ok_topk; by default that of the regions")
-    add("--inputs", nargs="+", choices=INPUTS, default=INPUTS, metavar="INPUT")
-    add("--regions", nargs="+", choices=REGIONS, default=REGIONS[:2])
-    add("--recorded", action="store_true", help="selections of two trainings")
-    add("--factor", type=float, default=100.0, help="on one layer's gradient")
-    args = parser.parse_args(argv)
+    usual = {"steps": 100, "workers": [2, 4, 8, 16], "every": 5, "size": (12_000, "n")}
+    usual |= {"selected": (120, "k"), "inputs": (list(INPUTS), None, INPUTS)}
+    usual |= {"slack": (None, "of ok_topk; by default that of the regions")}
+    usual |= {"regions": (list(REGIONS[:2]), None, REGIONS)}
+    usual |= {"recorded": (False, "selections of two trainings")}
+    usual |= {"factor": (100.0, "on one layer's gradient")}
+    args = recording_parser(__doc__, **usual).parse_args(argv)
     rows = []
     for case, size, k, inputs in cases(args):
         for workers in args.workers:
@@ -140,9 +136,9 @@ def main(argv: list[str] | None = None) -> None:
                 row = {"case": case, "workers": workers, "regions": regions}
                 rows.append(row | deliver(inputs(workers), size, k, workers, regions, args.slack))
     title = f"what arrives of the ideal, in {args.steps} steps"
-    display.show_fields(title, " ".join(rows[0]), rows)
+    display.show_rows(title, rows, digits=4)
     reports.write(args.json, {"size": args.size, "rows": rows})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -20,7 +20,6 @@ the embedding, or a whole bias.
 """
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +110,7 @@ def self_driven(run: Run, args: argparse.Namespace) -> None:
     display.show_fields(title, "selector tenths accuracy", rows)
 
 
-def draw(runs: list[dict[str, Any]], every: int, path: Path) -> None:
+def draw(runs: list[dict[str, Any]], every: int, path: Path | None) -> None:
     """What passes each estimator's threshold over the steps: the form of Ok-Topk's Figure 6."""
     panels = []
     for report in runs:
@@ -131,13 +130,10 @@ def draw(runs: list[dict[str, Any]], every: int, path: Path) -> None:
 @options.program
 def main(argv: list[str] | None = None) -> None:
     """Prints the tables."""
-    parser = recording_parser(__doc__, steps=600, batch=16)
-    add = parser.add_argument
-    options.add_usual(parser, every=1, workers=4)
     order = "before accumulation, without momentum (Ok-Topk), or behind it in SGD with momentum"
-    add("--learning-rate", choices=ORDERS, default="before", help=order)
-    add("--self-driven", action="store_true", help="also let estimators drive runs of their own")
-    args = parser.parse_args(argv)
+    usual = {"steps": 600, "every": 1, "workers": 4, "learning_rate": ("before", order, ORDERS)}
+    usual |= {"self_driven": (False, "also let estimators drive runs of their own")}
+    args = recording_parser(__doc__, "plot", batch=16, **usual).parse_args(argv)
     images, text = recorded_runs(args)
     found = []
     for run in (images, text):
@@ -149,9 +145,8 @@ def main(argv: list[str] | None = None) -> None:
         self_driven(images, args)
     content = {"backend": jax.default_backend(), "every": args.every, "runs": found}
     reports.write(args.json, content)
-    if args.plot:
-        draw(found, args.every, args.plot)
+    draw(found, args.every, args.plot)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())
