@@ -5,16 +5,13 @@
 Processes on hosts of their own (network namespaces) take steps of a real model, as in
 ``benchmarks.learning.time``. Contestants take turns in every round.
 
-buckets: what an exchange in buckets gains behind the backward pass. A bucket of the last layers is
-complete before the pass is, and may be exchanged while the rest is computed: DenseOvlp of Ok-Topk's
+buckets: what an exchange in buckets gains behind the backward pass: DenseOvlp of Ok-Topk's
 evaluation, and `optax_ext.bucketed` around a sparse exchange. "hidden" is the share of the exchange
 that costs no time: 1 - (t - alone) / (whole - alone), where alone is a step that exchanges nothing
-and whole one exchange of the same kind when all is there; it is negative where buckets cost more
-than they hide.
+and whole one exchange of the same kind when all is there.
 
 norms: the layers' norms of LAMB computed by every worker (optax), a slice of each by each worker
-(`optax_ext.contrib.lamb`), and whole layers dealt out (`optax_ext.contrib.distributed`, the
-operator of Shi et al.), with the allreduce that brings them together.
+(`optax_ext.contrib.lamb`), and whole layers dealt out (`optax_ext.contrib.distributed`).
 
 Linux only, with root and iproute2 (ip, tc).
 """

@@ -3,15 +3,12 @@
     sudo python -m benchmarks.learning.time --link 100mbit 1gbit --seconds 60 --runs FILE [options]
     python -m benchmarks.learning.time --show --runs FILE --plot FILE
 
-Every worker is a process on a host of its own, a network namespace (as in
-``benchmarks.network.run``), and takes real gradients of a real model. Each contestant trains for
-the same number of seconds, and its rate comes to its end exactly then, whatever a step takes;
-compiling and measuring take none of them. It does so with every rate of ``--rates``, and with the
-best of them from the other seeds. A run that is in FILE is not made again.
-
-Where PyTorch is installed, its DistributedDataParallel and hooks are contestants, too, with the
-same parameters and batches. Each ``--options`` adds a contestant: ``sparse_adamw`` with these
-options, such as density=0.01.
+Every worker is a process on a host of its own, a network namespace, and takes real gradients of a
+real model. Each contestant trains for the same number of seconds, and its rate comes to its end
+exactly then, whatever a step takes; compiling and measuring take none of them. It does so with
+every rate of ``--rates``, and with the best of them from the other seeds. Where PyTorch is
+installed, its DistributedDataParallel and hooks are contestants, too, with the same parameters and
+batches. ``--runs`` and ``--options`` are as in ``benchmarks.learning.steps``.
 
 Linux only, with root and iproute2 (ip, tc); ``--show`` needs none of it.
 """

@@ -4,10 +4,9 @@
 
 Each first step of `make_train_step` is one of a process of its own, without a cache: forward and
 backward pass, `ahead`, the exchange and the update, traced, compiled and taken once. Counted are
-the seconds of all its processors, which other work on the machine makes more, but not as much as
-those on the clock, and the most memory that it had. Six leaves are half a layer of GPT-2: scale and
-shift of a norm, two matrices, two biases. One leaf is one matrix. The layers are small, as n
-matters much less to what is compiled.
+the seconds of all its processors and the most memory that it had. Six leaves are half a layer of
+GPT-2: scale and shift of a norm, two matrices, two biases. One leaf is one matrix. The layers are
+small, as n matters much less to what is compiled.
 """
 
 import argparse

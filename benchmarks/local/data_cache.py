@@ -2,17 +2,15 @@
 
     python -m benchmarks.local.data_cache [--bandwidth 8] [--latency 2] [--rounds 3] [--json FILE]
 
-JPEG images of 512x512 in a folder stand for the central storage, behind a link with a rate and a
-latency. A contestant reads three epochs of them, decoded to `--size` and augmented, in batches,
-and one more in a new process. Contestants take turns in each round, and a rate is divided by that
-of the first epoch without a cache in the same round: the table gives the median, the least and
-the most. Memory is that of the process beyond the one without a cache.
-
-"records in a dictionary" keeps files as they are read, as an operating system does with local
-ones; "samples in a dictionary" is the memory level and nothing else. Before the new process, the
-files of the cache are dropped from the memory of the system, where it lets one.
+JPEG images in a folder stand for the central storage, behind a link with a rate and a latency. A
+contestant reads three epochs of them, decoded to `--size` and augmented, in batches, and one more
+in a new process, before which the system forgets the files of the cache, where it lets one.
+Contestants take turns in each round, and a rate is divided by that of the first epoch without a
+cache in the same round: the table gives the median, the least and the most. Memory is that of the
+process beyond the one without a cache.
 """
 
+import functools
 import os
 import statistics
 import tempfile
@@ -45,31 +43,27 @@ CLASSES, PIXELS, QUALITY = 4, 512, 85
 
 
 class Sequence:
-    """What a function makes of each index; with a dictionary it is kept, without a limit."""
+    """What a function makes of each index."""
 
-    def __init__(self, read, count, kept=None):
-        self.read, self.count, self.kept = read, count, kept
+    def __init__(self, read, count):
+        self.read, self.count = read, count
 
     def __len__(self):
         return self.count
 
     def __getitem__(self, index):
-        if self.kept is None:
-            return self.read(index)
-        found = self.kept.get(index)
-        if found is None:
-            found = self.kept[index] = self.read(index)
-        return found
+        return self.read(index)
 
 
 def samples_of(name, source, prepare, folder):
     """The sequence of samples of a contestant, and its disk level or None."""
     count = len(source)
     if name == "samples in a dictionary":
-        return Sequence(lambda index: prepare(source[index]), count, {}), None
+        return Sequence(functools.cache(lambda index: prepare(source[index])), count), None
     if name == "records in a dictionary":
-        records = Sequence(source.__getitem__, count, {})
-        return Sequence(lambda index: prepare(records[index]), count), None
+        # As an operating system keeps the local files that it has read.
+        record = functools.cache(source.__getitem__)
+        return Sequence(lambda index: prepare(record(index)), count), None
     in_memory, holds = LEVELS[name]
     made = stamp(source, prepare if holds == "samples" else None)
     disk = Disk(folder, made) if holds else None
@@ -188,11 +182,12 @@ def cells(row):
 @options.program
 def main(argv=None):
     """Measures, prints the table, and writes it as JSON if asked to."""
-    counted = {"images": (512, "how many"), "size": (96, "pixels of a sample"), "batch": 32}
+    counted = {"size": (96, "pixels of a sample"), "batch": 32}
     counted |= {"threads": (8, "batches read at once"), "rounds": 3, "seed": 0}
     source = {"bandwidth": (8.0, "MB/s of the source"), "latency": (2.0, "ms of each read")}
     folder = (None, "on the local disk, for images and caches (the system's)")
     parser = options.parser_of(__doc__, "json", **counted, **source, folder=folder)
+    parser.add_argument("--images", type=options.at_least_one, default=512)
     args = parser.parse_args(argv)
     if args.batch > args.images:
         raise options.InputError(f"--batch {args.batch} is more than --images {args.images}")

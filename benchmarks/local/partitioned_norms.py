@@ -2,15 +2,11 @@
 
     python -m benchmarks.local.partitioned_norms [--layers 50] [--width 512] [--json FILE]
 
-One worker's step, on one device: the optimizer with donated state and parameters,
-where the number of the worker is an argument, P is set by hand and the allreduce of
-the norms is left out (its sum is replaced by P times the worker's part). Contestants
-take turns in each round, in an order that changes, and each time is divided by that
-of optax in the same round: the table gives the median and the quartiles. "no norms"
-is the optimizer with ratio 1, the most that any such scheme can reach.
-
-The model: `layers` matrices of width x width, a quarter of them four times as wide,
-each with a bias.
+One worker's step, on one device: the optimizer with donated state and parameters, where the number
+of the worker is an argument, P is set by hand and the allreduce of the norms is left out (its sum
+is replaced by P times the worker's part). Contestants take turns, and each time is divided by that
+of optax in the same round. "no norms" is the optimizer with ratio 1, the most that any such scheme
+can reach. The model: matrices of width x width, a quarter of them four times as wide, with biases.
 """
 
 import jax

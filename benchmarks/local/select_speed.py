@@ -2,11 +2,10 @@
 
     python -m benchmarks.local.select_speed [--sizes 2**20 2**24] [--plot FILE.png]
 
-Contestants run in one process on the same accumulator, and take turns in
-each round. The table gives the median over the rounds of the time divided by
-that of `lax.top_k(abs(acc), k)` in the same round, and the quartiles. A selector
-runs in its steady state: its thresholds come from steps on similar data. The
-outside contestants are `jnp.nonzero(size=k)` at the exact threshold,
+Contestants run in one process on the same accumulator, and take turns in each round. The table
+gives the median over the rounds of the time divided by that of `lax.top_k(abs(acc), k)` in the same
+round, and the quartiles. A selector runs in its steady state: its thresholds come from steps on
+similar data. Outside contestants: `jnp.nonzero(size=k)` at the exact threshold,
 `numpy.argpartition` and, where it is installed, `torch.topk`.
 """
 

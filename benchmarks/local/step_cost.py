@@ -2,11 +2,10 @@
 
     python -m benchmarks.local.step_cost [--size 14728266] [--density 0.01] [--json FILE]
 
-All contestants run in one process, one after the other in each round, and each
-time is divided by that of `lax.top_k(abs(acc), k)` in the same round: the table
-gives the median ratio and its quartiles. A step is the whole `update`: the check
-for non-finite values, error feedback, selection, the allreduce of one worker,
-the new residual and the dense update. `acc` is the accumulator of such a step.
+All contestants run in one process in turns, and each time is divided by that of
+`lax.top_k(abs(acc), k)` in the same round: median and quartiles. A step is the whole `update`: the
+check for non-finite values, error feedback, selection, the allreduce of one worker, the new
+residual and the dense update. `acc` is the accumulator of such a step.
 """
 
 import jax

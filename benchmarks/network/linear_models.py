@@ -4,11 +4,9 @@
     sudo python -m benchmarks.network.linear_models --method scd --data url --steps 100
     sudo python -m benchmarks.network.linear_models --quick
 
-It is section 8.2 of SparCML (Table 2) with generated data of the shape of URL and webspam. The
-trainings are those of examples/linear_models, one for each exchange. They take turns, a turn is an
-epoch or its first --steps, and a ratio is one of the same round. Seconds of a turn are scaled to an
-epoch of the generated rows. docs/linear_models.md says how to read it.
-
+It is section 8.2 of SparCML (Table 2) with generated data of the shape of URL and webspam, and the
+trainings of examples/linear_models, one for each exchange. They take turns, a turn is an epoch or
+its first --steps, and seconds are scaled to an epoch. docs/linear_models.md says how to read it.
 Linux only, with root and iproute2 (ip, tc).
 """
 

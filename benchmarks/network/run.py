@@ -4,13 +4,10 @@
     sudo python -m benchmarks.network.run --quick
     sudo python -m benchmarks.network.run --clean
 
-The gradients are given, so that nothing but compression, exchange and update is timed.
-Contestants are optax_ext's allreduces (jax.distributed over Gloo) and, where PyTorch is
-installed, its DistributedDataParallel over Gloo: plain, with fp16, and with PowerSGD. All of
-them take turns in each round, and a ratio is one of the same round. docs/network.md says how
-it is set up and how to read it.
-
-Linux only, with root and iproute2 (ip, tc).
+The gradients are given, so that nothing but compression, exchange and update is timed, of
+optax_ext's allreduces and, where PyTorch is installed, of its DistributedDataParallel over Gloo.
+All take turns in each round, and a ratio is one of the same round. docs/network.md says how it is
+set up and how to read it. Linux only, with root and iproute2 (ip, tc).
 """
 
 import argparse

@@ -5,13 +5,9 @@
     python -m benchmarks.network.scaling --validate network.json
 
 The exchange is `sparse_collectives.cost_model`'s, as in the planner; its words are compared with
-those of the lowered programs at each P. The local cost is that of `benchmarks.local.step_cost
---json FILE`, or the planner's. Weak scaling: the work of a worker stays the same, so that a
-perfect network would keep the time of a step.
-
-`--validate` compares the model with a measurement of `benchmarks.network.run --json FILE`:
-the latency is the one fitted there, the bandwidth the limit of the link, the local step the
-measured one of the same method with the same number of processes on the machine.
+those of the lowered programs at each P. The work of a worker stays the same, so that a perfect
+network would keep the time of a step. `--validate` compares the model with a measurement of
+`benchmarks.network.run --json FILE`. docs/network.md says what each part of a step is.
 """
 
 import argparse

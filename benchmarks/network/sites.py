@@ -4,11 +4,8 @@
 
 A site is a network namespace and a process of several devices. They share the parameters of a
 perceptron with residual layers by FSDP or by tensor parallelism, and only sites exchange over the
-links. Methods take turns, each round begins with another one, and a ratio is one of the same
-round. What the devices of a site exchange is copied in the machine and not limited. docs/sharded.md
-says how to read it.
-
-Linux only, with root and iproute2 (ip, tc).
+links. Methods take turns, and a ratio is one of the same round. docs/sharded.md says how to read
+it. Linux only, with root and iproute2 (ip, tc).
 """
 
 import argparse

@@ -8,12 +8,8 @@ its standard error, beside the formula n (1 - (1 - k/n)^P) of SparCML (appendix 
 Second, selections of real training. Two networks (an LSTM on characters, a VGG-like network on
 images) are trained with exact top-k error feedback over P simulated workers, and at every step the
 union of what the workers send is counted: the density of the result of an allreduce that delivers
-all of it. Ok-Topk (section 5.2) reports means over whole runs: 13.2 % for VGG-16 at a density of
-1 % on 16 workers, 34.5 % for an LSTM at 2 % on 32.
-
-Third, what `cost_model` predicts for the largest number of workers from a union that fewer of them
-have (`cost_model.Overlap`), beside the measured union. The first m workers of a run are taken, and
-the separate runs of other numbers of workers.
+all of it. Third, what `cost_model` predicts of it from the union that fewer workers have: the first
+of a run, and those of separate runs.
 """
 
 import argparse

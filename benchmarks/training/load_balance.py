@@ -3,25 +3,14 @@
     python -m benchmarks.training.load_balance [--text FILE] [--images FOLDER] [--plot FILE.png]
 
 Two networks are trained with exact top-k error feedback over as many simulated workers as are asked
-for at most, and the selections of some steps are recorded. Smaller numbers of workers take the
-first of them. The recorded selections then go through `ok_topk`, with `regions` equal and
-balanced, and with `balance` never, auto and always. Each is done twice: as the training gives them,
-and with the gradient of one layer multiplied by 100 before the accumulation (and divided again
-before the optimizer), so that nearly all selected entries come from a small part of the indices.
+for at most, and the selections of some steps are recorded; fewer workers take the first of them.
+They go through `ok_topk` with `regions` equal and balanced, and `balance` never, auto and always:
+as the training gives them, and with the gradient of one layer multiplied before the accumulation
+(and divided again before the optimizer), so that nearly all are from a small part of the indices.
 
-Split and reduce: the entries that the owner of each region gets from all others, before anything is
-cut to the slots of a message: what messages of exact size would carry. "received" is the largest
-over their mean, as a mean over the steps; "received_of_k" the largest in units of k, 1 - 1/P where
-all is even. "overflow" is the share of the selected entries that found no slot.
-
-Allgather: the entries of each worker, the largest over the mean, "before" the balancing and "after"
-it. "over_trigger" is the share of steps on which the paper would balance; "delivered" is the share
-of k in the result, and "words_of_bound" all that a worker receives, as a share of the paper's bound
-6k(P-1)/P.
-
-One step in `--every` is recorded. The regions are cut at the first record, and then only where many
-entries overflow, so at the last one they may be as old as the run; `--period 1` cuts them anew at
-each record.
+docs/measurements.md says what is counted in the split and reduce and in the allgather. The regions
+are cut at the first record, and then only where many entries overflow; `--period 1` cuts them anew
+at each.
 """
 
 import argparse

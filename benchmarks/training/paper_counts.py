@@ -2,11 +2,9 @@
 
     python -m benchmarks.training.paper_counts [--text FILE] [--images FOLDER]
 
-The form of Figure 6 of Ok-Topk, which says that the average deviation from k is below 11 %.
-Algorithm 2, SGD with the learning rate inside the accumulation, trains over simulated workers. Both
-thresholds are exact every tau' steps. In between they are reused as they are, as the text says
-(`paper=True`), or moved by their counts, as in the program that the paper links to
-(`paper="corrected"`). Densities and tau' are those of the paper's VGG-16, LSTM and BERT.
+The form of Figure 6 of Ok-Topk. Algorithm 2, SGD with the learning rate inside the accumulation,
+trains over simulated workers. Both thresholds are exact every tau' steps, and in between reused as
+they are (`paper=True`), or moved by their counts (`paper="corrected"`).
 
 Counted are the entries that a worker selects (the mean of the workers) and those that are
 delivered, at every step, as multiples of k. "deviation" is the mean of |count / k - 1| over the

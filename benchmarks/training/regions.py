@@ -3,24 +3,11 @@
     python -m benchmarks.training.regions [--workers 2 4 8 16] [--size 12000] [--selected 120]
 
 Simulated workers run error feedback with exact top-k selections on synthetic gradients, each of
-which is hard for regions in its own way:
-
-- iid: normal everywhere;
-- same region: all workers' mass is in one sixteenth of the indices;
-- drifting: the same, and it moves by a fortieth of the indices at each step;
-- heavy tails: Cauchy, with scales that differ by layer;
-- one worker: the mass of one worker is in a sixteenth, and outweighs that of the others;
-- own region: the mass of each worker is in a region of its own.
-
-What is ideal is the top k of the sum of the workers' selections, computed apart. "missing" is the
-share of it that a step did not deliver, "mass" the sum of magnitudes delivered as a share of the
-ideal, "overflow" the share of the selected entries that found no slot, "wait" the longest run of
-steps in which an entry was in the ideal and not delivered, and "words" what a worker receives, in
-units of k (P-1)/P.
+which is hard for regions in its own way (`gradient`). What is ideal is the top k of the sum of the
+workers' selections, computed apart: docs/measurements.md says what of it is counted.
 
 With `--recorded` the selections of two trainings go through each way instead, recorded as in
-load_balance (`--text`, `--images`, `--every` and `--factor` are as there). Their residuals are
-those of the training, so "wait" means little.
+load_balance. Their residuals are those of the training, so "wait" means little.
 """
 
 import argparse
@@ -44,7 +31,12 @@ INPUTS = ("iid", "same region", "drifting", "heavy tails", "one worker", "own re
 
 
 def gradient(name: str, step: int, workers: int, size: int, rng: np.random.Generator) -> np.ndarray:
-    """The gradients of all workers in one step, ``f32[P, n]``."""
+    """The gradients of all workers in one step, ``f32[P, n]``.
+
+    Mass is everywhere (iid); in one sixteenth of the indices, which may move by a fortieth at each
+    step, or where one worker outweighs the others; of scales by layer (Cauchy); or that of each
+    worker in a region of its own.
+    """
     normal = rng.standard_normal((workers, size), np.float32)
     place, part = np.arange(size), size // 16
     if name == "iid":

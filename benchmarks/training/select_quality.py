@@ -5,18 +5,12 @@
 Two networks are trained with exact top-k error feedback over simulated workers: an LSTM on
 characters and a VGG-like network on images. At every step worker 0's accumulator (residual plus
 gradient) is given to every selector. Each keeps its own state; its selection is only counted and
-compared with the exact top-k, and training does not depend on it. "passed" is what reaches a
-selector's threshold, "selected" what got into its buffer; both are divided by k. "overlap" is the
-share of the exact top-k that was selected.
-
-The accumulators are those of exact top-k: they end sharply just above the k-th magnitude, so a
-threshold that is a little too high lets next to nothing through. Where the learning rate is applied
-matters to `gaussian_k` in particular: compare `--learning-rate behind`. With `--self-driven`
-estimators also drive a training run each, as in Figure 6 of Ok-Topk.
+compared with the exact top-k. "passed" is what reaches a selector's threshold, "selected" what got
+into its buffer; both are divided by k. "overlap" is the share of the exact top-k that was selected.
+With `--self-driven` estimators also drive a training run each, as in Figure 6 of Ok-Topk.
 
 Second, the rows of each layer in which plain top-k selects nothing ("dimension missing", ADTopk,
-section 3.1), on the accumulators of the text run. A row is an output channel of a matrix, a word of
-the embedding, or a whole bias.
+section 3.1), on the accumulators of the text run.
 """
 
 import argparse
