@@ -6,7 +6,7 @@ import math
 import pytest
 
 from benchmarks._common.options import InputError
-from benchmarks.network import _prediction, _problem, _report, _session, scaling
+from benchmarks.network import _problem, _report, run, scaling
 from benchmarks.network._workers import WorkerError
 
 
@@ -43,12 +43,12 @@ def test_shapes_have_exactly_the_entries_asked_for(shapes, size):
 
 def test_batches_have_the_baseline_and_every_method_once_and_fit():
     names = ["dense", "ok_topk", "topk_a", "gtopk", "ddp"]
-    assert _session.batches(names, 1000, 4, available=1e12) == [names]
+    assert run.batches(names, 1000, 4, available=1e12) == [names]
     # 4 processes with 8 + 2 buffers of 400 MB and their libraries; another has no room.
-    two = _session.batches(["ok_topk", "dense", "topk_a"], 10**8, 4, available=4 * 4.5e9)
+    two = run.batches(["ok_topk", "dense", "topk_a"], 10**8, 4, available=4 * 4.5e9)
     assert two == [["dense", "ok_topk"], ["dense", "topk_a"]]
     with pytest.raises(WorkerError, match="use fewer --workers or --params"):
-        _session.batches(names, 10**8, 4, available=1e9)
+        run.batches(names, 10**8, 4, available=1e9)
 
 
 def test_predicted_bytes_are_of_the_steps_if_these_say_and_else_of_the_program():
@@ -86,12 +86,12 @@ def test_validation_adds_the_local_step_latency_and_bandwidth(tmp_path):
     # Neither DDP, nor what has no local step, is in the model.
     file = tmp_path / "network.json"
     file.write_text(json.dumps(validation_report(model / 1.5)))
-    (row,) = _prediction.validate(file)
+    (row,) = scaling.validate(file)
     assert row["model"] == pytest.approx(model)
     assert row["error"] == pytest.approx(0.5)
     file.write_text(json.dumps(validation_report(1.0) | {"local": []}))
     with pytest.raises(InputError, match="nothing to compare"):
-        _prediction.validate(file)
+        scaling.validate(file)
 
 
 def test_scaling_reads_the_local_cost_of_a_measurement(tmp_path):
@@ -99,7 +99,7 @@ def test_scaling_reads_the_local_cost_of_a_measurement(tmp_path):
     times = [{"contestant": "dense (psum)", "median_ms": 20}]
     times += [{"contestant": "ok_topk", "median_ms": 100}]
     file.write_text(json.dumps({"size": 10**6, "times": times}))
-    local, dense, _ = _prediction.local_cost(str(file))
+    local, dense, _ = scaling.local_cost(str(file))
     assert local.select == pytest.approx(80e-9)
     assert dense == pytest.approx(20e-9)
 

@@ -24,8 +24,7 @@ from .._common import display, options
 from ..training._simulated_training import Task, train
 from . import _lines, _tasks
 from ._contestants import DENSE, DENSITY, contestants, neighbour
-from ._lines import Line, worse
-from ._store import Store
+from ._lines import Line, Store, worse
 from ._tasks import KINDS
 
 # What a run has: what tells it from others, and what it came to.

@@ -29,8 +29,7 @@ from .._common.timing import quartiles
 from ..network._workers import Workers, groups, mean, slowest
 from . import _clock, _lines
 from ._contestants import DENSE, TORCH, Option, neighbour_over_links, over_links
-from ._lines import Line, worse
-from ._store import Store
+from ._lines import Line, Store, worse
 from ._tasks import ADAMW, KINDS
 
 # What a run has: what tells it from others, and what it came to.
@@ -41,7 +40,7 @@ NEEDED += ("rate", "seed", "value", "curve")
 WIDTHS = {"words": 128, "text": 208, "lstm": 480}
 _USUAL: dict[str, dict[str, Any]] = {"words": {"rates": (0.005, 0.01, 0.02)}}
 _USUAL |= {"text": {"rates": (0.002, 0.005, 0.01), "batch": 8}}
-# The tasks of `_torch_models`, which can't be imported without PyTorch.
+# The tasks of `_torch_trainer`, which can't be imported without PyTorch.
 _IN_TORCH = ("words", "text")
 NAMES = [*over_links()["time"], *TORCH]
 # Steps that tell how long one takes, about.
@@ -106,7 +105,7 @@ def _train(
     parts: list[tuple[int, float]] = []
 
     def take(shares: list[float]) -> float:
-        answers = group.ask("take", rates=[_clock.rate_at(rate, share) for share in shares])
+        answers = group.ask("take", rates=_clock.rates_at(rate, shares))
         received.append(len(shares) * mean(answers))
         parts.append((len(shares), slowest(answers)))
         return len(shares) * slowest(answers)

@@ -1,5 +1,6 @@
 """The role of a host whose PyTorch process takes steps of DDP over Gloo, with given gradients."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +66,18 @@ def parallel(model: torch.nn.Module, contestant: str) -> DistributedDataParallel
     return made
 
 
+class Model(torch.nn.Module):
+    """Parameters, and a loss of them and of what it is called with."""
+
+    def __init__(self, leaves: Sequence[torch.Tensor], loss: Callable[..., torch.Tensor]):
+        super().__init__()
+        self.leaves, self._loss = torch.nn.ParameterList(leaves), loss
+
+    def forward(self, *batch: Any) -> torch.Tensor:
+        """The loss."""
+        return self._loss(list(self.leaves), *batch)
+
+
 class Worker:
     """One DDP module and optimizer for each hook."""
 
@@ -72,8 +85,8 @@ class Worker:
     barrier = staticmethod(dist.barrier)
 
     def __init__(self, config: dict[str, Any]):
-        shapes = [tuple(shape) for shape in config["shapes"]]
-        given = gradients(shapes, config["host"], config["seed"])
+        self._shapes = [tuple(shape) for shape in config["shapes"]]
+        given = gradients(self._shapes, config["host"], config["seed"])
         self._given = [[torch.from_numpy(leaf) for leaf in gradient] for gradient in given]
         self._models: dict[str, Any] = {}
         self._turn = 0
@@ -92,19 +105,12 @@ class Worker:
                 del ctx, upstream
                 return tuple(worker._given[worker._turn % len(worker._given)])
 
-        class Model(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.leaves = torch.nn.ParameterList([torch.zeros(shape) for shape in shapes])
-
-            def forward(self):
-                return Given.apply(*self.leaves)
-
-        self._model = Model
+        self._loss = lambda leaves: Given.apply(*leaves)
 
     def prepare(self, method: str, warmup: int) -> dict[str, Any]:
         """Makes the module with its hook, and takes `warmup` steps."""
-        model = parallel(self._model(), method)
+        zeros = [torch.zeros(shape) for shape in self._shapes]
+        model = parallel(Model(zeros, self._loss), method)
         self._models[method] = model, torch.optim.SGD(model.parameters(), lr=1e-3)
         # Buckets are made after the first step, and PowerSGD starts after two.
         self._take(method, max(4, warmup))
