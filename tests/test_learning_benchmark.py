@@ -64,9 +64,9 @@ def of_seconds(monkeypatch):
     """Runs whose end depends on the rate, in place of real ones; what was run."""
     made = []
 
-    def train(group_of, args, name, link, rate, seed):
-        made.append((name, link, rate, seed))
-        end = 2 + abs(rate - 0.01) + (name == "dense") + 0.01 * seed
+    def train(group, args, case, rate, seed):
+        made.append((case["contestant"], case["link"], rate, seed))
+        end = 2 + abs(rate - 0.01) + (case["contestant"] == "dense") + 0.01 * seed
         curve = {"seconds": [0, 5.0, 10.0], "steps": [0, 50, 100], "values": [4.0, 3.5, end]}
         curve |= {"size": 1000, "parts": [[60, 0.1], [40, 0.15]]}
         return {"value": end, "steps": 100, "received": 5e5, "curve": curve}

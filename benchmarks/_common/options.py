@@ -139,9 +139,8 @@ def output(text: str) -> Path:
 
 def say(text: str) -> None:
     """Says on standard error what a run is at: on a terminal in one line, else with the time."""
-    if sys.stderr.isatty():
-        progress(text)
-    else:
+    progress(text)
+    if not sys.stderr.isatty():
         print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 

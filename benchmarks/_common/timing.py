@@ -44,6 +44,24 @@ def in_turns(
     return times
 
 
+def steady(
+    step: Callable[[Any, Any], tuple[Any, Any]], state: Any, given: Sequence[Any], before: int
+) -> Callable[[int], Any]:
+    """A run for :func:`in_turns`: ``step(given, state) -> (result, state)``, each goes on.
+
+    So many are taken before: until all is compiled, pages are touched and states are steady.
+    """
+
+    def run(turn: int) -> Any:
+        nonlocal state
+        result, state = step(given[turn % len(given)], state)
+        return result, state
+
+    for turn in range(before):
+        jax.block_until_ready(run(turn))
+    return run
+
+
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """Lower quartile, median and upper quartile; of one value it is all three."""
     low, middle, high = np.quantile(values, (0.25, 0.5, 0.75)).tolist()

@@ -4,17 +4,18 @@ A neighbour of a default is the whole optimizer of a task with other options, by
 """
 
 import argparse
+import contextlib
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optax
 
 import optax_ext
 
-from .._common.contestants import DECAY, Contestant, find, optimizer
+from .._common.contestants import CONTESTANTS, DECAY, Contestant, find, optimizer
 from ..training._recorded_training import MOMENTUM, schedule
 from ..training._simulated_training import AXIS, Variant, exact_top_k
 from . import _tricks
@@ -30,16 +31,11 @@ Option = tuple[str, Any]
 _ADAMW = {
     DENSE: "dense/leaves",
     "ok_topk before AdamW": "ok_topk",
-    "sparse_adamw": "sparse_adamw",
-    "sparse_adamw, 32 bits": "sparse_adamw, 32 bits",
-    "sparse_adamw, ok_topk": "sparse_adamw, ok_topk",
-    "sparse_adamw, complete ok_topk": "sparse_adamw, complete ok_topk",
-    "sparse_adamw, delayed": "sparse_adamw, delayed",
     "dense, delayed": "delayed(dense)",
-    "sparse_adamw, no step-ahead": "sparse_adamw, no step-ahead",
-    **{f"powersgd({rank}) before AdamW": f"powersgd{rank}" for rank in (1, 2, 4)},
-    "acp_sgd(4) before AdamW": "acp_sgd4",
 }
+_ADAMW |= {name: name for name in CONTESTANTS if name.startswith("sparse_adamw")}
+_ADAMW |= {f"powersgd({rank}) before AdamW": f"powersgd{rank}" for rank in (1, 2, 4)}
+_ADAMW |= {"acp_sgd(4) before AdamW": "acp_sgd4"}
 _SGD = {DENSE: "dense/leaves", "ok_topk before SGD": "ok_topk"}
 _SGD |= {name: name for name in ("ok_topk_sgd", "sparse_sgd", "sparse_sgd, ok_topk")}
 # over links,
@@ -53,7 +49,7 @@ _BUCKETS |= {f"dense, {count} buckets": f"dense/buckets{count}" for count in (2,
 _BUCKETS |= {"dense, each leaf": "dense/leaves", "ok_topk": "ok_topk/reuse"}
 _BUCKETS |= {f"ok_topk, {count} buckets": f"ok_topk/reuse/buckets{count}" for count in (2, 4)}
 # and LAMB behind a dense exchange, by who computes the norms of the layers.
-_NORMS = {name: name for name in ("lamb, every worker", "lamb, slices", "lamb, layers")}
+_NORMS = {name: name for name in CONTESTANTS if name.startswith("lamb")}
 # Those of PyTorch, in front of its AdamW; see `_torch_trainer`.
 TORCH = {"PyTorch, dense": "ddp", "PyTorch, float16": "ddp/fp16"}
 TORCH |= {f"PyTorch, PowerSGD({rank})": f"ddp/powersgd{rank}" for rank in (1, 2, 4)}
@@ -88,13 +84,13 @@ def _train(contestant: Contestant, k: float, task: str) -> Train:
 
 def over_links() -> dict[str, dict[str, Make]]:
     """Those of JAX by the experiment and by name."""
-    groups: dict[str, Mapping[str, str]] = {"time": _LINKS, "buckets": _BUCKETS, "norms": _NORMS}
 
     def made(name: str) -> Make:
         # A whole optimizer has a density of its own.
         density = None if find(name).whole else DENSITY
         return lambda rate: optimizer(f"{name}/adamw", density, AXIS, rate)
 
+    groups = {"time": _LINKS, "buckets": _BUCKETS, "norms": _NORMS}
     return {key: {name: made(x) for name, x in of.items()} for key, of in groups.items()}
 
 
@@ -103,10 +99,9 @@ def option(text: str) -> Option:
     name, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"{text} is not NAME=VALUE, such as gain=2")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
+    with contextlib.suppress(ValueError):
+        value = json.loads(value)
+    return name, value
 
 
 def neighbour(task: str, share: float, given: Sequence[Option]) -> tuple[str, Train]:

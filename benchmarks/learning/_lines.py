@@ -24,9 +24,8 @@ Case = dict[str, Any]
 class Store:
     """The runs of a file; with no path they are kept until the program ends.
 
-    A run has what tells it from others, among that its ``rate`` and ``seed``, and the ``value``
-    with which it ended. In each that is there all that is ``needed`` has to be; ``large`` says
-    whether a large value is a good one.
+    In each run is all that is ``needed``, such as its ``rate``, ``seed`` and last ``value``;
+    ``large`` says whether a large value is a good one.
     """
 
     def __init__(self, path: Path | None, needed: Sequence[str], large: bool):
@@ -107,8 +106,8 @@ def complete(
 ) -> None:
     """Fills in what is usual, and ends with one line where an option is wrong.
 
-    ``neighbours`` is added, contestants of --options by name, which ``neighbour`` makes. ``usual``
-    has rates, batch and width where they are others than those of the task.
+    ``usual`` has rates, batch and width where they are others than those of the task. Contestants
+    of --options are added as ``neighbours``, by the name that ``neighbour`` gives them.
     """
     kind = KINDS[args.task]
     usual = kind._asdict() | usual

@@ -58,8 +58,8 @@ def run_all(store: Store, args: argparse.Namespace) -> None:
     with namespaces.network(args.workers) as made, started(made, args) as group_of:
         for case in cases:
             made.limit(case["link"])
-            train = functools.partial(_train, group_of, args, case["contestant"], case["link"])
-            _lines.run_missing(store, args, case, train)
+            group = group_of(case["contestant"])
+            _lines.run_missing(store, args, case, functools.partial(_train, group, args, case))
 
 
 def _has_torch(task: str) -> bool:
@@ -88,26 +88,20 @@ def started(made: namespaces.Hosts, args: argparse.Namespace) -> Iterator[Callab
 
 
 def _train(
-    group_of: Callable[[str], Workers],
-    args: argparse.Namespace,
-    name: str,
-    link: str,
-    rate: float,
-    seed: int,
+    group: Workers, args: argparse.Namespace, case: dict[str, Any], rate: float, seed: int
 ) -> dict[str, Any]:
     """One run."""
-    label = f"{args.task}, {name} at {rate:g}, {link}, seed {seed}"
+    name = case["contestant"]
+    label = f"{args.task}, {name} at {rate:g}, {case['link']}, seed {seed}"
     options.say(f"{label}: compiling")
     asked = {"contestant": name, "options": args.neighbours.get(name), "seed": seed}
-    group = group_of(name)
     begun = group.ask("begin", **asked, warmup=_WARM_UP)
-    received: list[float] = []
-    parts: list[tuple[int, float]] = []
+    # Steps, seconds and bytes of each.
+    parts: list[tuple[int, float, float]] = []
 
     def take(shares: list[float]) -> float:
         answers = group.ask("take", rates=_clock.rates_at(rate, shares))
-        received.append(len(shares) * mean(answers))
-        parts.append((len(shares), slowest(answers)))
+        parts.append((len(shares), slowest(answers), mean(answers)))
         return len(shares) * slowest(answers)
 
     def measure() -> float:
@@ -119,16 +113,13 @@ def _train(
     return {
         "value": curve.values[-1],
         "steps": curve.steps[-1],
-        "received": sum(received) / max(1, curve.steps[-1]),
+        "received": sum(steps * each for steps, _, each in parts) / curve.steps[-1],
         "curve": {**curve._asdict(), "size": begun[0]["size"], "parts": parts},
     }
 
 
 def show(store: Store, args: argparse.Namespace) -> None:
-    """A table for each link, and the figure that is asked for.
-
-    Of the runs with the best rate of each contestant, in the order of the seeds.
-    """
+    """A table for each link, and the figure that is asked for, of the best rates."""
     large, case = KINDS[args.task].large, functools.partial(case_of, args)
     lines = _lines.lines_of(store, [*NAMES, *args.neighbours], lambda name: args.link, case)
     unit = "points" if large else "% of the loss"

@@ -72,23 +72,14 @@ def measure(name, params, gradients, worker_counts, rounds):
 
 
 def _stepper(tx, params, gradients):
-    @jax.jit(donate_argnums=(0, 1))
-    def step(params, state, gradients):
+    @jax.jit(donate_argnums=1)
+    def step(gradients, carry):
+        params, state = carry
         updates, state = tx.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state
+        return None, (optax.apply_updates(params, updates), state)
 
     own = jax.tree.map(jnp.array, params)
-    carry = (own, tx.init(own))
-
-    def run(turn):
-        nonlocal carry
-        del turn
-        carry = step(*carry, gradients)
-        return carry
-
-    for turn in range(2):  # compile, and touch the pages
-        jax.block_until_ready(run(turn))
-    return run
+    return timing.steady(step, (own, tx.init(own)), [gradients], before=2)
 
 
 @options.program

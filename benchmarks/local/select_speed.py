@@ -10,6 +10,7 @@ similar data. Outside contestants: `jnp.nonzero(size=k)` at the exact threshold,
 """
 
 import argparse
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -63,19 +64,15 @@ def layout(size):
 
 def stepper(selector, data):
     """A function of no argument that takes one step, on the next of the data."""
-    step = jax.jit(selector.select)
-    state = selector.init(layout(data[0].shape[0]))
-    turn = 0
 
-    def run():
-        nonlocal state, turn
-        coo, state, info = jax.block_until_ready(step(data[turn % len(data)], state))
-        turn += 1
-        return info.selected
+    @jax.jit
+    def step(acc, state):
+        coo, state, info = selector.select(acc, state)
+        return (coo, info.selected), state
 
-    for _ in range(4):
-        run()
-    return run
+    run = timing.steady(step, selector.init(layout(data[0].shape[0])), data, before=4)
+    turns = itertools.count(4)
+    return lambda: jax.block_until_ready(run(next(turns)))[0][1]
 
 
 def measure(size, density, rounds, seed):

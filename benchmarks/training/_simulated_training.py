@@ -173,9 +173,8 @@ def train(
             )
         if not sent[0].size:
             return curve
-        words, *counts = np.concatenate(sent, axis=1)
-        delivered = float(counts[1].mean()) / size
-        words = float(words.mean())
-        return curve._replace(words=words, delivered=delivered, counts=np.stack(counts))
+        words, selected, delivered = np.concatenate(sent, axis=1)
+        counts, share = np.stack([selected, delivered]), float(delivered.mean()) / size
+        return curve._replace(words=float(words.mean()), delivered=share, counts=counts)
 
     return [one(seed) for seed in seeds]
