@@ -1,6 +1,5 @@
 """Tables as text, and figures in files, without a window or a state of the program."""
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,8 @@ from typing import Any
 import numpy as np
 
 Row = dict[str, Any]
+# More fields of a row are lines and not columns, and more numbers in one are a series.
+_COLUMNS, _SERIES = 14, 10
 
 
 def show(title: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
@@ -19,8 +20,11 @@ def show(title: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> Non
         print("  ".join([line[0].ljust(widths[0]), *cells[1:]]).rstrip(), flush=True)
 
 
-def show_rows(title: str, rows: Sequence[Row], digits: int = 6) -> None:
-    """Prints rows of the same fields, with a column for each; of numbers so many digits."""
+def show_rows(title: str, rows: Iterable[Row], digits: int = 4) -> None:
+    """Prints rows of a report, with a column for each field; of numbers so many digits.
+
+    A field in a field is a column, too; a series is left out. With many fields each has a line.
+    """
 
     def cell(value: Any) -> str:
         if isinstance(value, list | tuple):
@@ -29,19 +33,21 @@ def show_rows(title: str, rows: Sequence[Row], digits: int = 6) -> None:
             return value or "-"
         return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
 
-    show(title, list(rows[0]), [list(map(cell, row.values())) for row in rows])
+    flat = [_flat(row) for row in rows]
+    names = list(dict.fromkeys(name for row in flat for name in row))
+    lines = [names, *([cell(row.get(name)) for name in names] for row in flat)]
+    head, *lines = list(zip(*lines, strict=True)) if len(names) > _COLUMNS else lines
+    show(title, head, lines)
 
 
-def show_fields(title: str, fields: str, rows: Iterable[Row], digits: int = 6) -> None:
-    """Prints rows of a report, with a column for each of ``fields``.
-
-    These have spaces between them; ``union.mean`` is a field in a field.
-    """
-
-    def value(row: Any, name: str) -> Any:
-        return functools.reduce(lambda inner, key: inner[key], name.split("."), row)
-
-    show_rows(title, [{x: value(row, x) for x in fields.split()} for row in rows], digits)
+def _flat(row: Row) -> Row:
+    found: Row = {}
+    for name, value in row.items():
+        if isinstance(value, dict):
+            found |= {f"{name}.{inner}": x for inner, x in _flat(value).items()}
+        elif np.ndim(value) == 0 or (np.ndim(value) == 1 and len(value) <= _SERIES):
+            found[name] = value.tolist() if isinstance(value, np.ndarray) else value
+    return found
 
 
 def grouped(rows: Iterable[Row], *keys: str) -> dict[Any, list[Row]]:

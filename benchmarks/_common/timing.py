@@ -83,10 +83,6 @@ def ratios(times: Mapping[str, Sequence[float]], base: str) -> list[dict[str, An
     return rows
 
 
-# What :func:`ratios` has of a contestant, for `display.show_fields`.
-FIELDS = "contestant ratio ratio_quartiles median_ms"
-
-
 def times_as_fast(base: Sequence[float], own: Sequence[float]) -> tuple[float, float, float]:
     """Quartiles of how many times as fast as the base one is."""
     return quartiles(over(base, own))

@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> None:
     title = f"{args.task}, {args.steps} steps, share {args.share:g}"
     rates = ", ".join(f"{rate:g}" for rate in args.rates)
     rows = [row_of(line, dense, large) for line in found]
-    display.show_rows(f"{title}, rates {rates}; worse by {unit}", rows, digits=4)
+    display.show_rows(f"{title}, rates {rates}; worse by {unit}", rows)
     _lines.draw(args.plot, found, args.workers, "steps", title)
 
 

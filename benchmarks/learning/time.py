@@ -131,7 +131,7 @@ def show(store: Store, args: argparse.Namespace) -> None:
             size = here[0].runs[0]["curve"]["size"]
             title = f"{args.task}, n = {size:,}, P = {args.workers}, {link}, {args.seconds:g} s"
             rows = [row_of(line, dense, large) for line in here]
-            display.show_rows(f"{title}; {note}", rows, digits=4)
+            display.show_rows(f"{title}; {note}", rows)
     _lines.draw(args.plot, lines, args.link, "seconds", f"{args.task}, P = {args.workers}")
 
 

@@ -22,7 +22,7 @@ import optax_ext
 
 from .._common import options, reports
 from .._common.contestants import optimizer
-from .._common.display import show_fields
+from .._common.display import show_rows
 from .._common.processes import in_new_process
 
 AXIS = "workers"
@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> None:
         # After each: the long ones come last.
         reports.write(args.json, {**settings, "rows": rows})
     title = f"first step of {args.workers} workers on this machine"
-    show_fields(title, "contestant leaves cpu_seconds peak_mib", rows)
+    show_rows(title, rows)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import optax
 from optax_ext.contrib import _partitioned_norms as norms
 
 from .._common import options, reports, timing
-from .._common.display import show_fields
+from .._common.display import show_rows
 
 
 def model(layers, width, seed):
@@ -96,7 +96,7 @@ def main(argv=None):
     rows = []
     for name in OPTIMIZERS:
         found = measure(name, params, gradients, args.workers, args.rounds)
-        show_fields(name, timing.FIELDS, found, digits=4)
+        show_rows(name, found)
         rows += found
     reports.write(args.json, {"size": size, "backend": jax.default_backend(), "times": rows})
 

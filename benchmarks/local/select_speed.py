@@ -134,7 +134,7 @@ def main(argv=None):
         for density in args.densities:
             found = measure(size, density, args.rounds, args.seed)
             title = f"n = {size:,}, density {density:g}; ratio to {BASE}"
-            display.show_fields(title, f"{timing.FIELDS} selected_over_k", found, digits=4)
+            display.show_rows(title, found)
             rows += found
     content = {"backend": jax.default_backend(), "rounds": args.rounds, "rows": rows}
     reports.write(args.json, content)

@@ -13,7 +13,7 @@ import optax_ext
 
 from .._common import options, reports
 from .._common.contestants import CONTESTANTS, find, optimizer
-from .._common.display import show_fields
+from .._common.display import show_rows
 
 NODES, DEVICES = 2, 4
 # By name, which contestant; a training with SGD follows unless another is said.
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
     jax.config.update("jax_num_cpu_devices", NODES * DEVICES)
     rows = [measure(name, args.density, args.layers, args.width) for name in NAMES]
     title = f"bytes per parameter, {NODES * DEVICES} workers, {args.layers} layers"
-    show_fields(f"{title}, density {args.density:g}", "option state temporary", rows)
+    show_rows(f"{title}, density {args.density:g}", rows)
     reports.write(args.json, rows)
 
 

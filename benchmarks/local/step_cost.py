@@ -18,7 +18,7 @@ import optax_ext
 
 from .._common import options, reports, timing
 from .._common.contestants import find
-from .._common.display import show_fields
+from .._common.display import show_rows
 from . import select_speed
 
 AXIS = "workers"
@@ -77,7 +77,7 @@ def main(argv=None):
     rows = measure(args.size, args.density, args.rounds, args.seed)
     title = f"n = {args.size}, density = {args.density}, {jax.default_backend()}"
     title = f"{title}, {args.rounds} rounds; ratio to {BASE}"
-    show_fields(title, timing.FIELDS, rows, digits=4)
+    show_rows(title, rows)
     settings = {key: getattr(args, key) for key in ("size", "density", "rounds")}
     reports.write(args.json, settings | {"backend": jax.default_backend(), "times": rows})
 

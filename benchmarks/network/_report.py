@@ -58,7 +58,7 @@ def breakdown(point: Row, found: dict[str, list[Row]]) -> dict[str, float] | Non
 def show(found: dict[str, list[Row]]) -> None:
     """Prints a table for each number of workers, number of parameters and link."""
     for where, points in grouped(found["points"], *_WHERE).items():
-        display.show_rows(_title(*where), [_shown(point, found) for point in points], digits=4)
+        display.show_rows(_title(*where), [_shown(point, found) for point in points])
         for row in grouped(found["links"], *_WHERE).get(where, ()):
             # Without a limit no time grows with the size, if the machine is busy.
             rate = f"{8e-9 * row['bandwidth']:.3g} Gbit/s" if row["bandwidth"] else "no bandwidth"

@@ -151,7 +151,7 @@ def _show(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
         f"{base['data']}, {base['model']}, {args.method}: {args.workers} workers, {args.link}, "
         f"{base['steps']:,} steps an epoch; ratios: times as fast as {base['exchange']}"
     )
-    display.show_rows(title, lines, digits=4)
+    display.show_rows(title, lines)
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ def validate(path: Path) -> list[dict[str, Any]]:
         raise InputError(
             f"nothing to compare in {path}: run it without --no-breakdown, over a limited link"
         )
-    display.show_rows("steps, measured and by the model, in seconds", rows, digits=4)
+    display.show_rows("steps, measured and by the model, in seconds", rows)
     for link, here in display.grouped(rows, "link").items():
         errors = [abs(row["error"]) for row in here]
         print(f"{link}: median error {statistics.median(errors):.0%}, largest {max(errors):.0%}")

@@ -150,7 +150,7 @@ def _show(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
         f"{base['layout']}, {base['link']}: {args.sites} sites of {args.devices} devices, "
         f"n = {base['size']:,}, density {args.density:g}"
     )
-    display.show_rows(title, lines, digits=4)
+    display.show_rows(title, lines)
 
 
 if __name__ == "__main__":

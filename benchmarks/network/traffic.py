@@ -23,7 +23,7 @@ from sparse_collectives import traffic, wire
 from sparse_collectives.allreduce import ok_topk
 
 from .._common import options, reports
-from .._common.display import show_crossed, show_fields, show_rows
+from .._common.display import show_crossed, show_rows
 from . import _volumes
 
 WORKERS = [2, 3, 4, 6, 8, 12, 16, 48, 64, 100, 256, 384, 1024]
@@ -87,17 +87,7 @@ def cases(args):
     rows = [of_ok_topk(args.params, given[0], workers, *given[1:]) for workers in args.workers]
     title = "Ok-Topk, words as shares of 6k(P-1)/P, and as multiples of k(P-1)/P"
     title += f"; n = {args.params:,}, " + "density {:g}, codec {}, sizes {}".format(*given)
-    kinds = [f"{case}.{kind}" for case in CASES for kind in ("of_bound", "of_k")]
-    show_fields(title, " ".join(["workers", "bound", *kinds]), rows, digits=4)
-    for case in CASES:
-        phases = [
-            {"phase": name.removeprefix("ok_topk/") or "-", "P": row["workers"]}
-            | {"share": words / row["bound"]}
-            for row in rows
-            for name, words in row[case]["phases"].items()
-        ]
-        title = f"Ok-Topk, {case}: phases as shares of the bound"
-        show_crossed(title, phases, "phase", "P", lambda row: f"{row['share']:.4f}")
+    show_rows(title, rows)
     return rows
 
 
@@ -113,7 +103,7 @@ def flatness(args):
             row["max/min - 1"] = max(of_k) / min(of_k) - 1
             rows.append(row | {"max/bound": max(of_k) / bound if bound else None})
     title = f"Ok-Topk, multiples of k(P-1)/P at n = {FLAT_SIZE:,}, density {args.density:g}"
-    show_rows(f"{title}; P = {', '.join(map(str, FLAT_WORKERS))}", rows, digits=4)
+    show_rows(f"{title}; P = {', '.join(map(str, FLAT_WORKERS))}", rows)
     return rows
 
 
@@ -131,7 +121,7 @@ def bound(args):
         row["sizes"] = traffic.of_traced(sized, conditional="best").words / unit
         rows.append(row)
     title = f"Ok-Topk, multiples of k(P-1)/P, density {args.density:g}; `rounds`: no window fits"
-    show_rows(f"{title}; `sizes`: even, with messages of four sizes", rows, digits=4)
+    show_rows(f"{title}; `sizes`: even, with messages of four sizes", rows)
     return rows
 
 

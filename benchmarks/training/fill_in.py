@@ -56,24 +56,6 @@ def record(run: Run, workers: int, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def show(runs: Sequence[dict[str, Any]], predicted: dict[str, Any]) -> None:
-    """Prints the table of the runs of one task, and what the cost model makes of fewer workers."""
-    title = "{run}: n = {size:,}, k = {k:,}, density {density:.1%}, {steps} steps, batch {batch}"
-    fields = "workers union.mean union.first_tenth union.last_quarter union_of_k uniform "
-    fields += "effective_size paper validation_before.loss validation_after.loss"
-    display.show_fields(f"{title.format(**runs[0])} a worker", fields, runs)
-    measured, lines = predicted["measured"], {"the uniform formula": predicted["uniform"]}
-    for key, text in {
-        "same_run": "the union of {} workers of this run",
-        "other_runs": "the union of a run with {} workers",
-        "other_runs_by_step": "those of a run with {} workers, by step",
-    }.items():
-        lines |= {text.format(workers): x for workers, x in predicted[key].items()}
-    rows = [{"from": x, "predicted": y, "ratio": y / measured} for x, y in lines.items()]
-    title = f"union / n for P = {predicted['workers']}, measured {measured:.2%}"
-    display.show_fields(title, "from predicted ratio", rows)
-
-
 def draw(tasks: Sequence[Sequence[dict[str, Any]]], path: Path | None) -> None:
     """The growth with the number of workers, and the union over the steps."""
     above, below = [], []
@@ -107,13 +89,13 @@ def main(argv: list[str] | None = None) -> None:
     tables = [uniform(args.uniform_size, x, args.trials, args.seed) for x in UNIFORM_DENSITIES]
     for table in tables:
         title = "uniform selections: n = {size:,}, k = {k:,}, {trials} trials".format(**table)
-        fields = "workers expected mean standard_error errors_off"
-        display.show_fields(title, fields, table["rows"])
+        display.show_rows(title, table["rows"])
     tasks, predicted = [], []
     for run in runs:
         tasks.append([record(run, workers, args) for workers in args.workers])
         predicted.append(predictions(tasks[-1]))
-        show(tasks[-1], predicted[-1])
+        display.show_rows(f"{run.name}: the union, / n", tasks[-1])
+        display.show_rows("predicted from fewer workers, / n", [predicted[-1]])
     content = {"uniform": tables, "runs": tasks, "predictions": predicted}
     reports.write(args.json, {"backend": jax.default_backend()} | content)
     draw(tasks, args.plot)

@@ -87,7 +87,6 @@ def compare(
         "workers": workers,
         "regions": regions,
         "received": np.mean([unevenness(load) for load in loads]),
-        "received_worst": max(unevenness(load) for load in loads),
         "received_of_k": np.mean([np.max(load) for load in loads]) / k,
         "overflow": sum(step.overflow for step in results["auto"]) / selected,
         "before": np.mean(ratios),
@@ -101,27 +100,6 @@ def compare(
             for mode, of_mode in results.items()
         },
     }
-
-
-def show(report: dict[str, Any]) -> None:
-    """Prints the table of one recorded run."""
-    layers = sorted(report["layers"].items(), key=lambda item: -item[1]["selected"])[:2]
-    shares = ", ".join(
-        f"{name} {share['selected']:.0%} (of the parameters {share['parameters']:.1%})"
-        for name, share in layers
-    )
-    title = (
-        "{run}, {case}: n = {size:,}, k = {k:,}; {recorded} recorded steps; validation loss "
-        "{validation_before[loss]:.2f} -> {validation_after[loss]:.2f}\nselected entries by layer: "
-    )
-    fields = "regions workers received received_of_k overflow before over_trigger"
-    display.show_fields(title.format(**report) + shares, fields, report["rows"])
-    rows = [
-        {"regions": row["regions"], "workers": row["workers"], "balance": mode, **numbers}
-        for row in report["rows"]
-        for mode, numbers in row["balance"].items()
-    ]
-    display.show_fields("allgather", "regions workers balance after delivered words_of_bound", rows)
 
 
 def draw(runs: Sequence[dict[str, Any]], path: Path | None) -> None:
@@ -161,7 +139,10 @@ def main(argv: list[str] | None = None) -> None:
             for regions in REGIONS
         ]
         runs.append(report)
-        show(report)
+        title = f"{report['run']}, {report['case']}"
+        layers = [{"layer": name, **share} for name, share in report["layers"].items()]
+        display.show_rows(f"{title}: shares of the layers", layers)
+        display.show_rows(title, report["rows"])
     content = {"every": args.every, "period": args.period, "runs": runs}
     reports.write(args.json, {"backend": jax.default_backend()} | content)
     draw(runs, args.plot)

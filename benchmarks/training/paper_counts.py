@@ -93,13 +93,8 @@ def main(argv: list[str] | None = None) -> None:
         rows.append(counts_of(*case, args))
         # After each, as the next one takes long.
         reports.write(args.json, rows)
-    shown = [
-        {"task": row["task"], "thresholds": row["rule"], "count": which, **row[which]}
-        for row in rows
-        for which in COUNTS
-    ]
     title = f"Counts of Ok-Topk / k, P = {args.workers}, {args.steps} steps, of each seed"
-    display.show_fields(title, f"task thresholds count {' '.join(NUMBERS)}", shown)
+    display.show_rows(title, rows)
 
 
 if __name__ == "__main__":

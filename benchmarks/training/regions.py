@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> None:
                 row = {"case": case, "workers": workers, "regions": regions}
                 rows.append(row | deliver(inputs(workers), size, k, workers, regions, args.slack))
     title = f"what arrives of the ideal, in {args.steps} steps"
-    display.show_rows(title, rows, digits=4)
+    display.show_rows(title, rows)
     reports.write(args.json, {"size": args.size, "rows": rows})
 
 

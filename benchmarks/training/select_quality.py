@@ -32,7 +32,7 @@ from ._recorded_training import ORDERS, Recorder, Run
 from ._unions import parts
 
 # Figure 2(b) of ADTopk: an LSTM on WikiText-2, a model of words.
-PAPER = {0.001: 0.96, 0.05: 0.26}
+_PAPER_RATES = {"LSTM, WikiText-2": [0.96, None, None, None, 0.26]}
 SNAPSHOTS = 40
 # The plot ends here: next to nothing passes.
 FLOOR = 1e-3
@@ -141,27 +141,6 @@ def record(run: Run, args: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
-def show(report: dict[str, Any]) -> None:
-    """Prints the table of a run."""
-    title = "{run}: n = {size:,}, density {density:.1%}, {steps} steps; validation "
-    before, after = (report[f"validation_{when}"] for when in ("before", "after"))
-    numbers = ", ".join(f"{name} {before[name]:.3f} -> {after[name]:.3f}" for name in before)
-    fields = "selector passed.first_tenth passed.last_quarter selected.mean selected.last_quarter"
-    rows = [{"selector": name, **row} for name, row in report["selectors"].items()]
-    fields = f"{fields} overlap.mean overlap.worst"
-    display.show_fields(title.format(**report) + numbers, fields, rows)
-
-
-def show_missing(rates: dict[str, Any]) -> None:
-    """Prints the table of missing rows."""
-    rows = [{"of": "ADTopk paper, LSTM, WikiText-2", "rates": list(map(PAPER.get, DENSITIES))}]
-    for selection, of_selection in rates.items():
-        rows += [{"of": f"{selection}: {of}", "rates": row} for of, row in of_selection.items()]
-    densities = ", ".join(f"{density:.1%}" for density in DENSITIES)
-    title = f"rows without a selected entry, text run, mean over the steps, at {densities}"
-    display.show_fields(title, "of rates", rows)
-
-
 def self_driven(run: Run, args: argparse.Namespace) -> None:
     """Prints what passes where an estimator's own selection drives the training, as in Figure 6."""
     density, steps, rows = run.density, max(10, args.steps // 2), []
@@ -177,7 +156,7 @@ def self_driven(run: Run, args: argparse.Namespace) -> None:
         tenths = [np.mean(x) for x in np.array_split(curve.passed, 10)]
         rows.append({"selector": name, "tenths": tenths, "accuracy": curve.after["accuracy"]})
     title = f"images, each selector driving its own run of {steps} steps: passed / k, by tenths"
-    display.show_fields(title, "selector tenths accuracy", rows)
+    display.show_rows(title, rows)
 
 
 def draw(runs: list[dict[str, Any]], every: int, path: Path | None) -> None:
@@ -208,9 +187,17 @@ def main(argv: list[str] | None = None) -> None:
     found = []
     for run in (images, text):
         found.append(record(run, args))
-        show(found[-1])
-        if "missing_rows" in found[-1]:
-            show_missing(found[-1]["missing_rows"]["accumulator"])
+        rows = [{"selector": name, **row} for name, row in found[-1]["selectors"].items()]
+        display.show_rows(f"{run.name}, shares of k", rows)
+    rates = found[-1].get("missing_rows", {"accumulator": {}})["accumulator"]
+    rows = [
+        {"selection": selection, "of": of, "rates": row}
+        for selection, of_selection in ({"ADTopk paper": _PAPER_RATES} | rates).items()
+        for of, row in of_selection.items()
+    ]
+    densities = ", ".join(f"{density:.1%}" for density in DENSITIES)
+    title = f"rows without a selected entry, text run, mean over the steps, at {densities}"
+    display.show_rows(title, rows)
     if args.self_driven:
         self_driven(images, args)
     content = {"backend": jax.default_backend(), "every": args.every, "runs": found}
