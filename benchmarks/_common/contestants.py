@@ -113,10 +113,7 @@ def _around_made(wrap: Callable[..., Any], make: Make, *more: Any) -> Make:
 
 
 def _half(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """An exchange of float16, as PyTorch's `fp16_compress_hook` does it.
-
-    (XLA makes bfloat16 wider before it adds up on a CPU, so that nothing would be saved.)
-    """
+    """An exchange of float16, as of PyTorch's hook; XLA adds up no bfloat16 on a CPU."""
 
     def cast(dtype: Any) -> optax.GradientTransformation:
         return optax.stateless(lambda tree, _: jax.tree.map(lambda x: x.astype(dtype), tree))
@@ -256,10 +253,7 @@ def selector_factory(name: str) -> Callable[..., Selector]:
 
 
 def selectors(density: float, magnitude: float | None = None) -> dict[str, Selector]:
-    """Every selector by name, that of the default first.
-
-    ``magnitude`` is what ``threshold`` selects from; that of normal entries without it.
-    """
+    """Every selector by name, the default first; ``threshold`` is for normal entries by default."""
     made = {}
     for name in (*select.__all__, *select.published.__all__):
         factory = selector_factory(name)

@@ -78,10 +78,7 @@ def lines_of(rows: Sequence[Row], name: str, x: str, y: str) -> dict[str, Any]:
 
 
 def panels(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
-    """A figure of that size in inches and its axes, ``[rows, columns]``.
-
-    ``options`` are those of ``Figure.subplots``, such as ``sharey=True``.
-    """
+    """A figure of that size in inches, by options of ``subplots``, and its ``[rows, columns]``."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import math
 import os
 import sys
 import time
@@ -89,35 +90,27 @@ def require_network() -> None:
         raise InputError(reason)
 
 
+def _type(fits: Callable[[float], bool], what: str, kind: type = float) -> Callable[[str], Any]:
+    def number(text: str) -> Any:
+        if not fits(float(text)):
+            raise argparse.ArgumentTypeError(f"{text} is not {what}")
+        return kind(float(text))
+
+    return number
+
+
 def at_least(least: int) -> Callable[[str], int]:
     """The type of a whole number; ``1e6`` is one too."""
-
-    def count(text: str) -> int:
-        number = float(text)
-        if not least <= number < float("inf") or number % 1:
-            raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
-        return int(number)
-
-    return count
+    what = f"a whole number of at least {least}"
+    return _type(lambda x: least <= x < math.inf and x % 1 == 0, what, int)
 
 
 at_least_one = at_least(1)
 # Workers between which something is exchanged, or values that have a deviation.
 several = at_least(2)
-
-
-def share(text: str) -> float:
-    """The type of a density."""
-    if not 0 < float(text) <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not in (0, 1]")
-    return float(text)
-
-
-def positive(text: str) -> float:
-    """The type of a rate or a factor."""
-    if not 0 < float(text) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return float(text)
+# A density; and a rate or a factor.
+share = _type(lambda x: 0 < x <= 1, "in (0, 1]")
+positive = _type(lambda x: 0 < x < math.inf, "a positive number")
 
 
 def link(text: str) -> str:

@@ -25,12 +25,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Process:
-    """A process, and what it has said so far.
-
-    Attributes:
-      pid: its id.
-      ended_at: ``time.monotonic()`` when it ended; None before.
-    """
+    """A process, its ``pid``, what it has said so far, and the ``time.monotonic()`` of its end."""
 
     def __init__(self, command: Sequence[str], changed: threading.Condition, **options: Any):
         # Pipes for all: a file would be subject to the limits that a fault sets.
@@ -78,11 +73,7 @@ class Process:
         return next((e for e in self.events if wanted.items() <= e.items()), None)
 
     def wait_for(self, event: str, *, seconds: float, **values: Any) -> dict[str, Any]:
-        """The event, as soon as it comes.
-
-        Raises:
-          RuntimeError: the process ended, or the time is over, without it.
-        """
+        """The event, as soon as it comes; a RuntimeError where it does not."""
         wait([self], lambda: self.find(event, **values) or self.ended_at is not None, seconds)
         found = self.find(event, **values)
         if found is None:
@@ -147,10 +138,7 @@ def started(
     more: Mapping[str, str] | None = None,
     folder: Path = ROOT,
 ) -> Iterator[list[Process]]:
-    """A process of each command, for the length of the block; each is killed by its id.
-
-    ``more`` are variables beside those of :func:`environment`.
-    """
+    """A process of each command, with more variables, which is killed where the block ends."""
     processes: list[Process] = []
     changed = threading.Condition()
     variables = {**environment(), **(more or {})}

@@ -19,10 +19,7 @@ Pattern = dict[str, "Pattern"] | list["Pattern"] | tuple["Pattern"] | Check
 
 
 def write(path: Path | None, content: Any) -> None:
-    """Writes a report, arrays as lists; what was there stays until all of it is written.
-
-    Nothing is done where the path is None, an option that was not given.
-    """
+    """Writes a report where there is a path; what was there stays until all of it is written."""
     if path is None:
         return
     part = path.with_name(path.name + ".part")
@@ -32,11 +29,7 @@ def write(path: Path | None, content: Any) -> None:
 
 
 def read(path: Path, pattern: Pattern, source: str) -> Any:
-    """The content of a report that fits the pattern; ``source`` writes such files.
-
-    Raises:
-      InputError: the file can't be read, is no JSON, or holds something else.
-    """
+    """The content of a report that fits the pattern, as ``source`` writes it, or an InputError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

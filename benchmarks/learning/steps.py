@@ -50,16 +50,10 @@ def run_all(
         for workers in groups(name):
 
             def one(rate: float, seed: int, name=name, workers=workers) -> dict[str, Any]:
-                curve = train(
-                    task,
-                    makes[name](rate, args.steps),
-                    workers=workers or args.workers[0],
-                    steps=args.steps,
-                    batch=args.batch,
-                    every=max(1, args.steps // args.points),
-                    seeds=[seed],
-                    label=f"{name} at {rate:g}",
-                )[0]
+                given = {"steps": args.steps, "every": max(1, args.steps // args.points)}
+                given |= {"workers": workers or args.workers[0], "batch": args.batch}
+                variant, label = makes[name](rate, args.steps), f"{name} at {rate:g}"
+                curve = train(task, variant, seeds=[seed], label=label, **given)[0]
                 points = {"steps": curve.steps, "values": curve.values, "size": size}
                 return {"value": curve.values[-1], "words": curve.words, "curve": points}
 

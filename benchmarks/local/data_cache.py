@@ -25,7 +25,7 @@ from examples.data_cache.disk import Disk, stamp
 from examples.data_cache.images import Augment, Decode, ImageFolder, Throttled
 
 from .._common import options, reports, timing
-from .._common.display import show
+from .._common.display import show_rows
 from .._common.processes import in_new_process
 
 BASE = "no cache"
@@ -171,14 +171,6 @@ def summary(found):
     return rows
 
 
-def cells(row):
-    """Those of a line of the table."""
-    ratios = (row[f"epoch {number + 1}"] for number in (*EPOCHS, RESTART))
-    ratios = ("{:.2f} ({:.2f}-{:.2f})".format(*ratio) for ratio in ratios)
-    added, disk = row["added_memory"][0] / 1e6, row["disk"] / 1e6
-    return [row["contestant"], *ratios, f"{added:.0f}", f"{disk:.1f}"]
-
-
 @options.program
 def main(argv=None):
     """Measures, prints the table, and writes it as JSON if asked to."""
@@ -202,8 +194,7 @@ def main(argv=None):
         f"{args.latency:g} ms; no cache: "
         f"{statistics.median(one['rates'][0] for one in found[BASE]):.0f} samples/s"
     )
-    head = ("contestant", "epoch 1", "epoch 2", "epoch 3", "restart", "MB", "disk MB")
-    show("rates as ratios to the first epoch without a cache", head, [cells(row) for row in rows])
+    show_rows("rates as ratios to the first epoch without a cache, and bytes", rows)
     given = {**vars(args), "folder": None, "json": None}
     reports.write(args.json, {"options": given, "rows": rows})
 

@@ -1,6 +1,7 @@
 """The role of a host whose PyTorch process takes steps of DDP over Gloo, with given gradients."""
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,18 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._common.worker import measured
 from ._problem import gradients
-
-
-class _Done:
-    """An exchange that has ended."""
-
-    def __init__(self, tensor: torch.Tensor):
-        self._tensor = tensor
-
-    def get_future(self):
-        future = torch.futures.Future()
-        future.set_result([self._tensor])
-        return future
 
 
 class _Synchronous:
@@ -37,18 +26,17 @@ class _Synchronous:
     group, GradBucket = dist.group, dist.GradBucket
 
     @staticmethod
-    def all_reduce(tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> _Done:
+    def all_reduce(tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
         del async_op
         if tensor.numel():
             dist.all_reduce(tensor, group=group)
-        return _Done(tensor)
+        ended = torch.futures.Future()
+        ended.set_result([tensor])
+        return SimpleNamespace(get_future=lambda: ended)
 
 
 def parallel(model: torch.nn.Module, contestant: str) -> DistributedDataParallel:
-    """The module, with gradients exchanged in a way of PyTorch's own.
-
-    What is behind the slash of the name is a hook, such as ``fp16`` or ``powersgd2``.
-    """
+    """The module, with gradients exchanged by the hook that is behind the slash of the name."""
     made = DistributedDataParallel(model, gradient_as_bucket_view=True)
     hook = contestant.partition("/")[2]
     if hook == "fp16":

@@ -57,10 +57,7 @@ Found = dict[str, list[dict[str, Any]]]
 
 
 def batches(methods: Sequence[str], size: int, hosts: int, available: float) -> list[list[str]]:
-    """The methods in groups whose hosts fit into the memory together, each with the baseline.
-
-    A WorkerError where not even one method beside the baseline fits.
-    """
+    """The methods in groups that fit into the memory, each with the baseline, or a WorkerError."""
 
     def need(names: Sequence[str]) -> float:
         torch = sum(find(name).torch for name in names)

@@ -31,11 +31,7 @@ def _network(vocabulary: int, cells: int) -> Network:
 
 
 def recorded_runs(args: argparse.Namespace) -> tuple[Run, Run]:
-    """The image run and the text run.
-
-    Raises:
-      InputError: the data cannot be read, or the text is too short.
-    """
+    """The image run and the text run, or an InputError where the data are none for them."""
     data = read_images(args.images)
     vgg = convolutional(data.train_images.shape[1:], data.classes, CHANNELS, DENSE, POOLED)
     given = {"batch": args.batch, "seed": args.seed}

@@ -31,10 +31,7 @@ class Step(NamedTuple):
 
 
 def received(selections: np.ndarray, boundaries: np.ndarray) -> np.ndarray:
-    """The entries that each owner gets from the other workers, ``[P]``.
-
-    The indices of each worker, ``[P, c]``, ascend, and padding is past all regions.
-    """
+    """The entries, of ascending indices ``[P, c]``, that each owner gets from the others."""
     edges = np.array([np.searchsorted(row, boundaries) for row in selections])
     blocks = np.diff(edges, axis=1)
     np.fill_diagonal(blocks, 0)

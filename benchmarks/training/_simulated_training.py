@@ -71,10 +71,7 @@ class Curve(NamedTuple):
 
 
 def exact_top_k(density: float) -> sc.Selector:
-    """What ``select.topk`` selects, by ``lax.top_k``.
-
-    That is faster where n is small and many workers are simulated.
-    """
+    """What ``select.topk`` selects, by ``lax.top_k``: faster for many workers and a small n."""
 
     def select(acc: jax.Array, state: Any) -> tuple[sc.PaddedCOO, Any, sc.SelectInfo]:
         size = acc.shape[0]
@@ -91,11 +88,7 @@ def exact_top_k(density: float) -> sc.Selector:
 
 
 def order_of(task: Task, *, steps: int, batch: int, seed: int) -> np.ndarray:
-    """The examples of each step, i32[steps, batch].
-
-    Raises:
-      InputError: a batch of more examples than there are.
-    """
+    """The examples of each step, i32[steps, batch]; an InputError where a batch has too many."""
     if batch > task.count:
         raise InputError(f"a step takes {batch} examples, of {task.count}")
     random = np.random.default_rng(1000 + seed)
@@ -122,10 +115,7 @@ def train(
 ) -> list[Curve]:
     """Trains once for each seed and measures after each ``every`` steps, and at the end.
 
-    ``batch`` is of all workers. The program is compiled once for all seeds.
-
-    Raises:
-      InputError: the batch can't be dealt out evenly, or has more examples than there are.
+    ``batch`` is of all workers, and an InputError where it can't be dealt out evenly.
     """
     if batch % workers:
         raise InputError(f"a batch of {batch} can't be dealt out to {workers} workers")

@@ -37,10 +37,7 @@ PAPER_TRIGGER = 4
 
 
 def recordings(args: argparse.Namespace) -> Iterator[tuple[list[PaddedCOO], dict[str, Any]]]:
-    """Selections of some steps, ``[P, c]`` each, and a description.
-
-    Of both runs as they are, and with one layer scaled.
-    """
+    """Selections of some steps, ``[P, c]`` each, of both runs, without and with a layer scaled."""
     for run, hard in itertools.product(recorded_runs(args), (False, True)):
         recorder = Recorder(run, max(args.workers), args.factor if hard else None)
         steps: list[PaddedCOO] = []

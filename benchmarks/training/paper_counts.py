@@ -58,16 +58,10 @@ def counts_of(name: str, rule: str, args: argparse.Namespace) -> dict[str, Any]:
         global_period=setting.period,
         local=optax.scale_by_schedule(schedule(setting.rate, args.steps)),
     )
-    curves = train(
-        task,
-        Variant(optax.chain(sparse, optax.scale(-1.0)), optax.identity()),
-        workers=args.workers,
-        steps=args.steps,
-        every=max(1, args.steps // 8),
-        batch=kind.batch,
-        seeds=range(args.seeds),
-        label=f"tau' = {setting.period}, {rule}",
-    )
+    variant = Variant(optax.chain(sparse, optax.scale(-1.0)), optax.identity())
+    given = {"workers": args.workers, "steps": args.steps, "every": max(1, args.steps // 8)}
+    given |= {"batch": kind.batch, "label": f"tau' = {setting.period}, {rule}"}
+    curves = train(task, variant, seeds=range(args.seeds), **given)
     size = sum(leaf.size for leaf in jax.tree.leaves(task.init(0)))
     k, first = max(1, round(setting.density * size)), max(1, args.steps // 10)
     # (seeds, local and global, steps)

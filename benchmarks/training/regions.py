@@ -95,19 +95,20 @@ def cases(args: argparse.Namespace) -> Iterator[tuple[str, int, int, Callable[[i
     """Each case: its name, n, k, and what so many workers put in, step by step."""
     if args.recorded:
         for steps, report in recordings(args):
-
-            def recorded(workers: int, steps=steps):
-                return (jax.tree.map(lambda x: x[:workers], step) for step in steps)
-
+            recorded = functools.partial(_first_of, steps)
             yield f"{report['run']}, {report['case']}", report["size"], report["k"], recorded
         return
     for name in args.inputs:
+        yield name, args.size, args.selected, functools.partial(_synthetic, name, args)
 
-        def synthetic(workers: int, name=name):
-            rng = np.random.default_rng(args.seed)
-            return (gradient(name, i, workers, args.size, rng) for i in range(args.steps))
 
-        yield name, args.size, args.selected, synthetic
+def _first_of(steps: Iterable[sc.PaddedCOO], workers: int) -> Iterator[sc.PaddedCOO]:
+    return (jax.tree.map(lambda x: x[:workers], step) for step in steps)
+
+
+def _synthetic(name: str, args: argparse.Namespace, workers: int) -> Iterator[np.ndarray]:
+    rng = np.random.default_rng(args.seed)
+    return (gradient(name, i, workers, args.size, rng) for i in range(args.steps))
 
 
 @options.program

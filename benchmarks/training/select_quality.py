@@ -44,10 +44,7 @@ ESTIMATORS += ("redsync", "sidco", "dgc", "threshold_reuse")
 
 
 def contestants(density: float, first_threshold: float) -> dict[str, Any]:
-    """All selectors and the published variants, by name.
-
-    The fixed threshold is the k-th magnitude of the first accumulator.
-    """
+    """All selectors and variants; the fixed threshold is for the first accumulator."""
     published = select.published
     return selectors(density, first_threshold) | {
         "threshold_reuse, no servo": select.threshold_reuse(density=density, servo=False),
