@@ -11,25 +11,17 @@ from benchmarks.network import scaling
 from tests.programs import refused
 
 WHERE = {"workers": 4, "params": 1000}
-POINT = {**WHERE, "link": "1gbit", "method": "dense", "seconds": [2.0]}
+STEP = {**WHERE, "method": "dense"}
 NETWORK = {
     "settings": {"density": 0.01, "cores": 2},
-    "local": [{**WHERE, "method": "dense", "seconds": [0.5]}],
+    "local": [{**STEP, "seconds": [0.5]}],
     "links": [{**WHERE, "link": "1gbit", "latency": 1e-3}],
-    "points": [POINT],
+    "points": [{**STEP, "link": "1gbit", "seconds": [2.0]}],
 }
-TIMES = [
-    {"contestant": "dense (psum)", "median_ms": 20.0},
-    {"contestant": "ok_topk", "median_ms": 90.0},
-]
-PROGRAMS = {
-    "scaling --validate": (scaling.main, ["--validate"], NETWORK),
-    "scaling --local": (
-        scaling.main,
-        ["--params", "1M", "--workers", "4", "--no-programs", "--local"],
-        {"size": 1000, "times": TIMES},
-    ),
-}
+TIMES = [{"contestant": x, "median_ms": y} for x, y in (("dense (psum)", 20.0), ("ok_topk", 90.0))]
+MODEL = ["--params", "1M", "--workers", "4", "--no-programs", "--local"]
+PROGRAMS = {"--validate": (["--validate"], NETWORK)}
+PROGRAMS |= {"--local": (MODEL, {"size": 1000, "times": TIMES})}
 # For every program. Too many brackets end in a RecursionError, which is no ValueError.
 MALFORMED = {
     "nothing": "",
@@ -44,27 +36,26 @@ MALFORMED = {
 }
 # What is put in at a place of a good file.
 CHANGES = [
-    ("scaling --validate", ("settings",), None),
-    ("scaling --validate", ("settings", "density"), 2),
-    ("scaling --validate", ("settings", "density"), "0.01"),
-    ("scaling --validate", ("settings", "cores"), True),
-    ("scaling --validate", ("points", 0, "params"), 10**400),
-    ("scaling --validate", ("points", 0, "method"), 1),
-    ("scaling --validate", ("points", 0), {}),
-    ("scaling --validate", ("points",), []),
-    ("scaling --validate", ("points", 0, "seconds"), []),
-    ("scaling --validate", ("points", 0, "seconds"), [0]),
-    ("scaling --validate", ("points", 0, "seconds"), [float("nan")]),
-    ("scaling --validate", ("points", 0, "link"), "2gbit"),
-    ("scaling --validate", ("local",), []),
-    ("scaling --local", ("size",), 0),
-    ("scaling --local", ("times",), TIMES[:1]),
+    ("--validate", ("settings",), None),
+    ("--validate", ("settings", "density"), 2),
+    ("--validate", ("settings", "density"), "0.01"),
+    ("--validate", ("settings", "cores"), True),
+    ("--validate", ("points", 0, "params"), 10**400),
+    ("--validate", ("points", 0, "method"), 1),
+    ("--validate", ("points", 0), {}),
+    ("--validate", ("points",), []),
+    ("--validate", ("points", 0, "seconds"), []),
+    ("--validate", ("points", 0, "seconds"), [0]),
+    ("--validate", ("points", 0, "seconds"), [float("nan")]),
+    ("--validate", ("points", 0, "link"), "2gbit"),
+    ("--validate", ("local",), []),
+    ("--local", ("size",), 0),
+    ("--local", ("times",), TIMES[:1]),
 ]
 
 
 def assert_one_line(program, path, capsys):
-    main, argv, _ = PROGRAMS[program]
-    message = refused(main, [*argv, str(path)], capsys)
+    message = refused(scaling.main, [*PROGRAMS[program][0], str(path)], capsys)
     assert str(path) in message
     assert len(message) < 500
     return message
@@ -73,9 +64,9 @@ def assert_one_line(program, path, capsys):
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_good_file_is_read(program, tmp_path, capsys):
     path = tmp_path / "good.json"
-    main, argv, content = PROGRAMS[program]
+    argv, content = PROGRAMS[program]
     reports.write(path, content)
-    assert main([*argv, str(path)]) == 0
+    assert scaling.main([*argv, str(path)]) == 0
     printed, message = capsys.readouterr()
     assert printed
     assert not message
@@ -95,7 +86,7 @@ def test_a_file_of_something_else_is_one_line(program, content, tmp_path, capsys
 @pytest.mark.parametrize(("program", "place", "value"), CHANGES)
 def test_one_wrong_value_is_one_line(program, place, value, tmp_path, capsys):
     path = tmp_path / "bad.json"
-    content = copy.deepcopy(PROGRAMS[program][2])
+    content = copy.deepcopy(PROGRAMS[program][1])
     inner = content
     for key in place[:-1]:
         inner = inner[key]

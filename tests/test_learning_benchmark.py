@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -51,8 +52,9 @@ def row_of(table, name):
     return [name, *line.removeprefix(name).replace(",", "").split()]
 
 
-def without_links(monkeypatch, program, hosts, group_of):
+def without_links(monkeypatch, program, group_of):
     """No network is made and no process started."""
+    hosts = SimpleNamespace(limit=lambda link: None)
     monkeypatch.setattr(time, "started", lambda *_: contextlib.nullcontext(group_of))
     monkeypatch.setattr(options, "interrupt_when_told", lambda: None)
     monkeypatch.setattr(program.namespaces, "unusable", lambda: None)
@@ -71,12 +73,8 @@ def of_seconds(monkeypatch):
         curve |= {"size": 1000, "parts": [[60, 0.1], [40, 0.15]]}
         return {"value": end, "steps": 100, "received": 5e5, "curve": curve}
 
-    class Hosts:
-        def limit(self, link):
-            del link
-
     monkeypatch.setattr(time, "_train", train)
-    without_links(monkeypatch, time, Hosts(), lambda name: None)
+    without_links(monkeypatch, time, lambda name: None)
     return made
 
 
@@ -100,6 +98,9 @@ def test_runs_of_steps_are_kept_and_not_made_again(tmp_path, text, of_steps, cap
     assert len(of_steps) == 7
     assert steps.main([*arguments, "--show"]) == 0
     assert capsys.readouterr().out == table
+    # A dense run is the same for every share: both rates and the seed of the other one are new.
+    assert steps.main([*arguments, "--share", "0.1"]) == 0
+    assert of_steps[7:] == [f"sparse_adamw at {rate}" for rate in (0.01, 0.05, 0.05)]
 
 
 def test_runs_over_links_are_kept_and_not_made_again(tmp_path, of_seconds, capsys):
@@ -129,26 +130,18 @@ def test_runs_over_links_are_kept_and_not_made_again(tmp_path, of_seconds, capsy
 def test_neighbours_are_contestants_with_a_name_of_their_own(tmp_path, text, of_steps, capsys):
     runs, figure = tmp_path / "runs", tmp_path / "figure.png"
     arguments = [*SMALL, *text, "--runs", str(runs), "--only", DENSE, "--rates", "0.05"]
-    arguments += ["--seeds", "2", "--options", "gain=2.0", "b2=0.999", "--plot", str(figure)]
-    assert steps.main(arguments) == 0
+    arguments += ["--seeds", "2"]
+    added = ["--options", "gain=2.0", "b2=0.999", "--plot", str(figure)]
+    assert steps.main([*arguments, *added]) == 0
     name = "sparse_adamw b2=0.999 gain=2"
     assert of_steps == [f"{each} at 0.05" for each in (DENSE, name) for _ in range(2)]
     assert figure.read_bytes().startswith(b"\x89PNG")
     # In another order it is the same; and what is in the file is shown without being named.
-    arguments = arguments[: arguments.index("--options")]
     assert steps.main([*arguments, "--options", "b2=0.999", "gain=2"]) == 0
     assert len(of_steps) == 4
     capsys.readouterr()
     assert steps.main([*arguments, "--show"]) == 0
     assert row_of(capsys.readouterr().out, name)[1:4] == ["2", "0.05", "2"]
-
-
-def test_a_dense_run_is_the_same_for_every_share(tmp_path, text, of_steps):
-    arguments = [*SMALL, *text, "--runs", str(tmp_path / "runs"), "--rates", "0.05"]
-    arguments += ["--seeds", "1", "--only", DENSE, "ok_topk before AdamW"]
-    assert steps.main(arguments) == 0
-    assert steps.main([*arguments, "--share", "0.1"]) == 0
-    assert len(of_steps) == 3
 
 
 @pytest.mark.parametrize(
@@ -264,26 +257,15 @@ def test_pytorch_has_the_same_networks():
 # Steps over links.
 
 
-def answering(times):
-    """Workers that take these seconds, by contestant and round."""
-
-    class Hosts:
-        def limit(self, link):
-            self.link = link
-
-    class Group:
-        def ask(self, do, *, contestant, warmup, **_):
-            assert (do, warmup) == ("begin", 7)
-            return [{"seconds": 0.5}, {"seconds": times[contestant].pop(0)}]
-
-    return Hosts(), lambda name: Group()
-
-
 def test_a_round_is_as_slow_as_its_slowest_worker(monkeypatch, capsys, tmp_path):
     times = {name: [8.0, 8.0] for name in step_times.GROUPS["buckets"]}
     times |= {"nothing exchanged": [2.0, 4.0], "dense, 4 buckets": [5.0, 10.0]}
-    hosts, group_of = answering(times)
-    without_links(monkeypatch, step_times, hosts, group_of)
+
+    def ask(do, *, contestant, warmup, **_):
+        assert (do, warmup) == ("begin", 7)
+        return [{"seconds": 0.5}, {"seconds": times[contestant].pop(0)}]
+
+    without_links(monkeypatch, step_times, lambda name: SimpleNamespace(ask=ask))
     arguments = ["--group", "buckets", "--link", "1gbit", "--rounds", "2", "--steps", "7"]
     assert step_times.main([*arguments, "--json", str(tmp_path / "times.json")]) == 0
     assert not any(times.values())

@@ -11,20 +11,9 @@ from benchmarks.network._workers import WorkerError
 
 
 def point(**changes):
-    row = {
-        "workers": 4,
-        "params": 1000,
-        "link": "1gbit",
-        "method": "ok_topk",
-        "program_words": {"best": 50.0, "worst": 70.0},
-        "seconds": [4.0, 2.0, 5.0],
-        "cpu_seconds": [1.0, 1.0, 1.0],
-        "received": [250.0, 250.0, 250.0],
-        "sent": [250.0, 250.0, 250.0],
-        "words": [60.0, 60.0, 66.0],
-        "baseline_seconds": [8.0, 8.0, 5.0],
-    }
-    return row | changes
+    row = {"workers": 4, "params": 1000, "link": "1gbit", "method": "ok_topk"}
+    row |= {"program_words": {"best": 50.0, "worst": 70.0}, "words": [60.0, 60.0, 66.0]}
+    return row | {"seconds": [4.0, 2.0, 5.0]} | changes
 
 
 def found(points, local=(), links=()):
@@ -95,9 +84,8 @@ def test_validation_adds_the_local_step_latency_and_bandwidth(tmp_path):
 
 
 def test_scaling_reads_the_local_cost_of_a_measurement(tmp_path):
-    file = tmp_path / "cost.json"
-    times = [{"contestant": "dense (psum)", "median_ms": 20}]
-    times += [{"contestant": "ok_topk", "median_ms": 100}]
+    file, measured = tmp_path / "cost.json", {"dense (psum)": 20, "ok_topk": 100}
+    times = [{"contestant": name, "median_ms": time} for name, time in measured.items()]
     file.write_text(json.dumps({"size": 10**6, "times": times}))
     local, dense, _ = scaling.local_cost(str(file))
     assert local.select == pytest.approx(80e-9)

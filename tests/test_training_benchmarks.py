@@ -21,14 +21,12 @@ from benchmarks.training._measures import Leaf
 pytestmark = pytest.mark.usefixtures("default_promotion")
 
 
-@pytest.fixture
-def layout():
-    # Rows: 2 words, 3 output channels, 1 whole bias.
-    return [
-        Leaf("embedding", (2, 3), 0, 0),
-        Leaf("kernel", (2, 3), 6, -1),
-        Leaf("bias", (4,), 12, -1),
-    ]
+# Rows: 2 words, 3 output channels, 1 whole bias.
+LAYOUT = [
+    Leaf("embedding", (2, 3), 0, 0),
+    Leaf("kernel", (2, 3), 6, -1),
+    Leaf("bias", (4,), 12, -1),
+]
 
 
 @pytest.mark.parametrize(
@@ -41,25 +39,23 @@ def layout():
         ([16, 16], [2, 3, 1]),
     ],
 )
-def test_missing_rows(layout, selected, missing):
-    counts = _measures.missing_rows(np.array(selected, int), layout)
-    assert counts.tolist() == missing
+def test_missing_rows(selected, missing):
+    assert _measures.missing_rows(np.array(selected, int), LAYOUT).tolist() == missing
 
 
-def test_the_two_plain_selections(layout):
+def test_the_two_plain_selections():
     x = np.zeros(16, np.float32)
     x[[0, 1, 7, 12]] = [-9, 8, 7, 0.5]
     # k is 3 of 16 at once, and 1 of 6, 1 of 6 and 1 of 4.
     assert sorted(_measures.largest(x, 0.2)) == [0, 1, 7]
-    assert sorted(_measures.layer_selection(x, layout, 0.2)) == [0, 7, 12]
+    assert sorted(_measures.layer_selection(x, LAYOUT, 0.2)) == [0, 7, 12]
     # Zeros are never selected.
     assert sorted(_measures.largest(x, 1.0)) == [0, 1, 7, 12]
 
 
 def test_growth_counts_distinct_indices_and_no_padding():
-    growth = _unions.growth
     selections = [np.array(x) for x in ([0, 3, 9], [3, 4, 10], [10, 10, 10], [0, 1, 2])]
-    assert growth(selections, 10).tolist() == [3, 4, 4, 6]
+    assert _unions.growth(selections, 10).tolist() == [3, 4, 4, 6]
 
 
 def test_uniform_selections_are_near_the_formula():
@@ -72,16 +68,10 @@ def test_predictions_of_unions_that_follow_the_model():
     # Uniform among half of the places: every number of workers predicts the same.
     size, k = 1000, 10
     growth = np.array([500 * (1 - (1 - k / 500) ** p) / size for p in range(1, 9)])
+    common = {"size": size, "k": k, "uniform": 0.0}
     reports = [
-        {
-            "workers": p,
-            "size": size,
-            "k": k,
-            "growth": growth[:p],
-            "union": {"mean": growth[p - 1]},
-            "uniform": 0.0,
-            "series": np.full(3, growth[p - 1]),
-        }
+        {"workers": p, "growth": growth[:p], "series": np.full(3, growth[p - 1]), **common}
+        | {"union": {"mean": growth[p - 1]}}
         for p in (4, 8)
     ]
     table = _unions.predictions(reports)
