@@ -60,21 +60,17 @@ def check_batch(parser: argparse.ArgumentParser, batch: int, workers: int) -> No
 
 
 def program(main: Callable[[list[str] | None], int | None]) -> Callable[..., int]:
-    """Makes ``main(argv) -> status``; what goes wrong is one line.
-
-    The status is 2 for a wrong input, 1 for a network or worker that fails, 130 for an interrupt.
-    """
+    """Makes ``main(argv) -> status``; what goes wrong is one line."""
+    # A wrong input, a network or worker that fails, and an interrupt.
+    statuses = {InputError: 2, namespaces.NetworkError: 1, Interrupted: 130}
 
     @functools.wraps(main)
     def run(argv: list[str] | None = None) -> int:
         try:
             return main(argv) or 0
-        except InputError as error:
-            message, status = str(error), 2
-        except namespaces.NetworkError as error:
-            message, status = str(error), 1
-        except Interrupted:
-            message, status = "interrupted", 130
+        except tuple(statuses) as error:
+            message = str(error) or "interrupted"
+            status = next(status for kind, status in statuses.items() if isinstance(error, kind))
         name = main.__module__ if main.__module__ != "__main__" else Path(sys.argv[0]).stem
         print(f"{name.rpartition('.')[2]}: {message}", file=sys.stderr)
         return status

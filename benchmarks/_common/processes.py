@@ -25,7 +25,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Process:
-    """A process, its ``pid``, what it has said so far, and the ``time.monotonic()`` of its end."""
+    """A process, its ``pid``, and the ``time.monotonic()`` of its end.
+
+    ``events`` are what it has said so far on standard output.
+    """
 
     def __init__(self, command: Sequence[str], changed: threading.Condition, **options: Any):
         # Pipes for all: a file would be subject to the limits that a fault sets.
@@ -37,7 +40,7 @@ class Process:
         self.ended_at: float | None = None
         # Shared by the group, so that one can wait for any of them.
         self._changed = changed
-        self._events: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []
         # Lines, and whether each came on standard error.
         self._said: list[tuple[str, bool]] = []
         self._threads = [
@@ -51,11 +54,6 @@ class Process:
     def status(self) -> int | None:
         """The exit status, or minus the signal; None while it runs."""
         return self._popen.poll() if self.ended_at is not None else None
-
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        """All it has said on standard output."""
-        return list(self._events)
 
     @property
     def errors(self) -> str:
@@ -115,7 +113,7 @@ class Process:
             with contextlib.suppress(ValueError), self._changed:
                 event = json.loads(line)
                 if isinstance(event, dict):
-                    self._events.append(event)
+                    self.events.append(event)
                     self._changed.notify_all()
 
     def _read_errors(self) -> None:

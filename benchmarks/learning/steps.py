@@ -28,8 +28,8 @@ from ._lines import Line, Store, worse
 from ._tasks import KINDS
 
 # What a run has: what tells it from others, and what it came to.
-KEY = ("task", "width", "contestant", "share", "workers", "batch", "steps", "rate", "seed")
-NEEDED = (*KEY, "value", "words", "curve")
+NEEDED = ("task", "width", "contestant", "share", "workers", "batch", "steps", "rate", "seed")
+NEEDED += ("value", "words", "curve")
 # The numbers of workers of a contestant; None where it is the same for all.
 Groups = Callable[[str], Sequence[int | None]]
 

@@ -13,7 +13,7 @@ import optax_ext
 import sparse_collectives
 
 from .._common import contestants
-from .._common.worker import barrier, measured
+from .._common.worker import Stepper, barrier
 from . import _volumes
 from ._problem import gradients
 
@@ -22,7 +22,7 @@ AXIS = "workers"
 _COPIED = 4
 
 
-class Worker:
+class Worker(Stepper):
     """The steps of all methods over one mesh, compiled as they are asked for."""
 
     def __init__(self, config: dict[str, Any]):
@@ -111,10 +111,6 @@ class Worker:
                 received.append(float(info.words))
         self._steps[method] = run, state
         return received
-
-    def measure(self, method: str, steps: int) -> dict[str, Any]:
-        """Seconds, bytes and words of so many steps."""
-        return measured(self.barrier, lambda: self._take(method, steps), steps)
 
     def latency(self, sizes: list[int], rounds: int) -> dict[str, Any]:
         """Alpha and beta of this network, as the library fits them."""

@@ -10,7 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 from torch.nn.parallel import DistributedDataParallel
 
-from .._common.worker import measured
+from .._common.worker import Stepper
 from ._problem import gradients
 
 
@@ -66,7 +66,7 @@ class Model(torch.nn.Module):
         return self._loss(list(self.leaves), *batch)
 
 
-class Worker:
+class Worker(Stepper):
     """One DDP module and optimizer for each hook."""
 
     TORCH = True
@@ -112,7 +112,3 @@ class Worker:
             model().backward()
             optimizer.step()
             self._turn += 1
-
-    def measure(self, method: str, steps: int) -> dict[str, Any]:
-        """Seconds and bytes of so many steps."""
-        return measured(self.barrier, lambda: self._take(method, steps), steps)

@@ -137,3 +137,9 @@ def slowest(answers: Sequence[Answer], key: str = "seconds") -> float:
 def mean(answers: Sequence[Answer], key: str = "received") -> float:
     """What the workers count, on average."""
     return sum(answer[key] for answer in answers) / len(answers)
+
+
+def counted(rounds: Sequence[Sequence[Answer]], *keys: str) -> dict[str, list[float]]:
+    """Of each round the slowest worker's time, and the mean of what they count by these keys."""
+    row = {"seconds": [slowest(answers) for answers in rounds]}
+    return row | {key: [mean(answers, key) for answers in rounds] for key in keys}

@@ -48,8 +48,7 @@ class Worker:
 
     def drop(self, model: str) -> dict[str, Any]:
         """Frees the trainings of a model."""
-        for key in [key for key in self._trainings if key[0] == model]:
-            del self._trainings[key]
+        self._trainings = {key: x for key, x in self._trainings.items() if key[0] != model}
         return {}
 
     def measure(self, model: str, exchange: str, most: int) -> dict[str, Any]:
@@ -84,9 +83,8 @@ def main(argv: list[str] | None = None) -> None:
     made.add_argument("--exchange", nargs="+", help="by default all of the method")
     args = made.parse_args(argv)
     known = EXCHANGES[args.method]
-    for name in args.exchange or ():
-        if name not in known:
-            made.error(f"--exchange {name} is none of --method {args.method}: {', '.join(known)}")
+    for name in set(args.exchange or ()) - set(known):
+        made.error(f"--exchange {name} is none of --method {args.method}: {', '.join(known)}")
     if args.quick:
         args.data, args.rounds, args.rows, args.batch, args.steps = ["small"], 2, 800, 50, 3
     all_of(args, args.data, _measured, _show)
@@ -123,16 +121,12 @@ def _measured(args: argparse.Namespace, data: str) -> Iterator[list[dict[str, An
 
 def _row(name: str, steps: int, rounds: list[list[dict[str, Any]]]) -> dict[str, Any]:
     """Of each round the slowest worker's time; counts are those of all alike, bytes their mean."""
-    return {
-        "exchange": name,
-        "epoch_seconds": [steps * slowest(answers) for answers in rounds],
-        # What the slowest to compute spends there is little: others wait for it in theirs.
-        "exchange_seconds": [steps * slowest(answers, "exchange_seconds") for answers in rounds],
-        "words": [answers[0]["words"] for answers in rounds],
-        "received": [mean(answers) for answers in rounds],
-        "delivered": [answers[0]["delivered"] for answers in rounds],
-        "objectives": [answers[0]["objective"] for answers in rounds],
-    }
+    # What the slowest to compute spends in the exchange is little: others wait for it in theirs.
+    times = {"epoch_seconds": "seconds", "exchange_seconds": "exchange_seconds"}
+    alike = {"words": "words", "delivered": "delivered", "objectives": "objective"}
+    row = {key: [steps * slowest(x, of) for x in rounds] for key, of in times.items()}
+    row |= {key: [answers[0][of] for answers in rounds] for key, of in alike.items()}
+    return {"exchange": name, **row, "received": [mean(answers) for answers in rounds]}
 
 
 def _show(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:

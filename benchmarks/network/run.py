@@ -29,7 +29,7 @@ from .._common.options import say
 from . import _report
 from ._problem import SHAPES
 from ._report import REST
-from ._workers import Answer, WorkerError, Workers, groups, in_turns, mean, slowest
+from ._workers import Answer, WorkerError, Workers, counted, groups, in_turns, slowest
 
 _CODECS = ("narrow16", "narrow8")
 METHODS = (
@@ -127,9 +127,7 @@ def _batch(
             asked = {"method": name, "steps": args.steps}
             rounds = [owner(name).ask("measure", **asked) for _ in range(args.rounds)]
             owner(name).ask("drop", method=name)
-            row = _counted(rounds)
-            times = {key: row[key] for key in ("seconds", "cpu_seconds")}
-            found["local"].append({"method": name} | times)
+            found["local"].append({"method": name} | counted(rounds, "cpu_seconds"))
     words, steps = {name: prepare(name) for name in names}, {}
 
     def ask(name: str) -> list[Answer]:
@@ -145,21 +143,14 @@ def _batch(
             seconds = slowest(owner(name).ask("measure", method=name, steps=1))
             steps[name] = max(1, min(args.steps, math.ceil(_ROUND_SECONDS / seconds)))
         rounds = in_turns(ask, names, args.rounds, link)
-        base = {"baseline_seconds": _counted(rounds[BASELINE])["seconds"]}
+        base = {"baseline_seconds": counted(rounds[BASELINE])["seconds"]}
         for name in new:
             row = {"link": link, "method": name, "program_words": words[name]}
-            found["points"].append(row | _counted(rounds[name]) | base)
+            row |= counted(rounds[name], "cpu_seconds", "received", "sent") | base
+            said = [answers[0]["words"] for answers in rounds[name]]
+            found["points"].append(row | {"words": [x for x in said if x is not None]})
     made.limit("none")
     return found
-
-
-def _counted(rounds: Sequence[Sequence[Answer]]) -> dict[str, list[Any]]:
-    """Of each round the slowest worker's time, and the mean of what they count."""
-    counted = ("cpu_seconds", "received", "sent")
-    row = {key: [mean(answers, key) for answers in rounds] for key in counted}
-    words = [answers[0]["words"] for answers in rounds]
-    row["words"] = [x for x in words if x is not None]
-    return row | {"seconds": [slowest(answers) for answers in rounds]}
 
 
 def _methods(args: argparse.Namespace) -> list[str]:

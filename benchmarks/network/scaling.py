@@ -27,7 +27,7 @@ from .._common.namespaces import rate
 from .._common.options import InputError
 from . import _volumes
 
-WORKERS = [16, 32, 64, 128, 256, 512, 1024]
+WORKERS = [2**i for i in range(4, 11)]
 NETWORKS = (
     ("Aries-like", "1.3us", "10GB/s"),
     ("25 Gbit Ethernet", "25us", "25Gbit"),

@@ -20,15 +20,15 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import optax_ext
 
 from .._common import contestants, display, namespaces, options, timing
-from .._common.worker import barrier, measured
-from ._workers import all_of, groups, in_turns, mean, slowest
+from .._common.worker import Stepper, barrier
+from ._workers import all_of, counted, groups, in_turns
 
 # By name, which contestant; AdamW goes behind what is no whole optimizer.
 METHODS = {"dense": "dense/leaves", "ok_topk": "ok_topk", "sparse_adamw": "sparse_adamw"}
 LAYOUTS = ("fsdp", "tensor")
 
 
-class Worker:
+class Worker(Stepper):
     """The role of a site: training steps of one model, sharded in one way, for each method."""
 
     def __init__(self, config: dict[str, Any]):
@@ -80,10 +80,6 @@ class Worker:
         # The same of each step, to the shape of a program.
         return [float(optax_ext.get_info(state).words)] * steps
 
-    def measure(self, method: str, steps: int) -> dict[str, Any]:
-        """Seconds and bytes of a step, the mean of so many."""
-        return measured(self.barrier, lambda: self._take(method, steps), steps)
-
 
 @options.program
 def main(argv: list[str] | None = None) -> None:
@@ -126,15 +122,8 @@ def _measured(args: argparse.Namespace, layout: str) -> Iterator[list[dict[str, 
             found = in_turns(ask, list(METHODS), args.rounds, f"{layout}, {link}")
             hosts.limit("none")
             yield [
-                {
-                    "layout": layout,
-                    "link": link,
-                    "size": size,
-                    "method": method,
-                    "seconds": [slowest(answers) for answers in rounds],
-                    "words": rounds[0][0]["words"],
-                    "received": [mean(answers) for answers in rounds],
-                }
+                {"layout": layout, "link": link, "size": size, "method": method}
+                | {"words": rounds[0][0]["words"], **counted(rounds, "received")}
                 for method, rounds in found.items()
             ]
 

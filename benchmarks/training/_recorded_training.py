@@ -1,12 +1,10 @@
 """Training with top-k error feedback, whose accumulators are there to look at.
 
-Each worker adds its gradient to its residual, sends the exact top-k of the
-sum and keeps the rest; the mean of what was sent goes to the optimizer. That is error feedback by
-the book: it depends on no allreduce and on none of the selectors that are measured.
-
-The learning rate is applied in one of two places. `before` accumulation, as in algorithm 2 of
-Ok-Topk: when the rate has fallen, what is new is small beside what the residual holds from before.
-Or `behind` it, in SGD with momentum, which leaves the accumulators in the units of the gradient.
+Each worker adds its gradient to its residual, sends the exact top-k of the sum and keeps the rest;
+the mean of what was sent goes to the optimizer. That is error feedback by the book: it depends on
+no allreduce and on none of the selectors that are measured. The learning rate is applied `before`
+the accumulation, as in algorithm 2 of Ok-Topk, or `behind` it, in SGD with momentum, which leaves
+the accumulators in the units of the gradient.
 """
 
 import math
@@ -33,30 +31,32 @@ Visit = Callable[[int, jax.Array, jax.Array, Sequence[PaddedCOO]], None]
 
 
 class Run(NamedTuple):
-    """What is trained and recorded: images or text, with so many of k / n."""
+    """What is trained and recorded: images or text, with so many of k / n.
+
+    ``hard`` is the layer that is scaled in the harder case: some percent of the parameters, more
+    than k. The batch is of each worker, ``rate`` the peak of SGD with momentum, and ``clip`` the
+    largest norm of a worker's gradient.
+    """
 
     name: str
     learns: simulated.Task
     density: float
-    # The layer that is scaled in the harder case: some percent of the parameters, more than k.
     hard: str
-    # Of each worker.
     batch: int
     seed: int
-    # The peak learning rate of SGD with momentum, and the largest norm of a worker's gradient.
     rate: float = 0.01
     clip: float = math.inf
 
 
 class Curve(NamedTuple):
-    """What the training run itself did."""
+    """Loss, and accuracy of images, on data that training does not see; and at each step.
 
-    # Loss, and accuracy of images, on data that training does not see: before and after it.
+    These are the training loss, and the entries of worker 0 that passed the threshold, / k.
+    """
+
     before: dict[str, float]
     after: dict[str, float]
-    # The training loss of each step.
     losses: list[float]
-    # Entries of worker 0 that passed the threshold of each step, / k.
     passed: list[float]
 
 

@@ -15,18 +15,17 @@ AXIS = "workers"
 
 
 class Step(NamedTuple):
-    """What one step of :func:`replay` did."""
+    """What one step of :func:`replay` did.
 
-    # ``i32[P + 1]``, the regions that it used.
+    The regions that it used, ``i32[P + 1]``; the indices of the result by the worker that sent them
+    in the allgather, ``i32[P, slots]``, of which n marks padding; the entries of all workers that
+    found no slot; those in the result; and the words that each worker received.
+    """
+
     boundaries: np.ndarray
-    # ``i32[P, slots]``, those of the result by the worker that sent them in the allgather; n marks
-    # padding.
     indices: np.ndarray
-    # Entries of all workers that found no slot.
     overflow: int
-    # Entries in the result.
     delivered: int
-    # What each worker received.
     words: float
 
 

@@ -25,22 +25,21 @@ AXIS = "workers"
 
 
 class Task(NamedTuple):
-    """What to learn."""
+    """What to learn.
+
+    ``batch_of(chosen)`` are the examples ``chosen i32[...]`` as NumPy arrays, ``loss(params,
+    batch)`` is their mean, and there are ``count``. ``evaluate`` is on data that training does not
+    see, and ``validate`` loss and more on the same data, by name; without it that is the loss.
+    With ``once`` all examples come before any of them comes again; else each is drawn from all.
+    """
 
     name: str
-    # ``init(seed) -> params``.
     init: Callable[[int], Any]
-    # ``loss(params, batch)``, the mean over a batch.
     loss: Callable[[Any, Any], jax.Array]
-    # ``batch_of(chosen)``, the examples ``chosen i32[...]`` as NumPy arrays.
     batch_of: Callable[[np.ndarray], Any]
-    # How many examples there are.
     count: int
-    # On data that training does not see.
     evaluate: Callable[[Any], float]
-    # Whether all examples come before any of them comes again; otherwise each is drawn from all.
     once: bool
-    # Loss and more of the same data, by name; None: ``evaluate`` is the loss.
     validate: Callable[[Any], dict[str, float]] | None = None
 
 
@@ -54,19 +53,18 @@ class Variant(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """What a run did; the last three are None without an allreduce."""
+    """What a run did: values and mean training losses at some steps.
 
-    # After which the next two were measured.
+    Without an allreduce the rest is None: the mean of the words that each worker received in a
+    step, that of the entries in the update, / n, and what a worker selected and what was delivered
+    at each step, ``f64[2, steps]``.
+    """
+
     steps: list[int]
-    # Of ``Task.evaluate``.
     values: list[float]
-    # The mean training loss since the measurement before.
     losses: list[float]
-    # The mean of the words that each worker received in a step.
     words: float | None
-    # The mean of the entries in the update, / n.
     delivered: float | None
-    # What a worker selected and what was delivered at each step, ``f64[2, steps]``.
     counts: np.ndarray | None = None
 
 

@@ -16,7 +16,7 @@ section 3.1), on the accumulators of the text run.
 import argparse
 import functools
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,17 +54,6 @@ def contestants(density: float, first_threshold: float) -> dict[str, Any]:
     }
 
 
-class Quality(NamedTuple):
-    """One selection beside the exact one, ``f32[]`` each."""
-
-    # Entries in the buffer, / k.
-    selected: Any
-    # Those and the overflow, / k: what the threshold lets through.
-    passed: Any
-    # The share of the exact top-k that was selected.
-    overlap: Any
-
-
 class Shadows:
     """The selectors of :func:`contestants`, run over a sequence of accumulators."""
 
@@ -84,8 +73,8 @@ class Shadows:
         self._states, record = self._measure(acc, *exact, self._states)
         self._records.append(jax.device_get(record))
 
-    def series(self) -> dict[str, Quality]:
-        """The qualities by name: ``f32[steps]`` for each number."""
+    def series(self) -> dict[str, dict[str, np.ndarray]]:
+        """What was selected, what passed and the overlap, by name: ``f32[steps]`` each."""
         qualities = jax.tree.map(lambda *x: np.asarray(x), *self._records)
         return {name: qualities[name] for name in self._selectors}
 
@@ -97,11 +86,9 @@ class Shadows:
         qualities, following = {}, {}
         for name, selector in self._selectors.items():
             coo, following[name], info = selector.select(acc, states[name])
-            qualities[name] = Quality(
-                selected=info.selected / k,
-                passed=(info.selected + info.overflow) / k,
-                overlap=jnp.sum(exact[coo.indices]) / count,
-            )
+            qualities[name] = {"selected": info.selected / k}
+            qualities[name]["passed"] = (info.selected + info.overflow) / k
+            qualities[name]["overlap"] = jnp.sum(exact[coo.indices]) / count
         return following, qualities
 
 
@@ -125,12 +112,12 @@ def record(run: Run, args: argparse.Namespace) -> dict[str, Any]:
     curve = recorder.train(args.steps, order=args.learning_rate, visit=visit)
     qualities, found = shadows.series(), {}
     for name, quality in qualities.items():
-        found[name] = {field: parts(x) for field, x in quality._asdict().items()}
-        found[name]["overlap"]["worst"] = np.min(quality.overlap)
+        found[name] = {field: parts(x) for field, x in quality.items()}
+        found[name]["overlap"]["worst"] = np.min(quality["overlap"])
     report = recorder.description(curve) | {
         "learning_rate": args.learning_rate,
         "selectors": found,
-        "series": {name: {"passed": np.round(x.passed, 5)} for name, x in qualities.items()},
+        "series": {name: {"passed": np.round(x["passed"], 5)} for name, x in qualities.items()},
     }
     if missing.counts:
         rates = {selection: missing.rates("accumulator", selection) for selection in SELECTIONS}
