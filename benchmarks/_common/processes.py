@@ -132,9 +132,7 @@ class Process:
 
 @contextlib.contextmanager
 def started(
-    commands: Sequence[Sequence[str]],
-    more: Mapping[str, str] | None = None,
-    folder: Path = ROOT,
+    commands: Sequence[Sequence[str]], more: Mapping[str, str] | None = None, folder: Path = ROOT
 ) -> Iterator[list[Process]]:
     """A process of each command, with more variables, which is killed where the block ends."""
     processes: list[Process] = []

@@ -24,10 +24,7 @@ def turns(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
 
 
 def in_turns(
-    runs: Mapping[str, Callable[[int], Any]],
-    rounds: int,
-    *,
-    seen: Callable[[str, Any], None] = lambda name, result: None,
+    runs: Mapping[str, Callable[[int], Any]], rounds: int, *, seen: Any = lambda name, result: None
 ) -> dict[str, list[float]]:
     """Seconds of each contestant in each round, by name.
 

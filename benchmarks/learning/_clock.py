@@ -20,6 +20,9 @@ _FEW, _MEMORY = 3, 10
 _STEPS = 10**6
 
 
+Take = Callable[[list[float]], float]
+
+
 class Curve(NamedTuple):
     """What came of a budget: values, and the seconds of training and steps at each."""
 
@@ -34,11 +37,7 @@ def rates_at(peak: float, shares: Sequence[float]) -> list[float]:
 
 
 def spend(
-    budget: float,
-    points: int,
-    guess: float,
-    take: Callable[[list[float]], float],
-    measure: Callable[[], float],
+    budget: float, points: int, guess: float, take: Take, measure: Callable[[], float]
 ) -> Curve:
     """Takes steps for the seconds of the budget, and measures after each of so many equal parts.
 

@@ -3,9 +3,9 @@
 Runs are in a file of JSON lines, so that an experiment that was cut short goes on.
 """
 
-import argparse
 import json
 import math
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,9 @@ from ._contestants import Option, option
 from ._tasks import KINDS
 
 Case = dict[str, Any]
+# A contestant of --options, by name; and those with whom a contestant of a name is compared.
+Added = Callable[[Sequence[Option]], tuple[str, Any]]
+Groups = Callable[[str], Iterable[Any]]
 
 
 class Store:
@@ -82,9 +85,7 @@ def _read(path: Path, needed: Sequence[str]) -> list[dict[str, Any]]:
     return runs
 
 
-def parser_of(
-    doc: str | None, tasks: Iterable[str], default: str, **usual: Any
-) -> argparse.ArgumentParser:
+def parser_of(doc: Any, tasks: Iterable[str], default: str, **usual: Any) -> ArgumentParser:
     """A parser with the options of both, and usual ones; ``tasks`` may be chosen."""
     chosen = {name: KINDS[name] for name in tasks}
     what = "; ".join(f"{name}: {kind.model}, {kind.optimizer}" for name, kind in chosen.items())
@@ -98,11 +99,7 @@ def parser_of(
 
 
 def complete(
-    parser: argparse.ArgumentParser,
-    args: argparse.Namespace,
-    names: Sequence[str],
-    neighbour: Callable[[Sequence[Option]], tuple[str, Any]],
-    **usual: Any,
+    parser: ArgumentParser, args: Namespace, names: Sequence[str], neighbour: Added, **usual: Any
 ) -> None:
     """Fills in what is usual, and ends with one line where an option is wrong.
 
@@ -131,16 +128,13 @@ def complete(
         parser.error("--show needs --runs FILE")
 
 
-def chosen(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
+def chosen(args: Namespace, names: Iterable[str]) -> list[str]:
     """The contestants of a run: those of --only, or all, and those of --options."""
     return [*(name for name in names if not args.only or name in args.only), *args.neighbours]
 
 
 def run_missing(
-    store: Store,
-    args: argparse.Namespace,
-    case: Case,
-    train: Callable[[float, int], dict[str, Any]],
+    store: Store, args: Namespace, case: Case, train: Callable[[float, int], Case]
 ) -> None:
     """Makes the runs of a case that are not in the store, by ``train(rate, seed)``."""
     for rate, seed in store.missing(args.rates, args.seeds, **case):
@@ -172,10 +166,7 @@ class Line(NamedTuple):
 
 
 def lines_of(
-    store: Store,
-    names: Iterable[str],
-    groups: Callable[[str], Iterable[Any]],
-    case_of: Callable[[str, Any], Case],
+    store: Store, names: Iterable[str], groups: Groups, case_of: Callable[[str, Any], Case]
 ) -> list[Line]:
     """The best runs in the store of these contestants and of others that are there."""
     found = []

@@ -14,7 +14,7 @@ Words are those that a worker receives in a step, as multiples of k (P-1)/P for 
 
 import argparse
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,14 +24,12 @@ from .._common import display, options
 from ..training._simulated_training import Task, train
 from . import _lines, _tasks
 from ._contestants import DENSE, DENSITY, contestants, neighbour
-from ._lines import Line, Store, worse
+from ._lines import Groups, Line, Store, worse
 from ._tasks import KINDS
 
 # What a run has: what tells it from others, and what it came to.
 NEEDED = ("task", "width", "contestant", "share", "workers", "batch", "steps", "rate", "seed")
 NEEDED += ("value", "words", "curve")
-# The numbers of workers of a contestant; None where it is the same for all.
-Groups = Callable[[str], Sequence[int | None]]
 
 
 def case_of(args: argparse.Namespace, name: str, workers: int | None) -> dict[str, Any]:
@@ -41,9 +39,7 @@ def case_of(args: argparse.Namespace, name: str, workers: int | None) -> dict[st
     return case | {"contestant": name} | own
 
 
-def run_all(
-    task: Task, store: Store, makes: dict[str, Any], groups: Groups, args: argparse.Namespace
-) -> None:
+def run_all(task: Task, store: Store, makes: Any, groups: Groups, args: argparse.Namespace) -> None:
     """All runs that are not in the store."""
     size = sum(leaf.size for leaf in jax.tree.leaves(task.init(0)))
     for name in _lines.chosen(args, contestants(args.task)):

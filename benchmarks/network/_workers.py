@@ -111,12 +111,7 @@ def in_turns(
     return found
 
 
-def all_of(
-    args: argparse.Namespace,
-    cases: Iterable[str],
-    measured: Callable[..., Iterator[list[dict[str, Any]]]],
-    show: Callable[..., None],
-) -> None:
+def all_of(args: argparse.Namespace, cases: Iterable[str], measured: Any, show: Any) -> None:
     """Measures cases, and shows their rows as they come and writes them to the file."""
     options.require_network()
     settings = {name: value for name, value in vars(args).items() if name != "json"}

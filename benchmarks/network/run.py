@@ -54,6 +54,8 @@ _ROUND_SECONDS = 0.5
 # Words of the operands from which alpha and beta are fitted.
 _LATENCY_SIZES = (256, 4096, 65_536)
 Found = dict[str, list[dict[str, Any]]]
+Names = Sequence[str]
+Owner = Callable[[str], Workers]
 
 
 def batches(methods: Sequence[str], size: int, hosts: int, available: float) -> list[list[str]]:
@@ -81,9 +83,7 @@ def batches(methods: Sequence[str], size: int, hosts: int, available: float) -> 
     return found
 
 
-def measure(
-    size: int, hosts: int, links: Sequence[str], methods: Sequence[str], args: argparse.Namespace
-) -> Found:
+def measure(size: int, hosts: int, links: Names, methods: Names, args: argparse.Namespace) -> Found:
     """Rows for a JSON file: steps over each link, its alpha and beta, steps without exchange."""
     found: Found = {"points": [], "links": [], "local": []}
     config = {"density": args.density, "shapes": SHAPES[args.shapes](size), "seed": args.seed}
@@ -102,12 +102,7 @@ def measure(
 
 
 def _batch(
-    made: Hosts,
-    links: Sequence[str],
-    names: Sequence[str],
-    first: bool,
-    owner: Callable[[str], Workers],
-    args: argparse.Namespace,
+    made: Hosts, links: Names, names: Names, first: bool, owner: Owner, args: argparse.Namespace
 ) -> Found:
     """What the others have in common with the first batch is measured in that one only."""
     found: Found = {"points": [], "links": [], "local": []}

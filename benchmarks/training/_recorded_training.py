@@ -18,7 +18,7 @@ import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
 
-from sparse_collectives import PaddedCOO, Selector, select
+from sparse_collectives import PaddedCOO, select
 
 from .._common import options
 from . import _simulated_training as simulated
@@ -84,7 +84,7 @@ class Recorder:
         steps: int,
         *,
         order: str = "before",
-        selector: Selector | None = None,
+        selector: Any = None,
         visit: Visit = lambda *_: None,
     ) -> Curve:
         """Trains, and calls ``visit`` at every step; vectors are as in :func:`layout_of`.

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_collectives import PaddedCOO, Selector, SparseAllreduce, simulate
+from sparse_collectives import PaddedCOO, SparseAllreduce, simulate
 from sparse_collectives.allreduce import ok_topk
 
 AXIS = "workers"
@@ -77,11 +77,7 @@ def _compiled(workers: int, density: float, period: int, **options: str):
 
 
 def on_workers(
-    allreduce: SparseAllreduce,
-    workers: int,
-    selector: Selector | None = None,
-    *,
-    dense: bool = True,
+    allreduce: SparseAllreduce, workers: int, selector: Any = None, *, dense: bool = True
 ) -> Callable[..., Any]:
     """A compiled step of all workers, ``step(given, state) -> (sent, total, kept, state, info)``.
 

@@ -4,7 +4,7 @@ A network of one hidden layer and a convolutional one on images, a decoder trans
 characters. A convolution is written as a product of matrices, with the patches of the image.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,9 @@ from jax import lax
 
 CHANNELS, DENSE = (16, 32), 96
 WIDTH, HEADS, BLOCKS, CONTEXT = 32, 4, 2, 64
+
+
+Shape = tuple[int, ...]
 
 
 class Network(NamedTuple):
@@ -34,7 +37,7 @@ def loss_of(network: Network) -> Callable[[Any, tuple[jax.Array, jax.Array]], ja
     return loss
 
 
-def one_hidden_layer(shape: tuple[int, ...], classes: int, hidden: int) -> Network:
+def one_hidden_layer(shape: Shape, classes: int, hidden: int) -> Network:
     """For images of the shape, (height, width)."""
 
     def init(seed):
@@ -52,11 +55,7 @@ def one_hidden_layer(shape: tuple[int, ...], classes: int, hidden: int) -> Netwo
 
 
 def convolutional(
-    shape: tuple[int, ...],
-    classes: int,
-    channels: Sequence[int] = CHANNELS,
-    dense: int = DENSE,
-    pooled: Sequence[int] = (0, 1),
+    shape: Shape, classes: int, channels: Shape = CHANNELS, dense=DENSE, pooled: Shape = (0, 1)
 ) -> Network:
     """Convolutions of 3x3, a maximum of 2x2 behind those that are ``pooled``, a hidden layer."""
 

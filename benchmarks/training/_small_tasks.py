@@ -19,6 +19,7 @@ from ._small_models import CONTEXT, WIDTH, Network, loss_of, transformer
 
 # Measured at once, to bound the memory.
 _PART = 500
+Make = Callable[[int, int], Network]
 
 
 def image_task(data: Dataset, network: Network) -> Task:
@@ -47,12 +48,7 @@ def image_task(data: Dataset, network: Network) -> Task:
 
 
 def text_task(
-    text: str,
-    *,
-    windows: int = 256,
-    width: int = WIDTH,
-    network: Callable[[int, int], Network] = transformer,
-    context: int = CONTEXT,
+    text: str, *, windows=256, width: int = WIDTH, network: Make = transformer, context=CONTEXT
 ) -> Task:
     """The loss on the last tenth of the text, in nats for a character.
 
@@ -78,12 +74,7 @@ def word_task(text: str, *, windows: int = 1024, width: int = _text_models.WIDTH
 
 
 def _sequence_task(
-    what: str,
-    code: np.ndarray,
-    context: int,
-    network: Network | _text_models.Scored,
-    loss: Callable[[Any, Any], jax.Array],
-    windows: int,
+    what: str, code: np.ndarray, context: int, network: Any, loss: Any, windows: int
 ) -> Task:
     """The next of each of ``context`` numbers, from windows that begin anywhere."""
     cut = len(code) * 9 // 10
