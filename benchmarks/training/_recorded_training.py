@@ -80,12 +80,7 @@ class Recorder:
             self._units = self._units.at[layer].set(factor)
 
     def train(
-        self,
-        steps: int,
-        *,
-        order: str = "before",
-        selector: Any = None,
-        visit: Visit = lambda *_: None,
+        self, steps: int, *, order="before", selector: Any = None, visit: Visit = lambda *_: None
     ) -> Curve:
         """Trains, and calls ``visit`` at every step; vectors are as in :func:`layout_of`.
 
