@@ -162,12 +162,9 @@ def test_another_file_is_one_line(tmp_path, content, message, capsys):
 @pytest.mark.parametrize("task", ["text", "lstm", "words", "images-adamw"])
 def test_each_task_learns(task, text, capsys):
     arguments = ["--task", task, "--workers", "2", "--points", "2", "--batch", "8", "--steps", "60"]
-    if task != "images-adamw":
-        arguments += ["--width", "8"]
-    name = DENSE
-    if task == "text":
-        arguments, name = [*arguments, *text], "sparse_adamw"
-    assert steps.main([*arguments, "--only", name, "--rates", "0.02", "--seeds", "1"]) == 0
+    arguments += ["--width", "8"] if task != "images-adamw" else []
+    arguments += [*text, "--only", "sparse_adamw"] if task == "text" else ["--only", DENSE]
+    assert steps.main([*arguments, "--rates", "0.02", "--seeds", "1"]) == 0
     value = float(capsys.readouterr().out.splitlines()[-1].split()[4])
     # From the logarithms of the alphabet (29 in the short text) and of the vocabulary, and of a
     # tenth right.
@@ -189,12 +186,10 @@ def test_tricks_are_trained(tmp_path):
 
 
 def test_every_contestant_can_be_made():
-    for task in _tasks.KINDS:
-        for make in contestants(task, share=0.5).values():
-            assert callable(make(0.1, 10).exchange.update)
-    for group in _contestants.over_links().values():
-        for make in group.values():
-            assert callable(make(lambda count: 0.1).update)
+    made = [make(0.1, 9).exchange for x in _tasks.KINDS for make in contestants(x, 0.5).values()]
+    groups = _contestants.over_links().values()
+    made += [make(lambda count: 0.1) for group in groups for make in group.values()]
+    assert all(callable(tx.update) for tx in made)
 
 
 # The clock of seconds.
@@ -212,11 +207,9 @@ def test_steps_take_the_budget_and_no_more(guess, drift):
 
     def take(shares):
         seen.extend(shares)
-        taken = 0.0
-        for _ in shares:
-            taken += each[0]
-            each[0] *= drift
-        return taken
+        taken = each[0] * drift ** np.arange(len(shares))
+        each[0] = taken[-1] * drift
+        return float(taken.sum())
 
     def measure():
         measured.append(len(seen))

@@ -48,25 +48,19 @@ def test_predicted_bytes_are_of_the_steps_if_these_say_and_else_of_the_program()
 
 
 def test_the_parts_of_a_step_add_up():
-    alone = {"workers": 4, "params": 1000, "cpu_seconds": [0.0]}
-    local = [alone | {"method": "dense/leaves", "seconds": [0.5]}]
-    local += [alone | {"method": "ok_topk", "seconds": [1.5]}]
+    local = [point(method="dense/leaves", seconds=[0.5]), point(seconds=[1.5])]
     everything = found([point(), point(link="none", seconds=[2.5])], local)
-    parts = _report.breakdown(point(), everything)
-    unlimited = parts.pop("of_it_unlimited")
-    assert parts == {"rest": 0.5, "sparsification": 1.0, "communication": 2.5}
-    assert unlimited == 1.0
+    parts = {"rest": 0.5, "sparsification": 1.0, "communication": 2.5, "of_it_unlimited": 1.0}
+    assert _report.breakdown(point(), everything) == parts
     assert _report.breakdown(point(method="ddp"), everything) is None
 
 
 def validation_report(step):
-    alone = {"workers": 4, "params": 10**6, "cpu_seconds": [0.0], "seconds": [0.25]}
     where = {"workers": 4, "params": 10**6, "link": "1gbit"}
-    return found(
-        [point(**where, method=m, seconds=[step]) for m in ("dense", "ddp", "ok_topk/reuse")],
-        [alone | {"method": "dense"}],
-        [where | {"latency": 1e-3}],
-    ) | {"settings": {"density": 0.01, "cores": 2}}
+    points = [point(**where, method=m, seconds=[step]) for m in ("dense", "ddp", "ok_topk/reuse")]
+    local = [point(**where, method="dense", seconds=[0.25])]
+    report = found(points, local, [where | {"latency": 1e-3}])
+    return report | {"settings": {"density": 0.01, "cores": 2}}
 
 
 def test_validation_adds_the_local_step_latency_and_bandwidth(tmp_path):

@@ -91,16 +91,17 @@ def test_epochs_of_linear_models_measure_what_is_sent(method, tmp_path):
 @pytest.mark.slow
 @pytest.mark.usefixtures("usable")
 @pytest.mark.parametrize(
-    ("program", "begins", "number"),
+    ("program", "number"),
     [
-        (("benchmarks.network.run", *QUICK), "compiling", signal.SIGINT),
-        (("benchmarks.network.run", *QUICK), "compiling", signal.SIGTERM),
-        (("benchmarks.learning.time", *LEARNING, "--only", "dense"), "starting", signal.SIGTERM),
+        (("benchmarks.network.run", *QUICK), signal.SIGINT),
+        (("benchmarks.network.run", *QUICK), signal.SIGTERM),
+        (("benchmarks.learning.time", *LEARNING, "--only", "dense"), signal.SIGTERM),
     ],
 )
-def test_an_interrupted_run_leaves_nothing(program, begins, number):
+def test_an_interrupted_run_leaves_nothing(program, number):
     running = started(*program)
-    assert begins in running.stderr.readline()
+    # What it says first is said in the network.
+    assert running.stderr.readline()
     assert left_by(running.pid)
     running.send_signal(number)
     _, errors = running.communicate()
