@@ -98,6 +98,8 @@ def test_runs_of_steps_are_kept_and_not_made_again(tmp_path, text, of_steps, cap
     assert len(of_steps) == 7
     assert steps.main([*arguments, "--show"]) == 0
     assert capsys.readouterr().out == table
+    assert steps.main([*arguments, "--steps", "5", "--show"]) == 0
+    assert capsys.readouterr().out.endswith("nothing\n")
     # A dense run is the same for every share: both rates and the seed of the other one are new.
     assert steps.main([*arguments, "--share", "0.1"]) == 0
     assert of_steps[7:] == [f"sparse_adamw at {rate}" for rate in (0.01, 0.05, 0.05)]

@@ -34,7 +34,7 @@ def show_rows(title: str, rows: Iterable[Row], digits: int = 4) -> None:
         return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
 
     flat = [_flat(row) for row in rows]
-    names = list(dict.fromkeys(name for row in flat for name in row))
+    names = list(dict.fromkeys(name for row in flat for name in row)) or ["nothing"]
     lines = [names, *([cell(row.get(name)) for name in names] for row in flat)]
     head, *lines = list(zip(*lines, strict=True)) if len(names) > _COLUMNS else lines
     show(title, head, lines)
