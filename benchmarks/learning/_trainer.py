@@ -114,6 +114,5 @@ class Trainer(Learner):
         return jax.tree.map(lambda x: jax.numpy.asarray(x.addressable_data(0)), self._params)
 
     def _global(self, tree: Any, spec: P) -> Any:
-        where = NamedSharding(self._mesh, spec)
-        place = jax.make_array_from_process_local_data
+        where, place = NamedSharding(self._mesh, spec), jax.make_array_from_process_local_data
         return jax.tree.map(lambda x: place(where, np.asarray(x)), tree)

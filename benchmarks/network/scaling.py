@@ -225,10 +225,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.validate and args.plot:
         parser.error("--plot draws predictions; leave out --validate")
-    if args.validate:
-        found: Any = validate(args.validate)
-    else:
-        found = scaling(args)
+    found: Any = validate(args.validate) if args.validate else scaling(args)
     reports.write(args.json, found)
     if args.plot:
         draw(args.plot, found)

@@ -69,7 +69,7 @@ def counts_of(name: str, rule: str, args: argparse.Namespace) -> dict[str, Any]:
     off = np.abs(shares - 1)
     row = {"task": name, "rule": rule, "steps": args.steps, "workers": args.workers, "k": k}
     row |= {"density": setting.density, "period": setting.period}
-    row |= {"value": [curve.values[-1] for curve in curves]}
+    row["value"] = [curve.values[-1] for curve in curves]
     for i, which in enumerate(COUNTS):
         numbers = (off[:, i].mean(-1), off[:, i, first:].mean(-1), shares[:, i].mean(-1))
         row[which] = {x: y.tolist() for x, y in zip(NUMBERS, numbers, strict=True)}
