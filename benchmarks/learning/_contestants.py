@@ -14,11 +14,11 @@ from typing import Any
 import optax
 
 import optax_ext
+from sparse_collectives import select
 
 from .._common.contestants import CONTESTANTS, DECAY, Contestant, find, optimizer
 from ..training._recorded_training import MOMENTUM, schedule
 from ..training._simulated_training import AXIS, Variant, exact_top_k
-from . import _tricks
 from ._tasks import ADAMW, DELAYED, KINDS
 
 DENSE, NOTHING = "dense", "nothing exchanged"
@@ -53,6 +53,23 @@ _NORMS = {name: name for name in CONTESTANTS if name.startswith("lamb")}
 # Those of PyTorch, in front of its AdamW; see `_torch_trainer`.
 TORCH = {"PyTorch, dense": "ddp", "PyTorch, float16": "ddp/fp16"}
 TORCH |= {f"PyTorch, PowerSGD({rank})": f"ddp/powersgd{rank}" for rank in (1, 2, 4)}
+# DGC starts with 25 %. All messages have the slots of the first stage, so that one is left out.
+STAGES = (0.0625, 0.015625, 0.004)
+# The largest norm of a worker's gradient, where it is clipped.
+NORM = 4.0
+_MASKED = "correction, masking"
+# Tricks for the accuracy, such as those of DGC, behind an allreduce and alone or together: in front
+# of SGD with momentum, at a density so low that an entry waits for many steps;
+_DELAYED_TRICKS = [
+    "topk_a",
+    *(f"topk_a, {trick}" for trick in ("no momentum", "correction", _MASKED, "clipping")),
+    *(f"topk_a, {warm_up} warm-up" for warm_up in ("dense", "density")),
+    *(f"topk_a, {_MASKED}, {t}" for t in ("clipping", "dense warm-up", "density warm-up")),
+    *(f"topk_a, {_MASKED}, clipping, {warm_up} warm-up" for warm_up in ("dense", "density")),
+]
+# and what Ok-Topk has.
+_SGD_TRICKS = ["ok_topk, dense warm-up", "ok_topk, correction"]
+_ADAMW_TRICKS = ["ok_topk, dense warm-up, small leaves dense"]
 # Arguments of the optimizers that are numbers.
 _NUMBERS = ("density", "b2", "eps", "weight_decay", "gain", "limit", "dense_steps")
 
@@ -60,11 +77,11 @@ _NUMBERS = ("density", "b2", "eps", "weight_decay", "gain", "limit", "dense_step
 def contestants(task: str, share: float = 1.0) -> dict[str, Train]:
     """Over simulated workers, by name; every density is multiplied by the share."""
     adamw, density = KINDS[task].optimizer == ADAMW, share * DENSITY
-    names, tricks = (_ADAMW, _tricks.ADAMW) if adamw else (_SGD, _tricks.SGD)
+    names, tricks = (_ADAMW, _ADAMW_TRICKS) if adamw else (_SGD, _SGD_TRICKS)
     if task == DELAYED:
-        names, tricks = {DENSE: "dense/leaves"}, _tricks.DELAYED
+        names, tricks = {DENSE: "dense/leaves"}, _DELAYED_TRICKS
     made = {name: _train(find(key), density, task) for name, key in names.items()}
-    return made | {name: _tricks.variant(name, density, adamw) for name in tricks}
+    return made | {name: _with_tricks(name, density, adamw) for name in tricks}
 
 
 def _train(contestant: Contestant, k: float, task: str) -> Train:
@@ -80,6 +97,43 @@ def _train(contestant: Contestant, k: float, task: str) -> Train:
         return Variant(made, optax.sgd(at, momentum=MOMENTUM))
 
     return variant
+
+
+def _with_tricks(name: str, density: float, adamw: bool) -> Callable[[float, int], Variant]:
+    """The way to train of that name: an allreduce, and the tricks that are added to it."""
+    allreduce, *tricks = name.split(", ")
+
+    def made(rate: float, steps: int) -> Variant:
+        given = {"axis": AXIS} | _tricks(tricks, density, steps)
+        tx = getattr(optax_ext, allreduce)(density, **given)
+        if "clipping" in tricks:
+            tx = optax.chain(optax_ext.local_clip_by_global_norm(NORM, axis=AXIS), tx)
+        if adamw:
+            return Variant(tx, optax.adamw(schedule(rate, steps), weight_decay=DECAY))
+        behind = not {"correction", "no momentum"} & set(tricks)
+        # Without momentum the same distance takes a rate larger by what momentum sums up.
+        peak = rate / (1 - MOMENTUM) if "no momentum" in tricks else rate
+        momentum = MOMENTUM if behind else None
+        return Variant(tx, optax.sgd(schedule(peak, steps), momentum=momentum))
+
+    return made
+
+
+def _tricks(tricks: Sequence[str], density: float, steps: int) -> dict[str, Any]:
+    """Those of an allreduce, for a run of so many steps."""
+    given: dict[str, Any] = {"selector": exact_top_k(density)}
+    if "correction" in tricks:
+        masking = "masking" in tricks
+        given["correction"] = optax_ext.momentum_correction(MOMENTUM, masking=masking)
+    if "density warm-up" in tricks:
+        stages = [*(stage for stage in STAGES if stage > density), density]
+        staged = select.staged_density(max(1, steps // 20), stages)
+        given["selector"] = select.scheduled(exact_top_k(stages[0]), staged)
+    if "dense warm-up" in tricks:
+        given["dense_steps"] = max(1, steps // 10)
+    if "small leaves dense" in tricks:
+        given["dense_leaves"] = optax_ext.small_leaves()
+    return given
 
 
 def over_links() -> dict[str, dict[str, Make]]:
