@@ -8,42 +8,20 @@ import pytest
 
 from benchmarks._common import reports
 from benchmarks.network import scaling
-from benchmarks.training import convergence
 from tests.programs import refused
 
-HUGE = "1" + 400 * "0"
-CURVE = {"steps": [0, 2], "values": [0.1, 0.5], "losses": [1.0], "words": 12.0, "delivered": 0.1}
-RUN = {
-    "task": "images",
-    "variant": "ok_topk",
-    "workers": 2,
-    "density": 0.01,
-    "batch": 8,
-    "width": None,
-    "rate": 0.05,
-    "curves": [CURVE, {**CURVE}],
-}
 WHERE = {"workers": 4, "params": 1000}
-POINT = {**WHERE, "link": "1gbit", "method": "dense", "seconds": [2.0]}
+STEP = {**WHERE, "method": "dense"}
 NETWORK = {
     "settings": {"density": 0.01, "cores": 2},
-    "local": [{**WHERE, "method": "dense", "seconds": [0.5]}],
+    "local": [{**STEP, "seconds": [0.5]}],
     "links": [{**WHERE, "link": "1gbit", "latency": 1e-3}],
-    "points": [POINT],
+    "points": [{**STEP, "link": "1gbit", "seconds": [2.0]}],
 }
-TIMES = [
-    {"contestant": "dense (psum)", "median_ms": 20.0},
-    {"contestant": "ok_topk", "median_ms": 90.0},
-]
-PROGRAMS = {
-    "convergence --read": (convergence.main, ["--read"], [RUN]),
-    "scaling --validate": (scaling.main, ["--validate"], NETWORK),
-    "scaling --local": (
-        scaling.main,
-        ["--params", "1M", "--workers", "4", "--no-programs", "--local"],
-        {"size": 1000, "times": TIMES},
-    ),
-}
+TIMES = [{"contestant": x, "median_ms": y} for x, y in (("dense (psum)", 20.0), ("ok_topk", 90.0))]
+MODEL = ["--params", "1M", "--workers", "4", "--no-programs", "--local"]
+PROGRAMS = {"--validate": (["--validate"], NETWORK)}
+PROGRAMS |= {"--local": (MODEL, {"size": 1000, "times": TIMES})}
 # For every program. Too many brackets end in a RecursionError, which is no ValueError.
 MALFORMED = {
     "nothing": "",
@@ -58,30 +36,26 @@ MALFORMED = {
 }
 # What is put in at a place of a good file.
 CHANGES = [
-    ("convergence --read", (0, "task"), "sound"),
-    ("convergence --read", (0, "variant"), None),
-    ("convergence --read", (0, "workers"), True),
-    ("convergence --read", (0, "density"), 2),
-    ("convergence --read", (0, "rate"), int(HUGE)),
-    ("convergence --read", (0, "curves"), []),
-    ("convergence --read", (0, "curves", 0), {}),
-    ("convergence --read", (0, "curves", 1, "values"), [0.5]),
-    ("convergence --read", (0, "curves", 0, "values"), [0.5, "0.7"]),
-    ("convergence --read", (0, "curves", 1, "steps"), [0, 3]),
-    ("convergence --read", (0, "curves"), [{**CURVE, "steps": [0], "values": [0.1]}]),
-    ("scaling --validate", ("settings",), None),
-    ("scaling --validate", ("points", 0, "seconds"), [0]),
-    ("scaling --validate", ("points", 0, "seconds"), [float("nan")]),
-    ("scaling --validate", ("points", 0, "link"), "2gbit"),
-    ("scaling --validate", ("local",), []),
-    ("scaling --local", ("size",), 0),
-    ("scaling --local", ("times",), TIMES[:1]),
+    ("--validate", ("settings",), None),
+    ("--validate", ("settings", "density"), 2),
+    ("--validate", ("settings", "density"), "0.01"),
+    ("--validate", ("settings", "cores"), True),
+    ("--validate", ("points", 0, "params"), 10**400),
+    ("--validate", ("points", 0, "method"), 1),
+    ("--validate", ("points", 0), {}),
+    ("--validate", ("points",), []),
+    ("--validate", ("points", 0, "seconds"), []),
+    ("--validate", ("points", 0, "seconds"), [0]),
+    ("--validate", ("points", 0, "seconds"), [float("nan")]),
+    ("--validate", ("points", 0, "link"), "2gbit"),
+    ("--validate", ("local",), []),
+    ("--local", ("size",), 0),
+    ("--local", ("times",), TIMES[:1]),
 ]
 
 
 def assert_one_line(program, path, capsys):
-    main, argv, _ = PROGRAMS[program]
-    message = refused(main, [*argv, str(path)], capsys)
+    message = refused(scaling.main, [*PROGRAMS[program][0], str(path)], capsys)
     assert str(path) in message
     assert len(message) < 500
     return message
@@ -90,9 +64,9 @@ def assert_one_line(program, path, capsys):
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_good_file_is_read(program, tmp_path, capsys):
     path = tmp_path / "good.json"
-    main, argv, content = PROGRAMS[program]
+    argv, content = PROGRAMS[program]
     reports.write(path, content)
-    assert main([*argv, str(path)]) == 0
+    assert scaling.main([*argv, str(path)]) == 0
     printed, message = capsys.readouterr()
     assert printed
     assert not message
@@ -112,25 +86,13 @@ def test_a_file_of_something_else_is_one_line(program, content, tmp_path, capsys
 @pytest.mark.parametrize(("program", "place", "value"), CHANGES)
 def test_one_wrong_value_is_one_line(program, place, value, tmp_path, capsys):
     path = tmp_path / "bad.json"
-    content = copy.deepcopy(PROGRAMS[program][2])
+    content = copy.deepcopy(PROGRAMS[program][1])
     inner = content
     for key in place[:-1]:
         inner = inner[key]
     inner[place[-1]] = value
     path.write_text(json.dumps(content))
     assert_one_line(program, path, capsys)
-
-
-def test_a_run_that_diverged_and_one_of_two_points_are_read_and_drawn(tmp_path, capsys):
-    path, figure = tmp_path / "runs.json", tmp_path / "runs.png"
-    diverged = {**CURVE, "values": [0.1, float("nan")], "words": None}
-    good = {**RUN, "variant": "dense"}
-    path.write_text(json.dumps([good, {**RUN, "curves": [diverged]}]))
-    assert convergence.main(["--read", str(path)]) == 0
-    assert "nan" in capsys.readouterr().out
-    path.write_text(json.dumps([good]))
-    assert convergence.main(["--read", str(path), "--plot", str(figure)]) == 0
-    assert figure.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_report_is_written_whole_or_not_at_all(tmp_path):

@@ -6,25 +6,14 @@ import math
 import pytest
 
 from benchmarks._common.options import InputError
-from benchmarks.network import _prediction, _problem, _report, _session, scaling
+from benchmarks.network import _problem, _report, run, scaling
 from benchmarks.network._workers import WorkerError
 
 
 def point(**changes):
-    row = {
-        "workers": 4,
-        "params": 1000,
-        "link": "1gbit",
-        "method": "ok_topk",
-        "program_words": {"best": 50.0, "worst": 70.0},
-        "seconds": [4.0, 2.0, 5.0],
-        "cpu_seconds": [1.0, 1.0, 1.0],
-        "received": [250.0, 250.0, 250.0],
-        "sent": [250.0, 250.0, 250.0],
-        "words": [60.0, 60.0, 66.0],
-        "baseline_seconds": [8.0, 8.0, 5.0],
-    }
-    return row | changes
+    row = {"workers": 4, "params": 1000, "link": "1gbit", "method": "ok_topk"}
+    row |= {"program_words": {"best": 50.0, "worst": 70.0}, "words": [60.0, 60.0, 66.0]}
+    return row | {"seconds": [4.0, 2.0, 5.0]} | changes
 
 
 def found(points, local=(), links=()):
@@ -43,12 +32,12 @@ def test_shapes_have_exactly_the_entries_asked_for(shapes, size):
 
 def test_batches_have_the_baseline_and_every_method_once_and_fit():
     names = ["dense", "ok_topk", "topk_a", "gtopk", "ddp"]
-    assert _session.batches(names, 1000, 4, available=1e12) == [names]
+    assert run.batches(names, 1000, 4, available=1e12) == [names]
     # 4 processes with 8 + 2 buffers of 400 MB and their libraries; another has no room.
-    two = _session.batches(["ok_topk", "dense", "topk_a"], 10**8, 4, available=4 * 4.5e9)
+    two = run.batches(["ok_topk", "dense", "topk_a"], 10**8, 4, available=4 * 4.5e9)
     assert two == [["dense", "ok_topk"], ["dense", "topk_a"]]
     with pytest.raises(WorkerError, match="use fewer --workers or --params"):
-        _session.batches(names, 10**8, 4, available=1e9)
+        run.batches(names, 10**8, 4, available=1e9)
 
 
 def test_predicted_bytes_are_of_the_steps_if_these_say_and_else_of_the_program():
@@ -59,26 +48,19 @@ def test_predicted_bytes_are_of_the_steps_if_these_say_and_else_of_the_program()
 
 
 def test_the_parts_of_a_step_add_up():
-    assert _report.ratios(point()) == [2.0, 4.0, 1.0]
-    alone = {"workers": 4, "params": 1000, "cpu_seconds": [0.0]}
-    local = [alone | {"method": "dense/leaves", "seconds": [0.5]}]
-    local += [alone | {"method": "ok_topk", "seconds": [1.5]}]
+    local = [point(method="dense/leaves", seconds=[0.5]), point(seconds=[1.5])]
     everything = found([point(), point(link="none", seconds=[2.5])], local)
-    parts = _report.breakdown(point(), everything)
-    unlimited = parts.pop("of_it_unlimited")
-    assert parts == {"rest": 0.5, "sparsification": 1.0, "communication": 2.5}
-    assert unlimited == 1.0
+    parts = {"rest": 0.5, "sparsification": 1.0, "communication": 2.5, "of_it_unlimited": 1.0}
+    assert _report.breakdown(point(), everything) == parts
     assert _report.breakdown(point(method="ddp"), everything) is None
 
 
 def validation_report(step):
-    alone = {"workers": 4, "params": 10**6, "cpu_seconds": [0.0], "seconds": [0.25]}
     where = {"workers": 4, "params": 10**6, "link": "1gbit"}
-    return found(
-        [point(**where, method=m, seconds=[step]) for m in ("dense", "ddp", "ok_topk/reuse")],
-        [alone | {"method": "dense"}],
-        [where | {"latency": 1e-3}],
-    ) | {"settings": {"density": 0.01, "cores": 2}}
+    points = [point(**where, method=m, seconds=[step]) for m in ("dense", "ddp", "ok_topk/reuse")]
+    local = [point(**where, method="dense", seconds=[0.25])]
+    report = found(points, local, [where | {"latency": 1e-3}])
+    return report | {"settings": {"density": 0.01, "cores": 2}}
 
 
 def test_validation_adds_the_local_step_latency_and_bandwidth(tmp_path):
@@ -87,20 +69,19 @@ def test_validation_adds_the_local_step_latency_and_bandwidth(tmp_path):
     # Neither DDP, nor what has no local step, is in the model.
     file = tmp_path / "network.json"
     file.write_text(json.dumps(validation_report(model / 1.5)))
-    (row,) = _prediction.validate(file)
+    (row,) = scaling.validate(file)
     assert row["model"] == pytest.approx(model)
     assert row["error"] == pytest.approx(0.5)
     file.write_text(json.dumps(validation_report(1.0) | {"local": []}))
     with pytest.raises(InputError, match="nothing to compare"):
-        _prediction.validate(file)
+        scaling.validate(file)
 
 
 def test_scaling_reads_the_local_cost_of_a_measurement(tmp_path):
-    file = tmp_path / "cost.json"
-    times = [{"contestant": "dense (psum)", "median_ms": 20}]
-    times += [{"contestant": "ok_topk", "median_ms": 100}]
+    file, measured = tmp_path / "cost.json", {"dense (psum)": 20, "ok_topk": 100}
+    times = [{"contestant": name, "median_ms": time} for name, time in measured.items()]
     file.write_text(json.dumps({"size": 10**6, "times": times}))
-    local, dense, _ = _prediction.local_cost(str(file))
+    local, dense, _ = scaling.local_cost(str(file))
     assert local.select == pytest.approx(80e-9)
     assert dense == pytest.approx(20e-9)
 

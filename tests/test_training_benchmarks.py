@@ -11,26 +11,22 @@ from benchmarks.training import (
     _measures,
     _replay,
     _unions,
-    convergence,
     flush_cost,
     load_balance,
     paper_counts,
     regions,
-    training_tricks,
 )
 from benchmarks.training._measures import Leaf
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
 
 
-@pytest.fixture
-def layout():
-    # Rows: 2 words, 3 output channels, 1 whole bias.
-    return [
-        Leaf("embedding", (2, 3), 0, 0),
-        Leaf("kernel", (2, 3), 6, -1),
-        Leaf("bias", (4,), 12, -1),
-    ]
+# Rows: 2 words, 3 output channels, 1 whole bias.
+LAYOUT = [
+    Leaf("embedding", (2, 3), 0, 0),
+    Leaf("kernel", (2, 3), 6, -1),
+    Leaf("bias", (4,), 12, -1),
+]
 
 
 @pytest.mark.parametrize(
@@ -43,25 +39,23 @@ def layout():
         ([16, 16], [2, 3, 1]),
     ],
 )
-def test_missing_rows(layout, selected, missing):
-    counts = _measures.missing_rows(np.array(selected, int), layout)
-    assert counts.tolist() == missing
+def test_missing_rows(selected, missing):
+    assert _measures.missing_rows(np.array(selected, int), LAYOUT).tolist() == missing
 
 
-def test_the_two_plain_selections(layout):
+def test_the_two_plain_selections():
     x = np.zeros(16, np.float32)
     x[[0, 1, 7, 12]] = [-9, 8, 7, 0.5]
     # k is 3 of 16 at once, and 1 of 6, 1 of 6 and 1 of 4.
-    assert sorted(_measures.flat_selection(x, layout, 0.2)) == [0, 1, 7]
-    assert sorted(_measures.layer_selection(x, layout, 0.2)) == [0, 7, 12]
+    assert sorted(_measures.largest(x, 0.2)) == [0, 1, 7]
+    assert sorted(_measures.layer_selection(x, LAYOUT, 0.2)) == [0, 7, 12]
     # Zeros are never selected.
-    assert sorted(_measures.flat_selection(x, layout, 1.0)) == [0, 1, 7, 12]
+    assert sorted(_measures.largest(x, 1.0)) == [0, 1, 7, 12]
 
 
 def test_growth_counts_distinct_indices_and_no_padding():
-    growth = _unions.growth
     selections = [np.array(x) for x in ([0, 3, 9], [3, 4, 10], [10, 10, 10], [0, 1, 2])]
-    assert growth(selections, 10).tolist() == [3, 4, 4, 6]
+    assert _unions.growth(selections, 10).tolist() == [3, 4, 4, 6]
 
 
 def test_uniform_selections_are_near_the_formula():
@@ -74,16 +68,10 @@ def test_predictions_of_unions_that_follow_the_model():
     # Uniform among half of the places: every number of workers predicts the same.
     size, k = 1000, 10
     growth = np.array([500 * (1 - (1 - k / 500) ** p) / size for p in range(1, 9)])
+    common = {"size": size, "k": k, "uniform": 0.0}
     reports = [
-        {
-            "workers": p,
-            "size": size,
-            "k": k,
-            "growth": growth[:p],
-            "union": {"mean": growth[p - 1]},
-            "uniform": 0.0,
-            "series": np.full(3, growth[p - 1]),
-        }
+        {"workers": p, "growth": growth[:p], "series": np.full(3, growth[p - 1]), **common}
+        | {"union": {"mean": growth[p - 1]}}
         for p in (4, 8)
     ]
     table = _unions.predictions(reports)
@@ -116,23 +104,6 @@ def test_concentration():
     assert shares["b"] == {"parameters": 0.4, "selected": 0.75}
 
 
-def report(task, variant, workers, values):
-    curves = [{"values": [0.0, value]} for value in values]
-    return {"task": task, "variant": variant, "workers": workers, "curves": curves}
-
-
-def test_gaps_are_to_the_dense_run_of_the_same_seed():
-    gaps = convergence.gaps
-    dense = report("images", "dense", 16, [0.9, 0.8])
-    other = report("images", "dense", 32, [0.5, 0.5])
-    sparse = report("images", "ok_topk", 16, [0.89, 0.81, 0.7])
-    np.testing.assert_allclose(gaps(sparse, [other, dense, sparse]), [1, -1])
-    text = report("text", "ok_topk", 32, [2.1])
-    assert gaps(text, [dense, text]) is None
-    reports = [dense, report("text", "dense", 16, [2.0]), text]
-    np.testing.assert_allclose(gaps(text, reports), [5])
-
-
 # Whole runs.
 
 
@@ -143,38 +114,6 @@ def test_hashed_regions_lose_nothing_where_each_worker_has_its_own(tmp_path):
     assert regions.main([*small, "--inputs", "own region", "--json", str(kept)]) == 0
     rows = {row["regions"]: row for row in json.loads(kept.read_text())["rows"]}
     assert rows["hashed"]["missing"] < 0.1 < rows["balanced"]["missing"]
-
-
-@pytest.mark.slow
-def test_convergence_in_small(tmp_path, capsys):
-    kept, plot = tmp_path / "kept.json", tmp_path / "plot.png"
-    small = ["--steps", "4", "--points", "2", "--seeds", "1", "--workers", "2"]
-    names = ["dense", "ok_topk", "momentum correction", "warm-up, small leaves dense"]
-    batches = ["--batch-images", "8", "--batch-text", "4", "--density", "0.05"]
-    assert convergence.main([*small, *batches, "--only", *names, "--json", str(kept)]) == 0
-    printed = capsys.readouterr().out
-    reports = json.loads(kept.read_text())
-    assert len(reports) == 6
-    for entry in reports:
-        (curve,) = entry["curves"]
-        assert curve["steps"] == [0, 2, 4]
-        assert np.isfinite(curve["values"] + curve["losses"]).all()
-        assert curve["words"] > 0
-    # Reading them prints the same.
-    assert convergence.main(["--read", str(kept), "--plot", str(plot)]) == 0
-    assert capsys.readouterr().out == printed
-    assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_tricks_in_small(tmp_path):
-    kept = tmp_path / "kept.json"
-    names = ["dense", "top-k", "correction, masking", "all, density warm-up"]
-    small = ["--steps", "6", "--seeds", "2", "--workers", "2", "--only", *names]
-    assert training_tricks.main([*small, "--json", str(kept)]) == 0
-    curves = json.loads(kept.read_text())["curves"]
-    assert list(curves) == names
-    assert all(np.isfinite(run["losses"]).all() for runs in curves.values() for run in runs)
 
 
 # Programs of which nothing else is run in the tests. `compile_time` takes a Python of its own.

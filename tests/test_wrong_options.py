@@ -24,14 +24,12 @@ from benchmarks.local import (
 from benchmarks.network import linear_models as linear_over_links
 from benchmarks.network import run, scaling, traffic
 from benchmarks.training import (
-    convergence,
     fill_in,
     flush_cost,
     load_balance,
     paper_counts,
     regions,
     select_quality,
-    training_tricks,
 )
 from examples.linear_models import __main__ as linear
 from tests.programs import refused
@@ -40,8 +38,8 @@ pytestmark = pytest.mark.usefixtures("default_promotion")
 
 LOCAL = (compile_time, data_cache, partitioned_norms, select_speed, state_memory, step_cost)
 RECORDING = (fill_in, load_balance, select_quality)
-TRAINING = (*RECORDING, convergence, flush_cost, paper_counts, regions, training_tricks)
-DRAWING = (*RECORDING, convergence, paper_counts, run, scaling, traffic, select_speed)
+TRAINING = (*RECORDING, flush_cost, paper_counts, regions)
+DRAWING = (*RECORDING, paper_counts, run, scaling, traffic, select_speed)
 REPORTING = (*LOCAL, *TRAINING, run, scaling, traffic)
 
 # Programs, and options of which one line says what is wrong; in the second table also how.
@@ -54,14 +52,11 @@ REFUSED = [
     ((fill_in, load_balance), ("--workers 1",)),
     ((load_balance,), ("--every 9 --steps 8",)),
     ((regions,), ("--workers 0", "--plot plot.png", "--inputs x")),
-    ((convergence,), ("--text no-such-file --tasks text", "--width 62")),
-    ((convergence,), ("--images no-such-folder --tasks images", "--read no-such-file")),
-    ((convergence,), ("--only no-such-variant", "--workers 5", "--steps 1")),
-    ((convergence,), ("--tasks images --workers 2 --batch-images 5000",)),
-    ((flush_cost, training_tricks), ("--images no-such-folder",)),
+    ((steps,), ("--text no-such-file", "--images no-such-folder --task images", "--steps 1")),
+    ((steps,), ("--task images --workers 2 --batch 5000",)),
+    ((flush_cost,), ("--images no-such-folder",)),
     ((paper_counts,), ("--images no-such-folder --tasks images", "--workers 5 --tasks images")),
     ((paper_counts,), ("--text no-such-file --tasks lstm",)),
-    ((training_tricks,), ("--only no-such-variant", "--rate nan")),
     ((compile_time,), ("--leaves 0.5", "--leaves 7")),
     ((step_cost,), ("--size 0", "--density 0")),
     ((select_speed,), ("--sizes 2**40",)),

@@ -65,17 +65,16 @@ def optimizer(
 
 def _free(function: Callable[..., Any], *fixed: Any, **options: Any) -> Make:
     """What has no density."""
-    return lambda density, axis, rate=RATE, selector=None: function(*fixed, axis=axis, **options)
+    return lambda density, axis, **unused: function(*fixed, axis=axis, **options)
 
 
 def _sparse(function: Callable[..., Any], reuse: bool = False, **options: Any) -> Make:
     """What selects, exactly or by thresholds that are used again."""
 
-    def make(density: float, axis: Any, rate: Any = RATE, selector: Any = None) -> Any:
-        del rate
-        if selector is None and reuse:
-            selector = select.threshold_reuse(density=density)
-        chosen = {} if selector is None else {"selector": selector}
+    def make(density: float, axis: Any, selector: Any = None, **unused: Any) -> Any:
+        if reuse:
+            selector = selector or select.threshold_reuse(density=density)
+        chosen = {"selector": selector} if selector else {}
         return function(density, axis=axis, **chosen, **options)
 
     return make
@@ -88,8 +87,7 @@ def _ok_topk(codec: str = "raw", **options: Any) -> Make:
 def _around(exchange: Exchange) -> Make:
     """An allreduce that has no name in `optax_ext`."""
 
-    def make(density: float, axis: Any, rate: Any = RATE, selector: Any = None) -> Any:
-        del rate
+    def make(density: float, axis: Any, selector: Any = None, **unused: Any) -> Any:
         chosen = selector or select.topk(density=density)
         return optax_ext.sparse_allreduce(chosen, exchange(density), axis=axis)
 
@@ -98,8 +96,8 @@ def _around(exchange: Exchange) -> Make:
 
 def _whole(function: Make, exchange: Exchange | None = None, **options: Any) -> Make:
     def make(density: float | None, axis: Any, rate: Any = RATE, selector: Any = None) -> Any:
-        more = {} if exchange is None else {"allreduce": exchange(density)}
-        more |= {} if selector is None else {"selector": selector}
+        more = {"allreduce": exchange(density)} if exchange else {}
+        more |= {"selector": selector} if selector else {}
         return function(rate, density=density, axis=axis, **more, **options)
 
     return make
@@ -115,10 +113,7 @@ def _around_made(wrap: Callable[..., Any], make: Make, *more: Any) -> Make:
 
 
 def _half(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """An exchange of float16, as PyTorch's `fp16_compress_hook` does it.
-
-    (XLA makes bfloat16 wider before it adds up on a CPU, so that nothing would be saved.)
-    """
+    """An exchange of float16, as of PyTorch's hook; XLA adds up no bfloat16 on a CPU."""
 
     def cast(dtype: Any) -> optax.GradientTransformation:
         return optax.stateless(lambda tree, _: jax.tree.map(lambda x: x.astype(dtype), tree))
@@ -143,8 +138,7 @@ def _of_sums(exchange: optax.GradientTransformation) -> optax.GradientTransforma
 def _lamb(ratio: Callable[..., optax.GradientTransformation]) -> Contestant:
     """LAMB behind a dense exchange, by who computes the norms of the layers."""
 
-    def make(density: float, axis: Any, rate: Any = RATE, selector: Any = None) -> Any:
-        del density, selector
+    def make(density: float, axis: Any, rate: Any = RATE, **unused: Any) -> Any:
         decay, scaled = optax.add_decayed_weights(DECAY), optax.scale_by_learning_rate(rate)
         exchange = optax_ext.dense(axis=axis, buckets=1)
         return optax.chain(exchange, optax.scale_by_adam(), decay, ratio(axis=axis), scaled)
@@ -259,10 +253,7 @@ def selector_factory(name: str) -> Callable[..., Selector]:
 
 
 def selectors(density: float, magnitude: float | None = None) -> dict[str, Selector]:
-    """Every selector by name, that of the default first.
-
-    ``magnitude`` is what ``threshold`` selects from; that of normal entries without it.
-    """
+    """Every selector by name, the default first; ``threshold`` is for normal entries by default."""
     made = {}
     for name in (*select.__all__, *select.published.__all__):
         factory = selector_factory(name)

@@ -1,51 +1,84 @@
 """Tables as text, and figures in files, without a window or a state of the program."""
 
-import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-
-def table(title: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table as text: the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
-    rows = [title]
-    for line in (head, *lines):
-        first, *others = (
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        rows.append("  ".join([first, *others]).rstrip())
-    return "\n".join(rows)
+Row = dict[str, Any]
+# More fields of a row are lines and not columns, and more numbers in one are a series.
+_COLUMNS, _SERIES = 14, 10
 
 
 def show(title: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """Prints such a table."""
-    print(f"\n{table(title, head, lines)}", flush=True)
+    """Prints a table: the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
+    print(f"\n{title}")
+    for line in (head, *lines):
+        cells = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
+        print("  ".join([line[0].ljust(widths[0]), *cells[1:]]).rstrip(), flush=True)
 
 
-def show_fields(title: str, fields: str, rows: Iterable[dict[str, Any]]) -> None:
-    """Prints rows of a report, with a column for each of ``fields``.
+def show_rows(title: str, rows: Iterable[Row], digits: int = 4) -> None:
+    """Prints rows of a report, with a column for each field; of numbers so many digits.
 
-    These have spaces between them; ``union.mean`` is a field in a field.
+    A field in a field is a column, too; a series is left out. With many fields each has a line.
     """
-    names = fields.split()
 
-    def cell(row: Any, name: str) -> str:
-        value = functools.reduce(lambda inner, key: inner[key], name.split("."), row)
-        few = value if isinstance(value, list) else [value]
-        return ", ".join("-" if x is None else x if isinstance(x, str) else f"{x:.6g}" for x in few)
+    def cell(value: Any) -> str:
+        if isinstance(value, list | tuple):
+            return ", ".join(map(cell, value))
+        if value is None or isinstance(value, str):
+            return value or "-"
+        return f"{value:,.0f}" if abs(value) >= 10**digits else f"{value:.{digits}g}"
 
-    show(title, names, [[cell(row, name) for name in names] for row in rows])
+    flat = [_flat(row) for row in rows]
+    names = list(dict.fromkeys(name for row in flat for name in row)) or ["nothing"]
+    lines = [names, *([cell(row.get(name)) for name in names] for row in flat)]
+    head, *lines = list(zip(*lines, strict=True)) if len(names) > _COLUMNS else lines
+    show(title, head, lines)
+
+
+def _flat(row: Row) -> Row:
+    found: Row = {}
+    for name, value in row.items():
+        if isinstance(value, dict):
+            found |= {f"{name}.{inner}": x for inner, x in _flat(value).items()}
+        elif np.ndim(value) == 0 or (np.ndim(value) == 1 and len(value) <= _SERIES):
+            found[name] = value.tolist() if isinstance(value, np.ndarray) else value
+    return found
+
+
+def grouped(rows: Iterable[Row], *keys: str) -> dict[Any, list[Row]]:
+    """Rows by the values of these keys, or by the value of the only one."""
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        values = tuple(row[key] for key in keys)
+        found.setdefault(values if len(keys) > 1 else values[0], []).append(row)
+    return found
+
+
+def show_crossed(
+    title: str, rows: Sequence[Row], down: str, across: str, cell: Callable[[Row], str]
+) -> None:
+    """Prints a table with a line for each value of one field, and a column for each of another."""
+    at = {(row[down], row[across]): cell(row) for row in rows}
+    columns = list(grouped(rows, across))
+    lines = [[str(x), *(at.get((x, y), "-") for y in columns)] for x in grouped(rows, down)]
+    show(title, [down, *(f"{across} {y}" for y in columns)], lines)
+
+
+def lines_of(rows: Sequence[Row], name: str, x: str, y: str) -> dict[str, Any]:
+    """The lines of a panel of :func:`draw`: a line for each value of a field, of two others."""
+    return {
+        str(of): ([row[x] for row in own], [row[y] for row in own])
+        for of, own in grouped(rows, name).items()
+    }
 
 
 def panels(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
-    """A figure of that size in inches and its axes, ``[rows, columns]``.
-
-    ``options`` are those of ``Figure.subplots``, such as ``sharey=True``.
-    """
+    """A figure of that size in inches, by options of ``subplots``, and its ``[rows, columns]``."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -54,12 +87,14 @@ def panels(rows: int, columns: int, size: tuple[float, float], **options: Any) -
     return figure, np.asarray(figure.subplots(rows, columns, squeeze=False, **options))
 
 
-def draw(path: Path, *rows: Sequence[dict[str, Any]], title: str = "") -> None:
-    """Rows of panels as a PNG.
+def draw(path: Path | None, *rows: Sequence[Row], title: str = "") -> None:
+    """Rows of panels as a PNG; nothing where the path is None, an option that was not given.
 
     A panel has ``lines``, by name (x, y) or (x, y, style), and what ``Axes.set`` takes; with
     ``workers`` powers of two are to the right, and the scales are logarithmic.
     """
+    if path is None:
+        return
     figure, axes = panels(len(rows), len(rows[0]), (5.5 * len(rows[0]), 4.5 * len(rows)))
     for axis, panel in zip(axes.flat, (panel for row in rows for panel in row), strict=True):
         lines, workers = panel.pop("lines"), panel.pop("workers", False)
@@ -88,6 +123,5 @@ def logarithmic(axes: Any) -> None:
 
 def save(figure: Any, path: Path, title: str = "") -> None:
     """Writes a PNG."""
-    if title:
-        figure.suptitle(title, fontsize=10)
+    figure.suptitle(title or None, fontsize=10)
     figure.savefig(path, dpi=120, format="png")

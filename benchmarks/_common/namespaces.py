@@ -20,7 +20,6 @@ _PREFIX = "scnet"
 _OURS = re.compile(rf"{_PREFIX}(\d+)-\w+")
 # `ip netns exec NAME` mounts what is in here over /etc.
 _ETC = Path("/etc/netns")
-_TOOLS = ("ip", "tc")
 # How long a full queue may take to drain; a switch has about as much memory.
 _QUEUE = "50ms"
 _SMALLEST_BURST = 64 * 1024
@@ -32,9 +31,8 @@ class NetworkError(Exception):
 
 def unusable() -> str | None:
     """Why no network can be made here, in one line; None where it can."""
-    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
-    if missing:
-        return f"{', '.join(missing)} not found: install iproute2 (Linux only)"
+    if not all(map(shutil.which, ("ip", "tc"))):
+        return "ip and tc not found: install iproute2 (Linux only)"
     if os.geteuid() != 0:
         return "network namespaces need root: run this with sudo, or in a privileged container"
     try:
@@ -92,13 +90,12 @@ def network(count: int, name: str | None = None) -> Iterator[Hosts]:
 
 def clean() -> list[str]:
     """Removes the namespaces of processes that are gone; returns their names."""
-    dead = [
-        namespace
-        for namespace in _namespaces(_PREFIX)
-        if (match := _OURS.fullmatch(namespace)) and not Path("/proc", match[1]).exists()
-    ]
-    for namespace in dead:
-        _delete(namespace)
+    dead = []
+    for namespace in _namespaces(_PREFIX):
+        match = _OURS.fullmatch(namespace)
+        if match and not Path("/proc", match[1]).exists():
+            dead.append(namespace)
+            _delete(namespace)
     return dead
 
 

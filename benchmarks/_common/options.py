@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import math
 import os
 import sys
 import time
@@ -10,55 +11,37 @@ from pathlib import Path
 from typing import Any
 
 from . import namespaces
-from .processes import Interrupted
+from .processes import Interrupted, interrupt_when_told
 
 
 class InputError(ValueError):
     """An option or a file is wrong; the message is one line for the user."""
 
 
-def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """A parser whose help is the docstring of the program, and whose errors are one line."""
+def parser_of(description: str | None, *names: str, **usual: Any) -> argparse.ArgumentParser:
+    """A parser whose help is the docstring of the program, and whose errors are one line.
+
+    It has options whose type and help their name tells: ``names`` without a default, such as
+    ``"json"``, and then ``usual`` with a default, or with (default, help) or (default, help,
+    choices). Several values where the default is a list, and a flag where it is False; the type is
+    a whole number of at least one where the name says nothing else.
+    """
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.error = lambda message: made.exit(2, f"{made.prog}: {message}\n")
+    for name, value in (dict.fromkeys(names) | usual).items():
+        default, *said = value if isinstance(value, tuple) else (value,)
+        text, choices = (*said, None, None)[:2]
+        more: dict[str, Any] = {"default": default, "help": text or _HELP.get(name)}
+        if default is False:
+            more["action"] = "store_true"
+        else:
+            kind = str if choices else _TYPES.get(name, at_least_one)
+            more |= {"type": kind, "choices": choices}
+            more |= {"nargs": "+"} if isinstance(default, list) or name in _SEVERAL else {}
+        made.add_argument(f"--{name.replace('_', '-')}", **more)
     return made
-
-
-def add_outputs(parser: argparse.ArgumentParser, *, plot: bool = False) -> None:
-    """Adds ``--json``, and ``--plot`` where the program draws."""
-    parser.add_argument("--json", type=output, metavar="FILE", help="also write the numbers here")
-    if plot:
-        parser.add_argument("--plot", type=output, metavar="FILE", help="draw them: a PNG")
-
-
-def add_usual(parser: argparse.ArgumentParser, **given: Any) -> None:
-    """Adds options whose type their name tells, each with its default, or with (default, help).
-
-    Several values where the default is a list; by default a whole number of at least one.
-    """
-    for name, value in given.items():
-        default, text = value if isinstance(value, tuple) else (value, _HELP.get(name))
-        more = {"type": _TYPES.get(name, at_least_one), "default": default, "help": text}
-        more |= {"nargs": "+"} if isinstance(default, list) else {}
-        parser.add_argument(f"--{name.replace('_', '-')}", **more)
-
-
-def add_data(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--text`` and ``--images``, of what is learned."""
-    add = parser.add_argument
-    add("--text", type=Path, metavar="FILE", help="plain text; Python's help topics by default")
-    add("--images", type=Path, metavar="DIR", help="IDX files; scikit-learn's digits by default")
-
-
-def add_links(parser: argparse.ArgumentParser, *, seconds: float) -> None:
-    """Adds what programs over one network of limited links have in common."""
-    add = parser.add_argument
-    add("--link", type=link, nargs="+", default=["100mbit", "1gbit"], metavar="RATE")
-    add("--workers", type=several, default=4, metavar="P")
-    add("--no-pin", action="store_true", help="let processes use all cores")
-    add("--timeout", type=positive, default=seconds, help="seconds for one answer")
 
 
 def check_names(
@@ -70,22 +53,24 @@ def check_names(
             parser.error(f"--only {name!r} is none of: {'; '.join(known)}")
 
 
-def program(main: Callable[[list[str] | None], int | None]) -> Callable[..., int]:
-    """Makes ``main(argv) -> status``; what goes wrong is one line.
+def check_batch(parser: argparse.ArgumentParser, batch: int, workers: int) -> None:
+    """Ends with one line where the workers would have parts of another size."""
+    if batch % workers:
+        parser.error(f"--batch {batch} can't be dealt out to {workers} workers")
 
-    The status is 2 for a wrong input, 1 for a network or worker that fails, 130 for an interrupt.
-    """
+
+def program(main: Callable[[list[str] | None], int | None]) -> Callable[..., int]:
+    """Makes ``main(argv) -> status``; what goes wrong is one line."""
+    # A wrong input, a network or worker that fails, and an interrupt.
+    statuses = {InputError: 2, namespaces.NetworkError: 1, Interrupted: 130}
 
     @functools.wraps(main)
     def run(argv: list[str] | None = None) -> int:
         try:
             return main(argv) or 0
-        except InputError as error:
-            message, status = str(error), 2
-        except namespaces.NetworkError as error:
-            message, status = str(error), 1
-        except Interrupted:
-            message, status = "interrupted", 130
+        except tuple(statuses) as error:
+            message = str(error) or "interrupted"
+            status = next(status for kind, status in statuses.items() if isinstance(error, kind))
         name = main.__module__ if main.__module__ != "__main__" else Path(sys.argv[0]).stem
         print(f"{name.rpartition('.')[2]}: {message}", file=sys.stderr)
         return status
@@ -94,41 +79,34 @@ def program(main: Callable[[list[str] | None], int | None]) -> Callable[..., int
 
 
 def require_network() -> None:
-    """Raises an InputError where no network of namespaces can be made."""
+    """Raises an InputError where no network of namespaces can be made; a ``kill`` cleans up."""
+    interrupt_when_told()
     reason = namespaces.unusable()
     if reason is not None:
         raise InputError(reason)
 
 
+def _type(fits: Callable[[float], bool], what: str, kind: type = float) -> Callable[[str], Any]:
+    def number(text: str) -> Any:
+        if not fits(float(text)):
+            raise argparse.ArgumentTypeError(f"{text} is not {what}")
+        return kind(float(text))
+
+    return number
+
+
 def at_least(least: int) -> Callable[[str], int]:
     """The type of a whole number; ``1e6`` is one too."""
-
-    def count(text: str) -> int:
-        number = float(text)
-        if not least <= number < float("inf") or number % 1:
-            raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
-        return int(number)
-
-    return count
+    what = f"a whole number of at least {least}"
+    return _type(lambda x: least <= x < math.inf and x % 1 == 0, what, int)
 
 
 at_least_one = at_least(1)
 # Workers between which something is exchanged, or values that have a deviation.
 several = at_least(2)
-
-
-def share(text: str) -> float:
-    """The type of a density."""
-    if not 0 < float(text) <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not in (0, 1]")
-    return float(text)
-
-
-def positive(text: str) -> float:
-    """The type of a rate or a factor."""
-    if not 0 < float(text) < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return float(text)
+# A density; and a rate or a factor.
+share = _type(lambda x: 0 < x <= 1, "in (0, 1]")
+positive = _type(lambda x: 0 < x < math.inf, "a positive number")
 
 
 def link(text: str) -> str:
@@ -150,9 +128,8 @@ def output(text: str) -> Path:
 
 def say(text: str) -> None:
     """Says on standard error what a run is at: on a terminal in one line, else with the time."""
-    if sys.stderr.isatty():
-        progress(text)
-    else:
+    progress(text)
+    if not sys.stderr.isatty():
         print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
@@ -162,11 +139,23 @@ def progress(text: str, *, last: bool = False) -> None:
         print(f"\r\x1b[K{text}", end="\n" if last else "\r", file=sys.stderr, flush=True)
 
 
-_TYPES: dict[str, Callable[[str], Any]] = {"seed": int}
+_TYPES: dict[str, Callable[[str], Any]] = {"seed": int, "only": str}
+_TYPES |= dict.fromkeys(("json", "plot", "runs"), output)
+_TYPES |= dict.fromkeys(("text", "images", "folder"), Path)
+_TYPES |= dict.fromkeys(("link", "links"), link)
 _TYPES |= dict.fromkeys(("density", "densities", "density_text", "density_images"), share)
-_TYPES |= dict.fromkeys(("rate", "factor", "max_norm", "bandwidth", "latency"), positive)
-_TYPES |= dict.fromkeys(("timeout", "regularisation", "share", "seconds"), positive)
+_TYPES |= dict.fromkeys(("rates", "factor", "share", "slack"), positive)
+_TYPES |= dict.fromkeys(("timeout", "regularisation", "seconds", "bandwidth", "latency"), positive)
 _TYPES |= dict.fromkeys(("sites", "trials", "workers"), several)
+# Several values, also without a default.
+_SEVERAL = ("only", "rates")
 _HELP = {"density": "k / n", "every": "steps to a record", "points": "of a curve"}
 _HELP |= {"rounds": "turns of each contestant", "timeout": "seconds for one answer"}
-_HELP |= {"steps": "of each run, or turn", "width": "of the model"}
+_HELP |= {"steps": "of each run, or turn", "width": "of the model", "link": "such as 100mbit"}
+_HELP |= {"text": "plain text; Python's help topics by default", "only": "of these contestants"}
+_HELP |= {"images": "a folder of IDX files; scikit-learn's digits by default"}
+_HELP |= {"rates": "peaks", "runs": "keep runs here, and go on with them"}
+_HELP |= {"json": "also write the numbers here", "plot": "draw them: a PNG"}
+# Of programs over one network of limited links.
+LINKS = {"link": ["100mbit", "1gbit"], "workers": 4}
+LINKS |= {"no_pin": (False, "let processes use all cores")}

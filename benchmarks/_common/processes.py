@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import ctypes
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -23,11 +25,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Process:
-    """A process, and what it has said so far.
+    """A process, its ``pid``, and the ``time.monotonic()`` of its end.
 
-    Attributes:
-      pid: its id.
-      ended_at: ``time.monotonic()`` when it ended; None before.
+    ``events`` are what it has said so far on standard output.
     """
 
     def __init__(self, command: Sequence[str], changed: threading.Condition, **options: Any):
@@ -40,7 +40,7 @@ class Process:
         self.ended_at: float | None = None
         # Shared by the group, so that one can wait for any of them.
         self._changed = changed
-        self._events: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []
         # Lines, and whether each came on standard error.
         self._said: list[tuple[str, bool]] = []
         self._threads = [
@@ -56,22 +56,14 @@ class Process:
         return self._popen.poll() if self.ended_at is not None else None
 
     @property
-    def events(self) -> list[dict[str, Any]]:
-        """All it has said on standard output."""
-        with self._changed:
-            return list(self._events)
-
-    @property
     def errors(self) -> str:
         """All it has said on standard error."""
-        with self._changed:
-            return "".join(line for line, wrong in self._said if wrong)
+        return "".join(line for line, wrong in list(self._said) if wrong)
 
     @property
     def output(self) -> str:
         """All it has said on both, in the order in which it came."""
-        with self._changed:
-            return "".join(line for line, _ in self._said)
+        return "".join(line for line, _ in list(self._said))
 
     def find(self, event: str, **values: Any) -> dict[str, Any] | None:
         """The first event of this name and these values, or None."""
@@ -79,11 +71,7 @@ class Process:
         return next((e for e in self.events if wanted.items() <= e.items()), None)
 
     def wait_for(self, event: str, *, seconds: float, **values: Any) -> dict[str, Any]:
-        """The event, as soon as it comes.
-
-        Raises:
-          RuntimeError: the process ended, or the time is over, without it.
-        """
+        """The event, as soon as it comes; a RuntimeError where it does not."""
         wait([self], lambda: self.find(event, **values) or self.ended_at is not None, seconds)
         found = self.find(event, **values)
         if found is None:
@@ -120,20 +108,17 @@ class Process:
 
     def _read_events(self) -> None:
         for line in self._popen.stdout:
-            event = None
+            self._said.append((line, False))
             # Gloo writes a line of its own to standard output.
-            with contextlib.suppress(ValueError):
+            with contextlib.suppress(ValueError), self._changed:
                 event = json.loads(line)
-            with self._changed:
-                self._said.append((line, False))
                 if isinstance(event, dict):
-                    self._events.append(event)
+                    self.events.append(event)
                     self._changed.notify_all()
 
     def _read_errors(self) -> None:
         for line in self._popen.stderr:
-            with self._changed:
-                self._said.append((line, True))
+            self._said.append((line, True))
 
     def _await_end(self) -> None:
         self._popen.wait()
@@ -147,14 +132,9 @@ class Process:
 
 @contextlib.contextmanager
 def started(
-    commands: Sequence[Sequence[str]],
-    more: Mapping[str, str] | None = None,
-    folder: Path = ROOT,
+    commands: Sequence[Sequence[str]], more: Mapping[str, str] | None = None, folder: Path = ROOT
 ) -> Iterator[list[Process]]:
-    """A process of each command, for the length of the block; each is killed by its id.
-
-    ``more`` are variables beside those of :func:`environment`.
-    """
+    """A process of each command, with more variables, which is killed where the block ends."""
     processes: list[Process] = []
     changed = threading.Condition()
     variables = {**environment(), **(more or {})}
@@ -176,6 +156,13 @@ def wait(group: Sequence[Process], condition: Callable[[], Any], seconds: float)
 def wait_for_ends(group: Sequence[Process], seconds: float) -> None:
     """Returns when all have ended, or one has failed, for which the others would wait."""
     wait(group, lambda: any(p.status for p in group) or all(p.status == 0 for p in group), seconds)
+
+
+def in_new_process(function: Callable[..., Any], *given: Any) -> Any:
+    """What a function of a module returns in a Python of its own, with nothing from this one."""
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        return pool.submit(function, *given).result()
 
 
 def environment() -> dict[str, str]:

@@ -1,11 +1,11 @@
 """Times of contestants that take turns, as ratios to one of them in the same round."""
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 
 def seconds_of(function: Callable[..., Any], *args: Any) -> tuple[float, Any]:
@@ -24,10 +24,7 @@ def turns(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
 
 
 def in_turns(
-    runs: Mapping[str, Callable[[int], Any]],
-    rounds: int,
-    *,
-    seen: Callable[[str, Any], None] | None = None,
+    runs: Mapping[str, Callable[[int], Any]], rounds: int, *, seen: Any = lambda name, result: None
 ) -> dict[str, list[float]]:
     """Seconds of each contestant in each round, by name.
 
@@ -38,18 +35,33 @@ def in_turns(
     for turn, name in turns(list(runs), rounds):
         seconds, result = seconds_of(runs[name], turn)
         times[name].append(seconds)
-        if seen is not None:
-            seen(name, result)
+        seen(name, result)
         # Its memory is free before the next one runs.
         del result
     return times
 
 
+def steady(
+    step: Callable[[Any, Any], tuple[Any, Any]], state: Any, given: Sequence[Any], before: int
+) -> Callable[[int], Any]:
+    """A run for :func:`in_turns`: ``step(given, state) -> (result, state)``, each goes on.
+
+    So many are taken before: until all is compiled, pages are touched and states are steady.
+    """
+
+    def run(turn: int) -> Any:
+        nonlocal state
+        result, state = step(given[turn % len(given)], state)
+        return result, state
+
+    for turn in range(before):
+        jax.block_until_ready(run(turn))
+    return run
+
+
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """Lower quartile, median and upper quartile; of one value it is all three."""
-    if len(values) == 1:
-        return (values[0],) * 3
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    low, middle, high = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
     return low, middle, high
 
 
@@ -63,28 +75,11 @@ def ratios(times: Mapping[str, Sequence[float]], base: str) -> list[dict[str, An
     rows = []
     for name, seconds in times.items():
         low, ratio, high = quartiles(over(seconds, times[base]))
-        rows.append(
-            {
-                "contestant": name,
-                "ratio": ratio,
-                "ratio_quartiles": [low, high],
-                "median_ms": 1e3 * statistics.median(seconds),
-            }
-        )
+        row = {"contestant": name, "ratio": ratio, "ratio_quartiles": [low, high]}
+        rows.append(row | {"median_ms": 1e3 * quartiles(seconds)[1]})
     return rows
 
 
-def cells(row: dict[str, Any]) -> list[str]:
-    """Those of a table for a row of :func:`ratios`, under ``CELLS``."""
-    low, high = row["ratio_quartiles"]
-    ratio, spread = f"{row['ratio']:.3f}", f"{low:.3f} - {high:.3f}"
-    return [row["contestant"], ratio, spread, f"{row['median_ms']:.2f}"]
-
-
-CELLS = ("contestant", "ratio", "quartiles", "ms")
-
-
-def times_as_fast(base: Sequence[float], own: Sequence[float]) -> list[str]:
-    """Two cells: the median and the quartiles of how many times as fast as the base one is."""
-    low, middle, high = quartiles(over(base, own))
-    return [f"{middle:.2f}", f"{low:.2f} - {high:.2f}"]
+def times_as_fast(base: Sequence[float], own: Sequence[float]) -> tuple[float, float, float]:
+    """Quartiles of how many times as fast as the base one is."""
+    return quartiles(over(base, own))

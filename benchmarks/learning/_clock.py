@@ -8,14 +8,19 @@ as a measurement, takes none of the budget.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-# Of the budget in which the rate rises, and what it begins and ends with, of its peak: those of
-# `_recorded_training.schedule`.
-_WARM_UP, _FIRST, _LAST = 1 / 20, 1 / 20, 1 / 100
+import numpy as np
+
+from ..training._recorded_training import schedule
+
 # So few steps are taken in one part; and of so many steps before it the time of one is known by.
 _FEW, _MEMORY = 3, 10
+_STEPS = 10**6
+
+
+Take = Callable[[list[float]], float]
 
 
 class Curve(NamedTuple):
@@ -26,21 +31,13 @@ class Curve(NamedTuple):
     values: list[float]
 
 
-def rate_at(peak: float, share: float) -> float:
-    """The rate when so large a share of the budget is spent: a warm-up, and then a cosine."""
-    share = min(share, 1.0)
-    if share < _WARM_UP:
-        return peak * (_FIRST + (1 - _FIRST) * share / _WARM_UP)
-    fallen = (1 - math.cos(math.pi * (share - _WARM_UP) / (1 - _WARM_UP))) / 2
-    return peak * (1 - (1 - _LAST) * fallen)
+def rates_at(peak: float, shares: Sequence[float]) -> list[float]:
+    """The rate when so large shares of the budget are spent: that of as many steps."""
+    return schedule(peak, _STEPS)(_STEPS * np.minimum(shares, 1.0)).tolist()
 
 
 def spend(
-    budget: float,
-    points: int,
-    guess: float,
-    take: Callable[[list[float]], float],
-    measure: Callable[[], float],
+    budget: float, points: int, guess: float, take: Take, measure: Callable[[], float]
 ) -> Curve:
     """Takes steps for the seconds of the budget, and measures after each of so many equal parts.
 

@@ -4,21 +4,22 @@ A neighbour of a default is the whole optimizer of a task with other options, by
 """
 
 import argparse
+import contextlib
 import functools
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optax
 
 import optax_ext
-import sparse_collectives as sc
+from sparse_collectives import select
 
-from .._common.contestants import DECAY, Contestant, find, optimizer
+from .._common.contestants import CONTESTANTS, DECAY, Contestant, find, optimizer
 from ..training._recorded_training import MOMENTUM, schedule
 from ..training._simulated_training import AXIS, Variant, exact_top_k
-from ._tasks import ADAMW, KINDS
+from ._tasks import ADAMW, DELAYED, KINDS
 
 DENSE, NOTHING = "dense", "nothing exchanged"
 # What the sparse ones are measured by: the words of ``ok_topk`` at 1 %.
@@ -30,16 +31,11 @@ Option = tuple[str, Any]
 _ADAMW = {
     DENSE: "dense/leaves",
     "ok_topk before AdamW": "ok_topk",
-    "sparse_adamw": "sparse_adamw",
-    "sparse_adamw, 32 bits": "sparse_adamw, 32 bits",
-    "sparse_adamw, ok_topk": "sparse_adamw, ok_topk",
-    "sparse_adamw, complete ok_topk": "sparse_adamw, complete ok_topk",
-    "sparse_adamw, delayed": "sparse_adamw, delayed",
     "dense, delayed": "delayed(dense)",
-    "sparse_adamw, no step-ahead": "sparse_adamw, no step-ahead",
-    **{f"powersgd({rank}) before AdamW": f"powersgd{rank}" for rank in (1, 2, 4)},
-    "acp_sgd(4) before AdamW": "acp_sgd4",
 }
+_ADAMW |= {name: name for name in CONTESTANTS if name.startswith("sparse_adamw")}
+_ADAMW |= {f"powersgd({rank}) before AdamW": f"powersgd{rank}" for rank in (1, 2, 4)}
+_ADAMW |= {"acp_sgd(4) before AdamW": "acp_sgd4"}
 _SGD = {DENSE: "dense/leaves", "ok_topk before SGD": "ok_topk"}
 _SGD |= {name: name for name in ("ok_topk_sgd", "sparse_sgd", "sparse_sgd, ok_topk")}
 # over links,
@@ -53,24 +49,39 @@ _BUCKETS |= {f"dense, {count} buckets": f"dense/buckets{count}" for count in (2,
 _BUCKETS |= {"dense, each leaf": "dense/leaves", "ok_topk": "ok_topk/reuse"}
 _BUCKETS |= {f"ok_topk, {count} buckets": f"ok_topk/reuse/buckets{count}" for count in (2, 4)}
 # and LAMB behind a dense exchange, by who computes the norms of the layers.
-_NORMS = {name: name for name in ("lamb, every worker", "lamb, slices", "lamb, layers")}
+_NORMS = {name: name for name in CONTESTANTS if name.startswith("lamb")}
 # Those of PyTorch, in front of its AdamW; see `_torch_trainer`.
 TORCH = {"PyTorch, dense": "ddp", "PyTorch, float16": "ddp/fp16"}
 TORCH |= {f"PyTorch, PowerSGD({rank})": f"ddp/powersgd{rank}" for rank in (1, 2, 4)}
-# Arguments of the optimizers that are numbers; those of `residual`; and what makes others of one.
+# DGC starts with 25 %. All messages have the slots of the first stage, so that one is left out.
+STAGES = (0.0625, 0.015625, 0.004)
+# The largest norm of a worker's gradient, where it is clipped.
+NORM = 4.0
+_MASKED = "correction, masking"
+# Tricks for the accuracy, such as those of DGC, behind an allreduce and alone or together: in front
+# of SGD with momentum, at a density so low that an entry waits for many steps;
+_DELAYED_TRICKS = [
+    "topk_a",
+    *(f"topk_a, {trick}" for trick in ("no momentum", "correction", _MASKED, "clipping")),
+    *(f"topk_a, {warm_up} warm-up" for warm_up in ("dense", "density")),
+    *(f"topk_a, {_MASKED}, {t}" for t in ("clipping", "dense warm-up", "density warm-up")),
+    *(f"topk_a, {_MASKED}, clipping, {warm_up} warm-up" for warm_up in ("dense", "density")),
+]
+# and what Ok-Topk has.
+_SGD_TRICKS = ["ok_topk, dense warm-up", "ok_topk, correction"]
+_ADAMW_TRICKS = ["ok_topk, dense warm-up, small leaves dense"]
+# Arguments of the optimizers that are numbers.
 _NUMBERS = ("density", "b2", "eps", "weight_decay", "gain", "limit", "dense_steps")
-_OF_RESIDUAL = ("step_ahead", "decay")
-_MADE = {
-    "bits": ("allreduce", lambda bits: sc.allreduce.agreed(bits=bits)),
-    "momentum": ("correction", optax_ext.momentum_correction),
-    "dense_below": ("dense_leaves", lambda size: optax_ext.small_leaves(min_size=size)),
-}
 
 
 def contestants(task: str, share: float = 1.0) -> dict[str, Train]:
     """Over simulated workers, by name; every density is multiplied by the share."""
-    names = _ADAMW if KINDS[task].optimizer == ADAMW else _SGD
-    return {name: _train(find(key), share * DENSITY, task) for name, key in names.items()}
+    adamw, density = KINDS[task].optimizer == ADAMW, share * DENSITY
+    names, tricks = (_ADAMW, _ADAMW_TRICKS) if adamw else (_SGD, _SGD_TRICKS)
+    if task == DELAYED:
+        names, tricks = {DENSE: "dense/leaves"}, _DELAYED_TRICKS
+    made = {name: _train(find(key), density, task) for name, key in names.items()}
+    return made | {name: _with_tricks(name, density, adamw) for name in tricks}
 
 
 def _train(contestant: Contestant, k: float, task: str) -> Train:
@@ -88,15 +99,52 @@ def _train(contestant: Contestant, k: float, task: str) -> Train:
     return variant
 
 
+def _with_tricks(name: str, density: float, adamw: bool) -> Callable[[float, int], Variant]:
+    """The way to train of that name: an allreduce, and the tricks that are added to it."""
+    allreduce, *tricks = name.split(", ")
+
+    def made(rate: float, steps: int) -> Variant:
+        given = {"axis": AXIS} | _tricks(tricks, density, steps)
+        tx = getattr(optax_ext, allreduce)(density, **given)
+        if "clipping" in tricks:
+            tx = optax.chain(optax_ext.local_clip_by_global_norm(NORM, axis=AXIS), tx)
+        if adamw:
+            return Variant(tx, optax.adamw(schedule(rate, steps), weight_decay=DECAY))
+        behind = not {"correction", "no momentum"} & set(tricks)
+        # Without momentum the same distance takes a rate larger by what momentum sums up.
+        peak = rate / (1 - MOMENTUM) if "no momentum" in tricks else rate
+        momentum = MOMENTUM if behind else None
+        return Variant(tx, optax.sgd(schedule(peak, steps), momentum=momentum))
+
+    return made
+
+
+def _tricks(tricks: Sequence[str], density: float, steps: int) -> dict[str, Any]:
+    """Those of an allreduce, for a run of so many steps."""
+    given: dict[str, Any] = {"selector": exact_top_k(density)}
+    if "correction" in tricks:
+        masking = "masking" in tricks
+        given["correction"] = optax_ext.momentum_correction(MOMENTUM, masking=masking)
+    if "density warm-up" in tricks:
+        stages = [*(stage for stage in STAGES if stage > density), density]
+        staged = select.staged_density(max(1, steps // 20), stages)
+        given["selector"] = select.scheduled(exact_top_k(stages[0]), staged)
+    if "dense warm-up" in tricks:
+        given["dense_steps"] = max(1, steps // 10)
+    if "small leaves dense" in tricks:
+        given["dense_leaves"] = optax_ext.small_leaves()
+    return given
+
+
 def over_links() -> dict[str, dict[str, Make]]:
     """Those of JAX by the experiment and by name."""
-    groups: dict[str, Mapping[str, str]] = {"time": _LINKS, "buckets": _BUCKETS, "norms": _NORMS}
 
     def made(name: str) -> Make:
         # A whole optimizer has a density of its own.
         density = None if find(name).whole else DENSITY
         return lambda rate: optimizer(f"{name}/adamw", density, AXIS, rate)
 
+    groups = {"time": _LINKS, "buckets": _BUCKETS, "norms": _NORMS}
     return {key: {name: made(x) for name, x in of.items()} for key, of in groups.items()}
 
 
@@ -105,17 +153,16 @@ def option(text: str) -> Option:
     name, equals, value = text.partition("=")
     if not equals:
         raise argparse.ArgumentTypeError(f"{text} is not NAME=VALUE, such as gain=2")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
+    with contextlib.suppress(ValueError):
+        value = json.loads(value)
+    return name, value
 
 
 def neighbour(task: str, share: float, given: Sequence[Option]) -> tuple[str, Train]:
     """``sparse_adamw``, or ``sparse_sgd`` where the task has that, with other options.
 
     The name has the options in it; a density that is not among them is multiplied by ``share``. A
-    ValueError where there is no such option, or the value is none for it.
+    ValueError or a TypeError where there is no such option, or the value is none for it.
     """
     make = optax_ext.sparse_adamw if KINDS[task].optimizer == ADAMW else optax_ext.sparse_sgd
     made = {"density": 5 * share * DENSITY, "axis": AXIS} | _arguments(make, given)
@@ -124,12 +171,12 @@ def neighbour(task: str, share: float, given: Sequence[Option]) -> tuple[str, Tr
     def variant(rate: float, steps: int) -> Variant:
         return Variant(whole(schedule(rate, steps)), optax.identity())
 
-    _checked(given, variant, 0.1, 10)
+    variant(0.1, 10)
     return _name_of(make, given), variant
 
 
 def neighbour_over_links(given: Sequence[Option]) -> tuple[str, Make]:
-    """``sparse_adamw`` with options, and its name; a ValueError where an option is none."""
+    """The same of ``sparse_adamw`` over links."""
     make = optax_ext.sparse_adamw
     made = {"axis": AXIS, **_arguments(make, given)}
     make(0.1, **made)
@@ -137,41 +184,21 @@ def neighbour_over_links(given: Sequence[Option]) -> tuple[str, Make]:
 
 
 def _arguments(make: Callable[..., Any], given: Sequence[Option]) -> dict[str, Any]:
-    """What an optimizer is called with for the options; a ValueError as above."""
-    taken = inspect.signature(make).parameters
-    possible = [name for name in _NUMBERS if name in taken] + list(_OF_RESIDUAL)
-    possible += [name for name, (argument, _) in _MADE.items() if argument in taken]
-    unknown = [name for name, _ in given if name not in possible]
-    if unknown:
-        raise ValueError(
-            f"{make.__name__} has no {unknown[0]!r} here: it has {', '.join(possible)}"
-        )
+    """What an optimizer is called with for the options; a ValueError where it has none of them."""
+    known = [name for name in inspect.signature(make).parameters if name in _NUMBERS]
+    for name, _ in given:
+        if name not in (*known, "step_ahead"):
+            raise ValueError(
+                f"{make.__name__} has no {name!r} here: it has {', '.join(known)}, step_ahead"
+            )
     made = {"weight_decay": DECAY} if make is optax_ext.sparse_adamw else {}
-    made |= {name: value for name, value in given if name in _NUMBERS}
-    kept = {name: value for name, value in given if name in _OF_RESIDUAL}
-    if kept:
-        kept = {"step_ahead": 1.0, **kept}
-        made["residual"] = _checked(given, lambda: optax_ext.residual(**kept))
-    for name, value in given:
-        if name in _MADE:
-            argument, function = _MADE[name]
-            made[argument] = _checked(given, function, value)
+    made |= given
+    if "step_ahead" in made:
+        made["residual"] = optax_ext.residual(step_ahead=made.pop("step_ahead"))
     return made
 
 
 def _name_of(make: Callable[..., Any], given: Sequence[Option]) -> str:
     """The name of an optimizer with options, the same in whatever order they come."""
-    values = [
-        f"{name}={format(value, 'g') if isinstance(value, (int, float)) else value}"
-        for name, value in sorted(given)
-    ]
+    values = [f"{x}={f'{y:g}' if isinstance(y, int | float) else y}" for x, y in sorted(given)]
     return " ".join([make.__name__, *values])
-
-
-def _checked(given: Sequence[Option], make: Callable[..., Any], *values: Any) -> Any:
-    """``make(*values)``; of a word in place of a number a ValueError, too."""
-    try:
-        return make(*values)
-    except TypeError as error:
-        written = " ".join(f"{name}={value}" for name, value in given)
-        raise ValueError(f"{written}: {error}") from error

@@ -1,47 +1,110 @@
-"""What the programs of loss against steps and against time share: options, rows and curves."""
+"""What the programs of loss against steps and against time share: runs that are kept, and rows.
 
-import argparse
-from collections.abc import Callable, Iterable, Sequence
+Runs are in a file of JSON lines, so that an experiment that was cut short goes on.
+"""
+
+import json
+import math
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .._common import display, options
+from .._common.options import InputError
 from ..training._small_models import HEADS
 from ._contestants import Option, option
 from ._tasks import KINDS
 
+Case = dict[str, Any]
+# A contestant of --options, by name; and those with whom a contestant of a name is compared.
+Added = Callable[[Sequence[Option]], tuple[str, Any]]
+Groups = Callable[[str], Iterable[Any]]
 
-def parser_of(doc: str | None, tasks: Iterable[str], default: str) -> argparse.ArgumentParser:
-    """A parser with the options of both; ``tasks`` may be chosen."""
-    parser = options.parser_of(doc)
-    add = parser.add_argument
+
+class Store:
+    """The runs of a file; with no path they are kept until the program ends.
+
+    In each run is all that is ``needed``, such as its ``rate``, ``seed`` and last ``value``;
+    ``large`` says whether a large value is a good one.
+    """
+
+    def __init__(self, path: Path | None, needed: Sequence[str], large: bool):
+        self._path, self._sign = path, -1 if large else 1
+        self.runs = _read(path, needed) if path is not None and path.exists() else []
+
+    def _find(self, **wanted: Any) -> list[dict[str, Any]]:
+        return [run for run in self.runs if wanted.items() <= run.items()]
+
+    def best(self, **case: Any) -> list[dict[str, Any]]:
+        """The runs of a case in the order of their seeds, with the rate that is best for seed 0."""
+        ended = [run for run in self._find(seed=0, **case) if math.isfinite(run["value"])]
+        if not ended:
+            return []
+        rate = min(ended, key=lambda run: self._sign * run["value"])["rate"]
+        return sorted(self._find(rate=rate, **case), key=lambda run: run["seed"])
+
+    def missing(
+        self, rates: Sequence[float], seeds: int, **case: Any
+    ) -> Iterator[tuple[float, int]]:
+        """Rates and seeds of what is not here: the best rate is known when all have been tried."""
+        for seed in range(seeds):
+            for rate in [run["rate"] for run in self.best(**case)[:1]] if seed else rates:
+                if not self._find(rate=rate, seed=seed, **case):
+                    yield rate, seed
+
+    def add(self, run: dict[str, Any]) -> None:
+        """Keeps a run, at once."""
+        self.runs.append(run)
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(run) + "\n")
+
+
+def _read(path: Path, needed: Sequence[str]) -> list[dict[str, Any]]:
+    """The runs; a last line that is not whole, in which the program was ended, is taken away."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {path}: {error}") from error
+    whole, end, cut_off = text.rpartition("\n")
+    if cut_off:
+        path.write_text(whole + end, encoding="utf-8")
+    runs = []
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            run = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{path}, line {number} is no JSON: {error}") from error
+        missing = [name for name in needed if not isinstance(run, dict) or name not in run]
+        if missing:
+            raise InputError(f"{path}, line {number} is no run of this program: no {missing[0]!r}")
+        runs.append(run)
+    return runs
+
+
+def parser_of(doc: Any, tasks: Iterable[str], default: str, **usual: Any) -> ArgumentParser:
+    """A parser with the options of both, and usual ones; ``tasks`` may be chosen."""
     chosen = {name: KINDS[name] for name in tasks}
     what = "; ".join(f"{name}: {kind.model}, {kind.optimizer}" for name, kind in chosen.items())
-    add("--task", choices=tuple(chosen), default=default, help=what)
-    options.add_data(parser)
-    add("--runs", type=options.output, metavar="FILE", help="keep runs here, and go on with them")
-    add("--show", action="store_true", help="what is in --runs, and train nothing")
-    add("--rates", type=options.positive, nargs="+", metavar="RATE", help="peaks")
-    add("--only", nargs="+", metavar="NAME", help="of these contestants, and those of --options")
-    add("--options", type=option, nargs="+", action="append", default=[], metavar="NAME=VALUE")
-    options.add_usual(parser, width=None, batch=(None, "of all workers"))
-    add("--plot", type=options.output, metavar="FILE", help="draw the curves: a PNG")
+    both = {"task": (default, what, tuple(chosen)), "batch": (None, "of all workers")}
+    both |= {"show": (False, "what is in --runs, and train nothing")}
+    names = ("text", "images", "runs", "rates", "only", "width", "plot")
+    parser = options.parser_of(doc, *names, **both, **usual)
+    more: dict[str, Any] = {"nargs": "+", "action": "append", "default": []}
+    parser.add_argument("--options", type=option, metavar="NAME=VALUE", **more)
     return parser
 
 
 def complete(
-    parser: argparse.ArgumentParser,
-    args: argparse.Namespace,
-    names: Sequence[str],
-    neighbour: Callable[[Sequence[Option]], tuple[str, Any]],
-    **usual: Any,
+    parser: ArgumentParser, args: Namespace, names: Sequence[str], neighbour: Added, **usual: Any
 ) -> None:
     """Fills in what is usual, and ends with one line where an option is wrong.
 
-    ``neighbours`` is added, contestants of --options by name, which ``neighbour`` makes. ``usual``
-    has rates, batch and width where they are others than those of the task.
+    ``usual`` has rates, batch and width where they are others than those of the task. Contestants
+    of --options are added as ``neighbours``, by the name that ``neighbour`` gives them.
     """
     kind = KINDS[args.task]
     usual = kind._asdict() | usual
@@ -50,17 +113,32 @@ def complete(
     args.rates = sorted(args.rates or usual["rates"])
     args.batch, args.width = args.batch or usual["batch"], args.width or usual["width"]
     options.check_names(parser, args.only, names)
-    try:
-        args.neighbours = dict(neighbour(given) for given in args.options)
-    except ValueError as error:
-        parser.error(f"--options: {error}")
+    args.neighbours = {}
+    for given in args.options:
+        try:
+            args.neighbours |= [neighbour(given)]
+        except (TypeError, ValueError) as error:
+            written = " ".join(f"{name}={value}" for name, value in given)
+            parser.error(f"--options: {written}: {error}")
     if args.task == "text" and args.width % HEADS:
         parser.error(f"--width {args.width} can't be divided into {HEADS} heads")
     for workers in args.workers if isinstance(args.workers, list) else [args.workers]:
-        if args.batch % workers:
-            parser.error(f"--batch {args.batch} can't be dealt out to {workers} workers")
+        options.check_batch(parser, args.batch, workers)
     if args.show and args.runs is None:
         parser.error("--show needs --runs FILE")
+
+
+def chosen(args: Namespace, names: Iterable[str]) -> list[str]:
+    """The contestants of a run: those of --only, or all, and those of --options."""
+    return [*(name for name in names if not args.only or name in args.only), *args.neighbours]
+
+
+def run_missing(
+    store: Store, args: Namespace, case: Case, train: Callable[[float, int], Case]
+) -> None:
+    """Makes the runs of a case that are not in the store, by ``train(rate, seed)``."""
+    for rate, seed in store.missing(args.rates, args.seeds, **case):
+        store.add({**case, "rate": rate, "seed": seed, **train(rate, seed)})
 
 
 class Line(NamedTuple):
@@ -80,11 +158,22 @@ class Line(NamedTuple):
         alike = [curve for curve in curves if len(curve["steps"]) == len(curves[0]["steps"])]
         return np.mean([curve[what] for curve in alike], axis=0)
 
-    def ends(self, large: bool) -> list[str]:
+    def ends(self, large: bool) -> dict[str, Any]:
         """Rate, number of seeds, mean and deviation of the values at the end."""
         ended = (100 if large else 1) * np.array([run["value"] for run in self.runs])
-        deviation = f"{ended.std(ddof=1):.3f}" if len(ended) > 1 else "-"
-        return [f"{self.runs[0]['rate']:g}", str(len(ended)), f"{ended.mean():.3f}", deviation]
+        row = {"rate": self.runs[0]["rate"], "seeds": len(ended), "mean": ended.mean()}
+        return row | {"deviation": ended.std(ddof=1) if len(ended) > 1 else None}
+
+
+def lines_of(
+    store: Store, names: Iterable[str], groups: Groups, case_of: Callable[[str, Any], Case]
+) -> list[Line]:
+    """The best runs in the store of these contestants and of others that are there."""
+    found = []
+    for name in dict.fromkeys([*names, *(run["contestant"] for run in store.runs)]):
+        cases = ((group, store.best(**case_of(name, group))) for group in groups(name))
+        found += [Line(name, group, runs) for group, runs in cases if runs]
+    return found
 
 
 def worse(value: float, other: float, large: bool) -> float:
@@ -92,7 +181,9 @@ def worse(value: float, other: float, large: bool) -> float:
     return 100 * (other - value if large else value / other - 1)
 
 
-def draw(path: Path, lines: Sequence[Line], groups: Iterable[Any], x: str, title: str) -> None:
+def draw(
+    path: Path | None, lines: Sequence[Line], groups: Iterable[Any], x: str, title: str
+) -> None:
     """A PNG with a panel for each group: values against ``steps`` or ``seconds``."""
     panels = []
     for group in groups:

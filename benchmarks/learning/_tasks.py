@@ -10,6 +10,8 @@ from ..training._small_models import WIDTH
 from ..training._small_tasks import image_task, text_task, word_task
 
 ADAMW, SGD = "AdamW", "SGD"
+# The task of runs at so low a density that an entry waits for many steps, and its hidden layer.
+DELAYED, HIDDEN = "images-hidden", 128
 
 
 class Kind(NamedTuple):
@@ -41,6 +43,7 @@ KINDS = {
         ("lstm", "an LSTM on characters", ADAMW, _LSTM_RATES, 32, _text_models.CELLS, False),
         ("words", _WORDS, ADAMW, (0.005, 0.01, 0.02), 32, _text_models.WIDTH, False),
         ("images", "a convolutional network", SGD, (0.02, 0.05, 0.1, 0.2, 0.5), 128, None, True),
+        (DELAYED, "a hidden layer", SGD, (0.02, 0.05, 0.1, 0.2), 128, None, True),
         ("images-adamw", "the same network", ADAMW, _ADAMW_RATES, 128, None, True),
     )
 }
@@ -50,7 +53,12 @@ def make(name: str, width: int | None, text: Path | None, images: Path | None) -
     """The task, from the data of the user or what is there without."""
     if name.startswith("images"):
         data = read_images(images)
-        network = _small_models.convolutional(data.train_images.shape[1:], data.classes)
+        given = data.train_images.shape[1:], data.classes
+        network = (
+            _small_models.one_hidden_layer(*given, HIDDEN)
+            if name == DELAYED
+            else _small_models.convolutional(*given)
+        )
         return image_task(data, network)._replace(name=name)
     if name == "words":
         made = word_task(read_text(text), width=width)

@@ -26,11 +26,6 @@ class Learner:
 
     # Steps after which everything is compiled.
     FIRST = 1
-    barrier: Any
-    _start: Any
-    _placed: Any
-    _step: Any
-    _whole: Any
 
     def __init__(self, config: dict[str, Any]):
         files = (Path(path) if path else None for path in (config["text"], config["images"]))
@@ -76,11 +71,10 @@ class Trainer(Learner):
 
     def __init__(self, config: dict[str, Any]):
         super().__init__(config)
-        auto = (AxisType.Auto,)
-        self._mesh = jax.make_mesh((config["workers"],), (AXIS,), axis_types=auto)
+        shape = (config["workers"],)
+        self._mesh = jax.make_mesh(shape, (AXIS,), axis_types=(AxisType.Auto,))
         self.barrier = barrier(self._mesh)
         self._steps: dict[str, Any] = {}
-        self._run = self._state = None
 
     def _start(self, contestant: str, options: list | None) -> None:
         if options is not None:
@@ -120,6 +114,5 @@ class Trainer(Learner):
         return jax.tree.map(lambda x: jax.numpy.asarray(x.addressable_data(0)), self._params)
 
     def _global(self, tree: Any, spec: P) -> Any:
-        where = NamedSharding(self._mesh, spec)
-        place = jax.make_array_from_process_local_data
+        where, place = NamedSharding(self._mesh, spec), jax.make_array_from_process_local_data
         return jax.tree.map(lambda x: place(where, np.asarray(x)), tree)

@@ -5,26 +5,20 @@
 Processes on hosts of their own (network namespaces) take steps of a real model, as in
 ``benchmarks.learning.time``. Contestants take turns in every round.
 
-buckets: what an exchange in buckets gains behind the backward pass. A bucket of the last layers is
-complete before the pass is, and may be exchanged while the rest is computed: DenseOvlp of Ok-Topk's
+buckets: what an exchange in buckets gains behind the backward pass: DenseOvlp of Ok-Topk's
 evaluation, and `optax_ext.bucketed` around a sparse exchange. "hidden" is the share of the exchange
 that costs no time: 1 - (t - alone) / (whole - alone), where alone is a step that exchanges nothing
-and whole one exchange of the same kind when all is there; it is negative where buckets cost more
-than they hide.
+and whole one exchange of the same kind when all is there.
 
 norms: the layers' norms of LAMB computed by every worker (optax), a slice of each by each worker
-(`optax_ext.contrib.lamb`), and whole layers dealt out (`optax_ext.contrib.distributed`, the
-operator of Shi et al.), with the allreduce that brings them together.
+(`optax_ext.contrib.lamb`), and whole layers dealt out (`optax_ext.contrib.distributed`).
 
 Linux only, with root and iproute2 (ip, tc).
 """
 
-import sys
-from pathlib import Path
 from statistics import median
 
 from .._common import display, namespaces, options, reports
-from .._common.processes import interrupt_when_told
 from .._common.timing import over
 from ..network._workers import slowest
 from . import time
@@ -44,30 +38,21 @@ def hidden(found: Times, name: str) -> list[float] | None:
     return [1 - (step - alone) / (all_of_it - alone) for step, alone, all_of_it in rounds]
 
 
-def spread(values: list[float] | None) -> str:
+def spread(values: list[float] | None) -> tuple[float, float, float] | None:
     """A cell: the median, the least and the most."""
-    if values is None:
-        return "-"
-    return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+    return None if values is None else (median(values), min(values), max(values))
 
 
 @options.program
 def main(argv: list[str] | None = None) -> None:
     """Measures, and prints the table of each group and link."""
-    parser = options.parser_of(__doc__)
-    options.add_links(parser, seconds=600)
-    add = parser.add_argument
-    options.add_usual(parser, batch=(8, "of all workers"), width=None, rounds=5)
-    options.add_usual(parser, steps=(10, "of a contestant in a round"))
-    add("--group", choices=GROUPS, nargs="+", default=list(GROUPS))
-    add("--task", choices=time.WIDTHS, default="text")
-    add("--text", type=Path, metavar="FILE", help="plain text; Python's help topics by default")
-    options.add_outputs(parser)
+    usual = {"batch": (8, "of all workers"), "rounds": 5, "timeout": 600}
+    usual |= {"steps": (10, "of a contestant in a round"), "task": ("text", None, time.WIDTHS)}
+    usual |= {"group": (list(GROUPS), None, GROUPS)} | options.LINKS
+    parser = options.parser_of(__doc__, "text", "width", "json", **usual)
     args = parser.parse_args(argv)
     args.images, args.width = None, args.width or time.WIDTHS[args.task]
-    if args.batch % args.workers:
-        parser.error(f"--batch {args.batch} can't be dealt out to {args.workers} workers")
-    interrupt_when_told()
+    options.check_batch(parser, args.batch, args.workers)
     options.require_network()
     cases = [(group, link) for group in args.group for link in args.link]
     seconds = {f"{g}, {link}": {name: [] for name in GROUPS[g]} for g, link in cases}
@@ -82,18 +67,14 @@ def main(argv: list[str] | None = None) -> None:
                     found.append(slowest(answers))
     what = f"P = {args.workers}, batch {args.batch}, {args.rounds} rounds of {args.steps} steps"
     for case, found in seconds.items():
-        first = next(iter(found))
-        head = ("contestant", "step, ms", f"times as fast as {first}", "hidden")
-        lines = [
-            [
-                *(name, f"{1000 * median(times):.0f}"),
-                *(spread(over(found[first], times)), spread(hidden(found, name))),
-            ]
-            for name, times in found.items()
-        ]
-        display.show(f"{args.task}, {case}, {what}", head, lines)
+        rows, first = [], next(iter(found))
+        for name, times in found.items():
+            row = {"contestant": name, "step, ms": 1000 * median(times)}
+            row[f"times as fast as {first}"] = spread(over(found[first], times))
+            rows.append(row | {"hidden": spread(hidden(found, name))})
+        display.show_rows(f"{args.task}, {case}, {what}: median, least and most", rows, digits=3)
     reports.write(args.json, seconds)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

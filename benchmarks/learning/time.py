@@ -3,84 +3,73 @@
     sudo python -m benchmarks.learning.time --link 100mbit 1gbit --seconds 60 --runs FILE [options]
     python -m benchmarks.learning.time --show --runs FILE --plot FILE
 
-Every worker is a process on a host of its own, a network namespace (as in
-``benchmarks.network.run``), and takes real gradients of a real model. Each contestant trains for
-the same number of seconds, and its rate comes to its end exactly then, whatever a step takes;
-compiling and measuring take none of them. It does so with every rate of ``--rates``, and with the
-best of them from the other seeds. A run that is in FILE is not made again.
-
-Where PyTorch is installed, its DistributedDataParallel and hooks are contestants, too, with the
-same parameters and batches. Each ``--options`` adds a contestant: ``sparse_adamw`` with these
-options, such as density=0.01.
+Every worker is a process on a host of its own, a network namespace, and takes real gradients of a
+real model. Each contestant trains for the same number of seconds, and its rate comes to its end
+exactly then, whatever a step takes; compiling and measuring take none of them. It does so with
+every rate of ``--rates``, and with the best of them from the other seeds. Where PyTorch is
+installed, its DistributedDataParallel and hooks are contestants, too, with the same parameters and
+batches. ``--runs`` and ``--options`` are as in ``benchmarks.learning.steps``.
 
 Linux only, with root and iproute2 (ip, tc); ``--show`` needs none of it.
 """
 
 import argparse
 import contextlib
+import functools
 import importlib.util
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from .._common import display, namespaces, options
-from .._common.processes import interrupt_when_told
+from .._common.options import require_network
 from .._common.timing import quartiles
 from ..network._workers import Workers, groups, mean, slowest
 from . import _clock, _lines
 from ._contestants import DENSE, TORCH, Option, neighbour_over_links, over_links
-from ._lines import Line, worse
-from ._store import Store
+from ._lines import Line, Store, worse
 from ._tasks import ADAMW, KINDS
 
 # What a run has: what tells it from others, and what it came to.
-_CASE = ("task", "width", "contestant", "link", "workers", "batch", "seconds")
-NEEDED = (*_CASE, "rate", "seed", "value", "curve")
+NEEDED = ("task", "width", "contestant", "link", "workers", "batch", "seconds")
+NEEDED += ("rate", "seed", "value", "curve")
 # With these widths a model has over a million parameters, and with this batch a step of the
 # transformer is not all gradient.
 WIDTHS = {"words": 128, "text": 208, "lstm": 480}
 _USUAL: dict[str, dict[str, Any]] = {"words": {"rates": (0.005, 0.01, 0.02)}}
 _USUAL |= {"text": {"rates": (0.002, 0.005, 0.01), "batch": 8}}
-# The tasks of `_torch_models`, which can't be imported without PyTorch.
+# The tasks of `_torch_trainer`, which can't be imported without PyTorch.
 _IN_TORCH = ("words", "text")
 NAMES = [*over_links()["time"], *TORCH]
 # Steps that tell how long one takes, about.
 _WARM_UP = 3
-_HEAD = ("", "rate", "seeds", "end", "deviation", "worse by", "time")
-_HEAD += ("ms", "quartiles", "MB", "steps")
 
 
 def run_all(store: Store, args: argparse.Namespace) -> None:
     """All runs that are not in the store."""
-
-    def missing(name: str, link: str) -> list[tuple[float, int]]:
-        return list(store.missing(args.rates, args.seeds, **case_of(name, link, args)))
-
     known = [name for name in NAMES if name not in TORCH or _has_torch(args.task)]
-    names = [*(name for name in known if not args.only or name in args.only), *args.neighbours]
-    cases = [case for case in itertools.product(names, args.link) if missing(*case)]
+    names = _lines.chosen(args, known)
+    cases = [case_of(args, *case) for case in itertools.product(names, args.link)]
+    cases = [case for case in cases if [*store.missing(args.rates, args.seeds, **case)]]
     if not cases:
         return
     with namespaces.network(args.workers) as made, started(made, args) as group_of:
-        for name, link in cases:
-            made.limit(link)
-            case = case_of(name, link, args)
-            for rate, seed in store.missing(args.rates, args.seeds, **case):
-                found = _train(group_of(name), args, name, link, rate, seed)
-                store.add({**case, "rate": rate, "seed": seed, **found})
+        for case in cases:
+            made.limit(case["link"])
+            group = group_of(case["contestant"])
+            _lines.run_missing(store, args, case, functools.partial(_train, group, args, case))
 
 
 def _has_torch(task: str) -> bool:
     return importlib.util.find_spec("torch") is not None and task in _IN_TORCH
 
 
-def case_of(name: str, link: str, args: argparse.Namespace) -> dict[str, Any]:
+def case_of(args: argparse.Namespace, name: str, link: str) -> dict[str, Any]:
     """What the runs of a contestant over a link have in common."""
-    values = (args.task, args.width, name, link, args.workers, args.batch, args.seconds)
-    return dict(zip(_CASE, values, strict=True))
+    case = {key: getattr(args, key) for key in ("task", "width", "workers", "batch", "seconds")}
+    return case | {"contestant": name, "link": link}
 
 
 @contextlib.contextmanager
@@ -99,20 +88,20 @@ def started(made: namespaces.Hosts, args: argparse.Namespace) -> Iterator[Callab
 
 
 def _train(
-    group: Workers, args: argparse.Namespace, name: str, link: str, rate: float, seed: int
+    group: Workers, args: argparse.Namespace, case: dict[str, Any], rate: float, seed: int
 ) -> dict[str, Any]:
     """One run."""
-    label = f"{args.task}, {name} at {rate:g}, {link}, seed {seed}"
+    name = case["contestant"]
+    label = f"{args.task}, {name} at {rate:g}, {case['link']}, seed {seed}"
     options.say(f"{label}: compiling")
     asked = {"contestant": name, "options": args.neighbours.get(name), "seed": seed}
     begun = group.ask("begin", **asked, warmup=_WARM_UP)
-    received: list[float] = []
-    parts: list[tuple[int, float]] = []
+    # Steps, seconds and bytes of each.
+    parts: list[tuple[int, float, float]] = []
 
     def take(shares: list[float]) -> float:
-        answers = group.ask("take", rates=[_clock.rate_at(rate, share) for share in shares])
-        received.append(len(shares) * mean(answers))
-        parts.append((len(shares), slowest(answers)))
+        answers = group.ask("take", rates=_clock.rates_at(rate, shares))
+        parts.append((len(shares), slowest(answers), mean(answers)))
         return len(shares) * slowest(answers)
 
     def measure() -> float:
@@ -124,21 +113,15 @@ def _train(
     return {
         "value": curve.values[-1],
         "steps": curve.steps[-1],
-        "received": sum(received) / max(1, curve.steps[-1]),
+        "received": sum(steps * each for steps, _, each in parts) / curve.steps[-1],
         "curve": {**curve._asdict(), "size": begun[0]["size"], "parts": parts},
     }
 
 
 def show(store: Store, args: argparse.Namespace) -> None:
-    """A table for each link, and the figure that is asked for.
-
-    Of the runs with the best rate of each contestant, in the order of the seeds.
-    """
-    large, lines = KINDS[args.task].large, []
-    names = dict.fromkeys([*NAMES, *args.neighbours, *(run["contestant"] for run in store.runs)])
-    for link, name in itertools.product(args.link, names):
-        if runs := store.best(**case_of(name, link, args)):
-            lines.append(Line(name, link, runs))
+    """A table for each link, and the figure that is asked for, of the best rates."""
+    large, case = KINDS[args.task].large, functools.partial(case_of, args)
+    lines = _lines.lines_of(store, [*NAMES, *args.neighbours], lambda name: args.link, case)
     unit = "points" if large else "% of the loss"
     note = f"worse by {unit}; time until dense's end is reached; ms and MB of a step"
     for link in args.link:
@@ -147,25 +130,23 @@ def show(store: Store, args: argparse.Namespace) -> None:
             dense = next((line for line in here if line.name == DENSE), None)
             size = here[0].runs[0]["curve"]["size"]
             title = f"{args.task}, n = {size:,}, P = {args.workers}, {link}, {args.seconds:g} s"
-            display.show(f"{title}; {note}", _HEAD, [_cells(line, dense, large) for line in here])
-    if args.plot:
-        _lines.draw(args.plot, lines, args.link, "seconds", f"{args.task}, P = {args.workers}")
+            rows = [row_of(line, dense, large) for line in here]
+            display.show_rows(f"{title}; {note}", rows)
+    _lines.draw(args.plot, lines, args.link, "seconds", f"{args.task}, P = {args.workers}")
 
 
-def _cells(line: Line, dense: Line | None, large: bool) -> list[str]:
+def row_of(line: Line, dense: Line | None, large: bool) -> dict[str, Any]:
     """A row of the table: a contestant over a link, beside the dense one where there is one."""
-    runs, by, reached = line.runs, "-", "-"
+    runs, by, reached = line.runs, None, None
     if dense is not None:
         own, other = (float(np.mean([run["value"] for run in x.runs])) for x in (line, dense))
-        by = f"{worse(own, other, large):+.2f}"
-        at = _when(line.mean("seconds"), line.mean("values"), other, large)
-        reached = "-" if at is None else f"{at:.1f} s"
+        by = worse(own, other, large)
+        reached = _when(line.mean("seconds"), line.mean("values"), other, large)
     # Wide quartiles are a sign of other work on the machine, which the run has paid for.
     each = [1e3 * part[1] for run in runs for part in run["curve"]["parts"] for _ in range(part[0])]
-    low, middle, high = quartiles(each)
     received, steps = (np.mean([run[what] for run in runs]) for what in ("received", "steps"))
-    cells = [line.name, *line.ends(large), by, reached, f"{middle:.1f}", f"{low:.1f} - {high:.1f}"]
-    return [*cells, f"{received / 1e6:.3f}", f"{steps:.0f}"]
+    row = {"": line.name, **line.ends(large), "worse by": by, "time, s": reached}
+    return row | {"ms, quartiles": quartiles(each), "MB": received / 1e6, "steps": steps}
 
 
 def _when(seconds: np.ndarray, values: np.ndarray, wanted: float, large: bool) -> float | None:
@@ -180,12 +161,12 @@ def _when(seconds: np.ndarray, values: np.ndarray, wanted: float, large: bool) -
     return float(seconds[i - 1] + part * (seconds[i] - seconds[i - 1]))
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options."""
+@options.program
+def main(argv: list[str] | None = None) -> None:
+    """Trains what is missing, and prints all of it."""
     tasks = [name for name, kind in KINDS.items() if kind.optimizer == ADAMW]
-    parser = _lines.parser_of(__doc__, tasks, "words")
-    options.add_usual(parser, seconds=(60.0, "of training"), points=12, seeds=1)
-    options.add_links(parser, seconds=900)
+    usual = {"seconds": (60.0, "of training"), "points": 12, "seeds": 1, "timeout": 900}
+    parser = _lines.parser_of(__doc__, tasks, "words", **usual, **options.LINKS)
     args = parser.parse_args(argv)
 
     def neighbour(given: Sequence[Option]) -> tuple[str, Sequence[Option]]:
@@ -196,20 +177,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if not args.show and not _has_torch(args.task) and set(args.only or ()) & set(TORCH):
         tasks = ", ".join(_IN_TORCH)
         parser.error(f"--only: this needs PyTorch (pip install torch), and a task among {tasks}")
-    return args
-
-
-@options.program
-def main(argv: list[str] | None = None) -> None:
-    """Trains what is missing, and prints all of it."""
-    args = parse(argv)
     store = Store(args.runs, NEEDED, KINDS[args.task].large)
     if not args.show:
-        interrupt_when_told()
-        options.require_network()
+        require_network()
         run_all(store, args)
     show(store, args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -4,18 +4,14 @@
 
 Each first step of `make_train_step` is one of a process of its own, without a cache: forward and
 backward pass, `ahead`, the exchange and the update, traced, compiled and taken once. Counted are
-the seconds of all its processors, which other work on the machine makes more, but not as much as
-those on the clock, and the most memory that it had. Six leaves are half a layer of GPT-2: scale and
-shift of a norm, two matrices, two biases. One leaf is one matrix. The layers are small, as n
-matters much less to what is compiled.
+the seconds of all its processors and the most memory that it had. Six leaves are half a layer of
+GPT-2: scale and shift of a norm, two matrices, two biases. One leaf is one matrix. The layers are
+small, as n matters much less to what is compiled.
 """
 
 import argparse
 import itertools
-import json
 import resource
-import subprocess
-import sys
 import time
 
 import jax
@@ -26,7 +22,8 @@ import optax_ext
 
 from .._common import options, reports
 from .._common.contestants import optimizer
-from .._common.display import show_fields
+from .._common.display import show_rows
+from .._common.processes import in_new_process
 
 AXIS = "workers"
 # By name, which contestant; a whole optimizer with the density of its own.
@@ -95,30 +92,22 @@ def whole_layers(text: str) -> int:
 @options.program
 def main(argv: list[str] | None = None) -> None:
     """Takes the first steps, and prints the table."""
-    parser = options.parser_of(__doc__)
-    add = parser.add_argument
-    options.add_usual(parser, workers=8, rounds=1)
-    add("--leaves", type=whole_layers, nargs="+", default=[1, 150, 300, 1002])
-    add("--only", choices=NAMES, help="this one, in this process")
-    options.add_outputs(parser)
+    parser = options.parser_of(__doc__, "json", workers=8, rounds=1)
+    given = {"nargs": "+", "default": [1, 150, 300, 1002]}
+    parser.add_argument("--leaves", type=whole_layers, **given)
     args = parser.parse_args(argv)
-    if args.only is not None:
-        print(json.dumps(first_step(args.only, args.leaves[0], args.workers)))
-        return
     rows, settings = [], {"jax": jax.__version__, "workers": args.workers, "rounds": args.rounds}
-    program = [sys.executable, "-m", "benchmarks.local.compile_time"]
     for leaves, name in itertools.product(args.leaves, NAMES):
         options.say(f"{name}, {leaves} leaves")
-        given = {"--workers": str(args.workers), "--leaves": str(leaves), "--only": name}
-        command = [*program, *itertools.chain.from_iterable(given.items())]
-        found = [json.loads(subprocess.check_output(command)) for _ in range(args.rounds)]
+        case = first_step, name, leaves, args.workers
+        found = [in_new_process(*case) for _ in range(args.rounds)]
         each = {key: [one[key] for one in found] for key in found[0]}
         rows.append({"contestant": name, "leaves": leaves, **each})
         # After each: the long ones come last.
         reports.write(args.json, {**settings, "rows": rows})
     title = f"first step of {args.workers} workers on this machine"
-    show_fields(title, "contestant leaves cpu_seconds peak_mib", rows)
+    show_rows(title, rows)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

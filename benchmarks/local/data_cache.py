@@ -2,22 +2,17 @@
 
     python -m benchmarks.local.data_cache [--bandwidth 8] [--latency 2] [--rounds 3] [--json FILE]
 
-JPEG images of 512x512 in a folder stand for the central storage, behind a link with a rate and a
-latency. A contestant reads three epochs of them, decoded to `--size` and augmented, in batches,
-and one more in a new process. Contestants take turns in each round, and a rate is divided by that
-of the first epoch without a cache in the same round: the table gives the median, the least and
-the most. Memory is that of the process beyond the one without a cache.
-
-"records in a dictionary" keeps files as they are read, as an operating system does with local
-ones; "samples in a dictionary" is the memory level and nothing else. Before the new process, the
-files of the cache are dropped from the memory of the system, where it lets one.
+JPEG images in a folder stand for the central storage, behind a link with a rate and a latency. A
+contestant reads three epochs of them, decoded to `--size` and augmented, in batches, and one more
+in a new process, before which the system forgets the files of the cache, where it lets one.
+Contestants take turns in each round, and a rate is divided by that of the first epoch without a
+cache in the same round: the table gives the median, the least and the most. Memory is that of the
+process beyond the one without a cache.
 """
 
-import argparse
-import json
+import functools
 import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -29,8 +24,9 @@ from examples.data_cache.cache import DataCache, Loader
 from examples.data_cache.disk import Disk, stamp
 from examples.data_cache.images import Augment, Decode, ImageFolder, Throttled
 
-from .._common import options, processes, reports, timing
-from .._common.display import show
+from .._common import options, reports, timing
+from .._common.display import show_rows
+from .._common.processes import in_new_process
 
 BASE = "no cache"
 # By name: whether there is a memory level, and what the disk level holds.
@@ -44,35 +40,30 @@ LEVELS = {
 CONTESTANTS = (*LEVELS, "records in a dictionary", "samples in a dictionary")
 EPOCHS, RESTART = (0, 1, 2), 3
 CLASSES, PIXELS, QUALITY = 4, 512, 85
-_SECONDS = 3600
 
 
 class Sequence:
-    """What a function makes of each index; with a dictionary it is kept, without a limit."""
+    """What a function makes of each index."""
 
-    def __init__(self, read, count, kept=None):
-        self.read, self.count, self.kept = read, count, kept
+    def __init__(self, read, count):
+        self.read, self.count = read, count
 
     def __len__(self):
         return self.count
 
     def __getitem__(self, index):
-        if self.kept is None:
-            return self.read(index)
-        found = self.kept.get(index)
-        if found is None:
-            found = self.kept[index] = self.read(index)
-        return found
+        return self.read(index)
 
 
 def samples_of(name, source, prepare, folder):
     """The sequence of samples of a contestant, and its disk level or None."""
     count = len(source)
     if name == "samples in a dictionary":
-        return Sequence(lambda index: prepare(source[index]), count, {}), None
+        return Sequence(functools.cache(lambda index: prepare(source[index])), count), None
     if name == "records in a dictionary":
-        records = Sequence(source.__getitem__, count, {})
-        return Sequence(lambda index: prepare(records[index]), count), None
+        # As an operating system keeps the local files that it has read.
+        record = functools.cache(source.__getitem__)
+        return Sequence(lambda index: prepare(record(index)), count), None
     in_memory, holds = LEVELS[name]
     made = stamp(source, prepare if holds == "samples" else None)
     disk = Disk(folder, made) if holds else None
@@ -81,7 +72,7 @@ def samples_of(name, source, prepare, folder):
 
 
 def process(given):
-    """Runs the epochs of one contestant that `given` asks for, reported in JSON lines."""
+    """Rates of the epochs of one contestant, and the bytes in memory and on disk at the end."""
     images = ImageFolder(Path(given["images"]))
     decode = Decode(given["size"])
     limits = {name: given[name] for name in ("bytes_per_second", "latency")}
@@ -94,16 +85,16 @@ def process(given):
     record = images[0]
     for _ in Loader(Sequence(lambda _: decode(record), 2 * given["batch"]), **loading).epoch(0):
         pass
+    rates = {}
     for number in given["epochs"]:
         start = time.perf_counter()
         count = sum(len(batch["label"]) for batch in loader.epoch(number))
-        rate = count / (time.perf_counter() - start)
-        print(json.dumps({"event": "epoch", "number": number, "rate": rate}), flush=True)
-    found = {"event": "end", "resident": resident_bytes(), "disk": 0}
+        rates[number] = count / (time.perf_counter() - start)
+    found = {"resident": resident_bytes(), "disk": 0}
     if disk is not None:
         disk.close()
         found["disk"] = disk.bytes
-    print(json.dumps(found), flush=True)
+    return rates, found
 
 
 def resident_bytes():
@@ -132,11 +123,8 @@ def write_images(folder, count, seed):
 
 
 def run(given):
-    """The rates of the epochs of one process, by number, and what it said at the end."""
-    command = [sys.executable, "-m", "benchmarks.local.data_cache", "--process", json.dumps(given)]
-    with processes.started([command]) as (one,):
-        end = one.wait_for("end", seconds=_SECONDS)
-        return {e["number"]: e["rate"] for e in one.events if e["event"] == "epoch"}, end
+    """What :func:`process` returns in a process of its own."""
+    return in_new_process(process, given)
 
 
 def drop_pages(folder):
@@ -171,10 +159,9 @@ def summary(found):
     def spread(values):
         return [statistics.median(values), min(values), max(values)]
 
-    bases, rows = found[BASE], []
+    rows = []
     for name, rounds in found.items():
-        row = {"contestant": name}
-        pairs = list(zip(rounds, bases, strict=True))
+        row, pairs = {"contestant": name}, list(zip(rounds, found[BASE], strict=True))
         for number in (*EPOCHS, RESTART):
             ratios = [one["rates"][number] / base["rates"][EPOCHS[0]] for one, base in pairs]
             row[f"epoch {number + 1}"] = spread(ratios)
@@ -184,31 +171,16 @@ def summary(found):
     return rows
 
 
-def cells(row):
-    """Those of a line of the table."""
-    ratios = (row[f"epoch {number + 1}"] for number in (*EPOCHS, RESTART))
-    ratios = ("{:.2f} ({:.2f}-{:.2f})".format(*ratio) for ratio in ratios)
-    added, disk = row["added_memory"][0] / 1e6, row["disk"] / 1e6
-    return [row["contestant"], *ratios, f"{added:.0f}", f"{disk:.1f}"]
-
-
 @options.program
 def main(argv=None):
     """Measures, prints the table, and writes it as JSON if asked to."""
-    parser = options.parser_of(__doc__)
-    add = parser.add_argument
-    options.add_usual(parser, images=(512, "how many"), size=(96, "pixels of a sample"))
-    options.add_usual(parser, bandwidth=(8.0, "MB/s of the source"))
-    options.add_usual(parser, latency=(2.0, "ms of each read"), batch=32)
-    options.add_usual(parser, threads=(8, "batches read at once"), rounds=3, seed=0)
-    add("--folder", type=Path, help="on the local disk, for images and caches (the system's)")
-    # One process of the run.
-    add("--process", type=json.loads, help=argparse.SUPPRESS)
-    options.add_outputs(parser)
+    counted = {"size": (96, "pixels of a sample"), "batch": 32}
+    counted |= {"threads": (8, "batches read at once"), "rounds": 3, "seed": 0}
+    source = {"bandwidth": (8.0, "MB/s of the source"), "latency": (2.0, "ms of each read")}
+    folder = (None, "on the local disk, for images and caches (the system's)")
+    parser = options.parser_of(__doc__, "json", **counted, **source, folder=folder)
+    parser.add_argument("--images", type=options.at_least_one, default=512)
     args = parser.parse_args(argv)
-    if args.process:
-        process(args.process)
-        return
     if args.batch > args.images:
         raise options.InputError(f"--batch {args.batch} is more than --images {args.images}")
     if args.folder is not None and not args.folder.is_dir():
@@ -222,12 +194,10 @@ def main(argv=None):
         f"{args.latency:g} ms; no cache: "
         f"{statistics.median(one['rates'][0] for one in found[BASE]):.0f} samples/s"
     )
-    head = ("contestant", "epoch 1", "epoch 2", "epoch 3", "restart", "MB", "disk MB")
-    show("rates as ratios to the first epoch without a cache", head, [cells(row) for row in rows])
+    show_rows("rates as ratios to the first epoch without a cache, and bytes", rows)
     given = {**vars(args), "folder": None, "json": None}
-    del given["process"]
     reports.write(args.json, {"options": given, "rows": rows})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -2,18 +2,12 @@
 
     python -m benchmarks.local.partitioned_norms [--layers 50] [--width 512] [--json FILE]
 
-One worker's step, on one device: the optimizer with donated state and parameters,
-where the number of the worker is an argument, P is set by hand and the allreduce of
-the norms is left out (its sum is replaced by P times the worker's part). Contestants
-take turns in each round, in an order that changes, and each time is divided by that
-of optax in the same round: the table gives the median and the quartiles. "no norms"
-is the optimizer with ratio 1, the most that any such scheme can reach.
-
-The model: `layers` matrices of width x width, a quarter of them four times as wide,
-each with a bias.
+One worker's step, on one device: the optimizer with donated state and parameters, where the number
+of the worker is an argument, P is set by hand and the allreduce of the norms is left out (its sum
+is replaced by P times the worker's part). Contestants take turns, and each time is divided by that
+of optax in the same round. "no norms" is the optimizer with ratio 1, the most that any such scheme
+can reach. The model: matrices of width x width, a quarter of them four times as wide, with biases.
 """
-
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +17,7 @@ import optax
 from optax_ext.contrib import _partitioned_norms as norms
 
 from .._common import options, reports, timing
-from .._common.display import show
+from .._common.display import show_rows
 
 
 def model(layers, width, seed):
@@ -78,33 +72,22 @@ def measure(name, params, gradients, worker_counts, rounds):
 
 
 def _stepper(tx, params, gradients):
-    @jax.jit(donate_argnums=(0, 1))
-    def step(params, state, gradients):
+    @jax.jit(donate_argnums=1)
+    def step(gradients, carry):
+        params, state = carry
         updates, state = tx.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state
+        return None, (optax.apply_updates(params, updates), state)
 
     own = jax.tree.map(jnp.array, params)
-    carry = (own, tx.init(own))
-
-    def run(turn):
-        nonlocal carry
-        del turn
-        carry = step(*carry, gradients)
-        return carry
-
-    for turn in range(2):  # compile, and touch the pages
-        jax.block_until_ready(run(turn))
-    return run
+    return timing.steady(step, (own, tx.init(own)), [gradients], before=2)
 
 
 @options.program
 def main(argv=None):
     """Measures, prints the tables, and writes them as JSON if asked to."""
-    parser = options.parser_of(__doc__)
-    add = parser.add_argument
-    options.add_usual(parser, layers=50, width=512, rounds=15, seed=0)
-    add("--workers", type=options.at_least_one, nargs="+", default=[1, 8, 64])
-    options.add_outputs(parser)
+    parser = options.parser_of(__doc__, "json", layers=50, width=512, rounds=15, seed=0)
+    at_least_one, counts = options.at_least_one, [1, 8, 64]
+    parser.add_argument("--workers", type=at_least_one, nargs="+", default=counts)
     args = parser.parse_args(argv)
     params = model(args.layers, args.width, args.seed)
     gradients = [jnp.asarray(0.01 * p) for p in model(args.layers, args.width, args.seed + 1)]
@@ -113,10 +96,10 @@ def main(argv=None):
     rows = []
     for name in OPTIMIZERS:
         found = measure(name, params, gradients, args.workers, args.rounds)
-        show(name, timing.CELLS, [timing.cells(row) for row in found])
+        show_rows(name, found)
         rows += found
     reports.write(args.json, {"size": size, "backend": jax.default_backend(), "times": rows})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

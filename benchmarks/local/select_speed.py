@@ -2,16 +2,15 @@
 
     python -m benchmarks.local.select_speed [--sizes 2**20 2**24] [--plot FILE.png]
 
-Contestants run in one process on the same accumulator, and take turns in
-each round. The table gives the median over the rounds of the time divided by
-that of `lax.top_k(abs(acc), k)` in the same round, and the quartiles. A selector
-runs in its steady state: its thresholds come from steps on similar data. The
-outside contestants are `jnp.nonzero(size=k)` at the exact threshold,
+Contestants run in one process on the same accumulator, and take turns in each round. The table
+gives the median over the rounds of the time divided by that of `lax.top_k(abs(acc), k)` in the same
+round, and the quartiles. A selector runs in its steady state: its thresholds come from steps on
+similar data. Outside contestants: `jnp.nonzero(size=k)` at the exact threshold,
 `numpy.argpartition` and, where it is installed, `torch.topk`.
 """
 
 import argparse
-import sys
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -65,19 +64,15 @@ def layout(size):
 
 def stepper(selector, data):
     """A function of no argument that takes one step, on the next of the data."""
-    step = jax.jit(selector.select)
-    state = selector.init(layout(data[0].shape[0]))
-    turn = 0
 
-    def run():
-        nonlocal state, turn
-        coo, state, info = jax.block_until_ready(step(data[turn % len(data)], state))
-        turn += 1
-        return info.selected
+    @jax.jit
+    def step(acc, state):
+        coo, state, info = selector.select(acc, state)
+        return (coo, info.selected), state
 
-    for _ in range(4):
-        run()
-    return run
+    run = timing.steady(step, selector.init(layout(data[0].shape[0])), data, before=4)
+    turns = itertools.count(4)
+    return lambda: jax.block_until_ready(run(next(turns)))[0][1]
 
 
 def measure(size, density, rounds, seed):
@@ -108,14 +103,12 @@ def measure(size, density, rounds, seed):
 
 def draw(rows, path):
     """Ratio against n, one panel for each density."""
-    panels = []
-    for density in sorted({row["density"] for row in rows}):
-        here, lines = [row for row in rows if row["density"] == density], {}
-        for name in dict.fromkeys(row["contestant"] for row in here):
-            own = [row for row in here if row["contestant"] == name]
-            lines[name] = [row["size"] for row in own], [row["ratio"] for row in own]
-        given = {"title": f"density {density:g}", "xlabel": "n", "workers": True}
-        panels.append({"lines": lines, "ylabel": f"time / time of {BASE}"} | given)
+    given = {"ylabel": f"time / time of {BASE}", "xlabel": "n", "workers": True}
+    panels = [
+        {"title": f"density {density:g}", **given}
+        | {"lines": display.lines_of(own, "contestant", "size", "ratio")}
+        for density, own in display.grouped(rows, "density").items()
+    ]
     display.draw(path, panels)
 
 
@@ -131,28 +124,22 @@ def power(text):
 @options.program
 def main(argv=None):
     """Prints the tables."""
-    parser = options.parser_of(__doc__)
-    add = parser.add_argument
-    options.add_usual(parser, densities=[0.001, 0.01, 0.1], rounds=9, seed=0)
-    add("--sizes", type=power, nargs="+", default=[2**20, 2**22, 2**24, 2**26])
-    options.add_outputs(parser, plot=True)
+    usual = {"densities": [0.001, 0.01, 0.1], "rounds": 9, "seed": 0}
+    parser = options.parser_of(__doc__, "json", "plot", **usual)
+    given = {"nargs": "+", "default": [2**20, 2**22, 2**24, 2**26]}
+    parser.add_argument("--sizes", type=power, **given)
     args = parser.parse_args(argv)
     rows = []
     for size in args.sizes:
         for density in args.densities:
             found = measure(size, density, args.rounds, args.seed)
-            cells = []
-            for row in found:
-                share = row["selected_over_k"]
-                cells.append([*timing.cells(row), "" if share is None else f"{share:.3f}"])
             title = f"n = {size:,}, density {density:g}; ratio to {BASE}"
-            display.show(title, [*timing.CELLS, "selected/k"], cells)
+            display.show_rows(title, found)
             rows += found
     content = {"backend": jax.default_backend(), "rounds": args.rounds, "rows": rows}
     reports.write(args.json, content)
-    if args.plot:
-        draw(rows, args.plot)
+    draw(rows, args.plot)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

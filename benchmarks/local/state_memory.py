@@ -6,29 +6,21 @@ The state is made on a mesh and its arrays on one device are added up; beside it
 step needs besides its arguments and results. Nothing is timed, and no step is run.
 """
 
-import sys
-
 import jax
 import jax.numpy as jnp
 
 import optax_ext
 
 from .._common import options, reports
-from .._common.contestants import find, optimizer
-from .._common.display import show_fields
+from .._common.contestants import CONTESTANTS, find, optimizer
+from .._common.display import show_rows
 
 NODES, DEVICES = 2, 4
 # By name, which contestant; a training with SGD follows unless another is said.
 NAMES = {"dense": "dense/leaves", "dense, adam behind it": "dense/leaves/adamw"}
 NAMES |= {name: name for name in ("sparse_adamw", "sparse_sgd", "ok_topk_sgd")}
 NAMES |= {"powersgd, rank 4": "powersgd4", "ok_topk": "ok_topk"}
-NAMES |= {
-    f"ok_topk, {option}": f"ok_topk, {option}"
-    for option in (
-        *("residual in bfloat16", "small leaves dense", "momentum correction", "nonfinite='drop'"),
-        *("xi every 100 steps", "100 dense steps first", "4 buckets"),
-    )
-}
+NAMES |= {name: name for name in CONTESTANTS if name.startswith("ok_topk, ")}
 NAMES |= {"ok_topk, threshold_reuse": "ok_topk/reuse"}
 NAMES |= {name: name for name in ("topk_a", "gtopk", "topk_dsa", "topk_a, adtopk")}
 NAMES |= {f"hitopk, nodes of {DEVICES}": "hitopk"}
@@ -68,19 +60,16 @@ def measure(name: str, density: float, layers: int, width: int) -> dict:
 @options.program
 def main(argv: list[str] | None = None) -> None:
     """Prints the table."""
-    parser = options.parser_of(__doc__)
-    parser.add_argument("--layers", type=options.at_least_one, default=16)
+    parser = options.parser_of(__doc__, "json", layers=16, density=0.01)
     # In a smaller matrix a low rank of 4 saves nothing, and `powersgd` refuses it.
     parser.add_argument("--width", type=options.at_least(9), default=512)
-    parser.add_argument("--density", type=options.share, default=0.01)
-    options.add_outputs(parser)
     args = parser.parse_args(argv)
     jax.config.update("jax_num_cpu_devices", NODES * DEVICES)
     rows = [measure(name, args.density, args.layers, args.width) for name in NAMES]
     title = f"bytes per parameter, {NODES * DEVICES} workers, {args.layers} layers"
-    show_fields(f"{title}, density {args.density:g}", "option state temporary", rows)
+    show_rows(f"{title}, density {args.density:g}", rows)
     reports.write(args.json, rows)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -2,14 +2,11 @@
 
     python -m benchmarks.local.step_cost [--size 14728266] [--density 0.01] [--json FILE]
 
-All contestants run in one process, one after the other in each round, and each
-time is divided by that of `lax.top_k(abs(acc), k)` in the same round: the table
-gives the median ratio and its quartiles. A step is the whole `update`: the check
-for non-finite values, error feedback, selection, the allreduce of one worker,
-the new residual and the dense update. `acc` is the accumulator of such a step.
+All contestants run in one process in turns, and each time is divided by that of
+`lax.top_k(abs(acc), k)` in the same round: median and quartiles. A step is the whole `update`: the
+check for non-finite values, error feedback, selection, the allreduce of one worker, the new
+residual and the dense update. `acc` is the accumulator of such a step.
 """
-
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +18,7 @@ import optax_ext
 
 from .._common import options, reports, timing
 from .._common.contestants import find
-from .._common.display import show
+from .._common.display import show_rows
 from . import select_speed
 
 AXIS = "workers"
@@ -38,29 +35,15 @@ NAMES = {
 }
 
 
-class Stepper:
-    """Takes the steps of a transformation on gradients in turn, into its steady state at first."""
-
-    def __init__(self, tx, stream):
-        axes = {"axis_types": (AxisType.Auto,), "devices": jax.devices()[:1]}
-        mesh = jax.make_mesh((1,), (AXIS,), **axes)
-        self.state = optax_ext.init_state(tx, stream[0], mesh)
-        both = (P(), optax_ext.state_specs(self.state))
-        mapped = jax.shard_map(tx.update, mesh=mesh, in_specs=both, out_specs=both, check_vma=False)
-        self._step, self._stream = jax.jit(mapped, donate_argnums=1), stream
-        # Residuals as large as they get, pages touched.
-        for turn in range(12):
-            jax.block_until_ready(self(turn))
-        self._traces = self._step._cache_size()
-
-    def __call__(self, turn):
-        """Takes a step; its updates and its state, which are to be waited for."""
-        updates, self.state = self._step(self._stream[turn % len(self._stream)], self.state)
-        return updates, self.state
-
-    def check(self, name):
-        """Raises an error where a step was compiled again."""
-        assert self._step._cache_size() == self._traces, f"{name} was compiled again"
+def stepper(tx, stream):
+    """A compiled step of a transformation, and runs of it that have residuals as large as ever."""
+    axes = {"axis_types": (AxisType.Auto,), "devices": jax.devices()[:1]}
+    mesh = jax.make_mesh((1,), (AXIS,), **axes)
+    state = optax_ext.init_state(tx, stream[0], mesh)
+    both = (P(), optax_ext.state_specs(state))
+    mapped = jax.shard_map(tx.update, mesh=mesh, in_specs=both, out_specs=both, check_vma=False)
+    step = jax.jit(mapped, donate_argnums=1)
+    return step, timing.steady(step, state, stream, before=12)
 
 
 def measure(size, density, rounds, seed):
@@ -68,34 +51,36 @@ def measure(size, density, rounds, seed):
     rng = np.random.default_rng(seed)
     stream = [jnp.asarray(rng.standard_t(5, size), jnp.float32) for _ in range(4)]
     txs = {name: find(contestant).make(density, AXIS) for name, contestant in NAMES.items()}
-    steps = {name: Stepper(tx, stream) for name, tx in txs.items()}
-    acc = np.asarray(stream[0] + steps["ok_topk"].state.residual[0])
+    steps = {name: stepper(tx, stream) for name, tx in txs.items()}
+    _, state = steps["ok_topk"][1](0)
+    acc = np.asarray(stream[0] + state.residual[0])
+    del state
+    compiled = {name: step._cache_size() for name, (step, _) in steps.items()}
     outside = select_speed.outside(density, max(1, round(density * size)), acc)
     alone = {name: outside[key] for name, key in ALONE.items()}
     for run in alone.values():
         jax.block_until_ready(run())
-    runs = {name: lambda turn, run=run: run() for name, run in alone.items()} | steps
+    runs = {name: lambda turn, run=run: run() for name, run in alone.items()}
+    runs |= {name: run for name, (_, run) in steps.items()}
     times = timing.in_turns(runs, rounds)
-    for name, step in steps.items():
-        step.check(name)
+    for name, (step, _) in steps.items():
+        assert step._cache_size() == compiled[name], f"{name} was compiled again"
     return timing.ratios(times, BASE)
 
 
 @options.program
 def main(argv=None):
     """Prints the table."""
-    parser = options.parser_of(__doc__)
-    options.add_usual(parser, size=(14_728_266, "n (VGG-16)"), density=0.01)
-    options.add_usual(parser, rounds=(33, "at least 33: a whole period"), seed=0)
-    options.add_outputs(parser)
-    args = parser.parse_args(argv)
+    usual = {"size": (14_728_266, "n (VGG-16)"), "density": 0.01, "seed": 0}
+    usual |= {"rounds": (33, "at least 33: a whole period")}
+    args = options.parser_of(__doc__, "json", **usual).parse_args(argv)
     rows = measure(args.size, args.density, args.rounds, args.seed)
     title = f"n = {args.size}, density = {args.density}, {jax.default_backend()}"
-    cells = [timing.cells(row) for row in rows]
-    show(f"{title}, {args.rounds} rounds; ratio to {BASE}", timing.CELLS, cells)
+    title = f"{title}, {args.rounds} rounds; ratio to {BASE}"
+    show_rows(title, rows)
     settings = {key: getattr(args, key) for key in ("size", "density", "rounds")}
     reports.write(args.json, settings | {"backend": jax.default_backend(), "times": rows})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

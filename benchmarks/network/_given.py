@@ -1,7 +1,7 @@
 """The role of a host whose JAX process takes data-parallel steps with given gradients."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sparse_collectives
-from sparse_collectives import traffic
 
 from .._common import contestants
-from .._common.worker import barrier, measured
+from .._common.worker import Stepper, barrier
+from . import _volumes
 from ._problem import gradients
 
 AXIS = "workers"
@@ -22,14 +22,7 @@ AXIS = "workers"
 _COPIED = 4
 
 
-class Step(NamedTuple):
-    """A compiled step and what it carries; the parameters are common to all methods."""
-
-    run: Any
-    state: Any
-
-
-class Worker:
+class Worker(Stepper):
     """The steps of all methods over one mesh, compiled as they are asked for."""
 
     def __init__(self, config: dict[str, Any]):
@@ -41,7 +34,8 @@ class Worker:
         self._alone = jax.make_mesh((1,), (AXIS,), devices=jax.local_devices(), **auto)
         self.barrier = barrier(self._everyone)
         self._mesh = self._parameters = self._data = None
-        self._steps: dict[str, Step] = {}
+        # A compiled step and its state; the parameters are common to all methods.
+        self._steps: dict[str, tuple[Any, Any]] = {}
         self._turn = 0
 
     def _use(self, mesh: Any) -> None:
@@ -93,10 +87,8 @@ class Worker:
         )
         jitted = jax.jit(mapped, donate_argnums=(0, 1))
         traced = jitted.trace(self._parameters, state, self._data[0])
-        words = {
-            case: traffic.of_traced(traced, conditional=case).words for case in ("best", "worst")
-        }
-        self._steps[method] = Step(traced.lower().compile(), state)
+        words = _volumes.extremes(traced)
+        self._steps[method] = traced.lower().compile(), state
         self._take(method, warmup)
         return {"words": words}
 
@@ -117,17 +109,13 @@ class Worker:
             info = optax_ext.get_info(state)
             if info is not None:
                 received.append(float(info.words))
-        self._steps[method] = Step(run, state)
+        self._steps[method] = run, state
         return received
-
-    def measure(self, method: str, steps: int) -> dict[str, Any]:
-        """Seconds, bytes and words of so many steps."""
-        return measured(self.barrier, lambda: self._take(method, steps), steps)
 
     def latency(self, sizes: list[int], rounds: int) -> dict[str, Any]:
         """Alpha and beta of this network, as the library fits them."""
         found = sparse_collectives.measure(self._everyone, sizes=sizes, rounds=rounds)
         # JSON has no infinity.
         bandwidth = found.bandwidth if math.isfinite(found.bandwidth) else None
-        fit = {"latency": found.latency, "bandwidth": bandwidth}
-        return fit | {"error": found.error, "spread": found.spread}
+        kept = {name: getattr(found, name) for name in ("latency", "error", "spread")}
+        return kept | {"bandwidth": bandwidth}

@@ -1,5 +1,7 @@
 """The role of a host whose PyTorch process takes steps of DDP over Gloo, with given gradients."""
 
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -8,20 +10,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 from torch.nn.parallel import DistributedDataParallel
 
-from .._common.worker import measured
+from .._common.worker import Stepper
 from ._problem import gradients
-
-
-class _Done:
-    """An exchange that has ended."""
-
-    def __init__(self, tensor: torch.Tensor):
-        self._tensor = tensor
-
-    def get_future(self):
-        future = torch.futures.Future()
-        future.set_result([self._tensor])
-        return future
 
 
 class _Synchronous:
@@ -36,18 +26,17 @@ class _Synchronous:
     group, GradBucket = dist.group, dist.GradBucket
 
     @staticmethod
-    def all_reduce(tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> _Done:
+    def all_reduce(tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
         del async_op
         if tensor.numel():
             dist.all_reduce(tensor, group=group)
-        return _Done(tensor)
+        ended = torch.futures.Future()
+        ended.set_result([tensor])
+        return SimpleNamespace(get_future=lambda: ended)
 
 
 def parallel(model: torch.nn.Module, contestant: str) -> DistributedDataParallel:
-    """The module, with gradients exchanged in a way of PyTorch's own.
-
-    What is behind the slash of the name is a hook, such as ``fp16`` or ``powersgd2``.
-    """
+    """The module, with gradients exchanged by the hook that is behind the slash of the name."""
     made = DistributedDataParallel(model, gradient_as_bucket_view=True)
     hook = contestant.partition("/")[2]
     if hook == "fp16":
@@ -65,15 +54,27 @@ def parallel(model: torch.nn.Module, contestant: str) -> DistributedDataParallel
     return made
 
 
-class Worker:
+class Model(torch.nn.Module):
+    """Parameters, and a loss of them and of what it is called with."""
+
+    def __init__(self, leaves: Sequence[torch.Tensor], loss: Callable[..., torch.Tensor]):
+        super().__init__()
+        self.leaves, self._loss = torch.nn.ParameterList(leaves), loss
+
+    def forward(self, *batch: Any) -> torch.Tensor:
+        """The loss."""
+        return self._loss(list(self.leaves), *batch)
+
+
+class Worker(Stepper):
     """One DDP module and optimizer for each hook."""
 
     TORCH = True
     barrier = staticmethod(dist.barrier)
 
     def __init__(self, config: dict[str, Any]):
-        shapes = [tuple(shape) for shape in config["shapes"]]
-        given = gradients(shapes, config["host"], config["seed"])
+        self._shapes = [tuple(shape) for shape in config["shapes"]]
+        given = gradients(self._shapes, config["host"], config["seed"])
         self._given = [[torch.from_numpy(leaf) for leaf in gradient] for gradient in given]
         self._models: dict[str, Any] = {}
         self._turn = 0
@@ -92,19 +93,12 @@ class Worker:
                 del ctx, upstream
                 return tuple(worker._given[worker._turn % len(worker._given)])
 
-        class Model(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.leaves = torch.nn.ParameterList([torch.zeros(shape) for shape in shapes])
-
-            def forward(self):
-                return Given.apply(*self.leaves)
-
-        self._model = Model
+        self._loss = lambda leaves: Given.apply(*leaves)
 
     def prepare(self, method: str, warmup: int) -> dict[str, Any]:
         """Makes the module with its hook, and takes `warmup` steps."""
-        model = parallel(self._model(), method)
+        zeros = [torch.zeros(shape) for shape in self._shapes]
+        model = parallel(Model(zeros, self._loss), method)
         self._models[method] = model, torch.optim.SGD(model.parameters(), lr=1e-3)
         # Buckets are made after the first step, and PowerSGD starts after two.
         self._take(method, max(4, warmup))
@@ -118,7 +112,3 @@ class Worker:
             model().backward()
             optimizer.step()
             self._turn += 1
-
-    def measure(self, method: str, steps: int) -> dict[str, Any]:
-        """Seconds and bytes of so many steps."""
-        return measured(self.barrier, lambda: self._take(method, steps), steps)

@@ -16,6 +16,10 @@ def _exact(make):
     return lambda density: make()
 
 
+def _complete(density):
+    return sc.allreduce.complete(sc.allreduce.ok_topk(density=density))
+
+
 # Of each algorithm: how it is made, and the row of `cost_model._paper.PAPER` to compare it with.
 ALGORITHMS = {
     "dense": (_exact(sc.allreduce.dense), "dense"),
@@ -31,10 +35,7 @@ ALGORITHMS = {
     "gtopk": (lambda density: _PUBLISHED.gtopk(density=density), "gtopk"),
     "spardl": (lambda density: sc.allreduce.spardl(density=density), "spardl"),
     "ok_topk": (lambda density: sc.allreduce.ok_topk(density=density), "ok_topk"),
-    "complete(ok_topk)": (
-        lambda density: sc.allreduce.complete(sc.allreduce.ok_topk(density=density)),
-        None,
-    ),
+    "complete(ok_topk)": (_complete, None),
 }
 # The largest P that one is traced for: the program of a ring has a step for each worker.
 _MOST = {"ring_sparse": 100}
@@ -54,6 +55,11 @@ def trace(allreduce, size, capacity, workers):
     return jax.jit(mapped).trace(*shapes, state)
 
 
+def extremes(traced):
+    """Words of the best and the worst step of a program."""
+    return {case: traffic.of_traced(traced, conditional=case).words for case in ("best", "worst")}
+
+
 def of_algorithm(name, size, density, workers):
     """Words of the best and the worst step, and the paper's bounds; None beyond its largest P."""
     make, paper = ALGORITHMS[name]
@@ -61,8 +67,7 @@ def of_algorithm(name, size, density, workers):
         return None
     k = max(1, round(size * density))
     traced = trace(make(density), size, k, workers)
-    words = {case: traffic.of_traced(traced, conditional=case).words for case in ("best", "worst")}
-    row = {"algorithm": name, "workers": workers, "k": k, **words}
+    row = {"algorithm": name, "workers": workers, "k": k, **extremes(traced)}
     if paper is not None:
         bounds = cost_model.paper_cost(paper, cost_model.Workload(size, k, workers))
         row |= {"paper": paper, "lower": bounds.lower.words, "upper": bounds.upper.words}

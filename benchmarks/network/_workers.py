@@ -11,7 +11,7 @@ from typing import Any
 
 from .._common import options, reports, timing
 from .._common.namespaces import Hosts, NetworkError
-from .._common.processes import Process, interrupt_when_told, started, wait
+from .._common.processes import Process, started, wait
 
 # With these glibc keeps large buffers instead of giving them back, so that a step does
 # not pay for fresh pages: the same for all contestants. One arena, since the others, those
@@ -24,6 +24,7 @@ _MALLOC = {
     # Pages of 2 MB where the system gives them to those who ask.
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
+Answer = dict[str, Any]
 # A new port for every start: a closed one may be in use for a while.
 _ports = itertools.count(9000)
 
@@ -40,17 +41,13 @@ class Workers:
         self._seconds = seconds
         self._asked = 0
 
-    def ask(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
-        """The answers of all workers to a command.
-
-        Raises:
-          WorkerError: one of them failed.
-        """
+    def ask(self, do: str, **arguments: Any) -> list[Answer]:
+        """The answers of all workers to a command; a WorkerError where one of them failed."""
         for process in self._processes:
             process.send(json.dumps({"do": do, **arguments}))
         return self.answers(do)
 
-    def answers(self, what: str) -> list[dict[str, Any]]:
+    def answers(self, what: str) -> list[Answer]:
         """The next answer of each worker, waited for."""
         self._asked += 1
         hosts = list(enumerate(self._processes))
@@ -104,24 +101,18 @@ def groups(
 
 
 def in_turns(
-    group: Workers, name_of: str, names: Sequence[str], rounds: int, what: str, **asked: Any
-) -> dict[str, list[list[dict[str, Any]]]]:
-    """The answers to ``measure`` by name and round; ``name_of`` is the argument for the name."""
-    found: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in names}
+    ask: Callable[[str], list[Answer]], names: Sequence[str], rounds: int, what: str
+) -> dict[str, list[list[Answer]]]:
+    """The answers of ``ask(name)``, by name and round."""
+    found: dict[str, list[list[Answer]]] = {name: [] for name in names}
     for turn, name in timing.turns(names, rounds):
         options.say(f"{what}: round {turn + 1} of {rounds}, {name}")
-        found[name].append(group.ask("measure", **asked, **{name_of: name}))
+        found[name].append(ask(name))
     return found
 
 
-def all_of(
-    args: argparse.Namespace,
-    cases: Iterable[str],
-    measured: Callable[..., Iterator[list[dict[str, Any]]]],
-    show: Callable[..., None],
-) -> None:
+def all_of(args: argparse.Namespace, cases: Iterable[str], measured: Any, show: Any) -> None:
     """Measures cases, and shows their rows as they come and writes them to the file."""
-    interrupt_when_told()
     options.require_network()
     settings = {name: value for name, value in vars(args).items() if name != "json"}
     rows: list[dict[str, Any]] = []
@@ -133,11 +124,17 @@ def all_of(
             reports.write(args.json, {"settings": settings, "rows": rows})
 
 
-def slowest(answers: Sequence[dict[str, Any]], key: str = "seconds") -> float:
+def slowest(answers: Sequence[Answer], key: str = "seconds") -> float:
     """A round is as slow as its slowest worker."""
     return max(answer[key] for answer in answers)
 
 
-def mean(answers: Sequence[dict[str, Any]], key: str = "received") -> float:
+def mean(answers: Sequence[Answer], key: str = "received") -> float:
     """What the workers count, on average."""
     return sum(answer[key] for answer in answers) / len(answers)
+
+
+def counted(rounds: Sequence[Sequence[Answer]], *keys: str) -> dict[str, list[float]]:
+    """Of each round the slowest worker's time, and the mean of what they count by these keys."""
+    row = {"seconds": [slowest(answers) for answers in rounds]}
+    return row | {key: [mean(answers, key) for answers in rounds] for key in keys}

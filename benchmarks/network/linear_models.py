@@ -4,16 +4,13 @@
     sudo python -m benchmarks.network.linear_models --method scd --data url --steps 100
     sudo python -m benchmarks.network.linear_models --quick
 
-It is section 8.2 of SparCML (Table 2) with generated data of the shape of URL and webspam. The
-trainings are those of examples/linear_models, one for each exchange. They take turns, a turn is an
-epoch or its first --steps, and a ratio is one of the same round. Seconds of a turn are scaled to an
-epoch of the generated rows. docs/linear_models.md says how to read it.
-
+It is section 8.2 of SparCML (Table 2) with generated data of the shape of URL and webspam, and the
+trainings of examples/linear_models, one for each exchange. They take turns, a turn is an epoch or
+its first --steps, and seconds are scaled to an epoch. docs/linear_models.md says how to read it.
 Linux only, with root and iproute2 (ip, tc).
 """
 
 import argparse
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,10 +24,6 @@ from .._common.worker import barrier, measured
 from ._workers import all_of, groups, in_turns, mean, slowest
 
 _BASE = {"sgd": "dense", "scd": "dense_allgather"}
-_HEAD = (
-    *("", "epoch s", "exchange s", "epoch ratio", "quartiles", "exchange ratio", "quartiles"),
-    *("words of a step", "of the base", "differs by"),
-)
 
 
 class Worker:
@@ -55,8 +48,7 @@ class Worker:
 
     def drop(self, model: str) -> dict[str, Any]:
         """Frees the trainings of a model."""
-        for key in [key for key in self._trainings if key[0] == model]:
-            del self._trainings[key]
+        self._trainings = {key: x for key, x in self._trainings.items() if key[0] != model}
         return {}
 
     def measure(self, model: str, exchange: str, most: int) -> dict[str, Any]:
@@ -80,24 +72,19 @@ class Worker:
 @options.program
 def main(argv: list[str] | None = None) -> None:
     """Measures, prints, and writes the file that is asked for."""
-    made = options.parser_of(__doc__)
-    add = made.add_argument
-    options.add_usual(made, workers=4, rows=(None, "of the generated data"))
-    options.add_usual(made, batch=(1000, "rows of a worker in a batch"))
-    options.add_usual(made, block=(100, "coordinates of a worker in a step"), regularisation=1e-5)
-    options.add_usual(made, rounds=5, steps=10**9, seed=0, timeout=1800)
-    add("--data", nargs="+", choices=SHAPES, default=["url"], metavar="NAME")
-    add("--model", nargs="+", choices=MODELS, default=["logistic"], metavar="NAME")
-    add("--method", choices=EXCHANGES, default="sgd")
-    add("--exchange", nargs="+", metavar="NAME", help="by default all of the method")
-    add("--link", type=options.link, default="1gbit", metavar="RATE")
-    options.add_outputs(made)
-    add("--quick", action="store_true", help="a functional test with little data")
+    usual = {"workers": 4, "rows": (None, "of the generated data")}
+    usual |= {"batch": (1000, "rows of a worker in a batch"), "regularisation": 1e-5}
+    usual |= {"block": (100, "coordinates of a worker in a step"), "timeout": 1800}
+    usual |= {"rounds": 5, "steps": 10**9, "seed": 0, "link": "1gbit"}
+    usual |= {"data": (["url"], None, SHAPES), "model": (["logistic"], None, MODELS)}
+    usual |= {"method": ("sgd", None, EXCHANGES)}
+    usual |= {"quick": (False, "a functional test with little data")}
+    made = options.parser_of(__doc__, "json", **usual)
+    made.add_argument("--exchange", nargs="+", help="by default all of the method")
     args = made.parse_args(argv)
     known = EXCHANGES[args.method]
-    for name in args.exchange or ():
-        if name not in known:
-            made.error(f"--exchange {name} is none of --method {args.method}: {', '.join(known)}")
+    for name in set(args.exchange or ()) - set(known):
+        made.error(f"--exchange {name} is none of --method {args.method}: {', '.join(known)}")
     if args.quick:
         args.data, args.rounds, args.rows, args.batch, args.steps = ["small"], 2, 800, 50, 3
     all_of(args, args.data, _measured, _show)
@@ -122,8 +109,11 @@ def _measured(args: argparse.Namespace, data: str) -> Iterator[list[dict[str, An
                 options.say(f"{data}, {model}: compiling {name}")
                 steps = group.ask("prepare", model=model, exchange=name)[0]["steps"]
             hosts.limit(args.link)
-            what, asked = f"{data}, {model}", {"model": model, "most": args.steps}
-            found = in_turns(group, "exchange", names, args.rounds, what, **asked)
+
+            def ask(name: str, model=model) -> list[dict[str, Any]]:
+                return group.ask("measure", model=model, exchange=name, most=args.steps)
+
+            found = in_turns(ask, names, args.rounds, f"{data}, {model}")
             group.ask("drop", model=model)
             where = {"data": data, "model": model, "steps": steps}
             yield [where | _row(name, steps, answers) for name, answers in found.items()]
@@ -131,39 +121,32 @@ def _measured(args: argparse.Namespace, data: str) -> Iterator[list[dict[str, An
 
 def _row(name: str, steps: int, rounds: list[list[dict[str, Any]]]) -> dict[str, Any]:
     """Of each round the slowest worker's time; counts are those of all alike, bytes their mean."""
-    return {
-        "exchange": name,
-        "epoch_seconds": [steps * slowest(answers) for answers in rounds],
-        # What the slowest to compute spends there is little: others wait for it in theirs.
-        "exchange_seconds": [steps * slowest(answers, "exchange_seconds") for answers in rounds],
-        "words": [answers[0]["words"] for answers in rounds],
-        "received": [mean(answers) for answers in rounds],
-        "delivered": [answers[0]["delivered"] for answers in rounds],
-        "objectives": [answers[0]["objective"] for answers in rounds],
-    }
+    # What the slowest to compute spends in the exchange is little: others wait for it in theirs.
+    times = {"epoch_seconds": "seconds", "exchange_seconds": "exchange_seconds"}
+    alike = {"words": "words", "delivered": "delivered", "objectives": "objective"}
+    row = {key: [steps * slowest(x, of) for x in rounds] for key, of in times.items()}
+    row |= {key: [answers[0][of] for answers in rounds] for key, of in alike.items()}
+    return {"exchange": name, **row, "received": [mean(answers) for answers in rounds]}
 
 
 def _show(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    base, times = rows[0], ("epoch_seconds", "exchange_seconds")
-    lines = []
+    base, lines = rows[0], []
     for row in rows:
+        line: dict[str, Any] = {"": row["exchange"]}
+        for what in ("epoch", "exchange"):
+            seconds = row[f"{what}_seconds"]
+            line[f"{what} s"] = timing.quartiles(seconds)[1]
+            line[f"{what} ratio"] = timing.times_as_fast(base[f"{what}_seconds"], seconds)
+        line |= {"words of a step": row["words"][0]}
+        line |= {"base's / these": base["words"][0] / row["words"][0]}
         off = (abs(x - 1) for x in timing.over(row["objectives"], base["objectives"]))
-        lines.append(
-            [
-                row["exchange"],
-                *(f"{timing.quartiles(row[key])[1]:.2f}" for key in times),
-                *(cell for key in times for cell in timing.times_as_fast(base[key], row[key])),
-                f"{row['words'][0]:,.0f}",
-                f"1/{base['words'][0] / row['words'][0]:,.1f}",
-                f"{max(off):.0e}",
-            ]
-        )
+        lines.append(line | {"differs by": max(off)})
     title = (
         f"{base['data']}, {base['model']}, {args.method}: {args.workers} workers, {args.link}, "
         f"{base['steps']:,} steps an epoch; ratios: times as fast as {base['exchange']}"
     )
-    display.show(title, _HEAD, lines)
+    display.show_rows(title, lines)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

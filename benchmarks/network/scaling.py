@@ -5,33 +5,133 @@
     python -m benchmarks.network.scaling --validate network.json
 
 The exchange is `sparse_collectives.cost_model`'s, as in the planner; its words are compared with
-those of the lowered programs at each P. The local cost is that of `benchmarks.local.step_cost
---json FILE`, or the planner's. Weak scaling: the work of a worker stays the same, so that a
-perfect network would keep the time of a step.
-
-`--validate` compares the model with a measurement of `benchmarks.network.run --json FILE`:
-the latency is the one fitted there, the bandwidth the limit of the link, the local step the
-measured one of the same method with the same number of processes on the machine.
+those of the lowered programs at each P. The work of a worker stays the same, so that a perfect
+network would keep the time of a step. `--validate` compares the model with a measurement of
+`benchmarks.network.run --json FILE`. docs/network.md says what each part of a step is.
 """
 
 import argparse
-import sys
+import itertools
+import statistics
 from pathlib import Path
 from typing import Any
 
 from sparse_collectives import _units, cost_model
 from sparse_collectives.cost_model import Workload
+from sparse_collectives.cost_model._types import Network
+from sparse_collectives.planner import _planner
+from sparse_collectives.planner._planner import LocalCost
 
 from .._common import display, options, reports
-from . import _prediction, _volumes
-from ._prediction import ALGORITHMS, local_cost, predict
+from .._common.namespaces import rate
+from .._common.options import InputError
+from . import _volumes
 
-WORKERS = [16, 32, 64, 128, 256, 512, 1024]
+WORKERS = [2**i for i in range(4, 11)]
 NETWORKS = (
     ("Aries-like", "1.3us", "10GB/s"),
     ("25 Gbit Ethernet", "25us", "25Gbit"),
     ("100 Mbit internet", "15ms", "100Mbit"),
 )
+
+
+# The names of `_volumes` and of `cost_model.predict`, by those of the papers.
+ALGORITHMS = {name: name for name in ("dense", "topk_a", "gtopk")}
+ALGORITHMS |= {"topk_dsa": "dsar_split_allgather", "ok_topk": "ok_topk"}
+_WHERE = {"workers": reports.whole(2), "params": reports.whole(1)}
+_SECONDS = [reports.number(1e-9, 1e9)]
+# What `benchmarks.network.run --json` writes, as far as it is used here.
+MEASURED = {
+    "settings": {"density": reports.number(1e-12, 1), "cores": reports.whole(1)},
+    "local": ({**_WHERE, "method": reports.text(), "seconds": _SECONDS},),
+    "links": [{**_WHERE, "link": reports.text(), "latency": reports.number(0, 1e6)}],
+    "points": [{**_WHERE, "link": reports.text(), "method": reports.text(), "seconds": _SECONDS}],
+}
+# And what `benchmarks.local.step_cost --json` does.
+LOCAL = {
+    "size": reports.whole(1, 2**53),
+    "times": [{"contestant": reports.text(), "median_ms": reports.number(0, 1e9)}],
+}
+
+
+def local_cost(choice: str) -> tuple[LocalCost, float, str]:
+    """What a sparse step costs beyond a dense one, the dense one per parameter, and a name."""
+    if choice == "cpu":
+        return _planner.CPU, 0.0, "the planner's cpu"
+    report = reports.read(Path(choice), LOCAL, "benchmarks.local.step_cost --json")
+    each = {row["contestant"]: row["median_ms"] / 1e3 / report["size"] for row in report["times"]}
+    try:
+        dense, sparse = each["dense (psum)"], each["ok_topk"]
+    except KeyError as error:
+        raise InputError(f"{choice} has no time of {error}") from error
+    return LocalCost(sparse - dense, _planner.CPU.merge), dense, choice
+
+
+def predict(
+    algorithm: str, load: Workload, network: Network, codec: str, local: LocalCost, rest: float
+) -> dict[str, Any]:
+    """Seconds of a step and of its parts; ``rest`` is what every step takes, in seconds."""
+    dense = algorithm == "dense"
+    cost = cost_model.predict(ALGORITHMS[algorithm], load, "raw" if dense else codec).expected
+    parts = {
+        "exchange": cost.seconds(network),
+        "sparsify": 0.0 if dense else local.select * load.size,
+        "merge": 0.0 if dense else local.merge * cost.pairs,
+    }
+    row = {"algorithm": algorithm, "workers": load.workers, "words": cost.words}
+    return row | parts | {"step": rest + sum(parts.values())}
+
+
+def _of_method(method: str) -> tuple[str, str] | None:
+    """The algorithm and codec of a method of benchmarks.network.run, if the model has it."""
+    name, *options = method.split("/")
+    if name not in ALGORITHMS or set(options) & {"leaves", "global32"}:
+        return None
+    codecs = [option for option in options if option in cost_model._codecs.CODECS]
+    return name, codecs[0] if codecs else "raw"
+
+
+def validate(path: Path) -> list[dict[str, Any]]:
+    """Prints the model's step beside each measured one of a file, a row for each that both know.
+
+    The processes share the cores, so merging takes longer than on cores of one's own by
+    their number over that of the cores; the measured local steps have that in them.
+    """
+    report = reports.read(path, MEASURED, "benchmarks.network.run --json")
+    local = {
+        (row["workers"], row["params"], row["method"]): statistics.median(row["seconds"])
+        for row in report["local"]
+    }
+    latency = {(r["workers"], r["params"], r["link"]): r["latency"] for r in report["links"]}
+    settings, rows = report["settings"], []
+    for point in report["points"]:
+        workers, size, link, method = (point[x] for x in ("workers", "params", "link", "method"))
+        known, own = _of_method(method), local.get((workers, size, method))
+        if known is None or link == "none" or own is None:
+            continue
+        try:
+            network = cost_model.network(latency[workers, size, link], rate(link))
+        except (KeyError, ValueError) as error:
+            raise InputError(f"{path}, latency and rate of a link: {error}") from error
+        load = Workload(size, max(1, round(settings["density"] * size)), workers)
+        crowding = max(1.0, workers / settings["cores"])
+        merge = LocalCost(0.0, _planner.CPU.merge * crowding)
+        model = predict(known[0], load, network, known[1], merge, own)
+        step = statistics.median(point["seconds"])
+        rows.append(
+            {"workers": workers, "params": size, "link": link, "method": method}
+            | {"measured": step, "model": model["step"], "error": model["step"] / step - 1}
+            | {"local": own, "exchange": model["exchange"], "latency": network.latency}
+        )
+    if not rows:
+        raise InputError(
+            f"nothing to compare in {path}: run it without --no-breakdown, over a limited link"
+        )
+    display.show_rows("steps, measured and by the model, in seconds", rows)
+    for link, here in display.grouped(rows, "link").items():
+        errors = [abs(row["error"]) for row in here]
+        print(f"{link}: median error {statistics.median(errors):.0%}, largest {max(errors):.0%}")
+    return rows
 
 
 def scaling(args: argparse.Namespace) -> dict[str, Any]:
@@ -44,7 +144,7 @@ def scaling(args: argparse.Namespace) -> dict[str, Any]:
             for name, latency, bandwidth in args.network or NETWORKS
         }
     except ValueError as error:
-        raise options.InputError(str(error)) from error
+        raise InputError(str(error)) from error
     local, per_parameter, source = local_cost(args.local)
     k, rest = max(1, round(args.density * size)), compute + per_parameter * size
     print(
@@ -52,62 +152,58 @@ def scaling(args: argparse.Namespace) -> dict[str, Any]:
         f"{1e3 * local.select * size:.3g} ms a step, {1e9 * local.merge:.3g} ns a received pair; "
         f"{1e3 * rest:.3g} ms of every step: computation and update"
     )
-    rows, counts = [], args.workers
+    rows = []
     for (name, latency, bandwidth), network in networks.items():
-        found = {
-            algorithm: [
-                predict(algorithm, Workload(size, k, p), network, args.codec, local, rest)
-                for p in counts
-            ]
+        here = [
+            predict(algorithm, Workload(size, k, p), network, args.codec, local, rest)
+            | {"network": name}
             for algorithm in ALGORITHMS
-        }
-        rows += [row | {"network": name} for each in found.values() for row in each]
-        lines = []
-        for algorithm, each in found.items():
-            pairs = zip(each, found["dense"], strict=True)
-            steps = [(1e3 * row["step"], dense["step"] / row["step"]) for row, dense in pairs]
-            lines.append([algorithm, *(f"{step:,.1f} ({ratio:.2f})" for step, ratio in steps)])
+            for p in args.workers
+        ]
+        dense = {row["workers"]: row["step"] for row in here if row["algorithm"] == "dense"}
         title = f"{name}: {latency}, {bandwidth}. ms a step (dense / this)"
-        display.show(title, ("", *(f"P = {p}" for p in counts)), lines)
+
+        def cell(row: dict[str, Any], dense=dense) -> str:
+            return f"{1e3 * row['step']:,.1f} ({dense[row['workers']] / row['step']:.2f})"
+
+        display.show_crossed(title, here, "algorithm", "workers", cell)
+        rows += here
     found = {"params": size, "density": args.density, "codec": args.codec, "rest": rest}
     found |= {"local": local._asdict(), "local_source": source, "rows": rows}
     if not args.no_programs:
-        found["program_words"] = compare_words(size, args.density, counts)
+        found["program_words"] = compare_words(size, args.density, args.workers)
     return found
 
 
 def compare_words(size: int, density: float, workers: list[int]) -> list[dict[str, Any]]:
     """The model's expected words (exact pairs) beside those of the lowered programs."""
-    rows, lines, outside = [], [], 0
-    for name, own in ALGORITHMS.items():
-        lines.append([name])
-        for p in workers:
-            program = _volumes.of_algorithm(own, size, density, p)
-            model = cost_model.predict(own, Workload(size, program["k"], p)).expected.words
-            row = {"algorithm": name, "workers": p, "model": model}
-            best, worst = program["best"], program["worst"]
-            rows.append(row | {"best": best, "worst": worst})
-            off = not 0.999 * best <= model <= 1.001 * worst
-            outside += off
-            span = f"{best / 1e6:.3g}" if best == worst else f"{best / 1e6:.3g}-{worst / 1e6:.3g}"
-            lines[-1].append(f"{model / 1e6:.3g}/{span}M{' !' if off else ''}")
+    rows = []
+    for (name, own), p in itertools.product(ALGORITHMS.items(), workers):
+        program = _volumes.of_algorithm(own, size, density, p)
+        model = cost_model.predict(own, Workload(size, program["k"], p)).expected.words
+        row = {"algorithm": name, "workers": p, "model": model}
+        rows.append(row | {case: program[case] for case in ("best", "worst")})
+
+    def fits(row: dict[str, Any]) -> bool:
+        return 0.999 * row["best"] <= row["model"] <= 1.001 * row["worst"]
+
+    def cell(row: dict[str, Any]) -> str:
+        span = dict.fromkeys(f"{row[case] / 1e6:.3g}" for case in ("best", "worst"))
+        return f"{row['model'] / 1e6:.3g}/{'-'.join(span)}M{'' if fits(row) else ' !'}"
+
     title = "words received, exact pairs: model / program (best to worst step)"
-    display.show(title, ("", *(f"P = {p}" for p in workers)), lines)
-    print(f"{len(rows) - outside} of {len(rows)} within the program's best and worst step")
+    display.show_crossed(title, rows, "algorithm", "workers", cell)
+    print(f"{sum(map(fits, rows))} of {len(rows)} within the program's best and worst step")
     return rows
 
 
 def draw(file: Path, found: dict[str, Any]) -> None:
     """The step of each algorithm over P, a panel for each network."""
-    panels = []
-    for name in dict.fromkeys(row["network"] for row in found["rows"]):
-        rows, lines = [row for row in found["rows"] if row["network"] == name], {}
-        for algorithm in ALGORITHMS:
-            own = [row for row in rows if row["algorithm"] == algorithm]
-            steps = [1e3 * row["step"] for row in own]
-            lines[algorithm] = [row["workers"] for row in own], steps
-        given = {"xlabel": "workers P", "ylabel": "predicted ms a step", "workers": True}
-        panels.append({"title": name, "lines": lines} | given)
+    given = {"xlabel": "workers P", "ylabel": "predicted seconds a step", "workers": True}
+    panels = [
+        {"title": name, "lines": display.lines_of(rows, "algorithm", "workers", "step"), **given}
+        for name, rows in display.grouped(found["rows"], "network").items()
+    ]
     title = f"n = {found['params']:,}, density {found['density']:g}"
     display.draw(file, panels, title=title)
 
@@ -115,30 +211,25 @@ def draw(file: Path, found: dict[str, Any]) -> None:
 @options.program
 def main(argv: list[str] | None = None) -> None:
     """Predicts or validates, prints, and writes the files that are asked for."""
-    parser = options.parser_of(__doc__)
+    usual = {"density": 0.01, "workers": WORKERS}
+    usual |= {"codec": ("raw", None, ("raw", "bf16", "narrow16", "narrow8"))}
+    usual |= {"no_programs": (False, "don't compare the words with programs")}
+    parser = options.parser_of(__doc__, "json", "plot", **usual)
     add = parser.add_argument
-    options.add_usual(parser, density=0.01, workers=WORKERS)
     add("--params", default="14.7M", metavar="N")
-    add("--codec", choices=("raw", "bf16", "narrow16", "narrow8"), default="raw")
     add("--compute", default="0s", metavar="T", help="forward and backward pass of a worker")
     add("--local", default="cpu", metavar="cpu|FILE", help="of step_cost --json; cpu: planned")
     network = ("NAME", "LATENCY", "BANDWIDTH")
     add("--network", nargs=3, action="append", metavar=network, help="in place of the three")
-    add("--no-programs", action="store_true", help="don't compare the words with programs")
     add("--validate", type=Path, metavar="FILE", help="of benchmarks.network.run --json")
-    options.add_outputs(parser, plot=True)
     args = parser.parse_args(argv)
     if args.validate and args.plot:
         parser.error("--plot draws predictions; leave out --validate")
-    if args.validate:
-        found: Any = _prediction.validate(args.validate)
-        _prediction.show(found)
-    else:
-        found = scaling(args)
+    found: Any = validate(args.validate) if args.validate else scaling(args)
     reports.write(args.json, found)
     if args.plot:
         draw(args.plot, found)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

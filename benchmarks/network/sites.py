@@ -4,15 +4,11 @@
 
 A site is a network namespace and a process of several devices. They share the parameters of a
 perceptron with residual layers by FSDP or by tensor parallelism, and only sites exchange over the
-links. Methods take turns, each round begins with another one, and a ratio is one of the same
-round. What the devices of a site exchange is copied in the machine and not limited. docs/sharded.md
-says how to read it.
-
-Linux only, with root and iproute2 (ip, tc).
+links. Methods take turns, and a ratio is one of the same round. docs/sharded.md says how to read
+it. Linux only, with root and iproute2 (ip, tc).
 """
 
 import argparse
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,16 +20,15 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import optax_ext
 
 from .._common import contestants, display, namespaces, options, timing
-from .._common.worker import barrier, measured
-from ._workers import all_of, groups, in_turns, mean, slowest
+from .._common.worker import Stepper, barrier
+from ._workers import all_of, counted, groups, in_turns
 
 # By name, which contestant; AdamW goes behind what is no whole optimizer.
 METHODS = {"dense": "dense/leaves", "ok_topk": "ok_topk", "sparse_adamw": "sparse_adamw"}
 LAYOUTS = ("fsdp", "tensor")
-_CELLS = ("", "step s", "times as fast", "quartiles", "words", "MB received")
 
 
-class Worker:
+class Worker(Stepper):
     """The role of a site: training steps of one model, sharded in one way, for each method."""
 
     def __init__(self, config: dict[str, Any]):
@@ -85,24 +80,17 @@ class Worker:
         # The same of each step, to the shape of a program.
         return [float(optax_ext.get_info(state).words)] * steps
 
-    def measure(self, method: str, steps: int) -> dict[str, Any]:
-        """Seconds and bytes of a step, the mean of so many."""
-        return measured(self.barrier, lambda: self._take(method, steps), steps)
-
 
 @options.program
 def main(argv: list[str] | None = None) -> None:
     """Measures, prints, and writes the file that is asked for."""
-    made = options.parser_of(__doc__)
-    add = made.add_argument
-    options.add_usual(made, sites=2, devices=(2, "of each site"), density=0.01)
-    options.add_usual(made, width=(512, "of a layer, 8 width^2 parameters"), layers=4)
-    options.add_usual(made, batch=(16, "examples of all sites together"))
-    options.add_usual(made, rounds=5, steps=3, seed=0, timeout=900)
-    add("--links", type=options.link, nargs="+", default=["1gbit", "100mbit"], metavar="RATE")
-    add("--layout", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    options.add_outputs(made)
-    add("--quick", action="store_true", help="a functional test with a small model")
+    usual = {"sites": 2, "devices": (2, "of each site"), "density": 0.01, "layers": 4}
+    usual |= {"width": (512, "of a layer, 8 width^2 parameters")}
+    usual |= {"batch": (16, "examples of all sites together"), "rounds": 5, "steps": 3, "seed": 0}
+    usual |= {"timeout": 900, "links": ["1gbit", "100mbit"]}
+    usual |= {"layout": (list(LAYOUTS), None, LAYOUTS)}
+    usual |= {"quick": (False, "a functional test with a small model")}
+    made = options.parser_of(__doc__, "json", **usual)
     args = made.parse_args(argv)
     if args.quick:
         args.width, args.layers, args.rounds, args.steps = 32, 2, 2, 1
@@ -125,43 +113,34 @@ def _measured(args: argparse.Namespace, layout: str) -> Iterator[list[dict[str, 
         for method in METHODS:
             options.say(f"{layout}: compiling {method}")
             size = group.ask("prepare", method=method, warmup=4)[0]["size"]
+
+        def ask(method: str) -> list[dict[str, Any]]:
+            return group.ask("measure", method=method, steps=args.steps)
+
         for link in args.links:
             hosts.limit(link)
-            what, names = f"{layout}, {link}", list(METHODS)
-            found = in_turns(group, "method", names, args.rounds, what, steps=args.steps)
+            found = in_turns(ask, list(METHODS), args.rounds, f"{layout}, {link}")
             hosts.limit("none")
             yield [
-                {
-                    "layout": layout,
-                    "link": link,
-                    "size": size,
-                    "method": method,
-                    "seconds": [slowest(answers) for answers in rounds],
-                    "words": rounds[0][0]["words"],
-                    "received": [mean(answers) for answers in rounds],
-                }
+                {"layout": layout, "link": link, "size": size, "method": method}
+                | {"words": rounds[0][0]["words"], **counted(rounds, "received")}
                 for method, rounds in found.items()
             ]
 
 
 def _show(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    base = rows[0]
-    lines = [
-        [
-            row["method"],
-            f"{timing.quartiles(row['seconds'])[1]:.3f}",
-            *timing.times_as_fast(base["seconds"], row["seconds"]),
-            f"{row['words']:,.0f}",
-            f"{timing.quartiles(row['received'])[1] / 1e6:.2f}",
-        ]
-        for row in rows
-    ]
+    base, lines = rows[0], []
+    for row in rows:
+        line = {"": row["method"], "step s": timing.quartiles(row["seconds"])[1]}
+        line["times as fast"] = timing.times_as_fast(base["seconds"], row["seconds"])
+        received = timing.quartiles(row["received"])[1] / 1e6
+        lines.append(line | {"words": row["words"], "MB received": received})
     title = (
         f"{base['layout']}, {base['link']}: {args.sites} sites of {args.devices} devices, "
         f"n = {base['size']:,}, density {args.density:g}"
     )
-    display.show(title, _CELLS, lines)
+    display.show_rows(title, lines)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -14,7 +14,7 @@ workers works on one machine. Four sections:
 """
 
 import functools
-import sys
+import itertools
 
 import jax
 
@@ -23,7 +23,7 @@ from sparse_collectives import traffic, wire
 from sparse_collectives.allreduce import ok_topk
 
 from .._common import options, reports
-from .._common.display import show
+from .._common.display import show_crossed, show_rows
 from . import _volumes
 
 WORKERS = [2, 3, 4, 6, 8, 12, 16, 48, 64, 100, 256, 384, 1024]
@@ -68,58 +68,42 @@ def _traced(size, density, workers, codec, sizes=1):
 
 def algorithms(args):
     """Every allreduce over P: multiples of k of the worst step, and of the best."""
-    found = [
-        [_volumes.of_algorithm(name, args.params, args.density, p) for p in args.workers]
-        for name in _volumes.ALGORITHMS
-    ]
+    cases = itertools.product(_volumes.ALGORITHMS, args.workers)
+    found = [_volumes.of_algorithm(name, args.params, args.density, p) for name, p in cases]
+    rows = [row for row in found if row is not None]
     for case in ("worst", "best"):
-        lines = []
-        for name, rows in zip(_volumes.ALGORITHMS, found, strict=True):
-            # 2.05e+03 is what a program writes.
-            multiples = [f"{row[case] / row['k']:.3g}" if row else "-" for row in rows]
-            lines.append([name, *(f"{float(x):g}" if x != "-" else x for x in multiples)])
+
+        def cell(row, case=case):
+            return f"{row[case] / row['k']:,.3g}"
+
         title = f"Words received per worker, {case} step, in k; n = {args.params:,}"
-        show(f"{title}, density {args.density:g}", ["P", *map(str, args.workers)], lines)
-    return [row for rows in found for row in rows if row is not None]
+        show_crossed(f"{title}, density {args.density:g}", rows, "algorithm", "workers", cell)
+    return rows
 
 
 def cases(args):
     """Ok-Topk: each case and each phase as shares of the bound, and as multiples of k(P-1)/P."""
     given = args.density, args.codec, args.sizes
     rows = [of_ok_topk(args.params, given[0], workers, *given[1:]) for workers in args.workers]
-    title = "Ok-Topk, words as shares of 6k(P-1)/P (multiples of k(P-1)/P)"
+    title = "Ok-Topk, words as shares of 6k(P-1)/P, and as multiples of k(P-1)/P"
     title += f"; n = {args.params:,}, " + "density {:g}, codec {}, sizes {}".format(*given)
-    lines = []
-    for row in rows:
-        shares = (f"{row[case]['of_bound']:.3f} ({row[case]['of_k']:.3f})" for case in CASES)
-        lines.append([str(row["workers"]), f"{row['bound']:,.0f}", *shares])
-    show(title, ["P", "bound", *CASES], lines)
-    for case in CASES:
-        names = list(dict.fromkeys(phase for row in rows for phase in row[case]["phases"]))
-        lines = []
-        for row in rows:
-            phases = (row[case]["phases"].get(name, 0) / row["bound"] for name in names)
-            lines.append([str(row["workers"]), *(f"{phase:.4f}" for phase in phases)])
-        head = ["P", *(name.removeprefix("ok_topk/") or "-" for name in names)]
-        show(f"Ok-Topk, {case}: phases as shares of the bound", head, lines)
+    show_rows(title, rows)
     return rows
 
 
 def flatness(args):
     """Ok-Topk at n = 1e8: multiples of k(P-1)/P, and how far they are from constant."""
-    rows, lines = [], []
+    rows = []
     for codec in CODECS:
         bound = FLAT_BOUNDS.get(codec)
         found = [of_ok_topk(FLAT_SIZE, args.density, p, codec) for p in FLAT_WORKERS]
         for case in CASES:
             of_k = [row[case]["of_k"] for row in found]
-            rows.append({"codec": codec, "case": case, "of_k": of_k, "bound": bound})
-            over = "-" if bound is None else f"{max(of_k) / bound:.3f}"
-            spread = f"{max(of_k) / min(of_k) - 1:.1%}"
-            lines.append([codec, case, *(f"{x:.3f}" for x in of_k), spread, over])
+            row = {"codec": codec, "case": case, "of_k": of_k, "bound": bound}
+            row["max/min - 1"] = max(of_k) / min(of_k) - 1
+            rows.append(row | {"max/bound": max(of_k) / bound if bound else None})
     title = f"Ok-Topk, multiples of k(P-1)/P at n = {FLAT_SIZE:,}, density {args.density:g}"
-    head = ["codec", "case", *map(str, FLAT_WORKERS), "max/min - 1", "max/bound"]
-    show(f"{title}; bounds 6, 3 and 1.6", head, lines)
+    show_rows(f"{title}; P = {', '.join(map(str, FLAT_WORKERS))}", rows)
     return rows
 
 
@@ -136,13 +120,8 @@ def bound(args):
         row["rounds"] = _by_rounds(program) / unit
         row["sizes"] = traffic.of_traced(sized, conditional="best").words / unit
         rows.append(row)
-    columns = ("even", "rounds", *list(CASES)[1:], "sizes")
-    lines = [
-        [f"{row['params']:,}", str(row["workers"]), *(f"{row[c]:.3f}" for c in columns)]
-        for row in rows
-    ]
     title = f"Ok-Topk, multiples of k(P-1)/P, density {args.density:g}; `rounds`: no window fits"
-    show(f"{title}; `sizes`: even, with messages of four sizes", ["n", "P", *columns], lines)
+    show_rows(f"{title}; `sizes`: even, with messages of four sizes", rows)
     return rows
 
 
@@ -162,14 +141,11 @@ SECTIONS = {"algorithms": algorithms, "ok_topk": cases, "flatness": flatness, "b
 @options.program
 def main(argv: list[str] | None = None) -> None:
     """Measures, prints, and writes the file that is asked for."""
-    parser = options.parser_of(__doc__)
-    add = parser.add_argument
-    options.add_usual(parser, workers=WORKERS, params=1_000_000, density=0.01)
-    options.add_usual(parser, sizes=(1, "of messages, in the same section"))
-    add("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    add("--codec", choices=CODECS, default="raw", help="encoding in the section ok_topk")
-    options.add_outputs(parser)
-    args = parser.parse_args(argv)
+    usual = {"workers": WORKERS, "params": 1_000_000, "density": 0.01}
+    usual |= {"sections": (list(SECTIONS), None, SECTIONS)}
+    usual |= {"codec": ("raw", "encoding in the section ok_topk", CODECS)}
+    usual |= {"sizes": (1, "of messages, in the same section")}
+    args = options.parser_of(__doc__, "json", **usual).parse_args(argv)
     report = {name: getattr(args, name) for name in ("params", "density", "codec")}
     report |= {"jax": jax.__version__, "sparse_collectives": sparse_collectives.__version__}
     found = {name: run(args) for name, run in SECTIONS.items() if name in args.sections}
@@ -177,4 +153,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -24,16 +24,8 @@ class Leaf(NamedTuple):
     shape: tuple[int, ...]
     start: int
     axis: int
-
-    @property
-    def size(self) -> int:
-        """The number of entries."""
-        return int(np.prod(self.shape))
-
-    @property
-    def rows(self) -> int:
-        """The number of rows."""
-        return self.shape[self.axis] if len(self.shape) > 1 else 1
+    size = property(lambda self: int(np.prod(self.shape)))
+    rows = property(lambda self: self.shape[self.axis] if len(self.shape) > 1 else 1)
 
 
 def overlap(selected: np.ndarray, exact: np.ndarray) -> float:
@@ -46,11 +38,6 @@ def largest(x: np.ndarray, density: float) -> np.ndarray:
     k = min(x.size, max(1, round(density * x.size)))
     chosen = np.argpartition(np.abs(x), x.size - k)[x.size - k :]
     return chosen[x[chosen] != 0]
-
-
-def flat_selection(x: np.ndarray, layout: Sequence[Leaf], density: float) -> np.ndarray:
-    """Plain top-k of the whole buffer."""
-    return largest(x, density)
 
 
 def layer_selection(x: np.ndarray, layout: Sequence[Leaf], density: float) -> np.ndarray:
@@ -67,10 +54,7 @@ def rows_of(indices: np.ndarray, leaf: Leaf) -> np.ndarray:
 
 
 def missing_rows(selected: np.ndarray, layout: Sequence[Leaf]) -> np.ndarray:
-    """The number of rows of each leaf in which nothing was selected, ``[len(layout)]``.
-
-    Indices outside every leaf, padding, are ignored.
-    """
+    """The number of rows of each leaf in which nothing was selected, and no padding."""
     missing = []
     for leaf in layout:
         inside = selected[(selected >= leaf.start) & (selected < leaf.start + leaf.size)]
@@ -97,7 +81,7 @@ def _compiled_adtopk(shape, axis, density):
 # Further selections to compare go here: functions of (x, layout, density), to flat indices.
 SELECTIONS = {
     "top-k of each layer": layer_selection,
-    "top-k of all": flat_selection,
+    "top-k of all": lambda x, layout, density: largest(x, density),
     "adtopk": row_selection,
     # What nothing can be selected from: rows of zeros, such as characters not seen yet.
     "every nonzero entry": lambda x, layout, density: np.flatnonzero(x),
@@ -121,10 +105,9 @@ class MissingRows:
                     self.counts.setdefault((source, selection, density), []).append(missing)
 
     def rates(self, source: str, selection: str) -> dict[str, list[float]]:
-        """Mean rates over the steps, a number for each density.
+        """Mean rates over the steps, for each density: of all rows, of matrices, of each leaf.
 
-        "all rows" is over all leaves, as missing over total; "mean of matrices" weighs each
-        leaf of two or more dimensions alike.
+        "mean of matrices" weighs each leaf of two or more dimensions alike.
         """
         counts = np.array([np.mean(self.counts[source, selection, d], 0) for d in DENSITIES])
         shares = counts / self.rows

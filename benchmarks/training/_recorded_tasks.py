@@ -1,6 +1,7 @@
 """What the recorded trainings learn: a language model on characters, a small VGG on images."""
 
 import argparse
+from typing import Any
 
 from .._common import options
 from ._data import read_images, read_text
@@ -17,15 +18,12 @@ POOLED = (0, 1, 3)
 
 
 def recording_parser(
-    description: str | None, *, steps: int, batch: int = 4, plot: bool = True
+    description: str | None, *names: str, batch: int = 4, **usual: Any
 ) -> argparse.ArgumentParser:
-    """A parser with the options of every program that records trainings."""
-    parser = options.parser_of(description)
-    options.add_data(parser)
-    options.add_usual(parser, density_text=0.02, density_images=0.01, steps=steps, seed=0)
-    options.add_usual(parser, batch=(batch, "of each worker"))
-    options.add_outputs(parser, plot=plot)
-    return parser
+    """A parser with the options of every program that records trainings, and its own."""
+    usual |= {"density_text": 0.02, "density_images": 0.01, "seed": 0}
+    usual |= {"batch": (batch, "of each worker")}
+    return options.parser_of(description, "text", "images", "json", *names, **usual)
 
 
 def _network(vocabulary: int, cells: int) -> Network:
@@ -33,11 +31,7 @@ def _network(vocabulary: int, cells: int) -> Network:
 
 
 def recorded_runs(args: argparse.Namespace) -> tuple[Run, Run]:
-    """The image run and the text run.
-
-    Raises:
-      InputError: the data cannot be read, or the text is too short.
-    """
+    """The image run and the text run, or an InputError where the data are none for them."""
     data = read_images(args.images)
     vgg = convolutional(data.train_images.shape[1:], data.classes, CHANNELS, DENSE, POOLED)
     given = {"batch": args.batch, "seed": args.seed}

@@ -1,16 +1,15 @@
 """Training with top-k error feedback, whose accumulators are there to look at.
 
-Each worker adds its gradient to its residual, sends the exact top-k of the
-sum and keeps the rest; the mean of what was sent goes to the optimizer. That is error feedback by
-the book: it depends on no allreduce and on none of the selectors that are measured.
-
-The learning rate is applied in one of two places. `before` accumulation, as in algorithm 2 of
-Ok-Topk: when the rate has fallen, what is new is small beside what the residual holds from before.
-Or `behind` it, in SGD with momentum, which leaves the accumulators in the units of the gradient.
+Each worker adds its gradient to its residual, sends the exact top-k of the sum and keeps the rest;
+the mean of what was sent goes to the optimizer. That is error feedback by the book: it depends on
+no allreduce and on none of the selectors that are measured. The learning rate is applied `before`
+the accumulation, as in algorithm 2 of Ok-Topk, or `behind` it, in SGD with momentum, which leaves
+the accumulators in the units of the gradient.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +18,7 @@ import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
 
-from sparse_collectives import PaddedCOO, Selector, select
+from sparse_collectives import PaddedCOO, select
 
 from .._common import options
 from . import _simulated_training as simulated
@@ -32,77 +31,60 @@ Visit = Callable[[int, jax.Array, jax.Array, Sequence[PaddedCOO]], None]
 
 
 class Run(NamedTuple):
-    """What is trained and recorded: images or text, with so many of k / n."""
+    """What is trained and recorded: images or text, with so many of k / n.
+
+    ``hard`` is the layer that is scaled in the harder case: some percent of the parameters, more
+    than k. The batch is of each worker, ``rate`` the peak of SGD with momentum, and ``clip`` the
+    largest norm of a worker's gradient.
+    """
 
     name: str
     learns: simulated.Task
     density: float
-    # The layer that is scaled in the harder case: some percent of the parameters, more than k.
     hard: str
-    # Of each worker.
     batch: int
     seed: int
-    # The peak learning rate of SGD with momentum, and the largest norm of a worker's gradient.
     rate: float = 0.01
     clip: float = math.inf
 
 
-class Begun(NamedTuple):
-    """The parameters with which a training begins."""
-
-    params: Any
-
-
 class Curve(NamedTuple):
-    """What the training run itself did."""
+    """Loss, and accuracy of images, on data that training does not see; and at each step.
 
-    # Loss, and accuracy of images, on data that training does not see: before and after it.
+    These are the training loss, and the entries of worker 0 that passed the threshold, / k.
+    """
+
     before: dict[str, float]
     after: dict[str, float]
-    # The training loss of each step.
     losses: list[float]
-    # Entries of worker 0 that passed the threshold of each step, / k.
     passed: list[float]
 
 
 class Recorder:
     """One training of a run with so many workers.
 
-    Args:
-      run: what is trained.
-      workers: P.
-      factor: multiplies the gradient of the layer ``run.hard`` before the accumulation; what is
-        sent is divided by it before the optimizer sees it. Only which entries are sent depends on
-        it.
+    ``factor`` multiplies the gradient of the layer ``run.hard`` before the accumulation; what is
+    sent is divided by it before the optimizer sees it. Only which entries are sent depends on it.
     """
 
     def __init__(self, run: Run, workers: int, factor: float | None = None):
         self.run, self.workers = run, workers
-        self.task = Begun(run.learns.init(run.seed))
+        self.task = SimpleNamespace(params=run.learns.init(run.seed))
         self.layout = layout_of(self.task.params)
         self.size = sum(leaf.size for leaf in self.layout)
         self.k = max(1, round(run.density * self.size))
         self._units = jnp.ones(self.size)
         if factor is not None:
             scaled = next(leaf for leaf in self.layout if leaf.name == run.hard)
-            scale = self._units.at[scaled.start : scaled.start + scaled.size]
-            self._units = scale.set(factor)
+            layer = slice(scaled.start, scaled.start + scaled.size)
+            self._units = self._units.at[layer].set(factor)
 
     def train(
-        self,
-        steps: int,
-        *,
-        order: str = "before",
-        selector: Selector | None = None,
-        visit: Visit = lambda *_: None,
+        self, steps: int, *, order="before", selector: Any = None, visit: Visit = lambda *_: None
     ) -> Curve:
         """Trains, and calls ``visit`` at every step; vectors are as in :func:`layout_of`.
 
-        Args:
-          steps: how many.
-          order: one of ORDERS.
-          selector: drives the training; the exact top-k by default.
-          visit: see above.
+        ``order`` is one of ORDERS; the selector drives the training, the exact top-k by default.
         """
         run, learns, before = self.run, self.run.learns, order == "before"
         # Without momentum the same distance takes a rate larger by what momentum sums up.
@@ -133,11 +115,10 @@ class Recorder:
         params, opt_state = self.task.params, tx.init(self.task.params)
         residuals = [jnp.zeros_like(flat)] * self.workers
         states = [selector.init(flat.size)] * self.workers
-        examples = simulated.order_of(
-            learns, steps=steps, batch=self.workers * run.batch, seed=run.seed
-        )
+        batch = self.workers * run.batch
+        order_of_examples = simulated.order_of(learns, steps=steps, batch=batch, seed=run.seed)
         curve = Curve(validate(params), {}, [], [])
-        for step, chosen in enumerate(examples):
+        for step, chosen in enumerate(order_of_examples):
             batches = map(learns.batch_of, np.split(chosen, self.workers))
             given = zip(residuals, states, batches, strict=True)
             found = [work(params, *each, step) for each in given]

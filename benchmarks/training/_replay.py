@@ -8,34 +8,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparse_collectives import PaddedCOO, Selector, SparseAllreduce, simulate
+from sparse_collectives import PaddedCOO, SparseAllreduce, simulate
 from sparse_collectives.allreduce import ok_topk
 
 AXIS = "workers"
 
 
 class Step(NamedTuple):
-    """What one step of :func:`replay` did."""
+    """What one step of :func:`replay` did.
 
-    # ``i32[P + 1]``, the regions that it used.
+    The regions that it used, ``i32[P + 1]``; the indices of the result by the worker that sent them
+    in the allgather, ``i32[P, slots]``, of which n marks padding; the entries of all workers that
+    found no slot; those in the result; and the words that each worker received.
+    """
+
     boundaries: np.ndarray
-    # ``i32[P, slots]``, those of the result by the worker that sent them in the allgather; n marks
-    # padding.
     indices: np.ndarray
-    # Entries of all workers that found no slot.
     overflow: int
-    # Entries in the result.
     delivered: int
-    # What each worker received.
     words: float
 
 
 def received(selections: np.ndarray, boundaries: np.ndarray) -> np.ndarray:
-    """The entries that each owner gets from the other workers, ``[P]``.
-
-    The indices of each worker, ``[P, c]``, ascend, and padding is past all regions. Owner j has
-    those from boundary j up to the next.
-    """
+    """The entries, of ascending indices ``[P, c]``, that each owner gets from the others."""
     edges = np.array([np.searchsorted(row, boundaries) for row in selections])
     blocks = np.diff(edges, axis=1)
     np.fill_diagonal(blocks, 0)
@@ -82,11 +77,7 @@ def _compiled(workers: int, density: float, period: int, **options: str):
 
 
 def on_workers(
-    allreduce: SparseAllreduce,
-    workers: int,
-    selector: Selector | None = None,
-    *,
-    dense: bool = True,
+    allreduce: SparseAllreduce, workers: int, selector: Any = None, *, dense: bool = True
 ) -> Callable[..., Any]:
     """A compiled step of all workers, ``step(given, state) -> (sent, total, kept, state, info)``.
 

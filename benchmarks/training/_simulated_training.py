@@ -25,22 +25,21 @@ AXIS = "workers"
 
 
 class Task(NamedTuple):
-    """What to learn."""
+    """What to learn.
+
+    ``batch_of(chosen)`` are the examples ``chosen i32[...]`` as NumPy arrays, ``loss(params,
+    batch)`` is their mean, and there are ``count``. ``evaluate`` is on data that training does not
+    see, and ``validate`` loss and more on the same data, by name; without it that is the loss.
+    With ``once`` all examples come before any of them comes again; else each is drawn from all.
+    """
 
     name: str
-    # ``init(seed) -> params``.
     init: Callable[[int], Any]
-    # ``loss(params, batch)``, the mean over a batch.
     loss: Callable[[Any, Any], jax.Array]
-    # ``batch_of(chosen)``, the examples ``chosen i32[...]`` as NumPy arrays.
     batch_of: Callable[[np.ndarray], Any]
-    # How many examples there are.
     count: int
-    # On data that training does not see.
     evaluate: Callable[[Any], float]
-    # Whether all examples come before any of them comes again; otherwise each is drawn from all.
     once: bool
-    # Loss and more of the same data, by name; None: ``evaluate`` is the loss.
     validate: Callable[[Any], dict[str, float]] | None = None
 
 
@@ -54,27 +53,23 @@ class Variant(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """What a run did; the last three are None without an allreduce."""
+    """What a run did: values and mean training losses at some steps.
 
-    # After which the next two were measured.
+    Without an allreduce the rest is None: the mean of the words that each worker received in a
+    step, that of the entries in the update, / n, and what a worker selected and what was delivered
+    at each step, ``f64[2, steps]``.
+    """
+
     steps: list[int]
-    # Of ``Task.evaluate``.
     values: list[float]
-    # The mean training loss since the measurement before.
     losses: list[float]
-    # The mean of the words that each worker received in a step.
     words: float | None
-    # The mean of the entries in the update, / n.
     delivered: float | None
-    # What a worker selected and what was delivered at each step, ``f64[2, steps]``.
     counts: np.ndarray | None = None
 
 
 def exact_top_k(density: float) -> sc.Selector:
-    """What ``select.topk`` selects, by ``lax.top_k``.
-
-    That is faster where n is small and many workers are simulated.
-    """
+    """What ``select.topk`` selects, by ``lax.top_k``: faster for many workers and a small n."""
 
     def select(acc: jax.Array, state: Any) -> tuple[sc.PaddedCOO, Any, sc.SelectInfo]:
         size = acc.shape[0]
@@ -91,11 +86,7 @@ def exact_top_k(density: float) -> sc.Selector:
 
 
 def order_of(task: Task, *, steps: int, batch: int, seed: int) -> np.ndarray:
-    """The examples of each step, i32[steps, batch].
-
-    Raises:
-      InputError: a batch of more examples than there are.
-    """
+    """The examples of each step, i32[steps, batch]; an InputError where a batch has too many."""
     if batch > task.count:
         raise InputError(f"a step takes {batch} examples, of {task.count}")
     random = np.random.default_rng(1000 + seed)
@@ -122,10 +113,7 @@ def train(
 ) -> list[Curve]:
     """Trains once for each seed and measures after each ``every`` steps, and at the end.
 
-    ``batch`` is of all workers. The program is compiled once for all seeds.
-
-    Raises:
-      InputError: the batch can't be dealt out evenly, or has more examples than there are.
+    ``batch`` is of all workers, and an InputError where it can't be dealt out evenly.
     """
     if batch % workers:
         raise InputError(f"a batch of {batch} can't be dealt out to {workers} workers")
@@ -173,9 +161,8 @@ def train(
             )
         if not sent[0].size:
             return curve
-        words, *counts = np.concatenate(sent, axis=1)
-        delivered = float(counts[1].mean()) / size
-        words = float(words.mean())
-        return curve._replace(words=words, delivered=delivered, counts=np.stack(counts))
+        words, selected, delivered = np.concatenate(sent, axis=1)
+        counts, share = np.stack([selected, delivered]), float(delivered.mean()) / size
+        return curve._replace(words=float(words.mean()), delivered=share, counts=counts)
 
     return [one(seed) for seed in seeds]

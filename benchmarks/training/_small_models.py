@@ -4,7 +4,7 @@ A network of one hidden layer and a convolutional one on images, a decoder trans
 characters. A convolution is written as a product of matrices, with the patches of the image.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,9 @@ from jax import lax
 
 CHANNELS, DENSE = (16, 32), 96
 WIDTH, HEADS, BLOCKS, CONTEXT = 32, 4, 2, 64
+
+
+Shape = tuple[int, ...]
 
 
 class Network(NamedTuple):
@@ -34,7 +37,7 @@ def loss_of(network: Network) -> Callable[[Any, tuple[jax.Array, jax.Array]], ja
     return loss
 
 
-def one_hidden_layer(shape: tuple[int, ...], classes: int, hidden: int) -> Network:
+def one_hidden_layer(shape: Shape, classes: int, hidden: int) -> Network:
     """For images of the shape, (height, width)."""
 
     def init(seed):
@@ -52,11 +55,7 @@ def one_hidden_layer(shape: tuple[int, ...], classes: int, hidden: int) -> Netwo
 
 
 def convolutional(
-    shape: tuple[int, ...],
-    classes: int,
-    channels: Sequence[int] = CHANNELS,
-    dense: int = DENSE,
-    pooled: Sequence[int] = (0, 1),
+    shape: Shape, classes: int, channels: Shape = CHANNELS, dense=DENSE, pooled: Shape = (0, 1)
 ) -> Network:
     """Convolutions of 3x3, a maximum of 2x2 behind those that are ``pooled``, a hidden layer."""
 
@@ -72,7 +71,7 @@ def convolutional(
 
     def apply(params, images):
         x = images[..., None]
-        for i in range(len(channels)):
+        for i, _ in enumerate(channels):
             x = jax.nn.relu(affine(params[f"conv_{i}"], _patches(x)))
             x = _halved(x) if i in pooled else x
         x = jax.nn.relu(affine(params["dense"], x.reshape(x.shape[0], -1)))
@@ -86,10 +85,7 @@ def transformer(vocabulary: int, width: int = WIDTH) -> Network:
 
     def init(seed):
         random = np.random.default_rng(seed)
-
-        def norm():
-            return {"scale": jnp.ones(width), "bias": jnp.zeros(width)}
-
+        norm = {"scale": jnp.ones(width), "bias": jnp.zeros(width)}
         # What is added to the stream starts smaller, the more is added.
         small = (4 * BLOCKS) ** -0.5
         return {
@@ -97,16 +93,16 @@ def transformer(vocabulary: int, width: int = WIDTH) -> Network:
             "position": normal(random, (CONTEXT, width), 0.1),
             "blocks": [
                 {
-                    "norm_0": norm(),
+                    "norm_0": norm,
                     "qkv": _layer(random, width, 3 * width, 0.7),
                     "mix": _layer(random, width, width, small),
-                    "norm_1": norm(),
+                    "norm_1": norm,
                     "up": _layer(random, width, 4 * width),
                     "down": _layer(random, 4 * width, width, small),
                 }
                 for _ in range(BLOCKS)
             ],
-            "norm": norm(),
+            "norm": norm,
             "output": _layer(random, width, vocabulary, 0.7),
         }
 
@@ -181,9 +177,6 @@ def _patches(x: jax.Array) -> jax.Array:
 
 def _halved(x: jax.Array) -> jax.Array:
     """The maximum of each 2x2; an odd last row or column is left out."""
-    height, width = x.shape[1] // 2 * 2, x.shape[2] // 2 * 2
-    x = x[:, :height, :width]
-    return jnp.maximum(
-        jnp.maximum(x[:, ::2, ::2], x[:, 1::2, ::2]),
-        jnp.maximum(x[:, ::2, 1::2], x[:, 1::2, 1::2]),
-    )
+    x = x[:, : x.shape[1] // 2 * 2, : x.shape[2] // 2 * 2]
+    x = jnp.maximum(x[:, ::2], x[:, 1::2])
+    return jnp.maximum(x[:, :, ::2], x[:, :, 1::2])

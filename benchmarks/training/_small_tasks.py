@@ -19,6 +19,7 @@ from ._small_models import CONTEXT, WIDTH, Network, loss_of, transformer
 
 # Measured at once, to bound the memory.
 _PART = 500
+Make = Callable[[int, int], Network]
 
 
 def image_task(data: Dataset, network: Network) -> Task:
@@ -36,25 +37,18 @@ def image_task(data: Dataset, network: Network) -> Task:
         loss, right = np.sum(found, axis=0) / len(data.test_labels)
         return {"loss": float(loss), "accuracy": float(right)}
 
-    return Task(
-        "images",
-        network.init,
-        loss_of(network),
-        lambda chosen: (data.train_images[chosen], data.train_labels[chosen]),
-        len(data.train_labels),
-        lambda params: validate(params)["accuracy"],
-        once=True,
-        validate=validate,
-    )
+    def batch_of(chosen):
+        return data.train_images[chosen], data.train_labels[chosen]
+
+    def accuracy(params):
+        return validate(params)["accuracy"]
+
+    learned = network.init, loss_of(network), batch_of, len(data.train_labels)
+    return Task("images", *learned, accuracy, once=True, validate=validate)
 
 
 def text_task(
-    text: str,
-    *,
-    windows: int = 256,
-    width: int = WIDTH,
-    network: Callable[[int, int], Network] = transformer,
-    context: int = CONTEXT,
+    text: str, *, windows=256, width: int = WIDTH, network: Make = transformer, context=CONTEXT
 ) -> Task:
     """The loss on the last tenth of the text, in nats for a character.
 
@@ -69,8 +63,7 @@ def text_task(
 def word_task(text: str, *, windows: int = 1024, width: int = _text_models.WIDTH) -> Task:
     """The loss on the last tenth of the text, in nats for a word.
 
-    Capitals are no difference, a punctuation mark is a word, and so is each word that is not among
-    the most frequent ones.
+    Capitals are no difference; a punctuation mark is a word, and all seldom words together are one.
     """
     found = re.findall(r"\w+(?:'\w+)*|[^\w\s]", text.lower())
     common = collections.Counter(found).most_common(_text_models.VOCABULARY - 1)
@@ -81,12 +74,7 @@ def word_task(text: str, *, windows: int = 1024, width: int = _text_models.WIDTH
 
 
 def _sequence_task(
-    what: str,
-    code: np.ndarray,
-    context: int,
-    network: Network | _text_models.Scored,
-    loss: Callable[[Any, Any], jax.Array],
-    windows: int,
+    what: str, code: np.ndarray, context: int, network: Any, loss: Any, windows: int
 ) -> Task:
     """The next of each of ``context`` numbers, from windows that begin anywhere."""
     cut = len(code) * 9 // 10
@@ -107,12 +95,8 @@ def _sequence_task(
         parts = [jnp.asarray(x.reshape(-1, part, context)) for x in held_out]
         return jax.lax.map(lambda batch: loss(params, batch), tuple(parts)).mean()
 
-    return Task(
-        "text",
-        network.init,
-        loss,
-        lambda chosen: windows_at(code[:cut], chosen),
-        cut - context,
-        lambda params: float(measured(params)),
-        once=False,
-    )
+    def batch_of(chosen):
+        return windows_at(code[:cut], chosen)
+
+    learned = network.init, loss, batch_of, cut - context
+    return Task("text", *learned, lambda params: float(measured(params)), once=False)

@@ -30,11 +30,7 @@ _UNROLL = 4
 
 
 class Scored(NamedTuple):
-    """A network that says how well it finds what comes next, and not what else could.
-
-    ``init(seed)`` makes parameters; ``loss(params, (inputs, labels))`` is the mean negative
-    log-likelihood.
-    """
+    """Parameters by ``init(seed)``; the mean negative log-likelihood by ``loss(params, batch)``."""
 
     init: Any
     loss: Any

@@ -12,10 +12,7 @@ UNIFORM_WORKERS = (2, 4, 8, 16, 32, 64)
 
 
 def growth(selections: Iterable[np.ndarray], size: int) -> np.ndarray:
-    """The size of the union of the first selection, of the first two, and so on.
-
-    The index ``size``, n, marks padding.
-    """
+    """The size of the union of the first selection, of the first two, and so on; n is padding."""
     seen = np.zeros(size + 1, bool)
     unions = []
     for indices in selections:
@@ -25,10 +22,7 @@ def growth(selections: Iterable[np.ndarray], size: int) -> np.ndarray:
 
 
 def uniform(size: int, density: float, trials: int, seed: int) -> dict[str, Any]:
-    """The table of uniformly random selections for one density.
-
-    The mean sizes of unions of so many trials, at least two, beside what is expected.
-    """
+    """Mean sizes of unions of uniformly random selections in some trials, beside the formula."""
     random, k = np.random.default_rng(seed), max(1, round(density * size))
     unions = []
     for _ in range(trials):

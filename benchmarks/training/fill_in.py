@@ -8,16 +8,11 @@ its standard error, beside the formula n (1 - (1 - k/n)^P) of SparCML (appendix 
 Second, selections of real training. Two networks (an LSTM on characters, a VGG-like network on
 images) are trained with exact top-k error feedback over P simulated workers, and at every step the
 union of what the workers send is counted: the density of the result of an allreduce that delivers
-all of it. Ok-Topk (section 5.2) reports means over whole runs: 13.2 % for VGG-16 at a density of
-1 % on 16 workers, 34.5 % for an LSTM at 2 % on 32.
-
-Third, what `cost_model` predicts for the largest number of workers from a union that fewer of them
-have (`cost_model.Overlap`), beside the measured union. The first m workers of a run are taken, and
-the separate runs of other numbers of workers.
+all of it. Third, what `cost_model` predicts of it from the union that fewer workers have: the first
+of a run, and those of separate runs.
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -61,25 +56,7 @@ def record(run: Run, workers: int, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def show(runs: Sequence[dict[str, Any]], predicted: dict[str, Any]) -> None:
-    """Prints the table of the runs of one task, and what the cost model makes of fewer workers."""
-    title = "{run}: n = {size:,}, k = {k:,}, density {density:.1%}, {steps} steps, batch {batch}"
-    fields = "workers union.mean union.first_tenth union.last_quarter union_of_k uniform "
-    fields += "effective_size paper validation_before.loss validation_after.loss"
-    display.show_fields(f"{title.format(**runs[0])} a worker", fields, runs)
-    measured, lines = predicted["measured"], {"the uniform formula": predicted["uniform"]}
-    for key, text in {
-        "same_run": "the union of {} workers of this run",
-        "other_runs": "the union of a run with {} workers",
-        "other_runs_by_step": "those of a run with {} workers, by step",
-    }.items():
-        lines |= {text.format(workers): x for workers, x in predicted[key].items()}
-    rows = [{"from": x, "predicted": y, "ratio": y / measured} for x, y in lines.items()]
-    title = f"union / n for P = {predicted['workers']}, measured {measured:.2%}"
-    display.show_fields(title, "from predicted ratio", rows)
-
-
-def draw(tasks: Sequence[Sequence[dict[str, Any]]], path: Path) -> None:
+def draw(tasks: Sequence[Sequence[dict[str, Any]]], path: Path | None) -> None:
     """The growth with the number of workers, and the union over the steps."""
     above, below = [], []
     for runs in tasks:
@@ -105,26 +82,24 @@ def draw(tasks: Sequence[Sequence[dict[str, Any]]], path: Path) -> None:
 @options.program
 def main(argv: list[str] | None = None) -> None:
     """Prints the tables."""
-    parser = recording_parser(__doc__, steps=120)
-    options.add_usual(parser, workers=[16, 32], uniform_size=(100_000, "n, random selections"))
-    options.add_usual(parser, trials=(30, "with random selections"))
-    args = parser.parse_args(argv)
+    usual = {"steps": 120, "workers": [16, 32], "trials": (30, "with random selections")}
+    usual |= {"uniform_size": (100_000, "n, random selections")}
+    args = recording_parser(__doc__, "plot", **usual).parse_args(argv)
     runs = recorded_runs(args)
     tables = [uniform(args.uniform_size, x, args.trials, args.seed) for x in UNIFORM_DENSITIES]
     for table in tables:
         title = "uniform selections: n = {size:,}, k = {k:,}, {trials} trials".format(**table)
-        fields = "workers expected mean standard_error errors_off"
-        display.show_fields(title, fields, table["rows"])
+        display.show_rows(title, table["rows"])
     tasks, predicted = [], []
     for run in runs:
         tasks.append([record(run, workers, args) for workers in args.workers])
         predicted.append(predictions(tasks[-1]))
-        show(tasks[-1], predicted[-1])
+        display.show_rows(f"{run.name}: the union, / n", tasks[-1])
+        display.show_rows("predicted from fewer workers, / n", [predicted[-1]])
     content = {"uniform": tables, "runs": tasks, "predictions": predicted}
     reports.write(args.json, {"backend": jax.default_backend()} | content)
-    if args.plot:
-        draw(tasks, args.plot)
+    draw(tasks, args.plot)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

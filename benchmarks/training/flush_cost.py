@@ -8,8 +8,6 @@ newcomer would write it: a rate of 1e-3, batches of 128, nothing tuned. The seed
 parameters and of the batches.
 """
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -60,16 +58,11 @@ def train(data: Any, tx: Any, *, flush: bool, steps: int, seed: int) -> list[flo
 
 
 @options.program
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> None:
     """Trains, and prints the table."""
-    parser = options.parser_of(__doc__)
-    add = parser.add_argument
-    options.add_usual(parser, steps=1000, seeds=3)
-    add("--images", type=Path, metavar="FOLDER", help="of IDX files; scikit-learn's digits without")
-    raw = "pixels from 0 to 1, in place of a mean of 0 and a deviation of 1"
-    add("--raw", action="store_true", help=raw)
-    add("--json", type=options.output, metavar="FILE", help="also write the numbers here")
-    args = parser.parse_args(argv)
+    raw = (False, "pixels from 0 to 1, in place of a mean of 0 and a deviation of 1")
+    usual = {"steps": 1000, "seeds": 3, "raw": raw}
+    args = options.parser_of(__doc__, "images", "json", **usual).parse_args(argv)
     jax.config.update("jax_num_cpu_devices", WORKERS)
     data = read_images(args.images)
     if args.raw:
@@ -81,21 +74,18 @@ def main(argv: list[str] | None = None) -> int:
         f"sparse_adamw, {density:.0%}": optax_ext.sparse_adamw(RATE, density=density, axis="data")
         for density in (0.05, 0.01)
     }
-    rows = []
+    rows, shown = [], []
     for name, tx in ways.items():
         given = {"flush": tx is not dense, "steps": args.steps}
         runs = [train(data, tx, seed=seed, **given) for seed in range(args.seeds)]
-        rows.append({"method": name, "accuracy": np.array(runs).T.tolist()})
-    shown = []
-    for row in rows:
-        trained, *flushed = row["accuracy"]
-        shown.append(row | {"trained": trained, "flushed": sum(flushed, [])})
+        trained, *flushed = accuracy = np.array(runs).T.tolist()
+        rows.append({"method": name, "accuracy": accuracy})
+        shown.append({"method": name, "trained": trained, "flushed": sum(flushed, [])})
     title = f"test accuracy, %, of each seed after {args.steps} steps at a rate of {RATE:g}"
-    display.show_fields(title, "method trained flushed", shown)
+    display.show_rows(title, shown)
     content = {"steps": args.steps, "raw": args.raw, "jax": jax.__version__, "rows": rows}
     reports.write(args.json, content)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

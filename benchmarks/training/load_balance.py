@@ -3,30 +3,18 @@
     python -m benchmarks.training.load_balance [--text FILE] [--images FOLDER] [--plot FILE.png]
 
 Two networks are trained with exact top-k error feedback over as many simulated workers as are asked
-for at most, and the selections of some steps are recorded. Smaller numbers of workers take the
-first of them. The recorded selections then go through `ok_topk`, with `regions` equal and
-balanced, and with `balance` never, auto and always. Each is done twice: as the training gives them,
-and with the gradient of one layer multiplied by 100 before the accumulation (and divided again
-before the optimizer), so that nearly all selected entries come from a small part of the indices.
+for at most, and the selections of some steps are recorded; fewer workers take the first of them.
+They go through `ok_topk` with `regions` equal and balanced, and `balance` never, auto and always:
+as the training gives them, and with the gradient of one layer multiplied before the accumulation
+(and divided again before the optimizer), so that nearly all are from a small part of the indices.
 
-Split and reduce: the entries that the owner of each region gets from all others, before anything is
-cut to the slots of a message: what messages of exact size would carry. "received" is the largest
-over their mean, as a mean over the steps; "received_of_k" the largest in units of k, 1 - 1/P where
-all is even. "overflow" is the share of the selected entries that found no slot.
-
-Allgather: the entries of each worker, the largest over the mean, "before" the balancing and "after"
-it. "over_trigger" is the share of steps on which the paper would balance; "delivered" is the share
-of k in the result, and "words_of_bound" all that a worker receives, as a share of the paper's bound
-6k(P-1)/P.
-
-One step in `--every` is recorded. The regions are cut at the first record, and then only where many
-entries overflow, so at the last one they may be as old as the run; `--period 1` cuts them anew at
-each record.
+docs/measurements.md says what is counted in the split and reduce and in the allgather. The regions
+are cut at the first record, and then only where many entries overflow; `--period 1` cuts them anew
+at each.
 """
 
 import argparse
 import itertools
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,10 +37,7 @@ PAPER_TRIGGER = 4
 
 
 def recordings(args: argparse.Namespace) -> Iterator[tuple[list[PaddedCOO], dict[str, Any]]]:
-    """Selections of some steps, ``[P, c]`` each, and a description.
-
-    Of both runs as they are, and with one layer scaled.
-    """
+    """Selections of some steps, ``[P, c]`` each, of both runs, without and with a layer scaled."""
     for run, hard in itertools.product(recorded_runs(args), (False, True)):
         recorder = Recorder(run, max(args.workers), args.factor if hard else None)
         steps: list[PaddedCOO] = []
@@ -99,7 +84,6 @@ def compare(
         "workers": workers,
         "regions": regions,
         "received": np.mean([unevenness(load) for load in loads]),
-        "received_worst": max(unevenness(load) for load in loads),
         "received_of_k": np.mean([np.max(load) for load in loads]) / k,
         "overflow": sum(step.overflow for step in results["auto"]) / selected,
         "before": np.mean(ratios),
@@ -115,34 +99,12 @@ def compare(
     }
 
 
-def show(report: dict[str, Any]) -> None:
-    """Prints the table of one recorded run."""
-    layers = sorted(report["layers"].items(), key=lambda item: -item[1]["selected"])[:2]
-    shares = ", ".join(
-        f"{name} {share['selected']:.0%} (of the parameters {share['parameters']:.1%})"
-        for name, share in layers
-    )
-    title = (
-        "{run}, {case}: n = {size:,}, k = {k:,}; {recorded} recorded steps; validation loss "
-        "{validation_before[loss]:.2f} -> {validation_after[loss]:.2f}\nselected entries by layer: "
-    )
-    fields = "regions workers received received_of_k overflow before over_trigger"
-    display.show_fields(title.format(**report) + shares, fields, report["rows"])
-    rows = [
-        {"regions": row["regions"], "workers": row["workers"], "balance": mode, **numbers}
-        for row in report["rows"]
-        for mode, numbers in row["balance"].items()
-    ]
-    display.show_fields("allgather", "regions workers balance after delivered words_of_bound", rows)
-
-
-def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
+def draw(runs: Sequence[dict[str, Any]], path: Path | None) -> None:
     """The unevenness in both phases over the number of workers, one column for each run."""
     above, below = [], []
     for report in runs:
         reduced, gathered = {}, {}
-        for regions in REGIONS:
-            rows = [row for row in report["rows"] if row["regions"] == regions]
+        for regions, rows in display.grouped(report["rows"], "regions").items():
             workers = [row["workers"] for row in rows]
             reduced[f"{regions} regions"] = workers, [row["received"] for row in rows]
             gathered[f"{regions} regions, before"] = workers, [row["before"] for row in rows]
@@ -159,10 +121,10 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
 @options.program
 def main(argv: list[str] | None = None) -> None:
     """Prints the tables."""
-    parser = recording_parser(__doc__, steps=40)
-    options.add_usual(parser, workers=[16, 32, 64], every=5)
-    options.add_usual(parser, period=(64, "records to a repartition"))
-    options.add_usual(parser, factor=(100.0, "on the gradient of a layer"))
+    usual = {"steps": 40, "workers": [16, 32, 64], "every": 5}
+    usual |= {"period": (64, "records to a repartition")}
+    usual |= {"factor": (100.0, "on the gradient of a layer")}
+    parser = recording_parser(__doc__, "plot", **usual)
     args = parser.parse_args(argv)
     if args.every > args.steps:
         parser.error(f"--every {args.every} records nothing of {args.steps} steps")
@@ -174,12 +136,14 @@ def main(argv: list[str] | None = None) -> None:
             for regions in REGIONS
         ]
         runs.append(report)
-        show(report)
+        title = f"{report['run']}, {report['case']}"
+        layers = [{"layer": name, **share} for name, share in report["layers"].items()]
+        display.show_rows(f"{title}: shares of the layers", layers)
+        display.show_rows(title, report["rows"])
     content = {"every": args.every, "period": args.period, "runs": runs}
     reports.write(args.json, {"backend": jax.default_backend()} | content)
-    if args.plot:
-        draw(runs, args.plot)
+    draw(runs, args.plot)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -2,11 +2,9 @@
 
     python -m benchmarks.training.paper_counts [--text FILE] [--images FOLDER]
 
-The form of Figure 6 of Ok-Topk, which says that the average deviation from k is below 11 %.
-Algorithm 2, SGD with the learning rate inside the accumulation, trains over simulated workers. Both
-thresholds are exact every tau' steps. In between they are reused as they are, as the text says
-(`paper=True`), or moved by their counts, as in the program that the paper links to
-(`paper="corrected"`). Densities and tau' are those of the paper's VGG-16, LSTM and BERT.
+The form of Figure 6 of Ok-Topk. Algorithm 2, SGD with the learning rate inside the accumulation,
+trains over simulated workers. Both thresholds are exact every tau' steps, and in between reused as
+they are (`paper=True`), or moved by their counts (`paper="corrected"`).
 
 Counted are the entries that a worker selects (the mean of the workers) and those that are
 delivered, at every step, as multiples of k. "deviation" is the mean of |count / k - 1| over the
@@ -15,7 +13,7 @@ Messages have room for four times k, so that no count is above that.
 """
 
 import argparse
-import sys
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -60,16 +58,10 @@ def counts_of(name: str, rule: str, args: argparse.Namespace) -> dict[str, Any]:
         global_period=setting.period,
         local=optax.scale_by_schedule(schedule(setting.rate, args.steps)),
     )
-    curves = train(
-        task,
-        Variant(optax.chain(sparse, optax.scale(-1.0)), optax.identity()),
-        workers=args.workers,
-        steps=args.steps,
-        every=max(1, args.steps // 8),
-        batch=kind.batch,
-        seeds=range(args.seeds),
-        label=f"tau' = {setting.period}, {rule}",
-    )
+    variant = Variant(optax.chain(sparse, optax.scale(-1.0)), optax.identity())
+    given = {"workers": args.workers, "steps": args.steps, "every": max(1, args.steps // 8)}
+    given |= {"batch": kind.batch, "label": f"tau' = {setting.period}, {rule}"}
+    curves = train(task, variant, seeds=range(args.seeds), **given)
     size = sum(leaf.size for leaf in jax.tree.leaves(task.init(0)))
     k, first = max(1, round(setting.density * size)), max(1, args.steps // 10)
     # (seeds, local and global, steps)
@@ -77,7 +69,7 @@ def counts_of(name: str, rule: str, args: argparse.Namespace) -> dict[str, Any]:
     off = np.abs(shares - 1)
     row = {"task": name, "rule": rule, "steps": args.steps, "workers": args.workers, "k": k}
     row |= {"density": setting.density, "period": setting.period}
-    row |= {"value": [curve.values[-1] for curve in curves]}
+    row["value"] = [curve.values[-1] for curve in curves]
     for i, which in enumerate(COUNTS):
         numbers = (off[:, i].mean(-1), off[:, i, first:].mean(-1), shares[:, i].mean(-1))
         row[which] = {x: y.tolist() for x, y in zip(NUMBERS, numbers, strict=True)}
@@ -87,27 +79,17 @@ def counts_of(name: str, rule: str, args: argparse.Namespace) -> dict[str, Any]:
 @options.program
 def main(argv: list[str] | None = None) -> None:
     """Trains, and prints the table."""
-    parser = options.parser_of(__doc__)
-    options.add_data(parser)
-    add = parser.add_argument
-    options.add_usual(parser, workers=8, steps=2000, seeds=3)
-    add("--tasks", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    options.add_outputs(parser)
-    args = parser.parse_args(argv)
+    usual = {"workers": 8, "steps": 2000, "seeds": 3}
+    usual |= {"tasks": (list(SETTINGS), None, SETTINGS)}
+    args = options.parser_of(__doc__, "text", "images", "json", **usual).parse_args(argv)
     rows = []
-    for name in args.tasks:
-        for rule in RULES:
-            rows.append(counts_of(name, rule, args))
-            # After each, as the next one takes long.
-            reports.write(args.json, rows)
-    shown = [
-        {"task": row["task"], "thresholds": row["rule"], "count": which, **row[which]}
-        for row in rows
-        for which in COUNTS
-    ]
+    for case in itertools.product(args.tasks, RULES):
+        rows.append(counts_of(*case, args))
+        # After each, as the next one takes long.
+        reports.write(args.json, rows)
     title = f"Counts of Ok-Topk / k, P = {args.workers}, {args.steps} steps, of each seed"
-    display.show_fields(title, f"task thresholds count {' '.join(NUMBERS)}", shown)
+    display.show_rows(title, rows)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

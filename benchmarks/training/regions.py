@@ -3,29 +3,15 @@
     python -m benchmarks.training.regions [--workers 2 4 8 16] [--size 12000] [--selected 120]
 
 Simulated workers run error feedback with exact top-k selections on synthetic gradients, each of
-which is hard for regions in its own way:
-
-- iid: normal everywhere;
-- same region: all workers' mass is in one sixteenth of the indices;
-- drifting: the same, and it moves by a fortieth of the indices at each step;
-- heavy tails: Cauchy, with scales that differ by layer;
-- one worker: the mass of one worker is in a sixteenth, and outweighs that of the others;
-- own region: the mass of each worker is in a region of its own.
-
-What is ideal is the top k of the sum of the workers' selections, computed apart. "missing" is the
-share of it that a step did not deliver, "mass" the sum of magnitudes delivered as a share of the
-ideal, "overflow" the share of the selected entries that found no slot, "wait" the longest run of
-steps in which an entry was in the ideal and not delivered, and "words" what a worker receives, in
-units of k (P-1)/P.
+which is hard for regions in its own way (`gradient`). What is ideal is the top k of the sum of the
+workers' selections, computed apart: docs/measurements.md says what of it is counted.
 
 With `--recorded` the selections of two trainings go through each way instead, recorded as in
-load_balance (`--text`, `--images`, `--every` and `--factor` are as there). Their residuals are
-those of the training, so "wait" means little.
+load_balance. Their residuals are those of the training, so "wait" means little.
 """
 
 import argparse
 import functools
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -45,7 +31,12 @@ INPUTS = ("iid", "same region", "drifting", "heavy tails", "one worker", "own re
 
 
 def gradient(name: str, step: int, workers: int, size: int, rng: np.random.Generator) -> np.ndarray:
-    """The gradients of all workers in one step, ``f32[P, n]``."""
+    """The gradients of all workers in one step, ``f32[P, n]``.
+
+    Mass is everywhere (iid); in one sixteenth of the indices, which may move by a fortieth at each
+    step, or where one worker outweighs the others; of scales by layer (Cauchy); or that of each
+    worker in a region of its own.
+    """
     normal = rng.standard_normal((workers, size), np.float32)
     place, part = np.arange(size), size // 16
     if name == "iid":
@@ -104,34 +95,32 @@ def cases(args: argparse.Namespace) -> Iterator[tuple[str, int, int, Callable[[i
     """Each case: its name, n, k, and what so many workers put in, step by step."""
     if args.recorded:
         for steps, report in recordings(args):
-
-            def recorded(workers: int, steps=steps):
-                return (jax.tree.map(lambda x: x[:workers], step) for step in steps)
-
+            recorded = functools.partial(_first_of, steps)
             yield f"{report['run']}, {report['case']}", report["size"], report["k"], recorded
         return
     for name in args.inputs:
+        yield name, args.size, args.selected, functools.partial(_synthetic, name, args)
 
-        def synthetic(workers: int, name=name):
-            rng = np.random.default_rng(args.seed)
-            return (gradient(name, i, workers, args.size, rng) for i in range(args.steps))
 
-        yield name, args.size, args.selected, synthetic
+def _first_of(steps: Iterable[sc.PaddedCOO], workers: int) -> Iterator[sc.PaddedCOO]:
+    return (jax.tree.map(lambda x: x[:workers], step) for step in steps)
+
+
+def _synthetic(name: str, args: argparse.Namespace, workers: int) -> Iterator[np.ndarray]:
+    rng = np.random.default_rng(args.seed)
+    return (gradient(name, i, workers, args.size, rng) for i in range(args.steps))
 
 
 @options.program
 def main(argv: list[str] | None = None) -> None:
     """Prints the table."""
-    parser = recording_parser(__doc__, steps=100, plot=False)
-    add = parser.add_argument
-    options.add_usual(parser, workers=[2, 4, 8, 16], every=5)
-    options.add_usual(parser, size=(12_000, "n"), selected=(120, "k"))
-    add("--slack", type=float, help="of ok_topk; by default that of the regions")
-    add("--inputs", nargs="+", choices=INPUTS, default=INPUTS, metavar="INPUT")
-    add("--regions", nargs="+", choices=REGIONS, default=REGIONS[:2])
-    add("--recorded", action="store_true", help="selections of two trainings")
-    add("--factor", type=float, default=100.0, help="on one layer's gradient")
-    args = parser.parse_args(argv)
+    usual = {"steps": 100, "workers": [2, 4, 8, 16], "every": 5, "size": (12_000, "n")}
+    usual |= {"selected": (120, "k"), "inputs": (list(INPUTS), None, INPUTS)}
+    usual |= {"slack": (None, "of ok_topk; by default that of the regions")}
+    usual |= {"regions": (list(REGIONS[:2]), None, REGIONS)}
+    usual |= {"recorded": (False, "selections of two trainings")}
+    usual |= {"factor": (100.0, "on one layer's gradient")}
+    args = recording_parser(__doc__, **usual).parse_args(argv)
     rows = []
     for case, size, k, inputs in cases(args):
         for workers in args.workers:
@@ -140,9 +129,9 @@ def main(argv: list[str] | None = None) -> None:
                 row = {"case": case, "workers": workers, "regions": regions}
                 rows.append(row | deliver(inputs(workers), size, k, workers, regions, args.slack))
     title = f"what arrives of the ideal, in {args.steps} steps"
-    display.show_fields(title, " ".join(rows[0]), rows)
+    display.show_rows(title, rows)
     reports.write(args.json, {"size": args.size, "rows": rows})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

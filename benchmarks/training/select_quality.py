@@ -5,42 +5,95 @@
 Two networks are trained with exact top-k error feedback over simulated workers: an LSTM on
 characters and a VGG-like network on images. At every step worker 0's accumulator (residual plus
 gradient) is given to every selector. Each keeps its own state; its selection is only counted and
-compared with the exact top-k, and training does not depend on it. "passed" is what reaches a
-selector's threshold, "selected" what got into its buffer; both are divided by k. "overlap" is the
-share of the exact top-k that was selected.
-
-The accumulators are those of exact top-k: they end sharply just above the k-th magnitude, so a
-threshold that is a little too high lets next to nothing through. Where the learning rate is applied
-matters to `gaussian_k` in particular: compare `--learning-rate behind`. With `--self-driven`
-estimators also drive a training run each, as in Figure 6 of Ok-Topk.
+compared with the exact top-k. "passed" is what reaches a selector's threshold, "selected" what got
+into its buffer; both are divided by k. "overlap" is the share of the exact top-k that was selected.
+With `--self-driven` estimators also drive a training run each, as in Figure 6 of Ok-Topk.
 
 Second, the rows of each layer in which plain top-k selects nothing ("dimension missing", ADTopk,
-section 3.1), on the accumulators of the text run. A row is an output channel of a matrix, a word of
-the embedding, or a whole bias.
+section 3.1), on the accumulators of the text run.
 """
 
 import argparse
-import sys
+import functools
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from sparse_collectives import Layout, select
 
 from .._common import display, options, reports
+from .._common.contestants import selectors
 from ._measures import DENSITIES, SELECTIONS, MissingRows
 from ._recorded_tasks import recorded_runs, recording_parser
 from ._recorded_training import ORDERS, Recorder, Run
-from ._shadows import ESTIMATORS, Shadows
 from ._unions import parts
 
 # Figure 2(b) of ADTopk: an LSTM on WikiText-2, a model of words.
-PAPER = {0.001: 0.96, 0.05: 0.26}
+_PAPER_RATES = {"LSTM, WikiText-2": [0.96, None, None, None, 0.26]}
 SNAPSHOTS = 40
 # The plot ends here: next to nothing passes.
 FLOOR = 1e-3
+
+
+# Drawn in the plot: what predicts how many entries pass. The others take a fixed number.
+ESTIMATORS = ("threshold_reuse, no servo", "gaussian_k", "gaussian_k, adjusted")
+ESTIMATORS += ("redsync", "sidco", "dgc", "threshold_reuse")
+
+
+def contestants(density: float, first_threshold: float) -> dict[str, Any]:
+    """All selectors and variants; the fixed threshold is for the first accumulator."""
+    published = select.published
+    return selectors(density, first_threshold) | {
+        "threshold_reuse, no servo": select.threshold_reuse(density=density, servo=False),
+        "gaussian_k, adjusted": published.gaussian_k(density=density, adjust=True),
+        "sidco, gamma": published.sidco(density=density, distribution="gamma"),
+        "sidco, pareto": published.sidco(density=density, distribution="pareto"),
+    }
+
+
+class Shadows:
+    """The selectors of :func:`contestants`, run over a sequence of accumulators."""
+
+    def __init__(self, density: float, layout: Layout):
+        self.density, self.layout = density, layout
+        self._selectors: dict[str, Any] = {}
+        self._states: Any = None
+        self._records: list[Any] = []
+
+    def feed(self, acc: jax.Array) -> None:
+        """Lets every selector take its next step on ``acc``."""
+        # Both results whole, in a program of its own: with a part of them XLA sorts all n.
+        exact = _top_k(jnp.abs(acc), max(1, round(self.density * acc.size)))
+        if not self._selectors:
+            self._selectors = contestants(self.density, float(exact[0][-1]))
+            self._states = {name: s.init(self.layout) for name, s in self._selectors.items()}
+        self._states, record = self._measure(acc, *exact, self._states)
+        self._records.append(jax.device_get(record))
+
+    def series(self) -> dict[str, dict[str, np.ndarray]]:
+        """What was selected, what passed and the overlap, by name: ``f32[steps]`` each."""
+        qualities = jax.tree.map(lambda *x: np.asarray(x), *self._records)
+        return {name: qualities[name] for name in self._selectors}
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def _measure(self, acc, magnitudes, indices, states):
+        """One step of all selectors on an accumulator whose exact selection is known."""
+        k, count = magnitudes.size, jnp.sum(magnitudes > 0)
+        exact = jnp.zeros(acc.size + 1, bool).at[indices].set(magnitudes > 0)
+        qualities, following = {}, {}
+        for name, selector in self._selectors.items():
+            coo, following[name], info = selector.select(acc, states[name])
+            qualities[name] = {"selected": info.selected / k}
+            qualities[name]["passed"] = (info.selected + info.overflow) / k
+            qualities[name]["overlap"] = jnp.sum(exact[coo.indices]) / count
+        return following, qualities
+
+
+# The exact selection by JAX, which shares nothing with the selectors.
+_top_k = jax.jit(jax.lax.top_k, static_argnums=1)
 
 
 def record(run: Run, args: argparse.Namespace) -> dict[str, Any]:
@@ -59,38 +112,17 @@ def record(run: Run, args: argparse.Namespace) -> dict[str, Any]:
     curve = recorder.train(args.steps, order=args.learning_rate, visit=visit)
     qualities, found = shadows.series(), {}
     for name, quality in qualities.items():
-        found[name] = {field: parts(x) for field, x in quality._asdict().items()}
-        found[name]["overlap"]["worst"] = np.min(quality.overlap)
+        found[name] = {field: parts(x) for field, x in quality.items()}
+        found[name]["overlap"]["worst"] = np.min(quality["overlap"])
     report = recorder.description(curve) | {
         "learning_rate": args.learning_rate,
         "selectors": found,
-        "series": {name: {"passed": np.round(x.passed, 5)} for name, x in qualities.items()},
+        "series": {name: {"passed": np.round(x["passed"], 5)} for name, x in qualities.items()},
     }
     if missing.counts:
         rates = {selection: missing.rates("accumulator", selection) for selection in SELECTIONS}
         report["missing_rows"] = {"accumulator": rates}
     return report
-
-
-def show(report: dict[str, Any]) -> None:
-    """Prints the table of a run."""
-    title = "{run}: n = {size:,}, density {density:.1%}, {steps} steps; validation "
-    before, after = (report[f"validation_{when}"] for when in ("before", "after"))
-    numbers = ", ".join(f"{name} {before[name]:.3f} -> {after[name]:.3f}" for name in before)
-    fields = "selector passed.first_tenth passed.last_quarter selected.mean selected.last_quarter"
-    rows = [{"selector": name, **row} for name, row in report["selectors"].items()]
-    fields = f"{fields} overlap.mean overlap.worst"
-    display.show_fields(title.format(**report) + numbers, fields, rows)
-
-
-def show_missing(rates: dict[str, Any]) -> None:
-    """Prints the table of missing rows."""
-    rows = [{"of": "ADTopk paper, LSTM, WikiText-2", "rates": list(map(PAPER.get, DENSITIES))}]
-    for selection, of_selection in rates.items():
-        rows += [{"of": f"{selection}: {of}", "rates": row} for of, row in of_selection.items()]
-    densities = ", ".join(f"{density:.1%}" for density in DENSITIES)
-    title = f"rows without a selected entry, text run, mean over the steps, at {densities}"
-    display.show_fields(title, "of rates", rows)
 
 
 def self_driven(run: Run, args: argparse.Namespace) -> None:
@@ -108,10 +140,10 @@ def self_driven(run: Run, args: argparse.Namespace) -> None:
         tenths = [np.mean(x) for x in np.array_split(curve.passed, 10)]
         rows.append({"selector": name, "tenths": tenths, "accuracy": curve.after["accuracy"]})
     title = f"images, each selector driving its own run of {steps} steps: passed / k, by tenths"
-    display.show_fields(title, "selector tenths accuracy", rows)
+    display.show_rows(title, rows)
 
 
-def draw(runs: list[dict[str, Any]], every: int, path: Path) -> None:
+def draw(runs: list[dict[str, Any]], every: int, path: Path | None) -> None:
     """What passes each estimator's threshold over the steps: the form of Ok-Topk's Figure 6."""
     panels = []
     for report in runs:
@@ -131,27 +163,31 @@ def draw(runs: list[dict[str, Any]], every: int, path: Path) -> None:
 @options.program
 def main(argv: list[str] | None = None) -> None:
     """Prints the tables."""
-    parser = recording_parser(__doc__, steps=600, batch=16)
-    add = parser.add_argument
-    options.add_usual(parser, every=1, workers=4)
     order = "before accumulation, without momentum (Ok-Topk), or behind it in SGD with momentum"
-    add("--learning-rate", choices=ORDERS, default="before", help=order)
-    add("--self-driven", action="store_true", help="also let estimators drive runs of their own")
-    args = parser.parse_args(argv)
+    usual = {"steps": 600, "every": 1, "workers": 4, "learning_rate": ("before", order, ORDERS)}
+    usual |= {"self_driven": (False, "also let estimators drive runs of their own")}
+    args = recording_parser(__doc__, "plot", batch=16, **usual).parse_args(argv)
     images, text = recorded_runs(args)
     found = []
     for run in (images, text):
         found.append(record(run, args))
-        show(found[-1])
-        if "missing_rows" in found[-1]:
-            show_missing(found[-1]["missing_rows"]["accumulator"])
+        rows = [{"selector": name, **row} for name, row in found[-1]["selectors"].items()]
+        display.show_rows(f"{run.name}, shares of k", rows)
+    rates = found[-1].get("missing_rows", {"accumulator": {}})["accumulator"]
+    rows = [
+        {"selection": selection, "of": of, "rates": row}
+        for selection, of_selection in ({"ADTopk paper": _PAPER_RATES} | rates).items()
+        for of, row in of_selection.items()
+    ]
+    densities = ", ".join(f"{density:.1%}" for density in DENSITIES)
+    title = f"rows without a selected entry, text run, mean over the steps, at {densities}"
+    display.show_rows(title, rows)
     if args.self_driven:
         self_driven(images, args)
     content = {"backend": jax.default_backend(), "every": args.every, "runs": found}
     reports.write(args.json, content)
-    if args.plot:
-        draw(found, args.every, args.plot)
+    draw(found, args.every, args.plot)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())
