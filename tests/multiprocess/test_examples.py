@@ -2,14 +2,10 @@
 
 import re
 
-import jax
 import pytest
 
-import _processes
-import train_multihost
 import train_sharded
 from tests import groups
-from tests.programs import refused
 
 
 def run(example, processes, *options):
@@ -50,34 +46,6 @@ def test_processes_that_do_not_meet_end_with_one_line(index):
     assert status == 2, output
     assert "have not met at ADDRESS within 2 s" in output
     assert "Traceback" not in output
-
-
-@pytest.mark.parametrize(
-    ("argv", "variables", "message"),
-    [
-        ("--num-processes 2 --process-id 0", {}, "--coordinator must be given"),
-        ("--coordinator h:1 --num-processes 2", {}, "--process-id must be given"),
-        ("", {"JAX_PROCESS_ID": "1"}, "--coordinator and --num-processes must be given"),
-        ("--coordinator h:1", {"PMI_SIZE": "4", "PMI_RANK": "4"}, "give 0 to 3"),
-        ("--coordinator h:1", {"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES is 'two'"),
-        ("--coordinator h --num-processes 1 --process-id 0", {}, "HOST:PORT"),
-        ("--coordinator h:1 --num-processes 0 --process-id 0", {}, "1 or more"),
-        ("--batch 20", {}, "--batch 20 is not divisible by 8 workers"),
-        ("--batch 8000", {}, "a worker has 168 images only"),
-        ("--batch 0", {}, "0 is not a positive number"),
-        ("--density 2", {}, "--density is 2.0"),
-        ("--resume", {}, "--resume needs --checkpoints"),
-        ("--data no-such-folder", {}, "no-such-folder is not a folder"),
-    ],
-)
-def test_wrong_input_is_one_line(argv, variables, message, monkeypatch, capsys):
-    for name in (*_processes.COUNTS, *_processes.IDS, *_processes.DETECTED):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert jax.device_count() == 8
-    assert message in refused(train_multihost.main, argv.split(), capsys)
 
 
 SMALL = ["--width", "16", "--length", "16", "--layers", "1", "--batch", "8", "--report", "5"]
