@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import os
 import sys
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -100,3 +102,13 @@ def join(settings: Mapping[str, Any], devices: int = 1, **more: Any) -> None:
 def say(event: str, **values: Any) -> None:
     """One line for the program that waits for it."""
     print(json.dumps({"event": event, **values}), flush=True)
+
+
+def run(main: Callable[[], None]) -> None:
+    """The program of one process of a group."""
+    try:
+        main()
+    except Exception:
+        # At once, since the others wait for this one until it is gone.
+        traceback.print_exc()
+        os._exit(1)

@@ -109,7 +109,7 @@ def test_a_full_memory_level_keeps_what_it_has(opened):
     nothing = DataCache(source, Prepare(), memory_limit=0)
     assert read_all(nothing) == read_all(nothing) == from_source(12)
     limit = 5 * SAMPLE_BYTES + 1
-    cache = DataCache(source, Prepare(), memory_limit=limit, disk=opened(stamp(source, None)))
+    cache = DataCache(source, Prepare(), memory_limit=limit, disk=opened(stamp(source)))
     assert read_all(cache) == from_source(12)
     assert read_all(cache) == read_all(cache) == Counter(memory_hits=5, disk_hits=7)
     assert (nothing.memory_bytes, cache.memory_bytes) == (0, 5 * SAMPLE_BYTES)
@@ -117,7 +117,7 @@ def test_a_full_memory_level_keeps_what_it_has(opened):
 
 def test_many_threads_count_each_sample(opened):
     source = Numbers(60)
-    cache = DataCache(source, Prepare(), disk=opened(stamp(source, None)))
+    cache = DataCache(source, Prepare(), disk=opened(stamp(source)))
     shares = [range(worker, 60, 4) for worker in range(4)]
     for _ in range(2):
         with ThreadPoolExecutor(4) as pool:
@@ -128,15 +128,11 @@ def test_many_threads_count_each_sample(opened):
 
 
 def test_a_disk_level_of_something_else_is_refused(opened):
-    records = opened(stamp(Numbers(), None))
+    records = opened(stamp(Numbers()))
     samples = opened(stamp(Numbers(), Prepare()), name="samples")
-    for disk, source, prepare in (
-        (records, Numbers(identity="other"), Prepare()),
-        (records, Numbers(13), Prepare()),
-        (samples, Numbers(), Prepare(3)),
-    ):
+    for disk, source in ((records, Numbers(identity="x")), (records, Numbers(13)), (samples, Numbers())):
         with pytest.raises(CacheError, match="is of another source or preparation"):
-            DataCache(source, prepare, disk=disk)
+            DataCache(source, Prepare(3), disk=disk)
     read_all(DataCache(Numbers(), Prepare(), disk=records))
     other = DataCache(Numbers(), Prepare(3), disk=records)  # records fit any preparation
     assert (other[5]["x"][0], other.counts) == (15, Counter(disk_hits=1))
@@ -155,13 +151,17 @@ DAMAGES = (
 SET = "UPDATE Cache SET value = ? WHERE key = ?"
 
 
-def payload(index, size=5000):
-    return bytes([index % 251]) * size + index.to_bytes(4, "little")
+def payload(index):
+    return bytes([index % 251]) * 5000 + index.to_bytes(4, "little")
 
 
 def sql(disk, statement, *arguments):
     with contextlib.closing(sqlite3.connect(disk.folder / "cache.db")) as connection, connection:
         return connection.execute(statement, arguments).fetchall()
+
+
+def entry_of(disk, key):
+    return sql(disk, "SELECT value FROM Cache WHERE key = ?", key)[0][0]
 
 
 def count_of_first(disk, count):
@@ -175,13 +175,11 @@ def count_of_first(disk, count):
 
 def test_an_entry_that_is_not_as_written_is_fetched_again_and_counted(opened):
     source = Numbers()
-    disk = opened(stamp(source, None))
+    disk = opened(stamp(source))
     read_all(DataCache(source, Prepare(), disk=disk))
-    entries = [sql(disk, f"SELECT value FROM Cache WHERE key = {key}")[0][0] for key in range(8)]
-    damaged = [damage(entry) for damage, entry in zip(DAMAGES, entries, strict=False)]
-    # The last one is that of another sample.
-    for key, entry in enumerate([*damaged, entries[7]]):
-        sql(disk, SET, entry, key)
+    # The last one gets that of another sample.
+    for key, damage in enumerate((*DAMAGES, lambda _: entry_of(disk, 7))):
+        sql(disk, SET, damage(entry_of(disk, key)), key)
     again = DataCache(source, Prepare(), disk=disk)
     assert read_all(again) == Counter(disk_hits=5) + from_source(7)
     assert (disk.damaged, source.reads) == (7, [2] * 7 + [1] * 5)

@@ -1,13 +1,12 @@
 """One process of the soak; `test_soak` starts it. Its argument is a JSON object.
 
-A step's gradients come from `_patterns`, and the step itself measures whether anything was lost.
-Each line on standard output says what was found since the last one.
+The step itself measures whether anything was lost. Each line on standard output says what was found
+since the last one.
 """
 
-import os
-import traceback
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,17 +14,41 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import optax_ext
 from tests import groups
 from tests.groups import say
-from tests.system import _patterns, _task
+from tests.sparse_collectives.helpers import hard_accumulators
+from tests.system import _task
 
-DENSITY = 0.02
-# Of each block of steps, the last ones leave out entries that are not finite, instead of the step.
+SIZE, DENSITY = 8000, 0.02
+# Steps for which one kind of gradient stays, and share of the steps with entries that are not
+# finite. Of each block of steps the last ones leave these entries out, instead of the step.
+_TURN, _NONFINITE = 7, 0.04
 _BLOCK, _DROPPING = 50, 10
 _EPS = float(np.finfo(np.float32).eps)
+
+
+def gradient(step: int, worker: int, workers: int) -> np.ndarray:
+    """``f32[n]``: the gradient of a worker, with NaN or infinity where :func:`faulty` says."""
+    kinds, turn = hard_accumulators(workers, SIZE, seed=step), step // _TURN
+    # The mass moves on to other workers and indices.
+    kind = list(kinds.values())[turn % len(kinds)]
+    out = np.roll(kind, (turn, 97 * turn), axis=(0, 1))[worker]
+    place, values = faulty(step, worker, workers)
+    out[place] = values
+    return out
+
+
+def faulty(step: int, worker: int, workers: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where a worker's gradient is not finite at a step, and what is there; usually nowhere."""
+    rng = np.random.default_rng([step, 1 << 20])
+    if rng.random() >= _NONFINITE or rng.integers(workers) != worker:
+        return np.zeros(0, np.int64), np.zeros(0, np.float32)
+    place = np.unique(rng.integers(SIZE, size=rng.integers(1, 6)))
+    return place, rng.choice(np.array([np.nan, np.inf, -np.inf], np.float32), size=place.size)
 
 
 def policy_of(step: int) -> str:
@@ -47,17 +70,14 @@ def make_step(policy: str, mesh: jax.sharding.Mesh) -> Any:
     sparse, descent = parts(policy)
 
     def local_step(params, opt_state, gradients):
-        before = opt_state[0].residual[0]
-        gradient = gradients[0]
+        before, gradient = opt_state[0].residual[0], gradients[0]
         total, sparse_state = sparse.update(gradient, opt_state[0], params)
         finite = jnp.isfinite(before + gradient)
         if policy == "skip":
             finite = lax.pmin(jnp.all(finite).astype(jnp.int32), _task.AXIS) == 1
-        added = jnp.where(finite, gradient, 0.0)
-        kept = sparse_state.residual[0]
-        sums = lax.psum(
-            jnp.stack([before + added - kept, jnp.abs(before) + jnp.abs(added)]), _task.AXIS
-        )
+        added, kept = jnp.where(finite, gradient, 0.0), sparse_state.residual[0]
+        sums = jnp.stack([before + added - kept, jnp.abs(before) + jnp.abs(added)])
+        sums = lax.psum(sums, _task.AXIS)
         difference = jnp.abs(sums[0] - total * lax.axis_size(_task.AXIS))
         unit = jnp.maximum(sums[1] * _EPS, np.finfo(np.float32).tiny)
         updates, descent_state = descent.update(total, opt_state[1], params)
@@ -66,13 +86,9 @@ def make_step(policy: str, mesh: jax.sharding.Mesh) -> Any:
 
     def step(params, opt_state, gradients):
         specs = optax_ext.state_specs(opt_state)
-        whole, split = PartitionSpec(), PartitionSpec(_task.AXIS)
-        return jax.shard_map(
-            local_step,
-            mesh=mesh,
-            in_specs=(whole, specs, split),
-            out_specs=(whole, specs, whole),
-        )(params, opt_state, gradients)
+        ins, outs = (P(), specs, P(_task.AXIS)), (P(), specs, P())
+        mapped = jax.shard_map(local_step, mesh=mesh, in_specs=ins, out_specs=outs)
+        return mapped(params, opt_state, gradients)
 
     return jax.jit(step, donate_argnums=(0, 1))
 
@@ -86,13 +102,17 @@ def memory() -> dict[str, float]:
 
 def main() -> None:
     """Takes the steps from ``first`` to ``last``."""
-    settings = groups.settings()
-    groups.join(settings)
-    watchdog = optax_ext.contrib.Watchdog(settings["deadline"], first_seconds=600)
-    manager = _task.manager_of(Path(settings["folder"]))
-    mesh = _task.mesh_of_all()
+    settings = SimpleNamespace(**groups.settings())
+    groups.join(vars(settings))
+    watchdog = optax_ext.contrib.Watchdog(settings.deadline, first_seconds=600)
+    manager, mesh = _task.manager_of(Path(settings.folder)), _task.mesh_of_all()
     with watchdog("the start"):
-        params, opt_state = _start(manager, settings["first"], mesh)
+        params, tx = np.zeros(SIZE, np.float32), optax.chain(*parts("skip"))
+        if settings.first:
+            params, opt_state = _task.restore(manager, settings.first, mesh, tx, params)
+        else:
+            params = _task.placed(params, NamedSharding(mesh, P()))
+            opt_state = optax_ext.init_state(tx, params, mesh)
         steps = {policy: make_step(policy, mesh) for policy in ("skip", "drop")}
     _soak(settings, watchdog, manager, steps, params, opt_state)
     with watchdog("the end"):
@@ -101,56 +121,37 @@ def main() -> None:
     say("finished")
 
 
-def _start(manager: Any, first: int, mesh: jax.sharding.Mesh) -> tuple[Any, Any]:
-    whole = NamedSharding(mesh, PartitionSpec())
-    params = _task.placed(np.zeros(_patterns.SIZE, np.float32), whole)
-    tx = optax.chain(*parts("skip"))
-    if first == 0:
-        return params, optax_ext.init_state(tx, params, mesh)
-    expected = (
-        jax.ShapeDtypeStruct(params.shape, params.dtype, sharding=whole),
-        optax_ext.abstract_state(tx, params, mesh),
-    )
-    return _task.restore_into(manager, first, expected)
-
-
 def _soak(
-    settings: dict[str, Any],
+    settings: SimpleNamespace,
     watchdog: optax_ext.contrib.Watchdog,
     manager: Any,
     steps: dict[str, Any],
     params: Any,
     opt_state: Any,
 ) -> None:
-    workers, me, mesh = settings["processes"], settings["index"], _task.mesh_of_all()
-    split = NamedSharding(mesh, PartitionSpec(_task.AXIS))
-    expected = settings["expected"]
-    first = settings["first"]
+    workers, expected = settings.processes, settings.expected
+    split = NamedSharding(_task.mesh_of_all(), P(_task.AXIS))
     used: set[str] = set()
     worst = 0.0
-    for step in range(first, settings["last"]):
-        own = _patterns.gradient(step, me, workers)[None]
+    for step in range(settings.first, settings.last):
+        own, policy = gradient(step, settings.index, workers)[None], policy_of(step)
         gradients = jax.make_array_from_process_local_data(split, own)
-        policy = policy_of(step)
         # The first step of each policy compiles.
         with watchdog(f"step {step}", seconds=None if policy in used else 600):
-            params, opt_state, error = jax.block_until_ready(
-                steps[policy](params, opt_state, gradients)
-            )
+            taken = steps[policy](params, opt_state, gradients)
+            params, opt_state, error = jax.block_until_ready(taken)
         used.add(policy)
         # Not max(), which would pass over a NaN.
         worst = float(error) if not float(error) <= worst else worst
-        bad = sum(_patterns.faulty(step, i, workers)[0].size for i in range(workers))
+        bad = sum(faulty(step, i, workers)[0].size for i in range(workers))
         expected["dropped"] += bad if policy == "drop" else 0
         expected["skipped"] += int(bad > 0 and policy == "skip")
         expected["count"] += int(bad == 0 or policy == "drop")
         done = step + 1
-        if done % settings["save_every"] == 0 or done == settings["last"]:
+        if done % settings.save_every == 0 or done == settings.last:
             with watchdog(f"checkpoint {done}", seconds=600):
                 _task.save(manager, done, params, opt_state)
-        if done % settings["report_every"] == 0 or done == settings["last"]:
-            sparse = opt_state[0]
-            found = {name: int(getattr(sparse, name)) for name in expected}
+        if done % settings.report_every == 0 or done == settings.last:
             bits = np.asarray(params.addressable_shards[0].data).tobytes()
             say(
                 "report",
@@ -158,19 +159,14 @@ def _soak(
                 params=zlib.crc32(bits),
                 finite=bool(np.isfinite(np.frombuffer(bits, np.float32)).all()),
                 worst=worst,
-                found=found,
+                found={name: int(getattr(opt_state[0], name)) for name in expected},
                 expected=expected,
                 # Both steps are compiled, and a checkpoint was written.
-                settled=len(used) == len(steps) and done > first + settings["save_every"],
+                settled=len(used) == len(steps) and done > settings.first + settings.save_every,
                 **memory(),
             )
             worst = 0.0
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except Exception:
-        # At once, since the others wait for this one until it is gone.
-        traceback.print_exc()
-        os._exit(1)
+    groups.run(main)

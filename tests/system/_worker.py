@@ -8,7 +8,6 @@ line on standard input, and ``limit_at``, at whose checkpoint it can't write any
 What it does is written to standard output, a JSON object to a line.
 """
 
-import os
 import resource
 import sys
 from pathlib import Path
@@ -55,7 +54,6 @@ def main() -> None:
             say("saving", step=done)
             with watchdog(f"checkpoint {done}", seconds=settings.first_deadline):
                 _task.save(manager, done, params, opt_state)
-            say("saved", step=done)
     with watchdog("the end"):
         manager.close()
         jax.distributed.shutdown()
@@ -69,36 +67,13 @@ def _start(settings: SimpleNamespace, manager: Any, mesh: Any) -> tuple[Any, Any
     saved = manager.metadata(settings.resume).custom_metadata["state"]
     if saved["workers"] == settings.processes:
         return _task.restore(manager, settings.resume, mesh)
-    params, opt_state = _task.restore_on_host(manager, settings.resume)
+    params, opt_state = _task.restore(manager, settings.resume)
     before = _task.residual_sum(opt_state)
-    fresh_params, fresh_state = _task.first_state(mesh)
-    opt_state = optax_ext.reshard(opt_state, fresh_state)
-    params = jax.tree.map(
-        lambda x, like: _task.placed(jax.device_get(x), like.sharding), params, fresh_params
-    )
-    after = _task.residual_sum(_gathered(opt_state))
-    say(
-        "resharded",
-        workers_before=saved["workers"],
-        largest=float(abs(before).max()),
-        difference=float(abs(after - before).max()),
-    )
+    opt_state = optax_ext.reshard(opt_state, _task.first_state(mesh)[1])
+    difference = abs(_task.residual_sum(opt_state) - before).max()
+    say("resharded", largest=float(abs(before).max()), difference=float(difference))
     return params, opt_state
 
 
-def _gathered(opt_state: Any) -> Any:
-    """The state with the residuals of all processes on each."""
-    state = optax_ext.get_state(opt_state)
-    whole = jax.experimental.multihost_utils.process_allgather(state.residual, tiled=True)
-    return state._replace(residual=whole)
-
-
 if __name__ == "__main__":
-    try:
-        main()
-    except Exception:
-        # Outside of the watchdog's blocks: the others must not be waited for here either.
-        import traceback
-
-        traceback.print_exc()
-        os._exit(1)
+    groups.run(main)
