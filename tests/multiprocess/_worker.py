@@ -18,10 +18,9 @@ def main() -> None:
 
     assert jax.process_count() == options["processes"]
     assert jax.local_device_count() == options["devices"]
-    mesh = _cases.mesh_of(jax.devices())
     folder = Path(options["folder"])
     for name, case, arguments in options["cases"]:
-        arrays = _cases.CASES[case](mesh, folder, **arguments)
+        arrays = _cases.CASES[case](_cases.mesh_of_all(), folder, **arguments)
         np.savez(folder / f"{name}.{options['index']}.npz", **arrays)
         print(f"{name} done", flush=True)
     jax.distributed.shutdown()

@@ -41,7 +41,7 @@ def two_processes(tmp_path_factory):
 
 
 def in_one_process(folder, workers, case, options):
-    return _cases.CASES[case](_cases.mesh_of(jax.devices()[:workers]), folder, **options)
+    return _cases.CASES[case](_cases.mesh_of_all(jax.devices()[:workers]), folder, **options)
 
 
 def check_same(results, expected, dense=False):
