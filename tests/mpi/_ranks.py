@@ -3,6 +3,7 @@
 It runs everything of :mod:`tests.mpi._cases` and leaves ``FOLDER/RANK.npz``.
 """
 
+import functools
 import sys
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def message_of(function) -> str:
 def train(name: str, axis, inner_axis):
     tx, params = _cases.TRAININGS[name].make(axis, inner_axis), _cases.params()
     state = tx.init(params)
-    step = jax.jit(lambda p, s, b: _cases.train_step(tx, p, s, b), donate_argnums=(0, 1))
+    step = jax.jit(functools.partial(_cases.train_step, tx), donate_argnums=(0, 1))
     losses = []
     for batch in _cases.batches(name, WORKERS)[:, ME]:
         params, state, value = step(params, state, batch)
@@ -62,12 +63,12 @@ def main(folder: Path) -> None:
     found = {}
     for dtype in _cases.DTYPES:
         x = jnp.asarray(_cases.operands(dtype, WORKERS)[ME])
-        jitted = jax.jit(lambda x: _cases.transports(WORLD, WORKERS, x))
+        jitted = jax.jit(functools.partial(_cases.transports, WORLD, WORKERS))
         found |= leaves(f"transport {dtype}", jitted(x))
     x = jnp.asarray(_cases.operands("int32", WORKERS)[ME])
     found |= leaves("eager", {"psum": transport.psum(x, WORLD)})
     found |= leaves("bool", {"gathered": transport.all_gather(x > 25, WORLD)})
-    flow = jax.jit(lambda x: _cases.in_control_flow(WORLD, WORKERS, x))
+    flow = jax.jit(functools.partial(_cases.in_control_flow, WORLD, WORKERS))
     found |= leaves("flow", flow(x))
 
     grid = inner = None
@@ -79,19 +80,16 @@ def main(folder: Path) -> None:
     gradients = _cases.gradients(WORKERS)[ME]
     for name in _cases.names(WORKERS):
         case = _cases.CASES[name]
-        allreduce, axis = case.allreduce(), WORLD if case.axes == "flat" else grid
-        step = jax.jit(lambda g, a=allreduce, x=axis: _cases.run(a, x, WORKERS, g))
+        axis = WORLD if case.axes == "flat" else grid
+        step = jax.jit(functools.partial(_cases.run, case.allreduce, axis, WORKERS))
         found |= leaves(name, step(gradients))
 
     for name, training in _cases.TRAININGS.items():
         if training.workers != WORKERS:
             continue
-        params, state, losses = train(
-            name, *((WORLD, None) if training.axes == "flat" else (grid, inner))
-        )
-        found |= leaves(f"{name} params", params)
-        found |= leaves(f"{name} state", state)
-        found |= leaves(f"{name} losses", losses)
+        axes = (WORLD, None) if training.axes == "flat" else (grid, inner)
+        for kind, tree in zip(("params", "state", "losses"), train(name, *axes)):
+            found |= leaves(f"{name} {kind}", tree)
 
     found |= {f"error {name}": np.asarray(text) for name, text in errors(x).items()}
     state = optax_ext.ok_topk(0.05, axis=WORLD).init(_cases.params())

@@ -38,9 +38,8 @@ def comm(monkeypatch):
     vars(module).update(Comm=Comm, Intracomm=Intracomm, COMM_NULL=Intracomm())
     package = types.ModuleType("mpi4py")
     vars(package).update(MPI=module)
-    monkeypatch.setitem(sys.modules, "mpi4py", package)
-    monkeypatch.setitem(sys.modules, "mpi4py.MPI", module)
-    monkeypatch.setitem(sys.modules, "mpi4jax", None)
+    for name, value in (("mpi4py", package), ("mpi4py.MPI", module), ("mpi4jax", None)):
+        monkeypatch.setitem(sys.modules, name, value)
     return Intracomm()
 
 

@@ -18,10 +18,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
+from benchmarks._common.processes import ROOT, environment
 from examples.linear_models import __main__ as linear_models
 from tests.mpi import _cases
 
-ROOT = Path(__file__).parents[2]
 # That of the environment first: mpi4jax was built for the MPI in it.
 MPIRUN = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
 SECONDS = 900
@@ -41,23 +41,12 @@ pytestmark = [
 def mpirun(workers: int, *arguments: str) -> str:
     """The output of ``python arguments...`` on so many ranks."""
     assert MPIRUN is not None
-    environment = os.environ | {
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}",
-        "JAX_PLATFORMS": "cpu",
-        # Of mpich: everything between the processes stays on this machine.
-        "HYDRA_IFACE": "lo",
-        "FI_TCP_IFACE": "lo",
-        "PATH": f"{Path(MPIRUN).parent}{os.pathsep}{os.environ['PATH']}",
-    }
     command = [MPIRUN, "-n", str(workers), sys.executable, *arguments]
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    # Of mpich: everything between the processes stays on this machine.
+    variables = environment() | {"HYDRA_IFACE": "lo", "FI_TCP_IFACE": "lo"}
+    variables["PATH"] = f"{Path(MPIRUN).parent}{os.pathsep}{os.environ['PATH']}"
+    pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(command, cwd=ROOT, env=variables, **pipes)
     try:
         output, _ = process.communicate(timeout=SECONDS)
     finally:
@@ -137,10 +126,8 @@ def test_exchanges_keep_their_order_in_branches_and_loops_and_work_without_jit(w
 def test_an_allreduce_has_the_bits_of_the_mesh_and_loses_nothing(name, workers):
     case, gradients = _cases.CASES[name], _cases.gradients(workers)
     axis = "w" if case.axes == "flat" else ("node", "device")
-    allreduce = case.allreduce()
-    mesh = on_mesh(
-        lambda g: _cases.run(allreduce, axis, workers, g), workers, gradients, axes=case.axes
-    )
+    run = functools.partial(_cases.run, case.allreduce, axis, workers)
+    mesh = on_mesh(run, workers, gradients, axes=case.axes)
     assert_same_bits(name, mesh, workers)
 
     every = ranks(workers)
@@ -162,11 +149,8 @@ def test_training_has_the_bits_of_the_mesh(name):
     tx = training.make(*(("w", None) if axes == "flat" else (("node", "device"), "device")))
     params = jax.tree.map(lambda x: jnp.stack([x] * workers), _cases.params())
     state = on_mesh(lambda _: tx.init(_cases.params()), workers, np.zeros(workers), axes=axes)
-    step = jax.jit(
-        lambda *operands: on_mesh(
-            lambda p, s, b: _cases.train_step(tx, p, s, b), workers, *operands, axes=axes
-        )
-    )
+    one_step = functools.partial(_cases.train_step, tx)
+    step = jax.jit(lambda *operands: on_mesh(one_step, workers, *operands, axes=axes))
     losses = []
     for batch in _cases.batches(name, workers):
         params, state, value = step(params, state, batch)
@@ -174,9 +158,8 @@ def test_training_has_the_bits_of_the_mesh(name):
     # What LAMB does behind the exchange, and what sparse_adamw adds to the residual before it, XLA
     # fuses otherwise in the two programs: seen was one unit in the last place of one entry.
     rounding = 1e-6 if "lamb" in name or name == "sparse_adamw" else 0.0
-    assert_same_bits(f"{name} params", params, workers, rounding)
-    assert_same_bits(f"{name} state", state, workers, rounding)
-    assert_same_bits(f"{name} losses", losses, workers, rounding)
+    for kind, tree in (("params", params), ("state", state), ("losses", losses)):
+        assert_same_bits(f"{name} {kind}", tree, workers, rounding)
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(params))
     sparse = optax_ext.get_state(state)
     if sparse is not None:
@@ -186,11 +169,10 @@ def test_training_has_the_bits_of_the_mesh(name):
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
 def test_what_needs_a_mesh_says_so(workers):
+    made = f"opt_state was made over an MPI communicator of {workers} ranks"
     expected = {
-        "mesh": "opt_state = tx.init(params)",
-        "specs": "opt_state = tx.init(params)",
-        "consolidate": f"opt_state was made over an MPI communicator of {workers} ranks",
-        "reshard": f"opt_state was made over an MPI communicator of {workers} ranks",
+        **dict.fromkeys(("mesh", "specs"), "opt_state = tx.init(params)"),
+        **dict.fromkeys(("consolidate", "reshard"), made),
         "two": "Pass one communicator of all workers",
         "mixed": "'ranks' in it, which is not an intracommunicator",
         "null": "which is not an intracommunicator",
@@ -198,8 +180,9 @@ def test_what_needs_a_mesh_says_so(workers):
     }
     for found in ranks(workers):
         for name, text in expected.items():
-            assert text in str(found[f"error {name}"]), name
-            assert str(found[f"error {name}"]).startswith("ValueError"), name
+            said = str(found[f"error {name}"])
+            assert said.startswith("ValueError"), name
+            assert text in said, name
         assert found["metadata workers"] == workers
 
 

@@ -1,10 +1,9 @@
 """Thousands of steps over several processes, with everything that is hard on a sparse allreduce.
 
-The processes train over jax.distributed and Gloo on one machine. Their gradients change every few
-steps: even, all mass in one layer, on one worker or in one region, ties, zeros, tiny numbers, one
-entry; four of a hundred steps have entries that are not finite, which skip the step, or, in a fifth
-of the steps, are left out. The state is saved now and then, and the processes start again from a
-checkpoint. All of it is checked:
+The processes train over jax.distributed and Gloo on one machine. Their gradients are the hard
+accumulators of the other tests, one for a few steps, and move on; four of a hundred steps have
+entries that are not finite, which skip the step, or, in a fifth of the steps, are left out. The
+state is saved now and then, and the processes start again from a checkpoint. It is checked:
 
 - conservation, at every step: what was accumulated is what was delivered or kept. The largest
   difference at any entry is in units of a float32 rounding of that entry, at most 2P + 4 of them.
@@ -35,17 +34,11 @@ MOST_GROWTH = {"rss": 16.0, "maps": 64}
 
 def segment(folder, first, last, expected, settings):
     """The reports of each process, from its start at step ``first`` to its end at ``last``."""
-    given = {
-        "folder": str(folder / "checkpoints"),
-        "first": first,
-        "last": last,
-        "save_every": settings["save_every"],
-        "report_every": settings["report_every"],
-        # Of a single step; the first one compiles and has more.
-        "deadline": 120,
-        "expected": expected,
-    }
-    with groups.group("tests.system._soak_worker", settings["processes"], **given) as group:
+    given = {name: settings[name] for name in ("save_every", "report_every", "processes")}
+    given |= {"folder": str(folder / "checkpoints"), "first": first, "last": last}
+    # The deadline is of a single step; the first one compiles and has more.
+    given |= {"deadline": 120, "expected": expected}
+    with groups.group("tests.system._soak_worker", **given) as group:
         # Each process watches its own steps, so there is no deadline for all of them.
         for process in group:
             process.wait_for("finished", seconds=1e6)
