@@ -4,18 +4,14 @@ import importlib
 import inspect
 import re
 import types
-from pathlib import Path
 
-PAGES = Path(__file__).parents[1] / "docs" / "reference"
+from tests.optax_ext.helpers import DOCS
+
+PAGES = DOCS / "reference"
 # `extend` last: what it has of the others is theirs.
-PACKAGES = [f"optax_ext{inner}" for inner in ("", ".published", ".contrib")]
-PACKAGES += [
-    f"sparse_collectives{inner}"
-    for inner in (
-        *("", ".allreduce", ".allreduce.published", ".cost_model", ".planner", ".select"),
-        *(".select.published", ".traffic", ".transport", ".wire", ".extend"),
-    )
-]
+PACKAGES = ["optax_ext", "optax_ext.published", "optax_ext.contrib", "sparse_collectives"]
+INNER = "allreduce allreduce.published cost_model planner select select.published traffic transport"
+PACKAGES += [f"sparse_collectives.{inner}" for inner in (*INNER.split(), "wire", "extend")]
 # Where a folder has the name of what it exports, the reader of the sources finds the folder.
 FOLDER = "sparse_collectives.allreduce.ok_topk."
 
