@@ -4,6 +4,7 @@ What is cut off, damaged or of something else is never read as an entry.
 """
 
 import contextlib
+import inspect
 import json
 import os
 import pickle
@@ -27,18 +28,16 @@ from data_cache.disk import CacheError, Disk, stamp
 pytestmark = pytest.mark.usefixtures("default_promotion")
 
 
-class Numbers:
+class Numbers(list):
     """Records that begin with their index, and a count of how often each was read."""
 
     def __init__(self, count=12, identity="numbers"):
+        super().__init__(index.to_bytes(3000, "little") for index in range(count))
         self.reads, self.identity, self.names = [0] * count, identity, range(count)
-
-    def __len__(self):
-        return len(self.reads)
 
     def __getitem__(self, index):
         self.reads[index] += 1
-        return index.to_bytes(3000, "little")
+        return super().__getitem__(index)
 
 
 class Prepare:
@@ -73,11 +72,12 @@ def opened(tmp_path):
 
 
 def read_all(cache):
-    """What the cache did for all samples in turn."""
-    before = Counter(cache.counts)
-    for index in range(len(cache)):
-        expected = np.full(4, 10 * index, np.int32)
-        np.testing.assert_array_equal(cache[index]["x"], expected, strict=True)
+    """What the cache did for all samples, which four threads read."""
+    before, shares = Counter(cache.counts), [range(i, len(cache), 4) for i in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        for share, found in zip(shares, pool.map(cache.__getitems__, shares)):
+            expected = np.repeat(10 * np.array(share, np.int32)[:, None], 4, axis=1)
+            np.testing.assert_array_equal([x["x"] for x in found], expected, strict=True)
     return cache.counts - before
 
 
@@ -85,52 +85,35 @@ def from_source(count):
     return Counter(source_reads=count, source_bytes=count * 3000)
 
 
-@pytest.mark.parametrize(("samples_of", "prepared"), [(None, 12), (Prepare(), 0)])
-def test_an_epoch_is_from_memory_and_another_run_from_disk(opened, samples_of, prepared):
-    source, prepare = Numbers(), Prepare()
-    cache = DataCache(source, prepare, disk=opened(stamp(source, samples_of)))
-    assert read_all(cache) == from_source(12)
-    assert read_all(cache) == Counter(memory_hits=12)
-    assert (prepare.calls, cache.memory_bytes) == (12, 12 * SAMPLE_BYTES)
+@pytest.mark.parametrize(
+    ("samples_of", "room", "calls"),
+    [(None, 60, (60, 60)), (Prepare(), 60, (60, 0)), (None, 5, (170, 170)), (None, 0, (180, 180))],
+)
+def test_an_epoch_is_from_memory_and_another_run_from_disk(opened, samples_of, room, calls):
+    """As far as memory has room: it keeps what it has."""
+    source, limit = Numbers(60), room * SAMPLE_BYTES + 1
+    for first, prepared in zip((from_source(60), Counter(disk_hits=60)), calls):
+        prepare, disk = Prepare(), opened(stamp(source, samples_of))
+        cache = DataCache(source, prepare, disk=disk, memory_limit=limit)
+        assert read_all(cache) == first
+        later = Counter(memory_hits=room, disk_hits=60 - room)
+        assert read_all(cache) == read_all(cache) == +later
+        assert (prepare.calls, cache.memory_bytes) == (prepared, room * SAMPLE_BYTES)
+    assert source.reads == [1] * 60
     for sample in (cache[-1], cache[np.int64(2)]):
         with pytest.raises(ValueError, match="read-only"):
             sample["x"] += 1
     with pytest.raises(IndexError):
-        cache[12]
-    prepare = Prepare()
-    cache = DataCache(source, prepare, disk=opened(stamp(source, samples_of)))
-    assert read_all(cache) == Counter(disk_hits=12)
-    assert read_all(cache) == Counter(memory_hits=12)
-    assert (prepare.calls, source.reads) == (prepared, [1] * 12)
-
-
-def test_a_full_memory_level_keeps_what_it_has(opened):
-    source = Numbers()
+        cache[60]
     nothing = DataCache(source, Prepare(), memory_limit=0)
-    assert read_all(nothing) == read_all(nothing) == from_source(12)
-    limit = 5 * SAMPLE_BYTES + 1
-    cache = DataCache(source, Prepare(), memory_limit=limit, disk=opened(stamp(source)))
-    assert read_all(cache) == from_source(12)
-    assert read_all(cache) == read_all(cache) == Counter(memory_hits=5, disk_hits=7)
-    assert (nothing.memory_bytes, cache.memory_bytes) == (0, 5 * SAMPLE_BYTES)
-
-
-def test_many_threads_count_each_sample(opened):
-    source = Numbers(60)
-    cache = DataCache(source, Prepare(), disk=opened(stamp(source)))
-    shares = [range(worker, 60, 4) for worker in range(4)]
-    for _ in range(2):
-        with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(cache.__getitems__, shares))
-        assert [[int(x["x"][0]) // 10 for x in part] for part in found] == list(map(list, shares))
-    assert cache.counts == from_source(60) + Counter(memory_hits=60)
-    assert (source.reads, cache.memory_bytes) == ([1] * 60, 60 * SAMPLE_BYTES)
+    assert read_all(nothing) == read_all(nothing) == from_source(60)
 
 
 def test_a_disk_level_of_something_else_is_refused(opened):
     records = opened(stamp(Numbers()))
     samples = opened(stamp(Numbers(), Prepare()), name="samples")
-    for disk, source in ((records, Numbers(identity="x")), (records, Numbers(13)), (samples, Numbers())):
+    others = (records, Numbers(identity="x")), (records, Numbers(13)), (samples, Numbers())
+    for disk, source in others:
         with pytest.raises(CacheError, match="is of another source or preparation"):
             DataCache(source, Prepare(3), disk=disk)
     read_all(DataCache(Numbers(), Prepare(), disk=records))
@@ -193,9 +176,9 @@ def test_entries_of_another_cache_and_what_is_pickled_are_damaged(opened, tmp_pa
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "victim"),)
 
-    disk, stamp = opened(fill=2), STAMP | {"source": "t"}
-    sql(disk, SET, json.dumps(stamp).encode(), "stamp")
-    other = opened(stamp)
+    disk = opened(fill=2)
+    sql(disk, SET, json.dumps(STAMP | {"source": "t"}).encode(), "stamp")
+    other = opened(STAMP | {"source": "t"})
     assert [other.get(0), other.damaged] == [None, 1]
     pickled = pickle.dumps(Malicious()), diskcache.core.MODE_PICKLE
     for key in (0, "stamp"):
@@ -219,21 +202,22 @@ def killed(key, *rest):
     if key == int(sys.argv[2]):
         os.kill(os.getpid(), signal.SIGKILL)
 disk._entries._row_insert = killed
+{inspect.getsource(payload)}
 for index in range(100):
-    disk.put(index, bytes([index % 251]) * 5000 + index.to_bytes(4, "little"))
+    disk.put(index, payload(index))
 """
 
 
 def test_processes_share_a_folder_and_one_that_is_killed_leaves_whole_entries(opened, tmp_path):
     """It ends after a row is inserted, and before the transaction is committed."""
 
-    def start(end):
-        return subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path / "cache"), str(end)])
+    def statuses(*ends):
+        program = [sys.executable, "-c", CHILD, str(tmp_path / "cache")]
+        return [each.wait(120) for each in [subprocess.Popen([*program, str(x)]) for x in ends]]
 
-    assert start(5).wait(120) == -signal.SIGKILL
+    assert statuses(5) == [-signal.SIGKILL]
     assert count_of_first(opened(), 10) == 5
-    at_once = [start(end) for end in (1000, 1000, 60)]
-    assert [process.wait(120) for process in at_once][:2] == [0, 0]
+    assert statuses(1000, 1000, 60)[:2] == [0, 0]
     assert count_of_first(opened(), 101) == 100
 
 
@@ -251,10 +235,10 @@ def test_a_file_that_is_cut_off_gives_no_wrong_entry(opened, keep, capsys):
     assert capsys.readouterr().err.count("\n") <= 1
 
 
-FULL = [(10**5, "its limit of 100,000 bytes is reached"), (10**9, "database or disk is full")]
-
-
-@pytest.mark.parametrize(("limit", "why"), FULL)
+@pytest.mark.parametrize(
+    ("limit", "why"),
+    [(10**5, "its limit of 100,000 bytes is reached"), (10**9, "database or disk is full")],
+)
 def test_what_is_full_is_said_once_and_keeps_what_it_has(opened, limit, why, capsys):
     """By its limit, and by SQLite's error of a full disk, from its own limit of pages."""
     disk = opened(limit=limit)
@@ -288,15 +272,12 @@ def test_a_disk_that_fails_is_one_line_and_one_that_fails_at_the_start_is_refuse
 def test_a_cache_or_folder_of_something_else_is_refused_and_left_alone(opened, tmp_path):
     disk = opened(fill=20)
     before = sql(disk, "SELECT key, value FROM Cache")
-    for field, value, word in (
-        ("format", 3, "format (2; this run has 3)"),
-        ("source", "t", "source ('s'; this run has 't')"),
-        ("size", 99, "size (100; this run has 99)"),
-        ("entries", "samples, p", "entries ('records'; this run has 'samples, p')"),
-    ):
-        message = f"{disk.folder} holds a cache of another {word}: give another folder"
-        with pytest.raises(CacheError, match=re.escape(message)):
-            opened(STAMP | {field: value})
+    for name, value in {"format": 3, "source": "t", "size": 99, "entries": "samples, p"}.items():
+        message = f"{disk.folder} holds a cache of another {name} ({STAMP[name]!r}; this run has "
+        with pytest.raises(
+            CacheError, match=re.escape(f"{message}{value!r}): give another folder")
+        ):
+            opened(STAMP | {name: value})
     assert sql(disk, "SELECT key, value FROM Cache") == before
     for text in (b"", b'{"format": 2', b"[1]", b"\xff"):
         sql(disk, SET, text, "stamp")
@@ -305,8 +286,7 @@ def test_a_cache_or_folder_of_something_else_is_refused_and_left_alone(opened, t
     file = tmp_path / "work" / "thesis.tex"
     file.parent.mkdir()
     file.write_text("all of it")
-    with pytest.raises(CacheError, match="is not empty, and no cache: give an empty folder"):
-        opened(name="work")
-    with pytest.raises(CacheError, match="cannot open the cache in .*thesis.tex"):
-        opened(name="work/thesis.tex")
+    for name, said in {"work": "no cache: give an empty", "work/thesis.tex": "cannot open"}.items():
+        with pytest.raises(CacheError, match=said):
+            opened(name=name)
     assert [path.read_text() for path in file.parent.iterdir()] == ["all of it"]
