@@ -78,26 +78,21 @@ def ended(group: list[Process], since: float, bound: float) -> float | None:
     return max(p.ended_at - since for p in group)
 
 
-_WATCHDOG = r"optax_ext\.contrib\.Watchdog: "
 _REASONS = (
-    (_WATCHDOG + r"(.* did not end within .*?) on process", r"\1"),
-    (_WATCHDOG + r"(.*?) failed on process.*? with (.*?)\. This process ends now", r"\1: \2"),
-    (r"(The following tasks are unhealthy[^\n]*)\n(\d+(?:\n\d+)*)", r"jax: \1 \2"),
-    (r"(Failed to send RPC to coordination service)", r"jax: \1"),
-    (r"Terminating process because .*?absl::Status: ([^\n]*)", r"jax: \1"),
-    (r"Terminating process because ([^\n]*)", r"jax: \1"),
-    (r"\n(\w[\w.]*(?:Error|Exception): [^\n]*)\n*$", r"\1"),
+    r"(?<=optax_ext\.contrib\.Watchdog: ).* did not end within .*?(?= on process)",
+    r"(?<=optax_ext\.contrib\.Watchdog: ).*? failed on process.*?(?=\. This process ends now)",
+    r"The following tasks are unhealthy[^\n]*\n\d+(?:\n\d+)*",
+    r"Failed to send RPC to coordination service",
+    r"Terminating process because [^\n]*",
+    r"\n\w[\w.]*(?:Error|Exception): [^\n]*\n*$",
 )
 
 
 def report(process: Process) -> str:
     """How a process ended, and why, in its own words; `silent` where it gave no reason."""
-    for pattern, template in _REASONS:
-        found = re.search(pattern, process.errors, re.DOTALL)
-        if found:
-            why = " ".join(found.expand(template).split())
-            return f"status {process.status}, {why[:200]}"
-    return f"status {process.status}, silent"
+    found = (re.search(pattern, process.errors, re.DOTALL) for pattern in _REASONS)
+    reasons = (" ".join(each[0].split())[:200] for each in found if each)
+    return f"status {process.status}, {next(reasons, 'silent')}"
 
 
 def explained(process: Process) -> bool:
