@@ -6,6 +6,7 @@ The demo, train_digits.py, reports of runs that are made up, and of real ones.
 import json
 import re
 import runpy
+from unittest.mock import Mock
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -23,12 +24,12 @@ import train_text
 from _data import digits
 from _report import HeldOut, Run
 from benchmarks._common.processes import ROOT
+from tests.programs import refused
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
 
 EXAMPLES = ROOT / "examples"
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
-NOTEBOOK = EXAMPLES / "one_step.ipynb"
 
 
 def numbers(pattern, text):
@@ -36,8 +37,8 @@ def numbers(pattern, text):
     return [float(x.replace(",", "")) for x in re.findall(pattern, text)]
 
 
-def printed(capsys, main, *argv):
-    assert main(list(argv)) == 0
+def printed(capsys, main, options):
+    assert main(options.split()) == 0
     return capsys.readouterr().out
 
 
@@ -52,8 +53,8 @@ def test_the_quick_start_learns(capsys):
 
 def test_an_nnx_classifier_is_compared_with_the_dense_one(capsys, tmp_path):
     figure = tmp_path / "loss.png"
-    argv = ["--steps", "20", "--batch", "64", "--workers", "4", "--compare", "--out", str(figure)]
-    out = printed(capsys, train_nnx.main, *argv)
+    options = f"--steps 20 --batch 64 --workers 4 --compare --out {figure}"
+    out = printed(capsys, train_nnx.main, options)
     assert re.findall(r"^(\w+): test", out, re.MULTILINE) == ["sparse_adamw", "dense"]
     sparse, dense = numbers(r"([\d,]+) words a step", out)
     assert 0 < sparse < 0.03 * dense
@@ -63,14 +64,11 @@ def test_an_nnx_classifier_is_compared_with_the_dense_one(capsys, tmp_path):
         assert image.width > 600
 
 
-SMALL_TEXT = ["--width", "16", "--layers", "1", "--length", "16", "--batch", "16"]
-
-
 def test_a_language_model_learns_a_text_of_ones_own(capsys, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("Was it a rat I saw? Ünä, no: a cat. " * 100, encoding="utf-8")
-    argv = ["--text", str(text), *SMALL_TEXT, "--workers", "4", "--steps", "150", "--report", "1"]
-    out = printed(capsys, train_text.main, *argv)
+    options = f"--text {text} --width 16 --layers 1 --length 16 --batch 16 --workers 4"
+    out = printed(capsys, train_text.main, f"{options} --steps 150 --report 1")
     losses = numbers(r"loss ([\d.]+), ", out)
     assert len(losses) == 150
     assert losses[0] > 4  # near log(128): nothing is known of the text yet
@@ -80,7 +78,7 @@ def test_a_language_model_learns_a_text_of_ones_own(capsys, tmp_path):
 
 @pytest.mark.parametrize("loop", [pytest.param(loop_pmap, marks=pytest.mark.slow), loop_shard_map])
 def test_a_loop_of_ones_own_learns(loop, capsys):
-    out = printed(capsys, loop.main, "--steps", "30", "--workers", "4")
+    out = printed(capsys, loop.main, "--steps 30 --workers 4")
     losses = numbers(r"loss ([\d.]+)", out)
     assert losses[-1] < 0.3 * losses[0]
     assert numbers(r"test accuracy ([\d.]+)%", out)[0] > 85
@@ -88,8 +86,8 @@ def test_a_loop_of_ones_own_learns(loop, capsys):
 
 
 def test_nothing_that_waits_is_lost_with_other_workers(capsys, tmp_path):
-    folder = ["--folder", str(tmp_path / "checkpoint")]
-    out = printed(capsys, checkpoint_reshard.main, "--steps", "10", *folder)
+    folder = f"--folder {tmp_path / 'checkpoint'}"
+    out = printed(capsys, checkpoint_reshard.main, f"--steps 10 {folder}")
     ((old, first, last), (new, again, end)) = (
         map(float, line) for line in re.findall(r"(\d) workers: loss from (\S+) to (\S+)", out)
     )
@@ -103,21 +101,15 @@ def test_nothing_that_waits_is_lost_with_other_workers(capsys, tmp_path):
     assert numbers(r"at an entry is (\S+)", out)[0] < 1e-8
     assert numbers(r"test accuracy ([\d.]+)%", out)[0] > 60
     # A second run would write over the first.
-    with pytest.raises(SystemExit, match="2"):
-        checkpoint_reshard.main(folder)
-    assert "has a checkpoint already" in capsys.readouterr().err
+    assert "has a checkpoint already" in refused(checkpoint_reshard.main, folder.split(), capsys)
 
 
 @pytest.mark.slow
 def test_the_program_for_several_processes_runs_in_one(capsys):
-    out = printed(capsys, train_multihost.main, "--steps", "10", "--report", "1")
+    out = printed(capsys, train_multihost.main, "--steps 10 --report 1")
     assert "1 processes, 8 workers, ok_topk" in out
     losses = numbers(r"loss ([\d.]+)", out)
     assert losses[-1] < 0.7 * losses[0]
-
-
-def text_of(outputs):
-    return "".join(line for output in outputs for line in output.get("text", []))
 
 
 # Settings of the notebook's plots are not those of other tests.
@@ -125,14 +117,16 @@ def text_of(outputs):
 @pytest.mark.parametrize("steps", [60, pytest.param(200, marks=pytest.mark.slow)])
 def test_the_notebook_runs_and_prints_what_it_shows(steps, capsys):
     """From top to bottom, in one namespace, as a kernel runs it; with fewer steps in the end."""
-    cells = [x for x in json.loads(NOTEBOOK.read_text())["cells"] if x["cell_type"] == "code"]
-    assert sum("".join(cell["source"]).count("steps=200") for cell in cells) == 1
+    cells = json.loads((EXAMPLES / "one_step.ipynb").read_text())["cells"]
+    cells = [cell for cell in cells if cell["cell_type"] == "code"]
+    sources = ["".join(cell["source"]) for cell in cells]
+    assert "".join(sources).count("steps=200") == 1
     names, figures = {}, 0
-    for number, cell in enumerate(cells, 1):
+    for number, (cell, source) in enumerate(zip(cells, sources), 1):
         assert cell["execution_count"] == number
-        source = "".join(cell["source"]).replace("steps=200", f"steps={steps}")
-        exec(compile(source, f"cell {number}", "exec"), names)
-        shown, now = text_of(cell["outputs"]), capsys.readouterr().out
+        exec(source.replace("steps=200", f"steps={steps}"), names)
+        now = capsys.readouterr().out
+        shown = "".join(line for output in cell["outputs"] for line in output.get("text", []))
         assert re.sub(NUMBER, "N", now) == re.sub(NUMBER, "N", shown)
         if steps == 200:
             # Another version of jax or of its compiler rounds otherwise.
@@ -199,9 +193,8 @@ def test_differences_are_of_the_same_images():
 
 
 def test_the_figure_goes_to_the_temporary_folder_and_is_named(tmp_path, monkeypatch, capsys):
-    runs = iter(RUNS.values())
     monkeypatch.setattr(train_digits, "optimizers", lambda _: dict.fromkeys(RUNS))
-    monkeypatch.setattr(train_digits, "train", lambda *_: next(runs))
+    monkeypatch.setattr(train_digits, "train", Mock(side_effect=RUNS.values()))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path.parent)
     before = set(tmp_path.parent.iterdir())
@@ -215,11 +208,8 @@ def test_the_figure_goes_to_the_temporary_folder_and_is_named(tmp_path, monkeypa
 
 
 def test_a_run_that_ends_early_leaves_no_folder(tmp_path, monkeypatch, capsys):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(train_digits, "train", interrupt)
+    monkeypatch.setattr(train_digits, "train", Mock(side_effect=KeyboardInterrupt))
     assert train_digits.main([]) == 130
     assert list(tmp_path.iterdir()) == []
     assert "interrupted" in capsys.readouterr().err
