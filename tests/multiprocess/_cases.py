@@ -1,8 +1,8 @@
 """What a group of processes does, and what one process with as many devices does alike.
 
-Each case is ``case(mesh, folder, **options) -> {name: array}`` and is run by every process of a
-group. Arrays that are spread over processes are gathered, so that what comes back can be
-compared with the bits of one process.
+One of the group is `python -m tests.multiprocess._cases JSON`. Each case is ``case(mesh, folder,
+**options) -> {name: array}`` and is run by every process. Arrays that are spread over processes are
+gathered, so that what comes back can be compared with the bits of one process.
 """
 
 import functools
@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 import optax_ext
 from sparse_collectives import select, wire
+from tests import groups
 from tests.system import _task
 from tests.system._task import mesh_of_all, whole
 
@@ -131,3 +132,21 @@ def _step(mesh: Mesh, reduction: str) -> tuple[Any, Any, list[int]]:
 
     tx = optax.chain(REDUCTIONS[reduction](), optax.sgd(0.01, momentum=0.9))
     return tx, optax_ext.make_train_step(loss_fn, tx, mesh), traces
+
+
+def main() -> None:
+    """Runs the cases and writes what each returns to FOLDER/CASE.PROCESS.npz."""
+    options = groups.settings()
+    groups.join(options, options["devices"], initialization_timeout=600)
+    assert jax.process_count() == options["processes"]
+    assert jax.local_device_count() == options["devices"]
+    folder = Path(options["folder"])
+    for name, case, arguments in options["cases"]:
+        arrays = CASES[case](mesh_of_all(), folder, **arguments)
+        np.savez(folder / f"{name}.{options['index']}.npz", **arrays)
+        print(f"{name} done", flush=True)
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -21,10 +21,25 @@ A short one by default; the long version:
 
 import os
 import statistics
+import zlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+import optax_ext
 from tests import groups
+from tests.groups import say
+from tests.sparse_collectives.helpers import hard_accumulators
+from tests.system import _task
 
 # By their names with SOAK_ in front; restarts are from a checkpoint, evenly spread.
 SETTINGS = {"steps": 120, "processes": 2, "restarts": 1, "save_every": 500, "report_every": 5}
@@ -38,7 +53,7 @@ def segment(folder, first, last, expected, settings):
     given |= {"folder": str(folder / "checkpoints"), "first": first, "last": last}
     # The deadline is of a single step; the first one compiles and has more.
     given |= {"deadline": 120, "expected": expected}
-    with groups.group("tests.system._soak_worker", **given) as group:
+    with groups.group("tests.system.test_soak", **given) as group:
         # Each process watches its own steps, so there is no deadline for all of them.
         for process in group:
             process.wait_for("finished", seconds=1e6)
@@ -107,3 +122,155 @@ def test_a_soak_finds_no_violation(tmp_path):
         print(f"to step {last}: {expected}, at most {worst:.2f} roundings lost")
     # Entries that are not finite have come.
     assert expected["skipped"] > 0
+
+
+# One process, `python -m tests.system.test_soak JSON`. The step itself measures whether anything
+# was lost. Each line on standard output says what was found since the last one.
+
+SIZE, DENSITY = 8000, 0.02
+# Steps for which one kind of gradient stays, and share of the steps with entries that are not
+# finite. Of each block of steps the last ones leave these entries out, instead of the step.
+_TURN, _NONFINITE = 7, 0.04
+_BLOCK, _DROPPING = 50, 10
+_EPS = float(np.finfo(np.float32).eps)
+
+
+def gradient(step: int, worker: int, workers: int) -> np.ndarray:
+    """``f32[n]``: the gradient of a worker, with NaN or infinity where :func:`faulty` says."""
+    kinds, turn = hard_accumulators(workers, SIZE, seed=step), step // _TURN
+    # The mass moves on to other workers and indices.
+    kind = list(kinds.values())[turn % len(kinds)]
+    out = np.roll(kind, (turn, 97 * turn), axis=(0, 1))[worker]
+    place, values = faulty(step, worker, workers)
+    out[place] = values
+    return out
+
+
+def faulty(step: int, worker: int, workers: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where a worker's gradient is not finite at a step, and what is there; usually nowhere."""
+    rng = np.random.default_rng([step, 1 << 20])
+    if rng.random() >= _NONFINITE or rng.integers(workers) != worker:
+        return np.zeros(0, np.int64), np.zeros(0, np.float32)
+    place = np.unique(rng.integers(SIZE, size=rng.integers(1, 6)))
+    return place, rng.choice(np.array([np.nan, np.inf, -np.inf], np.float32), size=place.size)
+
+
+def policy_of(step: int) -> str:
+    """What becomes of gradients that are not finite."""
+    return "drop" if step % _BLOCK >= _BLOCK - _DROPPING else "skip"
+
+
+def parts(policy: str) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
+    """The exchange and the descent; their state is the same for each policy, so they take turns."""
+    return optax_ext.ok_topk(density=DENSITY, axis=_task.AXIS, nonfinite=policy), optax.sgd(1e-3)
+
+
+def make_step(policy: str, mesh: jax.sharding.Mesh) -> Any:
+    """``step(params, opt_state, gradients [P, n]) -> (params, opt_state, error)``.
+
+    ``error f32[]`` is the largest difference between what was accumulated and what was delivered
+    or kept, over all entries, in units of the rounding of one float32 addition of that entry.
+    """
+    sparse, descent = parts(policy)
+
+    def local_step(params, opt_state, gradients):
+        before, gradient = opt_state[0].residual[0], gradients[0]
+        total, sparse_state = sparse.update(gradient, opt_state[0], params)
+        finite = jnp.isfinite(before + gradient)
+        if policy == "skip":
+            finite = lax.pmin(jnp.all(finite).astype(jnp.int32), _task.AXIS) == 1
+        added, kept = jnp.where(finite, gradient, 0.0), sparse_state.residual[0]
+        sums = jnp.stack([before + added - kept, jnp.abs(before) + jnp.abs(added)])
+        sums = lax.psum(sums, _task.AXIS)
+        difference = jnp.abs(sums[0] - total * lax.axis_size(_task.AXIS))
+        unit = jnp.maximum(sums[1] * _EPS, np.finfo(np.float32).tiny)
+        updates, descent_state = descent.update(total, opt_state[1], params)
+        params = optax.apply_updates(params, updates)
+        return params, (sparse_state, descent_state), jnp.max(difference / unit)
+
+    def step(params, opt_state, gradients):
+        specs = optax_ext.state_specs(opt_state)
+        ins, outs = (P(), specs, P(_task.AXIS)), (P(), specs, P())
+        mapped = jax.shard_map(local_step, mesh=mesh, in_specs=ins, out_specs=outs)
+        return mapped(params, opt_state, gradients)
+
+    return jax.jit(step, donate_argnums=(0, 1))
+
+
+def memory() -> dict[str, float]:
+    """Resident MiB of this process, and pieces of memory that it maps."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    maps = Path("/proc/self/maps").read_bytes().count(b"\n")
+    return {"rss": pages * 4096 / 2**20, "maps": maps}
+
+
+def main() -> None:
+    """Takes the steps from ``first`` to ``last``."""
+    settings = SimpleNamespace(**groups.settings())
+    groups.join(vars(settings))
+    watchdog = optax_ext.contrib.Watchdog(settings.deadline, first_seconds=600)
+    manager, mesh = _task.manager_of(Path(settings.folder)), _task.mesh_of_all()
+    with watchdog("the start"):
+        params, tx = np.zeros(SIZE, np.float32), optax.chain(*parts("skip"))
+        if settings.first:
+            params, opt_state = _task.restore(manager, settings.first, mesh, tx, params)
+        else:
+            params = _task.placed(params, NamedSharding(mesh, P()))
+            opt_state = optax_ext.init_state(tx, params, mesh)
+        steps = {policy: make_step(policy, mesh) for policy in ("skip", "drop")}
+    _soak(settings, watchdog, manager, steps, params, opt_state)
+    with watchdog("the end"):
+        manager.close()
+        jax.distributed.shutdown()
+    say("finished")
+
+
+def _soak(
+    settings: SimpleNamespace,
+    watchdog: optax_ext.contrib.Watchdog,
+    manager: Any,
+    steps: dict[str, Any],
+    params: Any,
+    opt_state: Any,
+) -> None:
+    workers, expected = settings.processes, settings.expected
+    split = NamedSharding(_task.mesh_of_all(), P(_task.AXIS))
+    used: set[str] = set()
+    worst = 0.0
+    for step in range(settings.first, settings.last):
+        own, policy = gradient(step, settings.index, workers)[None], policy_of(step)
+        gradients = jax.make_array_from_process_local_data(split, own)
+        # The first step of each policy compiles.
+        with watchdog(f"step {step}", seconds=None if policy in used else 600):
+            taken = steps[policy](params, opt_state, gradients)
+            params, opt_state, error = jax.block_until_ready(taken)
+        used.add(policy)
+        # Not max(), which would pass over a NaN.
+        worst = float(error) if not float(error) <= worst else worst
+        bad = sum(faulty(step, i, workers)[0].size for i in range(workers))
+        expected["dropped"] += bad if policy == "drop" else 0
+        expected["skipped"] += int(bad > 0 and policy == "skip")
+        expected["count"] += int(bad == 0 or policy == "drop")
+        done = step + 1
+        if done % settings.save_every == 0 or done == settings.last:
+            with watchdog(f"checkpoint {done}", seconds=600):
+                _task.save(manager, done, params, opt_state)
+        if done % settings.report_every == 0 or done == settings.last:
+            bits = np.asarray(params.addressable_shards[0].data).tobytes()
+            say(
+                "report",
+                step=done,
+                params=zlib.crc32(bits),
+                finite=bool(np.isfinite(np.frombuffer(bits, np.float32)).all()),
+                worst=worst,
+                found={name: int(getattr(opt_state[0], name)) for name in expected},
+                expected=expected,
+                # Both steps are compiled, and a checkpoint was written.
+                settled=len(used) == len(steps) and done > settings.first + settings.save_every,
+                **memory(),
+            )
+            worst = 0.0
+
+
+if __name__ == "__main__":
+    groups.run(main)
