@@ -68,12 +68,6 @@ def test_the_oldest_versions_that_are_tested_are_the_stated_minimums():
     assert {name: Version(x) for name, x in pinned} == {x: Version(y) for x, y in minimums.items()}
 
 
-def run_python(code):
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 # Those that the examples and the logging need, and that users may not have.
 OPTIONAL = "diskcache flax grain matplotlib mpi4jax mpi4py orbax pandas PIL rich scipy sklearn"
 OPTIONAL += " tensorboardX"
@@ -83,7 +77,7 @@ OPTIONAL += " tensorboardX"
     ("package", "needed"),
     [("sparse_collectives", ("jax", "numpy")), ("optax_ext", ("jax", "numpy", "optax"))],
 )
-def test_an_import_loads_nothing_but_what_the_package_depends_on(package, needed):
+def test_an_import_loads_what_the_package_depends_on_and_starts_no_backend(package, needed):
     code = f"""
 import importlib, sys
 def load(names):
@@ -95,8 +89,12 @@ after = load([{package!r}])
 others = after - before - set(sys.stdlib_module_names)
 print(*sorted(name for name in others if not name.startswith("_")))
 print(*sorted(after & set({OPTIONAL!r}.split()) - before))
+import jax
+jax.config.update("jax_num_cpu_devices", 3)  # an error once a backend has started
 """
-    loaded, optional = run_python(code).split("\n")[:2]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loaded, optional = done.stdout.split("\n")[:2]
     assert set(loaded.split()) <= {"sparse_collectives", package}
     assert not optional
 
@@ -119,13 +117,6 @@ def test_the_citation_is_complete_and_of_this_version():
     released = re.search(rf"^## \[{version}\] - ([\d-]+)$", changelog, re.MULTILINE)
     date = citation.get("date-released")
     assert (str(date) if date else None) == (released[1] if released else None)
-
-
-@pytest.mark.slow
-def test_importing_starts_no_backend():
-    # An error once a backend has started.
-    devices = 'jax.config.update("jax_num_cpu_devices", 3)'
-    run_python(f"import sparse_collectives, optax_ext, jax; {devices}")
 
 
 # Parts import from those above them in the tree of the page, and never from below.
