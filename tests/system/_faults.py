@@ -35,7 +35,7 @@ Hashes = list[dict[int, str]]
 def workers(folder: Path, processes: int = WORKERS, **options: Any) -> Any:
     """The processes of one training, with checkpoints in the folder, for the length of the block.
 
-    The options are of `groups.group`, and settings in place of the usual ones; see `_worker`.
+    The options are of `groups.group`, and settings in place of the usual ones; see `_task`.
     """
     usual = {"folder": str(folder), "steps": STEPS, "save_every": SAVE_EVERY, "resume": 0}
     usual |= {"heartbeat": HEARTBEAT, "deadline": DEADLINE, "first_deadline": FIRST_DEADLINE}
@@ -48,7 +48,7 @@ def workers(folder: Path, processes: int = WORKERS, **options: Any) -> Any:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
     }
     options = {**usual, "variables": variables, **options}
-    return groups.group("tests.system._worker", processes, **options)
+    return groups.group("tests.system._task", processes, **options)
 
 
 def finished(group: list[Process]) -> None:
