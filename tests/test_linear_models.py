@@ -33,30 +33,27 @@ def problem():
 
 def slope(name, margins, labels):
     products = margins * labels
-    return {
-        "logistic": -labels / (1 + np.exp(products)),
-        "svm": -2 * labels * np.maximum(0, 1 - products),
-    }[name]
+    if name == "logistic":
+        return -labels / (1 + np.exp(products))
+    return -2 * labels * np.maximum(0, 1 - products)
 
 
 def objective(matrix, labels, weights, name, ridge):
     products = labels * (matrix @ weights.astype(np.float64))
-    losses = {
-        "logistic": np.logaddexp(0, -products),
-        "svm": np.maximum(0, 1 - products) ** 2,
-    }[name]
+    logistic, svm = np.logaddexp(0, -products), np.maximum(0, 1 - products) ** 2
+    losses = logistic if name == "logistic" else svm
     return losses.mean() + ridge / 2 * weights @ weights
 
 
 # Gradient descent.
 
 
-def trained(made, group, name, epochs=2, model="logistic", rate=1.0):
-    given = {"rate": rate, "regularisation": RIDGE, "seed": 5}
-    made = sgd.Trainer(group, training.MODELS[model], made, name, **given)
+def trained(made, group, name, *, kind=sgd, epochs=2, model="logistic", **given):
+    given = {"regularisation": RIDGE, "seed": 5} | (given or {"rate": 1.0})
+    trainer = kind.Trainer(group, training.MODELS[model], made, name, **given)
     for _ in range(epochs):
-        made.epoch()
-    return made
+        trainer.epoch()
+    return trainer
 
 
 @pytest.mark.parametrize("model", training.MODELS)
@@ -148,19 +145,12 @@ def test_each_coordinate_has_its_turn_once_with_its_owner():
         np.testing.assert_array_equal(mine, expected[expected // 26 == worker])
 
 
-def descended(group, made, name):
-    given = {"block": 10, "regularisation": RIDGE, "seed": 2}
-    made = coordinate_descent.Trainer(group, training.MODELS["logistic"], made, name, **given)
-    for _ in range(3):
-        made.epoch()
-    return made
-
-
 @pytest.mark.parametrize("name", [pytest.param("dense", marks=pytest.mark.slow), "dense_allgather"])
 def test_coordinate_descent_descends_with_the_bits_of_a_dense_exchange(name):
     group, source = workers.on_devices(3), data.spread(data.power_law("some", SHAPE, seed=0))
-    made = coordinate_descent.make(source)
-    sparse, dense = descended(group, made, "sparse_allgather"), descended(group, made, name)
+    made, given = coordinate_descent.make(source), {"kind": coordinate_descent, "block": 10}
+    sparse = trained(made, group, "sparse_allgather", epochs=3, **given)
+    dense = trained(made, group, name, epochs=3, **given)
     assert (np.diff(sparse.run.objectives) < 0).all()
     assert sparse.run.objectives[-1] < 0.9 * sparse.run.objectives[0]
     matrix, labels = source.rows(0, source.count)
@@ -173,10 +163,7 @@ def test_coordinate_descent_descends_with_the_bits_of_a_dense_exchange(name):
 
 
 # The program. A dense exchange of each method and a sparse one:
-SHORT = {
-    "sgd": ["dense", "ssar_recursive_double"],
-    "scd": ["dense_allgather", "sparse_allgather"],
-}
+SHORT = {"sgd": ["dense", "ssar_recursive_double"], "scd": ["dense_allgather", "sparse_allgather"]}
 
 
 def written(folder, *argv):
@@ -199,14 +186,10 @@ def solved(matrix, labels, model, ridge):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "model", "more"),
-    [
-        ("sgd", "logistic", ["--rate", "4"]),
-        ("scd", "logistic", ["--block", "3"]),
-        ("scd", "svm", ["--block", "3"]),
-    ],
+    "given", ["sgd logistic --rate 4", "scd logistic --block 3", "scd svm --block 3"]
 )
-def test_a_file_is_trained_on_to_the_objective_of_a_solver(method, model, more, tmp_path):
+def test_a_file_is_trained_on_to_the_objective_of_a_solver(given, tmp_path):
+    method, model, *more = given.split()
     file, shape = str(tmp_path / "rows"), data.Shape(size=120, nonzeros=14, rows=900, exponent=1.1)
     dump_svmlight_file(*data.power_law("some", shape, seed=1).rows(0, 900), file, zero_based=False)
     argv = ["--data", file, "--test", file, "--method", method, "--model", model, *more]
