@@ -53,8 +53,7 @@ SLOW = tuple(f".{name}" for name in SLOW.split())
 # They are written as users write, to whom JAX promotes.
 @pytest.mark.usefixtures("default_promotion")
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=pytest.mark.slow if x.endswith(SLOW) else ()) for x in modules()],
+    "name", [pytest.param(x, marks=pytest.mark.slow if x.endswith(SLOW) else ()) for x in modules()]
 )
 def test_docstring_examples_run(name):
     failures, _ = doctest.testmod(importlib.import_module(name), verbose=False)

@@ -117,15 +117,7 @@ def link_down(folder: Path, expected: Hashes) -> None:
         _struck(folder, expected, lambda _: net.link_down(VICTIM), bound=bound, network=net)
 
 
-def _struck(
-    folder: Path,
-    expected: Hashes,
-    strike: Callable[[list[Process]], None],
-    *but: int,
-    bound: float = SLACK,
-    fewer: bool = True,
-    **settings: Any,
-) -> None:
+def _struck(folder, expected, strike, *but, bound=SLACK, fewer=True, **settings) -> None:
     """Something happens in the middle of a step, which all but some do not survive."""
     with _in_a_step(folder, **settings) as (group, since):
         strike(group)

@@ -116,13 +116,7 @@ def save(manager: ocp.CheckpointManager, step: int, params: Any, opt_state: Any)
     manager.save(step, args=ocp.args.StandardSave(tree), custom_metadata=metadata)
 
 
-def restore(
-    manager: ocp.CheckpointManager,
-    step: int,
-    mesh: Mesh | None = None,
-    tx: optax.GradientTransformation | None = None,
-    like: Any = None,
-) -> tuple[Any, Any]:
+def restore(manager: Any, step: int, mesh=None, tx=None, like=None) -> tuple[Any, Any]:
     """Parameters and state, to the bit, for the number of workers that saved them.
 
     Without a mesh those of all of them, on one device of this process. They are of the
@@ -167,11 +161,8 @@ def residual_sum(opt_state: Any) -> np.ndarray:
 def main() -> None:
     """Trains; see the top of this file."""
     settings = SimpleNamespace(**groups.settings())
-    groups.join(
-        vars(settings),
-        heartbeat_timeout_seconds=settings.heartbeat,
-        shutdown_timeout_seconds=settings.heartbeat,
-    )
+    timeouts = ("heartbeat_timeout_seconds", "shutdown_timeout_seconds")
+    groups.join(vars(settings), **dict.fromkeys(timeouts, settings.heartbeat))
     watchdog = optax_ext.contrib.Watchdog(settings.deadline, first_seconds=settings.first_deadline)
     with watchdog("the start"):
         mesh = mesh_of_all()

@@ -225,14 +225,7 @@ def main() -> None:
     say("finished")
 
 
-def _soak(
-    settings: SimpleNamespace,
-    watchdog: optax_ext.contrib.Watchdog,
-    manager: Any,
-    steps: dict[str, Any],
-    params: Any,
-    opt_state: Any,
-) -> None:
+def _soak(settings, watchdog, manager, steps, params, opt_state) -> None:
     workers, expected = settings.processes, settings.expected
     split = NamedSharding(_task.mesh_of_all(), P(_task.AXIS))
     used: set[str] = set()
