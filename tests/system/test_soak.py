@@ -69,12 +69,8 @@ def growth(samples):
 
 
 def check(processes):
-    """The reports of each process from one start on."""
+    """The reports of each process from one start on; what else there is, each judges for itself."""
     for number, reports in enumerate(processes):
-        for report in reports:
-            assert report["worst"] <= 2 * len(processes) + 4, "entries lost"
-            assert report["finite"], "parameters that are not finite"
-            assert report["found"] == report["expected"], "other counts"
         for name, most in MOST_GROWTH.items():
             more = growth([report[name] for report in reports if report["settled"]])
             print(f"process {number}: {name} grew by {more:.1f}")
@@ -83,26 +79,13 @@ def check(processes):
         assert len({report["params"] for report in same_step}) == 1, "replicas differ"
 
 
-def made_up(step, **changes):
-    counts = {"count": step, "skipped": 0, "dropped": 0}
-    report = {"params": step, "finite": True, "worst": 1.0, "found": counts, "expected": counts}
-    return report | {"settled": True, "rss": 300.0, "maps": 2000} | changes
-
-
-def test_the_soak_sees_each_violation():
-    good = [made_up(step) for step in range(30)]
+def test_the_soak_sees_other_replicas_and_more_memory():
+    usual = {"settled": True, "rss": 300.0, "maps": 2000}
+    good = [usual | {"params": step} for step in range(30)]
     check([good, good])
-    for complaint, changes in (
-        ("entries lost", {"worst": 9.0}),
-        ("entries lost", {"worst": float("nan")}),
-        ("replicas differ", {"params": 7}),
-        ("not finite", {"finite": False}),
-        ("other counts", {"found": {"count": 29, "skipped": 1, "dropped": 0}}),
-        ("rss grew", {"rss": 317.0}),
-        ("maps grew", {"maps": 2065}),
-    ):
-        bad = good[:25] + [made_up(step, **changes) for step in range(25, 30)]
-        with pytest.raises(AssertionError, match=complaint):
+    for name, value in {"params": 7, "rss": 317.0, "maps": 2065}.items():
+        bad = good[:25] + [report | {name: value} for report in good[25:]]
+        with pytest.raises(AssertionError, match="replicas differ" if name == "params" else name):
             check([good, bad])
 
 
@@ -249,19 +232,14 @@ def _soak(settings, watchdog, manager, steps, params, opt_state) -> None:
             with watchdog(f"checkpoint {done}", seconds=600):
                 _task.save(manager, done, params, opt_state)
         if done % settings.report_every == 0 or done == settings.last:
-            bits = np.asarray(params.addressable_shards[0].data).tobytes()
-            say(
-                "report",
-                step=done,
-                params=zlib.crc32(bits),
-                finite=bool(np.isfinite(np.frombuffer(bits, np.float32)).all()),
-                worst=worst,
-                found={name: int(getattr(opt_state[0], name)) for name in expected},
-                expected=expected,
-                # Both steps are compiled, and a checkpoint was written.
-                settled=len(used) == len(steps) and done > settings.first + settings.save_every,
-                **memory(),
-            )
+            held = np.asarray(params.addressable_shards[0].data)
+            assert worst <= 2 * workers + 4, f"entries lost, by {worst} roundings"
+            assert np.isfinite(held).all()
+            assert {name: int(getattr(opt_state[0], name)) for name in expected} == expected
+            # Both steps are compiled, and a checkpoint was written.
+            settled = len(used) == len(steps) and done > settings.first + settings.save_every
+            found = {"params": zlib.crc32(held.tobytes()), "settled": settled, **memory()}
+            say("report", step=done, worst=worst, expected=expected, **found)
             worst = 0.0
 
 
