@@ -41,15 +41,16 @@ class Numbers(list):
         return super().__getitem__(index)
 
 
-class Prepare:
-    """Makes ten times the number of it, and counts."""
+class Prepare(list):
+    """Makes ten times the number of it, and lists those that it has made."""
 
     def __init__(self, factor=10):
-        self.identity, self.factor, self.calls = f"times {factor}", factor, 0
+        self.identity, self.factor = f"times {factor}", factor
 
     def __call__(self, record):
-        self.calls += 1
-        return {"x": np.full(4, self.factor * int.from_bytes(record[:8], "little"), np.int32)}
+        number = self.factor * int.from_bytes(record[:8], "little")
+        self.append(number)
+        return {"x": np.full(4, number, np.int32)}
 
 
 SAMPLE_BYTES = 16
@@ -99,7 +100,7 @@ def test_an_epoch_is_from_memory_and_another_run_from_disk(opened, samples_of, r
         assert read_all(cache) == first
         later = Counter(memory_hits=room, disk_hits=60 - room)
         assert read_all(cache) == read_all(cache) == +later
-        assert (prepare.calls, cache.memory_bytes) == (prepared, room * SAMPLE_BYTES)
+        assert (len(prepare), cache.memory_bytes) == (prepared, room * SAMPLE_BYTES)
     assert source.reads == [1] * 60
     for sample in (cache[-1], cache[np.int64(2)]):
         with pytest.raises(ValueError, match="read-only"):
