@@ -6,9 +6,9 @@ Each is ``file.py:factory``, or ``package.module:factory``, and is called with `
 """
 
 import importlib
-import importlib.util
 import os
 import re
+import runpy
 from pathlib import Path
 
 import jax
@@ -33,14 +33,9 @@ def factory(variable):
     """What an environment variable names, or the template."""
     template = f"{TEMPLATES / f'my_{variable.lower()}.py'}:my_{variable.lower()}"
     place, _, name = (os.environ.get(variable) or template).rpartition(":")
-    if not place.endswith(".py"):
-        return getattr(importlib.import_module(place), name)
-    spec = importlib.util.spec_from_file_location(Path(place).stem, place)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return getattr(module, name)
+    if place.endswith(".py"):
+        return runpy.run_path(place)[name]
+    return getattr(importlib.import_module(place), name)
 
 
 SELECTOR, ALLREDUCE = factory("SELECTOR"), factory("ALLREDUCE")

@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 import optax_ext
 from sparse_collectives import select, wire
 from tests import groups
+from tests.mpi._cases import leaves
 from tests.system import _task
 from tests.system._task import mesh_of_all, whole
 
@@ -118,11 +119,7 @@ class _Run:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Every array of parameters and state, by its path; parameters on each local device."""
-        trees = {"params": self.params, "state": self.state}
-        arrays = {
-            jax.tree_util.keystr(path): whole(leaf)
-            for path, leaf in jax.tree_util.tree_leaves_with_path(trees)
-        }
+        arrays = leaves("", jax.tree.map(whole, {"params": self.params, "state": self.state}))
         for name, leaf in self.params.items():
             copies = [np.asarray(shard.data) for shard in leaf.addressable_shards]
             arrays[f"copies of {name}"] = np.stack(copies)
