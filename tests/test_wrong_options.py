@@ -95,7 +95,7 @@ SAID = [
     (LINEAR, "--json .", "cannot write"),
     ("train_nnx", "--workers 3", "--batch 128 is not divisible by --workers 3"),
     ("train_nnx", "--out loss.txt", "--out loss.txt must end in one of"),
-    ("train_nnx", "--data no-such-folder", "no-such-folder is not a folder"),
+    (f"train_nnx {MULTIHOST}", "--data no-such-folder", "no-such-folder is not a folder"),
     ("train_nnx", "--workers 16", "--workers is 16, but jax runs with 8 devices"),
     ("train_nnx", "--batch 2048", "a batch of 2048 images is asked for"),
     ("train_text", "--text no-such-file", "cannot read no-such-file: No such file"),
@@ -124,7 +124,6 @@ SAID = [
     (MULTIHOST, "--batch 0", "0 is not a positive number"),
     (MULTIHOST, "--density 2", "--density is 2.0"),
     (MULTIHOST, "--resume", "--resume needs --checkpoints"),
-    (MULTIHOST, "--data no-such-folder", "no-such-folder is not a folder"),
 ]
 CASES = [(programs, each, "") for programs, lines in REFUSED for each in lines.split("; ")] + SAID
 SPREAD = [(name, *rest) for programs, *rest in CASES for name in programs.split()]

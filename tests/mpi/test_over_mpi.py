@@ -21,6 +21,7 @@ import optax_ext
 from benchmarks._common.processes import ROOT, environment
 from examples.linear_models import __main__ as linear_models
 from tests.mpi import _cases
+from tests.optax_ext import helpers
 
 # That of the environment first: mpi4jax was built for the MPI in it.
 MPIRUN = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
@@ -67,17 +68,14 @@ def ranks(workers: int) -> list[dict[str, np.ndarray]]:
 
 def on_mesh(function, workers: int, *operands, axes: str = "flat"):
     """``function(*operands)`` on each device of a mesh; all results with a leading axis of P."""
-    shape, names = ((2, 2), ("node", "device")) if axes == "grid" else ((workers,), ("w",))
-    kinds = (jax.sharding.AxisType.Auto,) * len(shape)
-    mesh = jax.make_mesh(shape, names, axis_types=kinds, devices=jax.devices()[:workers])
+    on = helpers.mesh((2, 2), ("node", "device")) if axes == "grid" else helpers.mesh(workers, "w")
 
     def local(*operands):
         mine = jax.tree.map(lambda x: x[0], operands)
         return jax.tree.map(lambda x: jnp.asarray(x)[None], function(*mine))
 
-    return jax.jit(
-        jax.shard_map(local, mesh=mesh, in_specs=P(names), out_specs=P(names), check_vma=False)
-    )(*operands)
+    specs = {"in_specs": P(on.axis_names), "out_specs": P(on.axis_names)}
+    return jax.jit(jax.shard_map(local, mesh=on, **specs, check_vma=False))(*operands)
 
 
 def assert_same_bits(prefix: str, mesh, workers: int, rounding: float = 0.0) -> None:

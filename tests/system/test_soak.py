@@ -138,11 +138,6 @@ def faulty(step: int, worker: int, workers: int) -> tuple[np.ndarray, np.ndarray
     return place, rng.choice(np.array([np.nan, np.inf, -np.inf], np.float32), size=place.size)
 
 
-def policy_of(step: int) -> str:
-    """What becomes of gradients that are not finite."""
-    return "drop" if step % _BLOCK >= _BLOCK - _DROPPING else "skip"
-
-
 def parts(policy: str) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
     """The exchange and the descent; their state is the same for each policy, so they take turns."""
     return optax_ext.ok_topk(density=DENSITY, axis=_task.AXIS, nonfinite=policy), optax.sgd(1e-3)
@@ -214,7 +209,8 @@ def _soak(settings, watchdog, manager, steps, params, opt_state) -> None:
     used: set[str] = set()
     worst = 0.0
     for step in range(settings.first, settings.last):
-        own, policy = gradient(step, settings.index, workers)[None], policy_of(step)
+        own = gradient(step, settings.index, workers)[None]
+        policy = "drop" if step % _BLOCK >= _BLOCK - _DROPPING else "skip"
         gradients = jax.make_array_from_process_local_data(split, own)
         # The first step of each policy compiles.
         with watchdog(f"step {step}", seconds=None if policy in used else 600):
