@@ -1,9 +1,11 @@
-"""Every public name is in the reference of the manual, and once."""
+"""Every public name is exported, and in the reference of the manual, once."""
 
 import importlib
 import inspect
 import re
 import types
+
+import pytest
 
 from tests.optax_ext.helpers import DOCS
 
@@ -14,6 +16,20 @@ INNER = "allreduce allreduce.published cost_model planner select select.publishe
 PACKAGES += [f"sparse_collectives.{inner}" for inner in (*INNER.split(), "wire", "extend")]
 # Where a folder has the name of what it exports, the reader of the sources finds the folder.
 FOLDER = "sparse_collectives.allreduce.ok_topk."
+
+
+# `published` of optax_ext is a file, in which there is also what it imports.
+@pytest.mark.parametrize("name", [name for name in PACKAGES if name != "optax_ext.published"])
+def test_all_is_complete_and_sorted(name):
+    package = importlib.import_module(name)
+    public = {
+        name
+        for name, value in vars(package).items()
+        if not name.startswith("_")
+        and (not isinstance(value, types.ModuleType) or name in package.__all__)
+    }
+    assert set(package.__all__) - {"__version__"} == public
+    assert package.__all__ == sorted(package.__all__)
 
 
 def entries():
