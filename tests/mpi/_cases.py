@@ -63,10 +63,6 @@ def leaves(prefix: str, tree: Any) -> dict[str, np.ndarray]:
     return found
 
 
-def names(workers: int) -> list[str]:
-    return [name for name, case in CASES.items() if workers in case.workers]
-
-
 def gradients(workers: int) -> np.ndarray:
     """A step for each kind of hard accumulator, ``f32[P, steps, n]``."""
     return np.stack(list(hard_accumulators(workers, SIZE).values()), axis=1)

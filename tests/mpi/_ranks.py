@@ -81,8 +81,9 @@ def main(folder: Path) -> None:
         assert int(transport.axis_index(grid)) == ME
 
     gradients = _cases.gradients(WORKERS)[ME]
-    for name in _cases.names(WORKERS):
-        case = _cases.CASES[name]
+    for name, case in _cases.CASES.items():
+        if WORKERS not in case.workers:
+            continue
         axis = WORLD if case.axes == "flat" else grid
         step = jax.jit(functools.partial(_cases.run, case.allreduce, axis, WORKERS))
         found |= leaves(name, step(gradients))
