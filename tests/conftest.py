@@ -87,10 +87,6 @@ def pytest_addoption(parser):
     )
 
 
-def _rank(item):
-    return hashlib.sha256(item.nodeid.encode()).digest()
-
-
 def pytest_collection_modifyitems(config, items):
     """Leaves two thirds of the slow tests out, but no function."""
     if not config.getoption("--third"):
@@ -99,13 +95,12 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("slow"):
             functions[item.nodeid.split("[")[0]].append(item)
-    left_out = {
-        item.nodeid
-        for combinations in functions.values()
-        for item in sorted(combinations, key=_rank)[math.ceil(len(combinations) / 3) :]
-    }
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
-    items[:] = [item for item in items if item.nodeid not in left_out]
+    left_out = set()
+    for each in functions.values():
+        ranked = sorted(each, key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())
+        left_out.update(ranked[math.ceil(len(each) / 3) :])
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
 
 
 def _may_leave_something(item):

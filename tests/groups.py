@@ -2,21 +2,16 @@
 
 import contextlib
 import json
+import os
 import sys
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 
-from benchmarks._common.namespaces import Hosts
-from benchmarks._common.processes import (
-    ROOT,
-    Process,
-    coordinator,
-    die_with_parent,
-    started,
-    wait_for_ends,
-)
+from benchmarks._common import processes as launcher
+from benchmarks._common.processes import ROOT, Process, coordinator, started
 
 # Seconds for a group; on an idle machine it takes less than one of them in ten.
 TIMEOUT = 600.0
@@ -25,13 +20,7 @@ Ended = list[tuple[int | None, str]]
 
 @contextlib.contextmanager
 def group(
-    module: str,
-    processes: int,
-    *,
-    changes: Mapping[int, Mapping[str, Any]] | None = None,
-    network: Hosts | None = None,
-    variables: Mapping[str, str] | None = None,
-    **settings: Any,
+    module: str, processes: int, *, changes=None, network=None, variables=None, **settings
 ) -> Iterator[list[Process]]:
     """Processes of ``python -m module JSON``, for the length of the block.
 
@@ -59,7 +48,7 @@ def group(
 def finish(processes: contextlib.AbstractContextManager[list[Process]]) -> Ended:
     """Status and output of each, when all have ended, or one has failed, which ends the others."""
     with processes as each:
-        wait_for_ends(each, TIMEOUT)
+        launcher.wait_for_ends(each, TIMEOUT)
     return [(process.status, process.output) for process in each]
 
 
@@ -84,7 +73,7 @@ def settings() -> dict[str, Any]:
 
 def join(settings: Mapping[str, Any], devices: int = 1, **more: Any) -> None:
     """Makes this process one of its group, with so many devices of its own."""
-    die_with_parent()
+    launcher.die_with_parent()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
     jax.distributed.initialize(
@@ -100,3 +89,13 @@ def join(settings: Mapping[str, Any], devices: int = 1, **more: Any) -> None:
 def say(event: str, **values: Any) -> None:
     """One line for the program that waits for it."""
     print(json.dumps({"event": event, **values}), flush=True)
+
+
+def run(main: Callable[[], None]) -> None:
+    """The program of one process of a group."""
+    try:
+        main()
+    except Exception:
+        # At once, since the others wait for this one until it is gone.
+        traceback.print_exc()
+        os._exit(1)

@@ -4,6 +4,7 @@ What is cut off, damaged or of something else is never read as an entry.
 """
 
 import contextlib
+import inspect
 import json
 import os
 import pickle
@@ -15,6 +16,7 @@ import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import diskcache
 import numpy as np
@@ -27,29 +29,28 @@ from data_cache.disk import CacheError, Disk, stamp
 pytestmark = pytest.mark.usefixtures("default_promotion")
 
 
-class Numbers:
+class Numbers(list):
     """Records that begin with their index, and a count of how often each was read."""
 
     def __init__(self, count=12, identity="numbers"):
+        super().__init__(index.to_bytes(3000, "little") for index in range(count))
         self.reads, self.identity, self.names = [0] * count, identity, range(count)
-
-    def __len__(self):
-        return len(self.reads)
 
     def __getitem__(self, index):
         self.reads[index] += 1
-        return index.to_bytes(3000, "little")
+        return super().__getitem__(index)
 
 
-class Prepare:
-    """Makes ten times the number of it, and counts."""
+class Prepare(list):
+    """Makes ten times the number of it, and lists those that it has made."""
 
     def __init__(self, factor=10):
-        self.identity, self.factor, self.calls = f"times {factor}", factor, 0
+        self.identity, self.factor = f"times {factor}", factor
 
     def __call__(self, record):
-        self.calls += 1
-        return {"x": np.full(4, self.factor * int.from_bytes(record[:8], "little"), np.int32)}
+        number = self.factor * int.from_bytes(record[:8], "little")
+        self.append(number)
+        return {"x": np.full(4, number, np.int32)}
 
 
 SAMPLE_BYTES = 16
@@ -73,11 +74,12 @@ def opened(tmp_path):
 
 
 def read_all(cache):
-    """What the cache did for all samples in turn."""
-    before = Counter(cache.counts)
-    for index in range(len(cache)):
-        expected = np.full(4, 10 * index, np.int32)
-        np.testing.assert_array_equal(cache[index]["x"], expected, strict=True)
+    """What the cache did for all samples, which four threads read."""
+    before, shares = Counter(cache.counts), [range(i, len(cache), 4) for i in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        for share, found in zip(shares, pool.map(cache.__getitems__, shares)):
+            expected = np.repeat(10 * np.array(share, np.int32)[:, None], 4, axis=1)
+            np.testing.assert_array_equal([x["x"] for x in found], expected, strict=True)
     return cache.counts - before
 
 
@@ -85,58 +87,37 @@ def from_source(count):
     return Counter(source_reads=count, source_bytes=count * 3000)
 
 
-@pytest.mark.parametrize(("samples_of", "prepared"), [(None, 12), (Prepare(), 0)])
-def test_an_epoch_is_from_memory_and_another_run_from_disk(opened, samples_of, prepared):
-    source, prepare = Numbers(), Prepare()
-    cache = DataCache(source, prepare, disk=opened(stamp(source, samples_of)))
-    assert read_all(cache) == from_source(12)
-    assert read_all(cache) == Counter(memory_hits=12)
-    assert (prepare.calls, cache.memory_bytes) == (12, 12 * SAMPLE_BYTES)
+@pytest.mark.parametrize(
+    ("samples_of", "room", "calls"),
+    [(None, 60, (60, 60)), (Prepare(), 60, (60, 0)), (None, 5, (170, 170)), (None, 0, (180, 180))],
+)
+def test_an_epoch_is_from_memory_and_another_run_from_disk(opened, samples_of, room, calls):
+    """As far as memory has room: it keeps what it has."""
+    source, limit = Numbers(60), room * SAMPLE_BYTES + 1
+    for first, prepared in zip((from_source(60), Counter(disk_hits=60)), calls):
+        prepare, disk = Prepare(), opened(stamp(source, samples_of))
+        cache = DataCache(source, prepare, disk=disk, memory_limit=limit)
+        assert read_all(cache) == first
+        later = Counter(memory_hits=room, disk_hits=60 - room)
+        assert read_all(cache) == read_all(cache) == +later
+        assert (len(prepare), cache.memory_bytes) == (prepared, room * SAMPLE_BYTES)
+    assert source.reads == [1] * 60
     for sample in (cache[-1], cache[np.int64(2)]):
         with pytest.raises(ValueError, match="read-only"):
             sample["x"] += 1
     with pytest.raises(IndexError):
-        cache[12]
-    prepare = Prepare()
-    cache = DataCache(source, prepare, disk=opened(stamp(source, samples_of)))
-    assert read_all(cache) == Counter(disk_hits=12)
-    assert read_all(cache) == Counter(memory_hits=12)
-    assert (prepare.calls, source.reads) == (prepared, [1] * 12)
-
-
-def test_a_full_memory_level_keeps_what_it_has(opened):
-    source = Numbers()
+        cache[60]
     nothing = DataCache(source, Prepare(), memory_limit=0)
-    assert read_all(nothing) == read_all(nothing) == from_source(12)
-    limit = 5 * SAMPLE_BYTES + 1
-    cache = DataCache(source, Prepare(), memory_limit=limit, disk=opened(stamp(source, None)))
-    assert read_all(cache) == from_source(12)
-    assert read_all(cache) == read_all(cache) == Counter(memory_hits=5, disk_hits=7)
-    assert (nothing.memory_bytes, cache.memory_bytes) == (0, 5 * SAMPLE_BYTES)
-
-
-def test_many_threads_count_each_sample(opened):
-    source = Numbers(60)
-    cache = DataCache(source, Prepare(), disk=opened(stamp(source, None)))
-    shares = [range(worker, 60, 4) for worker in range(4)]
-    for _ in range(2):
-        with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(cache.__getitems__, shares))
-        assert [[int(x["x"][0]) // 10 for x in part] for part in found] == list(map(list, shares))
-    assert cache.counts == from_source(60) + Counter(memory_hits=60)
-    assert (source.reads, cache.memory_bytes) == ([1] * 60, 60 * SAMPLE_BYTES)
+    assert read_all(nothing) == read_all(nothing) == from_source(60)
 
 
 def test_a_disk_level_of_something_else_is_refused(opened):
-    records = opened(stamp(Numbers(), None))
+    records = opened(stamp(Numbers()))
     samples = opened(stamp(Numbers(), Prepare()), name="samples")
-    for disk, source, prepare in (
-        (records, Numbers(identity="other"), Prepare()),
-        (records, Numbers(13), Prepare()),
-        (samples, Numbers(), Prepare(3)),
-    ):
+    others = (records, Numbers(identity="x")), (records, Numbers(13)), (samples, Numbers())
+    for disk, source in others:
         with pytest.raises(CacheError, match="is of another source or preparation"):
-            DataCache(source, prepare, disk=disk)
+            DataCache(source, Prepare(3), disk=disk)
     read_all(DataCache(Numbers(), Prepare(), disk=records))
     other = DataCache(Numbers(), Prepare(3), disk=records)  # records fit any preparation
     assert (other[5]["x"][0], other.counts) == (15, Counter(disk_hits=1))
@@ -155,13 +136,17 @@ DAMAGES = (
 SET = "UPDATE Cache SET value = ? WHERE key = ?"
 
 
-def payload(index, size=5000):
-    return bytes([index % 251]) * size + index.to_bytes(4, "little")
+def payload(index):
+    return bytes([index % 251]) * 5000 + index.to_bytes(4, "little")
 
 
 def sql(disk, statement, *arguments):
     with contextlib.closing(sqlite3.connect(disk.folder / "cache.db")) as connection, connection:
         return connection.execute(statement, arguments).fetchall()
+
+
+def entry_of(disk, key):
+    return sql(disk, "SELECT value FROM Cache WHERE key = ?", key)[0][0]
 
 
 def count_of_first(disk, count):
@@ -175,13 +160,11 @@ def count_of_first(disk, count):
 
 def test_an_entry_that_is_not_as_written_is_fetched_again_and_counted(opened):
     source = Numbers()
-    disk = opened(stamp(source, None))
+    disk = opened(stamp(source))
     read_all(DataCache(source, Prepare(), disk=disk))
-    entries = [sql(disk, f"SELECT value FROM Cache WHERE key = {key}")[0][0] for key in range(8)]
-    damaged = [damage(entry) for damage, entry in zip(DAMAGES, entries, strict=False)]
-    # The last one is that of another sample.
-    for key, entry in enumerate([*damaged, entries[7]]):
-        sql(disk, SET, entry, key)
+    # The last one gets that of another sample.
+    for key, damage in enumerate((*DAMAGES, lambda _: entry_of(disk, 7))):
+        sql(disk, SET, damage(entry_of(disk, key)), key)
     again = DataCache(source, Prepare(), disk=disk)
     assert read_all(again) == Counter(disk_hits=5) + from_source(7)
     assert (disk.damaged, source.reads) == (7, [2] * 7 + [1] * 5)
@@ -195,9 +178,9 @@ def test_entries_of_another_cache_and_what_is_pickled_are_damaged(opened, tmp_pa
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "victim"),)
 
-    disk, stamp = opened(fill=2), STAMP | {"source": "t"}
-    sql(disk, SET, json.dumps(stamp).encode(), "stamp")
-    other = opened(stamp)
+    disk = opened(fill=2)
+    sql(disk, SET, json.dumps(STAMP | {"source": "t"}).encode(), "stamp")
+    other = opened(STAMP | {"source": "t"})
     assert [other.get(0), other.damaged] == [None, 1]
     pickled = pickle.dumps(Malicious()), diskcache.core.MODE_PICKLE
     for key in (0, "stamp"):
@@ -221,21 +204,22 @@ def killed(key, *rest):
     if key == int(sys.argv[2]):
         os.kill(os.getpid(), signal.SIGKILL)
 disk._entries._row_insert = killed
+{inspect.getsource(payload)}
 for index in range(100):
-    disk.put(index, bytes([index % 251]) * 5000 + index.to_bytes(4, "little"))
+    disk.put(index, payload(index))
 """
 
 
 def test_processes_share_a_folder_and_one_that_is_killed_leaves_whole_entries(opened, tmp_path):
     """It ends after a row is inserted, and before the transaction is committed."""
 
-    def start(end):
-        return subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path / "cache"), str(end)])
+    def statuses(*ends):
+        program = [sys.executable, "-c", CHILD, str(tmp_path / "cache")]
+        return [each.wait(120) for each in [subprocess.Popen([*program, str(x)]) for x in ends]]
 
-    assert start(5).wait(120) == -signal.SIGKILL
+    assert statuses(5) == [-signal.SIGKILL]
     assert count_of_first(opened(), 10) == 5
-    at_once = [start(end) for end in (1000, 1000, 60)]
-    assert [process.wait(120) for process in at_once][:2] == [0, 0]
+    assert statuses(1000, 1000, 60)[:2] == [0, 0]
     assert count_of_first(opened(), 101) == 100
 
 
@@ -253,12 +237,15 @@ def test_a_file_that_is_cut_off_gives_no_wrong_entry(opened, keep, capsys):
     assert capsys.readouterr().err.count("\n") <= 1
 
 
-FULL = [(10**5, "its limit of 100,000 bytes is reached"), (10**9, "database or disk is full")]
-
-
-@pytest.mark.parametrize(("limit", "why"), FULL)
+@pytest.mark.parametrize(
+    ("limit", "why"),
+    [(10**5, "its limit of 100,000 bytes is reached"), (10**9, "database or disk is full")],
+)
 def test_what_is_full_is_said_once_and_keeps_what_it_has(opened, limit, why, capsys):
-    """By its limit, and by SQLite's error of a full disk, from its own limit of pages."""
+    """By its limit, and by SQLite's error of a full disk, from its own limit of pages.
+
+    And what can't be read is missing.
+    """
     disk = opened(limit=limit)
     disk._entries._sql("PRAGMA max_page_count = 40")
     for index in range(40):
@@ -266,39 +253,20 @@ def test_what_is_full_is_said_once_and_keeps_what_it_has(opened, limit, why, cap
     assert 5 < count_of_first(disk, 40) < 40
     assert disk._entries.volume() <= limit
     said = f"data_cache: cannot write to {disk.folder} any more ({why}); keeping what it holds\n"
+    disk._entries.get = Mock(side_effect=sqlite3.OperationalError("disk I/O error"))
+    assert (disk.get(0), disk.damaged) == (None, 1)
     assert capsys.readouterr().err == said
-
-
-def test_a_disk_that_fails_is_one_line_and_one_that_fails_at_the_start_is_refused(
-    opened, capsys, monkeypatch
-):
-    def fail(*arguments, **options):
-        raise sqlite3.OperationalError("database or disk is full")
-
-    disk = opened(fill=3)
-    disk._entries.get = disk._entries.set = fail
-    for index in range(3):
-        assert disk.get(index) is None
-        disk.put(index, payload(index))
-    assert disk.damaged == 3
-    assert capsys.readouterr().err.count("\n") == 1
-    monkeypatch.setattr(diskcache.Cache, "reset", fail)
-    with pytest.raises(CacheError, match=r"^cannot open .*disk is full\): make room.*$"):
-        opened()
 
 
 def test_a_cache_or_folder_of_something_else_is_refused_and_left_alone(opened, tmp_path):
     disk = opened(fill=20)
     before = sql(disk, "SELECT key, value FROM Cache")
-    for field, value, word in (
-        ("format", 3, "format (2; this run has 3)"),
-        ("source", "t", "source ('s'; this run has 't')"),
-        ("size", 99, "size (100; this run has 99)"),
-        ("entries", "samples, p", "entries ('records'; this run has 'samples, p')"),
-    ):
-        message = f"{disk.folder} holds a cache of another {word}: give another folder"
-        with pytest.raises(CacheError, match=re.escape(message)):
-            opened(STAMP | {field: value})
+    for name, value in {"format": 3, "source": "t", "size": 99, "entries": "samples, p"}.items():
+        message = f"{disk.folder} holds a cache of another {name} ({STAMP[name]!r}; this run has "
+        with pytest.raises(
+            CacheError, match=re.escape(f"{message}{value!r}): give another folder")
+        ):
+            opened(STAMP | {name: value})
     assert sql(disk, "SELECT key, value FROM Cache") == before
     for text in (b"", b'{"format": 2', b"[1]", b"\xff"):
         sql(disk, SET, text, "stamp")
@@ -307,8 +275,8 @@ def test_a_cache_or_folder_of_something_else_is_refused_and_left_alone(opened, t
     file = tmp_path / "work" / "thesis.tex"
     file.parent.mkdir()
     file.write_text("all of it")
-    with pytest.raises(CacheError, match="is not empty, and no cache: give an empty folder"):
-        opened(name="work")
-    with pytest.raises(CacheError, match="cannot open the cache in .*thesis.tex"):
-        opened(name="work/thesis.tex")
+    said = {"work": "no cache: give an empty", "work/thesis.tex": "^cannot open .*: make room.*$"}
+    for name, message in said.items():
+        with pytest.raises(CacheError, match=message):
+            opened(name=name)
     assert [path.read_text() for path in file.parent.iterdir()] == ["all of it"]

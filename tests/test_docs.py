@@ -2,44 +2,34 @@
 
 import functools
 import inspect
-import os
 import re
 import shlex
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 
 import optax_ext
 import sparse_collectives as sc
+from benchmarks._common.processes import ROOT, environment
 from optax_ext._optimizers._common import default_gain
 from optax_ext._state import _find
 from sparse_collectives import cost_model
 from sparse_collectives.__main__ import main as plan
 from sparse_collectives.planner import _steps
+from tests.optax_ext.helpers import DOCS, mesh, programs_of
 from tools.tables import _learning
 from tools.tables.__main__ import main as tables
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
 
-ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
-
 
 def text_of(page):
     return (ROOT / page).read_text(encoding="utf-8")
-
-
-def programs_of(page):
-    return re.findall(r"```python\n(.*?)```", text_of(page), re.DOTALL)
 
 
 # Programs.
@@ -55,25 +45,22 @@ def names_for_a_program(batches, params):
 
 
 def test_the_programs_of_the_readme_and_of_the_index_run():
-    programs = programs_of("README.md")
+    programs = programs_of("../README")
     assert len(programs) == 2
-    assert programs_of("docs/index.md") == programs[:1]
+    assert programs_of("index") == programs[:1]
     names = names_for_a_program(3, {"w": (10, 7)})
     for program in programs:
         exec(program, names)
-    losses = [float(names["loss"])]
+    params, state, loss = names["params"], names["opt_state"], float(names["loss"])
     for batch in names["batches"]:
-        names["params"], names["opt_state"] = names["step"](
-            names["params"], names["opt_state"], batch
-        )
-        losses.append(float(names["loss_fn"](names["params"], batch)))
-    assert losses[-1] < losses[0]
-    assert int(optax_ext.get_state(names["opt_state"]).count) == 6
+        params, state = names["step"](params, state, batch)
+    assert float(names["loss_fn"](params, batch)) < loss
+    assert int(optax_ext.get_state(state).count) == 6
     assert isinstance(names["info"], optax_ext.StepInfo)
 
 
 def test_the_programs_about_training_run(capsys):
-    programs = programs_of("docs/training.md")
+    programs = programs_of("training")
     assert len(programs) == 4
     names = names_for_a_program(4, {"w": (10, 7), "b": (7,)})
     for program in programs:
@@ -88,16 +75,8 @@ def test_the_programs_about_training_run(capsys):
 
 def lines_of(program, folder):
     """What it prints in a Python of its own, in which a warning is an error."""
-    file = folder / "program.py"
-    file.write_text(program)
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(file)],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
+    command, given = [sys.executable, "-W", "error", "-c", program], {"env": environment()}
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, **given)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -107,7 +86,7 @@ def test_the_quick_start_prints_what_the_page_says(tmp_path):
     said = re.findall(r"^(?:loss \d|dense:|sparse_adamw:).*$", text_of("docs/quick-start.md"), re.M)
     assert len(said) == 4
     number = r"\d[\d,]*(?:\.\d+)?"
-    found = lines_of("\n".join(programs_of("docs/quick-start.md")), tmp_path)
+    found = lines_of("\n".join(programs_of("quick-start")), tmp_path)
     for line, expected in zip(found, said):
         assert re.sub(number, "N", line) == re.sub(number, "N", expected)
         pairs = (re.findall(number, x.replace(",", "")) for x in (line, expected))
@@ -118,15 +97,10 @@ def test_the_quick_start_prints_what_the_page_says(tmp_path):
 
 @pytest.mark.slow
 def test_the_program_of_the_figures_draws_them(tmp_path):
-    lines_of(
-        f"import runpy, pathlib\n"
-        f"names = runpy.run_path({str(DOCS / 'figures' / 'idea.py')!r})\n"
-        f"names['main'](pathlib.Path({str(tmp_path)!r}))\n",
-        tmp_path,
-    )
+    program = f"import runpy, pathlib; names = runpy.run_path({str(DOCS / 'figures/idea.py')!r})"
+    lines_of(f"{program}; names['main'](pathlib.Path('.'))", tmp_path)
     drawn = {path.name for path in tmp_path.glob("*.svg")}
-    assert drawn
-    assert drawn <= {path.name for path in (DOCS / "images").iterdir()}
+    assert set() < drawn <= {path.name for path in (DOCS / "images").iterdir()}
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/planner.md"])
@@ -134,7 +108,6 @@ def test_the_planner_prints_what_is_said_of_it(page, capsys):
     text = text_of(page)
     command = r"python -m sparse_collectives (plan [^`\n\\]*(?:\\\n[^`\n\\]*)*)"
     found = re.search(rf"`{command}`|```\n\$ {command}\n(.*?)```", text, re.DOTALL)
-    assert found is not None
     assert plan(shlex.split((found[1] or found[2]).replace("\\\n", " "))) == 0
     printed = capsys.readouterr().out
     if page == "README.md":
@@ -151,11 +124,8 @@ BEGINNING = {
     "docs/choosing.md": "| your optimizer | your network and model |",
     "docs/training.md": "| your optimizer | begin with |",
 }
-SYSTEMS = [
-    *("mstopk", "dgc", "gaussian_k", "redsync", "sidco"),
-    *("adtopk", "adtopk_interleaved", "adtopk_threshold"),
-]
-SLOW = ("adtopk_interleaved", "adtopk_threshold")
+SYSTEMS = ["mstopk", "dgc", "gaussian_k", "redsync", "sidco", "adtopk"]
+SYSTEMS += ["adtopk_interleaved", "adtopk_threshold"]
 
 
 def expressions():
@@ -163,8 +133,7 @@ def expressions():
     pattern = r"`((?:optax\.chain|sparse_adamw|sparse_sgd|ok_topk_sgd)\(.*?\))`"
     found = set()
     for page, head in BEGINNING.items():
-        table = text_of(page).partition(head)[2].split("\n\n")[0]
-        here = re.findall(pattern, table)
+        here = re.findall(pattern, text_of(page).partition(head)[2].split("\n\n")[0])
         assert here, page
         found.update(here)
     pattern = r"^\| [^|]+ \| `(optax_ext\.topk_a\(.*sc\.select\.published\.(\w+)\(.*)` \|$"
@@ -172,7 +141,7 @@ def expressions():
     assert [name for _, name in systems] == SYSTEMS
     yield from sorted(found)
     for expression, name in systems:
-        marks = [pytest.mark.slow] if name in SLOW else []
+        marks = [pytest.mark.slow] if name.startswith("adtopk_") else []
         yield pytest.param(expression, marks=marks, id=name)
 
 
@@ -183,10 +152,9 @@ def test_an_expression_of_a_table_can_be_trained_with(expression):
     # `rate` is the learning rate of the dense run, `m` its momentum, `r` a rank.
     names |= {"rate": 1e-2, "m": 0.9, "r": 2, "optimizer": optax.lion(1e-3), "density": 0.25}
     tx = eval(expression, names | {"optax": optax, "optax_ext": optax_ext, "sc": sc})
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     params = {"w": jnp.ones((40, 30))}
-    state = optax_ext.abstract_state(tx, params, mesh)
-    step = optax_ext.make_train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), tx, mesh)
+    state = optax_ext.abstract_state(tx, params, mesh(8))
+    step = optax_ext.make_train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), tx, mesh(8))
     step.trace(params, state, jnp.ones((8, 40)))
 
 
@@ -242,19 +210,21 @@ def test_tables_are_those_of_their_data(capsys):
 
 def test_every_table_is_in_a_page():
     """That those of a page are there is checked when the manual is built."""
-    included = {name for page in PAGES for name in re.findall(r'--8<-- "(.*?)"', page.read_text())}
+    pages = [ROOT / "README.md", *DOCS.rglob("*.md")]
+    included = {name for page in pages for name in re.findall(r'--8<-- "(.*?)"', page.read_text())}
     there = {path.relative_to(DOCS).as_posix() for path in (DOCS / "tables").rglob("*.md")}
     assert there == included
 
 
 def test_the_steps_to_the_same_loss_are_those_of_the_stored_runs():
     """What the planner multiplies a step by: on a line through the dense runs of two lengths."""
-    short = _learning.runs(contestant="dense", task="text", steps=1000)
-    dense = _learning.runs(contestant="dense", task="text", steps=2000)
-    seeds = {run["seed"] for run in short}
-    long = [run["value"] for run in dense if run["seed"] in seeds]
-    doubling = statistics.mean(run["value"] for run in short) - statistics.mean(long)
-    base = statistics.mean(run["value"] for run in dense)
+
+    def mean(seeds=None, steps=2000, **of):
+        found = _learning.runs(task="text", steps=steps, **of)
+        return statistics.mean(x["value"] for x in found if seeds is None or x["seed"] in seeds)
+
+    seeds = {x["seed"] for x in _learning.runs(contestant="dense", task="text", steps=1000)}
+    doubling = mean(contestant="dense", steps=1000) - mean(seeds, contestant="dense")
     names = {
         ("agreed(few)", 0.05): "sparse_adamw",
         ("agreed(few)", 0.01): "sparse_adamw density=0.01",
@@ -262,7 +232,6 @@ def test_the_steps_to_the_same_loss_are_those_of_the_stored_runs():
     }
     for name, cases in _steps.MEASURED.items():
         for (workers, density), factor in cases.items():
-            contestant = names[name, density]
-            found = _learning.runs(contestant=contestant, workers=workers, task="text", steps=2000)
-            above = statistics.mean(run["value"] for run in found) - base
+            found = mean(contestant=names[name, density], workers=workers)
+            above = found - mean(contestant="dense")
             assert round(2 ** (above / doubling), 2) == factor, (name, workers, density)

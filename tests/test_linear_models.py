@@ -1,8 +1,6 @@
 """The linear models of the examples: steps against NumPy, and nothing lost in an exchange."""
 
 import json
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,8 +12,10 @@ from sklearn.datasets import dump_svmlight_file
 from sklearn.linear_model import LogisticRegression
 from sklearn.svm import LinearSVC
 
-from benchmarks._common.processes import ROOT, environment
+from benchmarks._common.processes import coordinator, started
 from examples.linear_models import __main__, coordinate_descent, data, sgd, training, workers
+from tests import groups
+from tests.sparse_collectives.helpers import slow_rows
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
 
@@ -33,30 +33,27 @@ def problem():
 
 def slope(name, margins, labels):
     products = margins * labels
-    return {
-        "logistic": -labels / (1 + np.exp(products)),
-        "svm": -2 * labels * np.maximum(0, 1 - products),
-    }[name]
+    if name == "logistic":
+        return -labels / (1 + np.exp(products))
+    return -2 * labels * np.maximum(0, 1 - products)
 
 
 def objective(matrix, labels, weights, name, ridge):
     products = labels * (matrix @ weights.astype(np.float64))
-    losses = {
-        "logistic": np.logaddexp(0, -products),
-        "svm": np.maximum(0, 1 - products) ** 2,
-    }[name]
+    logistic, svm = np.logaddexp(0, -products), np.maximum(0, 1 - products) ** 2
+    losses = logistic if name == "logistic" else svm
     return losses.mean() + ridge / 2 * weights @ weights
 
 
 # Gradient descent.
 
 
-def trained(made, group, name, epochs=2, model="logistic", rate=1.0):
-    given = {"rate": rate, "regularisation": RIDGE, "seed": 5}
-    made = sgd.Trainer(group, training.MODELS[model], made, name, **given)
+def trained(made, group, name, *, kind=sgd, epochs=2, model="logistic", **given):
+    given = {"regularisation": RIDGE, "seed": 5} | (given or {"rate": 1.0})
+    trainer = kind.Trainer(group, training.MODELS[model], made, name, **given)
     for _ in range(epochs):
-        made.epoch()
-    return made
+        trainer.epoch()
+    return trainer
 
 
 @pytest.mark.parametrize("model", training.MODELS)
@@ -85,12 +82,23 @@ def test_every_row_counts_as_much_also_in_a_short_batch():
     np.testing.assert_allclose(found.weights, -1e-3 * 60 / 28 * gradient, rtol=1e-2, atol=1e-8)
 
 
-def made_for(count, shape=SHAPE):
+ALL = [name for name in training.EXCHANGES["sgd"] if name != "dense"]
+MANY = SHAPE._replace(size=50_000, rows=400)
+
+
+@pytest.mark.parametrize(
+    ("count", "shape", "names"),
+    [
+        (3, SHAPE, ["ssar_recursive_double"]),
+        *slow_rows(*((count, SHAPE, ALL) for count in (1, 2, 3, 4, 8))),
+        *slow_rows((4, MANY, ["ssar_split_allgather", "dsar_split_allgather"])),
+    ],
+)
+def test_no_exchange_loses_anything_and_what_finds_no_slot_is_an_error(count, shape, names):
+    """With many features an exchange is sparse."""
     group = workers.on_devices(count)
-    return group, sgd.make(data.spread(data.power_law("some", shape, seed=0)), group, 20)
-
-
-def check_lossless(group, made, names):
+    made = sgd.make(data.spread(data.power_law("some", shape, seed=0)), group, 20)
+    assert shape != MANY or made.fit.selection < made.fit.union < 1000
     dense = trained(made, group, "dense")
     assert dense.run.objectives[-1] < 0.999 * dense.run.objectives[0]
     for name in names:
@@ -99,28 +107,10 @@ def check_lossless(group, made, names):
         np.testing.assert_allclose(found.weights, dense.weights, rtol=1e-5, atol=1e-6)
         # But for sums that are 0.
         assert found.run.delivered == pytest.approx(dense.run.delivered, abs=1)
-
-
-def test_recursive_doubling_loses_nothing_and_what_finds_no_slot_is_an_error():
-    group, made = made_for(3)
-    check_lossless(group, made, ["ssar_recursive_double"])
-    short = made._replace(fit=made.fit._replace(union=made.fit.union // 2))
-    with pytest.raises(RuntimeError, match="ssar_recursive_double: an entry found no slot"):
-        trained(short, group, "ssar_recursive_double", epochs=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
-def test_no_exchange_loses_anything_against_the_dense_allreduce(count):
-    names = [name for name in training.EXCHANGES["sgd"] if name != "dense"]
-    check_lossless(*made_for(count), names)
-
-
-@pytest.mark.slow
-def test_the_split_allgather_is_sparse_and_lossless_with_many_features():
-    group, made = made_for(4, SHAPE._replace(size=50_000, rows=400))
-    assert made.fit.selection < made.fit.union < 1000
-    check_lossless(group, made, ["ssar_split_allgather", "dsar_split_allgather"])
+    if count == 3:
+        short = made._replace(fit=made.fit._replace(union=made.fit.union // 2))
+        with pytest.raises(RuntimeError, match="ssar_recursive_double: an entry found no slot"):
+            trained(short, group, "ssar_recursive_double", epochs=1)
 
 
 # Coordinate descent.
@@ -155,19 +145,12 @@ def test_each_coordinate_has_its_turn_once_with_its_owner():
         np.testing.assert_array_equal(mine, expected[expected // 26 == worker])
 
 
-def descended(group, made, name):
-    given = {"block": 10, "regularisation": RIDGE, "seed": 2}
-    made = coordinate_descent.Trainer(group, training.MODELS["logistic"], made, name, **given)
-    for _ in range(3):
-        made.epoch()
-    return made
-
-
 @pytest.mark.parametrize("name", [pytest.param("dense", marks=pytest.mark.slow), "dense_allgather"])
 def test_coordinate_descent_descends_with_the_bits_of_a_dense_exchange(name):
     group, source = workers.on_devices(3), data.spread(data.power_law("some", SHAPE, seed=0))
-    made = coordinate_descent.make(source)
-    sparse, dense = descended(group, made, "sparse_allgather"), descended(group, made, name)
+    made, given = coordinate_descent.make(source), {"kind": coordinate_descent, "block": 10}
+    sparse = trained(made, group, "sparse_allgather", epochs=3, **given)
+    dense = trained(made, group, name, epochs=3, **given)
     assert (np.diff(sparse.run.objectives) < 0).all()
     assert sparse.run.objectives[-1] < 0.9 * sparse.run.objectives[0]
     matrix, labels = source.rows(0, source.count)
@@ -180,10 +163,7 @@ def test_coordinate_descent_descends_with_the_bits_of_a_dense_exchange(name):
 
 
 # The program. A dense exchange of each method and a sparse one:
-SHORT = {
-    "sgd": ["dense", "ssar_recursive_double"],
-    "scd": ["dense_allgather", "sparse_allgather"],
-}
+SHORT = {"sgd": ["dense", "ssar_recursive_double"], "scd": ["dense_allgather", "sparse_allgather"]}
 
 
 def written(folder, *argv):
@@ -206,14 +186,10 @@ def solved(matrix, labels, model, ridge):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "model", "more"),
-    [
-        ("sgd", "logistic", ["--rate", "4"]),
-        ("scd", "logistic", ["--block", "3"]),
-        ("scd", "svm", ["--block", "3"]),
-    ],
+    "given", ["sgd logistic --rate 4", "scd logistic --block 3", "scd svm --block 3"]
 )
-def test_a_file_is_trained_on_to_the_objective_of_a_solver(method, model, more, tmp_path):
+def test_a_file_is_trained_on_to_the_objective_of_a_solver(given, tmp_path):
+    method, model, *more = given.split()
     file, shape = str(tmp_path / "rows"), data.Shape(size=120, nonzeros=14, rows=900, exponent=1.1)
     dump_svmlight_file(*data.power_law("some", shape, seed=1).rows(0, 900), file, zero_based=False)
     argv = ["--data", file, "--test", file, "--method", method, "--model", model, *more]
@@ -230,18 +206,13 @@ def test_a_file_is_trained_on_to_the_objective_of_a_solver(method, model, more, 
 
 
 def in_processes(count, argv):
-    """The statuses of so many processes that have joined, and what each says of errors."""
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{holder.getsockname()[1]}"
+    """The statuses of so many processes that have joined, and what each says."""
     program = [sys.executable, "-m", "examples.linear_models", *argv, "--workers", str(count)]
-    given = {"cwd": ROOT, "env": environment(), "stderr": subprocess.PIPE, "text": True}
-    processes = [
-        subprocess.Popen([*program, "--join", address, str(number)], **given)
-        for number in range(count)
-    ]
-    errors = [process.communicate(timeout=600)[1] for process in processes]
-    return [process.returncode for process in processes], errors
+    with coordinator() as (address, bound):
+        joined = [[*program, "--join", address, str(number)] for number in range(count)]
+        with started(joined, bound) as processes:
+            assert all(process.wait_for_end(groups.TIMEOUT) for process in processes)
+    return [process.status for process in processes], [process.output for process in processes]
 
 
 @pytest.mark.slow
@@ -249,8 +220,8 @@ def in_processes(count, argv):
 def test_processes_compute_what_the_devices_of_one_do(method, tmp_path):
     argv = ["--method", method, "--rows", "800", "--epochs", "2", "--exchange", *SHORT[method]]
     here = written(tmp_path, *argv, "--workers", "3")
-    statuses, errors = in_processes(3, [*argv, "--json", str(tmp_path / "processes.json")])
-    assert statuses == [0, 0, 0], errors
+    statuses, said = in_processes(3, [*argv, "--json", str(tmp_path / "processes.json")])
+    assert statuses == [0, 0, 0], said
     there = json.loads((tmp_path / "processes.json").read_text())
     for name, run in here["runs"].items():
         objectives = there["runs"][name]["objectives"]
@@ -262,7 +233,7 @@ def test_processes_compute_what_the_devices_of_one_do(method, tmp_path):
 def test_processes_that_fail_end_with_the_status_and_one_line(tmp_path):
     file = tmp_path / "bad"
     file.write_text("1 1:1\n-1 x\n")
-    statuses, errors = in_processes(2, ["--data", str(file)])
-    assert statuses == [2, 2], errors
-    lines = [x for error in errors for x in error.splitlines() if x.startswith("linear_models")]
+    statuses, said = in_processes(2, ["--data", str(file)])
+    assert statuses == [2, 2], said
+    lines = [x for each in said for x in each.splitlines() if x.startswith("linear_models")]
     assert lines == [f"linear_models: {file}, line 2: 'x' is not INDEX:VALUE"]

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 import yaml
@@ -16,18 +15,9 @@ from packaging.version import Version
 
 import optax_ext
 import sparse_collectives
+from benchmarks._common.processes import ROOT
 
-ROOT = Path(__file__).parents[1]
-PACKAGES = [
-    sparse_collectives,
-    sparse_collectives.allreduce,
-    sparse_collectives.cost_model,
-    sparse_collectives.select,
-    sparse_collectives.traffic,
-    sparse_collectives.transport,
-    sparse_collectives.wire,
-    optax_ext,
-]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def modules():
@@ -37,34 +27,18 @@ def modules():
             yield info.name
 
 
-@pytest.mark.parametrize("package", PACKAGES, ids=lambda p: p.__name__)
-def test_all_is_complete_and_sorted(package):
-    public = {
-        name
-        for name, value in vars(package).items()
-        if not name.startswith("_")
-        and (not isinstance(value, type(sys)) or name in package.__all__)
-    }
-    assert set(package.__all__) - {"__version__"} == public
-    assert package.__all__ == sorted(package.__all__)
-
-
 # Their examples compile for a second or more.
 SLOW = (
-    *("_train_step", "_adamw", "_sgd", "_step._sparse_allreduce", "_agreed", "_hierarchical"),
-    *("_adtopk", "_adtopk_interleaved", "_bucketed", "_dgc", "_gaussian_k", "_mstopk"),
-    *("_random_k", "_scheduled", "_sidco", "_without_feedback"),
+    "_train_step _adamw _sgd _step._sparse_allreduce _agreed _hierarchical _adtopk _bucketed _dgc "
+    "_adtopk_interleaved _gaussian_k _mstopk _random_k _scheduled _sidco _without_feedback"
 )
+SLOW = tuple(f".{name}" for name in SLOW.split())
 
 
 # They are written as users write, to whom JAX promotes.
 @pytest.mark.usefixtures("default_promotion")
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(x, marks=pytest.mark.slow if x.endswith(tuple(f".{y}" for y in SLOW)) else ())
-        for x in modules()
-    ],
+    "name", [pytest.param(x, marks=pytest.mark.slow if x.endswith(SLOW) else ()) for x in modules()]
 )
 def test_docstring_examples_run(name):
     failures, _ = doctest.testmod(importlib.import_module(name), verbose=False)
@@ -72,31 +46,22 @@ def test_docstring_examples_run(name):
 
 
 def test_the_oldest_versions_that_are_tested_are_the_stated_minimums():
-    stated = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    minimums = {name: Version(least) for name, least in (line.split(">=") for line in stated)}
+    minimums = dict(line.split(">=") for line in PROJECT["dependencies"])
     text = (ROOT / "constraints" / "oldest.txt").read_text()
     pinned = re.findall(r"^(\w+)==([\d.]+?)(?:\.\*)?(?:;.*)?$", text, re.MULTILINE)
-    assert {name: Version(version) for name, version in pinned} == minimums
-
-
-def run_python(code):
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert {name: Version(x) for name, x in pinned} == {x: Version(y) for x, y in minimums.items()}
 
 
 # Those that the examples and the logging need, and that users may not have.
-OPTIONAL = (
-    *("diskcache", "flax", "grain", "matplotlib", "mpi4jax", "mpi4py", "orbax", "pandas"),
-    *("PIL", "rich", "scipy", "sklearn", "tensorboardX"),
-)
+OPTIONAL = "diskcache flax grain matplotlib mpi4jax mpi4py orbax pandas PIL rich scipy sklearn"
+OPTIONAL += " tensorboardX"
 
 
 @pytest.mark.parametrize(
     ("package", "needed"),
     [("sparse_collectives", ("jax", "numpy")), ("optax_ext", ("jax", "numpy", "optax"))],
 )
-def test_an_import_loads_nothing_but_what_the_package_depends_on(package, needed):
+def test_an_import_loads_what_the_package_depends_on_and_starts_no_backend(package, needed):
     code = f"""
 import importlib, sys
 def load(names):
@@ -107,42 +72,35 @@ before = load({needed})
 after = load([{package!r}])
 others = after - before - set(sys.stdlib_module_names)
 print(*sorted(name for name in others if not name.startswith("_")))
-print(*sorted(after & set({OPTIONAL}) - before))
+print(*sorted(after & set({OPTIONAL!r}.split()) - before))
+import jax
+jax.config.update("jax_num_cpu_devices", 3)  # an error once a backend has started
 """
-    loaded, optional = run_python(code).split("\n")[:2]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    loaded, optional = done.stdout.split("\n")[:2]
     assert set(loaded.split()) <= {"sparse_collectives", package}
     assert not optional
 
 
 def test_the_citation_is_complete_and_of_this_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     # What the schema of the format requires.
     assert citation["cff-version"] == "1.2.0"
     assert citation["message"]
-    assert citation["title"].startswith(project["name"])
+    assert citation["title"].startswith(PROJECT["name"])
     assert all("name" in author or "family-names" in author for author in citation["authors"])
     for reference in citation["references"]:
         assert {"type", "title", "authors"} <= reference.keys()
         assert re.fullmatch(r"10\.\d{4,}/\S+", reference.get("doi", "10.1000/none"))
-    assert citation["version"] == project["version"] == sparse_collectives.__version__
-    assert citation["license"] == project["license"]
+    assert citation["version"] == PROJECT["version"] == sparse_collectives.__version__
+    assert citation["license"] == PROJECT["license"]
     # A release has a heading with its date in the changelog; the citation gives the same.
     changelog = (ROOT / "CHANGELOG.md").read_text()
-    version = re.escape(project["version"])
+    version = re.escape(PROJECT["version"])
     released = re.search(rf"^## \[{version}\] - ([\d-]+)$", changelog, re.MULTILINE)
     date = citation.get("date-released")
     assert (str(date) if date else None) == (released[1] if released else None)
-
-
-@pytest.mark.slow
-def test_importing_starts_no_backend():
-    code = """
-import sparse_collectives, optax_ext
-import jax
-jax.config.update("jax_num_cpu_devices", 3)  # an error once a backend has started
-"""
-    run_python(code)
 
 
 # Parts import from those above them in the tree of the page, and never from below.
@@ -151,25 +109,19 @@ jax.config.update("jax_num_cpu_devices", 3)  # an error once a backend has start
 def levels(package):
     """The line of each part in the tree of the page."""
     page = (ROOT / "docs" / "architecture.md").read_text()
-    tree = re.search(rf"^{package}/\n((?:  .*\n)+)", page, re.M)
-    assert tree is not None
-    lines = [re.split(r" {2,}", line.strip())[0].split() for line in tree[1].splitlines()]
+    (tree,) = re.findall(rf"^{package}/\n((?:  .*\n)+)", page, re.M)
+    lines = [re.split(r" {2,}", line.strip())[0].split() for line in tree.splitlines()]
     return {name.rstrip("/"): level for level, names in enumerate(lines) for name in names}
 
 
 def imported(source, package):
     """The parts of its own package that a source imports, in functions too."""
     for node in ast.walk(ast.parse(source)):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module == package:
-            names = [f"{package}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = [node.module or ""]
-        for name in names:
-            if name.startswith(f"{package}."):
-                yield name.split(".")[1]
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = getattr(node, "module", None)
+            for name in [f"{module}.{x.name}" if module else x.name for x in node.names]:
+                if name.startswith(f"{package}."):
+                    yield name.split(".")[1]
 
 
 @pytest.mark.parametrize("package", ["sparse_collectives", "optax_ext"])

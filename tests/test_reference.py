@@ -1,23 +1,35 @@
-"""Every public name is in the reference of the manual, and once."""
+"""Every public name is exported, and in the reference of the manual, once."""
 
 import importlib
 import inspect
 import re
 import types
-from pathlib import Path
 
-PAGES = Path(__file__).parents[1] / "docs" / "reference"
+import pytest
+
+from tests.optax_ext.helpers import DOCS
+
+PAGES = DOCS / "reference"
 # `extend` last: what it has of the others is theirs.
-PACKAGES = [f"optax_ext{inner}" for inner in ("", ".published", ".contrib")]
-PACKAGES += [
-    f"sparse_collectives{inner}"
-    for inner in (
-        *("", ".allreduce", ".allreduce.published", ".cost_model", ".planner", ".select"),
-        *(".select.published", ".traffic", ".transport", ".wire", ".extend"),
-    )
-]
+PACKAGES = ["optax_ext", "optax_ext.published", "optax_ext.contrib", "sparse_collectives"]
+INNER = "allreduce allreduce.published cost_model planner select select.published traffic transport"
+PACKAGES += [f"sparse_collectives.{inner}" for inner in (*INNER.split(), "wire", "extend")]
 # Where a folder has the name of what it exports, the reader of the sources finds the folder.
 FOLDER = "sparse_collectives.allreduce.ok_topk."
+
+
+# `published` of optax_ext is a file, in which there is also what it imports.
+@pytest.mark.parametrize("name", [name for name in PACKAGES if name != "optax_ext.published"])
+def test_all_is_complete_and_sorted(name):
+    package = importlib.import_module(name)
+    public = {
+        name
+        for name, value in vars(package).items()
+        if not name.startswith("_")
+        and (not isinstance(value, types.ModuleType) or name in package.__all__)
+    }
+    assert set(package.__all__) - {"__version__"} == public
+    assert package.__all__ == sorted(package.__all__)
 
 
 def entries():

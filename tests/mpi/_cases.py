@@ -22,36 +22,34 @@ DTYPES = ("float32", "bfloat16", "float16", "int32")
 class Case(NamedTuple):
     """An allreduce, and where it runs: on ``"flat"``, one axis, or on ``"grid"``, two."""
 
-    allreduce: Callable[[], sc.SparseAllreduce]
+    allreduce: sc.SparseAllreduce
     workers: tuple[int, ...]
     axes: str = "flat"
 
 
 _a, _w = sc.allreduce, sc.wire
 CASES = {
-    "ok_topk": Case(lambda: _a.ok_topk(density=DENSITY), (2, 3, 4)),
-    "ok_topk, balanced regions": Case(
-        lambda: _a.ok_topk(density=DENSITY, regions="balanced"), (2, 3, 4)
-    ),
+    "ok_topk": Case(_a.ok_topk(density=DENSITY), (2, 3, 4)),
+    "ok_topk, balanced regions": Case(_a.ok_topk(density=DENSITY, regions="balanced"), (2, 3, 4)),
     "ok_topk all_to_all": Case(
-        lambda: _a.ok_topk(density=DENSITY, schedule="all_to_all", global_period=3), (3,)
+        _a.ok_topk(density=DENSITY, schedule="all_to_all", global_period=3), (3,)
     ),
-    "ok_topk qsgd": Case(lambda: _a.ok_topk(density=DENSITY, codec=_w.qsgd(bits=4)), (4,)),
-    "agreed": Case(lambda: _a.agreed(), (3,)),
-    "agreed, 16 bits": Case(lambda: _a.agreed(density=DENSITY, bits=16), (2, 3)),
-    "topk_a": Case(lambda: _a.topk_a(), (2, 3)),
-    "topk_a narrow8": Case(lambda: _a.topk_a(codec=_w.narrow8()), (3,)),
-    "gtopk": Case(lambda: _a.published.gtopk(density=DENSITY), (3, 4)),
-    "spardl": Case(lambda: _a.spardl(density=DENSITY), (2, 3, 4)),
-    "ring_sparse": Case(lambda: _a.published.ring_sparse(), (3,)),
-    "sparse_allgather": Case(lambda: _a.published.sparse_allgather(), (3,)),
-    "ssar_recursive_double": Case(lambda: _a.published.ssar_recursive_double(), (3, 4)),
-    "ssar_split_allgather": Case(lambda: _a.published.ssar_split_allgather(), (3,)),
-    "dsar_split_allgather": Case(lambda: _a.published.dsar_split_allgather(), (3,)),
-    "dense": Case(lambda: _a.dense(), (3,)),
-    "dense_bucketed": Case(lambda: _a.published.dense_bucketed(buckets=3), (3,)),
-    "auto": Case(lambda: sc.planner.auto(density=DENSITY, latency="5us", bandwidth="1Gbit"), (3,)),
-    "torus_2d": Case(lambda: _a.published.torus_2d(), (4,), "grid"),
+    "ok_topk qsgd": Case(_a.ok_topk(density=DENSITY, codec=_w.qsgd(bits=4)), (4,)),
+    "agreed": Case(_a.agreed(), (3,)),
+    "agreed, 16 bits": Case(_a.agreed(density=DENSITY, bits=16), (2, 3)),
+    "topk_a": Case(_a.topk_a(), (2, 3)),
+    "topk_a narrow8": Case(_a.topk_a(codec=_w.narrow8()), (3,)),
+    "gtopk": Case(_a.published.gtopk(density=DENSITY), (3, 4)),
+    "spardl": Case(_a.spardl(density=DENSITY), (2, 3, 4)),
+    "ring_sparse": Case(_a.published.ring_sparse(), (3,)),
+    "sparse_allgather": Case(_a.published.sparse_allgather(), (3,)),
+    "ssar_recursive_double": Case(_a.published.ssar_recursive_double(), (3, 4)),
+    "ssar_split_allgather": Case(_a.published.ssar_split_allgather(), (3,)),
+    "dsar_split_allgather": Case(_a.published.dsar_split_allgather(), (3,)),
+    "dense": Case(_a.dense(), (3,)),
+    "dense_bucketed": Case(_a.published.dense_bucketed(buckets=3), (3,)),
+    "auto": Case(sc.planner.auto(density=DENSITY, latency="5us", bandwidth="1Gbit"), (3,)),
+    "torus_2d": Case(_a.published.torus_2d(), (4,), "grid"),
 }
 
 
@@ -63,10 +61,6 @@ def leaves(prefix: str, tree: Any) -> dict[str, np.ndarray]:
         array = array.astype(np.float32) if array.dtype.name == "bfloat16" else array
         found[f"{prefix}{jax.tree_util.keystr(path)}"] = array
     return found
-
-
-def names(workers: int) -> list[str]:
-    return [name for name, case in CASES.items() if workers in case.workers]
 
 
 def gradients(workers: int) -> np.ndarray:

@@ -18,10 +18,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
+from benchmarks._common.processes import ROOT, environment
 from examples.linear_models import __main__ as linear_models
 from tests.mpi import _cases
+from tests.optax_ext import helpers
 
-ROOT = Path(__file__).parents[2]
 # That of the environment first: mpi4jax was built for the MPI in it.
 MPIRUN = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which("mpirun")
 SECONDS = 900
@@ -41,23 +42,12 @@ pytestmark = [
 def mpirun(workers: int, *arguments: str) -> str:
     """The output of ``python arguments...`` on so many ranks."""
     assert MPIRUN is not None
-    environment = os.environ | {
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'examples'}",
-        "JAX_PLATFORMS": "cpu",
-        # Of mpich: everything between the processes stays on this machine.
-        "HYDRA_IFACE": "lo",
-        "FI_TCP_IFACE": "lo",
-        "PATH": f"{Path(MPIRUN).parent}{os.pathsep}{os.environ['PATH']}",
-    }
     command = [MPIRUN, "-n", str(workers), sys.executable, *arguments]
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    # Of mpich: everything between the processes stays on this machine.
+    variables = environment() | {"HYDRA_IFACE": "lo", "FI_TCP_IFACE": "lo"}
+    variables["PATH"] = f"{Path(MPIRUN).parent}{os.pathsep}{os.environ['PATH']}"
+    pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(command, cwd=ROOT, env=variables, **pipes)
     try:
         output, _ = process.communicate(timeout=SECONDS)
     finally:
@@ -78,17 +68,14 @@ def ranks(workers: int) -> list[dict[str, np.ndarray]]:
 
 def on_mesh(function, workers: int, *operands, axes: str = "flat"):
     """``function(*operands)`` on each device of a mesh; all results with a leading axis of P."""
-    shape, names = ((2, 2), ("node", "device")) if axes == "grid" else ((workers,), ("w",))
-    kinds = (jax.sharding.AxisType.Auto,) * len(shape)
-    mesh = jax.make_mesh(shape, names, axis_types=kinds, devices=jax.devices()[:workers])
+    on = helpers.mesh((2, 2), ("node", "device")) if axes == "grid" else helpers.mesh(workers, "w")
 
     def local(*operands):
         mine = jax.tree.map(lambda x: x[0], operands)
         return jax.tree.map(lambda x: jnp.asarray(x)[None], function(*mine))
 
-    return jax.jit(
-        jax.shard_map(local, mesh=mesh, in_specs=P(names), out_specs=P(names), check_vma=False)
-    )(*operands)
+    specs = {"in_specs": P(on.axis_names), "out_specs": P(on.axis_names)}
+    return jax.jit(jax.shard_map(local, mesh=on, **specs, check_vma=False))(*operands)
 
 
 def assert_same_bits(prefix: str, mesh, workers: int, rounding: float = 0.0) -> None:
@@ -120,15 +107,11 @@ def test_the_transport_has_the_bits_of_the_mesh_and_its_sums_are_those_of_numpy(
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
-def test_exchanges_keep_their_order_in_branches_and_loops_and_work_without_jit(workers):
+def test_exchanges_keep_their_order_in_branches_and_loops(workers):
+    """And work without jit, and what needs a mesh says so: of that each rank is its own judge."""
     x = _cases.operands("int32", workers)
     mesh = on_mesh(lambda x: _cases.in_control_flow("w", workers, x), workers, jnp.asarray(x))
     assert_same_bits("flow", mesh, workers)
-    for rank, found in enumerate(ranks(workers)):
-        np.testing.assert_array_equal(found["eager['psum']"], x.sum(0))
-        np.testing.assert_array_equal(found["bool['gathered']"], x > 25)
-        # Ranks of two communicators are numbered row by row.
-        assert workers != 4 or int(found["grid index"]) == rank
 
 
 @pytest.mark.parametrize(
@@ -137,10 +120,8 @@ def test_exchanges_keep_their_order_in_branches_and_loops_and_work_without_jit(w
 def test_an_allreduce_has_the_bits_of_the_mesh_and_loses_nothing(name, workers):
     case, gradients = _cases.CASES[name], _cases.gradients(workers)
     axis = "w" if case.axes == "flat" else ("node", "device")
-    allreduce = case.allreduce()
-    mesh = on_mesh(
-        lambda g: _cases.run(allreduce, axis, workers, g), workers, gradients, axes=case.axes
-    )
+    run = functools.partial(_cases.run, case.allreduce, axis, workers)
+    mesh = on_mesh(run, workers, gradients, axes=case.axes)
     assert_same_bits(name, mesh, workers)
 
     every = ranks(workers)
@@ -162,11 +143,8 @@ def test_training_has_the_bits_of_the_mesh(name):
     tx = training.make(*(("w", None) if axes == "flat" else (("node", "device"), "device")))
     params = jax.tree.map(lambda x: jnp.stack([x] * workers), _cases.params())
     state = on_mesh(lambda _: tx.init(_cases.params()), workers, np.zeros(workers), axes=axes)
-    step = jax.jit(
-        lambda *operands: on_mesh(
-            lambda p, s, b: _cases.train_step(tx, p, s, b), workers, *operands, axes=axes
-        )
-    )
+    one_step = functools.partial(_cases.train_step, tx)
+    step = jax.jit(lambda *operands: on_mesh(one_step, workers, *operands, axes=axes))
     losses = []
     for batch in _cases.batches(name, workers):
         params, state, value = step(params, state, batch)
@@ -174,9 +152,8 @@ def test_training_has_the_bits_of_the_mesh(name):
     # What LAMB does behind the exchange, and what sparse_adamw adds to the residual before it, XLA
     # fuses otherwise in the two programs: seen was one unit in the last place of one entry.
     rounding = 1e-6 if "lamb" in name or name == "sparse_adamw" else 0.0
-    assert_same_bits(f"{name} params", params, workers, rounding)
-    assert_same_bits(f"{name} state", state, workers, rounding)
-    assert_same_bits(f"{name} losses", losses, workers, rounding)
+    for kind, tree in (("params", params), ("state", state), ("losses", losses)):
+        assert_same_bits(f"{name} {kind}", tree, workers, rounding)
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(params))
     sparse = optax_ext.get_state(state)
     if sparse is not None:
@@ -184,34 +161,15 @@ def test_training_has_the_bits_of_the_mesh(name):
         assert sparse.count.tolist() == [training.steps - 1] * workers
 
 
-@pytest.mark.parametrize("workers", [2, 3, 4])
-def test_what_needs_a_mesh_says_so(workers):
-    expected = {
-        "mesh": "opt_state = tx.init(params)",
-        "specs": "opt_state = tx.init(params)",
-        "consolidate": f"opt_state was made over an MPI communicator of {workers} ranks",
-        "reshard": f"opt_state was made over an MPI communicator of {workers} ranks",
-        "two": "Pass one communicator of all workers",
-        "mixed": "'ranks' in it, which is not an intracommunicator",
-        "null": "which is not an intracommunicator",
-        "meter": "an exchange over MPI",
-    }
-    for found in ranks(workers):
-        for name, text in expected.items():
-            assert text in str(found[f"error {name}"]), name
-            assert str(found[f"error {name}"]).startswith("ValueError"), name
-        assert found["metadata workers"] == workers
-
-
 def test_the_example_trains_and_its_ranks_agree():
     output = mpirun(3, "examples/train_mpi.py", "--steps", "60")
-    lines = [line for line in output.splitlines() if "workers" in line]
-    assert len(lines) == 1, output
-    accuracy = re.search(r"^3 workers, 60 steps: test accuracy ([0-9.]+)%", lines[0])
+    (line,) = [line for line in output.splitlines() if "workers" in line]
+    said = (
+        r"3 workers, 60 steps: test accuracy ([0-9.]+)%.*1700 entries delivered.*parameters equal"
+    )
+    accuracy = re.fullmatch(said, line)
     assert accuracy is not None, output
     assert float(accuracy[1]) > 80
-    assert "1700 entries delivered" in lines[0]
-    assert lines[0].endswith("parameters equal")
 
 
 @pytest.mark.parametrize(
@@ -232,10 +190,9 @@ def test_the_linear_models_compute_what_the_devices_of_a_mesh_do(method, exchang
         assert on_ranks[name]["words"] == run["words"]
 
 
-def test_the_program_in_the_docs_runs(tmp_path):
+def test_the_program_in_the_docs_runs():
     snippets = re.findall(r"```py\n(.*?)```", (ROOT / "docs/multihost.md").read_text(), re.DOTALL)
-    program = [text for text in snippets if "mpi4py" in text]
-    assert len(program) == 1
+    (program,) = [text for text in snippets if "mpi4py" in text]
     before = """
 import jax, jax.numpy as jnp, optax, optax_ext
 params = {"w": jnp.ones((10, 7))}
@@ -250,6 +207,4 @@ every = MPI.COMM_WORLD.allgather(params["w"].tobytes())
 assert int(optax_ext.get_state(opt_state).count) == 3 and len(set(every)) == 1
 assert not jnp.all(params["w"] == 1)
 """
-    script = tmp_path / "multihost.py"
-    script.write_text(before + program[0] + after)
-    mpirun(2, str(script))
+    mpirun(2, "-c", before + program + after)

@@ -1,27 +1,29 @@
 """What a group of processes does, and what one process with as many devices does alike.
 
-Each case is ``case(mesh, folder, **options) -> {name: array}`` and is run by every process of a
-group. Arrays that are spread over processes are gathered, so that what comes back can be
-compared with the bits of one process.
+One of the group is `python -m tests.multiprocess._cases JSON`. Each case is ``case(mesh, folder,
+**options) -> {name: array}`` and is run by every process. Arrays that are spread over processes are
+gathered, so that what comes back can be compared with the bits of one process; the rest each
+process judges for itself.
 """
 
+import contextlib
 import functools
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
-from jax.sharding import PartitionSpec as P
+import pytest
+from jax.sharding import Mesh
 
 import optax_ext
 from sparse_collectives import select, wire
+from tests import groups
+from tests.mpi._cases import leaves
+from tests.system import _task
+from tests.system._task import mesh_of_all, whole
 
-ROWS, INPUTS, HIDDEN, OUTPUTS = 24, 10, 16, 7  # 24 rows are divisible by 1, 2, 3, 4, 6 and 8
 DENSITY = 0.1
 SAVED_AT = 4
 
@@ -38,88 +40,64 @@ REDUCTIONS = {
 }
 
 
-def mesh_of(devices: list[jax.Device]) -> Mesh:
-    return jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
-
-
 def train(mesh: Mesh, folder: Path, *, reduction: str, steps: int) -> dict[str, np.ndarray]:
     """Of the third step a row of the last worker is not finite, but for the dense mean."""
     del folder
     run = _Run(mesh, reduction)
-    batches = _batches(steps)
-    if reduction != "dense":
-        batches[2][-1, 0] = np.nan
-    losses = [run(batch) for batch in batches]
-    return {**run.arrays(), "losses": np.asarray(losses), "traces": np.asarray(len(run.traces))}
+    sparse = reduction != "dense"
+    losses = [run(step, bad=step == 2 and sparse) for step in range(steps)]
+    assert not sparse or optax_ext.get_state(run.state).skipped == 1
+    assert len(run.traces) == 1
+    return {**run.arrays(), "losses": np.asarray(losses)}
 
 
 def save(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
-    """Saves after some steps; the next step without and with a restore."""
-    run = _Run(mesh, "ok_topk")
-    *batches, last = _batches(SAVED_AT + 1)
-    for batch in batches:
-        run(batch)
-    metadata = optax_ext.checkpoint_metadata(run.state)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "saved", (run.params, run.state), custom_metadata=metadata)
-        checkpointer.wait_until_finished()
+    """Saves after some steps; the next step is the same without and with a restore."""
+    run, restored = _Run(mesh, "ok_topk"), _Run(mesh, "ok_topk")
+    for step in range(SAVED_AT):
+        run(step)
+    with _task.manager_of(folder / "saved") as manager:
+        _task.save(manager, SAVED_AT, run.params, run.state)
         residual = whole(optax_ext.get_state(run.state).residual)
-        run(last)
-
-        restored = _Run(mesh, "ok_topk")
-        shapes = _shapes(restored.params, NamedSharding(mesh, P()))
-        expected = optax_ext.abstract_state(restored.tx, restored.params, mesh)
-        optax_ext.check_metadata(checkpointer.metadata(folder / "saved").custom_metadata, expected)
-        restored.params, restored.state = checkpointer.restore(folder / "saved", (shapes, expected))
-        restored(last)
-    others = {f"restored{name}": array for name, array in restored.arrays().items()}
-    traces = np.asarray(len(run.traces))
-    return {**run.arrays(), **others, "saved_residual": residual, "traces": traces}
+        restored.params, restored.state = _task.restore(manager, SAVED_AT, mesh, run.tx)
+    run(SAVED_AT)
+    restored(SAVED_AT)
+    arrays = run.arrays()
+    for name, array in restored.arrays().items():
+        assert array.tobytes() == arrays[name].tobytes(), name
+    assert len(run.traces) == 1
+    return {**arrays, "saved_residual": residual}
 
 
 def resume(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
     """The state that other workers have saved, and the next step of these."""
     run = _Run(mesh, "ok_topk")
-    # A device of this process: each restores all of the old state for itself.
-    host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    with ocp.StandardCheckpointer() as checkpointer:
-        saved = checkpointer.metadata(folder / "saved").custom_metadata
-        old_mesh = AbstractMesh((saved["workers"],), ("data",))
-        old = optax_ext.abstract_state(run.tx, run.params, old_mesh, sharding=host)
-        optax_ext.check_metadata(saved, old)
-        run.params, state = checkpointer.restore(folder / "saved", (_shapes(run.params, host), old))
-    before = np.asarray(optax_ext.get_state(state).residual)
-    run.state = optax_ext.reshard(state, optax_ext.init_state(run.tx, run.params, mesh))
-    after = whole(optax_ext.get_state(run.state).residual)
-    run(_batches(SAVED_AT + 1)[-1])
+    with _task.manager_of(folder / "saved") as manager:
+        # Each process restores all of the old state for itself.
+        run.params, state = _task.restore(manager, SAVED_AT, tx=run.tx)
+    run.state = optax_ext.reshard(state, run.state)
+    before, after = (whole(optax_ext.get_state(each).residual) for each in (state, run.state))
+    run(SAVED_AT)
     return {**run.arrays(), "before": before, "after": after}
 
 
 def refuse(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
-    """What several processes can get wrong, and what they are told."""
+    """What several processes can get wrong, they are told."""
     del folder
     run = _Run(mesh, "ok_topk")
     fresh = optax_ext.init_state(run.tx, run.params, mesh)
-    messages = {}
-    for name, call in {
-        "spread_state": lambda: optax_ext.reshard(run.state, fresh),
-        "local_batch": lambda: run.step(run.params, run.state, _batches(1)[0]),
+    batch = jax.tree.map(np.asarray, _task.batch_of(0, mesh_of_all(jax.local_devices())))
+    for said, call in {
+        "process_allgather": lambda: optax_ext.reshard(run.state, fresh),
+        "make_array_from_process_local_data": lambda: run.step(run.params, run.state, batch),
     }.items():
-        try:
+        wrong = pytest.raises(ValueError, match=said)
+        with wrong if jax.process_count() > 1 else contextlib.nullcontext():
             call()
-        except ValueError as error:
-            messages[name] = np.asarray(str(error))
-    return messages
+    return {}
 
 
 CASES = {f.__name__: f for f in (train, save, resume, refuse)}
-
-
-def whole(x: Any) -> np.ndarray:
-    """All of a global array."""
-    if x.is_fully_addressable or x.is_fully_replicated:
-        return np.asarray(x)
-    return multihost_utils.process_allgather(x, tiled=True)
 
 
 class _Run:
@@ -130,32 +108,18 @@ class _Run:
     """
 
     def __init__(self, mesh: Mesh, reduction: str):
-        rng = np.random.default_rng(1)
-        self.mesh = mesh
+        self.mesh, self.params = mesh, _task.first_params()
         self.tx, self.step, self.traces = _step(mesh, reduction)
-        self.params: Any = {
-            "a": rng.standard_normal((INPUTS, HIDDEN)).astype(np.float32),
-            "b": rng.standard_normal((HIDDEN, OUTPUTS)).astype(np.float32),
-        }
         self.state = optax_ext.init_state(self.tx, self.params, mesh)
 
-    def __call__(self, rows: np.ndarray) -> float:
-        """Of the global batch each process gives only the rows of its own devices."""
-        process, devices = jax.process_index(), self.mesh.devices.flat
-        workers = [i for i, device in enumerate(devices) if device.process_index == process]
-        local = np.concatenate([np.split(rows, self.mesh.size)[i] for i in workers])
-        where = NamedSharding(self.mesh, P("data"))
-        batch = jax.make_array_from_process_local_data(where, local)
+    def __call__(self, step: int, *, bad: bool = False) -> float:
+        batch = _task.batch_of(step, self.mesh, bad=bad)
         self.params, self.state, loss = self.step(self.params, self.state, batch)
         return float(loss)
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Every array of parameters and state, by its path; parameters on each local device."""
-        trees = {"params": self.params, "state": self.state}
-        arrays = {
-            jax.tree_util.keystr(path): whole(leaf)
-            for path, leaf in jax.tree_util.tree_leaves_with_path(trees)
-        }
+        arrays = leaves("", jax.tree.map(whole, {"params": self.params, "state": self.state}))
         for name, leaf in self.params.items():
             copies = [np.asarray(shard.data) for shard in leaf.addressable_shards]
             arrays[f"copies of {name}"] = np.stack(copies)
@@ -166,18 +130,27 @@ class _Run:
 def _step(mesh: Mesh, reduction: str) -> tuple[Any, Any, list[int]]:
     traces = []
 
-    def loss_fn(params, rows):
+    def loss_fn(params, batch):
         traces.append(1)
-        return jnp.mean((jnp.tanh(rows @ params["a"]) @ params["b"]) ** 2)
+        return _task.loss_fn(params, batch)
 
     tx = optax.chain(REDUCTIONS[reduction](), optax.sgd(0.01, momentum=0.9))
     return tx, optax_ext.make_train_step(loss_fn, tx, mesh), traces
 
 
-def _batches(number: int) -> list[np.ndarray]:
-    rng = np.random.default_rng(0)
-    return [rng.standard_normal((ROWS, INPUTS)).astype(np.float32) for _ in range(number)]
+def main() -> None:
+    """Runs the cases and writes what each returns to FOLDER/CASE.PROCESS.npz."""
+    options = groups.settings()
+    groups.join(options, options["devices"], initialization_timeout=600)
+    assert jax.process_count() == options["processes"]
+    assert jax.local_device_count() == options["devices"]
+    folder = Path(options["folder"])
+    for name, case, arguments in options["cases"]:
+        arrays = CASES[case](mesh_of_all(), folder, **arguments)
+        np.savez(folder / f"{name}.{options['index']}.npz", **arrays)
+        print(f"{name} done", flush=True)
+    jax.distributed.shutdown()
 
 
-def _shapes(tree: Any, sharding: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,19 @@
-"""The training that the faults happen to, and its checkpoints; the same for workers and checks."""
+"""The training of several processes, and its checkpoints; the same for workers and checks.
+
+One process that the faults happen to is `python -m tests.system._task JSON`; `_faults` starts it.
+The settings are ``steps`` to train up to, ``save_every`` so many a checkpoint in the ``folder``,
+and ``resume``, the step of the one to start from, 0 for none; ``heartbeat``, seconds without one,
+after which jax takes a process for dead, ``deadline`` for each step and checkpoint and
+``first_deadline`` for the first, which compiles; ``hold_at``, the step before which it waits for a
+line on standard input, and ``limit_at``, at whose checkpoint it can't write any more; -1 for none.
+What it does is written to standard output, a JSON object to a line.
+"""
 
 import hashlib
+import resource
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -9,13 +21,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.experimental import multihost_utils
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
 import optax_ext
+from tests import groups
+from tests.groups import say
 
 AXIS = "data"
 _INPUTS, _HIDDEN, _OUTPUTS = 32, 96, 8
-# Divisible by 2, 3 and 4 workers, so that each number of them can take the same batches.
+# Divisible by 1, 2, 3, 4, 6 and 8 workers, so that each number of them can take the same batches.
 _BATCH = 24
 
 
@@ -37,18 +53,23 @@ def loss_fn(params: Any, batch: Any) -> jax.Array:
     return jnp.mean((jnp.tanh(inputs @ params["in"]) @ params["out"] - outputs) ** 2)
 
 
-def mesh_of_all() -> Mesh:
-    """All devices of all processes."""
-    return jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
+def mesh_of_all(devices: list[jax.Device] | None = None) -> Mesh:
+    """All devices of all processes, or these."""
+    devices = jax.devices() if devices is None else devices
+    return jax.make_mesh((len(devices),), (AXIS,), axis_types=(AxisType.Auto,), devices=devices)
 
 
-def batch_of(step: int, mesh: Mesh) -> Any:
-    """The batch of a step, split over the workers; it depends on nothing but the step."""
+def batch_of(step: int, mesh: Mesh, *, bad: bool = False) -> Any:
+    """The batch of a step, split over the workers; it depends on nothing but the step.
+
+    Of a bad one a row of the last worker is not finite.
+    """
     rng = np.random.default_rng([1, step])
-    host = (
+    host = [
         rng.standard_normal((_BATCH, width)).astype(np.float32) for width in (_INPUTS, _OUTPUTS)
-    )
-    return tuple(placed(x, NamedSharding(mesh, PartitionSpec(AXIS))) for x in host)
+    ]
+    host[0][-1, 0] += np.nan if bad else 0
+    return tuple(placed(x, NamedSharding(mesh, P(AXIS))) for x in host)
 
 
 def placed(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
@@ -58,9 +79,15 @@ def placed(x: np.ndarray, sharding: NamedSharding) -> jax.Array:
 
 def first_state(mesh: Mesh) -> tuple[Any, Any]:
     """Parameters and optimizer state before the first step."""
-    whole = NamedSharding(mesh, PartitionSpec())
-    params = jax.tree.map(lambda x: placed(x, whole), first_params())
+    params = jax.tree.map(lambda x: placed(x, NamedSharding(mesh, P())), first_params())
     return params, optax_ext.init_state(transformation(), params, mesh)
+
+
+def whole(x: Any) -> np.ndarray:
+    """All of an array of all processes, on each."""
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x)
+    return multihost_utils.process_allgather(x, tiled=True)
 
 
 def hash_of(tree: Any) -> str:
@@ -89,29 +116,22 @@ def save(manager: ocp.CheckpointManager, step: int, params: Any, opt_state: Any)
     manager.save(step, args=ocp.args.StandardSave(tree), custom_metadata=metadata)
 
 
-def restore(manager: ocp.CheckpointManager, step: int, mesh: Mesh) -> tuple[Any, Any]:
-    """Parameters and state, to the bit, for the number of workers that saved them."""
-    expected = optax_ext.abstract_state(transformation(), first_params(), mesh)
-    return restore_into(manager, step, (_shapes(NamedSharding(mesh, PartitionSpec())), expected))
+def restore(manager: Any, step: int, mesh=None, tx=None, like=None) -> tuple[Any, Any]:
+    """Parameters and state, to the bit, for the number of workers that saved them.
 
-
-def restore_on_host(manager: ocp.CheckpointManager, step: int) -> tuple[Any, Any]:
-    """Parameters and the state of all workers that saved, on one device of this process."""
-    host = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    saved = manager.metadata(step).custom_metadata
-    workers = jax.sharding.AbstractMesh((saved["state"]["workers"],), (AXIS,))
-    expected = optax_ext.abstract_state(transformation(), first_params(), workers, sharding=host)
-    return restore_into(manager, step, (_shapes(host), expected))
-
-
-def restore_into(manager: ocp.CheckpointManager, step: int, expected: Any) -> Any:
-    """A checkpoint in the shapes and at the places of ``expected``: parameters and state.
-
-    ValueError: it is of another state, or of other arrays; or whatever orbax raises of its files.
+    Without a mesh those of all of them, on one device of this process. They are of the
+    transformation, with parameters like these, by default those of this file. ValueError: the
+    checkpoint is of another state, or of other arrays; or whatever orbax raises of its files.
     """
+    tx, like = tx or transformation(), first_params() if like is None else like
     saved = manager.metadata(step).custom_metadata
-    optax_ext.check_metadata(saved["state"], expected[1])
-    tree = manager.restore(step, args=ocp.args.StandardRestore(expected))
+    host = None if mesh else SingleDeviceSharding(jax.local_devices()[0])
+    place = host or NamedSharding(mesh, P())
+    on = mesh or AbstractMesh((saved["state"]["workers"],), (AXIS,))
+    state = optax_ext.abstract_state(tx, like, on, sharding=host)
+    optax_ext.check_metadata(saved["state"], state)
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), like)
+    tree = manager.restore(step, args=ocp.args.StandardRestore((params, state)))
     optax_ext.contrib.check_checksums(saved["checksums"], tree)
     return tree
 
@@ -125,7 +145,7 @@ def last_whole(folder: Path) -> tuple[int, dict[int, str]]:
     with manager_of(folder) as manager:
         for step in sorted(manager.all_steps(), reverse=True):
             try:
-                restore_on_host(manager, step)
+                restore(manager, step)
             except Exception as error:  # whatever a damaged file raises in orbax
                 damaged[step] = " ".join(f"{type(error).__name__}: {error}".split())[:160]
             else:
@@ -134,12 +154,59 @@ def last_whole(folder: Path) -> tuple[int, dict[int, str]]:
 
 
 def residual_sum(opt_state: Any) -> np.ndarray:
-    """``f64[n]``: the residuals added up over the workers, on the host."""
-    residual = optax_ext.get_state(opt_state).residual
-    return np.sum(np.asarray(residual), axis=0, dtype=np.float64)
+    """``f64[n]``: the residuals of all workers added up, on the host of each process."""
+    return whole(optax_ext.get_state(opt_state).residual).sum(axis=0, dtype=np.float64)
 
 
-def _shapes(sharding: Any) -> Any:
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), first_params()
-    )
+def main() -> None:
+    """Trains; see the top of this file."""
+    settings = SimpleNamespace(**groups.settings())
+    timeouts = ("heartbeat_timeout_seconds", "shutdown_timeout_seconds")
+    groups.join(vars(settings), **dict.fromkeys(timeouts, settings.heartbeat))
+    watchdog = optax_ext.contrib.Watchdog(settings.deadline, first_seconds=settings.first_deadline)
+    with watchdog("the start"):
+        mesh = mesh_of_all()
+        manager = manager_of(Path(settings.folder))
+        params, opt_state = _start(settings, manager, mesh)
+        train_step = optax_ext.make_train_step(loss_fn, transformation(), mesh)
+    say("started", step=settings.resume, hash=hash_of((params, opt_state)))
+    for step in range(settings.resume, settings.steps):
+        batch = batch_of(step, mesh)
+        say("begin", step=step)
+        if step == settings.hold_at:
+            sys.stdin.readline()
+        # The first step compiles.
+        seconds = settings.first_deadline if step == settings.resume else None
+        with watchdog(f"step {step}", seconds=seconds):
+            params, opt_state, loss = jax.block_until_ready(train_step(params, opt_state, batch))
+        say("end", step=step, loss=float(loss), hash=hash_of((params, opt_state)))
+        done = step + 1
+        if done % settings.save_every == 0:
+            if step == settings.limit_at:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+            say("saving", step=done)
+            with watchdog(f"checkpoint {done}", seconds=settings.first_deadline):
+                save(manager, done, params, opt_state)
+    with watchdog("the end"):
+        manager.close()
+        jax.distributed.shutdown()
+    say("finished")
+
+
+def _start(settings: SimpleNamespace, manager: Any, mesh: Any) -> tuple[Any, Any]:
+    """The first state, or that of a checkpoint of any number of workers."""
+    if not settings.resume:
+        return jax.block_until_ready(first_state(mesh))
+    saved = manager.metadata(settings.resume).custom_metadata["state"]
+    if saved["workers"] == settings.processes:
+        return restore(manager, settings.resume, mesh)
+    params, opt_state = restore(manager, settings.resume)
+    before = residual_sum(opt_state)
+    opt_state = optax_ext.reshard(opt_state, first_state(mesh)[1])
+    difference = abs(residual_sum(opt_state) - before).max()
+    say("resharded", largest=float(abs(before).max()), difference=float(difference))
+    return params, opt_state
+
+
+if __name__ == "__main__":
+    groups.run(main)
