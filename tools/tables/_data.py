@@ -2,8 +2,8 @@
 
 import json
 import statistics
-import string
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from typing import Any
 
 from benchmarks._common.timing import quartiles
@@ -14,8 +14,13 @@ DATA = ROOT / "docs" / "data"
 
 
 def read(name: Any) -> Any:
-    """What a file in docs/data holds."""
+    """What a file in docs/data holds, or another one by its path."""
     return json.loads((DATA / name).read_text(encoding="utf-8"))
+
+
+def by(rows: Iterable[dict[str, Any]], *keys: str) -> dict[Any, Any]:
+    """Rows by what they have under some keys."""
+    return {itemgetter(*keys)(row): row for row in rows}
 
 
 def printed(file: str, which: int) -> Rows:
@@ -27,15 +32,9 @@ def printed(file: str, which: int) -> Rows:
     return read(f"printed/{file}.json")["tables"][which]["rows"]
 
 
-class _Formatter(string.Formatter):
-    def format_field(self, value: Any, format_spec: str) -> str:
-        shown = super().format_field(value, format_spec)
-        return shown[:-1] + " %" if format_spec.endswith("%") else shown
-
-
 def cells(row: dict[str, Any], *texts: str) -> list[str]:
     """The texts with the numbers of a row; the formats are those of Python."""
-    return [_Formatter().vformat(text, (), row) for text in texts]
+    return [text.format_map(row).replace("%", " %") for text in texts]
 
 
 def percent(value: float, digits: int = 0) -> str:
@@ -63,11 +62,6 @@ def median(values: Sequence[float], digits: int = 0, scale: float = 1) -> str:
 def listed(values: Iterable[float], digits: int) -> str:
     """All of them."""
     return ", ".join(f"{x:.{digits}f}" for x in values)
-
-
-def ratios(base: dict[str, Any], row: dict[str, Any], key: str = "seconds") -> list[float]:
-    """How many times as fast as the base, in each round."""
-    return [a / b for a, b in zip(base[key], row[key], strict=True)]
 
 
 def code(name: str) -> str:

@@ -4,9 +4,10 @@ import statistics
 from functools import partial
 from typing import Any
 
+from benchmarks._common.timing import over
 from benchmarks.network._report import breakdown
 
-from ._data import DATA, interval, median, middle, read
+from ._data import DATA, by, interval, median, middle, read
 from ._files import Rows
 
 PARTS = ("rest", "sparsification", "communication", "of_it_unlimited")
@@ -25,15 +26,12 @@ SHOWN = {
 
 def _gains(point: dict[str, Any]) -> list[float]:
     """How many times as fast as dense, in each round."""
-    pairs = zip(point["baseline_seconds"], point["seconds"], strict=True)
-    return [base / own for base, own in pairs]
+    return over(point["baseline_seconds"], point["seconds"])
 
 
-def _kept(workers: int, params: int, link: str) -> list[dict[str, Any]]:
-    """Every method of every run that was kept."""
-    files = sorted(DATA.glob("network*.json"))
-    setting = (workers, params, link)
-    points = [point for path in files for point in read(path)["points"]]
+def _kept(*setting: Any) -> list[dict[str, Any]]:
+    """Every method of every run that was kept, of some workers, parameters and link."""
+    points = [p for path in sorted(DATA.glob("network*.json")) for p in read(path)["points"]]
     return [p for p in points if (p["workers"], p["params"], p["link"]) == setting]
 
 
@@ -78,11 +76,8 @@ def table_network_4_runs() -> Rows:
     """How many times as fast as dense in each run of four workers at 1 Gbit/s."""
     found = speedups(*POINTS[1])
     most = max(map(len, found.values()))
-    return [
-        [f"`{name}`", *(f"{x:.2f}" for x in values)]
-        for name, values in found.items()
-        if len(values) == most
-    ]
+    whole = {name: values for name, values in found.items() if len(values) == most}
+    return [[f"`{name}`", *(f"{x:.2f}" for x in values)] for name, values in whole.items()]
 
 
 def table_short_of_cores() -> Rows:
@@ -93,37 +88,23 @@ def table_short_of_cores() -> Rows:
         "sparse_adamw": "`sparse_adamw` at 5 %",
         "alone/adamw": "AdamW that exchanges nothing",
     }
-    found, points = speedups(*POINTS[1]), _kept(*POINTS[1])
-
-    def milliseconds(method: str) -> list[float]:
-        of_method = [point for point in points if point["method"] == method]
-        return [1e3 * statistics.median(point["cpu_seconds"]) for point in of_method]
-
-    return [
-        [shown, interval(found[name], 1), interval(milliseconds(name), 0)]
-        for name, shown in names.items()
-    ]
+    found, rows = speedups(*POINTS[1]), []
+    for name, shown in names.items():
+        busy = [point["cpu_seconds"] for point in _kept(*POINTS[1]) if point["method"] == name]
+        milliseconds = [1e3 * statistics.median(each) for each in busy]
+        rows.append([shown, interval(found[name], 1), interval(milliseconds, 0)])
+    return rows
 
 
 def table_network_parts() -> Rows:
     """Where the time of a step goes, at 1 Gbit/s; and without a limit."""
-    found = read("breakdown_4.json")
-    points = found["points"]
-    free = {point["method"]: point for point in points if point["link"] == "none"}
-    rows = []
-    for point in points:
-        if point["link"] != "1gbit":
-            continue
-        seconds = breakdown(point, found)
+    found, rows = read("breakdown_4.json"), []
+    at = by(found["points"], "method", "link")
+    for method in dict.fromkeys(method for method, _ in at):
+        point, seconds = at[method, "1gbit"], breakdown(at[method, "1gbit"], found)
         assert seconds is not None
-        rows.append(
-            [
-                f"`{point['method']}`",
-                median(point["seconds"], scale=1e3),
-                middle(_gains(point), 2),
-                *(f"{1e3 * seconds[part]:.0f}" for part in PARTS),
-                median(_gains(free[point["method"]]), 2),
-                median(point["cpu_seconds"], scale=1e3),
-            ]
-        )
+        line = [f"`{method}`", median(point["seconds"], scale=1e3), middle(_gains(point), 2)]
+        line += [f"{1e3 * seconds[part]:.0f}" for part in PARTS]
+        line += [median(_gains(at[method, "none"]), 2), median(point["cpu_seconds"], scale=1e3)]
+        rows.append(line)
     return rows

@@ -3,7 +3,7 @@
 from sparse_collectives import cost_model
 from sparse_collectives.planner import _optimizers, _planner
 
-from ._data import blank_repeats, interval, read
+from ._data import blank_repeats, by, interval, read
 from ._files import Rows
 from ._links import speedups
 
@@ -17,22 +17,12 @@ METHODS = ("topk_a", "gtopk", "topk_dsa", "ok_topk")
 
 def table_scaling() -> Rows:
     """The time of the dense exchange over that of the method."""
-    found = {
-        (row["network"], row["workers"], row["algorithm"]): row["step"]
-        for row in read("scaling.json")["rows"]
-    }
-
-    def cell(network: str, workers: int, method: str) -> str:
-        ratio = found[network, workers, "dense"] / found[network, workers, method]
-        return f"{ratio:.1f}" if ratio >= 1 else f"{ratio:.2f}"
-
-    return blank_repeats(
-        [
-            [network, str(workers), *(cell(network, workers, method) for method in METHODS)]
-            for network, counts in SHOWN
-            for workers in counts
-        ]
-    )
+    found, rows = by(read("scaling.json")["rows"], "network", "workers", "algorithm"), []
+    for setting in ((network, workers) for network, counts in SHOWN for workers in counts):
+        dense = found[*setting, "dense"]["step"]
+        ratios = [dense / found[*setting, method]["step"] for method in METHODS]
+        rows.append([*map(str, setting), *(f"{x:.{1 if x >= 1 else 2}f}" for x in ratios)])
+    return blank_repeats(rows)
 
 
 # The case of docs/data/network_4*.json.
@@ -57,11 +47,9 @@ def shared_cores(link: str) -> dict[str, tuple[float, list[float]]]:
     net = cost_model.network(_LATENCY, link.replace("gbit", "Gbit").replace("mbit", "Mbit"))
     local = _planner.CPU._replace(sharing=_SHARING)
     # Exchanges at 1 %, optimizers at their default, as they were measured.
-    loads = [
-        cost_model.Workload(_PARAMS, round(density * _PARAMS), _WORKERS) for density in (0.01, 0.05)
-    ]
-    plan = _planner.plan(loads[0], net, local=local, codecs=["raw"])
-    optimizers = _optimizers.plan_optimizers(loads[1], net, local=local)
+    few, more = (cost_model.Workload(_PARAMS, _PARAMS * x // 100, _WORKERS) for x in (1, 5))
+    plan = _planner.plan(few, net, local=local, codecs=["raw"])
+    optimizers = _optimizers.plan_optimizers(more, net, local=local)
     steps = {row.name: row.step for row in plan.predictions}
     steps |= {f"{row.name}, {row.codec}": row.step for row in optimizers.predictions}
     measured = speedups(_WORKERS, _PARAMS, link)
@@ -76,10 +64,8 @@ def table_shared_cores() -> Rows:
     links = [shared_cores(link) for link in ("1gbit", "100mbit")]
     rows = []
     for method, (_, shown) in _NAMES.items():
-        digits = 2 if method == "dense/adamw" else 1
-        cells = [shown]
-        for found in links:
-            predicted, measured = found[method]
-            cells += [f"{predicted:.{digits}f}", interval(measured, digits)]
-        rows.append(cells)
+        digits, both = 2 if method == "dense/adamw" else 1, [found[method] for found in links]
+        rows.append(
+            [shown, *(cell for x, y in both for cell in (f"{x:.{digits}f}", interval(y, digits)))]
+        )
     return rows

@@ -1,8 +1,10 @@
 """Fill-in, balance, selectors and counts in trainings: `benchmarks.training`."""
 
+import functools
+import operator
 from typing import Any
 
-from ._data import blank_repeats, cells, code, interval, percent, read
+from ._data import blank_repeats, by, cells, code, interval, percent, read
 from ._files import Rows
 
 Row = dict[str, Any]
@@ -58,7 +60,7 @@ def table_fill_in_predicted() -> Rows:
     def line(name: str, *keys: str) -> list[str]:
         made = [name]
         for table in both:
-            value = table[keys[0]] if len(keys) == 1 else table[keys[0]][keys[1]]
+            value = functools.reduce(operator.getitem, keys, table)
             off = f"{100 * (value / table['measured'] - 1):+.0f} %"
             made += [percent(value, 1), "" if keys == ("measured",) else off]
         return made
@@ -78,59 +80,49 @@ def table_fill_in_predicted() -> Rows:
 # Regions and balance.
 
 
-def _pairs(file: str) -> dict[tuple[str, int], Row]:
-    """Rows of `benchmarks.training.regions`: of each input and P those of both ways."""
-    found: dict[tuple[str, int], Row] = {}
-    for row in read(file)["rows"]:
-        found.setdefault((row["case"], row["workers"]), {})[row["regions"]] = row
-    return found
-
-
 def _share(value: float, digits: int = 1) -> str:
     """Fewer digits where there is more."""
     return percent(value, 0 if value >= 0.1 else digits if value < 0.05 else 1)
 
 
-def _cells(of: Row, hashed: tuple[str, ...], balanced: tuple[str, ...] = ALL) -> list[str]:
-    def cell(row: Row, column: str) -> str:
-        value = row[column]
-        if column == "missing":
-            return f"{_share(value)} ({100 * row['missing_worst']:.0f})"
-        if column == "overflow":
-            return _share(value, 2)
-        return f"{value:.{ {'mass': 3, 'wait': 0}.get(column, 2) }f}"
+def _cell(row: Row, column: str) -> str:
+    value = row[column]
+    if column == "missing":
+        return f"{_share(value)} ({100 * row['missing_worst']:.0f})"
+    if column == "overflow":
+        return _share(value, 2)
+    return f"{value:.{ {'mass': 3, 'wait': 0}.get(column, 2) }f}"
 
-    made = [cell(of["hashed"], column) for column in hashed]
-    return made + [cell(of["balanced"], column) for column in balanced]
+
+def _regions(
+    file: str, hashed: tuple[str, ...] = ALL, balanced: tuple[str, ...] = ALL
+) -> dict[tuple[str, int], list[str]]:
+    """Cells of `benchmarks.training.regions`: of each input and P those of both ways."""
+    found = by(read(file)["rows"], "regions", "case", "workers")
+    columns = [("hashed", x) for x in hashed] + [("balanced", x) for x in balanced]
+    settings = dict.fromkeys(key[1:] for key in found)
+    return {each: [_cell(found[way, *each], x) for way, x in columns] for each in settings}
 
 
 def table_regions() -> Rows:
     """Hashed regions beside balanced ones."""
-    found = sorted(_pairs("regions.json").items(), key=lambda item: item[0][1])
-    return blank_repeats(
-        [
-            [shown, str(p), *_cells(of, ALL)]
-            for case, shown in INPUTS.items()
-            for (name, p), of in found
-            if name == case
-        ]
-    )
+    found = _regions("regions.json")
+    settings = [(case, p) for case in INPUTS for p in sorted({p for _, p in found})]
+    return blank_repeats([[INPUTS[case], str(p), *found[case, p]] for case, p in settings])
 
 
 def table_regions_recorded() -> Rows:
     """Those of recorded trainings."""
     columns = ("missing", "overflow", "words"), ("missing", "mass", "overflow", "words")
-    return [
-        [case, *_cells(of, *columns)] for (case, _), of in _pairs("regions_recorded.json").items()
-    ]
+    return [[case, *row] for (case, _), row in _regions("regions_recorded.json", *columns).items()]
 
 
 def table_regions_large() -> Rows:
     """Those of many workers."""
-    found = {case: of for (case, _), of in _pairs("regions_large.json").items()}
-    hashed = ("missing", "overflow", "wait", "words")
+    found = _regions("regions_large.json", ("missing", "overflow", "wait", "words"))
+    rows = {case: row for (case, _), row in found.items()}
     shown = INPUTS | {"one worker": "one worker in a region"}
-    return [[shown[case], *_cells(found[case], hashed)] for case in FOUR]
+    return [[shown[case], *rows[case]] for case in FOUR]
 
 
 def _recorded() -> list[tuple[str, Row]]:
@@ -159,8 +151,8 @@ def table_split() -> Rows:
     """Entries that an owner receives, for equal and for balanced regions."""
     rows = []
     for name, run in _recorded():
-        at = {(row["workers"], row["regions"]): row for row in run["rows"]}
-        for p in dict.fromkeys(row["workers"] for row in run["rows"]):
+        at = by(run["rows"], "workers", "regions")
+        for p in dict.fromkeys(p for p, _ in at):
             line = [name, str(p)]
             for row in (at[p, "equal"], at[p, "balanced"]):
                 received = (row["received"], row["received_of_k"])
