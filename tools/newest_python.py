@@ -42,10 +42,10 @@ def candidates() -> Iterator[str]:
 def version_of(python: str) -> tuple[int, ...] | None:
     """The version of an interpreter; None if it does not run or is not what is needed."""
     try:
-        done = subprocess.run(
-            [python, "-I", "-c", PROBE], capture_output=True, text=True, timeout=60, check=True
+        done = subprocess.check_output(
+            [python, "-I", "-c", PROBE], stderr=subprocess.DEVNULL, timeout=60
         )
-        *version, ordinary = json.loads(done.stdout)
+        *version, ordinary = json.loads(done)
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
     return tuple(version) if ordinary and tuple(version) >= OLDEST else None

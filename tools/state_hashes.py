@@ -40,13 +40,8 @@ STEPS, WORKERS, BAD = 10, 4, 5
 SHAPES = {"w": (32, 48), "b": (48,), "scale": ()}
 # Over the axis "model" of two devices, where parameters are sharded.
 SPECS = {"w": PartitionSpec(None, "model"), "b": PartitionSpec("model"), "scale": PartitionSpec()}
-NAMES = {
-    **{
-        name: getattr(module, name)
-        for module in (sc.allreduce, sc.select)
-        for name in module.__all__
-    },
-    **{name: getattr(optax_ext, name) for name in optax_ext.__all__},
+MODULES = (sc.allreduce, sc.select, optax_ext)
+NAMES = {name: getattr(module, name) for module in MODULES for name in module.__all__} | {
     "jnp": jnp,
     "optax": optax,
     "dgc": optax_ext.published.dgc,
@@ -86,10 +81,7 @@ NESTED = 'sparse_allreduce(topk(density=0.1), nodes, axis=("data", "chip"))'
 def gradients(step: int) -> Any:
     """Of all workers, ``f32[P, ...]``; one entry of the third is not finite at one step."""
     draw = np.random.default_rng(step)
-    made = {
-        name: draw.standard_t(3, (WORKERS, *shape)).astype(np.float32)
-        for name, shape in SHAPES.items()
-    }
+    made = {k: draw.standard_t(3, (WORKERS, *s)).astype(np.float32) for k, s in SHAPES.items()}
     if step == BAD:
         made["w"][2, 3, 4] = np.nan
     return made
@@ -108,7 +100,7 @@ def hashes(steps: Iterable[tuple[Any, Any]]) -> str:
         found, info = _find.get_states(state), optax_ext.get_info(state)
         kept = [(s.residual, s.velocity, s.dense_velocity) for s in found]
         counters = [(s.count, s.skipped, s.dropped, s.withheld) for s in found]
-        counters = (counters, info.words, info.selected, info.delivered)
+        counters += [info.words, info.selected, info.delivered]
         for digest, tree in zip(digests, (updates, kept, counters), strict=True):
             for leaf in jax.tree.leaves(tree):
                 digest.update(np.ascontiguousarray(leaf).tobytes())
@@ -126,11 +118,9 @@ def whole(tx: optax.GradientTransformation, sizes: dict[str, int]) -> Steps:
         updates, state = tx.update(jax.tree.map(lambda x: x[0], given), state, here)
         return jax.tree.map(lambda x: x[None], updates), state
 
-    go = jax.jit(
-        jax.shard_map(
-            step, mesh=mesh, in_specs=(split, specs), out_specs=(split, specs), check_vma=False
-        )
-    )
+    both = (split, specs)
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=both, out_specs=both, check_vma=False)
+    go = jax.jit(mapped)
     for t in range(STEPS):
         updates, state = go(gradients(t), state)
         yield updates, state
