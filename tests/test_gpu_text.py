@@ -29,11 +29,6 @@ LOOPS = """\
   ROOT %next = (s32[], f32[4]{0}) tuple(%i, /*index=1*/%twice)
 }
 
-%goes_on (state.1: (s32[], f32[4])) -> pred[] {
-  %state.1 = (s32[], f32[4]{0}) parameter(0)
-  ROOT %less = pred[] constant(true)
-}
-
 ENTRY %main (x.1: f32[4]) -> f32[4] {
   %x.1 = f32[4]{0} parameter(0)
   %zero = s32[] constant(0)
@@ -67,9 +62,10 @@ ENTRY %main (which: WHICH, x: f32[256], y: f32[]) -> f32[256] {
 }
 """
 
-INDEXED = ("s32[]", "branch_computations={%large, %small}")
-
-BOOLEAN = ("pred[]", "true_computation=%large, false_computation=%small")
+KINDS = {
+    "s32[]": "branch_computations={%large, %small}",
+    "pred[]": "true_computation=%large, false_computation=%small",
+}
 
 COLLECTIVES = """\
 %wrapped (p: f32[64]) -> f32[8] {
@@ -116,6 +112,7 @@ ENTRY %main (p.1: f32[4096], q.1: f32[4096], i.1: s32[8], u.1: f32[8]) -> RESULT
 """
 
 WHOLE, FEW, SECTORS = 4 * 4096, 4 * 8, 32 * 8
+SUM = "%s = f32[4096]{0} add(%p, %q)\n"
 
 MOVED = {
     "a sum": ("f32[4096]", "ROOT %r = f32[4096]{0} add(%p, %q)", 3 * WHOLE),
@@ -126,8 +123,7 @@ MOVED = {
     ),
     "a gather of a sum reads both": (
         "f32[8]",
-        """%s = f32[4096]{0} add(%p, %q)
-  ROOT %r = f32[8]{0} gather(%s, %i), slice_sizes={1}""",
+        f"{SUM}  ROOT %r = f32[8]{{0}} gather(%s, %i), slice_sizes={{1}}",
         2 * SECTORS + FEW + FEW,
     ),
     "a slice": ("f32[8]", "ROOT %r = f32[8]{0} slice(%p), slice={[0:8]}", FEW + FEW),
@@ -150,8 +146,7 @@ MOVED = {
     ),
     "a scatter into what is made in the same launch": (
         "f32[4096]",
-        """%s = f32[4096]{0} add(%p, %q)
-  ROOT %r = f32[4096]{0} scatter(%s, %i, %u), to_apply=%add""",
+        f"{SUM}  ROOT %r = f32[4096]{{0}} scatter(%s, %i, %u), to_apply=%add",
         3 * WHOLE + FEW + FEW,
     ),
     "an update of a slice": (
@@ -169,38 +164,21 @@ MOVED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("shape", "size"),
-    [
-        ("f32[]", 4),
-        ("f32[3,5]{1,0}", 60),
-        ("bf16[3]{0}", 6),
-        ("u16[3]{0:T(8,128)}", 6),
-        ("pred[7]{0}", 7),
-        ("s4[3]{0}", 2),
-        ("f8e4m3fn[5]{0}", 5),
-        ("c64[2]{0}", 16),
-        ("f32[0]{0}", 0),
-        ("token[]", 0),
-        ("((s32[8,2]{1,0}), s32[8,2]{1,0:S(5)}, /*index=2*/u8[4]{0})", 132),
-    ],
-)
-def test_bytes_of_shapes(shape, size):
-    assert size_of(shape) == size
+SIZES = {"f32[]": 4, "f32[3,5]{1,0}": 60, "bf16[3]{0}": 6, "u16[3]{0:T(8,128)}": 6, "pred[7]{0}": 7}
+SIZES |= {"s4[3]{0}": 2, "f8e4m3fn[5]{0}": 5, "c64[2]{0}": 16, "f32[0]{0}": 0, "token[]": 0}
+SIZES |= {"((s32[8,2]{1,0}), s32[8,2]{1,0:S(5)}, /*index=2*/u8[4]{0})": 132}
 
 
-@pytest.mark.parametrize(
-    ("length", "least", "most"),
-    [
-        (KNOWN, cost(10, 320), cost(10, 320)),
-        # No turn, or one.
-        ("", cost(waits=1), cost(2, 64, waits=1)),
-    ],
-    ids=["known", "unknown"],
-)
-def test_a_loop_of_known_length_is_multiplied_out(length, least, most):
-    found = parse(LOOPS.replace("TRIPS", length))
-    assert (lightest(found), heaviest(found)) == (least, most)
+def test_bytes_of_shapes():
+    assert {shape: size_of(shape) for shape in SIZES} == SIZES
+
+
+def test_a_loop_of_known_length_is_multiplied_out():
+    found = parse(LOOPS.replace("TRIPS", KNOWN))
+    assert lightest(found) == heaviest(found) == cost(10, 320)
+    # No turn, or one.
+    found = parse(LOOPS.replace("TRIPS", ""))
+    assert (lightest(found), heaviest(found)) == (cost(waits=1), cost(2, 64, waits=1))
 
 
 def test_what_a_known_loop_waits_for_it_waits_for_at_each_turn():
@@ -222,30 +200,18 @@ def test_long_sorts_are_named():
     of_library = """\
 ENTRY %main (x: u32[9000]) -> u32[9000] {
   %x = u32[9000]{0} parameter(0)
-  %pair = (u32[9000]{0}, u8[100]{0}) custom-call(%x), custom_call_target="__cub$DeviceRadixSort"
-  ROOT %out = u32[9000]{0} get-tuple-element(%pair), index=0
+  ROOT %out = (u32[9000]{0}, u8[9]{0}) custom-call(%x), custom_call_target="__cub$DeviceRadixSort"
 }
 """
-    in_a_launch = """\
-%fused_sort (p: u32[9000]) -> u32[9000] {
-  %p = u32[9000]{0} parameter(0)
-  ROOT %sort = u32[9000]{0} sort(%p), dimensions={0}, to_apply=%less
-}
-
-ENTRY %main (x: u32[9000]) -> u32[9000] {
-  %x = u32[9000]{0} parameter(0)
-  ROOT %out = u32[9000]{0} fusion(%x), kind=kInput, calls=%fused_sort
-}
-"""
-    in_one_block = in_a_launch.replace("9000", "8")
-    found = [lightest(parse(text)) for text in (of_library, in_a_launch, in_one_block)]
+    sort = "ROOT %r = f32[SIZE]{0} sort(%p), dimensions={0}, to_apply=%less"
+    launches = [FUSED.replace("BODY", sort.replace("SIZE", size)) for size in ("4096", "8")]
+    found = [lightest(parse(text)) for text in (of_library, *launches)]
     assert [(cost["launches"], cost["sorts"]) for cost in found] == [(1, 1), (1, 1), (1, 0)]
 
 
-@pytest.mark.parametrize("kind", [INDEXED, BOOLEAN], ids=["indexed", "boolean"])
-def test_of_a_conditional_the_branch_with_fewest_launches(kind):
-    which, computations = kind
-    found = parse(BRANCHES.replace("WHICH", which).replace("COMPUTATIONS", computations))
+@pytest.mark.parametrize("which", KINDS)
+def test_of_a_conditional_the_branch_with_fewest_launches(which):
+    found = parse(BRANCHES.replace("WHICH", which).replace("COMPUTATIONS", KINDS[which]))
     assert lightest(found) == cost(1, 2048, waits=1)
     # The most of each number, though no branch has them all.
     assert heaviest(found) == cost(2, 2048, waits=1, collectives=1)

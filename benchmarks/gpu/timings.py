@@ -26,9 +26,10 @@ import jax
 import jax.numpy as jnp
 
 from .._common import options, reports, timing
+from .._common.contestants import selectors
 from .._common.display import show
-from . import _contestants, _runs
-from ._runs import Run
+from . import _contestants as runs
+from ._contestants import STEPS, Run
 
 # The same n as in the counts of programs.py.
 SIZE, DENSITY, WORKERS = 14_700_000, 0.01, 8
@@ -52,21 +53,17 @@ Made = Mapping[tuple[str, str], Callable[[], Run]]
 
 def contestants(size: int, density: float, workers: int) -> tuple[Run, Made]:
     """The copy, and what makes each contestant, by part and name, the most telling first."""
-    data, k = _runs.gradients(size), max(1, round(density * size))
-    kth = _runs.stateless(lambda x: jax.lax.top_k(jnp.abs(x), k), data)
+    data, k = runs.gradients(size), max(1, round(density * size))
+    kth = runs.stateless(lambda x: jax.lax.top_k(jnp.abs(x), k), data)
     magnitude = float(kth.call(0)[0][-1])
     made = {(SELECTION, EMPTY): _launches, (SELECTION, TOP_K): lambda: kth}
-    for name, selector in _contestants.selectors(density, magnitude).items():
-        made[SELECTION, name] = partial(_runs.selection, selector, data)
-    for name, step in _contestants.steps().items():
-        made[STEP, name] = partial(_runs.step, step, density, data)
-        made[SIMULATED, name] = partial(_runs.simulated, step, density, data, workers)
-
-    def rank(key: tuple[str, str]) -> tuple[bool, int]:
-        return key[1] not in FIRST, PARTS.index(key[0])
-
-    base = _runs.stateless(jnp.copy, data)
-    return base, {key: made[key] for key in sorted(made, key=rank)}
+    for name, selector in selectors(density, magnitude).items():
+        made[SELECTION, name] = partial(runs.selection, selector, data)
+    for name, step in STEPS.items():
+        made[STEP, name] = partial(runs.step, step, density, data)
+        made[SIMULATED, name] = partial(runs.simulated, step, density, data, workers)
+    order = sorted(made, key=lambda key: (key[1] not in FIRST, PARTS.index(key[0])))
+    return runs.stateless(jnp.copy, data), {key: made[key] for key in order}
 
 
 def _launches() -> Run:
@@ -75,7 +72,7 @@ def _launches() -> Run:
     def loop(x: jax.Array) -> jax.Array:
         return jax.lax.fori_loop(0, 1000, lambda _, y: jnp.sin(y) + 1, x)
 
-    return _runs.stateless(loop, [jnp.zeros(256)])
+    return runs.stateless(loop, [jnp.zeros(256)])
 
 
 def measure(
@@ -192,10 +189,8 @@ def main(argv: list[str] | None = None) -> int:
             f"jax has no GPU here, only {device.platform}: install jax[cuda12] on a machine with "
             "one, or try the program with --allow-cpu --size 1e5"
         )
-    known = [EMPTY, TOP_K, *_contestants.selectors(args.density), *_contestants.steps()]
-    for name in args.only or ():
-        if name not in known:
-            raise options.InputError(f"no contestant {name!r}; there are {', '.join(known)}")
+    known = [EMPTY, TOP_K, *selectors(args.density), *STEPS]
+    options.check_names(parser, args.only, known)
     base, made = contestants(args.size, args.density, args.workers)
     chosen = {key: make for key, make in made.items() if not args.only or key[1] in args.only}
     content = {"device": device.device_kind, "platform": device.platform}
