@@ -89,6 +89,11 @@ class Claim(NamedTuple):
         return self.id
 
     @property
+    def bounds(self) -> tuple[Bound, ...]:
+        """Those of the rule, and of that elsewhere."""
+        return (*self.rule, *(self.elsewhere.rule if self.elsewhere else ()))
+
+    @property
     def file(self) -> str:
         """Where results are kept: one for each paper."""
         return f"{self.id.partition('/')[0]}.json"
@@ -96,8 +101,7 @@ class Claim(NamedTuple):
     @property
     def key(self) -> dict[str, str]:
         """Of a result; of another setting, or of other numbers, it would be stale."""
-        rules = (self.rule, self.elsewhere.rule if self.elsewhere else ())
-        names = [bound.name for rule in rules for bound in rule]
+        names = [bound.name for bound in self.bounds]
         return {"claim": self.id, "mark": f"{zlib.crc32(repr((self.setting, names)).encode()):08x}"}
 
 
@@ -110,8 +114,7 @@ def _read() -> Iterator[Claim]:
         data = tuple(table.pop("data", ()))
         if "check" in table:
             table |= {"check": Check(*table["check"], data=data), "rule": rule(table["rule"])}
-        if "elsewhere" in table:
-            other = table["elsewhere"]
+        if other := table.get("elsewhere"):
             table["elsewhere"] = Elsewhere(other["where"], rule(other["rule"]))
         yield Claim(id, **table)
 
@@ -141,9 +144,8 @@ def interval(name: str, measured: Sequence[Numbers]) -> tuple[float, float]:
     values = [numbers[name] for numbers in measured]
     if len(values) < 2:
         return values[0], math.inf
-    error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    times = float(stats.t.ppf((1 + _CONFIDENCE) / 2, len(values) - 1))
-    return float(np.mean(values)), times * error
+    times = stats.t.ppf((1 + _CONFIDENCE) / 2, len(values) - 1)
+    return float(np.mean(values)), float(times * stats.sem(values))
 
 
 def _by_chance(rule: Sequence[Bound], measured: Sequence[Numbers]) -> tuple[str, str]:
@@ -164,9 +166,7 @@ def spread(claim: Claim, measured: Sequence[Numbers]) -> list[tuple[str, float, 
 
     A number without a bound has no worse one: the smallest comes first.
     """
-    bounds = {bound.name: bound for bound in claim.rule}
-    if claim.elsewhere:
-        bounds = {bound.name: bound for bound in claim.elsewhere.rule} | bounds
+    bounds = {bound.name: bound for bound in reversed(claim.bounds)}
     rows = []
     for name in measured[0] if measured else ():
         key = bounds[name].slack if name in bounds else (lambda numbers, name=name: numbers[name])

@@ -54,13 +54,14 @@ def _of_formula(name: str) -> dict[str, float]:
 
 
 def _bounds() -> dict[str, float]:
-    rows = [words_of_ok_topk(p) for p in WORKERS]
-    fair = rows[:FAIR]
+    def most(case: str, workers: Sequence[int]) -> float:
+        return max(words_of_ok_topk(p)[case]["of_bound"] for p in workers)
+
     return {
-        "worst step / bound": max(row["worst"]["of_bound"] for row in rows),
-        "the same, P to 128": max(row["worst"]["of_bound"] for row in fair),
-        "even step / bound, P to 128": max(row["even"]["of_bound"] for row in fair),
-        "surplus dealt out / bound, P to 128": max(row["spread"]["of_bound"] for row in fair),
+        "worst step / bound": most("worst", WORKERS),
+        "the same, P to 128": most("worst", WORKERS[:FAIR]),
+        "even step / bound, P to 128": most("even", WORKERS[:FAIR]),
+        "surplus dealt out / bound, P to 128": most("spread", WORKERS[:FAIR]),
     }
 
 
@@ -144,11 +145,8 @@ def _repartition() -> dict[str, float]:
 
 def _table() -> dict[str, float]:
     row, (dense,) = words_of_ok_topk(256), rows_of("dense", (256,))
-    return {
-        "even": row["even"]["of_bound"],
-        "worst": row["worst"]["of_bound"],
-        "dense": dense["worst"] / row["bound"],
-    }
+    found = {case: row[case]["of_bound"] for case in ("even", "worst")}
+    return found | {"dense": dense["worst"] / row["bound"]}
 
 
 def _line(name: str) -> Points:
