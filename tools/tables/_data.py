@@ -2,8 +2,10 @@
 
 import json
 import statistics
+import tomllib
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 from benchmarks._common.timing import quartiles
@@ -11,6 +13,8 @@ from benchmarks._common.timing import quartiles
 from ._files import ROOT, Rows
 
 DATA = ROOT / "docs" / "data"
+# Of each table; labels.toml says what they are.
+LABELS = tomllib.loads(Path(__file__).with_name("labels.toml").read_text(encoding="utf-8"))
 
 
 def read(name: Any) -> Any:

@@ -1,28 +1,15 @@
 """Loss after the same steps, and after the same seconds: `benchmarks.learning`."""
 
 import json
-import re
 import statistics
 from typing import Any
 
-from ._data import DATA, blank_repeats, by, listed, read
+from ._data import DATA, LABELS, blank_repeats, by, listed, read
 from ._files import Rows
 
 LINKS = ("100mbit", "1gbit")
-NAMES = (
-    *("dense", "dense, float16", "sparse_adamw"),
-    *("powersgd(1) before AdamW", "powersgd(4) before AdamW"),
-    *("PyTorch: float16", "PyTorch: PowerSGD(1)", "PyTorch: PowerSGD(4)"),
-)
-SHORT = ("sparse_adamw", "powersgd(4) before AdamW", "PyTorch: float16", "PyTorch: PowerSGD(4)")
-# Contestants of the same steps, and the workers that they were run with.
-STEPS = {
-    "sparse_adamw": ("`sparse_adamw`", (4, 8, 16, 32)),
-    "sparse_adamw limit=1000": ("without a limit", (4, 8)),
-    "sparse_adamw density=0.01": ("`density=0.01`", (8,)),
-    "sparse_adamw, ok_topk": ("`density=0.01, allreduce=ok_topk(density=0.01)`", (8,)),
-    "sparse_adamw, complete ok_topk": ("the same, `complete(ok_topk(...))`", (8,)),
-}
+# The workers that contestants of the same steps were run with; others with 8.
+WORKERS = {"sparse_adamw": (4, 8, 16, 32), "sparse_adamw limit=1000": (4, 8)}
 TEXT = {"task": "text", "steps": 2000, "width": 32, "rate": 0.02}
 IMAGES = {"task": "images-adamw", "steps": 600, "rate": 0.004}
 # The rate at which one seed was run later; the others are the better of two for three seeds.
@@ -34,25 +21,21 @@ def _over_links(later: bool = False) -> dict[Any, Any]:
     return by((row for row in rows if (row["rate"] == LATER) == later), "method", "link")
 
 
-def _shown(name: str) -> str:
-    return re.sub(r"^(sparse_adamw|powersgd\(\d\))", r"`\1`", name)
-
-
 def table_loss_after_seconds() -> Rows:
     """The mean over the seeds at the better of the two rates."""
     found = _over_links()
     return [
-        [_shown(name), *(f"{statistics.mean(found[name, x]['losses']):.2f}" for x in LINKS)]
-        for name in (*SHORT, "dense")
+        [shown, *(f"{statistics.mean(found[name, x]['losses']):.2f}" for x in LINKS)]
+        for name, shown in LABELS["loss_after_seconds"].items()
     ]
 
 
 def table_loss_over_links() -> Rows:
     """Every seed, and the steps that were taken."""
     found, later, rows = _over_links(), _over_links(later=True), []
-    for name in NAMES:
+    for name, shown in LABELS["loss_over_links"].items():
         bold = "**" if name == "sparse_adamw" else ""
-        cells = [f"{bold}{_shown(name)}{bold}"]
+        cells = [f"{bold}{shown}{bold}"]
         for row in (found[name, link] for link in LINKS):
             star = " *" if row["rate"] == LARGER else ""
             cells += [f"{bold}{listed(row['losses'], 3)}{bold}{star}", str(row["steps"])]
@@ -86,8 +69,8 @@ def table_loss_after_steps() -> Rows:
         return f"{statistics.mean(values):.3f} ({statistics.stdev(values):.3f})"
 
     rows = [["dense AdamW", "any", "", loss(runs(contestant="dense", **TEXT)), "", ""]]
-    for contestant, (shown, counts) in STEPS.items():
-        for workers in counts:
+    for contestant, shown in LABELS["loss_after_steps"].items():
+        for workers in WORKERS.get(contestant, (8,)):
             found = runs(contestant=contestant, workers=workers, **TEXT)
             above = above_dense(contestant, workers)
             # Words of a step, as a multiple of k (P-1)/P for k = 1 % of n.

@@ -7,21 +7,11 @@ from typing import Any
 from benchmarks._common.timing import over
 from benchmarks.network._report import breakdown
 
-from ._data import DATA, by, interval, median, middle, read
+from ._data import DATA, LABELS, by, interval, median, middle, read
 from ._files import Rows
 
 PARTS = ("rest", "sparsification", "communication", "of_it_unlimited")
 POINTS = ((4, 14_700_000, "100mbit"), (4, 14_700_000, "1gbit"), (8, 1_000_000, "1gbit"))
-SHOWN = {
-    "ok_topk": "`ok_topk`",
-    "ok_topk/reuse/global32": "`ok_topk`, thresholds reused for 32 steps",
-    "agreed": "`agreed`, the exchange of `sparse_adamw`",
-    "sparse_adamw": "`sparse_adamw`, AdamW's arithmetic included",
-    "powersgd1": "`powersgd(1)`",
-    "powersgd1/adamw": "`powersgd(1)` before AdamW",
-    "topk_a": "`topk_a`",
-    "acp_sgd1": "`acp_sgd(1)`",
-}
 
 
 def _gains(point: dict[str, Any]) -> list[float]:
@@ -68,7 +58,7 @@ def table_speedups() -> Rows:
     columns = [speedups(*point) for point in POINTS]
     return [
         [shown, *(interval(column[name], 1) if name in column else "" for column in columns)]
-        for name, shown in SHOWN.items()
+        for name, shown in LABELS["speedups"].items()
     ]
 
 
@@ -82,14 +72,8 @@ def table_network_4_runs() -> Rows:
 
 def table_short_of_cores() -> Rows:
     """Four processes on two cores: the least and the most of the medians of the runs."""
-    names = {
-        "agreed": "`agreed` at 1 %, SGD behind it",
-        "powersgd1/adamw": "`powersgd(1)` before AdamW",
-        "sparse_adamw": "`sparse_adamw` at 5 %",
-        "alone/adamw": "AdamW that exchanges nothing",
-    }
     found, rows = speedups(*POINTS[1]), []
-    for name, shown in names.items():
+    for name, shown in LABELS["short_of_cores"].items():
         busy = [point["cpu_seconds"] for point in _kept(*POINTS[1]) if point["method"] == name]
         milliseconds = [1e3 * statistics.median(each) for each in busy]
         rows.append([shown, interval(found[name], 1), interval(milliseconds, 0)])

@@ -3,7 +3,7 @@
 from sparse_collectives import cost_model
 from sparse_collectives.planner import _optimizers, _planner
 
-from ._data import blank_repeats, by, interval, read
+from ._data import LABELS, blank_repeats, by, interval, read
 from ._files import Rows
 from ._links import speedups
 
@@ -27,15 +27,9 @@ def table_scaling() -> Rows:
 
 # The case of docs/data/network_4*.json.
 _WORKERS, _PARAMS, _SHARING, _LATENCY = 4, 14_700_000, 2.0, "100us"
-# What each method is called by the planner, and in the table.
-_NAMES = {
-    "agreed": ("agreed", "`agreed`"),
-    "ok_topk": ("ok_topk", "`ok_topk`"),
-    "topk_a": ("topk_a", "`topk_a`"),
-    "sparse_adamw": ("sparse_adamw, few bits", "`sparse_adamw`"),
-    "powersgd1/adamw": ("powersgd(1), adamw, factors", "`powersgd(1)` before AdamW"),
-    "dense/adamw": ("dense, adamw, float32", "dense before AdamW"),
-}
+# What the planner calls those that have another name there.
+_PLANNED = {"sparse_adamw": "sparse_adamw, few bits", "dense/adamw": "dense, adamw, float32"}
+_PLANNED |= {"powersgd1/adamw": "powersgd(1), adamw, factors"}
 
 
 def shared_cores(link: str) -> dict[str, tuple[float, list[float]]]:
@@ -53,19 +47,17 @@ def shared_cores(link: str) -> dict[str, tuple[float, list[float]]]:
     steps = {row.name: row.step for row in plan.predictions}
     steps |= {f"{row.name}, {row.codec}": row.step for row in optimizers.predictions}
     measured = speedups(_WORKERS, _PARAMS, link)
-    return {
-        method: (steps["dense"] / steps[name], measured[method])
-        for method, (name, _) in _NAMES.items()
-    }
+    names = {name: _PLANNED.get(name, name) for name in LABELS["shared_cores"]}
+    return {x: (steps["dense"] / steps[name], measured[x]) for x, name in names.items()}
 
 
 def table_shared_cores() -> Rows:
     """Those of both links."""
     links = [shared_cores(link) for link in ("1gbit", "100mbit")]
     rows = []
-    for method, (_, shown) in _NAMES.items():
-        digits, both = 2 if method == "dense/adamw" else 1, [found[method] for found in links]
-        rows.append(
-            [shown, *(cell for x, y in both for cell in (f"{x:.{digits}f}", interval(y, digits)))]
-        )
+    for method, shown in LABELS["shared_cores"].items():
+        digits, cells = 2 if method == "dense/adamw" else 1, [shown]
+        for predicted, measured in (found[method] for found in links):
+            cells += [f"{predicted:.{digits}f}", interval(measured, digits)]
+        rows.append(cells)
     return rows

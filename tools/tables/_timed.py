@@ -7,24 +7,13 @@ from typing import Any
 from benchmarks._common.timing import over
 from benchmarks.gpu.programs import cells as program_cells
 
-from ._data import DATA, by, cells, code, interval, median, middle, read
+from ._data import DATA, LABELS, by, cells, code, interval, median, middle, read
 from ._files import ROOT, Rows
 
 # The columns of the table of first steps.
 LEAVES = (1, 150, 300)
-STEPS = {
-    "jnp.nonzero(abs(acc) >= t, size=k) alone": "`jnp.nonzero(abs(acc) >= t, size=k)` alone",
-    "ok_topk": "`ok_topk`, the whole step",
-    "ok_topk, threshold_reuse": "`ok_topk` with `threshold_reuse`, the whole step",
-    "dense (psum)": "dense, the whole step (one worker: a copy)",
-}
 EXCHANGES = ("dense", "ssar_recursive_double", "ssar_split_allgather", "dsar_split_allgather")
 EXCHANGES += ("topk_a",)
-CACHES = {
-    "records in a dictionary": "records in a dictionary, as the system caches files",
-    "samples in a dictionary": "samples in a dictionary, without a disk level",
-}
-LAYOUTS = {"fsdp": "FSDP", "tensor": "tensor parallel"}
 LINKS = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
 PROGRAMS = [
     *(f"select.{x}" for x in ("topk", "threshold_reuse", "dgc", "mstopk", "bucketed", "adtopk")),
@@ -51,7 +40,7 @@ def table_step_cost() -> Rows:
     rows = [row for path in DATA.glob("step_cost*.json") for row in read(path)["times"]]
     return [
         [shown, interval((row["ratio"] for row in rows if row["contestant"] == name), 2)]
-        for name, shown in STEPS.items()
+        for name, shown in LABELS["step_cost"].items()
     ]
 
 
@@ -64,7 +53,7 @@ def table_memory() -> Rows:
 def table_sites() -> Rows:
     """Steps of sites that shard their parameters."""
     found, rows = by(read("sites.json")["rows"], "layout", "link", "method"), []
-    for layout, shown in LAYOUTS.items():
+    for layout, shown in LABELS["sites"].items():
         for link, said in LINKS.items():
             dense = found[layout, link, "dense"]
             sparse = [found[layout, link, method] for method in ("ok_topk", "sparse_adamw")]
@@ -112,7 +101,7 @@ def table_data_cache() -> Rows:
     """Samples for a second from a slow source, as ratios to no cache."""
     rows = []
     for row in read("data_cache.json")["rows"]:
-        line = [CACHES.get(row["contestant"], row["contestant"])]
+        line = [LABELS["data_cache"].get(row["contestant"], row["contestant"])]
         for values in (row[f"epoch {number}"] for number in (1, 2, 3, 4)):
             value, low, high = (f"{x:.{0 if values[0] >= 10 else 1}f}" for x in values)
             line.append(f"{value} ({low} to {high})")

@@ -4,25 +4,10 @@ import functools
 import operator
 from typing import Any
 
-from ._data import blank_repeats, by, cells, code, interval, percent, read
+from ._data import LABELS, blank_repeats, by, cells, code, interval, percent, read
 from ._files import Rows
 
 Row = dict[str, Any]
-PAPER_TASKS = {
-    "images": "a convolutional network, digits",
-    "lstm": "an LSTM, characters",
-    "text": "a transformer, characters",
-}
-INPUTS = {
-    "iid": "iid",
-    "same region": "all workers in the same region",
-    "drifting": "a region that drifts",
-    "heavy tails": "heavy tails, scales by layer",
-    "one worker": "one worker in a region, heavier than the others",
-    "own region": "each worker in a region of its own",
-}
-# Of many workers.
-FOUR = ("iid", "drifting", "one worker", "own region")
 # What a table has of each way to cut the regions.
 ALL = ("missing", "mass", "overflow", "wait", "words")
 LOSSES = "{validation_before[loss]:.2f} to {validation_after[loss]:.2f}"
@@ -107,8 +92,8 @@ def _regions(
 def table_regions() -> Rows:
     """Hashed regions beside balanced ones."""
     found = _regions("regions.json")
-    settings = [(case, p) for case in INPUTS for p in sorted({p for _, p in found})]
-    return blank_repeats([[INPUTS[case], str(p), *found[case, p]] for case, p in settings])
+    labels, counts = LABELS["regions"].items(), sorted({p for _, p in found})
+    return blank_repeats([[x, str(p), *found[case, p]] for case, x in labels for p in counts])
 
 
 def table_regions_recorded() -> Rows:
@@ -121,8 +106,7 @@ def table_regions_large() -> Rows:
     """Those of many workers."""
     found = _regions("regions_large.json", ("missing", "overflow", "wait", "words"))
     rows = {case: row for (case, _), row in found.items()}
-    shown = INPUTS | {"one worker": "one worker in a region"}
-    return [[shown[case], *rows[case]] for case in FOUR]
+    return [[shown, *rows[case]] for case, shown in LABELS["regions_large"].items()]
 
 
 def _recorded() -> list[tuple[str, Row]]:
@@ -212,7 +196,8 @@ def table_paper_counts() -> Rows:
     """Both rules of the paper's thresholds in trainings of their own, over the seeds."""
     rows = []
     for run in read("paper_counts.json"):
-        line = [f"{PAPER_TASKS[run['task']]}, k = {run['k']:,}", str(run["period"]), run["rule"]]
+        task = LABELS["paper_counts"][run["task"]]
+        line = [f"{task}, k = {run['k']:,}", str(run["period"]), run["rule"]]
         for of in (run["local"], run["global"]):
             for values in (of["deviation"], of["after"]):
                 line.append(f"{interval([100 * value for value in values], 0)} %")
