@@ -22,14 +22,14 @@ RECORDED = ROOT / "benchmarks" / "gpu" / "programs.json"
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 
-def row(name, launches, touched, moved=10):
-    each = {"launches": launches, "touched_bytes": touched, "moved_bytes": moved}
+def row(name, *numbers):
+    each = dict(zip(("launches", "touched_bytes", "moved_bytes"), numbers))
     return {"program": name} | {key: [value, 10**9] for key, value in each.items()}
 
 
 def test_growth_of_more_than_a_tenth_is_named():
-    before = [row("a", 100, 1000), row("b", 100, 1000), row("c", 100, 1000)]
-    now = [row("a", 110, 1100), row("b", 111, 500), row("c", 50, 1101, 12), row("d", 1, 1)]
+    before = [row(name, 100, 1000, 10) for name in "abc"]
+    now = [row("a", 110, 1100, 10), row("b", 111, 500, 10), row("c", 50, 1101, 12), row("d")]
     assert programs.grown(now, before) == [
         "b: 111 launches, 100 before",
         "c: 1,101 bytes touched, 1,000 before",

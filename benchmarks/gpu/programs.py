@@ -150,9 +150,7 @@ def main(argv: list[str] | None = None) -> int:
     size, density, devices = (settings[name] for name in SETTINGS)
     known = contestants(size, density, devices)
     names = [args.breakdown] if args.breakdown else args.only or list(known)
-    for name in names:
-        if name not in known:
-            raise options.InputError(f"no program {name!r}; there are {', '.join(known)}")
+    options.check_names(parser, names, known)
     if args.breakdown:
         breakdown(args.breakdown, known[args.breakdown]().as_text())
         return 0
@@ -160,12 +158,9 @@ def main(argv: list[str] | None = None) -> int:
     for number, name in enumerate(names, 1):
         options.progress(f"{number}/{len(names)} {name}", last=number == len(names))
         rows.append(row(name, known[name]()))
-    show(
-        f"n = {size:,}, density {density:g}, {_described.NAME}, {devices} for the steps, "
-        f"jax {jax.__version__}; compiled, not run",
-        HEAD,
-        [cells(row) for row in rows],
-    )
+    title = f"n = {size:,}, density {density:g}, {_described.NAME}, {devices} for the steps, "
+    title += f"jax {jax.__version__}; compiled, not run"
+    show(title, HEAD, [cells(row) for row in rows])
     content = {"jax": jax.__version__, "jaxlib": metadata.version("jaxlib")}
     content |= {"device": {"name": _described.NAME, "devices": devices}}
     content |= {"size": size, "density": density, "programs": rows}

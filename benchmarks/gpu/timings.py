@@ -13,7 +13,6 @@ The most telling come first. What does not fit in the time is skipped and named,
 written after each measurement. The time of a dense allreduce over a network is computed.
 """
 
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -27,7 +26,7 @@ import jax.numpy as jnp
 
 from .._common import options, reports, timing
 from .._common.contestants import selectors
-from .._common.display import show
+from .._common.display import show, show_fields
 from . import _contestants as runs
 from ._contestants import STEPS, Run
 
@@ -86,17 +85,16 @@ def measure(
     longest = 0.0
     _warm(base)
     for (part, name), make in made.items():
-        begin = time.monotonic()
+        begin, what = time.monotonic(), f"{part}: {name}"
         # The longest so far is all that is known of how long the next one takes.
         if begin + longest > end:
-            found["skipped"].append(f"{part}: {name}")
+            found["skipped"].append(what)
             continue
-        options.say(f"{part}: {name}")
+        options.say(what)
         try:
             found["rows"].append({"part": part} | _row(base, name, make(), rounds))
         except Exception as error:  # One that does not fit in memory must not end the rest.
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            found["failed"][f"{part}: {name}"] = reason
+            found["failed"][what] = (str(error) or type(error).__name__).splitlines()[0]
         longest = max(longest, time.monotonic() - begin)
         write(found)
     found["finished"] = True
@@ -112,17 +110,12 @@ def _row(base: Run, name: str, run: Run, most: int) -> dict[str, Any]:
     turns = {BASE: partial(_repeated, base, calls), name: partial(_repeated, run, calls)}
     times = timing.in_turns(turns, rounds)
     each = {key: [s / calls for s in seconds] for key, seconds in times.items()}
-    _, row = timing.ratios(each, BASE)
+    copy, row = timing.ratios(each, BASE)
     low, _, high = timing.quartiles(each[name])
-    return row | {
-        "min_ms": 1e3 * min(each[name]),
-        "quartiles_ms": [1e3 * low, 1e3 * high],
-        "copy_ms": 1e3 * statistics.median(each[BASE]),
-        "share_of_copy": 1 / row["ratio"],
-        "rounds": rounds,
-        "calls": calls,
-        "launches": run.launches() if jax.default_backend() == "gpu" else None,
-    }
+    row |= {"min_ms": 1e3 * min(each[name]), "quartiles_ms": [1e3 * low, 1e3 * high]}
+    row |= {"copy_ms": copy["median_ms"], "share_of_copy": 1 / row["ratio"]}
+    row |= {"launches": run.launches() if jax.default_backend() == "gpu" else None}
+    return row | {"rounds": rounds, "calls": calls}
 
 
 def _warm(run: Run) -> None:
@@ -148,20 +141,15 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _show(content: dict[str, Any]) -> None:
-    size, workers = content["size"], content["workers"]
-    title = (
-        f"n = {size:,}, of {workers} simulated workers together, density {content['density']:g}; "
-        f"{content['device']}, jax {content['jax']}; share of a copy of {size:,} float32"
-    )
-    show(title, HEAD, [_cells(row) for row in content["rows"]])
+    title = "n = {size:,}, of {workers} simulated workers together, density {density:g}; "
+    title += "{device}, jax {jax}; share of a copy of {size:,} float32"
+    show(title.format(**content), HEAD, [_cells(row) for row in content["rows"]])
     for row in content["rows"]:
         if row["contestant"] == EMPTY and row["launches"]:
             print(f"\na launch costs {1e3 * row['median_ms'] / row['launches']:.2f} us")
-    show(
-        f"COMPUTED, not measured: a dense allreduce of {size:,} float32 over {workers} workers",
-        ["Gbit/s", "ms"],
-        [[f"{x['gbit_per_s']:g}", f"{x['ms']:.1f}"] for x in content["computed_dense_allreduce"]],
-    )
+    title = "COMPUTED, not measured: a dense allreduce of {size:,} float32 over {workers} workers"
+    computed = content["computed_dense_allreduce"]
+    show_fields(title.format(**content), "gbit_per_s ms", computed)
     for name in content["skipped"]:
         print(f"skipped, no time left: {name}")
     for name, reason in content["failed"].items():
@@ -185,12 +173,11 @@ def main(argv: list[str] | None = None) -> int:
     start = time.monotonic()
     device = jax.devices()[0]
     if device.platform != "gpu" and not args.allow_cpu:
-        raise options.InputError(
+        parser.error(
             f"jax has no GPU here, only {device.platform}: install jax[cuda12] on a machine with "
             "one, or try the program with --allow-cpu --size 1e5"
         )
-    known = [EMPTY, TOP_K, *selectors(args.density), *STEPS]
-    options.check_names(parser, args.only, known)
+    options.check_names(parser, args.only, [EMPTY, TOP_K, *selectors(args.density), *STEPS])
     base, made = contestants(args.size, args.density, args.workers)
     chosen = {key: make for key, make in made.items() if not args.only or key[1] in args.only}
     content = {"device": device.device_kind, "platform": device.platform}
