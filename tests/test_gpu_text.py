@@ -92,7 +92,7 @@ ENTRY %main (x: f32[64]) -> f32[8] {
 """
 
 
-# Of 4096 entries: 1 kB that are added, gathers and slices of which only a part is read.
+# Of 4096 entries, of which some bodies read or change only a part.
 FUSED = """\
 %fused (p: f32[4096], q: f32[4096], i: s32[8], u: f32[8]) -> RESULT {
   %p = f32[4096]{0} parameter(0)
@@ -111,57 +111,37 @@ ENTRY %main (p.1: f32[4096], q.1: f32[4096], i.1: s32[8], u.1: f32[8]) -> RESULT
 }
 """
 
-WHOLE, FEW, SECTORS = 4 * 4096, 4 * 8, 32 * 8
-SUM = "%s = f32[4096]{0} add(%p, %q)\n"
+N, WHOLE, FEW, SECTORS = "f32[4096]", 4 * 4096, 4 * 8, 32 * 8
 
-MOVED = {
-    "a sum": ("f32[4096]", "ROOT %r = f32[4096]{0} add(%p, %q)", 3 * WHOLE),
-    "a gather reads sectors, and all of its indices": (
-        "f32[8]",
-        "ROOT %r = f32[8]{0} gather(%p, %i), slice_sizes={1}",
-        SECTORS + FEW + FEW,
-    ),
-    "a gather of a sum reads both": (
-        "f32[8]",
-        f"{SUM}  ROOT %r = f32[8]{{0}} gather(%s, %i), slice_sizes={{1}}",
-        2 * SECTORS + FEW + FEW,
-    ),
-    "a slice": ("f32[8]", "ROOT %r = f32[8]{0} slice(%p), slice={[0:8]}", FEW + FEW),
-    "what is reduced is read as a whole": (
-        "f32[]",
-        "%z = f32[] constant(0)\n  ROOT %r = f32[] reduce(%p, %z), dimensions={0}, to_apply=%add",
-        WHOLE + 4,
-    ),
-    "a scatter in place": (
-        "f32[4096]",
-        "ROOT %r = f32[4096]{0} scatter(%p, %i, %u), to_apply=%add",
-        2 * SECTORS + FEW + FEW,
-    ),
-    "in place through another shape": (
+# What a fusion gives, its body, and the bytes that it moves.
+MOVED = [
+    (N, f"ROOT %r = {N} add(%p, %q)", 3 * WHOLE),
+    # A gather reads sectors, and all of its indices; of a sum it reads both.
+    ("f32[8]", "ROOT %r = f32[8]{0} gather(%p, %i), slice_sizes={1}", SECTORS + 2 * FEW),
+    ("f32[8]", f"%s = {N} add(%p, %q)\n  ROOT %r = f32[8] gather(%s, %i)", 2 * SECTORS + 2 * FEW),
+    ("f32[8]", "ROOT %r = f32[8]{0} slice(%p), slice={[0:8]}", 2 * FEW),
+    # What is reduced is read as a whole.
+    ("f32[]", "%z = f32[] constant(0)\n  ROOT %r = f32[] reduce(%p, %z)", WHOLE + 4),
+    # A scatter in place, also through another shape, and into what is made in the same launch.
+    (N, f"ROOT %r = {N} scatter(%p, %i, %u), to_apply=%add", 2 * SECTORS + 2 * FEW),
+    (
         "f32[1,4096]",
         """%f = f32[1,4096]{1,0} bitcast(%p)
   %s = f32[1,4096]{1,0} scatter(%f, %i, %u), to_apply=%add
   ROOT %r = f32[1,4096]{1,0} bitcast(%s)""",
-        2 * SECTORS + FEW + FEW,
+        2 * SECTORS + 2 * FEW,
     ),
-    "a scatter into what is made in the same launch": (
-        "f32[4096]",
-        f"{SUM}  ROOT %r = f32[4096]{{0}} scatter(%s, %i, %u), to_apply=%add",
-        3 * WHOLE + FEW + FEW,
-    ),
-    "an update of a slice": (
-        "f32[4096]",
-        "ROOT %r = f32[4096]{0} dynamic-update-slice(%p, %u, %i)",
-        FEW + FEW + FEW,
-    ),
-    "several results, an operand that two of them read counted once": (
+    (N, f"%s = {N} add(%p, %q)\n  ROOT %r = {N} scatter(%s, %i, %u)", 3 * WHOLE + 2 * FEW),
+    (N, f"ROOT %r = {N} dynamic-update-slice(%p, %u, %i)", 3 * FEW),
+    # Several results, and an operand that two of them read is counted once.
+    (
         "(f32[4096], f32[8])",
         """%s = f32[4096]{0} negate(%p)
   %g = f32[8]{0} gather(%p, %i), slice_sizes={1}
   ROOT %r = (f32[4096]{0}, f32[8]{0}) tuple(%s, %g)""",
-        2 * WHOLE + FEW + FEW,
+        2 * WHOLE + 2 * FEW,
     ),
-}
+]
 
 
 SIZES = {"f32[]": 4, "f32[3,5]{1,0}": 60, "bf16[3]{0}": 6, "u16[3]{0:T(8,128)}": 6, "pred[7]{0}": 7}
@@ -225,9 +205,8 @@ def test_collectives_are_counted_where_they_start():
     assert collectives(found) == 3
 
 
-@pytest.mark.parametrize("case", MOVED)
-def test_bytes_that_a_launch_moves(case):
-    result, body, expected = MOVED[case]
+@pytest.mark.parametrize(("result", "body", "expected"), MOVED)
+def test_bytes_that_a_launch_moves(result, body, expected):
     found = lightest(parse(FUSED.replace("RESULT", result).replace("BODY", body)))
     assert found["moved"] == expected
     assert found["touched"] >= expected or "scatter" in body
