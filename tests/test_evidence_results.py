@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("default_promotion")
     ],
 )
 def test_the_verdict_is_that_of_the_worst_seed(values, expected):
-    claim = claim_of(dict, elsewhere=_claims.Elsewhere("in the dark", (Bound("x", most=2),)))
+    claim = claim_of(dict, where="in the dark", elsewhere=(Bound("x", most=2),))
     assert verdict(claim, [{"x": value} for value in values]) == expected
 
 

@@ -61,7 +61,7 @@ def report(claims: list[Claim], store: Store) -> None:
         decided, note = verdict(claim, [result["numbers"] for result in store.best(claim)])
         counts[decided] += 1
         if decided in VERDICTS[:2]:
-            print(f"{decided}: {claim.id}{f', {note}' if note else ''}")
+            print(f"{decided}: {claim.name}{f', {note}' if note else ''}")
     print("; ".join(f"{count} {name}" for name, count in counts.items() if count))
 
 

@@ -57,52 +57,39 @@ class Bound(NamedTuple):
         return f"{self.name} from {shown(self.least)} to {shown(self.most)}"
 
 
-class Elsewhere(NamedTuple):
-    """Where a claim holds if not where it was made: in words, and what has to be measured there."""
-
-    where: str
-    rule: tuple[Bound, ...]
-
-
 class Claim(NamedTuple):
     """One claim and how it is checked; claims.toml says what the fields are.
 
-    ``check(seed, quick) -> numbers`` has every name of the rule; it is None where nothing can be
-    checked.
+    ``check(seed, quick) -> numbers`` has every name of the rule, and of that which holds where a
+    claim holds if not where it was made; it is None where nothing can be checked.
     """
 
-    id: str
+    name: str
     text: str
     source: str
     paper: str
     setting: str = ""
     rule: tuple[Bound, ...] = ()
     check: Callable[[int, bool], Any] | None = None
-    elsewhere: Elsewhere | None = None
+    where: str = ""
+    elsewhere: tuple[Bound, ...] = ()
     reason: str = ""
     chance: bool = False
     seeds: int = 3
 
     @property
-    def name(self) -> str:
-        """As on the command line."""
-        return self.id
-
-    @property
-    def bounds(self) -> tuple[Bound, ...]:
-        """Those of the rule, and of that elsewhere."""
-        return (*self.rule, *(self.elsewhere.rule if self.elsewhere else ()))
-
-    @property
     def file(self) -> str:
         """Where results are kept: one for each paper."""
-        return f"{self.id.partition('/')[0]}.json"
+        return f"{self.name.partition('/')[0]}.json"
 
     @property
     def key(self) -> dict[str, str]:
         """Of a result; of another setting, or of other numbers, it would be stale."""
-        names = [bound.name for bound in self.bounds]
-        return {"claim": self.id, "mark": f"{zlib.crc32(repr((self.setting, names)).encode()):08x}"}
+        names = [bound.name for bound in (*self.rule, *self.elsewhere)]
+        return {
+            "claim": self.name,
+            "mark": f"{zlib.crc32(repr((self.setting, names)).encode()):08x}",
+        }
 
 
 def _read() -> Iterator[Claim]:
@@ -110,13 +97,13 @@ def _read() -> Iterator[Claim]:
         return tuple(Bound(name, *limits) for name, limits in table.items())
 
     text = Path(__file__).with_name("claims.toml").read_text(encoding="utf-8")
-    for id, table in tomllib.loads(text).items():
+    for name, table in tomllib.loads(text).items():
         data = tuple(table.pop("data", ()))
         if "check" in table:
             table |= {"check": Check(*table["check"], data=data), "rule": rule(table["rule"])}
         if other := table.get("elsewhere"):
-            table["elsewhere"] = Elsewhere(other["where"], rule(other["rule"]))
-        yield Claim(id, **table)
+            table |= {"where": other["where"], "elsewhere": rule(other["rule"])}
+        yield Claim(name, **table)
 
 
 def verdict(claim: Claim, measured: Sequence[Numbers]) -> tuple[str, str]:
@@ -131,8 +118,8 @@ def verdict(claim: Claim, measured: Sequence[Numbers]) -> tuple[str, str]:
     if met == len(measured):
         return HOLDS, ""
     note = f"{met} of {len(measured)} seeds do" if met else ""
-    if claim.elsewhere and all(_met(claim.elsewhere.rule, numbers) for numbers in measured):
-        return ELSEWHERE, "; ".join(filter(None, (claim.elsewhere.where, note)))
+    if claim.elsewhere and all(_met(claim.elsewhere, numbers) for numbers in measured):
+        return ELSEWHERE, "; ".join(filter(None, (claim.where, note)))
     return FAILS, note
 
 
@@ -166,7 +153,7 @@ def spread(claim: Claim, measured: Sequence[Numbers]) -> list[tuple[str, float, 
 
     A number without a bound has no worse one: the smallest comes first.
     """
-    bounds = {bound.name: bound for bound in reversed(claim.bounds)}
+    bounds = {bound.name: bound for bound in (*claim.elsewhere, *claim.rule)}
     rows = []
     for name in measured[0] if measured else ():
         key = bounds[name].slack if name in bounds else (lambda numbers, name=name: numbers[name])

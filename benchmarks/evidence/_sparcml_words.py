@@ -9,7 +9,7 @@ from sparse_collectives import cost_model, traffic, wire
 
 from ..network import _volumes
 from ..training._unions import uniform
-from ._words import rows_of
+from ._words import least_and_most, rows_of
 
 AXIS = "workers"
 WORKERS = 8
@@ -42,17 +42,16 @@ def useful_pairs(name: str, *, disjoint: bool) -> float:
 
 
 def _both_ends() -> dict[str, float]:
-    return {
-        "all in common, k pairs": useful_pairs("ssar_recursive_double", disjoint=False),
-        "nothing in common, k pairs": useful_pairs("ssar_recursive_double", disjoint=True),
-    }
+    cases = {"all": False, "nothing": True}
+    pairs = {x: useful_pairs("ssar_recursive_double", disjoint=y) for x, y in cases.items()}
+    return {f"{name} in common, k pairs": value for name, value in pairs.items()}
 
 
 def _lower_bound() -> dict[str, float]:
     """Each algorithm beside the least that Lemma 5.1 allows where nothing is in common."""
     names = ("ssar_recursive_double", "ring_sparse", "topk_a")
     ratios = [useful_pairs(name, disjoint=True) / (WORKERS - 1) for name in names]
-    return {"least of pairs / bound": min(ratios), "most of pairs / bound": max(ratios)}
+    return least_and_most("pairs / bound", ratios)
 
 
 def _split() -> dict[str, float]:
@@ -70,7 +69,7 @@ def _dense_end() -> dict[str, float]:
     names = ("dense", "dsar_split_allgather")
     pairs = zip(*(rows_of(name, (64, 128, 256), 0.02) for name in names), strict=True)
     gains = [dense["worst"] / sparse["worst"] for dense, sparse in pairs]
-    return {"most of dense / DSAR": max(gains), "least of dense / DSAR": min(gains)}
+    return least_and_most("dense / DSAR", gains)
 
 
 def _expected_union(seed: int, quick: bool) -> dict[str, float]:
