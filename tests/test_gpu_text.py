@@ -1,5 +1,7 @@
 """The gauge of programs for GPUs: what it reads from XLA's text."""
 
+from pathlib import Path
+
 import jax
 import pytest
 
@@ -13,103 +15,18 @@ def cost(launches=0, both=0, **more):
     return Cost(launches=launches, touched=both, moved=both, **more)
 
 
-# A body of two kernels over 4 float32: each reads 16 bytes and writes 16.
-LOOPS = """\
-%fused_add (p: f32[4]) -> f32[4] {
-  %p = f32[4]{0} parameter(0)
-  ROOT %add = f32[4]{0} add(%p, %p)
-}
-
-%body (state: (s32[], f32[4])) -> (s32[], f32[4]) {
-  %state = (s32[], f32[4]{0}) parameter(0)
-  %i = s32[] get-tuple-element(%state), index=0
-  %x = f32[4]{0} get-tuple-element(%state), index=1
-  %once = f32[4]{0} fusion(%x), kind=kLoop, calls=%fused_add
-  %twice = f32[4]{0} fusion(%once), kind=kLoop, calls=%fused_add
-  ROOT %next = (s32[], f32[4]{0}) tuple(%i, /*index=1*/%twice)
-}
-
-ENTRY %main (x.1: f32[4]) -> f32[4] {
-  %x.1 = f32[4]{0} parameter(0)
-  %zero = s32[] constant(0)
-  %start = (s32[], f32[4]{0}) tuple(%zero, %x.1)
-  %loop = (s32[], f32[4]{0}) while(%start), condition=%goes_on, body=%bodyTRIPS
-  ROOT %out = f32[4]{0} get-tuple-element(%loop), index=1
-}
-"""  # noqa: E501
+# Programs as XLA prints them. A loop's body has two kernels over 4 float32, each of which reads 16
+# bytes and writes 16. Of the branches one has a kernel of 2 kB, the other two of a few bytes and a
+# collective. What is fused has 4096 entries, of which some bodies read or change only a part.
+TEXTS = {path.stem: path.read_text() for path in Path(__file__).with_name("gpu_text").iterdir()}
+LOOPS, BRANCHES, FUSED = (TEXTS[name] for name in ("loops", "branches", "fused"))
 
 KNOWN = ', backend_config={"known_trip_count":{"n":"5"},"known_init_step":{"init":"0","step":"1"}}'
-
-# One branch with a kernel of 2 kB, another with two of a few bytes and a collective.
-BRANCHES = """\
-%large (p.1: f32[256]) -> f32[256] {
-  %p.1 = f32[256]{0} parameter(0)
-  ROOT %negate = f32[256]{0} negate(%p.1)
-}
-
-%small (p.2: f32[]) -> f32[256] {
-  %p.2 = f32[] parameter(0)
-  %sum-start = f32[] all-reduce-start(%p.2), channel_id=1, to_apply=%add
-  %sum-done = f32[] all-reduce-done(%sum-start)
-  ROOT %wide = f32[256]{0} broadcast(%sum-done), dimensions={}
-}
-
-ENTRY %main (which: WHICH, x: f32[256], y: f32[]) -> f32[256] {
-  %which = WHICH parameter(0)
-  %x = f32[256]{0} parameter(1)
-  %y = f32[] parameter(2)
-  ROOT %out = f32[256]{0} conditional(%which, %x, %y), COMPUTATIONS
-}
-"""
 
 KINDS = {
     "s32[]": "branch_computations={%large, %small}",
     "pred[]": "true_computation=%large, false_computation=%small",
 }
-
-COLLECTIVES = """\
-%wrapped (p: f32[64]) -> f32[8] {
-  %p = f32[64]{0} parameter(0)
-  ROOT %scatter = f32[8]{0} reduce-scatter(%p), channel_id=3, dimensions={0}, to_apply=%add
-}
-
-%graph (q: f32[8]) -> f32[8] {
-  %q = f32[8]{0} parameter(0)
-  ROOT %ring = f32[8]{0} collective-permute(%q), source_target_pairs={{0,1},{1,0}}
-}
-
-ENTRY %main (x: f32[64]) -> f32[8] {
-  %x = f32[64]{0} parameter(0)
-  %all-start = ((f32[64]{0}), f32[64]{0}) all-to-all-start(%x), channel_id=1, dimensions={0}
-  %all-done = f32[64]{0} all-to-all-done(%all-start)
-  %begun = ((f32[64]{0}), f32[8]{0:S(1)}, s32[]) async-start(%all-done), calls=%wrapped
-  %running = ((f32[64]{0}), f32[8]{0:S(1)}, s32[]) async-update(%begun)
-  %ended = f32[8]{0} async-done(%running)
-  %moved-start = (f32[8]{0}, f32[8]{0}, u32[]) copy-start(%ended)
-  %moved = f32[8]{0} copy-done(%moved-start)
-  ROOT %called = f32[8]{0} call(%moved), to_apply=%graph
-}
-"""
-
-
-# Of 4096 entries, of which some bodies read or change only a part.
-FUSED = """\
-%fused (p: f32[4096], q: f32[4096], i: s32[8], u: f32[8]) -> RESULT {
-  %p = f32[4096]{0} parameter(0)
-  %q = f32[4096]{0} parameter(1)
-  %i = s32[8]{0} parameter(2)
-  %u = f32[8]{0} parameter(3)
-  BODY
-}
-
-ENTRY %main (p.1: f32[4096], q.1: f32[4096], i.1: s32[8], u.1: f32[8]) -> RESULT {
-  %p.1 = f32[4096]{0} parameter(0)
-  %q.1 = f32[4096]{0} parameter(1)
-  %i.1 = s32[8]{0} parameter(2)
-  %u.1 = f32[8]{0} parameter(3)
-  ROOT %out = RESULT fusion(%p.1, %q.1, %i.1, %u.1), kind=kLoop, calls=%fused
-}
-"""
 
 N, WHOLE, FEW, SECTORS = "f32[4096]", 4 * 4096, 4 * 8, 32 * 8
 
@@ -199,7 +116,7 @@ def test_of_a_conditional_the_branch_with_fewest_launches(which):
 
 
 def test_collectives_are_counted_where_they_start():
-    found = parse(COLLECTIVES)
+    found = parse(TEXTS["collectives"])
     assert (lightest(found)["launches"], lightest(found)["collectives"]) == (4, 3)
     assert lightest(found)["waits"] == 0
     assert collectives(found) == 3
@@ -218,18 +135,6 @@ def test_the_text_of_a_real_program_is_read():
 
 
 def test_products_between_the_start_and_the_end_of_a_collective():
-    lines = """
-ENTRY %main (p: f32[8]) -> f32[8] {
-  %p = f32[8] parameter(0)
-  %before = f32[8] custom-call(%p), custom_call_target="__cublas", metadata={op_name="dot_general"}
-  %start = f32[8] all-reduce-start(%p), to_apply=%add
-  %other = f32[8] fusion(%p), kind=kLoop, calls=%f, metadata={op_name="jit(f)/add"}
-  %product = f32[8] fusion(%p), kind=kCustom, calls=%g, metadata={op_name="jit(f)/dot_general"}
-  %done = f32[8] all-reduce-done(%start)
-  %gather = f32[8] all-gather-start(%p), dimensions={0}
-  ROOT %end = f32[8] all-gather-done(%gather)
-}
-"""
-    program = parse(lines)
+    program = parse(TEXTS["overlap"])
     found = list(overlap.beside(program.computations[program.entry].values()))
     assert found == [("all-reduce", 1), ("all-gather", 0)]
