@@ -26,7 +26,7 @@ import jax
 
 from .._common import options, reports
 from .._common.contestants import selectors
-from .._common.display import show
+from .._common.display import show_fields
 from . import _described
 from ._contestants import STEPS
 from ._hlo import parse
@@ -36,10 +36,7 @@ SETTINGS = {"size": 14_700_000, "density": 0.01, "devices": 8}
 # Growth that --check lets pass: compilers change their minds about a fusion.
 TOLERANCE = 1.1
 _LIMITED = {"launches": "launches"} | {f"{x}_bytes": f"bytes {x}" for x in ("touched", "moved")}
-HEAD = (
-    *("program", "launches", "GB touched", "GB moved"),
-    *("MB temporary", "waits", "collectives", "sorts"),
-)
+FIELDS = "program launches touched_bytes moved_bytes temporary_bytes waits collectives sorts"
 PATTERN: reports.Pattern = {
     "jax": reports.text(),
     "size": reports.whole(1),
@@ -75,19 +72,6 @@ def row(name: str, compiled: Any) -> dict[str, Any]:
     }
 
 
-def cells(row: dict[str, Any]) -> list[str]:
-    """Those of the table, under ``HEAD``."""
-    return [
-        row["program"],
-        " .. ".join(f"{x:,}" for x in row["launches"]),
-        *(" .. ".join(f"{x / 1e9:.2f}" for x in row[f"{k}_bytes"]) for k in ("touched", "moved")),
-        f"{row['temporary_bytes'] / 1e6:,.0f}",
-        str(row["waits"]),
-        "{} of {}".format(*row["collectives"]) if row["collectives"][1] else "",
-        str(row["sorts"] or ""),
-    ]
-
-
 def grown(rows: list[dict[str, Any]], recorded: list[dict[str, Any]]) -> list[str]:
     """A line for each program whose steady step has become more than a tenth heavier."""
     before, found = {row["program"]: row for row in recorded}, []
@@ -113,8 +97,11 @@ def breakdown(name: str, hlo: str) -> None:
         groups[group] = groups.get(group, Cost()) + cost
     order = sorted(groups.items(), key=lambda x: (-x[1]["launches"], -x[1]["touched"]))
     keys = ("launches", "touched", "moved", "waits", "collectives")
-    lines = [[*group, *(f"{cost[key]:,}" for key in keys)] for group, cost in order]
-    show(f"{name}: the steady step", ["scope", "function", *keys], lines)
+    rows = [
+        {x: cost[x] for x in keys} | {"scope": group[0], "function": group[1]}
+        for group, cost in order
+    ]
+    show_fields(f"{name}: the steady step", f"scope function {' '.join(keys)}", rows)
 
 
 def _settings(args: Any) -> dict[str, Any]:
@@ -160,7 +147,7 @@ def main(argv: list[str] | None = None) -> int:
         rows.append(row(name, known[name]()))
     title = f"n = {size:,}, density {density:g}, {_described.NAME}, {devices} for the steps, "
     title += f"jax {jax.__version__}; compiled, not run"
-    show(title, HEAD, [cells(row) for row in rows])
+    show_fields(title, FIELDS, rows)
     content = {"jax": jax.__version__, "jaxlib": metadata.version("jaxlib")}
     content |= {"device": {"name": _described.NAME, "devices": devices}}
     content |= {"size": size, "density": density, "programs": rows}

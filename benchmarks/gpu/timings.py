@@ -4,8 +4,8 @@
 
 On one GPU: every selector, beside lax.top_k; the whole step of error feedback of one worker; and
 that of several simulated workers, who share the entries. In each round a contestant takes turns
-with a device copy of n float32, which nothing that reads and writes n entries can beat: "share" is
-the copy's time over the contestant's. A round is several calls that are queued and waited for
+with a device copy of n float32, which nothing that reads and writes n entries can beat; the copy's
+time over the contestant's is shown. A round is several calls that are queued and waited for
 together; the table has the median, the quartiles and the least of the rounds, in milliseconds a
 call. "launches" are the kernels that benchmarks.gpu.programs counts in the program that ran.
 
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from .._common import options, reports, timing
 from .._common.contestants import selectors
-from .._common.display import show, show_fields
+from .._common.display import show_fields
 from . import _contestants as runs
 from ._contestants import STEPS, Run
 
@@ -46,7 +46,7 @@ _WARM_UP = 12
 _ROUND, _ROUNDS = 0.02, 10.0
 _CALLS = 20
 GBITS = (10, 25, 100)
-HEAD = ("part", "contestant", "ms", "quartiles", "least", "share", "launches")
+FIELDS = "part contestant median_ms quartiles_ms min_ms share_of_copy launches"
 Made = Mapping[tuple[str, str], Callable[[], Run]]
 
 
@@ -134,16 +134,10 @@ def dense_on_networks(size: int, workers: int) -> list[dict[str, float]]:
     return [{"gbit_per_s": gbit, "ms": 8e3 * sent / (gbit * 1e9)} for gbit in GBITS]
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    text = "{part}|{contestant}|{median_ms:.3f}|{quartiles_ms[0]:.3f} - {quartiles_ms[1]:.3f}"
-    text += "|{min_ms:.3f}|{share_of_copy:.1%}|" + ("" if row["launches"] is None else "{launches}")
-    return text.format(**row).split("|")
-
-
 def _show(content: dict[str, Any]) -> None:
     title = "n = {size:,}, of {workers} simulated workers together, density {density:g}; "
     title += "{device}, jax {jax}; share of a copy of {size:,} float32"
-    show(title.format(**content), HEAD, [_cells(row) for row in content["rows"]])
+    show_fields(title.format(**content), FIELDS, content["rows"])
     for row in content["rows"]:
         if row["contestant"] == EMPTY and row["launches"]:
             print(f"\na launch costs {1e3 * row['median_ms'] / row['launches']:.2f} us")

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 from benchmarks._common.timing import over
-from benchmarks.gpu.programs import cells as program_cells
 
 from ._data import DATA, LABELS, by, cells, code, interval, median, middle, read
 from ._files import ROOT, Rows
@@ -125,8 +124,16 @@ def _compiled(name: str) -> list[dict[str, Any]]:
 
 def table_gpu_programs() -> Rows:
     """Launches and bytes of selections and steps."""
-    found = by(_compiled("programs.json"), "program")
-    return [[f"`{name}`", *program_cells(found[name])[1:-1]] for name in PROGRAMS]
+    found, rows = by(_compiled("programs.json"), "program"), []
+    for row in (found[name] for name in PROGRAMS):
+        line = [f"`{row['program']}`", " .. ".join(f"{x:,}" for x in row["launches"])]
+        for both in (row["touched_bytes"], row["moved_bytes"]):
+            line.append(" .. ".join(f"{x / 1e9:.2f}" for x in both))
+        line += [f"{row['temporary_bytes'] / 1e6:,.0f}", str(row["waits"])]
+        rows.append(
+            [*line, "{} of {}".format(*row["collectives"]) if row["collectives"][1] else ""]
+        )
+    return rows
 
 
 def table_gpu_overlaps() -> Rows:
