@@ -15,8 +15,7 @@ from functools import partial
 from benchmarks._common import options
 
 from . import _learning, _links, _predicted, _timed, _trainings, _words
-from ._data import LABELS, printed
-from ._files import ROOT, written
+from ._data import LABELS, ROOT, printed, written
 
 MADE = {
     name.removeprefix("table_"): function

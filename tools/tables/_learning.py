@@ -4,8 +4,7 @@ import json
 import statistics
 from typing import Any
 
-from ._data import DATA, LABELS, blank_repeats, by, listed, read
-from ._files import Rows
+from ._data import DATA, LABELS, Rows, blank_repeats, by, listed, read
 
 LINKS = ("100mbit", "1gbit")
 # The workers that contestants of the same steps were run with; others with 8.

@@ -7,8 +7,7 @@ from typing import Any
 from benchmarks._common.timing import over
 from benchmarks.network._report import breakdown
 
-from ._data import DATA, LABELS, by, interval, median, middle, read
-from ._files import Rows
+from ._data import DATA, LABELS, Rows, by, interval, median, middle, read
 
 PARTS = ("rest", "sparsification", "communication", "of_it_unlimited")
 POINTS = ((4, 14_700_000, "100mbit"), (4, 14_700_000, "1gbit"), (8, 1_000_000, "1gbit"))

@@ -3,8 +3,7 @@
 from sparse_collectives import cost_model
 from sparse_collectives.planner import _optimizers, _planner
 
-from ._data import LABELS, blank_repeats, by, interval, read
-from ._files import Rows
+from ._data import LABELS, Rows, blank_repeats, by, interval, read
 from ._links import speedups
 
 SHOWN = (

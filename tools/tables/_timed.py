@@ -6,8 +6,7 @@ from typing import Any
 
 from benchmarks._common.timing import over
 
-from ._data import DATA, LABELS, by, cells, code, interval, median, middle, read
-from ._files import ROOT, Rows
+from ._data import DATA, LABELS, ROOT, Rows, by, cells, code, interval, median, middle, read
 
 # The columns of the table of first steps.
 LEAVES = (1, 150, 300)

@@ -4,8 +4,7 @@ import functools
 import operator
 from typing import Any
 
-from ._data import LABELS, blank_repeats, by, cells, code, interval, percent, read
-from ._files import Rows
+from ._data import LABELS, Rows, blank_repeats, by, cells, code, interval, percent, read
 
 Row = dict[str, Any]
 # What a table has of each way to cut the regions.

@@ -4,8 +4,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from ._data import LABELS, blank_repeats, by, read
-from ._files import Rows
+from ._data import LABELS, Rows, blank_repeats, by, read
 
 ALGORITHMS = ("dense", *LABELS["words"], "ssar_recursive_double", "ssar_split_allgather")
 ALGORITHMS += ("dsar_split_allgather", "ring_sparse", "gtopk", "spardl", "ok_topk")
