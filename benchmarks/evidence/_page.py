@@ -70,10 +70,8 @@ def _row(claim: Claim, store: Store) -> tuple[str, str]:
     found = store.best(claim)
     numbers = [result["numbers"] for result in found]
     decided, note = verdict(claim, numbers)
-    ours = "; ".join(
-        f"{name}: " + " to ".join(dict.fromkeys((shown(worse), shown(better))))
-        for name, worse, better in spread(claim, numbers)
-    )
+    ranges = {name: dict.fromkeys(map(shown, both)) for name, *both in spread(claim, numbers)}
+    ours = "; ".join(f"{name}: {' to '.join(both)}" for name, both in ranges.items())
     if any(result["quick"] for result in found):
         ours += " (q)"
     rule = "; ".join(map(str, claim.rule))

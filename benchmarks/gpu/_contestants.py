@@ -100,34 +100,28 @@ def selection(selector: Selector, data: Sequence[jax.Array]) -> Run:
         coo, state, info = selector.select(x, state)
         return (coo, info), state
 
-    return _stepping(select, [(x,) for x in data], selector.init(layout(data[0].size)))
+    return _stepping(select, data, selector.init(layout(data[0].size)))
 
 
 def step(made: Contestant, density: float, data: Sequence[jax.Array]) -> Run:
     """``tx.update`` of one worker."""
     mesh = Mesh(np.array(jax.devices()[:1]), (AXIS,), axis_types=(AxisType.Auto,))
-    tx = made.make(density, AXIS)
-    params = _shaped(made, jnp.zeros_like(data[0]))
+    tx, params = made.make(density, AXIS), _shaped(made, jnp.zeros_like(data[0]))
     state = optax_ext.init_state(tx, params, mesh)
-    mapped = map_update(tx, state, mesh)
-    stream = [(jax.tree.map(lambda g: g[None], _shaped(made, x)), params) for x in data]
-    return _stepping(lambda g, params, state: mapped(g, state, params), stream, state)
+    stream = [jax.tree.map(lambda g: g[None], _shaped(made, x)) for x in data]
+    return _stepping(map_update(tx, state, mesh), stream, state, params)
 
 
 def simulated(made: Contestant, density: float, data: Sequence[jax.Array], workers: int) -> Run:
     """``tx.update`` of several workers on this device, each with its part of the entries."""
     size = data[0].size // workers
-    tx = made.make(density, AXIS)
-    params = _shaped(made, jnp.zeros(size, data[0].dtype))
+    tx, params = made.make(density, AXIS), _shaped(made, jnp.zeros(size, data[0].dtype))
     shared = {"axis": AXIS, "axis_size": workers}
     state = sc.simulate(tx.init, in_axes=None, **shared)(params)
-
-    def update(gradient: Any, params: Any, state: Any) -> tuple[Any, Any]:
-        return tx.update(gradient, state, params)
-
+    update = sc.simulate(tx.update, in_axes=(0, 0, None), **shared)
     split = jax.vmap(lambda x: _shaped(made, x))
-    stream = [(split(x[: size * workers].reshape(workers, size)), params) for x in data]
-    return _stepping(sc.simulate(update, in_axes=(0, None, 0), **shared), stream, state)
+    stream = [split(x[: size * workers].reshape(workers, size)) for x in data]
+    return _stepping(update, stream, state, params)
 
 
 def _shaped(made: Contestant, vector: jax.Array) -> Any:
@@ -139,14 +133,14 @@ def _shaped(made: Contestant, vector: jax.Array) -> Any:
     return [x.reshape(s) for x, s in zip(jnp.split(vector, ends), shapes)]
 
 
-def _stepping(function: Callable[..., Any], stream: Sequence[tuple[Any, ...]], state: Any) -> Run:
+def _stepping(update: Callable[..., Any], stream: Sequence[Any], state: Any, *params: Any) -> Run:
     """Calls it with what the stream has next and the state, which is donated."""
-    compiled = jax.jit(function, donate_argnums=len(stream[0])).lower(*stream[0], state).compile()
+    compiled = jax.jit(update, donate_argnums=1).lower(stream[0], state, *params).compile()
     # The arrays that a state begins with may share a buffer, which can't be donated twice.
     held = [jax.tree.map(jnp.array, state)]
 
     def call(turn: int) -> Any:
-        out, held[0] = compiled(*stream[turn % len(stream)], held[0])
+        out, held[0] = compiled(stream[turn % len(stream)], held[0], *params)
         return out, held[0]
 
     return Run(compiled, call)

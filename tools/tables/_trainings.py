@@ -39,26 +39,20 @@ def table_fill_in_trainings() -> Rows:
 
 def table_fill_in_predicted() -> Rows:
     """What the cost model makes of unions of fewer workers."""
-    both = read("fill_in.json")["predictions"]
-
-    def line(name: str, *keys: str) -> list[str]:
-        made = [name]
-        for table in both:
-            value = functools.reduce(operator.getitem, keys, table)
-            off = f"{100 * (value / table['measured'] - 1):+.0f} %"
-            made += [percent(value, 1), "" if keys == ("measured",) else off]
-        return made
-
+    both, rows = read("fill_in.json")["predictions"], []
     first, *others = both[0]["same_run"]
     other = next(iter(both[0]["other_runs"]))
-    return [
-        line("measured", "measured"),
-        line("uniform formula", "uniform"),
-        line(f"from {first} of the {both[0]['workers']} workers", "same_run", first),
-        *(line(f"from {p}", "same_run", p) for p in others),
-        line(f"from the run with {other} workers", "other_runs", other),
-        line("the same at each step, then the mean", "other_runs_by_step", other),
-    ]
+    lines = {"measured": ["measured"], "uniform formula": ["uniform"]}
+    lines |= {f"from {first} of the {both[0]['workers']} workers": ["same_run", first]}
+    lines |= {f"from {p}": ["same_run", p] for p in others}
+    lines |= {f"from the run with {other} workers": ["other_runs", other]}
+    lines |= {"the same at each step, then the mean": ["other_runs_by_step", other]}
+    for name, keys in lines.items():
+        values = [functools.reduce(operator.getitem, keys, table) for table in both]
+        offs = [x / table["measured"] - 1 for x, table in zip(values, both, strict=True)]
+        shown = [f"{100 * x:+.0f} %" if name != "measured" else "" for x in offs]
+        rows.append([name, percent(values[0], 1), shown[0], percent(values[1], 1), shown[1]])
+    return rows
 
 
 # Regions and balance.
