@@ -56,9 +56,9 @@ if __name__ == "__main__":
     found = {version_of(shutil.which(python) or python): python for python in reversed(tried)}
     found.pop(None, None)
     if not found:
-        sys.exit(
-            f"no Python {OLDEST[0]}.{OLDEST[1]} or newer that works was found, which the newest jax"
-            f" needs. Install one, or set NEWEST_PYTHON=/path/to/python3.13. Tried:"
-            f" {', '.join(tried) or 'nothing, as none is on the PATH'}."
+        wanted = (
+            f"no Python {OLDEST[0]}.{OLDEST[1]} or newer that works was found, which the newest"
         )
+        advice = "jax needs. Install one, or set NEWEST_PYTHON=/path/to/python3.13. Tried:"
+        sys.exit(f"{wanted} {advice} {', '.join(tried) or 'nothing, as none is on the PATH'}.")
     print(found[max(found)])

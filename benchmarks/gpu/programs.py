@@ -97,10 +97,7 @@ def breakdown(name: str, hlo: str) -> None:
         groups[group] = groups.get(group, Cost()) + cost
     order = sorted(groups.items(), key=lambda x: (-x[1]["launches"], -x[1]["touched"]))
     keys = ("launches", "touched", "moved", "waits", "collectives")
-    rows = [
-        {x: cost[x] for x in keys} | {"scope": group[0], "function": group[1]}
-        for group, cost in order
-    ]
+    rows = [{"scope": s, "function": f} | {x: cost[x] for x in keys} for (s, f), cost in order]
     show_fields(f"{name}: the steady step", f"scope function {' '.join(keys)}", rows)
 
 
@@ -137,7 +134,9 @@ def main(argv: list[str] | None = None) -> int:
     size, density, devices = (settings[name] for name in SETTINGS)
     known = contestants(size, density, devices)
     names = [args.breakdown] if args.breakdown else args.only or list(known)
-    options.check_names(parser, names, known)
+    options.check_names(parser, args.only, known)
+    if args.breakdown and args.breakdown not in known:
+        parser.error(f"--breakdown {args.breakdown!r} is none of: {'; '.join(known)}")
     if args.breakdown:
         breakdown(args.breakdown, known[args.breakdown]().as_text())
         return 0

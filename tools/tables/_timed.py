@@ -10,14 +10,7 @@ from ._data import DATA, LABELS, ROOT, Rows, by, cells, code, interval, median, 
 
 # The columns of the table of first steps.
 LEAVES = (1, 150, 300)
-EXCHANGES = ("dense", "ssar_recursive_double", "ssar_split_allgather", "dsar_split_allgather")
-EXCHANGES += ("topk_a",)
 LINKS = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
-PROGRAMS = [
-    *(f"select.{x}" for x in ("topk", "threshold_reuse", "dgc", "mstopk", "bucketed", "adtopk")),
-    *("dense", "ok_topk", "ok_topk_reuse", "topk_a", "agreed", "agreed_few"),
-    *("sparse_adamw", "sparse_sgd", "spardl", "gtopk", "dsar_split_allgather", "powersgd"),
-]
 
 
 def table_first_steps() -> Rows:
@@ -65,9 +58,8 @@ def _linear(model: str) -> Rows:
     """Epochs of linear models over links: `benchmarks.network.linear_models`."""
     found, rows = by(read("linear_url.json")["rows"], "model", "exchange"), []
     base, keys = found[model, "dense"], ("epoch_seconds", "exchange_seconds")
-    for name in EXCHANGES:
-        row = found[model, name]
-        line = [f"`{name}`" + (" (an allgather)" if name == "topk_a" else "")]
+    for name, shown in LABELS["linear_url"].items():
+        row, line = found[model, name], [shown]
         line += [median(row[key], 2 if statistics.median(row[key]) < 20 else 0) for key in keys]
         for gains in (over(base[key], row[key]) for key in keys):
             line.append("1" if row is base else middle(gains, 1 if min(gains) >= 1 else 2))
@@ -124,7 +116,7 @@ def _compiled(name: str) -> list[dict[str, Any]]:
 def table_gpu_programs() -> Rows:
     """Launches and bytes of selections and steps."""
     found, rows = by(_compiled("programs.json"), "program"), []
-    for row in (found[name] for name in PROGRAMS):
+    for row in (found[name] for name in LABELS["gpu_programs"]["shown"]):
         line = [f"`{row['program']}`", " .. ".join(f"{x:,}" for x in row["launches"])]
         for both in (row["touched_bytes"], row["moved_bytes"]):
             line.append(" .. ".join(f"{x / 1e9:.2f}" for x in both))

@@ -18,11 +18,9 @@ LOSSES = "{validation_before[loss]:.2f} to {validation_after[loss]:.2f}"
 def table_fill_in_uniform() -> Rows:
     """Uniform indices, beside the formula."""
     texts = ("{expected:,.1f}", "{mean:,.1f}", "{standard_error:.1f}", "{errors_off:.1f}")
-    tables = [table["rows"] for table in read("fill_in.json")["uniform"]]
-    return [
-        [str(rows[0]["workers"]), *(cell for row in rows for cell in cells(row, *texts))]
-        for rows in zip(*tables, strict=True)
-    ]
+    one, other = (table["rows"] for table in read("fill_in.json")["uniform"])
+    pairs = zip(one, other, strict=True)
+    return [[*cells(x, "{workers}", *texts), *cells(y, *texts)] for x, y in pairs]
 
 
 def table_fill_in_trainings() -> Rows:
@@ -173,15 +171,9 @@ def table_selector_quality() -> Rows:
 def table_missing_rows() -> Rows:
     """Rows of the LSTM without a selected entry."""
     rates = read("select_quality.json")["runs"][1]["missing_rows"]["accumulator"]
-    shown = {
-        "top-k of each layer, mean of the matrices": ("top-k of each layer", "mean of matrices"),
-        "top-k of each layer, all rows": ("top-k of each layer", "all rows"),
-        "top-k of the whole buffer, all rows": ("top-k of all", "all rows"),
-        "`adtopk`": ("adtopk", "all rows"),
-    }
     rows = [["the paper: LSTM, words of WikiText-2", "96 %", "", "", "", "26 %"]]
-    for name, (selector, of) in shown.items():
-        rows.append([name, *(percent(x, 0 if x > 0.005 else 2) for x in rates[selector][of])])
+    for shown, (selector, of) in LABELS["missing_rows"].items():
+        rows.append([shown, *(percent(x, 0 if x > 0.005 else 2) for x in rates[selector][of])])
     return rows
 
 
