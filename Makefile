@@ -153,8 +153,7 @@ build: $(VENV)/.installed-test
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist .
 	$(BIN)/twine check --strict dist/*
-	$(BIN)/python tools/check_wheel.py dist
-	$(call fast_compile,$(VENV)) $(BIN)/python tools/check_sdist.py dist
+	$(call fast_compile,$(VENV)) $(BIN)/python tools/check_dist.py dist
 
 clean:
 	rm -rf $(VENV) $(NEWEST) dist site .cache .pytest_cache .ruff_cache .hypothesis

@@ -16,8 +16,8 @@ from tools.evidence_changes import changes, verdicts
 
 # The benchmarks are programs of users.
 pytestmark = pytest.mark.usefixtures("default_promotion")
-KEPT = ROOT / "docs" / "evidence"
-CHECKED = {claim.id: claim for claim in CLAIMS if claim.check}
+KEPT, EVIDENCE = ROOT / "docs" / "evidence", ROOT / "benchmarks" / "evidence"
+CHECKED = {claim.name: claim for claim in CLAIMS if claim.check}
 # They take about a second each.
 QUICKEST = [
     *("ok-topk/dense-words", "ok-topk/topk-a-above-dense", "sparcml/delta", "mstopk/between-nodes"),
@@ -58,7 +58,7 @@ def run(tmp_path, monkeypatch):
 
 def test_every_claim_has_a_source_and_a_rule_or_a_reason():
     assert len(CLAIMS) >= 40
-    assert len({claim.id for claim in CLAIMS}) == len(CLAIMS)
+    assert len({claim.name for claim in CLAIMS}) == len(CLAIMS)
     for claim in CLAIMS:
         assert claim.text.endswith(".")
         assert claim.source
@@ -75,8 +75,9 @@ def test_kept_results_are_small_and_of_claims_that_there_are():
             assert claim.file == file.name
             # The page leaves out what is of another setting: "not measured yet".
             if result["mark"] == claim.key["mark"]:
-                rules = (*claim.rule, *(claim.elsewhere.rule if claim.elsewhere else ()))
-                assert {bound.name for bound in rules} <= set(result["numbers"])
+                assert {bound.name for bound in (*claim.rule, *claim.elsewhere)} <= set(
+                    result["numbers"]
+                )
 
 
 def test_the_kept_lines_of_figures_are_those_that_there_are():
@@ -94,7 +95,7 @@ def test_the_page_is_what_the_kept_results_give():
     # What it says of their age was so when it was written: code may change without measuring again.
     written = (KEPT / "index.md").read_text(encoding="utf-8")
     assert unmarked(written) == unmarked(page(Store(KEPT)))
-    assert set(verdicts(written)) == {claim.id for claim in CLAIMS}
+    assert set(verdicts(written)) == {claim.name for claim in CLAIMS}
 
 
 @pytest.mark.parametrize("name", QUICKEST)
@@ -114,17 +115,13 @@ def test_what_is_exact_is_measured_as_it_is_kept(name):
 
 
 def test_a_check_is_of_all_files_that_it_can_import_and_of_no_others():
-    found = {
-        path.relative_to(ROOT).as_posix()
-        for path in _code.reached(ROOT / "benchmarks/evidence/_words.py")
-    }
+    found = {x.relative_to(ROOT).as_posix() for x in _code.reached(EVIDENCE / "_words.py")}
     assert {"sparse_collectives/traffic/_collectives.py", "benchmarks/network/_volumes.py"} <= found
     assert "sparse_collectives/allreduce/ok_topk/_composition.py" in found
     assert not [name for name in found if name.startswith("docs") or "evidence/_page" in name]
     # Imports in functions, programs that are packages, and what stands beside a program.
-    linear = _code.reached(ROOT / "benchmarks/evidence/_trainings.py")
-    assert ROOT / "examples/linear_models/__main__.py" in linear
-    assert ROOT / "examples/_data.py" in linear
+    linear = {ROOT / "examples/linear_models/__main__.py", ROOT / "examples/_data.py"}
+    assert linear <= {*_code.reached(EVIDENCE / "_trainings.py")}
     by_name = ROOT / "benchmarks/network/linear_models.py"
     assert ROOT / "examples/linear_models/training.py" in _code.reached(by_name)
 
@@ -163,11 +160,9 @@ def test_files_are_followed_by_imports_and_by_names_in_strings(tmp_path, monkeyp
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    found = _code.reached(tmp_path / "benchmarks/one.py")
-    assert set(files) - {path.relative_to(tmp_path).as_posix() for path in found} == {
-        "examples/never.py",
-        "tests/never.py",
-    }
+    reached = _code.reached(tmp_path / "benchmarks/one.py")
+    found = {path.relative_to(tmp_path).as_posix() for path in reached}
+    assert set(files) - found == {"examples/never.py", "tests/never.py"}
 
 
 # Pages.

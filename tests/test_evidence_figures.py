@@ -26,20 +26,15 @@ def test_predicted_lines_are_measured_as_they_are_kept(curve):
 
 def test_the_parts_of_a_bar_are_its_step():
     parts = [curve.check(0, True)[1] for curve in CURVES if curve.figure == "breakdown"]
-    steps = [
-        1e3 * _predicted.step_of(name, workers).step
-        for workers in (_predicted.FEW, _predicted.MANY)
-        for name in _predicted.STEPS
-    ]
+    bars = [(name, p) for p in (_predicted.FEW, _predicted.MANY) for name in _predicted.STEPS]
+    steps = [1e3 * _predicted.step_of(*bar).step for bar in bars]
     np.testing.assert_allclose(np.sum(parts, axis=0), steps)
     assert len(_predicted.BARS) == len(steps)
 
 
 def test_time_is_that_of_what_is_exchanged():
-    dense, *others = (
-        _trainings.seconds(*given, 10**6, 8)
-        for given in (("dense", 1.0), ("ok_topk", 0.01), ("agreed(few)", 0.05))
-    )
+    densities = {"dense": 1.0, "ok_topk": 0.01, "agreed(few)": 0.05}
+    dense, *others = (_trainings.seconds(*each, 10**6, 8) for each in densities.items())
     # 2n (P-1)/P words of four bytes over 12.5 MB/s.
     assert dense == pytest.approx(2e6 * 7 / 8 * 4 / 12.5e6, rel=0.01)
     assert max(others) < 0.2 * dense
@@ -51,7 +46,7 @@ def test_time_is_that_of_what_is_exchanged():
 def test_kept_times_are_those_of_their_steps(figure, size, workers):
     kept = Store(KEPT)
     for curve in (curve for curve in CURVES if curve.figure == figure):
-        step = _trainings.seconds(*curve.check.given[1:], size, workers)
+        step = _trainings.seconds(*curve.check.given[2:], size, workers)
         for series in kept.best(curve):
             steps = np.array(series["x"]) / step
             np.testing.assert_allclose(steps, np.arange(20, 401, 20), rtol=1e-4)
@@ -86,9 +81,9 @@ def test_each_index_has_one_owner_and_balanced_regions_even_out_what_equal_ones_
         assert counts.sum() == 400
         assert (counts > 0).all()
         assert name == "balanced" or counts.tolist() == [100] * 4
-    counts = {name: _selections.gather_load(*step, owner) for name, owner in owners.items()}
+    counts = {name: _selections.load("gather", *step, owner) for name, owner in owners.items()}
     assert counts["equal"].tolist() == [40, 0, 0, 0]
     assert counts["balanced"].max() <= 12
     assert counts["hashed"].tolist() == [10, 10, 10, 10]
     # What a worker has of its own region stays there.
-    assert _selections.reduce_load(*step, owners["equal"]).tolist() == [30, 0, 0, 0]
+    assert _selections.load("reduce", *step, owners["equal"]).tolist() == [30, 0, 0, 0]

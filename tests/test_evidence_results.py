@@ -5,31 +5,15 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks.evidence import _store
-from benchmarks.evidence._claims import (
-    ELSEWHERE,
-    FAILS,
-    HOLDS,
-    UNMEASURED,
-    UNTOLD,
-    Bound,
-    Claim,
-    Elsewhere,
-    interval,
-    spread,
-    verdict,
-)
+from benchmarks.evidence import _claims, _store
+from benchmarks.evidence._claims import FAILS, HOLDS, UNTOLD, Bound, Claim, verdict
 from benchmarks.evidence._figures import CURVES, Curve
 from benchmarks.evidence._page import page, unmarked
 from benchmarks.evidence._store import Store
+from tests.test_evidence import claim_of, with_results
 
 # The benchmarks are programs of users.
 pytestmark = pytest.mark.usefixtures("default_promotion")
-
-
-def claim_of(check, **more):
-    given = {"rule": (Bound("x", most=1),), **more}
-    return Claim("some/claim", "A claim.", "a paper", "1", "somewhere", check=check, **given)
 
 
 # Verdicts.
@@ -38,16 +22,16 @@ def claim_of(check, **more):
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ([], (UNMEASURED, "")),
+        ([], (_claims.UNMEASURED, "")),
         ([0.5, 1.0], (HOLDS, "")),
-        ([0.5, 1.5], (ELSEWHERE, "in the dark; 1 of 2 seeds do")),
-        ([1.5], (ELSEWHERE, "in the dark")),
+        ([0.5, 1.5], (_claims.ELSEWHERE, "in the dark; 1 of 2 seeds do")),
+        ([1.5], (_claims.ELSEWHERE, "in the dark")),
         ([2.5], (FAILS, "")),
         ([math.nan], (FAILS, "")),
     ],
 )
 def test_the_verdict_is_that_of_the_worst_seed(values, expected):
-    claim = claim_of(dict, elsewhere=Elsewhere("in the dark", (Bound("x", most=2),)))
+    claim = claim_of(dict, where="in the dark", elsewhere=(Bound("x", most=2),))
     assert verdict(claim, [{"x": value} for value in values]) == expected
 
 
@@ -92,7 +76,7 @@ def test_the_interval_has_the_mean_in_19_of_20_cases():
     random = np.random.default_rng(0)
     inside = 0
     for _ in range(500):
-        mean, room = interval("x", [{"x": x} for x in random.standard_normal(6)])
+        mean, room = _claims.interval("x", [{"x": x} for x in random.standard_normal(6)])
         inside += abs(mean) <= room
     # 0.95 with a standard error of 0.01.
     assert 0.92 < inside / 500 < 0.98
@@ -101,24 +85,13 @@ def test_the_interval_has_the_mean_in_19_of_20_cases():
 def test_the_worse_seed_comes_first():
     claim = claim_of(dict, rule=(Bound("x", most=1), Bound("y", least=1), Bound("z", 1, 3)))
     seeds = [{"x": 1.0, "y": 1.0, "z": 2.0}, {"x": 2.0, "y": 2.0, "z": 3.5}]
-    assert spread(claim, seeds) == [("x", 2.0, 1.0), ("y", 1.0, 2.0), ("z", 3.5, 2.0)]
+    assert _claims.spread(claim, seeds) == [("x", 2.0, 1.0), ("y", 1.0, 2.0), ("z", 3.5, 2.0)]
 
 
 # What is kept.
 
 
-def kept(folder, *claims):
-    store = Store(folder)
-    for claim in claims:
-        store.add(claim, 0, False, {"x": 1.0})
-    return store
-
-
-@pytest.mark.parametrize(
-    "one",
-    [claim_of(dict), Curve("xi", "a line", dict)],
-    ids=["claim", "curve"],
-)
+@pytest.mark.parametrize("one", [claim_of(dict), Curve("xi", "a line", dict)])
 def test_a_full_result_does_for_a_quick_one_and_not_the_other_way(tmp_path, one):
     store = Store(tmp_path)
     found = {"x": 1.0} if isinstance(one, Claim) else (np.arange(3.0), np.arange(3.0))
@@ -144,7 +117,7 @@ def test_a_curve_is_kept_thinned(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"format": 9, "results": []}', "has format 9, and this program reads and writes"),
+        ('{"format": 9, "results": []}', "format must be a whole number from 2 to 2, got 9"),
         ('{"format": 2, "res', "is not a JSON file"),
         ('{"format": 2, "results": [{"claim": "some/claim"}]}', "no 'code' in results"),
     ],
@@ -152,35 +125,28 @@ def test_a_curve_is_kept_thinned(tmp_path):
 @pytest.mark.parametrize("name", ["some.json", "figures/curves.json"])
 def test_a_file_of_another_format_or_that_is_not_whole_is_refused(tmp_path, name, text, message):
     (tmp_path / "figures").mkdir()
-    series = "curves" in name
-    (tmp_path / name).write_text(text.replace("results", "series") if series else text)
-    with pytest.raises(
-        ValueError, match=message.replace("results", "series") if series else message
-    ) as one:
+    kind = "series" if "curves" in name else "results"
+    (tmp_path / name).write_text(text.replace("results", kind))
+    with pytest.raises(ValueError, match=message.replace("results", kind)) as one:
         Store(tmp_path)
     assert "\n" not in str(one.value)
 
 
 def test_a_result_of_another_setting_or_other_numbers_is_stale_and_dropped(tmp_path):
-    one, two, three = (claim_of(dict)._replace(id=f"some/{name}") for name in ("one", "two", "no"))
-    store = kept(tmp_path, one, two, three)
+    (one, two, three), store = with_results(tmp_path, one=1.0, two=1.0, no=1.0)
     moved = two._replace(setting="elsewhere")
     assert not store.has(moved, 0, quick=True)
     assert not store.has(one._replace(rule=(Bound("y", most=1),)), 0, quick=True)
     assert store.has(one._replace(rule=(Bound("x", most=2),)), 0, quick=True)
     store.forget_all_but([one, moved])
-    assert [bool(Store(tmp_path).best(claim)) for claim in (one, two, three)] == [
-        True,
-        False,
-        False,
-    ]
+    left = [bool(Store(tmp_path).best(claim)) for claim in (one, two, three)]
+    assert left == [True, False, False]
 
 
 def test_a_result_of_other_code_is_stale_and_stays_on_the_page(tmp_path, monkeypatch):
-    claims = [claim_of(dict)._replace(id=f"some/{name}") for name in ("one", "two")]
-    code = {claim.name: "a" for claim in claims}
+    code = {"some/one": "a", "some/two": "a"}
     monkeypatch.setattr(_store, "code_of", lambda one: code[one.name])
-    store = kept(tmp_path, *claims)
+    claims, store = with_results(tmp_path, one=1.0, two=1.0)
     fresh = page(store, claims)
     assert "older than the code" not in fresh.partition("## What surprised")[2]
     code["some/one"] = "b"

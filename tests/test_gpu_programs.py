@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks._common.contestants import selectors
 from benchmarks._common.processes import ROOT
-from benchmarks.gpu import _contestants, _described, _runs, programs, timings
+from benchmarks.gpu import _contestants, _described, programs, timings
 from sparse_collectives import cost_model
 from sparse_collectives.planner import _optimizers
 from tests.programs import refused
@@ -21,14 +22,14 @@ RECORDED = ROOT / "benchmarks" / "gpu" / "programs.json"
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 
-def row(name, launches, touched, moved=10):
-    each = {"launches": launches, "touched_bytes": touched, "moved_bytes": moved}
+def row(name, *numbers):
+    each = dict(zip(("launches", "touched_bytes", "moved_bytes"), numbers))
     return {"program": name} | {key: [value, 10**9] for key, value in each.items()}
 
 
 def test_growth_of_more_than_a_tenth_is_named():
-    before = [row("a", 100, 1000), row("b", 100, 1000), row("c", 100, 1000)]
-    now = [row("a", 110, 1100), row("b", 111, 500), row("c", 50, 1101, 12), row("d", 1, 1)]
+    before = [row(name, 100, 1000, 10) for name in "abc"]
+    now = [row("a", 110, 1100, 10), row("b", 111, 500, 10), row("c", 50, 1101, 12), row("d")]
     assert programs.grown(now, before) == [
         "b: 111 launches, 100 before",
         "c: 1,101 bytes touched, 1,000 before",
@@ -45,8 +46,8 @@ def test_the_layers_hold_all_entries(size):
 def test_every_program_is_in_the_recorded_file():
     recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
     names = [row["program"] for row in recorded["programs"]]
-    of_selectors = [f"select.{name}" for name in _contestants.selectors(recorded["density"])]
-    assert names == [*of_selectors, *_contestants.steps()]
+    of_selectors = [f"select.{name}" for name in selectors(recorded["density"])]
+    assert names == [*of_selectors, *_contestants.STEPS]
 
 
 def test_without_the_compiler_it_says_what_to_install(monkeypatch, capsys):
@@ -128,8 +129,8 @@ def test_one_that_fails_does_not_end_the_rest():
     kept = []
     data = [jnp.ones(8)]
     made = {("selection", "bad"): fail}
-    made["selection", "good"] = lambda: _runs.stateless(jnp.abs, data)
-    copy = _runs.stateless(jnp.copy, data)
+    made["selection", "good"] = lambda: _contestants.stateless(jnp.abs, data)
+    copy = _contestants.stateless(jnp.copy, data)
     timings.measure(copy, made, 2, time.monotonic() + 60, lambda x: kept.append(json.dumps(x)))
     # Whatever comes after the first, this is kept.
     first, *_, last = map(json.loads, kept)

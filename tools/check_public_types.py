@@ -41,15 +41,16 @@ def report(package: str) -> dict[str, Any]:
 def incomplete(symbols: list[dict[str, Any]]) -> list[str]:
     """One line for each reason why a symbol's type is not known in full."""
     unknown = [s for s in symbols if not s["isTypeKnown"] or s["isTypeAmbiguous"]]
+    entries = [
+        (s["name"], x) for s in unknown for x in s["diagnostics"] if x["severity"] == "error"
+    ]
     reasons = []
-    for symbol in unknown:
-        for entry in symbol["diagnostics"]:
-            if entry["severity"] == "error":
-                where = ""
-                if "range" in entry:
-                    where = f"{entry['file']}:{entry['range']['start']['line'] + 1}: "
-                message = " ".join(entry["message"].split())
-                reasons.append(f"{where.removeprefix(f'{ROOT}/')}{symbol['name']}: {message}")
+    for name, entry in entries:
+        where = ""
+        if "range" in entry:
+            line = entry["range"]["start"]["line"] + 1
+            where = f"{entry['file']}:{line}: ".removeprefix(f"{ROOT}/")
+        reasons.append(f"{where}{name}: {' '.join(entry['message'].split())}")
     # Those without a reason of their own only refer to others.
     return reasons or [symbol["name"] for symbol in unknown]
 
@@ -57,14 +58,10 @@ def incomplete(symbols: list[dict[str, Any]]) -> list[str]:
 def unseen(package: str, symbols: list[dict[str, Any]]) -> list[str]:
     """Public names that pyright has not looked at: then it has found another package, or none."""
     module = importlib.import_module(package)
-    seen = {symbol["name"] for symbol in symbols}
-    return [
-        f"{package}.{name}: not seen by pyright"
-        for name in module.__all__
-        if f"{package}.{name}" not in seen
-        and not name.startswith("__")
-        and not isinstance(getattr(module, name), ModuleType)
-    ]
+    names = [x for x in module.__all__ if not isinstance(getattr(module, x), ModuleType)]
+    wanted = {f"{package}.{name}" for name in names if not name.startswith("__")}
+    missing = sorted(wanted - {symbol["name"] for symbol in symbols})
+    return [f"{name}: not seen by pyright" for name in missing]
 
 
 def main() -> None:

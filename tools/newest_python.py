@@ -42,10 +42,10 @@ def candidates() -> Iterator[str]:
 def version_of(python: str) -> tuple[int, ...] | None:
     """The version of an interpreter; None if it does not run or is not what is needed."""
     try:
-        done = subprocess.run(
-            [python, "-I", "-c", PROBE], capture_output=True, text=True, timeout=60, check=True
+        done = subprocess.check_output(
+            [python, "-I", "-c", PROBE], stderr=subprocess.DEVNULL, timeout=60
         )
-        *version, ordinary = json.loads(done.stdout)
+        *version, ordinary = json.loads(done)
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
     return tuple(version) if ordinary and tuple(version) >= OLDEST else None
@@ -56,9 +56,9 @@ if __name__ == "__main__":
     found = {version_of(shutil.which(python) or python): python for python in reversed(tried)}
     found.pop(None, None)
     if not found:
-        sys.exit(
-            f"no Python {OLDEST[0]}.{OLDEST[1]} or newer that works was found, which the newest jax"
-            f" needs. Install one, or set NEWEST_PYTHON=/path/to/python3.13. Tried:"
-            f" {', '.join(tried) or 'nothing, as none is on the PATH'}."
+        wanted = (
+            f"no Python {OLDEST[0]}.{OLDEST[1]} or newer that works was found, which the newest"
         )
+        advice = "jax needs. Install one, or set NEWEST_PYTHON=/path/to/python3.13. Tried:"
+        sys.exit(f"{wanted} {advice} {', '.join(tried) or 'nothing, as none is on the PATH'}.")
     print(found[max(found)])

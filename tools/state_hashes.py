@@ -40,56 +40,23 @@ STEPS, WORKERS, BAD = 10, 4, 5
 SHAPES = {"w": (32, 48), "b": (48,), "scale": ()}
 # Over the axis "model" of two devices, where parameters are sharded.
 SPECS = {"w": PartitionSpec(None, "model"), "b": PartitionSpec("model"), "scale": PartitionSpec()}
-NAMES = {
-    **{
-        name: getattr(module, name)
-        for module in (sc.allreduce, sc.select)
-        for name in module.__all__
-    },
-    **{name: getattr(optax_ext, name) for name in optax_ext.__all__},
+MODULES = (sc.allreduce, sc.select, optax_ext)
+NAMES = {name: getattr(module, name) for module in MODULES for name in module.__all__} | {
     "jnp": jnp,
     "optax": optax,
     "dgc": optax_ext.published.dgc,
     "nodes": sc.allreduce.hierarchical(inner_axis="chip", outer=sc.allreduce.topk_a()),
     "small": lambda params: jax.tree.map(lambda x: "dense" if x.size < 100 else "sparse", params),
 }
-# Those that are also taken with sharded parameters come first.
-SHARDED = """
-sparse_adamw(1e-2, axis="data", weight_decay=0.1)
-topk_a(0.05, axis="data")
-dgc(0.05, axis="data", dense_leaves=small)
-ok_topk(0.05, axis="data", nonfinite="drop", local=local_clip_by_global_norm(1.0, axis="data"))
-powersgd(2, axis="data")
-sparse_allreduce(topk(density=0.05), agreed(), axis="data")
-"""
-WHOLE = f"""{SHARDED}
-sparse_adamw(1e-2, axis="data", density=0.01)
-sparse_adamw(1e-2, axis="data", limit=None)
-sparse_adamw(1e-2, axis="data", dense_leaves=small)
-sparse_sgd(0.1, axis="data")
-sparse_sgd(0.1, axis="data", residual=residual(jnp.bfloat16, decay=0.9))
-sparse_sgd(0.1, axis="data", correction=momentum_correction(0.9))
-ok_topk_sgd(0.1, density=0.05, axis="data")
-optax.chain(ok_topk(0.05, axis="data"), optax.adam(1e-2))
-topk_a(0.05, axis="data", dense_steps=3)
-topk_a(0.05, axis="data", local=optax.scale_by_learning_rate(0.1), dense_leaves=small)
-sparse_allreduce(topk(density=0.05), agreed(bits=8), axis="data")
-acp_sgd(2, axis="data")
-bucketed(topk_a(0.05, axis="data"), 2)
-delayed(topk_a(0.05, axis="data"))
-multi_steps(topk_a(0.05, axis="data"), 2)
-dense(axis="data")
-"""
+# Expressions; those before the empty line are also taken with sharded parameters.
+CASES = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
 NESTED = 'sparse_allreduce(topk(density=0.1), nodes, axis=("data", "chip"))'
 
 
 def gradients(step: int) -> Any:
     """Of all workers, ``f32[P, ...]``; one entry of the third is not finite at one step."""
     draw = np.random.default_rng(step)
-    made = {
-        name: draw.standard_t(3, (WORKERS, *shape)).astype(np.float32)
-        for name, shape in SHAPES.items()
-    }
+    made = {k: draw.standard_t(3, (WORKERS, *s)).astype(np.float32) for k, s in SHAPES.items()}
     if step == BAD:
         made["w"][2, 3, 4] = np.nan
     return made
@@ -108,7 +75,7 @@ def hashes(steps: Iterable[tuple[Any, Any]]) -> str:
         found, info = _find.get_states(state), optax_ext.get_info(state)
         kept = [(s.residual, s.velocity, s.dense_velocity) for s in found]
         counters = [(s.count, s.skipped, s.dropped, s.withheld) for s in found]
-        counters = (counters, info.words, info.selected, info.delivered)
+        counters += [info.words, info.selected, info.delivered]
         for digest, tree in zip(digests, (updates, kept, counters), strict=True):
             for leaf in jax.tree.leaves(tree):
                 digest.update(np.ascontiguousarray(leaf).tobytes())
@@ -126,11 +93,9 @@ def whole(tx: optax.GradientTransformation, sizes: dict[str, int]) -> Steps:
         updates, state = tx.update(jax.tree.map(lambda x: x[0], given), state, here)
         return jax.tree.map(lambda x: x[None], updates), state
 
-    go = jax.jit(
-        jax.shard_map(
-            step, mesh=mesh, in_specs=(split, specs), out_specs=(split, specs), check_vma=False
-        )
-    )
+    both = (split, specs)
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=both, out_specs=both, check_vma=False)
+    go = jax.jit(mapped)
     for t in range(STEPS):
         updates, state = go(gradients(t), state)
         yield updates, state
@@ -154,9 +119,10 @@ def sharded(tx: optax.GradientTransformation, sizes: dict[str, int]) -> Steps:
 
 def main() -> None:
     """Prints a line for each configuration."""
-    cases = [(x, whole, {"data": WORKERS}) for x in WHOLE.strip().splitlines() if x]
+    cases = [(x, whole, {"data": WORKERS}) for x in CASES.splitlines() if x]
     cases += [(NESTED, whole, {"data": 2, "chip": 2})]
-    cases += [(x, sharded, {"data": 2, "model": 2}) for x in SHARDED.strip().splitlines()]
+    both = CASES.partition("\n\n")[0].splitlines()
+    cases += [(x, sharded, {"data": 2, "model": 2}) for x in both]
     for text, run, sizes in cases:
         made = hashes(run(eval(text, dict(NAMES)), sizes))
         print(f"{text}, {run.__name__}: {made}", flush=True)

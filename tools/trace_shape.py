@@ -6,6 +6,7 @@ A row has the files of both packages, the distinct functions, their calls, and h
 from one package into the other.
 """
 
+import collections
 import functools
 import os
 import sys
@@ -29,34 +30,27 @@ jax.config.update("jax_num_cpu_devices", 4)
 
 PARAMS = {"w": jnp.zeros((16, 32)), "b": jnp.zeros((32,)), "v": jnp.zeros((32, 4))}
 OPTIMIZERS = {
-    "sparse_adamw": lambda: optax_ext.sparse_adamw(1e-3, axis="data", weight_decay=0.0),
-    "chain(ok_topk, adam)": lambda: optax.chain(
-        optax_ext.ok_topk(0.05, axis="data"), optax.adam(1e-3)
-    ),
-    "chain(dense, adam)": lambda: optax.chain(optax_ext.dense(axis="data"), optax.adam(1e-3)),
+    "sparse_adamw": optax_ext.sparse_adamw(1e-3, axis="data", weight_decay=0.0),
+    "chain(ok_topk, adam)": optax.chain(optax_ext.ok_topk(0.05, axis="data"), optax.adam(1e-3)),
+    "chain(dense, adam)": optax.chain(optax_ext.dense(axis="data"), optax.adam(1e-3)),
 }
-MODULES = {"optax_ext": optax_ext, "sparse_collectives": sc}
 
 
 def counted(run: Callable[[], Any]) -> tuple[int, int, int, int]:
     """Files, functions, calls and switches while ``run`` is called."""
-    root = {name: os.path.dirname(module.__file__) for name, module in MODULES.items()}
-    seen, calls, switches, stack = set(), 0, 0, []
+    folders = [os.path.dirname(module.__file__) for module in (optax_ext, sc)]
+    # The functions that were entered, and the package of each that is open, or None.
+    seen, switches, stack = collections.Counter(), 0, []
 
-    def package(file: str) -> str | None:
-        return next((name for name, folder in root.items() if file.startswith(folder)), None)
-
-    def profile(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls, switches
-        del argument
+    def profile(frame: Any, event: str, _: Any) -> None:
+        nonlocal switches
         if event == "call":
             code = frame.f_code
-            here = package(code.co_filename)
+            here = next((x for x in folders if code.co_filename.startswith(x)), None)
             if here is not None:
-                calls += 1
-                seen.add((code.co_filename, code.co_qualname))
-                last = next((name for name in reversed(stack) if name), None)
-                switches += last is not None and last != here
+                seen[code.co_filename, code.co_qualname] += 1
+                last = next((x for x in reversed(stack) if x), here)
+                switches += last != here
             stack.append(here)
         elif event == "return" and stack:
             stack.pop()
@@ -66,7 +60,7 @@ def counted(run: Callable[[], Any]) -> tuple[int, int, int, int]:
         run()
     finally:
         sys.setprofile(None)
-    return len({file for file, _ in seen}), len(seen), calls, switches
+    return len({file for file, _ in seen}), len(seen), seen.total(), switches
 
 
 def main() -> None:
@@ -79,8 +73,7 @@ def main() -> None:
         return jnp.mean((hidden @ params["v"]) ** 2)
 
     print("| | files | functions | calls | switches between the packages |\n|---|---|---|---|---|")
-    for name, make in OPTIMIZERS.items():
-        tx = make()
+    for name, tx in OPTIMIZERS.items():
         state = optax_ext.init_state(tx, PARAMS, {"data": 4})
         four = jax.tree.map(lambda x: jnp.stack([x] * 4), PARAMS)
 
@@ -88,11 +81,13 @@ def main() -> None:
             return tx.update(gradients, tx.init(gradients))[0]
 
         alone = sc.simulate(update, axis="data", axis_size=4)
-        both = counted(functools.partial(alone.lower, four))
         step = optax_ext.make_train_step(loss, tx, mesh)
-        whole = counted(functools.partial(step.lower, PARAMS, state, batch))
-        print(f"| `{name}`, `init` and `update` | {' | '.join(map(str, both))} |")
-        print(f"| `{name}`, `make_train_step` | {' | '.join(map(str, whole))} |")
+        runs = {
+            "`init` and `update`": functools.partial(alone.lower, four),
+            "`make_train_step`": functools.partial(step.lower, PARAMS, state, batch),
+        }
+        for what, run in runs.items():
+            print(f"| `{name}`, {what} | {' | '.join(map(str, counted(run)))} |")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ again; --page measures nothing, and writes the page of what there is, which says
 
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import jax
@@ -49,20 +50,18 @@ def draw(folder: Path, store: Store) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in _figures.FIGURES:
         lines = {one.line: store.best(one) for one in CURVES if one.figure == name}
-        measured = {line: series for line, series in lines.items() if series}
-        if measured:
+        if measured := {line: series for line, series in lines.items() if series}:
             _figures.draw(name, measured, folder / f"{name}.png")
 
 
 def report(claims: list[Claim], store: Store) -> None:
     """Prints what does not hold, and how many claims have which verdict."""
-    counts: dict[str, int] = dict.fromkeys(VERDICTS, 0)
-    for claim in claims:
-        decided, note = verdict(claim, [result["numbers"] for result in store.best(claim)])
-        counts[decided] += 1
+    found = [verdict(one, [result["numbers"] for result in store.best(one)]) for one in claims]
+    for claim, (decided, note) in zip(claims, found, strict=True):
         if decided in VERDICTS[:2]:
-            print(f"{decided}: {claim.id}{f', {note}' if note else ''}")
-    print("; ".join(f"{count} {name}" for name, count in counts.items() if count))
+            print(f"{decided}: {claim.name}{f', {note}' if note else ''}")
+    counts = Counter(decided for decided, _ in found)
+    print("; ".join(f"{counts[name]} {name}" for name in VERDICTS if counts[name]))
 
 
 @options.program

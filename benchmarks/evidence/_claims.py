@@ -57,48 +57,39 @@ class Bound(NamedTuple):
         return f"{self.name} from {shown(self.least)} to {shown(self.most)}"
 
 
-class Elsewhere(NamedTuple):
-    """Where a claim holds if not where it was made: in words, and what has to be measured there."""
-
-    where: str
-    rule: tuple[Bound, ...]
-
-
 class Claim(NamedTuple):
     """One claim and how it is checked; claims.toml says what the fields are.
 
-    ``check(seed, quick) -> numbers`` has every name of the rule; it is None where nothing can be
-    checked.
+    ``check(seed, quick) -> numbers`` has every name of the rule, and of that which holds where a
+    claim holds if not where it was made; it is None where nothing can be checked.
     """
 
-    id: str
+    name: str
     text: str
     source: str
     paper: str
     setting: str = ""
     rule: tuple[Bound, ...] = ()
     check: Callable[[int, bool], Any] | None = None
-    elsewhere: Elsewhere | None = None
+    where: str = ""
+    elsewhere: tuple[Bound, ...] = ()
     reason: str = ""
     chance: bool = False
     seeds: int = 3
 
     @property
-    def name(self) -> str:
-        """As on the command line."""
-        return self.id
-
-    @property
     def file(self) -> str:
         """Where results are kept: one for each paper."""
-        return f"{self.id.partition('/')[0]}.json"
+        return f"{self.name.partition('/')[0]}.json"
 
     @property
     def key(self) -> dict[str, str]:
         """Of a result; of another setting, or of other numbers, it would be stale."""
-        rules = (self.rule, self.elsewhere.rule if self.elsewhere else ())
-        names = [bound.name for rule in rules for bound in rule]
-        return {"claim": self.id, "mark": f"{zlib.crc32(repr((self.setting, names)).encode()):08x}"}
+        names = [bound.name for bound in (*self.rule, *self.elsewhere)]
+        return {
+            "claim": self.name,
+            "mark": f"{zlib.crc32(repr((self.setting, names)).encode()):08x}",
+        }
 
 
 def _read() -> Iterator[Claim]:
@@ -106,14 +97,13 @@ def _read() -> Iterator[Claim]:
         return tuple(Bound(name, *limits) for name, limits in table.items())
 
     text = Path(__file__).with_name("claims.toml").read_text(encoding="utf-8")
-    for id, table in tomllib.loads(text).items():
+    for name, table in tomllib.loads(text).items():
         data = tuple(table.pop("data", ()))
         if "check" in table:
             table |= {"check": Check(*table["check"], data=data), "rule": rule(table["rule"])}
-        if "elsewhere" in table:
-            other = table["elsewhere"]
-            table["elsewhere"] = Elsewhere(other["where"], rule(other["rule"]))
-        yield Claim(id, **table)
+        if other := table.get("elsewhere"):
+            table |= {"where": other["where"], "elsewhere": rule(other["rule"])}
+        yield Claim(name, **table)
 
 
 def verdict(claim: Claim, measured: Sequence[Numbers]) -> tuple[str, str]:
@@ -128,8 +118,8 @@ def verdict(claim: Claim, measured: Sequence[Numbers]) -> tuple[str, str]:
     if met == len(measured):
         return HOLDS, ""
     note = f"{met} of {len(measured)} seeds do" if met else ""
-    if claim.elsewhere and all(_met(claim.elsewhere.rule, numbers) for numbers in measured):
-        return ELSEWHERE, "; ".join(filter(None, (claim.elsewhere.where, note)))
+    if claim.elsewhere and all(_met(claim.elsewhere, numbers) for numbers in measured):
+        return ELSEWHERE, "; ".join(filter(None, (claim.where, note)))
     return FAILS, note
 
 
@@ -141,9 +131,8 @@ def interval(name: str, measured: Sequence[Numbers]) -> tuple[float, float]:
     values = [numbers[name] for numbers in measured]
     if len(values) < 2:
         return values[0], math.inf
-    error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
-    times = float(stats.t.ppf((1 + _CONFIDENCE) / 2, len(values) - 1))
-    return float(np.mean(values)), times * error
+    times = stats.t.ppf((1 + _CONFIDENCE) / 2, len(values) - 1)
+    return float(np.mean(values)), float(times * stats.sem(values))
 
 
 def _by_chance(rule: Sequence[Bound], measured: Sequence[Numbers]) -> tuple[str, str]:
@@ -164,9 +153,7 @@ def spread(claim: Claim, measured: Sequence[Numbers]) -> list[tuple[str, float, 
 
     A number without a bound has no worse one: the smallest comes first.
     """
-    bounds = {bound.name: bound for bound in claim.rule}
-    if claim.elsewhere:
-        bounds = {bound.name: bound for bound in claim.elsewhere.rule} | bounds
+    bounds = {bound.name: bound for bound in (*claim.elsewhere, *claim.rule)}
     rows = []
     for name in measured[0] if measured else ():
         key = bounds[name].slack if name in bounds else (lambda numbers, name=name: numbers[name])

@@ -89,9 +89,7 @@ def _files_of(name: str) -> Iterator[Path]:
     # Programs in examples import what is beside them.
     for folder in (ROOT, ROOT / "examples"):
         places = [folder.joinpath(*parts[:end]) for end in range(1, len(parts) + 1)]
-        modules = [
-            path for place in places for path in (place.with_suffix(".py"), place / "__init__.py")
-        ]
+        modules = [x for place in places for x in (place.with_suffix(".py"), place / "__init__.py")]
         for path in (*modules, places[-1] / "__main__.py"):
             if path.is_file() and path.relative_to(ROOT).parts[0] in _PACKAGES:
                 yield path

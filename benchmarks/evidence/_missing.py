@@ -64,13 +64,11 @@ def _trained(name: str, density: float, seed: int, quick: bool) -> Trained:
 
     @jax.jit
     def measured(params: Any) -> tuple[jax.Array, jax.Array]:
-        def share(drawn: jax.Array) -> jax.Array:
-            return jnp.argmax(network.apply(params, drawn), -1) == held_out_labels
-
+        answers = jax.lax.map(lambda drawn: jnp.argmax(network.apply(params, drawn), -1), held_out)
         # A worker's part of a batch.
         part = BATCH // WORKERS
         gradient = jax.grad(loss)(params, (images[:part], labels[:part]))
-        return jax.lax.map(share, held_out).mean(0), ravel_pytree(gradient)[0]
+        return (answers == held_out_labels).mean(0), ravel_pytree(gradient)[0]
 
     def missing(gradient: np.ndarray, density: float) -> float:
         selected = _measures.layer_selection(gradient, layout, density)
@@ -82,10 +80,8 @@ def _trained(name: str, density: float, seed: int, quick: bool) -> Trained:
         found.append(Trained(right, np.array([missing(gradient, d) for d in DENSITIES])))
         return float(right.mean())
 
-    def batch_of(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return images[chosen], labels[chosen]
-
-    task = Task("noisy", network.init, loss, batch_of, len(labels), evaluate, once=True)
+    batches = (lambda chosen: (images[chosen], labels[chosen])), len(labels)
+    task = Task("noisy", network.init, loss, *batches, evaluate, once=True)
     steps = STEPS[not quick]
     variant = Variant(_exchange(name, density), optax.sgd(schedule(RATE, steps)))
     trained(task, variant, seed, name, workers=WORKERS, batch=BATCH, steps=steps, points=POINTS)
@@ -95,9 +91,8 @@ def _trained(name: str, density: float, seed: int, quick: bool) -> Trained:
 def _exchange(name: str, density: float) -> optax.GradientTransformation:
     if name == "dense":
         return optax_ext.dense(axis=AXIS)
-    selector = select.layerwise(select.topk(density=density))
-    if name == "adtopk":
-        selector = select.published.adtopk(density=density)
+    by_layer = select.layerwise(select.topk(density=density))
+    selector = select.published.adtopk(density=density) if name == "adtopk" else by_layer
     forgets = optax_ext.residual(decay=0.0)
     return optax_ext.topk_a(density, axis=AXIS, selector=selector, residual=forgets)
 

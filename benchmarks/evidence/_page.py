@@ -47,7 +47,7 @@ def unmarked(text: str) -> str:
 
 def _filled(text: str, claims: Sequence[Claim], store: Store) -> str:
     """``text`` with the least and the most of each number that it names."""
-    known = {claim.id: claim for claim in claims}
+    known = {claim.name: claim for claim in claims}
 
     def numbers(found: re.Match[str]) -> str:
         measured = store.best(known[found[1]]) if found[1] in known else []
@@ -70,17 +70,15 @@ def _row(claim: Claim, store: Store) -> tuple[str, str]:
     found = store.best(claim)
     numbers = [result["numbers"] for result in found]
     decided, note = verdict(claim, numbers)
-    ours = "; ".join(
-        f"{name}: " + " to ".join(dict.fromkeys((shown(worse), shown(better))))
-        for name, worse, better in spread(claim, numbers)
-    )
+    ranges = {name: dict.fromkeys(map(shown, both)) for name, *both in spread(claim, numbers)}
+    ours = "; ".join(f"{name}: {' to '.join(both)}" for name, both in ranges.items())
     if any(result["quick"] for result in found):
         ours += " (q)"
     rule = "; ".join(map(str, claim.rule))
     if claim.elsewhere:
-        rule += f". Or {claim.elsewhere.where}: {'; '.join(map(str, claim.elsewhere.rule))}"
+        rule += f". Or {claim.where}: {'; '.join(map(str, claim.elsewhere))}"
     result = f"**{decided}**" + (f": {note}" if note else "") + (_OLD if store.old(claim) else "")
-    name = f"`{claim.id}` {claim.text}"
+    name = f"`{claim.name}` {claim.text}"
     cells = (name, claim.source, claim.paper, claim.setting, rule, ours, result)
     return decided, "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 

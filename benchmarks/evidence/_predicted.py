@@ -66,8 +66,8 @@ def _load(size: int) -> cost_model.Workload:
 
 
 def _breakdown() -> dict[str, float]:
-    shares = {}
-    for name, size in (("ResNet-50", 25_000_000), ("Transformer", 110_000_000)):
+    sizes, shares = {"ResNet-50": 25_000_000, "Transformer": 110_000_000}, {}
+    for name, size in sizes.items():
         cost = cost_model.paper_cost("hierarchical", _load(size)).upper
         outer = dataclasses.replace(cost, inner_messages=0, inner_words=0).seconds(CLOUD)
         shares[f"between nodes, {name}"] = outer / cost.seconds(CLOUD)
@@ -75,11 +75,8 @@ def _breakdown() -> dict[str, float]:
 
 
 def _aggregation() -> dict[str, float]:
-    load = _load(25_000_000)
-    flat, tree, tops = (
-        cost_model.paper_cost(name, load).upper.seconds(CLOUD)
-        for name in ("topk_a", "tree", "hierarchical")
-    )
+    load, names = _load(25_000_000), ("topk_a", "tree", "hierarchical")
+    flat, tree, tops = (cost_model.paper_cost(x, load).upper.seconds(CLOUD) for x in names)
     torus = cost_model.predict("torus_2d", load).upper.seconds(CLOUD)
     return {
         "HiTopKComm / 2DTAR": tops / torus,
@@ -102,16 +99,15 @@ def _seconds(name: str, selected: int, nodes: int, network: Network) -> float:
 
 def _order() -> dict[str, float]:
     """Modelled seconds of the three algorithms at three densities, as ratios."""
-
-    def ratio(one: str, other: str, selected: int) -> float:
-        seconds = [_seconds(name, selected, FEW_NODES, ARIES) for name in (one, other)]
-        return seconds[0] / seconds[1]
-
     double, split = "ssar_recursive_double", "ssar_split_allgather"
+    cases = {
+        "50 entries: doubling / split": (double, split, 50),
+        "0.6 %: split / doubling": (split, double, 100_000),
+        "24 %: DSAR / split": ("dsar_split_allgather", split, 4_000_000),
+    }
     return {
-        "50 entries: doubling / split": ratio(double, split, 50),
-        "0.6 %: split / doubling": ratio(split, double, 100_000),
-        "24 %: DSAR / split": ratio("dsar_split_allgather", split, 4_000_000),
+        name: _seconds(one, k, FEW_NODES, ARIES) / _seconds(other, k, FEW_NODES, ARIES)
+        for name, (one, other, k) in cases.items()
     }
 
 
@@ -130,12 +126,13 @@ def _steps(name: str) -> Points:
 
 def _part(name: str) -> Points:
     """One part of each bar."""
-    parts = []
-    for step in (step_of(name, workers) for workers in (FEW, MANY) for name in STEPS):
-        communication = step.exchange - step.hidden
-        seconds = {"computation": COMPUTE, "communication": communication}
-        parts.append(1e3 * (seconds | {"sparsification": step.local})[name])
-    return np.arange(len(parts)), np.array(parts)
+    steps = [step_of(x, workers) for workers in (FEW, MANY) for x in STEPS]
+    parts = {
+        "computation": [COMPUTE for _ in steps],
+        "communication": [step.exchange - step.hidden for step in steps],
+        "sparsification": [step.local for step in steps],
+    }
+    return np.arange(len(steps)), 1e3 * np.array(parts[name])
 
 
 def _by_nodes(name: str) -> Points:

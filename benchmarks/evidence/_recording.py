@@ -14,15 +14,8 @@ import numpy as np
 from sparse_collectives import Layout, PaddedCOO
 
 from .._common.contestants import selector_factory
-from ..training._measures import (
-    Leaf,
-    MissingRows,
-    largest,
-    layer_selection,
-    overlap,
-    row_selection,
-    rows_of,
-)
+from ..training import _measures
+from ..training._measures import Leaf, MissingRows, largest
 from ..training._recorded_tasks import recorded_runs
 from ..training._recorded_training import Recorder
 from ..training._unions import growth
@@ -65,12 +58,10 @@ class Recording(NamedTuple):
 
 def recorder(name: str, seed: int) -> Recorder:
     """What trains images or text."""
-    given = argparse.Namespace(
-        text=None, images=None, batch=4 if name == "images" else 2, seed=seed
-    )
-    given.density_images, given.density_text = DENSITIES["images"], DENSITIES["text"]
-    of = "images" if name == "images" else "text"
-    run = next(run for run in recorded_runs(given) if run.name == of)
+    of, batch = ("images", 4) if name == "images" else ("text", 2)
+    given = {f"density_{x}": DENSITIES[x] for x in ("images", "text")}
+    given |= {"text": None, "images": None, "batch": batch, "seed": seed}
+    (run,) = [x for x in recorded_runs(argparse.Namespace(**given)) if x.name == of]
     return Recorder(run, WORKERS[name], factor=FACTOR if name == "scaled" else None)
 
 
@@ -109,7 +100,7 @@ def recording(name: str, seed: int, quick: bool) -> Recording:
         found.thresholds.append(thresholds(host, density))
         if is_recorded:
             exact = largest(host, density)
-            found.same.append(overlap(shadow("mstopk", acc), exact))
+            found.same.append(_measures.overlap(shadow("mstopk", acc), exact))
             if name == "text":
                 found.missing.add(accumulator=host)
                 found.rows.append((step, row_sums(host, training.layout, density)))
@@ -132,14 +123,11 @@ def thresholds(acc: np.ndarray, density: float) -> tuple[float, float]:
 def row_sums(acc: np.ndarray, layout: list[Leaf], density: float) -> np.ndarray:
     """What ROW_CHOICES select in each row of ROWS_OF: sums of magnitudes, ``[3, rows]``."""
     leaf = next(leaf for leaf in layout if leaf.name == ROWS_OF)
-    everything = np.arange(leaf.start, leaf.start + leaf.size)
-    selections = (f(acc, [leaf], density) for f in (layer_selection, row_selection))
-    return np.stack(
-        [
-            np.bincount(rows_of(chosen, leaf), np.abs(acc[chosen]), leaf.rows)
-            for chosen in (everything, *selections)
-        ]
-    )
+    selections = [np.arange(leaf.start, leaf.start + leaf.size)]
+    for select in (_measures.layer_selection, _measures.row_selection):
+        selections.append(select(acc, [leaf], density))
+    rows = [(_measures.rows_of(x, leaf), np.abs(acc[x])) for x in selections]
+    return np.stack([np.bincount(*each, leaf.rows) for each in rows])
 
 
 def top_of_sum(step: PaddedCOO, workers: int, density: float) -> np.ndarray:

@@ -5,7 +5,7 @@ import functools
 import io
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,15 +44,10 @@ def digits() -> Task:
 
 
 @functools.cache
-def characters() -> Task:
-    """A transformer of two blocks on Python's help topics."""
-    return text_task(read_text(None))
-
-
-@functools.cache
-def lstm_characters() -> Task:
-    """An LSTM on the same characters."""
-    return text_task(read_text(None), width=CELLS, network=lstm)
+def characters(model: str) -> Task:
+    """A "transformer" of two blocks, or an "lstm", on Python's help topics."""
+    more = {"width": CELLS, "network": lstm} if model == "lstm" else {}
+    return text_task(read_text(None), **more)
 
 
 @functools.cache
@@ -167,39 +162,30 @@ def text_variants(steps: int) -> dict[str, Variant]:
     }
 
 
-@functools.lru_cache(maxsize=64)
-def on_digits(name: str, seed: int, quick: bool) -> Curve:
-    """Trains once; the last of its values is the accuracy on the test images."""
-    variant = image_variants(STEPS[not quick], RATE)[name]
-    given = {"workers": WORKERS, "batch": BATCH, "steps": STEPS[not quick]}
-    return trained(digits(), variant, seed, name, points=POINTS[not quick], **given)
-
-
 @functools.lru_cache(maxsize=256)
-def on_noisy_digits(name: str, seed: int, quick: bool) -> Curve:
-    """Trains once; the last of its values is the accuracy on the held-out images."""
-    variant = image_variants(STEPS[not quick], NOISY_RATE)[name]
-    given = {"workers": WORKERS, "batch": BATCH, "steps": STEPS[not quick]}
-    return trained(noisy_digits(seed), variant, seed, name, **given)
+def run(task: str, name: str, seed: int, quick: bool) -> Curve:
+    """Trains once, on "digits", "noisy digits" or "text".
 
-
-@functools.lru_cache(maxsize=16)
-def on_text(name: str, seed: int, quick: bool) -> Curve:
-    """Trains once; the last of its values is the loss on the last tenth of the text."""
-    variant = text_variants(TEXT_STEPS[not quick])[name]
-    given = {"workers": TEXT_WORKERS, "batch": TEXT_BATCH, "steps": TEXT_STEPS[not quick]}
-    return trained(characters(), variant, seed, name, points=POINTS[not quick], **given)
+    The last value is the accuracy on held-out images, or the loss on the last tenth of the text.
+    """
+    if task == "text":
+        steps, points = TEXT_STEPS[not quick], POINTS[not quick]
+        given = {"workers": TEXT_WORKERS, "batch": TEXT_BATCH, "steps": steps, "points": points}
+        variant = text_variants(steps)[name]
+        return trained(characters("transformer"), variant, seed, name, **given)
+    noisy, steps = task == "noisy digits", STEPS[not quick]
+    variant = image_variants(steps, NOISY_RATE if noisy else RATE)[name]
+    given = {"workers": WORKERS, "batch": BATCH, "steps": steps}
+    given["points"] = 1 if noisy else POINTS[not quick]
+    return trained(noisy_digits(seed) if noisy else digits(), variant, seed, name, **given)
 
 
 @functools.lru_cache(maxsize=8)
 def on_regression(bits: int | None, seed: int, quick: bool) -> Curve:
     """Trains once; its values are the loss before and after. None: exact pairs."""
-    sparse = (
-        functools.partial(optax_ext.published.quantized_topk, bits=bits)
-        if bits
-        else optax_ext.published.topk_dsa
-    )
-    exchange = sparse(0.05, axis=AXIS, selector=exact_top_k(0.05))
+    published, options = optax_ext.published, {"bits": bits} if bits else {}
+    sparse = published.quantized_topk if bits else published.topk_dsa
+    exchange = sparse(0.05, axis=AXIS, selector=exact_top_k(0.05), **options)
     given = {"workers": 4, "batch": 64, "steps": 200 if quick else 600}
     return trained(regression(), Variant(exchange, optax.sgd(0.01)), seed, f"{bits} bits", **given)
 
@@ -213,21 +199,11 @@ def trained(
         return training.train(task, variant, seeds=[seed], label=label, **given)[0]
 
 
-class Followed(NamedTuple):
-    """A training in which xi is measured: of SGD without momentum, whose rate is at most that."""
-
-    task: Task
-    batch: int
-    steps: tuple[int, int]
-    rate: float
-
-
-def followed(model: str) -> Followed:
-    """That of a model by its name: digits, lstm or transformer."""
+def followed(model: str) -> tuple[Task, int, tuple[int, int], float]:
+    """The training in which xi is measured: its task, batch, steps, and most of the rate of SGD."""
     if model == "digits":
-        return Followed(digits(), BATCH, STEPS, RATE / (1 - MOMENTUM))
-    task = characters() if model == "transformer" else lstm_characters()
-    return Followed(task, 2 * TEXT_BATCH, TEXT_STEPS, TEXT_SGD_RATE[model])
+        return digits(), BATCH, STEPS, RATE / (1 - MOMENTUM)
+    return characters(model), 2 * TEXT_BATCH, TEXT_STEPS, TEXT_SGD_RATE[model]
 
 
 @functools.lru_cache(maxsize=8)
@@ -247,7 +223,7 @@ def xi(model: str, density: float, falls: bool, seed: int, quick: bool) -> np.nd
 @functools.lru_cache(maxsize=4)
 def _measured_xi(density: float, model: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The initial state of all workers, and a compiled training; with any rate it is the same."""
-    task = followed(model).task
+    task, *_ = followed(model)
     sparse = optax_ext.ok_topk(density, axis=AXIS, selector=exact_top_k(density))
     tx = optax_ext.measure_xi(sparse, axis=AXIS)
     shared = {"axis": AXIS, "axis_size": WORKERS}

@@ -65,11 +65,10 @@ def _expansion(seed: int, quick: bool) -> dict[str, float]:
 def _grows(seed: int, quick: bool) -> dict[str, float]:
     """The least step of the union as the workers double."""
     ratios = []
-    for name in NETWORKS:
-        mean = recording(name, seed, quick).unions.mean(0)
-        doubled = [mean[p - 1] for p in (1, 2, 4, 8, 16, 32) if p <= len(mean)]
-        ratios += [more / fewer for fewer, more in zip(doubled, doubled[1:], strict=False)]
-    return {"least growth as P doubles": float(min(ratios)), "most": float(max(ratios))}
+    for mean in (recording(name, seed, quick).unions.mean(0) for name in NETWORKS):
+        doubled = mean[[p - 1 for p in (1, 2, 4, 8, 16, 32) if p <= len(mean)]]
+        ratios += (doubled[1:] / doubled[:-1]).tolist()
+    return {"least growth as P doubles": min(ratios), "most": max(ratios)}
 
 
 @functools.lru_cache(maxsize=8)
@@ -78,18 +77,13 @@ def _received(regions: str, workers: int, name: str, seed: int, quick: bool) -> 
     steps = recording(name, seed, quick).selections
     given = {"workers": workers, "density": SELECTED[name], "period": 64}
     results = replay(steps, regions=regions, balance="auto", **given)
-    loads = [
-        received(np.asarray(step.indices)[:workers], result.boundaries).max()
-        for step, result in zip(steps, results, strict=True)
-    ]
-    return float(np.mean(loads))
+    pairs = [(np.asarray(x.indices)[:workers], y.boundaries) for x, y in zip(steps, results)]
+    return float(np.mean([received(*pair).max() for pair in pairs]))
 
 
 def _balanced_reduce(seed: int, quick: bool) -> dict[str, float]:
-    few, many, scaled = (
-        _received("equal", *given, seed, quick) / _received("balanced", *given, seed, quick)
-        for given in ((16, "text"), (32, "text"), (32, "scaled"))
-    )
+    cases = [(*case, seed, quick) for case in ((16, "text"), (32, "text"), (32, "scaled"))]
+    few, many, scaled = (_received("equal", *x) / _received("balanced", *x) for x in cases)
     return {
         "naive / balanced, P = 16": few,
         "P = 32 / P = 16": many / few,
@@ -118,11 +112,8 @@ def _missing(seed: int, quick: bool) -> dict[str, float]:
 
 
 def _none_missing(seed: int, quick: bool) -> dict[str, float]:
-    missing = recording("text", seed, quick).missing
-    rows, unseen = (
-        max(missing.rates("accumulator", name)["all rows"])
-        for name in ("adtopk", "every nonzero entry")
-    )
+    missing, both = recording("text", seed, quick).missing, ("adtopk", "every nonzero entry")
+    rows, unseen = (max(missing.rates("accumulator", name)["all rows"]) for name in both)
     return {"rows missed that have entries": rows - unseen}
 
 
@@ -137,7 +128,7 @@ def _magnitude(seed: int, quick: bool) -> dict[str, float]:
 
 def _same(seed: int, quick: bool) -> dict[str, float]:
     return {
-        "least share in common": min(min(recording(name, seed, quick).same) for name in NETWORKS)
+        "least share in common": min(x for n in NETWORKS for x in recording(n, seed, quick).same)
     }
 
 
@@ -203,17 +194,13 @@ def owners(regions: str, size: int, first: list[np.ndarray], step: int) -> Owner
     return lambda indices: np.searchsorted(edges, indices, side="right") - 1
 
 
-def reduce_load(chosen: list[np.ndarray], delivered: np.ndarray, owner: Owner) -> np.ndarray:
-    """Entries that each owner gets from the others, ``[P]``."""
-    del delivered
+def load(phase: str, chosen: list[np.ndarray], delivered: np.ndarray, owner: Owner) -> np.ndarray:
+    """Entries that each owner gets from the others, or of the result sends to all, ``[P]``."""
+    if phase == "gather":
+        return np.bincount(owner(delivered), minlength=len(chosen))
     counts = np.stack([np.bincount(owner(row), minlength=len(chosen)) for row in chosen])
     np.fill_diagonal(counts, 0)
     return counts.sum(0)
-
-
-def gather_load(chosen: list[np.ndarray], delivered: np.ndarray, owner: Owner) -> np.ndarray:
-    """Entries of the result that each owner sends to all, ``[P]``."""
-    return np.bincount(owner(delivered), minlength=len(chosen))
 
 
 @functools.lru_cache(maxsize=16)
@@ -229,9 +216,7 @@ def _dealt(workers: int, seed: int, quick: bool) -> list[tuple[list[np.ndarray],
 def _fullest(regions: str, phase: str, seed: int, quick: bool) -> Points:
     """The fullest owner over the mean, in the mean of the recorded steps, by workers."""
     size, means, workers = recording("scaled", seed, quick).size, [], (2, 4, 8, 16, 32)
-    load = {"reduce": reduce_load, "gather": gather_load}[phase]
     for steps in (_dealt(p, seed, quick) for p in workers):
-        by_step = [owners(regions, size, steps[0][0], number) for number in range(len(steps))]
-        loads = [load(*step, owner) for step, owner in zip(steps, by_step, strict=True)]
-        means.append(np.mean([unevenness(x) for x in loads]))
+        given = [(x, owners(regions, size, steps[0][0], i)) for i, x in enumerate(steps)]
+        means.append(np.mean([unevenness(load(phase, *x, owner)) for x, owner in given]))
     return np.array(workers), np.array(means)

@@ -9,7 +9,7 @@ from sparse_collectives import cost_model, traffic, wire
 
 from ..network import _volumes
 from ..training._unions import uniform
-from ._words import rows_of
+from ._words import least_and_most, rows_of
 
 AXIS = "workers"
 WORKERS = 8
@@ -42,17 +42,16 @@ def useful_pairs(name: str, *, disjoint: bool) -> float:
 
 
 def _both_ends() -> dict[str, float]:
-    return {
-        "all in common, k pairs": useful_pairs("ssar_recursive_double", disjoint=False),
-        "nothing in common, k pairs": useful_pairs("ssar_recursive_double", disjoint=True),
-    }
+    cases = {"all": False, "nothing": True}
+    pairs = {x: useful_pairs("ssar_recursive_double", disjoint=y) for x, y in cases.items()}
+    return {f"{name} in common, k pairs": value for name, value in pairs.items()}
 
 
 def _lower_bound() -> dict[str, float]:
     """Each algorithm beside the least that Lemma 5.1 allows where nothing is in common."""
     names = ("ssar_recursive_double", "ring_sparse", "topk_a")
     ratios = [useful_pairs(name, disjoint=True) / (WORKERS - 1) for name in names]
-    return {"least of pairs / bound": min(ratios), "most of pairs / bound": max(ratios)}
+    return least_and_most("pairs / bound", ratios)
 
 
 def _split() -> dict[str, float]:
@@ -67,11 +66,10 @@ def _split() -> dict[str, float]:
 
 def _dense_end() -> dict[str, float]:
     """The gain over a dense allreduce where the sum goes out dense."""
-    dense, sparse = (
-        rows_of(name, (64, 128, 256), 0.02) for name in ("dense", "dsar_split_allgather")
-    )
-    gains = [one["worst"] / other["worst"] for one, other in zip(dense, sparse, strict=True)]
-    return {"most of dense / DSAR": max(gains), "least of dense / DSAR": min(gains)}
+    names = ("dense", "dsar_split_allgather")
+    pairs = zip(*(rows_of(name, (64, 128, 256), 0.02) for name in names), strict=True)
+    gains = [dense["worst"] / sparse["worst"] for dense, sparse in pairs]
+    return least_and_most("dense / DSAR", gains)
 
 
 def _expected_union(seed: int, quick: bool) -> dict[str, float]:
@@ -94,27 +92,20 @@ def _low_precision(seed: int, quick: bool) -> dict[str, float]:
     drawn = draws * up * (1 - up) > 10
     deviation = np.repeat(width, 1024) * np.sqrt(up * (1 - up) / draws)
     off = np.abs(errors.mean(0))[drawn] / deviation[drawn]
-    words = codec.encode_dense(values, jnp.uint32(0))[0].size
-    return {
-        "most standard errors off": float(off.max()),
-        "words for a value": words / values.size,
-    }
+    words = codec.encode_dense(values, jnp.uint32(0))[0].size / values.size
+    return {"most standard errors off": float(off.max()), "words for a value": words}
 
 
 def _atis() -> dict[str, float]:
     size = 20_000_000
-    k = 2 * size // 512
-    words = {
-        "exact pairs": wire.raw,
-        "16-bit pairs": wire.narrow16,
-        "pairs of 4-bit values": lambda: wire.qsgd(bits=4),
-    }
+    shapes = [jax.ShapeDtypeStruct((2 * size // 512,), dtype) for dtype in ("float32", "int32")]
+    codecs = {"exact pairs": wire.raw(), "16-bit pairs": wire.narrow16()}
+    codecs |= {"pairs of 4-bit values": wire.qsgd(bits=4)}
 
     def megabytes(codec: sc.Codec) -> float:
         def encode(values, indices):
             return codec.encode(sc.PaddedCOO(values, indices, size), jnp.uint32(0)).message
 
-        shapes = (jax.ShapeDtypeStruct((k,), "float32"), jax.ShapeDtypeStruct((k,), "int32"))
         return 4e-6 * jax.eval_shape(encode, *shapes).size
 
-    return {f"MB, {name}": megabytes(make()) for name, make in words.items()}
+    return {f"MB, {name}": megabytes(codec) for name, codec in codecs.items()}

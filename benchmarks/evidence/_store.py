@@ -1,7 +1,7 @@
 """Results in JSON files, one for each paper and one for the lines of figures.
 
 Each is kept as soon as it was measured, so that a run that was stopped goes on where it was. A file
-of another format is refused.
+of another format is refused: it has to be moved away, or used with the version that wrote it.
 """
 
 import os
@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from .._common import reports
-from .._common.options import InputError
 from ._claims import Claim
 from ._figures import Curve
 
@@ -25,7 +24,6 @@ _PACKAGES = ("sparse-collectives", "jax", "jaxlib", "numpy", "optax")
 # Points of a line: more could not be seen.
 _POINTS = 80
 Result = dict[str, Any]
-_RESULT: Any = {"code": reports.text(), "seed": reports.whole(0)}
 
 
 def code_of(one: Claim | Curve) -> str:
@@ -34,14 +32,9 @@ def code_of(one: Claim | Curve) -> str:
 
 
 def _read(path: Path) -> list[Result]:
-    found = reports.read(path, {"format": reports.whole(0)}, "benchmarks.evidence")["format"]
-    if found != FORMAT:
-        raise InputError(
-            f"{path} has format {found}, and this program reads and writes {FORMAT}: "
-            "move the file away, or use the version that wrote it"
-        )
-    name = _kind(path.name)
-    return reports.read(path, {name: (_RESULT,)}, "benchmarks.evidence")[name]
+    name, result = _kind(path.name), {"code": reports.text(), "seed": reports.whole(0)}
+    pattern: reports.Pattern = {"format": reports.whole(FORMAT, FORMAT), name: (result,)}
+    return reports.read(path, pattern, "benchmarks.evidence")[name]
 
 
 def _kind(file: str) -> str:

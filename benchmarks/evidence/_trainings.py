@@ -12,7 +12,7 @@ from sparse_collectives import cost_model
 
 from . import _runs
 from ._code import Points
-from ._runs import DENSITY, digits, on_digits, on_noisy_digits, on_regression, on_text, quiet, xi
+from ._runs import DENSITY, digits, on_regression, quiet, run, xi
 
 COUNTS = ("local", "global")
 # A step has only the exchange in it: what is computed depends on the machine, not on the link.
@@ -21,21 +21,20 @@ LINK = cost_model.network("0.1ms", "100Mbit")
 
 def _points_above(sparse: str, other: str, seed: int, quick: bool) -> dict[str, float]:
     """Accuracies, and how many points the first is above the second."""
-    one, two = (100 * on_noisy_digits(name, seed, quick).values[-1] for name in (sparse, other))
+    given = [("noisy digits", name, seed, quick) for name in (sparse, other)]
+    one, two = (100 * run(*each).values[-1] for each in given)
     return {"points above": one - two, f"{sparse}, %": one}
 
 
 def _worse(sparse: str, seed: int, quick: bool) -> dict[str, float]:
     """By how many percent the loss is above that of the dense AdamW."""
-    one, other = (on_text(name, seed, quick).values[-1] for name in (sparse, "dense"))
+    one, other = (run("text", name, seed, quick).values[-1] for name in (sparse, "dense"))
     return {"% above dense": 100 * (one / other - 1), "loss": one}
 
 
 def counts(name: str, seed: int, quick: bool) -> np.ndarray:
     """What a worker selects and what is delivered at each step, / k."""
-    curve = on_digits(name, seed, quick)
-    assert curve.counts is not None
-    return curve.counts / round(DENSITY * _size(digits().init(0)))
+    return run("digits", name, seed, quick).counts / round(DENSITY * _size(digits().init(0)))
 
 
 def _size(params: object) -> int:
@@ -54,10 +53,10 @@ def _deviation(name: str, which: str, seed: int, quick: bool) -> dict[str, float
 
 def _gaussian(seed: int, quick: bool) -> dict[str, float]:
     shares = counts("gaussian", seed, quick)[0]
-    steps = len(shares)
+    tenth, quarter = (max(1, len(shares) // parts) for parts in (10, 4))
     return {
-        "first tenth, k": float(shares[: max(1, steps // 10)].mean()),
-        "last quarter, k": float(shares[steps - max(1, steps // 4) :].mean()),
+        "first tenth, k": float(shares[:tenth].mean()),
+        "last quarter, k": float(shares[-quarter:].mean()),
     }
 
 
@@ -109,16 +108,16 @@ def seconds(algorithm: str, density: float, size: int, workers: int) -> float:
     return cost_model.predict(algorithm, load).expected.seconds(LINK)
 
 
-def _line_of_accuracy(name: str, algorithm: str, density: float, seed: int, quick: bool) -> Points:
-    found, size = on_digits(name, seed, quick), _size(digits().init(seed))
-    step = seconds(algorithm, density, size, _runs.WORKERS)
-    return np.array(found.steps[1:]) * step, 100 * np.array(found.values[1:])
-
-
-def _line_of_loss(name: str, algorithm: str, density: float, seed: int, quick: bool) -> Points:
-    found, size = on_text(name, seed, quick), _size(_runs.characters().init(seed))
-    step = seconds(algorithm, density, size, _runs.TEXT_WORKERS)
-    return np.array(found.steps[1:]) * step, np.array(found.losses)
+def _line_over_time(
+    task: str, name: str, algorithm: str, density: float, seed: int, quick: bool
+) -> Points:
+    """The accuracy on the digits, or the loss of the text, along a training."""
+    found = run(task, name, seed, quick)
+    y, made, workers = found.losses, _runs.characters("transformer"), _runs.TEXT_WORKERS
+    if task == "digits":
+        y, made, workers = 100 * np.array(found.values[1:]), digits(), _runs.WORKERS
+    step = seconds(algorithm, density, _size(made.init(seed)), workers)
+    return np.array(found.steps[1:]) * step, np.array(y)
 
 
 # SparCML's linear models, whose gradients are sparse by themselves: nothing is selected.

@@ -43,35 +43,34 @@ def rows_of(
     return [row for p in workers if (row := words_of(name, p, density))]
 
 
+def least_and_most(what: str, values: Sequence[float]) -> dict[str, float]:
+    """The two numbers of a claim of a range."""
+    return {f"least of {what}": min(values), f"most of {what}": max(values)}
+
+
 def _of_formula(name: str) -> dict[str, float]:
     """The least and the most of program / formula over P."""
     ratios = [row["worst"] / row["upper"] for row in rows_of(name)]
-    return {
-        "least of program / formula": min(ratios),
-        "most of program / formula": max(ratios),
-        "most of it with up to 16 workers": max(ratios[:FEW]),
-    }
+    few = {"most of it with up to 16 workers": max(ratios[:FEW])}
+    return least_and_most("program / formula", ratios) | few
 
 
 def _bounds() -> dict[str, float]:
-    rows = [words_of_ok_topk(p) for p in WORKERS]
-    fair = rows[:FAIR]
+    def most(case: str, workers: Sequence[int]) -> float:
+        return max(words_of_ok_topk(p)[case]["of_bound"] for p in workers)
+
     return {
-        "worst step / bound": max(row["worst"]["of_bound"] for row in rows),
-        "the same, P to 128": max(row["worst"]["of_bound"] for row in fair),
-        "even step / bound, P to 128": max(row["even"]["of_bound"] for row in fair),
-        "surplus dealt out / bound, P to 128": max(row["spread"]["of_bound"] for row in fair),
+        "worst step / bound": most("worst", WORKERS),
+        "the same, P to 128": most("worst", WORKERS[:FAIR]),
+        "even step / bound, P to 128": most("even", WORKERS[:FAIR]),
+        "surplus dealt out / bound, P to 128": most("spread", WORKERS[:FAIR]),
     }
 
 
 def _near_optimal() -> dict[str, float]:
     # The lower bound is a third of the upper one.
     ratios = [3 * words_of_ok_topk(p)["even"]["of_bound"] for p in WORKERS]
-    return {
-        "least of words / bound": min(ratios),
-        "most of words / bound": max(ratios),
-        "most of it, P to 128": max(ratios[:FAIR]),
-    }
+    return least_and_most("words / bound", ratios) | {"most of it, P to 128": max(ratios[:FAIR])}
 
 
 def _flat() -> dict[str, float]:
@@ -144,11 +143,8 @@ def _repartition() -> dict[str, float]:
 
 def _table() -> dict[str, float]:
     row, (dense,) = words_of_ok_topk(256), rows_of("dense", (256,))
-    return {
-        "even": row["even"]["of_bound"],
-        "worst": row["worst"]["of_bound"],
-        "dense": dense["worst"] / row["bound"],
-    }
+    found = {case: row[case]["of_bound"] for case in ("even", "worst")}
+    return found | {"dense": dense["worst"] / row["bound"]}
 
 
 def _line(name: str) -> Points:
@@ -184,28 +180,21 @@ def selections(workers: int) -> sc.PaddedCOO:
     return sc.PaddedCOO(jnp.asarray(values, jnp.float32), jnp.asarray(indices, jnp.int32), SIZE)
 
 
-def _second_step(coo: sc.PaddedCOO, workers: int) -> tuple[np.ndarray, sc.ReduceInfo]:
-    """The indices that a step delivers, and what it says; the first has no threshold yet."""
-    allreduce = sc.allreduce.ok_topk(density=DENSITY, regions="equal", slack=math.inf)
-    step, state = on_workers(allreduce, workers, dense=False), allreduce.init(SIZE, workers)
-    for _ in range(2):
-        _, total, _, state, info = step(coo, state)
-    return np.asarray(total.indices[0])[np.asarray(total.values[0]) != 0], info
-
-
 def _tight() -> dict[str, float]:
     useful, received, shares = [], [], []
+    allreduce = sc.allreduce.ok_topk(density=DENSITY, regions="equal", slack=math.inf)
     for workers in (4, 16):
         bound, coo = 2 * SELECTED * (workers - 1) / workers, selections(workers)
-        flat = np.asarray(coo.values).ravel()
-        largest = np.asarray(coo.indices).ravel()[np.argsort(-flat)[:SELECTED]]
-        delivered, info = _second_step(coo, workers)
+        largest = np.asarray(coo.indices).ravel()[np.argsort(-np.asarray(coo.values).ravel())]
+        step, state = on_workers(allreduce, workers, dense=False), allreduce.init(SIZE, workers)
+        # The first step has no threshold yet.
+        for _ in range(2):
+            _, total, _, state, info = step(coo, state)
+        delivered = np.asarray(total.indices[0])[np.asarray(total.values[0]) != 0]
         useful.append(float(info.useful.mean()) / bound)
         received.append(float(info.words[0]) / bound)
-        shares.append(np.intersect1d(delivered, largest).size / SELECTED)
-    return {
-        "least of filled words / bound": min(useful),
-        "most of filled words / bound": max(useful),
+        shares.append(np.intersect1d(delivered, largest[:SELECTED]).size / SELECTED)
+    return least_and_most("filled words / bound", useful) | {
         "words with padding / bound": max(received),
         "of the k largest sums delivered": min(shares),
     }

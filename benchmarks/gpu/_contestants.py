@@ -1,35 +1,39 @@
-"""The selectors and the steps that are compiled for a GPU, and timed on one."""
+"""The selectors and the steps that are compiled for a GPU, and timed on a device.
+
+A step is ``tx.update``, of a vector or of the matrices of a network. What is timed is a function of
+the turn for each contestant, with its program.
+"""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
-from sparse_collectives import Layout, Selector, _platform
+import sparse_collectives as sc
+from sparse_collectives import Layout, Selector
 
-from .._common.contestants import Contestant, find, selectors
-from ._described import AXIS
+from .._common.contestants import Contestant, find
+from ._hlo import parse
+from ._paths import lightest
 
-__all__ = ["layout", "selectors", "steps"]
+AXIS = "data"
 # The width of matrices as in a transformer, and the most entries of one.
 _WIDTH, _MATRIX = 1024, 2**22
-# The steps, and which contestants they are where that has another name.
+# The steps, the dense baseline first, and which contestants they are where that has another name.
 _NAMES = ("dense", "ok_topk", "ok_topk_reuse", "topk_a", "sparse_adamw", "sparse_sgd", "gtopk")
 _NAMES += ("powersgd", "agreed", "agreed_few", "spardl", "ssar_recursive_double")
 _NAMES += ("ssar_split_allgather", "dsar_split_allgather")
 _ARE = {"dense": "dense/leaves", "ok_topk_reuse": "ok_topk/reuse/global32"}
 _ARE |= {"powersgd": "powersgd4", "agreed_few": "agreed/few"}
-
-
-def steps() -> dict[str, Contestant]:
-    """Every step by name, the dense baseline first."""
-    return {name: find(_ARE.get(name, name)) for name in _NAMES}
+STEPS = {name: find(_ARE.get(name, name)) for name in _NAMES}
 
 
 def layers(size: int) -> tuple[tuple[int, ...], ...]:
@@ -50,36 +54,6 @@ def layout(size: int) -> Layout:
     return Layout(layers(size))
 
 
-def compile_selector(selector: Selector, size: int, mesh: Mesh) -> Any:
-    """The program of one selection on one device."""
-    whole = NamedSharding(mesh, P())
-    state = jax.eval_shape(lambda: selector.init(layout(size)))
-    program = jax.jit(selector.select, in_shardings=whole, out_shardings=whole)
-    return program.lower(jax.ShapeDtypeStruct((size,), jnp.float32), state).compile()
-
-
-def compile_step(step: Contestant, size: int, density: float, mesh: Mesh) -> Any:
-    """The program of ``tx.update`` on each device of the mesh, of a vector or of matrices.
-
-    The state is donated. Gradients are not: they are of the same program in a training step.
-    """
-
-    def shapes(*more: int) -> Any:
-        made = [
-            jax.ShapeDtypeStruct((*more, *shape), jnp.float32)
-            for shape in (layers(size) if step.matrices else [(size,)])
-        ]
-        return made if step.matrices else made[0]
-
-    workers, params = mesh.shape[AXIS], shapes()
-    tx = step.make(density, AXIS)
-    state = jax.eval_shape(lambda p: optax_ext.init_state(tx, p, {AXIS: workers}), params)
-    mapped = map_update(tx, state, mesh)
-    with _platform.traced_for("gpu"):
-        lowered = jax.jit(mapped, donate_argnums=1).lower(shapes(workers), state, params)
-    return lowered.compile()
-
-
 def map_update(tx: optax.GradientTransformation, state: Any, mesh: Mesh) -> Callable[..., Any]:
     """``tx.update`` on each device: of the gradients of all workers, the state and parameters."""
     specs = optax_ext.state_specs(state)
@@ -88,3 +62,85 @@ def map_update(tx: optax.GradientTransformation, state: Any, mesh: Mesh) -> Call
         return tx.update(jax.tree.map(lambda x: x[0], gradients), state, params)
 
     return jax.shard_map(local, mesh=mesh, in_specs=(P(AXIS), specs, P()), out_specs=(P(), specs))
+
+
+@dataclass
+class Run:
+    """A compiled program, and what a turn calls, whose result is to be waited for."""
+
+    compiled: Any
+    call: Callable[[int], Any]
+
+    def launches(self) -> int:
+        """Kernels of the lightest path, as the gauge counts them."""
+        return lightest(parse(self.compiled.as_text()))["launches"]
+
+
+def gradients(size: int) -> list[jax.Array]:
+    """Three vectors with heavy tails, of a scale that differs by layer."""
+    made = []
+    for key in jax.random.split(jax.random.key(0), 3):
+        body, tail, scale = jax.random.split(key, 3)
+        layer = jnp.exp(jax.random.normal(scale, (32,)) / 2)
+        product = jax.random.normal(body, (size,)) * jax.random.normal(tail, (size,))
+        made.append(product * jnp.repeat(layer, -(-size // 32))[:size])
+    return made
+
+
+def stateless(function: Callable[[Any], Any], data: Sequence[jax.Array]) -> Run:
+    """What has nothing to remember."""
+    compiled = jax.jit(function).lower(data[0]).compile()
+    return Run(compiled, lambda turn: compiled(data[turn % len(data)]))
+
+
+def selection(selector: Selector, data: Sequence[jax.Array]) -> Run:
+    """A selector from state to state."""
+
+    def select(x: jax.Array, state: Any) -> tuple[Any, Any]:
+        coo, state, info = selector.select(x, state)
+        return (coo, info), state
+
+    return _stepping(select, data, selector.init(layout(data[0].size)))
+
+
+def step(made: Contestant, density: float, data: Sequence[jax.Array]) -> Run:
+    """``tx.update`` of one worker."""
+    mesh = Mesh(np.array(jax.devices()[:1]), (AXIS,), axis_types=(AxisType.Auto,))
+    tx, params = made.make(density, AXIS), _shaped(made, jnp.zeros_like(data[0]))
+    state = optax_ext.init_state(tx, params, mesh)
+    stream = [jax.tree.map(lambda g: g[None], _shaped(made, x)) for x in data]
+    return _stepping(map_update(tx, state, mesh), stream, state, params)
+
+
+def simulated(made: Contestant, density: float, data: Sequence[jax.Array], workers: int) -> Run:
+    """``tx.update`` of several workers on this device, each with its part of the entries."""
+    size = data[0].size // workers
+    tx, params = made.make(density, AXIS), _shaped(made, jnp.zeros(size, data[0].dtype))
+    shared = {"axis": AXIS, "axis_size": workers}
+    state = sc.simulate(tx.init, in_axes=None, **shared)(params)
+    update = sc.simulate(tx.update, in_axes=(0, 0, None), **shared)
+    split = jax.vmap(lambda x: _shaped(made, x))
+    stream = [split(x[: size * workers].reshape(workers, size)) for x in data]
+    return _stepping(update, stream, state, params)
+
+
+def _shaped(made: Contestant, vector: jax.Array) -> Any:
+    """The entries in the shapes that the contestant's gradient has."""
+    if not made.matrices:
+        return vector
+    shapes = layers(vector.size)
+    ends = np.cumsum([np.prod(shape) for shape in shapes])[:-1].tolist()
+    return [x.reshape(s) for x, s in zip(jnp.split(vector, ends), shapes)]
+
+
+def _stepping(update: Callable[..., Any], stream: Sequence[Any], state: Any, *params: Any) -> Run:
+    """Calls it with what the stream has next and the state, which is donated."""
+    compiled = jax.jit(update, donate_argnums=1).lower(stream[0], state, *params).compile()
+    # The arrays that a state begins with may share a buffer, which can't be donated twice.
+    held = [jax.tree.map(jnp.array, state)]
+
+    def call(turn: int) -> Any:
+        out, held[0] = compiled(stream[turn % len(stream)], held[0], *params)
+        return out, held[0]
+
+    return Run(compiled, call)

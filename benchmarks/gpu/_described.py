@@ -1,38 +1,27 @@
-"""A GPU that is described and not there: XLA compiles for it all the same."""
+"""Programs for a GPU that is described and not there: XLA compiles for it all the same."""
 
 import importlib.util
 import os
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+import optax_ext
+from sparse_collectives import Selector, _platform
+
+from .._common.contestants import Contestant
 from .._common.options import InputError
+from ._contestants import AXIS, layers, layout, map_update
 
+# What XLA is told of it, as text of its GpuTargetConfigProto.
+_TARGET = Path(__file__).with_name("h100.txtpb")
 NAME = "NVIDIA H100 80GB HBM3"
-AXIS = "data"
-# What XLA is told of it, in the fields of its GpuDeviceInfoProto.
-_DEVICE = {
-    "core_count": 132,
-    "fpus_per_core": 128,
-    "clock_rate_ghz": 1.98,
-    "memory_bandwidth": 3_352_320_000_000,
-    "device_memory_size": 84_978_434_048,
-    "l2_cache_size": 50 * 2**20,
-    "threads_per_warp": 32,
-    "threads_per_block_limit": 1024,
-    "threads_per_core_limit": 2048,
-    "registers_per_block_limit": 2**16,
-    "registers_per_core_limit": 2**16,
-    "shared_memory_per_block": 48 * 2**10,
-    "shared_memory_per_block_optin": 227 * 2**10,
-    "shared_memory_per_core": 228 * 2**10,
-    "block_dim_limit_x": 2**31 - 1,
-    "block_dim_limit_y": 2**16 - 1,
-    "block_dim_limit_z": 2**16 - 1,
-}
 
 
 def mesh(devices: int) -> Mesh:
@@ -45,20 +34,36 @@ def mesh(devices: int) -> Mesh:
     # The plugin would look for a driver, and jax for a GPU: neither is needed to compile.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     jax.config.update("jax_platforms", "cpu")
-    name = f"1x1x{devices}"
-    fields = "\n".join(f"  {field}: {value}" for field, value in _DEVICE.items())
-    target = (
-        f"gpu_device_info {{\n{fields}\n  cuda_compute_capability {{ major: 9 }}\n}}\n"
-        'platform_name: "CUDA"\n'
-        "dnn_version_info { major: 9 minor: 8 }\n"
-        f'device_description_str: "{NAME}"\n'
-    )
+    name, target = f"1x1x{devices}", _TARGET.read_text(encoding="utf-8")
     described = topologies.get_topology_desc(
         platform="cuda", topology_name=name, topology=name, target_config=target
     )
     return Mesh(np.array(described.devices), (AXIS,), axis_types=(AxisType.Auto,))
 
 
-def description(devices: int) -> dict[str, Any]:
-    """What a file of results says about the device."""
-    return {"name": NAME, "compute_capability": 9, "devices": devices, **_DEVICE}
+def compile_selector(selector: Selector, size: int, mesh: Mesh) -> Any:
+    """The program of one selection on one device."""
+    whole = NamedSharding(mesh, P())
+    state = jax.eval_shape(lambda: selector.init(layout(size)))
+    program = jax.jit(selector.select, in_shardings=whole, out_shardings=whole)
+    return program.lower(jax.ShapeDtypeStruct((size,), jnp.float32), state).compile()
+
+
+def compile_step(step: Contestant, size: int, density: float, mesh: Mesh) -> Any:
+    """The program of ``tx.update`` on each device of the mesh, of a vector or of matrices.
+
+    The state is donated. Gradients are not: they are of the same program in a training step.
+    """
+
+    def shapes(*more: int) -> Any:
+        each = layers(size) if step.matrices else [(size,)]
+        made = [jax.ShapeDtypeStruct((*more, *shape), jnp.float32) for shape in each]
+        return made if step.matrices else made[0]
+
+    workers, params = mesh.shape[AXIS], shapes()
+    tx = step.make(density, AXIS)
+    state = jax.eval_shape(lambda p: optax_ext.init_state(tx, p, {AXIS: workers}), params)
+    mapped = map_update(tx, state, mesh)
+    with _platform.traced_for("gpu"):
+        lowered = jax.jit(mapped, donate_argnums=1).lower(shapes(workers), state, params)
+    return lowered.compile()

@@ -17,7 +17,11 @@ _OPERAND = re.compile(r"(?:^|(?<=[\s%]))([\w.\-]+)(?=\s*(?:,|$))")
 _ARRAY = re.compile(r"\b([a-z]+(\d*)\w*)\[([\d,]*)\]")
 _COMMENT = re.compile(r"/\*.*?\*/")
 _ROW = re.compile(r"^(\d+) (.*)$")
-_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+
+
+def _find(pattern: str, text: str) -> str:
+    found = re.search(pattern, text)
+    return found[1] if found else ""
 
 
 @dataclass(frozen=True)
@@ -35,11 +39,11 @@ class Instruction:
 
     def text(self, attribute: str) -> str:
         """What stands in quotes: ``custom_call_target``, ``op_name``; empty where nothing does."""
-        return self._find(rf'{attribute}="([^"]*)"')
+        return _find(rf'{attribute}="([^"]*)"', self.attributes)
 
     def called(self, attribute: str) -> str:
         """The computation that an attribute such as ``body`` names; else a ValueError."""
-        found = self._find(rf"\b{attribute}=%?([\w.\-]+)")
+        found = _find(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
         if not found:
             raise ValueError(f"{self.opcode} {self.name} has no {attribute}")
         return found
@@ -47,28 +51,22 @@ class Instruction:
     @property
     def reached(self) -> list[str]:
         """The computations of a loop, a conditional or a call."""
-        if self.opcode == "conditional":
-            listed = self._find(r"branch_computations=\{([^}]*)\}")
-            if listed:
-                return [name.strip().lstrip("%") for name in listed.split(",")]
-            return [self.called("true_computation"), self.called("false_computation")]
-        attribute = {"while": "body", "call": "to_apply"}.get(self.opcode)
-        return [self.called(attribute)] if attribute else []
+        if listed := _find(r"branch_computations=\{([^}]*)\}", self.attributes):
+            return [name.strip().lstrip("%") for name in listed.split(",")]
+        both = ("true_computation", "false_computation")
+        names = {"while": ("body",), "call": ("to_apply",), "conditional": both}
+        return [self.called(attribute) for attribute in names.get(self.opcode, ())]
 
     @property
     def trip_count(self) -> int | None:
         """The turns of a loop; None where only a run tells."""
-        found = self._find(r'"known_trip_count":\{"n":"(\d+)"')
+        found = _find(r'"known_trip_count":\{"n":"(\d+)"', self.attributes)
         return int(found) if found else None
 
     @property
-    def frame(self) -> int:
-        """The stack frame that made it; 0 where the text says nothing."""
-        return _number(self.attributes, "stack_frame_id")
-
-    def _find(self, pattern: str) -> str:
-        found = re.search(pattern, self.attributes)
-        return found[1] if found else ""
+    def frame(self) -> str:
+        """The number of the stack frame that made it; empty where the text says nothing."""
+        return _find(r"\bstack_frame_id=(\d+)", self.attributes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,13 +75,14 @@ class Program:
 
     computations: dict[str, dict[str, Instruction]]
     entry: str
-    sources: dict[int, str]
+    sources: dict[str, str]
 
 
 def parse(text: str) -> Program:
     """Reads ``compiled.as_text()``; a ValueError where no computation is the entry."""
     computations: dict[str, dict[str, Instruction]] = {}
-    tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
+    names = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+    tables: dict[str, dict[str, str]] = {name: {} for name in names}
     current, entry, table = None, None, None
     for line in text.splitlines():
         if current is not None:
@@ -97,7 +96,7 @@ def parse(text: str) -> Program:
         elif line.strip() in tables:
             table = tables[line.strip()]
         elif table is not None and (row := _ROW.match(line)):
-            table[int(row[1])] = row[2]
+            table[row[1]] = row[2]
     if entry is None:
         raise ValueError("the text has no ENTRY computation: it is not that of an XLA program")
     return Program(computations, entry, _sources(*tables.values()))
@@ -157,19 +156,13 @@ def _closing(text: str, start: int) -> int:
     return len(text)
 
 
-def _number(text: str, key: str) -> int:
-    found = re.search(rf"\b{key}=(\d+)", text)
-    return int(found[1]) if found else 0
-
-
-def _sources(
-    files: dict[int, str], functions: dict[int, str], places: dict[int, str], frames: dict[int, str]
-) -> dict[int, str]:
+def _sources(*tables: dict[str, str]) -> dict[str, str]:
+    files, functions, places, frames = tables
     found = {}
     for frame, row in frames.items():
-        place = places.get(_number(row, "file_location_id"), "")
-        file = files.get(_number(place, "file_name_id"), "").strip('"')
-        function = functions.get(_number(place, "function_name_id"), "").strip('"')
+        place = places.get(_find(r"\bfile_location_id=(\d+)", row), "")
+        file = files.get(_find(r"\bfile_name_id=(\d+)", place), "").strip('"')
+        function = functions.get(_find(r"\bfunction_name_id=(\d+)", place), "").strip('"')
         if file:
             found[frame] = f"{file.rpartition('/')[2]}:{function.rpartition('.')[2]}"
     return found

@@ -13,9 +13,9 @@ started, and sorts (launches that are in truth tens of kernels each).
 import collections
 import functools
 import math
+import operator
 import re
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
 
 from ._hlo import Instruction, Program, count_of, longest, size_of
 
@@ -47,15 +47,7 @@ _READS_ALL = {
 }  # fmt: skip
 
 
-class Part(NamedTuple):
-    """An instruction of a path, what it costs alone, and how often the path comes to it."""
-
-    instruction: Instruction
-    cost: Cost
-    times: int
-
-
-def times(cost: Cost, number: int) -> Cost:
+def _times(cost: Cost, number: int) -> Cost:
     """That of so many turns."""
     return Cost({key: number * value for key, value in cost.items()})
 
@@ -63,7 +55,7 @@ def times(cost: Cost, number: int) -> Cost:
 @functools.cache
 def lightest(program: Program, computation: str | None = None) -> Cost:
     """The cost of the lightest path, from one of the computations on."""
-    return sum((times(x.cost, x.times) for x in parts(program, computation)), Cost())
+    return sum((cost for _, cost in parts(program, computation)), Cost())
 
 
 @functools.cache
@@ -71,44 +63,45 @@ def heaviest(program: Program, computation: str | None = None) -> Cost:
     """The cost of the heaviest path; of a conditional the most of each number."""
     total, lines = Cost(), program.computations[computation or program.entry]
     for line in lines.values():
-        inner = Cost()
-        for name in line.reached:
-            inner |= heaviest(program, name)
-        waits = line.opcode == "conditional" or (line.opcode == "while" and line.trip_count is None)
-        inner = times(inner, _turns(line)) + (_WAIT if waits else Cost())
-        total += inner if line.reached else _alone(program, lines, line)
+        inner = [heaviest(program, name) for name in line.reached] or [_alone(program, lines, line)]
+        most, turns = functools.reduce(operator.or_, inner), _turns(line)
+        total += most + _WAIT if turns is None else _times(most, turns)
     return total
 
 
-def parts(program: Program, computation: str | None = None, turns: int = 1) -> Iterator[Part]:
-    """All that the lightest path comes to, in the order of the text."""
+def parts(
+    program: Program, computation: str | None = None, turns: int = 1
+) -> Iterator[tuple[Instruction, Cost]]:
+    """All that the lightest path comes to, in the order of the text, with its cost in all turns."""
     lines = program.computations[computation or program.entry]
     for line in lines.values():
-        if line.opcode == "call" or (line.opcode == "while" and line.trip_count is not None):
-            yield from parts(program, line.reached[0], turns * _turns(line))
-        elif line.opcode in ("while", "conditional"):
-            yield Part(line, _WAIT, turns)
+        known = _turns(line)
+        if line.reached and known is not None:
+            yield from parts(program, line.reached[0], turns * known)
+        elif line.reached:
+            yield line, _times(_WAIT, turns)
             if line.opcode == "conditional":
                 costs = {name: lightest(program, name) for name in line.reached}
                 ranks = {name: (x["launches"], x["touched"]) for name, x in costs.items()}
                 yield from parts(program, min(ranks, key=ranks.__getitem__), turns)
         elif not _free(line):
-            yield Part(line, _alone(program, lines, line), turns)
+            yield line, _times(_alone(program, lines, line), turns)
 
 
-def _turns(line: Instruction) -> int:
-    return 1 if line.trip_count is None else line.trip_count
+def _turns(line: Instruction) -> int | None:
+    """How often what it reaches is run; None where only a run tells, or which of several is."""
+    return line.trip_count if line.opcode in ("while", "conditional") else 1
 
 
 def collectives(program: Program) -> int:
     """How many the program has on all its paths, each counted once."""
-    waiting, seen = {program.entry}, set[str]()
-    while waiting:
-        seen |= waiting
-        lines = [line for name in waiting for line in program.computations[name].values()]
-        waiting = {name for line in lines for name in line.reached} - seen
-    lines = [line for name in seen for line in program.computations[name].values()]
-    return sum(_is_collective(program, line) for line in lines)
+    seen, found = [program.entry], 0
+    # It grows while it is read.
+    for name in seen:
+        lines = program.computations[name].values()
+        found += sum(_is_collective(program, line) for line in lines)
+        seen += {other for line in lines for other in line.reached}.difference(seen)
+    return found
 
 
 def _free(line: Instruction) -> bool:

@@ -25,7 +25,7 @@ from .._common import options, reports
 from .._common.contestants import find
 from .._common.display import show
 from . import _described
-from ._described import AXIS
+from ._contestants import AXIS
 from ._hlo import Instruction, parse
 
 LAYERS, WIDTH, EXAMPLES, DEVICES, DENSITY = 6, 2048, 512, 8, 0.01
@@ -89,24 +89,19 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     mesh = _described.mesh(DEVICES)
     rows: list[dict[str, Any]] = []
-    for name, contestant in REDUCTIONS.items():
-        if args.only and name not in args.only:
-            continue
-        program = parse(compiled(find(contestant).make(DENSITY, AXIS), mesh))
+    for name in args.only or REDUCTIONS:
+        program = parse(compiled(find(REDUCTIONS[name]).make(DENSITY, AXIS), mesh))
         lines = program.computations[program.entry].values()
         found = [{"collective": kind, "products": count} for kind, count in beside(lines)]
         products = sum(map(_is_product, lines))
         rows.append({"reduction": name, "products": products, "beside": found})
     content = {"jax": jax.__version__, "layers": LAYERS, "width": WIDTH, "devices": DEVICES}
     reports.write(args.write, content | {"programs": rows})
-    lines = []
-    for row in rows:
-        found = ", ".join(f"{x['collective']} {x['products']}" for x in row["beside"])
-        lines.append([row["reduction"], str(row["products"]), found])
+    found = [[f"{x['collective']} {x['products']}" for x in row["beside"]] for row in rows]
     show(
         f"{LAYERS} layers of {WIDTH} x {WIDTH}, {_described.NAME}, {DEVICES} devices",
         ["reduction", "products", "collectives, and the products beside each"],
-        lines,
+        [[x["reduction"], str(x["products"]), ", ".join(each)] for x, each in zip(rows, found)],
     )
 
 

@@ -17,6 +17,7 @@ Nothing is run, and nothing is timed.
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,31 +25,24 @@ from typing import Any
 import jax
 
 from .._common import options, reports
-from .._common.display import show
-from . import _contestants, _described
+from .._common.contestants import selectors
+from .._common.display import show_fields
+from . import _described
+from ._contestants import STEPS
 from ._hlo import parse
-from ._paths import Cost, collectives, heaviest, lightest, parts, times
+from ._paths import Cost, collectives, heaviest, lightest, parts
 
 SETTINGS = {"size": 14_700_000, "density": 0.01, "devices": 8}
 # Growth that --check lets pass: compilers change their minds about a fusion.
 TOLERANCE = 1.1
-_LIMITED = {
-    "launches": "launches",
-    "touched_bytes": "bytes touched",
-    "moved_bytes": "bytes moved",
-}
-HEAD = (
-    *("program", "launches", "GB touched", "GB moved"),
-    *("MB temporary", "waits", "collectives", "sorts"),
-)
+_LIMITED = {"launches": "launches"} | {f"{x}_bytes": f"bytes {x}" for x in ("touched", "moved")}
+FIELDS = "program launches touched_bytes moved_bytes temporary_bytes waits collectives sorts"
 PATTERN: reports.Pattern = {
     "jax": reports.text(),
     "size": reports.whole(1),
     "density": reports.number(0, 1),
     "device": {"devices": reports.whole(1)},
-    "programs": [
-        {"program": reports.text()} | dict.fromkeys(_LIMITED, [reports.whole(0, 2**62)]),
-    ],
+    "programs": [{"program": reports.text()} | dict.fromkeys(_LIMITED, [reports.whole(0, 2**62)])],
 }
 
 
@@ -56,11 +50,10 @@ def contestants(size: int, density: float, devices: int) -> dict[str, Callable[[
     """A function that compiles it, for each program by name."""
     made: dict[str, Callable[[], Any]] = {}
     single, several = _described.mesh(1), _described.mesh(devices)
-    for name, selector in _contestants.selectors(density).items():
-        given = selector, size, single
-        made[f"select.{name}"] = lambda given=given: _contestants.compile_selector(*given)
-    for name, step in _contestants.steps().items():
-        made[name] = lambda step=step: _contestants.compile_step(step, size, density, several)
+    for name, selector in selectors(density).items():
+        made[f"select.{name}"] = partial(_described.compile_selector, selector, size, single)
+    for name, step in STEPS.items():
+        made[name] = partial(_described.compile_step, step, size, density, several)
     return made
 
 
@@ -71,8 +64,7 @@ def row(name: str, compiled: Any) -> dict[str, Any]:
     return {
         "program": name,
         "launches": [steady["launches"], most["launches"]],
-        "touched_bytes": [steady["touched"], most["touched"]],
-        "moved_bytes": [steady["moved"], most["moved"]],
+        **{f"{x}_bytes": [steady[x], most[x]] for x in ("touched", "moved")},
         "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
         "waits": steady["waits"],
         "collectives": [steady["collectives"], collectives(program)],
@@ -80,29 +72,14 @@ def row(name: str, compiled: Any) -> dict[str, Any]:
     }
 
 
-def cells(row: dict[str, Any]) -> list[str]:
-    """Those of the table, under ``HEAD``."""
-    return [
-        row["program"],
-        " .. ".join(f"{x:,}" for x in row["launches"]),
-        *(" .. ".join(f"{x / 1e9:.2f}" for x in row[f"{k}_bytes"]) for k in ("touched", "moved")),
-        f"{row['temporary_bytes'] / 1e6:,.0f}",
-        str(row["waits"]),
-        "{} of {}".format(*row["collectives"]) if row["collectives"][1] else "",
-        str(row["sorts"] or ""),
-    ]
-
-
 def grown(rows: list[dict[str, Any]], recorded: list[dict[str, Any]]) -> list[str]:
     """A line for each program whose steady step has become more than a tenth heavier."""
-    before = {row["program"]: row for row in recorded}
-    found = []
+    before, found = {row["program"]: row for row in recorded}, []
     for row in rows:
         name = row["program"]
         if name not in before:
             found.append(f"{name} is not in the file")
-            continue
-        for key, unit in _LIMITED.items():
+        for key, unit in _LIMITED.items() if name in before else ():
             now, old = row[key][0], before[name][key][0]
             if now > TOLERANCE * old:
                 found.append(f"{name}: {now:,} {unit}, {old:,} before")
@@ -112,16 +89,16 @@ def grown(rows: list[dict[str, Any]], recorded: list[dict[str, Any]]) -> list[st
 def breakdown(name: str, hlo: str) -> None:
     """Prints the launches of the steady step by scope and by the function they come from."""
     program, groups = parse(hlo), dict[tuple[str, str], Cost]()
-    for line, cost, turns in parts(program):
+    for line, cost in parts(program):
         # The first names are those of the jitted and mapped function, the same for all.
         words = line.text("op_name").rpartition("/")[0].split("/")
         scope = "/".join(x for x in words if x != "shard_map" and not x.startswith("jit("))
         group = scope or "-", program.sources.get(line.frame, "-")
-        groups[group] = groups.get(group, Cost()) + times(cost, turns)
+        groups[group] = groups.get(group, Cost()) + cost
     order = sorted(groups.items(), key=lambda x: (-x[1]["launches"], -x[1]["touched"]))
     keys = ("launches", "touched", "moved", "waits", "collectives")
-    lines = [[*group, *(f"{cost[key]:,}" for key in keys)] for group, cost in order]
-    show(f"{name}: the steady step", ["scope", "function", *keys], lines)
+    rows = [{"scope": s, "function": f} | {x: cost[x] for x in keys} for (s, f), cost in order]
+    show_fields(f"{name}: the steady step", f"scope function {' '.join(keys)}", rows)
 
 
 def _settings(args: Any) -> dict[str, Any]:
@@ -157,9 +134,9 @@ def main(argv: list[str] | None = None) -> int:
     size, density, devices = (settings[name] for name in SETTINGS)
     known = contestants(size, density, devices)
     names = [args.breakdown] if args.breakdown else args.only or list(known)
-    for name in names:
-        if name not in known:
-            raise options.InputError(f"no program {name!r}; there are {', '.join(known)}")
+    options.check_names(parser, args.only, known)
+    if args.breakdown and args.breakdown not in known:
+        parser.error(f"--breakdown {args.breakdown!r} is none of: {'; '.join(known)}")
     if args.breakdown:
         breakdown(args.breakdown, known[args.breakdown]().as_text())
         return 0
@@ -167,15 +144,13 @@ def main(argv: list[str] | None = None) -> int:
     for number, name in enumerate(names, 1):
         options.progress(f"{number}/{len(names)} {name}", last=number == len(names))
         rows.append(row(name, known[name]()))
-    show(
-        f"n = {size:,}, density {density:g}, {_described.NAME}, {devices} for the steps, "
-        f"jax {jax.__version__}; compiled, not run",
-        HEAD,
-        [cells(row) for row in rows],
-    )
+    title = f"n = {size:,}, density {density:g}, {_described.NAME}, {devices} for the steps, "
+    title += f"jax {jax.__version__}; compiled, not run"
+    show_fields(title, FIELDS, rows)
     content = {"jax": jax.__version__, "jaxlib": metadata.version("jaxlib")}
-    content |= {"size": size, "density": density, "device": _described.description(devices)}
-    reports.write(args.write, content | {"programs": rows})
+    content |= {"device": {"name": _described.NAME, "devices": devices}}
+    content |= {"size": size, "density": density, "programs": rows}
+    reports.write(args.write, content)
     if args.check is None:
         return 0
     if settings["jax"] != jax.__version__:

@@ -4,8 +4,8 @@
 
 On one GPU: every selector, beside lax.top_k; the whole step of error feedback of one worker; and
 that of several simulated workers, who share the entries. In each round a contestant takes turns
-with a device copy of n float32, which nothing that reads and writes n entries can beat: "share" is
-the copy's time over the contestant's. A round is several calls that are queued and waited for
+with a device copy of n float32, which nothing that reads and writes n entries can beat; the copy's
+time over the contestant's is shown. A round is several calls that are queued and waited for
 together; the table has the median, the quartiles and the least of the rounds, in milliseconds a
 call. "launches" are the kernels that benchmarks.gpu.programs counts in the program that ran.
 
@@ -13,7 +13,6 @@ The most telling come first. What does not fit in the time is skipped and named,
 written after each measurement. The time of a dense allreduce over a network is computed.
 """
 
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -26,9 +25,10 @@ import jax
 import jax.numpy as jnp
 
 from .._common import options, reports, timing
-from .._common.display import show
-from . import _contestants, _runs
-from ._runs import Run
+from .._common.contestants import selectors
+from .._common.display import show_fields
+from . import _contestants as runs
+from ._contestants import STEPS, Run
 
 # The same n as in the counts of programs.py.
 SIZE, DENSITY, WORKERS = 14_700_000, 0.01, 8
@@ -46,27 +46,23 @@ _WARM_UP = 12
 _ROUND, _ROUNDS = 0.02, 10.0
 _CALLS = 20
 GBITS = (10, 25, 100)
-HEAD = ("part", "contestant", "ms", "quartiles", "least", "share", "launches")
+FIELDS = "part contestant median_ms quartiles_ms min_ms share_of_copy launches"
 Made = Mapping[tuple[str, str], Callable[[], Run]]
 
 
 def contestants(size: int, density: float, workers: int) -> tuple[Run, Made]:
     """The copy, and what makes each contestant, by part and name, the most telling first."""
-    data, k = _runs.gradients(size), max(1, round(density * size))
-    kth = _runs.stateless(lambda x: jax.lax.top_k(jnp.abs(x), k), data)
+    data, k = runs.gradients(size), max(1, round(density * size))
+    kth = runs.stateless(lambda x: jax.lax.top_k(jnp.abs(x), k), data)
     magnitude = float(kth.call(0)[0][-1])
     made = {(SELECTION, EMPTY): _launches, (SELECTION, TOP_K): lambda: kth}
-    for name, selector in _contestants.selectors(density, magnitude).items():
-        made[SELECTION, name] = partial(_runs.selection, selector, data)
-    for name, step in _contestants.steps().items():
-        made[STEP, name] = partial(_runs.step, step, density, data)
-        made[SIMULATED, name] = partial(_runs.simulated, step, density, data, workers)
-
-    def rank(key: tuple[str, str]) -> tuple[bool, int]:
-        return key[1] not in FIRST, PARTS.index(key[0])
-
-    base = _runs.stateless(jnp.copy, data)
-    return base, {key: made[key] for key in sorted(made, key=rank)}
+    for name, selector in selectors(density, magnitude).items():
+        made[SELECTION, name] = partial(runs.selection, selector, data)
+    for name, step in STEPS.items():
+        made[STEP, name] = partial(runs.step, step, density, data)
+        made[SIMULATED, name] = partial(runs.simulated, step, density, data, workers)
+    order = sorted(made, key=lambda key: (key[1] not in FIRST, PARTS.index(key[0])))
+    return runs.stateless(jnp.copy, data), {key: made[key] for key in order}
 
 
 def _launches() -> Run:
@@ -75,7 +71,7 @@ def _launches() -> Run:
     def loop(x: jax.Array) -> jax.Array:
         return jax.lax.fori_loop(0, 1000, lambda _, y: jnp.sin(y) + 1, x)
 
-    return _runs.stateless(loop, [jnp.zeros(256)])
+    return runs.stateless(loop, [jnp.zeros(256)])
 
 
 def measure(
@@ -89,17 +85,16 @@ def measure(
     longest = 0.0
     _warm(base)
     for (part, name), make in made.items():
-        begin = time.monotonic()
+        begin, what = time.monotonic(), f"{part}: {name}"
         # The longest so far is all that is known of how long the next one takes.
         if begin + longest > end:
-            found["skipped"].append(f"{part}: {name}")
+            found["skipped"].append(what)
             continue
-        options.say(f"{part}: {name}")
+        options.say(what)
         try:
             found["rows"].append({"part": part} | _row(base, name, make(), rounds))
         except Exception as error:  # One that does not fit in memory must not end the rest.
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            found["failed"][f"{part}: {name}"] = reason
+            found["failed"][what] = (str(error) or type(error).__name__).splitlines()[0]
         longest = max(longest, time.monotonic() - begin)
         write(found)
     found["finished"] = True
@@ -115,17 +110,12 @@ def _row(base: Run, name: str, run: Run, most: int) -> dict[str, Any]:
     turns = {BASE: partial(_repeated, base, calls), name: partial(_repeated, run, calls)}
     times = timing.in_turns(turns, rounds)
     each = {key: [s / calls for s in seconds] for key, seconds in times.items()}
-    _, row = timing.ratios(each, BASE)
+    copy, row = timing.ratios(each, BASE)
     low, _, high = timing.quartiles(each[name])
-    return row | {
-        "min_ms": 1e3 * min(each[name]),
-        "quartiles_ms": [1e3 * low, 1e3 * high],
-        "copy_ms": 1e3 * statistics.median(each[BASE]),
-        "share_of_copy": 1 / row["ratio"],
-        "rounds": rounds,
-        "calls": calls,
-        "launches": run.launches() if jax.default_backend() == "gpu" else None,
-    }
+    row |= {"min_ms": 1e3 * min(each[name]), "quartiles_ms": [1e3 * low, 1e3 * high]}
+    row |= {"copy_ms": copy["median_ms"], "share_of_copy": 1 / row["ratio"]}
+    row |= {"launches": run.launches() if jax.default_backend() == "gpu" else None}
+    return row | {"rounds": rounds, "calls": calls}
 
 
 def _warm(run: Run) -> None:
@@ -144,27 +134,16 @@ def dense_on_networks(size: int, workers: int) -> list[dict[str, float]]:
     return [{"gbit_per_s": gbit, "ms": 8e3 * sent / (gbit * 1e9)} for gbit in GBITS]
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    text = "{part}|{contestant}|{median_ms:.3f}|{quartiles_ms[0]:.3f} - {quartiles_ms[1]:.3f}"
-    text += "|{min_ms:.3f}|{share_of_copy:.1%}|" + ("" if row["launches"] is None else "{launches}")
-    return text.format(**row).split("|")
-
-
 def _show(content: dict[str, Any]) -> None:
-    size, workers = content["size"], content["workers"]
-    title = (
-        f"n = {size:,}, of {workers} simulated workers together, density {content['density']:g}; "
-        f"{content['device']}, jax {content['jax']}; share of a copy of {size:,} float32"
-    )
-    show(title, HEAD, [_cells(row) for row in content["rows"]])
+    title = "n = {size:,}, of {workers} simulated workers together, density {density:g}; "
+    title += "{device}, jax {jax}; share of a copy of {size:,} float32"
+    show_fields(title.format(**content), FIELDS, content["rows"])
     for row in content["rows"]:
         if row["contestant"] == EMPTY and row["launches"]:
             print(f"\na launch costs {1e3 * row['median_ms'] / row['launches']:.2f} us")
-    show(
-        f"COMPUTED, not measured: a dense allreduce of {size:,} float32 over {workers} workers",
-        ["Gbit/s", "ms"],
-        [[f"{x['gbit_per_s']:g}", f"{x['ms']:.1f}"] for x in content["computed_dense_allreduce"]],
-    )
+    title = "COMPUTED, not measured: a dense allreduce of {size:,} float32 over {workers} workers"
+    computed = content["computed_dense_allreduce"]
+    show_fields(title.format(**content), "gbit_per_s ms", computed)
     for name in content["skipped"]:
         print(f"skipped, no time left: {name}")
     for name, reason in content["failed"].items():
@@ -188,14 +167,11 @@ def main(argv: list[str] | None = None) -> int:
     start = time.monotonic()
     device = jax.devices()[0]
     if device.platform != "gpu" and not args.allow_cpu:
-        raise options.InputError(
+        parser.error(
             f"jax has no GPU here, only {device.platform}: install jax[cuda12] on a machine with "
             "one, or try the program with --allow-cpu --size 1e5"
         )
-    known = [EMPTY, TOP_K, *_contestants.selectors(args.density), *_contestants.steps()]
-    for name in args.only or ():
-        if name not in known:
-            raise options.InputError(f"no contestant {name!r}; there are {', '.join(known)}")
+    options.check_names(parser, args.only, [EMPTY, TOP_K, *selectors(args.density), *STEPS])
     base, made = contestants(args.size, args.density, args.workers)
     chosen = {key: make for key, make in made.items() if not args.only or key[1] in args.only}
     content = {"device": device.device_kind, "platform": device.platform}

@@ -1,32 +1,46 @@
-"""Writes the tables of numbers, or says which differ."""
+"""The tables of numbers in README and docs, made of the files in docs/data and docs/evidence.
 
-import argparse
+    python -m tools.tables           writes them
+    python -m tools.tables --check   says which of them differ, and writes nothing
+
+A table is docs/tables/NAME.md, which pages include; README can't include, and has its tables behind
+comments with their names. A run of a benchmark with ``--json docs/data/NAME.json`` and then the
+first of these bring one up to date. For a new table write its first two lines there, and a function
+``table_NAME`` in a module beside this file.
+"""
+
 import sys
+from functools import partial
 
-import tools.tables as tables
+from benchmarks._common import options
 
-from ._files import ROOT, written
-from ._registry import MADE
+from . import _learning, _links, _predicted, _timed, _trainings, _words
+from ._data import LABELS, ROOT, printed, written
+
+MADE = {
+    name.removeprefix("table_"): function
+    for module in (_learning, _links, _predicted, _timed, _trainings, _words)
+    for name, function in vars(module).items()
+    if name.startswith("table_")
+} | {
+    name: partial(printed, file, which)
+    for file, names in LABELS["printed"].items()
+    for which, name in enumerate(names)
+}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command."""
-    parser = argparse.ArgumentParser(prog="python -m tools.tables", description=tables.__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; status 1 if any differs"
-    )
-    check = parser.parse_args(argv).check
-    differing = {
-        path: text
-        for path, text in written(MADE).items()
-        if path.read_text(encoding="utf-8") != text
-    }
-    for path, text in differing.items():
-        print(path.relative_to(ROOT))
-        if not check:
-            path.write_text(text, encoding="utf-8")
-    return int(check and bool(differing))
+    """Writes the tables of numbers, or says which differ."""
+    parser = options.parser_of(__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if any differs")
+    check, differ = parser.parse_args(argv).check, False
+    for path, text in written(MADE).items():
+        if path.read_text(encoding="utf-8") != text:
+            print(path.relative_to(ROOT))
+            differ = True
+            if not check:
+                path.write_text(text, encoding="utf-8")
+    return int(check and differ)
 
 
 if __name__ == "__main__":

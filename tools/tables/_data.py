@@ -1,21 +1,34 @@
-"""The files in docs/data, and numbers as cells have them."""
+"""The files in docs/data, numbers as cells have them, and where the tables stand."""
 
 import json
+import re
 import statistics
-import string
-from collections.abc import Iterable, Sequence
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
+from benchmarks._common.processes import ROOT
 from benchmarks._common.timing import quartiles
 
-from ._files import ROOT, Rows
+DATA, FOLDER, README = ROOT / "docs" / "data", ROOT / "docs" / "tables", ROOT / "README.md"
+# Of each table; labels.toml says what they are.
+LABELS = tomllib.loads(Path(__file__).with_name("labels.toml").read_text(encoding="utf-8"))
 
-DATA = ROOT / "docs" / "data"
+Rows = list[list[str]]
+# README can't include tables: each is behind a comment.
+_IN_README = re.compile(r"(?<=<!-- table )(\w+) -->\n((?:\|.*\n)+)")
 
 
 def read(name: Any) -> Any:
-    """What a file in docs/data holds."""
+    """What a file in docs/data holds, or another one by its path."""
     return json.loads((DATA / name).read_text(encoding="utf-8"))
+
+
+def by(rows: Iterable[dict[str, Any]], *keys: str) -> dict[Any, Any]:
+    """Rows by what they have under some keys."""
+    return {itemgetter(*keys)(row): row for row in rows}
 
 
 def printed(file: str, which: int) -> Rows:
@@ -27,15 +40,9 @@ def printed(file: str, which: int) -> Rows:
     return read(f"printed/{file}.json")["tables"][which]["rows"]
 
 
-class _Formatter(string.Formatter):
-    def format_field(self, value: Any, format_spec: str) -> str:
-        shown = super().format_field(value, format_spec)
-        return shown[:-1] + " %" if format_spec.endswith("%") else shown
-
-
 def cells(row: dict[str, Any], *texts: str) -> list[str]:
     """The texts with the numbers of a row; the formats are those of Python."""
-    return [_Formatter().vformat(text, (), row) for text in texts]
+    return [text.format_map(row).replace("%", " %") for text in texts]
 
 
 def percent(value: float, digits: int = 0) -> str:
@@ -65,11 +72,6 @@ def listed(values: Iterable[float], digits: int) -> str:
     return ", ".join(f"{x:.{digits}f}" for x in values)
 
 
-def ratios(base: dict[str, Any], row: dict[str, Any], key: str = "seconds") -> list[float]:
-    """How many times as fast as the base, in each round."""
-    return [a / b for a, b in zip(base[key], row[key], strict=True)]
-
-
 def code(name: str) -> str:
     """What a benchmark calls something, with the name of the program as code."""
     first, comma, rest = name.partition(", ")
@@ -85,3 +87,35 @@ def blank_repeats(rows: Rows, columns: int = 1) -> Rows:
             same += 1
         shown.append([""] * same + row[same:])
     return shown
+
+
+def written(tables: Mapping[str, Callable[[], Rows]]) -> dict[Path, str]:
+    """What each file has to hold, by its path: the head of a table stays as it is there.
+
+    Raises:
+      ValueError: there is a fragment that nothing makes, or a row of another length than its head.
+    """
+    readme = README.read_text(encoding="utf-8")
+    found = {path.stem: path for path in FOLDER.glob("*.md")}
+    inside = {match[1] for match in _IN_README.finditer(readme)}
+    if set(found) | inside != set(tables):
+        raise ValueError(f"there or made alone: {(set(found) | inside) ^ set(tables)}")
+
+    def in_readme(match: re.Match[str]) -> str:
+        return f"{match[1]} -->\n{with_rows(match[2], tables[match[1]]())}"
+
+    files = {README: _IN_README.sub(in_readme, readme)}
+    for name, path in found.items():
+        files[path] = with_rows(path.read_text(encoding="utf-8"), tables[name]())
+    return files
+
+
+def with_rows(text: str, rows: Rows) -> str:
+    """A table with other rows."""
+    head = text.splitlines()[:2]
+    columns = head[1].count("|") - 1
+    wrong = [row for row in rows if len(row) != columns]
+    if wrong:
+        raise ValueError(f"{head[0]} has {columns} columns, and a row of it is {wrong[0]}")
+    body = ["|" + "".join(f" {cell} |" if cell else " |" for cell in row) for row in rows]
+    return "".join(f"{line}\n" for line in (*head, *body))

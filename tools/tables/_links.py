@@ -4,36 +4,23 @@ import statistics
 from functools import partial
 from typing import Any
 
+from benchmarks._common.timing import over
 from benchmarks.network._report import breakdown
 
-from ._data import DATA, interval, median, middle, read
-from ._files import Rows
+from ._data import DATA, LABELS, Rows, by, interval, median, middle, read
 
 PARTS = ("rest", "sparsification", "communication", "of_it_unlimited")
 POINTS = ((4, 14_700_000, "100mbit"), (4, 14_700_000, "1gbit"), (8, 1_000_000, "1gbit"))
-SHOWN = {
-    "ok_topk": "`ok_topk`",
-    "ok_topk/reuse/global32": "`ok_topk`, thresholds reused for 32 steps",
-    "agreed": "`agreed`, the exchange of `sparse_adamw`",
-    "sparse_adamw": "`sparse_adamw`, AdamW's arithmetic included",
-    "powersgd1": "`powersgd(1)`",
-    "powersgd1/adamw": "`powersgd(1)` before AdamW",
-    "topk_a": "`topk_a`",
-    "acp_sgd1": "`acp_sgd(1)`",
-}
 
 
 def _gains(point: dict[str, Any]) -> list[float]:
     """How many times as fast as dense, in each round."""
-    pairs = zip(point["baseline_seconds"], point["seconds"], strict=True)
-    return [base / own for base, own in pairs]
+    return over(point["baseline_seconds"], point["seconds"])
 
 
-def _kept(workers: int, params: int, link: str) -> list[dict[str, Any]]:
-    """Every method of every run that was kept."""
-    files = sorted(DATA.glob("network*.json"))
-    setting = (workers, params, link)
-    points = [point for path in files for point in read(path)["points"]]
+def _kept(*setting: Any) -> list[dict[str, Any]]:
+    """Every method of every run that was kept, of some workers, parameters and link."""
+    points = [p for path in sorted(DATA.glob("network*.json")) for p in read(path)["points"]]
     return [p for p in points if (p["workers"], p["params"], p["link"]) == setting]
 
 
@@ -70,7 +57,7 @@ def table_speedups() -> Rows:
     columns = [speedups(*point) for point in POINTS]
     return [
         [shown, *(interval(column[name], 1) if name in column else "" for column in columns)]
-        for name, shown in SHOWN.items()
+        for name, shown in LABELS["speedups"].items()
     ]
 
 
@@ -78,52 +65,29 @@ def table_network_4_runs() -> Rows:
     """How many times as fast as dense in each run of four workers at 1 Gbit/s."""
     found = speedups(*POINTS[1])
     most = max(map(len, found.values()))
-    return [
-        [f"`{name}`", *(f"{x:.2f}" for x in values)]
-        for name, values in found.items()
-        if len(values) == most
-    ]
+    whole = {name: values for name, values in found.items() if len(values) == most}
+    return [[f"`{name}`", *(f"{x:.2f}" for x in values)] for name, values in whole.items()]
 
 
 def table_short_of_cores() -> Rows:
     """Four processes on two cores: the least and the most of the medians of the runs."""
-    names = {
-        "agreed": "`agreed` at 1 %, SGD behind it",
-        "powersgd1/adamw": "`powersgd(1)` before AdamW",
-        "sparse_adamw": "`sparse_adamw` at 5 %",
-        "alone/adamw": "AdamW that exchanges nothing",
-    }
-    found, points = speedups(*POINTS[1]), _kept(*POINTS[1])
-
-    def milliseconds(method: str) -> list[float]:
-        of_method = [point for point in points if point["method"] == method]
-        return [1e3 * statistics.median(point["cpu_seconds"]) for point in of_method]
-
-    return [
-        [shown, interval(found[name], 1), interval(milliseconds(name), 0)]
-        for name, shown in names.items()
-    ]
+    found, rows = speedups(*POINTS[1]), []
+    for name, shown in LABELS["short_of_cores"].items():
+        busy = [point["cpu_seconds"] for point in _kept(*POINTS[1]) if point["method"] == name]
+        milliseconds = [1e3 * statistics.median(each) for each in busy]
+        rows.append([shown, interval(found[name], 1), interval(milliseconds, 0)])
+    return rows
 
 
 def table_network_parts() -> Rows:
     """Where the time of a step goes, at 1 Gbit/s; and without a limit."""
-    found = read("breakdown_4.json")
-    points = found["points"]
-    free = {point["method"]: point for point in points if point["link"] == "none"}
-    rows = []
-    for point in points:
-        if point["link"] != "1gbit":
-            continue
-        seconds = breakdown(point, found)
+    found, rows = read("breakdown_4.json"), []
+    at = by(found["points"], "method", "link")
+    for method in dict.fromkeys(method for method, _ in at):
+        point, seconds = at[method, "1gbit"], breakdown(at[method, "1gbit"], found)
         assert seconds is not None
-        rows.append(
-            [
-                f"`{point['method']}`",
-                median(point["seconds"], scale=1e3),
-                middle(_gains(point), 2),
-                *(f"{1e3 * seconds[part]:.0f}" for part in PARTS),
-                median(_gains(free[point["method"]]), 2),
-                median(point["cpu_seconds"], scale=1e3),
-            ]
-        )
+        line = [f"`{method}`", median(point["seconds"], scale=1e3), middle(_gains(point), 2)]
+        line += [f"{1e3 * seconds[part]:.0f}" for part in PARTS]
+        line += [median(_gains(at[method, "none"]), 2), median(point["cpu_seconds"], scale=1e3)]
+        rows.append(line)
     return rows

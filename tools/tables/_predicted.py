@@ -3,8 +3,7 @@
 from sparse_collectives import cost_model
 from sparse_collectives.planner import _optimizers, _planner
 
-from ._data import blank_repeats, interval, read
-from ._files import Rows
+from ._data import LABELS, Rows, blank_repeats, by, interval, read
 from ._links import speedups
 
 SHOWN = (
@@ -17,35 +16,19 @@ METHODS = ("topk_a", "gtopk", "topk_dsa", "ok_topk")
 
 def table_scaling() -> Rows:
     """The time of the dense exchange over that of the method."""
-    found = {
-        (row["network"], row["workers"], row["algorithm"]): row["step"]
-        for row in read("scaling.json")["rows"]
-    }
-
-    def cell(network: str, workers: int, method: str) -> str:
-        ratio = found[network, workers, "dense"] / found[network, workers, method]
-        return f"{ratio:.1f}" if ratio >= 1 else f"{ratio:.2f}"
-
-    return blank_repeats(
-        [
-            [network, str(workers), *(cell(network, workers, method) for method in METHODS)]
-            for network, counts in SHOWN
-            for workers in counts
-        ]
-    )
+    found, rows = by(read("scaling.json")["rows"], "network", "workers", "algorithm"), []
+    for setting in ((network, workers) for network, counts in SHOWN for workers in counts):
+        dense = found[*setting, "dense"]["step"]
+        ratios = [dense / found[*setting, method]["step"] for method in METHODS]
+        rows.append([*map(str, setting), *(f"{x:.{1 if x >= 1 else 2}f}" for x in ratios)])
+    return blank_repeats(rows)
 
 
 # The case of docs/data/network_4*.json.
 _WORKERS, _PARAMS, _SHARING, _LATENCY = 4, 14_700_000, 2.0, "100us"
-# What each method is called by the planner, and in the table.
-_NAMES = {
-    "agreed": ("agreed", "`agreed`"),
-    "ok_topk": ("ok_topk", "`ok_topk`"),
-    "topk_a": ("topk_a", "`topk_a`"),
-    "sparse_adamw": ("sparse_adamw, few bits", "`sparse_adamw`"),
-    "powersgd1/adamw": ("powersgd(1), adamw, factors", "`powersgd(1)` before AdamW"),
-    "dense/adamw": ("dense, adamw, float32", "dense before AdamW"),
-}
+# What the planner calls those that have another name there.
+_PLANNED = {"sparse_adamw": "sparse_adamw, few bits", "dense/adamw": "dense, adamw, float32"}
+_PLANNED |= {"powersgd1/adamw": "powersgd(1), adamw, factors"}
 
 
 def shared_cores(link: str) -> dict[str, tuple[float, list[float]]]:
@@ -57,29 +40,23 @@ def shared_cores(link: str) -> dict[str, tuple[float, list[float]]]:
     net = cost_model.network(_LATENCY, link.replace("gbit", "Gbit").replace("mbit", "Mbit"))
     local = _planner.CPU._replace(sharing=_SHARING)
     # Exchanges at 1 %, optimizers at their default, as they were measured.
-    loads = [
-        cost_model.Workload(_PARAMS, round(density * _PARAMS), _WORKERS) for density in (0.01, 0.05)
-    ]
-    plan = _planner.plan(loads[0], net, local=local, codecs=["raw"])
-    optimizers = _optimizers.plan_optimizers(loads[1], net, local=local)
+    few, more = (cost_model.Workload(_PARAMS, _PARAMS * x // 100, _WORKERS) for x in (1, 5))
+    plan = _planner.plan(few, net, local=local, codecs=["raw"])
+    optimizers = _optimizers.plan_optimizers(more, net, local=local)
     steps = {row.name: row.step for row in plan.predictions}
     steps |= {f"{row.name}, {row.codec}": row.step for row in optimizers.predictions}
     measured = speedups(_WORKERS, _PARAMS, link)
-    return {
-        method: (steps["dense"] / steps[name], measured[method])
-        for method, (name, _) in _NAMES.items()
-    }
+    names = {name: _PLANNED.get(name, name) for name in LABELS["shared_cores"]}
+    return {x: (steps["dense"] / steps[name], measured[x]) for x, name in names.items()}
 
 
 def table_shared_cores() -> Rows:
     """Those of both links."""
     links = [shared_cores(link) for link in ("1gbit", "100mbit")]
     rows = []
-    for method, (_, shown) in _NAMES.items():
-        digits = 2 if method == "dense/adamw" else 1
-        cells = [shown]
-        for found in links:
-            predicted, measured = found[method]
+    for method, shown in LABELS["shared_cores"].items():
+        digits, cells = 2 if method == "dense/adamw" else 1, [shown]
+        for predicted, measured in (found[method] for found in links):
             cells += [f"{predicted:.{digits}f}", interval(measured, digits)]
         rows.append(cells)
     return rows

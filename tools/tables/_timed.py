@@ -1,52 +1,29 @@
 """Steps and epochs on one machine and over links, and programs that are compiled for a GPU."""
 
-import json
 import statistics
 from functools import partial
 from typing import Any
 
-from benchmarks.gpu.programs import cells as program_cells
+from benchmarks._common.timing import over
 
-from ._data import DATA, cells, code, interval, median, middle, ratios, read
-from ._files import ROOT, Rows
+from ._data import DATA, LABELS, ROOT, Rows, by, cells, code, interval, median, middle, read
 
 # The columns of the table of first steps.
 LEAVES = (1, 150, 300)
-STEPS = {
-    "jnp.nonzero(abs(acc) >= t, size=k) alone": "`jnp.nonzero(abs(acc) >= t, size=k)` alone",
-    "ok_topk": "`ok_topk`, the whole step",
-    "ok_topk, threshold_reuse": "`ok_topk` with `threshold_reuse`, the whole step",
-    "dense (psum)": "dense, the whole step (one worker: a copy)",
-}
-EXCHANGES = ("dense", "ssar_recursive_double", "ssar_split_allgather", "dsar_split_allgather")
-CACHES = {
-    "records in a dictionary": "records in a dictionary, as the system caches files",
-    "samples in a dictionary": "samples in a dictionary, without a disk level",
-}
-LAYOUTS = {"fsdp": "FSDP", "tensor": "tensor parallel"}
 LINKS = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
-PROGRAMS = [
-    *(f"select.{x}" for x in ("topk", "threshold_reuse", "dgc", "mstopk", "bucketed", "adtopk")),
-    *("dense", "ok_topk", "ok_topk_reuse", "topk_a", "agreed", "agreed_few"),
-    *("sparse_adamw", "sparse_sgd", "spardl", "gtopk", "dsar_split_allgather", "powersgd"),
-]
 
 
 def table_first_steps() -> Rows:
     """Processor seconds and memory of the first step, by contestant and number of leaves."""
-    found = read("compile_time.json")["rows"]
-    at = {(row["contestant"], row["leaves"]): row for row in found}
+    at = by(read("compile_time.json")["rows"], "contestant", "leaves")
 
-    def cell(row: dict[str, Any]) -> str:
+    def cell(row: dict[str, Any] | None) -> str:
+        if row is None:
+            return ""
         return f"{median(row['cpu_seconds'], 1)} s, {median(row['peak_mib'], 1, 1 / 1024)} GiB"
 
-    return [
-        [
-            name if name.startswith("dense") else f"`{name}`",
-            *(cell(at[name, x]) if (name, x) in at else "" for x in LEAVES),
-        ]
-        for name in dict.fromkeys(row["contestant"] for row in found)
-    ]
+    names = {name: name if name.startswith("dense") else f"`{name}`" for name, _ in at}
+    return [[said, *(cell(at.get((name, x))) for x in LEAVES)] for name, said in names.items()]
 
 
 def table_step_cost() -> Rows:
@@ -54,7 +31,7 @@ def table_step_cost() -> Rows:
     rows = [row for path in DATA.glob("step_cost*.json") for row in read(path)["times"]]
     return [
         [shown, interval((row["ratio"] for row in rows if row["contestant"] == name), 2)]
-        for name, shown in STEPS.items()
+        for name, shown in LABELS["step_cost"].items()
     ]
 
 
@@ -66,33 +43,31 @@ def table_memory() -> Rows:
 
 def table_sites() -> Rows:
     """Steps of sites that shard their parameters."""
-    found = {(row["layout"], row["link"], row["method"]): row for row in read("sites.json")["rows"]}
-    rows = []
-    for layout, shown in LAYOUTS.items():
+    found, rows = by(read("sites.json")["rows"], "layout", "link", "method"), []
+    for layout, shown in LABELS["sites"].items():
         for link, said in LINKS.items():
             dense = found[layout, link, "dense"]
             sparse = [found[layout, link, method] for method in ("ok_topk", "sparse_adamw")]
             words = ", ".join(f"1/{dense['words'] / row['words']:.0f}" for row in sparse)
-            gains = [middle(ratios(dense, row), 1) for row in sparse]
+            gains = [middle(over(dense["seconds"], row["seconds"]), 1) for row in sparse]
             rows.append([shown, said, median(dense["seconds"], 2), *gains, words])
     return rows
 
 
 def _linear(model: str) -> Rows:
     """Epochs of linear models over links: `benchmarks.network.linear_models`."""
-    found = {r["exchange"]: r for r in read("linear_url.json")["rows"] if r["model"] == model}
-    base, keys, rows = found["dense"], ("epoch_seconds", "exchange_seconds"), []
-    for name in (*EXCHANGES, "topk_a"):
-        row = found[name]
-        line = [f"`{name}`" + (" (an allgather)" if name == "topk_a" else "")]
+    found, rows = by(read("linear_url.json")["rows"], "model", "exchange"), []
+    base, keys = found[model, "dense"], ("epoch_seconds", "exchange_seconds")
+    for name, shown in LABELS["linear_url"].items():
+        row, line = found[model, name], [shown]
         line += [median(row[key], 2 if statistics.median(row[key]) < 20 else 0) for key in keys]
-        for gains in (ratios(base, row, key) for key in keys):
+        for gains in (over(base[key], row[key]) for key in keys):
             line.append("1" if row is base else middle(gains, 1 if min(gains) >= 1 else 2))
         if model == "logistic":
             share = base["words"][0] / row["words"][0]
             less = f"1/{share:,.0f}" if share > 100 else f"1/{share:.1f}"
             line += [f"{row['words'][0]:,.0f}", less if share > 1 else f"{1 / share:.0f}"]
-        worst = max(abs(x - 1) for x in ratios(row, base, "objectives"))
+        worst = max(abs(x - 1) for x in over(base["objectives"], row["objectives"]))
         differs = f"{worst:.0e}".replace("e-0", "e-") if worst else "0"
         rows.append([*line, "" if row is base else differs])
     return rows
@@ -104,23 +79,19 @@ table_linear_url_svm = partial(_linear, "svm")
 
 def table_partitioned_norms() -> Rows:
     """A worker's step with partitioned norms, as a ratio to optax."""
-    times = read("partitioned_norms.json")["times"]
-    found = {(row["of"], row["contestant"]): row for row in times}
+    found, rows = by(read("partitioned_norms.json")["times"], "of", "contestant"), []
     text = "{ratio:.2f} ({ratio_quartiles[0]:.2f} to {ratio_quartiles[1]:.2f})"
-    return [
-        [
-            *(name, "1", *(cells(found[name, f"P = {p}"], text)[0] for p in (1, 8, 64))),
-            *cells(found[name, "no norms"], "{ratio:.2f}"),
-        ]
-        for name in ("lamb", "lars")
-    ]
+    for name in ("lamb", "lars"):
+        shares = [cell for p in (1, 8, 64) for cell in cells(found[name, f"P = {p}"], text)]
+        rows.append([name, "1", *shares, *cells(found[name, "no norms"], "{ratio:.2f}")])
+    return rows
 
 
 def table_data_cache() -> Rows:
     """Samples for a second from a slow source, as ratios to no cache."""
     rows = []
     for row in read("data_cache.json")["rows"]:
-        line = [CACHES.get(row["contestant"], row["contestant"])]
+        line = [LABELS["data_cache"].get(row["contestant"], row["contestant"])]
         for values in (row[f"epoch {number}"] for number in (1, 2, 3, 4)):
             value, low, high = (f"{x:.{0 if values[0] >= 10 else 1}f}" for x in values)
             line.append(f"{value} ({low} to {high})")
@@ -133,23 +104,27 @@ def table_data_cache() -> Rows:
 
 def table_selector_times() -> Rows:
     """The time of each selector over that of `lax.top_k`."""
-    rows = {row["contestant"]: row for row in read("select_speed.json")["rows"]}
-    return [
-        [code(name.removeprefix("select.")), *cells(row, "{ratio:.2f}")]
-        for name, row in rows.items()
-        if name.startswith("select.")
-    ]
+    rows = [row for row in read("select_speed.json")["rows"] if "select." in row["contestant"]]
+    names = [code(row["contestant"].removeprefix("select.")) for row in rows]
+    return [[name, *cells(row, "{ratio:.2f}")] for name, row in zip(names, rows, strict=True)]
 
 
 def _compiled(name: str) -> list[dict[str, Any]]:
-    path = ROOT / "benchmarks" / "gpu" / name
-    return json.loads(path.read_text(encoding="utf-8"))["programs"]
+    return read(ROOT / "benchmarks" / "gpu" / name)["programs"]
 
 
 def table_gpu_programs() -> Rows:
     """Launches and bytes of selections and steps."""
-    found = {row["program"]: program_cells(row)[1:-1] for row in _compiled("programs.json")}
-    return [[f"`{name}`", *found[name]] for name in PROGRAMS]
+    found, rows = by(_compiled("programs.json"), "program"), []
+    for row in (found[name] for name in LABELS["gpu_programs"]["shown"]):
+        line = [f"`{row['program']}`", " .. ".join(f"{x:,}" for x in row["launches"])]
+        for both in (row["touched_bytes"], row["moved_bytes"]):
+            line.append(" .. ".join(f"{x / 1e9:.2f}" for x in both))
+        line += [f"{row['temporary_bytes'] / 1e6:,.0f}", str(row["waits"])]
+        rows.append(
+            [*line, "{} of {}".format(*row["collectives"]) if row["collectives"][1] else ""]
+        )
+    return rows
 
 
 def table_gpu_overlaps() -> Rows:

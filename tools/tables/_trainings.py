@@ -1,26 +1,12 @@
 """Fill-in, balance, selectors and counts in trainings: `benchmarks.training`."""
 
+import functools
+import operator
 from typing import Any
 
-from ._data import blank_repeats, cells, code, interval, percent, read
-from ._files import Rows
+from ._data import LABELS, Rows, blank_repeats, by, cells, code, interval, percent, read
 
 Row = dict[str, Any]
-PAPER_TASKS = {
-    "images": "a convolutional network, digits",
-    "lstm": "an LSTM, characters",
-    "text": "a transformer, characters",
-}
-INPUTS = {
-    "iid": "iid",
-    "same region": "all workers in the same region",
-    "drifting": "a region that drifts",
-    "heavy tails": "heavy tails, scales by layer",
-    "one worker": "one worker in a region, heavier than the others",
-    "own region": "each worker in a region of its own",
-}
-# Of many workers.
-FOUR = ("iid", "drifting", "one worker", "own region")
 # What a table has of each way to cut the regions.
 ALL = ("missing", "mass", "overflow", "wait", "words")
 LOSSES = "{validation_before[loss]:.2f} to {validation_after[loss]:.2f}"
@@ -32,11 +18,9 @@ LOSSES = "{validation_before[loss]:.2f} to {validation_after[loss]:.2f}"
 def table_fill_in_uniform() -> Rows:
     """Uniform indices, beside the formula."""
     texts = ("{expected:,.1f}", "{mean:,.1f}", "{standard_error:.1f}", "{errors_off:.1f}")
-    tables = [table["rows"] for table in read("fill_in.json")["uniform"]]
-    return [
-        [str(rows[0]["workers"]), *(cell for row in rows for cell in cells(row, *texts))]
-        for rows in zip(*tables, strict=True)
-    ]
+    one, other = (table["rows"] for table in read("fill_in.json")["uniform"])
+    pairs = zip(one, other, strict=True)
+    return [[*cells(x, "{workers}", *texts), *cells(y, *texts)] for x, y in pairs]
 
 
 def table_fill_in_trainings() -> Rows:
@@ -53,37 +37,23 @@ def table_fill_in_trainings() -> Rows:
 
 def table_fill_in_predicted() -> Rows:
     """What the cost model makes of unions of fewer workers."""
-    both = read("fill_in.json")["predictions"]
-
-    def line(name: str, *keys: str) -> list[str]:
-        made = [name]
-        for table in both:
-            value = table[keys[0]] if len(keys) == 1 else table[keys[0]][keys[1]]
-            off = f"{100 * (value / table['measured'] - 1):+.0f} %"
-            made += [percent(value, 1), "" if keys == ("measured",) else off]
-        return made
-
+    both, rows = read("fill_in.json")["predictions"], []
     first, *others = both[0]["same_run"]
     other = next(iter(both[0]["other_runs"]))
-    return [
-        line("measured", "measured"),
-        line("uniform formula", "uniform"),
-        line(f"from {first} of the {both[0]['workers']} workers", "same_run", first),
-        *(line(f"from {p}", "same_run", p) for p in others),
-        line(f"from the run with {other} workers", "other_runs", other),
-        line("the same at each step, then the mean", "other_runs_by_step", other),
-    ]
+    lines = {"measured": ["measured"], "uniform formula": ["uniform"]}
+    lines |= {f"from {first} of the {both[0]['workers']} workers": ["same_run", first]}
+    lines |= {f"from {p}": ["same_run", p] for p in others}
+    lines |= {f"from the run with {other} workers": ["other_runs", other]}
+    lines |= {"the same at each step, then the mean": ["other_runs_by_step", other]}
+    for name, keys in lines.items():
+        values = [functools.reduce(operator.getitem, keys, table) for table in both]
+        offs = [x / table["measured"] - 1 for x, table in zip(values, both, strict=True)]
+        shown = [f"{100 * x:+.0f} %" if name != "measured" else "" for x in offs]
+        rows.append([name, percent(values[0], 1), shown[0], percent(values[1], 1), shown[1]])
+    return rows
 
 
 # Regions and balance.
-
-
-def _pairs(file: str) -> dict[tuple[str, int], Row]:
-    """Rows of `benchmarks.training.regions`: of each input and P those of both ways."""
-    found: dict[tuple[str, int], Row] = {}
-    for row in read(file)["rows"]:
-        found.setdefault((row["case"], row["workers"]), {})[row["regions"]] = row
-    return found
 
 
 def _share(value: float, digits: int = 1) -> str:
@@ -91,46 +61,43 @@ def _share(value: float, digits: int = 1) -> str:
     return percent(value, 0 if value >= 0.1 else digits if value < 0.05 else 1)
 
 
-def _cells(of: Row, hashed: tuple[str, ...], balanced: tuple[str, ...] = ALL) -> list[str]:
-    def cell(row: Row, column: str) -> str:
-        value = row[column]
-        if column == "missing":
-            return f"{_share(value)} ({100 * row['missing_worst']:.0f})"
-        if column == "overflow":
-            return _share(value, 2)
-        return f"{value:.{ {'mass': 3, 'wait': 0}.get(column, 2) }f}"
+def _cell(row: Row, column: str) -> str:
+    value = row[column]
+    if column == "missing":
+        return f"{_share(value)} ({100 * row['missing_worst']:.0f})"
+    if column == "overflow":
+        return _share(value, 2)
+    return f"{value:.{ {'mass': 3, 'wait': 0}.get(column, 2) }f}"
 
-    made = [cell(of["hashed"], column) for column in hashed]
-    return made + [cell(of["balanced"], column) for column in balanced]
+
+def _regions(
+    file: str, hashed: tuple[str, ...] = ALL, balanced: tuple[str, ...] = ALL
+) -> dict[tuple[str, int], list[str]]:
+    """Cells of `benchmarks.training.regions`: of each input and P those of both ways."""
+    found = by(read(file)["rows"], "regions", "case", "workers")
+    columns = [("hashed", x) for x in hashed] + [("balanced", x) for x in balanced]
+    settings = dict.fromkeys(key[1:] for key in found)
+    return {each: [_cell(found[way, *each], x) for way, x in columns] for each in settings}
 
 
 def table_regions() -> Rows:
     """Hashed regions beside balanced ones."""
-    found = sorted(_pairs("regions.json").items(), key=lambda item: item[0][1])
-    return blank_repeats(
-        [
-            [shown, str(p), *_cells(of, ALL)]
-            for case, shown in INPUTS.items()
-            for (name, p), of in found
-            if name == case
-        ]
-    )
+    found = _regions("regions.json")
+    labels, counts = LABELS["regions"].items(), sorted({p for _, p in found})
+    return blank_repeats([[x, str(p), *found[case, p]] for case, x in labels for p in counts])
 
 
 def table_regions_recorded() -> Rows:
     """Those of recorded trainings."""
     columns = ("missing", "overflow", "words"), ("missing", "mass", "overflow", "words")
-    return [
-        [case, *_cells(of, *columns)] for (case, _), of in _pairs("regions_recorded.json").items()
-    ]
+    return [[case, *row] for (case, _), row in _regions("regions_recorded.json", *columns).items()]
 
 
 def table_regions_large() -> Rows:
     """Those of many workers."""
-    found = {case: of for (case, _), of in _pairs("regions_large.json").items()}
-    hashed = ("missing", "overflow", "wait", "words")
-    shown = INPUTS | {"one worker": "one worker in a region"}
-    return [[shown[case], *_cells(found[case], hashed)] for case in FOUR]
+    found = _regions("regions_large.json", ("missing", "overflow", "wait", "words"))
+    rows = {case: row for (case, _), row in found.items()}
+    return [[shown, *rows[case]] for case, shown in LABELS["regions_large"].items()]
 
 
 def _recorded() -> list[tuple[str, Row]]:
@@ -159,8 +126,8 @@ def table_split() -> Rows:
     """Entries that an owner receives, for equal and for balanced regions."""
     rows = []
     for name, run in _recorded():
-        at = {(row["workers"], row["regions"]): row for row in run["rows"]}
-        for p in dict.fromkeys(row["workers"] for row in run["rows"]):
+        at = by(run["rows"], "workers", "regions")
+        for p in dict.fromkeys(p for p, _ in at):
             line = [name, str(p)]
             for row in (at[p, "equal"], at[p, "balanced"]):
                 received = (row["received"], row["received_of_k"])
@@ -204,15 +171,9 @@ def table_selector_quality() -> Rows:
 def table_missing_rows() -> Rows:
     """Rows of the LSTM without a selected entry."""
     rates = read("select_quality.json")["runs"][1]["missing_rows"]["accumulator"]
-    shown = {
-        "top-k of each layer, mean of the matrices": ("top-k of each layer", "mean of matrices"),
-        "top-k of each layer, all rows": ("top-k of each layer", "all rows"),
-        "top-k of the whole buffer, all rows": ("top-k of all", "all rows"),
-        "`adtopk`": ("adtopk", "all rows"),
-    }
     rows = [["the paper: LSTM, words of WikiText-2", "96 %", "", "", "", "26 %"]]
-    for name, (selector, of) in shown.items():
-        rows.append([name, *(percent(x, 0 if x > 0.005 else 2) for x in rates[selector][of])])
+    for shown, (selector, of) in LABELS["missing_rows"].items():
+        rows.append([shown, *(percent(x, 0 if x > 0.005 else 2) for x in rates[selector][of])])
     return rows
 
 
@@ -220,7 +181,8 @@ def table_paper_counts() -> Rows:
     """Both rules of the paper's thresholds in trainings of their own, over the seeds."""
     rows = []
     for run in read("paper_counts.json"):
-        line = [f"{PAPER_TASKS[run['task']]}, k = {run['k']:,}", str(run["period"]), run["rule"]]
+        task = LABELS["paper_counts"][run["task"]]
+        line = [f"{task}, k = {run['k']:,}", str(run["period"]), run["rule"]]
         for of in (run["local"], run["global"]):
             for values in (of["deviation"], of["after"]):
                 line.append(f"{interval([100 * value for value in values], 0)} %")

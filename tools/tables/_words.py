@@ -1,45 +1,31 @@
 """Words of a step, read from the traced programs: `benchmarks.network.traffic`."""
 
-import json
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from ._data import blank_repeats, code, read
-from ._files import ROOT, Rows
+from ._data import LABELS, Rows, blank_repeats, by, read
 
-ALGORITHMS = {
-    "dense": "`dense`",
-    "agreed": "`agreed(density=)`",
-    "agreed, few bits": "`agreed(density=, bits=None)`",
-    "topk_a": "`topk_a`, `sparse_allgather`",
-    "ssar_recursive_double": "",
-    "ssar_split_allgather": "",
-    "dsar_split_allgather": "",
-    "ring_sparse": "",
-    "gtopk": "",
-    "spardl": "",
-    "ok_topk": "",
-    "complete(ok_topk)": "",
-}
+ALGORITHMS = ("dense", *LABELS["words"], "ssar_recursive_double", "ssar_split_allgather")
+ALGORITHMS += ("dsar_split_allgather", "ring_sparse", "gtopk", "spardl", "ok_topk")
+ALGORITHMS += ("complete(ok_topk)",)
 SHORT = ("dense", "topk_a", "ok_topk", "agreed", "agreed, few bits")
 
 
 def _multiples(names: Iterable[str], workers: Sequence[int]) -> Rows:
     """Words as multiples of k; the best and the worst step where they differ."""
-    found = read("traffic.json")["algorithms"]
-    at = {(row["algorithm"], row["workers"]): row for row in found}
+    at = by(read("traffic.json")["algorithms"], "algorithm", "workers")
 
-    def cell(name: str, p: int) -> str:
-        if (name, p) not in at:
-            return ""
-        row = at[name, p]
-        multiples = [row[case] / row["k"] for case in ("best", "worst")]
+    def cell(*setting: Any) -> str:
+        row = at.get(setting)
+        multiples = [row[case] / row["k"] for case in ("best", "worst")] if row else []
         # One digit after the point, and none of large numbers.
-        best, worst = (f"{x:,.0f}" if x >= 25 else f"{x:.1f}" for x in multiples)
-        return best if best == worst else f"{best}, {worst}"
+        return ", ".join(dict.fromkeys(f"{x:,.{0 if x >= 25 else 1}f}" for x in multiples))
 
-    return [[ALGORITHMS[name] or code(name), *(cell(name, p) for p in workers)] for name in names]
+    return [
+        [LABELS["words"].get(name, f"`{name}`"), *(cell(name, p) for p in workers)]
+        for name in names
+    ]
 
 
 table_words = partial(_multiples, ALGORITHMS, (2, 3, 6, 16, 48, 100, 384, 1024))
@@ -48,40 +34,28 @@ table_words_in_short = partial(_multiples, SHORT, (2, 6, 16, 48, 384))
 
 def table_shares_of_the_bound() -> Rows:
     """Shares of the paper's bound 6k (P-1)/P, of the evidence's curves."""
-    path = ROOT / "docs" / "evidence" / "figures" / "curves.json"
-    series: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["series"]
-    lines = {
-        "Ok-Topk, even step": "Ok-Topk, entries evenly spread",
-        "Ok-Topk, worst step": "Ok-Topk, worst case",
-        "TopkA": "TopkA, an allgather of all selections",
-        "dense": "dense allreduce",
-    }
-    found = {
-        one["line"]: dict(zip(one["x"], one["y"], strict=True))
-        for one in series
-        if one["figure"] == "words"
-    }
+    series = by(read("../evidence/figures/curves.json")["series"], "figure", "line")
 
     def cell(line: str, p: int) -> str:
-        share = found[line][p] / (6 * (p - 1) / p)
+        one = series["words", line]
+        share = one["y"][one["x"].index(p)] / (6 * (p - 1) / p)
         return f"{share:.3g}" if share >= 10 else f"{share:.2f}"
 
-    counts = (2, 4, 8, 16, 64, 256)
-    return [[shown, *(cell(line, p) for p in counts)] for line, shown in lines.items()]
+    labels, counts = LABELS["shares_of_the_bound"].items(), (2, 4, 8, 16, 64, 256)
+    return [[shown, *(cell(line, p) for p in counts)] for line, shown in labels]
 
 
 def table_words_by_codec() -> Rows:
     """Ok-Topk at n = 1e8, by encoding: even counts, a surplus dealt out, the worst."""
-    found = {(row["codec"], row["case"]): row["of_k"] for row in read("traffic.json")["flatness"]}
-    codecs = {name: f"`{name}()`" for name in ("raw", "bf16", "narrow16", "narrow8")}
-    codecs |= {f"qsgd{bits}": f"`qsgd(bits={bits})`" for bits in (8, 4)}
+    found = by(read("traffic.json")["flatness"], "codec", "case")
 
     def cell(name: str, i: int) -> str:
-        even, spread, worst = (found[name, case][i] for case in ("even", "spread", "worst"))
+        even, spread, worst = (found[name, case]["of_k"][i] for case in ("even", "spread", "worst"))
         return f"{even:.2f} ({spread:.2f}, {worst:.2f})"
 
     # Of 16, 64, 256 and 1024 workers.
-    return [[shown, *(cell(name, i) for i in (0, 1, 3))] for name, shown in codecs.items()]
+    labels = LABELS["words_by_codec"].items()
+    return [[shown, *(cell(name, i) for i in (0, 1, 3))] for name, shown in labels]
 
 
 def table_where_the_bound_holds() -> Rows:
