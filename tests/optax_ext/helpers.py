@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
@@ -105,19 +106,18 @@ def run(tx, given, axis="w") -> Steps:
     return Steps(updates, states, start)
 
 
-def mapped(tx, on, state, *, check_vma=True, specs=None, out_specs=None, **options):
+def mapped(tx, on, state, *, check_vma=True, specs=None, out_specs=None):
     """A jitted ``(gradients[P, ...], state) -> (updates, state)`` on a mesh of workers."""
     specs = optax_ext.state_specs(state) if specs is None else specs
     names = on.axis_names
     rows = P(names if len(names) > 1 else names[0])
-    step = jax.shard_map(
+    return on_mesh(
         lambda gradients, state: tx.update(jax.tree.map(lambda x: x[0], gradients), state),
-        mesh=on,
-        in_specs=(rows, specs),
-        out_specs=(P(), specs if out_specs is None else out_specs),
-        check_vma=check_vma,
+        on,
+        (rows, specs),
+        (P(), specs if out_specs is None else out_specs),
+        check_vma,
     )
-    return jax.jit(step, **options)
 
 
 def train(tx, loss_fn, params, batches, on, *, state=None, **options):
@@ -128,6 +128,30 @@ def train(tx, loss_fn, params, batches, on, *, state=None, **options):
     for batch in batches:
         found.append(step(*found[-1][:2], batch))
     return found
+
+
+def local_step(tx, loss_fn, at=optax_ext.ahead):
+    """``(params, state, batch) -> (params, state)`` of one worker, in a loop of one's own."""
+
+    def step(params, state, batch):
+        gradients = jax.grad(loss_fn)(at(params, state), batch)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def on_mesh(function, on, in_specs, out_specs, check_vma=True):
+    """The function of what each device has, jitted."""
+    specs = {"in_specs": in_specs, "out_specs": out_specs}
+    return jax.jit(jax.shard_map(function, mesh=on, check_vma=check_vma, **specs))
+
+
+def refused(message, function, *given, error=ValueError, **options):
+    """The call is an error that says this; all of its text."""
+    with pytest.raises(error, match=message) as found:
+        function(*given, **options)
+    return str(found.value)
 
 
 def column_sums(rows):
@@ -174,11 +198,5 @@ def in_loop(loop, step, workers=4, axis="w"):
         return jax.pmap(step, axis_name=axis, devices=devices, in_axes=(None, 0))
     if loop == "simulate":
         return sc.simulate(step, axis=axis, axis_size=workers, in_axes=(None, 0))
-    mapped = jax.shard_map(
-        lambda params, batch: step(params, batch[0]),
-        mesh=mesh(workers, axis),
-        in_specs=(P(), P(axis)),
-        out_specs=P(),
-        check_vma=False,
-    )
-    return jax.jit(mapped)
+    each = (P(), P(axis))
+    return on_mesh(lambda p, batch: step(p, batch[0]), mesh(workers, axis), each, P(), False)
