@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
@@ -145,6 +145,18 @@ def on_mesh(function, on, in_specs, out_specs, check_vma=True):
     """The function of what each device has, jitted."""
     specs = {"in_specs": in_specs, "out_specs": out_specs}
     return jax.jit(jax.shard_map(function, mesh=on, check_vma=check_vma, **specs))
+
+
+def traced_without_devices(tx, like, workers=16):
+    """A step of so many devices that are not there, with gradients of these shapes."""
+    on = AbstractMesh((workers,), ("data",), axis_types=(AxisType.Auto,))
+    state = jax.eval_shape(lambda g: optax_ext.init_state(tx, g, {"data": workers}), like)
+    specs = P(), optax_ext.state_specs(state)
+
+    def local(gradient, state):
+        return tx.update(jax.lax.pcast(gradient, "data", to="varying"), state)
+
+    return on_mesh(local, on, specs, specs).trace(like, state)
 
 
 def refused(message, function, *given, error=ValueError, **options):

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sparse_collectives as sc
-from tests.optax_ext.helpers import column_sums, flat, mapped, mesh, normal, same
+from tests.optax_ext.helpers import column_sums, flat, mapped, mesh, normal, refused, same, slow
 
 PARAMS = {"a": np.zeros((20, 9), np.float32), "b": np.zeros(7, np.float32)}
 SIZE, AXES = 187, ("node", "device")
@@ -103,6 +103,19 @@ def test_counts_go_on_and_thresholds_and_regions_start_anew():
     assert reused.count.tolist() == [2, 2]
     assert reused.threshold.tolist() == [0, 0]
     assert all((x.count == 2).all() for x in moved["adtopk_threshold"].selector.states)
+
+
+@pytest.mark.parametrize("make", [optax_ext.acp_sgd, slow(optax_ext.powersgd)])
+def test_factors_of_low_rank_go_on_and_those_of_another_rank_start_anew(make):
+    state, _ = after_steps(make(2, axis="w"), 4, 2)
+    for workers in (2, 8):
+        moved = optax_ext.reshard(state, fresh(make(2, axis="w"), workers))
+        assert moved.residual.shape == (workers, 180)
+        np.testing.assert_array_equal(sums(moved), sums(state))
+        assert int(moved.count) == 2
+        same(moved.allreduce, state.allreduce)
+    anew = fresh(make(3, axis="w"), 3)
+    same(optax_ext.reshard(state, anew).allreduce, anew.allreduce)
 
 
 def test_to_one_worker_it_is_rounded_once_and_from_one_every_worker_has_a_part():
@@ -225,8 +238,9 @@ def test_nodes_keep_the_sums_of_residual_and_velocity(outer):
     metadata = optax_ext.checkpoint_metadata(state)
     assert metadata["sparse"][""]["workers_in_a_node"] == 2
     optax_ext.check_metadata(metadata, state)
-    with pytest.raises(ValueError, match="workers_in_a_node: 2 in the checkpoint, 4 here"):
-        optax_ext.check_metadata(metadata, of_nodes(2, 4, outer, correction=CORRECTION))
+    other = of_nodes(2, 4, outer, correction=CORRECTION)
+    message = "workers_in_a_node: 2 in the checkpoint, 4 here"
+    refused(message, optax_ext.check_metadata, metadata, other)
 
 
 def test_how_many_shards_there_are_is_seen_by_their_place():
@@ -246,10 +260,9 @@ def test_how_many_shards_there_are_is_seen_by_their_place():
     for place in (SingleDeviceSharding(jax.devices()[0]), everywhere):
         # Twelve rows of two are four nodes of three or three of four.
         lost = state._replace(residual=jax.device_put(jnp.zeros((12, 2)), place))
-        with pytest.raises(ValueError, match=r"12 rows of 2 for 5 entries.*\[3, 4\] workers"):
-            optax_ext.reshard(lost, state)
-        with pytest.raises(ValueError, match=r"\[3, 4\] workers.*axis 'device'"):
-            optax_ext.checkpoint_metadata(lost)
+        message = r"12 rows of 2 for 5 entries.*\[3, 4\] workers"
+        refused(message, optax_ext.reshard, lost, state)
+        refused(r"\[3, 4\] workers.*axis 'device'", optax_ext.checkpoint_metadata, lost)
 
 
 def test_what_does_not_fit_is_named():
@@ -263,5 +276,4 @@ def test_what_does_not_fit_is_named():
         (state, np.int64(4), TypeError, place),
         (state, mesh(4, "w"), TypeError, place),
     ):
-        with pytest.raises(error, match=message):
-            optax_ext.reshard(old, new)
+        refused(message, optax_ext.reshard, old, new, error=error)

@@ -8,14 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sklearn.datasets import load_digits
 
 import optax_ext
 import sparse_collectives as sc
 from optax_ext._loop import _in_flight
-from tests.optax_ext.helpers import flat, mesh, normal, train
+from tests.optax_ext import helpers
+from tests.optax_ext.helpers import flat, mesh, normal, on_mesh, refused, train
 
 WORKERS = 8
 
@@ -70,18 +71,6 @@ def test_a_dense_step_has_loss_and_gradient_of_the_whole_batch_and_the_mean_of_a
     np.testing.assert_allclose(flat(new), flat(PARAMS) - flat(gradient), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "optimizer", [optax.sgd(0.05, momentum=0.9), optax.adamw(3e-3)], ids=["momentum", "adamw"]
-)
-def test_it_learns_in_front_of_any_optimizer(optimizer):
-    tx = optax.chain(optax_ext.ok_topk(density=0.05, axis="data"), optimizer)
-    results = trained(tx, 150)
-    losses = losses_of(results)
-    assert np.mean(losses[-10:]) < 0.5 * np.mean(losses[:3])
-    assert int(optax_ext.get_state(results[-1][1]).count) == 150
-
-
 def test_one_trace_for_all_steps_and_what_it_was_given_is_donated():
     tx, traces = optax_ext.topk_a(density=0.05, axis="data"), []
 
@@ -103,11 +92,9 @@ def test_the_step_needs_one_buffer_of_n_beside_the_residual():
     tx = optax_ext.ok_topk(density=0.01, axis="data")
     gradient = jnp.zeros(size)
     state = optax_ext.init_state(tx, gradient, one)
-    specs = optax_ext.state_specs(state)
-    step = jax.shard_map(
-        tx.update, mesh=one, in_specs=(P(), specs), out_specs=(P(), specs), check_vma=False
-    )
-    memory = jax.jit(step, donate_argnums=1).lower(gradient, state).compile().memory_analysis()
+    specs = P(), optax_ext.state_specs(state)
+    step = jax.jit(on_mesh(tx.update, one, specs, specs, check_vma=False), donate_argnums=1)
+    memory = step.lower(gradient, state).compile().memory_analysis()
     # Scratch for packed masks and k-sized buffers, and no n-sized one.
     assert memory.temp_size_in_bytes < 0.75 * 4 * size
     assert memory.alias_size_in_bytes >= 4 * size
@@ -121,17 +108,7 @@ def test_a_step_of_the_size_of_a_model_lowers_for(platform, selector):
     n, workers = 1 << 22, 16
     choose = getattr(sc.select, selector)(density=0.01)
     tx = optax_ext.ok_topk(density=0.01, axis="data", selector=choose)
-    abstract = jax.sharding.AbstractMesh((workers,), ("data",), axis_types=(AxisType.Auto,))
-    gradient = jax.ShapeDtypeStruct((n,), jnp.float32)
-    state = jax.eval_shape(lambda g: optax_ext.init_state(tx, g, {"data": workers}), gradient)
-    specs = optax_ext.state_specs(state)
-    step = jax.shard_map(
-        lambda g, s: tx.update(jax.lax.pcast(g, "data", to="varying"), s),
-        mesh=abstract,
-        in_specs=(P(), specs),
-        out_specs=(P(), specs),
-    )
-    traced = jax.jit(step).trace(gradient, state)
+    traced = helpers.traced_without_devices(tx, jax.ShapeDtypeStruct((n,), jnp.float32), workers)
     traced.lower(lowering_platforms=(platform,))
     words = sc.traffic.of_traced(traced, frequencies={"balance": (0.0, 0.0, 1.0, 0.0)}).words
     assert words <= 6 * round(0.01 * n) * (workers - 1) / workers
@@ -210,8 +187,8 @@ def test_the_limit_of_steps_in_flight_is_for_cpu():
         on = SimpleNamespace(devices=np.array([SimpleNamespace(platform=platform)]))
         assert _in_flight.limit(given, on) == expected
     for wrong in (0, 1.5):
-        with pytest.raises(ValueError, match="steps_in_flight must be an integer of at least 1"):
-            step_of(optax_ext.dense(axis="data"), steps_in_flight=wrong)
+        message = "steps_in_flight must be an integer of at least 1"
+        refused(message, step_of, optax_ext.dense(axis="data"), steps_in_flight=wrong)
 
 
 @pytest.mark.slow
