@@ -141,10 +141,10 @@ def local_step(tx, loss_fn, at=optax_ext.ahead):
     return step
 
 
-def on_mesh(function, on, in_specs, out_specs, check_vma=True):
+def on_mesh(function, on, in_specs, out_specs, check_vma=True, **options):
     """The function of what each device has, jitted."""
-    specs = {"in_specs": in_specs, "out_specs": out_specs}
-    return jax.jit(jax.shard_map(function, mesh=on, check_vma=check_vma, **specs))
+    options |= {"in_specs": in_specs, "out_specs": out_specs, "check_vma": check_vma}
+    return jax.jit(jax.shard_map(function, mesh=on, **options))
 
 
 def traced_without_devices(tx, like, workers=16):

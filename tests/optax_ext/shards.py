@@ -33,10 +33,7 @@ def mesh_of(sizes, names=("data", "model"), kind=AxisType.Auto):
 
 def params_of(seed=0, shapes=SHAPES):
     rng = np.random.default_rng(seed)
-    return {
-        name: np.asarray(rng.standard_normal(shape), np.float32)
-        for name, (shape, _) in shapes.items()
-    }
+    return {name: np.float32(rng.standard_normal(x)) for name, (x, _) in shapes.items()}
 
 
 def placed(params, mesh, specs=SPECS):
@@ -55,43 +52,29 @@ def gradients_of(workers, steps, seed=1, shapes=SHAPES):
     }
 
 
-def stepper(tx, mesh, params, state, *, manual, axis="data", check_vma=True, specs=SPECS):
+def stepper(tx, mesh, state, *, manual, axis="data", check_vma=True, specs=SPECS):
     """A jitted ``(params, state, gradients[P, ...]) -> (updates, state)``."""
-    names = (axis,) if isinstance(axis, str) else axis
-    leading = PartitionSpec(axis)
     if manual:
-        of_params = specs
-        of_gradients = jax.tree.map(
-            lambda spec: PartitionSpec(axis, *spec),
-            specs,
-            is_leaf=lambda x: isinstance(x, PartitionSpec),
-        )
-        of_state, kept = optax_ext.state_specs(state), {}
+        of_params, of_state, kept = specs, optax_ext.state_specs(state), {}
+        of_gradients = {name: PartitionSpec(axis, *spec) for name, spec in specs.items()}
     else:
-        of_params, of_gradients = PartitionSpec(), leading
+        of_params, of_gradients = PartitionSpec(), PartitionSpec(axis)
         of_state = optax_ext.state_specs(state, manual=axis)
-        kept = {"axis_names": set(names)}
+        kept = {"axis_names": {axis} if isinstance(axis, str) else set(axis)}
 
     def step(params, state, gradients):
         gradients = jax.tree.map(lambda x: x[0], gradients)
         return tx.update(gradients, state, params)
 
-    mapped = jax.shard_map(
-        step,
-        mesh=mesh,
-        in_specs=(of_params, of_state, of_gradients),
-        out_specs=(of_params, of_state),
-        check_vma=check_vma,
-        **kept,
-    )
-    return jax.jit(mapped)
+    given = of_params, of_state, of_gradients
+    return helpers.on_mesh(step, mesh, given, (of_params, of_state), check_vma, **kept)
 
 
 def run(tx, mesh, gradients, *, params=None, specs=SPECS, **options):
     """The updates of all steps, and the last state."""
     params = placed(params_of() if params is None else params, mesh, specs)
     state = optax_ext.init_state(tx, params, mesh)
-    step = stepper(tx, mesh, params, state, specs=specs, **options)
+    step = stepper(tx, mesh, state, specs=specs, **options)
     steps = len(next(iter(gradients.values())))
     made = []
     for i in range(steps):
