@@ -4,7 +4,6 @@ import functools
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -93,50 +92,30 @@ def by_parts(tx, gradients, layout, *, axis="data", scanned=True):
       The updates of all steps, and the residuals ``[P, m, n]``.
     """
     steps, workers = next(iter(gradients.values())).shape[:2]
-    names = sorted(gradients)  # The order of the leaves of a dictionary.
-    part = _sharding.device_layout(layout)
-
-    def parts_of(name):
-        leaf = names.index(name)
-        cut = functools.partial(_sharding.parts_of_leaf, layout=layout, leaf=leaf, pad=np.pad)
-        flat = [[cut(g) for g in of_step] for of_step in gradients[name]]
-        # steps, P, m and the shape of a part
-        return np.asarray(flat).reshape(
-            (steps, workers, layout.sharding.devices, *part.shapes[leaf])
-        )
-
-    cut = {name: parts_of(name) for name in names}
-
-    def train(gradients):
-        first = jax.tree.map(lambda x: x[0], gradients)
-        if not scanned:
-            return tx.init(first)
-
-        def step(state, gradient):
-            updates, state = tx.update(gradient, state)
-            return state, updates
-
-        return jax.lax.scan(step, tx.init(first), gradients)
-
-    run = sc.simulate(train, axis=axis, axis_size=workers)
-    step = sc.simulate(lambda s, g: tx.update(g, s), axis=axis, axis_size=workers)
+    names, devices = sorted(gradients), layout.sharding.devices  # In the order of the leaves.
+    part, cut = _sharding.device_layout(layout), {}
+    for leaf, name in enumerate(names):
+        parts = functools.partial(_sharding.parts_of_leaf, layout=layout, leaf=leaf, pad=np.pad)
+        flat = np.asarray([[parts(g) for g in of_step] for of_step in gradients[name]])
+        cut[name] = flat.reshape((steps, workers, devices, *part.shapes[leaf]))
+    init, step = (sc.simulate(f, axis=axis, axis_size=workers) for f in (tx.init, tx.update))
 
     def trained(mine):
         if scanned:
-            return run(mine)
-        state, made = run(mine), []
+            found = helpers.run(tx, mine, axis)
+            return found.updates, found.residuals[-1]
+        state, made = init({name: x[0] for name, x in mine.items()}), []
         for i in range(steps):
-            now = {name: x[:, i] for name, x in mine.items()}
-            updates, state = step(state, now)
+            updates, state = step({name: x[i] for name, x in mine.items()}, state)
             made.append(updates)
-        return state, jax.tree.map(lambda *x: jnp.stack(x, axis=1), *made)
+        updates = jax.tree.map(lambda *x: np.stack(x), *made)
+        return updates, np.asarray(optax_ext.get_state(state).residual)[:, 0]
 
     rows, residuals = [], []
-    for j in range(layout.sharding.devices):
-        mine = {name: jnp.asarray(x[:, :, j].swapaxes(0, 1)) for name, x in cut.items()}
-        state, updates = trained(mine)
-        residuals.append(np.asarray(optax_ext.get_state(state).residual)[:, 0])
-        rows.append([np.asarray(updates[name][0]).reshape(steps, -1) for name in names])
+    for j in range(devices):
+        updates, residual = trained({name: x[:, :, j] for name, x in cut.items()})
+        residuals.append(residual)
+        rows.append([updates[name][:, 0].reshape(steps, -1) for name in names])
     made = []
     for i in range(steps):
         of_step = {}

@@ -1,6 +1,5 @@
 """The train step: what it computes, returns, waits for and costs."""
 
-import functools
 from types import SimpleNamespace
 
 import jax
@@ -33,21 +32,12 @@ PARAMS = {name: normal(shape, 1) / 5 for name, shape in SHAPES.items()}
 N = 16 * 32 + 32 * 4 + 4
 
 
-@functools.cache
 def batches(count):
-    teacher, found = {name: normal(shape, 2) / 4 for name, shape in SHAPES.items()}, []
-    for seed in range(count):
-        x = normal((64, 16), 10 + seed)
-        found.append((x, np.tanh(x @ teacher["hidden"]) @ teacher["out"]))
-    return found
+    return [(normal((64, 16), 10 + seed), normal((64, 4), seed)) for seed in range(count)]
 
 
 def trained(tx, steps, **options):
     return train(tx, loss_fn, PARAMS, batches(steps), mesh(WORKERS), **options)
-
-
-def losses_of(results):
-    return [float(loss) for _, _, loss in results[1:]]
 
 
 def state_of(tx):
@@ -126,23 +116,17 @@ def test_the_words_of_a_whole_train_step_are_those_of_the_allreduce_and_of_two_n
 
 
 def test_the_state_is_found_and_specified_anywhere_in_a_chain():
-    tx = optax.chain(
-        optax.clip(1.0),
-        optax.chain(optax_ext.ok_topk(density=0.1, axis="data"), optax.scale(1.0)),
-        optax.adam(1e-3),
-    )
+    adam, inner = optax.adam(1e-3), optax_ext.ok_topk(density=0.1, axis="data")
+    tx = optax.chain(optax.clip(1.0), optax.chain(inner, optax.scale(1.0)), adam)
     state = state_of(tx)
     found = optax_ext.get_state(state)
     assert isinstance(found, optax_ext.SparseAllreduceState)
     assert found.residual.shape == (WORKERS, N)
     specs = optax_ext.state_specs(state)
     per_worker = optax_ext.get_state(specs)
-    assert per_worker.residual == P("data")
-    assert per_worker.info.selected == P("data")
-    assert per_worker.info.delivered == P()
-    assert specs[2][0].mu["out"] == P()
-    assert optax_ext.get_state(optax.adam(1e-3).init(PARAMS)) is None
-    assert optax_ext.get_info(optax.adam(1e-3).init(PARAMS)) is None
+    assert per_worker.residual == per_worker.info.selected == P("data")
+    assert per_worker.info.delivered == specs[2][0].mu["out"] == P()
+    assert optax_ext.get_state(adam.init(PARAMS)) is optax_ext.get_info(adam.init(PARAMS)) is None
     # Before the first step there is nothing to report.
     assert optax_ext.get_info(state).words == 0
 
@@ -165,8 +149,8 @@ def test_the_loss_that_is_returned_is_that_where_the_gradients_are_taken():
     def gaps(tx):
         """How far the loss of each step is from that of the parameters that were given to it."""
         results = train(tx, cross_entropy, start, given, mesh(8))
-        before = [at_params(p, x) for (p, _, _), x in zip(results, given, strict=False)]
-        return np.asarray(losses_of(results)) / np.asarray(before, float) - 1
+        before = [float(at_params(p, x)) for (p, _, _), x in zip(results, given, strict=False)]
+        return np.asarray([float(loss) for _, _, loss in results[1:]]) / before - 1
 
     dense = gaps(optax.chain(optax_ext.dense(axis="data"), optax.adamw(1e-2)))
     np.testing.assert_allclose(dense, 0, atol=1e-5)
@@ -179,10 +163,8 @@ def test_the_loss_that_is_returned_is_that_where_the_gradients_are_taken():
         assert -0.1 < np.mean(found) < -0.01
 
 
-# How many steps wait to be computed: none is queued without end where that can be fatal.
-
-
 def test_the_limit_of_steps_in_flight_is_for_cpu():
+    """No steps are queued without end where that can be fatal."""
     for given, platform, expected in ((None, "cpu", 2), (None, "gpu", None), (5, "gpu", 5)):
         on = SimpleNamespace(devices=np.array([SimpleNamespace(platform=platform)]))
         assert _in_flight.limit(given, on) == expected
