@@ -61,6 +61,16 @@ def bits(tree):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
+NODES = ("node", "device")
+
+
+def over_nodes(outer, density=0.1, axis=NODES, **options):
+    """The largest entries of the shards of nodes, exchanged by ``outer``."""
+    exchange = sc.allreduce.hierarchical(inner_axis="device", outer=outer)
+    selector = sc.select.topk(density=density)
+    return optax_ext.sparse_allreduce(selector, exchange, axis=axis, **options)
+
+
 class Steps(NamedTuple):
     """Of several steps, ``[steps, *workers, ...]``: the updates, and the states behind them."""
 
@@ -164,11 +174,6 @@ def refused(message, function, *given, error=ValueError, **options):
     with pytest.raises(error, match=message) as found:
         function(*given, **options)
     return str(found.value)
-
-
-def column_sums(rows):
-    """The exact sums over the rows, rounded once."""
-    return np.array([math.fsum(column) for column in np.asarray(rows, np.float64).T])
 
 
 def fails_in_the_step(step, match):

@@ -5,6 +5,7 @@ and a spec without the axis, give all workers what one of them had.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,37 +16,26 @@ from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sparse_collectives as sc
-from tests.optax_ext import shards
-from tests.optax_ext.helpers import local_step, mapped, mesh, normal, on_mesh, refused, same, slow
+from tests.optax_ext import helpers, shards
+from tests.optax_ext.helpers import NODES, mapped, mesh, normal, on_mesh, over_nodes, refused, same
 
 WORKERS, SIZE, STEPS = 4, 60, 3
-NODES = ("node", "device")
-MINUS = optax.scale(-1.0)
 
 
-def topk_a(**options):
-    return optax_ext.sparse_allreduce(
-        sc.select.topk(density=0.1), sc.allreduce.topk_a(), axis="w", **options
-    )
-
-
+topk_a = functools.partial(optax_ext.topk_a, 0.1, axis="w")
 CORRECTION = optax_ext.momentum_correction(0.9)
-HIERARCHICAL = sc.allreduce.hierarchical(inner_axis="device", outer=sc.allreduce.topk_a())
+BF16 = optax_ext.residual(jnp.bfloat16, decay=0.9)
 TRANSFORMATIONS = {
     "ok_topk": optax_ext.ok_topk(0.1, axis="w"),
     "sparse_adamw": optax_ext.sparse_adamw(0.1, density=0.1, axis="w", weight_decay=0.0),
     "dense leaves": topk_a(correction=CORRECTION, dense_leaves={"a": "sparse", "b": "dense"}),
-    "bfloat16, drop": topk_a(
-        residual=optax_ext.residual(jnp.bfloat16, decay=0.9), nonfinite="drop"
-    ),
+    "bfloat16, drop": topk_a(residual=BF16, nonfinite="drop"),
     "a dense step": topk_a(dense_steps=lambda step: step >= STEPS),
     "powersgd": optax_ext.powersgd(1, axis="w"),
     "bucketed": optax_ext.bucketed(topk_a(), 2),
     "multi_steps": optax_ext.multi_steps(topk_a(), 1),
     "delayed": optax_ext.delayed(optax.chain(topk_a(), optax.adam(0.1))),
-    "hierarchical": optax_ext.sparse_allreduce(
-        sc.select.topk(density=0.1), HIERARCHICAL, axis=NODES
-    ),
+    "hierarchical": over_nodes(sc.allreduce.topk_a()),
 }
 PARAMS = {"a": jnp.ones((6, 6)), "b": jnp.ones((SIZE - 36,))}
 
@@ -62,7 +52,7 @@ OF_ONE = ("residual", "velocity", "dense_velocity")
 
 
 @pytest.mark.parametrize(
-    "name", [slow(n) if n in ("ok_topk", "bucketed") else n for n in TRANSFORMATIONS]
+    "name", [helpers.slow(n) if n in ("ok_topk", "bucketed") else n for n in TRANSFORMATIONS]
 )
 def test_a_copy_is_left_out(name):
     """A step from copies of worker 0's residual is one of worker 0's alone."""
@@ -119,7 +109,7 @@ def test_a_pmap_trainer_that_unreplicates_its_checkpoint():
     tx = optax_ext.sparse_adamw(0.01, density=0.1, axis="w", weight_decay=0.0)
     options = {"axis_name": "w", "devices": jax.devices()[:WORKERS]}
     state = jax.pmap(lambda _: tx.init(PARAMS), **options)(np.arange(WORKERS))
-    step, params = jax.pmap(local_step(tx, loss_fn), **options), replicate(PARAMS)
+    step, params = jax.pmap(helpers.local_step(tx, loss_fn), **options), replicate(PARAMS)
     for seed in range(STEPS):
         params, state = step(params, state, batch(seed).reshape(WORKERS, 2, SIZE))
     assert optax_ext.checkpoint_metadata(state)["workers"] == WORKERS
@@ -137,7 +127,7 @@ def test_a_pmap_trainer_that_unreplicates_its_checkpoint():
 
 
 def test_what_has_somebody_to_tell_refuses_copies():
-    tx = topk_a(local=MINUS, residual=optax_ext.residual(step_ahead=0.25))
+    tx = topk_a(local=optax.scale(-1.0), residual=optax_ext.residual(step_ahead=0.25))
     on = mesh(WORKERS, "w")
     state = optax_ext.init_state(tx, PARAMS, on)
     step = optax_ext.make_train_step(loss_fn, tx, on, donate=False)
@@ -190,8 +180,8 @@ def test_a_spec_without_the_axis_loses_others_but_copies_nothing():
     state = optax_ext.init_state(tx, PARAMS, mesh(WORKERS, "w"))
 
     def step(specs, out_specs):
-        given, found = (P(), specs, P("w")), (P(), out_specs)
-        return on_mesh(local_step(tx, loss_fn), mesh(WORKERS, "w"), given, found, check_vma=False)
+        given, local = (P(), specs, P("w")), helpers.local_step(tx, loss_fn)
+        return on_mesh(local, mesh(WORKERS, "w"), given, (P(), out_specs), check_vma=False)
 
     specs, message = optax_ext.state_specs(state), "residual of 1 of 4 workers"
     _, lost = step(specs, P())(PARAMS, state, batch())

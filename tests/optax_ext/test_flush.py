@@ -51,14 +51,12 @@ def test_a_state_without_residuals(function):
 @pytest.mark.parametrize("kept", ["float32", "bfloat16", "hierarchical"])
 def test_flush_is_a_step_within_the_limit(kept, rate):
     """No entry moves further than in the largest step, and what is beyond is kept."""
-    axis, on, options = "data", mesh(), {}
+    axis, on, options, outer = "data", mesh(), {}, sc.allreduce.topk_a()
     if kept == "bfloat16":
         options["residual"] = optax_ext.residual(jnp.bfloat16, step_ahead=1.0)
     elif kept == "hierarchical":
         axis, on = ("node", "data"), mesh((2, 2), ("node", "data"))
-        options["allreduce"] = sc.allreduce.hierarchical(
-            inner_axis="data", outer=sc.allreduce.topk_a()
-        )
+        options["allreduce"] = sc.allreduce.hierarchical(inner_axis="data", outer=outer)
     schedule = 0.01 if rate == "constant" else optax.linear_schedule(0.01, 0.0, STEPS)
     tx = optax_ext.sparse_adamw(schedule, density=0.05, axis=axis, weight_decay=0.0, **options)
     state = optax_ext.init_state(tx, PARAMS, on)

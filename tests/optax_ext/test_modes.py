@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import optax_ext
 import sparse_collectives as sc
 from tests.optax_ext import helpers, shards
-from tests.optax_ext.helpers import bits, flat, mapped, mesh, normal, on_mesh, run, same
+from tests.optax_ext.helpers import NODES, bits, flat, mapped, mesh, normal, over_nodes, run, same
 from tests.reference import hierarchical as of_nodes
 from tests.reference import ok_topk as oracle
 
@@ -69,7 +69,7 @@ def in_a_scan():
         state, updates = jax.lax.scan(lambda s, g: TX.update(g, s)[::-1], TX.init(PARAMS), given)
         return updates, state.residual
 
-    return on_mesh(train, mesh(), P(None, "data"), (P(), P("data")))(GIVEN)
+    return helpers.on_mesh(train, mesh(), P(None, "data"), (P(), P("data")))(GIVEN)
 
 
 MODES = {
@@ -110,11 +110,12 @@ def test_two_mesh_axes_are_one_set_of_workers():
     np.testing.assert_array_equal(state.residual, residual)
 
 
-@pytest.mark.parametrize("over_nodes", [False, True])
-def test_the_state_of_all_workers_on_one_device_equals_that_on_a_mesh(over_nodes):
-    correction = optax_ext.momentum_correction(0.9)
-    tx = hierarchical(OK_TOPK, correction=correction) if over_nodes else TX
-    on = mesh((3, 2), NODES) if over_nodes else mesh()
+@pytest.mark.parametrize("nodes", [False, True])
+def test_the_state_of_all_workers_on_one_device_equals_that_on_a_mesh(nodes):
+    tx, on = TX, mesh()
+    if nodes:
+        correction = optax_ext.momentum_correction(0.9)
+        tx, on = over_nodes(OK_TOPK, correction=correction), mesh((3, 2), NODES)
     inside = optax_ext.init_state(tx, PARAMS, on)
     same(optax_ext.init_state(tx, PARAMS, dict(on.shape)), inside)
     expected = jax.tree.map(lambda spec: NamedSharding(on, spec), optax_ext.state_specs(inside))
@@ -122,21 +123,15 @@ def test_the_state_of_all_workers_on_one_device_equals_that_on_a_mesh(over_nodes
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
 
 
-NODES = ("node", "device")
 OK_TOPK = sc.allreduce.ok_topk(density=DENSITY, slack=1.0)
-
-
-def hierarchical(outer, **options):
-    exchange = sc.allreduce.hierarchical(inner_axis="device", outer=outer)
-    selector = sc.select.topk(density=DENSITY)
-    return optax_ext.sparse_allreduce(selector, exchange, axis=NODES, **options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(3, 2), (1, 4), (2, 1)])
 def test_a_hierarchy_is_algorithm_2_of_the_paper(shape):
     given = normal((STEPS, *shape, 101))
-    found, shard = run(hierarchical(sc.allreduce.topk_a()), given, NODES), -(-101 // shape[1])
+    tx, shard = over_nodes(sc.allreduce.topk_a(), DENSITY), -(-101 // shape[1])
+    found = run(tx, given, NODES)
     kept = np.zeros((*shape, shard), np.float32)
     for step, gradient in enumerate(given):
         total, kept = of_nodes.training_step(gradient, kept, round(DENSITY * shard))
@@ -149,7 +144,7 @@ def test_a_hierarchy_is_algorithm_2_of_the_paper(shape):
 @pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_on_a_mesh_a_hierarchy_does_what_it_does_in_simulation(check_vma):
-    given, on, tx = normal((STEPS, 3, 2, 101)), mesh((3, 2), NODES), hierarchical(OK_TOPK)
+    given, on, tx = normal((STEPS, 3, 2, 101)), mesh((3, 2), NODES), over_nodes(OK_TOPK, DENSITY)
     state, expected = optax_ext.init_state(tx, jnp.zeros(101), on), run(tx, given, NODES)
     specs = optax_ext.state_specs(state)
     assert (specs.residual, specs.allreduce.boundaries) == (P(NODES), P("device"))
@@ -160,8 +155,6 @@ def test_on_a_mesh_a_hierarchy_does_what_it_does_in_simulation(check_vma):
         residuals = expected.residuals[i].reshape(6, -1)
         np.testing.assert_allclose(state.residual, residuals, atol=1e-5)
 
-
-# Placements.
 
 SHAPES = {"up": (6, 8), "down": (8, 4), "bias": (4,)}
 # Of "up" and "down"; those of one list place them in the same way wherever "one" has one device.
@@ -255,7 +248,8 @@ def test_a_mapped_function_of_ones_own_over_explicit_axes(check_vma):
         state = optax_ext.init_state(tx, params, on)
         assert {leaf.sharding.mesh for leaf in jax.tree.leaves(state)} == {on}
         specs = P(), optax_ext.state_specs(state)
-        step = on_mesh(helpers.local_step(tx, loss_fn), on, (*specs, P("data")), specs, check_vma)
+        local = helpers.local_step(tx, loss_fn)
+        step = helpers.on_mesh(local, on, (*specs, P("data")), specs, check_vma)
         for batch in BATCHES:
             params, state = step(params, state, jax.device_put(batch, NamedSharding(on, P("data"))))
         flushed, _ = optax_ext.flush(params, state)

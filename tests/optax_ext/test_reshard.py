@@ -1,5 +1,7 @@
 """Another number of workers: nothing of residuals and velocities is lost, and the rest goes on."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,10 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sparse_collectives as sc
-from tests.optax_ext.helpers import column_sums, flat, mapped, mesh, normal, refused, same, slow
+from tests.optax_ext import helpers
+from tests.optax_ext.helpers import NODES, flat, mapped, mesh, normal, over_nodes, refused, same
 
 PARAMS = {"a": np.zeros((20, 9), np.float32), "b": np.zeros(7, np.float32)}
-SIZE, AXES = 187, ("node", "device")
+SIZE = 187
 CORRECTION = optax_ext.momentum_correction(0.9, masking=False)
 TOPK_A = sc.allreduce.topk_a()
 
@@ -50,6 +53,11 @@ def after_steps(tx, workers, steps):
     for i in range(steps):
         _, state = step(gradients(workers, i), state)
     return state, step
+
+
+def column_sums(rows):
+    """The exact sums over the rows, rounded once."""
+    return np.array([math.fsum(column) for column in np.asarray(rows, np.float64).T])
 
 
 def sums(state):
@@ -105,7 +113,7 @@ def test_counts_go_on_and_thresholds_and_regions_start_anew():
     assert all((x.count == 2).all() for x in moved["adtopk_threshold"].selector.states)
 
 
-@pytest.mark.parametrize("make", [optax_ext.acp_sgd, slow(optax_ext.powersgd)])
+@pytest.mark.parametrize("make", [optax_ext.acp_sgd, helpers.slow(optax_ext.powersgd)])
 def test_factors_of_low_rank_go_on_and_those_of_another_rank_start_anew(make):
     state, _ = after_steps(make(2, axis="w"), 4, 2)
     for workers in (2, 8):
@@ -191,12 +199,10 @@ def stateless():
     return sc.SparseAllreduce(lambda size, axis_size: (), reduce, spec=sc.Spec.of("stateless"))
 
 
-def of_nodes(nodes, devices, outer=TOPK_A, params=PARAMS, axes=AXES, **options):
+def of_nodes(nodes, devices, outer=TOPK_A, params=PARAMS, axes=NODES, **options):
     """The state on a mesh of nodes."""
-    exchange = sc.allreduce.hierarchical(inner_axis="device", outer=outer)
-    tx = selecting(allreduce=exchange, axis=axes, **options)
-    shape = (nodes, devices) if axes == AXES else (devices, nodes)
-    return optax_ext.init_state(tx, params, mesh(shape, axes))
+    shape = (nodes, devices) if axes == NODES else (devices, nodes)
+    return optax_ext.init_state(over_nodes(outer, axis=axes, **options), params, mesh(shape, axes))
 
 
 def node_sums(rows, devices):
@@ -206,7 +212,7 @@ def node_sums(rows, devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", [AXES, AXES[::-1]])
+@pytest.mark.parametrize("axes", [NODES, NODES[::-1]])
 def test_between_flat_workers_and_nodes(axes):
     outer = sc.allreduce.ok_topk(density=0.1)
     state = fresh(CASES["topk"], 8)._replace(residual=normal((8, SIZE)))

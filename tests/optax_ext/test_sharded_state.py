@@ -1,5 +1,6 @@
 """The state of sharded parameters from outside: saved, moved to other meshes, looked at."""
 
+import functools
 import json
 
 import jax
@@ -15,19 +16,15 @@ from tests.optax_ext import shards
 from tests.optax_ext.helpers import bits, flat, mesh, on_mesh, refused, same, slow
 
 MESH, SIZES = mesh((2, 4), ("data", "model")), {"data": 2, "model": 4}
+LABELS = {name: "dense" if name == "odd" else "sparse" for name in shards.SHAPES}
+CORRECTION, ADAM = optax_ext.momentum_correction(0.9), optax.adam(0.1)
+topk_a = functools.partial(optax_ext.topk_a, 0.1, axis="data")
 OPTIMIZERS = {
-    "ok_topk, adam": lambda: optax.chain(optax_ext.ok_topk(0.1, axis="data"), optax.adam(0.1)),
-    "sparse_adamw": lambda: optax_ext.sparse_adamw(0.1, density=0.1, axis="data"),
-    "momentum, dense leaves": lambda: optax_ext.topk_a(
-        0.1,
-        axis="data",
-        correction=optax_ext.momentum_correction(0.9),
-        dense_leaves={name: "dense" if name == "odd" else "sparse" for name in shards.SHAPES},
-    ),
-    "multi_steps": lambda: optax_ext.multi_steps(
-        optax.chain(optax_ext.topk_a(0.1, axis="data"), optax.adam(0.1)), 3
-    ),
-    "local adam": lambda: optax_ext.topk_a(0.1, axis="data", local=optax.adam(0.1)),
+    "ok_topk, adam": optax.chain(optax_ext.ok_topk(0.1, axis="data"), ADAM),
+    "sparse_adamw": optax_ext.sparse_adamw(0.1, density=0.1, axis="data"),
+    "momentum, dense leaves": topk_a(correction=CORRECTION, dense_leaves=LABELS),
+    "multi_steps": optax_ext.multi_steps(optax.chain(topk_a(), ADAM), 3),
+    "local adam": topk_a(local=ADAM),
 }
 
 
@@ -36,10 +33,9 @@ def state_on(tx, sizes):
     return on, optax_ext.init_state(tx, shards.placed(shards.params_of(), on), on)
 
 
-def after_steps(tx, sizes, steps=2):
-    return shards.run(
-        tx, shards.mesh_of(sizes), shards.gradients_of(sizes[0], steps), manual=False
-    )[1]
+def after_steps(tx):
+    """The state behind two steps of two workers of four devices."""
+    return shards.run(tx, MESH, shards.gradients_of(2, 2), manual=False)[1]
 
 
 def waiting(state):
@@ -61,8 +57,8 @@ def waiting(state):
     ids=str,
 )
 def test_on_another_mesh_nothing_of_the_residuals_is_lost(name, sizes):
-    tx = OPTIMIZERS[name]()
-    old = after_steps(tx, (2, 4))
+    tx = OPTIMIZERS[name]
+    old = after_steps(tx)
     on, fresh = state_on(tx, sizes)
     new = optax_ext.reshard(old, fresh)
     np.testing.assert_allclose(waiting(new), waiting(old), rtol=1e-6, atol=1e-6)
@@ -76,8 +72,8 @@ def test_on_another_mesh_nothing_of_the_residuals_is_lost(name, sizes):
 
 @pytest.mark.parametrize("name", ["momentum, dense leaves", slow("local adam")])
 def test_there_and_back_it_is_the_same(name):
-    tx = OPTIMIZERS[name]()
-    old = after_steps(tx, (2, 4))
+    tx = OPTIMIZERS[name]
+    old = after_steps(tx)
     away = optax_ext.reshard(old, state_on(tx, (2, 2))[1])
     back = optax_ext.reshard(away, state_on(tx, (2, 4))[1])
     for field in ("residual", "velocity", "dense_velocity", "local", "count"):
@@ -85,8 +81,8 @@ def test_there_and_back_it_is_the_same(name):
 
 
 def test_parameters_that_are_no_longer_sharded():
-    tx = OPTIMIZERS["sparse_adamw"]()
-    old = after_steps(tx, (2, 4))
+    tx = OPTIMIZERS["sparse_adamw"]
+    old = after_steps(tx)
     whole = optax_ext.init_state(tx, shards.params_of(), shards.mesh_of((2,), ("data",)))
     there = optax_ext.reshard(old, whole)
     np.testing.assert_array_equal(waiting(there), waiting(old))
@@ -114,8 +110,8 @@ def test_in_a_hierarchy_of_nodes():
 
 @pytest.mark.parametrize("name", [slow("ok_topk, adam"), "sparse_adamw"])
 def test_a_checkpoint_continues_with_the_same_bits_and_on_other_meshes(name, tmp_path):
-    tx = OPTIMIZERS[name]()
-    old = after_steps(tx, (2, 4))
+    tx = OPTIMIZERS[name]
+    old = after_steps(tx)
     metadata = json.loads(json.dumps(optax_ext.checkpoint_metadata(old)))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shards.params_of())
     with ocp.StandardCheckpointer() as checkpointer:
@@ -142,7 +138,7 @@ def test_a_checkpoint_continues_with_the_same_bits_and_on_other_meshes(name, tmp
 
 def test_on_one_device_it_has_the_same_rows():
     """With the sizes of the axes in place of a mesh."""
-    tx = OPTIMIZERS["ok_topk, adam"]()
+    tx = OPTIMIZERS["ok_topk, adam"]
     _, expected = state_on(tx, (2, 4))
     alone = optax_ext.init_state(tx, shards.params_of(), SIZES, specs=shards.SPECS)
     assert jax.tree.structure(alone) == jax.tree.structure(expected)
@@ -150,8 +146,8 @@ def test_on_one_device_it_has_the_same_rows():
 
 
 def test_what_waits_is_flushed_into_sharded_parameters():
-    tx = OPTIMIZERS["sparse_adamw"]()
-    state = after_steps(tx, (2, 4))
+    tx = OPTIMIZERS["sparse_adamw"]
+    state = after_steps(tx)
     params = shards.placed(shards.params_of(), shards.mesh_of((2, 4)))
     new, rest = optax_ext.flush(params, state)
     applied = np.clip(waiting(state) / 2, -state.limit, state.limit)
@@ -177,12 +173,12 @@ def test_a_placement_that_can_not_be():
         (whole, MESH, MISSING, r"axis 'modle' is not an axis of the mesh"),
         (placed({}, (4, 2)), MESH, None, r"is sharded over another mesh, .*jax\.device_put"),
     ):
-        tx = OPTIMIZERS["sparse_adamw"]()
+        tx = OPTIMIZERS["sparse_adamw"]
         refused(message, optax_ext.init_state, tx, params, on, specs=specs)
 
 
 def test_parameters_that_are_not_placed_as_the_state_was_made():
-    tx, params, whole = OPTIMIZERS["sparse_adamw"](), placed({}), shards.params_of()
+    tx, params, whole = OPTIMIZERS["sparse_adamw"], placed({}), shards.params_of()
     of_whole, of_parts = (optax_ext.init_state(tx, p, MESH) for p in (whole, params))
     step = optax_ext.make_train_step(lambda p, x: jnp.sum(p["rows"]) * jnp.mean(x), tx, MESH)
     moved = placed({"rows": PartitionSpec()})
@@ -200,7 +196,7 @@ def test_parameters_that_are_not_placed_as_the_state_was_made():
 
 @pytest.mark.parametrize("check_vma", [True, slow(False)])
 def test_a_replicated_leaf_whose_gradient_differs(check_vma):
-    tx = optax_ext.assert_replicated_gradients(OPTIMIZERS["ok_topk, adam"]())
+    tx = optax_ext.assert_replicated_gradients(OPTIMIZERS["ok_topk, adam"])
     params = placed({})
     state = optax_ext.init_state(tx, params, MESH)
 
