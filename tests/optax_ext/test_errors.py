@@ -16,7 +16,6 @@ from tests.optax_ext.helpers import mesh, on_mesh, refused, slow
 
 PARAMS = {"kernel": jnp.zeros((8, 4)), "bias": jnp.zeros((4,))}
 BATCH = np.ones((4, 8), np.float32)
-KERNEL, BIAS = {"kernel": True, "bias": False}, {"kernel": False, "bias": True}
 DENSE = optax_ext.dense(axis="data")
 WHOLE = optax_ext.sparse_adamw(0.1, axis="data")
 
@@ -250,16 +249,6 @@ def test_gradients_already_summed_over_the_axis(tx):
 )
 def test_two_allreduces_of_the_same_gradients(chain):
     refused("two allreduces of the same gradients.*Keep one", init, optax.chain(*chain))
-
-
-def test_allreduces_of_other_leaves_are_no_mistake():
-    for tx in (
-        optax.chain(optax.masked(ok_topk(), KERNEL), optax.masked(DENSE, BIAS)),
-        optax_ext.bucketed(ok_topk(), 2),
-        optax_ext.bucketed(DENSE, 2),
-    ):
-        init(tx)
-    assert optax_ext.get_state(init(optax.chain(ok_topk(), optax.sgd(0.1)), {})) is not None
 
 
 @pytest.mark.parametrize(

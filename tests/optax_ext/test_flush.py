@@ -132,17 +132,18 @@ def test_a_state_of_pmap_outside_of_it():
 
 
 def test_consolidate_with_parts_and_with_a_mapped_axis():
-    sparse, other = optax_ext.ok_topk(0.1, axis="data"), optax_ext.topk_a(0.5, axis="data")
-    parts = {"sparse": sparse, "other": other, "none": optax.identity()}
-    tx = optax.multi_transform(parts, {"w": "sparse", "b": "other", "c": "none"})
-    params = {**PARAMS, "c": jnp.ones(3)}
+    other = optax_ext.bucketed(optax_ext.topk_a(0.5, axis="data"), 2)
+    parts = {"sparse": optax_ext.ok_topk(0.1, axis="data"), "other": other}
+    labels = {"w": "sparse", "b": "other", "c": "none", "d": "other"}
+    tx = optax.multi_transform(parts | {"none": optax.identity()}, labels)
+    params = {**PARAMS, "c": jnp.ones(3), "d": jnp.ones(3)}
     state = jax.tree.map(
         lambda node: node._replace(residual=jnp.ones_like(node.residual)),
         optax_ext.init_state(tx, params, {"data": 2}),
         is_leaf=lambda node: isinstance(node, optax_ext.SparseAllreduceState),
     )
     gradient, state = optax_ext.consolidate(params, state)
-    for name, value in (("w", 1), ("b", 1), ("c", 0)):
+    for name, value in (("w", 1), ("b", 1), ("c", 0), ("d", 1)):
         np.testing.assert_array_equal(gradient[name], np.full(params[name].shape, value))
     again, _ = optax_ext.consolidate(params, state)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(again))

@@ -82,12 +82,6 @@ def accumulated(found, given):
     return np.concatenate([np.zeros_like(kept[:1]), kept[:-1]]) + of_matrices(given)
 
 
-def check_conserved(found, acc, steps=slice(None)):
-    delivered = WORKERS * of_matrices(found.updates)[:, 0]
-    left, scale = delivered + found.residuals.astype(np.float64).sum(1), np.abs(acc).sum(1).max()
-    np.testing.assert_allclose(left[steps], acc.sum(1)[steps], rtol=0, atol=1e-5 * scale)
-
-
 ROWS, COLS = 24 + 20 + 18, 14 + 5 + 16
 
 
@@ -102,7 +96,6 @@ def step_words(method, rows):
 def test_a_step_is_what_the_paper_says(method):
     start, found = steps_of(method)
     acc = accumulated(found, gradients())
-    check_conserved(found, acc)
     left, right = start.allreduce if method == "acp_sgd" else (None, start.allreduce.right)
     at = [0, 0]
     for name, (rows, cols) in MATRICES.items():
@@ -141,7 +134,6 @@ def test_zeros_are_no_nan_and_no_dead_end(method):
     _, found = steps_of(method, given)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found.states))
     assert not any(np.asarray(leaf[:2], np.float32).any() for leaf in found.updates.values())
-    check_conserved(found, accumulated(found, given))
     # Both columns of the factors are in use again.
     assert np.linalg.matrix_rank(found.updates["w"][-1, 0], tol=1e-2) == RANK
 
@@ -173,7 +165,6 @@ def test_dense_steps_leave_residuals_and_factors_alone(method):
     same(jax.tree.map(lambda x: x[1], found.state.allreduce), start.allreduce)
     expected = gradients()["w"].mean(1)[:2]
     np.testing.assert_allclose(found.updates["w"][:2, 0], expected, rtol=1e-4, atol=1e-5)
-    check_conserved(found, accumulated(found, gradients()), slice(3, None))
     np.testing.assert_allclose(found.state.info.words[0, 0], 2 * (SIZE + DENSE) * 2 / 3)
 
 

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sklearn.datasets import load_digits
 
@@ -59,19 +58,6 @@ def test_a_dense_step_has_loss_and_gradient_of_the_whole_batch_and_the_mean_of_a
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
     np.testing.assert_allclose(aux["twice"], 2 * loss, rtol=1e-6)
     np.testing.assert_allclose(flat(new), flat(PARAMS) - flat(gradient), rtol=1e-4, atol=1e-6)
-
-
-def test_one_trace_for_all_steps_and_what_it_was_given_is_donated():
-    tx, traces = optax_ext.topk_a(density=0.05, axis="data"), []
-
-    def counted(params, batch):
-        traces.append(1)
-        return loss_fn(params, batch)
-
-    params = jax.device_put(PARAMS, NamedSharding(mesh(WORKERS), P()))
-    results = train(tx, counted, params, batches(5), mesh(WORKERS), donate=True)
-    assert len(traces) == 1
-    assert all(s.residual.is_deleted() and p["out"].is_deleted() for p, s, _ in results[:-1])
 
 
 @pytest.mark.slow
