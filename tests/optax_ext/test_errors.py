@@ -147,6 +147,15 @@ WRONG_VALUES = [
             lambda **o: optax_ext.sparse_adamw(0.1, axis="data", **o),
         )
     ),
+    *(
+        (lambda c=c: init(optax.chain(*c)), "two allreduces of the same gradients.*Keep one")
+        for c in (
+            (ok_topk(), ok_topk()),
+            (ok_topk(), optax.scale(0.5), ok_topk(density=0.2), optax.sgd(0.1)),
+            (DENSE, ok_topk()),
+            (optax.masked(optax.identity(), True), optax.chain(ok_topk(), ok_topk())),
+        )
+    ),
     (lambda: WATCHDOG(seconds=0), f"{SECONDS} 0"),
     (lambda: WATCHDOG(seconds=float("nan")), f"{SECONDS} nan"),
     (lambda: WATCHDOG(seconds=1, first_seconds=-1), f"first_{SECONDS} -1"),
@@ -236,19 +245,6 @@ def test_gradients_already_summed_over_the_axis(tx):
     text = refused(message, jax.eval_shape, step, PARAMS, BATCH)
     assert "jax.lax.pcast(params, 'data', to='varying')" in text
     assert "optax_ext.ahead(params, opt_state)" in text
-
-
-@pytest.mark.parametrize(
-    "chain",
-    [
-        (ok_topk(), ok_topk()),
-        (ok_topk(), optax.scale(0.5), ok_topk(density=0.2), optax.sgd(0.1)),
-        (DENSE, ok_topk()),
-        (optax.masked(optax.identity(), True), optax.chain(ok_topk(), ok_topk())),
-    ],
-)
-def test_two_allreduces_of_the_same_gradients(chain):
-    refused("two allreduces of the same gradients.*Keep one", init, optax.chain(*chain))
 
 
 @pytest.mark.parametrize(
