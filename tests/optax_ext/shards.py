@@ -6,7 +6,7 @@ import re
 import jax
 import numpy as np
 import optax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import optax_ext
 import sparse_collectives as sc
@@ -26,8 +26,7 @@ SHAPES = {
 SPECS = {name: spec for name, (_, spec) in SHAPES.items()}
 
 
-def mesh_of(sizes, names=("data", "model"), kind=AxisType.Auto):
-    return helpers.mesh(sizes, names, kind)
+mesh_of = functools.partial(helpers.mesh, names=("data", "model"))
 
 
 def params_of(seed=0, shapes=SHAPES):

@@ -1,5 +1,6 @@
 """Averaged gradients and a forgotten ``ahead`` are told at trace time, or by bits without types."""
 
+import functools
 import warnings
 
 import jax
@@ -45,8 +46,7 @@ def step_of(tx, between=lambda g: g, at=optax_ext.ahead):
     return step
 
 
-def mean(gradients):
-    return lax.pmean(gradients, "w")
+mean = functools.partial(lax.pmean, axis_name="w")
 
 
 def each(function):

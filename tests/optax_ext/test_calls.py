@@ -1,5 +1,6 @@
 """Calls of the training step: other arguments, another order, another batch, arrays given twice."""
 
+import functools
 import re
 
 import jax
@@ -173,8 +174,7 @@ START = normal((6, 4))
 MOMENTUM = optax.chain(optax_ext.topk_a(0.5, axis="data"), optax.sgd(0.1, momentum=0.9))
 
 
-def everywhere(x):
-    return jax.device_put(x, NamedSharding(mesh(), P()))
+everywhere = functools.partial(jax.device_put, device=NamedSharding(mesh(), P()))
 
 
 def loss_of_two(params, batch):

@@ -97,8 +97,7 @@ def loss_fn(params, batch):
     return jnp.mean((where[None] - batch) ** 2)
 
 
-def batch(seed=0):
-    return normal((2 * WORKERS, SIZE), seed)
+batch = functools.partial(normal, (2 * WORKERS, SIZE))
 
 
 def replicate(tree):

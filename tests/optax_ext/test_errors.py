@@ -18,10 +18,7 @@ PARAMS = {"kernel": jnp.zeros((8, 4)), "bias": jnp.zeros((4,))}
 BATCH = np.ones((4, 8), np.float32)
 DENSE = optax_ext.dense(axis="data")
 WHOLE = optax_ext.sparse_adamw(0.1, axis="data")
-
-
-def ok_topk(**options):
-    return optax_ext.ok_topk(**{"density": 0.1, "axis": "data", **options})
+ok_topk = functools.partial(optax_ext.ok_topk, density=0.1, axis="data")
 
 
 def init(tx, params=PARAMS, workers=4):

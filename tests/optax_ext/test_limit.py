@@ -4,6 +4,8 @@ A velocity before the residual, a residual that decays or is bfloat16, and a lim
 moves in a step: most of what is beyond it stays in the residuals.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,14 +22,11 @@ GIVEN = normal((STEPS, WORKERS, SIZE))
 BF16 = optax_ext.residual(jnp.bfloat16)
 
 
-def top(density, correction):
-    return optax_ext.topk_a(density, axis="w", correction=correction)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_where_all_is_sent_it_is_plain_momentum(nesterov):
-    tx = top(1.0, optax_ext.momentum_correction(0.9, nesterov=nesterov, masking=False))
+    correction = optax_ext.momentum_correction(0.9, nesterov=nesterov, masking=False)
+    tx = optax_ext.topk_a(1.0, axis="w", correction=correction)
     dense = optax.chain(optax_ext.dense(axis="w"), optax.trace(0.9, nesterov))
     updates, expected = (run(each, GIVEN).updates for each in (tx, dense))
     np.testing.assert_allclose(updates, expected, rtol=1e-5, atol=1e-6)
@@ -36,7 +35,8 @@ def test_where_all_is_sent_it_is_plain_momentum(nesterov):
 @pytest.mark.slow
 @pytest.mark.parametrize("masking", [False, True])
 def test_it_is_the_algorithm_of_dgc(masking):
-    found = run(top(0.1, optax_ext.momentum_correction(0.9, masking=masking)), GIVEN)
+    correction = optax_ext.momentum_correction(0.9, masking=masking)
+    found = run(optax_ext.topk_a(0.1, axis="w", correction=correction), GIVEN)
     u, v = np.zeros((2, WORKERS, SIZE), np.float32)
     for step, gradient in enumerate(GIVEN):
         u = np.float32(0.9) * u + gradient
@@ -173,17 +173,14 @@ def test_what_is_finite_after_the_decay_is_accumulated(policy):
 
 
 MINUS = optax.scale(-1.0)
-
-
-def limited(limit, density=1.0, **options):
-    return optax_ext.topk_a(density, axis="w", local=MINUS, limit=limit, **options)
+limited = functools.partial(optax_ext.topk_a, density=1.0, axis="w", local=MINUS)
 
 
 @pytest.mark.parametrize("limit", [2.0, lambda count: 2.0 / jnp.float32(1 + count)])
 def test_what_is_beyond_comes_later(limit):
     given = np.zeros((4, 2, 2), np.float32)
     given[0] = [[-10.0, 1.0], [0.0, 3.0]]
-    updates = run(limited(limit), given).updates[:, 0]
+    updates = run(limited(limit=limit), given).updates[:, 0]
     of_number = [[2.75, -2.0], [2.0625, 0.0], [0.1875, 0.0], [0.0, 0.0]]
     of_schedule = [[2.75, -2.0], [1.3125, 0.0], [0.734375, 0.0], [0.203125, 0.0]]
     np.testing.assert_allclose(updates, of_schedule if callable(limit) else of_number, rtol=1e-6)
@@ -191,7 +188,7 @@ def test_what_is_beyond_comes_later(limit):
 
 def test_dense_steps_have_no_limit():
     given = np.float32([[[4.0, 1.0], [2.0, 3.0]]])
-    updates = run(limited(1e-3, 0.5, dense_steps=1), given).updates
+    updates = run(limited(limit=1e-3, density=0.5, dense_steps=1), given).updates
     assert updates[0].tolist() == [[-3.0, -2.0]] * 2
 
 
@@ -199,7 +196,7 @@ def test_dense_steps_have_no_limit():
 @pytest.mark.parametrize("policy", ["skip", "propagate"])
 def test_what_is_not_finite_goes_as_without_a_limit(policy):
     given = np.float32([[[np.inf, 0.5, np.nan], [1.0, 0.25, 1.0]]])
-    with_one, without = (run(limited(x, nonfinite=policy), given) for x in (1.0, None))
+    with_one, without = (run(limited(limit=x, nonfinite=policy), given) for x in (1.0, None))
     np.testing.assert_array_equal(with_one.updates, without.updates)
     np.testing.assert_array_equal(with_one.residuals, without.residuals)
 
@@ -271,7 +268,7 @@ def test_no_more_waits_than_three_times_the_most_that_arrived_between_two_delive
     """The bound that is documented, for one entry that is delivered at every step."""
     rng = np.random.default_rng(1)
     arrived = rng.exponential(6.0, 200).astype(np.float32)
-    found = run(limited(limit), -arrived[:, None, None])
+    found = run(limited(limit=limit), -arrived[:, None, None])
     updates, kept = found.updates[:, 0, 0], found.residuals[:, 0, 0]
     assert (kept <= 3 * np.maximum.accumulate(arrived)).all()
     assert kept.max() > 0

@@ -1,5 +1,7 @@
 """Lossy codecs whose rounding nobody keeps, or everybody: where it is kept, nothing is lost."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,8 +38,7 @@ def ended(tx, rate=50.0):
     return losses[-50:].mean() / losses[0]
 
 
-def quantized(density=0.05, **options):
-    return optax_ext.published.quantized_topk(density, axis="w", **options)
+quantized = functools.partial(optax_ext.published.quantized_topk, density=0.05, axis="w")
 
 
 @pytest.mark.slow
@@ -61,7 +62,7 @@ def test_the_residual_of_quantized_topk_is_what_was_not_selected():
     chosen = selector.select(jnp.asarray(gradients[0]), selector.init(600))[0].indices
 
     def of(**options):
-        found = run(quantized(0.1, slack=float("inf"), bits=2, **options), gradients[None])
+        found = run(quantized(density=0.1, slack=float("inf"), bits=2, **options), gradients[None])
         return found.updates[0].astype(np.float64), found.residuals[0].astype(np.float64)
 
     update, kept = of()

@@ -175,11 +175,9 @@ SAME = {
 }
 SIZES = {"whole": (2, 1, 1), "split": (2, 1, 4)}
 BATCHES = [normal((8, 6), seed) for seed in range(3)]
-
-
-def sparse_sgd(axis):
-    """With the exchange that compiles fastest."""
-    return optax_ext.sparse_sgd(0.1, axis=axis, density=0.2, allreduce=sc.allreduce.topk_a())
+# With the exchange that compiles fastest.
+FAST = {"density": 0.2, "allreduce": sc.allreduce.topk_a()}
+sparse_sgd = functools.partial(optax_ext.sparse_sgd, 0.1, **FAST)
 
 
 def loss_fn(params, x):
@@ -216,7 +214,7 @@ def trained(on, tx, begin, later=None, **options):
 
 @pytest.mark.parametrize("kind", SAME)
 def test_specs_of_the_same_placement_are_the_same(kind):
-    on, tx = mesh(SIZES[kind], ("data", "one", "two")), sparse_sgd("data")
+    on, tx = mesh(SIZES[kind], ("data", "one", "two")), sparse_sgd(axis="data")
     ends = [trained(on, tx, begin, SAME[kind][i - 1]) for i, begin in enumerate(SAME[kind])]
     for end in ends[1:]:
         jax.tree.map(np.testing.assert_allclose, end, ends[0])
@@ -235,13 +233,13 @@ AXES, ONES = ("site", "fsdp"), ("site", "one", "two")
     ],
 )
 def test_axes_of_one_worker_or_of_one_device(sizes, names, specs, options):
-    trained(mesh(sizes, names), sparse_sgd("site"), specs, **options)
+    trained(mesh(sizes, names), sparse_sgd(axis="site"), specs, **options)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_mapped_function_of_ones_own_over_explicit_axes(check_vma):
     """The state is on the mesh that was given, and trains as on one with automatic axes."""
-    ends, tx = [], sparse_sgd("data")
+    ends, tx = [], sparse_sgd(axis="data")
     for kind in (AxisType.Auto, AxisType.Explicit):
         on = mesh(4, "data", kind)
         params = placed(on, P(), P())

@@ -14,14 +14,7 @@ from tests.optax_ext.helpers import flat, mesh, normal, refused, run, slow, trai
 
 PARAMS = {"kernel": jnp.zeros((5, 4)), "bias": jnp.zeros((4,))}
 SIZE = 24
-
-
-def reduce(density=0.1, **options):
-    return optax_ext.topk_a(density, axis="data", **options)
-
-
-def ours(tx, k):
-    return optax_ext.multi_steps(tx, k)
+reduce = functools.partial(optax_ext.topk_a, 0.1, axis="data")
 
 
 def optaxs(tx, k):
@@ -52,7 +45,7 @@ def accumulated(state, workers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrapper", [ours, optaxs], ids=["optax_ext", "optax"])
+@pytest.mark.parametrize("wrapper", [optax_ext.multi_steps, optaxs], ids=["optax_ext", "optax"])
 @pytest.mark.parametrize("new_workers", [None, 2, 6])
 def test_nothing_is_lost_between_accumulations_also_with_other_workers(wrapper, new_workers):
     """Seven mini-steps, three of them for each exchange; `reshard` with two in the accumulators."""
@@ -87,7 +80,7 @@ def test_a_mini_step_exchanges_nothing():
 
     chain = optax.chain(reduce(), optax.sgd(1.0))
     loss = 2 * 3 / 4  # the mean of one word over 4 workers
-    assert words(ours(chain, 5)) == pytest.approx((words(chain) - loss) / 5 + loss)
+    assert words(optax_ext.multi_steps(chain, 5)) == pytest.approx((words(chain) - loss) / 5 + loss)
     assert words(optaxs(chain, 5)) == words(chain)
 
 

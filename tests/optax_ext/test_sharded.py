@@ -1,5 +1,7 @@
 """Parameters that other axes of the mesh shard: each device takes the step of its part."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,28 +17,20 @@ from tests.optax_ext.helpers import flat, mesh, normal, on_mesh, refused, slow, 
 NAMES = ("data", "model")
 MESH = mesh((2, 4), NAMES)
 TOPK = sc.select.topk(density=0.1)
-
-
-def sparse(allreduce, **options):
-    return optax_ext.sparse_allreduce(TOPK, allreduce, axis="data", **options)
-
-
-def topk_a(**options):
-    return sparse(sc.allreduce.topk_a(), **options)
-
-
+topk_a = functools.partial(optax_ext.topk_a, 0.1, axis="data")
 # Labels of whole leaves, where parts are smaller.
 FEW = ("odd", "scalar", "vector")
 LABELS = {leaf: "dense" if leaf in FEW else "sparse" for leaf in shards.SHAPES}
 ADTOPK = sc.select.published.adtopk(density=0.1)
+COMPLETE = sc.allreduce.complete(sc.allreduce.ok_topk(density=0.1))
 TRANSFORMATIONS = {
     "ok_topk": optax_ext.ok_topk(0.1, axis="data"),
     "topk_a": topk_a(),
-    "complete": sparse(sc.allreduce.complete(sc.allreduce.ok_topk(density=0.1))),
+    "complete": optax_ext.sparse_allreduce(TOPK, COMPLETE, axis="data"),
     "momentum": topk_a(correction=optax_ext.momentum_correction(0.9)),
     "dense leaves": topk_a(dense_leaves=LABELS),
     "dense steps": topk_a(dense_steps=2),
-    "rows": optax_ext.topk_a(0.1, axis="data", selector=ADTOPK),
+    "rows": topk_a(selector=ADTOPK),
     "powersgd": optax_ext.powersgd(rank=1, axis="data"),
 }
 MANUAL = ("momentum", "dense leaves", "dense steps", "powersgd")

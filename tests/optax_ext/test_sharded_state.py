@@ -83,7 +83,7 @@ def test_there_and_back_it_is_the_same(name):
 def test_parameters_that_are_no_longer_sharded():
     tx = OPTIMIZERS["sparse_adamw"]
     old = after_steps(tx)
-    whole = optax_ext.init_state(tx, shards.params_of(), shards.mesh_of((2,), ("data",)))
+    whole = optax_ext.init_state(tx, shards.params_of(), mesh(2))
     there = optax_ext.reshard(old, whole)
     np.testing.assert_array_equal(waiting(there), waiting(old))
     back = optax_ext.reshard(there, state_on(tx, (2, 4))[1])

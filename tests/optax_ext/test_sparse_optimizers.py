@@ -1,5 +1,7 @@
 """The complete optimizers: against NumPy, step-ahead, weight decay, skipped steps, the end."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -141,10 +143,7 @@ def waiting(state):
     return np.pad(rows, ((0, 0), (0, SIZE - rows.shape[1])))
 
 
-def sparse_sgd(axis="data", **options):
-    return optax_ext.sparse_sgd(0.1, density=0.1, axis=axis, **options)
-
-
+sparse_sgd = functools.partial(optax_ext.sparse_sgd, 0.1, density=0.1, axis="data")
 HIERARCHICAL = sc.allreduce.hierarchical(inner_axis="device", outer=sc.allreduce.agreed(bits=16))
 BF16 = optax_ext.residual(jnp.bfloat16, step_ahead=1.0)
 # The transformation, and the share of its residual by which a worker looks ahead.
@@ -156,7 +155,7 @@ WAYS = {
     "of gradients": (optax.chain(optax_ext.ok_topk(0.1, axis="data"), optax.sgd(0.1)), 0.0),
     "dense leaves": (sparse_sgd(dense_leaves={"a": "sparse", "b": "dense"}), 1 / WORKERS),
     "bucketed": (optax_ext.bucketed(sparse_sgd(), 2), 1 / WORKERS),
-    "nodes": (sparse_sgd(("node", "device"), allreduce=HIERARCHICAL), 1 / WORKERS),
+    "nodes": (sparse_sgd(axis=("node", "device"), allreduce=HIERARCHICAL), 1 / WORKERS),
 }
 
 

@@ -1,5 +1,7 @@
 """Whole optimizers with something else in their chain: what trains uphill is refused."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,8 +63,7 @@ def init(tx, params=PARAMS):
     return optax_ext.init_state(tx, params, {"data": WORKERS})
 
 
-def refuses(tx):
-    refused(MESSAGE, init, tx)
+refuses = functools.partial(refused, MESSAGE, init)
 
 
 def loss_fn(params, x):
