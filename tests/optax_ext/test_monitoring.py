@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import optax_ext
-from tests.optax_ext.helpers import mesh, normal, refused, run, slow, train
+from tests.optax_ext.helpers import NODES, mesh, normal, refused, run, slow, train
 
 WORKERS, SIZE, STEPS = 3, 40, 6
 GIVEN = normal((STEPS, WORKERS, SIZE))
@@ -31,7 +31,6 @@ def outside(state):
     )
 
 
-NODES = ("node", "device")
 HITOPK = optax_ext.published.hitopk(0.1, axis=NODES, inner_axis="device")
 
 
@@ -128,7 +127,7 @@ def test_metrics_of_buckets_are_of_all_of_them_and_of_nothing_none():
 
 
 @pytest.mark.slow
-def test_the_monitor_writes_every_so_many_steps():
+def test_the_monitor_writes_every_so_many_steps_and_files_of_tensorboard(tmp_path):
     state = outside(run(TOPK_A, GIVEN).last)
     written = []
     monitor = optax_ext.Monitor(lambda *args: written.append(args), every=2, prefix="")
@@ -139,13 +138,9 @@ def test_the_monitor_writes_every_so_many_steps():
     assert [step for step, _ in written] == [2, 4, 100]
     assert all(isinstance(x, float) for x in written[0][1].values())
     assert written[0][1]["steps"] == STEPS
-
-
-@pytest.mark.slow
-def test_tensorboard_files_have_the_names(tmp_path):
     pytest.importorskip("tensorboardX", reason="tensorboardX, of the extra of that name")
     writer = optax_ext.contrib.tensorboard_writer(tmp_path)
-    optax_ext.Monitor(writer)(outside(run(TOPK_A, GIVEN).last))
+    optax_ext.Monitor(writer)(state)
     (events,) = tmp_path.iterdir()
     # A thread of tensorboardX writes them; the last is xi.
     deadline = time.monotonic() + 60

@@ -79,6 +79,11 @@ def test_propagate_hands_on_what_is_not_finite(make):
     assert found.last.skipped.tolist() == [0] * WORKERS
     # It was delivered, so it is in no residual.
     assert np.isfinite(found.residuals).all()
+    # And so with a sum that overflows.
+    found = run(summing(0.25, nonfinite="propagate"), LARGE_SUMS[:1])
+    assert np.isinf(found.updates[0, :, 3]).all()
+    assert not found.residuals.any()
+    assert found.last.withheld.tolist() == [0, 0]
 
 
 def test_raise_on_a_mesh():
@@ -149,14 +154,6 @@ def test_a_sum_that_overflows_stays_with_the_workers(policy, exchange):
         np.testing.assert_array_equal(updates[:2, :, 3], 0)
         np.testing.assert_allclose(updates[2, :, 3], 1e38, rtol=1e-6)
         assert found.last.withheld.tolist() == [2, 2]
-
-
-@pytest.mark.slow
-def test_a_sum_that_overflows_reaches_the_update_by_option():
-    found = run(summing(0.25, nonfinite="propagate"), LARGE_SUMS[:1])
-    assert np.isinf(found.updates[0, :, 3]).all()
-    assert not found.residuals.any()
-    assert found.last.withheld.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -75,10 +75,10 @@ def test_the_text_does_not_depend_on_the_order_of_arguments_or_on_the_content_of
     assert specs == ["f(scale=float32[2,3])"]
 
 
-@pytest.mark.parametrize("value", [object(), lambda x: x, {1, 2}, [print]])
-def test_what_has_no_text_is_an_error_where_the_part_is_made(value):
+def test_what_has_no_text_is_an_error_where_the_part_is_made():
     message = r"option is .*no text that is the same in every program"
-    refused(message, sc.Spec.of, "f", option=value, error=TypeError)
+    for value in (object(), lambda x: x, {1, 2}, [print]):
+        refused(message, sc.Spec.of, "f", option=value, error=TypeError)
 
 
 @pytest.mark.slow
