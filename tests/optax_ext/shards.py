@@ -24,8 +24,6 @@ SHAPES = {
     "scalar": ((), PartitionSpec()),
 }
 SPECS = {name: spec for name, (_, spec) in SHAPES.items()}
-
-
 mesh_of = functools.partial(helpers.mesh, names=("data", "model"))
 
 

@@ -24,7 +24,6 @@ FORGOTTEN = "the gradients were taken at params"
 SAME = "all workers have the same gradients"
 TOPK_A = optax_ext.topk_a(0.5, axis="w")
 ADAMW = optax_ext.sparse_adamw(0.1, axis="w")
-
 loops = pytest.mark.parametrize("loop", LOOPS)
 
 

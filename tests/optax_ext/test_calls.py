@@ -129,9 +129,6 @@ def test_a_chain_that_does_not_reduce_the_gradients():
     refused(r"updates\['b'\] of tx differ.*first in the chain", lowered_step, tx=tx)
 
 
-# What is in a batch.
-
-
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
 def test_keys_in_a_batch(make):
     workers = 4
@@ -172,8 +169,6 @@ def test_what_the_workers_do_not_divide_in_a_batch(given, message):
 WORKERS = 4
 START = normal((6, 4))
 MOMENTUM = optax.chain(optax_ext.topk_a(0.5, axis="data"), optax.sgd(0.1, momentum=0.9))
-
-
 everywhere = functools.partial(jax.device_put, device=NamedSharding(mesh(), P()))
 
 

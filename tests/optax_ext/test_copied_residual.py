@@ -20,8 +20,6 @@ from tests.optax_ext import helpers, shards
 from tests.optax_ext.helpers import NODES, mapped, mesh, normal, on_mesh, over_nodes, refused, same
 
 WORKERS, SIZE, STEPS = 4, 60, 3
-
-
 topk_a = functools.partial(optax_ext.topk_a, 0.1, axis="w")
 CORRECTION = optax_ext.momentum_correction(0.9)
 BF16 = optax_ext.residual(jnp.bfloat16, decay=0.9)

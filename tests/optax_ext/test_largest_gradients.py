@@ -17,7 +17,6 @@ from tests.sparse_collectives import table
 
 SIZE, DENSITY, HUGE, NORMAL = 64, 0.125, 4, 8
 LARGEST = float(np.finfo(np.float32).max)
-
 OPTIONS = {
     "ok_topk, balanced regions": {"regions": "balanced"},
     "ok_topk, no slack": {"slack": 1.0},

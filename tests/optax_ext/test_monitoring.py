@@ -174,7 +174,6 @@ def an_hour_passes(*watchdogs):
         with watchdog._changed:
             watchdog._changed.notify_all()
 """
-
 # Of real time, long enough to be in the function that waits.
 FIRST = """
 watchdog = optax_ext.contrib.Watchdog(seconds=0.1, first_seconds=2)

@@ -15,7 +15,6 @@ from tests.optax_ext import combinations
 from tests.optax_ext.helpers import mesh, normal, programs_of, slow
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
-
 WORKERS, STEPS = 8, 4
 # Of programs that go on from others of their page.
 MODULES = {"jax": jax, "optax": optax, "optax_ext": optax_ext}

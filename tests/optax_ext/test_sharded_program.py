@@ -31,7 +31,6 @@ LAYOUTS = {
     "tensor": {"up": PartitionSpec(None, "model"), "down": PartitionSpec("model")},
     "fsdp": {"up": PartitionSpec("model"), "down": PartitionSpec("model")},
 }
-
 OK_TOPK_SLOW = [slow(name) if name == "ok_topk" else name for name in SPARSE]
 
 

@@ -13,12 +13,10 @@ from tests.optax_ext.helpers import mesh, normal, refused, slow, train
 
 # As programs of users run: optax adds floats to integers.
 pytestmark = pytest.mark.usefixtures("default_promotion")
-
 WORKERS = 4
 PARAMS = {"kernel": np.full((6, 4), 0.1, np.float32), "bias": np.zeros(4, np.float32)}
 KERNEL, BIAS = {"kernel": True, "bias": False}, {"kernel": False, "bias": True}
 EXACT = {"axis": "data", "density": 0.2}
-
 BF16 = {"residual": optax_ext.residual(jnp.bfloat16), "weight_decay": 0.0}
 WARM_UP = optax.linear_schedule(0.0, 0.1, 20)
 WHOLE = {

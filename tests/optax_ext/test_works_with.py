@@ -18,7 +18,6 @@ from tests.optax_ext.helpers import bits, flat, local_step, mesh, refused, slow,
 from tests.optax_ext.shards import same_on_devices
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
-
 WORKERS, STEPS = 8, 4
 
 
