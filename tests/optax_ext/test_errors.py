@@ -65,6 +65,8 @@ def nodes(**options):
 
 
 TOPK, OK_TOPK = sc.select.topk(density=0.1), sc.allreduce.ok_topk(density=0.1)
+INJECTED = optax.inject_hyperparams(optax_ext.sparse_adamw)
+INJECTED = functools.partial(INJECTED, learning_rate=0.1, axis="data")
 SPARSE = functools.partial(optax_ext.sparse_allreduce, axis="data")
 HUGE = jax.ShapeDtypeStruct((2**16, 2**15), jnp.float32)
 # The state whole on each worker, and one of one worker.
@@ -112,6 +114,7 @@ WRONG_VALUES = [
     (lambda: labelled(bias=None), r"no label for params\['bias'\]"),
     (lambda: labelled(bias="big"), r"params\['bias'\] 'big'.*one of"),
     (lambda: labelled(bias="dense", c="dense"), r"label for params\['c'\], which is no leaf"),
+    (lambda: init(INJECTED(dense_steps=3)), "dense_steps must be .*static_args="),
     (lambda: optax_ext.dense(axis="data", buckets=0), f"{BUCKETS} 0"),
     (lambda: optax_ext.dense(axis="data", buckets=2.0), f"{BUCKETS} 2.0"),
     (lambda: optax_ext.bucketed(DENSE, 0), f"{BUCKETS} 0"),
@@ -172,6 +175,7 @@ WRONG_TYPES = [
     (lambda: SPARSE(TOPK, TOPK), "allreduce must be a SparseAllreduce.*topk_a"),
     (lambda: ok_topk(residual=jnp.bfloat16), r"residual .* made by optax_ext\.residual, got .*bf"),
     (lambda: optax_ext.with_mesh(ok_topk(), {"data": 4}), "mesh must be a .*Mesh, got a dict"),
+    (lambda: init(INJECTED(density=0.1)), "density must be .*static_args="),
     (lambda: init(BEHIND), "tx must be a sparse allreduce alone"),
     (lambda: MONITOR("logs"), "write must be callable"),
 ]

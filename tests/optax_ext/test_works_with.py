@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import optax_ext
 import sparse_collectives as sc
 from tests.optax_ext import combinations
-from tests.optax_ext.helpers import bits, flat, local_step, mesh, refused, slow, train
+from tests.optax_ext.helpers import bits, flat, local_step, mesh, slow, train
 from tests.optax_ext.shards import same_on_devices
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
@@ -246,12 +246,3 @@ def test_whole_optimizers_with_injected_hyperparameters(name, given):
             changed = trained_by(injected, [change if step == where else {} for step in range(4)])
             differ = [bits(a) != bits(b) for a, b in zip(ends, changed, strict=True)]
             assert differ == [step > where for step in range(len(ends))]
-
-
-def test_injected_numbers_that_have_to_be_static_say_so():
-    params, _ = combinations.model("mlp")
-    make = optax.inject_hyperparams(optax_ext.sparse_adamw)
-    for given, kind in (({"density": 0.1}, TypeError), ({"dense_steps": 3}, ValueError)):
-        tx = make(learning_rate=0.1, axis="data", **given)
-        message = f"{next(iter(given))} must be .*static_args="
-        refused(message, optax_ext.init_state, tx, params, mesh(WORKERS), error=kind)
