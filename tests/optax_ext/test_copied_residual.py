@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sparse_collectives as sc
+from optax_ext._state._find import get_states, is_state
 from tests.optax_ext import helpers, shards
 from tests.optax_ext.helpers import NODES, mapped, mesh, normal, on_mesh, over_nodes, refused, same
 
@@ -42,10 +43,6 @@ def gradients(seed, shape=(WORKERS,)):
     return {key: normal((*shape, *x.shape), seed) for key, x in PARAMS.items()}
 
 
-def is_state(node):
-    return isinstance(node, optax_ext.SparseAllreduceState)
-
-
 OF_ONE = ("residual", "velocity", "dense_velocity")
 
 
@@ -62,7 +59,7 @@ def test_a_copy_is_left_out(name):
     state = sc.simulate(lambda g: tx.init(PARAMS), **lanes)(gradients(0, shape))
     for seed in range(STEPS):
         _, state = update(gradients(seed, shape), state)
-    assert any(np.any(node.residual[first]) for node in states_of(state))
+    assert any(np.any(node.residual[first]) for node in get_states(state))
 
     def zeroed(x):
         return jnp.zeros_like(x).at[first].set(x[first])
@@ -78,16 +75,12 @@ def test_a_copy_is_left_out(name):
     expected, wanted = update(given, own)
     same(updates, expected)
     _, later = update(given, after)
-    for got, want, next_one in zip(*map(states_of, (after, wanted, later)), strict=True):
+    for got, want, next_one in zip(*map(get_states, (after, wanted, later)), strict=True):
         for field in OF_ONE:
             same(getattr(got, field), getattr(want, field))
         # It is this worker's from now on.
         for node in (got, next_one):
             np.testing.assert_array_equal(np.ravel(node.owner), np.where(index == 0, 0, -1 - index))
-
-
-def states_of(state):
-    return [n for n in jax.tree.leaves(state, is_leaf=is_state) if is_state(n)]
 
 
 def loss_fn(params, batch):

@@ -72,14 +72,11 @@ def matrices(flat):
     return found
 
 
-def of_matrices(tree):
-    return flat({name: tree[name] for name in MATRICES}, (STEPS, WORKERS))
-
-
 def accumulated(found, given):
     """``f64[steps, W, n]``: what each worker had before the exchange."""
     kept = found.residuals.astype(np.float64)
-    return np.concatenate([np.zeros_like(kept[:1]), kept[:-1]]) + of_matrices(given)
+    new = flat({name: given[name] for name in MATRICES}, (STEPS, WORKERS))
+    return np.concatenate([np.zeros_like(kept[:1]), kept[:-1]]) + new
 
 
 ROWS, COLS = 24 + 20 + 18, 14 + 5 + 16
