@@ -34,17 +34,14 @@ TRANSFORMATIONS = {
     "powersgd": optax_ext.powersgd(rank=1, axis="data"),
 }
 MANUAL = ("momentum", "dense leaves", "dense steps", "powersgd")
-
-
-def bits_cases():
-    """Both ways with the simplest exchange and with Ok-Topk; others in one of them."""
-    for name in TRANSFORMATIONS:
-        for manual in (False, True):
-            if name in ("topk_a", "ok_topk") or manual == (name in MANUAL):
-                quick = (name, manual) in (("topk_a", False), ("powersgd", True))
-                way = "manual" if manual else "automatic"
-                marks = () if quick else pytest.mark.slow
-                yield pytest.param(name, manual, id=f"{name}-{way}", marks=marks)
+# Both ways with the simplest exchange and with Ok-Topk; others in one of them.
+WAYS = [
+    (name, manual)
+    for name in TRANSFORMATIONS
+    for manual in (False, True)
+    if name in ("topk_a", "ok_topk") or manual == (name in MANUAL)
+]
+QUICK = [("topk_a", False), ("powersgd", True)]
 
 
 def has_the_bits_of_its_parts(tx, mesh, gradients, conserves=True, **options):
@@ -67,7 +64,7 @@ def has_the_bits_of_its_parts(tx, mesh, gradients, conserves=True, **options):
         np.testing.assert_allclose(total, given.sum((0, 1)), atol=4e-5)
 
 
-@pytest.mark.parametrize(("name", "manual"), list(bits_cases()))
+@pytest.mark.parametrize(("name", "manual"), [x if x in QUICK else slow(*x) for x in WAYS])
 def test_it_has_the_bits_of_unsharded_runs_of_the_same_parts(name, manual):
     # What is accumulated are velocities, with a correction.
     tx, plain = TRANSFORMATIONS[name], name != "momentum"
