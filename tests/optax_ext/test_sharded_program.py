@@ -76,22 +76,15 @@ def test_no_device_holds_what_the_others_have(layout):
 
 
 _KINDS = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
-_CALL = re.compile(rf"= (.*?) ({_KINDS})(?:-start)?\(.*")
+_CALL = re.compile(rf"= (.*?) (?:{_KINDS})(?:-start)?\(.*")
 # Numbers of devices: 0,1,2 or [2,4] or [2,4]T(1,0), a range in that shape, transposed.
 _RANGE = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?\)?)\))? *\{(.*?)\}")
 
 
 class Collective(NamedTuple):
-    """One of a program.
+    """The axes along which devices that speak differ, and the entries of the largest result."""
 
-    Attributes:
-      kind: as XLA writes it.
-      axes: along which the devices that speak with each other differ, in the order of the mesh.
-      entries: of the largest of its results.
-    """
-
-    kind: str
     axes: tuple[str, ...]
     entries: int
 
@@ -101,14 +94,13 @@ def collectives_of(text, mesh):
     assert [d.id for d in mesh.devices.flat] == list(range(mesh.size))
     found = []
     for match in _CALL.finditer(text):
-        result, kind = match.groups()
         differ = np.zeros(len(mesh.axis_names), bool)
         for group in _groups(match[0], mesh.size):
             places = np.stack(np.unravel_index(group, mesh.devices.shape))
             differ |= (places != places[:, :1]).any(axis=1)
         axes = tuple(name for name, d in zip(mesh.axis_names, differ, strict=True) if d)
-        entries = max(int(np.prod(shape)) for shape in shards.shapes_in(result))
-        found.append(Collective(kind, axes, entries))
+        entries = max(int(np.prod(shape)) for shape in shards.shapes_in(match[1]))
+        found.append(Collective(axes, entries))
     return found
 
 
