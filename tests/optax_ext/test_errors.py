@@ -248,6 +248,12 @@ def test_gradients_already_summed_over_the_axis(tx):
     assert "optax_ext.ahead(params, opt_state)" in text
 
 
+def test_allreduces_of_other_leaves_are_no_mistake():
+    for tx in (optax_ext.bucketed(ok_topk(), 2), optax_ext.bucketed(DENSE, 2)):
+        assert optax_ext.get_info(init(tx)) is not None
+    assert optax_ext.get_state(init(optax.chain(ok_topk(), optax.sgd(0.1)), {})) is not None
+
+
 @pytest.mark.parametrize(
     ("other", "named"),
     [
