@@ -26,7 +26,7 @@ import jax
 
 from .._common import options, reports
 from .._common.contestants import selectors
-from .._common.display import show_fields
+from .._common.display import show_rows
 from . import _described
 from ._contestants import STEPS
 from ._hlo import parse
@@ -36,7 +36,6 @@ SETTINGS = {"size": 14_700_000, "density": 0.01, "devices": 8}
 # Growth that --check lets pass: compilers change their minds about a fusion.
 TOLERANCE = 1.1
 _LIMITED = {"launches": "launches"} | {f"{x}_bytes": f"bytes {x}" for x in ("touched", "moved")}
-FIELDS = "program launches touched_bytes moved_bytes temporary_bytes waits collectives sorts"
 PATTERN: reports.Pattern = {
     "jax": reports.text(),
     "size": reports.whole(1),
@@ -98,7 +97,7 @@ def breakdown(name: str, hlo: str) -> None:
     order = sorted(groups.items(), key=lambda x: (-x[1]["launches"], -x[1]["touched"]))
     keys = ("launches", "touched", "moved", "waits", "collectives")
     rows = [{"scope": s, "function": f} | {x: cost[x] for x in keys} for (s, f), cost in order]
-    show_fields(f"{name}: the steady step", f"scope function {' '.join(keys)}", rows)
+    show_rows(f"{name}: the steady step", rows)
 
 
 def _settings(args: Any) -> dict[str, Any]:
@@ -146,7 +145,7 @@ def main(argv: list[str] | None = None) -> int:
         rows.append(row(name, known[name]()))
     title = f"n = {size:,}, density {density:g}, {_described.NAME}, {devices} for the steps, "
     title += f"jax {jax.__version__}; compiled, not run"
-    show_fields(title, FIELDS, rows)
+    show_rows(title, rows)
     content = {"jax": jax.__version__, "jaxlib": metadata.version("jaxlib")}
     content |= {"device": {"name": _described.NAME, "devices": devices}}
     content |= {"size": size, "density": density, "programs": rows}

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from .._common import options, reports, timing
 from .._common.contestants import selectors
-from .._common.display import show_fields
+from .._common.display import show_rows
 from . import _contestants as runs
 from ._contestants import STEPS, Run
 
@@ -46,7 +46,6 @@ _WARM_UP = 12
 _ROUND, _ROUNDS = 0.02, 10.0
 _CALLS = 20
 GBITS = (10, 25, 100)
-FIELDS = "part contestant median_ms quartiles_ms min_ms share_of_copy launches"
 Made = Mapping[tuple[str, str], Callable[[], Run]]
 
 
@@ -137,13 +136,13 @@ def dense_on_networks(size: int, workers: int) -> list[dict[str, float]]:
 def _show(content: dict[str, Any]) -> None:
     title = "n = {size:,}, of {workers} simulated workers together, density {density:g}; "
     title += "{device}, jax {jax}; share of a copy of {size:,} float32"
-    show_fields(title.format(**content), FIELDS, content["rows"])
+    show_rows(title.format(**content), content["rows"])
     for row in content["rows"]:
         if row["contestant"] == EMPTY and row["launches"]:
             print(f"\na launch costs {1e3 * row['median_ms'] / row['launches']:.2f} us")
     title = "COMPUTED, not measured: a dense allreduce of {size:,} float32 over {workers} workers"
     computed = content["computed_dense_allreduce"]
-    show_fields(title.format(**content), "gbit_per_s ms", computed)
+    show_rows(title.format(**content), computed)
     for name in content["skipped"]:
         print(f"skipped, no time left: {name}")
     for name, reason in content["failed"].items():

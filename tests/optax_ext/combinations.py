@@ -23,7 +23,6 @@ class Row(NamedTuple):
     """
 
     name: str
-    group: str
     code: str
     note: str = ""
     also: tuple[str, ...] = ()
@@ -31,6 +30,7 @@ class Row(NamedTuple):
     how: str = ""
     rounding: float = 2e-5
     sharded: bool = True
+    group: str = ""
 
 
 ALL = ("pmap", "simulate")
@@ -44,227 +44,187 @@ MUON = 2e-3
 # of about 1 then differ by a few units of 2**-8.
 BFLOAT16 = 2**-6
 
-_OPTIMIZER = "Optimizers"
-_WRAPPER = "Wrappers"
-_BEFORE_AND_AFTER = "Before and after"
-_MODEL = "Models and precision"
 
-
-def _behind(group: str, name: str, optimizer: str, note: str = "", **options: Any) -> Row:
+def _behind(name: str, optimizer: str, note: str = "", **options: Any) -> Row:
     """An optimizer behind the allreduce."""
-    return Row(name, group, f"optax.chain(reduce, {optimizer})", note, **options)
+    return Row(name, f"optax.chain(reduce, {optimizer})", note, **options)
 
 
-ROWS = (
-    Row("`sgd`", _OPTIMIZER, "optax.chain(reduce, optax.sgd(0.1))", also=ALL),
-    Row("`sgd`, momentum", _OPTIMIZER, "optax.chain(reduce, optax.sgd(0.1, momentum=0.9))"),
-    _behind(_OPTIMIZER, "`sgd`, Nesterov", "optax.sgd(0.1, momentum=0.9, nesterov=True)"),
-    Row("`adam`", _OPTIMIZER, ADAM, note=WHOLE, also=ALL),
-    _behind(_OPTIMIZER, "`adamw`", "optax.adamw(1e-2, weight_decay=0.1)", note=WHOLE),
-    Row("`lion`", _OPTIMIZER, "optax.chain(reduce, optax.lion(1e-3))"),
-    Row("`adafactor`", _OPTIMIZER, "optax.chain(reduce, optax.adafactor(1e-2))"),
-    Row("`lamb`", _OPTIMIZER, "optax.chain(reduce, optax.lamb(1e-2))"),
-    Row("`lars`", _OPTIMIZER, "optax.chain(reduce, optax.lars(0.1))"),
-    _behind(
-        _OPTIMIZER,
-        "`optax_ext.contrib.lamb`",
-        'optax_ext.contrib.lamb(1e-2, axis="data")',
-        also=ALL,
+GROUPS = {
+    "Optimizers": (
+        _behind("`sgd`", "optax.sgd(0.1)", also=ALL),
+        _behind("`sgd`, momentum", "optax.sgd(0.1, momentum=0.9)"),
+        _behind("`sgd`, Nesterov", "optax.sgd(0.1, momentum=0.9, nesterov=True)"),
+        Row("`adam`", ADAM, WHOLE, also=ALL),
+        _behind("`adamw`", "optax.adamw(1e-2, weight_decay=0.1)", WHOLE),
+        _behind("`lion`", "optax.lion(1e-3)"),
+        _behind("`adafactor`", "optax.adafactor(1e-2)"),
+        _behind("`lamb`", "optax.lamb(1e-2)"),
+        _behind("`lars`", "optax.lars(0.1)"),
+        _behind("`optax_ext.contrib.lamb`", 'optax_ext.contrib.lamb(1e-2, axis="data")', also=ALL),
+        _behind("`optax_ext.contrib.lars`", 'optax_ext.contrib.lars(0.1, axis="data")'),
+        _behind("`contrib.muon`", "optax.contrib.muon(1e-2)", rounding=MUON),
+        _behind(
+            "`contrib.schedule_free_sgd`",
+            "optax.contrib.schedule_free_sgd(0.1)",
+            "For evaluation `schedule_free_eval_params(opt_state[1], params)`.",
+        ),
+        _behind(
+            "`contrib.schedule_free_adamw`", "optax.contrib.schedule_free_adamw(1e-2)", "As before."
+        ),
+        Row(
+            "`contrib.schedule_free` around the chain",
+            "optax.contrib.schedule_free(optax.chain(reduce, optax.sgd(0.1)), 0.1)",
+            "For evaluation `schedule_free_eval_params(opt_state, params)`.",
+        ),
+        _behind(
+            "`polyak_sgd`",
+            "optax.polyak_sgd(0.1)",
+            "`make_train_step` passes the mean loss as `value`; pass `value=` in a loop of your "
+            "own, the same on every worker.",
+        ),
+        _behind(
+            "`contrib.reduce_on_plateau`",
+            "optax.adam(1e-2), optax.contrib.reduce_on_plateau()",
+            "As before.",
+        ),
+        _behind(
+            "`contrib.sam`",
+            "optax.GradientTransformation(*optax.contrib.sam(optax.sgd(0.1), "
+            "optax.chain(optax.contrib.normalize(), optax.sgd(0.05))))",
+            "Its update takes no `value`: `GradientTransformation(*...)` leaves it out.",
+        ),
+        _behind("schedules", "optax.sgd(optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 10))"),
     ),
-    Row(
-        "`optax_ext.contrib.lars`",
-        _OPTIMIZER,
-        'optax.chain(reduce, optax_ext.contrib.lars(0.1, axis="data"))',
+    "Wrappers": (
+        Row(
+            "`optax_ext.multi_steps` around the chain",
+            "optax_ext.multi_steps(optax.chain(reduce, optax.adam(1e-2)), 2)",
+            "One exchange for k mini-steps. Parameters may be scalars.",
+            also=ALL,
+        ),
+        Row(
+            "`optax_ext.delayed` around the chain",
+            "optax_ext.delayed(optax.chain(reduce, optax.adam(1e-2)))",
+            "Each step exchanges the gradient of the step before, beside its own computation.",
+            also=ALL,
+        ),
+        Row(
+            "`MultiSteps` around the chain",
+            "optax.MultiSteps(optax.chain(reduce, optax.adam(1e-2)), 2).gradient_transformation()",
+            "Exchanges at every mini-step, since optax evaluates what it wraps at each; "
+            "`optax_ext.multi_steps` does not. A gradient that is not finite stays in its "
+            "accumulators. No scalar parameters, no `skip_not_finite`, no `skip_large_updates`: "
+            "these are errors.",
+            also=ALL,
+        ),
+        _behind(
+            "`MultiSteps` behind", "optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation()"
+        ),
+        _behind(
+            "`apply_if_finite`",
+            "optax.apply_if_finite(optax.adam(1e-2), 3)",
+            "Behind the sparse allreduce only; around it is an error. For local gradients there"
+            " is `nonfinite='skip'`, the default.",
+        ),
+        _behind(
+            "`conditionally_mask`",
+            "optax.conditionally_mask(optax.adam(1e-2), lambda step: step % 2 == 0)",
+            BEHIND,
+        ),
+        _behind(
+            "`conditionally_transform`",
+            "optax.conditionally_transform(optax.scale(0.5), lambda step: step % 2 == 0), "
+            "optax.sgd(0.1)",
+            BEHIND,
+        ),
+        Row(
+            "`inject_hyperparams`, Ok-Topk SGD",
+            "optax.inject_hyperparams(lambda rate: optax.chain(optax_ext.ok_topk(density, "
+            'axis="data", local=optax.scale(rate), slack=8.0), optax.scale(-1.0)))(rate=0.1)',
+            "Without options of the exchange: `inject_hyperparams(ok_topk_sgd, "
+            'static_args=("density", "dense_steps"))(learning_rate=...)`. `density` fixes '
+            "shapes and `dense_steps` branches, so they have to be static; without "
+            "`static_args` it is an error. "
+            '`inject_hyperparams(sparse_adamw)(learning_rate=1e-3, axis="data")`, and '
+            "`sparse_sgd` in its place, need `static_args` for what is given of `density`, "
+            "`dense_steps`, `dense_leaves` and `mask` alone.",
+        ),
+        _behind(
+            "`inject_hyperparams`, optimizer",
+            "optax.inject_hyperparams(optax.adam)(learning_rate=1e-2)",
+        ),
+        Row(
+            "`masked`",
+            'optax.chain(optax.masked(reduce, {"w1": True, "b": False, "w2": True}), '
+            'optax.masked(dense, {"w1": False, "b": True, "w2": False}), optax.adam(1e-2))',
+            "What the sparse allreduce leaves out has to go through the dense one.",
+        ),
+        Row(
+            "`multi_transform`",
+            'optax.multi_transform({"sparse": optax.chain(reduce, optax.adam(1e-2)), "dense": '
+            'optax.chain(dense, optax.sgd(0.1))}, {"w1": "sparse", "b": "dense", "w2": '
+            '"sparse"})',
+            also=ALL,
+        ),
     ),
-    _behind(_OPTIMIZER, "`contrib.muon`", "optax.contrib.muon(1e-2)", rounding=MUON),
-    Row(
-        "`contrib.schedule_free_sgd`",
-        _OPTIMIZER,
-        "optax.chain(reduce, optax.contrib.schedule_free_sgd(0.1))",
-        "For evaluation `schedule_free_eval_params(opt_state[1], params)`.",
+    "Before and after": (
+        Row(
+            "`local_clip_by_global_norm` before",
+            'optax.chain(optax_ext.local_clip_by_global_norm(0.5, axis="data"), reduce, '
+            "optax.sgd(0.1))",
+            also=ALL,
+        ),
+        Row("`clip` before", "optax.chain(optax.clip(0.1), reduce, optax.sgd(0.1))"),
+        _behind("`clip_by_global_norm` after", "optax.clip_by_global_norm(0.2), optax.sgd(0.1)"),
+        _behind("`ema` after", "optax.ema(0.9), optax.sgd(0.1)"),
+        _behind(
+            "`freeze`",
+            'optax.freeze({"w1": False, "b": True, "w2": False}), optax.sgd(0.1)',
+            "Behind the sparse allreduce.",
+        ),
     ),
-    Row(
-        "`contrib.schedule_free_adamw`",
-        _OPTIMIZER,
-        "optax.chain(reduce, optax.contrib.schedule_free_adamw(1e-2))",
-        "As before.",
+    "Models and precision": (
+        Row(
+            "float32 parameters, bfloat16 compute",
+            ADAM,
+            model="bfloat16_compute",
+            how="cast parameters and inputs to bfloat16 in the loss",
+            # Activations are rounded to 8 bits, and a last bit of a parameter can change which way.
+            rounding=2e-3,
+        ),
+        _behind(
+            "bfloat16 parameters, float32 momentum",
+            "optax.sgd(0.1, momentum=0.9, accumulator_dtype=jnp.float32)",
+            "The residual is float32.",
+            model="bfloat16_params",
+            rounding=BFLOAT16,
+        ),
+        Row("`jax.checkpoint`", ADAM, model="remat", how="`jax.checkpoint(layer)` in the loss"),
+        Row("flax linen", ADAM, model="linen", how="`model.apply(params, x)` in the loss"),
+        Row(
+            "flax linen with `batch_stats`",
+            'optax.multi_transform({"params": optax.chain(reduce, optax.adam(1e-2)), '
+            '"batch_stats": optax.chain(dense, optax.set_to_zero())}, {"params": "params", '
+            '"batch_stats": "batch_stats"})',
+            "All variables in the place of the parameters, `has_aux=True` with a loss that "
+            "returns `(loss, new_batch_stats)`; after each step `variables = {**variables, "
+            '"batch_stats": aux}`: the mean over the workers.',
+            model="batch_norm",
+            # The gradient of a bias in front of the normalisation is rounding alone, of which adam
+            # makes whole steps: another program has other ones.
+            sharded=False,
+        ),
+        Row(
+            "flax nnx",
+            ADAM,
+            "For `nnx.Optimizer` see below.",
+            model="nnx",
+            how="`graphdef, params = nnx.split(model)`; `nnx.merge(graphdef, params)` in the loss",
+        ),
     ),
-    Row(
-        "`contrib.schedule_free` around the chain",
-        _OPTIMIZER,
-        "optax.contrib.schedule_free(optax.chain(reduce, optax.sgd(0.1)), 0.1)",
-        "For evaluation `schedule_free_eval_params(opt_state, params)`.",
-    ),
-    Row(
-        "`polyak_sgd`",
-        _OPTIMIZER,
-        "optax.chain(reduce, optax.polyak_sgd(0.1))",
-        "`make_train_step` passes the mean loss as `value`; pass `value=` in a loop of your own, "
-        "the same on every worker.",
-    ),
-    Row(
-        "`contrib.reduce_on_plateau`",
-        _OPTIMIZER,
-        "optax.chain(reduce, optax.adam(1e-2), optax.contrib.reduce_on_plateau())",
-        "As before.",
-    ),
-    Row(
-        "`contrib.sam`",
-        _OPTIMIZER,
-        "optax.chain(reduce, optax.GradientTransformation(*optax.contrib.sam("
-        "optax.sgd(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.05)))))",
-        "Its update takes no `value`: `GradientTransformation(*...)` leaves it out.",
-    ),
-    Row(
-        "schedules",
-        _OPTIMIZER,
-        "optax.chain(reduce, optax.sgd(optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 10)))",
-    ),
-    Row(
-        "`optax_ext.multi_steps` around the chain",
-        _WRAPPER,
-        "optax_ext.multi_steps(optax.chain(reduce, optax.adam(1e-2)), 2)",
-        "One exchange for k mini-steps. Parameters may be scalars.",
-        also=ALL,
-    ),
-    Row(
-        "`optax_ext.delayed` around the chain",
-        _WRAPPER,
-        "optax_ext.delayed(optax.chain(reduce, optax.adam(1e-2)))",
-        "Each step exchanges the gradient of the step before, beside its own computation.",
-        also=ALL,
-    ),
-    Row(
-        "`MultiSteps` around the chain",
-        _WRAPPER,
-        "optax.MultiSteps(optax.chain(reduce, optax.adam(1e-2)), 2).gradient_transformation()",
-        "Exchanges at every mini-step, since optax evaluates what it wraps at each; "
-        "`optax_ext.multi_steps` does not. A gradient that is not finite stays in its "
-        "accumulators. No scalar parameters, no `skip_not_finite`, no `skip_large_updates`: these "
-        "are errors.",
-        also=ALL,
-    ),
-    Row(
-        "`MultiSteps` behind",
-        _WRAPPER,
-        "optax.chain(reduce, optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation())",
-    ),
-    Row(
-        "`apply_if_finite`",
-        _WRAPPER,
-        "optax.chain(reduce, optax.apply_if_finite(optax.adam(1e-2), 3))",
-        f"{BEHIND} For local gradients there is `nonfinite='skip'`, the default.",
-    ),
-    Row(
-        "`conditionally_mask`",
-        _WRAPPER,
-        "optax.chain(reduce, optax.conditionally_mask(optax.adam(1e-2), "
-        "lambda step: step % 2 == 0))",
-        BEHIND,
-    ),
-    Row(
-        "`conditionally_transform`",
-        _WRAPPER,
-        "optax.chain(reduce, optax.conditionally_transform(optax.scale(0.5), "
-        "lambda step: step % 2 == 0), optax.sgd(0.1))",
-        BEHIND,
-    ),
-    Row(
-        "`inject_hyperparams`, Ok-Topk SGD",
-        _WRAPPER,
-        "optax.inject_hyperparams(lambda rate: optax.chain(optax_ext.ok_topk(density, "
-        'axis="data", local=optax.scale(rate), slack=8.0), optax.scale(-1.0)))(rate=0.1)',
-        # With this slack a region has room for all, which density 1 needs.
-        "Without options of the exchange: "
-        '`inject_hyperparams(ok_topk_sgd, static_args=("density", "dense_steps"))'
-        "(learning_rate=...)`. "
-        "`density` fixes shapes and `dense_steps` branches, so they have to be static; without "
-        "`static_args` it is an error. `inject_hyperparams(sparse_adamw)(learning_rate=1e-3, "
-        'axis="data")`, and `sparse_sgd` in its place, need `static_args` for what is given of '
-        "`density`, `dense_steps`, `dense_leaves` and `mask` alone.",
-    ),
-    Row(
-        "`inject_hyperparams`, optimizer",
-        _WRAPPER,
-        "optax.chain(reduce, optax.inject_hyperparams(optax.adam)(learning_rate=1e-2))",
-    ),
-    Row(
-        "`masked`",
-        _WRAPPER,
-        'optax.chain(optax.masked(reduce, {"w1": True, "b": False, "w2": True}), '
-        'optax.masked(dense, {"w1": False, "b": True, "w2": False}), optax.adam(1e-2))',
-        "What the sparse allreduce leaves out has to go through the dense one.",
-    ),
-    Row(
-        "`multi_transform`",
-        _WRAPPER,
-        'optax.multi_transform({"sparse": optax.chain(reduce, optax.adam(1e-2)), '
-        '"dense": optax.chain(dense, optax.sgd(0.1))}, '
-        '{"w1": "sparse", "b": "dense", "w2": "sparse"})',
-        also=ALL,
-    ),
-    Row(
-        "`local_clip_by_global_norm` before",
-        _BEFORE_AND_AFTER,
-        'optax.chain(optax_ext.local_clip_by_global_norm(0.5, axis="data"), reduce, '
-        "optax.sgd(0.1))",
-        also=ALL,
-    ),
-    Row("`clip` before", _BEFORE_AND_AFTER, "optax.chain(optax.clip(0.1), reduce, optax.sgd(0.1))"),
-    Row(
-        "`clip_by_global_norm` after",
-        _BEFORE_AND_AFTER,
-        "optax.chain(reduce, optax.clip_by_global_norm(0.2), optax.sgd(0.1))",
-    ),
-    Row("`ema` after", _BEFORE_AND_AFTER, "optax.chain(reduce, optax.ema(0.9), optax.sgd(0.1))"),
-    Row(
-        "`freeze`",
-        _BEFORE_AND_AFTER,
-        'optax.chain(reduce, optax.freeze({"w1": False, "b": True, "w2": False}), optax.sgd(0.1))',
-        "Behind the sparse allreduce.",
-    ),
-    Row(
-        "float32 parameters, bfloat16 compute",
-        _MODEL,
-        ADAM,
-        model="bfloat16_compute",
-        how="cast parameters and inputs to bfloat16 in the loss",
-        # Activations are rounded to 8 bits, and a last bit of a parameter can change which way.
-        rounding=2e-3,
-    ),
-    Row(
-        "bfloat16 parameters, float32 momentum",
-        _MODEL,
-        "optax.chain(reduce, optax.sgd(0.1, momentum=0.9, accumulator_dtype=jnp.float32))",
-        "The residual is float32.",
-        model="bfloat16_params",
-        rounding=BFLOAT16,
-    ),
-    Row("`jax.checkpoint`", _MODEL, ADAM, model="remat", how="`jax.checkpoint(layer)` in the loss"),
-    Row("flax linen", _MODEL, ADAM, model="linen", how="`model.apply(params, x)` in the loss"),
-    Row(
-        "flax linen with `batch_stats`",
-        _MODEL,
-        'optax.multi_transform({"params": optax.chain(reduce, optax.adam(1e-2)), '
-        '"batch_stats": optax.chain(dense, optax.set_to_zero())}, '
-        '{"params": "params", "batch_stats": "batch_stats"})',
-        "All variables in the place of the parameters, `has_aux=True` with a loss that returns "
-        "`(loss, new_batch_stats)`; after each step "
-        '`variables = {**variables, "batch_stats": aux}`: the mean over the workers.',
-        model="batch_norm",
-        # The gradient of a bias in front of the normalisation is rounding alone, of which adam
-        # makes whole steps: another program has other ones.
-        sharded=False,
-    ),
-    Row(
-        "flax nnx",
-        _MODEL,
-        ADAM,
-        "For `nnx.Optimizer` see below.",
-        model="nnx",
-        how="`graphdef, params = nnx.split(model)`; `nnx.merge(graphdef, params)` in the loss",
-    ),
-)
+}
+ROWS = tuple(row._replace(group=group) for group, rows in GROUPS.items() for row in rows)
 
 
 def _mean_square(predicted, y):

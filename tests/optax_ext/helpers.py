@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
@@ -60,6 +61,16 @@ def bits(tree):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
 
+NODES = ("node", "device")
+
+
+def over_nodes(outer, density=0.1, axis=NODES, **options):
+    """The largest entries of the shards of nodes, exchanged by ``outer``."""
+    exchange = sc.allreduce.hierarchical(inner_axis="device", outer=outer)
+    selector = sc.select.topk(density=density)
+    return optax_ext.sparse_allreduce(selector, exchange, axis=axis, **options)
+
+
 class Steps(NamedTuple):
     """Of several steps, ``[steps, *workers, ...]``: the updates, and the states behind them."""
 
@@ -105,19 +116,18 @@ def run(tx, given, axis="w") -> Steps:
     return Steps(updates, states, start)
 
 
-def mapped(tx, on, state, *, check_vma=True, specs=None, out_specs=None, **options):
+def mapped(tx, on, state, *, check_vma=True, specs=None, out_specs=None):
     """A jitted ``(gradients[P, ...], state) -> (updates, state)`` on a mesh of workers."""
     specs = optax_ext.state_specs(state) if specs is None else specs
     names = on.axis_names
     rows = P(names if len(names) > 1 else names[0])
-    step = jax.shard_map(
+    return on_mesh(
         lambda gradients, state: tx.update(jax.tree.map(lambda x: x[0], gradients), state),
-        mesh=on,
-        in_specs=(rows, specs),
-        out_specs=(P(), specs if out_specs is None else out_specs),
-        check_vma=check_vma,
+        on,
+        (rows, specs),
+        (P(), specs if out_specs is None else out_specs),
+        check_vma,
     )
-    return jax.jit(step, **options)
 
 
 def train(tx, loss_fn, params, batches, on, *, state=None, **options):
@@ -130,9 +140,40 @@ def train(tx, loss_fn, params, batches, on, *, state=None, **options):
     return found
 
 
-def column_sums(rows):
-    """The exact sums over the rows, rounded once."""
-    return np.array([math.fsum(column) for column in np.asarray(rows, np.float64).T])
+def local_step(tx, loss_fn, at=optax_ext.ahead):
+    """``(params, state, batch) -> (params, state)`` of one worker, in a loop of one's own."""
+
+    def step(params, state, batch):
+        gradients = jax.grad(loss_fn)(at(params, state), batch)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def on_mesh(function, on, in_specs, out_specs, check_vma=True, **options):
+    """The function of what each device has, jitted."""
+    options |= {"in_specs": in_specs, "out_specs": out_specs, "check_vma": check_vma}
+    return jax.jit(jax.shard_map(function, mesh=on, **options))
+
+
+def traced_without_devices(tx, like, workers=16):
+    """A step of so many devices that are not there, with gradients of these shapes."""
+    on = AbstractMesh((workers,), ("data",), axis_types=(AxisType.Auto,))
+    state = jax.eval_shape(lambda g: optax_ext.init_state(tx, g, {"data": workers}), like)
+    specs = P(), optax_ext.state_specs(state)
+
+    def local(gradient, state):
+        return tx.update(jax.lax.pcast(gradient, "data", to="varying"), state)
+
+    return on_mesh(local, on, specs, specs).trace(like, state)
+
+
+def refused(message, function, *given, error=ValueError, **options):
+    """The call is an error that says this; all of its text."""
+    with pytest.raises(error, match=message) as found:
+        function(*given, **options)
+    return str(found.value)
 
 
 def fails_in_the_step(step, match):
@@ -174,11 +215,5 @@ def in_loop(loop, step, workers=4, axis="w"):
         return jax.pmap(step, axis_name=axis, devices=devices, in_axes=(None, 0))
     if loop == "simulate":
         return sc.simulate(step, axis=axis, axis_size=workers, in_axes=(None, 0))
-    mapped = jax.shard_map(
-        lambda params, batch: step(params, batch[0]),
-        mesh=mesh(workers, axis),
-        in_specs=(P(), P(axis)),
-        out_specs=P(),
-        check_vma=False,
-    )
-    return jax.jit(mapped)
+    each = (P(), P(axis))
+    return on_mesh(lambda p, batch: step(p, batch[0]), mesh(workers, axis), each, P(), False)

@@ -4,10 +4,9 @@ import functools
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import optax_ext
 import sparse_collectives as sc
@@ -26,18 +25,12 @@ SHAPES = {
     "scalar": ((), PartitionSpec()),
 }
 SPECS = {name: spec for name, (_, spec) in SHAPES.items()}
-
-
-def mesh_of(sizes, names=("data", "model"), kind=AxisType.Auto):
-    return helpers.mesh(sizes, names, kind)
+mesh_of = functools.partial(helpers.mesh, names=("data", "model"))
 
 
 def params_of(seed=0, shapes=SHAPES):
     rng = np.random.default_rng(seed)
-    return {
-        name: np.asarray(rng.standard_normal(shape), np.float32)
-        for name, (shape, _) in shapes.items()
-    }
+    return {name: np.float32(rng.standard_normal(x)) for name, (x, _) in shapes.items()}
 
 
 def placed(params, mesh, specs=SPECS):
@@ -56,43 +49,29 @@ def gradients_of(workers, steps, seed=1, shapes=SHAPES):
     }
 
 
-def stepper(tx, mesh, params, state, *, manual, axis="data", check_vma=True, specs=SPECS):
+def stepper(tx, mesh, state, *, manual, axis="data", check_vma=True, specs=SPECS):
     """A jitted ``(params, state, gradients[P, ...]) -> (updates, state)``."""
-    names = (axis,) if isinstance(axis, str) else axis
-    leading = PartitionSpec(axis)
     if manual:
-        of_params = specs
-        of_gradients = jax.tree.map(
-            lambda spec: PartitionSpec(axis, *spec),
-            specs,
-            is_leaf=lambda x: isinstance(x, PartitionSpec),
-        )
-        of_state, kept = optax_ext.state_specs(state), {}
+        of_params, of_state, kept = specs, optax_ext.state_specs(state), {}
+        of_gradients = {name: PartitionSpec(axis, *spec) for name, spec in specs.items()}
     else:
-        of_params, of_gradients = PartitionSpec(), leading
+        of_params, of_gradients = PartitionSpec(), PartitionSpec(axis)
         of_state = optax_ext.state_specs(state, manual=axis)
-        kept = {"axis_names": set(names)}
+        kept = {"axis_names": {axis} if isinstance(axis, str) else set(axis)}
 
     def step(params, state, gradients):
         gradients = jax.tree.map(lambda x: x[0], gradients)
         return tx.update(gradients, state, params)
 
-    mapped = jax.shard_map(
-        step,
-        mesh=mesh,
-        in_specs=(of_params, of_state, of_gradients),
-        out_specs=(of_params, of_state),
-        check_vma=check_vma,
-        **kept,
-    )
-    return jax.jit(mapped)
+    given = of_params, of_state, of_gradients
+    return helpers.on_mesh(step, mesh, given, (of_params, of_state), check_vma, **kept)
 
 
 def run(tx, mesh, gradients, *, params=None, specs=SPECS, **options):
     """The updates of all steps, and the last state."""
     params = placed(params_of() if params is None else params, mesh, specs)
     state = optax_ext.init_state(tx, params, mesh)
-    step = stepper(tx, mesh, params, state, specs=specs, **options)
+    step = stepper(tx, mesh, state, specs=specs, **options)
     steps = len(next(iter(gradients.values())))
     made = []
     for i in range(steps):
@@ -111,50 +90,30 @@ def by_parts(tx, gradients, layout, *, axis="data", scanned=True):
       The updates of all steps, and the residuals ``[P, m, n]``.
     """
     steps, workers = next(iter(gradients.values())).shape[:2]
-    names = sorted(gradients)  # The order of the leaves of a dictionary.
-    part = _layout.device_layout(layout)
-
-    def parts_of(name):
-        leaf = names.index(name)
-        cut = functools.partial(_shards.parts_of_leaf, layout=layout, leaf=leaf, pad=np.pad)
-        flat = [[cut(g) for g in of_step] for of_step in gradients[name]]
-        # steps, P, m and the shape of a part
-        return np.asarray(flat).reshape(
-            (steps, workers, layout.sharding.devices, *part.shapes[leaf])
-        )
-
-    cut = {name: parts_of(name) for name in names}
-
-    def train(gradients):
-        first = jax.tree.map(lambda x: x[0], gradients)
-        if not scanned:
-            return tx.init(first)
-
-        def step(state, gradient):
-            updates, state = tx.update(gradient, state)
-            return state, updates
-
-        return jax.lax.scan(step, tx.init(first), gradients)
-
-    run = sc.simulate(train, axis=axis, axis_size=workers)
-    step = sc.simulate(lambda s, g: tx.update(g, s), axis=axis, axis_size=workers)
+    names, devices = sorted(gradients), layout.sharding.devices  # In the order of the leaves.
+    part, cut = _layout.device_layout(layout), {}
+    for leaf, name in enumerate(names):
+        parts = functools.partial(_shards.parts_of_leaf, layout=layout, leaf=leaf, pad=np.pad)
+        flat = np.asarray([[parts(g) for g in of_step] for of_step in gradients[name]])
+        cut[name] = flat.reshape((steps, workers, devices, *part.shapes[leaf]))
+    init, step = (sc.simulate(f, axis=axis, axis_size=workers) for f in (tx.init, tx.update))
 
     def trained(mine):
         if scanned:
-            return run(mine)
-        state, made = run(mine), []
+            found = helpers.run(tx, mine, axis)
+            return found.updates, found.residuals[-1]
+        state, made = init({name: x[0] for name, x in mine.items()}), []
         for i in range(steps):
-            now = {name: x[:, i] for name, x in mine.items()}
-            updates, state = step(state, now)
+            updates, state = step({name: x[i] for name, x in mine.items()}, state)
             made.append(updates)
-        return state, jax.tree.map(lambda *x: jnp.stack(x, axis=1), *made)
+        updates = jax.tree.map(lambda *x: np.stack(x), *made)
+        return updates, np.asarray(optax_ext.get_state(state).residual)[:, 0]
 
     rows, residuals = [], []
-    for j in range(layout.sharding.devices):
-        mine = {name: jnp.asarray(x[:, :, j].swapaxes(0, 1)) for name, x in cut.items()}
-        state, updates = trained(mine)
-        residuals.append(np.asarray(optax_ext.get_state(state).residual)[:, 0])
-        rows.append([np.asarray(updates[name][0]).reshape(steps, -1) for name in names])
+    for j in range(devices):
+        updates, residual = trained({name: x[:, :, j] for name, x in cut.items()})
+        residuals.append(residual)
+        rows.append([updates[name][:, 0].reshape(steps, -1) for name in names])
     made = []
     for i in range(steps):
         of_step = {}

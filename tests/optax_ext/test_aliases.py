@@ -8,11 +8,10 @@ import pytest
 
 import optax_ext
 from sparse_collectives import allreduce, select, wire
+from tests.optax_ext.helpers import refused
 
 DENSITY, RATE = 0.1, 0.25
 PARAMS = {"a": jnp.zeros((9, 10)), "b": jnp.zeros(11)}
-
-
 TOPK, TOPK_A, PUBLISHED = select.topk(density=DENSITY), allreduce.topk_a(), select.published
 # For each alias the arguments besides density and axis that it needs, and what it is made of. A
 # system that is topk_a with another selection is named "topk_a, selector".
@@ -67,13 +66,12 @@ def test_every_alias_has_a_row():
     def is_alias(part):
         return inspect.isfunction(part) and "density" in inspect.signature(part).parameters
 
-    public = {name: getattr(optax_ext, name) for name in optax_ext.__all__}
-    public = {name: part for name, part in public.items() if hasattr(part, "__module__")}
-    public |= {name: getattr(optax_ext.published, name) for name in optax_ext.published.__all__}
-    rows = {name.split(",")[0] for name in ALIASES}
+    modules = (optax_ext, optax_ext.published)
+    public = {name: getattr(module, name) for module in modules for name in module.__all__}
+    aliases = {name: part for name, part in public.items() if is_alias(part)}
     # Whole optimizers have tests of their own.
-    optimizers = {name for name, part in public.items() if "._optimizers." in part.__module__}
-    assert {name for name, part in public.items() if is_alias(part)} - optimizers == rows
+    found = {name for name, part in aliases.items() if "._optimizers." not in part.__module__}
+    assert found == {name.split(",")[0] for name in ALIASES}
 
 
 DEFAULTS = {
@@ -153,37 +151,28 @@ def test_each_option_stands_in_the_signature_and_reaches_what_checks_it(name):
     assert parameters["nonfinite"].default == "skip"
     # A number would be an array to optax.inject_hyperparams.
     assert parameters["dense_steps"].default is None
-    axis = ("nodes", "w") if name == "hitopk" else "w"
-    policy = r"nonfinite must be one of .*'propagate', got 'ignore'"
-    wrong = [(ValueError, policy, {"nonfinite": "ignore"})]
+    refused(r"missing .*'axis'", make, error=TypeError, **given)
+    given = {**given, "axis": ("nodes", "w") if name == "hitopk" else "w"}
+    refused("nonfinite must be .*'propagate', got 'ignore'", make, **given, nonfinite="ignore")
     said = rf"^{name}\(\) got an unexpected keyword .*'dense_step'. Did you mean dense_steps="
-    wrong.append((TypeError, said, {"dense_step": 3}))
+    refused(said, make, error=TypeError, **given, dense_step=3)
     if "density" in parameters:
-        density = r"density must be in \(0, 1\], got 1\.5"
-        wrong.append((ValueError, density, {"density": 1.5}))
-    for error, message, arguments in wrong:
-        with pytest.raises(error, match=message):
-            make(**{**given, "axis": axis, **arguments})
-    with pytest.raises(TypeError, match=r"missing .*'axis'"):
-        make(**given)
+        refused(r"density must be in \(0, 1\], got 1\.5", make, **given | {"density": 1.5})
 
 
-OPTIMIZERS = ("sparse_adamw", "sparse_sgd", "ok_topk_sgd")
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", ["sparse_adamw", "sparse_sgd", "ok_topk_sgd"])
 def test_arguments_of_an_optimizer_of_optax_that_would_be_others_here(name):
     """A second one without its name is b1 or a momentum in optax, and would be a density here."""
     make = getattr(optax_ext, name)
     for more in ((0.9,), (0.9, 0.99)):
         message = rf"{name} takes the learning rate and keywords, got 0.9 .*density=0\.9.*b1"
-        with pytest.raises(TypeError, match=message):
-            make(0.1, *more, axis="data")
+        refused(message, make, 0.1, *more, axis="data", error=TypeError)
     parameters = inspect.signature(make).parameters.values()
     assert [p.name for p in parameters if p.kind != p.KEYWORD_ONLY] == ["learning_rate"]
     for momentum in ("b1", "momentum"):
-        with pytest.raises(TypeError, match=f"{name} has no {momentum}=: .*Leave {momentum} out"):
-            make(0.1, density=0.1, axis="data", **{momentum: 0.9})
+        message = f"{name} has no {momentum}=: .*Leave {momentum} out"
+        given = {"density": 0.1, "axis": "data", momentum: 0.9}
+        refused(message, make, 0.1, error=TypeError, **given)
 
 
 def settings(name, **options):
@@ -192,7 +181,9 @@ def settings(name, **options):
 
 
 NARROW, MSTOPK = {"codec": wire.narrow16()}, PUBLISHED.mstopk(density=0.05)
-DGC = {"nesterov": True, "masking": False}
+DGC = {"momentum": 0.5, "nesterov": True, "masking": False}
+CORRECTION = str(optax_ext.momentum_correction(**DGC).spec)
+QUANTIZED = {"bits": 4, "bucket": 64}
 
 
 @pytest.mark.parametrize(
@@ -203,12 +194,9 @@ DGC = {"nesterov": True, "masking": False}
         ("topk_dsa", {"slack": 2.0}, "allreduce", "slack=2.0"),
         ("ok_topk", {"slack": 1.5}, "allreduce", "slack=1.5"),
         ("ok_topk_sgd", {"learning_rate": lambda count: 0.1}, "local", "ScaleByScheduleState"),
-        (
-            "dgc",
-            {"momentum": 0.5, "max_norm": 2.0, **DGC},
-            "correction",
-            str(optax_ext.momentum_correction(0.5, **DGC).spec),
-        ),
+        ("dgc", {"max_norm": 2.0, **DGC}, "correction", CORRECTION),
+        ("quantized_topk", QUANTIZED, "allreduce", "bits=4"),
+        ("quantized_topk", QUANTIZED, "allreduce", "bucket=64"),
     ],
 )
 def test_what_only_some_take_reaches_the_part_that_it_is_for(name, options, part, text):
@@ -216,10 +204,7 @@ def test_what_only_some_take_reaches_the_part_that_it_is_for(name, options, part
 
 
 def test_quantized_topk_has_its_codec_with_and_without_feedback():
-    quantized = settings("quantized_topk", bits=4, bucket=64).allreduce
-    assert "bits=4" in quantized
-    assert "bucket=64" in quantized
-    assert quantized.count("without_feedback") == 2
+    assert settings("quantized_topk").allreduce.count("without_feedback") == 2
     in_practice = settings("quantized_topk", dense_only=True, feedback=True).allreduce
     assert "without_feedback" not in in_practice
     assert "codec=raw(" in in_practice.replace("dense_codec", "")
@@ -242,5 +227,4 @@ def test_a_selector_of_a_larger_density_than_the_alias(name):
 
     make(DENSITY)
     make(DENSITY / 2)
-    with pytest.raises(ValueError, match=r"the selector has density=0\.5, and density=0\.1"):
-        make(0.5)
+    refused(r"the selector has density=0\.5, and density=0\.1", make, 0.5)

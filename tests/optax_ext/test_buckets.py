@@ -1,5 +1,9 @@
-"""Several buffers: the same numbers as one at a time, and programs that can overlap."""
+"""Buffers of some leaves: buckets, which can overlap, and leaves that go dense beside the others.
 
+That a step is skipped with all of its leaves is held by test_contract.py.
+"""
+
+import functools
 import re
 
 import jax
@@ -10,25 +14,36 @@ import pytest
 
 import optax_ext
 from optax_ext._state import _find
-from tests.optax_ext.helpers import mesh, normal, run, same
+from tests.optax_ext.helpers import mesh, normal, refused, run, same, train
+from tests.sparse_collectives import helpers
 
-WORKERS, STEPS = 4, 4
-PARAMS = {"a": jnp.zeros((6, 20)), "b": jnp.zeros(120), "c": jnp.zeros((30, 4)), "d": jnp.zeros(5)}
+WORKERS, STEPS = 4, 5
+PARAMS = {
+    "a": jnp.zeros((6, 20)),
+    "b": jnp.zeros((12, 10)),
+    "c": jnp.zeros((30, 4), jnp.bfloat16),
+    "d": jnp.zeros(5),
+}
+LABELS = {"a": "sparse", "b": "sparse", "c": "sparse", "d": "dense"}
+topk_a = functools.partial(optax_ext.topk_a, 0.1, axis="w")
 
 
 def gradients():
-    return {key: normal((STEPS, WORKERS, *x.shape), i) for i, (key, x) in enumerate(PARAMS.items())}
+    return {
+        key: normal((STEPS, WORKERS, *x.shape), i).astype(x.dtype)
+        for i, (key, x) in enumerate(PARAMS.items())
+    }
 
 
 @pytest.mark.slow
 def test_each_bucket_is_a_buffer_of_its_own_the_last_leaves_first():
-    tx, given = optax_ext.topk_a(0.1, axis="w"), gradients()
+    given = gradients()
     given["b"][2, 1, 7] = np.nan
-    found = run(optax_ext.bucketed(tx, 3), given)
+    found = run(optax_ext.bucketed(topk_a(), 3), given)
     # Of which one with a gradient that is not finite is skipped alone.
     assert [bucket.skipped[-1].max() for bucket in found.states.buckets] == [0, 1, 0]
     for names, bucket in zip(("cd", "b", "a"), found.states.buckets, strict=True):
-        alone = run(tx, {name: given[name] for name in names})
+        alone = run(topk_a(), {name: given[name] for name in names})
         same({name: found.updates[name] for name in names}, alone.updates)
         np.testing.assert_array_equal(bucket.residual, alone.state.residual)
         np.testing.assert_array_equal(bucket.info.selected, alone.state.info.selected)
@@ -36,27 +51,16 @@ def test_each_bucket_is_a_buffer_of_its_own_the_last_leaves_first():
 
 @pytest.mark.slow
 def test_one_bucket_is_no_bucket():
-    for tx in (optax_ext.topk_a(0.1, axis="w"), optax_ext.dense(axis="w")):
-        plain, bucketed = (run(x, gradients()).updates for x in (tx, optax_ext.bucketed(tx, 1)))
-        same(bucketed, plain)
+    for tx in (topk_a(), optax_ext.dense(axis="w")):
+        same(run(optax_ext.bucketed(tx, 1), gradients()).updates, run(tx, gradients()).updates)
 
 
-def test_behind_multi_transform_and_with_consolidate():
-    sparse = optax_ext.bucketed(optax_ext.topk_a(0.1, axis="w"), 2)
-    labels = {"a": "sparse", "b": "dense", "c": "sparse", "d": "sparse"}
-    tx = optax.multi_transform({"sparse": sparse, "dense": optax.identity()}, labels)
+def test_behind_multi_transform():
+    """What waits in them is consolidated in test_flush.py."""
+    parts = {"sparse": optax_ext.bucketed(topk_a(), 2), "dense": optax.identity()}
+    tx = optax.multi_transform(parts, LABELS | {"b": "dense", "d": "sparse"})
     state = optax_ext.init_state(tx, PARAMS, {"w": WORKERS})
-    states = _find.get_states(state)
-    assert [s.layout.size for s in states] == [125, 120]
-    filled = jax.tree.map(
-        lambda s: s._replace(residual=jnp.ones_like(s.residual)),
-        state,
-        is_leaf=lambda s: isinstance(s, optax_ext.SparseAllreduceState),
-    )
-    gradient, left = optax_ext.consolidate(PARAMS, filled)
-    assert float(gradient["a"].mean()) == float(gradient["d"].mean()) == 1.0
-    assert float(gradient["b"].mean()) == 0.0
-    assert all((np.asarray(s.residual) == 0).all() for s in _find.get_states(left))
+    assert [s.layout.size for s in _find.get_states(state)] == [125, 120]
 
 
 def waits(tx, layers=6, width=32):
@@ -103,6 +107,112 @@ def test_the_exchange_of_a_bucket_needs_only_the_backward_pass_of_its_layers(ali
     assert counts[-1] == whole
 
 
-def test_wrong_buckets():
-    with pytest.raises(ValueError, match="buckets must be an integer of at least 1, got 0"):
-        optax_ext.bucketed(optax_ext.dense(axis="w"), 0)
+@pytest.mark.parametrize("buckets", [1, 2, 100])
+def test_dense_buckets_give_the_bits_and_dtypes_of_one_allreduce_for_each_leaf(buckets):
+    bucketed = optax_ext.dense(axis="w", buckets=buckets)
+    same(*(run(tx, gradients()).updates for tx in (bucketed, optax_ext.dense(axis="w"))))
+
+
+@pytest.mark.parametrize(
+    ("buckets", "sizes"),
+    [(None, [15, 35, 42, 48]), (1, [140]), (2, [50, 90]), (4, [50, 42, 48])],
+)
+def test_a_bucket_waits_for_its_own_leaves_only(buckets, sizes):
+    """The last layers first; their exchange needs no gradient of an earlier layer."""
+    params = [jnp.zeros(size) for size in (48, 42, 35, 15)]
+    tx = optax_ext.dense(axis="w", buckets=buckets)
+    jaxpr = jax.make_jaxpr(lambda g: tx.update(g, tx.init(g))[0], axis_env=[("w", 4)])(params).jaxpr
+    assert [variable.aval.size for variable in helpers.independent_psums(jaxpr)] == sizes
+
+
+@pytest.mark.slow
+def test_get_info_has_words_and_counts_of_all_that_is_exchanged():
+    params, on = [jnp.ones((3, 4)), jnp.ones(5, jnp.bfloat16)], mesh(4, "w")
+    dense, sparse = optax_ext.dense(axis="w"), optax_ext.topk_a(0.5, axis="w")
+    both = optax.multi_transform({"sparse": sparse, "dense": dense}, ["sparse", "dense"])
+
+    def loss(params, x):
+        return jnp.mean(x) * sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in params)
+
+    def info_of(tx):
+        (_, start, _), *_, (_, state, _) = train(tx, loss, params, [jnp.ones(4)] * 2, on)
+        assert int(optax_ext.get_info(start).words) == 0
+        return optax_ext.get_info(state)
+
+    info = info_of(optax.chain(optax.clip(10.0), dense, optax.adam(1e-3)))
+    # 12 entries of a word, and 5 of half a word.
+    assert float(info.words) == 2 * (12 + 2.5) * 3 / 4
+    for found, delivered in ((info, 17), (info_of(both), 6 + 5)):
+        assert int(found.delivered) == delivered
+        assert set(np.ravel(found.selected).tolist()) == {delivered}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "labels",
+    [LABELS, lambda params: LABELS, optax_ext.small_leaves(min_size=0)],
+    ids=["tree", "function", "small_leaves"],
+)
+def test_dense_leaves_have_the_mean_and_the_others_are_as_if_they_were_alone(labels):
+    found = run(topk_a(dense_leaves=labels), gradients())
+    assert found.residuals.shape[-1] == 360
+    mean = gradients()["d"].mean(1)
+    np.testing.assert_allclose(found.updates["d"][:, 0], mean, rtol=1e-5, atol=1e-7)
+    assert (found.state.info.selected == 36).all()
+    others = {name: leaf for name, leaf in gradients().items() if name != "d"}
+    alone = run(topk_a(), others)
+    same({name: found.updates[name] for name in others}, alone.updates)
+    words = found.state.info.words - alone.state.info.words
+    np.testing.assert_allclose(words, 2 * 5 * (WORKERS - 1) / WORKERS, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_momentum_rate_and_dropped_entries_hold_for_dense_leaves_too():
+    correction = optax_ext.momentum_correction(0.5, masking=True)
+    options = {"correction": correction, "local": optax.scale(0.25), "nonfinite": "drop"}
+    given = gradients()
+    given["d"][2, 1, 3] = np.inf
+    found = run(topk_a(dense_leaves=LABELS, **options), given)
+    velocity, mean = np.zeros(5), np.where(np.isfinite(given["d"]), given["d"], 0).mean(1)
+    for step in range(STEPS):
+        velocity = 0.5 * velocity + 0.25 * mean[step]
+        np.testing.assert_allclose(found.updates["d"][step, 0], velocity, rtol=1e-5, atol=1e-7)
+    assert found.last.dropped.tolist() == [1] * WORKERS
+
+
+def test_all_leaves_dense_is_the_dense_allreduce_and_has_the_words_of_one_sum():
+    # Of exact sums.
+    given = {name: (leaf * 16).round() / 16 for name, leaf in gradients().items()}
+    tx = optax_ext.ok_topk(0.1, axis="w", dense_leaves=dict.fromkeys(PARAMS, "dense"))
+    found, dense = (run(each, given) for each in (tx, optax_ext.dense(axis="w")))
+    for name, leaf in dense.updates.items():
+        np.testing.assert_allclose(
+            found.updates[name].astype(np.float32), leaf.astype(np.float32), rtol=1e-2
+        )  # dense() adds bfloat16 up in bfloat16, whose steps are 1 / 256
+    assert found.last.count.tolist() == [STEPS] * WORKERS
+    # Of each step, not of all until then.
+    np.testing.assert_allclose(found.state.info.words, 2 * 365 * (WORKERS - 1) / WORKERS)
+
+
+def test_labels_hold_for_all_below_them_and_for_multi_transform_as_well():
+    params = {"layer": {"w": jnp.zeros((4, 4)), "b": jnp.zeros(4)}, "head": jnp.zeros(3)}
+    tx = topk_a(dense_leaves={"layer": "sparse", "head": "dense"})
+    assert optax_ext.init_state(tx, params, {"w": 2}).layout.dense == (True, False, False)
+    parts = {"sparse": optax.sgd(1.0), "dense": optax.set_to_zero()}
+    tx = optax.multi_transform(parts, optax_ext.small_leaves(min_size=50))
+    updates, _ = tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    assert jax.tree.structure(updates) == jax.tree.structure(PARAMS)
+
+
+def test_the_velocity_of_dense_leaves_moves_to_other_workers_and_other_labels_do_not():
+    def state(workers, labels=LABELS):
+        tx = topk_a(dense_leaves=labels, correction=optax_ext.momentum_correction(0.5))
+        return optax_ext.init_state(tx, PARAMS, {"w": workers})
+
+    old = state(4)
+    velocity = np.random.default_rng(0).integers(-8, 8, old.dense_velocity.shape).astype("f4")
+    moved = optax_ext.reshard(old._replace(dense_velocity=jnp.asarray(velocity)), state(3))
+    assert moved.dense_velocity.shape == (3, 5)
+    np.testing.assert_array_equal(np.asarray(moved.dense_velocity).sum(0), velocity.sum(0))
+    message = r"params\['b'\] is sparse in one state and dense in the"
+    refused(message, optax_ext.reshard, old, state(3, {**LABELS, "b": "dense"}))

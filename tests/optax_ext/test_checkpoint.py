@@ -1,4 +1,7 @@
-"""Orbax saves and restores the whole state; a checkpoint that does not fit is refused."""
+"""Orbax saves and restores the whole state; what does not fit, or was damaged, is refused.
+
+Checksums are the same however arrays are sharded, and others for any changed bit.
+"""
 
 import json
 import shutil
@@ -9,12 +12,14 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AbstractMesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sparse_collectives as sc
 from optax_ext._state import _checkpoint
-from tests.optax_ext.helpers import bits, mesh, normal, slow, train
+from optax_ext.contrib import check_checksums, checksums
+from tests.optax_ext.helpers import bits, mesh, normal, refused, slow, train
 
 # Orbax leaves coroutines behind when a read fails.
 pytestmark = [
@@ -32,10 +37,6 @@ def loss_fn(params, batch):
 
 def transformation(density=0.1, alias=optax_ext.ok_topk, **options):
     return optax.chain(alias(density, axis="data", **options), optax.adamw(1e-2))
-
-
-def powersgd(rank=2, make=optax_ext.powersgd, **options):
-    return optax.chain(make(rank, axis="data", **options), optax.adamw(1e-2))
 
 
 def trained(tx, batches=BATCHES[:1], **options):
@@ -60,19 +61,24 @@ def restore(folder, like):
         return checkpointer.restore(folder, like)
 
 
+SAVED, LOW = transformation(), transformation(2, optax_ext.acp_sgd)
+
+
 @pytest.mark.parametrize(
     "tx",
     [
         transformation(selector=sc.select.threshold_reuse(density=0.1)),
         slow(transformation(selector=sc.select.published.adtopk(density=0.1))),
         slow(transformation(alias=optax_ext.published.dgc, masking=False, nesterov=True)),
+        LOW,
+        slow(transformation(2, optax_ext.powersgd)),
     ],
-    ids=["threshold_reuse", "adtopk", "momentum correction"],
+    ids=["threshold_reuse", "adtopk", "momentum correction", "acp_sgd", "powersgd"],
 )
 def test_the_step_after_a_restore_has_the_same_bits(tmp_path, tx):
     params, state, _ = trained(tx, BATCHES[:3])
     save(tmp_path / "state", (params, state))
-    whole = NamedSharding(mesh(8), PartitionSpec())
+    whole = NamedSharding(mesh(8), P())
     shapes = {"w": jax.ShapeDtypeStruct((10, 7), "float32", sharding=whole)}
     restored = restore(tmp_path / "state", (shapes, expected(tx)))
     assert jax.tree.structure(restored) == jax.tree.structure((params, state))
@@ -86,10 +92,10 @@ def test_the_step_after_a_restore_has_the_same_bits(tmp_path, tx):
     assert bits(ends[0]) == bits(ends[1])
 
 
-SAVED, LOW = transformation(), powersgd(make=optax_ext.acp_sgd)
 CORRECTED = transformation(correction=CORRECTION)
+OTHER_CORRECTION = transformation(correction=optax_ext.momentum_correction(0.8))
 DECAYING = transformation(residual=optax_ext.residual(decay=0.9))
-DENSE = {"w": "dense"}
+DENSE = {"dense_leaves": {"w": "dense"}}
 SGD = optax.chain(optax_ext.ok_topk(0.1, axis="data"), optax.sgd(0.1))
 
 
@@ -101,15 +107,12 @@ SGD = optax.chain(optax_ext.ok_topk(0.1, axis="data"), optax.sgd(0.1))
         (SAVED, transformation(local=optax.scale(0.1)), "local: none in the checkpoint, Empty"),
         (SAVED, SGD, r"arrays\."),
         (SAVED, CORRECTED, r"correction: none in the checkpoint, momentum_corr"),
-        (
-            CORRECTED,
-            transformation(correction=optax_ext.momentum_correction(0.8)),
-            r"correction: momentum_correction\(.*momentum=0.9",
-        ),
+        (CORRECTED, OTHER_CORRECTION, r"correction: momentum_correction\(.*momentum=0.9"),
         (DECAYING, SAVED, r"residual: residual\(decay=0.9, .* in the checkpoint, "),
-        (LOW, powersgd(), r"allreduce: acp_sgd\(rank=2, seed=0\) .*, powersgd\("),
-        (LOW, powersgd(3, optax_ext.acp_sgd), r"allreduce: .*acp_sgd\(rank=3"),
-        (LOW, powersgd(4, optax_ext.acp_sgd, dense_leaves=DENSE), r"n: 70 .*, 0 here"),
+        (LOW, transformation(2, optax_ext.powersgd), r"allreduce: acp_sgd\(rank=2, seed=0\) .*, p"),
+        (LOW, transformation(3, optax_ext.acp_sgd), r"allreduce: .*acp_sgd\(rank=3"),
+        (LOW, transformation(4, optax_ext.acp_sgd, **DENSE), r"n: 70 .*, 0 here"),
+        (SAVED, transformation(**DENSE), r"dense: .* in the checkpoint, .*'w'.* here"),
     ],
 )
 def test_a_checkpoint_of_other_settings_workers_or_parameters_is_refused_by_name(
@@ -123,15 +126,15 @@ def test_a_checkpoint_of_other_settings_workers_or_parameters_is_refused_by_name
         (expected(tx, 4), r"workers: 8 in the checkpoint, 4 here[^$]*reshard"),
         (expected(tx, params={"w": jnp.ones((10, 6))}), r"n: 70 .*, 60 here"),
     ):
-        with pytest.raises(ValueError, match=text):
-            optax_ext.check_metadata(saved, wrong)
+        refused(text, optax_ext.check_metadata, saved, wrong)
 
 
-@pytest.mark.parametrize("saved", [None, {}, np.arange(3), "x" * 10**6])
-def test_a_checkpoint_without_metadata(saved):
-    with pytest.raises(TypeError, match="saved must be what checkpoint_metadata returned") as error:
-        optax_ext.check_metadata(saved, expected(SAVED))
-    assert len(str(error.value)) < 1000
+@pytest.mark.parametrize("saved", [None, {}, [1, 2], np.arange(3), "x" * 10**6], ids=type)
+def test_what_is_no_metadata_and_what_are_no_checksums(saved):
+    checks = [(optax_ext.check_metadata, expected(SAVED)), (check_checksums, TREE)]
+    for check, given in checks[: 1 if isinstance(saved, dict) else 2]:
+        text = refused("saved must be what .* returned", check, saved, given, error=TypeError)
+        assert len(text) < 1000
 
 
 @pytest.mark.parametrize("found", [None, 3, 5, "2", True, np.arange(2)])
@@ -139,8 +142,8 @@ def test_another_format_is_named(found):
     saved = {**metadata_of(expected(SAVED)), "format": found, "version": "0.0.9"}
     if found is None:  # As those that were written before there was a number.
         del saved["format"]
-    with pytest.raises(ValueError, match=r"(?s)has format .*0\.0\.9.*reads format 4: .*consol"):
-        optax_ext.check_metadata(saved, expected(SAVED))
+    message = r"(?s)has format .*0\.0\.9.*reads format 4: .*consol"
+    refused(message, optax_ext.check_metadata, saved, expected(SAVED))
     assert metadata_of(expected(SAVED))["format"] == _checkpoint.FORMAT == 4
 
 
@@ -159,18 +162,16 @@ def test_another_format_is_named(found):
 )
 def test_metadata_of_anything_gives_an_error_that_can_be_read(other, message):
     state = expected(SAVED)
-    text = "(?s)saved from another optimizer state.*" + message
-    with pytest.raises(ValueError, match=text) as error:
-        optax_ext.check_metadata({**metadata_of(state), **other}, state)
-    assert len(str(error.value)) < 10_000
+    saved = {**metadata_of(state), **other}
+    message = "(?s)saved from another optimizer state.*" + message
+    assert len(refused(message, optax_ext.check_metadata, saved, state)) < 10_000
 
 
 def test_an_abstract_state_needs_a_place():
-    workers = AbstractMesh((3,), ("data",))
-    with pytest.raises(ValueError, match="mesh is an AbstractMesh"):
-        optax_ext.abstract_state(SAVED, PARAMS, workers)
+    given = SAVED, PARAMS, AbstractMesh((3,), ("data",))
+    refused("mesh is an AbstractMesh", optax_ext.abstract_state, *given)
     where = SingleDeviceSharding(jax.devices()[0])
-    state = optax_ext.abstract_state(SAVED, PARAMS, workers, sharding=where)
+    state = optax_ext.abstract_state(*given, sharding=where)
     assert state[0].residual.shape == (3, 70)
 
 
@@ -201,16 +202,15 @@ def folder(tmp_path_factory):
 
 @pytest.mark.slow
 def test_orbax_refuses_other_arrays_and_the_metadata_alone_tells_another_density(folder):
-    with pytest.raises(ValueError, match="not compatible with the stored shape"):
-        restore(folder, expected(SAVED, 4))
-    with pytest.raises(ValueError, match=r"(?s)do not match.*threshold"):
-        restore(folder, expected(transformation(alias=optax_ext.topk_a)))
+    refused("not compatible with the stored shape", restore, folder, expected(SAVED, 4))
+    other = expected(transformation(alias=optax_ext.topk_a))
+    refused(r"(?s)do not match.*threshold", restore, folder, other)
     # Its arrays are the same, so that orbax restores them: whole, and a step is possible.
     tx = transformation(0.2)
     with ocp.StandardCheckpointer() as checkpointer:
         saved = checkpointer.metadata(folder).custom_metadata
-    with pytest.raises(ValueError, match=r"topk\(density=0.1\) in the checkpoint"):
-        optax_ext.check_metadata(saved, expected(tx))
+    message = r"topk\(density=0.1\) in the checkpoint"
+    refused(message, optax_ext.check_metadata, saved, expected(tx))
     state = restore(folder, expected(tx))
     assert bits(state) == bits(restore(folder, expected(SAVED)))
     _, state, _ = trained(tx, state=state)
@@ -221,8 +221,8 @@ def test_orbax_refuses_other_arrays_and_the_metadata_alone_tells_another_density
 def test_a_correction_that_the_checkpoint_has_not(folder):
     # Orbax takes an empty tuple for an array that is not there.
     state = restore(folder, expected(CORRECTED))
-    with pytest.raises(ValueError, match=r"state.velocity is \(\), but .* has a correction"):
-        trained(CORRECTED, state=state)
+    message = r"state.velocity is \(\), but .* has a correction"
+    refused(message, trained, CORRECTED, state=state)
     # What the message advises.
     moved = optax_ext.reshard(state, optax_ext.init_state(CORRECTED, PARAMS, mesh(8)))
     assert bits(moved[0].residual) == bits(state[0].residual)
@@ -240,7 +240,87 @@ def test_a_damaged_checkpoint_is_an_error(folder, tmp_path, fault, pattern):
     if fault == "cut":
         file.write_bytes(whole[: len(whole) // 2])
     # The kind of error is orbax's; what matters is that no state comes back.
-    with pytest.raises((ValueError, OSError, KeyError)):
-        restore(damaged, expected(SAVED))
+    refused(None, restore, damaged, expected(SAVED), error=(ValueError, OSError, KeyError))
     file.write_bytes(whole)
     assert bits(restore(damaged, expected(SAVED))) == bits(restore(folder, expected(SAVED)))
+
+
+def sum_of_words(x):
+    """The checksum of an array, in NumPy and without its tricks."""
+    words = np.ascontiguousarray(x).reshape(-1)
+    if words.dtype.itemsize > 4:
+        words = words.view(np.uint32)
+    words = words.view(f"u{words.dtype.itemsize}").astype(object)
+    total = 0
+    for index, word in enumerate(words):
+        weight = (index + 0x9E3779B9) % 2**32
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+            weight = (weight ^ weight >> shift) * factor % 2**32
+        total += int(word) * ((weight ^ weight >> 16) | 1)
+    return total % 2**32
+
+
+def of(x):
+    return checksums([x])["[0]"]
+
+
+def some(dtype, shape=(3, 5)):
+    return (np.random.default_rng(0).standard_normal(shape) * 50).astype(jnp.dtype(dtype))
+
+
+DTYPES = ["float32", "bfloat16", "float16", "int32", "int8", "uint32", "bool", "complex64"]
+TREE = {"a": some("float32"), "b": some("int32")}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_checksum_is_the_weighted_sum_of_the_words_so_that_every_bit_and_the_order_count(dtype):
+    x = some(dtype)
+    assert of(x) == sum_of_words(x)
+    if dtype in ("float32", "bfloat16", "int8", "complex64"):
+        for index in range(x.nbytes):
+            changed = bytearray(x.tobytes())
+            changed[index] ^= 1 << index % 8
+            assert of(np.frombuffer(changed, x.dtype).reshape(x.shape)) != of(x)
+        assert of(x[::-1].copy()) != of(x)
+
+
+@pytest.mark.parametrize("spec", [(), ("a",), ("b", "a"), (None, "b")])
+def test_a_checksum_does_not_depend_on_the_sharding(spec):
+    x, on = some("float32", (8, 8)), mesh((4, 2), ("a", "b"))
+    assert of(jax.device_put(x, NamedSharding(on, P(*spec)))) == sum_of_words(x)
+
+
+def test_keys_and_empty_arrays_have_checksums():
+    key = jax.random.key(3)
+    sums = checksums({"key": key, "none": jnp.zeros((0, 2))})
+    assert sums == {"['key']": sum_of_words(jax.random.key_data(key)), "['none']": 0}
+    assert json.loads(json.dumps(sums)) == sums
+
+
+@pytest.mark.parametrize(
+    "wrong", [{7: 1}, {"['a']": np.arange(3)}, {"['a']": "x" * 10**6}, {"x" * 10**6: 1}]
+)
+def test_the_error_names_the_arrays_that_differ(wrong):
+    saved = checksums(TREE)
+    # As some formats give integers back.
+    check_checksums({path: np.uint32(x) for path, x in saved.items()}, TREE)
+    refused(r"1 of 2 .*: \['b'\]\.", check_checksums, saved, {**TREE, "b": TREE["b"] + 1})
+    refused(r"\['c'\]", check_checksums, saved, {**TREE, "c": TREE["b"]})
+    text = refused("are not those that were saved", check_checksums, saved | wrong, TREE)
+    assert len(text) < 1000
+
+
+def test_a_flipped_bit_that_orbax_restores_is_found(tmp_path):
+    tree = {"w": jnp.asarray(some("float32", (3000,)))}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", tree)
+        checkpointer.wait_until_finished()
+        saved = checksums(tree)
+        check_checksums(saved, checkpointer.restore(tmp_path / "state", tree))
+        files = [path for path in tmp_path.rglob("*") if path.is_file()]
+        largest = max(files, key=lambda path: path.stat().st_size)
+        content = bytearray(largest.read_bytes())
+        content[len(content) // 2] ^= 4
+        largest.write_bytes(content)
+        restored = checkpointer.restore(tmp_path / "state", tree)
+    refused(r"1 of 1 arrays .*\['w'\]", check_checksums, saved, restored)

@@ -17,7 +17,6 @@ from tests.sparse_collectives import table
 
 SIZE, DENSITY, HUGE, NORMAL = 64, 0.125, 4, 8
 LARGEST = float(np.finfo(np.float32).max)
-
 OPTIONS = {
     "ok_topk, balanced regions": {"regions": "balanced"},
     "ok_topk, no slack": {"slack": 1.0},
@@ -48,9 +47,10 @@ CASES = PLAIN | {
     "complete spardl": sc.allreduce.complete(PLAIN["spardl"]),
 }
 # The first had infinite residuals; so had gtopk, and what finds no slot in ssar and ring.
-QUICK = {"spardl": 8, "topk_a": 7}
+QUICK = [("spardl", 8), ("topk_a", 7)]
 # Those whose rounds are others where the number of workers is no power of two, or odd.
 BOTH = ("gtopk", "spardl", "ssar_recursive_double, bounded")
+ALL = [(name, workers) for name in CASES for workers in ((7, 8) if name in BOTH else (7,))]
 
 
 @functools.cache
@@ -77,14 +77,7 @@ def gradients(workers, seed):
     return given.astype(np.float32)
 
 
-def all_cases():
-    for name in CASES:
-        for workers in (7, 8) if name in BOTH else (7,):
-            marks = () if QUICK.get(name) == workers else pytest.mark.slow
-            yield pytest.param(name, workers, marks=marks)
-
-
-@pytest.mark.parametrize(("name", "workers"), list(all_cases()))
+@pytest.mark.parametrize(("name", "workers"), [x if x in QUICK else slow(*x) for x in ALL])
 def test_residuals_stay_finite_and_training_goes_on(name, workers):
     for seed in range(3):
         given = gradients(workers, seed)

@@ -1,5 +1,7 @@
 """Lossy codecs whose rounding nobody keeps, or everybody: where it is kept, nothing is lost."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,8 +38,7 @@ def ended(tx, rate=50.0):
     return losses[-50:].mean() / losses[0]
 
 
-def quantized(**options):
-    return optax_ext.published.quantized_topk(0.05, axis="w", **options)
+quantized = functools.partial(optax_ext.published.quantized_topk, density=0.05, axis="w")
 
 
 @pytest.mark.slow
@@ -48,9 +49,8 @@ def test_two_bits_converge_where_nobody_keeps_their_error():
     assert exact < 1e-3
     # Noise of two bits: three times the loss, at a step as large as the exact one takes.
     assert ended(quantized(bits=2)) < 4 * exact
-    assert (
-        ended(quantized(bits=2), 100.0) < 0.02 < 1 < ended(quantized(bits=2, feedback=True), 100.0)
-    )
+    with_feedback = quantized(bits=2, feedback=True)
+    assert ended(quantized(bits=2), 100.0) < 0.02 < 1 < ended(with_feedback, 100.0)
     assert ended(quantized()) < 1.2 * exact
 
 
@@ -62,10 +62,7 @@ def test_the_residual_of_quantized_topk_is_what_was_not_selected():
     chosen = selector.select(jnp.asarray(gradients[0]), selector.init(600))[0].indices
 
     def of(**options):
-        tx = optax_ext.published.quantized_topk(
-            0.1, axis="w", slack=float("inf"), bits=2, **options
-        )
-        found = run(tx, gradients[None])
+        found = run(quantized(density=0.1, slack=float("inf"), bits=2, **options), gradients[None])
         return found.updates[0].astype(np.float64), found.residuals[0].astype(np.float64)
 
     update, kept = of()

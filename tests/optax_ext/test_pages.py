@@ -15,8 +15,9 @@ from tests.optax_ext import combinations
 from tests.optax_ext.helpers import mesh, normal, programs_of, slow
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
-
 WORKERS, STEPS = 8, 4
+# Of programs that go on from others of their page.
+MODULES = {"jax": jax, "optax": optax, "optax_ext": optax_ext}
 # Dropout, a TrainState on a mesh and one of pmap, an nnx.Optimizer; then programs of their own.
 DROPOUT, ON_MESH, IN_PMAP, OF_NNX, *RECIPES = programs_of("works_with")
 
@@ -34,8 +35,8 @@ def test_loops_of_other_libraries_train_alike(name):
     }[name]
     batches = [tuple(normal((4 * WORKERS, m), 2 * i + m) for m in (6, 2)) for i in range(STEPS)]
     start, loss_fn = combinations.model("linen")
-    given = {"jax": jax, "jnp": jnp, "optax_ext": optax_ext, "tx": tx, "mesh": mesh(WORKERS)}
-    given |= {"loss_fn": loss_fn, "model": linen.Dense(1), "batches": batches}
+    given = MODULES | {"jnp": jnp, "tx": tx, "mesh": mesh(WORKERS), "model": linen.Dense(1)}
+    given |= {"loss_fn": loss_fn, "batches": batches}
 
     def fresh():
         params = jax.tree.map(jnp.copy, start)
@@ -119,36 +120,33 @@ def test_float16_takes_half_the_words(names):
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
+def names_after(programs, **names):
+    """What the programs make of these names."""
+    for program in programs:
+        exec(program, names)
+    return names
+
+
 @pytest.mark.slow
 def test_sharded_parameters():
-    names = {}
-    for program in programs_of("sharded"):
-        exec(program, names)
+    names = names_after(programs_of("sharded"))
     assert int(names["opt_state"][0].count) == 3
     assert names["params"]["up"].sharding.spec == PartitionSpec(None, "fsdp")
 
 
 @pytest.mark.slow
 def test_checkpoints(tmp_path):
-    names = {
-        "folder": tmp_path,
-        "mesh": mesh(WORKERS),
-        "params": {"w": np.ones((10, 7), np.float32)},
-        "loss_fn": mean_square,
-        "batches": [normal((16, 10), seed) for seed in range(3)],
-    }
-    for program in programs_of("checkpoints"):
-        exec(program, names)
+    given = {"params": {"w": np.ones((10, 7), np.float32)}, "loss_fn": mean_square}
+    given |= {"mesh": mesh(WORKERS), "batches": [normal((16, 10), seed) for seed in range(3)]}
+    names = names_after(programs_of("checkpoints"), folder=tmp_path, **given)
     assert int(optax_ext.get_state(names["opt_state"]).count) == 6
     assert optax_ext.get_state(names["opt_state"]).residual.shape[0] == 3
     assert not np.asarray(optax_ext.get_state(names["consolidated"]).residual).any()
 
 
 def test_low_rank():
-    (program,) = programs_of("low_rank")
-    names = {"jax": jax, "optax": optax, "optax_ext": optax_ext, "loss_fn": mean_square}
-    names |= {"params": {"w": jnp.ones((16, 12))}, "batches": [normal((32, 16))] * 3}
-    exec(program, names)
+    given = MODULES | {"params": {"w": jnp.ones((16, 12))}, "batches": [normal((32, 16))] * 3}
+    names = names_after(programs_of("low_rank"), loss_fn=mean_square, **given)
     assert int(optax_ext.get_state(names["opt_state"]).count) == 3
 
 
@@ -156,22 +154,13 @@ def test_low_rank():
 def test_troubleshooting():
     # The last one leaves arguments out.
     *programs, strict, _ = programs_of("troubleshooting")
-    params = {"w": jnp.ones((20,))}
+    params, on = {"w": jnp.ones((20,))}, mesh(WORKERS)
     start = optax.chain(optax_ext.topk_a(0.1, axis="data"), optax.sgd(0.1))
-    names = {
-        "jax": jax,
-        "optax": optax,
-        "optax_ext": optax_ext,
-        "params": params,
-        "opt_state": optax_ext.init_state(start, params, mesh(WORKERS)),
-        "batches": [np.eye(8, 20, dtype=np.float32)] * 2,
-    }
-    for program in programs:
-        exec(program, names)
+    given = MODULES | {"params": params, "opt_state": optax_ext.init_state(start, params, on)}
+    names = names_after(programs, batches=[np.eye(8, 20, dtype=np.float32)] * 2, **given)
     assert names["state"].skipped == 0
-    tx = names["tx"]
-    names["opt_state"] = optax_ext.init_state(tx, params, mesh(WORKERS))
-    names["step"] = optax_ext.make_train_step(mean_square, tx, mesh(WORKERS), donate=False)
-    exec(strict, names)
+    names["opt_state"] = optax_ext.init_state(names["tx"], params, on)
+    names["step"] = optax_ext.make_train_step(mean_square, names["tx"], on, donate=False)
+    names = names_after([strict], **names)
     jax.effects_barrier()
     assert int(optax_ext.get_state(names["opt_state"]).count) == 2

@@ -1,5 +1,7 @@
 """Another number of workers: nothing of residuals and velocities is lost, and the rest goes on."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,10 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sparse_collectives as sc
-from tests.optax_ext.helpers import column_sums, flat, mapped, mesh, normal, same
+from tests.optax_ext import helpers
+from tests.optax_ext.helpers import NODES, flat, mapped, mesh, normal, over_nodes, refused, same
 
 PARAMS = {"a": np.zeros((20, 9), np.float32), "b": np.zeros(7, np.float32)}
-SIZE, AXES = 187, ("node", "device")
+SIZE = 187
 CORRECTION = optax_ext.momentum_correction(0.9, masking=False)
 TOPK_A = sc.allreduce.topk_a()
 
@@ -50,6 +53,11 @@ def after_steps(tx, workers, steps):
     for i in range(steps):
         _, state = step(gradients(workers, i), state)
     return state, step
+
+
+def column_sums(rows):
+    """The exact sums over the rows, rounded once."""
+    return np.array([math.fsum(column) for column in np.asarray(rows, np.float64).T])
 
 
 def sums(state):
@@ -103,6 +111,19 @@ def test_counts_go_on_and_thresholds_and_regions_start_anew():
     assert reused.count.tolist() == [2, 2]
     assert reused.threshold.tolist() == [0, 0]
     assert all((x.count == 2).all() for x in moved["adtopk_threshold"].selector.states)
+
+
+@pytest.mark.parametrize("make", [optax_ext.acp_sgd, helpers.slow(optax_ext.powersgd)])
+def test_factors_of_low_rank_go_on_and_those_of_another_rank_start_anew(make):
+    state, _ = after_steps(make(2, axis="w"), 4, 2)
+    for workers in (2, 8):
+        moved = optax_ext.reshard(state, fresh(make(2, axis="w"), workers))
+        assert moved.residual.shape == (workers, 180)
+        np.testing.assert_array_equal(sums(moved), sums(state))
+        assert int(moved.count) == 2
+        same(moved.allreduce, state.allreduce)
+    anew = fresh(make(3, axis="w"), 3)
+    same(optax_ext.reshard(state, anew).allreduce, anew.allreduce)
 
 
 def test_to_one_worker_it_is_rounded_once_and_from_one_every_worker_has_a_part():
@@ -178,12 +199,10 @@ def stateless():
     return sc.SparseAllreduce(lambda size, axis_size: (), reduce, spec=sc.Spec.of("stateless"))
 
 
-def of_nodes(nodes, devices, outer=TOPK_A, params=PARAMS, axes=AXES, **options):
+def of_nodes(nodes, devices, outer=TOPK_A, params=PARAMS, axes=NODES, **options):
     """The state on a mesh of nodes."""
-    exchange = sc.allreduce.hierarchical(inner_axis="device", outer=outer)
-    tx = selecting(allreduce=exchange, axis=axes, **options)
-    shape = (nodes, devices) if axes == AXES else (devices, nodes)
-    return optax_ext.init_state(tx, params, mesh(shape, axes))
+    shape = (nodes, devices) if axes == NODES else (devices, nodes)
+    return optax_ext.init_state(over_nodes(outer, axis=axes, **options), params, mesh(shape, axes))
 
 
 def node_sums(rows, devices):
@@ -193,7 +212,7 @@ def node_sums(rows, devices):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axes", [AXES, AXES[::-1]])
+@pytest.mark.parametrize("axes", [NODES, NODES[::-1]])
 def test_between_flat_workers_and_nodes(axes):
     outer = sc.allreduce.ok_topk(density=0.1)
     state = fresh(CASES["topk"], 8)._replace(residual=normal((8, SIZE)))
@@ -225,8 +244,9 @@ def test_nodes_keep_the_sums_of_residual_and_velocity(outer):
     metadata = optax_ext.checkpoint_metadata(state)
     assert metadata["sparse"][""]["workers_in_a_node"] == 2
     optax_ext.check_metadata(metadata, state)
-    with pytest.raises(ValueError, match="workers_in_a_node: 2 in the checkpoint, 4 here"):
-        optax_ext.check_metadata(metadata, of_nodes(2, 4, outer, correction=CORRECTION))
+    other = of_nodes(2, 4, outer, correction=CORRECTION)
+    message = "workers_in_a_node: 2 in the checkpoint, 4 here"
+    refused(message, optax_ext.check_metadata, metadata, other)
 
 
 def test_how_many_shards_there_are_is_seen_by_their_place():
@@ -246,10 +266,9 @@ def test_how_many_shards_there_are_is_seen_by_their_place():
     for place in (SingleDeviceSharding(jax.devices()[0]), everywhere):
         # Twelve rows of two are four nodes of three or three of four.
         lost = state._replace(residual=jax.device_put(jnp.zeros((12, 2)), place))
-        with pytest.raises(ValueError, match=r"12 rows of 2 for 5 entries.*\[3, 4\] workers"):
-            optax_ext.reshard(lost, state)
-        with pytest.raises(ValueError, match=r"\[3, 4\] workers.*axis 'device'"):
-            optax_ext.checkpoint_metadata(lost)
+        message = r"12 rows of 2 for 5 entries.*\[3, 4\] workers"
+        refused(message, optax_ext.reshard, lost, state)
+        refused(r"\[3, 4\] workers.*axis 'device'", optax_ext.checkpoint_metadata, lost)
 
 
 def test_what_does_not_fit_is_named():
@@ -263,5 +282,4 @@ def test_what_does_not_fit_is_named():
         (state, np.int64(4), TypeError, place),
         (state, mesh(4, "w"), TypeError, place),
     ):
-        with pytest.raises(error, match=message):
-            optax_ext.reshard(old, new)
+        refused(message, optax_ext.reshard, old, new, error=error)

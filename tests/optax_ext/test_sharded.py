@@ -1,5 +1,7 @@
 """Parameters that other axes of the mesh shard: each device takes the step of its part."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,45 +12,36 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import optax_ext
 import sparse_collectives as sc
 from tests.optax_ext import shards
-from tests.optax_ext.helpers import flat, mesh, normal, slow, slow_but, train
+from tests.optax_ext.helpers import flat, mesh, normal, on_mesh, refused, slow, slow_but, train
 
 NAMES = ("data", "model")
 MESH = mesh((2, 4), NAMES)
 TOPK = sc.select.topk(density=0.1)
-
-
-def sparse(allreduce, **options):
-    return optax_ext.sparse_allreduce(TOPK, allreduce, axis="data", **options)
-
-
+topk_a = functools.partial(optax_ext.topk_a, 0.1, axis="data")
+# Labels of whole leaves, where parts are smaller.
+FEW = ("odd", "scalar", "vector")
+LABELS = {leaf: "dense" if leaf in FEW else "sparse" for leaf in shards.SHAPES}
+ADTOPK = sc.select.published.adtopk(density=0.1)
+COMPLETE = sc.allreduce.complete(sc.allreduce.ok_topk(density=0.1))
 TRANSFORMATIONS = {
-    "ok_topk": lambda: optax_ext.ok_topk(0.1, axis="data"),
-    "topk_a": lambda: sparse(sc.allreduce.topk_a()),
-    "complete": lambda: sparse(sc.allreduce.complete(sc.allreduce.ok_topk(density=0.1))),
-    "momentum": lambda: sparse(
-        sc.allreduce.topk_a(), correction=optax_ext.momentum_correction(0.9)
-    ),
-    "dense leaves": lambda: sparse(
-        sc.allreduce.topk_a(), dense_leaves=optax_ext.small_leaves(min_size=20)
-    ),
-    "dense steps": lambda: sparse(sc.allreduce.topk_a(), dense_steps=2),
-    "rows": lambda: optax_ext.topk_a(
-        0.1, axis="data", selector=sc.select.published.adtopk(density=0.1)
-    ),
-    "powersgd": lambda: optax_ext.powersgd(rank=1, axis="data"),
+    "ok_topk": optax_ext.ok_topk(0.1, axis="data"),
+    "topk_a": topk_a(),
+    "complete": optax_ext.sparse_allreduce(TOPK, COMPLETE, axis="data"),
+    "momentum": topk_a(correction=optax_ext.momentum_correction(0.9)),
+    "dense leaves": topk_a(dense_leaves=LABELS),
+    "dense steps": topk_a(dense_steps=2),
+    "rows": topk_a(selector=ADTOPK),
+    "powersgd": optax_ext.powersgd(rank=1, axis="data"),
 }
 MANUAL = ("momentum", "dense leaves", "dense steps", "powersgd")
-
-
-def bits_cases():
-    """Both ways with the simplest exchange and with Ok-Topk; others in one of them."""
-    for name in TRANSFORMATIONS:
-        for manual in (False, True):
-            if name in ("topk_a", "ok_topk") or manual == (name in MANUAL):
-                quick = (name, manual) in (("topk_a", False), ("powersgd", True))
-                way = "manual" if manual else "automatic"
-                marks = () if quick else pytest.mark.slow
-                yield pytest.param(name, manual, id=f"{name}-{way}", marks=marks)
+# Both ways with the simplest exchange and with Ok-Topk; others in one of them.
+WAYS = [
+    (name, manual)
+    for name in TRANSFORMATIONS
+    for manual in (False, True)
+    if name in ("topk_a", "ok_topk") or manual == (name in MANUAL)
+]
+QUICK = [("topk_a", False), ("powersgd", True)]
 
 
 def has_the_bits_of_its_parts(tx, mesh, gradients, conserves=True, **options):
@@ -71,18 +64,11 @@ def has_the_bits_of_its_parts(tx, mesh, gradients, conserves=True, **options):
         np.testing.assert_allclose(total, given.sum((0, 1)), atol=4e-5)
 
 
-@pytest.mark.parametrize(("name", "manual"), list(bits_cases()))
+@pytest.mark.parametrize(("name", "manual"), [x if x in QUICK else slow(*x) for x in WAYS])
 def test_it_has_the_bits_of_unsharded_runs_of_the_same_parts(name, manual):
-    if name == "dense leaves":  # Labels of whole leaves, where parts are smaller.
-        few = ("odd", "scalar", "vector")
-        labels = {leaf: "dense" if leaf in few else "sparse" for leaf in shards.SHAPES}
-        tx = sparse(sc.allreduce.topk_a(), dense_leaves=labels)
-    else:
-        tx = TRANSFORMATIONS[name]()
-    gradients = shards.gradients_of(2, steps=4)
     # What is accumulated are velocities, with a correction.
-    plain = name != "momentum"
-    has_the_bits_of_its_parts(tx, MESH, gradients, plain, manual=manual)
+    tx, plain = TRANSFORMATIONS[name], name != "momentum"
+    has_the_bits_of_its_parts(tx, MESH, shards.gradients_of(2, steps=4), plain, manual=manual)
 
 
 @pytest.mark.slow
@@ -103,7 +89,7 @@ def test_three_axes_with_leaves_over_each_of_them(names):
 
 
 def test_the_info_is_that_of_all_devices_and_they_skip_a_step_together():
-    tx, gradients = TRANSFORMATIONS["topk_a"](), shards.gradients_of(2, steps=2)
+    tx, gradients = topk_a(), shards.gradients_of(2, steps=2)
     # One entry of one device of one worker.
     gradients["columns"][1, 0, 0, 0] = np.nan
     updates, state = shards.run(tx, MESH, gradients, manual=False)
@@ -128,14 +114,9 @@ def test_a_worker_looks_ahead_with_all_of_its_devices():
     def look(params, state):
         return jax.tree.map(lambda x: x[None], optax_ext.ahead(params, state))
 
-    mapped = jax.shard_map(
-        look,
-        mesh=MESH,
-        in_specs=(PartitionSpec(), optax_ext.state_specs(state, manual="data")),
-        out_specs=PartitionSpec("data"),
-        axis_names={"data"},
-    )
-    seen = jax.jit(mapped)(params, state)
+    given = PartitionSpec(), optax_ext.state_specs(state, manual="data")
+    mapped = on_mesh(look, MESH, given, PartitionSpec("data"), axis_names={"data"})
+    seen = mapped(params, state)
     for worker in range(2):
         # Its residual alone, as that of both workers.
         rows = np.asarray(state.residual).reshape(2, 4, -1)[[worker] * 2].reshape(8, -1)
@@ -148,7 +129,7 @@ def test_a_worker_looks_ahead_with_all_of_its_devices():
 
 def test_a_local_transformation_sees_whole_leaves():
     """By its norm of all entries, which no device has."""
-    tx = sparse(sc.allreduce.topk_a(), local=optax.clip_by_global_norm(1.0))
+    tx = topk_a(local=optax.clip_by_global_norm(1.0))
     gradients = shards.gradients_of(2, steps=1)
     updates, state = shards.run(tx, MESH, gradients, manual=False)
     waiting, _ = optax_ext.consolidate(shards.params_of(), state)
@@ -202,15 +183,12 @@ def test_at_density_one_it_trains_like_the_dense_one_and_stays_where_it_was(spec
     shards.same_on_devices((params, state))
 
 
+BUCKETED, ADAM = optax_ext.bucketed(optax_ext.topk_a(0.2, axis="data"), 2), optax.adam(0.05)
+# That of multi_steps is in test_works_with.py.
 TRAINED = {
     "sparse_adamw": optax_ext.sparse_adamw(0.05, density=0.2, axis="data"),
-    "bucketed": optax.chain(
-        optax_ext.bucketed(optax_ext.topk_a(0.2, axis="data"), 2), optax.adam(0.05)
-    ),
-    "multi_steps": optax_ext.multi_steps(
-        optax.chain(optax_ext.topk_a(0.2, axis="data"), optax.adam(0.1)), 2
-    ),
-    "powersgd": optax.chain(optax_ext.powersgd(rank=1, axis="data"), optax.adam(0.05)),
+    "bucketed": optax.chain(BUCKETED, ADAM),
+    "powersgd": optax.chain(optax_ext.powersgd(rank=1, axis="data"), ADAM),
 }
 
 
@@ -226,7 +204,7 @@ def test_optimizers_and_wrappers_train(name):
 @pytest.mark.slow
 def test_axes_that_are_explicit():
     """As jax.make_mesh makes them by default."""
-    tx = optax.chain(TRANSFORMATIONS["topk_a"](), optax.sgd(0.1))
+    tx = optax.chain(topk_a(), optax.sgd(0.1))
     for sizes, specs in (((2, 2), TENSOR), ((2, 1), {})):
         kinds = AxisType.Explicit, AxisType.Auto
         runs = [losses(trained(tx, mesh(sizes, NAMES, kind), specs)) for kind in kinds]
@@ -235,23 +213,23 @@ def test_axes_that_are_explicit():
 
 def test_with_fsdp_the_devices_of_a_worker_share_its_examples():
     on, spec = mesh((2, 2), NAMES), PartitionSpec(NAMES)
-    tx = optax.chain(TRANSFORMATIONS["topk_a"](), optax.sgd(0.1))
+    tx = optax.chain(topk_a(), optax.sgd(0.1))
     apart, together = trained(tx, on, FSDP, batch_spec=spec), trained(tx, on, FSDP)
     np.testing.assert_allclose(losses(apart), losses(together), rtol=1e-5)
-    with pytest.raises(ValueError, match=r"batch_spec=.*workers first.*'data', \.\.\."):
-        trained(tx, on, FSDP, batch_spec=PartitionSpec("model"))
+    message = r"batch_spec=.*workers first.*'data', \.\.\."
+    refused(message, trained, tx, on, FSDP, batch_spec=PartitionSpec("model"))
 
 
 def test_parameters_that_all_devices_of_a_worker_hold():
     """HiTopKComm: a worker is a node, whose devices have examples of their own."""
     on, spec = mesh((2, 2), NAMES), PartitionSpec(NAMES)
-    tx = optax.chain(TRANSFORMATIONS["topk_a"](), optax.sgd(0.1))
+    tx = optax.chain(topk_a(), optax.sgd(0.1))
     params = {"up": normal((6, 16)), "bias": np.zeros(16, "f4"), "down": np.ones((16, 3), "f4")}
     x = normal((8, 6), 1)
     batch = (x, np.sin(x[:, :3]))
     step = optax_ext.make_train_step(loss_fn, tx, on, batch_spec=spec, donate=False)
-    with pytest.raises(ValueError, match=r"init_state\(tx, params, mesh, specs=jax"):
-        step(params, optax_ext.init_state(tx, params, on), batch)
+    state = optax_ext.init_state(tx, params, on)
+    refused(r"init_state\(tx, params, mesh, specs=jax", step, params, state, batch)
     state = optax_ext.init_state(tx, params, on, specs=PartitionSpec())
     n = sum(leaf.size for leaf in params.values())
     assert state[0].residual.shape == (4, n // 2)

@@ -2,6 +2,8 @@
 
 import collections
 import math
+import re
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +15,8 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 import optax_ext
 import sparse_collectives as sc
 from sparse_collectives import traffic
-from tests.optax_ext import collectives, shards
-from tests.optax_ext.helpers import normal, slow
+from tests.optax_ext import shards
+from tests.optax_ext.helpers import normal, on_mesh, slow
 
 SPARSE = {
     "ok_topk": lambda: optax_ext.ok_topk(0.01, axis="data"),
@@ -29,7 +31,6 @@ LAYOUTS = {
     "tensor": {"up": PartitionSpec(None, "model"), "down": PartitionSpec("model")},
     "fsdp": {"up": PartitionSpec("model"), "down": PartitionSpec("model")},
 }
-
 OK_TOPK_SLOW = [slow(name) if name == "ok_topk" else name for name in SPARSE]
 
 
@@ -68,10 +69,74 @@ def test_no_device_holds_what_the_others_have(layout):
     # And what waits is put together by parts.
     program = jax.jit(gradient).lower(state, params).compile().as_text()
     assert max(map(math.prod, shards.shapes_in(program[program.index("ENTRY") :]))) <= N // 4
-    assert all(x.axes == ("data",) for x in collectives.of_program(program, mesh))
+    assert all(x.axes == ("data",) for x in collectives_of(program, mesh))
     found = gradient(state, params)
     for name in LAYOUTS[layout]:
         assert found[name].sharding.is_equivalent_to(params[name].sharding, 2)
+
+
+_KINDS = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
+_CALL = re.compile(rf"= (.*?) (?:{_KINDS})(?:-start)?\(.*")
+# Numbers of devices: 0,1,2 or [2,4] or [2,4]T(1,0), a range in that shape, transposed.
+_RANGE = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?\)?)\))? *\{(.*?)\}")
+
+
+class Collective(NamedTuple):
+    """The axes along which devices that speak differ, and the entries of the largest result."""
+
+    axes: tuple[str, ...]
+    entries: int
+
+
+def collectives_of(text, mesh):
+    """All of them, in the order of the text; the devices of ``mesh`` are numbered in its order."""
+    assert [d.id for d in mesh.devices.flat] == list(range(mesh.size))
+    found = []
+    for match in _CALL.finditer(text):
+        differ = np.zeros(len(mesh.axis_names), bool)
+        for group in _groups(match[0], mesh.size):
+            places = np.stack(np.unravel_index(group, mesh.devices.shape))
+            differ |= (places != places[:, :1]).any(axis=1)
+        axes = tuple(name for name, d in zip(mesh.axis_names, differ, strict=True) if d)
+        entries = max(int(np.prod(shape)) for shape in shards.shapes_in(match[1]))
+        found.append(Collective(axes, entries))
+    return found
+
+
+def _groups(line, devices):
+    """Of each group the numbers of its devices, in the four ways in which XLA writes them."""
+    if (pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", line)) is not None:
+        return _listed(pairs[1])
+    if (shaped := re.search(r"replica_groups=\[([\d,]+)\]<=(\S+)", line)) is not None:
+        return _numbers(shaped[2], devices).reshape(_integers(shaped[1]))
+    if (named := _MESH.search(line)) is not None:
+        # A mesh of XLA's own, and those of its axes that a group is over.
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        ids = _numbers(named[2], devices).reshape(list(sizes.values()))
+        over = [list(sizes).index(name) for name in re.findall(r"'(\w+)'", named[3])]
+        length = np.prod([ids.shape[i] for i in over])
+        return np.moveaxis(ids, over, range(len(over))).reshape(length, -1).T
+    listed = re.search(r"replica_groups=\{(.*?)\}\}", line)
+    assert listed is not None, line
+    return _listed(listed[1])
+
+
+def _numbers(text, devices):
+    if text is None:
+        return np.arange(devices)
+    if (found := _RANGE.match(text)) is None:
+        return np.array(_integers(text))
+    ids = np.arange(devices).reshape(_integers(found[1]))
+    return ids.transpose(_integers(found[2]) if found[2] else None)
+
+
+def _listed(text):
+    return [_integers(group.strip("{} ,")) for group in text.split("},")]
+
+
+def _integers(text):
+    return [int(x) for x in text.split(",")]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -79,7 +144,7 @@ def test_no_device_holds_what_the_others_have(layout):
 def test_what_is_sent_beyond_the_dense_step(name, layout):
     mesh = shards.mesh_of((2, 4))
     of_step = [
-        collectives.of_program(compiled(tx, layout, mesh)[1], mesh)
+        collectives_of(compiled(tx, layout, mesh)[1], mesh)
         for tx in (SPARSE[name](), optax_ext.dense(axis="data"))
     ]
     sparse, dense = of_step
@@ -125,13 +190,9 @@ def test_words_between_the_workers_are_those_of_a_part(sizes, name):
         k: jax.ShapeDtypeStruct((workers, *shape), "float32") for k, (shape, _) in shapes.items()
     }
     of_state = optax_ext.state_specs(state)
-    mapped = jax.shard_map(
-        step,
-        mesh=mesh,
-        in_specs=({k: PartitionSpec("data", *spec) for k, spec in specs.items()}, of_state),
-        out_specs=(specs, of_state),
-    )
-    found = traffic.of_traced(jax.jit(mapped).trace(stacked, state)).by_axes()
+    of_stacked = {k: PartitionSpec("data", *spec) for k, spec in specs.items()}
+    mapped = on_mesh(step, mesh, (of_stacked, of_state), (specs, of_state))
+    found = traffic.of_traced(mapped.trace(stacked, state)).by_axes()
 
     part = {"columns": (64, 16), "whole": (8, 64)}
     if name == "dense":  # Each device takes the mean of all that it holds.

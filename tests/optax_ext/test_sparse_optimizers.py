@@ -1,5 +1,7 @@
 """The complete optimizers: against NumPy, step-ahead, weight decay, skipped steps, the end."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,11 +13,11 @@ import optax_ext
 import sparse_collectives as sc
 from optax_ext._state import _find
 from optax_ext._step import _accumulation
-from tests.optax_ext.helpers import flat, mesh, normal, run, same, slow, train
+from tests.optax_ext.helpers import flat, mesh, normal, on_mesh, run, same, slow, train
 from tests.reference import agreed as reference
 
 WORKERS, SIZE, STEPS = 4, 120, 8
-EXACT = sc.allreduce.agreed()
+EXACT, LOCAL_ADAM = sc.allreduce.agreed(), optax_ext.scale_by_local_adam
 
 
 def params_at_start(dtype=jnp.float32):
@@ -99,24 +101,17 @@ def test_the_flat_buffers_of_adamw_get_what_the_leaves_would(labels, nonfinite):
     tree = optax_ext.sparse_allreduce(
         sc.select.topk(density=0.2),
         sc.allreduce.agreed(bits=None),
-        local=optax.chain(
-            optax_ext.scale_by_local_adam(eps=EPS), optax.scale_by_learning_rate(0.05)
-        ),
+        local=optax.chain(LOCAL_ADAM(eps=EPS), optax.scale_by_learning_rate(0.05)),
         residual=optax_ext.residual(step_ahead=1.0),
         limit=0.1,
         **options,
     )
-    params = params_at_start(jnp.bfloat16)
-    for (a, one, _), (b, other, _) in zip(
-        trained(whole, params=params, given=given),
-        trained(tree, params=params, given=given),
-        strict=True,
-    ):
+    start = {"params": params_at_start(jnp.bfloat16), "given": given}
+    for (a, one, _), (b, other, _) in zip(trained(whole, **start), trained(tree, **start)):
         np.testing.assert_allclose(flat(a), flat(b), rtol=1e-6)
         one, other = optax_ext.get_state(one), optax_ext.get_state(other)
         np.testing.assert_allclose(one.residual, other.residual, rtol=1e-5, atol=1e-7)
-        moments = [optax.tree.get(state.local, "nu") for state in (one, other)]
-        moments = [sorted(flat(nu)) for nu in moments]
+        moments = [sorted(flat(optax.tree.get(state.local, "nu"))) for state in (one, other)]
         np.testing.assert_allclose(*moments, rtol=1e-6)
         assert (one.skipped, one.dropped) == (other.skipped, other.dropped)
     assert one.dropped + one.skipped
@@ -130,13 +125,6 @@ def test_sparse_sgd_of_all_entries_is_sgd():
         w = w - 0.1 * (w - target.mean(axis=0))
         np.testing.assert_allclose(flat(params), w, rtol=1e-4, atol=1e-5)
         assert (np.asarray(optax_ext.get_state(state).residual) == 0).all()
-
-
-@pytest.mark.parametrize(("workers", "gain"), [slow(2, 1.0), (4, 2**0.5), (32, 2.0)])
-def test_the_gain_makes_up_for_the_noise_of_many_workers(workers, gain):
-    tx = optax_ext.sparse_adamw(0.1, density=1.0, axis="w", allreduce=EXACT, weight_decay=0.0)
-    updates = run(tx, np.full((1, workers, 5), 3.0, np.float32)).updates
-    np.testing.assert_allclose(updates, -0.1 * gain, rtol=1e-4)
 
 
 def test_more_workers_look_ahead_by_a_tenth_at_least():
@@ -155,24 +143,19 @@ def waiting(state):
     return np.pad(rows, ((0, 0), (0, SIZE - rows.shape[1])))
 
 
-def sparse_sgd(axis="data", **options):
-    return optax_ext.sparse_sgd(0.1, density=0.1, axis=axis, **options)
-
-
+sparse_sgd = functools.partial(optax_ext.sparse_sgd, 0.1, density=0.1, axis="data")
 HIERARCHICAL = sc.allreduce.hierarchical(inner_axis="device", outer=sc.allreduce.agreed(bits=16))
+BF16 = optax_ext.residual(jnp.bfloat16, step_ahead=1.0)
 # The transformation, and the share of its residual by which a worker looks ahead.
 WAYS = {
     "plain": (sparse_sgd(), 1 / WORKERS),
-    "bfloat16 residual": (
-        sparse_sgd(residual=optax_ext.residual(jnp.bfloat16, step_ahead=1.0)),
-        1 / WORKERS,
-    ),
+    "bfloat16 residual": (sparse_sgd(residual=BF16), 1 / WORKERS),
     "a number": (sparse_sgd(residual=optax_ext.residual(step_ahead=2.0)), 2 / WORKERS),
     "with correction": (sparse_sgd(correction=optax_ext.momentum_correction(0.9)), 1 / WORKERS),
     "of gradients": (optax.chain(optax_ext.ok_topk(0.1, axis="data"), optax.sgd(0.1)), 0.0),
     "dense leaves": (sparse_sgd(dense_leaves={"a": "sparse", "b": "dense"}), 1 / WORKERS),
     "bucketed": (optax_ext.bucketed(sparse_sgd(), 2), 1 / WORKERS),
-    "nodes": (sparse_sgd(("node", "device"), allreduce=HIERARCHICAL), 1 / WORKERS),
+    "nodes": (sparse_sgd(axis=("node", "device"), allreduce=HIERARCHICAL), 1 / WORKERS),
 }
 
 
@@ -189,8 +172,7 @@ def test_a_worker_looks_ahead_by_a_share_of_what_waits(way):
         return jax.tree.map(lambda x: x[None], optax_ext.ahead(params, state))
 
     specs = P(), optax_ext.state_specs(state)
-    mapped = jax.shard_map(local, mesh=on, in_specs=specs, out_specs=P(on.axis_names))
-    ahead = flat(jax.jit(mapped)(params, state), (WORKERS,))
+    ahead = flat(on_mesh(local, on, specs, P(on.axis_names))(params, state), (WORKERS,))
     np.testing.assert_allclose(ahead, flat(params) + share * kept, rtol=1e-5)
 
 
@@ -206,15 +188,12 @@ def test_a_skipped_step_decays_nothing_and_learns_nothing():
 
 @pytest.mark.slow
 def test_weight_decay_where_the_mask_says():
-    options = {"density": 0.1, "axis": "data", "allreduce": EXACT}
-    plain, _, _ = trained(optax_ext.sparse_sgd(0.1, **options), steps=1)[-1]
-    mask = {"a": True, "b": False}
+    plain, _, _ = trained(sparse_sgd(allreduce=EXACT), steps=1)[-1]
+    mask, decayed = {"a": True, "b": False}, 0.1 * 0.3 * params_at_start()["a"]
     for given in (mask, lambda params: mask):
-        tx = optax_ext.sparse_sgd(0.1, weight_decay=0.3, mask=given, **options)
+        tx = sparse_sgd(weight_decay=0.3, mask=given, allreduce=EXACT)
         params, _, _ = trained(tx, steps=1)[-1]
-        np.testing.assert_allclose(
-            params["a"], plain["a"] - 0.1 * 0.3 * params_at_start()["a"], rtol=1e-5, atol=1e-6
-        )
+        np.testing.assert_allclose(params["a"], plain["a"] - decayed, rtol=1e-5, atol=1e-6)
         np.testing.assert_array_equal(params["b"], plain["b"])
 
 
@@ -233,26 +212,15 @@ def test_each_worker_has_one_entry_at_least():
     assert int(optax_ext.get_info(state).delivered) >= WORKERS
 
 
-def scaled(workers, **options):
-    """Gradients, what is made of them, and the second moments, ``f[steps, P, n]``."""
-    given = normal((6, workers, 7))
-    found = run(optax_ext.scale_by_local_adam(0.9, axis="w", **options), given)
-    return given, found.updates, found.states.nu
-
-
 def test_local_adam_is_adam_without_a_first_moment():
-    gradients, updates, _ = scaled(2)
-    adam = optax.scale_by_adam(b1=0.0, b2=0.9)
-    for worker in range(2):
-        state = adam.init(jnp.zeros(7))
-        for t in range(6):
-            expected, state = adam.update(jnp.asarray(gradients[t, worker]), state)
-            np.testing.assert_allclose(updates[t, worker], expected, rtol=1e-5)
+    both = LOCAL_ADAM(0.9, axis="w"), optax.scale_by_adam(b1=0.0, b2=0.9)
+    updates = [run(tx, normal((6, 2, 7))).updates for tx in both]
+    np.testing.assert_allclose(*updates, rtol=1e-5)
 
 
 def test_second_moments_are_averaged_every_so_many_steps():
-    gradients, _, nu = scaled(3, average_every=3)
-    expected = np.zeros((3, 7))
+    gradients, expected = normal((6, 3, 7)), np.zeros((3, 7))
+    nu = run(LOCAL_ADAM(0.9, axis="w", average_every=3), gradients).states.nu
     for t in range(6):
         expected = 0.9 * expected + 0.1 * gradients[t].astype(np.float64) ** 2
         if t % 3 == 2:
@@ -261,10 +229,8 @@ def test_second_moments_are_averaged_every_so_many_steps():
 
 
 def test_averaged_moments_under_shard_map_with_types():
-    local = optax.chain(
-        optax_ext.scale_by_local_adam(axis="data", average_every=2),
-        optax.scale_by_learning_rate(0.1),
-    )
+    adam = LOCAL_ADAM(axis="data", average_every=2)
+    local = optax.chain(adam, optax.scale_by_learning_rate(0.1))
     tx = optax_ext.sparse_allreduce(sc.select.topk(density=0.1), EXACT, axis="data", local=local)
     _, state, _ = trained(tx, steps=4)[-1]
     for x in jax.tree.leaves(optax_ext.get_state(state).local[0].nu):

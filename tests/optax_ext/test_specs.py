@@ -1,6 +1,12 @@
-"""What a part was made as: the same text in every program, another one for other arguments."""
+"""What a part was made as, and what optax_ext uses of sparse_collectives.
 
+Of a part the same text in every program, another one for other arguments; of sparse_collectives
+what is public, and what both packages share.
+"""
+
+import ast
 import inspect
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +15,8 @@ import pytest
 
 import optax_ext
 import sparse_collectives as sc
-from tests.optax_ext.helpers import normal, run
+from sparse_collectives import extend
+from tests.optax_ext.helpers import normal, refused, run, same
 from tests.sparse_collectives.helpers import selector_factory
 
 TOPK_A = sc.allreduce.topk_a()
@@ -57,8 +64,7 @@ def test_states_that_differ_in_an_option_are_told_apart(one, other):
     assert "0x" not in first.settings.selector
     saved = optax_ext.checkpoint_metadata(first)
     optax_ext.check_metadata(saved, again)
-    with pytest.raises(ValueError, match=r"selector: own_selector\(option="):
-        optax_ext.check_metadata(saved, second)
+    refused(r"selector: own_selector\(option=", optax_ext.check_metadata, saved, second)
 
 
 def test_the_text_does_not_depend_on_the_order_of_arguments_or_on_the_content_of_a_tracer():
@@ -69,10 +75,10 @@ def test_the_text_does_not_depend_on_the_order_of_arguments_or_on_the_content_of
     assert specs == ["f(scale=float32[2,3])"]
 
 
-@pytest.mark.parametrize("value", [object(), lambda x: x, {1, 2}, [print]])
-def test_what_has_no_text_is_an_error_where_the_part_is_made(value):
-    with pytest.raises(TypeError, match=r"option is .*no text that is the same in every program"):
-        sc.Spec.of("f", option=value)
+def test_what_has_no_text_is_an_error_where_the_part_is_made():
+    message = r"option is .*no text that is the same in every program"
+    for value in (object(), lambda x: x, {1, 2}, [print]):
+        refused(message, sc.Spec.of, "f", option=value, error=TypeError)
 
 
 @pytest.mark.slow
@@ -82,20 +88,13 @@ def test_a_part_without_a_spec_trains_and_has_no_metadata():
     )
     known = own_selector(a=1)
     for state, message in (
-        (
-            state_of(own_selector()),
-            r"selector.*no spec.*sparse_collectives\.Selector\(.*spec=.*Spec\.of",
-        ),
+        (state_of(own_selector()), r"selector.*no spec.*\.Selector\(.*spec=.*Spec\.of"),
         (state_of(known, allreduce), r"allreduce.*no spec.*SparseAllreduce\("),
         (state_of(known, correction=correction), r"correction.*no spec.*optax_ext\.MomentumCorr"),
     ):
-        with pytest.raises(ValueError, match=message):
-            optax_ext.checkpoint_metadata(state)
-    given = normal((1, 2, 40))
-    wanted = run(optax_ext.topk_a(0.1, axis="w"), given).updates
-    np.testing.assert_array_equal(
-        run(transformation(own_selector(), allreduce), given).updates, wanted
-    )
+        refused(message, optax_ext.checkpoint_metadata, state)
+    both = optax_ext.topk_a(0.1, axis="w"), transformation(own_selector(), allreduce)
+    same(*(run(tx, normal((1, 2, 40))).updates for tx in both))
 
 
 def test_what_is_made_of_a_part_without_a_spec_has_none():
@@ -121,3 +120,54 @@ def test_a_spec_has_the_arguments_of_a_factory_and_no_local_variable(part):
     rows, name = sc.cost_model.ALGORITHMS, part.spec.name
     factory = rows[name].factory if name in rows else selector_factory(name)
     assert {name for name, _ in part.spec.arguments} == set(inspect.signature(factory).parameters)
+
+
+# Branches on versions of jax, checks of arguments, hashes and platforms are those of both packages.
+SHARED = {"_compat", "_validation", "_hash", "_platform", "_coo"}
+FILES = sorted(pathlib.Path(optax_ext.__file__).parent.rglob("*.py"))
+
+
+def private(name):
+    first, *rest = name.removeprefix("sparse_collectives.").split(".")
+    if first in SHARED:
+        name = ".".join(rest)
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def underscored(source):
+    """Private modules and names of sparse_collectives that a program reaches."""
+    nodes, reached, bound = list(ast.walk(ast.parse(source))), [], set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names = {alias.name: alias.asname or "sparse_collectives" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = {f"{node.module}.{x.name}": x.asname or x.name for x in node.names}
+        else:
+            continue
+        names = {name: at for name, at in names.items() if name.startswith("sparse_collectives")}
+        reached += names
+        bound |= set(names.values())
+    for node in nodes:
+        first, _, rest = (
+            ast.unparse(node).partition(".") if isinstance(node, ast.Attribute) else [""] * 3
+        )
+        reached += [rest] if first in bound else []
+    return [name for name in reached if private(name)]
+
+
+def test_nothing_underscored_is_imported():
+    assert len(FILES) > 20
+    assert {file.name: found for file in FILES if (found := underscored(file.read_text()))} == {}
+
+
+def test_an_import_of_something_private_would_be_noticed():
+    assert underscored("import sparse_collectives._spec")
+    assert underscored("from sparse_collectives import _spec")
+    assert underscored("from sparse_collectives.allreduce._shared import regions")
+    assert underscored("import sparse_collectives as sc\nsc._spec.Spec")
+    assert underscored("from sparse_collectives import select\nselect._shared.threshold")
+
+
+def test_what_is_declared_is_there_and_nothing_else():
+    public = {name for name in vars(extend) if not name.startswith("_")}
+    assert list(extend.__all__) == sorted(public)

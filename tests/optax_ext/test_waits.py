@@ -98,7 +98,6 @@ def test_no_entry_waits_long_beside_one_that_is_much_larger(name, times):
 # Those that select k entries or nearly, of whatever distribution.
 BY_RANK = {
     "threshold_reuse": sc.select.threshold_reuse(density=DENSITY, period=8),
-    "dgc": sc.select.published.dgc(density=DENSITY),
     "adtopk": sc.select.published.adtopk(density=DENSITY),
     "adtopk_interleaved": sc.select.published.adtopk_interleaved(density=DENSITY),
     "adtopk_threshold": sc.select.published.adtopk_threshold(density=DENSITY, steps=STEPS),
@@ -116,32 +115,27 @@ LIMITED = {
     "redsync": sc.select.published.redsync(density=DENSITY),
     "bucketed": sc.select.bucketed(density=DENSITY, bucket=16),
 }
+DGC = sc.select.published.dgc(density=DENSITY)
+FITS = pytest.mark.xfail(strict=True, reason="docs/selectors.md: one entry widens the fit")
 
 
-def longest_of_selector(selector, times):
+@pytest.mark.parametrize(
+    ("selector", "times"),
+    [
+        *((DGC, times) for times in (1.0, 1e4, 1e6)),
+        *(slow(selector, 1e6, id=name) for name, selector in (BY_RANK | AT_RANDOM).items()),
+        *(
+            pytest.param(selector, 1e6, id=name, marks=[FITS, pytest.mark.slow])
+            for name, selector in LIMITED.items()
+        ),
+    ],
+)
+def test_no_entry_waits_long_for_a_selector(selector, times):
     gradient = np.random.default_rng(0).uniform(1, 2, (2, SIZE))
     gradient[:, HUGE] *= times
-    return longest_waits(updates_of(selector, sc.allreduce.topk_a(), gradient) != 0).max()
-
-
-@pytest.mark.parametrize("times", [1.0, 1e4, 1e6])
-def test_no_entry_waits_long_for_dgc(times):
-    assert longest_of_selector(BY_RANK["dgc"], times) <= TURN
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BY_RANK | AT_RANDOM)
-def test_no_entry_waits_long_for_a_selector(name):
-    longest = longest_of_selector((BY_RANK | AT_RANDOM)[name], 1e6)
+    moved = updates_of(selector, sc.allreduce.topk_a(), gradient) != 0
     at_random = windows.longest_wait(STEPS * SIZE, round(DENSITY * SIZE), SIZE)
-    assert longest <= (at_random if name in AT_RANDOM else TURN)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LIMITED)
-@pytest.mark.xfail(strict=True, reason="who waits in docs/selectors.md: one entry widens the fit")
-def test_no_entry_waits_long_for_a_selector_that_fits(name):
-    assert longest_of_selector(LIMITED[name], 1e6) <= TURN
+    assert longest_waits(moved).max() <= (at_random if selector in AT_RANDOM.values() else TURN)
 
 
 @pytest.mark.slow
