@@ -56,10 +56,11 @@ def _decode_dense(message: jax.Array, length: int, dtype) -> jax.Array:
     width = jnp.dtype(dtype).itemsize
     if width == 8:
         message = message.reshape(*message.shape[:-1], -1, 2)
-    values = lax.bitcast_convert_type(message, dtype)
     if width == 2:
-        values = values.reshape(*message.shape[:-1], -1)
-    return values[..., :length]
+        # Bits are cut off and not floats: a program of a slice alone may quiet a NaN.
+        halves = lax.bitcast_convert_type(message, jnp.uint16).reshape(*message.shape[:-1], -1)
+        return lax.bitcast_convert_type(halves[..., :length], dtype)
+    return lax.bitcast_convert_type(message, dtype)[..., :length]
 
 
 def _widened(values: jax.Array) -> jax.Array:
