@@ -119,7 +119,10 @@ def test_a_curve_is_kept_thinned(tmp_path):
     [
         ('{"format": 9, "results": []}', "format must be a whole number from 2 to 2, got 9"),
         ('{"format": 2, "res', "is not a JSON file"),
-        ('{"format": 2, "results": [{"claim": "some/claim"}]}', "must be an object with code, seed, got"),
+        (
+            '{"format": 2, "results": [{"claim": "some/claim"}]}',
+            "must be an object with code, seed",
+        ),
     ],
 )
 @pytest.mark.parametrize("name", ["some.json", "figures/curves.json"])
