@@ -51,6 +51,7 @@ def test_the_quick_start_learns(capsys):
     assert numbers(r"test accuracy ([\d.]+)%", out)[0] > 95
 
 
+@pytest.mark.slow
 def test_an_nnx_classifier_is_compared_with_the_dense_one(capsys, tmp_path):
     figure = tmp_path / "loss.png"
     options = f"--steps 20 --batch 64 --workers 4 --compare --out {figure}"
@@ -64,6 +65,7 @@ def test_an_nnx_classifier_is_compared_with_the_dense_one(capsys, tmp_path):
         assert image.width > 600
 
 
+@pytest.mark.slow
 def test_a_language_model_learns_a_text_of_ones_own(capsys, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("Was it a rat I saw? Ünä, no: a cat. " * 100, encoding="utf-8")
@@ -114,23 +116,21 @@ def test_the_program_for_several_processes_runs_in_one(capsys):
 
 # Settings of the notebook's plots are not those of other tests.
 @plt.rc_context()
-@pytest.mark.parametrize("steps", [60, pytest.param(200, marks=pytest.mark.slow)])
-def test_the_notebook_runs_and_prints_what_it_shows(steps, capsys):
-    """From top to bottom, in one namespace, as a kernel runs it; with fewer steps in the end."""
+@pytest.mark.slow
+def test_the_notebook_runs_and_prints_what_it_shows(capsys):
+    """From top to bottom, in one namespace, as a kernel runs it."""
     cells = json.loads((EXAMPLES / "one_step.ipynb").read_text())["cells"]
     cells = [cell for cell in cells if cell["cell_type"] == "code"]
     sources = ["".join(cell["source"]) for cell in cells]
-    assert "".join(sources).count("steps=200") == 1
     names, figures = {}, 0
     for number, (cell, source) in enumerate(zip(cells, sources), 1):
         assert cell["execution_count"] == number
-        exec(source.replace("steps=200", f"steps={steps}"), names)
+        exec(source, names)
         now = capsys.readouterr().out
         shown = "".join(line for output in cell["outputs"] for line in output.get("text", []))
         assert re.sub(NUMBER, "N", now) == re.sub(NUMBER, "N", shown)
-        if steps == 200:
-            # Another version of jax or of its compiler rounds otherwise.
-            assert numbers(f"({NUMBER})", now) == pytest.approx(numbers(f"({NUMBER})", shown), 0.15)
+        # Another version of jax or of its compiler rounds otherwise.
+        assert numbers(f"({NUMBER})", now) == pytest.approx(numbers(f"({NUMBER})", shown), 0.15)
         images = [x["data"]["image/png"] for x in cell["outputs"] if "data" in x]
         assert len(images) == len(plt.get_fignums())
         figures += len(images)

@@ -69,7 +69,7 @@ NARROW_LEAVES = {"dtypes": ("bfloat16", "float16")}
 ROWS = {
     "ok_topk": of(OK_TOPK),
     "ok_topk of eight": of(OK_TOPK, workers=(8,)),
-    "ok_topk, narrow8": of(NARROW, quick=True),
+    "ok_topk, narrow8": of(NARROW),
     "ok_topk, balanced": of(ar.ok_topk(density=DENSITY, regions="balanced")),
     "topk_a": of(),
     "gtopk": of(ar.published.gtopk(density=DENSITY)),
