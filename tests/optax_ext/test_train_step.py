@@ -61,6 +61,19 @@ def test_a_dense_step_has_loss_and_gradient_of_the_whole_batch_and_the_mean_of_a
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "optimizer", [optax.sgd(0.05, momentum=0.9), optax.adamw(3e-3)], ids=["momentum", "adamw"]
+)
+def test_it_learns_in_front_of_any_optimizer(optimizer):
+    tx = optax.chain(optax_ext.ok_topk(density=0.05, axis="data"), optimizer)
+    # Targets that the inputs determine.
+    pairs = [(x, x[:, :4]) for x, _ in batches(150)]
+    results = train(tx, loss_fn, PARAMS, pairs, mesh(WORKERS))
+    losses = [float(loss) for *_, loss in results[1:]]
+    assert np.mean(losses[-10:]) < 0.5 * np.mean(losses[:3])
+
+
+@pytest.mark.slow
 def test_the_step_needs_one_buffer_of_n_beside_the_residual():
     """Of a flat gradient: the update. The sum is made in the donated residual."""
     size = 1 << 20
