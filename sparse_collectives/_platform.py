@@ -34,6 +34,28 @@ def by_platform(portable: Callable[..., Any], gpu: Callable[..., Any], *args: An
     return lax.platform_dependent(*args, cuda=gpu, rocm=gpu, default=portable)
 
 
+def once(
+    worth: jax.Array, function: Callable[..., Any], otherwise: Callable[..., Any], *args: Any
+) -> Any:
+    """``function(*args)``, computed once for all that read it.
+
+    XLA's compiler for CPUs computes what is elementwise anew in each loop that reads it, whatever
+    that costs, and drops ``lax.optimization_barrier`` before it decides so. The result of a branch
+    is written. A GPU would wait for its host at a branch.
+
+    Args:
+      worth: ``bool[]``, whether there is anything to compute.
+      function: of the arguments.
+      otherwise: what it gives where ``worth`` is false, at less cost.
+      *args: arrays, or trees of them.
+    """
+
+    def branch(worth: jax.Array, *args: Any) -> Any:
+        return lax.cond(worth, function, otherwise, *args)
+
+    return by_platform(branch, lambda worth, *args: function(*args), worth, *args)
+
+
 @contextlib.contextmanager
 def traced_for(name: str) -> Generator[None]:
     """What is traced within has the form ``name``, "gpu" or "portable", on every platform.

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from sparse_collectives._coo import _bits
+from sparse_collectives._coo._running import running_sum
 
 
 class RankedBitset(NamedTuple):
@@ -61,7 +62,7 @@ def insert(words: jax.Array, indices: jax.Array, size: int) -> jax.Array:
 def rank_index(words: jax.Array) -> RankedBitset:
     """Prefix counts, for :func:`rank`. Cost: two passes over n / 32 words."""
     counts = _bits.popcount(words)
-    inclusive = jnp.cumsum(counts, dtype=jnp.int32)
+    inclusive = running_sum(counts)
     return RankedBitset(words, inclusive - counts, inclusive[-1])
 
 

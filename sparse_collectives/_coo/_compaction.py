@@ -2,7 +2,7 @@
 
 ``jnp.nonzero(size=k)`` runs a prefix sum over all n entries. Here the mask is
 packed 32 entries to a word in the same pass that compares, so the prefix sum
-runs over n / 32 words; each output slot finds its word by a running maximum or a
+runs over n / 32 words; each output slot finds its word by a running sum or a
 binary search, and its bit by halving. The indices come out ascending.
 """
 
@@ -10,10 +10,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from sparse_collectives import _hash
 from sparse_collectives._coo import _bits, _bitset
+from sparse_collectives._coo._running import running_sum
 from sparse_collectives._data import PaddedCOO, take
 from sparse_collectives._platform import by_platform, places
 
@@ -42,7 +42,7 @@ def set_positions(
     Cost: a few passes over n / 32 words and over the slots.
     """
     counts = _bits.popcount(words)
-    inclusive = jnp.cumsum(counts, dtype=jnp.int32)
+    inclusive = running_sum(counts)
     count = inclusive[-1]
     start = wrapped = jnp.zeros_like(count)
     if turn is not None:
@@ -62,13 +62,12 @@ def _by_slot(
     size: int,
 ) -> jax.Array:
     """Each slot finds its word and its bit: work for the slots and the words alone."""
-    counts = _bits.popcount(words)
     slot = jnp.arange(capacity, dtype=jnp.int32)
     rank = jnp.where(slot < wrapped, slot, start + slot - wrapped)
     if capacity < words.shape[0] // _SLOTS_PER_WORD:
         word = places(inclusive, rank, side="right")
     else:
-        word = _word_of_slot(inclusive - counts, counts, capacity, start, wrapped)
+        word = _word_of_slot(inclusive, capacity, start, wrapped)
     position = _position_in_word(words, inclusive, word, rank)
     return jnp.where(rank < inclusive[-1], position, size)
 
@@ -96,19 +95,18 @@ def _by_position(
 
 
 def _word_of_slot(
-    before: jax.Array, counts: jax.Array, capacity: int, start: jax.Array, wrapped: jax.Array
+    inclusive: jax.Array, capacity: int, start: jax.Array, wrapped: jax.Array
 ) -> jax.Array:
-    """The word of each slot: every word marks its first slot, and marks spread to the right."""
-    word = jnp.arange(before.shape[0], dtype=jnp.int32)
-    in_second = jnp.where(
-        before + counts > start, jnp.maximum(before, start) - start + wrapped, capacity
-    )
-    first_slot = jnp.where(before < wrapped, before, in_second)
-    first_slot = jnp.where(counts > 0, first_slot, capacity)
-    marks = jnp.zeros((capacity,), jnp.int32).at[first_slot].max(word, mode="drop")
-    # A word on both sides of the gap marked only its first slot before it.
-    marks = marks.at[wrapped].max(places(before + counts, start, side="right"), mode="drop")
-    return lax.cummax(marks)
+    """The word of each slot: how many words end before it.
+
+    Each word is counted at the first slot behind its last bit, and a running sum is cheaper than
+    the running maximum of marks.
+    """
+    behind = wrapped + jnp.maximum(inclusive - start, 0)
+    ends = jnp.where(inclusive < wrapped, inclusive, behind)
+    # All that end in one slot are counted there.
+    marks = jnp.zeros((capacity,), jnp.int32).at[ends.astype(jnp.uint32)].add(1, mode="drop")
+    return running_sum(marks)
 
 
 def nth_position(words: jax.Array, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -116,7 +114,7 @@ def nth_position(words: jax.Array, rank: jax.Array) -> tuple[jax.Array, jax.Arra
 
     Where there are not so many the position means nothing.
     """
-    inclusive = jnp.cumsum(_bits.popcount(words), dtype=jnp.int32)
+    inclusive = running_sum(_bits.popcount(words))
     word = places(inclusive, rank, side="right")
     return _position_in_word(words, inclusive, word, rank), inclusive[-1]
 
@@ -253,7 +251,7 @@ def compact_mask(coo: PaddedCOO, mask: jax.Array, *, capacity: int) -> tuple[Pad
       The PaddedCOO, and ``i32[]``, the number of slots where ``mask`` holds.
     """
     # A running sum over the slots: with this many of them set it beats finding each by rank.
-    rank = jnp.cumsum(mask, dtype=jnp.int32)
+    rank = running_sum(mask)
     return to_slots(coo, jnp.where(mask, rank - 1, capacity), capacity=capacity), rank[-1]
 
 

@@ -8,14 +8,17 @@ as exact.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sparse_collectives import _compat
 from sparse_collectives._coo import _bits, _compaction
+from sparse_collectives._coo._running import running_sum
 from sparse_collectives._data import PaddedCOO
-from sparse_collectives._platform import by_platform
+from sparse_collectives._platform import by_platform, once
 
 # Below this size 31 passes over everything cost less than sampling.
 DIRECT_SIZE = 1 << 17
@@ -26,6 +29,8 @@ _SAMPLE_HITS = 256
 # the comparisons.
 _WIDTHS = ((1 << 15, 11), (1 << 19, 8), (1 << 31, 4))
 _NONE = 0x7FFFFFFF
+# Passes that interpolate, before the rest is bisected.
+_STRAIGHT = 16
 
 
 def kth_magnitude_bits(x: jax.Array, k: int) -> jax.Array:
@@ -91,21 +96,54 @@ def bisect_and_count(bits: jax.Array, k: int | jax.Array) -> tuple[jax.Array, ja
 
     Of the pattern 0 the count means nothing.
     """
-    return by_platform(_by_halving, _by_counting, bits, jnp.asarray(k, jnp.int32))
+    return by_platform(_by_interpolation, _by_counting, bits, jnp.asarray(k, jnp.int32))
 
 
-def _by_halving(bits: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A bit at a time: 31 passes."""
+def _by_interpolation(bits: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Between the smallest and the largest, until k reach the lower end: some 8 passes.
 
-    def step(i, carry):
-        pattern, reached = carry
-        candidate = pattern | (jnp.int32(1) << (_bits.MAGNITUDE_BITS - 1 - i))
-        count = jnp.sum(bits >= candidate, dtype=jnp.int32)
-        taken = count >= k
-        return jnp.where(taken, candidate, pattern), jnp.where(taken, count, reached)
+    Patterns are nearly logarithms, in which the logarithm of a count is nearly straight; what is
+    not straight is bisected in the end.
+    """
+    wanted = jnp.log(jnp.maximum(k, 1).astype(jnp.float32))
 
-    start = jnp.zeros_like(bits[0])
-    return lax.fori_loop(0, _bits.MAGNITUDE_BITS, step, (start, start))
+    def excess(count: jax.Array) -> jax.Array:
+        return jnp.log(jnp.maximum(count.astype(jnp.float32), 0.5)) - wanted
+
+    def unfinished(carry: Any) -> jax.Array:
+        low, high, reached, *_ = carry
+        return (high - low > 1) & (reached > k)
+
+    def step(carry: Any) -> Any:
+        low, high, reached, above, below, turn, was_above = carry
+        share = jnp.where(turn < _STRAIGHT, above / (above - below), 0.5)
+        width = (high - low).astype(jnp.float32)
+        middle = low + jnp.clip(share * width, 1.0, width - 1.0).astype(jnp.uint32)
+        middle = jnp.clip(middle, low + 1, high - 1)
+        count = jnp.sum(bits.astype(jnp.uint32) >= middle, dtype=jnp.int32)
+        taken, here = count >= k, excess(count)
+        # An end that stays counts half (the Illinois rule): else it might stay for long.
+        above = jnp.where(taken, here, jnp.where(was_above, above, above / 2))
+        below = jnp.where(taken, jnp.where(was_above, below / 2, below), here)
+        low, high = jnp.where(taken, middle, low), jnp.where(taken, high, middle)
+        reached = jnp.where(taken, count, reached)
+        return low, high, reached, above, below, turn + 1, taken
+
+    # Padding is no end of the straight part.
+    low = jnp.min(jnp.where(bits > 0, bits, _NONE)).astype(jnp.uint32)
+    reached = jnp.sum(bits > 0, dtype=jnp.int32)
+    # No pattern is as large as 2^31.
+    high = jnp.max(bits).astype(jnp.uint32) + 1
+    ends = excess(reached), excess(jnp.zeros_like(reached))
+    turn = jnp.zeros_like(k)
+    carry = _compat.varying_like((low, high, reached, *ends, turn, turn > 0), bits[0])
+    low, _, reached, *_ = lax.while_loop(unfinished, step, carry)
+    low = low.astype(jnp.int32)
+    # With k entries up from there it is the smallest of these; fewer than k may be there at all.
+    smallest = jnp.min(jnp.where(bits >= low, bits, _NONE))
+    pattern = jnp.where(reached == k, smallest, low)
+    enough = reached >= k
+    return jnp.where(enough, pattern, 0), jnp.where(enough, reached, 0)
 
 
 def _by_counting(bits: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -151,14 +189,25 @@ def slots_from(
     Returns:
       ``i32[m]``, ``none`` for those without a slot; ``i32[]``, how many have one.
     """
-    above = bits > pattern
-    tied = (bits == pattern) & (bits > 0)
-    # Of both at once: a GPU takes several launches for a running sum.
-    passed = jnp.cumsum(jnp.stack([above, tied]), axis=1, dtype=jnp.int32)
-    ties = k - passed[0, -1]
-    chosen = above | (tied & (passed[1] <= ties))
-    slot = jnp.where(chosen, passed[0] + jnp.minimum(passed[1], ties) - 1, none)
-    return slot, passed[0, -1] + jnp.minimum(passed[1, -1], ties)
+
+    def of_all(bits: jax.Array, pattern: jax.Array) -> tuple[jax.Array, jax.Array]:
+        chosen = (bits >= pattern) & (bits > 0)
+        passed = running_sum(chosen)
+        return jnp.where(chosen, passed - 1, none), passed[-1]
+
+    def of_some(bits: jax.Array, pattern: jax.Array) -> tuple[jax.Array, jax.Array]:
+        above = bits > pattern
+        tied = (bits == pattern) & (bits > 0)
+        # Of both at once: a GPU takes several launches for a running sum.
+        passed = running_sum(jnp.stack([above, tied]))
+        ties = k - passed[0, -1]
+        chosen = above | (tied & (passed[1] <= ties))
+        slot = jnp.where(chosen, passed[0] + jnp.minimum(passed[1], ties) - 1, none)
+        return slot, passed[0, -1] + jnp.minimum(passed[1, -1], ties)
+
+    # Where no ties are left out a CPU needs one running sum.
+    crowded = jnp.sum(bits >= jnp.maximum(pattern, 1), dtype=jnp.int32) > k
+    return once(crowded, of_some, of_all, bits, pattern)
 
 
 def bisect_all(x: jax.Array, k: int, found: jax.Array, needed: jax.Array) -> jax.Array:
@@ -204,7 +253,7 @@ def keep_largest(coo: PaddedCOO, k: int) -> tuple[PaddedCOO, list[PaddedCOO]]:
     threshold = kth_magnitude_bits(coo.values, k)
     above = bits > threshold
     tied = (bits == threshold) & (bits > 0)
-    rank = jnp.cumsum(tied, dtype=jnp.int32) - 1
+    rank = running_sum(tied) - 1
     kept = above | (tied & (rank < k - jnp.sum(above, dtype=jnp.int32)))
     largest, _ = _compaction.compact_mask(coo, kept, capacity=k)
     others, _ = _compaction.compact_mask(coo, (bits > 0) & ~kept, capacity=coo.capacity - k)

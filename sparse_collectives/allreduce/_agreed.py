@@ -9,7 +9,9 @@ from jax import lax
 
 from sparse_collectives import _validation, transport
 from sparse_collectives._coo import _compaction
+from sparse_collectives._coo._running import running_sum
 from sparse_collectives._data import PaddedCOO
+from sparse_collectives._platform import once
 from sparse_collectives._spec import Spec
 from sparse_collectives._types import AxisName, SparseAllreduce
 from sparse_collectives.allreduce._shared import _messages, _partitions, _reduce, _replicas, _sums
@@ -127,12 +129,8 @@ def agreed(*, density: float | None = None, bits: int | None = 32) -> SparseAllr
         with jax.named_scope("agreed/indices"):
             message = _encoded(mine, plan, _reduce.turn(state.count, 1))
             gathered = transport.all_gather(message, axis)
-        local, step = _decoded(gathered, plan)
         partition = (jnp.arange(workers, dtype=jnp.int32) + state.count) % workers
-        # Used several times, in ways that would each compute them anew.
-        indices = lax.optimization_barrier(
-            plan.partitions.place(local, partition[:, None]).reshape(-1)
-        )
+        indices, step = _decoded(gathered, partition, plan)
         with jax.named_scope("agreed/values"):
             result = _sums.sum_at(indices, acc, coo, axis, step, plan.bits)
         sent = mine.count()
@@ -203,14 +201,20 @@ def _in_my_partition(
     coo: PaddedCOO, plan: Plan, partition: jax.Array, turn: jax.Array
 ) -> PaddedCOO:
     """The entries of my partition, at their places in it, ascending, with padding at the end."""
-    local = plan.partitions.local(coo.indices, partition)
-    inside = local < plan.partitions.width
-    slot = jnp.where(inside, jnp.cumsum(inside, dtype=jnp.int32) - 1, coo.capacity)
-    mine = PaddedCOO(
-        jnp.zeros_like(coo.values).at[slot].set(coo.values, mode="drop"),
-        jnp.full_like(coo.indices, plan.partitions.width).at[slot].set(local, mode="drop"),
-        plan.partitions.width,
-    )
+    local, width = plan.partitions.local(coo.indices, partition), plan.partitions.width
+
+    def moved(values: jax.Array, local: jax.Array) -> tuple[jax.Array, jax.Array]:
+        inside = local < width
+        slot = jnp.where(inside, running_sum(inside) - 1, coo.capacity)
+        return (
+            jnp.zeros_like(values).at[slot].set(values, mode="drop"),
+            jnp.full_like(local, width).at[slot].set(local, mode="drop"),
+        )
+
+    # What was selected in the partition is in its place.
+    others = jnp.any((local >= width) & (coo.indices < coo.size))
+    values, local = once(others, moved, lambda *mine: mine, coo.values, local)
+    mine = PaddedCOO(values, local, width)
     return _compaction.bounded(mine, plan.slots, turn)[0]
 
 
@@ -224,11 +228,28 @@ def _encoded(mine: PaddedCOO, plan: Plan, turn: jax.Array) -> jax.Array:
     return jnp.concatenate([lax.bitcast_convert_type(step, jnp.int32), indices])
 
 
-def _decoded(gathered: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array | None]:
-    """The places ``i32[P, c]`` that all workers selected, and the step of each, ``f32[P c]``."""
+def _decoded(
+    gathered: jax.Array, partition: jax.Array, plan: Plan
+) -> tuple[jax.Array, jax.Array | None]:
+    """The indices ``i32[P c]`` that all workers selected, and the step of each, ``f32[P c]``."""
+    slots, partitions = plan.slots, plan.partitions
+    packed = gathered if plan.bits == EXACT else gathered[:, _sums.buckets(slots) :]
+
+    def indices_of(packed: jax.Array, partition: jax.Array) -> jax.Array:
+        if plan.bits == EXACT:
+            local = packed
+        else:
+            local = jax.vmap(lambda row: _partitions.decode(row, slots, partitions.width))(packed)
+        return partitions.place(local, partition[:, None])
+
+    def none(packed: jax.Array, partition: jax.Array) -> jax.Array:
+        del partition
+        # Of the type of what is gathered.
+        return jnp.full_like(packed, partitions.size, shape=(packed.shape[0], slots))
+
+    # A message of zeros is that of no entries.
+    indices = once(jnp.any(packed != 0), indices_of, none, packed, partition).reshape(-1)
     if plan.bits == EXACT:
-        return gathered, None
-    count, width = _sums.buckets(plan.slots), plan.partitions.width
-    step = lax.bitcast_convert_type(gathered[:, :count], jnp.float32)
-    local = jax.vmap(lambda row: _partitions.decode(row, plan.slots, width))(gathered[:, count:])
-    return local, _sums.of_slots(step, plan.slots).reshape(-1)
+        return indices, None
+    step = lax.bitcast_convert_type(gathered[:, : _sums.buckets(slots)], jnp.float32)
+    return indices, _sums.of_slots(step, slots).reshape(-1)

@@ -20,7 +20,8 @@ import numpy as np
 from jax import lax
 
 from sparse_collectives._coo import _bits
-from sparse_collectives._platform import places
+from sparse_collectives._coo._running import running_sum
+from sparse_collectives._platform import once, places
 
 # Indices of a block: 4 KB of float32, so that memory is read in long runs.
 BLOCK = 1024
@@ -59,8 +60,15 @@ class Partitions(NamedTuple):
 
     def take(self, vector: jax.Array, partition: jax.Array) -> jax.Array:
         """The entries ``f[width]`` of a partition of ``vector f[n]``, zeros in empty places."""
-        blocks = vector[: self._dealt].reshape(self.rounds, self.workers, self.block)
-        mine = lax.dynamic_slice_in_dim(blocks, partition, 1, axis=1).reshape(-1)
+        def blocks_of(vector: jax.Array, partition: jax.Array) -> jax.Array:
+            blocks = vector[: self._dealt].reshape(self.rounds, self.workers, self.block)
+            return lax.dynamic_slice_in_dim(blocks, partition, 1, axis=1)[:, 0]
+
+        def zeros(vector: jax.Array, partition: jax.Array) -> jax.Array:
+            return jnp.zeros_like(blocks_of(vector, partition))
+
+        # As rows: joined by XLA's CPU compiler each entry would be divided for its place.
+        mine = once(partition >= 0, blocks_of, zeros, vector, partition).reshape(-1)
         if not self.rest:
             return mine
         room = self.workers * self.rest - (self.size - self._dealt)
@@ -74,7 +82,7 @@ class Partitions(NamedTuple):
         Ascending where the places are.
         """
         whole = self.rounds * self.block
-        # Truncated, not floored: nothing is negative but what is outside.
+        # Of what is negative they mean nothing: it is outside.
         number, within = _divided(local, self.block)
         dealt = (number * self.workers + partition) * self.block + within
         behind = self._dealt + partition * self.rest + (local - whole)
@@ -96,8 +104,9 @@ class Partitions(NamedTuple):
 
 def _divided(x: jax.Array, by: int) -> tuple[jax.Array, jax.Array]:
     """Quotient and remainder, of what is not negative."""
-    divisor = jnp.full_like(x, by)
-    return lax.div(x, divisor), lax.rem(x, divisor)
+    # Unsigned: of a power of two a shift and a mask, where signs take four operations more.
+    dividend, divisor = x.astype(jnp.uint32), jnp.uint32(by)
+    return (dividend // divisor).astype(jnp.int32), (dividend % divisor).astype(jnp.int32)
 
 
 def make_partitions(size: int, workers: int) -> Partitions:
@@ -133,12 +142,12 @@ def decode(message: jax.Array, slots: int, width: int) -> jax.Array:
     """The inverse of :func:`encode`, ``i32[c]``, with ``width`` for padding."""
     low = low_bits(slots, width)
     count_words = -(-_pages(width, low) * _COUNT_BITS // 32)
-    ends = jnp.cumsum(_bits.unpack(message[:count_words], _COUNT_BITS), dtype=jnp.int32)
+    ends = running_sum(_bits.unpack(message[:count_words], _COUNT_BITS))
     within = _bits.unpack(message[count_words:], low)[:slots]
     slot = jnp.arange(slots, dtype=jnp.int32)
     # Each page that ends at a slot moves it, and all behind it, one page on.
     marks = jnp.zeros((slots,), jnp.int32).at[ends].add(1, mode="drop")
-    page = jnp.cumsum(marks, dtype=jnp.int32)
+    page = running_sum(marks)
     return jnp.where(slot < ends[-1], (page << low) | within, width)
 
 
