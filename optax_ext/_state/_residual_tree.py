@@ -1,5 +1,7 @@
 """What is in residuals, as a tree of the parameters; and the parameters a step ahead by it."""
 
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ from optax_ext._state import _find
 from optax_ext._step import _accumulation, _buffers, _checks, _layout
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import _compat, transport
+from sparse_collectives._platform import once
 
 
 def residual_tree(
@@ -99,8 +102,21 @@ def ahead(params: Any, opt_state: Any) -> Any:
     states = _find.get_states(opt_state)
     if not any(state.settings.step_ahead for state in states):
         return local
-    waiting = residual_tree(opt_state, params, lambda state: _share(state, workers))
-    return jax.tree.map(lambda p, r: p + r.astype(p.dtype), local, waiting)
+
+    def stepped() -> Any:
+        waiting = residual_tree(opt_state, params, lambda state: _share(state, workers))
+        return jax.tree.map(lambda p, r: p + r.astype(p.dtype), local, waiting)
+
+    if ranks or any(_is_in_parts(state) for state in states):
+        return stepped()
+    # Layers read their parameters several times, and would each add the residual anew.
+    owned = [_accumulation.is_own(state.owner, state.settings.axis) for state in states]
+    return once(functools.reduce(operator.or_, owned), stepped, lambda: local)
+
+
+def _is_in_parts(state: SparseAllreduceState) -> bool:
+    """Whether devices have to tell each other of what waits, which no branch may do."""
+    return state.devices > 1 or bool(state.settings.shard_axis)
 
 
 def _share(state: SparseAllreduceState, workers: int) -> Any:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparse_collectives import AxisName, Spec, _hash, _validation, transport
+from sparse_collectives import AxisName, Spec, _compat, _hash, _validation, transport
 from sparse_collectives._coo import all_finite
 
 DTYPES = ("float32", "bfloat16")
@@ -166,6 +166,10 @@ POLICIES = ("skip", "drop", "raise", "propagate")
 # none can overflow, which is at 2^128, within 2^25 / P steps.
 LARGEST = 2.0**103
 
+# A transformation that squares a gradient, and adds squares up, has no more than finite sums of
+# what is smaller.
+LARGEST_GRADIENT = 2.0**63
+
 
 class Pending(NamedTuple):
     """What a worker is about to accumulate in one of its buffers.
@@ -177,6 +181,8 @@ class Pending(NamedTuple):
       velocity: ``f32[1, n]``, or ``()``.
       old_velocity: as before this step.
       bounded: whether an increment has to be smaller than :data:`LARGEST`.
+      seen: the gradients ``f32[1, m]`` and one increment ``f32[1, 1]``, which say by themselves
+        whether all increments are finite and small; None: the accumulator is looked at.
     """
 
     residual: Any
@@ -185,10 +191,13 @@ class Pending(NamedTuple):
     velocity: Any
     old_velocity: Any
     bounded: bool = False
+    seen: tuple[jax.Array, jax.Array] | None = None
 
     @property
     def checked(self) -> tuple[jax.Array, ...]:
         """What has to be finite: the accumulator, and what is infinite beyond the bound."""
+        if self.seen is not None:
+            return (self.seen[0] * jnp.float32(2.0**128 / LARGEST_GRADIENT),)
         residual = self.residual if self.decay == 1.0 else self.decay * self.residual
         accumulated = residual + self.increment
         if not self.bounded:
@@ -227,9 +236,9 @@ def guard(
     return [_without(part, ~finite) for part in parts], finite, none
 
 
-def zeroed(tree: Any) -> tuple[Any, jax.Array]:
-    """A tree with zeros for what is not finite, and how many entries that are."""
-    finite = jax.tree.map(jnp.isfinite, tree)
+def zeroed(tree: Any, largest: float = float("inf")) -> tuple[Any, jax.Array]:
+    """A tree with zeros for what is not below ``largest``, and how many entries that are."""
+    finite = jax.tree.map(lambda x: jnp.abs(x) < largest, tree)
     bad = [jnp.sum(~x, dtype=jnp.int32) for x in jax.tree.leaves(finite)]
     kept = jax.tree.map(lambda ok, x: jnp.where(ok, x, jnp.zeros_like(x)), finite, tree)
     return kept, sum(bad, jnp.zeros((), jnp.int32))
@@ -250,7 +259,11 @@ def _all_finite(parts: list[Pending], axis: AxisName) -> jax.Array:
     finite = jnp.ones((), jnp.bool_)
     for part in parts:
         finite &= all_finite(*part.checked)
-    return transport.psum((~finite).astype(jnp.int32), axis) == 0
+        if part.seen is not None:
+            finite &= jnp.all(jnp.isfinite(part.seen[1]))
+    # Gradients alone may be the same along axes of devices, which residuals never are.
+    bad = _compat.to_varying((~finite).astype(jnp.int32), axis)
+    return transport.psum(bad, axis) == 0
 
 
 def _nothing(step: jax.Array) -> None:

@@ -5,7 +5,7 @@ On the way a transformation of each worker's own gradient may stand in front of 
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,8 +79,29 @@ class Elementwise(optax.GradientTransformation):
     """One that treats every entry alike, whatever its leaf, and asks for no parameters.
 
     It is given the flat buffers, once they are made: a leaf for itself would be written once
-    more, to be joined.
+    more, to be joined. What it makes of gradients below :data:`._accumulation.LARGEST_GRADIENT`,
+    and what it keeps of them, is finite, unless a number that it was made with is not: so it is
+    enough to look at the gradients, and what it makes need not be written to be looked at.
     """
+
+
+class Loaded(NamedTuple):
+    """The gradients of a worker as flat buffers, transformed.
+
+    Attributes:
+      sparse: ``f32[n]``, the increments of the leaves in the sparse buffer.
+      dense: ``f32[d]``, those of the leaves that go dense.
+      local: the next state of the transformation, with a leading axis of 1.
+      left_out: ``i32[]``, entries of the gradients that the transformation was not shown.
+      seen: of each buffer that is not empty the gradients ``f32[1, size]``, and one increment,
+        ``f32[1, 1]``, where these say whether all increments are finite; else nothing.
+    """
+
+    sparse: jax.Array
+    dense: jax.Array
+    local: Any
+    left_out: jax.Array
+    seen: tuple[tuple[jax.Array, jax.Array], ...] = ()
 
 
 def init_local(tx: optax.GradientTransformation | None, layout: _layout.TreeLayout) -> Any:
@@ -99,7 +120,7 @@ def loaded(
     *,
     axis: AxisName,
     drop: bool,
-) -> tuple[tuple[jax.Array, jax.Array], Any, jax.Array]:
+) -> Loaded:
     """The gradients as flat buffers, transformed.
 
     Args:
@@ -110,28 +131,33 @@ def loaded(
       axis: of the workers.
       drop: whether what is not finite is zero to the transformation: it would stay in its state
         for good.
-
-    Returns:
-      The increments ``f32[n]`` of the leaves in the sparse buffer, and ``f32[d]`` of the leaves
-      that go dense; the next state, with a leading axis of 1; ``i32[]``, entries of the gradients
-      that the transformation was not shown.
     """
     none = jnp.zeros((), jnp.int32)
     if tx is None:
-        return ravel(gradients, layout), (), none
+        return Loaded(*ravel(gradients, layout), (), none)
     gradients = jax.tree.map(_in_float32, gradients)
     gradients = [x for x in ravel(gradients, layout) if x.size]
-    gradients, left_out = _accumulation.zeroed(gradients) if drop else (gradients, none)
+    left_out = none
+    if drop:
+        gradients, left_out = _accumulation.zeroed(gradients, _accumulation.LARGEST_GRADIENT)
     # In the shape of the state: XLA then writes in place where it is donated.
     before, step = _sparse_state.with_lead(gradients), jax.vmap(tx.update)
-    gradients = step(before, state)[0]
+    made = iter(_sparse_state.without_lead(step(before, state)[0]))
     # Computed once more, where it is chosen or not: what is shared would be written twice.
-    state = step(jax.lax.optimization_barrier(before), state)[1]
-    made = iter(_sparse_state.without_lead(gradients))
+    state_after = step(jax.lax.optimization_barrier(before), state)[1]
     empty = jnp.zeros((0,), jnp.float32)
-    sparse = next(made) if layout.size else empty
-    dense = next(made) if layout.dense_size else empty
-    return (sparse, dense), _compat.to_varying(state, axis), left_out
+    return Loaded(
+        next(made) if layout.size else empty,
+        next(made) if layout.dense_size else empty,
+        _compat.to_varying(state_after, axis),
+        left_out,
+        () if drop else tuple(zip(before, step(*_first_of((before, state)))[0], strict=True)),
+    )
+
+
+def _first_of(trees: Any) -> Any:
+    """The first entry of each buffer ``f32[1, size]``, and all else as it is."""
+    return jax.tree.map(lambda x: x[:, :1] if x.ndim == 2 else x, trees)
 
 
 def init_of_leaves(tx: optax.GradientTransformation, params: Any) -> Any:

@@ -21,6 +21,7 @@ from optax_ext._step._contract import Accumulated, Exchange, Options
 from optax_ext._step._momentum_correction import MomentumCorrection
 from optax_ext._step._sparse_state import SparseAllreduceState, StepInfo
 from sparse_collectives import AxisName, _compat, transport
+from sparse_collectives._platform import by_platform
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,14 +98,14 @@ class ErrorFeedback:
         options = self.options
         size = self.exchange.part_size(layout.size)
         _checks.check_residual(state.residual, size, _checks.workers(options.axis), options.axis)
-        gradients, local, unseen = self.load(updates, state, layout)
+        loaded = self.load(updates, state, layout)
         buffers, proceeds, dropped = _accumulation.guard(
             options.nonfinite,
-            self._pending(gradients, state, layout),
+            self._pending(loaded, state, layout),
             # All devices of a worker take a step, or none of them.
             axis=_with(options.axis, layout.device_axes),
             count=state.count,
-            left_out=unseen + left_out,
+            left_out=loaded.left_out + left_out,
         )
         mean, dense_mean, stepped = self.exchange.reduce(
             self._accumulate(buffers, proceeds, state, layout)
@@ -123,7 +124,7 @@ class ErrorFeedback:
             owner=_accumulation.renewed(state.owner, options.axis),
             limit=self._largest_limit(state),
             residual=kept,
-            local=local,
+            local=loaded.local,
             info=_reported(stepped.info, state.info),
         )
         if proceeds is not None:
@@ -138,9 +139,9 @@ class ErrorFeedback:
 
     def load(
         self, updates: Any, state: SparseAllreduceState, layout: _layout.TreeLayout
-    ) -> tuple[tuple[jax.Array, jax.Array], Any, jax.Array]:
-        """As :func:`._local.update`; of its shard where there are shards."""
-        (gradient, dense), local, left_out = _buffers.loaded(
+    ) -> _buffers.Loaded:
+        """As :func:`._buffers.loaded`; of its shard where there are shards."""
+        loaded = _buffers.loaded(
             self.options.local,
             updates,
             state.local,
@@ -148,17 +149,19 @@ class ErrorFeedback:
             axis=self.options.axis,
             drop=self.options.nonfinite == "drop",
         )
-        if layout.size:
-            gradient = self.exchange.scatter(gradient)
-        return (gradient, dense), local, left_out
+        if not layout.size:
+            return loaded
+        return loaded._replace(sparse=self.exchange.scatter(loaded.sparse))
 
     def _pending(
         self,
-        gradients: tuple[jax.Array, jax.Array],
+        loaded: _buffers.Loaded,
         state: SparseAllreduceState,
         layout: _layout.TreeLayout,
     ) -> list[Pending]:
         """What is to be added to the residual, with the momentum of the correction."""
+
+        seen = iter(loaded.seen if self.correction is None else ())
 
         def part(residual, increment, velocity, bounded=False):
             # In the shape of the state: XLA then adds in place where it is donated.
@@ -166,7 +169,8 @@ class ErrorFeedback:
             if self.correction is not None and increment.size:
                 velocity, increment = self.correction.update(velocity, increment)
             decay = self.options.residual.decay
-            return Pending(residual, decay, increment, velocity, old, bounded)
+            looked_at = next(seen, None) if increment.size else None
+            return Pending(residual, decay, increment, velocity, old, bounded, looked_at)
 
         def own(value):
             return jax.tree.map(
@@ -174,10 +178,10 @@ class ErrorFeedback:
             )
 
         residual, bounded = own(_accumulation.load(state.residual)), self.exchange.keeps_others
-        parts = [part(residual, gradients[0], own(state.velocity), bounded)]
+        parts = [part(residual, loaded.sparse, own(state.velocity), bounded)]
         if layout.dense_size:
             nothing = jnp.zeros((), jnp.float32)
-            parts.append(part(nothing, gradients[1], own(state.dense_velocity)))
+            parts.append(part(nothing, loaded.dense, own(state.dense_velocity)))
         return parts
 
     def _is_dense(self, count: jax.Array) -> jax.Array | None:
@@ -279,6 +283,14 @@ def _unless_skipped(
     The buffers of the size of the parameters are the same in both already, but for those of
     a local transformation.
     """
+    # On a CPU these would be copied, if they might be written before the accumulator has read
+    # them. A GPU writes both in one pass.
+    proceeds = by_platform(
+        lambda known, delivered: known & (delivered >= 0),
+        lambda known, delivered: known,
+        proceeds,
+        stepped.info.delivered,
+    )
     skipped = state._replace(skipped=state.skipped + 1)
     chosen = jax.tree.map(
         lambda new, old: new if new is old else jnp.where(proceeds, new, old), stepped, skipped

@@ -113,9 +113,9 @@ class Transformation:
         state = state._replace(layout=part, settings=feedback.settings)
         mine = _layout.take(updates, layout)
         if is_on():
-            increments, local, _ = feedback.load(mine, state, part)
-            mine = _buffers.unravel(*increments, part, saturate=False)
-            new = state._replace(count=state.count + 1, local=local)
+            loaded = feedback.load(mine, state, part)
+            mine = _buffers.unravel(loaded.sparse, loaded.dense, part, saturate=False)
+            new = state._replace(count=state.count + 1, local=loaded.local)
         else:
             # All devices of a worker have counted the same.
             first = transport.axis_index(part.device_axes) == 0
@@ -125,7 +125,7 @@ class Transformation:
     def _transformed(
         self, updates: Any, state: SparseAllreduceState, params: Any, extra: Mapping[str, Any]
     ) -> tuple[Any, Any, jax.Array]:
-        """As :func:`._local.of_leaves`, where there is such a transformation."""
+        """As :func:`._buffers.transformed`, where there is such a transformation."""
         if self._of_leaves is None:
             return updates, state.local, jnp.zeros((), jnp.int32)
         options = self._feedback.options
