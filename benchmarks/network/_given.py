@@ -69,11 +69,11 @@ class Worker(Stepper):
         def step(parameters, state, given):
             gradients = [leaf[0] for leaf in given]
             if contestant.whole:
-                # A given gradient is taken nowhere: this makes it wait for the step ahead, which
-                # a product reads, as that of a layer does. (XLA would compute a sum twice.)
+                # A given gradient is taken nowhere: the smallest one waits for the step ahead, all
+                # of which is written, and no pass is added that a model would not make.
                 ahead = optax_ext.ahead(parameters, state)
-                pairs = zip(gradients, ahead, strict=True)
-                gradients = [g + 1e-12 * jnp.vdot(x, x) for g, x in pairs]
+                least = min(range(len(gradients)), key=lambda i: gradients[i].size)
+                gradients[least] += 1e-12 * sum(jnp.ravel(x)[0] for x in ahead)
             updates, state = tx.update(gradients, state, parameters)
             return optax.apply_updates(parameters, updates), state
 
