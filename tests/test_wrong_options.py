@@ -35,6 +35,7 @@ REFUSED = [
     (".training.paper_counts", "--images no-such-folder --tasks images"),
     (".training.paper_counts", "--workers 5 --tasks images; --text no-such-file --tasks lstm"),
     (".local.compile_time", "--leaves 0.5; --leaves 7"),
+    (".local.passes", "--only magic; --breakdown magic; --check no-such-file"),
     (".local.step_cost", "--size 0; --density 0"),
     (".local.select_speed", "--sizes 2**40"),
     (".local.partitioned_norms", "--rounds 0"),

@@ -63,7 +63,7 @@ def heaviest(program: Program, computation: str | None = None) -> Cost:
     """The cost of the heaviest path; of a conditional the most of each number."""
     total, lines = Cost(), program.computations[computation or program.entry]
     for line in lines.values():
-        inner = [heaviest(program, name) for name in line.reached] or [_alone(program, lines, line)]
+        inner = [heaviest(program, name) for name in line.reached] or [alone(program, lines, line)]
         most, turns = functools.reduce(operator.or_, inner), _turns(line)
         total += most + _WAIT if turns is None else _times(most, turns)
     return total
@@ -85,7 +85,7 @@ def parts(
                 ranks = {name: (x["launches"], x["touched"]) for name, x in costs.items()}
                 yield from parts(program, min(ranks, key=ranks.__getitem__), turns)
         elif not _free(line):
-            yield line, _times(_alone(program, lines, line), turns)
+            yield line, _times(alone(program, lines, line), turns)
 
 
 def _turns(line: Instruction) -> int | None:
@@ -108,7 +108,8 @@ def _free(line: Instruction) -> bool:
     return line.opcode in _FREE or line.opcode.endswith(("-done", "-update"))
 
 
-def _alone(program: Program, lines: Lines, line: Instruction) -> Cost:
+def alone(program: Program, lines: Lines, line: Instruction) -> Cost:
+    """The cost of one instruction that reaches no computation."""
     if _free(line):
         return Cost()
     touched = size_of(line.shape) + sum(size_of(_shape(lines, name)) for name in line.operands)

@@ -273,7 +273,8 @@ def _nothing(step: jax.Array) -> None:
 def _raise(step: Any) -> None:
     raise FloatingPointError(
         f"step {int(step)}: the gradient of some worker, or its sum with the residual, is not "
-        "finite (or the gradient is 1e31 or more, where the allreduce keeps_others). "
+        "finite (or the gradient is 1e31 or more, where the allreduce keeps_others, or 9e18 or "
+        "more in front of sparse_adamw and sparse_sgd). "
         "jax.debug_nans finds where it comes from; nonfinite='skip' leaves such steps out, "
         "nonfinite='drop' such entries."
     )

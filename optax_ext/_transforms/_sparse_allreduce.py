@@ -68,6 +68,9 @@ def sparse_allreduce(
     with a lossy codec) leaves with a worker partial sums of what others sent. There a gradient of
     2^103 (1e31) or more counts as one that is not finite: at an index the residuals of all P
     workers then grow by less than P 2^103 in a step, and none overflows within 2^25 / P steps.
+    In front of :func:`sparse_adamw` and :func:`sparse_sgd` one of 2^63 (9e18) or more does: what
+    they accumulate is bounded by the gradients, so that these alone are looked at, and the square
+    of a larger one would stay in its second moment for good.
 
     ``skipped``, ``dropped`` and ``withheld`` of the state count these. Leaves and steps that
     go dense have no residual: there an entry whose sum is not finite is left out, and counts

@@ -20,6 +20,7 @@ from tests.optax_ext.helpers import fails_in_the_step, mapped, mesh, normal, run
 LARGE = np.float32(3e38)
 WORKERS, STEPS, SIZE = 3, 6, 40
 POLICIES = ("skip", "drop", "raise", "propagate")
+UNDECAYED = functools.partial(optax_ext.sparse_adamw, axis="w", weight_decay=0.0)
 
 
 def spoiled():
@@ -154,6 +155,40 @@ def test_a_sum_that_overflows_stays_with_the_workers(policy, exchange):
         np.testing.assert_array_equal(updates[:2, :, 3], 0)
         np.testing.assert_allclose(updates[2, :, 3], 1e38, rtol=1e-6)
         assert found.last.withheld.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("make", [optax_ext.sparse_adamw, optax_ext.sparse_sgd])
+@pytest.mark.parametrize("large", [2.0**62, 2.0**63, -(2.0**64), 1e38, np.nan])
+def test_a_gradient_whose_square_would_overflow_is_not_accumulated(make, large):
+    """It is looked at instead of what an optimizer makes of it, which is finite and means nothing.
+
+    The second moment of an entry that was once infinite would stop that entry for good.
+    """
+    given = normal((STEPS, WORKERS, SIZE))
+    given[2, 1, 7] = large
+    found = run(make(0.1, density=0.5, axis="w", weight_decay=0.0), given)
+    proceeds = abs(large) < 2.0**63
+    assert found.last.skipped.tolist() == [0 if proceeds else 1] * WORKERS
+    assert np.isfinite(found.residuals).all()
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(found.last.local))
+
+
+def test_a_gradient_whose_square_would_overflow_is_dropped():
+    given = normal((STEPS, WORKERS, SIZE))
+    given[2, 1, 7] = 2.0**64
+    found = run(UNDECAYED(0.1, density=0.5, nonfinite="drop"), given)
+    assert found.last.dropped.tolist() == [1] * WORKERS
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(found.last.local))
+
+
+@pytest.mark.parametrize("rate", [np.nan, np.inf])
+def test_a_rate_that_is_not_finite_takes_no_step(rate):
+    """No gradient shows it: what is made of one entry does."""
+    tx = UNDECAYED(lambda count: jnp.where(count == 2, rate, 0.1))
+    found = run(tx, normal((STEPS, WORKERS, SIZE)))
+    # A schedule counts the steps that were taken.
+    assert found.last.skipped.tolist() == [STEPS - 2] * WORKERS
+    assert np.isfinite(found.residuals).all()
 
 
 @pytest.mark.parametrize(

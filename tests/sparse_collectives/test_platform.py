@@ -8,6 +8,7 @@ import pytest
 import sparse_collectives as sc
 from sparse_collectives import _platform
 from sparse_collectives._coo import _bits, _kth_magnitude
+from sparse_collectives._coo._running import running_sum
 from tests.sparse_collectives import helpers, table
 
 RNG = np.random.default_rng(0)
@@ -46,6 +47,48 @@ VECTORS = {
 def test_the_kth_magnitude_and_how_many_reach_it(name, share):
     k = max(1, round(share * len(VECTORS[name])))
     bits = _bits.magnitude_bits(jnp.asarray(VECTORS[name], jnp.float32))
+    pattern, count = same(lambda b: _kth_magnitude.bisect_and_count(b, k), bits)
+    assert pattern == np.sort(np.asarray(bits))[-k]
+    if pattern:
+        assert count == np.sum(np.asarray(bits) >= np.asarray(pattern))
+
+
+@pytest.mark.parametrize("shape", [(5,), (1 << 14,), (40_000,), (3, 20_001)])
+def test_running_sums(shape):
+    counts = RNG.integers(0, 40, shape)
+    found = same(running_sum, jnp.asarray(counts, jnp.int32))
+    np.testing.assert_array_equal(found, np.cumsum(counts, axis=-1))
+    found = same(running_sum, jnp.asarray(counts > 20))
+    np.testing.assert_array_equal(found, np.cumsum(counts > 20, axis=-1))
+
+
+def test_running_sums_of_several_vectors_under_vmap():
+    counts = jnp.asarray(RNG.integers(0, 3, (2, 20_000)), jnp.int32)
+    np.testing.assert_array_equal(jax.vmap(running_sum)(counts), np.cumsum(counts, axis=-1))
+
+
+@pytest.mark.parametrize("worth", [True, False])
+def test_what_is_computed_once_is_what_the_other_branch_gives_where_it_is_not_worth_it(worth):
+    def of_positive(x, flag):
+        return _platform.once(flag, lambda y: jnp.maximum(y, 0), jnp.zeros_like, x)
+
+    x = jnp.asarray([-1.0, 2.0, 3.0]) if worth else jnp.asarray([-1.0, -2.0, -3.0])
+    found = same(of_positive, x, jnp.asarray(worth))
+    np.testing.assert_array_equal(found, np.maximum(x, 0))
+
+
+@pytest.mark.parametrize("k", [1, 2, 30, 31, 32, 999, 1000])
+@pytest.mark.parametrize("kind", ["apart", "two", "padded", "subnormal", "largest"])
+def test_the_kth_magnitude_by_interpolation_of_what_is_not_straight(kind, k):
+    """Far apart, at two places, behind padding, and where patterns are no logarithms."""
+    values = {
+        "apart": np.float32(10.0) ** RNG.integers(-37, 38, 1000),
+        "two": np.where(np.arange(1000) < 31, 1e30, 1e-30),
+        "padded": np.where(np.arange(1000) < 600, 0.0, 1 + RNG.random(1000)),
+        "subnormal": RNG.integers(0, 2000, 1000).astype(np.int32).view(np.float32),
+        "largest": np.full(1000, np.finfo(np.float32).max),
+    }[kind]
+    bits = _bits.magnitude_bits(jnp.asarray(values, jnp.float32))
     pattern, count = same(lambda b: _kth_magnitude.bisect_and_count(b, k), bits)
     assert pattern == np.sort(np.asarray(bits))[-k]
     if pattern:
