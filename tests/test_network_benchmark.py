@@ -21,7 +21,7 @@ def found(points, local=(), links=()):
 
 
 @pytest.mark.parametrize("size", [1, 12_345, 14_700_000])
-@pytest.mark.parametrize("shapes", ["vgg", "lstm", "flat"])
+@pytest.mark.parametrize("shapes", ["vgg", "lstm", "gpt2", "flat"])
 def test_shapes_have_exactly_the_entries_asked_for(shapes, size):
     made = _problem.SHAPES[shapes](size)
     assert sum(math.prod(shape) for shape in made) == size

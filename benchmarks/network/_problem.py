@@ -51,8 +51,25 @@ def _exactly(matrices: Callable[[float], Matrices], size: int) -> list[tuple[int
     return [shape for matrix, bias in pairs for shape in (matrix, (bias,))]
 
 
+def _gpt2(size: int) -> list[tuple[int, ...]]:
+    """Leaves of GPT-2 of 124,439,808 entries; a narrower one where n is less, and what is over."""
+    width = 768
+    while sum(map(math.prod, _gpt2_of_width(width))) > size:
+        width -= 1
+    found = _gpt2_of_width(width) if width else []
+    rest = size - sum(map(math.prod, found))
+    return [*found, (rest,)] if rest else found
+
+
+def _gpt2_of_width(d: int) -> list[tuple[int, ...]]:
+    block = [(d,), (d,), (d, 3 * d), (3 * d,), (d, d), (d,)]
+    block += [(d,), (d,), (d, 4 * d), (4 * d,), (4 * d, d), (d,)]
+    return [(50257, d), (1024, d), *block * 12, (d,), (d,)]
+
+
 # By name, a function of the number of entries.
 SHAPES = {
+    "gpt2": _gpt2,
     "vgg": functools.partial(_exactly, _vgg),
     "lstm": functools.partial(_exactly, _lstm),
     "flat": lambda size: [(size,)],

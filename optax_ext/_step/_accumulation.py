@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparse_collectives import AxisName, Spec, _compat, _hash, _validation, transport
-from sparse_collectives._coo import all_finite
+from sparse_collectives._coo import all_below
 
 DTYPES = ("float32", "bfloat16")
 
@@ -194,15 +194,14 @@ class Pending(NamedTuple):
     seen: tuple[jax.Array, jax.Array] | None = None
 
     @property
-    def checked(self) -> tuple[jax.Array, ...]:
-        """What has to be finite: the accumulator, and what is infinite beyond the bound."""
+    def checked(self) -> tuple[tuple[jax.Array, float], ...]:
+        """What is looked at, and what its magnitudes have to be smaller than."""
         if self.seen is not None:
-            return (self.seen[0] * jnp.float32(2.0**128 / LARGEST_GRADIENT),)
+            return ((self.seen[0], LARGEST_GRADIENT),)
         residual = self.residual if self.decay == 1.0 else self.decay * self.residual
         accumulated = residual + self.increment
-        if not self.bounded:
-            return (accumulated,)
-        return accumulated, self.increment * jnp.float32(2.0**128 / LARGEST)
+        finite = accumulated, float("inf")
+        return (finite, (self.increment, LARGEST)) if self.bounded else (finite,)
 
 
 def guard(
@@ -223,7 +222,7 @@ def guard(
         return parts, None, none
     if policy == "drop":
         bad = [
-            functools.reduce(operator.or_, (~jnp.isfinite(x) for x in part.checked))
+            functools.reduce(operator.or_, (~(jnp.abs(x) < most) for x, most in part.checked))
             for part in parts
         ]
         local = sum((jnp.sum(x, dtype=jnp.int32) for x in bad), left_out)
@@ -258,7 +257,7 @@ def _all_finite(parts: list[Pending], axis: AxisName) -> jax.Array:
     """Whether every accumulator of every worker is finite; equal on all."""
     finite = jnp.ones((), jnp.bool_)
     for part in parts:
-        finite &= all_finite(*part.checked)
+        finite &= all_below(*part.checked)
         if part.seen is not None:
             finite &= jnp.all(jnp.isfinite(part.seen[1]))
     # Gradients alone may be the same along axes of devices, which residuals never are.

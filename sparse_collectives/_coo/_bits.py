@@ -76,22 +76,28 @@ def mask_by_magnitude(acc: jax.Array, predicate: Callable[[jax.Array], jax.Array
     return mask_words(lambda start, stop: predicate(magnitude_bits(acc[start:stop])), acc.shape[0])
 
 
-def all_finite(*arrays: jax.Array) -> jax.Array:
-    """Whether every entry of each array ``f[..., n]`` is finite, ``bool[]``; all of one size.
+def all_below(*pairs: tuple[jax.Array, float]) -> jax.Array:
+    """Whether all magnitudes of each array ``f[..., n]`` are below its bound, ``bool[]``.
 
-    Cost: one pass for all of them, packed like the mask of a selection. On a CPU that takes a
-    third of what ``jnp.all`` takes, which writes a byte for each entry; on a GPU a selection from
-    the same array takes it along.
+    Below infinity is what is finite. All arrays are of one size.
+
+    Cost: one pass for all of them, in the blocks of a mask. On a CPU that takes a fifth of what
+    ``jnp.all`` takes, which writes a byte for each entry; on a GPU a selection from the same array
+    takes it along.
     """
-    size = arrays[0].size
-    if not size:
-        return jnp.all(jnp.isfinite(arrays[0]))
-    flat = [x.reshape(-1) for x in arrays]
+    size = pairs[0][0].size
+    main = size // 32 * 32
+    flat = [(x.reshape(-1), bound) for x, bound in pairs]
 
     def bad(start: int, stop: int) -> jax.Array:
-        return functools.reduce(operator.or_, (~jnp.isfinite(x[start:stop]) for x in flat))
+        beyond = (~(jnp.abs(x[start:stop]) < bound) for x, bound in flat)
+        return functools.reduce(operator.or_, beyond)
 
-    return ~jnp.any(mask_words(bad, size) != 0)
+    found = jnp.any(bad(main, size)) if main < size else jnp.zeros((), jnp.bool_)
+    if main:
+        counts = jnp.sum(bad(0, main).reshape(-1, 4, 8), axis=(1, 2), dtype=jnp.int32)
+        found |= jnp.any(counts != 0)
+    return ~found
 
 
 def popcount(words: jax.Array) -> jax.Array:

@@ -96,14 +96,22 @@ def test_the_kth_magnitude_by_interpolation_of_what_is_not_straight(kind, k):
 
 
 @pytest.mark.parametrize("shape", [(1,), (32,), (1, 1003), (0,)])
-def test_whether_all_is_finite(shape):
+def test_whether_all_is_below_a_bound(shape):
+    def finite(x):
+        return _bits.all_below((x, np.inf))
+
+    def small_as_well(x):
+        return _bits.all_below((x, np.inf), (x, 0.5))
+
     x = RNG.standard_normal(shape).astype(np.float32)
-    assert same(_bits.all_finite, jnp.asarray(x))
+    assert same(finite, jnp.asarray(x))
+    assert same(small_as_well, jnp.asarray(x)) == np.all(np.abs(x) < 0.5)
+    assert same(small_as_well, jnp.asarray(x / 100))
     for bad in (np.nan, np.inf, -np.inf):
         for place in (0, -1) if x.size else ():
             spoilt = x.copy()
             spoilt.flat[place] = bad
-            assert not same(_bits.all_finite, jnp.asarray(spoilt))
+            assert not same(finite, jnp.asarray(spoilt))
 
 
 def test_what_a_trace_is_for():
