@@ -145,13 +145,14 @@ def loaded(
     made = iter(_sparse_state.without_lead(step(before, state)[0]))
     # Computed once more, where it is chosen or not: what is shared would be written twice.
     state_after = step(jax.lax.optimization_barrier(before), state)[1]
+    first: Any = step(*_first_of((before, state)))[0]
     empty = jnp.zeros((0,), jnp.float32)
     return Loaded(
         next(made) if layout.size else empty,
         next(made) if layout.dense_size else empty,
         _compat.to_varying(state_after, axis),
         left_out,
-        () if drop else tuple(zip(before, step(*_first_of((before, state)))[0], strict=True)),
+        () if drop else tuple(zip(before, first, strict=True)),
     )
 
 

@@ -160,7 +160,6 @@ class ErrorFeedback:
         layout: _layout.TreeLayout,
     ) -> list[Pending]:
         """What is to be added to the residual, with the momentum of the correction."""
-
         seen = iter(loaded.seen if self.correction is None else ())
 
         def part(residual, increment, velocity, bounded=False):

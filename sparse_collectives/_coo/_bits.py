@@ -81,23 +81,18 @@ def all_below(*pairs: tuple[jax.Array, float]) -> jax.Array:
 
     Below infinity is what is finite. All arrays are of one size.
 
-    Cost: one pass for all of them, in the blocks of a mask. On a CPU that takes a fifth of what
-    ``jnp.all`` takes, which writes a byte for each entry; on a GPU a selection from the same array
-    takes it along.
+    Cost: one pass for all of them, packed like the mask of a selection. On a CPU that takes half of
+    what ``jnp.all`` takes, which writes a byte for each entry; on a GPU a selection from the same
+    array takes it along.
     """
     size = pairs[0][0].size
-    main = size // 32 * 32
     flat = [(x.reshape(-1), bound) for x, bound in pairs]
 
     def bad(start: int, stop: int) -> jax.Array:
         beyond = (~(jnp.abs(x[start:stop]) < bound) for x, bound in flat)
         return functools.reduce(operator.or_, beyond)
 
-    found = jnp.any(bad(main, size)) if main < size else jnp.zeros((), jnp.bool_)
-    if main:
-        counts = jnp.sum(bad(0, main).reshape(-1, 4, 8), axis=(1, 2), dtype=jnp.int32)
-        found |= jnp.any(counts != 0)
-    return ~found
+    return ~jnp.any(mask_words(bad, size) != 0) if size else ~jnp.any(bad(0, 0))
 
 
 def popcount(words: jax.Array) -> jax.Array:

@@ -157,7 +157,7 @@ _AGREED = Algorithm(
     flat.agreed(bits=32),
     "tab:orange",
     complete=True,
-    gpu=Program(72, 28.9),
+    gpu=Program(73, 28.9),
 )
 
 _ROWS = (
@@ -237,7 +237,7 @@ _ROWS = (
         formula=flat.agreed(bits=None),
         colour="tab:green",
         rounds=True,
-        gpu=Program(87, 29.1),
+        gpu=Program(88, 29.1),
     ),
     Algorithm("leader", published.leader, _nothing, flat.leader, "gold", complete=True),
     Algorithm(

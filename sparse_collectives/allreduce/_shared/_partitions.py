@@ -60,6 +60,7 @@ class Partitions(NamedTuple):
 
     def take(self, vector: jax.Array, partition: jax.Array) -> jax.Array:
         """The entries ``f[width]`` of a partition of ``vector f[n]``, zeros in empty places."""
+
         def blocks_of(vector: jax.Array, partition: jax.Array) -> jax.Array:
             blocks = vector[: self._dealt].reshape(self.rounds, self.workers, self.block)
             return lax.dynamic_slice_in_dim(blocks, partition, 1, axis=1)[:, 0]
