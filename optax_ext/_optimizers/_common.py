@@ -5,7 +5,7 @@ The preconditioner and the rate stand in front of the exchange, the decay behind
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,18 +22,6 @@ from optax_ext._step._sparse_state import SparseAllreduceState
 from optax_ext._transforms._sparse_allreduce import selection, sparse_allreduce
 from sparse_collectives import AxisName, Selector, SparseAllreduce, _compat, _validation, transport
 from sparse_collectives.allreduce import agreed
-
-
-class ScaleByLocalAdamState(NamedTuple):
-    """State of :func:`scale_by_local_adam`, for each worker.
-
-    Attributes:
-      count: ``i32[]``, gradients seen.
-      nu: second moments of the worker's own gradients, in the tree of the parameters.
-    """
-
-    count: jax.Array
-    nu: Any
 
 
 def scale_by_local_adam(
@@ -107,10 +95,7 @@ def scale_by_local_adam(
             )
 
     def init(params: Any) -> Any:
-        if moments != "entries":
-            return _moments.state_of(moments, params)
-        nu = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), params)
-        return ScaleByLocalAdamState(jnp.zeros((), jnp.int32), nu)
+        return _moments.state_of(moments, params)
 
     def learned(state: Any, updates: Any) -> tuple[Any, ...]:
         if moments == "entries":

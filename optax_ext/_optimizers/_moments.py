@@ -13,6 +13,18 @@ from optax_ext._step import _accumulation
 MOMENTS = ("entries", "factors", "rows")
 
 
+class ScaleByLocalAdamState(NamedTuple):
+    """State of ``scale_by_local_adam()``, for each worker.
+
+    Attributes:
+      count: ``i32[]``, gradients seen.
+      nu: second moments of the worker's own gradients, in the tree of the parameters.
+    """
+
+    count: jax.Array
+    nu: Any
+
+
 class ScaleByLocalRowsState(NamedTuple):
     """State of ``scale_by_local_adam(moments="rows")``, for each worker.
 
@@ -42,8 +54,11 @@ class ScaleByLocalFactorsState(NamedTuple):
 
 
 def state_of(moments: str, params: Any) -> Any:
-    """The state before the first gradient, of all but ``"entries"``."""
+    """The state before the first gradient."""
     count = jnp.zeros((), jnp.int32)
+    if moments == "entries":
+        nu = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), params)
+        return ScaleByLocalAdamState(count, nu)
     nu, columns = (
         jax.tree.map(lambda x, which=which: _zeros(jnp.shape(x), which), params) for which in (0, 1)
     )
