@@ -63,6 +63,7 @@ SAID = [
     (BOTH, "--workers 3", "--batch 32 can't be dealt out to 3"),
     (BOTH, "--show", "--show needs --runs FILE"),
     (BOTH, "--options density=2", "--options: density"),
+    (BOTH, "--options moments=x", "moments must be one of"),
     (BOTH, "--options rate=1", "sparse_adamw has no 'rate'"),
     (".learning.steps", "--width 30", "--width 30 can't be divided into 4 heads"),
     (".learning.steps", "--rates 0", "0 is not a positive number"),

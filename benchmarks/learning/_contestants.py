@@ -70,8 +70,8 @@ _DELAYED_TRICKS = [
 # and what Ok-Topk has.
 _SGD_TRICKS = ["ok_topk, dense warm-up", "ok_topk, correction"]
 _ADAMW_TRICKS = ["ok_topk, dense warm-up, small leaves dense"]
-# Arguments of the optimizers that are numbers.
-_NUMBERS = ("density", "b2", "eps", "weight_decay", "gain", "limit", "dense_steps")
+# Arguments of the optimizers that are numbers or words.
+_PLAIN = ("density", "b2", "eps", "weight_decay", "gain", "limit", "moments", "dense_steps")
 
 
 def contestants(task: str, share: float = 1.0) -> dict[str, Train]:
@@ -185,7 +185,7 @@ def neighbour_over_links(given: Sequence[Option]) -> tuple[str, Make]:
 
 def _arguments(make: Callable[..., Any], given: Sequence[Option]) -> dict[str, Any]:
     """What an optimizer is called with for the options; a ValueError where it has none of them."""
-    known = [name for name in inspect.signature(make).parameters if name in _NUMBERS]
+    known = [name for name in inspect.signature(make).parameters if name in _PLAIN]
     for name, _ in given:
         if name not in (*known, "step_ahead"):
             raise ValueError(

@@ -24,6 +24,7 @@ def sparse_adamw(
     mask: Any = None,
     gain: float | None = None,
     limit: float | None = 2.0,
+    moments: str = "entries",
     selector: Selector | None = None,
     allreduce: SparseAllreduce | None = None,
     **options: Unpack[FeedbackOptions],
@@ -69,6 +70,8 @@ def sparse_adamw(
         multiple of the learning rate; below a density of 5 % it is multiplied with
         0.05 / density, as an entry waits 1 / density steps for its turn. None: nothing is held
         back.
+      moments: what is kept of the second moments, as in :func:`scale_by_local_adam`: ``"entries"``,
+        or where n float32 for each worker are too many ``"factors"``, as Adafactor, or ``"rows"``.
       selector: by default ``select.topk(density=density)``.
       allreduce: by default ``agreed(bits=None)``.
       **options: ``nonfinite``, ``residual``, ``dense_steps`` and ``dense_leaves`` of
@@ -98,7 +101,7 @@ def sparse_adamw(
     density = _common.DENSITY if density is None else density
     rate = _common.in_front(learning_rate, gain, axis)
     return _common.whole(
-        optax.chain(scale_by_local_adam(b2, eps), rate),
+        optax.chain(scale_by_local_adam(b2, eps, moments=moments), rate),
         learning_rate,
         density,
         axis=axis,
@@ -106,6 +109,7 @@ def sparse_adamw(
         mask=mask,
         selector=selector,
         allreduce=allreduce,
+        elementwise=moments == "entries",
         **options,
         limit=_common.limit_of(limit, learning_rate, density),
     )

@@ -5,13 +5,14 @@ The preconditioner and the rate stand in front of the exchange, the decay behind
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
+from optax_ext._optimizers import _moments
 from optax_ext._state import _whole
 from optax_ext._step import _checks
 from optax_ext._step._accumulation import Residual
@@ -23,24 +24,13 @@ from sparse_collectives import AxisName, Selector, SparseAllreduce, _compat, _va
 from sparse_collectives.allreduce import agreed
 
 
-class ScaleByLocalAdamState(NamedTuple):
-    """State of :func:`scale_by_local_adam`, for each worker.
-
-    Attributes:
-      count: ``i32[]``, gradients seen.
-      nu: second moments of the worker's own gradients, in the tree of the parameters.
-    """
-
-    count: jax.Array
-    nu: Any
-
-
 def scale_by_local_adam(
     b2: float | jax.Array = 0.999,
     eps: float | jax.Array = 1e-8,
     *,
     axis: AxisName | None = None,
     average_every: int | None = None,
+    moments: str = "entries",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Divides each worker's gradient by the root of its own second moment.
 
@@ -57,21 +47,32 @@ def scale_by_local_adam(
     there is nothing but noise. The learning rate has to make up for that
     (:func:`sparse_adamw` does).
 
-    Cost: n float32 for each worker, read and written at each step. No words, unless
-    ``average_every`` is given.
+    Cost: n float32 for each worker, read and written at each step; of ``moments="factors"``
+    r + c for a matrix [r, c], and of ``"rows"`` r. No words, unless ``average_every`` is given.
 
     Args:
       b2: decay of the second moments, in [0, 1); or ``f32[]``, of ``optax.inject_hyperparams``.
       eps: added to the root, as in Adam.
       axis: the mesh axis of the workers, for ``average_every``.
       average_every: every so many steps the second moments are averaged over the workers,
-        by a dense allreduce of n float32. None: never. It is for workers whose data differ.
+        by a dense allreduce of n float32, or of what ``moments`` keeps. None: never. It is for
+        workers whose data differ.
+      moments: what is kept of the squares. ``"entries"``: the moment of each entry, as Adam does.
+        ``"factors"``: where n float32 for each worker are too many, means over rows and over
+        columns, whose product over their mean stands for the moment of an entry: Adafactor
+        (Shazeer and Stern 2018, section 3), with the b2, the eps and the correction of the bias of
+        Adam, and without its clipping of updates. ``"rows"``: those over rows alone, one
+        number for each row, which is cheaper still. Of a leaf of more than two axes the two
+        largest are those of a matrix, as in ``optax.adafactor``; one that has no two axes longer
+        than 1, such as a vector, keeps the moments of its entries. A checkpoint with other moments
+        is refused.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs``.
 
     Raises:
-      ValueError: an argument out of its range; ``average_every`` without ``axis``.
+      ValueError: an argument out of its range, or no such ``moments``; ``average_every`` without
+        ``axis``.
 
     Example:
       >>> import jax.numpy as jnp
@@ -84,6 +85,7 @@ def scale_by_local_adam(
     if isinstance(b2, float) and b2 == 1.0:
         raise ValueError("b2 must be less than 1, got 1.0: nothing would be learned of gradients.")
     eps = _checks.check_hyperparameter("eps", eps, 0.0, 1.0)
+    _validation.check_choice("moments", moments, _moments.MOMENTS)
     if average_every is not None:
         average_every = _validation.check_positive_int("average_every", average_every)
         if axis is None:
@@ -92,19 +94,31 @@ def scale_by_local_adam(
                 "Give the mesh axis of the workers as axis=."
             )
 
-    def init(params: Any) -> ScaleByLocalAdamState:
-        nu = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), params)
-        return ScaleByLocalAdamState(jnp.zeros((), jnp.int32), nu)
+    def init(params: Any) -> Any:
+        return _moments.state_of(moments, params)
 
-    def update(updates: Any, state: ScaleByLocalAdamState, params: Any = None):
+    def learned(state: Any, updates: Any) -> tuple[Any, ...]:
+        if moments == "entries":
+            return (jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, state.nu, updates),)
+        _, *trees = state
+        return tuple(
+            jax.tree.map(lambda g, v: _moments.next_of(v, g, b2), updates, tree) for tree in trees
+        )
+
+    def update(updates: Any, state: Any, params: Any = None):
         del params
         count = state.count + 1
-        nu = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, state.nu, updates)
+        if moments != "entries":
+            updates = jax.tree.map(_moments.bounded, updates)
+        kept = learned(state, updates)
         if average_every is not None:
-            nu = _averaged(nu, count % average_every == 0, cast(AxisName, axis))
+            kept = _averaged(kept, count % average_every == 0, cast(AxisName, axis))
         correction = 1 - jnp.asarray(b2, jnp.float32) ** count.astype(jnp.float32)
-        scaled = jax.tree.map(lambda g, v: g / (jnp.sqrt(v / correction) + eps), updates, nu)
-        return scaled, ScaleByLocalAdamState(count, nu)
+
+        def scaled(gradient, moment, columns=None):
+            return gradient / (_moments.root_of(moment, columns, correction) + eps)
+
+        return jax.tree.map(scaled, updates, *kept), type(state)(count, *kept)
 
     # optax types a state as any pytree, which NamedTuples of arrays are at run time.
     tx = optax.GradientTransformation(cast(Any, init), cast(Any, update))
@@ -183,18 +197,19 @@ def whole(
     selector: Selector | None,
     allreduce: SparseAllreduce | None,
     residual: Residual | None = None,
+    elementwise: bool = True,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer with ``local``, which has the rate, before the accumulation.
 
     The defaults of what is None are those that :func:`optax_ext.sparse_adamw` documents, and
-    ``options`` are those of :func:`optax_ext.sparse_allreduce`.
+    ``options`` are those of :func:`optax_ext.sparse_allreduce`. With ``elementwise`` what ``local``
+    does to an entry does not depend on its leaf.
     """
     sparse = sparse_allreduce(
         selection(density, selector),
         agreed(bits=None) if allreduce is None else allreduce,
-        # What the optimizers here do to an entry does not depend on its leaf.
-        local=Elementwise(local.init, local.update),
+        local=Elementwise(local.init, local.update) if elementwise else local,
         residual=how_kept(step_ahead=1.0) if residual is None else residual,
         **options,
     )

@@ -72,8 +72,9 @@ SAVED, LOW = transformation(), transformation(2, optax_ext.acp_sgd)
         slow(transformation(alias=optax_ext.published.dgc, masking=False, nesterov=True)),
         LOW,
         slow(transformation(2, optax_ext.powersgd)),
+        slow(optax_ext.sparse_adamw(0.1, axis="data", moments="factors")),
     ],
-    ids=["threshold_reuse", "adtopk", "momentum correction", "acp_sgd", "powersgd"],
+    ids=["threshold_reuse", "adtopk", "momentum correction", "acp_sgd", "powersgd", "factors"],
 )
 def test_the_step_after_a_restore_has_the_same_bits(tmp_path, tx):
     params, state, _ = trained(tx, BATCHES[:3])
@@ -97,6 +98,10 @@ OTHER_CORRECTION = transformation(correction=optax_ext.momentum_correction(0.8))
 DECAYING = transformation(residual=optax_ext.residual(decay=0.9))
 DENSE = {"dense_leaves": {"w": "dense"}}
 SGD = optax.chain(optax_ext.ok_topk(0.1, axis="data"), optax.sgd(0.1))
+ENTRIES, FACTORS, ROWS = (
+    optax_ext.sparse_adamw(0.1, density=0.1, axis="data", moments=moments)
+    for moments in ("entries", "factors", "rows")
+)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +117,8 @@ SGD = optax.chain(optax_ext.ok_topk(0.1, axis="data"), optax.sgd(0.1))
         (LOW, transformation(2, optax_ext.powersgd), r"allreduce: acp_sgd\(rank=2, seed=0\) .*, p"),
         (LOW, transformation(3, optax_ext.acp_sgd), r"allreduce: .*acp_sgd\(rank=3"),
         (LOW, transformation(4, optax_ext.acp_sgd, **DENSE), r"n: 70 .*, 0 here"),
+        (ENTRIES, FACTORS, "local: ScaleByLocalAdamState, .* checkpoint, ScaleByLocalFactorsState"),
+        (FACTORS, ROWS, "local: ScaleByLocalFactorsState, .* checkpoint, ScaleByLocalRowsState"),
         (SAVED, transformation(**DENSE), r"dense: .* in the checkpoint, .*'w'.* here"),
     ],
 )

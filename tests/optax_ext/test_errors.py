@@ -136,6 +136,11 @@ WRONG_VALUES = [
     (lambda: ok_topk(residual=AHEAD), "holds gradients.*Put the rate in front"),
     (lambda: LOCAL(b2=1.0), "b2 must be less than 1"),
     (lambda: LOCAL(b2=-0.1), "b2 must be a number"),
+    (
+        lambda: LOCAL(moments="row"),
+        "moments must be one of 'entries', 'factors', 'rows', got 'row'",
+    ),
+    (lambda: optax_ext.sparse_adamw(0.1, axis="data", moments=None), "moments must .* got None"),
     (lambda: LOCAL(average_every=0, axis="w"), "average_every must be an integer of at least 1"),
     (lambda: LOCAL(average_every=5), "Give the mesh axis of the workers as axis="),
     (lambda: ok_topk(limit=1.0), r"limit bounds .* local=optax.scale_by_learning_rate"),

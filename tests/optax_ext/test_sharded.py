@@ -187,6 +187,7 @@ BUCKETED, ADAM = optax_ext.bucketed(optax_ext.topk_a(0.2, axis="data"), 2), opta
 # That of multi_steps is in test_works_with.py.
 TRAINED = {
     "sparse_adamw": optax_ext.sparse_adamw(0.05, density=0.2, axis="data"),
+    "factors": optax_ext.sparse_adamw(0.05, density=0.2, axis="data", moments="factors"),
     "bucketed": optax.chain(BUCKETED, ADAM),
     "powersgd": optax.chain(optax_ext.powersgd(rank=1, axis="data"), ADAM),
 }

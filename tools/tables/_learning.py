@@ -11,6 +11,13 @@ LINKS = ("100mbit", "1gbit")
 WORKERS = {"sparse_adamw": (4, 8, 16, 32), "sparse_adamw limit=1000": (4, 8)}
 TEXT = {"task": "text", "steps": 2000, "width": 32, "rate": 0.02}
 IMAGES = {"task": "images-adamw", "steps": 600, "rate": 0.004}
+# Of moments by row and column: a task, and a rate of all where it is not the best of each.
+MOMENTS = (
+    ("`text`, 2,000 steps, the best rate of each", "text", None),
+    ("the same, one rate", "text", 0.02),
+    ("`words`, 600 steps, the best rate of each", "words", None),
+    ("`lstm`, 400 steps, the best rate of each", "lstm", None),
+)
 # The rate at which one seed was run later; the others are the better of two for three seeds.
 LATER, LARGER = 0.0015, 0.006
 
@@ -45,9 +52,9 @@ def table_loss_over_links() -> Rows:
     return rows
 
 
-def runs(**wanted: Any) -> list[dict[str, Any]]:
+def runs(file: str = "learning_steps.jsonl", /, **wanted: Any) -> list[dict[str, Any]]:
     """Runs of `benchmarks.learning.steps`, by their seed."""
-    lines = (DATA / "learning_steps.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (DATA / file).read_text(encoding="utf-8").splitlines()
     fitting = [run for run in map(json.loads, lines) if wanted.items() <= run.items()]
     return sorted(fitting, key=lambda run: run["seed"])
 
@@ -99,3 +106,24 @@ def table_limit() -> Rows:
         else:
             rows.append([shown, *(listed(each, 3) for each in values)])
     return rows
+
+
+def table_moments() -> Rows:
+    """What is kept of the second moments: at the best rate of each, and at one of all."""
+    rows = []
+    for shown, task, rate in MOMENTS:
+        dense: list[float] = []
+        for contestant, name in LABELS["moments"].items():
+            found = runs("learning_moments.jsonl", task=task, contestant=contestant)
+            of_first = [run for run in found if run["seed"] == 0]
+            at = rate or min(of_first, key=lambda run: run["value"])["rate"]
+            ends = [run["value"] for run in found if run["rate"] == at]
+            cells = [shown, name, f"{at:g}", listed(ends, 3)]
+            if dense:
+                above = [100 * (a / b - 1) for a, b in zip(ends, dense, strict=True)]
+                # As above, -0.04 is 0.0.
+                mean, *each = (round(x, 1) + 0.0 for x in (statistics.mean(above), *above))
+                cells += [f"{mean:.1f} %", listed(each, 1)]
+            rows.append(cells if dense else [*cells, "", ""])
+            dense = dense or ends
+    return blank_repeats(rows)
