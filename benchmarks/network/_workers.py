@@ -18,7 +18,7 @@ from .._common.processes import Process, started, wait
 # of threads, have no room for buffers of over 64 MB and map each anew.
 _MALLOC = {
     "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+    "MALLOC_MMAP_THRESHOLD_": str(2**40),
     "MALLOC_TRIM_THRESHOLD_": str(2**40),
     "MALLOC_TOP_PAD_": str(2**28),
     # Pages of 2 MB where the system gives them to those who ask.

@@ -24,9 +24,9 @@ from sparse_collectives.planner._planner import (
 # Processor seconds of a step for each parameter: `alone/adamw`, `sparse_adamw` and
 # `powersgd1/adamw` of four workers on two cores, n = 14.7M, 1 Gbit/s; the median of the runs in
 # docs/data/network_4*.json.
-ADAMW, SPARSE_ADAMW, POWERSGD = 1.67e-9, 9.28e-9, 6.12e-9
-# Not measured: without the preconditioner, which is 8 of 21.5 passes over n (docs/network.md).
-SPARSE_SGD = SPARSE_ADAMW * 13.5 / 21.5
+ADAMW, SPARSE_ADAMW, POWERSGD = 1.63e-9, 6.18e-9, 6.49e-9
+# Not measured: by their passes over n (benchmarks/local/passes.json).
+SPARSE_SGD = SPARSE_ADAMW * 22.3 / 26.3
 # AdamW by itself reads four arrays of n floats and writes three, in one kernel.
 _ADAMW_KERNEL = Program(1, 28.0)
 # The words of PowerSGD depend on the shapes: n in so many square matrices, which is within 2 % of
