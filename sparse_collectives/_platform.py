@@ -20,6 +20,8 @@ from sparse_collectives import _validation
 GPU, PORTABLE = "gpu", "portable"
 # Comparisons beyond which a binary search is quicker on a GPU, too.
 _COMPARISONS = 1 << 28
+# Entries that are computed anew at less cost than that of a branch.
+_FEW = 1 << 14
 _forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("form", default=None)
 
 
@@ -45,10 +47,13 @@ def once(
 
     Args:
       worth: ``bool[]``, whether there is anything to compute.
-      function: of the arguments.
+      function: of the arguments; of less than 16,384 entries in all it is called as it is, since a
+        branch would cost more than it saves, and make larger programs.
       otherwise: what it gives where ``worth`` is false, at less cost.
       *args: arrays, or trees of them.
     """
+    if args and sum(x.size for x in jax.tree.leaves(args)) < _FEW:
+        return function(*args)
 
     def branch(worth: jax.Array, *args: Any) -> Any:
         return lax.cond(worth, function, otherwise, *args)

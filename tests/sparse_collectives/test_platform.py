@@ -72,7 +72,7 @@ def test_what_is_computed_once_is_what_the_other_branch_gives_where_it_is_not_wo
     def of_positive(x, flag):
         return _platform.once(flag, lambda y: jnp.maximum(y, 0), jnp.zeros_like, x)
 
-    x = jnp.asarray([-1.0, 2.0, 3.0]) if worth else jnp.asarray([-1.0, -2.0, -3.0])
+    x = jnp.asarray(np.linspace(-1, 2 if worth else 0, 20_000), jnp.float32)
     found = same(of_positive, x, jnp.asarray(worth))
     np.testing.assert_array_equal(found, np.maximum(x, 0))
 
@@ -185,3 +185,23 @@ def test_a_program_holds_the_form_of_its_platform():
     # A platform that is neither has the portable form.
     assert texts["tpu"].count("stablehlo.while") == texts["cpu"].count("stablehlo.while")
     assert not any("stablehlo.case" in text and "platform" in text for text in texts.values())
+
+
+@pytest.mark.parametrize("bits", [None, 32])
+def test_a_step_of_agreed_that_is_large_enough_to_have_branches(bits):
+    size, workers = 300_000, 2
+    allreduce, selector = sc.allreduce.agreed(bits=bits), sc.select.topk(density=0.06)
+
+    def step(acc):
+        state = allreduce.init(size, workers)
+        mine = allreduce.local_view(acc, state, axis="workers")
+        coo, _, _ = selector.select(mine, selector.init(mine.shape[0]))
+        coo = allreduce.to_global(coo, size, state, axis="workers")
+        total, undelivered, _, _ = allreduce.reduce(coo, state, axis="workers", acc=acc)
+        return total.to_dense(), undelivered.residual(acc, coo)
+
+    acc = jnp.asarray(RNG.standard_normal((workers, size)) ** 3, jnp.float32)
+    total, residual = same(sc.simulate(step, axis="workers", axis_size=workers), acc)
+    np.testing.assert_allclose(total[0] + np.sum(residual, 0), np.sum(acc, 0), atol=1e-4)
+    # Ties at the last magnitude aside, each of two workers has chosen its share.
+    assert np.count_nonzero(total[0]) == pytest.approx(0.06 * size, rel=0.01)
