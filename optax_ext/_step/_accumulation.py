@@ -181,8 +181,8 @@ class Pending(NamedTuple):
       velocity: ``f32[1, n]``, or ``()``.
       old_velocity: as before this step.
       bounded: whether an increment has to be smaller than :data:`LARGEST`.
-      seen: the gradients ``f32[1, m]`` and one increment ``f32[1, 1]``, which say by themselves
-        whether all increments are finite and small; None: the accumulator is looked at.
+      seen: the gradients ``f32[1, m]``, and the increment of the largest, ``f32[1, 1]``, which say
+        by themselves whether all increments are small; None: the accumulator is looked at.
     """
 
     residual: Any
@@ -259,7 +259,7 @@ def _all_finite(parts: list[Pending], axis: AxisName) -> jax.Array:
     for part in parts:
         finite &= all_below(*part.checked)
         if part.seen is not None:
-            finite &= jnp.all(jnp.isfinite(part.seen[1]))
+            finite &= jnp.all(jnp.abs(part.seen[1]) < LARGEST)
     # Gradients alone may be the same along axes of devices, which residuals never are.
     bad = _compat.to_varying((~finite).astype(jnp.int32), axis)
     return transport.psum(bad, axis) == 0

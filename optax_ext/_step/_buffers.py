@@ -93,8 +93,9 @@ class Loaded(NamedTuple):
       dense: ``f32[d]``, those of the leaves that go dense.
       local: the next state of the transformation, with a leading axis of 1.
       left_out: ``i32[]``, entries of the gradients that the transformation was not shown.
-      seen: of each buffer that is not empty the gradients ``f32[1, size]``, and one increment,
-        ``f32[1, 1]``, where these say whether all increments are finite; else nothing.
+      seen: of each buffer that is not empty the gradients ``f32[1, size]``, and what is made of the
+        largest gradient, ``f32[1, 1]``, where these say whether all increments are finite; else
+        nothing.
     """
 
     sparse: jax.Array
@@ -145,20 +146,22 @@ def loaded(
     made = iter(_sparse_state.without_lead(step(before, state)[0]))
     # Computed once more, where it is chosen or not: what is shared would be written twice.
     state_after = step(jax.lax.optimization_barrier(before), state)[1]
-    first: Any = step(*_first_of((before, state)))[0]
+    # All are finite if one of the largest gradient is.
+    largest = [jnp.full_like(x[:, :1], _accumulation.LARGEST_GRADIENT) for x in before]
+    probed: Any = step(largest, _first_of(state))[0]
     empty = jnp.zeros((0,), jnp.float32)
     return Loaded(
         next(made) if layout.size else empty,
         next(made) if layout.dense_size else empty,
         _compat.to_varying(state_after, axis),
         left_out,
-        () if drop else tuple(zip(before, first, strict=True)),
+        () if drop else tuple(zip(before, probed, strict=True)),
     )
 
 
-def _first_of(trees: Any) -> Any:
-    """The first entry of each buffer ``f32[1, size]``, and all else as it is."""
-    return jax.tree.map(lambda x: x[:, :1] if x.ndim == 2 else x, trees)
+def _first_of(state: Any) -> Any:
+    """The first entry of what is kept of a buffer, ``f32[1, size]``, and all else as it is."""
+    return jax.tree.map(lambda x: x[:, :1] if x.ndim == 2 else x, state)
 
 
 def init_of_leaves(tx: optax.GradientTransformation, params: Any) -> Any:

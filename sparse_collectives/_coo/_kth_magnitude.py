@@ -2,9 +2,9 @@
 
 A strided sample gives a magnitude that a little more than k entries reach with
 near certainty; these are compacted in one pass, and the exact k-th is found
-among them by bisection over the 31 bits of the magnitude. Where the sample
-misled (the count shows it) the same bisection runs over all n entries: slower,
-as exact.
+among them by interpolation between bit patterns. Where the sample misled (the
+count shows it) a bisection over the 31 bits of the magnitude runs over all n
+entries: slower, as exact.
 """
 
 import math
@@ -20,7 +20,7 @@ from sparse_collectives._coo._running import running_sum
 from sparse_collectives._data import PaddedCOO
 from sparse_collectives._platform import by_platform, once
 
-# Below this size 31 passes over everything cost less than sampling.
+# Below this size some 10 passes over everything cost less than sampling.
 DIRECT_SIZE = 1 << 17
 _SAMPLE_SIZE = 1 << 16
 # Expected members of the sample above the k-th magnitude: fixes the accuracy.
@@ -44,7 +44,7 @@ def kth_magnitude_bits(x: jax.Array, k: int) -> jax.Array:
       ``i32[]``: exactly ``sort(|x|)[n - k]`` as a bit pattern. 0 when fewer than
       k entries are nonzero.
 
-    Cost: one pass over n entries for the candidates, one over the sample, 31 over
+    Cost: one pass over n entries for the candidates, some 10 over the sample and over
     about 1.5 k candidates; in the rare miss 31 passes over n.
     """
     size = x.shape[0]
@@ -63,7 +63,7 @@ def kth_magnitude_bits(x: jax.Array, k: int) -> jax.Array:
 def sampled_magnitude_bits(x: jax.Array, k: int) -> jax.Array:
     """A magnitude that, with near certainty, k entries of ``x`` reach, few more.
 
-    Cost: a gather of the sample and 31 passes over it.
+    Cost: a gather of the sample and some 10 passes over it.
     """
     stride, rank, _ = _plan(x.shape[0], k)
     return bisect(_bits.magnitude_bits(x[::stride]), rank)

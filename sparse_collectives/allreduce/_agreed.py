@@ -247,8 +247,9 @@ def _decoded(
         # Of the type of what is gathered.
         return jnp.full_like(packed, partitions.size, shape=(packed.shape[0], slots))
 
-    # A message of zeros is that of no entries.
-    indices = once(jnp.any(packed != 0), indices_of, none, packed, partition).reshape(-1)
+    # In few bits a message begins with how many entries each page has.
+    any_entry = jnp.any(packed < partitions.width if plan.bits == EXACT else packed != 0)
+    indices = once(any_entry, indices_of, none, packed, partition).reshape(-1)
     if plan.bits == EXACT:
         return indices, None
     step = lax.bitcast_convert_type(gathered[:, : _sums.buckets(slots)], jnp.float32)

@@ -154,6 +154,7 @@ LOCALS: dict[str, Callable[[], optax.GradientTransformation | None]] = {
         optax.scale_by_schedule(lambda count: 0.5 / (1.0 + count.astype(jnp.float32)))
     ),
     "adam": lambda: recording(optax.scale_by_adam()),
+    "factors": lambda: recording(optax_ext.scale_by_local_adam(moments="factors")),
 }
 LIMITS: dict[str, Any] = {
     "of 0.3": 0.3,

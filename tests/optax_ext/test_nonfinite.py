@@ -181,10 +181,17 @@ def test_a_gradient_whose_square_would_overflow_is_dropped():
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(found.last.local))
 
 
-@pytest.mark.parametrize("rate", [np.nan, np.inf])
-def test_a_rate_that_is_not_finite_takes_no_step(rate):
-    """No gradient shows it: what is made of one entry does."""
-    tx = UNDECAYED(lambda count: jnp.where(count == 2, rate, 0.1))
+@pytest.mark.parametrize(
+    ("make", "rate"),
+    [
+        (optax_ext.sparse_adamw, np.nan),
+        (optax_ext.sparse_adamw, np.inf),
+        (optax_ext.sparse_sgd, 1e35),  # Of a gradient of 1e4 it would make what is infinite.
+    ],
+)
+def test_a_rate_with_which_an_increment_might_overflow_takes_no_step(make, rate):
+    """No gradient shows it: what would be made of the largest does."""
+    tx = make(lambda count: jnp.where(count == 2, rate, 0.1), axis="w", weight_decay=0.0)
     found = run(tx, normal((STEPS, WORKERS, SIZE)))
     # A schedule counts the steps that were taken.
     assert found.last.skipped.tolist() == [STEPS - 2] * WORKERS
