@@ -1,10 +1,13 @@
 """Trains a transformer whose parameters are sharded inside a site; sites exchange sparsely.
 
     python examples/train_sharded.py --devices 8 --sites 2 --layout fsdp
+    python examples/train_sharded.py --devices 4 --sites 2 --every 10
 
 A site is a worker of several devices: tensor parallelism, FSDP, or both split its parameters over
 them. Each device exchanges a part of the gradients with the devices in its place in other sites.
-It runs over several processes as train_multihost.py does. docs/sharded.md says more.
+With --every there is an exchange at every H-th step alone, and sites go on by themselves in
+between, for links on which a message takes longer than a step. It runs over several processes as
+train_multihost.py does. docs/sharded.md and docs/between_sites.md say more.
 """
 
 import argparse
@@ -26,14 +29,21 @@ from _transformer import RULES, sharded_model
 
 CHARACTERS = 128  # ASCII
 METHODS = {
-    "sparse_adamw": lambda rate, density: optax_ext.sparse_adamw(
-        rate, density=density, axis="site"
+    "sparse_adamw": lambda rate, density, every: optax_ext.sparse_adamw(
+        rate, density=density, every=every, axis="site"
     ),
-    "ok_topk": lambda rate, density: optax.chain(
+    "diloco": lambda rate, density, every: optax_ext.published.diloco(
+        optax.adamw(rate), every=every, outer_rate=1.0, momentum=0.0, axis="site"
+    ),
+    "ok_topk": lambda rate, density, every: optax.chain(
         optax_ext.ok_topk(density, axis="site"), optax.adamw(rate)
     ),
-    "dense": lambda rate, density: optax.chain(optax_ext.dense(axis="site"), optax.adamw(rate)),
+    "dense": lambda rate, density, every: optax.chain(
+        optax_ext.dense(axis="site"), optax.adamw(rate)
+    ),
 }
+# Those that can go on for some steps without an exchange.
+ROUNDS = ("sparse_adamw", "diloco")
 
 
 def mesh_of(options: argparse.Namespace) -> jax.sharding.Mesh:
@@ -88,9 +98,11 @@ def train(options: argparse.Namespace) -> None:
         if jax.process_index() == 0:
             print(line, flush=True)
 
-    tx = METHODS[options.method](options.lr, options.density)
+    tx = METHODS[options.method](options.lr, options.density, options.every)
     opt_state = optax_ext.init_state(tx, params, mesh)
     step = optax_ext.make_train_step(loss_fn, tx, mesh, batch_spec=spec)
+    # With rounds the loss is that of each site, and this mean the only exchange besides.
+    mean = jax.jit(jax.numpy.mean, out_shardings=NamedSharding(mesh, PartitionSpec()))
     everything = jax.tree.leaves((params, opt_state))
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in everything)
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
@@ -105,9 +117,9 @@ def train(options: argparse.Namespace) -> None:
         if number % options.report == 0 or number == options.steps:
             info = optax_ext.get_info(opt_state)
             words = 0 if info is None else float(info.words)
-            seconds = time.perf_counter() - begun
+            last, seconds = float(mean(loss)), time.perf_counter() - begun
             say(
-                f"step {number}: loss {float(loss):.4f}, {words:,.0f} words to each site "
+                f"step {number}: loss {last:.4f}, {words:,.0f} words to each site "
                 f"({words / size:.1%} of the parameters), {seconds:.0f} s"
             )
 
@@ -121,6 +133,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--layout", choices=RULES, default="fsdp", help="how a site shards its parameters (fsdp)")
     add("--method", choices=METHODS, default="sparse_adamw", help="(sparse_adamw)")
     add("--density", type=float, default=0.01, help="exchanged of all parameters, k/n (0.01)")
+    add("--every", type=positive, default=1, help="steps from one exchange to the next (1)")
     add("--steps", type=positive, default=100, help="(100)")
     add("--batch", type=positive, default=16, help="windows of all sites together (16)")
     add("--length", type=positive, default=64, help="characters of a window (64)")
@@ -133,6 +146,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if not 0 < options.density <= 1:
         parser.error(f"--density is {options.density}; it must be above 0 and at most 1")
+    if options.every > 1 and options.method not in ROUNDS:
+        parser.error(f"--every is for --method {' and '.join(ROUNDS)}, not {options.method}")
+    if options.report % options.every:
+        parser.error(f"--report is {options.report}; it must be a multiple of --every")
     if options.width % 16:
         parser.error(f"--width is {options.width}; it must be a multiple of 16")
     if options.text is not None and not options.text.is_file():

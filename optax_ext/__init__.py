@@ -27,6 +27,7 @@ from optax_ext._transforms._assertions import assert_local_gradients, assert_rep
 from optax_ext._transforms._buckets import bucketed
 from optax_ext._transforms._delayed import delayed
 from optax_ext._transforms._local_clip import local_clip_by_global_norm
+from optax_ext._transforms._local_steps import local_steps
 from optax_ext._transforms._low_rank import acp_sgd, powersgd
 from optax_ext._transforms._multi_steps import multi_steps
 from optax_ext._transforms._sparse_allreduce import sparse_allreduce
@@ -55,6 +56,7 @@ __all__ = [
     "get_state",
     "init_state",
     "local_clip_by_global_norm",
+    "local_steps",
     "make_train_step",
     "measure_xi",
     "metrics",

@@ -18,8 +18,7 @@ PACKAGES += [f"sparse_collectives.{inner}" for inner in (*INNER.split(), "wire",
 FOLDER = "sparse_collectives.allreduce.ok_topk."
 
 
-# `published` of optax_ext is a file, in which there is also what it imports.
-@pytest.mark.parametrize("name", [name for name in PACKAGES if name != "optax_ext.published"])
+@pytest.mark.parametrize("name", PACKAGES)
 def test_all_is_complete_and_sorted(name):
     package = importlib.import_module(name)
     public = {

@@ -26,7 +26,9 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     Returns:
       A dict of ``f32[]``; empty without a sparse allreduce:
 
-      - ``steps``, ``skipped``, ``dropped``, ``withheld``: the counters of the state.
+      - ``steps``, ``skipped``, ``dropped``, ``withheld``: the counters of the state, and
+        ``missed``, the sum over the workers. What follows is of the last step: with an exchange
+        ``every`` so many steps look at those that have one.
       - ``copied``: workers that were given the residual of another one and left it out.
       - ``clipped``: selections whose scheduled density was out of range
         (:func:`sparse_collectives.select.scheduled`).
@@ -64,6 +66,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
         "skipped": largest.skipped,
         "dropped": sum(state.dropped for state in states),
         "withheld": sum(state.withheld for state in states),
+        "missed": sum(sum(jnp.sum(x) for x in jax.tree.leaves(state.missed)) for state in states),
         "copied": jnp.sum(_accumulation.has_left_out(largest.owner)),
         "clipped": _clipped(states),
         "effective_density": jnp.mean(info.selected) / max(size, 1),

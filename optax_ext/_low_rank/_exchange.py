@@ -15,7 +15,7 @@ from optax_ext._low_rank._phases import Given, Product, Sum
 from optax_ext._step import _applied, _buffers, _layout, _sparse_state
 from optax_ext._step._contract import Accumulated, Options, Reduced
 from optax_ext._step._sparse_state import SparseAllreduceState
-from sparse_collectives import _compat, extend, transport
+from sparse_collectives import AxisName, _compat, extend, transport
 
 # Above it a factor, divided by the rank, is not sent. The product with a basis then is less than
 # the last bit of the largest number, so that no difference from it overflows.
@@ -65,6 +65,11 @@ class LowRankExchange:
     def keeps_others(self) -> bool:
         """Never: a worker keeps what its own matrix has more than the mean."""
         return False
+
+    @property
+    def shard_axis(self) -> AxisName:
+        """Every worker holds the whole buffer."""
+        return ()
 
     def dense(self, params: Any, labels: tuple[bool, ...] | None) -> tuple[bool, ...] | None:
         """Those that the user has labelled, and those that have nothing to gain."""

@@ -7,6 +7,7 @@ import optax
 
 from optax_ext._optimizers import _common
 from optax_ext._optimizers._common import rate_alone, scale_by_local_adam
+from optax_ext._step import _checks
 from optax_ext._step._options import FeedbackOptions, takes
 from sparse_collectives import AxisName, Selector, SparseAllreduce
 
@@ -25,6 +26,7 @@ def sparse_adamw(
     gain: float | None = None,
     limit: float | None = 2.0,
     moments: str = "entries",
+    every: int | None = None,
     selector: Selector | None = None,
     allreduce: SparseAllreduce | None = None,
     **options: Unpack[FeedbackOptions],
@@ -72,11 +74,16 @@ def sparse_adamw(
         back.
       moments: what is kept of the second moments, as in :func:`scale_by_local_adam`: ``"entries"``,
         or where n float32 for each worker are too many ``"factors"``, as Adafactor, or ``"rows"``.
+      every: H, steps from one exchange to the next (None: 1), for links on which a message takes
+        longer than a step. In between each worker goes on by itself: it takes its gradients at
+        parameters to which all of its own residual has been applied, and sends nothing
+        (:func:`sparse_allreduce`). The gain
+        is then 1 by default, ``step_ahead`` infinite, and the limit H times as large.
       selector: by default ``select.topk(density=density)``.
       allreduce: by default ``agreed(bits=None)``.
       **options: ``nonfinite``, ``residual``, ``dense_steps`` and ``dense_leaves`` of
         :func:`sparse_allreduce`. The residual is by default in float32, with
-        ``step_ahead=1.0``.
+        ``step_ahead=1.0``, or ``math.inf`` with an exchange every so many steps.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs`` whose updates are ready for
@@ -99,7 +106,8 @@ def sparse_adamw(
       [0.9, -2.0]
     """
     density = _common.DENSITY if density is None else density
-    rate = _common.in_front(learning_rate, gain, axis)
+    steps = _checks.check_every(every)
+    rate = _common.in_front(learning_rate, gain, axis, steps)
     return _common.whole(
         optax.chain(scale_by_local_adam(b2, eps, moments=moments), rate),
         learning_rate,
@@ -110,6 +118,7 @@ def sparse_adamw(
         selector=selector,
         allreduce=allreduce,
         elementwise=moments == "entries",
+        every=every,
         **options,
-        limit=_common.limit_of(limit, learning_rate, density),
+        limit=_common.limit_of(limit, learning_rate, density, steps),
     )

@@ -4,6 +4,7 @@ The preconditioner and the rate stand in front of the exchange, the decay behind
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -143,15 +144,18 @@ DENSITY = 0.05
 
 
 def in_front(
-    learning_rate: optax.ScalarOrSchedule, gain: float | None, axis: AxisName
+    learning_rate: optax.ScalarOrSchedule, gain: float | None, axis: AxisName, every: int = 1
 ) -> optax.GradientTransformationExtraArgs:
     """Updates of the parameters: minus the rate, times the gain, times what comes in.
 
     Args:
       learning_rate: a number, or a schedule of the steps that were not skipped.
-      gain: None: that of :func:`default_gain`.
+      gain: None: that of :func:`default_gain`, and 1 for local steps.
       axis: of the workers.
+      every: steps from one exchange to the next.
     """
+    if gain is None and every > 1:
+        gain = 1.0
 
     def update(updates: Any, state: Any, params: Any = None):
         del params
@@ -169,7 +173,7 @@ def default_gain(workers: int) -> float:
 
 
 def limit_of(
-    limit: float | None, learning_rate: optax.ScalarOrSchedule, density: float
+    limit: float | None, learning_rate: optax.ScalarOrSchedule, density: float, every: int
 ) -> optax.ScalarOrSchedule | None:
     """The limit of an entry of an update, from what it is as a multiple of the rate."""
     if limit is None:
@@ -180,8 +184,8 @@ def limit_of(
             "the learning rate, which may be a schedule."
         )
     _checks.check_positive_limit(limit)
-    # An entry waits 1 / density steps for its turn, and what it has then are as many updates.
-    factor = limit * max(1.0, DENSITY / _validation.check_density(density))
+    # An entry waits 1 / density exchanges for its turn, and what it has then are as many updates.
+    factor = limit * max(1.0, DENSITY / _validation.check_density(density)) * every
     if callable(learning_rate):
         return lambda count: factor * learning_rate(count)
     return lambda count: factor * learning_rate
@@ -198,6 +202,7 @@ def whole(
     allreduce: SparseAllreduce | None,
     residual: Residual | None = None,
     elementwise: bool = True,
+    every: int | None = None,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer with ``local``, which has the rate, before the accumulation.
@@ -210,10 +215,16 @@ def whole(
         selection(density, selector),
         agreed(bits=None) if allreduce is None else allreduce,
         local=Elementwise(local.init, local.update) if elementwise else local,
-        residual=how_kept(step_ahead=1.0) if residual is None else residual,
+        residual=_ahead_by(_checks.check_every(every)) if residual is None else residual,
+        every=every,
         **options,
     )
     return decayed(_whole.whole(sparse), learning_rate, weight_decay, mask)
+
+
+def _ahead_by(every: int) -> Residual:
+    """With an exchange at every step a worker is ahead by its share, in a round by all of it."""
+    return how_kept(step_ahead=1.0 if every == 1 else math.inf)
 
 
 def decayed(

@@ -21,6 +21,7 @@ def sparse_sgd(
     axis: AxisName,
     weight_decay: float | jax.Array = 0.0,
     mask: Any = None,
+    every: int | None = None,
     selector: Selector | None = None,
     allreduce: SparseAllreduce | None = None,
     correction: MomentumCorrection | None = None,
@@ -47,6 +48,7 @@ def sparse_sgd(
       axis: the mesh axis of the workers.
       weight_decay: behind the exchange, decoupled as in ``optax.adamw``.
       mask: where there is weight decay.
+      every: H, steps from one exchange to the next.
       selector: the local selection.
       allreduce: of what was selected.
       correction: momentum before the accumulation, from :func:`momentum_correction`.
@@ -77,6 +79,7 @@ def sparse_sgd(
         axis=axis,
         weight_decay=weight_decay,
         mask=mask,
+        every=every,
         selector=selector,
         allreduce=allreduce,
         correction=correction,

@@ -14,7 +14,7 @@ from sparse_collectives import __version__, _compat
 
 # Of the metadata and of what it describes. It grows when a state gets another structure, or
 # when a spec gets another meaning: not with every version of the library.
-FORMAT = 4
+FORMAT = 5
 
 
 def abstract_state(
@@ -76,7 +76,8 @@ def checkpoint_metadata(opt_state: Any) -> dict[str, Any]:
       library, for information; ``workers``, P; ``sparse``, for each
       :class:`SparseAllreduceState` its path with workers, entries n, selector and
       allreduce as their factories declare them, the states of the local transformation,
-      dtype and decay of the residual, the momentum correction, the dense leaves, and the
+      dtype and decay of the residual, the momentum correction, the steps from one exchange to the
+      next, the dense leaves, and the
       shape and dtype of each parameter; ``arrays``, the path of every array with shape and
       dtype.
 
@@ -175,6 +176,7 @@ def _metadata_of(node: SparseAllreduceState) -> dict[str, Any]:
         "local": node.settings.local,
         "residual": node.settings.residual,
         "correction": _declared("correction", node.settings.correction),
+        "every": node.settings.every,
         "dense": [jax.tree_util.keystr(path) for path, i in places if layout.dense[i]],
         "params": {
             jax.tree_util.keystr(path): _described(layout.shapes[i], layout.dtypes[i])

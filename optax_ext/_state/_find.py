@@ -35,6 +35,23 @@ def get_state(opt_state: Any) -> SparseAllreduceState | None:
     return next(iter(get_states(opt_state)), None)
 
 
+def takes_local_steps(opt_state: Any) -> bool:
+    """Whether workers go on by themselves between two exchanges."""
+    rounds = any(state.settings.every > 1 for state in get_states(opt_state))
+    return rounds or bool(moved(opt_state))
+
+
+def moved(opt_state: Any) -> list[Any]:
+    """How far this worker has gone by itself, of each ``local_steps``, with a leading axis."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=_has_moved)
+    return [node.moved for node in nodes if _has_moved(node)]
+
+
+def _has_moved(node: Any) -> bool:
+    """Whether it is the state of ``local_steps``, which is made of parts that import this one."""
+    return {"inner", "outer", "moved"} <= set(getattr(node, "_fields", ()))
+
+
 def get_info(opt_state: Any) -> StepInfo | None:
     """What the last step did, from anywhere in a chain; None without an allreduce.
 
@@ -53,6 +70,24 @@ def get_info(opt_state: Any) -> StepInfo | None:
         largest = max(states, key=lambda state: state.layout.size).info
     added = ("selected", "delivered", "overflow", "words", "useful", "arrived")
     return largest._replace(**{name: sum(getattr(info, name) for info in infos) for name in added})
+
+
+def at_rest(opt_state: Any) -> Any:
+    """The state behind a step without an exchange: what the last step did is nothing."""
+
+    def quiet(node: Any) -> Any:
+        if isinstance(node, SparseAllreduceState):
+            return node._replace(info=jax.tree.map(jnp.zeros_like, node.info))
+        if isinstance(node, DenseState):
+            zeros = {name: jnp.zeros_like(getattr(node, name)) for name in ("delivered", "words")}
+            return dataclasses.replace(node, **zeros)
+        return node
+
+    return jax.tree.map(quiet, opt_state, is_leaf=_is_reduction)
+
+
+def _is_reduction(node: Any) -> bool:
+    return isinstance(node, SparseAllreduceState | DenseState)
 
 
 def _info_of(state: SparseAllreduceState | DenseState) -> StepInfo:
@@ -148,26 +183,26 @@ def accumulators(inner: Any, params: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class PerWorker:
-    """Accumulated gradients of each worker; a leaf, in what :func:`mark` returns.
+    """What each worker has for itself; a leaf, in what :func:`mark` returns.
 
     Attributes:
-      tree: the accumulators. Those of ``optax.MultiSteps`` have no axis for the workers;
-        outside of the mapped function they lie one behind the other along the first.
-      workers: rows of the residuals, P outside of the mapped function; None with
-        :func:`dense`, which keeps none.
+      tree: accumulated gradients, and what there is besides. Those of ``optax.MultiSteps`` have no
+        axis for the workers; outside of the mapped function they lie one behind the other along
+        the first.
+      workers: how many, P outside of the mapped function; None of gradients in front of
+        :func:`dense`, whose state does not say it.
+      adds_up: whether the sum over the workers is what counts, as of gradients; else each worker
+        has learned something of its own.
     """
 
     tree: Any
     workers: int | None
+    adds_up: bool = True
 
 
 def reductions(opt_state: Any) -> list[Any]:
     """The states of :func:`sparse_allreduce` and :func:`dense` in an optimizer state."""
-
-    def is_reduction(node):
-        return isinstance(node, SparseAllreduceState | DenseState)
-
-    return [n for n in jax.tree.leaves(opt_state, is_leaf=is_reduction) if is_reduction(n)]
+    return list(filter(_is_reduction, jax.tree.leaves(opt_state, is_leaf=_is_reduction)))
 
 
 def accumulates(node: Any) -> bool:
@@ -176,7 +211,7 @@ def accumulates(node: Any) -> bool:
 
 
 def mark(opt_state: Any) -> Any:
-    """The state with a :class:`PerWorker` for each tree of accumulated local gradients.
+    """The state with a :class:`PerWorker` for each tree of what workers have for themselves.
 
     Raises:
       ValueError: a wrapper that can't be around a reduction; a reduction of what another has
@@ -186,6 +221,14 @@ def mark(opt_state: Any) -> Any:
     _check_chained(opt_state)
 
     def marked(node):
+        if _has_moved(node):
+            workers = node.missed.shape[0]
+            return node._replace(
+                missed=PerWorker(node.missed, workers),
+                inner=PerWorker(node.inner, workers, adds_up=False),
+                moved=PerWorker(node.moved, workers),
+                outer=mark(node.outer),
+            )
         if not accumulates(node):
             return node
         inside = reductions(node.inner_opt_state)
@@ -199,7 +242,7 @@ def mark(opt_state: Any) -> Any:
         workers = sparse[0].workers if sparse else None
         return node._replace(inner_opt_state=inner, acc_grads=PerWorker(node.acc_grads, workers))
 
-    return jax.tree.map(marked, opt_state, is_leaf=accumulates)
+    return jax.tree.map(marked, opt_state, is_leaf=lambda x: accumulates(x) or _has_moved(x))
 
 
 def _check_refused(opt_state: Any) -> None:

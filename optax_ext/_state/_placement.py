@@ -88,6 +88,7 @@ def _all_specs(opt_state: Any) -> Any:
             return split if not device_axes or leaf.shape[0] == rows else of_worker(leaf)
 
         return everywhere._replace(
+            missed=over(PartitionSpec(axis), node.missed),
             owner=PartitionSpec(axis),
             residual=split,
             velocity=over(split, node.velocity),

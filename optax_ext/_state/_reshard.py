@@ -39,7 +39,7 @@ def reshard(opt_state: Any, fresh_state: Any) -> Any:
     left out, as a step leaves it out.
 
     The gradients that ``multi_steps``, or ``optax.MultiSteps`` around the allreduce, has
-    accumulated are dealt out in the same way.
+    accumulated are dealt out in the same way, and so is what workers have moved in ``local_steps``.
 
     Regions, thresholds and counters of periods are those of ``fresh_state``, so that
     the next step evaluates them anew. The factors of :func:`powersgd` and :func:`acp_sgd`, which
@@ -183,6 +183,7 @@ def _node(old: SparseAllreduceState, new: SparseAllreduceState) -> SparseAllredu
         skipped=_placed(old.skipped, new.skipped),
         dropped=_placed(old.dropped, new.dropped),
         withheld=_placed(old.withheld, new.withheld),
+        missed=if_both("missed", _counted),
         limit=if_both("limit", _placed),
         residual=dealt(old.residual, new.residual),
         # The velocity of a momentum correction adds up over the workers as the residual does.
@@ -194,12 +195,26 @@ def _node(old: SparseAllreduceState, new: SparseAllreduceState) -> SparseAllredu
     )
 
 
+def _counted(before: Any, fresh: Any) -> Any:
+    """What all old workers have counted by themselves, as the first new one's."""
+    host = np.zeros(fresh.shape, fresh.dtype)
+    host[0] = np.sum(np.asarray(before))
+    return _placed(host, fresh)
+
+
 def _accumulators(old: _find.PerWorker, new: _find.PerWorker) -> Any:
-    """Accumulated gradients for other workers: their sum is kept, as that of residuals."""
+    """Accumulated gradients for other workers: their sum is kept, as that of residuals.
+
+    Of what a worker has learned for itself each new one has that of an old one.
+    """
     # Neither is None: _check has been here.
     old_workers, new_workers = old.workers or 1, new.workers or 1
 
     def dealt(before: Any, fresh: Any) -> Any:
+        if not new.adds_up:
+            return _placed(np.asarray(before)[np.arange(new_workers) % old_workers], fresh)
+        if jnp.issubdtype(fresh.dtype, jnp.integer):
+            return _counted(before, fresh)
         rows = _deal(
             np.asarray(before, np.float32).reshape(old_workers, -1), new_workers, fresh.dtype
         )

@@ -71,10 +71,10 @@ def ahead(params: Any, opt_state: Any) -> Any:
         updates, opt_state = tx.update(gradients, opt_state, params)
         params = optax.apply_updates(params, updates)
 
-    With a ``step_ahead`` (:func:`residual`) that is ``params + step_ahead * residual_i``;
-    without one it is the parameters. In either case they are typed as this worker's own, as
-    local gradients need under ``shard_map(check_vma=True)``. (:func:`make_train_step` does
-    all of this.)
+    With a ``step_ahead`` (:func:`residual`) that is ``params + step_ahead * residual_i``, and with
+    :func:`local_steps` ``params`` and what this worker has moved; else it is the parameters. In
+    either case they are typed as this worker's own, as local gradients need under
+    ``shard_map(check_vma=True)``. (:func:`make_train_step` does all of this.)
 
     With :func:`~sparse_collectives.allreduce.hierarchical` a node has one residual, which its
     workers gather: n words inside the node.
@@ -99,6 +99,8 @@ def ahead(params: Any, opt_state: Any) -> Any:
     ranks = _compat.ranks(axis)
     workers = ranks or _checks.workers(axis)
     local = params if ranks else _compat.to_varying(params, axis)
+    for gone in _find.moved(opt_state):
+        local = jax.tree.map(lambda p, m: p + m[0].astype(p.dtype), local, gone)
     states = _find.get_states(opt_state)
     if not any(state.settings.step_ahead for state in states):
         return local

@@ -29,7 +29,7 @@ class Residual(NamedTuple):
 
     Attributes:
       dtype: float32 or bfloat16.
-      decay: what the residual is multiplied with at each step, in [0, 1].
+      decay: what the residual is multiplied with at each exchange, in [0, 1].
       step_ahead: how much of it is applied before a gradient is taken, as a multiple of the
         worker's own share. 0: none.
       spec: all of it, as text.
@@ -50,16 +50,18 @@ def residual(dtype: Any = jnp.float32, *, decay: float = 1.0, step_ahead: float 
         it, up or down; over many entries and steps the errors cancel, and what is missing of the
         sum of all entries was about 1e-4 of it after 12 steps of five workers. The size of the
         gradients is no matter: those of 1e-20 lose the same share as those of 1, to the bit.
-      decay: the residual is multiplied with it at each step that accumulates, in [0, 1].
+      decay: the residual is multiplied with it at each exchange, in [0, 1].
         Below 1 old gradients are forgotten, by intent; conservation then holds for
         ``acc_i = decay * residual_i + g_i``.
       step_ahead: worker i differentiates at ``params + a residual_i``, where a part of what
         waits has been applied (Xu, Huo and Huang, `Step-Ahead Error Feedback
         <https://arxiv.org/abs/2008.05823>`_, AAAI 2021). ``a`` is ``step_ahead`` times 1/P, the
         worker's own share of the mean of all residuals, or 0.1 with more than ten workers, and 1
-        at most. The residual has to be an update of the parameters: ``local=`` has the learning
-        rate, with its sign, as :func:`sparse_adamw` and :func:`sparse_sgd` do, whose ``step_ahead``
-        is 1. :func:`make_train_step` does it; in a loop of one's own it is :func:`ahead`.
+        at most. ``math.inf`` makes it 1 for any number of workers: with an exchange ``every`` so
+        many steps these then are local steps. The residual has to be an update of the parameters:
+        ``local=`` has the learning rate, with its sign, as :func:`sparse_adamw` and
+        :func:`sparse_sgd` do, whose ``step_ahead`` is 1. :func:`make_train_step` does it; in a loop
+        of one's own it is :func:`ahead`.
 
     Raises:
       ValueError: another dtype, a decay out of [0, 1], a step_ahead below 0.
@@ -210,12 +212,12 @@ def guard(
     """Applies a policy of :data:`POLICIES` to what is about to be accumulated.
 
     ``skip`` and ``raise`` exchange one word, ``drop`` another; ``propagate`` costs nothing.
-    ``left_out``, ``i32[]``, entries have been left out of the gradient before.
+    ``left_out``, ``i32[]``, entries have been left out of the gradient before. Those who decide
+    together are the devices along ``axis``: all workers, or in a round of local steps those of one.
 
     Returns:
       The increments and velocities that remain; ``bool[]``, whether the step proceeds, the same
-      on every worker, or None where every step does; ``i32[]``, entries of all workers that were
-      left out.
+      along ``axis``, or None where every step does; ``i32[]``, entries that were left out along it.
     """
     none = jnp.zeros((), jnp.int32)
     if policy == "propagate":
@@ -227,11 +229,15 @@ def guard(
         ]
         local = sum((jnp.sum(x, dtype=jnp.int32) for x in bad), left_out)
         kept = [_without(part, x) for part, x in zip(parts, bad, strict=True)]
-        return kept, None, transport.psum(local, axis)
+        return kept, None, _sum(local, axis)
     finite = _all_finite(parts, axis)
     if policy == "raise":
-        # Of the count only, which is the same on every worker.
-        lax.cond(finite, _nothing, lambda step: jax.debug.callback(_raise, step), count)
+
+        def tell(finite: jax.Array, step: jax.Array) -> None:
+            jax.debug.callback(_raise, finite, step)
+
+        # Of workers that decide alone vmap makes both branches.
+        lax.cond(finite, _nothing, tell, finite, count)
     return [_without(part, ~finite) for part in parts], finite, none
 
 
@@ -262,14 +268,21 @@ def _all_finite(parts: list[Pending], axis: AxisName) -> jax.Array:
             finite &= jnp.all(jnp.abs(part.seen[1]) < LARGEST)
     # Gradients alone may be the same along axes of devices, which residuals never are.
     bad = _compat.to_varying((~finite).astype(jnp.int32), axis)
-    return transport.psum(bad, axis) == 0
+    return _sum(bad, axis) == 0
 
 
-def _nothing(step: jax.Array) -> None:
-    del step
+def _sum(number: jax.Array, axis: AxisName) -> jax.Array:
+    """Over no axis a worker decides alone."""
+    return transport.psum(number, axis) if _compat.axis_names(axis) else number
 
 
-def _raise(step: Any) -> None:
+def _nothing(finite: jax.Array, step: jax.Array) -> None:
+    del finite, step
+
+
+def _raise(finite: Any, step: Any) -> None:
+    if finite:
+        return
     raise FloatingPointError(
         f"step {int(step)}: the gradient of some worker, or its sum with the residual, is not "
         "finite (or the gradient is 1e31 or more, where the allreduce keeps_others, or 9e18 or "

@@ -99,6 +99,32 @@ def check_positive_limit(limit: Any) -> None:
         raise ValueError(f"limit must be a number greater than 0 or None, got {limit!r}.")
 
 
+def check_every(every: Any) -> int:
+    """H; 1 of None, as optax.inject_hyperparams would make an array of a number."""
+    return 1 if every is None else _validation.check_positive_int("every", every)
+
+
+def check_rounds(every: Any, local: Any, dense_leaves: Any) -> int:
+    """H, and what waits between two exchanges are updates of parameters that all have residuals."""
+    every = check_every(every)
+    if every == 1:
+        return every
+    if local is None:
+        raise ValueError(
+            f"every={every} has each worker go on by itself between two exchanges, but without "
+            "local= its residual holds gradients, which are no steps of the parameters. Put the "
+            "rate in front, with its sign: local=optax.scale_by_learning_rate(rate), and no "
+            "optimizer behind; or use optax_ext.sparse_adamw or sparse_sgd. To add up gradients "
+            "and exchange their sum: optax_ext.multi_steps(tx, k)."
+        )
+    if dense_leaves is not None:
+        raise ValueError(
+            f"every={every} has each worker go on by itself between two exchanges, and leaves that "
+            "go dense have no residual for it. Leave out dense_leaves=, or write every=1."
+        )
+    return every
+
+
 def check_hyperparameter(name: str, value: Any, low: float, high: float) -> float | jax.Array:
     """A number in [low, high], or one of ``optax.inject_hyperparams``, which only a step knows."""
     if not isinstance(value, jax.Array):
@@ -143,7 +169,8 @@ def check_settings(state: Settings, tx: Settings) -> None:
     """The state was made by a transformation with these settings."""
     check_state_axis(state.axis, tx.axis)
     fields = ("selector", "allreduce", "residual", "correction")
-    pairs = ((name, getattr(state, name), getattr(tx, name)) for name in fields)
+    pairs = [(name, getattr(state, name), getattr(tx, name)) for name in fields]
+    pairs.append(("every", str(state.every), str(tx.every)))
     differences = [
         f"{name}={_parts_of(then, now)} in the state and {name}={_parts_of(now, then)} in tx"
         for name, then, now in pairs

@@ -22,6 +22,7 @@ class Options(NamedTuple):
     dense_steps: DenseSteps
     dense_leaves: Any
     limit: optax.ScalarOrSchedule | None = None
+    every: int = 1
 
     @property
     def dense_first(self) -> int:
@@ -43,6 +44,8 @@ class Accumulated(NamedTuple):
         None: every step proceeds.
       is_dense: ``bool[]``, the same on every worker: whether the increments are to be averaged.
         None: no step is.
+      due: ``bool[]``, the same on every worker: whether there is an exchange at this step. Where it
+        is False nothing may be sent. None: there is one at every step.
     """
 
     acc: jax.Array
@@ -52,6 +55,7 @@ class Accumulated(NamedTuple):
     layout: _layout.TreeLayout
     proceeds: jax.Array | None
     is_dense: jax.Array | None
+    due: jax.Array | None = None
 
 
 # The mean ``f32[n]`` of the sparse buffer, that of the leaves that go dense ``f32[d]``, the state.
@@ -64,6 +68,11 @@ class Exchange(Protocol):
     @property
     def keeps_others(self) -> bool:
         """Whether a worker may be left with parts of what others sent."""
+        ...
+
+    @property
+    def shard_axis(self) -> AxisName:
+        """The axes along which the workers of a node hold shards of one buffer; ``()`` of none."""
         ...
 
     def dense(self, params: Any, labels: tuple[bool, ...] | None) -> tuple[bool, ...] | None:
@@ -101,12 +110,14 @@ def checked_options(
     dense_steps: DenseSteps | None = None,
     dense_leaves: Any = None,
     limit: optax.ScalarOrSchedule | None = None,
+    every: int | None = None,
 ) -> Options:
     """The options as they were given, or an error that says what to write instead."""
     nonfinite = _validation.check_choice("nonfinite", nonfinite, _accumulation.POLICIES)
     _checks.check_residual_option(residual)
     _checks.check_step_ahead(residual, local)
     _checks.check_limit(limit, local)
+    every = _checks.check_rounds(every, local, dense_leaves)
     dense_steps = 0 if dense_steps is None else dense_steps
     if not callable(dense_steps):
         dense_steps = _validation.check_positive_int("dense_steps", dense_steps, minimum=0)
@@ -118,6 +129,7 @@ def checked_options(
         dense_steps=dense_steps,
         dense_leaves=dense_leaves,
         limit=limit,
+        every=every,
     )
 
 
@@ -140,4 +152,5 @@ def settings_of(
         shard_axis=_compat.axis_names(_compat.static_axis(shard_axis)),
         decay=options.residual.decay,
         step_ahead=options.residual.step_ahead,
+        every=options.every,
     )

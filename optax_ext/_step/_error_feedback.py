@@ -52,11 +52,12 @@ class ErrorFeedback:
             correction.init(dense) if correction is not None and dense else (),
             _buffers.init_local(options.local, layout),
             selector,
+            jnp.zeros((), jnp.int32) if options.every > 1 else (),
             _accumulation.mark(options.axis),
             _sparse_state.no_info(),
         )
         per_worker = _compat.to_varying(_sparse_state.with_lead(per_worker), options.axis)
-        *kept, owner, info = per_worker
+        *kept, missed, owner, info = per_worker
         # Of the info all devices of a worker have the same.
         kept, shared = _compat.to_varying((kept, shared), layout.device_axes)
         residual, velocity, dense_velocity, local, selector = kept
@@ -65,6 +66,7 @@ class ErrorFeedback:
         }
         return SparseAllreduceState(
             **counters,
+            missed=missed,
             owner=owner,
             limit=() if options.limit is None else jnp.zeros((), jnp.float32),
             residual=residual,
@@ -102,11 +104,16 @@ class ErrorFeedback:
         buffers, proceeds, dropped = _accumulation.guard(
             options.nonfinite,
             self._pending(loaded, state, layout),
-            # All devices of a worker take a step, or none of them.
-            axis=_with(options.axis, layout.device_axes),
+            axis=self._who_decide(layout),
             count=state.count,
             left_out=loaded.left_out + left_out,
         )
+        own, missed = None, state.missed
+        if options.every > 1:
+            # A worker leaves out its own step, and nobody waits for it.
+            own, proceeds = proceeds, None
+            missed += dropped if own is None else (~own).astype(jnp.int32)
+            dropped = jnp.zeros((), jnp.int32)
         mean, dense_mean, stepped = self.exchange.reduce(
             self._accumulate(buffers, proceeds, state, layout)
         )
@@ -121,16 +128,26 @@ class ErrorFeedback:
         stepped = stepped._replace(
             count=state.count + 1,
             dropped=stepped.dropped + dropped,
+            missed=missed,
             owner=_accumulation.renewed(state.owner, options.axis),
             limit=self._largest_limit(state),
             residual=kept,
-            local=loaded.local,
+            local=loaded.local if own is None else _either(own, stepped, loaded.local, state.local),
             info=_reported(stepped.info, state.info),
         )
         if proceeds is not None:
             stepped = _unless_skipped(proceeds, stepped, state)
         saturate = options.nonfinite != "propagate"
         return _buffers.unravel(mean, dense_mean, layout, saturate=saturate), stepped
+
+    def _who_decide(self, layout: _layout.TreeLayout) -> AxisName:
+        """Those who take a step together, or none of them: all workers and all their devices.
+
+        Between two exchanges a worker decides for itself, and one whose node holds a shard of its
+        buffer with its node.
+        """
+        axis = self.options.axis if self.options.every == 1 else self.exchange.shard_axis
+        return (*_compat.axis_names(axis), *layout.device_axes) if layout.device_axes else axis
 
     def _largest_limit(self, state: SparseAllreduceState) -> Any:
         """Of the steps so far and of this one, ``f32[]``."""
@@ -190,6 +207,14 @@ class ErrorFeedback:
             return _checks.whether_dense(dense_steps(count))
         return count < dense_steps if dense_steps else None
 
+    def _is_due(self, count: jax.Array, is_dense: jax.Array | None) -> jax.Array | None:
+        """``bool[]``, whether step ``count`` has an exchange; None where every step has."""
+        every = self.options.every
+        if every == 1:
+            return None
+        due = (count + 1) % every == 0
+        return due if is_dense is None else due | is_dense
+
     def _accumulate(
         self,
         buffers: list[Pending],
@@ -198,13 +223,13 @@ class ErrorFeedback:
         layout: _layout.TreeLayout,
     ) -> Accumulated:
         """The accumulator: the residual and the increment, which a dense step takes as a whole."""
-        pending = buffers[0]
-        decays = jnp.ones((), jnp.bool_) if proceeds is None else proceeds
+        pending, is_dense = buffers[0], self._is_dense(state.count)
+        due = self._is_due(state.count, is_dense)
+        decays = next((x for x in (proceeds, due) if x is not None), jnp.ones((), jnp.bool_))
         acc = (
             _accumulation.decayed(pending.residual, self.options.residual, decays)
             + pending.increment
         )
-        is_dense = self._is_dense(state.count)
         if is_dense is not None:
             # What waits goes with the increments; of a step that is skipped nothing does.
             goes = is_dense if proceeds is None else is_dense & proceeds
@@ -219,6 +244,7 @@ class ErrorFeedback:
             layout=layout,
             proceeds=proceeds,
             is_dense=is_dense,
+            due=due,
         )
 
 
@@ -262,10 +288,6 @@ def _over_devices(numbers: list[jax.Array], device_axes: tuple[Hashable, ...]) -
     return [lax.bitcast_convert_type(gathered[:, i], x.dtype) for i, x in enumerate(numbers)]
 
 
-def _with(axis: AxisName, device_axes: tuple[Hashable, ...]) -> AxisName:
-    return (*_compat.axis_names(axis), *device_axes) if device_axes else axis
-
-
 def _reported(info: StepInfo, before: StepInfo) -> StepInfo:
     """The info with leading axes, and the drift of the threshold."""
     info = _sparse_state.per_worker(info, lambda x: x[None])
@@ -282,20 +304,24 @@ def _unless_skipped(
     The buffers of the size of the parameters are the same in both already, but for those of
     a local transformation.
     """
-    # On a CPU these would be copied, if they might be written before the accumulator has read
-    # them. A GPU writes both in one pass.
-    proceeds = by_platform(
-        lambda known, delivered: known & (delivered >= 0),
-        lambda known, delivered: known,
-        proceeds,
-        stepped.info.delivered,
-    )
-    skipped = state._replace(skipped=state.skipped + 1)
-    chosen = jax.tree.map(
-        lambda new, old: new if new is old else jnp.where(proceeds, new, old), stepped, skipped
-    )
+    chosen = _either(proceeds, stepped, stepped, state._replace(skipped=state.skipped + 1))
     return chosen._replace(
         residual=stepped.residual,
         velocity=stepped.velocity,
         dense_velocity=stepped.dense_velocity,
+    )
+
+
+def _either(condition: jax.Array, stepped: SparseAllreduceState, yes: Any, no: Any) -> Any:
+    """The one tree or the other, by a condition that was known before the exchange."""
+    # On a CPU these would be copied, if they might be written before the accumulator has read
+    # them. A GPU writes both in one pass.
+    condition = by_platform(
+        lambda known, delivered: known & (delivered >= 0),
+        lambda known, delivered: known,
+        condition,
+        stepped.info.delivered,
+    )
+    return jax.tree.map(
+        lambda new, old: new if new is old else jnp.where(condition, new, old), yes, no
     )

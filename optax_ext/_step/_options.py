@@ -56,10 +56,12 @@ class SparseOptions(LocalOptions, total=False):
     Attributes:
       correction: from :func:`momentum_correction`: momentum before the accumulation.
       limit: a magnitude of an entry of an update, beyond which three quarters of the rest wait.
+      every: steps from one exchange to the next. None: 1.
     """
 
     correction: MomentumCorrection | None
     limit: optax.ScalarOrSchedule | None
+    every: int | None
 
 
 def takes(*options: Any) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:

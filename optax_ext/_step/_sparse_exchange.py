@@ -13,6 +13,7 @@ from optax_ext._step._contract import Accumulated, Options, Reduced
 from optax_ext._step._momentum_correction import MomentumCorrection
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import (
+    AxisName,
     Layout,
     PaddedCOO,
     Selector,
@@ -58,6 +59,11 @@ class SparseExchange:
         """As the allreduce does."""
         return self.allreduce.keeps_others
 
+    @property
+    def shard_axis(self) -> AxisName:
+        """As the allreduce does."""
+        return self.allreduce.shard_axis
+
     def dense(self, params: Any, labels: tuple[bool, ...] | None) -> tuple[bool, ...] | None:
         """Those that the user has labelled."""
         del params
@@ -96,15 +102,27 @@ class SparseExchange:
         return _applied.with_dense_leaves(reduced, step, None, self.options)
 
     def _exchange(self, step: Accumulated) -> Exchanged:
+        """The exchange, where there is one at this step."""
+        if step.due is None:
+            return self._at_exchange(step)
+        # The traffic meter reads from the scope how often there is one.
+        with jax.named_scope(f"round.every{self.options.every}"):
+            return self._one_of(step, step.due, self._at_exchange, self._waiting)
+
+    def _at_exchange(self, step: Accumulated) -> Exchanged:
         """Selects from the accumulator, and exchanges; or densely, where a step is dense."""
         if step.is_dense is None:
             return self._sparse(step)
-        like = jax.eval_shape(lambda: self._sparse(step)[2])
+        return self._one_of(step, step.is_dense, self._dense, self._sparse)
+
+    def _one_of(self, step: Accumulated, condition: jax.Array, yes: Any, no: Any) -> Exchanged:
+        """One of two ways to exchange; all workers, and all groups of a mesh, take the same."""
         # What passes through a branch is copied, so that all else goes round it.
         fields = ("selector", "allreduce", "dropped", "withheld", "info")
 
         def typed(mean: jax.Array, state: SparseAllreduceState, kept: Kept) -> Any:
             """Alike in both branches."""
+            mean = _compat.to_varying(mean, self.shard_axis)
             kept = _compat.to_varying(kept, self.options.axis)
             info = _sparse_state.per_worker(
                 state.info, lambda x: _compat.to_varying(x, self.options.axis)
@@ -112,11 +130,8 @@ class SparseExchange:
             changed = {name: getattr(state, name) for name in fields} | {"info": info}
             return _compat.to_varying((mean, changed, kept), step.layout.device_axes)
 
-        # All workers, and all groups of a larger mesh, have the same count.
         mean, changed, kept = lax.cond(
-            step.is_dense,
-            lambda: typed(*self._dense(step, like)),
-            lambda: typed(*self._sparse(step)),
+            condition, lambda: typed(*yes(step)), lambda: typed(*no(step))
         )
         return mean, step.state._replace(**changed), kept
 
@@ -163,8 +178,17 @@ class SparseExchange:
         )
         return mean, state, Kept(coo, undelivered, rounding)
 
-    def _dense(self, step: Accumulated, like: Kept) -> Exchanged:
-        """The dense mean of the increments, with nothing selected; ``like`` has the shapes."""
+    def _waiting(self, step: Accumulated) -> Exchanged:
+        """Nothing is exchanged."""
+        before = step.state.info
+        info = _sparse_state.no_info()._replace(
+            local_threshold=before.local_threshold[0], global_threshold=before.global_threshold
+        )
+        mean = jnp.zeros(step.acc.shape[1:], jnp.float32)
+        return mean, step.state._replace(info=info), self._nothing_sent(step)
+
+    def _dense(self, step: Accumulated) -> Exchanged:
+        """The dense mean of the increments, with nothing selected."""
         increment = step.pending.increment[0]
         axis, shard_axis = self.options.axis, self.allreduce.shard_axis
         workers, inside = transport.axis_size(axis), transport.axis_size(shard_axis)
@@ -177,24 +201,6 @@ class SparseExchange:
         words += extend.words_of_reduce_scatter(size * inside, inside) + extend.words_of_all_gather(
             size, inside
         )
-        undelivered, rounding = like.undelivered, like.rounding
-
-        def none(entries):
-            return extend.empty(size, entries.capacity, jnp.float32)
-
-        if isinstance(rounding, PaddedCOO):
-            rounding = none(rounding)
-        else:
-            rounding = jax.tree.map(jnp.zeros_like, rounding)
-        nothing = Kept(
-            sent=extend.empty(size, like.sent.capacity, like.sent.values.dtype),
-            undelivered=Undelivered(
-                jnp.zeros_like(undelivered.slots),
-                none(undelivered.others),
-                None if undelivered.remainder is None else none(undelivered.remainder),
-            ),
-            rounding=rounding,
-        )
         state = step.state._replace(
             dropped=step.state.dropped + counts[1],
             info=_sparse_state.no_info()._replace(
@@ -204,7 +210,29 @@ class SparseExchange:
                 useful=jnp.float32(words),
             ),
         )
-        return mean, state, nothing
+        return mean, state, self._nothing_sent(step)
+
+    def _nothing_sent(self, step: Accumulated) -> Kept:
+        """In the shapes that a sparse exchange has."""
+        like = jax.eval_shape(lambda: self._sparse(step)[2])
+        size, undelivered, rounding = step.acc.shape[1], like.undelivered, like.rounding
+
+        def none(entries):
+            return extend.empty(size, entries.capacity, jnp.float32)
+
+        if isinstance(rounding, PaddedCOO):
+            rounding = none(rounding)
+        else:
+            rounding = jax.tree.map(jnp.zeros_like, rounding)
+        return Kept(
+            sent=extend.empty(size, like.sent.capacity, like.sent.values.dtype),
+            undelivered=Undelivered(
+                jnp.zeros_like(undelivered.slots),
+                none(undelivered.others),
+                None if undelivered.remainder is None else none(undelivered.remainder),
+            ),
+            rounding=rounding,
+        )
 
     def _over_shards(self, counts: jax.Array) -> tuple[jax.Array, float]:
         """The sum over the shards of counts of one, and the words that it takes."""

@@ -15,7 +15,8 @@ class StepInfo(NamedTuple):
     """What the last step did. Zeros before the first.
 
     Attributes:
-      selected: ``i32[1]`` for each worker: entries it selected to be sent.
+      selected: ``i32[1]`` for each worker: entries it selected to be sent. In a step without an
+        exchange this and the others are 0, but for the threshold, which is that of the last one.
       delivered: ``i32[]``: entries in the update that every worker applied.
       overflow: ``i32[1]`` for each worker: entries that found no slot.
       local_threshold: ``f32[1]`` for each worker: magnitude it selected by.
@@ -68,6 +69,7 @@ class Settings:
         :func:`optax_ext.residual`.
       workers: P that the state was made for; 0 in a transformation, which is for any.
       whole: whether it is a whole optimizer, whose updates are those of the parameters.
+      every: H, steps from one exchange to the next.
     """
 
     selector: str | None
@@ -82,6 +84,7 @@ class Settings:
     # Rows of the arrays tell states of other numbers apart, and `optax.tree.map_params` has none.
     workers: int = dataclasses.field(default=0, compare=False)
     whole: bool = False
+    every: int = 1
 
 
 class SparseAllreduceState(NamedTuple):
@@ -106,6 +109,9 @@ class SparseAllreduceState(NamedTuple):
         workers, were not finite, and that no residual holds.
       withheld: ``i32[]``, entries that stayed in the residuals, wholly or in part, because
         their sum was not finite or too large for the dtype of the leaf.
+      missed: ``i32[1]`` for each worker, with an exchange ``every`` so many steps: steps that it
+        left out by itself because of a gradient that was not finite, or with ``nonfinite="drop"``
+        entries; ``()`` with an exchange at every step.
       owner: ``i32[1]`` for each worker: the index on the axis of the worker whose residual and
         velocity these are. One that finds another's leaves them out, and has ``-1 - index``
         from then on.
@@ -135,6 +141,7 @@ class SparseAllreduceState(NamedTuple):
     skipped: jax.Array
     dropped: jax.Array
     withheld: jax.Array
+    missed: Any
     owner: jax.Array
     limit: Any
     residual: jax.Array

@@ -100,10 +100,19 @@ class Transformation:
             out_specs=(leaves, specs),
         )(updates, before, left_out)
         if self._of_leaves is not None:
-            proceeds = new.skipped == state.skipped
+            proceeds = self._has_stepped(new, state)
             kept = jax.tree.map(lambda a, b: jnp.where(proceeds, a, b), kept, state.local)
             new = new._replace(local=kept)
         return updates, new._replace(layout=state.layout, settings=state.settings)
+
+    def _has_stepped(self, new: SparseAllreduceState, old: SparseAllreduceState) -> jax.Array:
+        """``bool[]``, whether this worker's gradient was accumulated."""
+        options = self._feedback.options
+        if options.every == 1:
+            return new.skipped == old.skipped
+        # With another policy than these it is, if not all of its entries.
+        leaves_out = options.nonfinite in ("skip", "raise")
+        return (new.missed == old.missed)[0] if leaves_out else jnp.ones((), jnp.bool_)
 
     def _on_device(
         self, layout: _layout.TreeLayout, updates: Any, state: Any, left_out: jax.Array
@@ -174,7 +183,7 @@ def _specs(layout: _layout.TreeLayout) -> Any:
     """The specs of a stripped state, over the axes of the sharding."""
     split, whole = PartitionSpec(layout.sharding.axes), PartitionSpec()
     specs: dict[str, Any] = dict.fromkeys(SparseAllreduceState._fields, split)
-    for name in ("count", "skipped", "dropped", "withheld", "owner", "limit", "info"):
+    for name in ("count", "skipped", "dropped", "withheld", "missed", "owner", "limit", "info"):
         specs[name] = whole
     return SparseAllreduceState(**{**specs, "layout": None, "settings": None})
 

@@ -61,25 +61,24 @@ def bucketed(
     buckets = _validation.check_positive_int("buckets", buckets)
     inner_tx = optax.with_extra_args_support(tx)
 
+    def parts(tree: Any) -> list[Any]:
+        sizes = [leaf.size for leaf in jax.tree.leaves(tree)]
+        return _groups.parts(tree, _groups.grouped(sizes, buckets, [None] * len(sizes)))
+
     def init(params: Any) -> BucketedState:
-        return BucketedState(tuple(tx.init(part) for part in _parts(params, buckets)))
+        return BucketedState(tuple(tx.init(part) for part in parts(params)))
 
     def update(updates: Any, state: BucketedState, params: Any = None, **extra_args: Any):
-        leaves, treedef = jax.tree.flatten(updates)
-        given = None if params is None else _parts(params, buckets)
+        given = None if params is None else parts(params)
         states, reduced = [], []
-        for i, part in enumerate(_parts(updates, buckets)):
+        for i, part in enumerate(parts(updates)):
             if reduced:
                 part = _after(reduced[-1], part)
             mine = None if given is None else given[i]
             result, new = inner_tx.update(part, state.buckets[i], mine, **extra_args)
             states.append(new)
             reduced.append(result)
-        for result in reduced:
-            for at, leaf in enumerate(treedef.flatten_up_to(result)):
-                if not isinstance(leaf, optax.MaskedNode):
-                    leaves[at] = leaf
-        return jax.tree.unflatten(treedef, leaves), BucketedState(tuple(states))
+        return _groups.joined(updates, reduced), BucketedState(tuple(states))
 
     # optax types a state as any pytree, which NamedTuples of arrays are at run time.
     return optax.GradientTransformationExtraArgs(cast(Any, init), cast(Any, update))
@@ -95,15 +94,3 @@ def _after(done: Any, tree: Any) -> Any:
     first = jax.tree.leaves(done)[0].ravel()[0].astype(jnp.float32)
     zero = ((lax.bitcast_convert_type(first, jnp.int32) & 1) >> 1).astype(jnp.float32)
     return jax.tree.map(lambda leaf: leaf + zero.astype(leaf.dtype), tree)
-
-
-def _parts(tree: Any, buckets: int) -> list[Any]:
-    """For each bucket the tree, with ``MaskedNode`` in the place of other leaves."""
-    leaves, treedef = jax.tree.flatten(tree)
-    sizes = [leaf.size for leaf in leaves]
-    parts = []
-    for group in _groups.grouped(sizes, buckets, [None] * len(leaves)):
-        members = set(group)
-        masked = [leaf if i in members else optax.MaskedNode() for i, leaf in enumerate(leaves)]
-        parts.append(jax.tree.unflatten(treedef, masked))
-    return parts

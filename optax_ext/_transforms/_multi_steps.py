@@ -6,11 +6,11 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from optax_ext._state import _calls
 from optax_ext._state._find import accumulators, reductions
-from sparse_collectives import _compat, _validation
+from optax_ext._transforms import _branch
+from sparse_collectives import _validation
 
 
 class MultiStepsState(NamedTuple):
@@ -98,24 +98,8 @@ def multi_steps(
             total = jax.tree.map(lambda a, g: (a[0] / divisor).astype(g.dtype), acc, updates)
             return inner_tx.update(total, state.inner_opt_state, params, **extra_args)
 
-        shapes, inner_shapes = jax.eval_shape(exchange)
-
-        def wait():
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-            return zeros, state.inner_opt_state
-
-        def typed(result):
-            # Branches must agree in what they type as varying.
-            new_updates, inner = result
-            return (
-                jax.tree.map(_compat.varying_like, new_updates, shapes),
-                jax.tree.map(_compat.varying_like, inner, state.inner_opt_state, inner_shapes),
-            )
-
         emit = state.mini_step + 1 >= k
-        # The count is the same on all devices, also on those along other axes of a mesh.
-        with jax.named_scope(scope):
-            new_updates, inner = lax.cond(emit, lambda: typed(exchange()), lambda: typed(wait()))
+        new_updates, inner = _branch.only_if(emit, exchange, state.inner_opt_state, scope=scope)
         return new_updates, MultiStepsState(
             mini_step=jnp.where(emit, 0, state.mini_step + 1),
             gradient_step=state.gradient_step + emit.astype(jnp.int32),

@@ -26,6 +26,7 @@ def sparse_allreduce(
     dense_steps: DenseSteps | None = None,
     dense_leaves: Any = None,
     limit: optax.ScalarOrSchedule | None = None,
+    every: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Replaces the dense allreduce of gradients with a sparse one.
 
@@ -40,7 +41,8 @@ def sparse_allreduce(
         update &= total / P
 
     so that nothing is lost: over the workers, the sum of ``acc`` is ``total``
-    plus the sum of the new residuals. Give it *local* gradients, before any
+    plus the sum of the new residuals. With ``every=H`` that is an exchange after each H-th
+    increment. Give it *local* gradients, before any
     optimizer: ``optax.chain(sparse_allreduce(...), optax.adam(1e-3))``. The
     updates are the same bits on every worker.
 
@@ -112,6 +114,15 @@ def sparse_allreduce(
         waited for long then comes in parts, and an update does not overshoot; no more of an entry
         waits after a delivery than three times the most that arrived between two of them. For
         residuals that are updates of the parameters, as ``local=`` with a learning rate makes them.
+      every: H, steps from one exchange to the next; None: 1. At the steps in between each worker
+        adds its own update to its residual, and nothing is sent: the program has no collective
+        there, not even to agree on a step that is skipped. With ``nonfinite="skip"`` a worker then
+        leaves out its own step alone, and ``missed`` of the state counts it. With
+        ``residual(step_ahead=math.inf)`` the worker takes its gradients at its own parameters:
+        local steps, of which an exchange takes over what was selected, and the rest stays applied
+        at home (McMahan et al. 2017; with error feedback Basu et al., `Qsparse-local-SGD
+        <https://arxiv.org/abs/1906.02367>`_, NeurIPS 2019, Algorithm 1). ``local=`` has to have the
+        learning rate, as for ``limit``, and there are no ``dense_leaves``.
 
     Returns:
       An ``optax.GradientTransformationExtraArgs``. Its updates have the dtypes of the
@@ -119,8 +130,8 @@ def sparse_allreduce(
       buffer during the step. An empty pytree works and does nothing.
 
     Raises:
-      ValueError: a selector of a larger density than the allreduce's; a step-ahead or a limit
-        where residuals are gradients; an axis that is not
+      ValueError: a selector of a larger density than the allreduce's; a step-ahead, a limit or
+        ``every`` where residuals are gradients; ``every`` with dense leaves; an axis that is not
         bound; gradients already summed over the axis; an update whose tree, shapes or dtypes
         differ from ``init``'s; a state of another number of workers; 2**31 entries or more; a
         leaf that ``dense_leaves`` has no label for.
@@ -148,6 +159,7 @@ def sparse_allreduce(
         dense_steps=dense_steps,
         dense_leaves=dense_leaves,
         limit=limit,
+        every=every,
     )
     made = Transformation(
         ErrorFeedback(

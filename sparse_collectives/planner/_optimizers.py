@@ -113,9 +113,8 @@ def _two_factors(workload: Workload) -> Estimate:
     return Estimate(each + each, each + each, each + each)
 
 
-_CAST = 'optax.stateless(lambda g, p: optax.tree.cast(g, "{}"))'
 _BUCKETED = 'optax_ext.dense(axis="data", buckets={buckets})'
-_HALF = ", ".join([_CAST.format("float16"), _BUCKETED, _CAST.format("float32")])
+_HALF = 'optax_ext.dense(axis="data", buckets={buckets}, dtype="float16")'
 _BEHIND = "optax.chain({}, optax.adamw(rate))"
 _DENSE_ADAMW = _both(ALGORITHMS["dense"].gpu or DEFAULT, _ADAMW_KERNEL)
 

@@ -105,6 +105,7 @@ class Configuration:
 
     text: str  # all that was drawn but the gradients, for the report of a failure
     dense_steps: str  # a key of DENSE_STEPS
+    every: int  # steps from one exchange to the next
     tx: optax.GradientTransformation
     around: str  # a key of AROUND, what `tx` is in
     axes: tuple[str, ...]  # of the workers, with their sizes
@@ -130,6 +131,10 @@ class Configuration:
         """Whether step ``count`` is dense."""
         which = DENSE_STEPS[self.dense_steps]
         return bool(which(count)) if callable(which) else count < which
+
+    def is_due(self, count: int) -> bool:
+        """Whether step ``count`` has an exchange."""
+        return (count + 1) % self.every == 0 or self.is_dense(count)
 
     def __repr__(self) -> str:
         return f"{self.text}, gradients {self.data!r} of seed {self.seed}"
@@ -216,9 +221,10 @@ def configurations(draw: Any, *, of_parts: bool = False) -> Configuration:
     low_rank = None if of_parts else one_of(*[None] * 7, *LOW_RANK)
     limit = one_of(None, None, *LIMITS)
     around = "nothing" if of_parts else one_of(*["nothing"] * 5, *AROUND)
+    every = one_of(1, 1, 1, 2, 3)
     seed = draw(SEEDS)
     if LOCALS[local]() is None:
-        limit = None
+        limit, every = None, 1
     options: dict[str, Any] = {
         "axis": axes,
         "nonfinite": policy,
@@ -228,6 +234,9 @@ def configurations(draw: Any, *, of_parts: bool = False) -> Configuration:
     }
     if low_rank is not None:
         limit = momentum = None
+        every = 1
+    if every > 1:
+        options["every"], dense_leaves = every, None
     if limit is not None:
         options["limit"] = LIMITS[limit]
     if momentum is not None:
@@ -248,9 +257,10 @@ def configurations(draw: Any, *, of_parts: bool = False) -> Configuration:
     params |= {leaf: params[other] for leaf, other in tied.items()}
     return Configuration(
         text=f"{what}, {tree=}, {dtypes=}, {local=}, {momentum=}, {nesterov=}, {masking=}, "
-        f"{limit=}, {dense_leaves=}, {policy=}, {narrow=}, {decay=}, {dense_steps=}, {shape=}, "
-        f"{around=}",
+        f"{limit=}, {dense_leaves=}, {policy=}, {narrow=}, {decay=}, {dense_steps=}, {every=}, "
+        f"{shape=}, {around=}",
         dense_steps=dense_steps,
+        every=every,
         tx=tx,
         around=around,
         axes=axes,

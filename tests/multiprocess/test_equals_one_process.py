@@ -153,9 +153,12 @@ def test_sharded_parameters_learn_and_a_device_holds_its_share(capsys, layout):
 
 
 @pytest.mark.usefixtures("default_promotion")
-@pytest.mark.parametrize("layout", ["fsdp", "tensor"])
-def test_a_site_may_be_a_process(capsys, layout):
-    options = [*SMALL, "--steps", "10", "--layout", layout, "--method", "ok_topk"]
+@pytest.mark.parametrize(
+    ("layout", "method"),
+    [("fsdp", "ok_topk"), ("tensor", "ok_topk"), ("fsdp", "sparse_adamw --every 5")],
+)
+def test_a_site_may_be_a_process(capsys, layout, method):
+    options = [*SMALL, "--steps", "10", "--layout", layout, "--method", *method.split()]
     together = losses(run("train_sharded.py", 2, "--devices", "4", *options))
     assert train_sharded.main(options) == 0
     # Sums over processes are made in another order.

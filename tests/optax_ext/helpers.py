@@ -71,6 +71,22 @@ def over_nodes(outer, density=0.1, axis=NODES, **options):
     return optax_ext.sparse_allreduce(selector, exchange, axis=axis, **options)
 
 
+def plain_sum():
+    """An allreduce as a user may write it: a dense sum, which may overflow."""
+
+    def reduce(coo, state, *, axis):
+        total = jax.lax.psum(coo.to_dense(), axis)
+        nothing = sc.PaddedCOO(coo.values[:0], coo.indices[:0], coo.size)
+        info = sc.ReduceInfo(
+            delivered=jnp.sum(total != 0, dtype=jnp.int32),
+            overflow=jnp.zeros((), jnp.int32),
+            **{name: jnp.zeros(()) for name in ("threshold", "words", "useful")},
+        )
+        return total, sc.Undelivered(jnp.zeros_like(coo.values), nothing), state, info
+
+    return sc.SparseAllreduce(lambda size, axis_size: (), reduce, keeps_others=False)
+
+
 class Steps(NamedTuple):
     """Of several steps, ``[steps, *workers, ...]``: the updates, and the states behind them."""
 

@@ -69,8 +69,11 @@ def test_every_alias_has_a_row():
     modules = (optax_ext, optax_ext.published)
     public = {name: getattr(module, name) for module in modules for name in module.__all__}
     aliases = {name: part for name, part in public.items() if is_alias(part)}
-    # Whole optimizers have tests of their own.
-    found = {name for name, part in aliases.items() if "._optimizers." not in part.__module__}
+    # Whole optimizers have tests of their own, as have rounds of local steps.
+    others = ("._optimizers.", "._rounds")
+    found = {
+        name for name, part in aliases.items() if not any(x in part.__module__ for x in others)
+    }
     assert found == {name.split(",")[0] for name in ALIASES}
 
 
@@ -109,7 +112,7 @@ def test_it_is_its_composition_whose_options_it_takes(name, monkeypatch):
         given.append((str(selector.spec), str(allreduce.spec), known))
         return optax.identity()
 
-    for module in (optax_ext._aliases, optax_ext.published):
+    for module in (optax_ext._aliases, optax_ext.published._sparse):
         monkeypatch.setattr(module, "sparse_allreduce", record)
     own = ITS_OWN.get(name, {})
     options = {key: value for key, value in OPTIONS.items() if key not in own}
@@ -124,7 +127,7 @@ def test_it_is_its_composition_whose_options_it_takes(name, monkeypatch):
 # The options that functions share, in each signature, and the arguments that each needs besides.
 COMMON = {"nonfinite", "residual", "dense_steps", "dense_leaves"}
 LOCAL = COMMON | {"local"}
-SPARSE = LOCAL | {"correction", "limit"}
+SPARSE = LOCAL | {"correction", "limit", "every"}
 SOME_DENSITY = {"density": 0.1}
 TAKEN = {
     "sparse_adamw": (COMMON, {"learning_rate": 0.1}),

@@ -113,6 +113,31 @@ def test_dense_buckets_give_the_bits_and_dtypes_of_one_allreduce_for_each_leaf(b
     same(*(run(tx, gradients()).updates for tx in (bucketed, optax_ext.dense(axis="w"))))
 
 
+@pytest.mark.parametrize("buckets", [None, 1])
+@pytest.mark.parametrize("dtype", [jnp.float16, "bfloat16"])
+def test_a_dense_mean_in_half_precision_has_half_of_the_words(buckets, dtype):
+    given, tx = gradients(), optax_ext.dense(axis="w", buckets=buckets, dtype=dtype)
+    found, whole = (run(x, given) for x in (tx, optax_ext.dense(axis="w", buckets=buckets)))
+    workers = jax.tree.leaves(given)[0].shape[1]
+    for mean, exact in zip(*(jax.tree.leaves(x.updates) for x in (found, whole)), strict=True):
+        assert mean.dtype == exact.dtype
+        # Each share is rounded, and the mean to the dtype of its leaf.
+        relative = max(workers * jnp.finfo(dtype).eps, jnp.finfo(mean.dtype).eps)
+        scale = np.abs(np.asarray(exact, np.float32)).max()
+        np.testing.assert_allclose(
+            *(np.asarray(x, np.float32) for x in (mean, exact)), atol=float(relative) * scale
+        )
+    sizes = sum(x[0, 0].size for x in jax.tree.leaves(given))
+    words = optax_ext.get_info(found.states).words[0, 0]
+    assert words == pytest.approx(2 * (sizes / 2) * (workers - 1) / workers)
+
+
+def test_a_sum_that_float16_can_not_hold_is_a_mean_that_it_can():
+    given = np.full((1, 4, 3), 6e4, np.float32)
+    found = run(optax_ext.dense(axis="w", dtype="float16"), given)
+    np.testing.assert_allclose(found.updates, 6e4, rtol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("buckets", "sizes"),
     [(None, [15, 35, 42, 48]), (1, [140]), (2, [50, 90]), (4, [50, 42, 48])],

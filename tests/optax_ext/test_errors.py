@@ -117,6 +117,7 @@ WRONG_VALUES = [
     (lambda: init(INJECTED(dense_steps=3)), "dense_steps must be .*static_args="),
     (lambda: optax_ext.dense(axis="data", buckets=0), f"{BUCKETS} 0"),
     (lambda: optax_ext.dense(axis="data", buckets=2.0), f"{BUCKETS} 2.0"),
+    (lambda: optax_ext.dense(axis="data", dtype="int8"), "dtype must be one of .*, got 'int8'"),
     (lambda: optax_ext.bucketed(DENSE, 0), f"{BUCKETS} 0"),
     (lambda: nodes(axis="node"), "must name the axis of the nodes and inner_axis='device'"),
     (lambda: nodes(axis="device"), r"jax\.pmap has one axis only"),

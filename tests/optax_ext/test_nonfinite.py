@@ -15,7 +15,15 @@ import pytest
 
 import optax_ext
 import sparse_collectives as sc
-from tests.optax_ext.helpers import fails_in_the_step, mapped, mesh, normal, run, slow
+from tests.optax_ext.helpers import (
+    fails_in_the_step,
+    mapped,
+    mesh,
+    normal,
+    plain_sum,
+    run,
+    slow,
+)
 
 LARGE = np.float32(3e38)
 WORKERS, STEPS, SIZE = 3, 6, 40
@@ -27,22 +35,6 @@ def spoiled():
     bad = normal((STEPS, WORKERS, SIZE))
     bad[2, 1, 7], bad[2, 0, 9], bad[4, 2, 7] = np.nan, np.inf, -np.inf
     return bad
-
-
-def plain_sum():
-    """An allreduce as a user may write it: a dense sum, which may overflow."""
-
-    def reduce(coo, state, *, axis):
-        total = jax.lax.psum(coo.to_dense(), axis)
-        nothing = sc.PaddedCOO(coo.values[:0], coo.indices[:0], coo.size)
-        info = sc.ReduceInfo(
-            delivered=jnp.sum(total != 0, dtype=jnp.int32),
-            overflow=jnp.zeros((), jnp.int32),
-            **{name: jnp.zeros(()) for name in ("threshold", "words", "useful")},
-        )
-        return total, sc.Undelivered(jnp.zeros_like(coo.values), nothing), state, info
-
-    return sc.SparseAllreduce(lambda size, axis_size: (), reduce, keeps_others=False)
 
 
 def summing(density, allreduce=None, **options):

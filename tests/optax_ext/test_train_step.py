@@ -132,7 +132,7 @@ def test_the_state_is_found_and_specified_anywhere_in_a_chain():
 
 @pytest.mark.usefixtures("default_promotion")
 def test_the_loss_that_is_returned_is_that_where_the_gradients_are_taken():
-    """As docs/sharp-bits.md says: of a dense step that of the parameters, else a little lower."""
+    """As docs/troubleshooting.md says: that of the parameters if dense, else a little lower."""
     images, labels = load_digits(return_X_y=True)
     images, labels = (images / 16).astype(np.float32), labels.astype(np.int32)
 

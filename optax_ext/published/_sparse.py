@@ -1,8 +1,4 @@
-"""Systems of the papers: those that differ from :func:`optax_ext.topk_a` by more than a selector.
-
-They are compositions of what the library has anyway, here by the papers' names so that they can be
-run and compared with. docs/selectors.md lists which paper's system is which.
-"""
+"""Those that exchange at every step."""
 
 from typing import Unpack
 
@@ -215,6 +211,3 @@ def dgc(
     if max_norm is None:
         return sparse
     return optax.chain(local_clip_by_global_norm(max_norm, axis=axis), sparse)
-
-
-__all__ = ["dgc", "gtopk", "hitopk", "quantized_topk", "topk_dsa"]

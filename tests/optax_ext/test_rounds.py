@@ -1,0 +1,395 @@
+"""An exchange every H steps: local steps in between, without a collective, and nothing is lost."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import optax_ext
+import sparse_collectives as sc
+from optax_ext._step import _accumulation
+from tests.optax_ext import shards
+from tests.optax_ext.helpers import (
+    NODES,
+    PARAMS,
+    batch_of,
+    fails_in_the_step,
+    flat,
+    loss_fn,
+    mesh,
+    normal,
+    on_mesh,
+    over_nodes,
+    plain_sum,
+    refused,
+    run,
+    same,
+    slow,
+    train,
+)
+
+WORKERS, SIZE, EVERY = 3, 40, 3
+MINUS = optax.scale(-1.0)
+LOCAL = optax_ext.residual(step_ahead=math.inf)
+topk_a = functools.partial(optax_ext.topk_a, axis="w", local=MINUS, every=EVERY)
+
+
+def distance(params, target):
+    """Half of the squared distance to it, whose gradient depends on the parameters."""
+    return 0.5 * jnp.sum((params - target[0]) ** 2)
+
+
+def targets(steps, workers=4, seed=0):
+    return (2 + normal((steps, workers, SIZE), seed)).astype(np.float32)
+
+
+def trained(tx, given, **options):
+    params = jnp.asarray(normal(SIZE, 5))
+    return train(tx, distance, params, given, mesh(given.shape[1]), **options)
+
+
+def test_where_all_is_sent_it_is_the_average_of_local_steps():
+    """Local SGD: every worker goes on by itself, and from the mean of all at each exchange."""
+    given, rate = targets(8), 0.1
+    tx = optax_ext.sparse_sgd(
+        rate, density=1.0, every=4, axis="data", allreduce=sc.allreduce.dense()
+    )
+    found = trained(tx, given)
+    local = np.repeat(normal(SIZE, 5)[None], 4, axis=0).astype(np.float64)
+    common = local.mean(0)
+    for step, target in enumerate(given):
+        local = local - rate * (local - target)
+        if step % 4 == 3:
+            common = local.mean(0)
+            local = np.repeat(common[None], 4, axis=0)
+        params, state, _ = found[step + 1]
+        np.testing.assert_allclose(params, common, rtol=1e-5, atol=1e-6)
+        kept = np.asarray(state.residual)
+        np.testing.assert_allclose(np.asarray(params) + kept, local, rtol=1e-5, atol=1e-6)
+
+
+def test_sparse_adamw_in_rounds_is_what_it_says():
+    """All of it in NumPy: local steps of the preconditioner, what is sent, its limit, the decay."""
+    eps, rate, workers, k = 0.5, 0.05, 4, 4
+    given = targets(7)
+    tx = optax_ext.sparse_adamw(
+        *(rate,),
+        density=k / SIZE,
+        axis="data",
+        eps=eps,
+        weight_decay=0.1,
+        every=EVERY,
+        allreduce=sc.allreduce.topk_a(),
+    )
+    found = trained(tx, given)
+    w = normal(SIZE, 5).astype(np.float64)
+    residual, nu = np.zeros((2, workers, SIZE))
+    for t, target in enumerate(given):
+        gradient = w + residual - target
+        nu = 0.999 * nu + 0.001 * gradient**2
+        residual = residual - rate * gradient / (np.sqrt(nu / (1 - 0.999 ** (t + 1))) + eps)
+        moved = np.zeros(SIZE)
+        if (t + 1) % EVERY == 0:
+            order = np.argsort(-np.abs(residual), axis=1)[:, :k]
+            sent = np.zeros_like(residual)
+            np.put_along_axis(sent, order, np.take_along_axis(residual, order, 1), 1)
+            mean, bound = sent.mean(0), 2 * rate * EVERY * max(1, 0.05 * SIZE / k)
+            moved = mean - 0.75 * (mean - np.clip(mean, -bound, bound))
+            residual = residual - sent + (mean - moved)
+        w = w + moved - rate * 0.1 * w
+        params, state, _ = found[t + 1]
+        np.testing.assert_allclose(params, w, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(state.residual, residual, rtol=1e-3, atol=1e-5)
+
+
+def words(tx, workers=4):
+    on = mesh(workers)
+    state = optax_ext.init_state(tx, PARAMS, on)
+    step = optax_ext.make_train_step(loss_fn, tx, on)
+    return sc.traffic.of_traced(step.trace(PARAMS, state, batch_of()))
+
+
+def test_a_step_in_between_has_no_collective():
+    adamw = functools.partial(optax_ext.sparse_adamw, 0.1, density=0.1, axis="data")
+    each, rounds = words(adamw()), words(adamw(every=5))
+    # The loss, and the agreement on steps that are skipped, are a word each of four workers.
+    assert rounds.words == pytest.approx((each.words - 2 * 2 * 3 / 4) / 5)
+    assert all(row.weight == 1 / 5 for row in rounds.collectives)
+
+
+def test_the_words_are_those_of_the_exchange_in_its_step_alone():
+    found = run(topk_a(0.1), normal((7, WORKERS, SIZE))).state.info
+    formula = sc.cost_model.predict(
+        "topk_a", sc.cost_model.Workload(SIZE, 4, WORKERS)
+    ).expected.words
+    assert found.words[:, 0].tolist() == [0, 0, formula, 0, 0, formula, 0]
+    assert found.selected[:, 0, 0].tolist() == [0, 0, 4, 0, 0, 4, 0]
+    # The threshold is that of the last exchange, and drifts from one to the next.
+    thresholds = found.local_threshold[:, 0, 0]
+    assert thresholds[2] == thresholds[3] == thresholds[4] != thresholds[5]
+    assert (found.threshold_drift[:, 0, 0] != 0).tolist() == [False] * 5 + [True, False]
+
+
+EXCHANGES = {
+    "agreed": sc.allreduce.agreed(bits=None),
+    "ok_topk": sc.allreduce.ok_topk(density=0.1),
+    "gtopk": sc.allreduce.published.gtopk(density=0.1),
+    "dsar": sc.allreduce.published.dsar_split_allgather(),
+    "complete": sc.allreduce.complete(sc.allreduce.ok_topk(density=0.1)),
+}
+
+
+@pytest.mark.parametrize("name", ["agreed", *map(slow, [x for x in EXCHANGES if x != "agreed"])])
+@pytest.mark.parametrize("dtype", [slow(jnp.float32), jnp.bfloat16])
+def test_nothing_is_lost(name, dtype):
+    given = normal((7, WORKERS, SIZE)).astype(dtype)
+    tx = optax_ext.sparse_allreduce(
+        *(sc.select.topk(density=0.1), EXCHANGES[name]),
+        axis="w",
+        local=MINUS,
+        every=EVERY,
+        limit=0.5,
+    )
+    found = run(tx, given)
+    applied = found.updates[:, 0].astype(np.float64)
+    assert [bool(x.any()) for x in applied] == [False, False, True, False, False, True, False]
+    total = WORKERS * applied.cumsum(0) + found.residuals.astype(np.float64).sum(1)
+    np.testing.assert_allclose(total, -given.astype(np.float64).sum(1).cumsum(0), atol=2e-5)
+    assert (found.updates == found.updates[:, :1]).all()
+
+
+def test_nothing_is_lost_in_nodes():
+    given = normal((5, 2, 2, SIZE))
+    found = run(over_nodes(sc.allreduce.topk_a(), local=MINUS, every=2), given, axis=NODES)
+    applied = found.updates[:, 0, 0].astype(np.float64).cumsum(0)
+    kept = found.state.residual.astype(np.float64)[..., 0, :].sum(1).reshape(5, -1)[:, :SIZE]
+    np.testing.assert_allclose(4 * applied + kept, -given.sum((1, 2)).cumsum(0), atol=2e-5)
+
+
+@pytest.mark.parametrize("step", [1, 2], ids=["in between", "at the exchange"])
+@pytest.mark.parametrize("policy", ["skip", slow("drop"), slow("raise"), "propagate"])
+def test_a_worker_leaves_out_its_own_step_and_nobody_waits(step, policy):
+    """What it had waits or is sent, as if its gradient had been zero, or of an entry."""
+    given = normal((6, WORKERS, SIZE))
+    bad = given.copy()
+    bad[step, 1, 7] = np.nan
+    instead = given.copy()
+    if policy == "drop":
+        instead[step, 1, 7] = 0
+    else:
+        instead[step, 1] = 0
+    tx = topk_a(0.1, nonfinite=policy)
+    if policy == "propagate":
+        assert np.isnan(run(tx, bad).updates[2, :, 7]).all()
+        return
+    if policy == "raise":
+        fails_in_the_step(lambda: run(tx, bad), f"step {step}: the gradient of some worker")
+        return
+    found, expected = run(tx, bad), run(tx, instead)
+    np.testing.assert_array_equal(found.updates, expected.updates)
+    np.testing.assert_array_equal(found.residuals, expected.residuals)
+    assert found.last.missed.ravel().tolist() == [0, 1, 0]
+    assert found.last.count.tolist() == [6] * WORKERS
+    assert not found.last.skipped.any()
+    assert not found.last.dropped.any()
+
+
+@pytest.mark.parametrize("elementwise", [True, slow(False)])
+def test_what_a_worker_has_learned_is_not_spoiled_by_a_step_that_it_leaves_out(elementwise):
+    given = normal((4, WORKERS, SIZE))
+    given[1, 1, 7] = np.inf
+    moments = "entries" if elementwise else "factors"
+    tx = optax_ext.sparse_adamw(0.1, axis="w", weight_decay=0.0, every=EVERY, moments=moments)
+    found = run(tx, given)
+    counts = optax.tree.get_all_with_path(found.last.local, "count")
+    assert counts[0][1].ravel().tolist() == [4, 3, 4]
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(found.last.local))
+
+
+def test_a_sum_that_overflows_waits_for_the_next_round():
+    given = np.zeros((4, 2, 8), np.float32)
+    given[0, :, 3] = 3e38
+    given[2, :, 3] = -2e38
+    tx = optax_ext.sparse_allreduce(
+        *(sc.select.topk(density=0.25), plain_sum()),
+        axis="w",
+        local=MINUS,
+        every=2,
+    )
+    found = run(tx, given)
+    assert not found.updates[:3].any()
+    np.testing.assert_array_equal(found.residuals[1, :, 3], -given[0, :, 3])
+    np.testing.assert_allclose(found.updates[3, :, 3], -1e38, rtol=1e-6)
+    assert found.last.withheld.tolist() == [1, 1]
+
+
+def test_the_residual_decays_once_in_a_round():
+    given = np.zeros((4, 2, 4), np.float32)
+    given[0] = [[4.0, 1.0, 0.0, 0.0], [2.0, 0.0, 8.0, 0.0]]
+    tx = optax_ext.topk_a(
+        *(0.25,), axis="w", local=MINUS, every=2, residual=optax_ext.residual(decay=0.5)
+    )
+    found = run(tx, given)
+    assert found.residuals[0].tolist() == (-given[0]).tolist()
+    # Of what is halved each worker sends its largest.
+    assert found.updates[1, 0].tolist() == [-1.0, 0.0, -2.0, 0.0]
+    assert found.residuals[1].tolist() == [[0.0, -0.5, 0.0, 0.0], [-1.0, 0.0, 0.0, 0.0]]
+
+
+def test_dense_steps_come_whenever_they_are_due():
+    given = normal((5, WORKERS, SIZE))
+    found = run(topk_a(0.1, dense_steps=2), given)
+    np.testing.assert_allclose(found.updates[:2, 0], -given[:2].mean(1), atol=1e-6)
+    assert not found.residuals[:2].any()
+    assert [bool(x.any()) for x in found.updates[2:]] == [True, False, False]
+
+
+def test_a_round_goes_on_from_a_checkpoint_and_with_other_workers():
+    given = targets(6)
+    tx = optax_ext.sparse_sgd(0.1, density=0.2, every=4, axis="data")
+    params, state, _ = trained(tx, given[:2])[-1]
+    whole = trained(tx, given)[-1]
+    metadata = optax_ext.checkpoint_metadata(state)
+    optax_ext.check_metadata(metadata, optax_ext.init_state(tx, params, mesh(4)))
+    step = optax_ext.make_train_step(distance, tx, mesh(4), donate=False)
+    saved = jax.device_get((params, state))
+    for target in given[2:]:
+        saved = step(*saved[:2], target)
+    same(saved[:2], whole[:2])
+    # Two workers take over what the four have done since the last exchange.
+    state = state._replace(missed=jnp.array([1, 0, 2, 0], jnp.int32))
+    fewer = optax_ext.reshard(state, optax_ext.init_state(tx, params, mesh(2)))
+    assert fewer.missed.tolist() == [3, 0]
+    sums = [np.asarray(x.residual, np.float64).sum(0) for x in (state, fewer)]
+    np.testing.assert_allclose(*sums, rtol=1e-6, atol=1e-8)
+    step = optax_ext.make_train_step(distance, tx, mesh(2), donate=False)
+    moved = []
+    for target in targets(2, workers=2):
+        before = params
+        params, fewer, _ = step(jax.device_get(params), fewer, target)
+        moved.append(bool((np.asarray(params) != np.asarray(before)).any()))
+    assert moved == [False, True]
+
+
+def test_a_step_returns_the_loss_of_each_worker():
+    given, options = batch_of(), {"density": 0.1, "axis": "data"}
+    step, rounds = (
+        train(optax_ext.sparse_sgd(0.1, every=h, **options), loss_fn, PARAMS, [given], mesh())[-1][
+            2
+        ]
+        for h in (1, 2)
+    )
+    assert step.shape == ()
+    assert rounds.shape == (4,)
+    expected = [loss_fn(PARAMS, rows) for rows in given.reshape(4, 4, 6)]
+    np.testing.assert_allclose(rounds, expected, rtol=1e-6)
+    np.testing.assert_allclose(rounds.mean(), step, rtol=1e-6)
+
+    def with_aux(params, batch):
+        return loss_fn(params, batch), {"first": batch[0, 0]}
+
+    tx = optax_ext.sparse_sgd(0.1, every=2, **options)
+    state = optax_ext.init_state(tx, PARAMS, mesh())
+    aux = optax_ext.make_train_step(with_aux, tx, mesh(), has_aux=True)(PARAMS, state, given)[3]
+    assert aux["first"].tolist() == given[::4, 0].tolist()
+
+
+def test_with_an_exchange_at_every_step_the_state_is_what_it_was():
+    tx = optax_ext.sparse_adamw(0.1, axis="data", every=1)
+    state = optax_ext.init_state(tx, PARAMS, mesh())
+    assert state.missed == ()
+    assert state.settings.every == 1
+    assert _accumulation.coefficient(math.inf, 8) == 1.0
+
+
+@pytest.mark.parametrize("loop", ["shard_map", slow("pmap"), slow("check_vma=False")])
+def test_every_mapped_function_has_the_same_bits(loop):
+    given = normal((WORKERS, 7, SIZE))
+    given[1, 3, 5] = np.nan
+    tx = optax_ext.sparse_adamw(0.1, density=0.1, axis="w", every=EVERY, weight_decay=0.0)
+
+    def all_steps(given):
+        start = tx.init(given[0])
+        state, updates = jax.lax.scan(lambda s, g: tx.update(g, s)[::-1], start, given)
+        return updates, state.residual, state.missed
+
+    expected = sc.simulate(all_steps, axis="w", axis_size=WORKERS)(given)
+    if loop == "pmap":
+        found = jax.pmap(all_steps, axis_name="w", devices=jax.devices()[:WORKERS])(given)
+    else:
+        found = on_mesh(
+            lambda given: all_steps(given[0]),
+            mesh(WORKERS, "w"),
+            P("w"),
+            (P(), P("w"), P("w")),
+            loop == "shard_map",
+        )(given)
+        found = found[0][None], *(x[:, None] for x in found[1:])
+        assert (expected[0] == expected[0][:1]).all()
+        expected = expected[0][:1], *expected[1:]
+    same(found, expected)
+    assert expected[2].ravel().tolist() == [0, 1, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("manual", [True, False])
+def test_sharded_parameters_have_the_bits_of_their_parts(manual):
+    """Devices of a worker leave out a step together; between workers nobody asks."""
+    on = mesh((2, 4), ("data", "model"))
+    given = shards.gradients_of(2, steps=5)
+    given["columns"][1, 1, 2, 3] = np.nan
+    tx = optax_ext.topk_a(0.1, axis="data", every=2, local=MINUS)
+    updates, state = shards.run(tx, on, given, manual=manual)
+    assert state.missed.tolist() == [0, 1]
+    for leaf in given.values():
+        leaf[1, 1] = 0.0
+    expected, other = shards.run(tx, on, given, manual=manual)
+    same(updates, expected)
+    np.testing.assert_array_equal(state.residual, other.residual)
+    shards.same_on_devices(state)
+    waiting, _ = optax_ext.consolidate(jax.tree.map(lambda g: g[0, 0], given), state)
+    total = 2 * (flat(waiting) + sum(map(flat, updates)))
+    np.testing.assert_allclose(total, -flat(given, (5, 2)).sum((0, 1)), atol=4e-5)
+
+
+@pytest.mark.slow
+def test_it_trains_with_fsdp_inside_of_a_site():
+    on = mesh((2, 2), ("data", "model"))
+    specs = {"w": P(None, "model"), "b": P("model")}
+    tx = optax_ext.sparse_adamw(0.03, density=0.2, axis="data", every=4)
+    params = shards.placed(PARAMS, on, specs)
+    found = train(tx, loss_fn, params, [batch_of()] * 40, on)
+    whole = train(tx, loss_fn, PARAMS, [batch_of()] * 40, mesh(2))
+    losses = [[float(loss.mean()) for _, _, loss in each[1:]] for each in (found, whole)]
+    assert losses[0][-1] < 0.5 * losses[0][0]
+    assert losses[0][-1] < 1.2 * losses[1][-1]
+    assert found[-1][0]["w"].sharding.spec == specs["w"]
+    shards.same_on_devices(found[-1][:2])
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.5, "4", True])
+def test_every_is_a_positive_integer(every):
+    refused("every must be an integer of at least 1, got", topk_a, 0.1, every=every)
+    refused("every must be an integer", optax_ext.sparse_adamw, 0.1, axis="w", every=every)
+
+
+def test_what_has_no_rounds():
+    refused("every=3 .*local=optax.scale_by_learning_rate.*multi_steps", topk_a, 0.1, local=None)
+    refused("every=3 .*Leave out dense_leaves", topk_a, 0.1, dense_leaves=optax_ext.small_leaves())
+    message = "every=3 in the state and every=2 in tx.*reshard"
+    state = optax_ext.init_state(topk_a(0.1), jnp.zeros(SIZE), mesh(2, "w"))
+
+    def update(gradient, state):
+        return topk_a(0.1, every=2).update(gradient[0], state)
+
+    specs = P("w"), optax_ext.state_specs(state)
+    step = jax.shard_map(update, mesh=mesh(2, "w"), in_specs=specs, out_specs=(P(), specs[1]))
+    refused(message, step, jnp.zeros((2, SIZE)), state)
+    refused(
+        "no keyword|unexpected keyword", optax_ext.powersgd, 1, axis="w", every=2, error=TypeError
+    )
