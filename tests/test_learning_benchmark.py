@@ -15,6 +15,7 @@ from benchmarks.learning import _clock, _contestants, _tasks, step_times, steps,
 from benchmarks.learning._contestants import AXIS, DENSE, NOTHING, contestants
 from benchmarks.training._simulated_training import Curve
 from benchmarks.training._small_tasks import word_task
+from tests.optax_ext.helpers import slow
 from tests.programs import refused
 
 # The models are a user's: they add a bias to a batch.
@@ -103,6 +104,34 @@ def test_runs_of_steps_are_kept_and_not_made_again(tmp_path, text, of_steps, cap
     # A dense run is the same for every share: both rates and the seed of the other one are new.
     assert steps.main([*arguments, "--share", "0.1"]) == 0
     assert of_steps[7:] == [f"sparse_adamw at {rate}" for rate in (0.01, 0.05, 0.05)]
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        slow("every=2 density=0.5", "sparse_adamw density=0.5 every=2"),
+        slow("optimizer=diloco every=2 momentum=0.5", "diloco every=2 momentum=0.5"),
+        slow("optimizer=local_steps every=2 density=0.5", "local_steps density=0.5 every=2"),
+        ("optimizer=sparse_loco every=2 density=0.5", "sparse_loco density=0.5 every=2"),
+    ],
+)
+def test_rounds_are_trained_and_drawn_against_bytes(given, name, tmp_path, text, capsys):
+    figure = tmp_path / "bytes.png"
+    argv = [*SMALL, *text, "--rates", "0.01", "--seeds", "1", "--only", DENSE]
+    assert steps.main([*argv, "--options", *given.split(), "--plot-bytes", str(figure)]) == 0
+    cells = row_of(capsys.readouterr().out, name)
+    # Two exchanges in four steps.
+    assert float(cells[-1]) > 0
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_the_words_of_dense_rounds_are_those_of_an_exchange_over_their_steps(text, capsys):
+    argv = [*SMALL, *text, "--rates", "0.01", "--seeds", "1", "--only", DENSE]
+    assert steps.main([*argv, "--options", "optimizer=diloco", "every=4"]) == 0
+    # 2 n (P-1)/P in four steps, beside k (P-1)/P for k = n / 100.
+    words = float(row_of(capsys.readouterr().out, "diloco every=4")[-1])
+    assert words == pytest.approx(200 / 4, rel=1e-3)
 
 
 def test_runs_over_links_are_kept_and_not_made_again(tmp_path, of_seconds, capsys):

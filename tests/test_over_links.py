@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -125,6 +127,39 @@ def test_clean_removes_what_a_killed_run_left_and_nothing_of_a_live_one(capsys):
         assert alive
     assert left_by(running.pid) == set()
     assert str(running.pid) in capsys.readouterr().out
+
+
+ECHO = """
+import socket
+with socket.create_server(("", 9876)) as listening:
+    print("listens", flush=True)
+    connection, _ = listening.accept()
+    connection.sendall(connection.recv(1))
+"""
+ASK = """
+import socket, sys, time
+begun = time.monotonic()
+with socket.create_connection((sys.argv[1], 9876)) as connection:
+    connection.sendall(b"x")
+    assert connection.recv(1) == b"x"
+print(time.monotonic() - begun)
+"""
+
+
+@pytest.mark.usefixtures("usable")
+def test_a_link_with_a_delay_holds_every_frame_and_one_without_does_not_need_it():
+    """A connection, a byte, and the same byte: two ways there and back."""
+    python = [sys.executable, "-c"]
+    with namespaces.network(2) as hosts:
+        for link, at_least in (("100mbit+40ms", 0.16), ("none+20ms", 0.08), ("100mbit", 0.0)):
+            hosts.limit(link)
+            server = [*hosts.command(1), *python, ECHO]
+            with subprocess.Popen(server, stdout=subprocess.PIPE, text=True) as answering:
+                assert answering.stdout.readline() == "listens\n"
+                client = [*hosts.command(0), *python, ASK, hosts.addresses[1]]
+                taken = subprocess.run(client, capture_output=True, text=True, check=True)
+            assert float(taken.stdout) >= at_least
+    assert left_by(os.getpid()) == set()
 
 
 @pytest.mark.parametrize(("program", "argv"), [(network, ["--quick"]), (time, [])])

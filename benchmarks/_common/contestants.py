@@ -112,15 +112,6 @@ def _around_made(wrap: Callable[..., Any], make: Make, *more: Any) -> Make:
     return lambda *given, **options: wrap(make(*given, **options), *more)
 
 
-def _half(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """An exchange of float16, as of PyTorch's hook; XLA adds up no bfloat16 on a CPU."""
-
-    def cast(dtype: Any) -> optax.GradientTransformation:
-        return optax.stateless(lambda tree, _: jax.tree.map(lambda x: x.astype(dtype), tree))
-
-    return optax.chain(cast(jnp.float16), tx, cast(jnp.float32))
-
-
 def _of_sums(exchange: optax.GradientTransformation) -> optax.GradientTransformation:
     """All of the gradients is computed, and of each leaf one number exchanged."""
 
@@ -179,7 +170,8 @@ _EXCHANGES: dict[str, Make] = {
     "dense": _DENSE,
     "dense/leaves": _LEAVES,
     **{f"dense/buckets{n}": _free(optax_ext.dense, buckets=n) for n in (2, 4, 8)},
-    "dense16": _around_made(_half, _DENSE),
+    # As PyTorch's hook; XLA adds up no bfloat16 on a CPU.
+    "dense16": _free(optax_ext.dense, buckets=1, dtype="float16"),
     "nothing": _around_made(_of_sums, _DENSE),
     "delayed(dense)": _around_made(optax_ext.delayed, _LEAVES),
     "ok_topk": _OK_TOPK,

@@ -4,7 +4,8 @@ Every host is a namespace with one interface, `eth0`, and the name of the machin
 address of the host in it. The other end of its cable is in one more namespace, on a bridge: the
 switch. Nothing is made in the namespace of the machine, so that neither its routes nor its firewall
 take part, and deleting the namespaces removes everything. A token bucket (`tc tbf`) at both ends of
-each cable limits what a host sends and what it receives. Linux only, with root.
+each cable limits what a host sends and what it receives. With a delay the switch is a process,
+`late_switch`, which holds every frame for so long. Linux only, with root.
 """
 
 import contextlib
@@ -13,8 +14,11 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from .processes import ROOT
 
 _PREFIX = "scnet"
 _OURS = re.compile(rf"{_PREFIX}(\d+)-\w+")
@@ -23,6 +27,8 @@ _ETC = Path("/etc/netns")
 # How long a full queue may take to drain; a switch has about as much memory.
 _QUEUE = "50ms"
 _SMALLEST_BURST = 64 * 1024
+# Of frames that a process has to hold, bytes: the fewer the better.
+_LARGE_FRAMES, _FRAMES = 9000, 1500
 
 
 class NetworkError(Exception):
@@ -50,6 +56,7 @@ class Hosts:
     def __init__(self, name: str, count: int):
         self.name = name
         self.addresses = [f"10.213.{i // 250}.{i % 250 + 1}" for i in range(count)]
+        self._late: tuple[float, subprocess.Popen[str]] | None = None
 
     def command(self, host: int) -> list[str]:
         """What to put before a command to run it on a host."""
@@ -60,7 +67,12 @@ class Hosts:
         _run("ip", "-n", f"{self.name}-switch", "link", "set", f"port{host}", "down")
 
     def limit(self, link: str) -> None:
-        """Limits every cable in both directions to a rate such as 100mbit; ``none``: no limit."""
+        """Limits every cable in both directions to a rate such as 100mbit; ``none``: no limit.
+
+        With a delay, as in 100mbit+50ms, a frame takes so long from one host to another.
+        """
+        self._delay(delay(link))
+        link = link.partition("+")[0]
         hosts = range(len(self.addresses))
         ends = [(f"{self.name}-{host}", "eth0") for host in hosts]
         ends += [(f"{self.name}-switch", f"port{host}") for host in hosts]
@@ -74,6 +86,48 @@ class Hosts:
                 bucket = ["tbf", "rate", link, "burst", burst, "latency", _QUEUE]
                 _run(*device, "replace", *where, *bucket)
 
+    def close(self) -> None:
+        """Ends the process that holds frames, if there is one."""
+        if self._late is not None:
+            self._late[1].communicate("")
+            self._late = None
+
+    def _delay(self, seconds: float) -> None:
+        """Lets the switch hold every frame for so long."""
+        if seconds == (self._late[0] if self._late else 0.0):
+            return
+        self.close()
+        switch, hosts = f"{self.name}-switch", range(len(self.addresses))
+        device = ["ip", "-n", switch, "link"]
+        for host in hosts:
+            # Between its cable and the process: the kernel cuts what a host sends into frames.
+            own, tap, port = f"late{host}", f"tap{host}", f"port{host}"
+            _run(*device, "set", port, "master", "switch")
+            for name in (own, tap):
+                subprocess.run([*device, "del", name], capture_output=True, check=False)
+            mtu = str(_LARGE_FRAMES if seconds else _FRAMES)
+            _run("ip", "-n", f"{self.name}-{host}", "link", "set", "eth0", "mtu", mtu)
+            _run(*device, "set", port, "mtu", mtu)
+            if seconds:
+                _run(*device, "add", own, "mtu", mtu, "type", "bridge")
+                _run("ip", "-n", switch, "tuntap", "add", "dev", tap, "mode", "tap")
+                _run(*device, "set", tap, "mtu", mtu, "master", own)
+                _run(*device, "set", port, "master", own)
+                for name in (tap, own):
+                    _run(*device, "set", name, "up")
+        if seconds:
+            command = [sys.executable, "-m", "benchmarks._common.late_switch", str(seconds)]
+            process = subprocess.Popen(
+                ["ip", "netns", "exec", switch, *command, *(f"tap{host}" for host in hosts)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=ROOT,
+            )
+            self._late = seconds, process
+            if process.stdout is None or process.stdout.readline() != "ready\n":
+                raise NetworkError(f"the switch with a delay of {seconds:g} s did not start")
+
 
 @contextlib.contextmanager
 def network(count: int, name: str | None = None) -> Iterator[Hosts]:
@@ -84,6 +138,7 @@ def network(count: int, name: str | None = None) -> Iterator[Hosts]:
         _create(hosts)
         yield hosts
     finally:
+        hosts.close()
         for namespace in _namespaces(f"{name}-"):
             _delete(namespace)
 
@@ -100,13 +155,27 @@ def clean() -> list[str]:
 
 
 def rate(link: str) -> float:
-    """Bytes per second of a rate such as 1gbit, infinite for ``none``; a ValueError for others."""
-    if link == "none":
+    """Bytes per second of a link such as 1gbit, infinite for ``none``; a ValueError for others."""
+    of_rate = link.partition("+")[0]
+    delay(link)
+    if of_rate == "none":
         return float("inf")
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", link)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", of_rate)
     if match is None or float(match[1]) == 0:
-        raise ValueError(f"{link!r} is not a link: write 100mbit, 1gbit, 10gbit or none")
+        raise ValueError(f"{link!r} is not a link: {_LINKS}")
     return float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]] / 8
+
+
+def delay(link: str) -> float:
+    """Seconds that a frame takes from one host to another; a ValueError for what is no link."""
+    _, plus, of_delay = link.partition("+")
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)ms", of_delay)
+    if plus and (match is None or float(match[1]) == 0):
+        raise ValueError(f"{link!r} is not a link: {_LINKS}")
+    return float(match[1]) / 1000 if match else 0.0
+
+
+_LINKS = "write 100mbit, 1gbit, 10gbit or none, and with a delay 100mbit+50ms"
 
 
 def _create(hosts: Hosts) -> None:

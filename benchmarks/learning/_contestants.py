@@ -70,8 +70,31 @@ _DELAYED_TRICKS = [
 # and what Ok-Topk has.
 _SGD_TRICKS = ["ok_topk, dense warm-up", "ok_topk, correction"]
 _ADAMW_TRICKS = ["ok_topk, dense warm-up, small leaves dense"]
+
+
+def _around_sparse_sgd(inner: Any, *, axis: str, every: int, density: float = 5 * DENSITY) -> Any:
+    """Local steps around a sparse exchange, whose residual is apart from what was moved."""
+    outer = optax_ext.sparse_sgd(1.0, density=density, selector=exact_top_k(density), axis=axis)
+    return optax_ext.local_steps(inner, outer, every=every)
+
+
+# Two optimizers in rounds, by the name of the published ones.
+ROUNDS: dict[str, Callable[..., Any]] = {
+    name: getattr(optax_ext.published, name)
+    for name in ("diloco", "streaming_diloco", "sparse_loco")
+} | {"local_steps": _around_sparse_sgd}
 # Arguments of the optimizers that are numbers or words.
-_PLAIN = ("density", "b2", "eps", "weight_decay", "gain", "limit", "moments", "dense_steps")
+_PLAIN = (
+    "density",
+    "b2",
+    "eps",
+    "weight_decay",
+    "gain",
+    "limit",
+    "moments",
+    "dense_steps",
+    "every",
+)
 
 
 def contestants(task: str, share: float = 1.0) -> dict[str, Train]:
@@ -165,6 +188,10 @@ def neighbour(task: str, share: float, given: Sequence[Option]) -> tuple[str, Tr
     ValueError or a TypeError where there is no such option, or the value is none for it.
     """
     make = optax_ext.sparse_adamw if KINDS[task].optimizer == ADAMW else optax_ext.sparse_sgd
+    if rounds := _rounds(given, AXIS):
+        return rounds[0], lambda rate, steps: Variant(
+            rounds[1](schedule(rate, steps)), optax.identity()
+        )
     made = {"density": 5 * share * DENSITY, "axis": AXIS} | _arguments(make, given)
     whole = functools.partial(make, **made, selector=exact_top_k(made["density"]))
 
@@ -172,15 +199,33 @@ def neighbour(task: str, share: float, given: Sequence[Option]) -> tuple[str, Tr
         return Variant(whole(schedule(rate, steps)), optax.identity())
 
     variant(0.1, 10)
-    return _name_of(make, given), variant
+    return _name_of(make.__name__, given), variant
 
 
 def neighbour_over_links(given: Sequence[Option]) -> tuple[str, Make]:
     """The same of ``sparse_adamw`` over links."""
+    if rounds := _rounds(given, AXIS):
+        return rounds
     make = optax_ext.sparse_adamw
     made = {"axis": AXIS, **_arguments(make, given)}
     make(0.1, **made)
-    return _name_of(make, given), lambda rate: make(rate, **made)
+    return _name_of(make.__name__, given), lambda rate: make(rate, **made)
+
+
+def _rounds(given: Sequence[Option], axis: str) -> tuple[str, Make] | None:
+    """AdamW in the rounds of another system, ``optimizer=diloco every=10``, and its name."""
+    options = dict(given)
+    system = options.pop("optimizer", None)
+    if system is None:
+        return None
+    if system not in ROUNDS:
+        raise ValueError(f"optimizer={system} is none of {', '.join(ROUNDS)}")
+
+    def make(rate: optax.Schedule) -> optax.GradientTransformation:
+        return ROUNDS[system](optax.adamw(rate, weight_decay=DECAY), axis=axis, **options)
+
+    make(lambda count: 0.1)
+    return _name_of(system, list(options.items())), make
 
 
 def _arguments(make: Callable[..., Any], given: Sequence[Option]) -> dict[str, Any]:
@@ -198,7 +243,7 @@ def _arguments(make: Callable[..., Any], given: Sequence[Option]) -> dict[str, A
     return made
 
 
-def _name_of(make: Callable[..., Any], given: Sequence[Option]) -> str:
+def _name_of(name: str, given: Sequence[Option]) -> str:
     """The name of an optimizer with options, the same in whatever order they come."""
     values = [f"{x}={f'{y:g}' if isinstance(y, int | float) else y}" for x, y in sorted(given)]
-    return " ".join([make.__name__, *values])
+    return " ".join([name, *values])

@@ -10,11 +10,15 @@ what is there and trains nothing. Each ``--options`` adds a contestant: the defa
 with these options, such as gain, b2, step_ahead or density.
 
 Words are those that a worker receives in a step, as multiples of k (P-1)/P for k = 1 % of n.
+``--options optimizer=diloco every=10`` adds AdamW in the rounds of another system. ``--plot-bytes``
+draws the loss at the end against all bytes that a worker received: a line for each optimizer, over
+its densities, or over the H of its rounds.
 """
 
 import argparse
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,7 +27,7 @@ import numpy as np
 from .._common import display, options
 from ..training._simulated_training import Task, train
 from . import _lines, _tasks
-from ._contestants import DENSE, DENSITY, contestants, neighbour
+from ._contestants import DENSE, DENSITY, ROUNDS, contestants, neighbour
 from ._lines import Groups, Line, Store, worse
 from ._tasks import KINDS
 
@@ -70,6 +74,36 @@ def row_of(line: Line, dense: dict[int, float], large: bool) -> dict[str, Any]:
     return row | {"words": words}
 
 
+def draw_bytes(
+    path: Path | None, lines: Iterable[Line], workers: Iterable[int], steps: int, title: str
+) -> None:
+    """A PNG with a panel for each number of workers: values at the end against megabytes."""
+    panels = []
+    for p in workers:
+        families: dict[str, list[tuple[float, float]]] = {}
+        for line in lines:
+            if line.group not in (None, p):
+                continue
+            words = line.runs[0]["words"]
+            if words is None or line.group is None:
+                words = 2 * line.runs[0]["curve"]["size"] * (p - 1) / p
+            value = float(np.mean([run["value"] for run in line.runs]))
+            families.setdefault(_family(line.name), []).append((4e-6 * words * steps, value))
+        drawn = {
+            name: tuple(zip(*sorted(points), strict=True)) for name, points in families.items()
+        }
+        label = "MB that a worker received"
+        panels.append({"title": f"P = {p}", "xlabel": label, "xscale": "log", "lines": drawn})
+    display.draw(path, panels, title=f"{title}; best rate of each")
+
+
+def _family(name: str) -> str:
+    """The contestants that are on one line: of all densities, or of all H of another system."""
+    first, *given = name.split()
+    left_out = ("density=", "every=") if first in ROUNDS else ("density=",)
+    return " ".join([first, *(x for x in given if not x.startswith(left_out))])
+
+
 @options.program
 def main(argv: list[str] | None = None) -> None:
     """Trains what is missing, and prints all of it."""
@@ -77,6 +111,7 @@ def main(argv: list[str] | None = None) -> None:
     usual |= {"share": (1.0, "multiplies every density")}
     parser = _lines.parser_of(__doc__, KINDS, "text", **usual)
     parser.add_argument("--steps", type=options.several, default=2000)
+    parser.add_argument("--plot-bytes", type=options.output, help="against bytes: a PNG")
     args = parser.parse_args(argv)
     makes, large = contestants(args.task, args.share), KINDS[args.task].large
     _lines.complete(parser, args, list(makes), functools.partial(neighbour, args.task, args.share))
@@ -97,6 +132,7 @@ def main(argv: list[str] | None = None) -> None:
     rows = [row_of(line, dense, large) for line in found]
     display.show_rows(f"{title}, rates {rates}; worse by {unit}", rows)
     _lines.draw(args.plot, found, args.workers, "steps", title)
+    draw_bytes(args.plot_bytes, found, args.workers, args.steps, title)
 
 
 if __name__ == "__main__":
