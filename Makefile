@@ -50,7 +50,7 @@ help:
 	@echo "make test-mpi     build mpi4jax and run the tests over MPI; needs a C compiler"
 	@echo "make contract     check a selector or an allreduce of one's own (SELECTOR=file.py:factory, ALLREDUCE=...)"
 	@echo "make evidence     check the claims of the papers and of README, one by one (ARGS=--quick: in minutes)"
-	@echo "make tables       write the tables of numbers of README and docs from docs/data"
+	@echo "make tables       write the tables of numbers of docs from docs/data"
 	@echo "make lint         check style and formatting"
 	@echo "make format       apply both"
 	@echo "make types        check types, and that all of the public ones are known"

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 import re
 import shlex
 import statistics
@@ -22,7 +23,7 @@ from sparse_collectives import cost_model
 from sparse_collectives.__main__ import main as plan
 from sparse_collectives.planner import _steps
 from tests.optax_ext.helpers import DOCS, mesh, programs_of
-from tools.tables import _learning
+from tools.tables import _learning, _links
 from tools.tables.__main__ import main as tables
 
 pytestmark = pytest.mark.usefixtures("default_promotion")
@@ -44,19 +45,42 @@ def names_for_a_program(batches, params):
     }
 
 
-def test_the_programs_of_the_readme_and_of_the_index_run():
-    programs = programs_of("../README")
-    assert len(programs) == 2
-    assert programs_of("index") == programs[:1]
+def test_the_program_of_the_index_runs():
+    (program,) = programs_of("index")
     names = names_for_a_program(3, {"w": (10, 7)})
-    for program in programs:
-        exec(program, names)
-    params, state, loss = names["params"], names["opt_state"], float(names["loss"])
-    for batch in names["batches"]:
-        params, state = names["step"](params, state, batch)
-    assert float(names["loss_fn"](params, batch)) < loss
-    assert int(optax_ext.get_state(state).count) == 6
+    exec(program, names)
+    assert int(optax_ext.get_state(names["opt_state"]).count) == 3
     assert isinstance(names["info"], optax_ext.StepInfo)
+
+
+def test_the_program_of_the_readme_runs_as_it_is_pasted(tmp_path):
+    (program,) = programs_of("../README")
+    assert len([line for line in program.splitlines() if line]) <= 16
+    (line,) = lines_of(program, tmp_path)
+    loss, words = map(float, re.findall(r"[\d.]+", line))
+    # 10 at first, and a fiftieth of the words of a dense allreduce of 640 numbers.
+    assert loss < 1
+    assert 0 < words < 2 * 640 * 7 / 8
+
+
+def test_the_programs_of_the_way_from_optax_run():
+    names, losses = {}, []
+    for program in programs_of("from_optax"):
+        exec(program, names)
+        losses.append(float(names["loss"]))
+    # A plain optimizer, and a sparse one; the last has no loss of its own.
+    before, after, _ = losses
+    assert before < 0.9
+    assert after < 0.9
+    assert int(optax_ext.get_state(names["opt_state"]).count) == 1
+
+
+def test_the_program_between_sites_runs(capsys):
+    (program,) = programs_of("between_sites")
+    names = {}
+    exec(program, names)
+    assert names["losses"].shape == (8,)
+    assert float(capsys.readouterr().out) == pytest.approx(float(names["losses"].mean()), rel=1e-5)
 
 
 def test_the_programs_about_training_run(capsys):
@@ -180,7 +204,7 @@ def test_the_gain_is_the_root_of_half_the_workers_within_1_and_2():
 @pytest.mark.parametrize(
     ("algorithm", "size", "selected", "workers", "bound", "expected"),
     [
-        # Fixed costs at tiny k, of README and docs/sharp-bits.md.
+        # Fixed costs at tiny k, of docs/troubleshooting.md.
         ("ok_topk", 10**6, 8, 8, "lower", "189"),
         ("ok_topk", 10**6, 100, 8, "lower", "812"),
         ("ok_topk", 10**6, 1000, 8, "lower", "4921"),
@@ -208,9 +232,22 @@ def test_tables_are_those_of_their_data(capsys):
     assert tables(["--check"]) == 0, capsys.readouterr().out
 
 
+def test_the_numbers_of_the_readme_are_those_of_the_data():
+    text = text_of("README.md")
+    speeds = [_links.speedups(*point)["sparse_adamw"] for point in _links.POINTS]
+    (low, high), (low_1, high_1), (small, _) = ((min(x), max(x)) for x in speeds)
+    assert f"{math.floor(low)} to {math.floor(high)} times at 100 Mbit/s" in text
+    assert f"{low_1:.1f} to {high_1:.1f} times at 1 Gbit/s; {small:.1f} times for" in text
+    above = [_learning.above_dense("sparse_adamw", workers) for workers in (4, 8, 16, 32)]
+    means = [round(statistics.mean(x), 1) + 0.0 for x in above]
+    worst = max(map(max, above))
+    assert f"{min(means):.1f} to {max(means):.1f} % above AdamW" in text
+    assert f"three seeds; {worst:.1f} % at worst" in text
+
+
 def test_every_table_is_in_a_page():
     """That those of a page are there is checked when the manual is built."""
-    pages = [ROOT / "README.md", *DOCS.rglob("*.md")]
+    pages = list(DOCS.rglob("*.md"))
     included = {name for page in pages for name in re.findall(r'--8<-- "(.*?)"', page.read_text())}
     there = {path.relative_to(DOCS).as_posix() for path in (DOCS / "tables").rglob("*.md")}
     assert there == included

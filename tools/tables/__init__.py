@@ -1,1 +1,1 @@
-"""The tables of numbers in README and docs: `python -m tools.tables`."""
+"""The tables of numbers in the manual: `python -m tools.tables`."""

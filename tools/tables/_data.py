@@ -1,7 +1,6 @@
 """The files in docs/data, numbers as cells have them, and where the tables stand."""
 
 import json
-import re
 import statistics
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,13 +11,11 @@ from typing import Any
 from benchmarks._common.processes import ROOT
 from benchmarks._common.timing import quartiles
 
-DATA, FOLDER, README = ROOT / "docs" / "data", ROOT / "docs" / "tables", ROOT / "README.md"
+DATA, FOLDER = ROOT / "docs" / "data", ROOT / "docs" / "tables"
 # Of each table; labels.toml says what they are.
 LABELS = tomllib.loads(Path(__file__).with_name("labels.toml").read_text(encoding="utf-8"))
 
 Rows = list[list[str]]
-# README can't include tables: each is behind a comment.
-_IN_README = re.compile(r"(?<=<!-- table )(\w+) -->\n((?:\|.*\n)+)")
 
 
 def read(name: Any) -> Any:
@@ -95,19 +92,13 @@ def written(tables: Mapping[str, Callable[[], Rows]]) -> dict[Path, str]:
     Raises:
       ValueError: there is a fragment that nothing makes, or a row of another length than its head.
     """
-    readme = README.read_text(encoding="utf-8")
     found = {path.stem: path for path in FOLDER.glob("*.md")}
-    inside = {match[1] for match in _IN_README.finditer(readme)}
-    if set(found) | inside != set(tables):
-        raise ValueError(f"there or made alone: {(set(found) | inside) ^ set(tables)}")
-
-    def in_readme(match: re.Match[str]) -> str:
-        return f"{match[1]} -->\n{with_rows(match[2], tables[match[1]]())}"
-
-    files = {README: _IN_README.sub(in_readme, readme)}
-    for name, path in found.items():
-        files[path] = with_rows(path.read_text(encoding="utf-8"), tables[name]())
-    return files
+    if set(found) != set(tables):
+        raise ValueError(f"there or made alone: {set(found) ^ set(tables)}")
+    return {
+        path: with_rows(path.read_text(encoding="utf-8"), tables[name]())
+        for name, path in found.items()
+    }
 
 
 def with_rows(text: str, rows: Rows) -> str:

@@ -52,6 +52,27 @@ def table_loss_over_links() -> Rows:
     return rows
 
 
+def table_loss_after_minutes() -> Rows:
+    """Two minutes over a link: the best rate of each, every seed, and how far above the first."""
+    rows, first = [], 0.0
+    for name, shown in LABELS["loss_after_minutes"].items():
+        found = runs("learning_time.jsonl", contestant=name, task="text", link="100mbit")
+        of_first = [run for run in found if run["seed"] == 0]
+        rates = sorted(run["rate"] for run in of_first)
+        rate = min(of_first, key=lambda run: run["value"])["rate"]
+        at = [run for run in found if run["rate"] == rate]
+        mean = statistics.mean(run["value"] for run in at)
+        first = first or mean
+        edge = " (at the end of the grid)" if rate in (rates[0], rates[-1]) else ""
+        steps = round(statistics.mean(run["steps"] for run in at))
+        megabytes = statistics.mean(run["received"] for run in at) / 1e6
+        above = f"{100 * (mean / first - 1):.1f} %" if rows else ""
+        each = listed((run["value"] for run in at), 3)
+        rows.append([shown, f"{rate:g}{edge}", f"{mean:.3f}", above, each, f"{steps:,}"])
+        rows[-1].append(f"{megabytes:.2f}")
+    return rows
+
+
 def runs(file: str = "learning_steps.jsonl", /, **wanted: Any) -> list[dict[str, Any]]:
     """Runs of `benchmarks.learning.steps`, by their seed."""
     lines = (DATA / file).read_text(encoding="utf-8").splitlines()

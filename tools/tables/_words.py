@@ -32,19 +32,6 @@ table_words = partial(_multiples, ALGORITHMS, (2, 3, 6, 16, 48, 100, 384, 1024))
 table_words_in_short = partial(_multiples, SHORT, (2, 6, 16, 48, 384))
 
 
-def table_shares_of_the_bound() -> Rows:
-    """Shares of the paper's bound 6k (P-1)/P, of the evidence's curves."""
-    series = by(read("../evidence/figures/curves.json")["series"], "figure", "line")
-
-    def cell(line: str, p: int) -> str:
-        one = series["words", line]
-        share = one["y"][one["x"].index(p)] / (6 * (p - 1) / p)
-        return f"{share:.3g}" if share >= 10 else f"{share:.2f}"
-
-    labels, counts = LABELS["shares_of_the_bound"].items(), (2, 4, 8, 16, 64, 256)
-    return [[shown, *(cell(line, p) for p in counts)] for line, shown in labels]
-
-
 def table_words_by_codec() -> Rows:
     """Ok-Topk at n = 1e8, by encoding: even counts, a surplus dealt out, the worst."""
     found = by(read("traffic.json")["flatness"], "codec", "case")
