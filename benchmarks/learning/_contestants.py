@@ -86,6 +86,7 @@ ROUNDS: dict[str, Callable[..., Any]] = {
 # Arguments of the optimizers that are numbers or words.
 _PLAIN = (
     "density",
+    "b1",
     "b2",
     "eps",
     "weight_decay",

@@ -46,6 +46,20 @@ class Store:
         rate = min(ended, key=lambda run: self._sign * run["value"])["rate"]
         return sorted(self._find(rate=rate, **case), key=lambda run: run["seed"])
 
+    def reported(self, **case: Any) -> list[dict[str, Any]]:
+        """The same with the rate of the best mean, of those that as many seeds were run with."""
+        best = self.best(**case)
+        of_rate = {run["rate"]: self._find(rate=run["rate"], **case) for run in self._find(**case)}
+        means = {
+            rate: self._sign * float(np.mean([run["value"] for run in runs]))
+            for rate, runs in of_rate.items()
+            if len(runs) >= len(best)
+        }
+        ended = {rate: mean for rate, mean in means.items() if math.isfinite(mean)}
+        if not ended:
+            return best
+        return sorted(of_rate[min(ended, key=lambda x: ended[x])], key=lambda run: run["seed"])
+
     def missing(
         self, rates: Sequence[float], seeds: int, **case: Any
     ) -> Iterator[tuple[float, int]]:
@@ -171,7 +185,7 @@ def lines_of(
     """The best runs in the store of these contestants and of others that are there."""
     found = []
     for name in dict.fromkeys([*names, *(run["contestant"] for run in store.runs)]):
-        cases = ((group, store.best(**case_of(name, group))) for group in groups(name))
+        cases = ((group, store.reported(**case_of(name, group))) for group in groups(name))
         found += [Line(name, group, runs) for group, runs in cases if runs]
     return found
 

@@ -19,6 +19,7 @@ def sparse_adamw(
     *,
     density: float | None = None,
     axis: AxisName,
+    b1: float | jax.Array | None = None,
     b2: float | jax.Array = 0.999,
     eps: float | jax.Array = 1e-8,
     weight_decay: float | jax.Array = 1e-4,
@@ -52,7 +53,8 @@ def sparse_adamw(
     density ``4 k (P-1)/P`` words for up to 8 workers and 4.8 for up to 34, with k = 1 % of n,
     about what :func:`ok_topk` needs for 1 %.
 
-    There is no first moment: the wait in the residuals averages gradients already.
+    There is no first moment: the wait in the residuals averages gradients already. In rounds
+    (``every``) there is one, that of each worker's own gradients, as local steps do not wait.
 
     In ``optax.inject_hyperparams`` the rate, b2, eps, weight_decay, gain and limit may change from
     step to step; ``density`` and ``dense_steps``, where they are given, and functions (``mask``,
@@ -62,6 +64,8 @@ def sparse_adamw(
       learning_rate: a number or a schedule. Begin with the rate of the dense AdamW.
       density: k / n, the share of the parameters that move at a step, in (0, 1]. None: 0.05.
       axis: the mesh axis (or a tuple of them) of the data-parallel workers.
+      b1: decay of the first moment, in rounds alone. None: 0.9, or none with other ``moments`` than
+        those of entries.
       b2: decay of the second moments.
       eps: as in Adam.
       weight_decay: as in ``optax.adamw``, behind the exchange.
@@ -77,8 +81,8 @@ def sparse_adamw(
       every: H, steps from one exchange to the next (None: 1), for links on which a message takes
         longer than a step. In between each worker goes on by itself: it takes its gradients at
         parameters to which all of its own residual has been applied, and sends nothing
-        (:func:`sparse_allreduce`). The gain
-        is then 1 by default, ``step_ahead`` infinite, and the limit H times as large.
+        (:func:`sparse_allreduce`). There is a first moment then, n float32 more for each worker,
+        the gain is 1 by default, ``step_ahead`` infinite, and the limit H times as large.
       selector: by default ``select.topk(density=density)``.
       allreduce: by default ``agreed(bits=None)``.
       **options: ``nonfinite``, ``residual``, ``dense_steps`` and ``dense_leaves`` of
@@ -108,8 +112,12 @@ def sparse_adamw(
     density = _common.DENSITY if density is None else density
     steps = _checks.check_every(every)
     rate = _common.in_front(learning_rate, gain, axis, steps)
+    scaled = scale_by_local_adam(b2, eps, moments=moments)
+    b1 = _common.first_moment(b1, steps, moments)
+    if b1 is not None:
+        scaled = optax.scale_by_adam(b1, b2, eps)
     return _common.whole(
-        optax.chain(scale_by_local_adam(b2, eps, moments=moments), rate),
+        optax.chain(scaled, rate),
         learning_rate,
         density,
         axis=axis,

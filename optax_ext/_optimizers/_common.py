@@ -4,6 +4,7 @@ The preconditioner and the rate stand in front of the exchange, the decay behind
 """
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, cast
@@ -141,6 +142,8 @@ def _averaged(nu: Any, now: jax.Array, axis: AxisName) -> Any:
 
 # What is None by default is no number that optax.inject_hyperparams makes an array of.
 DENSITY = 0.05
+# Of local steps.
+FIRST_MOMENT = 0.9
 
 
 def in_front(
@@ -170,6 +173,23 @@ def in_front(
 def default_gain(workers: int) -> float:
     """What makes up for the noise of one worker's gradient: sqrt(P / 2), from 1 to 2."""
     return min(2.0, max(1.0, (workers / 2) ** 0.5))
+
+
+def first_moment(b1: Any, every: int, moments: str) -> float | jax.Array | None:
+    """The decay of a first moment; None: there is none."""
+    if b1 is None:
+        return FIRST_MOMENT if every > 1 and moments == "entries" else None
+    if every == 1:
+        raise ValueError(
+            f"b1={b1!r} is for rounds (every=), and with an exchange at every step there is no "
+            "first moment: the wait in the residuals averages gradients already. Leave b1 out."
+        )
+    if moments != "entries":
+        raise ValueError(
+            f'b1={b1!r} goes with moments="entries", and moments is {moments!r}. Leave one of them '
+            "out."
+        )
+    return _checks.check_hyperparameter("b1", b1, 0.0, 1.0)
 
 
 def limit_of(
@@ -293,7 +313,7 @@ def rate_alone(factory: Callable[_P, _T]) -> Callable[_P, _T]:
     Args:
       factory: its first parameter is the learning rate, and all others are keywords.
     """
-    name = getattr(factory, "__name__", "")
+    name, known = getattr(factory, "__name__", ""), inspect.signature(factory).parameters
 
     @functools.wraps(factory)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -305,7 +325,7 @@ def rate_alone(factory: Callable[_P, _T]) -> Callable[_P, _T]:
                 "momentum; these have no place here.)"
             )
         for momentum, reason in _MOMENTUM.items():
-            if momentum in kwargs:
+            if momentum in kwargs and momentum not in known:
                 raise TypeError(f"{name} has no {momentum}=: {reason}.")
         return factory(*args, **kwargs)
 

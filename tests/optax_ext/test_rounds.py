@@ -74,7 +74,7 @@ def test_where_all_is_sent_it_is_the_average_of_local_steps():
 
 
 def test_sparse_adamw_in_rounds_is_what_it_says():
-    """All of it in NumPy: local steps of the preconditioner, what is sent, its limit, the decay."""
+    """All of it in NumPy: local steps of Adam, what is sent, its limit, the decay."""
     eps, rate, workers, k = 0.5, 0.05, 4, 4
     given = targets(7)
     tx = optax_ext.sparse_adamw(
@@ -88,11 +88,12 @@ def test_sparse_adamw_in_rounds_is_what_it_says():
     )
     found = trained(tx, given)
     w = normal(SIZE, 5).astype(np.float64)
-    residual, nu = np.zeros((2, workers, SIZE))
+    residual, mu, nu = np.zeros((3, workers, SIZE))
     for t, target in enumerate(given):
         gradient = w + residual - target
-        nu = 0.999 * nu + 0.001 * gradient**2
-        residual = residual - rate * gradient / (np.sqrt(nu / (1 - 0.999 ** (t + 1))) + eps)
+        mu, nu = 0.9 * mu + 0.1 * gradient, 0.999 * nu + 0.001 * gradient**2
+        first, second = mu / (1 - 0.9 ** (t + 1)), nu / (1 - 0.999 ** (t + 1))
+        residual = residual - rate * first / (np.sqrt(second) + eps)
         moved = np.zeros(SIZE)
         if (t + 1) % EVERY == 0:
             order = np.argsort(-np.abs(residual), axis=1)[:, :k]
@@ -376,6 +377,17 @@ def test_it_trains_with_fsdp_inside_of_a_site():
 def test_every_is_a_positive_integer(every):
     refused("every must be an integer of at least 1, got", topk_a, 0.1, every=every)
     refused("every must be an integer", optax_ext.sparse_adamw, 0.1, axis="w", every=every)
+
+
+def test_a_first_moment_is_for_rounds():
+    adamw = functools.partial(optax_ext.sparse_adamw, 0.1, axis="w", weight_decay=0.0)
+    refused(r"b1=0.9 is for rounds \(every=\).*Leave b1 out", adamw, b1=0.9)
+    refused('b1=0.9 goes with moments="entries"', adamw, b1=0.9, every=2, moments="rows")
+    refused("b1 must be a number in", adamw, b1=1.5, every=2)
+    given = normal((3, WORKERS, SIZE))
+    plain = [run(adamw(every=2, b1=b1), given).residuals for b1 in (None, 0.9, 0.0)]
+    np.testing.assert_array_equal(plain[0], plain[1])
+    assert (plain[0] != plain[2]).any()
 
 
 def test_what_has_no_rounds():

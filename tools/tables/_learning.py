@@ -53,15 +53,23 @@ def table_loss_over_links() -> Rows:
 
 
 def table_loss_after_minutes() -> Rows:
-    """Two minutes over a link: the best rate of each, every seed, and how far above the first."""
+    """Two minutes over a link: the best rate of each, every seed, and how far above the first.
+
+    The best is that of the lowest mean, of those that all seeds were run with.
+    """
     rows, first = [], 0.0
     for name, shown in LABELS["loss_after_minutes"].items():
         found = runs("learning_time.jsonl", contestant=name, task="text", link="100mbit")
-        of_first = [run for run in found if run["seed"] == 0]
-        rates = sorted(run["rate"] for run in of_first)
-        rate = min(of_first, key=lambda run: run["value"])["rate"]
-        at = [run for run in found if run["rate"] == rate]
-        mean = statistics.mean(run["value"] for run in at)
+        rates = sorted({run["rate"] for run in found})
+        seeds = len({run["seed"] for run in found})
+        of_rate = {rate: [run for run in found if run["rate"] == rate] for rate in rates}
+        means = {
+            rate: statistics.mean(run["value"] for run in at)
+            for rate, at in of_rate.items()
+            if len(at) == seeds
+        }
+        rate = min(means, key=lambda rate: means[rate])
+        at, mean = of_rate[rate], means[rate]
         first = first or mean
         edge = " (at the end of the grid)" if rate in (rates[0], rates[-1]) else ""
         steps = round(statistics.mean(run["steps"] for run in at))
@@ -70,6 +78,21 @@ def table_loss_after_minutes() -> Rows:
         each = listed((run["value"] for run in at), 3)
         rows.append([shown, f"{rate:g}{edge}", f"{mean:.3f}", above, each, f"{steps:,}"])
         rows[-1].append(f"{megabytes:.2f}")
+    return rows
+
+
+def table_loss_in_rounds() -> Rows:
+    """Rounds of local steps, each at its best rate, beside an exchange at every step."""
+    rows, dense = [], 0.0
+    for name, shown in LABELS["loss_in_rounds"].items():
+        best = min(runs("learning_rounds.jsonl", contestant=name), key=lambda run: run["value"])
+        dense = dense or best["value"]
+        workers = 8
+        k = 0.01 * best["curve"]["size"] * (1 - 1 / workers)
+        # Those of a dense run that is the same for all workers are in the same unit.
+        words = best["words"] / k
+        above = f"{100 * (best['value'] / dense - 1):.1f} %"
+        rows.append([shown, f"{words:.3g}", f"{best['rate']:g}", f"{best['value']:.3f}", above])
     return rows
 
 
