@@ -1,6 +1,6 @@
 """AdamW with a sparse allreduce in the middle of it."""
 
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import jax
 import optax
@@ -115,7 +115,8 @@ def sparse_adamw(
     scaled = scale_by_local_adam(b2, eps, moments=moments)
     b1 = _common.first_moment(b1, steps, moments)
     if b1 is not None:
-        scaled = optax.scale_by_adam(b1, b2, eps)
+        # optax before 0.2.6 declares floats, but arrays (of inject_hyperparams) work as well.
+        scaled = cast(Any, optax.scale_by_adam)(b1, b2, eps)
     return _common.whole(
         optax.chain(scaled, rate),
         learning_rate,

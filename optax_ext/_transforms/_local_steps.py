@@ -172,7 +172,11 @@ def local_steps(
 
             def exchange(f=f, before=before):
                 gradient = jax.tree.map(lambda m: -m[0], moved[f])
-                return outside.update(gradient, before, None if whole is None else whole[f])
+                given = None if whole is None else whole[f]
+                with warnings.catch_warnings():
+                    # What was moved is no gradient, to be taken a step ahead.
+                    warnings.filterwarnings("ignore", "the gradients were taken at params")
+                    return outside.update(gradient, before, given)
 
             result, after = _branch.only_if(
                 at == ((f + 1) * span - delay) % every,

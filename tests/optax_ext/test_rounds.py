@@ -365,10 +365,8 @@ def test_it_trains_with_fsdp_inside_of_a_site():
     tx = optax_ext.sparse_adamw(0.03, density=0.2, axis="data", every=4)
     params = shards.placed(PARAMS, on, specs)
     found = train(tx, loss_fn, params, [batch_of()] * 40, on)
-    whole = train(tx, loss_fn, PARAMS, [batch_of()] * 40, mesh(2))
-    losses = [[float(loss.mean()) for _, _, loss in each[1:]] for each in (found, whole)]
-    assert losses[0][-1] < 0.5 * losses[0][0]
-    assert losses[0][-1] < 1.2 * losses[1][-1]
+    losses = [float(loss.mean()) for _, _, loss in found[1:]]
+    assert losses[-1] < 0.5 * losses[0]
     assert found[-1][0]["w"].sharding.spec == specs["w"]
     shards.same_on_devices(found[-1][:2])
 
