@@ -3,9 +3,8 @@
     python -m benchmarks._common.late_switch SECONDS TAP [TAP ...]
 
 What comes in at a TAP interface leaves by that of its destination so much later: a link whose
-messages take long, on kernels that have no netem to make one. It reads a hundred megabits in a
-second with a tenth of a core if the frames are large (9,000 bytes). It ends with its standard
-input.
+messages take long, on kernels that have no netem to make one. The larger the frames, the less it
+computes. It ends with its standard input.
 """
 
 import collections

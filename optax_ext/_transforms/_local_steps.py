@@ -63,7 +63,8 @@ def local_steps(
 
     The steps in between exchange nothing. The parameters that a loop holds are the common ones,
     the same on every worker; a gradient is taken at :func:`ahead`, as :func:`make_train_step` does.
-    A step that is not finite is left out by the worker that made it.
+    A step that is not finite is left out by the worker that made it. Train for whole rounds: what
+    was moved since the last exchange is in no parameters, and :func:`flush` does not apply it.
 
     With F fragments these are exchanged in turn, one every H / F steps, so that no burst is larger
     than a fragment. With a delay of tau steps the outer update arrives so many steps after its
