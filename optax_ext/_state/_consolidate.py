@@ -106,6 +106,13 @@ def _check(call: str, params: Any, opt_state: Any) -> None:
             "opt_state has no residuals: no allreduce of optax_ext is in it. Give the state that "
             "the steps were made with, all of it."
         )
+    for leaf in jax.tree.leaves(_find.moved(opt_state)):
+        if not isinstance(leaf, Tracer) and bool(jnp.any(leaf != 0)):
+            raise ValueError(
+                "opt_state is that of optax_ext.local_steps in the middle of a round: what workers "
+                "have moved since the last exchange is in no residual, and would be lost. Take "
+                "steps until the round ends."
+            )
 
 
 def _mean(node: SparseAllreduceState) -> jax.Array:

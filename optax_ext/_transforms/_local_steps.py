@@ -64,7 +64,7 @@ def local_steps(
     The steps in between exchange nothing. The parameters that a loop holds are the common ones,
     the same on every worker; a gradient is taken at :func:`ahead`, as :func:`make_train_step` does.
     A step that is not finite is left out by the worker that made it. Train for whole rounds: what
-    was moved since the last exchange is in no parameters, and :func:`flush` does not apply it.
+    was moved since the last exchange is in no parameters, and :func:`flush` refuses to lose it.
 
     With F fragments these are exchanged in turn, one every H / F steps, so that no burst is larger
     than a fragment. With a delay of tau steps the outer update arrives so many steps after its
@@ -194,8 +194,10 @@ def local_steps(
             late = _chosen(sent, made, parts(late), late)
             made = parts(late)
         arrives = [at == ((f + 1) * span) % every for f in range(fragments)]
-        nothing = jax.tree.map(jnp.zeros_like, _groups.joined(state.moved, made))
-        arrived = _chosen(arrives, made, parts(nothing), nothing)
+        arrived = _groups.joined(state.moved, made)
+        if delay:
+            nothing = jax.tree.map(jnp.zeros_like, arrived)
+            arrived = _chosen(arrives, made, parts(nothing), nothing)
         applied = jax.tree.map(lambda u, g: u.astype(g.dtype), arrived, updates)
 
         def gone(moved, update, narrow):

@@ -200,6 +200,13 @@ def test_it_trains_with_sharded_parameters(inner):
     shards.same_on_devices((params, state))
 
 
+def test_what_was_moved_in_half_a_round_is_not_lost_by_a_flush():
+    tx = optax_ext.published.diloco(optax.sgd(0.1), axis="data", every=2, momentum=0.0)
+    found = train(tx, loss_fn, PARAMS, [batch_of()] * 2, mesh())
+    refused("in the middle of a round.*until the round ends", optax_ext.flush, *found[1][:2])
+    same(optax_ext.flush(*found[2][:2])[0], found[2][0])
+
+
 def test_what_rounds_can_not_be():
     refused("every must be an integer", rounds, every=0)
     refused("fragments must be an integer", rounds, every=4, fragments=1.5)
