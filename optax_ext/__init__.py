@@ -7,6 +7,7 @@ from optax_ext._aliases import (
     topk_a,
 )
 from optax_ext._loop._monitoring import Monitor, metrics
+from optax_ext._loop._train_round import make_train_round
 from optax_ext._loop._train_step import make_train_step
 from optax_ext._optimizers._adamw import sparse_adamw
 from optax_ext._optimizers._common import scale_by_local_adam
@@ -57,6 +58,7 @@ __all__ = [
     "init_state",
     "local_clip_by_global_norm",
     "local_steps",
+    "make_train_round",
     "make_train_step",
     "measure_xi",
     "metrics",

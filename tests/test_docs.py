@@ -75,12 +75,15 @@ def test_the_programs_of_the_way_from_optax_run():
     assert int(optax_ext.get_state(names["opt_state"]).count) == 1
 
 
-def test_the_program_between_sites_runs(capsys):
-    (program,) = programs_of("between_sites")
+def test_the_programs_between_sites_run(capsys, tmp_path):
+    waiting, beside = programs_of("between_sites")
     names = {}
-    exec(program, names)
+    exec(waiting, names)
     assert names["losses"].shape == (8,)
     assert float(capsys.readouterr().out) == pytest.approx(float(names["losses"].mean()), rel=1e-5)
+    losses = [float(x) for x in re.findall(r"[\d.]+", " ".join(lines_of(beside, tmp_path)))]
+    assert len(losses) == 10
+    assert max(losses) < 0.5  # 1 at first
 
 
 def test_the_programs_about_training_run(capsys):

@@ -3,9 +3,9 @@
     python -m benchmarks._common.worker MODULE:CLASS '{"host": 0, "workers": 4, ...}'
 
 The class is a role: made from the dictionary, its methods are the commands. It has a ``barrier()``,
-and ``TORCH = True`` where the processes are a group of PyTorch and not of JAX. A command is a line
-of JSON on standard input, and its answer one on standard output: nothing of this goes over the
-network that is measured.
+``TORCH = True`` where the processes are a group of PyTorch and not of JAX, and ``DEVICES`` where
+each has several. A command is a line of JSON on standard input, and its answer one on standard
+output: nothing of this goes over the network that is measured.
 """
 
 import importlib
@@ -37,6 +37,7 @@ def main(place: str, given: str) -> None:
         os.sched_setaffinity(0, {cores[config["host"] % len(cores)]})
     module, _, name = place.partition(":")
     role = getattr(importlib.import_module(module), name)
+    config = {"devices": getattr(role, "DEVICES", 1)} | config
     (_join_torch if getattr(role, "TORCH", False) else _join_jax)(config)
     worker = role(config)
 
@@ -57,7 +58,7 @@ def main(place: str, given: str) -> None:
 def _join_jax(config: dict[str, Any]) -> None:
     import jax
 
-    jax.config.update("jax_num_cpu_devices", config.get("devices", 1))
+    jax.config.update("jax_num_cpu_devices", config["devices"])
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(

@@ -204,13 +204,15 @@ def neighbour(task: str, share: float, given: Sequence[Option]) -> tuple[str, Tr
 
 
 def neighbour_over_links(given: Sequence[Option]) -> tuple[str, Make]:
-    """The same of ``sparse_adamw`` over links."""
+    """The same of ``sparse_adamw`` over links; ``beside=1`` is for `_round_trainer`."""
+    named = given
+    given = [option for option in given if option[0] != "beside"]
     if rounds := _rounds(given, AXIS):
         return rounds
     make = optax_ext.sparse_adamw
     made = {"axis": AXIS, **_arguments(make, given)}
     make(0.1, **made)
-    return _name_of(make.__name__, given), lambda rate: make(rate, **made)
+    return _name_of(make.__name__, named), lambda rate: make(rate, **made)
 
 
 def _rounds(given: Sequence[Option], axis: str) -> tuple[str, Make] | None:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
@@ -71,10 +71,12 @@ class Trainer(Learner):
 
     def __init__(self, config: dict[str, Any]):
         super().__init__(config)
-        shape = (config["workers"],)
-        self._mesh = jax.make_mesh(shape, (AXIS,), axis_types=(AxisType.Auto,))
+        self._mesh = self._mesh_of(config["workers"])
         self.barrier = barrier(self._mesh)
         self._steps: dict[str, Any] = {}
+
+    def _mesh_of(self, workers: int) -> Mesh:
+        return jax.make_mesh((workers,), (AXIS,), axis_types=(AxisType.Auto,))
 
     def _start(self, contestant: str, options: list | None) -> None:
         if options is not None:

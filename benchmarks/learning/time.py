@@ -81,7 +81,9 @@ def started(made: namespaces.Hosts, args: argparse.Namespace) -> Iterator[Callab
     with groups(made, config, pin=not args.no_pin, seconds=args.timeout) as group:
 
         def group_of(contestant: str) -> Workers:
-            module = "_torch_trainer" if contestant in TORCH else "_trainer"
+            in_rounds = any(name == "beside" for name, _ in args.neighbours.get(contestant, ()))
+            module = "_round_trainer" if in_rounds else "_trainer"
+            module = "_torch_trainer" if contestant in TORCH else module
             return group(f"{__package__}.{module}:Trainer")
 
         yield group_of

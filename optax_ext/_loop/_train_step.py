@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
-from optax_ext._loop import _arrays, _places
+from optax_ext._loop import _arrays, _places, _step_checks
 from optax_ext._state import _calls, _find, _placement, _whole
 from optax_ext._state._residual_tree import ahead
 from optax_ext._step import _gradient_checks, _sparse_state
@@ -99,32 +98,19 @@ def make_train_step(
     in_flight = _arrays.limit(steps_in_flight, mesh)
     mesh = _placement.with_auto_axes(mesh)
 
-    def local_step(axis, state_specs, of_each, params, opt_state, batch):
-        def checked_loss(params, batch):
-            return _gradient_checks.check_loss(loss_fn(params, batch), has_aux, axis)
-
-        # Varying parameters, so that gradients are local: autodiff would have summed those of
-        # replicated ones already, densely.
-        local_params = ahead(params, opt_state)
-        loss, gradients = jax.value_and_grad(checked_loss, has_aux=has_aux)(local_params, batch)
-        if not of_each:
-            loss = jax.tree.map(lambda x: transport.pmean(x, axis), loss)
-        value = loss[0] if has_aux else loss
-        updates, opt_state = chain.update(gradients, opt_state, params, value=value)
-        _gradient_checks.check_replicated_updates(updates, axis)
-        _gradient_checks.check_state_types(opt_state, state_specs, axis)
-        params, opt_state = (
-            optax.apply_updates(params, updates),
-            _sparse_state.strongly_typed(opt_state),
+    def local_step(axis, state_specs, of_each, *args):
+        params, opt_state, loss = step_of_worker(
+            chain, loss_fn, axis, *args, has_aux=has_aux, of_each=of_each
         )
+        _gradient_checks.check_state_types(opt_state, state_specs, axis)
+        opt_state = _sparse_state.strongly_typed(opt_state)
         if of_each:
             loss = _sparse_state.with_lead(loss)
         return (params, opt_state, *loss) if has_aux else (params, opt_state, loss)
 
     def step(params, opt_state, batch, places):
-        axis = _axis_on(mesh, opt_state)
-        workers = math.prod(mesh.shape[name] for name in _compat.axis_names(axis))
-        _check_batch(batch, workers, axis)
+        axis = _step_checks.axis_on(mesh, opt_state)
+        _step_checks.check_batch(batch, mesh, axis)
         # Where parameters are sharded, the other axes are the compiler's.
         manual = None if places is None else _compat.axis_names(axis)
         state_specs = _placement.state_specs(opt_state)
@@ -147,6 +133,38 @@ def make_train_step(
     return TrainStep(jitted, tx, mesh, in_flight, batch_spec, donates=donate)
 
 
+def step_of_worker(
+    chain: optax.GradientTransformationExtraArgs,
+    loss_fn: Callable[..., Any],
+    axis: AxisName,
+    params: Any,
+    opt_state: Any,
+    batch: Any,
+    *,
+    has_aux: bool = False,
+    of_each: bool,
+) -> tuple[Any, Any, Any]:
+    """``(params, opt_state, loss)`` behind the step of a worker, inside the mapped function.
+
+    The loss is a pair with ``has_aux``; with ``of_each`` it is that of this worker, and else the
+    mean.
+    """
+
+    def checked_loss(params, batch):
+        return _gradient_checks.check_loss(loss_fn(params, batch), has_aux, axis)
+
+    # Varying parameters, so that gradients are local: autodiff would have summed those of
+    # replicated ones already, densely.
+    local_params = ahead(params, opt_state)
+    loss, gradients = jax.value_and_grad(checked_loss, has_aux=has_aux)(local_params, batch)
+    if not of_each:
+        loss = jax.tree.map(lambda x: transport.pmean(x, axis), loss)
+    value = loss[0] if has_aux else loss
+    updates, opt_state = chain.update(gradients, opt_state, params, value=value)
+    _gradient_checks.check_replicated_updates(updates, axis)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+
 class TrainStep:
     """A jitted training step; see :func:`make_train_step`."""
 
@@ -159,6 +177,7 @@ class TrainStep:
         batch_spec: PartitionSpec | None,
         *,
         donates: bool,
+        in_rounds: bool = False,
     ):
         self._step = step
         self._tx = tx
@@ -166,6 +185,7 @@ class TrainStep:
         self._batch_spec = batch_spec
         self._queue = _arrays.Queue(in_flight)
         self._donates = donates
+        self._in_rounds = in_rounds
         self._returned = _arrays.Returned((), (), None)
         self._places: dict[Any, _places.Places] = {}
 
@@ -184,8 +204,10 @@ class TrainStep:
             )
         known = self._returned.places_of(params, opt_state, batch)
         if known is None:
-            _check_not_donated(params=params, opt_state=opt_state, batch=batch)
-        _check_global(batch, self._mesh, opt_state)
+            _step_checks.check_not_donated(params=params, opt_state=opt_state, batch=batch)
+        _step_checks.check_global(batch, self._mesh, opt_state, self._in_rounds)
+        if self._in_rounds and known is None:
+            _step_checks.check_begins(opt_state)
         places = known
         if places is None:
             params, opt_state, places = self._placed(params, opt_state)
@@ -217,7 +239,7 @@ class TrainStep:
         places = self._places.get(structure)
         if places is None or not places.holds(params):
             _calls.check_order("step(params, opt_state, batch)", params, opt_state)
-            _check_workers(self._mesh, opt_state)
+            _step_checks.check_workers(self._mesh, opt_state)
             _whole.check(self._tx, params, opt_state, self._mesh.axis_names)
             places = _places.of(params, opt_state, self._mesh, self._batch_spec)
             self._places[structure] = places
@@ -225,80 +247,3 @@ class TrainStep:
             _calls.check_workers(opt_state, self._mesh)
             opt_state = places.put_state(opt_state)
         return places.put(params), opt_state, places
-
-
-def _axis_on(mesh: Mesh, opt_state: Any) -> Any:
-    """The axis that the state was made for; the mesh has it."""
-    axis = _find.axis_of(opt_state)
-    _calls.check_axis(axis, mesh.axis_names)
-    return axis
-
-
-def _check_workers(mesh: Mesh, opt_state: Any) -> None:
-    """The state is that of the workers of the mesh, and each has its own residual."""
-    _axis_on(mesh, opt_state)
-    _calls.check_workers(opt_state, mesh)
-    # A step leaves out copies, but here there is somebody to tell.
-    _calls.check_own("opt_state", opt_state)
-
-
-def _check_not_donated(**trees: Any) -> None:
-    """No earlier step has taken over the arrays; with some versions of JAX that is no error."""
-    # Of each step: the paths are only looked for where something is wrong.
-    if not any(map(_arrays.is_deleted, jax.tree.leaves(trees))):
-        return
-    for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
-        if _arrays.is_deleted(leaf):
-            # The first key is the name of the argument.
-            name = path[0].key + jax.tree_util.keystr(path[1:])
-            raise ValueError(
-                f"{name} has been deleted: an earlier step took it over and updated it in place. "
-                "Go on with what that step returned, begin each run with a copy "
-                "(jax.tree.map(jax.numpy.copy, params)), or write make_train_step(..., "
-                "donate=False)."
-            )
-
-
-def _check_global(batch: Any, mesh: Mesh, opt_state: Any) -> None:
-    if not mesh.is_multi_process:
-        return
-    axis = _find.axis_of(opt_state)
-    for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
-        # jit would take it for all workers' examples, and each process for others.
-        if _places.is_local(leaf):
-            raise ValueError(
-                f"batch{jax.tree_util.keystr(path)} is an array of this process, but the mesh has "
-                "devices of several. Make a global one of the examples that each process has "
-                "read: jax.make_array_from_process_local_data(jax.sharding.NamedSharding(mesh, "
-                f"jax.sharding.PartitionSpec({axis!r})), examples)."
-            )
-
-
-def _check_batch(batch: Any, workers: int, axis: AxisName) -> None:
-    for path, leaf in jax.tree_util.tree_flatten_with_path(batch)[0]:
-        name, shape = f"batch{jax.tree_util.keystr(path)}", jax.numpy.shape(leaf)
-        if _is_key(leaf, workers):
-            raise ValueError(
-                f"{name} is one PRNG key, and each of the {workers} workers of axis {axis!r} has "
-                f"its own: give jax.random.split(key, {workers}), a new key at each step, and take "
-                f"{name}[0] in the loss."
-            )
-        if not shape:
-            raise ValueError(
-                f"{name} is a scalar, and a batch is split over the {workers} workers of axis "
-                f"{axis!r} along its leading dimension. Give one for each worker, "
-                f"jax.numpy.full({workers}, x), and take {name}[0] in the loss."
-            )
-        if shape[0] % workers:
-            raise ValueError(
-                f"{name} has shape {shape}: its leading dimension must be a multiple of the "
-                f"{workers} workers of axis {axis!r}. Drop or pad the last examples."
-            )
-
-
-def _is_key(leaf: Any, workers: int) -> bool:
-    """Whether it is one key of ``jax.random``, and no array of integers for the workers."""
-    dtype, shape = jax.numpy.result_type(leaf), jax.numpy.shape(leaf)
-    if jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
-        return not shape
-    return dtype == jax.numpy.uint32 and shape == (2,) and bool(2 % workers)

@@ -9,12 +9,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from optax_ext._low_rank._factors import Factors
-from optax_ext._state import _calls, _find, _shards
+from optax_ext._state import _calls, _find, _rows, _shards
 from optax_ext._step import _checks, _layout
 from optax_ext._step._sparse_state import SparseAllreduceState
-
-# Columns that are added up at a time, so that the float64 of them stay small.
-_COLUMNS = 1 << 20
 
 
 def reshard(opt_state: Any, fresh_state: Any) -> Any:
@@ -163,13 +160,13 @@ def _node(old: SparseAllreduceState, new: SparseAllreduceState) -> SparseAllredu
     def dealt(before: Any, fresh: Any) -> Any:
         rows = _shards.rows(old, of_owners(before))
         workers = new.workers // _shards.workers_in_node(new)
-        return _placed(_shards.unrows(new, _deal(rows, workers, fresh.dtype)), fresh)
+        return _placed(_shards.unrows(new, _rows.deal(rows, workers, fresh.dtype)), fresh)
 
     def dealt_whole(before: Any, fresh: Any) -> Any:
         # These leaves are dealt out over no node.
         parts = of_owners(before).reshape(old.workers, old.devices, -1)
         rows = _shards.joined(parts, old.layout, dense=True)
-        rows = _deal(rows, new.workers, fresh.dtype)
+        rows = _rows.deal(rows, new.workers, fresh.dtype)
         parts = _shards.parted(rows, new.layout, dense=True)
         return _placed(parts.reshape(fresh.shape), fresh)
 
@@ -215,57 +212,12 @@ def _accumulators(old: _find.PerWorker, new: _find.PerWorker) -> Any:
             return _placed(np.asarray(before)[np.arange(new_workers) % old_workers], fresh)
         if jnp.issubdtype(fresh.dtype, jnp.integer):
             return _counted(before, fresh)
-        rows = _deal(
+        rows = _rows.deal(
             np.asarray(before, np.float32).reshape(old_workers, -1), new_workers, fresh.dtype
         )
         return _placed(rows.reshape(fresh.shape), fresh)
 
     return jax.tree.map(dealt, old.tree, new.tree)
-
-
-def _deal(old: np.ndarray, workers: int, dtype: Any) -> np.ndarray:
-    """Rows for other workers with the same sum, ``dtype[workers, n]``."""
-    new = np.zeros((workers, old.shape[1]), dtype)
-    if workers >= len(old):
-        for row in range(workers):
-            source, turn = row % len(old), row // len(old)
-            sharing = len(range(source, workers, len(old)))
-            new[row, turn::sharing] = old[source, turn::sharing]
-        return new
-    for start in range(0, old.shape[1], _COLUMNS):
-        _add_up(old[:, start : start + _COLUMNS], new[:, start : start + _COLUMNS])
-    return new
-
-
-def _add_up(old: np.ndarray, new: np.ndarray) -> None:
-    """The sum of each column of ``old`` into ``new``, in as many parts as that has rows."""
-    finite = np.isfinite(old).all(axis=0)
-    high = np.zeros(old.shape[1])
-    low = np.zeros(old.shape[1])
-    for row in np.where(finite, old, 0).astype(np.float64):
-        high, error = _two_sum(high, row)
-        low += error
-    index = np.arange(old.shape[1])
-    for part in range(len(new)):
-        high, low = _two_sum(high, low)
-        # What is too large for one worker goes to the next ones too, if there are any.
-        most = np.inf if part == len(new) - 1 else float(jnp.finfo(new.dtype).max)
-        with np.errstate(over="ignore"):
-            rounded = np.clip(high, -most, most).astype(new.dtype)
-        # The worker of an index changes with it, so that all have equal shares.
-        new[(index + part) % len(new), index] = rounded
-        high = high - rounded.astype(np.float64)
-    if not finite.all():
-        with np.errstate(invalid="ignore"):  # inf - inf, which is NaN as it should be.
-            total = old[:, ~finite].sum(axis=0)
-        new[(index % len(new))[~finite], index[~finite]] = total
-
-
-def _two_sum(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """``a + b`` rounded, and what the rounding took (Knuth)."""
-    total = a + b
-    part = total - a
-    return total, (a - (total - part)) + (b - part)
 
 
 def _taken_over(old: SparseAllreduceState, new: SparseAllreduceState) -> Any:

@@ -104,6 +104,22 @@ def check_every(every: Any) -> int:
     return 1 if every is None else _validation.check_positive_int("every", every)
 
 
+def check_late(decay: float, dense_steps: Any) -> None:
+    """What is exchanged beside the steps of a round is what waited, and all of that."""
+    if decay != 1.0:
+        raise ValueError(
+            f"residual(decay={decay}) in optax_ext.make_train_round: workers go on while there is "
+            "an exchange, and a decay at its end would forget a part of what has been delivered. "
+            "Leave decay out."
+        )
+    if callable(dense_steps) or dense_steps:
+        raise ValueError(
+            f"dense_steps={dense_steps!r} in optax_ext.make_train_round, whose exchanges are all "
+            "sparse. Take the dense steps with optax_ext.make_train_step, and make the rounds with "
+            "a tx that has none: the state is the same."
+        )
+
+
 def check_rounds(every: Any, local: Any, dense_leaves: Any) -> int:
     """H, and what waits between two exchanges are updates of parameters that all have residuals."""
     every = check_every(every)

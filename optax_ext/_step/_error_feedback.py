@@ -140,6 +140,29 @@ class ErrorFeedback:
         saturate = options.nonfinite != "propagate"
         return _buffers.unravel(mean, dense_mean, layout, saturate=saturate), stepped
 
+    def exchange_alone(self, state: SparseAllreduceState, layout: _layout.TreeLayout) -> None:
+        """The exchange of what waits, without a step, for :mod:`._phases`.
+
+        Raises:
+          ValueError: options of which a round in pieces can't take account.
+        """
+        _checks.check_late(self.options.residual.decay, self.options.dense_steps)
+        waiting = _accumulation.own(
+            _accumulation.load(state.residual), state.owner, self.options.axis
+        )
+        nothing = jnp.zeros_like(waiting)
+        self.exchange.reduce(
+            Accumulated(
+                acc=waiting,
+                pending=Pending(waiting, 1.0, nothing, nothing, nothing),
+                dense_pending=None,
+                state=state,
+                layout=layout,
+                proceeds=None,
+                is_dense=None,
+            )
+        )
+
     def _who_decide(self, layout: _layout.TreeLayout) -> AxisName:
         """Those who take a step together, or none of them: all workers and all their devices.
 

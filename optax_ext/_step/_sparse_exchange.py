@@ -2,14 +2,15 @@
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_ext._step import _applied, _layout, _sparse_state
+from optax_ext._step import _applied, _kept, _layout, _phases, _sparse_state
 from optax_ext._step._contract import Accumulated, Options, Reduced
+from optax_ext._step._kept import Kept
 from optax_ext._step._momentum_correction import MomentumCorrection
 from optax_ext._step._sparse_state import SparseAllreduceState
 from sparse_collectives import (
@@ -23,23 +24,6 @@ from sparse_collectives import (
     extend,
     transport,
 )
-
-
-class Kept(NamedTuple):
-    """What makes the residual of the accumulator, of this worker's shard where there are shards.
-
-    Attributes:
-      sent: the selection of this worker, as a PaddedCOO.
-      undelivered: what this worker keeps of it, and besides.
-      rounding: what it keeps of the total that the leaves can't hold, or that is beyond the limit,
-        whoever sent it: a PaddedCOO, or ``f32[m]`` where the total is dense; ``()`` where every
-        leaf is float32 and there is no limit.
-    """
-
-    sent: PaddedCOO
-    undelivered: Undelivered
-    rounding: Any
-
 
 # The mean of this worker's shard, the state, and what makes the residual.
 Exchanged = tuple[jax.Array, SparseAllreduceState, Kept]
@@ -95,14 +79,21 @@ class SparseExchange:
 
     def reduce(self, step: Accumulated) -> Reduced:
         """One step."""
-        if step.layout.size:
-            reduced = self._keep(step, *self._exchange(step))
-        else:
+        phase = _phases.current()
+        if not step.layout.size:
             reduced = _applied.nothing_exchanged(step, self.options.axis)
+        elif phase is None or phase.kind == _phases.LAST:
+            reduced = self._keep(step, *self._exchange(step, phase))
+        else:
+            if phase.kind == _phases.EXCHANGE:
+                phase.arrived.append(self._arriving(step))
+            reduced = self._between(step)
         return _applied.with_dense_leaves(reduced, step, None, self.options)
 
-    def _exchange(self, step: Accumulated) -> Exchanged:
+    def _exchange(self, step: Accumulated, phase: _phases.Phase | None) -> Exchanged:
         """The exchange, where there is one at this step."""
+        if phase is not None:
+            return _late(step, phase.arrived.pop(0))
         if step.due is None:
             return self._at_exchange(step)
         # The traffic meter reads from the scope how often there is one.
@@ -118,22 +109,43 @@ class SparseExchange:
     def _one_of(self, step: Accumulated, condition: jax.Array, yes: Any, no: Any) -> Exchanged:
         """One of two ways to exchange; all workers, and all groups of a mesh, take the same."""
         # What passes through a branch is copied, so that all else goes round it.
-        fields = ("selector", "allreduce", "dropped", "withheld", "info")
-
-        def typed(mean: jax.Array, state: SparseAllreduceState, kept: Kept) -> Any:
-            """Alike in both branches."""
-            mean = _compat.to_varying(mean, self.shard_axis)
-            kept = _compat.to_varying(kept, self.options.axis)
-            info = _sparse_state.per_worker(
-                state.info, lambda x: _compat.to_varying(x, self.options.axis)
-            )
-            changed = {name: getattr(state, name) for name in fields} | {"info": info}
-            return _compat.to_varying((mean, changed, kept), step.layout.device_axes)
-
         mean, changed, kept = lax.cond(
-            condition, lambda: typed(*yes(step)), lambda: typed(*no(step))
+            condition,
+            lambda: self._typed(step, *yes(step)),
+            lambda: self._typed(step, *no(step)),
         )
         return mean, step.state._replace(**changed), kept
+
+    def _typed(
+        self, step: Accumulated, mean: jax.Array, state: SparseAllreduceState, kept: Kept
+    ) -> Any:
+        """The mean, what an exchange changes in the state, and what is kept; typed alike in all."""
+        mean = _compat.to_varying(mean, self.shard_axis)
+        kept = _compat.to_varying(kept, self.options.axis)
+        info = _sparse_state.per_worker(
+            state.info, lambda x: _compat.to_varying(x, self.options.axis)
+        )
+        fields = ("selector", "allreduce", "dropped", "withheld")
+        changed = {name: getattr(state, name) for name in fields} | {"info": info}
+        return _compat.to_varying((mean, changed, kept), step.layout.device_axes)
+
+    def _between(self, step: Accumulated) -> tuple[jax.Array, SparseAllreduceState]:
+        """A step of which it is known, when it is traced, that it has no exchange."""
+        mean = jnp.zeros((step.layout.size,), jnp.float32)
+        state = _without_news(step.state)
+        return mean, state._replace(residual=step.acc, velocity=step.pending.velocity)
+
+    def _arriving(self, step: Accumulated) -> _phases.Arrived:
+        """The exchange of what waits, for a later step."""
+        mean, changed, kept = self._typed(step, *self._at_exchange(step))
+        kept, remainder = _kept.joined(kept), kept.undelivered.remainder
+        return _phases.Arrived(
+            mean=mean,
+            changed=changed,
+            kept=kept,
+            before=_kept.at(step.acc, kept.sent),
+            replaced=() if remainder is None else _kept.at(step.acc, remainder),
+        )
 
     def _sparse(self, step: Accumulated) -> Exchanged:
         """Selects, and reduces."""
@@ -180,12 +192,8 @@ class SparseExchange:
 
     def _waiting(self, step: Accumulated) -> Exchanged:
         """Nothing is exchanged."""
-        before = step.state.info
-        info = _sparse_state.no_info()._replace(
-            local_threshold=before.local_threshold[0], global_threshold=before.global_threshold
-        )
         mean = jnp.zeros(step.acc.shape[1:], jnp.float32)
-        return mean, step.state._replace(info=info), self._nothing_sent(step)
+        return mean, _without_news(step.state), self._nothing_sent(step)
 
     def _dense(self, step: Accumulated) -> Exchanged:
         """The dense mean of the increments, with nothing selected."""
@@ -246,9 +254,9 @@ class SparseExchange:
         self, step: Accumulated, mean: jax.Array, state: SparseAllreduceState, kept: Kept
     ) -> tuple[jax.Array, SparseAllreduceState]:
         """The mean of the whole buffer, and the state with what stays with this worker."""
-        kept = _joined(kept)
+        kept = _kept.joined(kept)
         residual = kept.undelivered.residual(step.acc, kept.sent)
-        arrived = _delivered_of(kept, residual)
+        arrived = _kept.delivered_of(kept, residual)
         velocity = step.pending.velocity
         if self.correction is not None:
             velocity = self.correction.mask(velocity, kept.sent.indices, arrived)
@@ -258,7 +266,7 @@ class SparseExchange:
                 everywhere = jnp.ones(whole.indices.shape, jnp.bool_)
                 velocity = self.correction.mask(velocity, whole.indices, everywhere)
         return self.allreduce.gather(mean, step.layout.size), state._replace(
-            residual=_with_rounding(residual, kept.rounding),
+            residual=_kept.with_rounding(residual, kept.rounding),
             velocity=velocity,
             info=state.info._replace(arrived=jnp.sum(arrived, dtype=jnp.int32)),
         )
@@ -281,32 +289,16 @@ def _only_if(condition: jax.Array, entries: PaddedCOO) -> PaddedCOO:
     )
 
 
-def _joined(kept: Kept) -> Kept:
-    """``kept`` with one PaddedCOO for what is kept of the total, where both have the same indices.
-
-    One scatter less, where a total is complete.
-    """
-    instead, rounding = kept.undelivered.remainder, kept.rounding
-    if instead is None or not isinstance(rounding, PaddedCOO):
-        return kept
-    if instead.indices is not rounding.indices:
-        return kept
-    values = instead.values + rounding.values.astype(instead.values.dtype)
-    both = PaddedCOO(values, instead.indices, instead.size)
-    return kept._replace(undelivered=kept.undelivered._replace(remainder=both), rounding=())
+def _without_news(state: SparseAllreduceState) -> SparseAllreduceState:
+    """The state behind a step without an exchange; thresholds are those of the last one."""
+    before = state.info
+    info = _sparse_state.no_info()._replace(
+        local_threshold=before.local_threshold[0], global_threshold=before.global_threshold
+    )
+    return state._replace(info=info)
 
 
-def _with_rounding(residual: jax.Array, rounding: Any) -> jax.Array:
-    """The residual ``f32[1, m]`` and :attr:`Kept.rounding`."""
-    if isinstance(rounding, PaddedCOO):
-        return residual.at[0, rounding.indices].add(rounding.values, mode="drop")
-    return residual if isinstance(rounding, tuple) else residual + rounding[None]
-
-
-def _delivered_of(kept: Kept, residual: jax.Array) -> jax.Array:
-    """Whether anything of each sent entry was delivered: less of it, or more, is kept."""
-    sent, left = kept.sent, kept.undelivered.slots
-    if kept.undelivered.others.capacity or kept.undelivered.remainder is not None:
-        # What is kept of an entry may be in several parts.
-        left = residual.at[0, sent.indices].get(mode="fill", fill_value=0)
-    return (left != sent.values) & (sent.indices < sent.size)
+def _late(step: Accumulated, arrived: _phases.Arrived) -> Exchanged:
+    """What was exchanged of the residuals of some steps ago."""
+    kept = _kept.later(arrived.kept, arrived.before, arrived.replaced, step.acc)
+    return arrived.mean, step.state._replace(**arrived.changed), kept

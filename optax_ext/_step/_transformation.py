@@ -22,6 +22,7 @@ from optax_ext._step import (
     _given,
     _gradient_checks,
     _layout,
+    _phases,
     _sparse_state,
 )
 from optax_ext._step._error_feedback import ErrorFeedback
@@ -80,6 +81,11 @@ class Transformation:
 
     def update(self, updates: Any, state: SparseAllreduceState, params: Any = None, **extra: Any):
         """One step; ``(updates, state)``. What is ``extra`` is for the local transformation."""
+        phase = _phases.current()
+        if phase is not None and phase.kind == _phases.EXCHANGE:
+            # There are no gradients.
+            self._feedback.exchange_alone(state, _layout.device_layout(state.layout))
+            return updates, state
         if not is_on():
             self._check_state(updates, state, params)
         # In the tree of the gradients: flax boxes parameters and not gradients.
