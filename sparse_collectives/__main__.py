@@ -1,4 +1,4 @@
-"""The planner: `python -m sparse_collectives plan` and `... measure`."""
+"""The planner: `python -m sparse_collectives plan`, `... rounds` and `... measure`."""
 
 import argparse
 import contextlib
@@ -18,6 +18,7 @@ from sparse_collectives.planner import (
     _planner,
     _steps,
 )
+from sparse_collectives.planner import _rounds as rounds
 
 _PLAN_HELP = """\
 Predicts the time of a training step's exchange for each algorithm and encoding, and
@@ -27,6 +28,15 @@ _PLAN_EXAMPLE = """\
 example:
   python -m sparse_collectives plan --params 133M --density 0.01 --workers 256 \\
       --latency 5us --bandwidth 25Gbit --compute 300ms --select-cost gpu"""
+
+_ROUNDS_HELP = """\
+Predicts the time of sparse_adamw with an exchange every H steps, for links on which a
+message takes long, and recommends H and density. See docs/between_sites.md."""
+
+_ROUNDS_EXAMPLE = """\
+example:
+  python -m sparse_collectives rounds --params 124M --workers 4 --latency 50ms \\
+      --bandwidth 100Mbit --compute 500ms"""
 
 _MEASURE_HELP = """\
 Times collectives on the devices of this machine and fits latency and bandwidth to
@@ -60,7 +70,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m sparse_collectives", description=__doc__)
-    commands = parser.add_subparsers(dest="command", metavar="{plan,measure}")
+    commands = parser.add_subparsers(dest="command", metavar="{plan,rounds,measure}")
     plan = commands.add_parser(
         "plan",
         help="predict each algorithm's time and recommend one",
@@ -112,6 +122,20 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--plot", metavar="FILE", help="draw the predicted step over P: a PNG")
     add("--json", metavar="FILE", help="also write all numbers here")
 
+    rounds = commands.add_parser(
+        "rounds",
+        help="predict exchanges every so many steps over a slow link",
+        description=_ROUNDS_HELP,
+        epilog=_ROUNDS_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = rounds.add_argument
+    add("--params", required=True, metavar="N", help="gradient components: 124M")
+    add("--workers", required=True, metavar="P", help="sites")
+    add("--latency", required=True, metavar="T", help="of one message between sites: 50ms")
+    add("--bandwidth", required=True, metavar="B", help="of one site while all send: 100Mbit")
+    add("--compute", required=True, metavar="T", help="forward and backward pass: 500ms")
+    add("--select-cost", metavar="T", help="as of 'plan': a time, 'cpu' or 'gpu'")
     measure = commands.add_parser("measure", help="fit a network", description=_MEASURE_HELP)
     measure.add_argument("--devices", metavar="N", help="use N devices (default: all)")
     measure.add_argument("--rounds", default="9", metavar="R", help="timings of each collective")
@@ -127,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        {"plan": _plan, "measure": _measure}[args.command](args)
+        {"plan": _plan, "rounds": _rounds, "measure": _measure}[args.command](args)
     except (ValueError, OSError, ImportError) as error:
         parser.error(" ".join(str(error).split()))
     return 0
@@ -220,6 +244,21 @@ def _plan(args: argparse.Namespace) -> None:
     if assumed:
         print(f"not given, and assumed: {'; '.join(assumed)}")
     print("\n".join([_plan_report.text(plan, optimizers, all_codecs=args.all), *remarks]))
+
+
+def _rounds(args: argparse.Namespace) -> None:
+    args.workers_per_core, args.merge_cost = "1", None
+    found = rounds.plan_rounds(
+        _units.count("--params", args.params),
+        _units.count("--workers", args.workers, **_WORKERS),
+        cost_model.network(
+            _units.seconds("--latency", args.latency),
+            _units.bandwidth("--bandwidth", args.bandwidth),
+        ),
+        compute=_units.seconds("--compute", args.compute),
+        local=_local_cost(args),
+    )
+    print(rounds.text(found))
 
 
 def _measure(args: argparse.Namespace) -> None:

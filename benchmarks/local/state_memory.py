@@ -1,10 +1,13 @@
 """What the state of each option takes, in bytes per parameter and worker.
 
     python -m benchmarks.local.state_memory [--layers 16] [--width 512] [--json FILE]
+    python -m benchmarks.local.state_memory --gpt2 --only sparse_adamw
 
-The state is made on a mesh and its arrays on one device are added up; beside it what the compiled
-step needs besides its arguments and results. Nothing is timed, and no step is run.
+The arrays of the state on one device of a mesh are added up; beside it what the compiled step needs
+besides its arguments and results. Nothing is timed, no step is run, and no array is made.
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +17,10 @@ import optax_ext
 from .._common import options, reports
 from .._common.contestants import CONTESTANTS, find, optimizer
 from .._common.display import show_rows
+from ..network._problem import SHAPES
 
 NODES, DEVICES = 2, 4
+GPT2 = 124_439_808
 # By name, which contestant; a training with SGD follows unless another is said.
 NAMES = {"dense": "dense/leaves", "dense, adam behind it": "dense/leaves/adamw"}
 NAMES |= {name: name for name in ("sparse_adamw", "sparse_sgd", "ok_topk_sgd")}
@@ -26,8 +31,8 @@ NAMES |= {name: name for name in ("topk_a", "gtopk", "topk_dsa", "topk_a, adtopk
 NAMES |= {f"hitopk, nodes of {DEVICES}": "hitopk"}
 
 
-def measure(name: str, density: float, layers: int, width: int) -> dict:
-    """Bytes per parameter of the state, and of the step's temporaries."""
+def measure(name: str, density: float, shapes: list[tuple[int, ...]]) -> dict:
+    """Bytes per parameter of the state, and of the step's temporaries; nothing is allocated."""
     contestant = NAMES[name]
     shape, names = (NODES * DEVICES,), ("w",)
     if contestant == "hitopk":
@@ -39,13 +44,14 @@ def measure(name: str, density: float, layers: int, width: int) -> dict:
     else:
         tx = find(contestant).make(None if contestant == "sparse_sgd" else density, axis)
     mesh = jax.make_mesh(shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(shape))
-    params = {
-        f"layer_{i}": {"kernel": jnp.zeros((width, width)), "bias": jnp.zeros(width)}
-        for i in range(layers)
-    }
-    size = sum(leaf.size for leaf in jax.tree.leaves(params))
-    state = optax_ext.init_state(tx, params, mesh)
-    of_worker = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.P())
+    params = [jax.ShapeDtypeStruct(x, jnp.float32, sharding=everywhere) for x in shapes]
+    size = sum(map(math.prod, shapes))
+    state = optax_ext.abstract_state(tx, params, mesh)
+    of_worker = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(state)
+    )
     whole, specs = jax.P(), optax_ext.state_specs(state)
     inputs, outputs = (whole, specs, whole), (whole, specs)
     # The gradients are a stand-in: the same on every worker.
@@ -63,10 +69,15 @@ def main(argv: list[str] | None = None) -> None:
     parser = options.parser_of(__doc__, "json", layers=16, density=0.01)
     # In a smaller matrix a low rank of 4 saves nothing, and `powersgd` refuses it.
     parser.add_argument("--width", type=options.at_least(9), default=512)
+    parser.add_argument("--gpt2", action="store_true", help="the leaves of GPT-2 instead")
+    parser.add_argument("--only", nargs="+", choices=NAMES, metavar="OPTION", help="of these")
     args = parser.parse_args(argv)
     jax.config.update("jax_num_cpu_devices", NODES * DEVICES)
-    rows = [measure(name, args.density, args.layers, args.width) for name in NAMES]
-    title = f"bytes per parameter, {NODES * DEVICES} workers, {args.layers} layers"
+    shapes = [(args.width, args.width), (args.width,)] * args.layers
+    if args.gpt2:
+        shapes = SHAPES["gpt2"](GPT2)
+    rows = [measure(name, args.density, shapes) for name in args.only or NAMES]
+    title = f"bytes per parameter, {NODES * DEVICES} workers, {len(shapes)} leaves"
     show_rows(f"{title}, density {args.density:g}", rows)
     reports.write(args.json, rows)
 

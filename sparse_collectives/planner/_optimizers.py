@@ -233,6 +233,13 @@ def plan_optimizers(
     return Optimizers(tuple(row for _, row in rows), recommended, ratio, others)
 
 
+def computed(option: Optimizer, size: int, local: LocalCost) -> float:
+    """Seconds of a step's local work, of so many parameters."""
+    if local.gpu:
+        return option.gpu.seconds(size)
+    return option.cpu * local.select / CPU.select * size * local.sharing
+
+
 def _predict(
     option: Optimizer,
     workload: Workload,
@@ -244,10 +251,7 @@ def _predict(
     estimate = option.estimate(workload)
     exchange = estimate.expected.seconds(network)
     buckets = bucket_count(math.ceil((option.share or 1.0) * workload.size))
-    if local.gpu:
-        busy = option.gpu.seconds(workload.size)
-    else:
-        busy = option.cpu * local.select / CPU.select * workload.size * local.sharing
+    busy = computed(option, workload.size, local)
     hidden = 0.0
     if option.share is not None:
         hidden = min(exchange * (buckets - 1) / buckets, compute * BACKWARD_SHARE)

@@ -1,5 +1,6 @@
 """Loss after the same steps, and after the same seconds: `benchmarks.learning`."""
 
+import functools
 import json
 import statistics
 from typing import Any
@@ -52,14 +53,16 @@ def table_loss_over_links() -> Rows:
     return rows
 
 
-def table_loss_after_minutes() -> Rows:
+def loss_after_minutes(link: str) -> Rows:
     """Two minutes over a link: the best rate of each, every seed, and how far above the first.
 
     The best is that of the lowest mean, of those that all seeds were run with.
     """
     rows, first = [], 0.0
     for name, shown in LABELS["loss_after_minutes"].items():
-        found = runs("learning_time.jsonl", contestant=name, task="text", link="100mbit")
+        found = runs("learning_time.jsonl", contestant=name, task="text", link=link)
+        if not found:
+            continue
         rates = sorted({run["rate"] for run in found})
         seeds = len({run["seed"] for run in found})
         of_rate = {rate: [run for run in found if run["rate"] == rate] for rate in rates}
@@ -79,6 +82,10 @@ def table_loss_after_minutes() -> Rows:
         rows.append([shown, f"{rate:g}{edge}", f"{mean:.3f}", above, each, f"{steps:,}"])
         rows[-1].append(f"{megabytes:.2f}")
     return rows
+
+
+table_loss_after_minutes = functools.partial(loss_after_minutes, "100mbit")
+table_loss_after_minutes_1gbit = functools.partial(loss_after_minutes, "1gbit")
 
 
 def table_loss_in_rounds() -> Rows:
