@@ -99,15 +99,18 @@ def draw(path: Path | None, *rows: Sequence[Row], title: str = "") -> None:
     for axis, panel in zip(axes.flat, (panel for row in rows for panel in row), strict=True):
         lines, workers = panel.pop("lines"), panel.pop("workers", False)
         for i, (name, (x, y, *style)) in enumerate(lines.items()):
-            # There are ten colours.
-            usual = f"C{i % 10}{('.-', '.--', '.:')[i // 10 % 3]}"
-            axis.plot(x, y, *(style or [usual]), label=name, linewidth=1.3)
+            axis.plot(x, y, *(style or [style_of(i)]), label=name, linewidth=1.3)
         axis.set(**panel)
         axis.grid(True, alpha=0.25)
         axis.legend(fontsize=7)
         if workers:
             logarithmic(axis)
     save(figure, path, title)
+
+
+def style_of(i: int) -> str:
+    """That of the i-th line; there are ten colours."""
+    return f"C{i % 10}{('.-', '.--', '.:')[i // 10 % 3]}"
 
 
 def logarithmic(axes: Any) -> None:

@@ -200,11 +200,16 @@ def draw(
 ) -> None:
     """A PNG with a panel for each group: values against ``steps`` or ``seconds``."""
     panels = []
+    # A contestant has one colour in all of them.
+    names = list(dict.fromkeys(line.name for line in lines))
     for group in groups:
         here = {
-            f"{line.name}, {line.runs[0]['rate']:g}": (line.mean(x)[1:], line.mean("values")[1:])
+            f"{line.name}, {line.runs[0]['rate']:g}": (
+                *(line.mean(x)[1:], line.mean("values")[1:]),
+                display.style_of(names.index(line.name)),
+            )
             for line in lines
             if line.group in (None, group)
         }
-        panels.append({"title": str(group), "xlabel": x, "lines": here})
+        panels.append({"title": str(group), "xlabel": x, "ylabel": "validation", "lines": here})
     display.draw(path, panels, title=f"{title}; best rate of each")
