@@ -111,8 +111,8 @@ def test_runs_of_steps_are_kept_and_not_made_again(tmp_path, text, of_steps, cap
     [
         slow("every=2 density=0.5", "sparse_adamw density=0.5 every=2"),
         slow("optimizer=diloco every=2 momentum=0.5", "diloco every=2 momentum=0.5"),
-        slow("optimizer=local_steps every=2 density=0.5", "local_steps density=0.5 every=2"),
-        ("optimizer=sparse_loco every=2 density=0.5", "sparse_loco density=0.5 every=2"),
+        slow("optimizer=sparse_loco every=2 density=0.5", "sparse_loco density=0.5 every=2"),
+        ("optimizer=local_steps every=2 density=0.5", "local_steps density=0.5 every=2"),
     ],
 )
 def test_rounds_are_trained_and_drawn_against_bytes(given, name, tmp_path, text, capsys):

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 import optax_ext
 import sparse_collectives as sc
-from tests.optax_ext.helpers import PARAMS, batch_of, loss_fn, mesh, normal, refused
+from tests.optax_ext.helpers import PARAMS, batch_of, loss_fn, mesh, normal, refused, slow_but
 
 WORKERS, SIZE, EVERY = 4, 40, 3
 sgd = functools.partial(optax_ext.sparse_sgd, 0.1, axis="data", every=EVERY)
@@ -79,7 +79,7 @@ EXCHANGES = {
 }
 
 
-@pytest.mark.parametrize("name", EXCHANGES)
+@pytest.mark.parametrize("name", slow_but(("agreed", "limited", "chained"), EXCHANGES))
 def test_nothing_is_lost_and_other_devices_find_the_same(name):
     tx, given = EXCHANGES[name], normal((3, EVERY, 4 * WORKERS, 6))
     found = rounds_of(tx, given, loss_fn, PARAMS)
