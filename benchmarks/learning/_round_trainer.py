@@ -28,9 +28,11 @@ class Trainer(_trainer.Trainer):
 
     def _mesh_at(self, place: int) -> Mesh:
         """The first devices of the processes, or the second ones."""
-        devices = [d for d in jax.devices() if d.local_hardware_id == place]
-        devices.sort(key=lambda device: device.process_index)
-        return Mesh(np.asarray(devices), (AXIS,), axis_types=(AxisType.Auto,))
+        devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+        mine = devices[place :: self.DEVICES]
+        # What is local to another process says so of no device here.
+        assert len({device.process_index for device in mine}) == jax.process_count() == len(mine)
+        return Mesh(np.asarray(mine), (AXIS,), axis_types=(AxisType.Auto,))
 
     def _start(self, contestant: str, options: list | None) -> None:
         given = [tuple(option) for option in options or ()]
