@@ -51,7 +51,8 @@ def make_train_round(
       mesh: the mesh of the workers, whose parameters are whole on each of them.
       exchange_mesh: a mesh with the same axes, of other devices of the same processes, for the
         exchange: with ``jax.config.update("jax_num_cpu_devices", 2)`` the second of each host, or
-        the CPU devices of hosts with GPUs. What waits is copied to them, n float32 each way.
+        the CPU devices of hosts with GPUs, which was not tried. What waits is copied to them, n
+        float32 each way.
       check_vma: as of :func:`make_train_step`.
       donate: as of :func:`make_train_step`.
 

@@ -27,7 +27,6 @@ ABOVE_DENSE: Mapping[tuple[int, float], float] = {
 }
 # The share of a round that may be waiting, before another round is worth its loss.
 SHARE = 0.2
-_SITE = "site"
 
 
 class Round(NamedTuple):
@@ -141,7 +140,7 @@ def _row(
         words=cost.words / every,
         needed=8 * BYTES_PER_WORD * cost.words / (every * busy),
         above=ABOVE_DENSE[every, density],
-        code=f'optax_ext.sparse_adamw(rate, density={density:g}{more}, axis="{_SITE}")',
+        code=f'optax_ext.sparse_adamw(rate, density={density:g}{more}, axis="site")',
     )
 
 

@@ -16,7 +16,8 @@ from tests.optax_ext.helpers import PARAMS, batch_of, loss_fn, mesh, normal, ref
 
 WORKERS, SIZE, EVERY = 4, 40, 3
 sgd = functools.partial(optax_ext.sparse_sgd, 0.1, axis="data", every=EVERY)
-adamw = functools.partial(optax_ext.sparse_adamw, 0.1, axis="data", every=EVERY)
+adamw_of = functools.partial(optax_ext.sparse_adamw, axis="data", every=EVERY)
+adamw = functools.partial(adamw_of, 0.1)
 
 
 def distance(params, target):
@@ -75,12 +76,16 @@ EXCHANGES = {
     "in bfloat16": adamw(
         density=0.2, allreduce=sc.allreduce.topk_a(codec=sc.wire.narrow8()), weight_decay=0.1
     ),
+    # The limit is that of a rate which only the state has.
+    "injected": optax.inject_hyperparams(
+        lambda learning_rate: adamw_of(lambda count: learning_rate, density=0.05)
+    )(learning_rate=1e-3),
     "chained": optax.chain(sgd(density=0.3), optax.keep_params_nonnegative()),
 }
 
 
-@pytest.mark.parametrize("name", slow_but(("agreed", "limited", "chained"), EXCHANGES))
-def test_nothing_is_lost_and_other_devices_find_the_same(name):
+@pytest.mark.parametrize("name", slow_but(("agreed", "limited", "injected", "chained"), EXCHANGES))
+def test_other_devices_find_the_same(name):
     tx, given = EXCHANGES[name], normal((3, EVERY, 4 * WORKERS, 6))
     found = rounds_of(tx, given, loss_fn, PARAMS)
     beside = rounds_of(tx, given, loss_fn, PARAMS, exchange_mesh=other_devices())
@@ -120,6 +125,14 @@ def test_a_round_sends_the_words_of_one_exchange():
     whole = sc.traffic.of_traced(take.trace(PARAMS, state, batches))
     assert whole.words == pytest.approx(EVERY * one.words)
     assert all(row.weight == 1 for row in whole.collectives)
+
+
+def test_a_round_lowers_for_gpus():
+    on, tx = mesh(WORKERS), adamw(density=0.1)
+    take = optax_ext.make_train_round(loss_fn, tx, on)
+    state, batches = optax_ext.init_state(tx, PARAMS, on), np.stack([batch_of()] * EVERY)
+    traced = take.trace(PARAMS, state, batches)
+    assert "all_gather" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def test_steps_and_rounds_may_take_turns():

@@ -12,7 +12,6 @@ from sparse_collectives.cost_model._gpu import Program
 from sparse_collectives.planner import _planner
 from sparse_collectives.planner._optimizers import OPTIMIZERS, SPARSE_ADAMW
 from sparse_collectives.planner._rounds import ABOVE_DENSE, SHARE, plan_rounds, text
-from tools.tables import _learning
 
 SIZE, WORKERS = 10_000_000, 4
 
@@ -78,7 +77,6 @@ def test_the_losses_are_those_that_were_measured():
         value = best[names.get((every, density), usual)]
         above = 100 * (value / best["dense"] - 1)
         assert ABOVE_DENSE[every, density] == pytest.approx(above, abs=0.05)
-    assert _learning.table_loss_in_rounds()
 
 
 def test_the_command_says_what_to_write(capsys):
