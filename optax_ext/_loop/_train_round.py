@@ -60,8 +60,8 @@ def make_train_round(
       The round. ``batches`` are the batches of H steps, stacked: leaves of shape ``[H, B, ...]``,
       of which the second dimension is split over the workers. ``losses`` is ``f32[H, P]``, that of
       each worker at each step. Parameters and state are as behind H calls of a step, at all times
-      complete: save them, reshard them, or go on with :func:`make_train_step`. Memory: n float32
-      more than a step.
+      complete: save them, reshard them, or go on with :func:`make_train_step`. Memory: 4 n
+      float32 more than a step, in one program for CPUs (n = 1M, four workers).
 
     Raises:
       ValueError: no ``exchange_mesh`` of such a kind; at the first call of a shape, a ``tx``
