@@ -10,6 +10,7 @@ all: each process is one worker. These helpers do what the context needs.
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import math
 import sys
 from collections.abc import Generator, Hashable, Mapping, Sequence
@@ -179,6 +180,36 @@ def to_varying(tree: Any, axis: AxisName) -> Any:
         return lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(cast, tree)
+
+
+def to_invarying(x: jax.Array, axis: AxisName) -> jax.Array:
+    """Types as the same along ``axis`` what is: jax has that only of what its own collectives make.
+
+    A no-op where types are not kept.
+    """
+    if not is_varying(x, axis):
+        return x
+    return _to_invarying_primitive().bind(x, axes=frozenset(axis_names(axis)))
+
+
+@functools.cache
+def _to_invarying_primitive() -> Any:
+    from jax.extend import core  # Slow to import, and for several processes alone.
+    from jax.interpreters import batching, mlir
+
+    primitive = core.Primitive("to_invarying")
+
+    def typed(x: Any, *, axes: frozenset[Any]) -> Any:
+        kept = getattr(x, "manual_axis_type", None)
+        if kept is None:
+            return x.update(vma=x.vma - axes)
+        return x.update(manual_axis_type=kept.update(varying=kept.varying - axes))
+
+    primitive.def_impl(lambda x, *, axes: x)
+    primitive.def_abstract_eval(typed)
+    mlir.register_lowering(primitive, lambda context, x, *, axes: [x])
+    batching.defvectorized(primitive)
+    return primitive
 
 
 def varying_like(x: Any, *others: Any) -> Any:

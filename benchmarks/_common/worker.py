@@ -67,6 +67,10 @@ def _join_jax(config: dict[str, Any]) -> None:
         process_id=config["host"],
         cluster_detection_method="deactivate",
     )
+    if config.get("direct"):
+        from sparse_collectives import transport
+
+        transport.use_direct_messages()
 
 
 def _join_torch(config: dict[str, Any]) -> None:

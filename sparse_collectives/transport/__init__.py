@@ -1,5 +1,6 @@
 """How workers reach each other: the functions that algorithms are built on."""
 
+from sparse_collectives.transport._direct import use_direct_messages
 from sparse_collectives.transport._dispatch import (
     all_gather,
     all_to_all,
@@ -22,4 +23,5 @@ __all__ = [
     "ppermute",
     "psum",
     "psum_scatter",
+    "use_direct_messages",
 ]

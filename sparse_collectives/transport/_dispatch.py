@@ -1,7 +1,8 @@
 """What an axis is decides how its workers reach each other, and what that takes.
 
-An axis of a mesh goes to the collectives of XLA, an MPI communicator to those of mpi4jax
-(:mod:`._mpi`). Algorithms call the functions here and see neither.
+An axis of a mesh goes to the collectives of XLA, or to what is made of them for slow links
+(:mod:`._direct`), an MPI communicator to those of mpi4jax (:mod:`._mpi`). Algorithms call the
+functions here and see none of that.
 
 Beside each collective are the words that one worker receives in one execution of it. A word is
 four bytes. Each assumes the bandwidth-optimal algorithm, so that a volume depends on what is
@@ -19,7 +20,7 @@ from jax import lax
 from sparse_collectives import _compat
 from sparse_collectives._compat import axis_names, is_communicator, is_simulated
 from sparse_collectives._types import AxisName
-from sparse_collectives.transport import _mpi
+from sparse_collectives.transport import _direct, _mpi
 
 
 def axis_size(axis: AxisName) -> int:
@@ -49,12 +50,18 @@ def axis_index(axis: AxisName) -> jax.Array:
 
 def psum(x: jax.Array, axis: AxisName) -> jax.Array:
     """The sum over the workers, the same bits on each. Receives 2 L (P-1)/P words."""
-    return _mpi.psum(x, axis) if is_communicator(axis) else lax.psum(x, axis)
+    if is_communicator(axis):
+        return _mpi.psum(x, axis)
+    return _direct.psum(x, axis) if _direct.is_worth(axis, _bytes(x)) else lax.psum(x, axis)
 
 
 def pmean(x: jax.Array, axis: AxisName) -> jax.Array:
     """The mean over the workers of a floating ``x``, the same bits on each. As :func:`psum`."""
-    return _mpi.pmean(x, axis) if is_communicator(axis) else lax.pmean(x, axis)
+    if is_communicator(axis):
+        return _mpi.pmean(x, axis)
+    if _direct.is_worth(axis, _bytes(x)):
+        return _direct.psum(x, axis) / axis_size(axis)
+    return lax.pmean(x, axis)
 
 
 def words_of_all_reduce(words: float, P: int) -> float:
@@ -75,6 +82,8 @@ def all_gather(x: jax.Array, axis: AxisName) -> jax.Array:
     """``[P, *x.shape]``, the same on every worker, and typed so. Receives L (P-1) words."""
     if is_communicator(axis):
         return _mpi.all_gather(x, axis)
+    if _direct.is_worth(axis, _bytes(x) * (axis_size(axis) - 1)):
+        return _direct.all_gather(x, axis)
     if _compat.is_varying(x, axis):
         return lax.all_gather(x, axis, to="invarying")
     names = axis_names(axis)
@@ -132,6 +141,8 @@ def psum_scatter(x: jax.Array, axis: AxisName) -> jax.Array:
     """Part j of the sum of ``x[P * m]``, ``[m]``, on worker j. Receives L (P-1)/P words."""
     if is_communicator(axis):
         return _mpi.psum_scatter(x, axis)
+    if _direct.is_worth(axis, _bytes(x)):
+        return _direct.psum_scatter(x, axis)
     return lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True)
 
 
@@ -224,6 +235,10 @@ def words_of_broadcast(words: float, P: int) -> float:
     """
     _check(words, P)
     return float(words) * (P - 1) / P
+
+
+def _bytes(x: jax.Array) -> int:
+    return x.size * x.dtype.itemsize
 
 
 def _check(words: float, P: int) -> None:

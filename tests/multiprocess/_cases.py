@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import optax_ext
-from sparse_collectives import select, wire
+from sparse_collectives import allreduce, select, transport, wire
 from tests import groups
 from tests.mpi._cases import leaves
 from tests.system import _task
@@ -36,6 +38,9 @@ REDUCTIONS = {
     "threshold_reuse": lambda: optax_ext.ok_topk(
         DENSITY, axis="data", selector=select.threshold_reuse(density=DENSITY)
     ),
+    "agreed": lambda: optax_ext.sparse_allreduce(
+        select.topk(density=DENSITY), allreduce.agreed(bits=None), axis="data"
+    ),
     "dense": lambda: optax_ext.dense(axis="data"),
 }
 
@@ -49,6 +54,35 @@ def train(mesh: Mesh, folder: Path, *, reduction: str, steps: int) -> dict[str, 
     assert not sparse or optax_ext.get_state(run.state).skipped == 1
     assert len(run.traces) == 1
     return {**run.arrays(), "losses": np.asarray(losses)}
+
+
+def direct(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
+    """The same with direct messages, of one process as of several."""
+    transport.use_direct_messages()
+    try:
+        # A cache knows no setting.
+        _step.cache_clear()
+        return train(mesh, folder, reduction="agreed", steps=10)
+    finally:
+        transport.use_direct_messages(False)
+        _step.cache_clear()
+
+
+def rounds(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
+    """Rounds, with the exchange beside the steps."""
+    del folder
+    tx = optax_ext.sparse_adamw(0.01, every=3, axis="data")
+    params = _task.first_params()
+    state = optax_ext.init_state(tx, params, mesh)
+    take_round = optax_ext.make_train_round(_task.loss_fn, tx, mesh)
+    spread = NamedSharding(mesh, P(None, "data"))
+    for number in range(4):
+        batches = [_task.batch_of(3 * number + step, mesh) for step in range(3)]
+        stacked = jax.jit(
+            lambda *batches: jax.tree.map(lambda *x: jnp.stack(x), *batches), out_shardings=spread
+        )(*batches)
+        params, state, _ = take_round(params, state, stacked)
+    return leaves("", jax.tree.map(whole, {"params": params, "state": state}))
 
 
 def save(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
@@ -97,7 +131,7 @@ def refuse(mesh: Mesh, folder: Path) -> dict[str, np.ndarray]:
     return {}
 
 
-CASES = {f.__name__: f for f in (train, save, resume, refuse)}
+CASES = {f.__name__: f for f in (train, direct, rounds, save, resume, refuse)}
 
 
 class _Run:

@@ -33,7 +33,12 @@ def trainings(names, steps):
 
 
 # At last what makes another program: one process takes a batch of its own.
-ALWAYS = [("save", "save", {}), ("refuse", "refuse", {})]
+ALWAYS = [
+    ("direct", "direct", {}),
+    ("rounds", "rounds", {}),
+    ("save", "save", {}),
+    ("refuse", "refuse", {}),
+]
 FEW = [*trainings(["ok_topk"], 50), *trainings(["topk_a", "narrow8"], 10), *ALWAYS]
 ALL = [*trainings(_cases.REDUCTIONS, 20), *ALWAYS]
 
