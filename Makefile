@@ -33,7 +33,8 @@ NEWEST_TESTS := $(addprefix tests/,\
     test_package.py mpi/test_dispatch.py sparse_collectives/test_traffic.py \
     sparse_collectives/test_padded_coo.py \
     $(addprefix optax_ext/,test_modes.py test_train_step.py test_sharded.py test_checkpoint.py test_errors.py test_calls.py \
-        test_nonfinite.py test_buckets.py test_sharded_program.py test_as_optax.py))
+        test_nonfinite.py test_buckets.py test_sharded_program.py test_as_optax.py \
+        test_rounds_mapped.py test_train_round.py) sparse_collectives/test_direct_messages.py)
 TRAININGS := tests/test_examples.py tests/test_training_benchmarks.py tests/test_training_models.py tests/system
 PYTEST := $(CACHE) $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile
 

@@ -6,8 +6,9 @@
 A site is a worker of several devices: tensor parallelism, FSDP, or both split its parameters over
 them. Each device exchanges a part of the gradients with the devices in its place in other sites.
 With --every there is an exchange at every H-th step alone, and sites go on by themselves in
-between, for links on which a message takes longer than a step. It runs over several processes as
-train_multihost.py does. docs/sharded.md and docs/between_sites.md say more.
+between, for links on which a message takes longer than a step; --direct is for these links, too. It
+runs over several processes as train_multihost.py does. docs/sharded.md and docs/between_sites.md
+say more.
 """
 
 import argparse
@@ -26,6 +27,7 @@ from _data import InputError, text_of, windows
 from _options import parser_of, positive
 from _processes import add_processes, start
 from _transformer import RULES, sharded_model
+from sparse_collectives import transport
 
 CHARACTERS = 128  # ASCII
 METHODS = {
@@ -73,6 +75,7 @@ def batch_of(text: np.ndarray, step: int, options: argparse.Namespace, where: Na
 def train(options: argparse.Namespace) -> None:
     """Trains and reports."""
     start(options)
+    transport.use_direct_messages(options.direct)
     mesh = mesh_of(options)
     # The devices of a site share its windows where FSDP splits the parameters.
     spec = PartitionSpec(("site", "fsdp"))
@@ -134,6 +137,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--method", choices=METHODS, default="sparse_adamw", help="(sparse_adamw)")
     add("--density", type=float, default=0.01, help="exchanged of all parameters, k/n (0.01)")
     add("--every", type=positive, default=1, help="steps from one exchange to the next (1)")
+    add("--direct", action="store_true", help="for links on which a message takes long")
     add("--steps", type=positive, default=100, help="(100)")
     add("--batch", type=positive, default=16, help="windows of all sites together (16)")
     add("--length", type=positive, default=64, help="characters of a window (64)")

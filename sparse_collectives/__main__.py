@@ -3,15 +3,14 @@
 import argparse
 import contextlib
 import json
-import math
 import sys
 from collections.abc import Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 from sparse_collectives import _units, cost_model
-from sparse_collectives.cost_model import _codecs, _fill_in
-from sparse_collectives.cost_model._types import Network
+from sparse_collectives.cost_model import _codecs
 from sparse_collectives.planner import (
+    _arguments,
     _measured_file,
     _optimizers,
     _plan_report,
@@ -42,9 +41,6 @@ _MEASURE_HELP = """\
 Times collectives on the devices of this machine and fits latency and bandwidth to
 them. On a CPU, --devices N splits it into N devices, which measures its memory."""
 
-# One node's link where none is given; NVLink is several times as fast, PCIe slower.
-_INNER_LATENCY, _INNER_BANDWIDTH = "2us", "100GB/s"
-
 # What is taken where nothing is given: the density of `optax_ext.sparse_adamw`, and messages over
 # Ethernet.
 _DENSITY, _LATENCY = "0.05", "100us"
@@ -55,10 +51,6 @@ _MEASURED_SHARING = (
     "sparse_adamw 2.3 to 3.0\ntimes as fast as dense, agreed at 1 % 7.7 to 8.3. "
     "--workers-per-core 2 predicts both within a factor of 1.3."
 )
-
-# A ring has a message for each worker: with more of them its cost alone takes seconds.
-_MOST_WORKERS = 1 << 16
-_WORKERS = {"most": _MOST_WORKERS, "examples": "16, 256 or 1k"}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -71,14 +63,20 @@ class _Parser(argparse.ArgumentParser):
 def _make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m sparse_collectives", description=__doc__)
     commands = parser.add_subparsers(dest="command", metavar="{plan,rounds,measure}")
-    plan = commands.add_parser(
-        "plan",
-        help="predict each algorithm's time and recommend one",
-        description=_PLAN_HELP,
-        epilog=_PLAN_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+
+    def command(name: str, what: str, description: str, example: str | None = None) -> Any:
+        made = commands.add_parser(
+            name,
+            help=what,
+            description=description,
+            epilog=example,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        return made.add_argument
+
+    add = command(
+        "plan", "predict each algorithm's time and recommend one", _PLAN_HELP, _PLAN_EXAMPLE
     )
-    add = plan.add_argument
     add("--params", required=True, metavar="N", help="gradient components: 133M, 133e6")
     add("--density", metavar="D", help=f"share k/n that is sent, in (0, 1] (default {_DENSITY})")
     add("--workers", required=True, metavar="P", help="data-parallel workers")
@@ -89,8 +87,12 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--inner", default="1", metavar="G", help="workers in a node; adds two-level schemes")
     add("--shard", default="1", metavar="M", help="devices of a worker that shard its parameters")
     add("--links", default="1", metavar="L", help="of a worker with --shard, which they share")
-    add("--inner-latency", metavar="T", help=f"within a node (default {_INNER_LATENCY})")
-    add("--inner-bandwidth", metavar="B", help=f"within a node (default {_INNER_BANDWIDTH})")
+    add("--inner-latency", metavar="T", help=f"within a node (default {_arguments.INNER_LATENCY})")
+    add(
+        "--inner-bandwidth",
+        metavar="B",
+        help=f"within a node (default {_arguments.INNER_BANDWIDTH})",
+    )
     add(
         "--expansion",
         metavar="X@P",
@@ -122,24 +124,23 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--plot", metavar="FILE", help="draw the predicted step over P: a PNG")
     add("--json", metavar="FILE", help="also write all numbers here")
 
-    rounds = commands.add_parser(
+    add = command(
         "rounds",
-        help="predict exchanges every so many steps over a slow link",
-        description=_ROUNDS_HELP,
-        epilog=_ROUNDS_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "predict exchanges every so many steps over a slow link",
+        _ROUNDS_HELP,
+        _ROUNDS_EXAMPLE,
     )
-    add = rounds.add_argument
     add("--params", required=True, metavar="N", help="gradient components: 124M")
     add("--workers", required=True, metavar="P", help="sites")
     add("--latency", required=True, metavar="T", help="of one message between sites: 50ms")
     add("--bandwidth", required=True, metavar="B", help="of one site while all send: 100Mbit")
     add("--compute", required=True, metavar="T", help="forward and backward pass: 500ms")
     add("--select-cost", metavar="T", help="as of 'plan': a time, 'cpu' or 'gpu'")
-    measure = commands.add_parser("measure", help="fit a network", description=_MEASURE_HELP)
-    measure.add_argument("--devices", metavar="N", help="use N devices (default: all)")
-    measure.add_argument("--rounds", default="9", metavar="R", help="timings of each collective")
-    measure.add_argument("--json", metavar="FILE", help="write the fit here, for plan --measured")
+
+    add = command("measure", "fit a network", _MEASURE_HELP)
+    add("--devices", metavar="N", help="use N devices (default: all)")
+    add("--rounds", default="9", metavar="R", help="timings of each collective")
+    add("--json", metavar="FILE", help="write the fit here, for plan --measured")
     return parser
 
 
@@ -166,14 +167,14 @@ def _plan(args: argparse.Namespace) -> None:
     if args.latency is None and args.measured is None and args.bandwidth is not None:
         args.latency = _LATENCY
         assumed.append(f"--latency {_LATENCY}")
-    density = _density(args.density)
+    density = _arguments.density(args.density)
     selected = min(size, max(1, round(density * size)))
-    workers = _units.count("--workers", args.workers, **_WORKERS)
-    inner = _units.count("--inner", args.inner, **_WORKERS)
+    workers = _arguments.workers("--workers", args.workers)
+    inner = _arguments.workers("--inner", args.inner)
     if workers % inner:
         raise ValueError(f"--inner must divide --workers={workers}, got {inner}.")
-    devices = _units.count("--shard", args.shard, **_WORKERS)
-    links = _units.count("--links", args.links, **_WORKERS)
+    devices = _arguments.workers("--shard", args.shard)
+    links = _arguments.workers("--links", args.links)
     if devices > 1 and inner > 1:
         raise ValueError(
             f"--shard={devices} and --inner={inner} are of two plans: the workers of a node have "
@@ -182,12 +183,12 @@ def _plan(args: argparse.Namespace) -> None:
     if links > devices:
         raise ValueError(f"--links must be at most --shard={devices}, got {links}.")
     measured = _measured_file.read(args.measured) if args.measured is not None else None
-    network = _network(args, inner, measured)
+    network = _arguments.network(args, inner, measured)
     # Each device exchanges its part while the others do, over the links of their worker.
     network = network._replace(seconds_per_word=network.seconds_per_word * devices / links)
     size, selected = -(-size // devices), -(-selected // devices)
     compute = _units.seconds("--compute", args.compute)
-    overlap = None if args.expansion is None else _overlap(args.expansion, selected)
+    overlap = None if args.expansion is None else _arguments.overlap(args.expansion, selected)
     codecs = [name for name, cost in _codecs.CODECS.items() if cost.exact or not args.exact]
     names = [
         name
@@ -210,7 +211,7 @@ def _plan(args: argparse.Namespace) -> None:
             steps=steps_of(count),
         )
 
-    local = _local_cost(args)
+    local = _arguments.local_cost(args.select_cost, args.workers_per_core, args.merge_cost)
     plan = plan_for(workers, local)
     optimizers = _optimizers.plan_optimizers(
         plan.workload,
@@ -247,16 +248,15 @@ def _plan(args: argparse.Namespace) -> None:
 
 
 def _rounds(args: argparse.Namespace) -> None:
-    args.workers_per_core, args.merge_cost = "1", None
     found = rounds.plan_rounds(
         _units.count("--params", args.params),
-        _units.count("--workers", args.workers, **_WORKERS),
+        _arguments.workers("--workers", args.workers),
         cost_model.network(
             _units.seconds("--latency", args.latency),
             _units.bandwidth("--bandwidth", args.bandwidth),
         ),
         compute=_units.seconds("--compute", args.compute),
-        local=_local_cost(args),
+        local=_arguments.local_cost(args.select_cost),
     )
     print(rounds.text(found))
 
@@ -268,7 +268,7 @@ def _measure(args: argparse.Namespace) -> None:
 
     devices = None
     if args.devices is not None:
-        devices = _units.count("--devices", args.devices, most=_MOST_WORKERS, examples="4 or 8")
+        devices = _arguments.workers("--devices", args.devices, examples="4 or 8")
     if devices is not None:
         # Before the backend starts: where it already runs, or on a GPU, this has no effect.
         with contextlib.suppress(RuntimeError):
@@ -293,94 +293,6 @@ def _measure(args: argparse.Namespace) -> None:
         print(line)
     if args.json:
         _write_json(args.json, fitted.as_dict())
-
-
-def _density(text: str) -> float:
-    try:
-        density = float(text)
-    except ValueError:
-        density = math.nan
-    if not 0 < density <= 1:
-        shown = _units.shown(text)
-        raise ValueError(f"--density must be a share in (0, 1], such as 0.01 for 1 %, got {shown}.")
-    if text.strip() == "1":
-        raise ValueError(
-            "--density must be 1.0 to send all entries or 0.01 to send 1 %, got 1, which may mean "
-            "either."
-        )
-    return density
-
-
-def _network(
-    args: argparse.Namespace, inner: int, measured: _measured_file.MeasuredFile | None
-) -> Network:
-    latency = _units.seconds(*_given("latency", args.latency, measured))
-    bandwidth = _units.bandwidth(*_given("bandwidth", args.bandwidth, measured))
-    if inner == 1:
-        return cost_model.network(latency, bandwidth)
-    near, fast = args.inner_latency or _INNER_LATENCY, args.inner_bandwidth or _INNER_BANDWIDTH
-    return cost_model.network(
-        latency,
-        bandwidth,
-        inner_latency=_units.seconds("--inner-latency", near),
-        inner_bandwidth=_units.bandwidth("--inner-bandwidth", fast),
-    )
-
-
-def _given(
-    name: Literal["latency", "bandwidth"],
-    text: str | None,
-    measured: _measured_file.MeasuredFile | None,
-) -> tuple[str, float | str]:
-    """What to call a number of the network in an error, and the number."""
-    if text is not None:
-        return f"--{name}", text
-    if measured is None:
-        raise ValueError("the network must be given by --bandwidth or --measured.")
-    value = measured.latency if name == "latency" else measured.bandwidth
-    if value == math.inf:
-        raise ValueError(
-            f"{name} in --measured {measured.file} must be finite, got {value}: no time grew with "
-            f"the size when it was measured. Pass --{name}."
-        )
-    return f"{name} in --measured {measured.file}", value
-
-
-def _overlap(text: str, selected: int) -> cost_model.Overlap:
-    try:
-        factor, workers = text.split("@")
-        overlap = cost_model.Overlap(
-            float(factor) * selected, _units.count("--expansion", workers, **_WORKERS)
-        )
-        _fill_in.effective_size(selected, overlap)
-    except ValueError:
-        raise ValueError(
-            "--expansion must be X@P with P >= 2 workers and 1 <= X <= P, such as 3.2@16, got "
-            f"{_units.shown(text)}."
-        ) from None
-    return overlap
-
-
-def _local_cost(args: argparse.Namespace) -> _planner.LocalCost:
-    sharing = _units.number("--workers-per-core", args.workers_per_core, 1, _MOST_WORKERS)
-    named = {"cpu": _planner.CPU, "gpu": _planner.GPU, None: _planner.CPU}
-    if args.select_cost in named:
-        local = named[args.select_cost]
-    else:
-        form = "cpu, gpu or a time such as 0.1ns"
-        select = _units.seconds("--select-cost", args.select_cost, form=form)
-        local = _planner.LocalCost(select, select)
-    if local.gpu and sharing > 1:
-        raise ValueError(
-            f"--workers-per-core={sharing:g} is for workers that select on cores: leave it out "
-            "with --select-cost gpu."
-        )
-    local = local._replace(sharing=sharing)
-    if args.merge_cost is not None:
-        local = local._replace(
-            merge=_units.seconds("--merge-cost", args.merge_cost, form="a time such as 0.1ns")
-        )
-    return local
 
 
 def _write_json(file: str, content: dict[str, Any]) -> None:
