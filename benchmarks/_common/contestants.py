@@ -227,6 +227,7 @@ CONTESTANTS: dict[str, Contestant] = {
         make=_adamw(lambda density: allreduce.complete(_exchange_of(density))), entries=1
     ),
     "sparse_adamw, delayed": _ADAMW._replace(make=_around_made(optax_ext.delayed, _ADAMW.make)),
+    "sparse_adamw, factors": _ADAMW._replace(make=_adamw(moments="factors")),
     "sparse_adamw, no step-ahead": _ADAMW._replace(make=_adamw(residual=optax_ext.residual())),
     "sparse_sgd": _SGD,
     "sparse_sgd, ok_topk": Contestant(_whole(optax_ext.sparse_sgd, _exchange_of), whole=True),

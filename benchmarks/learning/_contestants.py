@@ -14,7 +14,7 @@ from typing import Any
 import optax
 
 import optax_ext
-from sparse_collectives import select
+from sparse_collectives import select, wire
 
 from .._common.contestants import CONTESTANTS, DECAY, Contestant, find, optimizer
 from ..training._recorded_training import MOMENTUM, schedule
@@ -224,8 +224,12 @@ def _rounds(given: Sequence[Option], axis: str) -> tuple[str, Make] | None:
     if system not in ROUNDS:
         raise ValueError(f"optimizer={system} is none of {', '.join(ROUNDS)}")
 
+    given_to = dict(options)
+    if codec := options.get("codec"):
+        given_to["codec"] = getattr(wire, codec)()
+
     def make(rate: optax.Schedule) -> optax.GradientTransformation:
-        return ROUNDS[system](optax.adamw(rate, weight_decay=DECAY), axis=axis, **options)
+        return ROUNDS[system](optax.adamw(rate, weight_decay=DECAY), axis=axis, **given_to)
 
     make(lambda count: 0.1)
     return _name_of(system, list(options.items())), make

@@ -37,6 +37,7 @@ METHODS = (
     *("ok_topk", "ok_topk/rotation", *(f"ok_topk/{codec}" for codec in _CODECS)),
     *("ok_topk/reuse", *(f"ok_topk/reuse/{codec}" for codec in _CODECS)),
     *("ok_topk/reuse/global32", "agreed", "agreed/few", "sparse_adamw", "sparse_sgd"),
+    "sparse_adamw, factors",
     *("powersgd1", "powersgd1/adamw", "powersgd4/adamw", "acp_sgd1", "topk_a", "topk_dsa"),
     *("gtopk", "ddp", "ddp/fp16", "ddp/powersgd1", "ddp/powersgd4"),
 )

@@ -7,7 +7,7 @@ only, with root and iproute2 (ip, tc).
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -23,11 +23,10 @@ from .._common.worker import Stepper, barrier
 from ._workers import all_of, counted, groups, in_turns
 
 AXIS = "workers"
-COLLECTIVES: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "psum": lambda x: transport.psum(x, AXIS),
-    "all_gather": lambda x: transport.all_gather(x, AXIS),
-}
+COLLECTIVES = ("psum", "all_gather")
+# Direct ones of any size, also of those that `use_direct_messages` leaves in the ring.
 RING, DIRECT = "ring", "direct"
+MODULES = {RING: transport, DIRECT: _direct}
 
 
 class Worker(Stepper):
@@ -44,14 +43,11 @@ class Worker(Stepper):
         split = NamedSharding(self._mesh, P(AXIS))
         mine = jnp.ones((1, int(size)))
         x = jax.make_array_from_process_local_data(split, mine)
-        with _direct.traced_with(way == DIRECT):
-            mapped = jax.shard_map(
-                lambda x: COLLECTIVES[name](x[0]),
-                mesh=self._mesh,
-                in_specs=P(AXIS),
-                out_specs=P(),
-            )
-            self._compiled[method] = jax.jit(mapped).lower(x).compile(), x
+        collective = getattr(MODULES[way], name)
+        mapped = jax.shard_map(
+            lambda x: collective(x[0], AXIS), mesh=self._mesh, in_specs=P(AXIS), out_specs=P()
+        )
+        self._compiled[method] = jax.jit(mapped).lower(x).compile(), x
         self._take(method, 2)
         return {"ready": True}
 

@@ -17,6 +17,7 @@ def diloco(
     outer_rate: optax.ScalarOrSchedule = 0.7,
     momentum: float = 0.9,
     nesterov: bool = True,
+    buckets: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """DiLoCo: rounds of local steps, and Nesterov's momentum for the mean of what they moved.
 
@@ -32,6 +33,8 @@ def diloco(
       outer_rate: of the outer optimizer, or a schedule of rounds.
       momentum: of the outer optimizer.
       nesterov: whether that is Nesterov's.
+      buckets: into how many sums the leaves are joined, as in :func:`optax_ext.dense`: 1 where a
+        message takes long. None: each leaf by itself, for parameters that are sharded in a worker.
 
     Returns:
       A whole optimizer, an ``optax.GradientTransformationExtraArgs``; see
@@ -45,7 +48,7 @@ def diloco(
       Douillard et al., `DiLoCo <https://arxiv.org/abs/2311.08105>`_, 2023, Algorithm 1;
       Thérien et al., `MuLoCo <https://arxiv.org/abs/2505.23725>`_, 2025.
     """
-    outer = _dense_outer(axis, outer_rate, momentum, nesterov)
+    outer = _dense_outer(axis, outer_rate, momentum, nesterov, buckets)
     return local_steps(inner, outer, every=every)
 
 
@@ -60,6 +63,7 @@ def streaming_diloco(
     outer_rate: optax.ScalarOrSchedule = 0.7,
     momentum: float = 0.9,
     nesterov: bool = True,
+    buckets: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Streaming DiLoCo: fragments of the parameters in turn, whose updates arrive late.
 
@@ -77,6 +81,7 @@ def streaming_diloco(
       outer_rate: of the outer optimizer.
       momentum: of the outer optimizer.
       nesterov: whether that is Nesterov's.
+      buckets: of each fragment.
 
     Returns:
       A whole optimizer, as :func:`diloco`.
@@ -88,7 +93,7 @@ def streaming_diloco(
     References:
       Douillard et al., `Streaming DiLoCo <https://arxiv.org/abs/2501.18512>`_, 2025, Algorithm 2.
     """
-    outer = _dense_outer(axis, outer_rate, momentum, nesterov)
+    outer = _dense_outer(axis, outer_rate, momentum, nesterov, buckets)
     return local_steps(inner, outer, every=every, fragments=fragments, delay=delay, mixing=mixing)
 
 
@@ -106,7 +111,8 @@ def sparse_loco(
     """SparseLoCo: rounds of local steps, and of what they moved the largest entries of each chunk.
 
     There is no outer momentum: the residual, which decays, has its place. An update is the sum of
-    all selections over P, as the mean of DiLoCo. In the paper the values have two bits.
+    all selections over P, as the mean of DiLoCo. In the paper the values have two bits:
+    ``codec=sparse_collectives.wire.two_bits()``.
 
     Args:
       inner: as of :func:`diloco`, and so all that is not here.
@@ -141,8 +147,12 @@ def sparse_loco(
 
 
 def _dense_outer(
-    axis: AxisName, rate: optax.ScalarOrSchedule, momentum: float, nesterov: bool
+    axis: AxisName,
+    rate: optax.ScalarOrSchedule,
+    momentum: float,
+    nesterov: bool,
+    buckets: int | None,
 ) -> optax.GradientTransformation:
     # Of a momentum of 0 optax would keep a trace of n entries all the same.
     sgd = optax.sgd(rate, momentum or None, nesterov and bool(momentum))
-    return optax.chain(dense(axis=axis), sgd)
+    return optax.chain(dense(axis=axis, buckets=buckets), sgd)

@@ -181,5 +181,7 @@ def text(found: Rounds) -> str:
         f"What decides: {found.decides}.",
         f"Use {chosen.code},",
         f"{why}.",
+        "Sites of CPUs call sparse_collectives.transport.use_direct_messages() first: the ring of",
+        "Gloo has more messages in a row than are counted here.",
     )
     return "\n".join([*lines, "", *notes])

@@ -8,7 +8,8 @@ The first index of a row is stored beside the slots, so that it needs no escape.
 With codes 0 to ``base - 1`` for gaps and ``base`` upwards for escapes, an entry at
 gap ``g = r + base * q`` has the code r, and escape number j, with the code
 ``base + j``, holds digit j of q (in ``digit_bits`` bits). Gaps are taken modulo
-2**31: an entry may also lie before the one that it follows.
+2**31: an entry may also lie before the one that it follows. One more escape, with the
+code ``base + digits`` and nothing to move on by, may mark the entry in the next slot.
 """
 
 import math
@@ -79,7 +80,13 @@ class Slots(NamedTuple):
     place: jax.Array
 
 
-def lay_out(coo: PaddedCOO, slots: int, form: GapFormat, seed: jax.Array) -> Slots:
+def lay_out(
+    coo: PaddedCOO,
+    slots: int,
+    form: GapFormat,
+    seed: jax.Array,
+    marked: jax.Array | None = None,
+) -> Slots:
     """Gives each entry its slots.
 
     Where there are too few, which entries are left out depends on the seed, so that
@@ -90,11 +97,13 @@ def lay_out(coo: PaddedCOO, slots: int, form: GapFormat, seed: jax.Array) -> Slo
       slots: static number of slots of a row.
       form: how gaps are written.
       seed: ``u32[]``.
+      marked: ``bool[r, c]``, entries that take a slot more, to mark them. None: no entry.
 
     Cost: a running maximum, a running sum, ``1 + digits`` scatters and a few gathers
     of c entries.
     """
     indices = coo.indices
+    marks = jnp.zeros_like(indices) if marked is None else marked.astype(jnp.int32)
     rows, entries = indices.shape
     number = jnp.arange(entries, dtype=jnp.int32)
     valid = indices < coo.size
@@ -102,7 +111,7 @@ def lay_out(coo: PaddedCOO, slots: int, form: GapFormat, seed: jax.Array) -> Slo
     before = jnp.pad(before[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
     previous = jnp.take_along_axis(indices, jnp.maximum(before, 0), axis=1)
     gap = jnp.where(valid & (before >= 0), (indices - previous) & _MODULUS_MASK, 0)
-    width = jnp.where(valid, 1 + form.escapes(gap), 0)
+    width = jnp.where(valid, 1 + form.escapes(gap) + marks, 0)
     end = jnp.cumsum(width, axis=1, dtype=jnp.int32)
 
     # Where not all fit: a window of slots, which may wrap around, and the entries that
@@ -121,21 +130,21 @@ def lay_out(coo: PaddedCOO, slots: int, form: GapFormat, seed: jax.Array) -> Slo
     last_index = jnp.take_along_axis(indices, jnp.maximum(last_ahead, 0), axis=1)
     joint_gap = jnp.where(last_ahead >= 0, (indices - last_index) & _MODULUS_MASK, 0)
     gap = jnp.where(joint, joint_gap, gap)
-    saved = jnp.where(joint, width - 1 - form.escapes(gap), jnp.where(skipped, width, 0))
+    escapes = form.escapes(gap) + marks
+    saved = jnp.where(joint, width - 1 - escapes, jnp.where(skipped, width, 0))
     saved = jnp.sum(saved, axis=1, keepdims=True, dtype=jnp.int32)
     end = end - jnp.where(behind, saved, 0)
 
     place = jnp.where((ahead | behind) & (end <= slots), end - 1, slots)
-    escapes = form.escapes(gap)
     owner = jnp.full((rows, slots), entries, jnp.int32)
-    for step in range(form.digits + 1):
+    for step in range(form.digits + 1 + (marked is not None)):
         target = jnp.where((place < slots) & (escapes >= step), place - step, slots)
         owner = jax.vmap(lambda o, t: o.at[t].set(number, mode="drop"))(owner, target)
     first_entry = jnp.min(jnp.where(place < slots, number, entries), axis=1, keepdims=True)
-    return _written(indices, gap, place, owner, first_entry, form)
+    return _written(indices, gap, marks, place, owner, first_entry, form)
 
 
-def _written(indices, gap, place, owner, first_entry, form: GapFormat) -> Slots:
+def _written(indices, gap, marks, place, owner, first_entry, form: GapFormat) -> Slots:
     """The codes of slots that belong to the entries ``owner``."""
     slots, entries = owner.shape[1], gap.shape[1]
     slot = jnp.arange(slots, dtype=jnp.int32)[None]
@@ -143,10 +152,11 @@ def _written(indices, gap, place, owner, first_entry, form: GapFormat) -> Slots:
     used = owner < entries
     gap = row_gather(gap, owner, 0)
     is_entry = used & (step == 0)
-    # The nearest escape before an entry is number 0.
-    number = jnp.where(used & ~is_entry, step - 1, 0)
-    digit = (gap // form.base) >> (form.digit_bits * number)
-    digit = digit & ((1 << form.digit_bits) - 1)
+    # The nearest escape before an entry is number 0, but for the mark.
+    number = jnp.where(used & ~is_entry, step - 1 - row_gather(marks, owner, 0), 0)
+    digit = (gap // form.base) >> (form.digit_bits * jnp.maximum(number, 0))
+    digit = jnp.where(number < 0, 0, digit & ((1 << form.digit_bits) - 1))
+    number = jnp.where(number < 0, form.digits, number)
     return Slots(
         first=row_gather(indices, first_entry, 0)[:, 0],
         code=jnp.where(is_entry, gap % form.base, form.base + number),

@@ -10,9 +10,15 @@ from sparse_collectives.wire._gaps import GapFormat
 GAPS16 = GapFormat(base=65535, digit_bits=16, digits=1)
 # 253 to 255 are escapes; three with 8 bits each reach everywhere.
 GAPS8 = GapFormat(base=253, digit_bits=8, digits=3)
+# By the bits of a code: escapes with the digits that are left, and one code more for a mark.
+GAPS_OF_BITS = {
+    8: GapFormat(base=191, digit_bits=6, digits=4),
+    12: GapFormat(base=3071, digit_bits=10, digits=2),
+}
 # Room for escapes as a share of the entries, by default.
 ESCAPES16 = 1 / 16
 ESCAPES8 = 1 / 8
+ESCAPES12 = 1 / 16
 BLOCK = 128
 BUCKET = 512
 
@@ -64,6 +70,17 @@ def narrow8_pairs(entries: int, size: int, escapes: float = ESCAPES8, block: int
 def narrow8_dense(length: int, block: int = BLOCK) -> int:
     """The scales, and four values to a word."""
     return block_scales(length, block) + -(-length // 4)
+
+
+def two_bits_slots(entries: int, escapes: float) -> int:
+    """Slots of a row of so many entries, escapes included; a multiple of 16."""
+    slots = max(1, entries) + round(escapes * entries) + 8
+    return slots + -slots % 16
+
+
+def two_bits_words(slots: int, gap_bits: int, block: int) -> int:
+    """The first index, the levels of the blocks, the codes of 16 slots each, and their values."""
+    return 1 + block_scales(slots, block) + -(-slots // 16) * (gap_bits + 2) // 2
 
 
 def qsgd_dense(length: int, bits: int = 8, bucket: int = BUCKET) -> int:
@@ -119,5 +136,11 @@ SIZES: dict[str, MessageSizes] = {
     "bf16": MessageSizes(lambda slots, size: bf16_pairs(slots), bf16_dense),
     "narrow16": MessageSizes(narrow16_pairs, bf16_dense, GAPS16, ESCAPES16),
     "narrow8": MessageSizes(narrow8_pairs, narrow8_dense, GAPS8, ESCAPES8),
+    "two_bits": MessageSizes(
+        lambda slots, size: two_bits_words(two_bits_slots(slots, ESCAPES12), 12, BLOCK),
+        narrow8_dense,
+        GAPS_OF_BITS[12],
+        ESCAPES12,
+    ),
     "qsgd": MessageSizes(lambda slots, size: qsgd_pairs(slots), qsgd_dense),
 }

@@ -72,6 +72,45 @@ def narrow8(words, size, block=128):
     return entries
 
 
+def two_bits(words, size, gap_bits=12, block=128):
+    """The first index, two levels of each block, codes in one or two parts, values of 2 bits."""
+    del size
+    position, *words = _unsigned(words)
+    each = (gap_bits + 2) // 2
+    slots = next(
+        16 * s for s in range(len(words) + 1) if each * s + -(-16 * s // block) == len(words)
+    )
+    parts = {}
+    for name, bits in {"level": 0, "low": 8, "high": gap_bits - 8, "value": 2}.items():
+        count = slots * bits // 32 if bits or name == "high" else -(-slots // block)
+        parts[name], words = words[:count], words[count:]
+
+    def field(name, bits, slot):
+        return (parts[name][slot * bits // 32] >> (slot * bits % 32)) & (2**bits - 1)
+
+    digit_bits = gap_bits - 2
+    mark = 2**gap_bits - 1
+    base = mark - 2**digit_bits
+    entries, is_marked = [], False
+    for slot in range(slots):
+        code = field("low", 8, slot)
+        if gap_bits == 12:
+            code += field("high", 4, slot) << 8
+        value = field("value", 2, slot)
+        if code == mark:
+            is_marked = True
+        elif code >= base:
+            position += ((code - base) << (digit_bits * value)) * base
+        else:
+            position += code
+            levels = parts["level"][slot // block]
+            level = levels & 0xFFFF0000 if value % 2 else (levels & 0xFFFF) << 16
+            number = np.float32(np.nan) if is_marked else _float(level) * (-1 if value > 1 else 1)
+            entries.append((position % 2**31, np.float32(number)))
+            is_marked = False
+    return entries
+
+
 def dense8(words, length, block=128):
     words = _unsigned(words)
     scales, words = words[: -(-length // block)], words[-(-length // block) :]

@@ -48,6 +48,7 @@ WRONG = {
     "qsgd": {"bits": (3, True), "bucket": (0, 9), "norm": ("l1",)},
     "narrow8": {"block": (0, 30), "escapes": (-1,), "stochastic": ("yes",)},
     "narrow16": {"escapes": (2,)},
+    "two_bits": {"gap_bits": (10, True), "block": (0, 40), "escapes": (2,)},
     "auto": {"density": (0.0, 1), "latency": ("5",), "bandwidth": (0,)},
     "auto of": {"candidates": (["bogus"],), "codecs": (["bogus"], [])},
     "workload": {"size": (0,), "selected": (0, 11), "workers": (0,), "inner_size": (3,)},

@@ -145,6 +145,8 @@ def test_short_gaps_need_no_room_and_of_long_ones_none_waits_for_ever(name):
         (sc.wire.bf16(), 1.5),
         (sc.wire.narrow16(), 1 + 1 / 16),
         (sc.wire.narrow8(), (1 + 1 / 8) * (1 / 2 + 1 / 128)),
+        (sc.wire.two_bits(), (1 + 1 / 16) * (14 / 32 + 1 / 128)),
+        (sc.wire.two_bits(gap_bits=8), (1 + 1 / 16) * (10 / 32 + 1 / 128)),
         (sc.wire.qsgd(bits=4, bucket=512), 1 + 1 / 8 + 1 / 512),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks._common.timing import over
 from benchmarks.network._report import breakdown
 
-from ._data import DATA, LABELS, Rows, by, interval, median, middle, read
+from ._data import DATA, LABELS, Rows, blank_repeats, by, interval, median, middle, read
 
 PARTS = ("rest", "sparsification", "communication", "of_it_unlimited")
 POINTS = ((4, 14_700_000, "100mbit"), (4, 14_700_000, "1gbit"), (8, 1_000_000, "1gbit"))
@@ -42,6 +42,20 @@ def _of_run(file: str, link: str) -> Rows:
 table_network_4_100mbit = partial(_of_run, "network_4_third.json", "100mbit")
 table_network_4_1gbit = partial(_of_run, "network_4_third.json", "1gbit")
 table_network_8 = partial(_of_run, "network_8.json", "1gbit")
+
+
+def table_direct_messages() -> Rows:
+    """Sums and gathers over links: medians of a ring and of direct messages, and the ratio."""
+    found = by(read("direct_messages.json")["rows"], "collective", "size", "link")
+    rows = []
+    for name, size in dict.fromkeys((key[0], key[1]) for key in found):
+        cells = [f"`{name}`", f"{size:,}"]
+        for link in ("1gbit", "100mbit", "100mbit+50ms"):
+            row = found[name, size, link]
+            both = (median(row[way], 1, 1e3) for way in ("ring", "direct"))
+            cells += [" to ".join(both), middle(over(row["ring"], row["direct"]), 2)]
+        rows.append(cells)
+    return blank_repeats(rows)
 
 
 def speedups(workers: int, params: int, link: str) -> dict[str, list[float]]:
