@@ -22,6 +22,7 @@ from optax_ext._state import _find
 from sparse_collectives import cost_model
 from sparse_collectives.__main__ import main as plan
 from sparse_collectives.planner import _steps
+from sparse_collectives.transport import _direct
 from tests.optax_ext.helpers import DOCS, mesh, programs_of
 from tools.tables import _learning, _links
 from tools.tables.__main__ import main as tables
@@ -76,7 +77,10 @@ def test_the_programs_of_the_way_from_optax_run():
 
 
 def test_the_programs_between_sites_run(capsys, tmp_path):
-    waiting, beside = programs_of("between_sites")
+    waiting, direct, beside = programs_of("between_sites")
+    with _direct.traced_with(False):
+        exec(direct, {})
+        assert _direct.is_in_use()
     names = {}
     exec(waiting, names)
     assert names["losses"].shape == (8,)

@@ -66,6 +66,11 @@ def traced_with(use: bool) -> Generator[None]:
         use_direct_messages(before)
 
 
+def is_in_use() -> bool:
+    """Whether small sums and gathers are sent directly."""
+    return _in_use
+
+
 def is_worth(axis: AxisName, received: float) -> bool:
     """Whether to send directly what makes a worker receive so many bytes in an exchange."""
     return _in_use and received <= MOST_BYTES and not _compat.is_simulated(axis)

@@ -144,7 +144,7 @@ def _halves(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     def mean(where: jax.Array) -> jax.Array:
         where &= used
-        count = jnp.sum(where, axis=-1, keepdims=True)
+        count = jnp.sum(where, axis=-1, keepdims=True, dtype=jnp.float32)
         total = jnp.sum(jnp.where(where, scaled, 0.0), axis=-1, keepdims=True)
         return total / jnp.maximum(count, 1)
 

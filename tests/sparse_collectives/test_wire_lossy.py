@@ -45,7 +45,7 @@ CODECS = {
         for bits, norm in ((2, "max"), (4, "l2"), (8, "max"))
     },
 }
-# They leave out zeros, and what is far below its neighbours.
+# They leave out zeros, and what is far below most of its neighbours.
 WAITING = ("two_bits 8", "two_bits 12")
 OF_GAPS = ("narrow16", "narrow8", "narrow8 stochastic")
 EVERY = {name: codec for name, (codec, *_) in CODECS.items()} | {"raw": WIRE.raw()}
@@ -190,7 +190,7 @@ def test_special_values(name):
     decoded = decode(message, 5000, jnp.float32)
     arrived = np.asarray(decoded.values)[np.asarray(decoded.indices) < 5000]
     sent = np.asarray(sent)
-    assert np.flatnonzero(~sent).tolist() == ([0, 1, 5, 6, 9] if name in WAITING else [])
+    assert np.flatnonzero(~sent).tolist() == ([0, 1, 5, 6] if name in WAITING else [])
     check_conserved(values[sent], arrived, np.asarray(error)[sent])
     if name in WAITING:
         assert (np.asarray(error)[~sent] == 0).all()
@@ -234,7 +234,12 @@ def test_sixteen_bit_values(name, dtype):
     sent = np.asarray(sent)
     with np.errstate(invalid="ignore"):
         tiny = np.abs(values.astype(np.float32)) < 2.0**-100
-    np.testing.assert_array_equal(sent, ~tiny if name in WAITING else np.ones_like(sent))
+    if name in WAITING:
+        assert not (sent & tiny).any()
+        # The four smallest numbers of float16 of either sign are far below the rest of their block.
+        assert (~sent & ~tiny).sum() == (8 if dtype == np.float16 else 0)
+    else:
+        assert sent.all()
     arrived = np.asarray(decoded.values)[np.asarray(decoded.indices) < 1 << 16]
     values, error = values[sent], np.asarray(error)[sent]
     finite = np.isfinite(values.astype(np.float32))
