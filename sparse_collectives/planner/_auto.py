@@ -205,4 +205,5 @@ _CODECS: dict[str, Callable[[], Codec]] = {
     "narrow8": wire.narrow8,
     "qsgd": wire.qsgd,
     "raw": wire.raw,
+    "two_bits": wire.two_bits,
 }

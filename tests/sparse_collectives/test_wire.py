@@ -157,7 +157,8 @@ def test_words_of_a_long_message(codec, words):
         LARGEST,
     )
     message = jax.eval_shape(codec.encode, shape, np.uint32(0)).message
-    assert message.shape[1] == pytest.approx(words * 100_000, abs=10)
+    # Room for a few slots more, and the first index.
+    assert message.shape[1] == pytest.approx(words * 100_000, abs=13)
 
 
 def test_one_percent_at_random_fits_half_a_word():
