@@ -55,14 +55,14 @@ def table_loss_over_links() -> Rows:
     return rows
 
 
-def loss_after_minutes(link: str) -> Rows:
+def loss_after_minutes(link: str, file: str = "learning_time.jsonl") -> Rows:
     """Two minutes over a link: the best rate of each, every seed, and how far above the first.
 
     The best is that of the lowest mean, of those that all seeds were run with.
     """
     rows, first = [], 0.0
     for name, shown in LABELS["loss_after_minutes"].items():
-        found = runs("learning_time.jsonl", contestant=name, task="text", link=link)
+        found = runs(file, contestant=name, task="text", link=link)
         if not found:
             continue
         rates = sorted({run["rate"] for run in found})
@@ -88,13 +88,19 @@ def loss_after_minutes(link: str) -> Rows:
 
 table_loss_after_minutes = functools.partial(loss_after_minutes, "100mbit")
 table_loss_after_minutes_1gbit = functools.partial(loss_after_minutes, "1gbit")
+table_loss_after_minutes_late = functools.partial(
+    loss_after_minutes, "100mbit+50ms", "learning_late.jsonl"
+)
 
 
-def table_loss_in_rounds() -> Rows:
-    """Rounds of local steps, each at its best rate, beside an exchange at every step."""
+def loss_in_rounds(file: str) -> Rows:
+    """Rounds of local steps, each at its best rate, compared with an exchange at every step."""
     rows, dense = [], 0.0
     for name, shown in LABELS["loss_in_rounds"].items():
-        best = min(runs("learning_rounds.jsonl", contestant=name), key=lambda run: run["value"])
+        found = runs(file, contestant=name)
+        if not found:
+            continue
+        best = min(found, key=lambda run: run["value"])
         dense = dense or best["value"]
         workers = 8
         k = 0.01 * best["curve"]["size"] * (1 - 1 / workers)
@@ -103,6 +109,10 @@ def table_loss_in_rounds() -> Rows:
         above = f"{100 * (best['value'] / dense - 1):.1f} %"
         rows.append([shown, f"{words:.3g}", f"{best['rate']:g}", f"{best['value']:.3f}", above])
     return rows
+
+
+table_loss_in_rounds = functools.partial(loss_in_rounds, "learning_rounds.jsonl")
+table_loss_in_longer_rounds = functools.partial(loss_in_rounds, "learning_longer_rounds.jsonl")
 
 
 def runs(file: str = "learning_steps.jsonl", /, **wanted: Any) -> list[dict[str, Any]]:
