@@ -151,6 +151,18 @@ def table_loss_after_steps() -> Rows:
     return blank_repeats(rows)
 
 
+def table_tried_at_one_percent() -> Rows:
+    """Options at a density of 1 %: the loss of each seed, and how far it is above dense."""
+    file = "learning_one_percent.jsonl"
+    dense = [run["value"] for run in runs(file, contestant="dense")]
+    rows = [["dense AdamW", listed(dense, 3), ""]]
+    for name, shown in LABELS["tried_at_one_percent"].items():
+        values = [run["value"] for run in runs(file, contestant=name)]
+        above = [100 * (a / b - 1) for a, b in zip(values, dense, strict=True)]
+        rows.append([shown, listed(values, 3), f"{listed(above, 1)} %"])
+    return rows
+
+
 def table_limit() -> Rows:
     """What is beyond the limit, held back as a whole and in part: of each seed."""
     text, images = TEXT | {"share": 1.0}, IMAGES | {"share": 0.1}
