@@ -96,9 +96,9 @@ def local_cost(
 ) -> _planner.LocalCost:
     """What a worker computes; of CPUs where nothing is given."""
     sharing = _units.number("--workers-per-core", workers_per_core, 1, _MOST_WORKERS)
-    named = {"cpu": _planner.CPU, "gpu": _planner.GPU, None: _planner.CPU}
-    if select_cost in named:
-        local = named[select_cost]
+    named = {"cpu": _planner.CPU, "gpu": _planner.GPU}
+    if select_cost is None or select_cost in named:
+        local = named[select_cost or "cpu"]
     else:
         form = "cpu, gpu or a time such as 0.1ns"
         select = _units.seconds("--select-cost", select_cost, form=form)

@@ -148,12 +148,13 @@ def _halves(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
         total = jnp.sum(jnp.where(where, scaled, 0.0), axis=-1, keepdims=True)
         return total / jnp.maximum(count, 1)
 
-    edge = mean(used)
-    for _ in range(2):
-        low, high = mean(scaled <= edge), mean(scaled > edge)
-        # Of equal ones there are no larger ones.
-        high = jnp.maximum(low, high)
-        edge = (low + high) / 2
+    def on_either_side(edge: jax.Array) -> tuple[jax.Array, jax.Array]:
+        low = mean(scaled <= edge)
+        # Where all are equal none is larger.
+        return low, jnp.maximum(low, mean(scaled > edge))
+
+    low, high = on_either_side(mean(used))
+    low, high = on_either_side((low + high) / 2)
     low, high = (jnp.minimum(x, 1.0) * scale for x in (low, high))
     return low[..., 0], high[..., 0]
 
@@ -174,8 +175,8 @@ def _decoded(value: jax.Array, levels: jax.Array, block: int, dtype) -> jax.Arra
 
 
 def _numbers(levels: jax.Array) -> tuple[jax.Array, jax.Array]:
-    low, high = levels << 16, levels & ~0xFFFF
-    return tuple(lax.bitcast_convert_type(x, jnp.float32) for x in (low, high))
+    low = lax.bitcast_convert_type(levels << 16, jnp.float32)
+    return low, lax.bitcast_convert_type(levels & ~0xFFFF, jnp.float32)
 
 
 def _magnitudes(values: jax.Array, where: jax.Array) -> jax.Array:
