@@ -200,6 +200,21 @@ def test_it_trains_with_sharded_parameters(inner):
     shards.same_on_devices((params, state))
 
 
+def test_joined_leaves_are_one_sum_with_the_same_result():
+    ended = []
+    for buckets, sums in ((None, len(PARAMS)), (1, 1)):
+        tx = optax_ext.published.diloco(
+            optax.sgd(0.1), axis="data", every=2, momentum=0.0, buckets=buckets
+        )
+        state = optax_ext.init_state(tx, PARAMS, mesh())
+        step = optax_ext.make_train_step(loss_fn, tx, mesh())
+        report = sc.traffic.of_traced(step.trace(PARAMS, state, batch_of()))
+        # Those of numbers aside, such as the loss.
+        assert sum(row.words > 2 for row in report.collectives) == sums
+        ended.append(train(tx, loss_fn, PARAMS, [batch_of()] * 2, mesh())[-1][0])
+    same(*ended)
+
+
 def test_what_was_moved_in_half_a_round_is_not_lost_by_a_flush():
     tx = optax_ext.published.diloco(optax.sgd(0.1), axis="data", every=2, momentum=0.0)
     found = train(tx, loss_fn, PARAMS, [batch_of()] * 2, mesh())
