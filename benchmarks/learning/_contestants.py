@@ -226,6 +226,8 @@ def _rounds(given: Sequence[Option], axis: str) -> tuple[str, Make] | None:
 
     given_to = dict(options)
     if codec := options.get("codec"):
+        if codec not in wire.__all__:
+            raise ValueError(f"codec={codec} is none of {', '.join(wire.__all__)}")
         given_to["codec"] = getattr(wire, codec)()
 
     def make(rate: optax.Schedule) -> optax.GradientTransformation:
