@@ -11,11 +11,13 @@ in section 3 of the Ok-Topk paper (https://arxiv.org/abs/2201.07598). Sending an
 volumes are equal, summed over the group.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 from sparse_collectives import _compat
 from sparse_collectives._compat import axis_names, is_communicator, is_simulated
@@ -237,8 +239,9 @@ def words_of_broadcast(words: float, P: int) -> float:
     return float(words) * (P - 1) / P
 
 
-def _bytes(x: jax.Array) -> int:
-    return x.size * x.dtype.itemsize
+def _bytes(x: ArrayLike) -> int:
+    # A loss of a train step may be a number of Python's.
+    return math.prod(jnp.shape(x)) * jnp.result_type(x).itemsize
 
 
 def _check(words: float, P: int) -> None:
