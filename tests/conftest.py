@@ -87,8 +87,10 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Leaves two thirds of the slow tests out, but no function."""
+    """Marks the slow cases; of these, two thirds are left out, but no function."""
+    _mark_slow_cases(items)
     if not config.getoption("--third"):
         return
     functions = collections.defaultdict(list)
@@ -101,6 +103,17 @@ def pytest_collection_modifyitems(config, items):
         left_out.update(ranked[math.ceil(len(each) / 3) :])
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
+
+
+def _mark_slow_cases(items):
+    """Of the cases of a test that is marked ``one_in(n)`` every n-th stays among the quick ones."""
+    counts = collections.Counter()
+    for item in items:
+        if mark := item.get_closest_marker("one_in"):
+            function = item.nodeid.split("[")[0]
+            if counts[function] % mark.args[0] and not item.get_closest_marker("slow"):
+                item.add_marker(pytest.mark.slow)
+            counts[function] += 1
 
 
 def _may_leave_something(item):

@@ -164,6 +164,7 @@ def test_a_training_from_the_cache_learns_and_says_where_samples_came_from(tmp_p
     assert again["memory hits"] == "0.0%"
 
 
+@pytest.mark.slow
 def test_a_folder_of_images_and_a_full_disk_level_is_one_line(tmp_path, capsys):
     folder_of_images(tmp_path, 8)
     argv = ["--data", str(tmp_path), "--size", "16", "--batch", "8", "--epochs", "2", *QUICK[:4]]

@@ -87,6 +87,7 @@ def test_a_loop_of_ones_own_learns(loop, capsys):
     assert "differ" not in out
 
 
+@pytest.mark.slow
 def test_nothing_that_waits_is_lost_with_other_workers(capsys, tmp_path):
     folder = f"--folder {tmp_path / 'checkpoint'}"
     out = printed(capsys, checkpoint_reshard.main, f"--steps 10 {folder}")

@@ -115,6 +115,7 @@ def test_runs_of_steps_are_kept_and_not_made_again(tmp_path, text, of_steps, cap
         ("optimizer=local_steps every=2 density=0.5", "local_steps density=0.5 every=2"),
     ],
 )
+@pytest.mark.slow
 def test_rounds_are_trained_and_drawn_against_bytes(given, name, tmp_path, text, capsys):
     figure = tmp_path / "bytes.png"
     argv = [*SMALL, *text, "--rates", "0.01", "--seeds", "1", "--only", DENSE]
@@ -256,6 +257,7 @@ def test_steps_take_the_budget_and_no_more(guess, drift):
     assert np.abs(np.diff(seen)).max() < 0.02
 
 
+@pytest.mark.slow
 def test_pytorch_has_the_same_networks():
     """The same loss and gradients, from the same parameters and batch."""
     torch = pytest.importorskip("torch", reason="PyTorch is installed by hand: it is large")

@@ -69,6 +69,7 @@ def check(*more):
     return subprocess.run(command, cwd=ROOT, env=kept, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_the_recommended_step_makes_no_more_passes():
     done = check("--only", "sparse_adamw")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -105,6 +105,7 @@ def rosenbrock(x):
     ],
 )
 @pytest.mark.parametrize("tx", WHOLE.values(), ids=WHOLE)
+@pytest.mark.one_in(3)
 def test_it_converges_on_the_test_functions_of_optax(tx, function, start, end, workers):
     def train(index):
         # Over the workers it adds up to 0.
@@ -127,6 +128,7 @@ def test_it_converges_on_the_test_functions_of_optax(tx, function, start, end, w
 @pytest.mark.parametrize("workers", ONE_AND_FOUR)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, slow(jnp.float32), slow(jnp.float16)])
 @pytest.mark.parametrize("tx", WHOLE.values(), ids=WHOLE)
+@pytest.mark.one_in(2)
 def test_dtypes_stay_and_a_step_may_be_one_of_two_branches(tx, dtype, workers):
     def train(_):
         x = {"w": jnp.ones((3, 2), dtype), "b": jnp.ones((2,), dtype)}

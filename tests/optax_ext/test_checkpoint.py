@@ -76,6 +76,7 @@ SAVED, LOW = transformation(), transformation(2, optax_ext.acp_sgd)
     ],
     ids=["threshold_reuse", "adtopk", "momentum correction", "acp_sgd", "powersgd", "factors"],
 )
+@pytest.mark.one_in(2)
 def test_the_step_after_a_restore_has_the_same_bits(tmp_path, tx):
     params, state, _ = trained(tx, BATCHES[:3])
     save(tmp_path / "state", (params, state))

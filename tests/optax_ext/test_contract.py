@@ -170,6 +170,7 @@ def behind(sums):
     "row",
     [pytest.param(r, id=n, marks=() if r.quick else pytest.mark.slow) for n, r in ROWS.items()],
 )
+@pytest.mark.one_in(2)
 def test_nothing_is_lost_all_agree_and_a_skipped_step_changes_nothing(row):
     given, p = gradients(row.workers, row.dtypes), int(np.prod(row.workers))
     found = run(row.tx, given, NODES if len(row.workers) > 1 else "w")

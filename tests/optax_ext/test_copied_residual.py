@@ -49,6 +49,7 @@ OF_ONE = ("residual", "velocity", "dense_velocity")
 @pytest.mark.parametrize(
     "name", [helpers.slow(n) if n in ("ok_topk", "bucketed") else n for n in TRANSFORMATIONS]
 )
+@pytest.mark.one_in(3)
 def test_a_copy_is_left_out(name):
     """A step from copies of worker 0's residual is one of worker 0's alone."""
     tx, nested = TRANSFORMATIONS[name], name == "hierarchical"

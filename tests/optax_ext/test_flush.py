@@ -49,6 +49,7 @@ def test_a_state_without_residuals(function):
 
 @pytest.mark.parametrize("rate", ["constant", "falling"])
 @pytest.mark.parametrize("kept", ["float32", "bfloat16", "hierarchical"])
+@pytest.mark.one_in(3)
 def test_flush_is_a_step_within_the_limit(kept, rate):
     """No entry moves further than in the largest step, and what is beyond is kept."""
     axis, on, options, outer = "data", mesh(), {}, sc.allreduce.topk_a()

@@ -78,6 +78,7 @@ def gradients(workers, seed):
 
 
 @pytest.mark.parametrize(("name", "workers"), [x if x in QUICK else slow(*x) for x in ALL])
+@pytest.mark.one_in(2)
 def test_residuals_stay_finite_and_training_goes_on(name, workers):
     for seed in range(3):
         given = gradients(workers, seed)

@@ -230,6 +230,7 @@ def trained(gradients, density):
 # A density, and for how many steps an entry waits for its turn then at most: half of the entries
 # are steady, and so large that they take most of the slots.
 @pytest.mark.parametrize(("density", "wait"), [(0.05, 20), (0.02, 50)])
+@pytest.mark.one_in(2)
 def test_updates_of_one_sign_do_not_pile_up(density, wait):
     """Half of the entries have one gradient at all steps, and the sign of all changes midway."""
     workers, size, steps = 8, 2_048, 12 * wait
@@ -252,6 +253,7 @@ def test_updates_of_one_sign_do_not_pile_up(density, wait):
     assert (turned <= half + 2 * wait).all()
 
 
+@pytest.mark.slow
 def test_noise_beside_many_steady_entries_moves():
     """An entry waits until its residual has grown to the size of theirs, which is bounded.
 

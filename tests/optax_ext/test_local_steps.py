@@ -112,6 +112,7 @@ def test_the_info_is_that_of_the_last_step():
     assert info.delivered[:, 0].tolist() == [0, 0, SIZE, 0]
 
 
+@pytest.mark.slow
 def test_a_share_of_what_an_exchange_leaves_is_applied_at_home():
     """What was moved in this round is applied whole, and of the residual a P-th."""
     given = normal((2, WORKERS, SIZE))

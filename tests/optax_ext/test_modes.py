@@ -213,6 +213,7 @@ def trained(on, tx, begin, later=None, **options):
 
 
 @pytest.mark.parametrize("kind", SAME)
+@pytest.mark.one_in(2)
 def test_specs_of_the_same_placement_are_the_same(kind):
     on, tx = mesh(SIZES[kind], ("data", "one", "two")), sparse_sgd(axis="data")
     ends = [trained(on, tx, begin, SAME[kind][i - 1]) for i, begin in enumerate(SAME[kind])]
@@ -237,6 +238,7 @@ def test_axes_of_one_worker_or_of_one_device(sizes, names, specs, options):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.one_in(2)
 def test_a_mapped_function_of_ones_own_over_explicit_axes(check_vma):
     """The state is on the mesh that was given, and trains as on one with automatic axes."""
     ends, tx = [], sparse_sgd(axis="data")

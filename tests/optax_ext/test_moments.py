@@ -139,6 +139,7 @@ TENSOR = {"a": PartitionSpec(None, "model"), "b": PartitionSpec("model")}
 
 
 @pytest.mark.parametrize("moments", FORMS)
+@pytest.mark.one_in(2)
 def test_sharded_parameters_have_the_moments_of_whole_leaves(moments):
     """At a density of 1 a step does not depend on how the entries are dealt out."""
     tx = SPARSE(density=1.0, moments=moments, allreduce=sc.allreduce.agreed())

@@ -45,6 +45,7 @@ def agreed_words(t, workers):
 @pytest.mark.parametrize(
     ("workers", "paper"), [(8, True), (4, "corrected"), slow(4, True), slow(8, "corrected")]
 )
+@pytest.mark.one_in(2)
 def test_every_step_is_that_of_the_paper(workers, paper):
     oracle = Published(workers, SIZE, K, TAU_PRIME, TAU, corrected=paper == "corrected")
     updates, (residuals, info, boundaries) = steps_of(workers, paper, slack=float("inf"))
@@ -101,6 +102,7 @@ RANDOM = np.random.default_rng(0).multinomial(32, SHARES, 6).tolist()
 
 
 @pytest.mark.parametrize("owned", [*OWNED, *CROWDED, *RANDOM])
+@pytest.mark.one_in(3)
 def test_after_the_gate_each_worker_has_its_share_of_what_there_is(owned):
     # Each worker has 4 entries in each region of 80, and no other worker the same ones.
     place = np.arange(8)[:, None, None], np.arange(8)[:, None], np.arange(4)
@@ -128,6 +130,7 @@ def test_algorithm_2_has_one_period_and_one_room_for_both_halves(paper, servo):
 
 
 @pytest.mark.parametrize("paper", [True, "corrected"])
+@pytest.mark.one_in(2)
 def test_algorithm_2_has_the_rate_of_each_step_inside_the_accumulation(paper):
     rate = optax.piecewise_constant_schedule(0.5, {3: 0.5})
     tx = optax_ext.ok_topk_sgd(rate, density=DENSITY, axis="w", paper=paper)

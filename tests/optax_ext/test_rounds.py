@@ -171,6 +171,7 @@ def test_nothing_is_lost_in_nodes():
 
 @pytest.mark.parametrize("step", [1, 2], ids=["in between", "at the exchange"])
 @pytest.mark.parametrize("policy", ["skip", slow("drop"), slow("raise"), "propagate"])
+@pytest.mark.one_in(2)
 def test_a_worker_leaves_out_its_own_step_and_nobody_waits(step, policy):
     """What it had waits or is sent, as if its gradient had been zero, or of an entry."""
     given = normal((6, WORKERS, SIZE))
@@ -288,6 +289,7 @@ def test_every_is_a_positive_integer(every):
     refused("every must be an integer", optax_ext.sparse_adamw, 0.1, axis="w", every=every)
 
 
+@pytest.mark.slow
 def test_a_first_moment_is_for_rounds():
     adamw = functools.partial(optax_ext.sparse_adamw, 0.1, axis="w", weight_decay=0.0)
     refused(r"b1=0.9 is for rounds \(every=\).*Leave b1 out", adamw, b1=0.9)

@@ -65,6 +65,7 @@ def has_the_bits_of_its_parts(tx, mesh, gradients, conserves=True, **options):
 
 
 @pytest.mark.parametrize(("name", "manual"), [x if x in QUICK else slow(*x) for x in WAYS])
+@pytest.mark.one_in(2)
 def test_it_has_the_bits_of_unsharded_runs_of_the_same_parts(name, manual):
     # What is accumulated are velocities, with a correction.
     tx, plain = TRANSFORMATIONS[name], name != "momentum"
@@ -166,6 +167,7 @@ FSDP = {"up": PartitionSpec("model"), "down": PartitionSpec("model"), "bias": Pa
 
 @pytest.mark.parametrize("specs", [slow(TENSOR), {**TENSOR, "bias": PartitionSpec("model")}])
 @pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.one_in(2)
 def test_at_density_one_it_trains_like_the_dense_one_and_stays_where_it_was(specs, check_vma):
     every = optax_ext.topk_a(1.0, axis="data")
     # A norm of all entries behind the exchange, and moments of each.

@@ -55,6 +55,7 @@ def compiled(tx, layout, mesh):
 
 
 @pytest.mark.parametrize("layout", ["tensor", slow("fsdp")])
+@pytest.mark.slow
 def test_no_device_holds_what_the_others_have(layout):
     """Of what is as large as the parameters, or their part of a residual, each has its share."""
     mesh = shards.mesh_of((2, 4))
@@ -141,6 +142,7 @@ def _integers(text):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", OK_TOPK_SLOW)
+@pytest.mark.one_in(2)
 def test_what_is_sent_beyond_the_dense_step(name, layout):
     mesh = shards.mesh_of((2, 4))
     of_step = [

@@ -85,6 +85,7 @@ EXCHANGES = {
 
 
 @pytest.mark.parametrize("name", slow_but(("agreed", "limited", "injected", "chained"), EXCHANGES))
+@pytest.mark.one_in(2)
 def test_other_devices_find_the_same(name):
     tx, given = EXCHANGES[name], normal((3, EVERY, 4 * WORKERS, 6))
     found = rounds_of(tx, given, loss_fn, PARAMS)
@@ -135,6 +136,7 @@ def test_a_round_lowers_for_gpus():
     assert "all_gather" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.slow
 def test_steps_and_rounds_may_take_turns():
     on, tx = mesh(WORKERS), sgd(density=0.3)
     params, state = PARAMS, optax_ext.init_state(tx, PARAMS, on)

@@ -127,6 +127,7 @@ def test_at_density_one_it_is_the_dense_one(row):
 
 
 @rows(combinations.ROWS, quick=["`optax_ext.delayed` around the chain"])
+@pytest.mark.slow
 def test_at_density_a_tenth_nothing_is_lost_and_no_worker_drifts(row):
     params, state = trained(row)
     assert all(len(leaf.addressable_shards) == WORKERS for leaf in jax.tree.leaves(params))
@@ -188,6 +189,7 @@ DIFFERENT = {row.name for row in combinations.ROWS if row.also} - {"`optax_ext.c
 
 
 @rows([row for row in combinations.ROWS if row.sharded], quick=DIFFERENT)
+@pytest.mark.one_in(3)
 def test_with_sharded_parameters_at_density_one_it_is_the_dense_one(row):
     apart, together = mesh((4, 2), ("data", "model")), mesh(4)
     ends = []
@@ -232,6 +234,7 @@ WHOLE = {
     [(name, given) for name in list(WHOLE)[:2] for given in ({}, {"density": 0.2})]
     + [slow("ok_topk_sgd", {"density": 0.1, "dense_steps": 0})],
 )
+@pytest.mark.one_in(2)
 def test_whole_optimizers_with_injected_hyperparameters(name, given):
     make, options = WHOLE[name]
     options = options | given | {"axis": "data"}

@@ -211,6 +211,7 @@ def whole_numbers(workers, size):
 
 @pytest.mark.parametrize("workers", [1, 2, 5, 8])
 @pytest.mark.parametrize(("size", "density"), [(97, 0.1), (12, 0.25), (7, 1.0), (1, 1.0)])
+@pytest.mark.one_in(3)
 def test_each_permutation_delivers_every_index_once_and_all_of_it(workers, size, density):
     acc = whole_numbers(workers, size)
     k = max(1, round(density * size))

@@ -87,6 +87,7 @@ def types_of(state):
 
 
 @pytest.mark.parametrize(("row", "workers", "shape"), list(cases()))
+@pytest.mark.one_in(2)
 def test_nothing_is_lost_all_workers_agree_and_the_state_keeps_its_types(row, workers, shape):
     types = types_of(initial(row, workers, shape))
     for name, acc in helpers.hard_accumulators(workers, SIZE).items():
@@ -173,6 +174,7 @@ SELECTED += [row for row in WITH_CODECS if row.startswith("ok_topk")]
 
 
 @pytest.mark.parametrize("row", helpers.slow_but(QUICK_OF_ONE, SELECTED))
+@pytest.mark.one_in(3)
 def test_one_worker_is_plain_selection(row):
     for name, acc in helpers.hard_accumulators(1, SIZE).items():
         if name == "subnormal":

@@ -123,6 +123,7 @@ def traces_for_long(name, codec, point):
         for each in POINTS
     ],
 )
+@pytest.mark.one_in(3)
 def test_words_and_messages_are_those_of_the_traced_program(name, codec, point):
     n, k, workers = point
     # Two nodes, or as many as there are workers where these are an odd number.

@@ -118,6 +118,7 @@ def test_under_pmap_and_simulated():
 
 
 @pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.one_in(2)
 def test_a_training_has_the_same_bits(mesh, every):
     """The sums of `agreed` in few bits are integers, so that their order is no matter."""
     params = {"w": jnp.ones((32, 16))}

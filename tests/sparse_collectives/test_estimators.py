@@ -90,6 +90,7 @@ def test_the_scale_does_not_matter(name, exponent):
 
 @pytest.mark.parametrize("name", slow_but(FACTORIES.keys() - {"dgc"}, FACTORIES))
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.one_in(3)
 def test_sixteen_bits_select_what_float32_does(name, dtype):
     selector, select = made(name, K / SMALL)
     acc = as_dtype(laplace(SMALL), dtype)

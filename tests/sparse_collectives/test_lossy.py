@@ -31,6 +31,7 @@ QUICK = ROUNDED[1:2]
     ("name", "workers", "options"),
     [*QUICK, *helpers.slow_rows(*(row for row in ROUNDED if row not in QUICK))],
 )
+@pytest.mark.slow
 def test_what_a_codec_loses_is_kept(name, workers, options):
     allreduce = table.make(name, DENSITY, **{"codec": LOSSY, **options})
     selector = sc.select.topk(density=DENSITY)

@@ -158,6 +158,7 @@ def test_workers_whose_mass_is_in_different_regions_do_not_crowd_any_owner(worke
 
 
 @pytest.mark.parametrize("workers", [2, *helpers.slow(8)])
+@pytest.mark.slow
 def test_windows_and_rounds_select_the_same(workers, monkeypatch):
     size, density = 4000, 0.05
     selector = sc.select.topk(density=density)

@@ -44,6 +44,7 @@ VECTORS = {
 
 @pytest.mark.parametrize("name", VECTORS)
 @pytest.mark.parametrize("share", [0, 0.01, 1])
+@pytest.mark.one_in(3)
 def test_the_kth_magnitude_and_how_many_reach_it(name, share):
     k = max(1, round(share * len(VECTORS[name])))
     bits = _bits.magnitude_bits(jnp.asarray(VECTORS[name], jnp.float32))

@@ -59,6 +59,7 @@ def misleading(kind, seed=0):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("density", [1e-9, 0.1, 0.5, 1 - 1 / SMALL, 1.0])
+@pytest.mark.one_in(3)
 def test_small_vectors_are_exact(dtype, density):
     steps_of([as_dtype(x, dtype) for x in hard_vectors(SMALL).values()], density)
 
@@ -85,6 +86,7 @@ def test_vectors_by_seed_and_guess_are_exact(name, seed, guess, small):
         *slow_rows(*(("float32", density) for density in (0.4, 1e-9, 1.0))),
     ],
 )
+@pytest.mark.slow
 def test_large_vectors_are_exact_cold_and_warm(dtype, density):
     for x in hard_vectors(LARGE).values():
         steps_of([as_dtype(x, dtype)] * 2, density)

@@ -181,6 +181,7 @@ CASES += slow_rows(
 
 
 @pytest.mark.parametrize(("name", "workers", "capacity", "periods", "steps"), CASES)
+@pytest.mark.one_in(2)
 def test_no_index_starves_in_an_algorithm(name, workers, capacity, periods, steps):
     place = CROWDED[name]
     most = int(place.most(workers) * capacity)

@@ -161,6 +161,7 @@ def test_after_a_start_with_nothing_to_select_the_count_is_right_at_once():
     assert info.selected == K
 
 
+@pytest.mark.slow
 def test_an_infinite_tolerance_never_counts_again_and_an_infinite_headroom_has_room_for_all():
     options = {"tolerance": math.inf, "period": 100}
     state, _, _ = step(normals(0), reuse(**options).init(SIZE), **options)

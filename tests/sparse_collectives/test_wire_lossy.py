@@ -107,6 +107,7 @@ def same(left, right):
 @pytest.mark.parametrize("name", slow_but(CODECS.keys() - set(OF_GAPS), CODECS))
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), size=st.sampled_from([5000, LARGEST]))
+@pytest.mark.one_in(3)
 def test_pairs_arrive_as_the_format_says_and_nothing_is_lost(name, seed, size):
     rng = np.random.default_rng(seed)
     coo = any_coo(rng, size)
@@ -223,6 +224,7 @@ def test_bf16_rounds_to_nearest_even(name, seed):
 
 @pytest.mark.parametrize("name", slow_but(CODECS.keys() - {"narrow8 stochastic"}, CODECS))
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+@pytest.mark.one_in(3)
 def test_sixteen_bit_values(name, dtype):
     """All of them at once, in blocks of like magnitude."""
     values = np.arange(1 << 16, dtype=np.uint16).view(dtype)

@@ -62,6 +62,7 @@ def reduced(allreduce, picks, values):
 
 @pytest.mark.parametrize("workers", [1, 3, 4])
 @pytest.mark.parametrize("name", WIDE)
+@pytest.mark.one_in(3)
 def test_nothing_is_lost_but_the_rounding_of_float64_and_words_are_those_of_the_program(
     x64, name, workers
 ):
@@ -142,6 +143,7 @@ LONG += ("ok_topk, no slack", "auto, ok_topk", "ring_sparse")
         pytest.param("ok_topk", 4, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.one_in(3)
 def test_an_allreduce_has_the_types_that_it_has_without(x64, name, workers):
     allreduce = ALLREDUCES[name].allreduce
 
