@@ -66,6 +66,10 @@ class Hosts:
         """Pulls the cable of a host, at the switch: no connection is closed, all is lost."""
         _run("ip", "-n", f"{self.name}-switch", "link", "set", f"port{host}", "down")
 
+    def link_up(self, host: int) -> None:
+        """Puts the cable back."""
+        _run("ip", "-n", f"{self.name}-switch", "link", "set", f"port{host}", "up")
+
     def limit(self, link: str) -> None:
         """Limits every cable in both directions to a rate such as 100mbit; ``none``: no limit.
 

@@ -220,6 +220,11 @@ class TrainStep:
         self._queue.add(results[2])
         return results
 
+    @property
+    def jitted(self) -> Any:
+        """The jitted function, for who places and checks what it is given."""
+        return self._step
+
     def trace(self, params: Any, opt_state: Any, batch: Any) -> jax.stages.Traced:
         """As ``jax.jit(f).trace``, for :mod:`sparse_collectives.traffic` among others."""
         params, opt_state, places = self._placed(params, opt_state)

@@ -1,0 +1,220 @@
+"""Workers are killed at random, again and again; the loss beside that of trainings without it.
+
+    sudo python -m benchmarks.elastic.chaos --minutes 30 --out chaos.json
+
+Three trainings of a transformer on characters, four workers over a link of 100 Mbit/s: one whose
+workers are killed and come back, each by itself; one that nobody disturbs; and one in which at
+each of the same deaths all are stopped and started again from the newest checkpoint, as a script
+does. Linux only, with root and iproute2 (ip, tc).
+"""
+
+import argparse
+import contextlib
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .._common import namespaces, options, reports
+from .cluster import Cluster, cluster
+
+WORKER = "benchmarks.elastic._worker"
+MODES = ("killed one by one", "undisturbed", "all started again")
+
+
+def run(mode: str, hosts: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """One training: points of time, step and loss, and what each death took."""
+    seconds = 60.0 * args.minutes
+    alone = mode == "killed one by one"
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {
+            "width": args.width,
+            "text": str(args.text) if args.text else None,
+            "examples": args.examples,
+            "rate": args.rate,
+            "seed": args.seed,
+            "heartbeat": args.heartbeat,
+            "collective": args.heartbeat,
+            "steps": args.steps or 10**9,
+            "evaluate_every": args.evaluate_every,
+            "folder": folder,
+            "save_every": args.save_every,
+            "min_workers": 1 if alone else args.workers,
+        }
+        with cluster(WORKER, args.workers, hosts, **settings) as of:
+            of.wait_for_step(1)
+            began = time.time()
+            deaths = [] if mode == "undisturbed" else _disturb(of, alone, began, seconds, args)
+            if mode == "undisturbed":
+                of.wait_for("the end", lambda: not of.living, seconds=max(seconds, 60))
+            return {"mode": mode, "seed": args.seed, **_report(of, began, deaths)}
+
+
+def _disturb(
+    of: Cluster, alone: bool, began: float, seconds: float, args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Kills a worker every so often, and starts it again; all that, until the time is over."""
+    rng = np.random.default_rng(args.seed)
+    deaths = []
+    at = began
+    while True:
+        # At any point of a step.
+        at += args.every * rng.uniform(0.75, 1.25)
+        number = int(rng.integers(of.size))
+        if at + args.away > began + seconds:
+            break
+        time.sleep(max(0.0, at - time.time()))
+        step = max(of.step_of(x) for x in range(of.size))
+        deaths.append({"time": time.time(), "number": number, "step": step})
+        for x in [number] if alone else range(of.size):
+            of.kill(x)
+        time.sleep(args.away)
+        deaths[-1]["back"] = time.time()
+        if alone:
+            of.start(number)
+        else:
+            of.restart_coordinator()
+            for x in range(of.size):
+                of.start(x)
+    time.sleep(max(0.0, began + seconds - time.time()))
+    return deaths
+
+
+def _report(of: Cluster, began: float, deaths: list[dict[str, Any]]) -> dict[str, Any]:
+    steps = sorted(of.events("step"), key=lambda event: event["time"])
+    values = sorted(of.events("value"), key=lambda event: event["time"])
+    for death in deaths:
+        after = [x for x in steps if x["time"] > death["time"] and x["number"] != death["number"]]
+        death["until a step"] = next(
+            (
+                x["time"] - death["time"]
+                for x in after
+                if death["number"] not in x["members"] or x["time"] > death["back"]
+            ),
+            None,
+        )
+        death["until it takes part"] = next(
+            (
+                x["time"] - death["back"]
+                for x in steps
+                if x["time"] > death["back"] and x["number"] == death["number"]
+            ),
+            None,
+        )
+        death["time"] -= began
+        del death["back"]
+    # A step that was taken again is there twice: the last time counts.
+    digests: dict[int, dict[int, str]] = {}
+    for event in steps:
+        by_number = digests.setdefault(event["step"], {})
+        if any(digest != event["digest"] for digest in by_number.values()):
+            by_number.clear()
+        by_number[event["number"]] = event["digest"]
+    last = [x for x in steps if x["step"] == max(digests)]
+    lost = max((event["lost"] for event in steps if np.isfinite(event["lost"])), default=0.0)
+    return {
+        "steps": max(digests),
+        "missing": max(digests) - min(digests) + 1 - len(digests),
+        "members": len({x["number"] for x in last}),
+        "lost": lost,
+        "points": [[x["time"] - began, x["step"], x["value"]] for x in values],
+        "deaths": deaths,
+        "ended": [[life.status for life in lives] for lives in of.lives],
+    }
+
+
+def line(row: dict[str, Any]) -> dict[str, Any]:
+    """A run in a few numbers."""
+    found = {"mode": row["mode"], "steps": row["steps"], "deaths": len(row["deaths"])}
+    found["loss"] = row["points"][-1][2] if row["points"] else None
+    for name in ("until a step", "until it takes part"):
+        values = sorted(x[name] for x in row["deaths"] if x[name] is not None)
+        if values:
+            found[f"{name}, s"] = statistics.median(values)
+            found[f"{name}, worst"] = values[-1]
+    return found
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """The losses by time, with the deaths, as a PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for row, color in zip(rows, ("#0b5cad", "#555555", "#c2410c"), strict=False):
+        if not row["points"]:
+            continue
+        seconds, _, values = map(np.array, zip(*row["points"], strict=True))
+        axes.plot(seconds / 60, values, color=color, linewidth=1.6)
+        label = f"{row['mode']}, {row['steps']:,} steps"
+        axes.annotate(
+            label,
+            (seconds[-1] / 60, values[-1]),
+            xytext=(4, 0),
+            textcoords="offset points",
+            color=color,
+            va="center",
+            fontsize=9,
+        )
+    first = rows[0]
+    for death in first["deaths"]:
+        axes.axvline(death["time"] / 60, color="#0b5cad", alpha=0.15, linewidth=1)
+    axes.set(xlabel="minutes", ylabel="loss on data held back")
+    axes.spines[["top", "right"]].set_visible(False)
+    right = max(point[0] for row in rows for point in row["points"]) / 60
+    axes.set_xlim(0, 1.45 * right)
+    figure.savefig(path, dpi=150)
+
+
+@options.program
+def main(argv: list[str] | None = None) -> None:
+    """Runs the trainings, and prints a line for each."""
+    numbers: dict[str, tuple[float, str]] = {
+        "workers": (4, "how many"),
+        "minutes": (10.0, "of the trainings with deaths"),
+        "every": (60.0, "seconds from one death to the next, more or less"),
+        "away": (20.0, "seconds until a worker is started again"),
+        "heartbeat": (6, "seconds without one after which a worker is taken for dead"),
+        "width": (32, "of the model"),
+        "examples": (8, "of a worker in a step"),
+        "rate": (0.01, "of learning"),
+        "seed": (0, "of the model, its data and the deaths"),
+        "evaluate-every": (50, "steps"),
+        "save-every": (100, "steps"),
+    }
+    parser = options.parser_of(__doc__)
+    for name, (default, text) in numbers.items():
+        kind = type(default)
+        parser.add_argument(
+            f"--{name}", type=kind, default=default, help=f"{text} (default: {default})"
+        )
+    parser.add_argument("--link", type=options.link, default="100mbit", help="of each worker")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--text", type=Path, help="a text; by default one that is made up")
+    parser.add_argument("--plot", type=Path, help="a PNG to draw")
+    parser.add_argument("--out", type=Path, help="a JSON file to write")
+    args = parser.parse_args(argv)
+    args.steps = 0
+    options.require_network()
+    rows = []
+    with namespaces.network(args.workers + 1) as hosts:
+        hosts.limit(args.link)
+        for mode in args.modes:
+            if mode == "undisturbed" and rows:
+                # As many steps, however long they take.
+                args.steps = rows[0]["steps"]
+            rows.append(run(mode, hosts, args))
+            args.steps = 0
+            print(line(rows[-1]), flush=True)
+            if args.out:
+                reports.write(args.out, rows)
+    if args.plot:
+        with contextlib.suppress(ImportError):
+            draw(rows, args.plot)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

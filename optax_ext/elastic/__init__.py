@@ -1,0 +1,12 @@
+"""Training that goes on when workers die, and lets them come back.
+
+The coordinator is a process of its own, ``python -m optax_ext.elastic --address HOST:PORT
+--processes N``; each worker calls :func:`connect` and runs a :class:`Training`. ``docs/faults.md``
+says what happens when one dies, hangs, is slow, comes back, or when the network splits. For CPUs
+with Gloo; with GPUs it was not tried.
+"""
+
+from optax_ext.elastic._job import Job, connect
+from optax_ext.elastic._training import Lost, Training, Turn
+
+__all__ = ["Job", "Lost", "Training", "Turn", "connect"]

@@ -1,0 +1,159 @@
+"""What workers give each other when one comes, or goes: functions of all workers of a group."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optax_ext._state import _find
+from optax_ext._state._reshard import reshard
+from optax_ext._step._sparse_state import SparseAllreduceState
+from sparse_collectives import AxisName
+
+# What becomes of an array of a worker that comes or goes: all have the same; each has its own, and
+# the sum counts; each has learned its own; it is of the group, and made anew.
+_SHARED, _ADDED, _LEARNED, _ANEW = "shared", "added", "learned", "anew"
+
+
+def _kinds(opt_state: Any) -> Any:
+    """Which of these each array is, as a tree like ``opt_state``."""
+
+    def all_of(kind: str, tree: Any) -> Any:
+        return jax.tree.map(lambda _: kind, tree)
+
+    def of(node: Any) -> Any:
+        if isinstance(node, _find.PerWorker):
+            return all_of(_ADDED if node.adds_up else _LEARNED, node.tree)
+        if not isinstance(node, SparseAllreduceState):
+            return all_of(_SHARED, node)
+        added = ("missed", "residual", "velocity", "dense_velocity")
+        return all_of(_SHARED, node)._replace(
+            **{name: all_of(_ADDED, getattr(node, name)) for name in added},
+            local=all_of(_LEARNED, node.local),
+            **{name: all_of(_ANEW, getattr(node, name)) for name in ("owner", "selector", "info")},
+        )
+
+    return jax.tree.map(of, _find.mark(opt_state), is_leaf=_find.is_state)
+
+
+def carried(opt_state: Any, fresh: Any) -> Any:
+    """What one worker goes on with in another group, on the host, as ``reshard`` has it.
+
+    Args:
+      opt_state: of some workers of a group, all of whose rows this one takes over.
+      fresh: of one worker of the new group, before its first step.
+    """
+    taken = reshard(_alone(opt_state), _alone(fresh))
+
+    def of_group(node: Any, like: Any) -> Any:
+        if not _find.is_state(node):
+            return node
+        return node._replace(owner=like.owner, settings=like.settings)
+
+    return jax.tree.map(of_group, taken, fresh, is_leaf=_find.is_state)
+
+
+def _alone(opt_state: Any) -> Any:
+    """The rows that there are as those of all workers."""
+
+    def of(node: Any) -> Any:
+        if not _find.is_state(node):
+            return node
+        rows = node.workers
+        settings = dataclasses.replace(node.settings, workers=rows)
+        return node._replace(owner=jnp.arange(rows, dtype=jnp.int32), settings=settings)
+
+    return jax.tree.map(of, opt_state, is_leaf=_find.is_state)
+
+
+def welcome(axis: AxisName, params: Any, opt_state: Any, holds: jax.Array) -> tuple[Any, Any]:
+    """Parameters and state for workers that have none yet, inside the mapped function.
+
+    They get what all share from the first that holds it, to the bit, and the mean of what the
+    others have learned, such as second moments. What adds up, such as a residual, is what they
+    bring along: nothing, or that of a checkpoint.
+
+    Args:
+      axis: of the workers.
+      params: of a worker that does not hold them, anything of their shapes.
+      opt_state: the same.
+      holds: ``bool[P]``, the same on every worker: whether each has the state. At least one does.
+    """
+    index = lax.axis_index(axis)
+    mine, first = holds[index], jnp.argmax(holds) == index
+    holders = holds.sum(dtype=jnp.float32)
+
+    def shared(x: jax.Array) -> jax.Array:
+        return _from_words(
+            lax.psum(jnp.where(first, _words(x), jnp.zeros_like(_words(x))), axis), x
+        )
+
+    def learned(x: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            # A number of steps, or the key of a generator.
+            return jnp.where(mine, x, shared(x))
+        total = lax.psum(jnp.where(mine, x, jnp.zeros_like(x)).astype(jnp.float32), axis)
+        return jnp.where(mine, x, (total / holders).astype(x.dtype))
+
+    rules = {_SHARED: shared, _LEARNED: learned}
+    given = jax.tree.map(lambda kind, x: rules.get(kind, _same)(x), _kinds(opt_state), opt_state)
+    return jax.tree.map(shared, params), given
+
+
+def farewell(axis: AxisName, opt_state: Any, leaves: jax.Array) -> Any:
+    """The state after workers have handed over what adds up, inside the mapped function.
+
+    The entries of those that leave are dealt out by index among those that stay, each of which
+    rounds once where it adds one to its own.
+
+    Args:
+      axis: of the workers.
+      opt_state: the state.
+      leaves: ``bool[P]``, the same on every worker; at least one stays.
+    """
+    index = lax.axis_index(axis)
+    goes, stay = leaves[index], (~leaves).astype(jnp.int32)
+    # How many that stay are before this one, and in all.
+    turn, sharing = (jnp.cumsum(stay) - stay)[index], stay.sum()
+
+    def added(x: jax.Array) -> jax.Array:
+        wide = x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x
+        nothing = jnp.zeros_like(wide)
+        total = lax.psum(jnp.where(goes, wide, nothing), axis)
+        mine = (jnp.arange(x.size) % sharing == turn).reshape(x.shape)
+        return jnp.where(goes, nothing, wide + jnp.where(mine, total, nothing)).astype(x.dtype)
+
+    def of(kind: str, x: jax.Array) -> jax.Array:
+        return added(x) if kind == _ADDED else x
+
+    return jax.tree.map(of, _kinds(opt_state), opt_state)
+
+
+def _same(x: jax.Array) -> jax.Array:
+    return x
+
+
+def _words(x: jax.Array) -> jax.Array:
+    """The bits of an array as numbers that add up without rounding."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint32)
+    size = x.dtype.itemsize
+    bits = lax.bitcast_convert_type(x, {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}[size])
+    return bits if size > 2 else bits.astype(jnp.uint32)
+
+
+def _from_words(words: jax.Array, like: jax.Array) -> jax.Array:
+    """The inverse of :func:`_words`."""
+    if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(like))
+    if like.dtype == jnp.bool_:
+        return words.astype(jnp.bool_)
+    small = {1: jnp.uint8, 2: jnp.uint16}.get(like.dtype.itemsize)
+    words = words if small is None else words.astype(small)
+    return lax.bitcast_convert_type(words, like.dtype)

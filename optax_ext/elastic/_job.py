@@ -1,0 +1,242 @@
+"""One process of a job whose processes may die and come back."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import os
+import socket
+import sys
+import time
+from typing import Any
+
+import jax
+
+from optax_ext.elastic import _jax_internals, _meeting
+from optax_ext.elastic._jax_internals import Device
+from optax_ext.elastic._meeting import Plan, Report
+
+log = logging.getLogger("optax_ext.elastic")
+
+# EX_TEMPFAIL of sysexits.h: what failed may work when it is started again.
+EXIT_STATUS = 75
+_REPORT, _PLAN, _WAITING, _OVER = (f"optax_ext/{x}/" for x in ("report", "plan", "waiting", "over"))
+_NUMBER, _PROCESSES = "optax_ext/number", "optax_ext/processes"
+
+
+def connect(
+    address: str,
+    num_processes: int,
+    process_id: int,
+    *,
+    heartbeat_seconds: int = 10,
+    collective_seconds: int = 10,
+    connect_seconds: int = 300,
+    stuck_seconds: int = 600,
+    devices: int = 8,
+) -> Job:
+    """Makes this process one of a job that goes on when others die, and that lets them come back.
+
+    In place of ``jax.distributed.initialize``, and as early: before anything of jax has looked for
+    devices. The coordinator is a process of its own, so that each of the workers may die:
+    ``python -m optax_ext.elastic --address ADDRESS --processes N``. All processes have to be there
+    once, at the beginning; then each may go and come back under its number. Make the
+    :class:`Training` soon after: until then the others wait for this process where they meet.
+
+    Args:
+      address: ``host:port`` of the coordinator.
+      num_processes: the largest set of workers, as the coordinator was told.
+      process_id: the number of this process, in ``[0, num_processes)``. No two that run may have
+        the same.
+      heartbeat_seconds: after so many seconds without a sign of life a process is taken for dead.
+        One that was stopped for longer ends with status 75 when it goes on.
+      collective_seconds: after so many seconds in a collective the living take a worker for gone.
+        It has to be longer than any step, and than what workers are apart.
+      connect_seconds: how long to wait for the coordinator, and at the beginning for all others.
+      stuck_seconds: a process that hangs in Python, with a data loader for example, for so long
+        ends with status 1 and the stacks of its threads: its heartbeats would go on, and the
+        others wait for it. It has to be longer than anything the loop does between two steps.
+      devices: CPU devices of this process, of which one is used at a time. XLA keeps a group of
+        CPU devices for ever, also one that broke, so that each new group takes others: w workers
+        of d devices may change ``w d**w`` times.
+
+    Returns:
+      The job, for :class:`Training`.
+
+    Raises:
+      ConnectionError: nobody listens at ``address``.
+      RuntimeError: jax has looked for devices already; the job has another number of processes.
+      ValueError: a number of processes or seconds that is not positive, a ``process_id`` that is
+        not among them.
+    """
+    for name, value in {
+        "num_processes": num_processes,
+        "heartbeat_seconds": heartbeat_seconds,
+        "collective_seconds": collective_seconds,
+        "connect_seconds": connect_seconds,
+        "stuck_seconds": stuck_seconds,
+        "devices": devices,
+    }.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+    if not isinstance(process_id, int) or not 0 <= process_id < num_processes:
+        raise ValueError(
+            f"process_id must be in [0, {num_processes}), as there are num_processes="
+            f"{num_processes} at most, got {process_id!r}. For more workers start the coordinator "
+            "with a larger --processes."
+        )
+    if _jax_internals.backends_are_initialized():
+        raise RuntimeError(
+            "optax_ext.elastic.connect comes too late: jax has looked for devices already. Call it "
+            "before anything that computes, before jax.devices and before jax.random.key."
+        )
+    _check_listens(address, connect_seconds)
+    flag = f"--xla_cpu_collective_timeout_seconds={collective_seconds}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+    jax.config.update("jax_num_cpu_devices", devices)
+    client = _jax_internals.connect(
+        address,
+        process_id,
+        num_processes,
+        heartbeat_seconds=heartbeat_seconds,
+        timeout_seconds=connect_seconds,
+        on_lost=_lost,
+    )
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        client.key_value_set(_PROCESSES, str(num_processes))
+    expected = int(client.blocking_key_value_get(_PROCESSES, 1000 * connect_seconds))
+    if expected != num_processes:
+        raise RuntimeError(
+            f"num_processes is {num_processes}, but the job at {address} has {expected}: give all "
+            "processes, and the coordinator, the same number."
+        )
+    return Job(client, process_id, num_processes, stuck_seconds)
+
+
+def _check_listens(address: str, seconds: float) -> None:
+    """A ConnectionError where jax would end the process with a stack of C++."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit():
+        raise ValueError(f"address must be 'host:port', got {address!r}.")
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ConnectionError(
+                    f"nobody answers at address={address!r} ({error}). Start the coordinator there "
+                    "first: python -m optax_ext.elastic --address HOST:PORT --processes N."
+                ) from None
+        time.sleep(0.2)
+
+
+def _lost(status: Any) -> None:
+    """The coordinator is gone, or takes this process for dead: it can't take part any more."""
+    reason = str(status).splitlines()[0][:200]
+    print(
+        f"optax_ext.elastic: this process is no longer in the job: {reason}. Start it again.",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(EXIT_STATUS)
+
+
+class Job:
+    """A process of a job; :func:`connect` makes it."""
+
+    def __init__(self, client: Any, process_id: int, num_processes: int, stuck_seconds: float):
+        self.process_id = process_id
+        self.num_processes = num_processes
+        self._client = client
+        self._stuck = stuck_seconds
+        self._meetings = 0
+        self.is_alive()
+
+    def devices_of(self, process_id: int) -> list[Device]:
+        """The devices of a process, living or dead."""
+        found = [device for device in jax.devices() if device.process_index == process_id]
+        return sorted(found, key=lambda device: device.id)
+
+    def meet(self, report: Report) -> Plan:
+        """Waits for all living processes; what they do next.
+
+        A process that begins while others meet may learn that it is not in the plan: it meets
+        again.
+        """
+        me = self.process_id
+        while True:
+            self._meetings += 1
+            turn = f"{os.getpid()}.{self._meetings}"
+            self._set(f"{_REPORT}{me}", f"{turn} {_meeting.written(report)}")
+            present = self.present()
+            first = min(present)
+            try:
+                if first == me:
+                    return self._decided(present, turn)
+                turn = self._get(f"{_REPORT}{first}").partition(" ")[0]
+                text = self._client.blocking_key_value_get(f"{_PLAN}{first}/{turn}", 10_000)
+                return _meeting.plan_of(text)
+            except jax.errors.JaxRuntimeError as error:
+                # The first has died, or has gone on to the next meeting.
+                log.info("meets again, as there was no plan: %s", str(error).splitlines()[0])
+
+    def present(self) -> set[int]:
+        """Waits for all living processes; all are told the same ones."""
+        # Those that it waits for live, or are dead soon.
+        self.rests()
+        living = self._client.get_live_nodes(list(range(self.num_processes)))
+        self.is_alive()
+        return {*living}
+
+    def announce(self) -> None:
+        """Tells the others that this process would like to take part."""
+        self._set(f"{_WAITING}{self.process_id}", "")
+
+    def someone_waits(self) -> bool:
+        """Whether a process has announced itself since the last meeting."""
+        return bool(self._client.key_value_dir_get(_WAITING))
+
+    def end(self, step: int) -> None:
+        """Leaves a note for those who come too late."""
+        self._set(_OVER, str(step))
+
+    def ended(self) -> int | None:
+        """The step at which the training was over; None while it goes on."""
+        text = self._get(_OVER)
+        return int(text) if text else None
+
+    def is_alive(self) -> None:
+        """Has the process end, with the stacks of its threads, unless it is called again in time.
+
+        For a process that hangs in Python: its heartbeats go on, and all others wait for it.
+        """
+        faulthandler.dump_traceback_later(self._stuck, exit=True)
+
+    def rests(self) -> None:
+        """The process may take as long as it likes."""
+        faulthandler.cancel_dump_traceback_later()
+
+    def _decided(self, present: set[int], turn: str) -> Plan:
+        reports = {}
+        for process in present:
+            text = self._get(f"{_REPORT}{process}")
+            if text:
+                reports[process] = _meeting.report_of(text.partition(" ")[2])
+        number = int(self._client.key_value_increment(_NUMBER, 1))
+        plan = _meeting.decide(number, reports)
+        for process in plan.members:
+            self._client.key_value_delete(f"{_WAITING}{process}")
+        self._set(f"{_PLAN}{self.process_id}/{turn}", _meeting.written(plan))
+        return plan
+
+    def _set(self, key: str, value: str) -> None:
+        self._client.key_value_set(key, value, allow_overwrite=True)
+
+    def _get(self, key: str) -> str:
+        try:
+            return self._client.key_value_try_get(key)
+        except jax.errors.JaxRuntimeError:
+            return ""

@@ -1,0 +1,102 @@
+"""Who takes part from now on, and from which state: what one process decides for all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Report(NamedTuple):
+    """What a process says before it meets the others.
+
+    Attributes:
+      model: a digest of what is trained; processes that have another can't take part.
+      versions: of the states that it can go on from, the newest first; none of a process that has
+        just begun. A version is the number of exchanges behind a state.
+      steps: the step of each.
+      leaves: whether it has handed its residual over, and goes.
+      saved: the step of the newest whole checkpoint that it sees; -1 if there is none.
+    """
+
+    model: str
+    versions: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()
+    leaves: bool = False
+    saved: int = -1
+
+
+class Plan(NamedTuple):
+    """What all that have met do next.
+
+    Attributes:
+      number: of the meeting; no two have the same.
+      members: those that take part, in the order of their numbers.
+      holders: those of them that have the state of ``version``. Where nobody has one, the first of
+        the members, whose parameters all others take over.
+      version: the state to go on from, 0 where everything begins.
+      step: that of the state.
+      saved: the step of the checkpoint to begin from; -1 to begin anew, or to go on.
+      lost: those that had a state when they met, and can't go on from it.
+      refused: why a process can't take part, by its number.
+    """
+
+    number: int
+    members: tuple[int, ...]
+    holders: tuple[int, ...]
+    version: int
+    step: int
+    saved: int
+    lost: tuple[int, ...]
+    refused: dict[int, str]
+
+
+def decide(number: int, reports: Mapping[int, Report]) -> Plan:
+    """The plan for processes that have met, by what each has said.
+
+    Of the versions that all who have a state can go back to, it is the newest. The workers of a
+    step that failed are apart by one exchange at most, since none can finish another one before
+    all have finished this one, and each keeps the state before its last exchange.
+    """
+    have = {process for process, report in reports.items() if report.versions}
+    reference = reports[min(have or reports)]
+    refused = {
+        process: f"it trains {report.model}, and process {min(have or reports)} {reference.model}"
+        for process, report in sorted(reports.items())
+        if report.model != reference.model
+    }
+    going = {process for process, report in reports.items() if report.leaves}
+    members = tuple(sorted(reports.keys() - refused.keys() - going))
+    have &= {*members}
+    common = set.intersection(*({*reports[p].versions} for p in have)) if have else set()
+    # Where one is further behind than a step that failed can leave it, it begins as a new one does.
+    version = max(common or {v for p in have for v in reports[p].versions}, default=0)
+    holders = tuple(p for p in members if version in reports[p].versions)
+    lost = tuple(sorted(have - {*holders}))
+    saved, step = -1, 0
+    if holders:
+        first = reports[holders[0]]
+        step = first.steps[first.versions.index(version)]
+    elif members:
+        holders, saved = members[:1], reports[members[0]].saved
+        step = max(saved, 0)
+    return Plan(number, members, holders, version, step, saved, lost, refused)
+
+
+def written(message: Report | Plan) -> str:
+    """A message as the text that others read."""
+    return json.dumps(message._asdict())
+
+
+def report_of(text: str) -> Report:
+    """The report that :func:`written` wrote."""
+    given = json.loads(text)
+    return Report(**{**given, "versions": (*given["versions"],), "steps": (*given["steps"],)})
+
+
+def plan_of(text: str) -> Plan:
+    """The plan that :func:`written` wrote."""
+    given = json.loads(text)
+    given["refused"] = {int(process): why for process, why in given["refused"].items()}
+    given |= {name: (*given[name],) for name in ("members", "holders", "lost")}
+    return Plan(**given)

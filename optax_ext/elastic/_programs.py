@@ -1,0 +1,183 @@
+"""The programs of a training: compiled once for a number of workers, loaded for each group."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import pickle
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from optax_ext._loop._train_step import make_train_step
+from optax_ext._state._init import init_state
+from optax_ext._state._placement import state_specs
+from optax_ext.elastic import _handover, _jax_internals
+from optax_ext.elastic._jax_internals import Device
+from optax_ext.elastic._seats import Seats
+
+_WHOLE = PartitionSpec()
+
+
+class Group(NamedTuple):
+    """What the workers of a group run, on its devices.
+
+    Attributes:
+      order: their processes, as they are on the mesh.
+      mesh: a device of each.
+      specs: of the arrays of the optimizer state.
+      step: ``(params, opt_state, batch) -> (params, opt_state, loss)``.
+      poll: ``u32[P, k] -> u32[P, k]``, the rows of all on every worker.
+      welcome: as :func:`._handover.welcome`, of global arrays.
+      farewell: as :func:`._handover.farewell`.
+    """
+
+    order: tuple[int, ...]
+    mesh: Mesh
+    specs: Any
+    step: Callable[..., Any]
+    poll: Callable[..., Any]
+    welcome: Callable[..., Any]
+    farewell: Callable[..., Any]
+
+
+class Programs:
+    """The programs of a loss and an optimizer, for whatever group there is."""
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        tx: optax.GradientTransformation,
+        axis: str,
+        devices: Sequence[Device],
+    ):
+        """``devices`` are those of all processes, those of this one first."""
+        self._loss_fn = loss_fn
+        self._tx = tx
+        self._axis = axis
+        self._devices = devices
+        self._compiled: dict[Any, dict[str, Any]] = {}
+        self._fresh: dict[int, Any] = {}
+
+    def state_of(self, size: int, params: Any) -> Any:
+        """The shapes of the state of all of so many workers."""
+        return jax.eval_shape(lambda p: init_state(self._tx, p, {self._axis: size}), params)
+
+    def fresh(self, size: int, rank: int, params: Any) -> Any:
+        """The state of one worker of so many before its first step, with a leading axis of 1."""
+        if size not in self._fresh:
+            specs = state_specs(self.state_of(size, params))
+
+            def of_one(params: Any, rank: jax.Array) -> Any:
+                everywhere = init_state(self._tx, params, {self._axis: size})
+                return jax.tree.map(
+                    lambda spec, x: _row(x, rank, size) if len(spec) else x, specs, everywhere
+                )
+
+            self._fresh[size] = jax.jit(of_one)
+        return self._fresh[size](params, np.int32(rank))
+
+    def load(self, seats: Seats, params: Any, batch: Any) -> Group:
+        """The programs for a group, of which ``batch`` is that of one worker.
+
+        What has not been compiled for so many workers, and batches of such shapes, is compiled.
+        """
+        size, devices = len(seats.order), seats.devices
+        key = (
+            size,
+            jax.tree.structure(batch),
+            *((x.shape, x.dtype) for x in jax.tree.leaves(batch)),
+        )
+        mesh = self._mesh(devices)
+        specs = state_specs(self.state_of(size, params))
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(size, params, batch)
+        loaded = {
+            name: _jax_internals.load(lowered, program, devices)
+            for name, (lowered, program) in self._compiled[key].items()
+        }
+        return Group(order=seats.order, mesh=mesh, specs=specs, **loaded)
+
+    def _mesh(self, devices: Sequence[Device]) -> Mesh:
+        return Mesh(np.array(devices), (self._axis,), axis_types=(AxisType.Auto,))
+
+    def _compile(self, size: int, params: Any, batch: Any) -> dict[str, Any]:
+        # For whatever devices: those of a group come when it is loaded.
+        mesh = self._mesh(self._devices[:size])
+        whole, own = NamedSharding(mesh, _WHOLE), NamedSharding(mesh, PartitionSpec(self._axis))
+        state = self.state_of(size, params)
+        specs = state_specs(state)
+
+        def shape(x: Any, sharding: NamedSharding, rows: int = 1) -> jax.ShapeDtypeStruct:
+            lead = (rows * x.shape[0], *x.shape[1:]) if rows > 1 else x.shape
+            return jax.ShapeDtypeStruct(lead, x.dtype, sharding=sharding)
+
+        params = jax.tree.map(lambda x: shape(x, whole), params)
+        state = jax.tree.map(lambda spec, x: shape(x, NamedSharding(mesh, spec)), specs, state)
+        batch = jax.tree.map(lambda x: shape(x, own, size), batch)
+        rows = jax.ShapeDtypeStruct((size, POLLED), np.uint32, sharding=own)
+        each = jax.ShapeDtypeStruct((size,), np.bool_, sharding=whole)
+
+        # A step that fails leaves what it was given as it is.
+        step = make_train_step(self._loss_fn, self._tx, mesh, donate=False).jitted
+        axis = self._axis
+
+        def mapped(function: Any, takes: Any, gives: Any) -> Any:
+            made = jax.shard_map(
+                function, mesh=mesh, in_specs=takes, out_specs=gives, check_vma=False
+            )
+            return jax.jit(made)
+
+        lowered = {
+            "step": step.lower(params, state, batch, places=None),
+            "poll": mapped(
+                lambda row: lax.all_gather(row[0], axis), PartitionSpec(axis), _WHOLE
+            ).lower(rows),
+            "welcome": mapped(
+                lambda *args: _handover.welcome(axis, *args),
+                (_WHOLE, specs, _WHOLE),
+                (_WHOLE, specs),
+            ).lower(params, state, each),
+            "farewell": mapped(
+                lambda *args: _handover.farewell(axis, *args), (specs, _WHOLE), specs
+            ).lower(state, each),
+        }
+        devices = list(mesh.devices.flat)
+        return {name: (x, _kept_or_compiled(x, devices)) for name, x in lowered.items()}
+
+
+# Words of a worker in a poll.
+POLLED = 4
+
+
+def _kept_or_compiled(lowered: jax.stages.Lowered, devices: Sequence[Device]) -> Any:
+    """A program from the folder of jax's cache, for a worker that comes back; else compiled."""
+    folder = _jax_internals.cache_folder()
+    if not folder:
+        return _jax_internals.compiled(lowered, devices)
+    text = [lowered.as_text(), jax.__version__, os.environ.get("XLA_FLAGS", "")]
+    text.append(_jax_internals.machine(devices))
+    name = hashlib.sha256("\n".join(text).encode()).hexdigest()
+    path = Path(folder) / f"optax_ext_elastic_{name}"
+    with contextlib.suppress(OSError, ValueError, EOFError, pickle.UnpicklingError):
+        return pickle.loads(path.read_bytes())
+    program = _jax_internals.compiled(lowered, devices)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f"{path.name}.{os.getpid()}")
+        new.write_bytes(pickle.dumps(program))
+        # A reader finds all of it or nothing.
+        new.replace(path)
+    return program
+
+
+def _row(x: jax.Array, rank: jax.Array, size: int) -> jax.Array:
+    rows = x.shape[0] // size
+    return lax.dynamic_slice_in_dim(x, rank * rows, rows)

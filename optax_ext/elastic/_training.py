@@ -1,0 +1,394 @@
+"""A training loop that goes on with whoever is there."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec
+
+from optax_ext.elastic import _checks, _handover, _saving, _seats
+from optax_ext.elastic._job import Job, log
+from optax_ext.elastic._meeting import Plan, Report
+from optax_ext.elastic._programs import Group, Programs
+
+
+class Turn(NamedTuple):
+    """Whose batch is asked for.
+
+    Attributes:
+      step: the number of the step, from 0.
+      rank: the place of this worker among those that are there, in ``[0, size)``.
+      size: how many there are.
+    """
+
+    step: int
+    rank: int
+    size: int
+
+
+class Lost(NamedTuple):
+    """A worker that went without a goodbye.
+
+    Attributes:
+      process_id: its number in the job.
+      step: the step that was to be taken when it was missed.
+      waited: the sum of the magnitudes of its residual when all last looked (``check_every``),
+        which nobody has any more; NaN before the first time.
+    """
+
+    process_id: int
+    step: int
+    waited: float
+
+
+class _Held(NamedTuple):
+    """A state of the training, of the group that it is on."""
+
+    version: int
+    step: int
+    params: Any
+    opt_state: Any
+
+
+class Training:
+    """Trains with the workers that are there, through deaths, hangs and returns.
+
+    When a worker dies in a step, the others take that step again without it, from the state that
+    all of them have, in which nothing of the failed step is. One that comes back under its number
+    gets the parameters and all that is shared, to the bit, the mean of the second moments, and an
+    empty residual. One that says goodbye (``leave``) has its residual dealt out to the others; one
+    that dies takes its own along, and ``lost`` says how much that was. All living workers have the
+    same parameters, to the bit, which is checked every ``check_every`` steps.
+
+    Args:
+      job: of :func:`connect`.
+      loss_fn: as of :func:`optax_ext.make_train_step`.
+      tx: as of :func:`optax_ext.make_train_step`, with parameters that are whole on each worker.
+      params: parameters before the first step. All workers begin with those of the first.
+      batch_of: ``batch_of(turn) -> batch``, the part of this worker of the batch of a
+        :class:`Turn`: arrays whose shapes may depend on ``turn.size`` alone. It is asked anew
+        where a step is taken again.
+      axis: the axis of ``tx``.
+      check_every: so many exchanges after another all look for those who would like to take part,
+        and whether their parameters are the same.
+      folder: of checkpoints, which every process can read and write. A training that begins goes
+        on from the newest whole one there, which any number of workers may have written.
+      save_every: steps from one checkpoint to the next.
+      min_workers: with fewer no step is taken, and those that are there wait.
+      leave_on: signals at which this worker hands its residual over, and leaves, such as
+        ``signal.SIGTERM``.
+      give_up: seconds without a step after which it is an error.
+
+    Raises:
+      ValueError: ``tx`` keeps what can't be handed over, such as ``local_steps``; ``save_every``
+        without a folder.
+
+    Cost: parameters and optimizer state a second time, as a failed step must not have changed
+    them; a program compiled for each number of workers; at a return three numbers a parameter for
+    each worker.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        loss_fn: Callable[[Any, Any], Any],
+        tx: optax.GradientTransformation,
+        params: Any,
+        batch_of: Callable[[Turn], Any],
+        *,
+        axis: str = "data",
+        check_every: int = 10,
+        folder: str | Path | None = None,
+        save_every: int | None = None,
+        min_workers: int = 1,
+        leave_on: Sequence[signal.Signals] = (),
+        give_up: float = 600.0,
+    ):
+        for name, value in {"check_every": check_every, "min_workers": min_workers}.items():
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+        if min_workers > job.num_processes:
+            raise ValueError(
+                f"min_workers is {min_workers}, but the job has {job.num_processes} processes."
+            )
+        if (folder is None) != (save_every is None):
+            raise ValueError(
+                f"folder is {folder!r} and save_every {save_every!r}: checkpoints need both."
+            )
+        self._job = job
+        self._batch_of = batch_of
+        self._own = PartitionSpec(axis)
+        self._check_every = check_every
+        self._min_workers = min_workers
+        self._give_up = give_up
+        me = job.devices_of(job.process_id)
+        others = [x for x in jax.devices() if x.process_index != job.process_id]
+        # A device of each process.
+        first = {x.process_index: x for x in reversed(others)}
+        self._programs = Programs(loss_fn, tx, axis, [me[0], *first.values()])
+        with jax.default_device(me[0]):
+            self._initial = jax.tree.map(jnp.asarray, params)
+        state = self._programs.state_of(1, self._initial)
+        self._every = _checks.rounds(state)
+        self._model = _checks.description(self._initial, state)
+        self._saves = _saving.Saves(folder, save_every, job.process_id)
+        self._now: _Held | None = None
+        self._before: _Held | None = None
+        self._plan: Plan | None = None
+        self._group: Group | None = None
+        self._batch: Any = None
+        self._waited: dict[int, float] = {}
+        self._lost: list[Lost] = []
+        self._goodbyes: set[int] = set()
+        self._leaves = self._gone = False
+        self._failures = 0
+        for number in leave_on:
+            signal.signal(number, lambda *_: self.leave())
+        job.announce()
+
+    @property
+    def step(self) -> int:
+        """Steps that have been taken; 0 before the workers have met."""
+        return self._now.step if self._now else 0
+
+    @property
+    def params(self) -> Any:
+        """Parameters behind the last step, as arrays of this process."""
+        return _seats.own(self._now.params) if self._now else self._initial
+
+    @property
+    def opt_state(self) -> Any:
+        """The state of all workers, of which this process has its own part; None at first."""
+        return self._now.opt_state if self._now else None
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The numbers of the processes that take part."""
+        return self._plan.members if self._plan else ()
+
+    @property
+    def lost(self) -> list[Lost]:
+        """The workers that were lost while this process took part."""
+        return list(self._lost)
+
+    def leave(self) -> None:
+        """Asks this worker to hand its residual over and to leave, when all look next."""
+        self._leaves = True
+
+    def run(self, steps: int) -> Iterator[tuple[int, jax.Array]]:
+        """Trains until so many steps have been taken in all.
+
+        Yields:
+          ``(step, loss)`` behind each step that this worker takes part in: the number of steps, and
+          the loss as of :func:`optax_ext.make_train_step`. It ends early where this worker leaves.
+
+        Raises:
+          RuntimeError: this process can't take part; parameters of workers differ; a step fails
+            again and again with the same workers.
+          TimeoutError: no step for ``give_up`` seconds.
+        """
+        if (over := self._job.ended()) is not None and over >= steps:
+            return
+        since = time.monotonic()
+        try:
+            while self.step < steps and not self._gone:
+                self._job.is_alive()
+                loss = self._attempt()
+                if loss is not None:
+                    yield self.step, loss
+                    since = time.monotonic()
+                elif time.monotonic() - since > self._give_up:
+                    raise TimeoutError(
+                        f"no step for {self._give_up:g} s, after step {self.step}: of the "
+                        f"{self._job.num_processes} processes {len(self.members)} met last, and "
+                        f"min_workers is {self._min_workers}. A larger give_up= waits for longer."
+                    )
+        finally:
+            self._job.rests()
+        if not self._gone:
+            self._saves.wait()
+            self._job.end(steps)
+
+    def _attempt(self) -> jax.Array | None:
+        """The loss of a step; None where the workers have met instead."""
+        if self._group is None or self._now is None:
+            return self._meet()
+        batch = self._next_batch(self.step) if self._batch is None else self._batch
+        self._batch = None
+        try:
+            return self._take(self._group, self._now, batch)
+        except _FAILURES as error:
+            if not _is_of_others(error):
+                raise
+            self._failures += 1
+            if self._failures > 10:
+                raise RuntimeError(
+                    f"step {self.step} has failed {self._failures} times with the same workers, "
+                    f"{self.members}."
+                ) from error
+            log.warning("step %d is taken again: %s", self.step, str(error).splitlines()[0][:200])
+        self._group = None
+        return None
+
+    def _take(self, group: Group, now: _Held, batch: Any) -> jax.Array:
+        batch = _seats.placed(batch, self._own, group.mesh)
+        params, opt_state, loss = jax.block_until_ready(
+            group.step(now.params, now.opt_state, batch)
+        )
+        exchanged = _checks.exchanges(now.opt_state, self._every)
+        version = now.version + exchanged
+        if exchanged:
+            # Nobody is further behind: all have begun this exchange, and so finished the last one.
+            self._before = now
+        self._now = _Held(version, now.step + 1, params, opt_state)
+        self._failures = 0
+        if self._saves.is_due(self.step):
+            self._saves.save(self.step, self.members, _seats.own(params), _seats.own(opt_state))
+        if exchanged and version % self._check_every == 0:
+            self._look(group)
+        return _seats.own(loss).reshape(())
+
+    def _next_batch(self, step: int) -> Any:
+        rank = self.members.index(self._job.process_id)
+        batch = self._batch_of(Turn(step, rank, len(self.members)))
+        return jax.tree.map(np.asarray, batch)
+
+    # Looking: who would like to come, or to go, and whether all have the same.
+
+    def _look(self, group: Group) -> None:
+        now = self._now
+        assert now is not None
+        digest, waited = _checks.digest(
+            _seats.own(now.params), _checks.residuals(_seats.own(now.opt_state))
+        )
+        row = np.array([self._job.someone_waits(), self._leaves, int(digest), 0], np.uint32)[None]
+        row[0, 3] = np.float32(waited).view(np.uint32)
+        rows = group.poll(_seats.placed(row, self._own, group.mesh))
+        rows = np.asarray(jax.block_until_ready(rows))
+        if len({*rows[:, 2].tolist()}) > 1:
+            each = dict(zip(group.order, map(hex, rows[:, 2].tolist()), strict=True))
+            raise RuntimeError(
+                f"the parameters of the workers differ at step {now.step}, digests by process: "
+                f"{each}. Start all of them again, from a checkpoint."
+            )
+        waits = rows[:, 3].view(np.float32).tolist()
+        self._waited = dict(zip(group.order, waits, strict=True))
+        if rows[:, 1].any():
+            self._part(group, now, rows[:, 1].astype(bool))
+        if rows[:, :2].any():
+            self._group = None
+
+    def _part(self, group: Group, now: _Held, leaves: np.ndarray) -> None:
+        """Those that leave hand over what they hold, if anyone stays."""
+        if not leaves.all():
+            given = _seats.placed(leaves, PartitionSpec(), group.mesh)
+            opt_state = jax.block_until_ready(group.farewell(now.opt_state, given))
+            self._before = now
+            self._now = now._replace(version=now.version + 1, opt_state=opt_state)
+            self._goodbyes = {x for x, goes in zip(group.order, leaves, strict=True) if goes}
+        if leaves[group.order.index(self._job.process_id)]:
+            log.warning("leaves after step %d", now.step)
+            self._gone = True
+            self._saves.wait()
+            # The others learn it here, and need not wait until its heartbeats are missed.
+            self._job.meet(Report(self._model, leaves=True))
+            self._job.present()
+
+    # Meeting: a group is made of those that are there.
+
+    def _meet(self) -> None:
+        held = [x for x in (self._now, self._before) if x is not None]
+        report = Report(
+            self._model,
+            versions=tuple(x.version for x in held),
+            steps=tuple(x.step for x in held),
+            saved=self._saves.newest(),
+        )
+        plan = self._job.meet(report)
+        me = self._job.process_id
+        if me in plan.refused:
+            raise RuntimeError(f"this process can't take part: {plan.refused[me]}.")
+        if me not in plan.members:
+            return
+        if len(plan.members) < self._min_workers:
+            log.warning("%d of %d workers are here", len(plan.members), self._min_workers)
+            time.sleep(1.0)
+            self._job.announce()
+            return
+        gone = {*self.members} - {*plan.members} - self._goodbyes | {*plan.lost}
+        # What is held until the new group is complete is that of the old one.
+        from_version = next((x for x in held if x.version == plan.version), None)
+        if me not in plan.holders:
+            from_version = None
+        previous, self._plan = self._plan, plan
+        self._batch = self._next_batch(plan.step)
+        seats = _seats.seats(plan, self._job.devices_of)
+        group = self._programs.load(seats, self._initial, self._batch)
+        if not self._job.present() >= {*plan.members}:
+            self._plan = previous
+            return
+        try:
+            held_now = self._restored(plan, from_version, group)
+        except _FAILURES as error:
+            if not _is_of_others(error):
+                raise
+            log.warning("the workers meet again: %s", str(error).splitlines()[0][:200])
+            self._plan = previous
+            return
+        self._goodbyes = set()
+        for process in sorted(gone):
+            lost = Lost(process, plan.step, self._waited.get(process, float("nan")))
+            self._lost.append(lost)
+        if gone or not previous or previous.members != plan.members:
+            self._failures = 0
+        self._now, self._before, self._group = held_now, None, group
+        log.warning("step %d, workers %s", plan.step, plan.members)
+
+    def _restored(self, plan: Plan, held: _Held | None, group: Group) -> _Held:
+        """The state of the plan, of the new group."""
+        me = self._job.process_id
+        size, rank = len(plan.members), plan.members.index(me)
+        params = self._initial
+        with jax.default_device(self._job.devices_of(me)[0]):
+            state = self._programs.fresh(size, group.order.index(me), self._initial)
+            holders = plan.holders
+            if held is not None:
+                params = _seats.own(held.params)
+                state = _handover.carried(_seats.own(held.opt_state), state)
+            elif plan.saved >= 0:
+                # Of a checkpoint each takes a part.
+                of = self._programs.state_of
+                saved = self._saves.load(plan.saved, rank, size, params, of)
+                holders = plan.members[: saved.size]
+                params = saved.params
+                if saved.opt_state is not None:
+                    state = _handover.carried(saved.opt_state, state)
+        params = _seats.placed(params, PartitionSpec(), group.mesh)
+        state = _seats.placed(state, group.specs, group.mesh)
+        if {*holders} != {*plan.members}:
+            holds = np.array([process in holders for process in group.order])
+            given = _seats.placed(holds, PartitionSpec(), group.mesh)
+            params, state = group.welcome(params, state, given)
+        jax.block_until_ready((params, state))
+        return _Held(plan.version, plan.step, params, state)
+
+
+# What a collective raises when one of the others is gone: the second where it fails at once.
+_FAILURES = (jax.errors.JaxRuntimeError, ValueError)
+_STATUS = re.compile(
+    "(ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION|INTERNAL|UNAVAILABLE|UNKNOWN): "
+)
+
+
+def _is_of_others(error: Exception) -> bool:
+    """Whether it may come from another worker, and not from this one."""
+    return isinstance(error, jax.errors.JaxRuntimeError) or bool(_STATUS.match(str(error)))

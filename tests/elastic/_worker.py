@@ -1,0 +1,165 @@
+"""A worker of the tests, whose gradients are whole numbers, so that nothing is ever rounded.
+
+``python -m tests.elastic._worker JSON``; what it does is written to standard output, a JSON object
+to a line. ``optimizer`` is ``sum``, whose parameters are what was delivered, or ``sparse_adamw``.
+``pause`` are seconds between two steps, ``hang_at`` the step before which it hangs in Python,
+``die_at`` a place in the code where it ends at once.
+"""
+
+import hashlib
+import logging
+import math
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import optax_ext
+from benchmarks._common.processes import die_with_parent
+from optax_ext import elastic
+from optax_ext.elastic import _programs, _saving, _seats, _training
+from tests.groups import run, say, settings
+
+SIZE = 120
+# All sums of multiples of it by two, three or four workers are exact.
+UNIT = 12.0
+
+
+def transformation(name: str) -> optax.GradientTransformation:
+    """By its name in the settings."""
+    if name == "sum":
+        return optax.chain(optax_ext.topk_a(0.05, axis="data"), optax.sgd(1.0))
+    return optax_ext.sparse_adamw(
+        1e-2, density=0.05, axis="data", every=3 if "every" in name else 1
+    )
+
+
+def loss_fn(params: Any, batch: jax.Array) -> jax.Array:
+    """Its gradient is the mean of the rows of a batch."""
+    return jnp.mean(batch @ params["a"].ravel()) + 0.0 * params["b"].sum()
+
+
+def gradient_of(step: int, rank: int) -> np.ndarray:
+    """That of a worker."""
+    rng = np.random.default_rng([step, rank])
+    return (UNIT * rng.integers(-8, 9, SIZE)).astype(np.float32)
+
+
+def of(tree: Any) -> dict[str, float]:
+    """Two numbers that tell vectors apart, and are exact."""
+    x = np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
+    weights = np.random.default_rng(0).integers(1, 1000, x.size)
+    return {"sum": float(x.sum()), "weighted": float(weights @ x)}
+
+
+def main() -> None:
+    """Trains until the steps of the settings are taken."""
+    given = settings()
+    die_with_parent()
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    job = elastic.connect(
+        given["address"],
+        given["size"],
+        given["number"],
+        heartbeat_seconds=given["heartbeat"],
+        collective_seconds=given.get("collective", 10),
+        stuck_seconds=given.get("stuck", 600),
+        devices=given.get("devices", 8),
+    )
+    _die(given.get("die_at", ""))
+    step_before = {}
+
+    def batch_of(turn: elastic.Turn) -> np.ndarray:
+        if turn.step >= given.get("hang_at", math.inf):
+            say("hangs")
+            time.sleep(3600)
+        step_before.update(turn=turn._asdict())
+        return np.stack([gradient_of(turn.step, turn.rank)] * 2)
+
+    name = given.get("optimizer", "sum")
+    params = {"a": np.zeros((SIZE // 2, 2), np.float32), "b": np.zeros(3, np.float32)}
+    training = elastic.Training(
+        job,
+        loss_fn,
+        transformation(name),
+        {**params, **({"c": np.zeros(2, np.float32)} if given.get("other_model") else {})},
+        batch_of,
+        check_every=given.get("check_every", 5),
+        folder=given.get("folder"),
+        save_every=given.get("save_every"),
+        min_workers=given.get("min_workers", 1),
+        leave_on=(signal.SIGTERM,),
+    )
+    say("made", seconds=time.time() - given["began"])
+    # Before anything is handed over.
+    states = {}
+    look = training._look
+
+    def look_and_keep(group: Any) -> None:
+        states[training.step] = training._before, training._now
+        look(group)
+
+    training._look = look_and_keep
+    for step, loss in training.run(given["steps"]):
+        before, now = states.pop(step, (training._before, training._now))
+        values = {}
+        if before is not None and before.step == step - 1:
+            values = {
+                "before": _state_of(before),
+                "after": _state_of(now),
+                "gradient": of(gradient_of(step - 1, step_before["turn"]["rank"])),
+            }
+        digest = hashlib.sha256(b"".join(np.asarray(x) for x in jax.tree.leaves(training.params)))
+        say(
+            "step",
+            step=step,
+            loss=float(loss),
+            members=training.members,
+            digest=digest.hexdigest()[:12],
+            time=time.time(),
+            lost=[lost._asdict() for lost in training.lost],
+            **values,
+        )
+        time.sleep(given.get("pause", 0.0))
+    say("done", step=training.step)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _state_of(held: Any) -> dict[str, Any]:
+    own = _seats.own(held.opt_state)
+    state = optax_ext.get_state(own)
+    return {"params": of(_seats.own(held.params)), "residual": of(state.residual)}
+
+
+def _die(place: str) -> None:
+    """Has this process end at once where it gets to a place in the code."""
+
+    def dies(*_: Any, **__: Any) -> Any:
+        say("dies", place=place)
+        sys.stdout.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if place == "compile":
+        _programs.Programs._compile = dies
+    elif place == "welcome":
+        _training.Training._restored = dies
+    elif place == "save":
+        _saving.Saves.wait = dies
+        original = _saving.Saves.save
+
+        def save(self: Any, *args: Any) -> None:
+            original(self, *args)
+            dies()
+
+        _saving.Saves.save = save
+
+
+if __name__ == "__main__":
+    run(main)
