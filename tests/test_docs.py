@@ -77,7 +77,7 @@ def test_the_programs_of_the_way_from_optax_run():
 
 
 def test_the_programs_between_sites_run(capsys, tmp_path):
-    waiting, direct, beside = programs_of("between_sites")
+    waiting, direct, beside, stored = programs_of("between_sites")
     with _direct.traced_with(False):
         exec(direct, {})
         assert _direct.is_in_use()
@@ -88,6 +88,9 @@ def test_the_programs_between_sites_run(capsys, tmp_path):
     losses = [float(x) for x in re.findall(r"[\d.]+", " ".join(lines_of(beside, tmp_path)))]
     assert len(losses) == 10
     assert max(losses) < 0.5  # 1 at first
+    exec(stored, names)
+    assert capsys.readouterr().out == "3 ('berlin',)\n"
+    assert float(names["loss"]) < 0.5
 
 
 def test_the_programs_about_training_run(capsys):
@@ -177,6 +180,7 @@ def expressions():
 
 
 @pytest.mark.parametrize("expression", list(expressions()))
+@pytest.mark.one_in(2)
 def test_an_expression_of_a_table_can_be_trained_with(expression):
     ours = ("sparse_adamw", "ok_topk_sgd", "ok_topk", "powersgd", "dense")
     names = {name: functools.partial(getattr(optax_ext, name), axis="data") for name in ours}

@@ -1,0 +1,140 @@
+"""What a site has moved, as a payload, and what it does to the parameters of all."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_ext.sites._payload import PayloadError
+from sparse_collectives import Codec, select
+
+
+class Model(NamedTuple):
+    """The parameters of a run as one vector.
+
+    Attributes:
+      treedef: their tree.
+      shapes: of the leaves.
+      size: entries in all.
+      digest: of the names, shapes and sizes.
+    """
+
+    treedef: Any
+    shapes: tuple[tuple[int, ...], ...]
+    size: int
+    digest: str
+
+    def flat(self, params: Any) -> np.ndarray:
+        """The leaves side by side, ``f32[n]``."""
+        check(params, self)
+        leaves = [np.asarray(x, np.float32).ravel() for x in jax.tree.leaves(params)]
+        return np.concatenate(leaves) if leaves else np.zeros(0, np.float32)
+
+    def tree(self, vector: np.ndarray) -> Any:
+        """The inverse of :meth:`flat`, arrays of the host."""
+        ends = np.cumsum([int(np.prod(shape)) for shape in self.shapes])[:-1]
+        parts = zip(np.split(vector, ends), self.shapes, strict=True)
+        return jax.tree.unflatten(self.treedef, [part.reshape(shape) for part, shape in parts])
+
+
+def model_of(params: Any) -> Model:
+    """Of a tree of float32.
+
+    Raises:
+      TypeError: a leaf of another type.
+    """
+    paths = jax.tree_util.tree_leaves_with_path(params)
+    for path, leaf in paths:
+        if jnp.result_type(leaf) != jnp.float32:
+            raise TypeError(
+                f"params{jax.tree_util.keystr(path)} is {jnp.result_type(leaf)}: sites exchange "
+                "parameters in float32. Keep those, and cast them in the loss."
+            )
+    shapes = tuple(np.shape(leaf) for _, leaf in paths)
+    names = [(jax.tree_util.keystr(path), shape) for (path, _), shape in zip(paths, shapes)]
+    digest = hashlib.sha256(repr(names).encode()).hexdigest()[:16]
+    size = sum(int(np.prod(shape)) for shape in shapes)
+    return Model(jax.tree.structure(params), shapes, size, digest)
+
+
+def check(params: Any, model: Model) -> None:
+    """A ValueError where the parameters are not those of the model."""
+    if (found := model_of(params)).digest != model.digest:
+        raise ValueError(
+            f"params are those of another model: {found.size} entries ({found.digest}), and the "
+            f"run has {model.size} ({model.digest})."
+        )
+
+
+class Sent(NamedTuple):
+    """What a payload says: ``i64[k]`` indices, each once, and ``f32[k]`` values."""
+
+    indices: np.ndarray
+    values: np.ndarray
+
+
+class Messages:
+    """Payloads of a model at a density."""
+
+    def __init__(self, size: int, density: float, codec: Codec):
+        self._size = size
+        selector = select.topk(density)
+
+        @jax.jit
+        def encode(moved: jax.Array, seed: jax.Array) -> jax.Array:
+            chosen, _, _ = selector.select(moved, selector.init(size))
+            return codec.encode(chosen, seed).message
+
+        self._encode = encode
+        self._decode = jax.jit(functools.partial(codec.decode, size=size, dtype=jnp.float32))
+        shape = jax.eval_shape(
+            encode,
+            jax.ShapeDtypeStruct((size,), jnp.float32),
+            jax.ShapeDtypeStruct((), jnp.uint32),
+        )
+        # All payloads are of this size.
+        self.bytes = 4 * shape.size
+        self._device = jax.local_devices(backend="cpu")[0]
+
+    def encode(self, moved: np.ndarray, seed: int) -> bytes:
+        """The body of the largest entries of ``f32[n]``; the seed is for what is rounded."""
+        with jax.default_device(self._device):
+            message = self._encode(jnp.asarray(moved), np.uint32(seed % 2**32))
+        return np.asarray(message).astype("<i4").tobytes()
+
+    def decode(self, body: bytes) -> Sent:
+        """What a body says, the same bits on every machine.
+
+        Raises:
+          PayloadError: it has another size, an index out of range or twice, or a value that is not
+            finite.
+        """
+        if len(body) != self.bytes:
+            raise PayloadError(f"it has {len(body)} bytes of entries, and the run {self.bytes}")
+        message = np.frombuffer(body, "<i4").astype(np.int32)
+        with jax.default_device(self._device):
+            decoded = self._decode(message)
+        indices, values = np.asarray(decoded.indices, np.int64), np.asarray(decoded.values)
+        kept = indices < self._size
+        indices, values = indices[kept], values[kept]
+        if not np.isfinite(values).all():
+            raise PayloadError("a value is not finite")
+        if (indices < 0).any() or len(np.unique(indices)) != len(indices):
+            raise PayloadError("an index is out of range, or there twice")
+        return Sent(indices, values)
+
+
+@functools.lru_cache(maxsize=8)
+def messages(size: int, density: float, codec: Codec) -> Messages:
+    """:class:`Messages`, compiled once for the sites of a process."""
+    return Messages(size, density, codec)
+
+
+def add(params: np.ndarray, sent: Sent, weight: float) -> None:
+    """Adds a payload to ``f32[n]`` in place; the same bits on every machine."""
+    params[sent.indices] += np.float32(weight) * sent.values

@@ -1,0 +1,70 @@
+"""What a site puts into the store: a header, a body, and a tag over both."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import struct
+from typing import Any
+
+_MAGIC = b"optax_ext.sites/1\n"
+_LENGTH = struct.Struct("<I")
+_TAG = 32
+# Of a header, which is JSON.
+LARGEST_HEADER = 4096
+
+
+class PayloadError(ValueError):
+    """An object is not what it should be; in one line."""
+
+
+def pack(header: dict[str, Any], body: bytes, key: bytes | None) -> bytes:
+    """The object of a header and a body.
+
+    Args:
+      header: what JSON can hold, in at most 4,096 bytes.
+      body: anything.
+      key: what the sites share, to sign it with; None: only damage is noticed.
+    """
+    text = json.dumps(header, separators=(",", ":")).encode()
+    if len(text) > LARGEST_HEADER:
+        raise ValueError(f"the header has {len(text)} bytes, and at most {LARGEST_HEADER}.")
+    data = b"".join((_MAGIC, _LENGTH.pack(len(text)), text, body))
+    return data + _tag(data, key)
+
+
+def unpack(data: bytes, key: bytes | None) -> tuple[dict[str, Any], bytes]:
+    """The header and the body of an object.
+
+    Raises:
+      PayloadError: it is cut off, damaged, of another format, or not signed with the key.
+    """
+    start = len(_MAGIC) + _LENGTH.size
+    if not data.startswith(_MAGIC) or len(data) < start + _TAG:
+        raise PayloadError("it is no object of this format")
+    if not hmac.compare_digest(data[-_TAG:], _tag(data[:-_TAG], key)):
+        raise PayloadError(
+            "it is damaged" if key is None else "its signature is not that of the key"
+        )
+    (length,) = _LENGTH.unpack_from(data, len(_MAGIC))
+    if length > LARGEST_HEADER or start + length + _TAG > len(data):
+        raise PayloadError("its header is too long")
+    try:
+        header = json.loads(data[start : start + length])
+    except (ValueError, RecursionError):
+        raise PayloadError("its header is no JSON") from None
+    if not isinstance(header, dict):
+        raise PayloadError("its header is no object of JSON")
+    return header, data[start + length : -_TAG]
+
+
+def digest(data: bytes) -> str:
+    """A digest of an object, by which a list names it."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def _tag(data: bytes, key: bytes | None) -> bytes:
+    if key is None:
+        return hashlib.sha256(data).digest()
+    return hmac.new(key, data, hashlib.sha256).digest()

@@ -1,0 +1,271 @@
+"""Rounds in a store: who takes part in one is decided once, and all read the same list."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from optax_ext.sites import _difference, _payload
+from optax_ext.sites._payload import PayloadError
+from optax_ext.sites._store import Store
+
+log = logging.getLogger("optax_ext.sites")
+
+VERSION = 1
+_RUN = "run"
+# Bytes of an object that are no entries.
+_AROUND = _payload.LARGEST_HEADER + 256
+_LARGEST_LIST = 1 << 22
+
+
+class Share(NamedTuple):
+    """A site's part in a round.
+
+    Attributes:
+      site: its name.
+      life: tells a site from one of the same name that was there before it.
+      base: the digest of the parameters that it moved from.
+      tokens: what it has learned from; the weights of a round are shares of their sum.
+      sent: what it has moved.
+    """
+
+    site: str
+    life: str
+    base: str
+    tokens: int
+    sent: _difference.Sent
+
+
+class Closed(NamedTuple):
+    """A round whose list is there.
+
+    Attributes:
+      number: of the round.
+      shares: in the order in which all sites add them.
+    """
+
+    number: int
+    shares: tuple[Share, ...]
+
+
+class Rounds:
+    """The rounds of a run, as one site sees them in the store."""
+
+    def __init__(
+        self,
+        store: Store,
+        site: str,
+        model: _difference.Model,
+        messages: _difference.Messages,
+        agreed: dict[str, Any],
+        *,
+        key: bytes | None,
+        quorum: int,
+        grace: float,
+        poll: float,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._store = store
+        self._site = site
+        self._model = model
+        self._messages = messages
+        self._key = key
+        self._quorum = quorum
+        self._grace = grace
+        self._poll = poll
+        self._clock = clock
+        self._agreed = {"version": VERSION, "model": model.digest, **agreed}
+        self.run = ""
+        self.life = secrets.token_hex(8)
+
+    # The run.
+
+    def enter(self, params: np.ndarray) -> tuple[int, np.ndarray]:
+        """Makes the run, or finds it: the newest snapshot, and the round that it is before.
+
+        Raises:
+          ValueError: it is a run of another model, density or version, or signed with another key.
+        """
+        mine = {**self._agreed, "run": f"{time.time_ns():x}"}
+        self._store.create(_RUN, _payload.pack(mine, b"", self._key))
+        found = self._opened(_RUN, self._store.get(_RUN) or b"")[0]
+        for name, value in self._agreed.items():
+            if found.get(name) != value:
+                raise ValueError(
+                    f"the run at {self._store.name} has {name} {found.get(name)!r}, and this site "
+                    f"{value!r}: give the site what the run has, or a store of its own."
+                )
+        self.run = str(found["run"])
+        if not self._snapshots():
+            self._put_snapshot(0, params)
+        number = max(self._snapshots())
+        return number, self.snapshot(number)
+
+    def snapshot(self, number: int) -> np.ndarray:
+        """The parameters before a round, as a site has put them."""
+        name = f"snapshot/{number:08d}"
+        header, body = self._opened(name, self._store.get(name) or b"", number=number)
+        if len(body) != 4 * self._model.size:
+            raise ValueError(f"{name} at {self._store.name} has {len(body)} bytes of parameters.")
+        params = np.frombuffer(body, "<f4").astype(np.float32)
+        if header.get("digest") != digest_of(params):
+            raise ValueError(f"{name} at {self._store.name} is not what it says it is.")
+        return params
+
+    def newest_snapshot(self) -> int:
+        """The number of the newest one."""
+        return max(self._snapshots())
+
+    def keep(self, number: int, params: np.ndarray) -> None:
+        """Puts a snapshot, and removes the rounds that nobody needs any more.
+
+        The last snapshot but one, and the rounds since, stay for who is reading them.
+        """
+        self._put_snapshot(number, params)
+        snapshots = sorted(self._snapshots())
+        oldest = snapshots[-2] if len(snapshots) > 1 else 0
+        old = [f"snapshot/{x:08d}" for x in snapshots if x < oldest]
+        rounds = self._store.sizes("round")
+        old += [f"round/{name}" for name in rounds if int(name.partition("/")[0]) < oldest]
+        self._store.delete(old)
+
+    def _put_snapshot(self, number: int, params: np.ndarray) -> None:
+        header = {"run": self.run, "number": number, "digest": digest_of(params)}
+        data = _payload.pack(header, params.astype("<f4").tobytes(), self._key)
+        self._store.create(f"snapshot/{number:08d}", data)
+
+    def _snapshots(self) -> list[int]:
+        return [int(name) for name in self._store.sizes("snapshot") if name.isdigit()]
+
+    # A round.
+
+    def put(self, number: int, body: bytes, tokens: int, base: str) -> None:
+        """This site's payload for a round; a second one for the same round changes nothing."""
+        header = {
+            "run": self.run,
+            "number": number,
+            "site": self._site,
+            "life": self.life,
+            "tokens": tokens,
+            "base": base,
+        }
+        name = f"{_round(number)}/payload/{self._site}"
+        self._store.create(name, _payload.pack(header, body, self._key))
+
+    def closed(self, number: int) -> Closed | None:
+        """A round, where it is closed; None where it is open.
+
+        Raises:
+          ValueError: an object is not what the list says, or none that this site may take.
+        """
+        data = self._store.get(f"{_round(number)}/list")
+        if data is None:
+            return None
+        _, body = self._opened(f"{_round(number)}/list", data, number=number)
+        shares = []
+        for row in json.loads(body):
+            name = f"{_round(number)}/payload/{row['site']}"
+            found = self._store.get(name)
+            if found is None or _payload.digest(found) != row["sha256"]:
+                raise ValueError(
+                    f"{name} at {self._store.name} is not what the list of its round says: it was "
+                    "removed or replaced behind the back of the sites."
+                )
+            shares.append(self._share(number, row["site"], found))
+        return Closed(number, tuple(shares))
+
+    def wait(self, number: int, expected: frozenset[str], seconds: float) -> None:
+        """Until the round is closed; closes it where that is due.
+
+        Args:
+          number: of the round.
+          expected: sites for which it waits ``grace`` seconds once a quorum is there: those of the
+            last round.
+          seconds: how long to wait.
+
+        Raises:
+          TimeoutError: it was not closed in that time.
+        """
+        since, began = None, self._clock()
+        while f"{_round(number)}/list" not in self._names(number):
+            prefix = f"{_round(number)}/payload"
+            found = {*self._store.sizes(prefix)}
+            if len(found) >= self._quorum:
+                since = self._clock() if since is None else since
+                if found >= expected or self._clock() - since >= self._grace:
+                    self._close(number)
+                    continue
+            if self._clock() - began > seconds:
+                raise TimeoutError(
+                    f"round {number} at {self._store.name} was not closed within {seconds:g} s: it "
+                    f"has {len(found)} payloads, and quorum is {self._quorum}."
+                )
+            time.sleep(self._poll)
+
+    def _names(self, number: int) -> set[str]:
+        return {f"{_round(number)}/{name}" for name in self._store.sizes(_round(number))}
+
+    def _close(self, number: int) -> None:
+        """Writes the list of the payloads that have come, unless another site is faster."""
+        rows = []
+        prefix = f"{_round(number)}/payload"
+        for site, size in sorted(self._store.sizes(prefix).items()):
+            try:
+                if size > self._messages.bytes + _AROUND:
+                    raise PayloadError(f"it has {size} bytes")
+                data = self._store.get(f"{prefix}/{site}") or b""
+                share = self._share(number, site, data)
+            except PayloadError as error:
+                log.warning("round %d: the payload of %s is left out: %s", number, site, error)
+                continue
+            digest = _payload.digest(data)
+            rows.append({"site": site, "sha256": digest, "tokens": share.tokens})
+        if not rows:
+            time.sleep(self._poll)
+            return
+        header = {"run": self.run, "number": number}
+        body = json.dumps(rows, separators=(",", ":")).encode()
+        self._store.create(f"{_round(number)}/list", _payload.pack(header, body, self._key))
+
+    def _share(self, number: int, site: str, data: bytes) -> Share:
+        """What a payload says, checked; a PayloadError where it may not be taken."""
+        if len(data) > self._messages.bytes + _AROUND:
+            raise PayloadError(f"it has {len(data)} bytes")
+        header, body = _payload.unpack(data, self._key)
+        wanted = {"run": self.run, "number": number, "site": site}
+        for name, value in wanted.items():
+            if header.get(name) != value:
+                raise PayloadError(f"its {name} is {str(header.get(name))[:40]!r}, not {value!r}")
+        tokens = header.get("tokens")
+        if not isinstance(tokens, int) or isinstance(tokens, bool) or not 0 < tokens < 2**53:
+            raise PayloadError(f"its tokens are {str(tokens)[:40]!r}")
+        life, base = (str(header.get(name))[:64] for name in ("life", "base"))
+        return Share(site, life, base, tokens, self._messages.decode(body))
+
+    def _opened(self, name: str, data: bytes, **wanted: Any) -> tuple[dict[str, Any], bytes]:
+        """An object that all need; a ValueError where it is not what it should be."""
+        if self.run:
+            wanted["run"] = self.run
+        try:
+            header, body = _payload.unpack(data, self._key)
+            for key, value in wanted.items():
+                if header.get(key) != value:
+                    raise PayloadError(f"its {key} is {str(header.get(key))[:40]!r}, not {value!r}")
+        except PayloadError as error:
+            raise ValueError(f"{name} at {self._store.name} can't be used: {error}.") from None
+        return header, body
+
+
+def digest_of(params: np.ndarray) -> str:
+    """Of the bits of parameters: all sites have the same before a round."""
+    return _payload.digest(params.astype("<f4").tobytes())[:16]
+
+
+def _round(number: int) -> str:
+    return f"round/{number:08d}"

@@ -1,0 +1,92 @@
+"""An object store: what a site reads and writes there, and what can go wrong, in one line."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterable
+from pathlib import Path
+from typing import Any
+
+
+class StoreError(OSError):
+    """The store could not do what it was asked for; it may a moment later."""
+
+
+class Store:
+    """Objects by their name in a folder, or in a bucket of S3, Google Cloud Storage or Azure."""
+
+    def __init__(self, url: str | Path | Any):
+        """``url`` is a folder, a URL such as ``s3://bucket/run``, or a store of obstore."""
+        try:
+            import obstore
+            import obstore.exceptions
+            import obstore.store
+        except ImportError as error:
+            raise ImportError(
+                "optax_ext.sites reads and writes objects by obstore: pip install obstore."
+            ) from error
+        self._obstore = obstore
+        self._exceptions = obstore.exceptions
+        self.name = str(url)
+        if not isinstance(url, str | Path):
+            self._store = url
+            return
+        try:
+            if "://" not in self.name:
+                folder = Path(url).expanduser().absolute()
+                folder.mkdir(parents=True, exist_ok=True)
+                self._store = obstore.store.LocalStore(folder)
+            else:
+                self._store = obstore.store.from_url(self.name)
+        except (obstore.exceptions.BaseError, OSError, ValueError) as error:
+            raise StoreError(f"can't open the store at {self.name}: {_line(error)}") from None
+
+    def put(self, name: str, data: bytes) -> None:
+        """Writes an object; one of that name is replaced."""
+        with self._said("write", name):
+            self._obstore.put(self._store, name, data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Whether this was the one to write the object: of those that try at once one is."""
+        try:
+            with self._said("write", name):
+                self._obstore.put(self._store, name, data, mode="create")
+        except FileExistsError:
+            return False
+        return True
+
+    def get(self, name: str) -> bytes | None:
+        """The object; None where there is none."""
+        try:
+            with self._said("read", name):
+                return bytes(self._obstore.get(self._store, name).bytes())
+        except FileNotFoundError:
+            return None
+
+    def sizes(self, prefix: str) -> dict[str, int]:
+        """The bytes of each object below a prefix, by the rest of its name."""
+        with self._said("list", prefix):
+            found = (x for chunk in self._obstore.list(self._store, prefix) for x in chunk)
+            return {x["path"].removeprefix(f"{prefix}/"): x["size"] for x in found}
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Removes objects, where they are there."""
+        for name in names:
+            with contextlib.suppress(FileNotFoundError), self._said("remove", name):
+                self._obstore.delete(self._store, name)
+
+    @contextlib.contextmanager
+    def _said(self, what: str, name: str) -> Generator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise FileNotFoundError(name) from error
+        except (self._exceptions.AlreadyExistsError, FileExistsError) as error:
+            raise FileExistsError(name) from error
+        except (self._exceptions.BaseError, OSError, ValueError) as error:
+            raise StoreError(f"can't {what} {name} at {self.name}: {_line(error)}") from None
+
+
+def _line(error: BaseException) -> str:
+    said = str(error).strip().splitlines()
+    return said[0] if said else type(error).__name__

@@ -1,0 +1,46 @@
+"""Sites of the tests, in threads of one process and over a store in memory."""
+
+import concurrent.futures
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import obstore.store
+
+from optax_ext import sites
+from sparse_collectives import wire
+
+SIZE = 60
+PARAMS = {"a": np.zeros((SIZE // 2, 1), np.float32), "b": np.ones(SIZE // 2, np.float32)}
+
+
+RAW = wire.raw()
+
+
+def memory() -> Any:
+    """A store that nobody else has."""
+    return obstore.store.MemoryStore()
+
+
+def site(store: Any, name: str = "a", params: Any = PARAMS, **options: Any) -> sites.Site:
+    """A site that never waits for long, whose messages are exact."""
+    given = {"density": 0.1, "codec": RAW, "poll": 0.005, "grace": 0.2, "give_up": 30.0}
+    return sites.Site(store, name, params, **{**given, **options})
+
+
+def moved(params: Any, step: int, number: int = 0) -> Any:
+    """Parameters behind some steps, all of which are whole numbers."""
+    rng = np.random.default_rng([step, number])
+    a = rng.integers(-8, 9, (SIZE // 2, 1)).astype(np.float32)
+    b = rng.integers(-8, 9, SIZE // 2).astype(np.float32)
+    return {"a": jnp.asarray(params["a"] + a), "b": params["b"] + b}
+
+
+def flat(tree: Any) -> np.ndarray:
+    return np.concatenate([np.asarray(tree[name]).ravel() for name in sorted(tree)])
+
+
+def together(*calls: Any) -> list[Any]:
+    """The results of functions that run at the same time, each in a thread."""
+    with concurrent.futures.ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result() for future in [pool.submit(call) for call in calls]]

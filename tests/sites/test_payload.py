@@ -1,0 +1,151 @@
+"""No object that was cut, changed, replayed or made up is taken, and none does harm."""
+
+import json
+import struct
+import threading
+
+import numpy as np
+import pytest
+
+from optax_ext.sites import _payload
+from optax_ext.sites._payload import PayloadError, pack, unpack
+from sparse_collectives import wire
+from tests.sites.helpers import PARAMS, SIZE, flat, memory, moved, site, together
+
+KEY = b"secret"
+
+
+def made(key=None, codec=None, **changes):
+    """A payload of site a for round 0, and who reads it."""
+    one = site(memory(), key=key, codec=codec or wire.narrow8(), density=0.3)
+    rounds = one._rounds
+    body = one._messages.encode(flat(moved(PARAMS, 0)) - flat(PARAMS), 0)
+    header = {"run": rounds.run, "number": 0, "site": "a", "tokens": 5, "base": "0" * 16}
+    return one, pack({**header, **changes}, body, key), header, body
+
+
+def taken(one, data):
+    """Whether a payload is taken; if it is, it is one that can be added."""
+    try:
+        share = one._rounds._share(0, "a", data)
+    except PayloadError as error:
+        if "\n" in str(error):
+            raise
+        return False
+    assert len(np.unique(share.sent.indices)) == len(share.sent.indices)
+    assert not len(share.sent.indices) or share.sent.indices.min() >= 0
+    assert not len(share.sent.indices) or share.sent.indices.max() < SIZE
+    assert np.isfinite(share.sent.values).all()
+    assert share.tokens > 0
+    return True
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+def test_of_ten_thousand_that_were_cut_or_changed_none_is_taken(key):
+    one, data, *_ = made(key)
+    assert taken(one, data)
+    rng = np.random.default_rng(0)
+    for number in range(5000):
+        changed = bytearray(data)
+        if number % 3 == 0:
+            changed = changed[: rng.integers(len(data))]
+        elif number % 3 == 1:
+            for where in rng.integers(len(data), size=rng.integers(1, 4)):
+                changed[where] ^= 1 << rng.integers(8)
+        else:
+            where = rng.integers(len(data))
+            changed[where:where] = rng.bytes(rng.integers(1, 40))
+        if bytes(changed) != data:
+            assert not taken(one, bytes(changed)), number
+
+
+def test_what_is_made_up_with_a_right_tag_is_refused_or_can_be_added():
+    one, _, header, body = made(KEY, wire.raw())
+    rng = np.random.default_rng(0)
+    found = [taken(one, pack(header, rng.bytes(len(body)), KEY)) for _ in range(300)]
+    # Values of random bits are seldom all finite, and indices not all in range.
+    assert not any(found)
+    other, _, header8, body8 = made(KEY)
+    for _ in range(300):
+        # Any bits are entries of this codec: they are such as can be added.
+        taken(other, pack(header8, rng.bytes(len(body8)), KEY))
+    for changes in (
+        {"number": 1},
+        {"site": "b"},
+        {"run": "another"},
+        {"tokens": 0},
+        {"tokens": -3},
+        {"tokens": 2.5},
+        {"tokens": True},
+        {"tokens": 2**60},
+        {"tokens": "5"},
+        {"tokens": None},
+    ):
+        assert not taken(one, pack({**header, **changes}, body, KEY)), changes
+    for other in (body[:-4], body + b"\0\0\0\0", b""):
+        assert not taken(one, pack(header, other, KEY))
+    # Another key, and none.
+    assert not taken(one, pack(header, body, b"other"))
+    assert not taken(one, pack(header, body, None))
+
+
+def test_headers_that_are_none():
+    _, _, header, body = made()
+    for text in (b"[1]", b"{", b"[" * 4000, b"\xff", json.dumps(header).encode() * 40):
+        data = _payload._MAGIC + struct.pack("<I", len(text)) + text + body
+        with pytest.raises(PayloadError):
+            unpack(data + _payload._tag(data, None), None)
+    with pytest.raises(ValueError, match="the header has .* bytes, and at most 4096"):
+        pack({"x": "y" * 5000}, b"", None)
+
+
+def test_a_payload_that_is_wrong_is_left_out_with_one_line(caplog):
+    store = memory()
+    one = site(store, key=KEY, grace=0.3)
+    one._store.put("round/00000000/payload/evil", b"nothing")
+    one._store.put("round/00000000/payload/large", b"0" * 100_000)
+    one.exchange(moved(PARAMS, 0), tokens=1, wait=True)
+    assert one.last.sites == ("a",)
+    said = [record.getMessage() for record in caplog.records]
+    assert [x for x in said if "evil" in x] == [
+        "round 0: the payload of evil is left out: it is no object of this format"
+    ]
+    assert any("the payload of large is left out: it has 100000 bytes" in x for x in said)
+
+
+def test_a_replayed_payload_of_another_round_is_left_out():
+    store = memory()
+    both = [site(store, name, grace=0.0, density=0.3) for name in "ab"]
+    params = both[0].exchange(moved(PARAMS, 0), tokens=1, wait=True)
+    old = both[0]._store.get("round/00000000/payload/a")
+    both[0]._store.put("round/00000001/payload/b", old)
+    both[0].exchange(moved(params, 1), tokens=1, wait=True)
+    assert both[0].last.sites == ("a",)
+
+
+def test_an_object_that_is_replaced_behind_the_back_of_the_sites_is_an_error():
+    store = memory()
+    one, other = site(store), site(store, "b")
+    one.exchange(moved(PARAMS, 0), tokens=1, wait=True)
+    name = "round/00000000/payload/a"
+    one._store.put(name, one._store.get(name)[:-1])
+    with pytest.raises(ValueError, match="is not what the list of its round says"):
+        other.exchange(moved(PARAMS, 0, 1), tokens=1, wait=True)
+
+
+def test_of_many_that_close_a_round_at_once_one_does():
+    for _ in range(20):
+        store = memory()
+        names = "abcdefgh"
+        each = [site(store, name, quorum=1, grace=0.0) for name in names]
+        start = threading.Barrier(len(names))
+
+        def go(one, start=start):
+            start.wait()
+            one.exchange(moved(PARAMS, 0, ord(one.name)), tokens=1, wait=True)
+            return one._rounds.closed(0)
+
+        lists = together(*(lambda one=one: go(one) for one in each))
+        assert len({tuple(share.site for share in done.shares) for done in lists}) == 1
+        at = {one.round: flat(one.params).tobytes() for one in each}
+        assert all(flat(one.params).tobytes() == at[one.round] for one in each)

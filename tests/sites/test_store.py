@@ -1,0 +1,163 @@
+"""Stores that fail, are full, slow, not there, or S3."""
+
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from optax_ext.sites._store import Store, StoreError
+from tests.sites.helpers import PARAMS, flat, memory, moved, site
+
+
+@pytest.fixture(params=["folder", "memory"])
+def store(request, tmp_path):
+    return Store(tmp_path / "run" if request.param == "folder" else memory())
+
+
+def test_objects_by_their_name(store):
+    assert store.get("a/b") is None
+    assert store.sizes("a") == {}
+    store.put("a/b", b"one")
+    store.put("a/b", b"three")
+    assert store.get("a/b") == b"three"
+    assert not store.create("a/b", b"other")
+    assert store.create("a/c/d", b"")
+    assert store.sizes("a") == {"b": 5, "c/d": 0}
+    store.delete(["a/b", "a/none"])
+    assert store.sizes("a") == {"c/d": 0}
+
+
+def test_a_store_that_is_not_there(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="can't open the store at .*file"):
+        Store(tmp_path / "file")
+    with pytest.raises(StoreError, match="can't open the store at nothing://x"):
+        Store("nothing://x")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_may_not_be_written(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(TimeoutError, match="can't write"):
+        site(tmp_path, give_up=0.0)
+
+
+class Unreliable(Store):
+    """Fails every so often, before or after it has done what it was asked for."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.random = random.Random(0)
+        self.failures = 0
+
+    def _fail(self):
+        if self.random.random() < 0.15:
+            self.failures += 1
+            raise StoreError("can't reach the store")
+
+    def put(self, name, data):
+        self._fail()
+        super().put(name, data)
+        self._fail()
+
+    def create(self, name, data):
+        self._fail()
+        made = super().create(name, data)
+        self._fail()
+        return made
+
+    def get(self, name):
+        self._fail()
+        time.sleep(0.002)
+        return super().get(name)
+
+    def sizes(self, prefix):
+        self._fail()
+        return super().sizes(prefix)
+
+
+def test_a_store_that_fails_and_is_slow_loses_nothing(monkeypatch):
+    monkeypatch.setattr("optax_ext.sites._site._AGAIN", 0.001)
+    monkeypatch.setattr("optax_ext.sites._site.Store", Unreliable)
+    one = site(memory(), snapshot_every=3)
+    params, total = one.params, np.zeros_like(flat(PARAMS))
+    for step in range(8):
+        before = flat(params)
+        params = moved(params, step)
+        total += flat(params) - before
+        params = one.exchange(params, tokens=1, wait=step % 2 == 0)
+    params = one.finish(params)
+    one.close()
+    assert one._store.failures > 5
+    # It is alone: what it delivers counts whole, and once.
+    np.testing.assert_array_equal(flat(params) - flat(PARAMS), total)
+    assert not np.array_equal(flat(one.params), flat(PARAMS))
+
+
+def test_a_store_that_is_full_is_waited_for_and_then_an_error(monkeypatch):
+    monkeypatch.setattr("optax_ext.sites._site._AGAIN", 0.001)
+    one = site(memory(), give_up=0.2)
+
+    def full(*_):
+        raise StoreError("can't write: no space left on device")
+
+    monkeypatch.setattr(one._store, "create", full)
+    params = moved(one.params, 0)
+    with pytest.raises(TimeoutError, match="no space left"):
+        one.exchange(params, tokens=1, wait=True)
+    monkeypatch.undo()
+    got = one.exchange(params, tokens=1, wait=True)
+    np.testing.assert_array_equal(flat(got), flat(params))
+    assert one.last.delivered
+
+
+@pytest.mark.slow
+def test_the_protocol_of_s3(monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for name, value in {
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+            "AWS_ALLOW_HTTP": "true",
+        }.items():
+            monkeypatch.setenv(name, value)
+        deadline = time.monotonic() + 60
+        while True:
+            with socket.socket() as test:
+                if not test.connect_ex(("127.0.0.1", port)):
+                    break
+            assert time.monotonic() < deadline, "the server does not come up"
+            time.sleep(0.1)
+        import boto3
+
+        boto3.client("s3", endpoint_url=f"http://127.0.0.1:{port}").create_bucket(Bucket="bucket")
+        both = [site("s3://bucket/run", name, snapshot_every=2) for name in "ab"]
+        params = [one.params for one in both]
+        for step in range(3):
+            for number, one in enumerate(both):
+                params[number] = one.exchange(
+                    moved(params[number], step, number), tokens=1, wait=True
+                )
+        both[0].exchange(params[0], tokens=1, wait=True)
+        both[1].exchange(params[1], tokens=1, wait=True)
+        assert both[0].round == both[1].round >= 4
+        late = site("s3://bucket/run", "c")
+        newest = max(both, key=lambda one: one.round)
+        assert flat(late.params).tobytes() == flat(newest.params).tobytes()
+        store = both[0]._store
+        assert store.create("one", b"1")
+        assert not store.create("one", b"2")
+    finally:
+        server.kill()
+        server.wait()
