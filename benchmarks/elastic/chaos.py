@@ -106,23 +106,25 @@ def _report(of: Cluster, began: float, deaths: list[dict[str, Any]]) -> dict[str
         )
         death["time"] -= began
         del death["back"]
-    # A step that was taken again is there twice: the last time counts.
-    digests: dict[int, dict[int, str]] = {}
+    # A step that was taken again is there twice, of other workers.
+    digests: dict[tuple[int, ...], set[str]] = {}
     for event in steps:
-        by_number = digests.setdefault(event["step"], {})
-        if any(digest != event["digest"] for digest in by_number.values()):
-            by_number.clear()
-        by_number[event["number"]] = event["digest"]
-    last = [x for x in steps if x["step"] == max(digests)]
+        digests.setdefault((event["step"], *event["members"]), set()).add(event["digest"])
+    taken = {step for step, *_ in digests}
+    last = [x for x in steps if x["step"] == max(taken)]
     lost = max((event["lost"] for event in steps if np.isfinite(event["lost"])), default=0.0)
     return {
-        "steps": max(digests),
-        "missing": max(digests) - min(digests) + 1 - len(digests),
+        "steps": max(taken),
+        "missing": max(taken) - min(taken) + 1 - len(taken),
+        "differ": sum(len(found) > 1 for found in digests.values()),
         "members": len({x["number"] for x in last}),
         "lost": lost,
         "points": [[x["time"] - began, x["step"], x["value"]] for x in values],
         "deaths": deaths,
-        "ended": [[life.status for life in lives] for lives in of.lives],
+        # Of those that nobody has killed.
+        "failed": [
+            life.errors[-2000:] for lives in of.lives for life in lives if (life.status or 0) > 0
+        ],
     }
 
 
@@ -144,28 +146,36 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
-    for row, color in zip(rows, ("#0b5cad", "#555555", "#c2410c"), strict=False):
-        if not row["points"]:
-            continue
-        seconds, _, values = map(np.array, zip(*row["points"], strict=True))
+    curves = [
+        (row, color, *map(np.array, zip(*row["points"], strict=True)))
+        for row, color in zip(rows, ("#0b5cad", "#555555", "#c2410c"), strict=False)
+        if row["points"]
+    ]
+    low = min(values.min() for *_, values in curves)
+    # From where most of it is learned: the beginning is the same for all.
+    high = low + 0.3 * (max(values.max() for *_, values in curves) - low)
+    place = high
+    for row, color, seconds, _, values in sorted(curves, key=lambda curve: -curve[-1][-1]):
         axes.plot(seconds / 60, values, color=color, linewidth=1.6)
-        label = f"{row['mode']}, {row['steps']:,} steps"
+        place = min(place - 0.07 * (high - low), values[-1])
         axes.annotate(
-            label,
+            f"{row['mode']},\n{row['steps']:,} steps",
             (seconds[-1] / 60, values[-1]),
-            xytext=(4, 0),
-            textcoords="offset points",
+            xytext=(1.03 * max(x[2][-1] for x in curves) / 60, place),
             color=color,
             va="center",
             fontsize=9,
+            arrowprops={"arrowstyle": "-", "color": color, "alpha": 0.4},
         )
+        place -= 0.04 * (high - low)
+    axes.set_ylim(low - 0.2 * (high - low), high)
     first = rows[0]
     for death in first["deaths"]:
         axes.axvline(death["time"] / 60, color="#0b5cad", alpha=0.15, linewidth=1)
     axes.set(xlabel="minutes", ylabel="loss on data held back")
     axes.spines[["top", "right"]].set_visible(False)
     right = max(point[0] for row in rows for point in row["points"]) / 60
-    axes.set_xlim(0, 1.45 * right)
+    axes.set_xlim(0, 1.4 * right)
     figure.savefig(path, dpi=150)
 
 

@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -171,10 +172,12 @@ class Job:
             self._meetings += 1
             turn = f"{os.getpid()}.{self._meetings}"
             self._set(f"{_REPORT}{me}", f"{turn} {_meeting.written(report)}")
-            present = self.present()
-            first = min(present)
             try:
+                waiting = dict(self._client.key_value_dir_get(_WAITING))
+                present = self.present()
+                first = min(present)
                 if first == me:
+                    self._forget(waiting, present)
                     return self._decided(present, turn)
                 turn = self._get(f"{_REPORT}{first}").partition(" ")[0]
                 text = self._client.blocking_key_value_get(f"{_PLAN}{first}/{turn}", 10_000)
@@ -193,7 +196,7 @@ class Job:
 
     def announce(self) -> None:
         """Tells the others that this process would like to take part."""
-        self._set(f"{_WAITING}{self.process_id}", "")
+        self._set(f"{_WAITING}{self.process_id}", f"{os.getpid()} {time.time_ns()}")
 
     def someone_waits(self) -> bool:
         """Whether a process has announced itself since the last meeting."""
@@ -227,10 +230,16 @@ class Job:
                 reports[process] = _meeting.report_of(text.partition(" ")[2])
         number = int(self._client.key_value_increment(_NUMBER, 1))
         plan = _meeting.decide(number, reports)
-        for process in plan.members:
-            self._client.key_value_delete(f"{_WAITING}{process}")
         self._set(f"{_PLAN}{self.process_id}/{turn}", _meeting.written(plan))
         return plan
+
+    def _forget(self, waiting: Mapping[str, str], present: set[int]) -> None:
+        """Nobody waits any more of those that have met, or have died since they said so."""
+        for name, said in waiting.items():
+            key = f"{_WAITING}{name.rpartition('/')[2]}"
+            # One that has come back in the meantime has said so anew.
+            if int(key.rpartition("/")[2]) in present or self._get(key) == said:
+                self._client.key_value_delete(key)
 
     def _set(self, key: str, value: str) -> None:
         self._client.key_value_set(key, value, allow_overwrite=True)

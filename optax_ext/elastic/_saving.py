@@ -7,6 +7,7 @@ alone (``NumpyHandler``, orbax-checkpoint 0.12.8), and restores zeros for the ot
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
 import shutil
 import zipfile
@@ -144,11 +145,13 @@ class Saves:
         """Those of a whole checkpoint of this step; none if there is none."""
         assert self._folder is not None
         whole = []
-        for group in (self._folder / str(step)).iterdir():
-            members = tuple(int(x) for x in group.name.split("-") if x.isdigit())
-            parts = [group / str(process) for process in members]
-            if members and all(part.is_file() for part in parts):
-                whole.append((max(part.stat().st_mtime_ns for part in parts), members))
+        # Another process may be removing an old step.
+        with contextlib.suppress(FileNotFoundError):
+            for group in (self._folder / str(step)).iterdir():
+                members = tuple(int(x) for x in group.name.split("-") if x.isdigit())
+                parts = [group / str(process) for process in members]
+                if members and all(part.is_file() for part in parts):
+                    whole.append((max(part.stat().st_mtime_ns for part in parts), members))
         # A step that was taken again is there twice.
         return max(whole, default=(0, ()))[1]
 

@@ -149,7 +149,7 @@ class Training:
         self._waited: dict[int, float] = {}
         self._lost: list[Lost] = []
         self._goodbyes: set[int] = set()
-        self._leaves = self._gone = False
+        self._leaves = self._gone = self._exchanged = False
         self._failures = 0
         for number in leave_on:
             signal.signal(number, lambda *_: self.leave())
@@ -224,37 +224,38 @@ class Training:
             return self._meet()
         batch = self._next_batch(self.step) if self._batch is None else self._batch
         self._batch = None
+        loss = None
         try:
-            return self._take(self._group, self._now, batch)
+            loss = self._take(self._group, self._now, batch)
+            self._look_if_due(self._group)
         except _FAILURES as error:
             if not _is_of_others(error):
                 raise
-            self._failures += 1
+            self._group = None
+            log.warning("after step %d: %s", self.step, str(error).splitlines()[0][:200])
+            self._failures += loss is None
             if self._failures > 10:
                 raise RuntimeError(
                     f"step {self.step} has failed {self._failures} times with the same workers, "
                     f"{self.members}."
                 ) from error
-            log.warning("step %d is taken again: %s", self.step, str(error).splitlines()[0][:200])
-        self._group = None
-        return None
+        # Also where all have taken the step, and it was the look behind it that failed.
+        return loss
 
     def _take(self, group: Group, now: _Held, batch: Any) -> jax.Array:
         batch = _seats.placed(batch, self._own, group.mesh)
         params, opt_state, loss = jax.block_until_ready(
             group.step(now.params, now.opt_state, batch)
         )
-        exchanged = _checks.exchanges(now.opt_state, self._every)
-        version = now.version + exchanged
-        if exchanged:
+        self._exchanged = _checks.exchanges(now.opt_state, self._every)
+        version = now.version + self._exchanged
+        if self._exchanged:
             # Nobody is further behind: all have begun this exchange, and so finished the last one.
             self._before = now
         self._now = _Held(version, now.step + 1, params, opt_state)
         self._failures = 0
         if self._saves.is_due(self.step):
             self._saves.save(self.step, self.members, _seats.own(params), _seats.own(opt_state))
-        if exchanged and version % self._check_every == 0:
-            self._look(group)
         return _seats.own(loss).reshape(())
 
     def _next_batch(self, step: int) -> Any:
@@ -264,9 +265,13 @@ class Training:
 
     # Looking: who would like to come, or to go, and whether all have the same.
 
-    def _look(self, group: Group) -> None:
+    def _look_if_due(self, group: Group) -> None:
         now = self._now
         assert now is not None
+        if self._exchanged and now.version % self._check_every == 0:
+            self._look(group, now)
+
+    def _look(self, group: Group, now: _Held) -> None:
         digest, waited = _checks.digest(
             _seats.own(now.params), _checks.residuals(_seats.own(now.opt_state))
         )

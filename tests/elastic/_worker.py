@@ -101,9 +101,9 @@ def main() -> None:
     states = {}
     look = training._look
 
-    def look_and_keep(group: Any) -> None:
+    def look_and_keep(group: Any, now: Any) -> None:
         states[training.step] = training._before, training._now
-        look(group)
+        look(group, now)
 
     training._look = look_and_keep
     for step, loss in training.run(given["steps"]):

@@ -61,6 +61,7 @@ def own_sums(state):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.one_in(2)
 def test_those_that_leave_hand_over_all_that_adds_up(name):
     _, state = trained(OPTIMIZERS[name])
     specs = optax_ext.state_specs(state)
@@ -145,6 +146,7 @@ def test_a_newcomer_has_what_all_share_and_the_mean_of_what_others_have_learned(
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.one_in(2)
 def test_a_worker_goes_on_in_another_group_with_what_is_its_own(name):
     tx = OPTIMIZERS[name]
     _, state = trained(tx)

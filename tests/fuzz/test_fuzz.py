@@ -311,6 +311,7 @@ def _settings(examples: int) -> Any:
 
 @hypothesis.given(configurations())
 @_settings(2)
+@pytest.mark.slow
 def test_laws_hold_for_a_few_configurations(configuration):
     check(configuration)
 

@@ -28,6 +28,7 @@ PARAMS = {"w": jnp.arange(24.0).reshape(4, 6), "b": jnp.ones(6)}
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, slow(AxisType.Explicit)])
 @pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.one_in(3)
 def test_with_a_mesh_init_makes_the_state_of_all_workers(name, kind):
     """Under ``jax.set_mesh``, or with one that is given once."""
     tx, on = MAKERS[name](), mesh(kind=kind)
@@ -153,6 +154,7 @@ def test_dtypes_stay_and_a_step_may_be_one_of_two_branches(tx, dtype, workers):
 
 @pytest.mark.parametrize("workers", ONE_AND_FOUR)
 @pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.one_in(3)
 def test_extra_arguments_reach_what_is_local_and_what_is_behind(name, workers):
     found = []
 

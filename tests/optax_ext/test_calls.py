@@ -33,6 +33,7 @@ def lowered_step(loss=loss_fn, tx=CHAIN, state=None, batch=BATCH, workers=4, **o
 
 
 @pytest.mark.parametrize(("then", "now", "host"), [(4, 8, True), (8, 4, False), (1, 2, False)])
+@pytest.mark.one_in(3)
 def test_a_state_of_another_number_of_workers(then, now, host):
     params, state = jax.device_get(waiting(then)) if host else waiting(then)
     params = jax.device_get(params)
@@ -208,6 +209,7 @@ TIED = {
 
 
 @pytest.mark.parametrize("tied", TIED)
+@pytest.mark.one_in(3)
 def test_it_trains_as_two_arrays_of_the_same_values(tied):
     w, other = TIED[tied]()
     same(trained(w, other), trained(START.copy(), START.copy()))
@@ -232,6 +234,7 @@ def test_what_is_one_buffer_between_two_steps(later):
     same(*ends)
 
 
+@pytest.mark.slow
 def test_parameters_in_the_batch():
     def distance(params, batch):
         mean = jnp.mean(batch["w"], 0)

@@ -239,6 +239,7 @@ def test_a_correction_that_the_checkpoint_has_not(folder):
 
 @pytest.mark.parametrize("fault", ["deleted", "cut"])
 @pytest.mark.parametrize("pattern", ["d/*", "manifest.ocdbt", "_METADATA"])
+@pytest.mark.one_in(3)
 def test_a_damaged_checkpoint_is_an_error(folder, tmp_path, fault, pattern):
     damaged = tmp_path / "state"
     shutil.copytree(folder, damaged)

@@ -96,6 +96,7 @@ def replicate(tree):
     return jax.tree.map(lambda x: np.stack([x] * WORKERS), tree)
 
 
+@pytest.mark.slow
 def test_a_pmap_trainer_that_unreplicates_its_checkpoint():
     tx = optax_ext.sparse_adamw(0.01, density=0.1, axis="w", weight_decay=0.0)
     options = {"axis_name": "w", "devices": jax.devices()[:WORKERS]}

@@ -177,6 +177,7 @@ limited = functools.partial(optax_ext.topk_a, density=1.0, axis="w", local=MINUS
 
 
 @pytest.mark.parametrize("limit", [2.0, lambda count: 2.0 / jnp.float32(1 + count)])
+@pytest.mark.one_in(2)
 def test_what_is_beyond_comes_later(limit):
     given = np.zeros((4, 2, 2), np.float32)
     given[0] = [[-10.0, 1.0], [0.0, 3.0]]
@@ -266,6 +267,7 @@ def test_noise_beside_many_steady_entries_moves():
 
 
 @pytest.mark.parametrize("limit", [0.5, 2.0, 8.0])
+@pytest.mark.one_in(3)
 def test_no_more_waits_than_three_times_the_most_that_arrived_between_two_deliveries(limit):
     """The bound that is documented, for one entry that is delivered at every step."""
     rng = np.random.default_rng(1)

@@ -233,6 +233,7 @@ AXES, ONES = ("site", "fsdp"), ("site", "one", "two")
         ((4, 1, 1), ONES, (P(), P()), {"batch_spec": P(("site", "one"))}),
     ],
 )
+@pytest.mark.one_in(2)
 def test_axes_of_one_worker_or_of_one_device(sizes, names, specs, options):
     trained(mesh(sizes, names), sparse_sgd(axis="site"), specs, **options)
 

@@ -44,6 +44,7 @@ def scaled(moments, gradients, axes=None, b2=B2, eps=EPS):
 
 
 @pytest.mark.parametrize("moments", FORMS)
+@pytest.mark.one_in(2)
 def test_each_form_is_what_it_says_of_all_shapes(moments):
     found = run(LOCAL(B2, EPS, axis="w", moments=moments), GIVEN)
     for shape in (*MATRICES, *NO_MATRICES):
@@ -95,6 +96,7 @@ def loss_fn(params, batch):
 
 
 @pytest.mark.parametrize("moments", FORMS)
+@pytest.mark.one_in(2)
 def test_sparse_adamw_of_all_entries_on_eight_devices(moments):
     tx = SPARSE(
         density=1.0,
@@ -123,6 +125,7 @@ def test_sparse_adamw_of_all_entries_on_eight_devices(moments):
 
 @pytest.mark.parametrize("moments", FORMS)
 @pytest.mark.parametrize("nonfinite", ["skip", "drop"])
+@pytest.mark.one_in(2)
 def test_what_is_no_gradient_is_in_no_moment(moments, nonfinite):
     """Also what is finite, and its square is not."""
     given = TARGETS.copy()

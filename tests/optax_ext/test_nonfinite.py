@@ -182,6 +182,7 @@ def test_a_gradient_whose_square_would_overflow_is_dropped():
         (optax_ext.sparse_sgd, 1e35),  # Of a gradient of 1e4 it would make what is infinite.
     ],
 )
+@pytest.mark.one_in(3)
 def test_a_rate_with_which_an_increment_might_overflow_takes_no_step(make, rate):
     """No gradient shows it: what would be made of the largest does."""
     tx = make(lambda count: jnp.where(count == 2, rate, 0.1), axis="w", weight_decay=0.0)
@@ -245,6 +246,7 @@ def test_a_float16_leaf_whose_residual_grows_beyond_it(policy):
 @pytest.mark.parametrize(
     ("policy", "expected"), [("skip", np.finfo(np.float16).max), ("propagate", np.inf)]
 )
+@pytest.mark.one_in(2)
 def test_a_narrow_leaf_that_is_dense_saturates(policy, expected):
     options = {"dense_leaves": "dense", "local": optax.scale(2.0), "nonfinite": policy}
     tx = optax_ext.topk_a(0.5, axis="w", **options)

@@ -148,6 +148,7 @@ def equal_to_optax(result, name):
         for p in ((1, 2, 3, 8) if "all" in name else (3,))
     ],
 )
+@pytest.mark.one_in(3)
 def test_equal_to_optax_for_any_number_of_workers(name, workers):
     run = sc.simulate(ours(name), axis="w", axis_size=workers, in_axes=None)
     equal_to_optax(of_worker_zero(run(tree())), name)

@@ -172,6 +172,7 @@ def test_what_is_sent_beyond_the_dense_step(name, layout):
 
 @pytest.mark.parametrize("sizes", [(2, 4), (4, 8), (16, 16)], ids=str)
 @pytest.mark.parametrize("name", [*OK_TOPK_SLOW, "dense"])
+@pytest.mark.one_in(3)
 def test_words_between_the_workers_are_those_of_a_part(sizes, name):
     """Read from the program, beside that of parameters of the size of a part."""
     workers, parts = sizes

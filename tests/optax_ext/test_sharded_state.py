@@ -56,6 +56,7 @@ def waiting(state):
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_on_another_mesh_nothing_of_the_residuals_is_lost(name, sizes):
     tx = OPTIMIZERS[name]
     old = after_steps(tx)

@@ -207,6 +207,7 @@ def test_a_rate_that_is_zero_at_the_start_moves_nothing_and_recovers():
         assert (flat(states[-1][0]) != flat(states[0][0])).any()
 
 
+@pytest.mark.slow
 def test_each_worker_has_one_entry_at_least():
     _, state, _ = trained(optax_ext.sparse_sgd(0.1, density=0.01, axis="data"))[-1]
     assert int(optax_ext.get_info(state).delivered) >= WORKERS

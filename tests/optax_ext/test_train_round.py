@@ -154,6 +154,7 @@ def test_steps_and_rounds_may_take_turns():
     refused("in the middle of a round of +3", take, params, state, batches)
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_left_out_by_its_worker():
     given = targets(3)
     given[0, 1, 2] = np.nan

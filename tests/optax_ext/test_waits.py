@@ -131,6 +131,7 @@ FITS = pytest.mark.xfail(strict=True, reason="docs/selectors.md: one entry widen
         ),
     ],
 )
+@pytest.mark.one_in(3)
 def test_no_entry_waits_long_for_a_selector(selector, times):
     gradient = np.random.default_rng(0).uniform(1, 2, (2, SIZE))
     gradient[:, HUGE] *= times

@@ -74,6 +74,7 @@ PAIRS += [(name, x) for name in WHOLE for x in ("adamw", "sgd", "clip", "scale(0
 
 
 @pytest.mark.parametrize(("name", "behind"), dict.fromkeys(PAIRS))
+@pytest.mark.one_in(3)
 def test_what_is_behind_a_whole_one(name, behind):
     check = refuses if behind in OPTIMIZERS else init
     check(optax.chain(WHOLE[name], (OPTIMIZERS | LEGITIMATE)[behind]()))
@@ -103,6 +104,7 @@ AROUND = {
 
 
 @pytest.mark.parametrize("kind", AROUND)
+@pytest.mark.one_in(3)
 def test_inside_of_wrappers(kind):
     around, whole = AROUND[kind], WHOLE["sparse_sgd"]
     if kind == "bucketed":

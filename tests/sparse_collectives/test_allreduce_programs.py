@@ -95,6 +95,7 @@ CUDA_FAST |= {"agreed", "ssar_split_allgather, room for all"}
         *helpers.slow_rows(*((row, "cuda") for row in [*EACH, *OK_TOPK] if row not in CUDA_FAST)),
     ],
 )
+@pytest.mark.one_in(3)
 def test_lowers_without_devices(row, platform):
     allreduce, size, workers = ROWS[row].allreduce, 1000, 64
     axes = {"node": 16, "device": 4} if row in OVER_NODES else {"w": workers}
@@ -131,6 +132,7 @@ ON_A_MESH += OK_TOPK
         ),
     ],
 )
+@pytest.mark.one_in(2)
 def test_on_a_mesh_the_total_is_replicated(name, check_vma, workers):
     allreduce = ROWS[name].allreduce
     helpers.check_replicated_on_a_mesh(

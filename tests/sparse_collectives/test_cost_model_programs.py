@@ -218,6 +218,7 @@ def test_options_bound_the_messages():
 @pytest.mark.parametrize("codec", [sc.wire.raw, *helpers.slow(sc.wire.narrow16)])
 @pytest.mark.parametrize("workers", [4, 6])
 @pytest.mark.parametrize("name", ["ssar_recursive_double", "ssar_split_allgather", "ring_sparse"])
+@pytest.mark.one_in(3)
 def test_no_message_of_sparcml_is_longer_than_a_dense_one(name, workers, codec):
     """Section 5.1: past delta a stream is dense, and a sum of it stays so."""
     codec = codec()

@@ -56,6 +56,7 @@ def in_both_ways(function, mesh, x, spec, **options):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("shape", [(), (3,), (4,), (5, 7)])
 @pytest.mark.parametrize("dtype", ["float32", "int32", "bfloat16"])
+@pytest.mark.one_in(3)
 def test_they_equal_those_of_xla(mesh, shape, dtype, check_vma):
     x = values(shape, dtype)
     ring, direct, text = in_both_ways(of_all, mesh, x, P("data"), check_vma=check_vma)

@@ -63,6 +63,7 @@ SIZES = ((SIZE, K / SIZE), (1, 0.1), (2048, 0.1), (2051, 1e-9))
 
 
 @pytest.mark.parametrize("name", slow_but(("sidco exponential", "sidco pareto"), FACTORIES))
+@pytest.mark.one_in(2)
 def test_what_reaches_the_threshold_is_sent_as_far_as_there_are_slots(name):
     """Step after step, in one program for each size and dtype."""
     cases = [(hard_vectors(size), density) for size, density in SIZES]

@@ -69,6 +69,7 @@ def test_the_words_of_powersgd_are_about_those_of_measured_models():
 
 
 @pytest.mark.parametrize("option", _optimizers.OPTIMIZERS, ids=lambda o: f"{o.name}, {o.messages}")
+@pytest.mark.one_in(3)
 def test_the_code_to_write_is_an_optimizer_that_steps(option):
     names = {"optax": optax, "optax_ext": optax_ext, "rate": 0.1}
     tx = eval(option.code.format(density=0.25, buckets=2), names)

@@ -80,6 +80,7 @@ def test_what_is_computed_once_is_what_the_other_branch_gives_where_it_is_not_wo
 
 @pytest.mark.parametrize("k", [1, 2, 30, 31, 32, 999, 1000])
 @pytest.mark.parametrize("kind", ["apart", "two", "padded", "subnormal", "largest"])
+@pytest.mark.one_in(3)
 def test_the_kth_magnitude_by_interpolation_of_what_is_not_straight(kind, k):
     """Far apart, at two places, behind padding, and where patterns are no logarithms."""
     values = {
@@ -129,6 +130,7 @@ def test_what_a_trace_is_for():
 @pytest.mark.parametrize(
     "name", helpers.slow_but(("adtopk",), ("topk", "threshold_reuse", "dgc", "adtopk"))
 )
+@pytest.mark.slow
 def test_selectors_step_after_step(name):
     size = 200_000
     steps = [RNG.standard_normal(size) * (1 + 0.2 * step) for step in range(3)]
@@ -157,6 +159,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", helpers.slow_but(("agreed, few",), OPTIONS))
+@pytest.mark.slow
 def test_allreduces_of_hard_data(name):
     cases, found = helpers.hard_accumulators(4, 600), {}
     for form in ("portable", "gpu"):
@@ -189,6 +192,7 @@ def test_a_program_holds_the_form_of_its_platform():
 
 
 @pytest.mark.parametrize("bits", [None, 32])
+@pytest.mark.one_in(2)
 def test_a_step_of_agreed_that_is_large_enough_to_have_branches(bits):
     size, workers = 300_000, 2
     allreduce, selector = sc.allreduce.agreed(bits=bits), sc.select.topk(density=0.06)

@@ -46,6 +46,7 @@ QUICK_STATES = ESTIMATED | {"topk", "threshold_reuse", "random_k", "threshold"}
         *slow_rows(*((name, SMALL) for name in ALL if name not in QUICK_STATES)),
     ],
 )
+@pytest.mark.one_in(3)
 def test_state_keeps_its_type_and_steps_are_traced_once(name, size):
     selector = ALL[name](0.1)
     function, state = jax.jit(selector.select), selector.init(LAYOUTS[size])
@@ -60,6 +61,7 @@ def test_state_keeps_its_type_and_steps_are_traced_once(name, size):
 
 
 @pytest.mark.parametrize("name", slow_but(("bucketed", "mstopk", "threshold"), ALL))
+@pytest.mark.one_in(3)
 def test_few_entries_and_values_of_sixteen_bits(name):
     for size, density in ((1, 0.5), (33, 0.3)):
         acc, selector = np.abs(selection.hard_vector("normal", size)) + 1, ALL[name](density)

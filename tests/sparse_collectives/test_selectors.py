@@ -125,6 +125,7 @@ def test_large_entries_that_crowd_one_group(crowd):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("magnitude", [0, 1e-45, 1.0, 1e300])
+@pytest.mark.one_in(3)
 def test_all_that_reaches_the_magnitude_has_slots_in_turn(dtype, magnitude):
     k = k_of(0.25, SIZE)
     selector, select = jitted("threshold", magnitude=magnitude, density=0.25)

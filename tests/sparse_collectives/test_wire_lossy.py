@@ -181,6 +181,7 @@ def test_two_bits_take_a_hundredth_of_the_square_of_what_a_selection_has():
 
 
 @pytest.mark.parametrize("name", CODECS)
+@pytest.mark.one_in(3)
 def test_special_values(name):
     encode, decode = jitted(name)
     largest = np.finfo(np.float32).max
@@ -256,6 +257,7 @@ def test_sixteen_bit_values(name, dtype):
 
 @pytest.mark.parametrize("name", slow_but(CODECS.keys() - set(OF_GAPS[1:]), CODECS))
 @pytest.mark.parametrize("shape", [(0, 7), (2, 2, 3)])
+@pytest.mark.one_in(3)
 def test_leading_dimensions_stay_and_empty_messages_decode(name, shape):
     encode, decode = jitted(name)
     values = np.arange(1, 1 + np.prod(shape), dtype=np.float32).reshape(shape)

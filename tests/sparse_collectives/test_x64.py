@@ -110,6 +110,7 @@ def of_64_bits(tree):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [*SELECTORS, *SHORT_CODECS])
+@pytest.mark.one_in(3)
 def test_a_selector_or_codec_has_the_types_that_it_has_without(x64, name, dtype):
     if name in SHORT_CODECS:
         codec = SHORT_CODECS[name]()

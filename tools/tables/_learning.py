@@ -4,7 +4,7 @@ import functools
 import json
 import statistics
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from ._data import DATA, LABELS, Rows, blank_repeats, by, listed, read
 
@@ -112,7 +112,62 @@ def loss_in_rounds(file: str) -> Rows:
 
 
 table_loss_in_rounds = functools.partial(loss_in_rounds, "learning_rounds.jsonl")
-table_loss_in_longer_rounds = functools.partial(loss_in_rounds, "learning_longer_rounds.jsonl")
+
+
+class Trained(NamedTuple):
+    """A contestant of the losses by bytes, at the rate that was best for the first seed.
+
+    Attributes:
+      shown: its name in the manual.
+      rate: of learning.
+      edge: whether that is at the end of those that were tried.
+      words: that a worker received in a step.
+      losses: of each seed.
+      above: the same in percent above the dense loss of that seed.
+    """
+
+    shown: str
+    rate: float
+    edge: bool
+    words: float
+    losses: list[float]
+    above: list[float]
+
+
+def losses_by_bytes() -> list[Trained]:
+    """Those of `learning_bytes.jsonl`, the dense one first."""
+    found: list[Trained] = []
+    dense: dict[int, float] = {}
+    for name, shown in LABELS["loss_by_bytes"].items():
+        of_name = runs("learning_bytes.jsonl", contestant=name)
+        if not of_name:
+            continue
+        first = {run["rate"]: run for run in of_name if run["seed"] == 0}
+        rate = min(first, key=lambda rate: first[rate]["value"])
+        at = {run["seed"]: run["value"] for run in of_name if run["rate"] == rate}
+        dense = dense or at
+        above = [100 * (value / dense[seed] - 1) for seed, value in at.items()]
+        edge = rate in (min(first), max(first))
+        found.append(Trained(shown, rate, edge, first[rate]["words"], [*at.values()], above))
+    return found
+
+
+def table_loss_by_bytes() -> Rows:
+    """Loss after 4,000 steps, the most words first."""
+    found = losses_by_bytes()
+    most = found[0].words
+    return [
+        [
+            one.shown,
+            f"{one.words:,.0f}",
+            f"1/{most / one.words:,.0f}" if one.words < most else "1",
+            f"{one.rate:g}{' (at the end of the grid)' if one.edge else ''}",
+            f"{statistics.mean(one.losses):.3f}",
+            f"{statistics.mean(one.above):+.1f} %" if one.words < most else "",
+            ", ".join(f"{x:+.1f}" for x in one.above) if one.words < most else "",
+        ]
+        for one in sorted(found, key=lambda one: -one.words)
+    ]
 
 
 def runs(file: str = "learning_steps.jsonl", /, **wanted: Any) -> list[dict[str, Any]]:
