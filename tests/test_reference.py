@@ -11,7 +11,7 @@ from tests.optax_ext.helpers import DOCS
 
 PAGES = DOCS / "reference"
 # `extend` last: what it has of the others is theirs.
-PACKAGES = ["optax_ext"] + [f"optax_ext.{x}" for x in "published elastic sites contrib".split()]
+PACKAGES = ["optax_ext"] + [f"optax_ext.{x}" for x in ["published", "elastic", "sites", "contrib"]]
 PACKAGES += ["sparse_collectives"]
 INNER = "allreduce allreduce.published cost_model planner select select.published traffic transport"
 PACKAGES += [f"sparse_collectives.{inner}" for inner in (*INNER.split(), "wire", "extend")]
