@@ -12,13 +12,13 @@ from benchmarks.elastic.cluster import Cluster, cluster
 
 pytestmark = pytest.mark.slow
 # Seconds without a sign of life; a busy machine may be late by a few.
-HEARTBEAT = 6
+HEARTBEAT = 12
 WORKER = "tests.elastic._worker"
 
 
 def job(size: int, **settings: Any):
     """A job whose workers stay near each other on a busy machine."""
-    given = {"pause": 0.05, "steps": 1_000_000, **settings}
+    given = {"pause": 0.05, "steps": 1_000_000, "collective": 15, **settings}
     return cluster(WORKER, size, heartbeat=HEARTBEAT, **given)
 
 
@@ -155,7 +155,7 @@ def test_one_that_hangs_in_python_ends_itself():
         of.kill(1)
         of.wait_for_step(steps_of(of, 0) + 5, [0])
         at = steps_of(of, 0)
-        of.start(1, stuck=12, hang_at=at + 25)
+        of.start(1, stuck=60, hang_at=at + 25)
         of.wait_for("its end", lambda: of.lives[1][-1].ended_at)
         assert of.lives[1][-1].find("hangs")
         assert "batch_of" in of.lives[1][-1].errors

@@ -5,7 +5,7 @@ from benchmarks.elastic.cluster import cluster
 
 def test_one_dies_and_comes_back():
     with cluster(
-        "tests.elastic._worker", 2, heartbeat=3, collective=5, pause=0.05, steps=1_000_000
+        "tests.elastic._worker", 2, heartbeat=8, collective=10, pause=0.05, steps=1_000_000
     ) as of:
         of.wait_for_step(6)
         # Process 0: the coordinator is another process.
