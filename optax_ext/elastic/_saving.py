@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from optax_ext._state._placement import state_specs
+from optax_ext._state._placement import is_spec, state_specs
 
 
 class Saved(NamedTuple):
@@ -193,7 +193,7 @@ def _split(specs: Any, tree: Any, rows: int = 1) -> tuple[dict[str, Any], dict[s
 
     Of shapes with so many rows those of one.
     """
-    flat = list(zip(jax.tree.leaves(specs, is_leaf=_is_spec), jax.tree.leaves(tree), strict=True))
+    flat = list(zip(jax.tree.leaves(specs, is_leaf=is_spec), jax.tree.leaves(tree), strict=True))
 
     def one(x: Any) -> Any:
         if rows == 1:
@@ -209,10 +209,6 @@ def _split(specs: Any, tree: Any, rows: int = 1) -> tuple[dict[str, Any], dict[s
 
 def _merged(specs: Any, shapes: Any, own: dict[str, Any], shared: dict[str, Any]) -> Any:
     """The inverse of :func:`_split`."""
-    count = len(jax.tree.leaves(specs, is_leaf=_is_spec))
+    count = len(jax.tree.leaves(specs, is_leaf=is_spec))
     leaves = [own[str(i)] if str(i) in own else shared[str(i)] for i in range(count)]
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
-
-
-def _is_spec(node: Any) -> bool:
-    return isinstance(node, jax.sharding.PartitionSpec)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from optax_ext._state._placement import is_spec
 from optax_ext.elastic._jax_internals import Device
 from optax_ext.elastic._meeting import Plan
 
@@ -59,7 +60,6 @@ def placed(tree: Any, specs: Any, mesh: Mesh) -> Any:
         part = jax.device_put(x, device)
         return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, spec), [part])
 
-    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
     if is_spec(specs):
         return jax.tree.map(lambda x: place(specs, x), tree)
     return jax.tree.map(place, specs, tree, is_leaf=is_spec)

@@ -21,7 +21,6 @@ VERSION = 1
 _RUN = "run"
 # Bytes of an object that are no entries.
 _AROUND = _payload.LARGEST_HEADER + 256
-_LARGEST_LIST = 1 << 22
 
 
 class Share(NamedTuple):
@@ -123,16 +122,18 @@ class Rounds:
         return max(self._snapshots())
 
     def keep(self, number: int, params: np.ndarray) -> None:
-        """Puts a snapshot, and removes the rounds that nobody needs any more.
+        """Puts a snapshot, and removes the payloads that nobody needs any more.
 
-        The last snapshot but one, and the rounds since, stay for who is reading them.
+        The last snapshot but one, and the payloads since, stay for who is reading them; the lists,
+        which are short, stay for who was away and wants to know whether it was in one.
         """
         self._put_snapshot(number, params)
         snapshots = sorted(self._snapshots())
         oldest = snapshots[-2] if len(snapshots) > 1 else 0
         old = [f"snapshot/{x:08d}" for x in snapshots if x < oldest]
         rounds = self._store.sizes("round")
-        old += [f"round/{name}" for name in rounds if int(name.partition("/")[0]) < oldest]
+        payloads = (name for name in rounds if "/payload/" in name)
+        old += [f"round/{name}" for name in payloads if int(name.partition("/")[0]) < oldest]
         self._store.delete(old)
 
     def _put_snapshot(self, number: int, params: np.ndarray) -> None:
@@ -145,8 +146,8 @@ class Rounds:
 
     # A round.
 
-    def put(self, number: int, body: bytes, tokens: int, base: str) -> None:
-        """This site's payload for a round; a second one for the same round changes nothing."""
+    def put(self, number: int, body: bytes, tokens: int, base: str) -> str:
+        """This site's payload for a round, and its digest; a second one changes nothing."""
         header = {
             "run": self.run,
             "number": number,
@@ -156,22 +157,36 @@ class Rounds:
             "base": base,
         }
         name = f"{_round(number)}/payload/{self._site}"
-        self._store.create(name, _payload.pack(header, body, self._key))
+        data = _payload.pack(header, body, self._key)
+        self._store.create(name, data)
+        return _payload.digest(data)
+
+    def has_taken(self, number: int, digest: str) -> bool:
+        """Whether a payload is in the list of its round."""
+        return any(row["sha256"] == digest for row in self._listed(number) or ())
+
+    def _listed(self, number: int) -> list[dict[str, Any]] | None:
+        """The rows of the list of a round; None where it is open."""
+        data = self._store.get(f"{_round(number)}/list")
+        if data is None:
+            return None
+        return json.loads(self._opened(f"{_round(number)}/list", data, number=number)[1])
 
     def closed(self, number: int) -> Closed | None:
-        """A round, where it is closed; None where it is open.
+        """A round, where it is closed; None where it is open, or its payloads were removed.
 
         Raises:
           ValueError: an object is not what the list says, or none that this site may take.
         """
-        data = self._store.get(f"{_round(number)}/list")
-        if data is None:
+        rows = self._listed(number)
+        if rows is None:
             return None
-        _, body = self._opened(f"{_round(number)}/list", data, number=number)
         shares = []
-        for row in json.loads(body):
+        for row in rows:
             name = f"{_round(number)}/payload/{row['site']}"
             found = self._store.get(name)
+            if found is None and self.newest_snapshot() > number:
+                return None
             if found is None or _payload.digest(found) != row["sha256"]:
                 raise ValueError(
                     f"{name} at {self._store.name} is not what the list of its round says: it was "
@@ -193,9 +208,8 @@ class Rounds:
           TimeoutError: it was not closed in that time.
         """
         since, began = None, self._clock()
-        while f"{_round(number)}/list" not in self._names(number):
-            prefix = f"{_round(number)}/payload"
-            found = {*self._store.sizes(prefix)}
+        while "list" not in (names := self._store.sizes(_round(number))):
+            found = {name.removeprefix("payload/") for name in names}
             if len(found) >= self._quorum:
                 since = self._clock() if since is None else since
                 if found >= expected or self._clock() - since >= self._grace:
@@ -207,9 +221,6 @@ class Rounds:
                     f"has {len(found)} payloads, and quorum is {self._quorum}."
                 )
             time.sleep(self._poll)
-
-    def _names(self, number: int) -> set[str]:
-        return {f"{_round(number)}/{name}" for name in self._store.sizes(_round(number))}
 
     def _close(self, number: int) -> None:
         """Writes the list of the payloads that have come, unless another site is faster."""

@@ -69,7 +69,7 @@ class Site:
       key: what the sites share, to sign with; None: only damage is noticed, and who may write is
         the store's to say.
       snapshot_every: rounds after which the parameters are put into the store, for those who come;
-        older rounds are removed.
+        older payloads are removed.
       poll: seconds from one look at the store to the next.
       give_up: seconds for which a store that fails, or a round that is not closed, is waited for.
 
@@ -158,6 +158,8 @@ class Site:
         self._pool = concurrent.futures.ThreadPoolExecutor(2, thread_name_prefix="site")
         self._pending: concurrent.futures.Future[Any] | None = None
         self._unsent = 0
+        # What was put and not seen in a list yet: the round, its digest, tokens and body.
+        self._put: tuple[int, str, int, bytes] | None = None
         self._others: frozenset[str] = frozenset()
         moved = np.zeros(self._model.size, np.float32)
         closed = self._patiently(lambda: self._closed_from(self._number))
@@ -227,7 +229,10 @@ class Site:
             if closed or closed is None:
                 # It is over: what was to be sent waits for the next one.
                 return closed
-            self._patiently(lambda: self._rounds.put(number, body, tokens, base))
+            digest = self._patiently(lambda: self._rounds.put(number, body, tokens, base))
+            if self._put is None or self._put[0] != number:
+                # The first one counts.
+                self._put = number, digest, tokens, body
             self._patiently(lambda: self._rounds.wait(number, others, self._give_up))
             return self._patiently(lambda: self._closed_from(number))
 
@@ -257,6 +262,8 @@ class Site:
             log.warning("%s begins again from the newest snapshot of the run", self.name)
             number = self._patiently(self._rounds.newest_snapshot)
             self._params = self._patiently(lambda: self._rounds.snapshot(number))
+            if self._put is not None and self._put[0] < number:
+                self._take_off(moved, *self._put)
             self._number = number
             closed = self._patiently(lambda: self._closed_from(number)) or []
         for done in closed:
@@ -267,7 +274,7 @@ class Site:
                 _difference.add(self._params, share.sent, share.tokens / total)
                 # Not by the name alone: a life before this one moved what is not in ``moved``.
                 if share.site == self.name and share.life == self._rounds.life:
-                    delivered = True
+                    delivered, self._put = True, None
                     moved[share.sent.indices] -= share.sent.values
                     self._unsent -= share.tokens
             size = self._messages.bytes
@@ -279,6 +286,16 @@ class Site:
             turn = self._number // self._snapshot_every % len(names)
             if self._number % self._snapshot_every == 0 and names[turn] == self.name:
                 self._keep(self._number, self._params.copy())
+
+    def _take_off(
+        self, moved: np.ndarray, number: int, digest: str, tokens: int, body: bytes
+    ) -> None:
+        """Takes off what was delivered in a round before the snapshot, which has it."""
+        if self._patiently(lambda: self._rounds.has_taken(number, digest)):
+            sent = self._messages.decode(body)
+            moved[sent.indices] -= sent.values
+            self._unsent -= tokens
+        self._put = None
 
     def _differs(self, closed: Closed) -> bool:
         """Whether this site may be the one whose parameters are not those of the others."""

@@ -102,13 +102,34 @@ def test_one_whose_rounds_are_removed_keeps_what_it_has_moved():
     for step in range(9):
         params = fast.exchange(moved(params, step), tokens=1, wait=True)
     fast.close()
-    names = fast._store.sizes("round")
+    names = [name for name in fast._store.sizes("round") if "payload" in name]
     assert min(names) >= "00000006"
     assert sorted(fast._store.sizes("snapshot")) == ["00000006", "00000008"]
     got = sleepy.exchange(at_sleepy, tokens=1, wait=True)
     shared = flat(sleepy.params)
     assert shared.tobytes() == flat(fast.params).tobytes()
     np.testing.assert_allclose(flat(got) - shared, flat(at_sleepy) - flat(PARAMS), atol=1e-5)
+
+
+def test_one_that_was_delivered_while_it_was_away_does_not_deliver_it_again():
+    store = memory()
+    fast = site(store, "fast", snapshot_every=2, grace=0.0)
+    sleepy = site(store, "sleepy", quorum=3, give_up=0.2)
+    at_sleepy = moved(sleepy.params, 0, 1)
+    with pytest.raises(TimeoutError):
+        # It has put its payload, and goes away.
+        sleepy.exchange(at_sleepy, tokens=1, wait=True)
+    sleepy._give_up = 30.0
+    params = fast.exchange(moved(fast.params, 0), tokens=1, wait=True)
+    assert fast.last.sites == ("fast", "sleepy")
+    given = delivered(sleepy, 1)
+    assert np.abs(given).sum() > 0
+    for step in range(1, 9):
+        params = fast.exchange(moved(params, step), tokens=1, wait=True)
+    fast.close()
+    got = sleepy.exchange(at_sleepy, tokens=1, wait=True)
+    waits = flat(at_sleepy) - flat(PARAMS) - given
+    np.testing.assert_allclose(flat(got) - flat(sleepy.params), waits, atol=1e-5)
 
 
 @pytest.mark.parametrize("others", [1, 2])
