@@ -57,6 +57,10 @@ class Saves:
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: concurrent.futures.Future[None] | None = None
 
+    def are_kept(self) -> bool:
+        """Whether there is a folder."""
+        return self._folder is not None
+
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint is to be written behind this step."""
         return self._folder is not None and step % (self._every or 1) == 0

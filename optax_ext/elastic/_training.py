@@ -15,8 +15,10 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from optax_ext.elastic import _checks, _handover, _saving, _seats
+from optax_ext.elastic import _checks, _saving, _seats
+from optax_ext.elastic._held import Held, restored
 from optax_ext.elastic._job import Job, log
+from optax_ext.elastic._look import look
 from optax_ext.elastic._meeting import Plan, Report
 from optax_ext.elastic._programs import Group, Programs
 
@@ -50,24 +52,16 @@ class Lost(NamedTuple):
     waited: float
 
 
-class _Held(NamedTuple):
-    """A state of the training, of the group that it is on."""
-
-    version: int
-    step: int
-    params: Any
-    opt_state: Any
-
-
 class Training:
     """Trains with the workers that are there, through deaths, hangs and returns.
 
     When a worker dies in a step, the others take that step again without it, from the state that
     all of them have, in which nothing of the failed step is. One that comes back under its number
     gets the parameters and all that is shared, to the bit, the mean of the second moments, and an
-    empty residual. One that says goodbye (``leave``) has its residual dealt out to the others; one
-    that dies takes its own along, and ``lost`` says how much that was. All living workers have the
-    same parameters, to the bit, which is checked every ``check_every`` steps.
+    empty residual. One that says goodbye (``leave``) has its residual dealt out to the others, and
+    the last ones that leave write a checkpoint. One that dies takes its residual along, and
+    ``lost`` says how much that was. All living workers have the same parameters, to the bit, which
+    is checked every ``check_every`` steps.
 
     Args:
       job: of :func:`connect`.
@@ -141,12 +135,12 @@ class Training:
         self._every = _checks.rounds(state)
         self._model = _checks.description(self._initial, state)
         self._saves = _saving.Saves(folder, save_every, job.process_id)
-        self._now: _Held | None = None
-        self._before: _Held | None = None
+        self._now: Held | None = None
+        self._before: Held | None = None
         self._plan: Plan | None = None
         self._group: Group | None = None
         self._batch: Any = None
-        self._waited: dict[int, float] = {}
+        self._magnitudes: dict[int, float] = {}
         self._lost: list[Lost] = []
         self._goodbyes: set[int] = set()
         self._leaves = self._gone = self._exchanged = False
@@ -242,7 +236,7 @@ class Training:
         # Also where all have taken the step, and it was the look behind it that failed.
         return loss
 
-    def _take(self, group: Group, now: _Held, batch: Any) -> jax.Array:
+    def _take(self, group: Group, now: Held, batch: Any) -> jax.Array:
         batch = _seats.placed(batch, self._own, group.mesh)
         params, opt_state, loss = jax.block_until_ready(
             group.step(now.params, now.opt_state, batch)
@@ -252,10 +246,10 @@ class Training:
         if self._exchanged:
             # Nobody is further behind: all have begun this exchange, and so finished the last one.
             self._before = now
-        self._now = _Held(version, now.step + 1, params, opt_state)
+        self._now = Held(version, now.step + 1, params, opt_state)
         self._failures = 0
         if self._saves.is_due(self.step):
-            self._saves.save(self.step, self.members, _seats.own(params), _seats.own(opt_state))
+            self._save(self._now)
         return _seats.own(loss).reshape(())
 
     def _next_batch(self, step: int) -> Any:
@@ -271,35 +265,27 @@ class Training:
         if self._exchanged and now.version % self._check_every == 0:
             self._look(group, now)
 
-    def _look(self, group: Group, now: _Held) -> None:
-        digest, waited = _checks.digest(
-            _seats.own(now.params), _checks.residuals(_seats.own(now.opt_state))
-        )
-        row = np.array([self._job.someone_waits(), self._leaves, int(digest), 0], np.uint32)[None]
-        row[0, 3] = np.float32(waited).view(np.uint32)
-        rows = group.poll(_seats.placed(row, self._own, group.mesh))
-        rows = np.asarray(jax.block_until_ready(rows))
-        if len({*rows[:, 2].tolist()}) > 1:
-            each = dict(zip(group.order, map(hex, rows[:, 2].tolist()), strict=True))
-            raise RuntimeError(
-                f"the parameters of the workers differ at step {now.step}, digests by process: "
-                f"{each}. Start all of them again, from a checkpoint."
-            )
-        waits = rows[:, 3].view(np.float32).tolist()
-        self._waited = dict(zip(group.order, waits, strict=True))
-        if rows[:, 1].any():
-            self._part(group, now, rows[:, 1].astype(bool))
-        if rows[:, :2].any():
+    def _look(self, group: Group, now: Held) -> None:
+        waits = self._job.someone_waits()
+        seen = look(group, self._own, now.params, now.opt_state, waits, self._leaves)
+        self._magnitudes = seen.residuals
+        if seen.leaves.any():
+            self._part(group, now, seen.leaves)
+        if seen.meets:
             self._group = None
 
-    def _part(self, group: Group, now: _Held, leaves: np.ndarray) -> None:
-        """Those that leave hand over what they hold, if anyone stays."""
+    def _part(self, group: Group, now: Held, leaves: np.ndarray) -> None:
+        """Those that leave hand over what they hold; if all leave, to a checkpoint."""
         if not leaves.all():
             given = _seats.placed(leaves, PartitionSpec(), group.mesh)
             opt_state = jax.block_until_ready(group.farewell(now.opt_state, given))
             self._before = now
             self._now = now._replace(version=now.version + 1, opt_state=opt_state)
             self._goodbyes = {x for x, goes in zip(group.order, leaves, strict=True) if goes}
+        elif self._saves.are_kept():
+            self._save(now)
+        else:
+            log.warning("all leave, and without a folder their residuals are lost")
         if leaves[group.order.index(self._job.process_id)]:
             log.warning("leaves after step %d", now.step)
             self._gone = True
@@ -307,6 +293,9 @@ class Training:
             # The others learn it here, and need not wait until its heartbeats are missed.
             self._job.meet(Report(self._model, leaves=True))
             self._job.present()
+
+    def _save(self, now: Held) -> None:
+        self._saves.save(now.step, self.members, _seats.own(now.params), _seats.own(now.opt_state))
 
     # Meeting: a group is made of those that are there.
 
@@ -342,7 +331,8 @@ class Training:
             self._plan = previous
             return
         try:
-            held_now = self._restored(plan, from_version, group)
+            given = {"job": self._job, "programs": self._programs, "saves": self._saves}
+            held_now = restored(plan, from_version, group, **given, initial=self._initial)
         except _FAILURES as error:
             if not _is_of_others(error):
                 raise
@@ -351,40 +341,12 @@ class Training:
             return
         self._goodbyes = set()
         for process in sorted(gone):
-            lost = Lost(process, plan.step, self._waited.get(process, float("nan")))
+            lost = Lost(process, plan.step, self._magnitudes.get(process, float("nan")))
             self._lost.append(lost)
         if gone or not previous or previous.members != plan.members:
             self._failures = 0
         self._now, self._before, self._group = held_now, None, group
         log.warning("step %d, workers %s", plan.step, plan.members)
-
-    def _restored(self, plan: Plan, held: _Held | None, group: Group) -> _Held:
-        """The state of the plan, of the new group."""
-        me = self._job.process_id
-        size, rank = len(plan.members), plan.members.index(me)
-        params = self._initial
-        with jax.default_device(self._job.devices_of(me)[0]):
-            state = self._programs.fresh(size, group.order.index(me), self._initial)
-            holders = plan.holders
-            if held is not None:
-                params = _seats.own(held.params)
-                state = _handover.carried(_seats.own(held.opt_state), state)
-            elif plan.saved >= 0:
-                # Of a checkpoint each takes a part.
-                of = self._programs.state_of
-                saved = self._saves.load(plan.saved, rank, size, params, of)
-                holders = plan.members[: saved.size]
-                params = saved.params
-                if saved.opt_state is not None:
-                    state = _handover.carried(saved.opt_state, state)
-        params = _seats.placed(params, PartitionSpec(), group.mesh)
-        state = _seats.placed(state, group.specs, group.mesh)
-        if {*holders} != {*plan.members}:
-            holds = np.array([process in holders for process in group.order])
-            given = _seats.placed(holds, PartitionSpec(), group.mesh)
-            params, state = group.welcome(params, state, given)
-        jax.block_until_ready((params, state))
-        return _Held(plan.version, plan.step, params, state)
 
 
 # What a collective raises when one of the others is gone: the second where it fails at once.

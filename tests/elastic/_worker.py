@@ -149,7 +149,7 @@ def _die(place: str) -> None:
     if place == "compile":
         _programs.Programs._compile = dies
     elif place == "welcome":
-        _training.Training._restored = dies
+        _training.restored = dies
     elif place == "save":
         _saving.Saves.wait = dies
         original = _saving.Saves.save

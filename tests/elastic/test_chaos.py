@@ -196,14 +196,18 @@ def test_all_begin_again_from_the_newest_whole_checkpoint(tmp_path):
     with job(3, **settings) as of:
         of.wait_for_step(35)
         of.kill(1)
+        of.wait_for_step(steps_of(of, 0) + 5, [0, 2])
+        # It dies while it writes; the others have written, and go on.
+        of.start(1, die_at="save")
+        of.wait_for("its death", lambda: of.lives[1][-1].ended_at)
+        assert of.lives[1][-1].find("dies", place="save")
         at = steps_of(of, 0)
-        # One dies while it writes, and the other has written.
         of.wait_for_step(at + 15, [0, 2])
         for number in (0, 2):
             of.kill(number)
         of.wait_for("all ends", lambda: not of.living)
         before = final(of)
-    with job(2, steps=80, min_workers=2, **settings) as of:
+    with job(2, steps=max(before) + 30, min_workers=2, **settings) as of:
         of.wait_for("the end", lambda: all(x[-1].ended_at for x in of.lives))
         after = final(of)
         begun = min(after) - 1
@@ -218,6 +222,28 @@ def test_all_begin_again_from_the_newest_whole_checkpoint(tmp_path):
         assert waits(before, begun, "after") == waits(after, begun + 1, "before")
         one = next(iter(after[begun + 1].values()))
         assert one["before"]["params"] == next(iter(before[begun].values()))["after"]["params"]
+
+
+def test_where_all_leave_nothing_is_lost(tmp_path):
+    # No checkpoint but the one at the end.
+    settings = {"folder": str(tmp_path), "save_every": 10**6}
+    with job(2, **settings) as of:
+        of.wait_for_step(13)
+        for number in range(2):
+            of.signal(number, signal.SIGTERM)
+        of.wait_for("the end", lambda: not of.living)
+        assert [lives[-1].status for lives in of.lives] == [0, 0]
+        before = final(of)
+    with job(2, min_workers=2, **settings) as of:
+        of.wait_for_step(max(before) + 5)
+        after = final(of)
+        assert min(after) == max(before) + 1
+
+        def waits(events: Any, when: str) -> float:
+            return sum(event[when]["residual"]["weighted"] for event in events.values())
+
+        # Of the last step that both took, or of one alone, which has what the other handed over.
+        assert waits(before[max(before)], "after") == waits(after[min(after)], "before")
 
 
 def test_one_with_another_model_is_refused_and_the_others_go_on():
