@@ -53,7 +53,7 @@ help:
 	@echo "make contract     check a selector or an allreduce of one's own (SELECTOR=file.py:factory, ALLREDUCE=...)"
 	@echo "make evidence     check the claims of the papers and of README, one by one (ARGS=--quick: in minutes)"
 	@echo "make tables       write the tables of numbers of docs from docs/data"
-	@echo "make lint         check style and formatting"
+	@echo "make lint         check style, formatting, and the language of pages and docstrings"
 	@echo "make format       apply both"
 	@echo "make types        check types, and that all of the public ones are known"
 	@echo "make docs         build the manual into site/; a warning fails"
@@ -137,6 +137,7 @@ tables: $(VENV)/.installed-test
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tools.prose
 
 format: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix .

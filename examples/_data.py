@@ -17,7 +17,7 @@ class InputError(ValueError):
 
 
 class Dataset(NamedTuple):
-    """Labelled images, standardised by the mean and deviation of the training images.
+    """Labeled images, standardized by the mean and deviation of the training images.
 
     Attributes:
       train_images: f32[N, height, width].
@@ -35,7 +35,7 @@ class Dataset(NamedTuple):
 
 
 def digits(test_fraction: float = 0.25) -> Dataset:
-    """Returns scikit-learn's 1797 digits of 8x8 pixels; the split is the same at every call."""
+    """Returns scikit-learn's 1,797 digits of 8x8 pixels; the split is the same at every call."""
     images, labels = load_digits().images, load_digits().target
     train_images, test_images, train_labels, test_labels = train_test_split(
         images, labels, test_size=test_fraction, random_state=0, stratify=labels
@@ -48,7 +48,7 @@ def idx_folder(folder: Path) -> Dataset:
 
     Args:
       folder: holds `train-images-idx3-ubyte`, `train-labels-idx1-ubyte` and the same two with
-        `t10k` for `train`; each of them plain or with `.gz` at the end.
+        `t10k` for `train`; each of them plain or gzipped (`.gz`).
 
     Raises:
       InputError: a file is missing or malformed, or two files do not belong together.
@@ -65,16 +65,16 @@ def idx_folder(folder: Path) -> Dataset:
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """Returns the u8[...] array of an IDX file, gzipped when its name ends in `.gz`.
+    """Returns the u8[...] array of an IDX file, gzipped if its name ends in `.gz`.
 
-    No more is read, and decompressed, than the header asks for and one byte.
+    At most one byte more than the header announces is read and decompressed.
 
     Raises:
       InputError: the file cannot be read, or is not an IDX file of unsigned bytes.
     """
     packed = path.suffix == ".gz"
     try:
-        # What a file can hold; deflate packs at most 1032 bytes into one.
+        # The most that a file can hold; deflate packs at most 1,032 bytes into one.
         most = path.stat().st_size * (1032 if packed else 1)
         with gzip.open(path) if packed else path.open("rb") as file:
             # Two zero bytes, the type (8 is unsigned byte), the rank, then each size as
@@ -101,7 +101,7 @@ def read_idx(path: Path) -> np.ndarray:
 def batches(
     images: np.ndarray, labels: np.ndarray, *, size: int, seed: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields batches without end, in a new order in each epoch, leaving out a last part batch."""
+    """Yields batches without end, in a new order in each epoch, without a last partial batch."""
     if not 0 < size <= len(images):
         raise InputError(f"a batch of {size} images is asked for, and there are {len(images)}")
     random = np.random.default_rng(seed)
@@ -127,7 +127,7 @@ def text_of(path: Path | None) -> np.ndarray:
             text = path.read_text(encoding="utf-8", errors="replace")
         except OSError as error:
             raise InputError(f"cannot read {path}: {error.strerror}") from error
-    # What is not ASCII becomes a question mark.
+    # Characters that are not ASCII become question marks.
     return np.frombuffer(text.encode("ascii", "replace"), np.uint8)
 
 

@@ -1,4 +1,4 @@
-"""What the command lines of the examples have in common."""
+"""Shared by the command lines of the examples."""
 
 import argparse
 import os
@@ -10,7 +10,7 @@ FIGURES = (".pdf", ".png", ".svg")
 
 
 def parser_of(description: str, program: str | None = None) -> argparse.ArgumentParser:
-    """A parser that ends with status 2 and one line when an option is wrong."""
+    """A parser that ends with status 2 and one line if an option is wrong."""
     parser = argparse.ArgumentParser(prog=program, description=description)
     parser.error = lambda message: parser.exit(2, f"{parser.prog}: {message}\n")
     return parser
@@ -43,7 +43,7 @@ def positive(value: str) -> int:
 def training_parser(
     description: str, *, steps: int, batch: int, rate: float
 ) -> argparse.ArgumentParser:
-    """A parser with what every training on simulated workers has, and these defaults."""
+    """A parser with the options of every training on simulated workers, and these defaults."""
     parser = parser_of(description)
     add = numbers_of(parser)
     add("--workers", int, 8, 1, 64, "simulated workers")
@@ -55,7 +55,7 @@ def training_parser(
 
 
 def check_batch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Ends the program where the workers cannot have equal parts of a batch."""
+    """Ends the program if the workers cannot have equal parts of a batch."""
     if options.batch % options.workers:
         parser.error(f"--batch {options.batch} is not divisible by --workers {options.workers}")
 
@@ -63,7 +63,7 @@ def check_batch(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
 def check_outputs(
     parser: argparse.ArgumentParser, figure: Path | None, *others: Path | None
 ) -> None:
-    """Makes the folders of the files, None left out; ends the program if one can't be written."""
+    """Makes the folders of the files, None aside; ends the program if one can't be written."""
     if figure and figure.suffix not in FIGURES:
         parser.error(f"--out {figure} must end in one of {', '.join(FIGURES)}")
     for path in filter(None, (figure, *others)):

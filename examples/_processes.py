@@ -14,14 +14,14 @@ import jax
 from _data import InputError
 from _options import positive
 
-# jax itself reads JAX_COORDINATOR_ADDRESS, SLURM's variables and those of Open MPI up to 4.
+# jax itself reads JAX_COORDINATOR_ADDRESS, and the variables of SLURM and of Open MPI up to 4.
 COUNTS = ("JAX_NUM_PROCESSES", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 IDS = ("JAX_PROCESS_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 DETECTED = ("OMPI_MCA_orte_hnp_uri", "SLURM_STEP_NODELIST", "TPU_WORKER_HOSTNAMES")
 
 
 def add_processes(parser: argparse.ArgumentParser) -> None:
-    """The options that say which process of how many this is."""
+    """Adds the options that identify this process among all of them."""
     add = parser.add_argument
     add("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
     add("--num-processes", type=int, metavar="N", help="processes of all hosts")
@@ -34,7 +34,7 @@ def start(options: argparse.Namespace) -> None:
     """Joins the processes, if there are several; then jax has the devices of all of them.
 
     Raises:
-      InputError: the options and the environment don't say which process this is.
+      InputError: the options and the environment do not identify this process.
     """
     coordinator = options.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS")
     count = _number("--num-processes", options.num_processes, COUNTS)
@@ -62,7 +62,7 @@ def start(options: argparse.Namespace) -> None:
             "collectives need: add it to /etc/hosts"
         ) from error
     with _end_after(options.timeout, f"{coordinator or 'the coordinator'}", count):
-        # jax would end the process itself, without an exception; it gets more time.
+        # A timeout of jax would end the process without an exception, so it gets more time.
         jax.distributed.initialize(
             coordinator, count, process, initialization_timeout=options.timeout + 60
         )

@@ -1,4 +1,4 @@
-"""What the training examples measure, and the table and figure they make of it."""
+"""Measurements of the training examples, and the table and figure that show them."""
 
 import argparse
 import os
@@ -17,12 +17,12 @@ Style = dict[str, Any]
 
 
 class HeldOut(NamedTuple):
-    """What was measured on images that no step has seen.
+    """Measurements on images that no step has seen.
 
     Attributes:
       over_steps: the loss after so many steps.
       losses: f64[images], of each after the last step.
-      right: f64[images], how often each is classified as it should be, after the last step.
+      right: f64[images], how often each is classified correctly after the last step.
     """
 
     over_steps: dict[int, float]
@@ -31,7 +31,7 @@ class HeldOut(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What one training run measured; the arrays have one entry for each step.
+    """Measurements of one training run; the arrays have one entry for each step.
 
     Attributes:
       size: n, the number of gradient components.
@@ -40,10 +40,10 @@ class Run(NamedTuple):
       losses: f64[steps], of the step's batch.
       words: f64[steps], received by each worker.
       selected: f64[steps, workers], components that each worker selected; f64[steps, 1] in a
-        dense run, where all workers have all of them.
+        dense run, in which all workers have all of them.
       delivered: f64[steps], components in the result that all workers apply.
-      overflow: as `selected`: those of them that found no slot and wait.
-      held_out: the losses of the test images, where they were measured.
+      overflow: as `selected`: the ones that found no slot, and stay in the residual.
+      held_out: the losses of the test images, if they were measured.
     """
 
     size: int
@@ -73,7 +73,7 @@ def summary(runs: dict[str, Run], options: argparse.Namespace) -> dict[str, Any]
         return None if dense else float(np.abs(run.selected - k).mean() / k)
 
     def against_first(run: Run) -> dict[str, float]:
-        """On the same images, so that what they have in common is no noise."""
+        """Compares on the same images, so that their common part adds no noise."""
         (first, *_), now = (run.held_out for run in runs.values()), run.held_out
         if first is None or now is None:
             return {}
@@ -111,7 +111,7 @@ def _error_of_mean(values: np.ndarray) -> float:
 
 
 def title_of(numbers: dict[str, Any]) -> str:
-    """What was trained, in a line."""
+    """A line that describes the training."""
     return (
         f"{numbers['n']:,} parameters, {numbers['workers']} workers, {numbers['steps']} steps, "
         f"batch {numbers['batch']}, noise {numbers['noise']:g}, seed {numbers['seed']}"
@@ -119,7 +119,7 @@ def title_of(numbers: dict[str, Any]) -> str:
 
 
 def remarks(numbers: dict[str, Any]) -> list[str]:
-    """What the table shows, and how much of it is chance."""
+    """Lines on the results in the table, and on how much of them is chance."""
     (first, _), *others = numbers["runs"].items()
     lines = []
     for name, row in others:
@@ -138,7 +138,7 @@ def remarks(numbers: dict[str, Any]) -> list[str]:
 
 
 def make_table(numbers: dict[str, Any]) -> Table:
-    """Returns the comparison; its last row has the values to hold the columns against."""
+    """Returns the comparison; its last row has the values to compare the columns with."""
     n, k, bound = numbers["n"], numbers["k"], numbers["bound"]
     most = max(row["words"] for row in numbers["runs"].values())
     table = Table(
@@ -179,7 +179,7 @@ def make_table(numbers: dict[str, Any]) -> Table:
 def draw(runs: dict[str, Run], path: Path, *, title: str = "") -> None:
     """Writes the figure: loss against steps, and against the words each worker has received.
 
-    Where there is a held-out loss it is the thick line, and that of the batches a thin one.
+    A held-out loss is drawn as a thick line, and the loss of the batches then as a thin one.
     """
     matplotlib.use("Agg")
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 5), sharey=True, layout="constrained")
@@ -221,7 +221,7 @@ def draw(runs: dict[str, Run], path: Path, *, title: str = "") -> None:
 
 
 def _smooth(losses: np.ndarray) -> np.ndarray:
-    """A mean over past steps only, so that the curve shows nothing before it happened."""
+    """A mean over past steps only, so that the curve shows nothing before it happens."""
     steps = np.arange(1, len(losses) + 1)
     first = np.maximum(steps - max(1, len(steps) // 60), 0)
     total = np.cumsum(np.concatenate([[0.0], losses]))
@@ -229,7 +229,7 @@ def _smooth(losses: np.ndarray) -> np.ndarray:
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Calls `write` on a temporary file beside `path` and renames it, so no half file is seen."""
+    """Calls `write` on a temporary file next to `path` and renames it, so no half file is seen."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         write(part)

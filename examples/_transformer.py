@@ -1,4 +1,4 @@
-"""A small transformer in flax nnx, whose parameters say by logical axes how they may be sharded."""
+"""A small transformer in flax nnx, whose parameters have logical axes for sharding."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-# What each kind of dimension is sharded over, if anything. Tensor parallelism splits what layers
-# have inside, FSDP what goes from layer to layer.
+# The mesh axis of each kind of dimension, if any. Tensor parallelism splits dimensions inside
+# layers, FSDP those that lead from layer to layer.
 RULES = {
     "tensor": {"vocabulary": "tensor", "hidden": "tensor", "heads": "tensor"},
     "fsdp": {"model": "fsdp"},
@@ -22,10 +22,10 @@ def _dense(inputs: int, outputs: int, axes: tuple[str, str], rngs: nnx.Rngs) -> 
 
 
 class Table(nnx.Module):
-    """A vector for each character, or place.
+    """A vector for each character, or position.
 
-    As a product, and not by looking rows up: XLA's partitioner ends the process where it finds a
-    gather from a table that is sharded, in a mapped function that leaves two axes or more to it.
+    It is a product instead of a lookup: XLA's partitioner ends the process at a gather from a
+    sharded table in a mapped function that leaves two or more axes to it.
     """
 
     def __init__(self, rows: int, width: int, axes: tuple[str | None, str], rngs: nnx.Rngs):
@@ -33,13 +33,13 @@ class Table(nnx.Module):
         self.rows = nnx.Param(init(rngs.params(), (rows, width), jnp.float32))
 
     def __call__(self, index: jax.Array) -> jax.Array:
-        """``i32[...]`` to ``f32[..., width]``."""
+        """Maps ``i32[...]`` to ``f32[..., width]``."""
         table = self.rows[...]
         return jax.nn.one_hot(index, table.shape[0]) @ table
 
 
 class Block(nnx.Module):
-    """Attention and a perceptron, each behind a normalisation and added to what came in."""
+    """Attention and a perceptron, each with a layer norm before it and a residual connection."""
 
     def __init__(self, width: int, heads: int, rngs: nnx.Rngs):
         self.heads = heads
@@ -52,7 +52,7 @@ class Block(nnx.Module):
         self.down = _dense(4 * width, width, ("hidden", "model"), rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """``f32[batch, time, width]`` to the same."""
+        """Maps ``f32[batch, time, width]`` to the same."""
         y = self.norms[0](x)
         split = (*y.shape[:2], self.heads, -1)
         q, k, v = (layer(y).reshape(split) for layer in (self.queries, self.keys, self.values))
@@ -72,7 +72,7 @@ class LanguageModel(nnx.Module):
         self.head = _dense(width, characters, ("model", "vocabulary"), rngs)
 
     def __call__(self, text: jax.Array) -> jax.Array:
-        """``i32[batch, time]`` to ``f32[batch, time, characters]``."""
+        """Maps ``i32[batch, time]`` to ``f32[batch, time, characters]``."""
         x = self.characters(text) + self.places(jnp.arange(text.shape[1]))[None]
         for block in self.blocks:
             x = block(x)
@@ -80,7 +80,7 @@ class LanguageModel(nnx.Module):
 
 
 def sharded_model(mesh: jax.sharding.Mesh, layout: str, seed: int, **sizes: int) -> Any:
-    """``(graphdef, params)``; the parameters are made where the rules of the layout say."""
+    """``(graphdef, params)``; the parameters are made where the rules of the layout place them."""
     return _split_model(mesh, RULES[layout], seed, sizes)
 
 

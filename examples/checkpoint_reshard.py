@@ -1,10 +1,10 @@
-"""Trains on 8 workers, saves with orbax, restores on 4, and goes on: nothing that waits is lost.
+"""Trains on 8 workers, saves with orbax, restores on 4, and continues with all residuals.
 
     python examples/checkpoint_reshard.py
     python examples/checkpoint_reshard.py --workers 4 --then 8 --folder FOLDER
 
-Each worker has a residual of its own. `optax_ext.reshard` deals them out to another number of
-workers so that their sum stays what it was. docs/checkpoints.md says more.
+Each worker has its own residual. `optax_ext.reshard` distributes them to another number of workers
+and keeps their sum. docs/checkpoints.md says more.
 """
 
 import argparse
@@ -30,19 +30,19 @@ from train_digits import Classifier
 def save(path: Path, params: Any, opt_state: Any) -> None:
     """Writes parameters and state, with the residuals of all workers in it."""
     with ocp.StandardCheckpointer() as checkpointer:
-        # What the state was made for, so that a restore into another one is refused by name.
+        # The configuration of the state, so that a restore into another one names the difference.
         metadata = optax_ext.checkpoint_metadata(opt_state)
         checkpointer.save(path, (params, opt_state), custom_metadata=metadata)
 
 
 def restore(path: Path, tx: Any, params: Any, mesh: Mesh) -> tuple[Any, Any]:
-    """``(params, opt_state)`` of the workers that saved, and not yet of those of `mesh`.
+    """``(params, opt_state)`` of the workers that saved, not yet of the workers of `mesh`.
 
     Args:
-      path: what :func:`save` wrote.
-      tx: the transformation, as it was.
+      path: written by :func:`save`.
+      tx: the same transformation as then.
       params: the parameters or their shapes.
-      mesh: the new workers; the first device of them holds what is restored.
+      mesh: the new workers; its first device holds the restored arrays.
     """
     here = SingleDeviceSharding(mesh.devices.flat[0])
     with ocp.StandardCheckpointer() as checkpointer:
@@ -64,7 +64,7 @@ def waiting(opt_state: Any) -> np.ndarray:
 
 def train(options: argparse.Namespace, folder: Path) -> None:
     """Trains with the old workers, then with the new ones."""
-    # Both groups are devices of one process here; as a rule the second is another program.
+    # Both groups are devices of one process here; usually the second is another program.
     start_workers(max(options.workers, options.then))
     data = digits()
     model = Classifier(data.classes)
@@ -99,8 +99,8 @@ def train(options: argparse.Namespace, folder: Path) -> None:
         f"{np.abs(before).sum():.6f}, those of {options.then} {np.abs(after).sum():.6f}; "
         f"the largest difference at an entry is {np.abs(after - before).max():.1e}"
     )
-    # An update is the mean over the workers: what waits now weighs 8/4 of what it did. To keep
-    # the weight, multiply the residuals by 4/8 before they are resharded.
+    # An update is the mean over the workers, so the residual now weighs 8/4 as much. To keep its
+    # weight, multiply the residuals by 4/8 before they are resharded.
     params, _ = steps(params, opt_state, mesh, stream)
     logits = model.apply({"params": jax.device_get(params)}, data.test_images)
     print(f"test accuracy {np.mean(np.argmax(logits, axis=-1) == data.test_labels):.2%}")
@@ -129,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         options = parse(argv)
         with tempfile.TemporaryDirectory() as temporary:
-            # Orbax wants an absolute path.
+            # Orbax needs an absolute path.
             train(options, (options.folder or Path(temporary)).resolve())
     except InputError as error:
         print(f"checkpoint_reshard.py: {error}", file=sys.stderr)

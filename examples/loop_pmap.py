@@ -1,9 +1,9 @@
-"""A training loop over `jax.pmap`, with a sparse allreduce in the place of `jax.lax.pmean`.
+"""A training loop over `jax.pmap`, with a sparse allreduce instead of `jax.lax.pmean`.
 
     python examples/loop_pmap.py
 
 Two things differ from a loop that averages its gradients: the optimizer takes the gradients of one
-worker, and its state is made inside the mapped function. As always under `pmap`, every array has
+worker, and its state is created inside the mapped function. As always under `pmap`, every array has
 a leading axis of the workers.
 """
 
@@ -34,7 +34,7 @@ def train(options: argparse.Namespace) -> None:
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
 
     def local_step(params, opt_state, batch):
-        # No pmean of the gradients: the workers would then all select the same entries.
+        # No pmean of the gradients: all workers would then select the same entries.
         here = optax_ext.ahead(params, opt_state)
         loss, gradients = jax.value_and_grad(loss_fn)(here, batch)
         updates, opt_state = tx.update(gradients, opt_state, params)
@@ -66,7 +66,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Returns the options; exits with status 2 and one line when one of them is wrong."""
+    """Returns the options; exits with status 2 and one line if one of them is wrong."""
     parser = training_parser("Train in a loop over jax.pmap.", steps=200, batch=128, rate=0.003)
     options = parser.parse_args(argv)
     check_batch(parser, options)

@@ -1,9 +1,9 @@
-"""A training loop of one's own over `jax.shard_map`, on a model that is functions and arrays.
+"""Your own training loop over `jax.shard_map`, for a model of plain functions and arrays.
 
     python examples/loop_shard_map.py
 
-What `optax_ext.make_train_step` does, written out: local gradients (`ahead`), a state of which a
-part belongs to one worker (`state_specs`), donation, and waiting for the steps.
+It writes out `optax_ext.make_train_step`: local gradients (`ahead`), a state of which a part
+belongs to one worker (`state_specs`), donation, and waiting for the steps.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def logits_of(params: list[dict[str, jax.Array]], images: jax.Array) -> jax.Arra
 
 
 def loss_fn(params: list[dict[str, jax.Array]], batch: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """The mean over the images that it is given: those of one worker, in the step below."""
+    """The mean over the given images; in the step below these are the images of one worker."""
     images, labels = batch
     losses = optax.softmax_cross_entropy_with_integer_labels(logits_of(params, images), labels)
     return losses.mean()
@@ -52,8 +52,8 @@ def make_step(tx: optax.GradientTransformation, mesh: jax.sharding.Mesh, opt_sta
     """``step(params, opt_state, batch) -> (params, opt_state, loss)``, jitted."""
 
     def local_step(params, opt_state, batch):
-        # The parameters as this worker's own, and a step ahead by its share of what waits. At
-        # the parameters themselves, autodiff would have summed the gradients over the workers.
+        # `ahead` makes the parameters this worker's own, and applies its share of the residual. At
+        # `params` itself, autodiff would sum the gradients over the workers.
         here = optax_ext.ahead(params, opt_state)
         loss, gradients = jax.value_and_grad(loss_fn)(here, batch)
         updates, opt_state = tx.update(gradients, opt_state, params)
@@ -63,7 +63,7 @@ def make_step(tx: optax.GradientTransformation, mesh: jax.sharding.Mesh, opt_sta
     mapped = jax.shard_map(
         local_step, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs, P())
     )
-    # Donated, the sum of residual and gradient is made in place.
+    # With donation, the sum of residual and gradient is computed in place.
     return jax.jit(mapped, donate_argnums=(0, 1))
 
 
@@ -75,8 +75,8 @@ def train(options: argparse.Namespace) -> None:
     tx = optax_ext.sparse_adamw(rate, axis="data")
 
     params = init_params(options.seed, (data.train_images[0].size, 256, 256, data.classes))
-    # On the mesh from the start: where an array is belongs to its type, and the step would be
-    # compiled a second time for the arrays that it returns.
+    # On the mesh from the start, since the placement of an array belongs to its type: otherwise
+    # the step would be compiled a second time for the arrays that it returns.
     params = jax.device_put(params, jax.sharding.NamedSharding(mesh, P()))
     opt_state = optax_ext.init_state(tx, params, mesh)
     step = make_step(tx, mesh, opt_state)
@@ -90,14 +90,14 @@ def train(options: argparse.Namespace) -> None:
             words = float(optax_ext.get_info(opt_state).words)
             print(f"step {number}: loss {loss:.4f}, {words:,.0f} words to each worker", flush=True)
 
-    params, opt_state = optax_ext.flush(params, opt_state)  # what waits, within the limit
+    params, opt_state = optax_ext.flush(params, opt_state)  # applies the residual, within the limit
     logits = logits_of(jax.device_get(params), data.test_images)
     accuracy = jnp.mean(jnp.argmax(logits, axis=-1) == data.test_labels)
     print(f"test accuracy {accuracy:.2%}")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Returns the options; exits with status 2 and one line when one of them is wrong."""
+    """Returns the options; exits with status 2 and one line if one of them is wrong."""
     parser = training_parser(
         "Train in a loop over jax.shard_map.", steps=200, batch=128, rate=0.003
     )

@@ -1,8 +1,8 @@
-"""The README's program, whole: a small classifier on eight devices of the CPU.
+"""The program of the quick start: a small classifier on eight devices of the CPU.
 
     python examples/quick_start.py
 
-docs/quick-start.md goes on from here.
+docs/quick-start.md continues from here.
 """
 
 import jax
@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 
 import optax_ext
 
-# Before jax starts. On a machine with accelerators, leave out both lines and change the 8 below.
+# Before jax starts. On a machine with accelerators, remove both lines and change the 8 below.
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
@@ -31,7 +31,7 @@ def logits_of(params, x):
 
 
 def loss_fn(params, batch):
-    """The mean over the examples that it is given."""
+    """The mean over the given examples."""
     x, y = batch
     return optax.softmax_cross_entropy_with_integer_labels(logits_of(params, x), y).mean()
 

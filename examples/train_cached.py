@@ -5,7 +5,8 @@
     python examples/train_cached.py --data FOLDER_OF_CLASSES --size 64 --bandwidth inf --latency 0
 
 The first epoch takes the images from the source, here one that is slowed down like a network file
-system, and the later ones from memory: a line for each says so. docs/data_cache.md says more.
+system, and later ones take them from memory, as a line for each epoch shows. docs/special_cases.md
+says more.
 """
 
 import argparse
@@ -32,7 +33,7 @@ COLUMNS = ("epoch", "samples/s", "waiting", *FROM, "source MB", "memory MB", "di
 
 
 def train(options: argparse.Namespace) -> None:
-    """Trains, and prints a line for each epoch, and the accuracy where there are test images."""
+    """Trains, and prints a line for each epoch, and the accuracy if there are test images."""
     images = ImageFolder(options.data) if options.data else Digits()
     decode = Decode(options.size, 3) if options.data else Decode(8, 1)
     augment = Augment(max(1, options.size // 16), mirror=True) if options.data else Augment(1)
@@ -60,7 +61,7 @@ def train(options: argparse.Namespace) -> None:
     zeros = np.zeros((options.batch, *decode.shape), np.float32)
     init = jax.jit(lambda: model.init(jax.random.key(options.seed), zeros[:1])["params"])
     step = optax_ext.make_train_step(loss_fn, tx, mesh)
-    # Once beforehand, so that the first epoch is not about compiling; the state is thrown away.
+    # Compiles before the first epoch; the state is thrown away.
     nothing = {"image": zeros, "label": np.zeros(options.batch, np.int32)}
     jax.block_until_ready(step(init(), optax_ext.init_state(tx, init(), mesh), nothing))
     params = init()
@@ -73,7 +74,7 @@ def train(options: argparse.Namespace) -> None:
         parts = zip(*(loader.epoch(epoch) for loader in loaders))
         for _ in range(steps):
             asked = time.perf_counter()
-            # In the order of the workers: the step deals them out again.
+            # In the order of the workers, since the step distributes the rows in it.
             batch = jax.tree.map(lambda *rows: np.concatenate(rows), *next(parts))
             waited += time.perf_counter() - asked
             params, opt_state, loss = step(params, opt_state, batch)

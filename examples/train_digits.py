@@ -5,11 +5,11 @@
     python examples/train_digits.py --optimizer sgd
 
 All runs start from the same parameters and see the same batches. They differ in the optimizer:
-`optimizers` makes them, and `train` below is what to copy. The table and the figure set loss and
-accuracy against the words (4-byte units) that each worker receives.
+`optimizers` makes them, and `train` below is the part to copy. The table and the figure show loss
+and accuracy against the words (4-byte units) that each worker receives.
 
-Clean digits are soon learned by heart, and every loss is then next to nothing. So each image gets
-new noise whenever it is seen (`--noise`), and what is compared is the loss on held-out images.
+Clean digits are soon memorized, and every loss is then almost 0. So each image gets new noise
+whenever it is seen (`--noise`), and the comparison uses the loss on held-out images.
 """
 
 import argparse
@@ -55,9 +55,9 @@ CODECS = {
 SELECTORS = {"topk": select.topk, "threshold_reuse": select.threshold_reuse}
 RATES = {"adamw": 0.003, "sgd": 0.05}
 MOMENTUM = 0.9
-# Of noise and pixels, whose deviation is 1; each held-out image is seen so often.
+# The deviation of the noise, next to 1 for the pixels, and the copies of each held-out image.
 NOISE, COPIES = 1.0, 8
-# How often the held-out images are looked at: so often in equal steps and in equal ratios.
+# Evaluations on the held-out images: this many in equal steps, and this many in equal ratios.
 LOOKS = 40
 
 
@@ -77,7 +77,7 @@ class Classifier(nn.Module):
 
 
 def optimizers(options: argparse.Namespace) -> dict[str, optax.GradientTransformation]:
-    """Returns what is compared, by name."""
+    """Returns the compared optimizers by name."""
     rate = optax.cosine_decay_schedule(options.lr, options.steps)
     selector = SELECTORS[options.selector](density=options.density)
     sparse = optax_ext.ok_topk(
@@ -143,7 +143,7 @@ def train(
         advance()
 
     losses, infos = zip(*history, strict=True)
-    # Of each held-out image, the mean over its copies.
+    # For each held-out image, the mean over its copies.
     of_images = [
         np.asarray(x, np.float64).reshape(-1, len(data.test_images)).mean(0)
         for x in looks[options.steps]
@@ -163,7 +163,7 @@ def train(
 def noisy_batches(
     data: Dataset, options: argparse.Namespace
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Batches of the training images without end, with noise that is never the same again."""
+    """Batches of the training images without end, with new noise each time."""
     random = np.random.default_rng((options.seed, 1))
     stream = batches(data.train_images, data.train_labels, size=options.batch, seed=options.seed)
     for images, labels in stream:
@@ -182,7 +182,7 @@ def noisy(
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Returns the options; exits with status 2 and one line when one of them is wrong."""
+    """Returns the options; exits with status 2 and one line if one of them is wrong."""
     parser = parser_of("Train dense and sparse on simulated workers, and compare.")
     add = numbers_of(parser)
 
@@ -273,7 +273,7 @@ def compare(options: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def figure_file(given: Path | None) -> Generator[Path]:
-    """Where the figure goes; a folder that was made for it is removed if nothing came."""
+    """The path of the figure; a folder that was made for it is removed if it stays empty."""
     if given:
         yield given
         return

@@ -3,8 +3,8 @@
     mpirun -n 4 python examples/train_mpi.py
 
 There is no mesh and no mapped function: each process jits the step of one worker, which sees its
-own part of the images, and the first transformation of the optimizer exchanges what has to be
-exchanged. The worker of rank 0 prints.
+own part of the images, and the first transformation of the optimizer exchanges the gradients.
+The worker of rank 0 prints.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def main() -> None:
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     tx = optax.chain(optax_ext.ok_topk(options.density, axis=world), optax.sgd(0.05, momentum=0.9))
-    # All ranks begin with the same parameters, and so they stay.
+    # All ranks begin with the same parameters, and keep them the same.
     params = model.init(jax.random.key(0), data.train_images[:1])["params"]
     opt_state = tx.init(params)
 
@@ -57,7 +57,7 @@ def main() -> None:
 
     logits = model.apply({"params": params}, data.test_images)
     accuracy = np.mean(np.argmax(logits, axis=-1) == data.test_labels)
-    # The steps are over here, so that MPI is free for calls of our own.
+    # The steps are complete here, so that MPI is free for our own calls.
     sums = world.gather(float(optax.tree.sum(jax.tree.map(np.sum, params))))
     if rank == 0:
         info = optax_ext.get_info(opt_state)

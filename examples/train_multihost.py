@@ -3,8 +3,8 @@
     python examples/train_multihost.py --coordinator HOST:PORT --num-processes 2 --process-id 0
     python examples/train_multihost.py --coordinator HOST:PORT --num-processes 2 --process-id 1
 
-Every process runs this program. Under SLURM it needs no options, and alone it is a training in
-one process. Each worker (a device) has its own part of the images, and a process keeps those of
+Every process runs this program. Under SLURM it needs no options, and alone it trains in one
+process. Each worker (a device) has its own part of the images, and a process keeps the parts of
 its own workers. docs/multihost.md says more.
 """
 
@@ -48,7 +48,7 @@ class Classifier(nn.Module):
 class Parts:
     """The images of this process's workers, and the batch of each step from them.
 
-    A batch depends on the seed, the worker and the step alone: not on how many workers a process
+    A batch depends only on the seed, the worker and the step: neither on how many workers a process
     has, nor on where a training was interrupted.
     """
 
@@ -86,7 +86,7 @@ class Parts:
 
 
 def restore(checkpointer: Any, path: Path, tx: Any, params: Any, mesh: Mesh) -> tuple[Any, Any]:
-    """``(params, opt_state)`` of a checkpoint that as many or other workers have saved."""
+    """``(params, opt_state)`` of a checkpoint, saved by as many or by another number of workers."""
     saved = checkpointer.metadata(path).custom_metadata
 
     def shapes(where):
@@ -108,7 +108,7 @@ def restore(checkpointer: Any, path: Path, tx: Any, params: Any, mesh: Mesh) -> 
 
 
 def last_step(folder: Path) -> int:
-    """The last step that was saved; 0 if none was. All processes take that of the first."""
+    """The last step that was saved, as process 0 sees it; 0 if none was."""
     names = [path.name for path in folder.glob("step_*")] if folder.is_dir() else []
     steps = [int(name[5:]) for name in names if name[5:].isdecimal()]
     return int(multihost_utils.broadcast_one_to_all(np.int32(max(steps, default=0))))
@@ -171,13 +171,13 @@ def _counts(opt_state: Any) -> str:
     info = optax_ext.get_info(opt_state)
     if info is None:
         return ""
-    # A count for each worker is spread over the processes: all of them have to take part.
+    # A count for each worker is spread over the processes, so all of them have to take part.
     selected = multihost_utils.process_allgather(info.selected, tiled=True)
     return f", selected {np.mean(selected):.0f}, delivered {info.delivered}, words {info.words:.0f}"
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Returns the options; exits with status 2 and one line when one of them is wrong."""
+    """Returns the options; exits with status 2 and one line if one of them is wrong."""
     parser = parser_of("Train over several processes.")
     add = parser.add_argument
     add_processes(parser)
@@ -200,7 +200,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if options.resume and not options.checkpoints:
         parser.error("--resume needs --checkpoints DIR")
     if options.checkpoints:
-        options.checkpoints = options.checkpoints.resolve()  # orbax wants an absolute path
+        options.checkpoints = options.checkpoints.resolve()  # orbax needs an absolute path
     return options
 
 

@@ -4,9 +4,9 @@
     python examples/train_nnx.py --compare --out digits.png
     python examples/train_nnx.py --data FOLDER_WITH_IDX_FILES --steps 1000
 
-`nnx.split` takes the parameters out of the model, and the loss puts them back: the optimizer is
-optax's, so that `make_train_step` can make the step. `--compare` trains with
-the dense AdamW too, from the same parameters and on the same batches.
+`nnx.split` takes the parameters out of the model, and the loss puts them back. The optimizer is
+optax's, so that `make_train_step` can make the step. `--compare` also trains with the dense AdamW,
+from the same parameters and on the same batches.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def train(
         history.append(jax.device_get((loss, optax_ext.get_info(opt_state))))
 
     if optax_ext.get_state(opt_state) is not None:  # not the dense one
-        params, _ = optax_ext.flush(params, opt_state)  # what waits, within the limit
+        params, _ = optax_ext.flush(params, opt_state)  # applies the residual, within the limit
     params = jax.device_get(params)
     logits = nnx.merge(graph, params)(data.test_images)
     losses, infos = zip(*history, strict=True)
@@ -81,7 +81,7 @@ def train(
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Trains with `sparse_adamw`, and dense if asked for; prints a line for each."""
+    """Trains with `sparse_adamw`, and also dense on request; prints a line for each."""
     data = idx_folder(options.data) if options.data else digits()
     mesh = start_workers(options.workers)
     rate = optax.cosine_decay_schedule(options.lr, options.steps)
@@ -102,7 +102,7 @@ def compare(options: argparse.Namespace) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Returns the options; exits with status 2 and one line when one of them is wrong."""
+    """Returns the options; exits with status 2 and one line if one of them is wrong."""
     parser = training_parser("Train a classifier of flax nnx.", steps=200, batch=128, rate=0.003)
     numbers_of(parser)("--density", float, 0.05, 1e-6, 1.0, "k/n of sparse_adamw")
     add = parser.add_argument

@@ -4,11 +4,10 @@
     python examples/train_sharded.py --devices 4 --sites 2 --every 10
 
 A site is a worker of several devices: tensor parallelism, FSDP, or both split its parameters over
-them. Each device exchanges a part of the gradients with the devices in its place in other sites.
-With --every there is an exchange at every H-th step alone, and sites go on by themselves in
-between, for links on which a message takes longer than a step; --direct is for these links, too. It
-runs over several processes as train_multihost.py does. docs/sharded.md and docs/between_sites.md
-say more.
+them. Each device exchanges a part of the gradients with the devices at its place in other sites.
+With --every, sites exchange only at every H-th step and train alone in between, for links on which
+a message takes longer than a step; --direct is also for such links. It runs over several processes
+as train_multihost.py does. docs/sharded.md and docs/between_sites.md say more.
 """
 
 import argparse
@@ -44,7 +43,7 @@ METHODS = {
         optax_ext.dense(axis="site"), optax.adamw(rate)
     ),
 }
-# Those that can go on for some steps without an exchange.
+# Methods that can take some steps without an exchange.
 ROUNDS = ("sparse_adamw", "diloco")
 
 
@@ -52,7 +51,7 @@ def mesh_of(options: argparse.Namespace) -> jax.sharding.Mesh:
     """The sites, and in each the axes of the layout.
 
     Raises:
-      InputError: as many sites as there are can't have equally many devices.
+      InputError: the devices can't be divided equally among so many sites.
     """
     devices, sites = jax.device_count(), options.sites
     if devices % sites:
@@ -77,7 +76,7 @@ def train(options: argparse.Namespace) -> None:
     start(options)
     transport.use_direct_messages(options.direct)
     mesh = mesh_of(options)
-    # The devices of a site share its windows where FSDP splits the parameters.
+    # The devices of a site share its windows if FSDP splits the parameters.
     spec = PartitionSpec(("site", "fsdp"))
     if options.batch % (mesh.shape["site"] * mesh.shape["fsdp"]):
         raise InputError(f"--batch {options.batch} is not divisible by the devices of {spec[0]}")
@@ -104,7 +103,7 @@ def train(options: argparse.Namespace) -> None:
     tx = METHODS[options.method](options.lr, options.density, options.every)
     opt_state = optax_ext.init_state(tx, params, mesh)
     step = optax_ext.make_train_step(loss_fn, tx, mesh, batch_spec=spec)
-    # With rounds the loss is that of each site, and this mean the only exchange besides.
+    # With rounds each site has its own loss, and this mean is the only further exchange.
     mean = jax.jit(jax.numpy.mean, out_shardings=NamedSharding(mesh, PartitionSpec()))
     everything = jax.tree.leaves((params, opt_state))
     held = sum(leaf.addressable_shards[0].data.nbytes for leaf in everything)
@@ -128,7 +127,7 @@ def train(options: argparse.Namespace) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Returns the options; exits with status 2 and one line when one of them is wrong."""
+    """Returns the options; exits with status 2 and one line if one of them is wrong."""
     parser = parser_of("Train a transformer whose parameters are sharded.")
     add_processes(parser)
     add = parser.add_argument

@@ -1,12 +1,12 @@
-"""Trains a language model with `sparse_adamw`, and tries it on text that it has not seen.
+"""Trains a language model with `sparse_adamw`, and evaluates it on held-out text.
 
     python examples/train_text.py
     python examples/train_text.py --text FILE --steps 2000
     python examples/train_text.py --compare
 
-A character is a token, and the text is that of Python's own help topics if none is given; its last
-tenth is held out. `--compare` trains with the dense AdamW too, from the same parameters and on the
-same windows.
+A character is a token. The text is Python's own help topics unless one is given; its last 10 % are
+held out. `--compare` also trains with the dense AdamW, from the same parameters and on the same
+windows.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def train(
     mesh: jax.sharding.Mesh,
     options: argparse.Namespace,
 ) -> float:
-    """Trains from the seed in `options`, and returns the loss on the text that is held out."""
+    """Trains from the seed in `options`, and returns the loss on the held-out text."""
     seen, held_out = np.split(text, [len(text) * 9 // 10])
     test = windows(held_out, count=64, length=options.length, seed=0)
     graph, params = whole_model(
@@ -61,12 +61,12 @@ def train(
             print(f"{name}, step {number}: loss {loss:.4f}, {words:,.0f} words", flush=True)
 
     if optax_ext.get_state(opt_state) is not None:  # not the dense one
-        params, _ = optax_ext.flush(params, opt_state)  # what waits, within the limit
+        params, _ = optax_ext.flush(params, opt_state)  # applies the residual, within the limit
     return float(jax.jit(loss_fn)(jax.device_get(params), test))
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Trains with `sparse_adamw`, and dense if asked for; prints a line for each."""
+    """Trains with `sparse_adamw`, and also dense on request; prints a line for each."""
     text = text_of(options.text)
     mesh = start_workers(options.workers)
     warmup = max(1, options.steps // 10)
@@ -80,7 +80,7 @@ def compare(options: argparse.Namespace) -> None:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Returns the options; exits with status 2 and one line when one of them is wrong."""
+    """Returns the options; exits with status 2 and one line if one of them is wrong."""
     parser = training_parser("Train a language model.", steps=300, batch=32, rate=0.01)
     add = numbers_of(parser)
     add("--density", float, 0.05, 1e-6, 1.0, "k/n of sparse_adamw")

@@ -1,4 +1,4 @@
-"""README and manual: their programs run, and their tables of numbers are made of stored results."""
+"""README and manual: their programs run, and their tables come from stored results."""
 
 import functools
 import inspect
@@ -59,7 +59,7 @@ def test_the_program_of_the_readme_runs_as_it_is_pasted(tmp_path):
     assert len([line for line in program.splitlines() if line]) <= 16
     (line,) = lines_of(program, tmp_path)
     loss, words = map(float, re.findall(r"[\d.]+", line))
-    # 10 at first, and a fiftieth of the words of a dense allreduce of 640 numbers.
+    # 10 at first, and 1/50 of the words of a dense allreduce of 640 numbers.
     assert loss < 1
     assert 0 < words < 2 * 640 * 7 / 8
 
@@ -102,13 +102,13 @@ def test_the_programs_about_training_run(capsys):
     # Every second step, by the monitor.
     assert capsys.readouterr().out.count("sparse/residual_norm") == 2
     states = _find.get_states(names["opt_state"])
-    # The bucket of the bias is all dense, that of the matrix all sparse.
+    # The bucket of the bias is all dense, and the bucket of the matrix all sparse.
     assert [(s.layout.size, s.layout.dense_size) for s in states] == [(70, 0), (0, 7)]
     assert [int(s.count) for s in states] == [4, 4]
 
 
 def lines_of(program, folder):
-    """What it prints in a Python of its own, in which a warning is an error."""
+    """Its output in a Python process of its own, in which warnings are errors."""
     command, given = [sys.executable, "-W", "error", "-c", program], {"env": environment()}
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, **given)
     assert done.returncode == 0, done.stderr
@@ -124,7 +124,7 @@ def test_the_quick_start_prints_what_the_page_says(tmp_path):
     for line, expected in zip(found, said):
         assert re.sub(number, "N", line) == re.sub(number, "N", expected)
         pairs = (re.findall(number, x.replace(",", "")) for x in (line, expected))
-        # Another version of jax or of its compiler rounds otherwise.
+        # Another version of jax or of its compiler rounds differently.
         now, then = (list(map(float, each)) for each in pairs)
         assert now == pytest.approx(then, rel=0.15), line
 
@@ -151,25 +151,29 @@ def test_the_planner_prints_what_is_said_of_it(page, capsys):
         assert printed.rstrip() == found[3].rstrip()
 
 
-# Expressions in tables: what to begin with, of three pages, and the systems of the papers.
+# Expressions in tables: the recommendations, and the systems of the papers.
 
-BEGINNING = {
-    "README.md": "| you have | begin with |",
-    "docs/choosing.md": "| your optimizer | your network and model |",
-    "docs/training.md": "| your optimizer | begin with |",
-}
+RECOMMENDATIONS = "docs/tables/recommendations.md"
+IN_README = "| you have | begin with |"
 SYSTEMS = ["mstopk", "dgc", "gaussian_k", "redsync", "sidco", "adtopk"]
 SYSTEMS += ["adtopk_interleaved", "adtopk_threshold"]
 
 
+def recommended(table):
+    """The expressions in a table of recommendations."""
+    return set(re.findall(r"`((?:optax\.chain|sparse_\w+|ok_topk_sgd)\(.*?\))`", table))
+
+
+def test_the_readme_recommends_nothing_else():
+    table = text_of("README.md").partition(IN_README)[2].split("\n\n")[0]
+    assert set() < recommended(table) < recommended(text_of(RECOMMENDATIONS))
+    included = [page.name for page in DOCS.glob("*.md") if "tables/recommend" in page.read_text()]
+    assert {"choosing.md", "training.md"} <= {*included}
+
+
 def expressions():
-    """Of whole optimizers and chains; and of the selectors of the systems."""
-    pattern = r"`((?:optax\.chain|sparse_adamw|sparse_sgd|ok_topk_sgd)\(.*?\))`"
-    found = set()
-    for page, head in BEGINNING.items():
-        here = re.findall(pattern, text_of(page).partition(head)[2].split("\n\n")[0])
-        assert here, page
-        found.update(here)
+    """The expressions of whole optimizers and chains, and of the systems' selectors."""
+    found = recommended(text_of(RECOMMENDATIONS))
     pattern = r"^\| [^|]+ \| `(optax_ext\.topk_a\(.*sc\.select\.published\.(\w+)\(.*)` \|$"
     systems = re.findall(pattern, text_of("docs/selectors.md"), re.MULTILINE)
     assert [name for _, name in systems] == SYSTEMS
@@ -182,10 +186,12 @@ def expressions():
 @pytest.mark.parametrize("expression", list(expressions()))
 @pytest.mark.one_in(2)
 def test_an_expression_of_a_table_can_be_trained_with(expression):
-    ours = ("sparse_adamw", "ok_topk_sgd", "ok_topk", "powersgd", "dense")
+    ours = ("sparse_adamw", "ok_topk_sgd", "ok_topk", "topk_a", "powersgd", "dense")
     names = {name: functools.partial(getattr(optax_ext, name), axis="data") for name in ours}
-    # `rate` is the learning rate of the dense run, `m` its momentum, `r` a rank.
-    names |= {"rate": 1e-2, "m": 0.9, "r": 2, "optimizer": optax.lion(1e-3), "density": 0.25}
+    names |= {name: getattr(optax_ext, name) for name in ("momentum_correction", "small_leaves")}
+    # `rate` is the learning rate of the dense run, `m` its momentum, `r` a rank, `s` some steps.
+    names |= {"rate": 1e-2, "m": 0.9, "r": 2, "s": 4, "density": 0.25}
+    names["optimizer"] = optax.lion(1e-3)
     tx = eval(expression, names | {"optax": optax, "optax_ext": optax_ext, "sc": sc})
     params = {"w": jnp.ones((40, 30))}
     state = optax_ext.abstract_state(tx, params, mesh(8))
@@ -263,7 +269,7 @@ def test_the_numbers_of_the_readme_are_those_of_the_data():
 
 
 def test_every_table_is_in_a_page():
-    """That those of a page are there is checked when the manual is built."""
+    """Building the manual checks that the tables of a page exist."""
     pages = list(DOCS.rglob("*.md"))
     included = {name for page in pages for name in re.findall(r'--8<-- "(.*?)"', page.read_text())}
     there = {path.relative_to(DOCS).as_posix() for path in (DOCS / "tables").rglob("*.md")}
@@ -271,7 +277,7 @@ def test_every_table_is_in_a_page():
 
 
 def test_the_steps_to_the_same_loss_are_those_of_the_stored_runs():
-    """What the planner multiplies a step by: on a line through the dense runs of two lengths."""
+    """The planner's factors for a step lie on a line through dense runs of two lengths."""
 
     def mean(seeds=None, steps=2000, **of):
         found = _learning.runs(task="text", steps=steps, **of)

@@ -9,13 +9,13 @@ import pytest
 
 from tests.optax_ext.helpers import DOCS
 
-PAGES = DOCS / "reference"
-# `extend` last: what it has of the others is theirs.
+PAGES = sorted((DOCS / "reference").glob("*.md"))
+# `extend` is last: a name that it shares with another package belongs to that package first.
 PACKAGES = ["optax_ext"] + [f"optax_ext.{x}" for x in ["published", "elastic", "sites", "contrib"]]
 PACKAGES += ["sparse_collectives"]
 INNER = "allreduce allreduce.published cost_model planner select select.published traffic transport"
 PACKAGES += [f"sparse_collectives.{inner}" for inner in (*INNER.split(), "wire", "extend")]
-# Where a folder has the name of what it exports, the reader of the sources finds the folder.
+# The folder has the name of its function, and the reader of the sources finds the folder.
 FOLDER = "sparse_collectives.allreduce.ok_topk."
 
 
@@ -36,13 +36,13 @@ def entries():
     """``(page, identifier)`` of each entry."""
     return [
         (page.name, identifier.replace(FOLDER, "sparse_collectives.allreduce."))
-        for page in sorted(PAGES.glob("*.md"))
+        for page in PAGES
         for identifier in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.MULTILINE)
     ]
 
 
 def public_names():
-    """``package.name`` of each public name that is no module, where it is exported first."""
+    """``package.name`` of each public name that is no module, with its first package."""
     found, seen = [], []
     for package in PACKAGES:
         module = importlib.import_module(package)
@@ -57,17 +57,27 @@ def public_names():
 
 
 def test_every_public_name_is_in_the_reference_once():
-    """And beside them what some of them return, which nobody makes."""
+    """Types without a public name that public functions return are also there."""
     listed = sorted(name for _, name in entries())
     assert [name for name in listed if not re.search(r"\._[a-z]", name)] == sorted(public_names())
     assert len(set(listed)) == len(listed)
 
 
-def test_what_is_in_the_reference_says_something_and_the_index_leads_to_it():
-    index = (PAGES / "index.md").read_text()
+def test_an_entry_says_something_and_is_on_the_page_of_its_package():
     for page, identifier in entries():
         package, _, name = identifier.rpartition(".")
         value = getattr(importlib.import_module(package), name)
         if inspect.isclass(value) or inspect.isfunction(value):
             assert inspect.getdoc(value), identifier
-        assert f"]({page})" in index
+        assert page == f"{identifier.partition('.')[0]}.md"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_begins_with_links_to_all_of_its_sections(page):
+    beginning, *sections = re.split(r"^## ", page.read_text(), flags=re.MULTILINE)
+    titles = [section.partition("\n")[0] for section in sections]
+    assert all(":::" in section for section in sections)
+    assert ":::" not in beginning
+    # An anchor is the title in lower case, with hyphens.
+    anchors = [title.lower().replace(" ", "-") for title in titles]
+    assert re.findall(r"\[([^\]]+)\]\(#([\w-]+)\)", beginning) == list(zip(titles, anchors))

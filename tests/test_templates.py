@@ -1,4 +1,4 @@
-"""The contracts of a selector and of an allreduce, of docs/templates/ or of one's own.
+"""The contracts of a selector and an allreduce, from docs/templates/ or from your own files.
 
     make contract SELECTOR=my_file.py:my_selector ALLREDUCE=my_file.py:my_allreduce
 
@@ -30,7 +30,7 @@ LAYERS = ((20, 10), (3,))
 
 
 def factory(variable):
-    """What an environment variable names, or the template."""
+    """The factory that an environment variable names, or the template's."""
     template = f"{TEMPLATES / f'my_{variable.lower()}.py'}:my_{variable.lower()}"
     place, _, name = (os.environ.get(variable) or template).rpartition(":")
     if place.endswith(".py"):
@@ -59,7 +59,7 @@ class TestSelector:
     def test_the_selection_has_entries_of_the_accumulator(self, dtype):
         """Their indices are unique and ascending, zeros are not sent, and padding comes last.
 
-        The state keeps its structure, and all steps are of one program.
+        The state keeps its structure, and all steps share one program.
         """
         select, state = jax.jit(self.selector.select), self.selector.init(SIZE)
         types = types_of(state)
@@ -75,7 +75,7 @@ class TestSelector:
         assert jax_internals.programs(select) == before + 1
 
     def test_no_index_waits_for_ever(self):
-        """Of gradients that stay the same every entry goes sooner or later; of a layout."""
+        """If gradients stay the same, every entry is sent sooner or later; with a layout."""
         gradient = np.linspace(1, 2, SIZE, dtype=np.float32)
         select, state = jax.jit(self.selector.select), self.selector.init(sc.Layout(LAYERS))
         residual, sent = np.zeros(SIZE, np.float32), np.zeros(SIZE)
@@ -129,7 +129,7 @@ class TestAllreduce:
         assert np.isfinite(out["kept"]).all()
 
     def test_its_words_are_those_of_its_program(self, allreduce):
-        """Of an exchange without choices; with them, see `frequencies` of `traffic`."""
+        """For an exchange without choices; for others, see `frequencies` of `traffic`."""
         acc = helpers.hard_accumulators(4, SIZE)["normal"]
         words = helpers.run_once(self.selector, allreduce, acc)["info"].words[0]
         given = {"size": SIZE, "capacity": K, "axis_size": 4}
@@ -142,7 +142,7 @@ class TestAllreduce:
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_training_step_with_both(check_vma):
-    """Over a mesh, where types tell what differs between the workers."""
+    """It runs on a mesh, with and without types for values that vary over the workers."""
     selector, allreduce = SELECTOR(density=DENSITY), ALLREDUCE(density=DENSITY)
     tx = optax_ext.sparse_allreduce(selector, allreduce, axis="data")
     on, params = helpers.mesh(3, "data"), {"w": jnp.zeros((20, 10)), "b": jnp.zeros((3,))}
@@ -163,14 +163,14 @@ def test_a_training_step_with_both(check_vma):
 @pytest.mark.usefixtures("default_promotion")
 def test_the_program_of_the_page_runs(monkeypatch):
     monkeypatch.syspath_prepend(TEMPLATES)
-    page = (TEMPLATES.parent / "extending.md").read_text()
+    page = (TEMPLATES.parent / "architecture.md").read_text()
     (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names = {}
     exec(program, names)
     state = optax_ext.get_state(names["opt_state"])
     assert state is not None
     assert int(state.count) == 3
-    # Both declare what they were made as, so that a checkpoint has metadata.
+    # Both have a spec, so a checkpoint has their metadata.
     metadata = str(optax_ext.checkpoint_metadata(names["opt_state"]))
     assert "my_selector(density=0.1)" in metadata
     assert "my_allreduce(density=0.1)" in metadata

@@ -1,10 +1,10 @@
-"""Checks the built wheel and sdist: that they are complete, and work without the checkout.
+"""Checks that the built wheel and sdist are complete, and work without the checkout.
 
 Usage: python tools/check_dist.py DIST_FOLDER
 
 The wheel holds both packages in full, and they import from it. The sdist has every file of the
-repository, and its tests run from it, as who packages it for a distribution tests what is in it:
-all tests are collected, and those are run that read files and are quick about it.
+repository, and its tests run from it, as they do for somebody who packages it for a distribution:
+all tests are collected, and the quick ones that only read files are run.
 """
 
 import os
@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("sparse_collectives", "optax_ext")
-# Runs in a fresh interpreter, with the folder the wheel was unpacked to ahead of everything else.
+# Runs in a fresh interpreter, with the folder of the unpacked wheel first on the path.
 IMPORT_CHECK = """
 import importlib, pathlib, sys
 target = pathlib.Path(sys.argv[1]).resolve()
@@ -28,7 +28,7 @@ for name in sys.argv[2:]:
     if not file.is_relative_to(target):
         sys.exit(f"{name} was imported from {file}, not from the wheel")
 """
-# What reads the manual, recorded results, constraints, tools, CITATION.cff and the changelog.
+# Tests of the manual, recorded results, constraints, tools, CITATION.cff and the changelog.
 TESTS = (
     "test_docs.py",
     "test_evidence.py::test_kept_results_are_small_and_of_claims_that_there_are",
@@ -36,12 +36,12 @@ TESTS = (
     "test_package.py",
     "test_reference.py",
 )
-# Not what computes.
+# Leaves out tests that compute.
 CHOSEN = ["-m", "not slow", "-k", "not docstring_examples", *(f"tests/{name}" for name in TESTS)]
 
 
 def only(dist: Path, pattern: str) -> Path:
-    """The one file of that kind."""
+    """The one file that matches the pattern."""
     found = list(dist.glob(pattern))
     if len(found) != 1:
         sys.exit(f"expected one {pattern} in {dist}, found {len(found)}")
@@ -49,13 +49,13 @@ def only(dist: Path, pattern: str) -> Path:
 
 
 def files_of(folder: Path) -> set[str]:
-    """The files below it, but for what Python compiles."""
+    """The files below it, without Python's compiled ones."""
     paths = [x for x in folder.rglob("*") if x.is_file() and "__pycache__" not in x.parts]
     return {path.relative_to(folder).as_posix() for path in paths}
 
 
 def check_wheel(wheel: Path) -> None:
-    """Raises SystemExit with one line when it is not what it should be."""
+    """Raises SystemExit with one line if the wheel is incomplete or does not import."""
     with zipfile.ZipFile(wheel) as archive:
         in_wheel = {name for name in archive.namelist() if ".dist-info/" not in name}
     # Without py.typed type checkers would ignore the packages.
@@ -75,23 +75,23 @@ def check_wheel(wheel: Path) -> None:
 
 
 def tracked() -> set[str]:
-    """The files of the repository; none where this is not a checkout."""
+    """The files of the repository; none if this is not a checkout."""
     if shutil.which("git") is None:
         return set()
     command = ["git", "-C", str(ROOT), "ls-files", "-z"]
     listed = subprocess.run(command, capture_output=True, text=True).stdout
-    # Deleted files stay in the index until that is committed.
+    # Deleted files stay in the index until the deletion is committed.
     return {name for name in listed.split("\0") if name and (ROOT / name).is_file()}
 
 
 def check_sdist(sdist: Path) -> None:
-    """Raises SystemExit with the reason when it is not what it should be."""
+    """Raises SystemExit with the reason if the sdist is incomplete or its tests fail."""
     with tempfile.TemporaryDirectory() as target, tarfile.open(sdist) as archive:
         archive.extractall(target, filter="data")
         (folder,) = Path(target).iterdir()
         if missing := sorted(tracked() - files_of(folder)):
             sys.exit(f"missing from the sdist: {', '.join(missing)}")
-        # The path goes before that of the checkout, which is installed in editable form.
+        # The path goes before the checkout, which is installed in editable form.
         more = {"PYTHONPATH": str(folder), "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache/jax")}
         pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         given = {"cwd": folder, "env": os.environ | more, "capture_output": True, "text": True}

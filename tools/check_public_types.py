@@ -2,10 +2,10 @@
 
 Usage: python tools/check_public_types.py
 
-The checker only reports wrong types of what is annotated, so that a parameter without an annotation
-passes it. This asks it how complete the types are that a user's checker sees, of everything public
-and of what that refers to. Types that are unknown because jax or optax leave them so do not count
-where they are theirs by name, jax.Array, but do where we spell them out, jax.typing.ArrayLike.
+The type checker only reports wrong types of annotated names, so a parameter without an annotation
+passes it. This program asks it how complete the types are that a user's checker sees, for
+everything public and all that it refers to. Types that jax or optax leave unknown do not count if
+they are used by name (jax.Array), but do if they are spelled out here (jax.typing.ArrayLike).
 """
 
 import importlib
@@ -24,9 +24,9 @@ BIN = Path(sys.executable).parent
 
 
 def report(package: str) -> dict[str, Any]:
-    """What pyright says of the symbols of a package."""
-    # Here pyright takes the packages of the first `python` on the PATH, whatever --pythonpath says,
-    # and what lies in the current folder is no package to it.
+    """The report of pyright on the symbols of a package."""
+    # In this mode pyright uses the packages of the first `python` on the PATH, regardless of
+    # --pythonpath, and does not treat the contents of the current folder as packages.
     path = os.pathsep.join([str(BIN), os.environ.get("PATH", "")])
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
     command = [BIN / "pyright", "--verifytypes", package, "--ignoreexternal", "--outputjson"]
@@ -51,12 +51,12 @@ def incomplete(symbols: list[dict[str, Any]]) -> list[str]:
             line = entry["range"]["start"]["line"] + 1
             where = f"{entry['file']}:{line}: ".removeprefix(f"{ROOT}/")
         reasons.append(f"{where}{name}: {' '.join(entry['message'].split())}")
-    # Those without a reason of their own only refer to others.
+    # Symbols without a reason of their own only refer to others.
     return reasons or [symbol["name"] for symbol in unknown]
 
 
 def unseen(package: str, symbols: list[dict[str, Any]]) -> list[str]:
-    """Public names that pyright has not looked at: then it has found another package, or none."""
+    """Public names that pyright has not seen, because it found another package, or none."""
     module = importlib.import_module(package)
     names = [x for x in module.__all__ if not isinstance(getattr(module, x), ModuleType)]
     wanted = {f"{package}.{name}" for name in names if not name.startswith("__")}

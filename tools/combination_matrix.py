@@ -1,6 +1,8 @@
-"""Writes the tables of docs/works_with.md from what tests run, tests/optax_ext/combinations.py.
+"""Writes the tables of docs/works_with.md from the rows of tests/optax_ext/combinations.py.
 
-What stands before and after them in the page is left as it is.
+    python tools/combination_matrix.py
+
+The rest of the page, before the first table and after the last one, stays as it is.
 """
 
 import pathlib
@@ -9,6 +11,7 @@ import sys
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "works_with.md"
+HEAD = "| combination | how to write it | also tested in | notes |\n|---|---|---|---|\n"
 
 
 def page() -> str:
@@ -17,16 +20,15 @@ def page() -> str:
 
     groups: dict[str, list[str]] = {}
     for row in combinations.ROWS:
-        how = f"`{row.code}`" + (f"; {row.how}" if row.how else "")
-        modes = ", ".join(("shard_map", *row.also, *(("sharded",) if row.sharded else ())))
+        how = f"`{row.code}`" + (f", and {row.how}" if row.how else "")
+        modes = ", ".join((*row.also, *(("sharded",) if row.sharded else ())))
         line = f"| {row.name} | {how} | {modes} | {row.note} |"
         groups.setdefault(row.group, []).append(line)
-    head = "| combination | how to write it | tested in | notes |\n|---|---|---|---|\n"
-    tables = [f"## {group}\n\n{head}" + "\n".join(lines) for group, lines in groups.items()]
+    tables = [f"### {group}\n\n{HEAD}" + "\n".join(lines) for group, lines in groups.items()]
     text = PAGE.read_text()
-    # The first section behind the last table has no table.
-    before = text[: text.index(f"## {next(iter(groups))}\n")]
-    last = text.rindex(f"\n{head}")
+    # The next section of the page follows the last table.
+    before = text[: text.index(f"### {next(iter(groups))}\n")]
+    last = text.rindex(f"\n{HEAD}")
     after = re.search(r"\n\n## .*", text[last + 1 :], re.DOTALL)
     return before + "\n\n".join(tables) + (after[0] if after else "\n")
 

@@ -1,4 +1,4 @@
-"""Prints the verdicts of docs/evidence/index.md that are others than at a revision, as a table.
+"""Prints the verdicts of docs/evidence/index.md that have changed since a revision, as a table.
 
 python tools/evidence_changes.py REVISION
 """

@@ -14,17 +14,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# jax 0.11 was the first that Python 3.11 can't run.
+# jax 0.11 was the first version that Python 3.11 can't run.
 OLDEST = (3, 12)
 NAME = "python3.[1-9][0-9]"
-# Where interpreters are that nobody has put on the PATH: pyenv's, uv's, Homebrew's.
+# Folders of interpreters that are not on the PATH: pyenv's, uv's, Homebrew's.
 FOLDERS = (
     ("~/.pyenv/versions", f"*/bin/{NAME}"),
     ("~/.local/share/uv/python", f"*/bin/{NAME}"),
     ("/opt/homebrew/bin", NAME),
     ("/usr/local/bin", NAME),
 )
-# venv has to be there, which some distributions split off, and a release: no wheels are for others.
+# It must have venv, which some distributions split off, and be a release, or there are no wheels.
 PROBE = """
 import ensurepip, json, sys, sysconfig, venv
 free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
@@ -34,13 +34,13 @@ print(json.dumps([*sys.version_info[:3], released and not free_threaded]))
 
 
 def candidates() -> Iterator[str]:
-    """Paths of what may be interpreters."""
+    """Paths of possible interpreters."""
     for folder, pattern in (*((folder, NAME) for folder in os.get_exec_path()), *FOLDERS):
         yield from map(str, Path(folder).expanduser().glob(pattern))
 
 
 def version_of(python: str) -> tuple[int, ...] | None:
-    """The version of an interpreter; None if it does not run or is not what is needed."""
+    """The version of an interpreter; None if it does not run or is unsuitable."""
     try:
         done = subprocess.check_output(
             [python, "-I", "-c", PROBE], stderr=subprocess.DEVNULL, timeout=60

@@ -1,4 +1,4 @@
-"""Prints a hash of what ten steps of many transformations compute, to compare two versions.
+"""Prints hashes of the results of ten steps of many transformations, to compare two versions.
 
     python tools/state_hashes.py > before.txt   # on one version
     python tools/state_hashes.py > after.txt    # on the other, on the same machine
@@ -6,8 +6,8 @@
 
 A line has the name of a configuration and hashes of its updates, of its residuals and of its
 counters (with the words that it reports), over all workers and all steps. One of the gradients is
-not finite at the fifth step. A change that moves code and computes the same leaves every hash as it
-is; another order of a sum changes the first two.
+not finite at the fifth step. A change that moves code and computes the same leaves every hash
+unchanged; another order of a sum changes the first two.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from typing import Any
 from optax_ext._state import _find
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
-# The versions to be compared may be in folders of their own.
+# The compared versions may be in folders of their own.
 sys.path.insert(0, str(Path.cwd()))
 
 import jax  # noqa: E402
@@ -38,7 +38,7 @@ jax.config.update("jax_num_cpu_devices", 4)
 Steps = Iterator[tuple[Any, Any]]
 STEPS, WORKERS, BAD = 10, 4, 5
 SHAPES = {"w": (32, 48), "b": (48,), "scale": ()}
-# Over the axis "model" of two devices, where parameters are sharded.
+# Over the axis "model" of two devices, for sharded parameters.
 SPECS = {"w": PartitionSpec(None, "model"), "b": PartitionSpec("model"), "scale": PartitionSpec()}
 MODULES = (sc.allreduce, sc.select, optax_ext)
 NAMES = {name: getattr(module, name) for module in MODULES for name in module.__all__} | {
@@ -48,13 +48,13 @@ NAMES = {name: getattr(module, name) for module in MODULES for name in module.__
     "nodes": sc.allreduce.hierarchical(inner_axis="chip", outer=sc.allreduce.topk_a()),
     "small": lambda params: jax.tree.map(lambda x: "dense" if x.size < 100 else "sparse", params),
 }
-# Expressions; those before the empty line are also taken with sharded parameters.
+# Expressions; those before the empty line are also run with sharded parameters.
 CASES = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
 NESTED = 'sparse_allreduce(topk(density=0.1), nodes, axis=("data", "chip"))'
 
 
 def gradients(step: int) -> Any:
-    """Of all workers, ``f32[P, ...]``; one entry of the third is not finite at one step."""
+    """Gradients of all workers, ``f32[P, ...]``; one entry of the third is once not finite."""
     draw = np.random.default_rng(step)
     made = {k: draw.standard_t(3, (WORKERS, *s)).astype(np.float32) for k, s in SHAPES.items()}
     if step == BAD:
@@ -63,13 +63,13 @@ def gradients(step: int) -> Any:
 
 
 def params() -> Any:
-    """Small, so that weight decay is seen."""
+    """Small parameters, so that weight decay has a visible effect."""
     draw = np.random.default_rng(0)
     return {k: jnp.asarray(draw.normal(size=s).astype(np.float32)) for k, s in SHAPES.items()}
 
 
 def hashes(steps: Iterable[tuple[Any, Any]]) -> str:
-    """Of the updates, residuals and counters that the steps make."""
+    """Hashes of the updates, residuals and counters of the steps."""
     digests = [hashlib.sha256() for _ in range(3)]
     for updates, state in steps:
         found, info = _find.get_states(state), optax_ext.get_info(state)
@@ -83,7 +83,7 @@ def hashes(steps: Iterable[tuple[Any, Any]]) -> str:
 
 
 def whole(tx: optax.GradientTransformation, sizes: dict[str, int]) -> Steps:
-    """With parameters that every worker has whole, over the axes of a mesh."""
+    """Runs with parameters that every worker has whole, over the axes of a mesh."""
     here, names = params(), tuple(sizes)
     state = optax_ext.init_state(tx, here, sizes)
     specs, split = optax_ext.state_specs(state), PartitionSpec(names)
@@ -102,7 +102,7 @@ def whole(tx: optax.GradientTransformation, sizes: dict[str, int]) -> Steps:
 
 
 def sharded(tx: optax.GradientTransformation, sizes: dict[str, int]) -> Steps:
-    """With two workers of two devices, through the step that the library makes."""
+    """Runs with two workers of two devices, by the library's training step."""
     mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * 2)
     here = jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), params(), SPECS)
     state = optax_ext.init_state(tx, here, mesh)

@@ -1,4 +1,4 @@
-"""Counts the Python that one traced step enters: how much somebody has to read to follow it.
+"""Counts the Python that one traced step enters, as a measure of how much there is to read.
 
     python tools/trace_shape.py
 
@@ -39,7 +39,7 @@ OPTIMIZERS = {
 def counted(run: Callable[[], Any]) -> tuple[int, int, int, int]:
     """Files, functions, calls and switches while ``run`` is called."""
     folders = [os.path.dirname(module.__file__) for module in (optax_ext, sc)]
-    # The functions that were entered, and the package of each that is open, or None.
+    # The functions that were entered, and for each open one its package, or None.
     seen, switches, stack = collections.Counter(), 0, []
 
     def profile(frame: Any, event: str, _: Any) -> None:
@@ -64,7 +64,7 @@ def counted(run: Callable[[], Any]) -> tuple[int, int, int, int]:
 
 
 def main() -> None:
-    """Prints a row for each optimizer, alone and in the step of a training."""
+    """Prints a row for each optimizer, alone and in a training step."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     batch = jnp.ones((8, 16))
 

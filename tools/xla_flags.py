@@ -1,8 +1,8 @@
-"""Prints those of the XLA flags given that this jaxlib accepts.
+"""Prints the given XLA flags that this jaxlib accepts.
 
-XLA aborts the process at a flag it does not know, and flags come and go from release to release.
-So each is tried in a process of its own. Without a file to keep the answer in, or when the
-version of jaxlib has changed since, that takes a second or two a flag.
+XLA aborts the process at an unknown flag, and flags come and go from release to release. So each
+is tried in a process of its own. Without a file that keeps the answer, or after a change of the
+jaxlib version, that takes a second or two a flag.
 
     python tools/xla_flags.py .venv/.xla-flags --xla_backend_optimization_level=0
 """

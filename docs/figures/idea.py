@@ -2,7 +2,7 @@
 
     python docs/figures/idea.py
 
-writes docs/images/idea_*.svg. Every number in them is computed here by the library.
+This writes docs/images/idea_*.svg. The library computes every number in them.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ SEED = 8
 SHOWN = 1  # the worker whose gradient is followed
 
 PLAIN, SELECTED, DELIVERED, INK = "#f3f3f3", "#ffcf87", "#2b6cb0", "#222222"
-# Pixels: a cell, and what is left of the first one.
+# Pixels: the size of a cell, and the space to the left of the first one.
 CELL, LEFT = 32, 76
 PARTS = ("#f7d6d0", "#d8ecd0", "#d3e4f5", "#ece0f3")
 
@@ -30,14 +30,14 @@ class Step(NamedTuple):
     """One step of all workers, arrays of integers.
 
     Attributes:
-      gradient, residual: ``[P, n]``, what came in.
+      gradient, residual: ``[P, n]``, the inputs.
       acc: their sum.
       selected: ``bool[P, n]``.
-      owner: ``[n]``, who adds up an index, or in whose part it is.
-      sums: ``[n]``, of what was selected.
-      total: ``[n]``, what all workers apply, times P.
+      owner: ``[n]``, the worker that sums an index, or whose partition has it.
+      sums: ``[n]``, of the selected entries.
+      total: ``[n]``, P times the update that all workers apply.
       kept: ``[P, n]``, the new residual.
-      words: that each worker received.
+      words: received by each worker.
     """
 
     gradient: np.ndarray
@@ -52,7 +52,7 @@ class Step(NamedTuple):
 
 
 def gradients() -> np.ndarray:
-    """Small integers ``[2, P, n]``: something that all workers share, and noise."""
+    """Small integers ``[2, P, n]``: a vector that all workers share, plus noise."""
     rng = np.random.default_rng(SEED)
     shared = np.round(rng.standard_normal(SIZE) * 2.5)
     noise = np.round(rng.standard_normal((2, WORKERS, SIZE)) * 1.7)
@@ -132,12 +132,12 @@ class Table:
         self.y = CELL
 
     def heading(self, text: str) -> None:
-        """A line of text over the rows that follow."""
+        """Adds a line of text above the rows that follow."""
         self.y += CELL
         self.parts.append(_text(4, self.y - 8, text, 'font-size="15"'))
 
     def cells(self, label: str, values: Any, faces: Any, borders: Any = None) -> None:
-        """One row: a label, and a cell for each index; None leaves it empty."""
+        """Adds a row: a label, and a cell for each index; None leaves it empty."""
         self.parts.append(_text(LEFT - 8, self.y + 21, label, 'text-anchor="end"'))
         for index, (value, face) in enumerate(zip(values, faces)):
             x = LEFT + index * CELL
@@ -172,12 +172,12 @@ def _text(x: int, y: int, text: str, attributes: str) -> str:
 
 
 def nonzero(values: np.ndarray) -> list[Any]:
-    """The values, with nothing in the place of zeros."""
+    """The values, with None for zeros."""
     return [int(x) if x else None for x in values]
 
 
 def faces_of(step: Step, worker: int) -> list[str]:
-    """What was selected, and of that what was delivered."""
+    """The fill of each cell, by whether its entry was selected and delivered."""
     in_total = step.total != 0
     return [
         DELIVERED if chosen and arrived else SELECTED if chosen else PLAIN
@@ -186,39 +186,39 @@ def faces_of(step: Step, worker: int) -> list[str]:
 
 
 def draw_gradient(step: Step, path: Path) -> None:
-    """The way of one worker's gradient."""
+    """Draws the way of one worker's gradient."""
     table = Table(f"One step, seen by worker {SHOWN}: 16 entries, 4 are sent")
     plain = [PLAIN] * SIZE
-    table.heading("what did not go in the step before, and the gradient")
+    table.heading("the residual of the step before, and the gradient")
     table.cells("residual", step.residual[SHOWN], plain)
     table.cells("gradient", step.gradient[SHOWN], plain)
     table.heading("their sum; 4 are selected: dark ones reach the total, the light one does not")
     table.cells("sum", step.acc[SHOWN], faces_of(step, SHOWN))
-    table.heading("the total of 4 workers: 4 entries, which all apply; divided by 4")
+    table.heading("the total of 4 workers: 4 sums, which all divide by 4 and apply")
     totals = [DELIVERED if x else PLAIN for x in step.total]
     table.cells("total", nonzero(step.total), totals)
-    table.heading("what waits here for a later step: not selected, or not in the total")
+    table.heading("the new residual: entries that are not selected, or not in the total")
     waits = [SELECTED if s and not t else PLAIN for s, t in zip(step.selected[SHOWN], step.total)]
     table.cells("residual", step.kept[SHOWN], waits)
     table.save(path)
 
 
 def draw_ok_topk(step: Step, path: Path) -> None:
-    """A step of Ok-Topk."""
+    """Draws a step of Ok-Topk."""
     table = Table("A step of Ok-Topk: 4 workers, k = 4 of 16 entries")
-    table.heading("1. each worker selects its 4 largest")
+    table.heading("1. each worker selects its 4 largest entries")
     for worker in range(WORKERS):
         faces = [SELECTED if s else PLAIN for s in step.selected[worker]]
         table.cells(f"worker {worker}", step.acc[worker], faces)
-    table.heading("2. each index has an owner, who gets what was selected of it and adds it up")
+    table.heading("2. each index has an owner, which sums the selected entries of that index")
     table.cells("owner", step.owner, [PARTS[w] for w in step.owner])
     chosen = step.selected.any(0)
     sums = [int(x) if c else None for x, c in zip(step.sums, chosen)]
     table.cells("sum", sums, [SELECTED if c else PLAIN for c in chosen])
-    table.heading("3. a threshold for all: the 4 largest sums, which the owners send to everyone")
+    table.heading("3. a threshold for all: the owners send the 4 largest sums to all workers")
     totals = [DELIVERED if x else PLAIN for x in step.total]
     table.cells("total", nonzero(step.total), totals)
-    table.heading("4. what waits: all but what a worker selected and the total has")
+    table.heading("4. the new residuals: entries that are not selected, or not in the total")
     for worker in range(WORKERS):
         waits = [
             SELECTED if s and not t else PLAIN for s, t in zip(step.selected[worker], step.total)
@@ -228,22 +228,22 @@ def draw_ok_topk(step: Step, path: Path) -> None:
 
 
 def draw_agreed(step: Step, path: Path) -> None:
-    """A step with agreed indices."""
+    """Draws a step with agreed indices."""
     table = Table("A step of agreed: 4 workers, 4 of 16 entries")
-    table.heading("1. each worker selects 1 in a part of its own (its colour); parts change hands")
+    table.heading("1. each worker selects 1 entry in its own partition (shaded); these rotate")
     for worker in range(WORKERS):
         faces = [
             SELECTED if s else PARTS[worker] if o == worker else PLAIN
             for s, o in zip(step.selected[worker], step.owner)
         ]
         table.cells(f"worker {worker}", step.acc[worker], faces, step.selected[worker])
-    table.heading("2. all learn the 4 indices, and add up what all of them have there")
+    table.heading("2. all receive the 4 indices, and one dense sum adds up these columns")
     chosen = step.selected.any(0)
     for worker in range(WORKERS):
         values = [int(x) if c else None for x, c in zip(step.acc[worker], chosen)]
         table.cells(f"worker {worker}", values, [SELECTED if c else PLAIN for c in chosen])
     table.cells("total", nonzero(step.total), [DELIVERED if c else PLAIN for c in chosen])
-    table.heading("3. what waits: nothing at these indices, with nobody")
+    table.heading("3. the new residuals: 0 at these indices, on every worker")
     for worker in range(WORKERS):
         table.cells(f"worker {worker}", step.kept[worker], [PLAIN] * SIZE)
     table.save(path)

@@ -1,7 +1,7 @@
 """An allreduce to start from: all workers gather all selections, and keep the k largest sums.
 
-Copy the file, rename ``my_allreduce``, and replace what follows the numbers. The rest is what
-every allreduce has. It passes the checks as it stands:
+Copy the file, rename ``my_allreduce``, and replace the numbered parts. Every allreduce has the
+other parts. The file passes the checks as it stands:
 
     make contract ALLREDUCE=docs/templates/my_allreduce.py:my_allreduce
 """
@@ -17,7 +17,7 @@ from sparse_collectives import extend, transport, wire
 
 
 class MyAllreduceState(NamedTuple):
-    """All that changes from step to step, with the same values on every worker.
+    """Everything that changes from step to step, with the same values on every worker.
 
     Attributes:
       count: ``i32[]``, steps taken.
@@ -27,7 +27,7 @@ class MyAllreduceState(NamedTuple):
 
 
 def my_allreduce(*, density: float) -> sc.SparseAllreduce:
-    """The ``k = max(1, round(density * n))`` largest sums of what all workers selected.
+    """Delivers the ``k = max(1, round(density * n))`` largest sums of all selections.
 
     Cost, for selections of c slots: ``2 c (P-1)`` words received, in one allgather. Compute: P c
     additions into n zeros, and a search for the k-th magnitude among P c sums.
@@ -39,10 +39,10 @@ def my_allreduce(*, density: float) -> sc.SparseAllreduce:
       A :class:`sparse_collectives.SparseAllreduce`; its total is a PaddedCOO of k slots.
 
     Raises:
-      ValueError: density is not in (0, 1]; at ``reduce``, an axis that is not bound.
+      ValueError: density is not in (0, 1], or ``reduce`` gets an axis that is not bound.
     """
     density = extend.check_density(density)
-    codec = wire.raw()  # Exact. A lossy one reports errors, which would have to be kept.
+    codec = wire.raw()  # It is exact. A lossy one reports errors, which a worker has to keep.
 
     def init(size: int, axis_size: int) -> MyAllreduceState:
         del size, axis_size
@@ -52,7 +52,7 @@ def my_allreduce(*, density: float) -> sc.SparseAllreduce:
         size, workers = coo.size, transport.axis_size(axis)
         k = min(size, max(1, round(density * size)))
 
-        # 1. Finite sums: of an entry at most a share of the range goes, and the rest is kept.
+        # 1. Sums stay finite: a worker sends at most its share of the range, and keeps the rest.
         share = 2.0 ** (
             math.floor(math.log2(float(jnp.finfo(coo.values.dtype).max)))
             - math.ceil(math.log2(workers))
@@ -60,13 +60,14 @@ def my_allreduce(*, density: float) -> sc.SparseAllreduce:
         bounded = jnp.clip(coo.values, -share, share)
         values = jnp.where(jnp.isfinite(coo.values), bounded, coo.values)
 
-        # 2. The exchange: one integer array, so that it is one collective.
+        # 2. The exchange is one integer array, so that it is one collective.
         message = codec.encode(sc.PaddedCOO(values, coo.indices, size), jnp.uint32(0)).message
         gathered = transport.all_gather(message, axis)
         everyone = codec.decode(gathered, size, coo.values.dtype)
 
-        # 3. The total, from the same numbers in the same order on every worker: row by row, since
-        # indices are unique within a row only, and a GPU adds to one place in no fixed order.
+        # 3. Every worker makes the total from the same numbers in the same order. It adds row by
+        # row, since indices are unique only within a row, and a GPU has no fixed order of
+        # additions to one place.
         def add(sums, row):
             indices, values = row
             return sums.at[indices].add(values.astype(jnp.float32), mode="drop"), None
@@ -79,15 +80,15 @@ def my_allreduce(*, density: float) -> sc.SparseAllreduce:
         indices = indices.astype(jnp.int32)
         total = sc.PaddedCOO(sums.at[indices].get(mode="fill", fill_value=0), indices, size)
 
-        # 4. What this worker keeps of each of its slots: nothing where the total has the index, but
-        # what was beyond the share; all elsewhere.
+        # 4. This worker keeps the entries of its slots whose index is not in the total, and the
+        # rest beyond its share of the others.
         arrived = chosen.at[coo.indices].get(mode="fill", fill_value=False)
         kept = jnp.where(arrived, coo.values - values, coo.values)
         kept = jnp.where(arrived & ~jnp.isfinite(coo.values), 0, kept)
         undelivered = sc.Undelivered(kept, extend.empty(size, 0, coo.values.dtype))
 
-        # 5. What it did. Words are those received, padding included; useful ones were sent and
-        # are none.
+        # 5. The info of the step. `words` counts received words with padding, `useful` counts sent
+        # words without it.
         words = extend.words_of_all_gather(message.size, workers)
         entries = jnp.sum(coo.indices < size, dtype=jnp.int32)
         info = sc.ReduceInfo(
@@ -99,6 +100,6 @@ def my_allreduce(*, density: float) -> sc.SparseAllreduce:
         )
         return total, undelivered, MyAllreduceState(state.count + 1), info
 
-    # Of what others sent a worker keeps nothing: its ``others`` are empty.
+    # A worker keeps no entries that others sent, so its ``others`` are empty.
     spec = sc.Spec.of("my_allreduce", density=density)
     return sc.SparseAllreduce(init, reduce, spec=spec, keeps_others=False)

@@ -1,7 +1,7 @@
 """The disk level: bytes by index in one file of SQLite, by diskcache.
 
-Each entry is a transaction: it appears as a whole or not at all, also when the process is killed.
-What changes afterwards is found by a checksum, which includes the index and what the cache is of.
+Each entry is a transaction: it appears as a whole or not at all, also if the process is killed.
+Later changes are found by a checksum, which includes the index and the identity of the cache.
 """
 
 import json
@@ -16,7 +16,7 @@ import diskcache
 
 _ERRORS = (OSError, sqlite3.Error, diskcache.Timeout)
 # Each value is a field of the database (SQLite's largest has 1e9 bytes), so that no file can be
-# left over; nothing is evicted; and it adds no more than 4 MB to the process.
+# left over. Nothing is evicted, and the process needs at most 4 MB more.
 _SETTINGS = {"disk_min_file_size": 2**30, "eviction_policy": "none", "cull_limit": 0}
 _SETTINGS |= {"size_limit": 2**62, "sqlite_cache_size": 1024, "sqlite_mmap_size": 0}
 
@@ -26,7 +26,7 @@ class CacheError(ValueError):
 
 
 def stamp(source: Any, prepare: Any = None) -> dict[str, Any]:
-    """What a cache is of: the records of `source`, or samples if `prepare` makes them of these."""
+    """The identity of a cache: records of `source`, or samples that `prepare` makes of them."""
     entries = "records" if prepare is None else f"samples, {prepare.identity}"
     return {"format": 2, "source": source.identity, "size": len(source), "entries": entries}
 
@@ -34,8 +34,8 @@ def stamp(source: Any, prepare: Any = None) -> dict[str, Any]:
 class Disk:
     """A folder with an entry for each index; threads and processes may share it.
 
-    When the limit in bytes is reached, or the disk is full, it says so in one line, keeps what it
-    has and takes no more. `damaged` counts the entries that were not as they were written.
+    If the limit in bytes is reached, or the disk is full, it prints one line, keeps its entries and
+    accepts no more. `damaged` counts the entries that have changed since they were written.
     """
 
     def __init__(self, folder: Path, stamp: dict[str, Any], limit: float = float("inf")):
@@ -50,7 +50,7 @@ class Disk:
             raise CacheError(f"cannot open the cache in {folder} ({error}): {what}") from error
 
     def get(self, index: int) -> bytes | None:
-        """What was put under `index`, if it is there as it was written."""
+        """The payload of `index`; None if there is none, or if it is damaged."""
         try:
             entry = self._entries.get(index)
         except _ERRORS:
@@ -62,7 +62,7 @@ class Disk:
         return None
 
     def put(self, index: int, payload: bytes) -> None:
-        """Writes an entry, in the place of an older one, where there is room."""
+        """Writes an entry, instead of an older one, if there is room."""
         entry = self._checksum(index, payload) + payload
         with self._lock:  # SQLite sleeps while another thread writes, and waiting is quicker
             try:
@@ -76,7 +76,7 @@ class Disk:
                 print(f"data_cache: {why}; keeping what it holds", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Closes the file in this thread, where it opens again when it is used."""
+        """Closes the file in this thread; the next use opens it again."""
         self._entries.close()
 
     def _checksum(self, index: int, payload: bytes) -> bytes:
@@ -84,13 +84,13 @@ class Disk:
 
     @property
     def bytes(self) -> int:
-        """What the folder takes of the disk."""
+        """The size of the folder on the disk."""
         return sum(path.stat().st_size for path in self.folder.iterdir())
 
 
 class _OnlyBytes(diskcache.Disk):
     def fetch(self, mode, filename, value, read):
-        """The bytes of a field; what someone else may have pickled is a damaged entry."""
+        """The bytes of a field; data that someone else may have pickled is a damaged entry."""
         return value if mode == diskcache.core.MODE_RAW and isinstance(value, bytes) else b""
 
 
@@ -101,7 +101,7 @@ def _opened(folder: Path, stamp: dict[str, Any]) -> diskcache.Cache:
     entries = diskcache.Cache.__new__(diskcache.Cache)
     try:
         entries.__init__(str(folder), disk=_OnlyBytes, **_SETTINGS)
-        # An empty file is new: whoever writes an entry has written a stamp before.
+        # An empty file is new, since a stamp is written before any entry.
         if len(entries) == 0:
             entries.add("stamp", json.dumps(stamp).encode())
         try:
@@ -109,7 +109,7 @@ def _opened(folder: Path, stamp: dict[str, Any]) -> diskcache.Cache:
         except (TypeError, ValueError):
             found = {}
     finally:
-        entries.close()  # also where it could not be opened
+        entries.close()  # also if it could not be opened
     for name, value in stamp.items():
         if found.get(name) != value:
             what = f"another {name} ({found.get(name)!r}; this run has {value!r})"

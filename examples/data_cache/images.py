@@ -1,7 +1,7 @@
-"""Sources of images, a slow link in front of them, and what is done to an image.
+"""Sources of images, a slow link to them, and the processing of an image.
 
-A record is what the central storage holds of a sample: here the label, 4 bytes, and the file of the
-image. Decoding goes before the cache; augmentation is random and goes behind it.
+A record is a sample as the central storage holds it: here the label, 4 bytes, and the file of the
+image. Decoding comes before the cache; augmentation is random and comes after it.
 """
 
 import bisect
@@ -41,7 +41,7 @@ class ImageFolder:
 
 
 class Digits(list):
-    """Records of scikit-learn's 1797 digits, 8x8 pixels as PNG files; a quarter are for tests."""
+    """Records of scikit-learn's 1,797 digits, 8x8 pixels as PNG files; a quarter are for tests."""
 
     def __init__(self, test: bool = False):
         images, labels = load_digits().images.astype("uint8") * 15, load_digits().target
@@ -55,7 +55,7 @@ class Digits(list):
 
 
 class Throttled:
-    """A source behind a link: reads wait for seconds of latency side by side, for bytes in turn."""
+    """A source with a slow link: reads wait for latency concurrently, and for bytes in turn."""
 
     def __init__(self, source, bytes_per_second: float, latency: float):
         self.source, self.identity, self.names = source, source.identity, source.names
@@ -76,19 +76,19 @@ class Throttled:
 
 
 class Decode:
-    """Decodes the image of a record, scales it to squares of `size` pixels, and normalises it.
+    """Decodes the image of a record, scales it to squares of `size` pixels, and normalizes it.
 
-    The sample has ``image f32[size, size, channels]``, about standardised, and ``label i32[]``;
-    3 channels are RGB and 1 is grey.
+    The sample has ``image f32[size, size, channels]``, roughly standardized, and ``label i32[]``;
+    3 channels are RGB and 1 is gray.
     """
 
     def __init__(self, size: int, channels: int = 3):
         self.shape, self._mode = (size, size, channels), {1: "L", 3: "RGB"}[channels]
-        # Count it up with each change of what is computed.
+        # Increase the number whenever the result changes.
         self.identity = f"Decode 1: {size}x{size}x{channels}, f32"
 
     def __call__(self, record: bytes) -> dict[str, np.ndarray]:
-        """The sample; raises OSError or ValueError where the record is no image."""
+        """The sample; an OSError or ValueError if the record is no image."""
         with Image.open(io.BytesIO(memoryview(record)[4:])) as image:
             # A JPEG is decoded at the smallest of its scales that is large enough.
             image.draft(self._mode, self.shape[:2])
@@ -105,7 +105,7 @@ class Augment:
         self._shift, self._mirror = shift, mirror
 
     def __call__(self, sample, random: np.random.Generator) -> dict[str, np.ndarray]:
-        """Another sample; the one that is given stays as it is."""
+        """Returns another sample, and does not change the given one."""
         image = sample["image"]
         for axis, by in enumerate(random.integers(-self._shift, self._shift + 1, 2)):
             rows = image.swapaxes(0, axis)  # slices of it are faster than indices

@@ -1,1 +1,1 @@
-"""Linear models on sparse rows, whose gradients workers send as they are."""
+"""Linear models on sparse rows, whose gradients workers send without a selection."""

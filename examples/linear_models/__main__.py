@@ -1,4 +1,4 @@
-"""Trains a linear model with each exchange; docs/linear_models.md has how, and what it costs."""
+"""Trains a linear model with each exchange; docs/special_cases.md has the method and costs."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ METHODS = {"sgd": sgd, "scd": coordinate_descent}
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Returns the options; exits with status 2 and one line when one of them is wrong."""
+    """Returns the options; exits with status 2 and one line if one of them is wrong."""
     parser = parser_of("Train a linear model on sparse data, lossless.", "linear_models")
     add, number = parser.add_argument, numbers_of(parser)
     add("--data", type=Path, metavar="FILE", help="a LIBSVM file, .gz and .bz2 unpacked")
@@ -68,7 +68,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def compare(opts: argparse.Namespace) -> None:
-    """Trains with each exchange, prints what it costs, and writes the numbers."""
+    """Trains with each exchange, prints its costs, and writes the numbers."""
     if opts.join:
         workers.join(opts.join[0], opts.workers, opts.process)
     count = None if opts.join else opts.workers

@@ -1,8 +1,8 @@
-"""Random block coordinate descent: worker i moves features of the i-th of P equal ranges.
+"""Random block coordinate descent: worker i moves features in the i-th of P equal ranges.
 
-In a step it moves some of them, 100 in SparCML, each to where a bound of the objective along it has
-its minimum. Steps are disjoint by construction, so the exchange is an allgather. All processes have
-the whole matrix and follow the margins of all rows.
+In a step it moves some of them, 100 in SparCML, each to the minimum of a bound of the objective
+along it. Steps are disjoint by construction, so the exchange is an allgather. All processes have
+the whole matrix and keep the margins of all rows.
 """
 
 import functools
@@ -19,7 +19,7 @@ from .training import EXCHANGES, Model, Training
 
 
 class Problem(NamedTuple):
-    """All rows of a source, with an empty column n for where there is no coordinate."""
+    """All rows of a source, with an empty column n for unused slots."""
 
     columns: csc_matrix
     labels: np.ndarray
@@ -28,7 +28,7 @@ class Problem(NamedTuple):
 
 
 def make(source: Source, *_: Any) -> Problem:
-    """The same in every process, whatever :mod:`.sgd` makes of its workers and rows."""
+    """The same problem in every process; the arguments for :mod:`.sgd` are ignored."""
     matrix, labels = source.rows(0, source.count)
     squares = np.bincount(matrix.indices, matrix.data.astype(np.float64) ** 2, source.size + 1)
     row_length = int(np.diff(matrix.indptr).max())
@@ -37,10 +37,11 @@ def make(source: Source, *_: Any) -> Problem:
 
 
 def steps(curvature, problem: Problem, slopes, weights, picked, damping, regularisation):
-    r"""The steps ``f32[k]`` of the coordinates ``picked i32[k]``, from where all of them are now.
+    r"""The steps ``f32[k]`` of the coordinates ``picked i32[k]``, all from the current weights.
 
-    With :math:`g_j` the derivative of the mean loss, of ``slopes f32[N]``, :math:`L_j` the bound of
-    its second one, and :math:`\beta`, the damping, for those that move at the same time,
+    With :math:`g_j` the derivative of the mean loss, computed from ``slopes f32[N]``, :math:`L_j`
+    the bound of its second derivative, and :math:`\beta` the damping for coordinates that move at
+    the same time,
 
     .. math:: d_j = - (g_j + \lambda w_j) / (\beta L_j + \lambda)
     """
@@ -67,7 +68,7 @@ def occurring(squares: np.ndarray, workers: int) -> list[np.ndarray]:
 
 
 def schedule(owned: list[np.ndarray], block: int, size: int, seed: int, epoch: int) -> np.ndarray:
-    """The coordinates of each step, ``i32[steps, workers, block]``; ``size`` is none."""
+    """The coordinates of each step, ``i32[steps, workers, block]``; ``size`` is padding."""
     length = -(-max(map(len, owned)) // block)
     picked = []
     for worker, own in enumerate(owned):
@@ -95,7 +96,7 @@ class Trainer(Training):
         super().__init__(group, made, self._size, exchange, -(-max(counts) // block))
 
     def objective(self) -> float:
-        """The mean loss over all rows, and the regularisation."""
+        """The mean loss over all rows, plus the regularization."""
         losses = np.asarray(self._loss(self.margins, self._problem.labels))
         return float(losses.mean() + self._regularisation / 2 * self._weights @ self._weights)
 
@@ -116,7 +117,7 @@ class Trainer(Training):
             return self._group.own([PaddedCOO(*pair, self._size) for pair in zip(own, mine)])
 
         def apply(total: PaddedCOO | jax.Array) -> None:
-            # Where a dense total is not 0, everyone knows from the schedule.
+            # The schedule determines the indices at which a dense total may differ from 0.
             if not isinstance(total, PaddedCOO):
                 indices = picked.reshape(-1)
                 values = total.at[indices].get(mode="fill", fill_value=0)

@@ -17,16 +17,16 @@ from sklearn.datasets import load_svmlight_file
 from .._data import InputError
 
 _OPEN = {".gz": gzip.open, ".bz2": bz2.open}
-# What reading a packed file raises that is cut off or damaged; gzip's own is an OSError, too.
+# Errors of reading a packed file that is cut off or damaged; gzip's own is also an OSError.
 _UNREADABLE = (OSError, EOFError, zlib.error)
-# Generated rows that have a generator of their own: a process makes only the blocks that it needs.
+# Generated rows that share a generator: a process makes only the blocks that it needs.
 _BLOCK = 250
 # Ranks below it are about equally common, as the first words of a text are.
 _FLAT = 10.0
 
 
 class Source(NamedTuple):
-    """Rows that each process takes its own part of, with labels of -1 or 1."""
+    """Rows, of which each process takes its own part, with labels of -1 or 1."""
 
     name: str
     size: int
@@ -35,7 +35,7 @@ class Source(NamedTuple):
 
 
 def of_matrix(name: str, matrix: csr_matrix, labels: np.ndarray) -> Source:
-    """A matrix in memory."""
+    """A source from a matrix in memory."""
     count, size = matrix.shape
     return Source(name, size, count, lambda start, stop: (matrix[start:stop], labels[start:stop]))
 
@@ -52,7 +52,7 @@ def spread(source: Source) -> Source:
 
 
 def spread_indices(indices: np.ndarray, size: int) -> np.ndarray:
-    """A one-to-one map of ``[0, n)``, ``i32``, under which runs come apart: a product modulo n."""
+    """A one-to-one map of ``[0, n)``, ``i32``, that scatters runs: a product modulo n."""
     factor = max(1, round(size * (math.sqrt(5) - 1) / 2))
     while math.gcd(factor, size) != 1:
         factor += 1
@@ -62,17 +62,17 @@ def spread_indices(indices: np.ndarray, size: int) -> np.ndarray:
 def read(
     path: Path, size: int | None = None, classes: tuple[float, ...] | None = None
 ) -> tuple[csr_matrix, np.ndarray, tuple[float, ...]]:
-    """A LIBSVM file: a label and ``index:value`` pairs a line, indices from 1 and ascending.
+    """Reads a LIBSVM file: a label and ``index:value`` pairs a line, indices from 1 and ascending.
 
     ``.gz`` and ``.bz2`` are unpacked. By default ``size`` is the largest index in the file;
-    ``classes`` are the labels to expect, such as those of the training file.
+    ``classes`` are the expected labels, such as the labels of the training file.
 
     Returns:
       The ``f32`` matrix ``[N, n]`` in CSR form; labels ``f32[N]``, -1 for the smaller and 1 for the
       larger; the two labels of the file.
 
     Raises:
-      InputError: it can't be used. The message names the file, and the line where it has one.
+      InputError: it can't be used. The message names the file, and the line if there is one.
     """
     try:
         given = {"dtype": np.float32, "zero_based": False, "n_features": size}
@@ -80,7 +80,7 @@ def read(
     except _UNREADABLE as error:
         raise InputError(_unreadable(path, error)) from error
     except (ValueError, OverflowError) as error:
-        # scikit-learn says what is wrong, but not where; and what it read may be no text at all.
+        # scikit-learn reports the error without its place, and the file may be no text at all.
         raise InputError(_complaint(path, size) or f"{path}: {error}") from error
     if not matrix.shape[0]:
         raise InputError(f"{path} has no rows")
@@ -110,7 +110,7 @@ def _unreadable(path: Path, error: Exception) -> str:
 
 
 def _complaint(path: Path, size: int | None) -> str | None:
-    """What is wrong: with a packed file as such, whose checksum comes last, or in a first line."""
+    """The error of a packed file, whose checksum comes last, or of the first wrong line."""
     first = None
     try:
         with _OPEN.get(path.suffix, open)(path, "rb") as file:
@@ -155,7 +155,7 @@ def _is_number(text: str) -> bool:
 
 
 class Shape(NamedTuple):
-    """Of n features a row has ``nonzeros`` in the mean; rank r has a share ``r ** -exponent``."""
+    """A row has ``nonzeros`` of n features on average; rank r has a share ``r ** -exponent``."""
 
     size: int
     nonzeros: int
@@ -172,7 +172,7 @@ SHAPES = {
 
 
 def power_law(name: str, shape: Shape, seed: int, count: int | None = None) -> Source:
-    """Rows of unit length whose features follow a power law; a tenth of the labels are random."""
+    """Rows of unit length whose features follow a power law; 10 % of the labels are random."""
     draws, power = _draws(shape), 1 - shape.exponent
     first, last = _FLAT**power, (shape.size + _FLAT) ** power
     weights = np.random.default_rng([seed, 0]).standard_normal(shape.size, np.float32)
@@ -206,7 +206,7 @@ def power_law(name: str, shape: Shape, seed: int, count: int | None = None) -> S
 
 
 def _draws(shape: Shape) -> float:
-    """How many draws with replacement have ``nonzeros`` different features in the mean."""
+    """The number of draws with replacement that give ``nonzeros`` distinct features on average."""
     # Ranks between two edges are taken as equally common.
     edges = np.unique(np.geomspace(1, shape.size + 1, 4000).astype(np.int64)) - 1
     shares = (edges + _FLAT) ** (1 - shape.exponent)

@@ -1,4 +1,4 @@
-"""Stochastic gradient descent: from the data it is known where the gradient of a batch is not 0."""
+"""Stochastic gradient descent: the data determine which entries of a gradient are not 0."""
 
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ class Batch(NamedTuple):
 
 
 class Batches(NamedTuple):
-    """All batches, on the devices, in slots that are as many for all of them."""
+    """All batches, on the devices, with the same number of slots for all of them."""
 
     parts: list[Batch]  # each is OWN
     counts: list[int]  # rows of all workers together
@@ -52,7 +52,7 @@ def make(source: Source, group: Group, rows: int) -> Batches:
         padded = [pad(batch, *shape) for batch, _ in packed]
         packed.clear()  # the devices have them now
         parts.append(group.own(padded))
-        # From all indices the workers learn how large unions are.
+        # The indices of all workers give the size of the unions.
         fits.append(_fit(group.gathered([b.indices for b in padded], np.int32), source.size))
     counts = [min(together, source.count - start) for start in starts]
     fit = Fit(int(slots), *np.max(fits, axis=0).tolist())
@@ -60,7 +60,7 @@ def make(source: Source, group: Group, rows: int) -> Batches:
 
 
 def pack(matrix: csr_matrix, labels: np.ndarray) -> tuple[Batch, float]:
-    """Rows without padding, and the largest squared length of one."""
+    """A batch without padding, and the largest squared length of a row."""
     row = np.repeat(np.arange(len(labels), dtype=np.int32), np.diff(matrix.indptr))
     indices, slots = np.unique(matrix.indices, return_inverse=True)
     squares = np.bincount(row, matrix.data.astype(np.float64) ** 2, minlength=1)
@@ -77,7 +77,7 @@ def pad(batch: Batch, size: int, slots: int, nonzeros: int, rows: int) -> Batch:
 
 
 def _fit(everyone: np.ndarray, size: int) -> tuple[int, int, int]:
-    """What the union of one batch needs, of the indices ``i32[P, c]`` of all workers."""
+    """The slots for the union of one batch, from the indices ``i32[P, c]`` of all workers."""
     edges = np.minimum(np.arange(len(everyone) + 1) * -(-size // len(everyone)), size)
     union = np.unique(everyone)
     blocks = [np.diff(np.searchsorted(own, edges)) for own in everyone]
@@ -86,7 +86,7 @@ def _fit(everyone: np.ndarray, size: int) -> tuple[int, int, int]:
 
 
 class Weights(NamedTuple):
-    """The weights ``scale f32[] * vector f32[n]``: to shrink all of them takes one product."""
+    """The weights ``scale f32[] * vector f32[n]``, so that shrinking them takes one product."""
 
     vector: jax.Array
     scale: jax.Array
@@ -102,7 +102,7 @@ def gradient(model: Model, weights: Weights, batch: Batch, count: jax.Array) -> 
 
 
 def update(weights: Weights, total: PaddedCOO | jax.Array, rate, regularisation) -> Weights:
-    """A step of ``rate f32[]`` against ``total``; O(slots), or O(n) where the total is dense."""
+    """A step of ``rate f32[]`` against ``total``; O(slots), or O(n) if the total is dense."""
     scale = weights.scale * (1 - rate * regularisation)
     if isinstance(total, PaddedCOO):
         moved = weights.vector.at[total.indices].add(-rate / scale * total.values, mode="drop")
@@ -147,8 +147,8 @@ class Trainer(Training):
         super().__init__(group, made, batches.size, exchange, len(batches.parts))
 
     def objective(self) -> float:
-        """The mean loss over all rows, and the regularisation."""
-        # The scale is 1 again after each epoch: its product would vanish in the end.
+        """The mean loss over all rows, plus the regularization."""
+        # Resets the scale to 1 after each epoch, since its product would finally vanish.
         self._weights = self._settle(self._weights)
         sums = [float(np.asarray(self._loss(self._weights, x))) for x in self._batches.parts]
         square = float(np.asarray(self._square(self._weights)))
@@ -169,7 +169,7 @@ class Trainer(Training):
 
     def _step(self, at: int) -> None:
         part, count = self._batches.parts[at], np.float32(self._batches.counts[at])
-        # A short batch moves less, or each of its rows would count for more than another.
+        # A short batch moves less; otherwise each of its rows would count more than others.
         share = count / max(self._batches.counts)
         now = share * self._rate / (1 + self._rate * self._regularisation * self._steps)
         self._weights = self._timed(

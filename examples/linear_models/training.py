@@ -1,4 +1,4 @@
-"""What both methods share: models, exchanges with slots for everything, steps with their clocks."""
+"""Shared by both methods: models, exchanges with slots for everything, and timed steps."""
 
 import time
 from collections.abc import Callable
@@ -14,19 +14,19 @@ from sparse_collectives.allreduce import published
 
 from .workers import OWN, SAME, Group
 
-# So that a share that is a quotient of whole numbers is not rounded down to a slot less.
+# Keeps a share that is a quotient of whole numbers from being rounded down to a slot less.
 _ABOVE = 1 + 1e-9
 
 
 class Model(NamedTuple):
-    """Loss and slope of margins and labels ``f32[r]``, 0 where the label is 0: that of padding."""
+    """Loss and slope of margins and labels ``f32[r]``; both are 0 for padding, whose label is 0."""
 
     loss: Callable[[jax.Array, jax.Array], jax.Array]
     slope: Callable[[jax.Array, jax.Array], jax.Array]
     curvature: float  # a bound of the second derivative
 
 
-# The support vector machine has the squared hinge, as LIBLINEAR has it by default.
+# The support vector machine has the squared hinge, LIBLINEAR's default.
 MODELS = {
     "logistic": Model(
         loss=lambda z, y: y * y * jax.nn.softplus(-y * z),
@@ -42,7 +42,7 @@ MODELS = {
 
 
 class Fit(NamedTuple):
-    """How many slots have room for every batch of every worker."""
+    """The numbers of slots that suffice for every batch of every worker."""
 
     selection: int  # of a gradient
     block: int  # of its entries in one of P equal ranges of indices
@@ -51,7 +51,7 @@ class Fit(NamedTuple):
 
 
 def split_allgather(fit: Fit, workers: int) -> SparseAllreduce:
-    """SSAR_Split_allgather with the slots that the largest block and the largest region take."""
+    """SSAR_Split_allgather with slots for the largest block and the largest region."""
     slack = _slack(fit, workers)
     fill = max(1.0, _ABOVE * fit.region * workers / (slack * fit.selection))
     return published.ssar_split_allgather(slack=slack, fill=fill)
@@ -77,7 +77,7 @@ def dense_allgather(workers: int) -> SparseAllreduce:
     return SparseAllreduce(lambda size, axis_size: (), reduce)
 
 
-# By method: of gradients, which have indices in common, and of coordinates, which have one owner.
+# By method: for gradients, which share indices, and for coordinates, which have one owner.
 EXCHANGES: dict[str, dict[str, Callable[[Any, int], SparseAllreduce]]] = {
     "sgd": {
         "dense": lambda fit, p: allreduce.dense(),
@@ -95,7 +95,7 @@ EXCHANGES: dict[str, dict[str, Callable[[Any, int], SparseAllreduce]]] = {
 
 
 class Training:
-    """A training that goes on from epoch to epoch; what it measures is in `run`.
+    """A training that continues from epoch to epoch, with its measurements in `run`.
 
     A method has ``_start()``, ``_order(epoch)``, ``_step()`` of one in it, and ``objective()``.
     """
@@ -108,18 +108,18 @@ class Training:
         self._reduce = group.jit(reduce, (OWN, SAME), (SAME, SAME, SAME, OWN))
         self._carried = group.same(jax.tree.map(np.asarray, made.init(size, group.workers)))
         self._taken: list[tuple[Any, ...]] = []
-        # One step that is not kept, so that nothing is compiled while a clock runs.
+        # A step whose result is dropped, so that nothing is compiled while a clock runs.
         self._start()
         self._step(self._order(0)[0])
         self._start()
         # By epoch: seconds without the evaluation of the objective, words received by each worker,
-        # and in the mean how many entries the total of a step had.
+        # and the mean number of entries in the total of a step.
         self.run = SimpleNamespace(exchange=name, steps=steps, objectives=[self.objective()])
         self.run.seconds, self.run.exchange_seconds = [], []
         self.run.words, self.run.delivered = [], []
 
     def epoch(self, most: int | None = None) -> None:
-        """One pass over the batches or coordinates, in an order of its own, or ``most`` steps."""
+        """One pass over the batches or coordinates in a new order, or ``most`` steps of it."""
         run = self.run
         self._taken.clear()
         for what in self._order(len(run.seconds))[:most]:
@@ -135,7 +135,7 @@ class Training:
         run.objectives.append(self.objective())
 
     def _timed(self, local: Callable[[], Any], update: Callable[[Any], Any]) -> Any:
-        """One step in three programs, each waited for; returns what ``update`` returns."""
+        """One step in three programs, each waited for; returns the result of ``update``."""
         start = time.perf_counter()
         given = jax.block_until_ready(local())
         before = time.perf_counter()

@@ -1,7 +1,7 @@
 """The workers: devices of one process, of several processes, or ranks of MPI.
 
-Arguments and results of a worker's program are the `SAME` on all or each one's `OWN`, of which a
-process holds those of its workers, one after the other along the first dimension.
+Arguments and results of a worker's program are the `SAME` on all, or each worker's `OWN`. A process
+holds the `OWN` arrays of its workers one after the other along the first dimension.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,10 +28,10 @@ class Group(NamedTuple):
     mesh: jax.sharding.Mesh | None = None
 
     def jit(self, function: Callable[..., Any], ins: Any, outs: Any, donate: Sequence[int] = ()):
-        """The program of all workers; `ins` and `outs` say what of it is `SAME` or `OWN`."""
+        """The program of all workers; `ins` and `outs` mark its parts as `SAME` or `OWN`."""
         if self.mesh is not None:
-            # What the exchanges return is the same on all workers, by their contract; to have it
-            # typed so, one of them would send its total once more: no check_vma.
+            # The results of exchanges are the same on all workers by contract. To prove that to the
+            # type system, one of them would have to send its total again, hence check_vma=False.
             given = {"mesh": self.mesh, "in_specs": ins, "out_specs": outs}
             function = jax.shard_map(function, **given, check_vma=False)
         return jax.jit(function, donate_argnums=donate)
@@ -48,11 +48,11 @@ class Group(NamedTuple):
         return jax.tree.map(lambda x: make(sharding, np.asarray(x)), tree)
 
     def gathered(self, rows: Any, dtype: Any) -> np.ndarray:
-        """The rows ``[m, k]`` of all processes, one below the other; of 4 or 8 bytes each."""
+        """The rows ``[m, k]`` of all processes, one below the other, with 4 or 8 bytes an entry."""
         rows = np.ascontiguousarray(rows, dtype)
         if self.mesh is None:
             return np.concatenate(self.axis.allgather(rows))
-        # As words: jax has no float64 unless it is asked for.
+        # As words, since jax has no float64 by default.
         words = multihost_utils.process_allgather(rows.view(np.uint32), tiled=True)
         return np.ascontiguousarray(words).view(dtype)
 

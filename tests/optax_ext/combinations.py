@@ -1,4 +1,4 @@
-"""What optax_ext is tested with: the table of test_works_with.py and of docs/works_with.md."""
+"""Combinations with other libraries: the rows of test_works_with.py and docs/works_with.md."""
 
 from typing import Any, NamedTuple
 
@@ -14,12 +14,12 @@ import optax_ext
 class Row(NamedTuple):
     """A combination.
 
-    `code` is the expression that the tests evaluate, with `reduce` the allreduce (sparse, or dense
-    in its place) and `dense` the dense one. A row without `reduce` is a whole SGD of learning rate
-    0.1 that sends `density` of the entries. `also` names the other mapped functions it is tested
-    in. `how` says in the docs what belongs to `model`. `rounding` is the tolerance of the
-    comparison with the dense one, where the general one does not do. `sharded` is whether it is
-    tested with sharded parameters, too.
+    `code` is the expression that the tests evaluate. In it `reduce` is the allreduce under test
+    (sparse, or dense for comparison) and `dense` the dense one. A row without `reduce` is a whole
+    SGD of learning rate 0.1 that sends `density` of the entries. `also` names the other mapped
+    functions in which it is tested. `how` says in the docs how to write the `model`. `rounding` is
+    the tolerance of the comparison with the dense allreduce, if the general one is too small.
+    `sharded` is whether the row is also tested with sharded parameters.
     """
 
     name: str
@@ -35,18 +35,18 @@ class Row(NamedTuple):
 
 ALL = ("pmap", "simulate")
 ADAM = "optax.chain(reduce, optax.adam(1e-2))"
-WHOLE = "`optax_ext.sparse_adamw` in place of the chain learns more."
-BEHIND = "Behind the sparse allreduce only; around it is an error."
+WHOLE = "Prefer `optax_ext.sparse_adamw` instead of the chain."
+BEHIND = "After the exchange only. Around it is an error."
 # A sum in another order changes the last bits of a gradient. Newton-Schulz iterations multiply
-# small singular values, and what was rounded in them, by up to 3.4 each.
+# small singular values, and their rounding errors, by up to 3.4 each.
 MUON = 2e-3
-# The dense mean is rounded to bfloat16 (8 bits) on its way, the sparse one at its end; parameters
+# The dense mean is rounded to bfloat16 (8 bits) during the sum, the sparse one after it. Parameters
 # of about 1 then differ by a few units of 2**-8.
 BFLOAT16 = 2**-6
 
 
 def _behind(name: str, optimizer: str, note: str = "", **options: Any) -> Row:
-    """An optimizer behind the allreduce."""
+    """An optimizer after the allreduce."""
     return Row(name, f"optax.chain(reduce, {optimizer})", note, **options)
 
 
@@ -67,32 +67,34 @@ GROUPS = {
         _behind(
             "`contrib.schedule_free_sgd`",
             "optax.contrib.schedule_free_sgd(0.1)",
-            "For evaluation `schedule_free_eval_params(opt_state[1], params)`.",
+            "For evaluation: `schedule_free_eval_params(opt_state[1], params)`.",
         ),
         _behind(
-            "`contrib.schedule_free_adamw`", "optax.contrib.schedule_free_adamw(1e-2)", "As before."
+            "`contrib.schedule_free_adamw`",
+            "optax.contrib.schedule_free_adamw(1e-2)",
+            "For evaluation: `schedule_free_eval_params(opt_state[1], params)`.",
         ),
         Row(
             "`contrib.schedule_free` around the chain",
             "optax.contrib.schedule_free(optax.chain(reduce, optax.sgd(0.1)), 0.1)",
-            "For evaluation `schedule_free_eval_params(opt_state, params)`.",
+            "For evaluation: `schedule_free_eval_params(opt_state, params)`.",
         ),
         _behind(
             "`polyak_sgd`",
             "optax.polyak_sgd(0.1)",
-            "`make_train_step` passes the mean loss as `value`; pass `value=` in a loop of your "
-            "own, the same on every worker.",
+            "`make_train_step` passes the mean loss as `value`. In a loop of your own, pass "
+            "`value=`, the same on every worker.",
         ),
         _behind(
             "`contrib.reduce_on_plateau`",
             "optax.adam(1e-2), optax.contrib.reduce_on_plateau()",
-            "As before.",
+            "It takes `value`, as `polyak_sgd` does.",
         ),
         _behind(
             "`contrib.sam`",
             "optax.GradientTransformation(*optax.contrib.sam(optax.sgd(0.1), "
             "optax.chain(optax.contrib.normalize(), optax.sgd(0.05))))",
-            "Its update takes no `value`: `GradientTransformation(*...)` leaves it out.",
+            "Its update takes no `value`, and `GradientTransformation(*...)` leaves it out.",
         ),
         _behind("schedules", "optax.sgd(optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 10))"),
     ),
@@ -100,32 +102,31 @@ GROUPS = {
         Row(
             "`optax_ext.multi_steps` around the chain",
             "optax_ext.multi_steps(optax.chain(reduce, optax.adam(1e-2)), 2)",
-            "One exchange for k mini-steps. Parameters may be scalars.",
+            "One exchange in k mini-steps. Parameters may be scalars.",
             also=ALL,
         ),
         Row(
             "`optax_ext.delayed` around the chain",
             "optax_ext.delayed(optax.chain(reduce, optax.adam(1e-2)))",
-            "Each step exchanges the gradient of the step before, beside its own computation.",
+            "A step exchanges the gradient of the previous step, at a [higher loss]"
+            "(training.md#a-delay-of-one-step).",
             also=ALL,
         ),
         Row(
             "`MultiSteps` around the chain",
             "optax.MultiSteps(optax.chain(reduce, optax.adam(1e-2)), 2).gradient_transformation()",
-            "Exchanges at every mini-step, since optax evaluates what it wraps at each; "
-            "`optax_ext.multi_steps` does not. A gradient that is not finite stays in its "
-            "accumulators. No scalar parameters, no `skip_not_finite`, no `skip_large_updates`: "
-            "these are errors.",
+            "Prefer [`optax_ext.multi_steps`](#gradient-accumulation): this one exchanges at every "
+            "mini-step.",
             also=ALL,
         ),
         _behind(
-            "`MultiSteps` behind", "optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation()"
+            "`MultiSteps` after", "optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation()"
         ),
         _behind(
             "`apply_if_finite`",
             "optax.apply_if_finite(optax.adam(1e-2), 3)",
-            "Behind the sparse allreduce only; around it is an error. For local gradients there"
-            " is `nonfinite='skip'`, the default.",
+            "After the exchange only. Around it is an error. For local gradients there is "
+            "`nonfinite='skip'`, the default.",
         ),
         _behind(
             "`conditionally_mask`",
@@ -142,13 +143,7 @@ GROUPS = {
             "`inject_hyperparams`, Ok-Topk SGD",
             "optax.inject_hyperparams(lambda rate: optax.chain(optax_ext.ok_topk(density, "
             'axis="data", local=optax.scale(rate), slack=8.0), optax.scale(-1.0)))(rate=0.1)',
-            "Without options of the exchange: `inject_hyperparams(ok_topk_sgd, "
-            'static_args=("density", "dense_steps"))(learning_rate=...)`. `density` fixes '
-            "shapes and `dense_steps` branches, so they have to be static; without "
-            "`static_args` it is an error. "
-            '`inject_hyperparams(sparse_adamw)(learning_rate=1e-3, axis="data")`, and '
-            "`sparse_sgd` in its place, need `static_args` for what is given of `density`, "
-            "`dense_steps`, `dense_leaves` and `mask` alone.",
+            "Some arguments must be [static](#injected-hyperparameters).",
         ),
         _behind(
             "`inject_hyperparams`, optimizer",
@@ -158,7 +153,7 @@ GROUPS = {
             "`masked`",
             'optax.chain(optax.masked(reduce, {"w1": True, "b": False, "w2": True}), '
             'optax.masked(dense, {"w1": False, "b": True, "w2": False}), optax.adam(1e-2))',
-            "What the sparse allreduce leaves out has to go through the dense one.",
+            "Leaves that the sparse allreduce leaves out must go through the dense one.",
         ),
         Row(
             "`multi_transform`",
@@ -168,7 +163,7 @@ GROUPS = {
             also=ALL,
         ),
     ),
-    "Before and after": (
+    "Before and after the exchange": (
         Row(
             "`local_clip_by_global_norm` before",
             'optax.chain(optax_ext.local_clip_by_global_norm(0.5, axis="data"), reduce, '
@@ -181,7 +176,7 @@ GROUPS = {
         _behind(
             "`freeze`",
             'optax.freeze({"w1": False, "b": True, "w2": False}), optax.sgd(0.1)',
-            "Behind the sparse allreduce.",
+            "After the exchange.",
         ),
     ),
     "Models and precision": (
@@ -190,7 +185,8 @@ GROUPS = {
             ADAM,
             model="bfloat16_compute",
             how="cast parameters and inputs to bfloat16 in the loss",
-            # Activations are rounded to 8 bits, and a last bit of a parameter can change which way.
+            # Activations are rounded to 8 bits, and the last bit of a parameter can change the
+            # direction.
             rounding=2e-3,
         ),
         _behind(
@@ -207,18 +203,16 @@ GROUPS = {
             'optax.multi_transform({"params": optax.chain(reduce, optax.adam(1e-2)), '
             '"batch_stats": optax.chain(dense, optax.set_to_zero())}, {"params": "params", '
             '"batch_stats": "batch_stats"})',
-            "All variables in the place of the parameters, `has_aux=True` with a loss that "
-            "returns `(loss, new_batch_stats)`; after each step `variables = {**variables, "
-            '"batch_stats": aux}`: the mean over the workers.',
+            "[With `has_aux=True`](#batch-statistics).",
             model="batch_norm",
-            # The gradient of a bias in front of the normalisation is rounding alone, of which adam
-            # makes whole steps: another program has other ones.
+            # The gradient of a bias before the normalization consists of rounding errors, which
+            # adam scales to whole steps and which differ between programs.
             sharded=False,
         ),
         Row(
             "flax nnx",
             ADAM,
-            "For `nnx.Optimizer` see below.",
+            "For `nnx.Optimizer` see [Programs you already have](clients.md).",
             model="nnx",
             how="`graphdef, params = nnx.split(model)`; `nnx.merge(graphdef, params)` in the loss",
         ),
@@ -279,7 +273,7 @@ def model(name: str) -> tuple[Any, Any]:
 
 
 def transformation(row: Row, reduce: Any, density: float | None) -> optax.GradientTransformation:
-    """The row's transformation; `density` is None with the dense `reduce`."""
+    """The row's transformation; `density` is None with a dense `reduce`."""
     if "reduce" not in row.code and density is None:
         return optax.chain(reduce, optax.sgd(0.1))
     names = {"optax": optax, "optax_ext": optax_ext, "jnp": jnp, "reduce": reduce}

@@ -1,8 +1,8 @@
-"""Docstrings of this repository, which are reStructuredText, as the Markdown of the manual.
+"""Converts the docstrings of this repository from reStructuredText to the manual's Markdown.
 
-Griffe reads the packages without importing them, and this extension rewrites what it read:
+Griffe reads the packages without importing them, and this extension rewrites the docstrings:
 formulas become MathML, which browsers draw without a script, and roles become links to the
-reference where it has the name.
+reference if it has the name.
 """
 
 import re
@@ -20,7 +20,7 @@ _MATH = re.compile(r"^( *)\.\. math::(?: (.*))?\n((?:\n|\1[ ]+.*\n?)*)", re.M)
 _ROLE = re.compile(r":(func|class|mod|data|attr|meth|math):`~?([^`]+)`")
 _LINK = re.compile(r"`([^`<]+?)\s+<(https?://[^>\s]+)>`_")
 _SECTION = re.compile(r"^( *)Example:$", re.M)
-# Names of more than one letter, other than commands and what stands in \text.
+# Names of more than one letter, except commands and the contents of \text.
 _WORD = re.compile(r"\\text\{[^}]*\}|\\[A-Za-z]+|\\.|[A-Za-z]{2,}(?:\\_[A-Za-z]+)*")
 
 
@@ -57,7 +57,7 @@ def as_markdown(text: str, names: dict[str, str]) -> str:
 
     Args:
       text: the docstring.
-      names: as :func:`documented` returns them.
+      names: the result of :func:`documented`.
     """
 
     def math(match: re.Match[str]) -> str:
@@ -84,7 +84,7 @@ class AsMarkdown(griffe.Extension):
     """Rewrites the docstring of each object when its package has been read."""
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
-        """Griffe calls it once for each package."""
+        """Called by Griffe once for each package."""
         del kwargs
         names = documented()
         waiting: list[griffe.Object | griffe.Alias] = [pkg]

@@ -1,4 +1,4 @@
-"""Links of the manual to programs of the repository: each becomes a page with the program's text.
+"""Turns links from the manual to programs of the repository into pages with the program's text.
 
 On GitHub the link leads to the file itself.
 """
@@ -11,7 +11,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).resolve().parents[2]
-# A relative link to a file of Python.
+# A relative link to a Python file.
 _LINK = re.compile(r"\]\((?!https?:)([\w./-]+\.py)\)")
 
 
@@ -21,7 +21,7 @@ def _target(page: str, link: str) -> str:
 
 
 def _source(file: str) -> str:
-    """The page that shows it."""
+    """The page that shows the file."""
     return f"source/{file}.md"
 
 
@@ -40,7 +40,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **kwargs: Any) -> str:
-    """Leads the links there."""
+    """Redirects the links to these pages."""
     del kwargs
     here = page.file.src_uri
     if here.startswith("source/"):

@@ -1,0 +1,1 @@
+"""A linter for the prose of pages, docstrings and comments."""

@@ -2,8 +2,9 @@
 
     python -m tools.prose [FILE ...]
 
-Without files it reads every page and every Python file that git knows. Each rule of rules.toml is
-a pattern with the advice that is printed for a hit. Code and the targets of links are left out.
+Without files it reads every page and every Python file that git does not ignore. Each rule of
+rules.toml is a pattern, with the advice that is printed for a hit. Code and the targets of links
+are left out.
 """
 
 import ast
@@ -23,14 +24,15 @@ _NOT_PROSE = re.compile(
     r"|(?P<target>(?<=\])\([^)]+\)|<[^ >]+>|https?://\S+)",
     re.MULTILINE | re.DOTALL,
 )
-# Programs in docstrings: of a doctest, and commands in a paragraph that is indented.
+# Programs in docstrings: doctests, and commands in an indented paragraph.
 _EXAMPLE = re.compile(
-    r"^ *(?:>>>|\.\.\.) .*$|(?<=\n)^ {4}(?:python|sudo|\$|make|srun|git) .*$", re.MULTILINE
+    r"^ *>>> .*?(?=^\s*$|\Z)|(?<=\n)^ {4}(?:python|sudo|\$|make|srun|git) .*?$",
+    re.MULTILINE | re.DOTALL,
 )
 
 
 def without_code(text: str) -> str:
-    """Text of the same lines in which code is `x`, and targets of links are gone."""
+    """Text of the same lines in which code is `x`, and without the targets of links."""
 
     def instead(found: re.Match[str]) -> str:
         lines = "\n" * found[0].count("\n")
@@ -40,7 +42,7 @@ def without_code(text: str) -> str:
 
 
 def prose_of_page(text: str) -> Iterator[tuple[int, str]]:
-    """Blocks of a page with the number of their first line: a row of a table is one, too."""
+    """Blocks of a page with the number of their first line; a row of a table is also a block."""
     block: list[str] = []
     first = 1
     for number, line in enumerate([*without_code(text).splitlines(), ""], 1):
@@ -54,13 +56,13 @@ def prose_of_page(text: str) -> Iterator[tuple[int, str]]:
 
 
 def prose_of_code(text: str) -> Iterator[tuple[int, str]]:
-    """Docstrings by their blocks, and comments that follow one another as one."""
+    """The blocks of docstrings, and each group of consecutive comments as one block."""
     for node in ast.walk(ast.parse(text)):
         # A string that stands alone is a docstring, of an attribute for example.
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            if isinstance(node.value.value, str):
-                written = _EXAMPLE.sub("", inspect.cleandoc(node.value.value))
-                yield from ((node.lineno + n - 1, block) for n, block in prose_of_page(written))
+        said = getattr(node.value, "value", None) if isinstance(node, ast.Expr) else None
+        if isinstance(node, ast.Expr) and isinstance(said, str):
+            written = _EXAMPLE.sub(lambda x: "\n" * x[0].count("\n"), inspect.cleandoc(said))
+            yield from ((node.lineno + n - 1, block) for n, block in prose_of_page(written))
     comments: list[str] = []
     first = last = 0
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
@@ -75,7 +77,7 @@ def prose_of_code(text: str) -> Iterator[tuple[int, str]]:
 
 
 def hits(text: str, is_code: bool, rules: list[dict[str, str]]) -> Iterator[tuple[int, str, str]]:
-    """Line, found phrase and advice, of each place where a rule applies."""
+    """The line, the phrase and the advice for each place that a rule matches."""
     kept = [rule for rule in rules if not (is_code and rule.get("only") == "pages")]
     compiled = [(re.compile(rule["pattern"], re.MULTILINE), rule["advice"]) for rule in kept]
     for first, block in (prose_of_code if is_code else prose_of_page)(text):
@@ -86,10 +88,11 @@ def hits(text: str, is_code: bool, rules: list[dict[str, str]]) -> Iterator[tupl
 
 
 def main(names: list[str]) -> int:
-    """Prints the hits of all files; 1 if there is one."""
+    """Prints the hits of all files; returns 1 if there are any."""
     if not names:
-        listed = ["git", "ls-files", "*.md", "*.py"]
+        listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md", "*.py"]
         names = subprocess.run(listed, check=True, capture_output=True, text=True).stdout.split()
+        names = [name for name in dict.fromkeys(names) if Path(name).exists()]
     rules = tomllib.loads(RULES.read_text(encoding="utf-8"))["rule"]
     count = 0
     for name in names:

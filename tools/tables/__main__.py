@@ -5,7 +5,10 @@
 
 A table is docs/tables/NAME.md, which pages include. A run of a benchmark with ``--json
 docs/data/NAME.json`` and then the first of these bring one up to date. For a new table write its
-first two lines there, and a function ``table_NAME`` in a module beside this file.
+first two lines there, and a function ``table_NAME`` in a module of this package.
+
+Every table has the same notation: "a-b" is a range, "x (a-b)" is a median with the quartiles or
+with the least and the most, and the head says which. A range with a negative number is "a to b".
 """
 
 import sys
@@ -13,18 +16,15 @@ from functools import partial
 
 from benchmarks._common import options
 
-from . import _learning, _links, _predicted, _timed, _trainings, _words
+from . import _learning, _links, _predicted, _printed, _timed, _trainings, _words
 from ._data import LABELS, ROOT, printed, written
 
-MADE = {
+MADE = {name: partial(printed, name) for names in LABELS["printed"].values() for name in names}
+MADE |= {
     name.removeprefix("table_"): function
-    for module in (_learning, _links, _predicted, _timed, _trainings, _words)
+    for module in (_learning, _links, _predicted, _printed, _timed, _trainings, _words)
     for name, function in vars(module).items()
     if name.startswith("table_")
-} | {
-    name: partial(printed, file, which)
-    for file, names in LABELS["printed"].items()
-    for which, name in enumerate(names)
 }
 
 

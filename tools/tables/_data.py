@@ -1,6 +1,7 @@
 """The files in docs/data, numbers as cells have them, and where the tables stand."""
 
 import json
+import re
 import statistics
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,33 +13,46 @@ from benchmarks._common.processes import ROOT
 from benchmarks._common.timing import quartiles
 
 DATA, FOLDER = ROOT / "docs" / "data", ROOT / "docs" / "tables"
-# Of each table; labels.toml says what they are.
+# labels.toml explains these.
 LABELS = tomllib.loads(Path(__file__).with_name("labels.toml").read_text(encoding="utf-8"))
+BY_HAND = {"recommendations"}
+_NUMBER = r"(?<![-\d.,])(\d[\d.,]*)"
 
 Rows = list[list[str]]
+# A fragment has one table, or several with an empty line between them.
+Tables = Rows | tuple[Rows, ...]
 
 
 def read(name: Any) -> Any:
-    """What a file in docs/data holds, or another one by its path."""
+    """The contents of a file in docs/data, or of another one by its path."""
     return json.loads((DATA / name).read_text(encoding="utf-8"))
 
 
 def by(rows: Iterable[dict[str, Any]], *keys: str) -> dict[Any, Any]:
-    """Rows by what they have under some keys."""
+    """Rows by their values of some keys."""
     return {itemgetter(*keys)(row): row for row in rows}
 
 
-def printed(file: str, which: int) -> Rows:
-    """A table of a run of which only what was printed is kept, transcribed by hand.
+def printed(name: str) -> Rows:
+    """A table of a run of which only the printed numbers are kept, transcribed by hand.
 
-    They are older than the benchmarks' option ``--json``, or of programs that were not kept. A file
-    in docs/data/printed says where its tables are from.
+    Such runs are older than the benchmarks' option ``--json``, or come from programs that were not
+    kept. A file in docs/data/printed says where its tables are from.
     """
-    return read(f"printed/{file}.json")["tables"][which]["rows"]
+    (file,) = [file for file, names in LABELS["printed"].items() if name in names]
+    table = read(f"printed/{file}.json")["tables"][LABELS["printed"][file].index(name)]
+    return [[_noted(cell) for cell in row] for row in table["rows"]]
+
+
+def _noted(cell: str) -> str:
+    """A transcribed cell in the notation of these tables."""
+    cell = LABELS["reworded"].get(cell, cell)
+    cell = re.sub(f"(?<!from ){_NUMBER} to {_NUMBER}", r"\1-\2", cell)
+    return re.sub(r"^([\d.]+) \(\1-\1\)$", r"\1", cell)
 
 
 def cells(row: dict[str, Any], *texts: str) -> list[str]:
-    """The texts with the numbers of a row; the formats are those of Python."""
+    """The texts with the numbers of a row, in the formats of Python."""
     return [text.format_map(row).replace("%", " %") for text in texts]
 
 
@@ -47,21 +61,41 @@ def percent(value: float, digits: int = 0) -> str:
     return f"{100 * value:.{digits}f} %"
 
 
-def interval(values: Iterable[float], digits: int) -> str:
-    """The least and the most of some numbers; one number if they are alike."""
+def number(value: float, digits: int | None = None) -> str:
+    """A number with so many digits after the point, or by default three digits in all."""
+    if value == 1:
+        # A baseline of ratios.
+        return "1"
+    if digits is None:
+        digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:,.{digits}f}"
+
+
+def interval(values: Iterable[float], digits: int | None = None) -> str:
+    """The least and the most of some numbers, or one number if they are alike."""
     ordered = sorted(values)
-    return " to ".join(dict.fromkeys(f"{x:.{digits}f}" for x in (ordered[0], ordered[-1])))
+    return "-".join(dict.fromkeys(number(x, digits) for x in (ordered[0], ordered[-1])))
 
 
-def middle(values: Sequence[float], digits: int) -> str:
+def around(low: float, value: float, high: float, digits: int | None = None) -> str:
+    """A value, and in brackets the numbers below and above it."""
+    if digits is None:
+        digits = len(number(value).partition(".")[2])
+    shown, spread = number(value, digits), interval((low, high), digits)
+    if spread == shown:
+        return "1" if re.fullmatch(r"1\.0+", shown) else shown
+    return f"{shown} ({spread})"
+
+
+def middle(values: Sequence[float], digits: int | None = None) -> str:
     """The median, and in brackets the quartiles."""
-    low, median, high = (f"{x:.{digits}f}" for x in quartiles(values))
-    return f"{median} ({low} to {high})"
+    low, median, high = quartiles(values)
+    return around(low, median, high, digits)
 
 
-def median(values: Sequence[float], digits: int = 0, scale: float = 1) -> str:
+def median(values: Sequence[float], digits: int | None = 0, scale: float = 1) -> str:
     """The median."""
-    return f"{scale * statistics.median(values):.{digits}f}"
+    return number(scale * statistics.median(values), digits)
 
 
 def listed(values: Iterable[float], digits: int) -> str:
@@ -70,13 +104,13 @@ def listed(values: Iterable[float], digits: int) -> str:
 
 
 def code(name: str) -> str:
-    """What a benchmark calls something, with the name of the program as code."""
+    """A benchmark's name for something, with the name of the program as code."""
     first, comma, rest = name.partition(", ")
     return f"`{first}`{comma}{rest}"
 
 
 def blank_repeats(rows: Rows, columns: int = 1) -> Rows:
-    """Leaves out what the line above has in the first columns, too."""
+    """Leaves out cells of the first columns that repeat the line above."""
     shown = []
     for above, row in zip([[], *rows], rows, strict=False):
         same = 0
@@ -86,13 +120,13 @@ def blank_repeats(rows: Rows, columns: int = 1) -> Rows:
     return shown
 
 
-def written(tables: Mapping[str, Callable[[], Rows]]) -> dict[Path, str]:
-    """What each file has to hold, by its path: the head of a table stays as it is there.
+def written(tables: Mapping[str, Callable[[], Tables]]) -> dict[Path, str]:
+    """The text that each file has to hold, by its path: the head of a table stays as it is there.
 
     Raises:
       ValueError: there is a fragment that nothing makes, or a row of another length than its head.
     """
-    found = {path.stem: path for path in FOLDER.glob("*.md")}
+    found = {path.stem: path for path in FOLDER.glob("*.md") if path.stem not in BY_HAND}
     if set(found) != set(tables):
         raise ValueError(f"there or made alone: {set(found) ^ set(tables)}")
     return {
@@ -101,9 +135,14 @@ def written(tables: Mapping[str, Callable[[], Rows]]) -> dict[Path, str]:
     }
 
 
-def with_rows(text: str, rows: Rows) -> str:
-    """A table with other rows."""
-    head = text.splitlines()[:2]
+def with_rows(text: str, made: Tables) -> str:
+    """The tables of a fragment with other rows."""
+    tables = made if isinstance(made, tuple) else (made,)
+    heads = [table.splitlines()[:2] for table in text.strip().split("\n\n")]
+    return "\n".join(_table(*each) for each in zip(heads, tables, strict=True))
+
+
+def _table(head: list[str], rows: Rows) -> str:
     columns = head[1].count("|") - 1
     wrong = [row for row in rows if len(row) != columns]
     if wrong:

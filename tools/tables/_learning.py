@@ -13,30 +13,23 @@ LINKS = ("100mbit", "1gbit")
 WORKERS = {"sparse_adamw": (4, 8, 16, 32), "sparse_adamw limit=1000": (4, 8)}
 TEXT = {"task": "text", "steps": 2000, "width": 32, "rate": 0.02}
 IMAGES = {"task": "images-adamw", "steps": 600, "rate": 0.004}
-# Of moments by row and column: a task, and a rate of all where it is not the best of each.
+# Second moments by row and column: a task, and a learning rate if all have the same one.
 MOMENTS = (
-    ("`text`, 2,000 steps, the best rate of each", "text", None),
-    ("the same, one rate", "text", 0.02),
-    ("`words`, 600 steps, the best rate of each", "words", None),
-    ("`lstm`, 400 steps, the best rate of each", "lstm", None),
-    ("images, accuracy in %, 600 steps, the best rate of each", "images-adamw", None),
+    ("`text`, 2,000 steps", "text", None),
+    ("`text`, 2,000 steps, one learning rate", "text", 0.02),
+    ("`words`, 600 steps", "words", None),
+    ("`lstm`, 400 steps", "lstm", None),
+    ("images, 600 steps, accuracy in %", "images-adamw", None),
 )
-# The rate at which one seed was run later; the others are the better of two for three seeds.
+# One seed was run later at this learning rate; the others are the better of two for three seeds.
 LATER, LARGER = 0.0015, 0.006
+# After a learning rate that is the smallest or the largest of those that were tried.
+END = " (end)"
 
 
 def _over_links(later: bool = False) -> dict[Any, Any]:
     rows = read("learning_links.json")["rows"]
     return by((row for row in rows if (row["rate"] == LATER) == later), "method", "link")
-
-
-def table_loss_after_seconds() -> Rows:
-    """The mean over the seeds at the better of the two rates."""
-    found = _over_links()
-    return [
-        [shown, *(f"{statistics.mean(found[name, x]['losses']):.2f}" for x in LINKS)]
-        for name, shown in LABELS["loss_after_seconds"].items()
-    ]
 
 
 def table_loss_over_links() -> Rows:
@@ -49,18 +42,37 @@ def table_loss_over_links() -> Rows:
             star = " *" if row["rate"] == LARGER else ""
             cells += [f"{bold}{listed(row['losses'], 3)}{bold}{star}", str(row["steps"])]
         each = [
-            listed(later[name, x]["losses"][:1], 3) if (name, x) in later else "-" for x in LINKS
+            listed(later[name, x]["losses"][:1], 3) if (name, x) in later else "" for x in LINKS
         ]
-        rows.append([*cells, "; ".join(each) if each != ["-", "-"] else ""])
+        rows.append([*cells, *each])
     return rows
 
 
-def loss_after_minutes(link: str, file: str = "learning_time.jsonl") -> Rows:
-    """Two minutes over a link: the best rate of each, every seed, and how far above the first.
+class Timed(NamedTuple):
+    """A contestant of the losses by time, at its best learning rate.
 
-    The best is that of the lowest mean, of those that all seeds were run with.
+    The best has the lowest mean, of the learning rates that all seeds were run with.
+
+    Attributes:
+      name: its name in the benchmark.
+      shown: its name in the manual.
+      rate: of learning.
+      edge: whether it is the smallest or the largest of more than two that were tried.
+      mean: of the losses.
+      runs: one for each seed.
     """
-    rows, first = [], 0.0
+
+    name: str
+    shown: str
+    rate: float
+    edge: bool
+    mean: float
+    runs: list[dict[str, Any]]
+
+
+def losses_by_time(link: str, file: str) -> list[Timed]:
+    """Two minutes over a link, in the order of the table."""
+    contestants = []
     for name, shown in LABELS["loss_after_minutes"].items():
         found = runs(file, contestant=name, task="text", link=link)
         if not found:
@@ -74,14 +86,23 @@ def loss_after_minutes(link: str, file: str = "learning_time.jsonl") -> Rows:
             if len(at) == seeds
         }
         rate = min(means, key=lambda rate: means[rate])
-        at, mean = of_rate[rate], means[rate]
-        first = first or mean
-        edge = " (at the end of the grid)" if rate in (rates[0], rates[-1]) else ""
-        steps = round(statistics.mean(run["steps"] for run in at))
-        megabytes = statistics.mean(run["received"] for run in at) / 1e6
-        above = f"{100 * (mean / first - 1):.1f} %" if rows else ""
-        each = listed((run["value"] for run in at), 3)
-        rows.append([shown, f"{rate:g}{edge}", f"{mean:.3f}", above, each, f"{steps:,}"])
+        # Both of two are at an end.
+        edge = len(rates) > 2 and rate in (rates[0], rates[-1])
+        contestants.append(Timed(name, shown, rate, edge, means[rate], of_rate[rate]))
+    return contestants
+
+
+def loss_after_minutes(link: str, file: str = "learning_time.jsonl") -> Rows:
+    """Two minutes over a link: every seed, and how far the mean is above the first."""
+    found = losses_by_time(link, file)
+    rows = []
+    for one in found:
+        steps = round(statistics.mean(run["steps"] for run in one.runs))
+        megabytes = statistics.mean(run["received"] for run in one.runs) / 1e6
+        above = f"{100 * (one.mean / found[0].mean - 1):.1f} %" if rows else ""
+        each = listed((run["value"] for run in one.runs), 3)
+        rate = f"{one.rate:g}{END if one.edge else ''}"
+        rows.append([one.shown, rate, f"{one.mean:.3f}", above, each, f"{steps:,}"])
         rows[-1].append(f"{megabytes:.2f}")
     return rows
 
@@ -94,7 +115,7 @@ table_loss_after_minutes_late = functools.partial(
 
 
 def loss_in_rounds(file: str) -> Rows:
-    """Rounds of local steps, each at its best rate, compared with an exchange at every step."""
+    """Rounds of local steps at their best learning rates, next to an exchange at every step."""
     rows, dense = [], 0.0
     for name, shown in LABELS["loss_in_rounds"].items():
         found = runs(file, contestant=name)
@@ -104,7 +125,7 @@ def loss_in_rounds(file: str) -> Rows:
         dense = dense or best["value"]
         workers = 8
         k = 0.01 * best["curve"]["size"] * (1 - 1 / workers)
-        # Those of a dense run that is the same for all workers are in the same unit.
+        # A dense run, which is the same for all workers, has the same unit.
         words = best["words"] / k
         above = f"{100 * (best['value'] / dense - 1):.1f} %"
         rows.append([shown, f"{words:.3g}", f"{best['rate']:g}", f"{best['value']:.3f}", above])
@@ -115,13 +136,13 @@ table_loss_in_rounds = functools.partial(loss_in_rounds, "learning_rounds.jsonl"
 
 
 class Trained(NamedTuple):
-    """A contestant of the losses by bytes, at the rate that was best for the first seed.
+    """A contestant of the losses by bytes, at the learning rate that is best for the first seed.
 
     Attributes:
       shown: its name in the manual.
       rate: of learning.
-      edge: whether that is at the end of those that were tried.
-      words: that a worker received in a step.
+      edge: whether it is the smallest or the largest that was tried.
+      words: received by a worker in a step.
       losses: of each seed.
       above: the same in percent above the dense loss of that seed.
     """
@@ -135,7 +156,7 @@ class Trained(NamedTuple):
 
 
 def losses_by_bytes() -> list[Trained]:
-    """Those of `learning_bytes.jsonl`, the dense one first."""
+    """The contestants of `learning_bytes.jsonl`, the dense one first."""
     found: list[Trained] = []
     dense: dict[int, float] = {}
     for name, shown in LABELS["loss_by_bytes"].items():
@@ -161,7 +182,7 @@ def table_loss_by_bytes() -> Rows:
             one.shown,
             f"{one.words:,.0f}",
             f"1/{most / one.words:,.0f}" if one.words < most else "1",
-            f"{one.rate:g}{' (at the end of the grid)' if one.edge else ''}",
+            f"{one.rate:g}{END if one.edge else ''}",
             f"{statistics.mean(one.losses):.3f}",
             f"{statistics.mean(one.above):+.1f} %" if one.words < most else "",
             ", ".join(f"{x:+.1f}" for x in one.above) if one.words < most else "",
@@ -178,7 +199,7 @@ def runs(file: str = "learning_steps.jsonl", /, **wanted: Any) -> list[dict[str,
 
 
 def above_dense(contestant: str, workers: int) -> list[float]:
-    """How far the loss of each seed is above that of dense, in percent, at 2,000 steps of text."""
+    """How far each seed is above the dense loss, in percent, after 2,000 steps of text."""
     dense = runs(contestant="dense", **TEXT)
     found = runs(contestant=contestant, workers=workers, **TEXT)
     assert [run["seed"] for run in found] == [run["seed"] for run in dense], contestant
@@ -186,7 +207,7 @@ def above_dense(contestant: str, workers: int) -> list[float]:
 
 
 def table_loss_after_steps() -> Rows:
-    """Loss after the same steps, beside dense."""
+    """Loss after the same steps, compared with dense."""
 
     def loss(found: list[dict[str, Any]]) -> str:
         values = [run["value"] for run in found]
@@ -214,16 +235,16 @@ def table_tried_at_one_percent() -> Rows:
     for name, shown in LABELS["tried_at_one_percent"].items():
         values = [run["value"] for run in runs(file, contestant=name)]
         above = [100 * (a / b - 1) for a, b in zip(values, dense, strict=True)]
-        rows.append([shown, listed(values, 3), f"{listed(above, 1)} %"])
+        rows.append([shown, listed(values, 3), listed(above, 1)])
     return rows
 
 
 def table_limit() -> Rows:
-    """What is beyond the limit, held back as a whole and in part: of each seed."""
+    """Excess over the limit, held back as a whole and in part: each seed."""
     text, images = TEXT | {"share": 1.0}, IMAGES | {"share": 0.1}
     cases = [(f"text, 5 %, P = {p}: loss", text, p, "sparse_adamw") for p in (4, 8, 16, 32)]
     cases.append(("text, 1 %, P = 8: loss", text, 8, "sparse_adamw density=0.01"))
-    cases.append(("images, 0.5 %, P = 4: accuracy", images, 4, "sparse_adamw"))
+    cases.append(("images, 0.5 %, P = 4: accuracy, %", images, 4, "sparse_adamw"))
     rows = []
     for shown, setting, workers, name in cases:
         dense = {key: value for key, value in setting.items() if key != "share"}
@@ -232,14 +253,14 @@ def table_limit() -> Rows:
         found = [runs(**each) for each in (*given, {"contestant": "dense"} | dense)]
         values = [[run["value"] for run in each] for each in found]
         if setting is images:
-            rows.append([shown, *(f"{listed([100 * x for x in each], 2)} %" for each in values)])
+            rows.append([shown, *(listed([100 * x for x in each], 2) for each in values)])
         else:
             rows.append([shown, *(listed(each, 3) for each in values)])
     return rows
 
 
 def table_moments() -> Rows:
-    """What is kept of the second moments: at the best rate of each, and at one of all."""
+    """Kept second moments: at the best learning rate of each, and at one learning rate."""
     rows = []
     for shown, task, rate in MOMENTS:
         dense: list[float] = []
@@ -255,7 +276,7 @@ def table_moments() -> Rows:
             values = [100 * end for end in ends] if large else ends
             cells = [shown, name, f"{at:g}", listed(values, 2 if large else 3)]
             if dense:
-                # Of an accuracy in points below.
+                # An accuracy is so many points below.
                 pairs = zip(ends, dense, strict=True)
                 above = [100 * (b - a if large else a / b - 1) for a, b in pairs]
                 # As above, -0.04 is 0.0.

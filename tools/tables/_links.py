@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks._common.timing import over
 from benchmarks.network._report import breakdown
 
-from ._data import DATA, LABELS, Rows, blank_repeats, by, interval, median, middle, read
+from ._data import DATA, LABELS, Rows, blank_repeats, by, interval, median, middle, number, read
 
 PARTS = ("rest", "sparsification", "communication", "of_it_unlimited")
 POINTS = ((4, 14_700_000, "100mbit"), (4, 14_700_000, "1gbit"), (8, 1_000_000, "1gbit"))
@@ -30,9 +30,9 @@ def _of_run(file: str, link: str) -> Rows:
         [
             f"`{point['method']}`",
             middle([1e3 * x for x in point["seconds"]], 0),
-            middle(_gains(point), 2),
+            middle(_gains(point)),
             median(point["cpu_seconds"], scale=1e3),
-            f"{statistics.mean(point['received']) / 1e6:.2f}",
+            number(statistics.mean(point["received"]) / 1e6),
         ]
         for point in read(file)["points"]
         if point["link"] == link
@@ -46,16 +46,15 @@ table_network_8 = partial(_of_run, "network_8.json", "1gbit")
 
 def table_direct_messages() -> Rows:
     """Sums and gathers over links: medians of a ring and of direct messages, and the ratio."""
-    found = by(read("direct_messages.json")["rows"], "collective", "size", "link")
+    found = by(read("direct_messages.json")["rows"], "link", "collective", "size")
     rows = []
-    for name, size in dict.fromkeys((key[0], key[1]) for key in found):
-        cells = [f"`{name}`", f"{size:,}"]
-        for link in ("1gbit", "100mbit", "100mbit+50ms"):
-            row = found[name, size, link]
-            both = (median(row[way], 1, 1e3) for way in ("ring", "direct"))
-            cells += [" to ".join(both), middle(over(row["ring"], row["direct"]), 2)]
-        rows.append(cells)
-    return blank_repeats(rows)
+    for link, said in LABELS["direct_messages"].items():
+        for name, size in (key[1:] for key in found if key[0] == link):
+            row = found[link, name, size]
+            both = (median(row[way], None, 1e3) for way in ("ring", "direct"))
+            ratio = middle(over(row["ring"], row["direct"]), 2)
+            rows.append([said, f"`{name}`", f"{size:,}", *both, ratio])
+    return blank_repeats(rows, 2)
 
 
 def speedups(workers: int, params: int, link: str) -> dict[str, list[float]]:
@@ -80,17 +79,7 @@ def table_network_4_runs() -> Rows:
     found = speedups(*POINTS[1])
     most = max(map(len, found.values()))
     whole = {name: values for name, values in found.items() if len(values) == most}
-    return [[f"`{name}`", *(f"{x:.2f}" for x in values)] for name, values in whole.items()]
-
-
-def table_short_of_cores() -> Rows:
-    """Four processes on two cores: the least and the most of the medians of the runs."""
-    found, rows = speedups(*POINTS[1]), []
-    for name, shown in LABELS["short_of_cores"].items():
-        busy = [point["cpu_seconds"] for point in _kept(*POINTS[1]) if point["method"] == name]
-        milliseconds = [1e3 * statistics.median(each) for each in busy]
-        rows.append([shown, interval(found[name], 1), interval(milliseconds, 0)])
-    return rows
+    return [[f"`{name}`", *(interval([x]) for x in values)] for name, values in whole.items()]
 
 
 def table_network_parts() -> Rows:
@@ -100,8 +89,8 @@ def table_network_parts() -> Rows:
     for method in dict.fromkeys(method for method, _ in at):
         point, seconds = at[method, "1gbit"], breakdown(at[method, "1gbit"], found)
         assert seconds is not None
-        line = [f"`{method}`", median(point["seconds"], scale=1e3), middle(_gains(point), 2)]
+        line = [f"`{method}`", median(point["seconds"], scale=1e3), middle(_gains(point))]
         line += [f"{1e3 * seconds[part]:.0f}" for part in PARTS]
-        line += [median(_gains(at[method, "none"]), 2), median(point["cpu_seconds"], scale=1e3)]
+        line += [median(_gains(at[method, "none"]), None), median(point["cpu_seconds"], scale=1e3)]
         rows.append(line)
     return rows

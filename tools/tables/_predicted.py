@@ -15,18 +15,20 @@ METHODS = ("topk_a", "gtopk", "topk_dsa", "ok_topk")
 
 
 def table_scaling() -> Rows:
-    """The time of the dense exchange over that of the method."""
+    """The time of the dense exchange over the time of the method."""
     found, rows = by(read("scaling.json")["rows"], "network", "workers", "algorithm"), []
     for setting in ((network, workers) for network, counts in SHOWN for workers in counts):
         dense = found[*setting, "dense"]["step"]
         ratios = [dense / found[*setting, method]["step"] for method in METHODS]
-        rows.append([*map(str, setting), *(f"{x:.{1 if x >= 1 else 2}f}" for x in ratios)])
+        network, workers = setting
+        shown = (f"{x:.{1 if x >= 1 else 2}f}" for x in ratios)
+        rows.append([network, f"{workers:,}", *shown])
     return blank_repeats(rows)
 
 
 # The case of docs/data/network_4*.json.
 _WORKERS, _PARAMS, _SHARING, _LATENCY = 4, 14_700_000, 2.0, "100us"
-# What the planner calls those that have another name there.
+# Methods that have another name in the planner.
 _PLANNED = {"sparse_adamw": "sparse_adamw, few bits", "dense/adamw": "dense, adamw, float32"}
 _PLANNED |= {"powersgd1/adamw": "powersgd(1), adamw, factors"}
 
@@ -51,7 +53,7 @@ def shared_cores(link: str) -> dict[str, tuple[float, list[float]]]:
 
 
 def table_shared_cores() -> Rows:
-    """Those of both links."""
+    """The speeds over both links."""
     links = [shared_cores(link) for link in ("1gbit", "100mbit")]
     rows = []
     for method, shown in LABELS["shared_cores"].items():

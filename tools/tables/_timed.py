@@ -6,10 +6,24 @@ from typing import Any
 
 from benchmarks._common.timing import over
 
-from ._data import DATA, LABELS, ROOT, Rows, by, cells, code, interval, median, middle, read
+from ._data import (
+    DATA,
+    LABELS,
+    ROOT,
+    Rows,
+    around,
+    blank_repeats,
+    by,
+    cells,
+    code,
+    interval,
+    median,
+    middle,
+    read,
+)
 
 # The columns of the table of first steps.
-LEAVES = (1, 102, 300)
+LEAVES = (1, 102, 300, 1002)
 LINKS = {"1gbit": "1 Gbit/s", "100mbit": "100 Mbit/s"}
 
 
@@ -17,13 +31,16 @@ def table_first_steps() -> Rows:
     """Processor seconds and memory of the first step, by contestant and number of leaves."""
     at = by(read("compile_time.json")["rows"], "contestant", "leaves")
 
-    def cell(row: dict[str, Any] | None) -> str:
+    def both(row: dict[str, Any] | None) -> tuple[str, str]:
         if row is None:
-            return ""
-        return f"{median(row['cpu_seconds'], 1)} s, {median(row['peak_mib'], 1, 1 / 1024)} GiB"
+            return "", ""
+        return median(row["cpu_seconds"], 1), median(row["peak_mib"], 1, 1 / 1024)
 
     names = {name: name if name.startswith("dense") else f"`{name}`" for name, _ in at}
-    return [[said, *(cell(at.get((name, x))) for x in LEAVES)] for name, said in names.items()]
+    return [
+        [said, *(cell for x in LEAVES for cell in both(at.get((name, x))))]
+        for name, said in names.items()
+    ]
 
 
 def table_step_cost() -> Rows:
@@ -38,7 +55,14 @@ def table_step_cost() -> Rows:
 def table_memory() -> Rows:
     """Bytes for each parameter, of the state and while a step runs."""
     rows = read("state_memory.json")
-    return [cells(row, "{option}", "{state:.2f}", "{temporary:.1f}") for row in rows]
+    return [
+        [
+            LABELS["memory"].get(row["option"], code(row["option"])),
+            f"{round(row['state'], 2):g}",
+            f"{row['temporary']:.1f}",
+        ]
+        for row in rows
+    ]
 
 
 def table_sites() -> Rows:
@@ -48,10 +72,10 @@ def table_sites() -> Rows:
         for link, said in LINKS.items():
             dense = found[layout, link, "dense"]
             sparse = [found[layout, link, method] for method in ("ok_topk", "sparse_adamw")]
-            words = ", ".join(f"1/{dense['words'] / row['words']:.0f}" for row in sparse)
+            words = [f"1/{dense['words'] / row['words']:.0f}" for row in sparse]
             gains = [middle(over(dense["seconds"], row["seconds"]), 1) for row in sparse]
-            rows.append([shown, said, median(dense["seconds"], 2), *gains, words])
-    return rows
+            rows.append([shown, said, median(dense["seconds"], 2), *gains, *words])
+    return blank_repeats(rows)
 
 
 def _linear(model: str) -> Rows:
@@ -80,10 +104,12 @@ table_linear_url_svm = partial(_linear, "svm")
 def table_partitioned_norms() -> Rows:
     """A worker's step with partitioned norms, as a ratio to optax."""
     found, rows = by(read("partitioned_norms.json")["times"], "of", "contestant"), []
-    text = "{ratio:.2f} ({ratio_quartiles[0]:.2f} to {ratio_quartiles[1]:.2f})"
     for name in ("lamb", "lars"):
-        shares = [cell for p in (1, 8, 64) for cell in cells(found[name, f"P = {p}"], text)]
-        rows.append([name, "1", *shares, *cells(found[name, "no norms"], "{ratio:.2f}")])
+        line = [f"`{name}`", "1"]
+        for row in (found[name, f"P = {p}"] for p in (1, 8, 64)):
+            low, high = row["ratio_quartiles"]
+            line.append(around(low, row["ratio"], high, 2))
+        rows.append([*line, *cells(found[name, "no norms"], "{ratio:.2f}")])
     return rows
 
 
@@ -93,8 +119,8 @@ def table_data_cache() -> Rows:
     for row in read("data_cache.json")["rows"]:
         line = [LABELS["data_cache"].get(row["contestant"], row["contestant"])]
         for values in (row[f"epoch {number}"] for number in (1, 2, 3, 4)):
-            value, low, high = (f"{x:.{0 if values[0] >= 10 else 1}f}" for x in values)
-            line.append(f"{value} ({low} to {high})")
+            value, low, high = values
+            line.append(around(low, value, high, 0 if value >= 10 else 1))
         if row["contestant"] == "no cache":
             line[1] = "1"
         megabytes = row["added_memory"][0] / 1e6, row["disk"] / 1e6
@@ -103,7 +129,7 @@ def table_data_cache() -> Rows:
 
 
 def table_selector_times() -> Rows:
-    """The time of each selector over that of `lax.top_k`."""
+    """The time of each selector over the time of `lax.top_k`."""
     rows = [row for row in read("select_speed.json")["rows"] if "select." in row["contestant"]]
     names = [code(row["contestant"].removeprefix("select.")) for row in rows]
     return [[name, *cells(row, "{ratio:.2f}")] for name, row in zip(names, rows, strict=True)]
@@ -117,9 +143,9 @@ def table_gpu_programs() -> Rows:
     """Launches and bytes of selections and steps."""
     found, rows = by(_compiled("programs.json"), "program"), []
     for row in (found[name] for name in LABELS["gpu_programs"]["shown"]):
-        line = [f"`{row['program']}`", " .. ".join(f"{x:,}" for x in row["launches"])]
+        line = [f"`{row['program']}`", interval(row["launches"], 0)]
         for both in (row["touched_bytes"], row["moved_bytes"]):
-            line.append(" .. ".join(f"{x / 1e9:.2f}" for x in both))
+            line.append(interval([x / 1e9 for x in both], 2))
         line += [f"{row['temporary_bytes'] / 1e6:,.0f}", str(row["waits"])]
         rows.append(
             [*line, "{} of {}".format(*row["collectives"]) if row["collectives"][1] else ""]
@@ -128,7 +154,7 @@ def table_gpu_programs() -> Rows:
 
 
 def table_gpu_overlaps() -> Rows:
-    """Products beside each collective."""
+    """Products during each collective."""
     return [
         [f"`{row['reduction']}`", ", ".join(str(each["products"]) for each in row["beside"])]
         for row in _compiled("overlap.json")

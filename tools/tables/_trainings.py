@@ -7,16 +7,21 @@ from typing import Any
 from ._data import LABELS, Rows, blank_repeats, by, cells, code, interval, percent, read
 
 Row = dict[str, Any]
-# What a table has of each way to cut the regions.
-ALL = ("missing", "mass", "overflow", "wait", "words")
-LOSSES = "{validation_before[loss]:.2f} to {validation_after[loss]:.2f}"
+# Columns and rows of the trainings.
+FILLED = [("images", 16), ("images", 32), ("text", 16), ("text", 32)]
+PARTS = {
+    "mean": "mean",
+    "first 10 % of the steps": "first_tenth",
+    "last 25 % of the steps": "last_quarter",
+}
+LOSSES = ("{validation_before[loss]:.2f}", "{validation_after[loss]:.2f}")
 
 
 # Fill-in.
 
 
 def table_fill_in_uniform() -> Rows:
-    """Uniform indices, beside the formula."""
+    """Uniform indices, next to the formula."""
     texts = ("{expected:,.1f}", "{mean:,.1f}", "{standard_error:.1f}", "{errors_off:.1f}")
     one, other = (table["rows"] for table in read("fill_in.json")["uniform"])
     pairs = zip(one, other, strict=True)
@@ -24,19 +29,24 @@ def table_fill_in_uniform() -> Rows:
 
 
 def table_fill_in_trainings() -> Rows:
-    """The union in trainings."""
-    shares = (f"{{union[{part}]:.1%}}" for part in ("mean", "first_tenth", "last_quarter"))
-    texts = ("{run}, {density:.0%}", "{workers}", *shares, "{union_of_k:.1f}", "{uniform:.1%}")
-    rows = []
-    for run in (run for task in read("fill_in.json")["runs"] for run in task):
-        of_uniform = f"{run['union']['mean'] / run['uniform']:.2f}"
-        paper = percent(run["paper"], 1) if run["paper"] else ""
-        rows.append([*cells(run, *texts), of_uniform, paper, *cells(run, LOSSES)])
-    return blank_repeats(rows)
+    """The union in trainings, a column for each."""
+    runs = [run for task in read("fill_in.json")["runs"] for run in task]
+    assert [(run["run"], run["workers"]) for run in runs] == FILLED
+    texts = {f"union / n, {said}": f"{{union[{part}]:.1%}}" for said, part in PARTS.items()}
+    texts["union / k, mean"] = "{union_of_k:.1f}"
+    texts["union / n by the uniform formula"] = "{uniform:.1%}"
+    rows = [[said, *(cells(run, text)[0] for run in runs)] for said, text in texts.items()]
+    shares = (f"{run['union']['mean'] / run['uniform']:.2f}" for run in runs)
+    rows.append(["measured / uniform, mean", *shares])
+    papers = (percent(run["paper"], 1) if run["paper"] else "" for run in runs)
+    rows.append(["union / n in the paper, mean", *papers])
+    for said, text in zip(("first", "last"), LOSSES, strict=True):
+        rows.append([f"{said} validation loss", *(cells(run, text)[0] for run in runs)])
+    return rows
 
 
 def table_fill_in_predicted() -> Rows:
-    """What the cost model makes of unions of fewer workers."""
+    """Predictions of the cost model from unions of fewer workers."""
     both, rows = read("fill_in.json")["predictions"], []
     first, *others = both[0]["same_run"]
     other = next(iter(both[0]["other_runs"]))
@@ -61,43 +71,40 @@ def _share(value: float, digits: int = 1) -> str:
     return percent(value, 0 if value >= 0.1 else digits if value < 0.05 else 1)
 
 
-def _cell(row: Row, column: str) -> str:
-    value = row[column]
-    if column == "missing":
-        return f"{_share(value)} ({100 * row['missing_worst']:.0f})"
-    if column == "overflow":
-        return _share(value, 2)
-    return f"{value:.{ {'mass': 3, 'wait': 0}.get(column, 2) }f}"
-
-
-def _regions(
-    file: str, hashed: tuple[str, ...] = ALL, balanced: tuple[str, ...] = ALL
-) -> dict[tuple[str, int], list[str]]:
-    """Cells of `benchmarks.training.regions`: of each input and P those of both ways."""
+def _regions(file: str) -> dict[tuple[str, int], Rows]:
+    """Rows of `benchmarks.training.regions`: two for each input and P, hashed and balanced."""
     found = by(read(file)["rows"], "regions", "case", "workers")
-    columns = [("hashed", x) for x in hashed] + [("balanced", x) for x in balanced]
-    settings = dict.fromkeys(key[1:] for key in found)
-    return {each: [_cell(found[way, *each], x) for way, x in columns] for each in settings}
+    texts = ("{mass:.3f}", "{wait}", "{words:.2f}")
+    rows: dict[tuple[str, int], Rows] = {}
+    for setting in dict.fromkeys(key[1:] for key in found):
+        for way in ("hashed", "balanced"):
+            row = found[way, *setting]
+            mass, wait, words = cells(row, *texts)
+            missing = [_share(row["missing"]), percent(row["missing_worst"])]
+            shown = [way, *missing, mass, _share(row["overflow"], 2), wait, words]
+            rows.setdefault(setting, []).append(shown)
+    return rows
 
 
 def table_regions() -> Rows:
-    """Hashed regions beside balanced ones."""
+    """Hashed regions next to balanced ones."""
     found = _regions("regions.json")
     labels, counts = LABELS["regions"].items(), sorted({p for _, p in found})
-    return blank_repeats([[x, str(p), *found[case, p]] for case, x in labels for p in counts])
+    rows = [[x, str(p), *row] for case, x in labels for p in counts for row in found[case, p]]
+    return blank_repeats(rows, 2)
 
 
 def table_regions_recorded() -> Rows:
-    """Those of recorded trainings."""
-    columns = ("missing", "overflow", "words"), ("missing", "mass", "overflow", "words")
-    return [[case, *row] for (case, _), row in _regions("regions_recorded.json", *columns).items()]
+    """Regions for recorded trainings."""
+    found = _regions("regions_recorded.json")
+    return blank_repeats([[case, *row] for (case, _), rows in found.items() for row in rows])
 
 
 def table_regions_large() -> Rows:
-    """Those of many workers."""
-    found = _regions("regions_large.json", ("missing", "overflow", "wait", "words"))
-    rows = {case: row for (case, _), row in found.items()}
-    return [[shown, *rows[case]] for case, shown in LABELS["regions_large"].items()]
+    """Regions for many workers."""
+    found = {case: rows for (case, _), rows in _regions("regions_large.json").items()}
+    labels = LABELS["regions_large"].items()
+    return blank_repeats([[shown, *row] for case, shown in labels for row in found[case]])
 
 
 def _recorded() -> list[tuple[str, Row]]:
@@ -118,7 +125,7 @@ def table_concentrations() -> Rows:
         for layer, share in layers[: 1 if layers[0][1]["selected"] > 0.6 else 2]:
             of_all = percent(share["parameters"], 0 if share["parameters"] >= 0.1 else 1)
             parts.append(f"{percent(share['selected'])} `{layer}` ({of_all} of n)")
-        rows.append([name, ", ".join(parts), *cells(run, LOSSES)])
+        rows.append([name, ", ".join(parts), *cells(run, *LOSSES)])
     return rows
 
 
@@ -137,24 +144,25 @@ def table_split() -> Rows:
     return blank_repeats(rows)
 
 
-def table_balancing() -> Rows:
-    """Entries of each worker before and after the balancing."""
-    texts, rows = ("{regions}", "{workers}", "{before:.2f}", "{over_trigger:.0%}"), []
+def table_balancing() -> tuple[Rows, Rows]:
+    """Entries of each worker before and after the balancing; and delivered entries, and words."""
+    modes: tuple[Rows, Rows] = ([], [])
     for name, run in _recorded():
         for row in sorted(run["rows"], key=lambda row: row["regions"] != "equal"):
-            line = [name, *cells(row, *texts)]
-            for of in (row["balance"][mode] for mode in ("never", "auto", "always")):
-                delivered = percent(of["delivered"], 0 if of["delivered"] > 0.9995 else 1)
-                line += [f"{of['after']:.2f}", delivered, f"{of['words_of_bound']:.2f}"]
-            rows.append(line)
-    return blank_repeats(rows, 2)
+            setting, of = [name, *cells(row, "{regions}", "{workers}")], row["balance"]
+            each = [of[mode] for mode in ("never", "auto", "always")]
+            before = cells(row, "{over_trigger:.0%}", "{before:.2f}")
+            modes[0].append([*setting, *before, *(f"{x['after']:.2f}" for x in each)])
+            delivered = [percent(x["delivered"], 0 if x["delivered"] > 0.9995 else 1) for x in each]
+            modes[1].append([*setting, *delivered, *(f"{x['words_of_bound']:.2f}" for x in each)])
+    return blank_repeats(modes[0], 2), blank_repeats(modes[1], 2)
 
 
 # Selectors and counts.
 
 
 def table_selector_quality() -> Rows:
-    """Each selector beside the exact top-k."""
+    """Each selector next to the exact top-k."""
     runs = [run["selectors"] for run in read("select_quality.json")["runs"]]
 
     def line(row: Row) -> list[str]:
@@ -165,7 +173,10 @@ def table_selector_quality() -> Rows:
         passed = [row["passed"][part] for part in ("first_tenth", "last_quarter")]
         return [*(f"{x:.2f}" if x < 10 else f"{x:.1f}" for x in passed), shown]
 
-    return [[code(name), *(cell for run in runs for cell in line(run[name]))] for name in runs[0]]
+    labels = {name: LABELS["selector_quality"].get(name, code(name)) for name in runs[0]}
+    return [
+        [shown, *(x for run in runs for x in line(run[name]))] for name, shown in labels.items()
+    ]
 
 
 def table_missing_rows() -> Rows:

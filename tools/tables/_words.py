@@ -9,18 +9,19 @@ from ._data import LABELS, Rows, blank_repeats, by, read
 ALGORITHMS = ("dense", *LABELS["words"], "ssar_recursive_double", "ssar_split_allgather")
 ALGORITHMS += ("dsar_split_allgather", "ring_sparse", "gtopk", "spardl", "ok_topk")
 ALGORITHMS += ("complete(ok_topk)",)
+COUNTS = {"even": "even", "spread": "uneven, a surplus redistributed", "worst": "worst"}
 SHORT = ("dense", "topk_a", "ok_topk", "agreed", "agreed, few bits")
 
 
 def _multiples(names: Iterable[str], workers: Sequence[int]) -> Rows:
-    """Words as multiples of k; the best and the worst step where they differ."""
+    """Words as multiples of k; the best and the worst step if they differ."""
     at = by(read("traffic.json")["algorithms"], "algorithm", "workers")
 
     def cell(*setting: Any) -> str:
         row = at.get(setting)
         multiples = [row[case] / row["k"] for case in ("best", "worst")] if row else []
         # One digit after the point, and none of large numbers.
-        return ", ".join(dict.fromkeys(f"{x:,.{0 if x >= 25 else 1}f}" for x in multiples))
+        return "-".join(dict.fromkeys(f"{x:,.{0 if x >= 25 else 1}f}" for x in multiples))
 
     return [
         [LABELS["words"].get(name, f"`{name}`"), *(cell(name, p) for p in workers)]
@@ -35,14 +36,13 @@ table_words_in_short = partial(_multiples, SHORT, (2, 6, 16, 48, 384))
 def table_words_by_codec() -> Rows:
     """Ok-Topk at n = 1e8, by encoding: even counts, a surplus dealt out, the worst."""
     found = by(read("traffic.json")["flatness"], "codec", "case")
-
-    def cell(name: str, i: int) -> str:
-        even, spread, worst = (found[name, case]["of_k"][i] for case in ("even", "spread", "worst"))
-        return f"{even:.2f} ({spread:.2f}, {worst:.2f})"
-
-    # Of 16, 64, 256 and 1024 workers.
-    labels = LABELS["words_by_codec"].items()
-    return [[shown, *(cell(name, i) for i in (0, 1, 3))] for name, shown in labels]
+    rows = []
+    for codec, shown in LABELS["words_by_codec"].items():
+        for case, said in COUNTS.items():
+            # The data are for 16, 64, 256 and 1,024 workers.
+            of_k = (found[codec, case]["of_k"][i] for i in (0, 1, 3))
+            rows.append([shown, said, *(f"{x:.2f}" for x in of_k)])
+    return blank_repeats(rows)
 
 
 def table_where_the_bound_holds() -> Rows:
