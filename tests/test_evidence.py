@@ -1,4 +1,4 @@
-"""The claims, the results that are kept of them, and the page that is made of both."""
+"""The claims, their stored results, and the page that is made of both."""
 
 import json
 
@@ -53,7 +53,7 @@ def run(tmp_path, monkeypatch):
     return started
 
 
-# What is kept.
+# Stored results.
 
 
 def test_every_claim_has_a_source_and_a_rule_or_a_reason():
@@ -73,7 +73,7 @@ def test_kept_results_are_small_and_of_claims_that_there_are():
         for result in json.loads(file.read_text(encoding="utf-8"))["results"]:
             claim = CHECKED[result["claim"]]
             assert claim.file == file.name
-            # The page leaves out what is of another setting: "not measured yet".
+            # The page leaves out results of another setting: "not measured yet".
             if result["mark"] == claim.key["mark"]:
                 assert {bound.name for bound in (*claim.rule, *claim.elsewhere)} <= set(
                     result["numbers"]
@@ -92,7 +92,7 @@ def test_the_kept_lines_of_figures_are_those_that_there_are():
 
 
 def test_the_page_is_what_the_kept_results_give():
-    # What it says of their age was so when it was written: code may change without measuring again.
+    # The ages on the page are from its writing: code may change without new measurements.
     written = (KEPT / "index.md").read_text(encoding="utf-8")
     assert unmarked(written) == unmarked(page(Store(KEPT)))
     assert set(verdicts(written)) == {claim.name for claim in CLAIMS}
@@ -104,14 +104,14 @@ def test_what_is_exact_is_measured_as_it_is_kept(name):
     numbers = claim.check(0, True)
     assert set(numbers) >= {bound.name for bound in claim.rule}
     store = Store(KEPT)
-    # A result of older code may be another one, which the page says; it is not an error.
+    # A result of older code may differ, as the page says; that is not an error.
     if store.has(claim, 0, quick=True):
         kept = store.best(claim)[0]["numbers"]
         assert verdict(claim, [numbers]) == verdict(claim, [kept])
         assert numbers == pytest.approx(kept, rel=1e-5)
 
 
-# The code that a result is of.
+# The code that a result comes from.
 
 
 def test_a_check_is_of_all_files_that_it_can_import_and_of_no_others():
@@ -119,7 +119,7 @@ def test_a_check_is_of_all_files_that_it_can_import_and_of_no_others():
     assert {"sparse_collectives/traffic/_collectives.py", "benchmarks/network/_volumes.py"} <= found
     assert "sparse_collectives/allreduce/ok_topk/_composition.py" in found
     assert not [name for name in found if name.startswith("docs") or "evidence/_page" in name]
-    # Imports in functions, programs that are packages, and what stands beside a program.
+    # Imports in functions, programs that are packages, and files next to a program.
     linear = {ROOT / "examples/linear_models/__main__.py", ROOT / "examples/_data.py"}
     assert linear <= {*_code.reached(EVIDENCE / "_trainings.py")}
     by_name = ROOT / "benchmarks/network/linear_models.py"
@@ -139,6 +139,13 @@ def test_the_digest_changes_with_files_arguments_and_data(tmp_path, monkeypatch)
     assert code("dense") == code("dense")
     others = [code("topk_a"), code("dense", files=("a", "c")), code("dense", data="2")]
     assert len({code("dense"), *others}) == 4
+
+
+def test_the_digest_does_not_change_with_docstrings_and_comments():
+    code = b'def f():\n    """Old."""\n    return 1\n'
+    same = b'"""A module."""\n\ndef f():\n    """New."""\n    # Why.\n    return 1\n'
+    assert _code._code_of(code) != _code._code_of(code.replace(b"1", b"2"))
+    assert _code._code_of(b'"""Of one."""\n' + code) == _code._code_of(same)
 
 
 def test_files_are_followed_by_imports_and_by_names_in_strings(tmp_path, monkeypatch):
@@ -207,13 +214,13 @@ def test_what_is_stale_is_measured_again_and_the_rest_is_not(tmp_path, run, monk
     ]
     run(*claims)
     code["some/two"] = "b"
-    # A page of what there is says what is older, and measures nothing.
+    # `--page` marks older results on the page, and measures nothing.
     run(*claims, argv=["--page"])
     assert done == ["one", "two"]
-    assert "Of 1 claims" in (tmp_path / "index.md").read_text()
+    assert "The results of 1 claims" in (tmp_path / "index.md").read_text()
     run(*claims)
     assert done == ["one", "two", "two"]
-    assert "Of 1 claims" not in (tmp_path / "index.md").read_text()
+    assert "The results of 1 claims" not in (tmp_path / "index.md").read_text()
 
 
 @pytest.mark.parametrize(("argv", "expected"), [((), 5), (["--quick"], 1)])

@@ -1,4 +1,4 @@
-"""Results of the evidence: what is kept and what is stale; and the verdicts that they give."""
+"""Results of the evidence: stored ones, stale ones, and their verdicts."""
 
 import math
 
@@ -46,10 +46,10 @@ NEAR = np.array([-0.1, 0, 0.1])
         # The claim: at least 1.5. Means of three seeds, with 4.3 standard errors on either side.
         (LEAST, [1.9, 2.0, 2.1], HOLDS),
         (LEAST, [1.0, 1.1, 1.2], FAILS),
-        # Each seed meets the rule, and chance is as large as what is claimed.
+        # Each seed meets the rule, but chance is as large as the claim.
         (LEAST, [1.6, 2.0, 3.0], UNTOLD),
         (LEAST, [0.0, 1.0, 1.4], UNTOLD),
-        # The mean of many seeds is known better: so does one that is off.
+        # The mean of many seeds is more certain, and one seed that is off does not matter.
         (LEAST, [1.4, *[2.0, 1.9, 2.1] * 5], HOLDS),
         (LEAST, [9.0], UNTOLD),
         (LEAST, [math.nan, 2.0, 2.1], UNTOLD),
@@ -88,7 +88,7 @@ def test_the_worse_seed_comes_first():
     assert _claims.spread(claim, seeds) == [("x", 2.0, 1.0), ("y", 1.0, 2.0), ("z", 3.5, 2.0)]
 
 
-# What is kept.
+# Stored results.
 
 
 @pytest.mark.parametrize("one", [claim_of(dict), Curve("xi", "a line", dict)])
@@ -156,7 +156,7 @@ def test_a_result_of_other_code_is_stale_and_stays_on_the_page(tmp_path, monkeyp
     assert [store.old(claim) for claim in claims] == [True, False]
     assert [store.has(claim, 0, quick=True) for claim in claims] == [False, True]
     text = page(store, claims)
-    assert "Of 1 claims the results are older than the code." in text
+    assert "The results of 1 claims are older than the code." in text
     (line,) = [line for line in text.splitlines() if line.endswith("(older than the code) |")]
     assert "`some/one`" in line
     assert HOLDS in line

@@ -1,1 +1,1 @@
-"""What the programs share: options, reports, times, display, contestants, processes, networks."""
+"""Shared by the programs: options, reports, times, display, contestants, processes, networks."""

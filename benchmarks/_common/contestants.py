@@ -1,6 +1,6 @@
-"""What is compared, in all benchmarks: transformations and selectors, each by one name.
+"""The contestants of all benchmarks: transformations and selectors, each under one name.
 
-A benchmark chooses names from here; where its own table has another name for one, it says which.
+A benchmark chooses names from here. If its own table uses another name, it gives the mapping.
 """
 
 import inspect
@@ -25,11 +25,11 @@ class Contestant(NamedTuple):
     """A way to exchange gradients, or a whole optimizer.
 
     Attributes:
-      make: ``make(density, axis, rate=, selector=)``; what it has no use for it leaves out. None
-        of a hook of PyTorch's DistributedDataParallel, named behind the slash.
-      whole: whether it is an optimizer, so that nothing goes behind it.
-      entries: the density as a multiple of that with which Ok-Topk receives as many words.
-      alone: whether nothing is exchanged, so that the workers come to differ.
+      make: ``make(density, axis, rate=, selector=)``, which ignores the arguments that it does not
+        need. None for a hook of PyTorch's DistributedDataParallel, named after the slash.
+      whole: whether it is a complete optimizer, so that nothing follows it in a chain.
+      entries: the density as a multiple of the density at which Ok-Topk receives as many words.
+      alone: whether nothing is exchanged, so that the workers diverge.
       matrices: whether it needs gradients of matrices.
     """
 
@@ -46,14 +46,14 @@ class Contestant(NamedTuple):
 
 
 def find(name: str) -> Contestant:
-    """The contestant; ``/adamw`` at the end of a name says what goes behind it."""
+    """The contestant; ``/adamw`` at the end of a name selects the optimizer after the exchange."""
     return CONTESTANTS[name.removesuffix("/adamw")]
 
 
 def optimizer(
     name: str, density: float | None, axis: Any, rate: Any = RATE
 ) -> optax.GradientTransformation:
-    """A contestant, with AdamW behind it where its name says so, and else with SGD."""
+    """A contestant, followed by AdamW if its name says so, and otherwise by SGD."""
     contestant = find(name)
     made = contestant.make(density, axis, rate=rate)
     if contestant.whole:
@@ -64,12 +64,12 @@ def optimizer(
 
 
 def _free(function: Callable[..., Any], *fixed: Any, **options: Any) -> Make:
-    """What has no density."""
+    """A contestant without a density."""
     return lambda density, axis, **unused: function(*fixed, axis=axis, **options)
 
 
 def _sparse(function: Callable[..., Any], reuse: bool = False, **options: Any) -> Make:
-    """What selects, exactly or by thresholds that are used again."""
+    """A contestant that selects entries, exactly or by reused thresholds."""
 
     def make(density: float, axis: Any, selector: Any = None, **unused: Any) -> Any:
         if reuse:
@@ -108,12 +108,12 @@ def _adamw(exchange: Exchange | None = None, **options: Any) -> Make:
 
 
 def _around_made(wrap: Callable[..., Any], make: Make, *more: Any) -> Make:
-    """What another one is wrapped in."""
+    """A contestant wrapped by ``wrap``."""
     return lambda *given, **options: wrap(make(*given, **options), *more)
 
 
 def _of_sums(exchange: optax.GradientTransformation) -> optax.GradientTransformation:
-    """All of the gradients is computed, and of each leaf one number exchanged."""
+    """Computes all gradients, but exchanges only one number for each leaf."""
 
     def init(params: Any) -> Any:
         return exchange.init(jax.tree.map(jnp.sum, params))
@@ -127,7 +127,7 @@ def _of_sums(exchange: optax.GradientTransformation) -> optax.GradientTransforma
 
 
 def _lamb(ratio: Callable[..., optax.GradientTransformation]) -> Contestant:
-    """LAMB behind a dense exchange, by who computes the norms of the layers."""
+    """LAMB after a dense exchange; ``ratio`` determines who computes the norms of the layers."""
 
     def make(density: float, axis: Any, rate: Any = RATE, **unused: Any) -> Any:
         decay, scaled = optax.add_decayed_weights(DECAY), optax.scale_by_learning_rate(rate)
@@ -138,7 +138,7 @@ def _lamb(ratio: Callable[..., optax.GradientTransformation]) -> Contestant:
 
 
 def _by_layers(axis: Any) -> optax.GradientTransformation:
-    """The trust ratio of each layer from one worker."""
+    """The trust ratio, each layer's computed by one worker."""
 
     def ratio(update: jax.Array, weights: jax.Array) -> jax.Array:
         norms = jnp.linalg.norm(weights), jnp.linalg.norm(update)
@@ -155,22 +155,22 @@ def _exchange_of(density: float) -> SparseAllreduce:
     return allreduce.ok_topk(density=density)
 
 
-# One allreduce of everything: the strongest dense one where messages have a latency.
+# One allreduce of everything is the strongest dense exchange when messages have a latency.
 _DENSE = _free(optax_ext.dense, buckets=1)
 _LEAVES = _free(optax_ext.dense)
 _AGREED = _around(lambda density: allreduce.agreed())
 _OK_TOPK, _REUSE = _ok_topk(), _ok_topk(reuse=True)
-# Five times the entries in the words of Ok-Topk, as nothing but indices and sums is sent.
+# Five times the entries fit in the words of Ok-Topk, since only indices and sums are sent.
 _ADAMW, _SGD = (
     Contestant(make, whole=True, entries=5) for make in (_adamw(), _whole(optax_ext.sparse_sgd))
 )
 
-# Exchanges of gradients, and nothing else.
+# Exchanges of gradients only.
 _EXCHANGES: dict[str, Make] = {
     "dense": _DENSE,
     "dense/leaves": _LEAVES,
     **{f"dense/buckets{n}": _free(optax_ext.dense, buckets=n) for n in (2, 4, 8)},
-    # As PyTorch's hook; XLA adds up no bfloat16 on a CPU.
+    # As PyTorch's hook does. XLA does not add bfloat16 values on a CPU.
     "dense16": _free(optax_ext.dense, buckets=1, dtype="float16"),
     "nothing": _around_made(_of_sums, _DENSE),
     "delayed(dense)": _around_made(optax_ext.delayed, _LEAVES),
@@ -211,7 +211,7 @@ _EXCHANGES: dict[str, Make] = {
 
 CONTESTANTS: dict[str, Contestant] = {
     **{name: Contestant(make) for name, make in _EXCHANGES.items()},
-    # Nothing is exchanged: what is left of a step whose exchange costs nothing.
+    # Exchanges nothing: the rest of a step, as if its exchange were free.
     "alone": Contestant(lambda *given, **options: optax.identity(), alone=True),
     **{
         f"{name}{rank}": Contestant(_free(getattr(optax_ext, name), rank), matrices=True)
@@ -241,12 +241,12 @@ CONTESTANTS: dict[str, Contestant] = {
 
 
 def selector_factory(name: str) -> Callable[..., Selector]:
-    """What makes the selector of that name, also where it is there for a paper."""
+    """The factory of the selector of that name, which may be a published one."""
     return getattr(select, name, None) or getattr(select.published, name)
 
 
 def selectors(density: float, magnitude: float | None = None) -> dict[str, Selector]:
-    """Every selector by name, the default first; ``threshold`` is for normal entries by default."""
+    """All selectors by name, the default first; ``threshold`` defaults to normal entries."""
     made = {}
     for name in (*select.__all__, *select.published.__all__):
         factory = selector_factory(name)

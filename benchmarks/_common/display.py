@@ -1,4 +1,4 @@
-"""Tables as text, and figures in files, without a window or a state of the program."""
+"""Prints tables as text and writes figures to files, without a window or global state."""
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 Row = dict[str, Any]
-# More fields of a row are lines and not columns, and more numbers in one are a series.
+# A row with more fields is printed as lines, and a field with more numbers counts as a series.
 _COLUMNS, _SERIES = 14, 10
 
 
 def show(title: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """Prints a table: the first column to the left, the others to the right."""
+    """Prints a table with its first column aligned to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
     print(f"\n{title}")
     for line in (head, *lines):
@@ -21,9 +21,10 @@ def show(title: str, head: Sequence[str], lines: Sequence[Sequence[str]]) -> Non
 
 
 def show_rows(title: str, rows: Iterable[Row], digits: int = 4) -> None:
-    """Prints rows of a report, with a column for each field; of numbers so many digits.
+    """Prints rows of a report with a column for each field, and numbers with so many digits.
 
-    A field in a field is a column, too; a series is left out. With many fields each has a line.
+    A nested field becomes a column of its own, and a series is left out. If there are many fields,
+    each gets a line instead.
     """
 
     def cell(value: Any) -> str:
@@ -51,7 +52,7 @@ def _flat(row: Row) -> Row:
 
 
 def grouped(rows: Iterable[Row], *keys: str) -> dict[Any, list[Row]]:
-    """Rows by the values of these keys, or by the value of the only one."""
+    """Rows grouped by the values of these keys, or by one value if there is only one key."""
     found: dict[Any, list[Row]] = {}
     for row in rows:
         values = tuple(row[key] for key in keys)
@@ -62,7 +63,7 @@ def grouped(rows: Iterable[Row], *keys: str) -> dict[Any, list[Row]]:
 def show_crossed(
     title: str, rows: Sequence[Row], down: str, across: str, cell: Callable[[Row], str]
 ) -> None:
-    """Prints a table with a line for each value of one field, and a column for each of another."""
+    """Prints a table with a line for each value of one field and a column for each of another."""
     at = {(row[down], row[across]): cell(row) for row in rows}
     columns = list(grouped(rows, across))
     lines = [[str(x), *(at.get((x, y), "-") for y in columns)] for x in grouped(rows, down)]
@@ -70,7 +71,7 @@ def show_crossed(
 
 
 def lines_of(rows: Sequence[Row], name: str, x: str, y: str) -> dict[str, Any]:
-    """The lines of a panel of :func:`draw`: a line for each value of a field, of two others."""
+    """The lines of a panel of :func:`draw`: ``y`` over ``x``, a line for each value of ``name``."""
     return {
         str(of): ([row[x] for row in own], [row[y] for row in own])
         for of, own in grouped(rows, name).items()
@@ -78,7 +79,7 @@ def lines_of(rows: Sequence[Row], name: str, x: str, y: str) -> dict[str, Any]:
 
 
 def panels(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
-    """A figure of that size in inches, by options of ``subplots``, and its ``[rows, columns]``."""
+    """A figure of that size in inches and its ``[rows, columns]``; options are for ``subplots``."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -88,10 +89,10 @@ def panels(rows: int, columns: int, size: tuple[float, float], **options: Any) -
 
 
 def draw(path: Path | None, *rows: Sequence[Row], title: str = "") -> None:
-    """Rows of panels as a PNG; nothing where the path is None, an option that was not given.
+    """Draws rows of panels as a PNG; does nothing if the path is None (the option was not given).
 
-    A panel has ``lines``, by name (x, y) or (x, y, style), and what ``Axes.set`` takes; with
-    ``workers`` powers of two are to the right, and the scales are logarithmic.
+    A panel has ``lines``, by name (x, y) or (x, y, style), and arguments of ``Axes.set``. With
+    ``workers``, the x axis shows powers of two and both scales are logarithmic.
     """
     if path is None:
         return
@@ -109,12 +110,12 @@ def draw(path: Path | None, *rows: Sequence[Row], title: str = "") -> None:
 
 
 def style_of(i: int) -> str:
-    """That of the i-th line; there are ten colours."""
+    """The style of the i-th line; the palette repeats after ten lines."""
     return f"C{i % 10}{('.-', '.--', '.:')[i // 10 % 3]}"
 
 
 def logarithmic(axes: Any) -> None:
-    """Powers of two to the right, such as numbers of workers, and a logarithmic scale upwards."""
+    """A base-2 x axis, for numbers of workers for example, and a logarithmic y axis."""
     from matplotlib.ticker import NullLocator, StrMethodFormatter
 
     axes.set_xscale("log", base=2)

@@ -1,10 +1,10 @@
-"""A switch that delivers every frame late, in user space.
+"""A switch in user space that delivers every frame late.
 
     python -m benchmarks._common.late_switch SECONDS TAP [TAP ...]
 
-What comes in at a TAP interface leaves by that of its destination so much later: a link whose
-messages take long, on kernels that have no netem to make one. The larger the frames, the less it
-computes. It ends with its standard input.
+A frame that arrives at a TAP interface leaves, so many seconds later, by the interface of its
+destination. This makes a link of high latency on kernels that have no netem. Larger frames need
+less computing. The switch ends with its standard input.
 """
 
 import collections
@@ -18,15 +18,15 @@ import time
 
 _TUN = "/dev/net/tun"
 _TUNSETIFF, _IFF_TAP, _IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
-# Of a frame: its destination, and its source.
+# Where a frame holds its destination and its source.
 _TO, _FROM = slice(0, 6), slice(6, 12)
 _LARGEST = 65_536
-# So many are read from one port before others have their turn.
+# At most so many frames are read from one port before the others have their turn.
 _IN_A_ROW = 64
 
 
 def switch(seconds: float, taps: list[int], end: int) -> None:
-    """Until ``end`` can be read, which is a file as the others are."""
+    """Delivers frames until the file ``end`` becomes readable."""
     late: collections.deque[tuple[float, int, bytes]] = collections.deque()
     known: dict[bytes, int] = {}
     poll = select.epoll()
@@ -48,7 +48,7 @@ def switch(seconds: float, taps: list[int], end: int) -> None:
             target = known.get(frame[_TO])
             for file in taps if target is None else (target,):
                 if file != source:
-                    # A full port loses frames, as that of any switch.
+                    # A full port loses frames, as the ports of any switch do.
                     with contextlib.suppress(BlockingIOError):
                         os.write(file, frame)
 
@@ -60,7 +60,7 @@ def _opened(name: str) -> int:
 
 
 def main(argv: list[str]) -> None:
-    """Opens the interfaces, says so, and delivers."""
+    """Opens the interfaces, prints that they are ready, and delivers."""
     taps = [_opened(name) for name in argv[1:]]
     print("ready", flush=True)
     switch(float(argv[0]), taps, sys.stdin.fileno())

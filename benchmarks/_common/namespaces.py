@@ -1,11 +1,11 @@
 """Hosts on one switch, made of network namespaces, with a bandwidth limit for each.
 
-Every host is a namespace with one interface, `eth0`, and the name of the machine stands for the
-address of the host in it. The other end of its cable is in one more namespace, on a bridge: the
-switch. Nothing is made in the namespace of the machine, so that neither its routes nor its firewall
-take part, and deleting the namespaces removes everything. A token bucket (`tc tbf`) at both ends of
-each cable limits what a host sends and what it receives. With a delay the switch is a process,
-`late_switch`, which holds every frame for so long. Linux only, with root.
+Every host is a namespace with one interface, `eth0`, and inside it the name of the machine
+resolves to the host's address. The other end of its cable is in one more namespace, on a bridge:
+the switch. Nothing is made in the machine's own namespace, so its routes and firewall take no
+part, and deleting the namespaces removes everything. A token bucket (`tc tbf`) at both ends of
+each cable limits what a host sends and what it receives. With a delay, the switch is a process,
+`late_switch`, which holds every frame for that time. Linux only, with root.
 """
 
 import contextlib
@@ -22,21 +22,22 @@ from .processes import ROOT
 
 _PREFIX = "scnet"
 _OURS = re.compile(rf"{_PREFIX}(\d+)-\w+")
-# `ip netns exec NAME` mounts what is in here over /etc.
+# `ip netns exec NAME` mounts the files of its folder in here over /etc.
 _ETC = Path("/etc/netns")
-# How long a full queue may take to drain; a switch has about as much memory.
+# The time that a full queue may take to drain; a real switch has about as much memory.
 _QUEUE = "50ms"
 _SMALLEST_BURST = 64 * 1024
-# Of frames that a process has to hold, bytes: the fewer the better.
+# Bytes of a frame with and without a delay: with one, a process holds the frames, and fewer
+# are better.
 _LARGE_FRAMES, _FRAMES = 9000, 1500
 
 
 class NetworkError(Exception):
-    """The network, or what runs on its hosts, failed; one line."""
+    """The network, or a program on its hosts, failed; the message is one line."""
 
 
 def unusable() -> str | None:
-    """Why no network can be made here, in one line; None where it can."""
+    """Why no network can be made here, in one line; None if one can."""
     if not all(map(shutil.which, ("ip", "tc"))):
         return "ip and tc not found: install iproute2 (Linux only)"
     if os.geteuid() != 0:
@@ -51,7 +52,7 @@ def unusable() -> str | None:
 
 
 class Hosts:
-    """The hosts of one network: the prefix of their namespaces, and an address of each."""
+    """The hosts of one network: the prefix of their namespaces, and an address for each."""
 
     def __init__(self, name: str, count: int):
         self.name = name
@@ -59,11 +60,11 @@ class Hosts:
         self._late: tuple[float, subprocess.Popen[str]] | None = None
 
     def command(self, host: int) -> list[str]:
-        """What to put before a command to run it on a host."""
+        """The prefix that makes a command run on a host."""
         return ["ip", "netns", "exec", f"{self.name}-{host}"]
 
     def link_down(self, host: int) -> None:
-        """Pulls the cable of a host, at the switch: no connection is closed, all is lost."""
+        """Pulls the cable of a host at the switch: connections stay open, all frames are lost."""
         _run("ip", "-n", f"{self.name}-switch", "link", "set", f"port{host}", "down")
 
     def link_up(self, host: int) -> None:
@@ -71,9 +72,9 @@ class Hosts:
         _run("ip", "-n", f"{self.name}-switch", "link", "set", f"port{host}", "up")
 
     def limit(self, link: str) -> None:
-        """Limits every cable in both directions to a rate such as 100mbit; ``none``: no limit.
+        """Limits every cable in both directions to 100mbit, for example; ``none`` is no limit.
 
-        With a delay, as in 100mbit+50ms, a frame takes so long from one host to another.
+        With a delay, as in 100mbit+50ms, a frame takes that long from one host to another.
         """
         self._delay(delay(link))
         link = link.partition("+")[0]
@@ -97,14 +98,14 @@ class Hosts:
             self._late = None
 
     def _delay(self, seconds: float) -> None:
-        """Lets the switch hold every frame for so long."""
+        """Makes the switch hold every frame for this time."""
         if seconds == (self._late[0] if self._late else 0.0):
             return
         self.close()
         switch, hosts = f"{self.name}-switch", range(len(self.addresses))
         device = ["ip", "-n", switch, "link"]
         for host in hosts:
-            # Between its cable and the process: the kernel cuts what a host sends into frames.
+            # Between the cable and the process, so that the kernel cuts large packets into frames.
             own, tap, port = f"late{host}", f"tap{host}", f"port{host}"
             _run(*device, "set", port, "master", "switch")
             for name in (own, tap):
@@ -135,7 +136,7 @@ class Hosts:
 
 @contextlib.contextmanager
 def network(count: int, name: str | None = None) -> Iterator[Hosts]:
-    """Hosts that exist inside the `with`; all of it is removed afterwards, whatever happens."""
+    """Hosts that exist inside the `with` block; everything is removed afterwards in any case."""
     name = f"{_PREFIX}{os.getpid()}" if name is None else name
     hosts = Hosts(name, count)
     try:
@@ -148,7 +149,7 @@ def network(count: int, name: str | None = None) -> Iterator[Hosts]:
 
 
 def clean() -> list[str]:
-    """Removes the namespaces of processes that are gone; returns their names."""
+    """Removes the namespaces of processes that no longer exist; returns their names."""
     dead = []
     for namespace in _namespaces(_PREFIX):
         match = _OURS.fullmatch(namespace)
@@ -171,7 +172,7 @@ def rate(link: str) -> float:
 
 
 def delay(link: str) -> float:
-    """Seconds that a frame takes from one host to another; a ValueError for what is no link."""
+    """Seconds a frame takes from one host to another; a ValueError if ``link`` is not a link."""
     _, plus, of_delay = link.partition("+")
     match = re.fullmatch(r"(\d+(?:\.\d+)?)ms", of_delay)
     if plus and (match is None or float(match[1]) == 0):
@@ -197,7 +198,7 @@ def _create(hosts: Hosts) -> None:
         _run("ip", "netns", "add", host)
         _run(*on_switch, "add", port, "type", "veth", "peer", "name", "eth0", "netns", host)
         _run(*on_switch, "set", port, "master", "switch", "up")
-        # Without addresses of IPv6 nothing is sent that was not asked for.
+        # Without IPv6 addresses the kernel sends no traffic of its own.
         _run("ip", "-n", host, "link", "set", "eth0", "addrgenmode", "none")
         _run("ip", "-n", host, "address", "add", f"{address}/16", "dev", "eth0")
         for interface in ("eth0", "lo"):
@@ -205,7 +206,7 @@ def _create(hosts: Hosts) -> None:
 
 
 def _namespaces(prefix: str) -> list[str]:
-    """Those that begin so, and those of which only a folder is left."""
+    """Namespaces with this prefix, and those with only a folder left."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False)
     found = {line.split()[0] for line in listed.stdout.splitlines() if line.strip()}
     found |= {path.name for path in _ETC.glob(f"{prefix}*")}

@@ -1,4 +1,4 @@
-"""The command line of a program: types of options, output files, errors of one line."""
+"""The command line of a program: types of options, output files, one-line errors."""
 
 import argparse
 import functools
@@ -21,10 +21,10 @@ class InputError(ValueError):
 def parser_of(description: str | None, *names: str, **usual: Any) -> argparse.ArgumentParser:
     """A parser whose help is the docstring of the program, and whose errors are one line.
 
-    It has options whose type and help their name tells: ``names`` without a default, such as
-    ``"json"``, and then ``usual`` with a default, or with (default, help) or (default, help,
-    choices). Several values where the default is a list, and a flag where it is False; the type is
-    a whole number of at least one where the name says nothing else.
+    The name of an option determines its type and help. ``names`` have no default, such as
+    ``"json"``; ``usual`` have a default, or (default, help), or (default, help, choices). An option
+    takes several values if its default is a list, and is a flag if its default is False. Its type
+    is a whole number of at least one unless the name determines another.
     """
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -47,20 +47,20 @@ def parser_of(description: str | None, *names: str, **usual: Any) -> argparse.Ar
 def check_names(
     parser: argparse.ArgumentParser, given: Iterable[str] | None, known: Collection[str]
 ) -> None:
-    """Ends with one line where ``--only`` has another name than the known ones."""
+    """Ends with one line if ``--only`` has a name that is not known."""
     for name in given or ():
         if name not in known:
             parser.error(f"--only {name!r} is none of: {'; '.join(known)}")
 
 
 def check_batch(parser: argparse.ArgumentParser, batch: int, workers: int) -> None:
-    """Ends with one line where the workers would have parts of another size."""
+    """Ends with one line if the workers would get batches of different sizes."""
     if batch % workers:
         parser.error(f"--batch {batch} can't be dealt out to {workers} workers")
 
 
 def program(main: Callable[[list[str] | None], int | None]) -> Callable[..., int]:
-    """Makes ``main(argv) -> status``; what goes wrong is one line."""
+    """Makes ``main(argv) -> status`` a program that prints an error as one line."""
     # A wrong input, a network or worker that fails, and an interrupt.
     statuses = {InputError: 2, namespaces.NetworkError: 1, Interrupted: 130}
 
@@ -79,7 +79,7 @@ def program(main: Callable[[list[str] | None], int | None]) -> Callable[..., int
 
 
 def require_network() -> None:
-    """Raises an InputError where no network of namespaces can be made; a ``kill`` cleans up."""
+    """Raises an InputError if no network can be made here; from now on a ``kill`` cleans up."""
     interrupt_when_told()
     reason = namespaces.unusable()
     if reason is not None:
@@ -96,21 +96,21 @@ def _type(fits: Callable[[float], bool], what: str, kind: type = float) -> Calla
 
 
 def at_least(least: int) -> Callable[[str], int]:
-    """The type of a whole number; ``1e6`` is one too."""
+    """The type of a whole number, which may also be written ``1e6``."""
     what = f"a whole number of at least {least}"
     return _type(lambda x: least <= x < math.inf and x % 1 == 0, what, int)
 
 
 at_least_one = at_least(1)
-# Workers between which something is exchanged, or values that have a deviation.
+# Workers that exchange something, or values that have a deviation.
 several = at_least(2)
-# A density; and a rate or a factor.
+# A density, and a learning rate or a factor.
 share = _type(lambda x: 0 < x <= 1, "in (0, 1]")
 positive = _type(lambda x: 0 < x < math.inf, "a positive number")
 
 
 def link(text: str) -> str:
-    """The type of the rate of a link, such as 100mbit."""
+    """The type of a link, such as 100mbit."""
     try:
         namespaces.rate(text)
     except ValueError as error:
@@ -119,7 +119,7 @@ def link(text: str) -> str:
 
 
 def output(text: str) -> Path:
-    """The type of a file to write: hours of work must not end with one that can't be written."""
+    """The type of an output file, checked first: hours of work must not end with an error."""
     path = Path(text)
     if path.is_dir() or not os.access(path.resolve().parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"cannot write {path}")
@@ -127,14 +127,14 @@ def output(text: str) -> Path:
 
 
 def say(text: str) -> None:
-    """Says on standard error what a run is at: on a terminal in one line, else with the time."""
+    """Reports progress on standard error: on a terminal in one line, otherwise with the time."""
     progress(text)
     if not sys.stderr.isatty():
         print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def progress(text: str, *, last: bool = False) -> None:
-    """Says on a terminal how far a run is."""
+    """Shows on a terminal how far a run is."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="\n" if last else "\r", file=sys.stderr, flush=True)
 
@@ -147,7 +147,7 @@ _TYPES |= dict.fromkeys(("density", "densities", "density_text", "density_images
 _TYPES |= dict.fromkeys(("rates", "factor", "share", "slack"), positive)
 _TYPES |= dict.fromkeys(("timeout", "regularisation", "seconds", "bandwidth", "latency"), positive)
 _TYPES |= dict.fromkeys(("sites", "trials", "workers"), several)
-# Several values, also without a default.
+# These take several values, also without a default.
 _SEVERAL = ("only", "rates")
 _HELP = {"density": "k / n", "every": "steps to a record", "points": "of a curve"}
 _HELP |= {"rounds": "turns of each contestant", "timeout": "seconds for one answer"}
@@ -156,6 +156,6 @@ _HELP |= {"text": "plain text; Python's help topics by default", "only": "of the
 _HELP |= {"images": "a folder of IDX files; scikit-learn's digits by default"}
 _HELP |= {"rates": "peaks", "runs": "keep runs here, and go on with them"}
 _HELP |= {"json": "also write the numbers here", "plot": "draw them: a PNG"}
-# Of programs over one network of limited links.
+# Options of programs that run over one network of limited links.
 LINKS = {"link": ["100mbit", "1gbit"], "workers": 4}
 LINKS |= {"no_pin": (False, "let processes use all cores")}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-# What would make a process of ours a part of a group that someone else has started.
+# Variables that would make our process a part of a group that someone else has started.
 _FOREIGN = ("SLURM_", "OMPI_", "PMI_", "JAX_COORDINATOR", "JAX_NUM_PROC", "JAX_PROCESS_ID")
 _PR_SET_PDEATHSIG = 1
 
@@ -27,14 +27,14 @@ _PR_SET_PDEATHSIG = 1
 class Process:
     """A process, its ``pid``, and the ``time.monotonic()`` of its end.
 
-    ``events`` are what it has said so far on standard output.
+    ``events`` holds the events that it has reported so far on standard output.
     """
 
     def __init__(self, command: Sequence[str], changed: threading.Condition, **options: Any):
         # Pipes for all: a file would be subject to the limits that a fault sets.
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         text = {"text": True, "encoding": "utf-8", "errors": "replace"}
-        # In a session of its own: Ctrl-C ends this program, which then ends them.
+        # In its own session: Ctrl-C ends this program, which then ends the process.
         self._popen = subprocess.Popen(command, **pipes, **text, start_new_session=True, **options)
         self.pid = self._popen.pid
         self.ended_at: float | None = None
@@ -57,21 +57,21 @@ class Process:
 
     @property
     def errors(self) -> str:
-        """All it has said on standard error."""
+        """Everything that it has written to standard error."""
         return "".join(line for line, wrong in list(self._said) if wrong)
 
     @property
     def output(self) -> str:
-        """All it has said on both, in the order in which it came."""
+        """Everything that it has written to both, in the order of arrival."""
         return "".join(line for line, _ in list(self._said))
 
     def find(self, event: str, **values: Any) -> dict[str, Any] | None:
-        """The first event of this name and these values, or None."""
+        """The first event with this name and these values, or None."""
         wanted = {"event": event, **values}
         return next((e for e in self.events if wanted.items() <= e.items()), None)
 
     def wait_for(self, event: str, *, seconds: float, **values: Any) -> dict[str, Any]:
-        """The event, as soon as it comes; a RuntimeError where it does not."""
+        """The event, as soon as it comes; a RuntimeError if it does not."""
         wait([self], lambda: self.find(event, **values) or self.ended_at is not None, seconds)
         found = self.find(event, **values)
         if found is None:
@@ -86,18 +86,18 @@ class Process:
         return wait([self], lambda: self.ended_at is not None, seconds)
 
     def send(self, line: str) -> None:
-        """A line for its standard input; nothing where it has ended."""
+        """Writes a line to its standard input; does nothing if it has ended."""
         with contextlib.suppress(OSError):
             self._popen.stdin.write(line + "\n")
             self._popen.stdin.flush()
 
     def signal(self, number: int) -> None:
-        """Nothing where it has ended."""
+        """Sends it a signal; does nothing if it has ended."""
         if self._popen.poll() is None:
             self._popen.send_signal(number)
 
     def close(self) -> None:
-        """Kills it where it still runs; SIGKILL ends a stopped process too."""
+        """Kills it if it still runs; SIGKILL also ends a stopped process."""
         if self._popen.poll() is None:
             self._popen.kill()
         for thread in self._threads:
@@ -134,7 +134,7 @@ class Process:
 def started(
     commands: Sequence[Sequence[str]], more: Mapping[str, str] | None = None, folder: Path = ROOT
 ) -> Iterator[list[Process]]:
-    """A process of each command, with more variables, which is killed where the block ends."""
+    """A process for each command, with more variables; they are killed when the block ends."""
     processes: list[Process] = []
     changed = threading.Condition()
     variables = {**environment(), **(more or {})}
@@ -148,25 +148,25 @@ def started(
 
 
 def wait(group: Sequence[Process], condition: Callable[[], Any], seconds: float) -> bool:
-    """Whether the condition on what a group has said, and who has ended, holds in that time."""
+    """Whether a condition on the events and ends of a group holds within that time."""
     with group[0]._changed:
         return bool(group[0]._changed.wait_for(condition, seconds))
 
 
 def wait_for_ends(group: Sequence[Process], seconds: float) -> None:
-    """Returns when all have ended, or one has failed, for which the others would wait."""
+    """Returns when all have ended, or when one has failed and the others would wait for it."""
     wait(group, lambda: any(p.status for p in group) or all(p.status == 0 for p in group), seconds)
 
 
 def in_new_process(function: Callable[..., Any], *given: Any) -> Any:
-    """What a function of a module returns in a Python of its own, with nothing from this one."""
+    """The result of a module's function in a new Python process that shares no state."""
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
         return pool.submit(function, *given).result()
 
 
 def environment() -> dict[str, str]:
-    """That of this process, with this source tree, and alone on its CPUs."""
+    """The variables of this process, with this source tree, for a process alone on its CPUs."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
     paths = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH", "")]))
     return {**kept, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths}
@@ -176,8 +176,8 @@ def environment() -> dict[str, str]:
 def coordinator() -> Iterator[tuple[str, dict[str, str]]]:
     """The address of a coordinator on the loopback interface, and variables that bind it there.
 
-    No other program gets the port while this is open; jax's coordinator shares it, because it
-    binds with SO_REUSEPORT too.
+    No other program gets the port while this is open. The coordinator of jax can share it, because
+    it also binds with SO_REUSEPORT.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -187,23 +187,23 @@ def coordinator() -> Iterator[tuple[str, dict[str, str]]]:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Somebody has told this process to end, by Ctrl-C or by a plain ``kill``."""
+    """This process was interrupted, by Ctrl-C or by a plain ``kill``."""
 
 
 def interrupt_when_told() -> None:
-    """A plain ``kill`` of this process is an exception, as Ctrl-C is: it cleans up."""
+    """Makes a plain ``kill`` of this process raise an exception as Ctrl-C does, so it cleans up."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _interrupt)
 
 
 def _interrupt(*_) -> None:
-    # A second one must not interrupt the cleaning up.
+    # A second one must not interrupt the cleanup.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     raise Interrupted
 
 
 def die_with_parent() -> None:
-    """Ends this process when its parent ends, whatever becomes of that; on Linux."""
+    """Ends this process when its parent ends, for whatever reason; on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,8 +1,9 @@
-"""Reports in JSON files: written whole, and checked when they are read.
+"""Reports in JSON files, written as a whole and checked when they are read.
 
-A pattern says what a file must hold. A dictionary: what must be under its keys; others may be
-there. A list of one pattern: a list of what fits it, at least one; a tuple of one pattern: the
-same, and none will do. A function: a single value, of which it says what else it expects, or None.
+A pattern describes the content of a file. A dictionary gives a pattern for each required key, and
+allows other keys. A list of one pattern matches a list of at least one element that fits it; a
+tuple of one pattern also matches an empty list. A function checks a single value: it returns what
+it expects instead, or None if the value fits.
 """
 
 import json
@@ -19,7 +20,7 @@ Pattern = dict[str, "Pattern"] | list["Pattern"] | tuple["Pattern"] | Check
 
 
 def write(path: Path | None, content: Any) -> None:
-    """Writes a report where there is a path; what was there stays until all of it is written."""
+    """Writes a report if there is a path; an old file stays until the new one is complete."""
     if path is None:
         return
     part = path.with_name(path.name + ".part")
@@ -29,7 +30,7 @@ def write(path: Path | None, content: Any) -> None:
 
 
 def read(path: Path, pattern: Pattern, source: str) -> Any:
-    """The content of a report that fits the pattern, as ``source`` writes it, or an InputError."""
+    """The content of a report of ``source``; an InputError if it does not fit the pattern."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -60,7 +61,7 @@ def text() -> Check:
 
 
 def _complaint(value: Any, pattern: Pattern, where: str) -> str | None:
-    """The first thing that does not fit, in words; None where all does."""
+    """The first thing that does not fit, in words; None if everything does."""
     expected, parts = None, []
     if isinstance(pattern, dict):
         if not isinstance(value, dict) or not pattern.keys() <= value.keys():

@@ -9,14 +9,14 @@ import numpy as np
 
 
 def seconds_of(function: Callable[..., Any], *args: Any) -> tuple[float, Any]:
-    """Seconds until the result is there, and the result."""
+    """Seconds until the result is ready, and the result."""
     start = time.perf_counter()
     result = jax.block_until_ready(function(*args))
     return time.perf_counter() - start, result
 
 
 def turns(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
-    """Each round and whose turn it is; it begins one further, so nobody always comes first."""
+    """Each round and whose turn it is; each round starts one further, so the first one varies."""
     for turn in range(rounds):
         first = turn % len(names)
         for name in (*names[first:], *names[:first]):
@@ -28,15 +28,15 @@ def in_turns(
 ) -> dict[str, list[float]]:
     """Seconds of each contestant in each round, by name.
 
-    A run has done all that it needs once before, so that nothing is compiled here. ``seen`` is
-    called with each name and result when the clock has stopped.
+    Each run has been called once before, so that nothing is compiled here. ``seen`` is called with
+    each name and result after the clock has stopped.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn, name in turns(list(runs), rounds):
         seconds, result = seconds_of(runs[name], turn)
         times[name].append(seconds)
         seen(name, result)
-        # Its memory is free before the next one runs.
+        # Frees its memory before the next one runs.
         del result
     return times
 
@@ -44,9 +44,10 @@ def in_turns(
 def steady(
     step: Callable[[Any, Any], tuple[Any, Any]], state: Any, given: Sequence[Any], before: int
 ) -> Callable[[int], Any]:
-    """A run for :func:`in_turns`: ``step(given, state) -> (result, state)``, each goes on.
+    """A run for :func:`in_turns` of ``step(given, state) -> (result, state)``.
 
-    So many are taken before: until all is compiled, pages are touched and states are steady.
+    Each call continues from the last state. ``before`` calls are made first, until everything is
+    compiled, pages are touched and states are steady.
     """
 
     def run(turn: int) -> Any:
@@ -60,18 +61,18 @@ def steady(
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Lower quartile, median and upper quartile; of one value it is all three."""
+    """Lower quartile, median and upper quartile; a single value is all three."""
     low, middle, high = np.quantile(values, (0.25, 0.5, 0.75)).tolist()
     return low, middle, high
 
 
 def over(values: Sequence[float], others: Sequence[float]) -> list[float]:
-    """The ratio of each round."""
+    """The ratio in each round."""
     return [a / b for a, b in zip(values, others, strict=True)]
 
 
 def ratios(times: Mapping[str, Sequence[float]], base: str) -> list[dict[str, Any]]:
-    """For each contestant the median of its time over that of ``base`` in the same round."""
+    """For each contestant, the median of its time divided by the time of ``base`` in that round."""
     rows = []
     for name, seconds in times.items():
         low, ratio, high = quartiles(over(seconds, times[base]))

@@ -1,11 +1,11 @@
-"""The program on a host of a network: it joins those on the others, and does what it is told.
+"""The program on a host of a network, which joins the others and carries out commands.
 
     python -m benchmarks._common.worker MODULE:CLASS '{"host": 0, "workers": 4, ...}'
 
-The class is a role: made from the dictionary, its methods are the commands. It has a ``barrier()``,
-``TORCH = True`` where the processes are a group of PyTorch and not of JAX, and ``DEVICES`` where
-each has several. A command is a line of JSON on standard input, and its answer one on standard
-output: nothing of this goes over the network that is measured.
+The class is a role: it is made from the dictionary, and its methods are the commands. It has a
+``barrier()``, ``TORCH = True`` if the processes are a group of PyTorch and not of JAX, and
+``DEVICES`` if each process has several. A command is a line of JSON on standard input, and its
+answer is one on standard output; neither goes over the network that is measured.
 """
 
 import importlib
@@ -24,7 +24,7 @@ from .processes import die_with_parent
 
 
 def main(place: str, given: str) -> None:
-    """Carries out commands until the input ends; the first answer is that it is ready."""
+    """Carries out commands until the input ends; the first answer says that it is ready."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Whatever a library prints goes to standard error and not between the answers.
@@ -76,7 +76,7 @@ def _join_jax(config: dict[str, Any]) -> None:
 def _join_torch(config: dict[str, Any]) -> None:
     import torch
 
-    # A set-up that PyTorch advises against says so at each step.
+    # A setup that PyTorch advises against would warn at each step.
     warnings.simplefilter("once")
     if config["pin"]:
         torch.set_num_threads(1)
@@ -89,10 +89,10 @@ def _join_torch(config: dict[str, Any]) -> None:
 
 
 class Stepper:
-    """A role that takes steps by a name, with the ``_take`` and ``barrier`` of who inherits."""
+    """A role that takes steps of a method; subclasses define ``_take`` and ``barrier``."""
 
     def measure(self, method: str, steps: int) -> dict[str, Any]:
-        """Seconds, bytes and words of a step, the mean of so many."""
+        """Seconds, bytes and words of a step, as the mean of so many."""
         return measured(self.barrier, lambda: self._take(method, steps), steps)
 
 
@@ -120,13 +120,13 @@ def barrier(mesh: Any) -> Callable[[], None]:
 def measured(
     barrier: Callable[[], None], take: Callable[[], list[float] | None], steps: int
 ) -> dict[str, Any]:
-    """Seconds, bytes and words of a step, the mean of those that ``take`` takes."""
+    """Seconds, bytes and words of a step, as the mean of the steps that ``take`` takes."""
     barrier()
     before = _interface_bytes()
     start, busy = time.perf_counter(), time.process_time()
     words = take()
     seconds, busy = time.perf_counter() - start, time.process_time() - busy
-    # What others still have to send for these steps is there after a barrier.
+    # After a barrier, everything that others had to send for these steps has arrived.
     barrier()
     received, sent = (a - b for a, b in zip(_interface_bytes(), before, strict=True))
     return {

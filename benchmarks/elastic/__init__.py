@@ -1,1 +1,1 @@
-"""Workers that come and go, beside trainings that nobody disturbs and that restart."""
+"""Workers that come and go, compared with undisturbed and with restarted trainings."""

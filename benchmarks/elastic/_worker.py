@@ -1,7 +1,7 @@
-"""A worker that trains a real model and comes and goes; `chaos` starts it.
+"""A worker that trains a real model, and that `chaos` starts, kills and starts again.
 
-``python -m benchmarks.elastic._worker JSON``; what it does is written to standard output, a JSON
-object to a line: ``step`` with a digest of the parameters, and ``value`` on data held back.
+``python -m benchmarks.elastic._worker JSON`` writes JSON objects to standard output, one a line:
+``step`` with a digest of the parameters, and ``value`` with the loss on held-out data.
 """
 
 import hashlib
@@ -25,12 +25,12 @@ from ..learning import _tasks
 
 
 def say(event: str, **values: Any) -> None:
-    """One line for the program that waits for it."""
+    """Writes one line for the program that waits for it."""
     print(json.dumps({"event": event, "time": time.time(), **values}), flush=True)
 
 
 def main() -> None:
-    """Trains until the steps of the settings are taken, or it is killed."""
+    """Trains until the steps of the settings are taken, or until it is killed."""
     given = json.loads(sys.argv[1])
     die_with_parent()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
@@ -48,10 +48,11 @@ def main() -> None:
         rng = np.random.default_rng([given["seed"], turn.step, turn.rank])
         return task.batch_of(rng.integers(0, task.count, given["examples"]).astype(np.int32))
 
+    rounds = {name: given[name] for name in ("density", "every") if name in given}
     training = elastic.Training(
         job,
         task.loss,
-        optax_ext.sparse_adamw(given["rate"], axis="data", weight_decay=0.01),
+        optax_ext.sparse_adamw(given["rate"], axis="data", weight_decay=0.01, **rounds),
         task.init(given["seed"]),
         batch_of,
         folder=given["folder"],
@@ -65,7 +66,9 @@ def main() -> None:
         members = training.members
         say("step", step=step, members=members, digest=digest.hexdigest()[:12], lost=lost)
         if step % given["evaluate_every"] == 0 and members[0] == job.process_id:
-            say("value", step=step, value=task.evaluate(params))
+            info = optax_ext.get_info(training.opt_state)
+            received = 4.0 * float(info.words.addressable_data(0).ravel()[0])
+            say("value", step=step, value=task.evaluate(params), bytes=received)
     say("done", step=training.step)
     os._exit(0)
 

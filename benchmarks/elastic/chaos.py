@@ -1,11 +1,11 @@
-"""Workers are killed at random, again and again; the loss beside that of trainings without it.
+"""Compares the loss of a training whose workers are killed at random with undisturbed ones.
 
     sudo python -m benchmarks.elastic.chaos --minutes 30 --out chaos.json
 
-Three trainings of a transformer on characters, four workers over a link of 100 Mbit/s: one whose
-workers are killed and come back, each by itself; one that nobody disturbs; and one in which at
-each of the same deaths all are stopped and started again from the newest checkpoint, as a script
-does. Linux only, with root and iproute2 (ip, tc).
+Trains a transformer on characters three times, with four workers over a link of 100 Mbit/s. In the
+first training, single workers are killed and come back. The second one is undisturbed. In the
+third, each of the same deaths stops all workers, which start again from the newest checkpoint, as
+with a restart script. Linux only, with root and iproute2 (ip, tc).
 """
 
 import argparse
@@ -26,7 +26,7 @@ MODES = ("killed one by one", "undisturbed", "all started again")
 
 
 def run(mode: str, hosts: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """One training: points of time, step and loss, and what each death took."""
+    """One training: points of time, step and loss, and what each death cost."""
     seconds = 60.0 * args.minutes
     alone = mode == "killed one by one"
     with tempfile.TemporaryDirectory() as folder:
@@ -56,12 +56,12 @@ def run(mode: str, hosts: Any, args: argparse.Namespace) -> dict[str, Any]:
 def _disturb(
     of: Cluster, alone: bool, began: float, seconds: float, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Kills a worker every so often, and starts it again; all that, until the time is over."""
+    """Kills a worker every so often and starts it again, until the time is over."""
     rng = np.random.default_rng(args.seed)
     deaths = []
     at = began
     while True:
-        # At any point of a step.
+        # At a random point of a step.
         at += args.every * rng.uniform(0.75, 1.25)
         number = int(rng.integers(of.size))
         if at + args.away > began + seconds:
@@ -106,7 +106,7 @@ def _report(of: Cluster, began: float, deaths: list[dict[str, Any]]) -> dict[str
         )
         death["time"] -= began
         del death["back"]
-    # A step that was taken again is there twice, of other workers.
+    # By step and workers, since other workers may take a step again.
     digests: dict[tuple[int, ...], set[str]] = {}
     for event in steps:
         digests.setdefault((event["step"], *event["members"]), set()).add(event["digest"])
@@ -121,7 +121,7 @@ def _report(of: Cluster, began: float, deaths: list[dict[str, Any]]) -> dict[str
         "lost": lost,
         "points": [[x["time"] - began, x["step"], x["value"]] for x in values],
         "deaths": deaths,
-        # Of those that nobody has killed.
+        # Workers that failed without being killed.
         "failed": [
             life.errors[-2000:] for lives in of.lives for life in lives if (life.status or 0) > 0
         ],
@@ -141,7 +141,7 @@ def line(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """The losses by time, with the deaths, as a PNG."""
+    """Draws the losses over time, with the deaths, as a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.2), layout="constrained")
@@ -152,7 +152,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         if row["points"]
     ]
     low = min(values.min() for *_, values in curves)
-    # From where most of it is learned: the beginning is the same for all.
+    # The figure starts after the steep beginning, which is the same for all.
     high = low + 0.3 * (max(values.max() for *_, values in curves) - low)
     place = high
     for row, color, seconds, _, values in sorted(curves, key=lambda curve: -curve[-1][-1]):
@@ -214,7 +214,7 @@ def main(argv: list[str] | None = None) -> None:
         hosts.limit(args.link)
         for mode in args.modes:
             if mode == "undisturbed" and rows:
-                # As many steps, however long they take.
+                # The undisturbed training takes as many steps, however long they take.
                 args.steps = rows[0]["steps"]
             rows.append(run(mode, hosts, args))
             args.steps = 0

@@ -15,14 +15,14 @@ from typing import Any
 from .._common.namespaces import Hosts
 from .._common.processes import ROOT, Process, coordinator, environment
 
-# Seconds that a process of jax may take to begin on a busy machine.
+# Seconds that a process of jax may take to start on a busy machine.
 PATIENCE = float(os.environ.get("PATIENCE", "240"))
 
 
 class Cluster:
-    """The workers of a job by their number, and what all their lives have said.
+    """The workers of a job by their number, and the events of all their lives.
 
-    ``lives`` are the processes of each number, the newest last.
+    ``lives`` holds the processes of each number, the newest last.
     """
 
     def __init__(self, module: str, size: int, settings: Mapping[str, Any], hosts: Hosts | None):
@@ -36,7 +36,7 @@ class Cluster:
         self.coordinator: Process | None = None
         self._stack = contextlib.ExitStack()
         if hosts:
-            # In a namespace of its own every port is free.
+            # In its own namespace every port is free.
             self._address = f"{hosts.addresses[size]}:20000"
         else:
             self._address, _ = self._stack.enter_context(coordinator())
@@ -48,7 +48,7 @@ class Cluster:
             self.start(number)
 
     def restart_coordinator(self) -> None:
-        """Ends the job, and begins another one at the same address, of no worker yet."""
+        """Ends the job, and begins another one at the same address, without workers so far."""
         if self.coordinator is not None:
             self.coordinator.close()
         self._coordinate()
@@ -59,7 +59,7 @@ class Cluster:
         self.coordinator = self._started(["-m", "optax_ext.elastic", *told], self.size)
 
     def start(self, number: int, **changes: Any) -> Process:
-        """A new life of a worker."""
+        """Starts a new life of a worker."""
         settings = {"address": self._address, "size": self.size, "number": number}
         settings |= {"began": time.time(), **self._settings, **changes}
         process = self._started(["-m", self._module, json.dumps(settings)], number)
@@ -73,11 +73,11 @@ class Cluster:
         return Process(command, self._changed, env=self._environment, cwd=ROOT)
 
     def kill(self, number: int) -> None:
-        """SIGKILL: as a machine that loses its power."""
+        """Kills a worker with SIGKILL, as a machine that loses its power would."""
         self.lives[number][-1].signal(signal.SIGKILL)
 
     def signal(self, number: int, which: signal.Signals) -> None:
-        """A signal for a worker."""
+        """Sends a signal to a worker."""
         self.lives[number][-1].signal(which)
 
     @property
@@ -86,7 +86,7 @@ class Cluster:
         return [lives[-1] for lives in self.lives if lives and lives[-1].ended_at is None]
 
     def wait_for(self, what: str, condition: Callable[[], Any], seconds: float = PATIENCE) -> None:
-        """Until the condition on what was said holds; a RuntimeError where it does not."""
+        """Waits until a condition on the events holds; a RuntimeError if that takes too long."""
         with self._changed:
             if self._changed.wait_for(condition, seconds):
                 return
@@ -98,7 +98,7 @@ class Cluster:
         raise RuntimeError(f"not within {seconds:g} s: {what}\n{tails}")
 
     def wait_for_step(self, step: int, numbers: Sequence[int] | None = None) -> None:
-        """Until each of these workers, by default all that live, has taken so many steps."""
+        """Waits until each of these workers, by default all that live, has taken so many steps."""
         awaited = range(self.size) if numbers is None else numbers
 
         def failed() -> bool:
@@ -113,13 +113,13 @@ class Cluster:
             self.wait_for(what, lambda: False, 0.0)
 
     def step_of(self, number: int) -> int:
-        """The last step that this life of a worker has said to have taken; -1 before it has."""
+        """The last step that this life of a worker has reported; -1 before its first."""
         events = self.lives[number][-1].events
         steps = (event["step"] for event in reversed(events) if event.get("event") == "step")
         return next(steps, -1)
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """What all lives of all workers have said, each event with the ``number`` of its worker."""
+        """The events of all lives of all workers, each with the ``number`` of its worker."""
         return [
             {"number": number, "life": life, **event}
             for number, lives in enumerate(self.lives)
@@ -129,7 +129,7 @@ class Cluster:
         ]
 
     def close(self) -> None:
-        """Ends all that was started here."""
+        """Ends everything that was started here."""
         for process in [*(x for lives in self.lives for x in lives), self.coordinator]:
             if process is not None:
                 process.close()
@@ -140,10 +140,10 @@ class Cluster:
 def cluster(
     module: str, size: int, hosts: Hosts | None = None, **settings: Any
 ) -> Generator[Cluster]:
-    """A job of ``python -m module JSON``, for the length of the block.
+    """A job of ``python -m module JSON`` for the length of the block.
 
-    Of the settings ``heartbeat`` is for the coordinator too. In a network there is one host more
-    than workers, for that.
+    The setting ``heartbeat`` also applies to the coordinator. A network needs one host more than
+    there are workers, for the coordinator.
     """
     made = Cluster(module, size, settings, hosts)
     try:

@@ -1,10 +1,10 @@
-"""What a round through an object store takes, with many sites on this machine.
+"""Times a round through an object store, with many sites on this machine.
 
     python -m benchmarks.elastic.many_sites --sites 4 16 64 --params 1000000
 
-Each site is a thread with parameters of its own, and all use one folder. Every site reads the
-payloads of all others, so that the bytes of a round grow with the sites, and on one machine its
-seconds with their square.
+Each site is a thread with its own parameters, and all use one folder. Every site reads the
+payloads of all others, so the bytes of a round grow with the number of sites, and on one machine
+its seconds grow with the square of that number.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from .._common import display, options, reports
 
 
 def rounds(count: int, size: int, density: float, times: int, folder: str) -> dict[str, Any]:
-    """Seconds of a round of so many sites, and the bytes that one receives in it."""
+    """Seconds of a round of so many sites, and the bytes that a site receives in it."""
     params = {"w": np.zeros(size, np.float32)}
     each = [
         sites.Site(folder, f"site-{i:03d}", params, density=density, quorum=count, poll=0.05)
@@ -61,7 +61,7 @@ def rounds(count: int, size: int, density: float, times: int, folder: str) -> di
 
 @options.program
 def main(argv: list[str] | None = None) -> None:
-    """Takes the rounds, and prints a line for each number of sites."""
+    """Runs the rounds, and prints a line for each number of sites."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -2,11 +2,11 @@
 
     python -m benchmarks.evidence [--quick] [--only ID ...]
 
-Each claim has a check, which measures, and a rule, which decides; a page is made of the results,
-with figures, like docs/evidence/index.md. A result is kept as soon as it is there, so a run that
-was stopped goes on where it was. With --quick trainings are shorter and have one seed. --only takes
-ids, or their beginnings, such as sparcml or figures/xi. What is older than the code is measured
-again; --page measures nothing, and writes the page of what there is, which says what is older.
+Each claim has a check, which measures, and a rule, which decides. The results become a page with
+figures, like docs/evidence/index.md. Each result is kept at once, so an interrupted run continues
+from there. With --quick trainings are shorter and have one seed. --only takes ids, or their
+beginnings, such as sparcml or figures/xi. Results that are older than the code are measured again;
+--page measures nothing, and writes the page from the results at hand, with the older ones marked.
 """
 
 import sys
@@ -29,7 +29,7 @@ FOLDER = Path(".cache/evidence")
 def measure(
     tasks: list[tuple[Claim | Curve, int]], store: Store, quick: bool
 ) -> list[tuple[str, Exception]]:
-    """Measures what is left, and keeps the results; returns what failed to measure anything."""
+    """Measures the tasks, and keeps the results; returns the failed ones with their errors."""
     failed: list[tuple[str, Exception]] = []
     for done, (one, seed) in enumerate(tasks, 1):
         start = time.perf_counter()
@@ -46,7 +46,7 @@ def measure(
 
 
 def draw(folder: Path, store: Store) -> None:
-    """Draws the figures of which something was measured."""
+    """Draws the figures that have results."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in _figures.FIGURES:
         lines = {one.line: store.best(one) for one in CURVES if one.figure == name}
@@ -55,7 +55,7 @@ def draw(folder: Path, store: Store) -> None:
 
 
 def report(claims: list[Claim], store: Store) -> None:
-    """Prints what does not hold, and how many claims have which verdict."""
+    """Prints the claims that do not hold, and how many claims have which verdict."""
     found = [verdict(one, [result["numbers"] for result in store.best(one)]) for one in claims]
     for claim, (decided, note) in zip(claims, found, strict=True):
         if decided in VERDICTS[:2]:
@@ -66,7 +66,7 @@ def report(claims: list[Claim], store: Store) -> None:
 
 @options.program
 def main(argv: list[str] | None = None) -> int:
-    """Measures what is missing, writes the page, and prints the count; 1 where a check broke."""
+    """Measures the missing results, writes the page, prints counts; returns 1 if a check failed."""
     parser = options.parser_of(__doc__)
     add = parser.add_argument
     add("--quick", action="store_true", help="shorter trainings, and one seed")
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(f"--only {wanted!r} is the beginning of no claim or figure")
     chosen = [one for one in everything if one.name.startswith(tuple(args.only))]
     store = Store(args.folder)
-    # Seed by seed, as claims and figures look at the same trainings.
+    # Seed by seed, since claims and figures share trainings.
     tasks = [
         (one, seed)
         for seed in range(max(one.seeds for one in chosen))

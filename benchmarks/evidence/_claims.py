@@ -1,7 +1,7 @@
-"""What a claim is, and what its rule makes of measured numbers.
+"""The claims, and the verdicts of their rules on measured numbers.
 
-A rule is a list of bounds on named numbers, so that one place says when a claim holds, in which
-words the page says so, and which of several seeds is the worse one.
+A rule is a list of bounds on named numbers. So one place determines when a claim holds, which words
+the page uses, and which of several seeds is the worse one.
 """
 
 import math
@@ -17,30 +17,30 @@ from scipy import stats
 from ._code import Check
 
 Numbers = Mapping[str, float]
-# Of a quotient that is to be 1 to rounding.
+# The tolerance of a quotient that should be 1 up to rounding.
 _ROUNDING = 1e-9
 
 HOLDS = "holds"
 ELSEWHERE = "holds elsewhere"
 FAILS = "does not hold"
-UNTOLD = "cannot be told here"
+UNTOLD = "undecided here"
 UNCHECKED = "cannot be checked here"
 UNMEASURED = "not measured yet"
 # Failures are listed first.
 VERDICTS = (FAILS, ELSEWHERE, UNTOLD, HOLDS, UNMEASURED, UNCHECKED)
-# Of the interval of a mean.
+# The confidence of the interval of a mean.
 _CONFIDENCE = 0.95
 
 
 class Bound(NamedTuple):
-    """What a number, named in the words of the page, has to be."""
+    """The bounds of a number, whose name is in the words of the page."""
 
     name: str
     least: float = -math.inf
     most: float = math.inf
 
     def slack(self, numbers: Numbers) -> float:
-        """How far inside the number is; negative where it is not, or is no number."""
+        """How far inside its bounds the number is; negative if it is outside or NaN."""
         value = numbers[self.name]
         if math.isnan(value):
             return -math.inf
@@ -58,10 +58,10 @@ class Bound(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """One claim and how it is checked; claims.toml says what the fields are.
+    """One claim and how it is checked; claims.toml describes the fields.
 
-    ``check(seed, quick) -> numbers`` has every name of the rule, and of that which holds where a
-    claim holds if not where it was made; it is None where nothing can be checked.
+    ``check(seed, quick) -> numbers`` returns every name of ``rule`` and of ``elsewhere``, the rule
+    for other conditions than the claim's own. It is None if the claim cannot be checked.
     """
 
     name: str
@@ -79,12 +79,12 @@ class Claim(NamedTuple):
 
     @property
     def file(self) -> str:
-        """Where results are kept: one for each paper."""
+        """The file of the results, one for each paper."""
         return f"{self.name.partition('/')[0]}.json"
 
     @property
     def key(self) -> dict[str, str]:
-        """Of a result; of another setting, or of other numbers, it would be stale."""
+        """Identifies a result; it changes with the setting and with the names of the numbers."""
         names = [bound.name for bound in (*self.rule, *self.elsewhere)]
         return {
             "claim": self.name,
@@ -107,7 +107,7 @@ def _read() -> Iterator[Claim]:
 
 
 def verdict(claim: Claim, measured: Sequence[Numbers]) -> tuple[str, str]:
-    """The verdict over all seeds, and a note: where it holds, or why it is not checked."""
+    """The verdict over all seeds, and a note: under which conditions, or why it is not checked."""
     if claim.check is None:
         return UNCHECKED, claim.reason
     if not measured:
@@ -124,9 +124,9 @@ def verdict(claim: Claim, measured: Sequence[Numbers]) -> tuple[str, str]:
 
 
 def interval(name: str, measured: Sequence[Numbers]) -> tuple[float, float]:
-    """The mean of a number over seeds, and how far it is known: 95 % of Student's t.
+    """The mean of a number over seeds, and half the width of its 95 % Student's t interval.
 
-    A seed has to draw all that chance has a part in. One seed tells nothing.
+    A seed must determine everything random. The interval of a single seed is infinite.
     """
     values = [numbers[name] for numbers in measured]
     if len(values) < 2:
@@ -136,7 +136,7 @@ def interval(name: str, measured: Sequence[Numbers]) -> tuple[float, float]:
 
 
 def _by_chance(rule: Sequence[Bound], measured: Sequence[Numbers]) -> tuple[str, str]:
-    """Holds or fails where the whole interval does: it is small beside what is claimed."""
+    """Holds or fails only if the whole interval does, and is undecided otherwise."""
     verdicts, notes = [], []
     for bound in rule:
         mean, room = interval(bound.name, measured)
@@ -151,7 +151,7 @@ def _by_chance(rule: Sequence[Bound], measured: Sequence[Numbers]) -> tuple[str,
 def spread(claim: Claim, measured: Sequence[Numbers]) -> list[tuple[str, float, float]]:
     """Each number by name: the worse of the seeds, then the better one.
 
-    A number without a bound has no worse one: the smallest comes first.
+    A number without a bound has no worse one, and its smallest value comes first.
     """
     bounds = {bound.name: bound for bound in (*claim.elsewhere, *claim.rule)}
     rows = []
@@ -163,12 +163,12 @@ def spread(claim: Claim, measured: Sequence[Numbers]) -> list[tuple[str, float, 
 
 
 def shown(value: float) -> str:
-    """A number with four digits, or whole where it is large."""
+    """A number with four digits, or a whole one if it is large."""
     if not math.isfinite(value):
         return str(value)
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
-    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:,.4g}"
 
 
 def _met(rule: Sequence[Bound], numbers: Numbers) -> bool:

@@ -1,7 +1,8 @@
-"""The measurements that claims and figures name, and which code each of them is of.
+"""The measurements that claims and figures name, and the code that each of them depends on.
 
-A result is older than the code where one of the files of this repository has changed that its
-module can import, or start by a name in a string; or what it is given, or the data that it reads.
+A result is older than the code if a file of this repository has changed that its module can import,
+or start by a name in a string, or if its arguments or its data have changed. Docstrings and
+comments do not count.
 """
 
 import ast
@@ -26,7 +27,9 @@ Points = tuple[np.ndarray, np.ndarray]
 
 
 class Check:
-    """``check(seed, quick)`` of a function of a module beside this file; exact if it draws nothing.
+    """``check(seed, quick)`` of a function in a module of this folder.
+
+    It is exact if the function takes no seed.
 
     Args:
       name: of the module and the function, both without their underscores.
@@ -42,22 +45,37 @@ class Check:
         self.exact = "seed" not in inspect.signature(self._function).parameters
 
     def __call__(self, seed: int, quick: bool) -> Any:
-        """What is measured."""
+        """The numbers, or the points of a line, that the function measures."""
         drawn = () if self.exact else (seed, quick)
         return self._function(*self.given, *drawn)
 
     @functools.cached_property
     def code(self) -> str:
-        """A digest of all that the result depends on, as it is now."""
+        """A digest of everything that the result depends on, in its present form."""
         files = [*reached(self._file.resolve()), *(DATA / name for name in self._data)]
-        parts = [repr((self._name, self.given)).encode(), *map(Path.read_bytes, files)]
+        parts = [repr((self._name, self.given)).encode(), *map(_content, files)]
         digests = "".join(hashlib.sha256(part).hexdigest() for part in parts)
         return hashlib.sha256(digests.encode()).hexdigest()[:_LENGTH]
 
 
+def _content(file: Path) -> bytes:
+    """The bytes of a data file, or the code of a module."""
+    return _code_of(file.read_bytes()) if file.suffix == ".py" else file.read_bytes()
+
+
+@functools.cache
+def _code_of(source: bytes) -> bytes:
+    """The code of a module without its docstrings and comments."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str):
+            node.value = ast.Constant("")
+    return ast.dump(tree).encode()
+
+
 @functools.cache
 def reached(file: Path) -> tuple[Path, ...]:
-    """A file, and all that it can import."""
+    """A file, and everything that it can import."""
     found, waiting = set[Path](), {file}
     while waiting:
         found |= waiting
@@ -82,11 +100,11 @@ def _imported(file: Path) -> frozenset[Path]:
 
 
 def _files_of(name: str) -> Iterator[Path]:
-    """Those of a module, of the packages that it is in, and of a program of the same name."""
+    """The files of a module, of the packages that contain it, and of a program of that name."""
     parts = name.split(".")
     if not all(map(str.isidentifier, parts)):
         return
-    # Programs in examples import what is beside them.
+    # Programs in examples import their neighbors in that folder.
     for folder in (ROOT, ROOT / "examples"):
         places = [folder.joinpath(*parts[:end]) for end in range(1, len(parts) + 1)]
         modules = [x for place in places for x in (place.with_suffix(".py"), place / "__init__.py")]

@@ -1,4 +1,4 @@
-"""The figures of the page: the mean of the seeds, and a band from the least to the most of them."""
+"""The figures of the page: the mean of the seeds, in a band from the lowest to the highest."""
 
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ from .._common import display
 from ._code import Check
 from ._predicted import BARS
 
-# Beside the page.
+# Next to the page.
 FOLDER = "figures"
 
 
@@ -26,16 +26,16 @@ class Curve(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As on the command line."""
+        """The name on the command line."""
         return f"{FOLDER}/{self.figure}"
 
     @property
     def key(self) -> dict[str, str]:
-        """Of a result."""
+        """Identifies a result."""
         return {"figure": self.figure, "line": self.line}
 
 
-# By name; figures.toml says what they have.
+# By name; figures.toml describes the fields.
 _FILE = Path(__file__).with_name("figures.toml")
 FIGURES: dict[str, dict[str, Any]] = tomllib.loads(_FILE.read_text(encoding="utf-8"))
 CURVES = tuple(
@@ -46,7 +46,7 @@ CURVES = tuple(
 
 
 def draw(name: str, lines: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
-    """Draws a figure from the series of each of its lines that was measured."""
+    """Draws a figure from the measured series of each of its lines."""
     figure = FIGURES[name]
     drawn, ((axes,),) = display.panels(1, 1, (9, 4))
     below = np.zeros(len(BARS))
@@ -72,6 +72,6 @@ def draw(name: str, lines: Mapping[str, Sequence[Mapping[str, Any]]], path: Path
         axes.set_xticks(range(len(BARS)), BARS, fontsize=8, rotation=90)
     axes.set_yscale("log" if figure.get("log") else "linear")
     axes.grid(True, alpha=0.25)
-    # Beside the panel it hides no line.
+    # Outside the panel it hides no line.
     drawn.legend(loc="outside right upper", fontsize=8)
     display.save(drawn, path)

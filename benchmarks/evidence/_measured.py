@@ -1,6 +1,6 @@
-"""Claims that were measured with root, over real links, or for long: read from docs/data.
+"""Claims whose measurements need root, real links or hours: they are read from docs/data.
 
-The files are written by the benchmarks that a setting names. Those in `printed` hold the cells of a
+The benchmarks that a setting names write these files. The files in `printed` hold the cells of a
 table as they were printed.
 """
 
@@ -13,16 +13,16 @@ from ._code import DATA
 
 
 def read(name: str) -> Any:
-    """What a file in docs/data holds."""
+    """The content of a file in docs/data."""
     return json.loads((DATA / name).read_text(encoding="utf-8"))
 
 
 def cell(name: str, head: str, row: str, column: int) -> list[float]:
-    """The numbers of a cell: a median, and where they are known the quartiles.
+    """The numbers of a cell: a median, and the quartiles if they are known.
 
     Args:
       name: of a file in docs/data/printed.
-      head: what is in the first line of the table, and of no other.
+      head: a text in the head of this table, and of no other in the file.
       row: the first cell of the line.
       column: from 0.
     """
@@ -38,7 +38,7 @@ def _cells(name: str, head: str, row: str, columns: dict[str, int]) -> dict[str,
 
 
 def _over_links(name: str, head: str, rows: list[str], columns: list[int]) -> dict[str, float]:
-    """By link the median and the lower quartile of the best of some rows."""
+    """For each link the median and the lower quartile of the best of some rows."""
     found = {}
     for link, column in zip(("100 Mbit/s", "1 Gbit/s"), columns, strict=True):
         median, low, _ = max(cell(name, head, row, column) for row in rows)
@@ -47,7 +47,7 @@ def _over_links(name: str, head: str, rows: list[str], columns: list[int]) -> di
 
 
 def _url() -> dict[str, float]:
-    """The rounds of logistic regression: dense beside the paper's algorithm, and the best one."""
+    """Logistic regression: dense compared with the paper's algorithm and with the fastest."""
     rows = [row for row in read("linear_url.json")["rows"] if row["model"] == "logistic"]
     at = {row["exchange"]: row for row in rows}
     dense, split = at["dense"], at["ssar_split_allgather"]

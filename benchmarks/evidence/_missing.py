@@ -1,9 +1,9 @@
-"""ADTopk's Figures 2 and 3: what missing rows cost in accuracy, where accuracy can tell.
+"""ADTopk's Figures 2 and 3: what missing rows cost in accuracy, on a task that can show it.
 
-The digits of the other claims are learned to 97 to 99 %, and one image is 0.22 points. Here each
+On the digits of the other claims models reach 97 to 99 %, and one image is 0.22 points. Here each
 image has noise of 0.6 of its ink, and is held out with twelve draws of it: dense ends at about
 90 %, and a difference comes with its standard error. All trainings are without error feedback, as
-those of the paper's experiment 5 are, whose numbers are those of its Figures 2 and 3.
+in the paper's experiment 5, which Figures 2 and 3 show.
 """
 
 import functools
@@ -27,7 +27,7 @@ from ._runs import BATCH, STEPS, WORKERS, trained
 
 DENSITIES = (0.001, 0.01, 0.05)
 RATE = 0.2
-# Of the noise, where ink is 1; and how often each image is held out.
+# The noise, in units of full ink, and the draws of each held-out image.
 NOISE, DRAWS = 0.6, 12
 # Measurements along a training.
 POINTS = 4
@@ -36,16 +36,16 @@ POINTS = 4
 class Trained(NamedTuple):
     """The end of a training."""
 
-    # Of each held-out image, the share of its draws that were classified right, ``f64[m]``.
+    # For each held-out image, the share of its draws that were classified right, ``f64[m]``.
     right: np.ndarray
     # The mean share of the rows of a matrix in which top-k of each layer selects nothing of a
-    # worker's gradient, along the training; for each of DENSITIES.
+    # worker's gradient, along the training; one for each of DENSITIES.
     missing: np.ndarray
 
 
 @functools.cache
 def _data() -> tuple[Any, ...]:
-    """Images with noise, to learn from and held out: ``[m, 8, 8]`` and ``[DRAWS, m, 8, 8]``."""
+    """Images with noise, for training and held out: ``[m, 8, 8]`` and ``[DRAWS, m, 8, 8]``."""
     data, rng = read_images(None), np.random.default_rng(0)
 
     def noisy(images: np.ndarray) -> np.ndarray:
@@ -65,7 +65,7 @@ def _trained(name: str, density: float, seed: int, quick: bool) -> Trained:
     @jax.jit
     def measured(params: Any) -> tuple[jax.Array, jax.Array]:
         answers = jax.lax.map(lambda drawn: jnp.argmax(network.apply(params, drawn), -1), held_out)
-        # A worker's part of a batch.
+        # One worker's share of a batch.
         part = BATCH // WORKERS
         gradient = jax.grad(loss)(params, (images[:part], labels[:part]))
         return (answers == held_out_labels).mean(0), ravel_pytree(gradient)[0]
@@ -113,7 +113,7 @@ def _by_density(seed: int, quick: bool) -> dict[str, float]:
     gains = [_above(more, less) for less, more in zip(runs, runs[1:], strict=False)]
     return numbers | {
         "least gain from density to density, standard errors": min(g / e for g, e in gains),
-        # Of the same gradients: those of the dense training.
+        # All from the same gradients, those in the dense training.
         "least fall of the rows missed": float(-np.diff(dense.missing).max()),
         "rows missed at 0.1 %": float(dense.missing[0]),
         "dense, %": 100 * float(dense.right.mean()),

@@ -9,16 +9,16 @@ from ._claims import CLAIMS, UNCHECKED, VERDICTS, Claim, shown, spread, verdict
 from ._figures import CURVES, FIGURES, FOLDER
 from ._store import Result, Store
 
-# The prose of the page. A number in brackets is that of a claim: `[id|number]`.
+# The prose of the page. Brackets stand for a number of a claim: `[id|number]`.
 _TEMPLATE = Path(__file__).with_name("page.md")
-# Beside a verdict, and behind the caption of a figure.
+# After a verdict, and after the caption of a figure.
 _OLD = " (older than the code)"
-_OLDER = "Of {} claims the results are older than the code."
+_OLDER = "The results of {} claims are older than the code."
 _QUICK = "Results marked with (q) are of the short trainings of `--quick`."
 
 
 def page(store: Store, claims: Sequence[Claim] = CLAIMS) -> str:
-    """The whole page, in Markdown, with those of the figures that were measured."""
+    """The whole page in Markdown, with the figures that have results."""
     rows: dict[str, list[str]] = {name: [] for name in VERDICTS}
     for claim in claims:
         decided, row = _row(claim, store)
@@ -35,12 +35,12 @@ def page(store: Store, claims: Sequence[Claim] = CLAIMS) -> str:
         rows="\n".join(line for name in VERDICTS for line in rows[name]),
         machines=_machines(results),
     )
-    # What is empty leaves its lines behind.
+    # Empty parts leave blank lines.
     return re.sub(r"\n{3,}", "\n\n", text).rstrip("\n") + "\n"
 
 
 def unmarked(text: str) -> str:
-    """A page without what it says of the age of results, which depends on the code of that day."""
+    """A page without its marks on the age of results, which depend on the code of that day."""
     older = re.escape(_OLDER).replace(r"\{\}", r"\d+")
     return re.sub(rf"{older}\n\n|{re.escape(_OLD)}", "", text)
 

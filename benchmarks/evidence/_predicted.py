@@ -1,4 +1,4 @@
-"""What the papers say of clusters, as far as the alpha-beta model and counted words can."""
+"""Claims of the papers about clusters, checked by the alpha-beta model and counted words."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from ._runs import quiet
 BERT, BERT_SELECTED = 133_547_324, 1_335_473
 # Seconds of a step without the exchange.
 COMPUTE = 0.3
-# Of section 5.2 of SparCML: a supercomputer's network.
+# A supercomputer's network, from section 5.2 of SparCML.
 ARIES = cost_model.network("1.3us", "10GB/s")
 ETHERNET = cost_model.network("25us", "25Gbit")
 GIGABIT = cost_model.network("50us", "1Gbit")
@@ -26,7 +26,7 @@ NODES, INSIDE = 16, 8
 CLOUD = cost_model.network(
     "25us", 25e9 / 8 / INSIDE, inner_latency="5us", inner_bandwidth="150GB/s"
 )
-# Names of the papers, and of `cost_model`.
+# The papers' names, and the names in `cost_model`.
 STEPS = {
     "Dense": "dense",
     "DenseOvlp": "dense_bucketed",
@@ -36,10 +36,10 @@ STEPS = {
     "Ok-Topk": "ok_topk",
 }
 WORKERS = (16, 32, 64, 128, 256)
-# Of the breakdown.
+# Workers in the breakdown.
 FEW, MANY = 32, 256
 BARS = tuple(f"{name}, {workers}" for workers in (FEW, MANY) for name in STEPS)
-# Of section 8.1 of SparCML: 16M values, 0.781 % of them on each node, or 8 nodes.
+# From section 8.1 of SparCML: 16M values, 0.781 % of them on each node, or 8 nodes.
 VALUES, SHARE, FEW_NODES = 2**24, 0.00781, 8
 
 
@@ -113,7 +113,7 @@ def _order() -> dict[str, float]:
 
 @functools.cache
 def step_of(name: str, workers: int) -> Prediction:
-    """A step of BERT's size at 1 %, on GPUs, as the planner has it."""
+    """A step of BERT's size at 1 % on GPUs, as the planner predicts it."""
     load = cost_model.Workload(BERT, BERT_SELECTED, workers)
     given = {"local": GPU, "compute": COMPUTE, "codecs": ["raw"], "names": [STEPS[name]]}
     plan = planner.plan(load, ETHERNET, **given)

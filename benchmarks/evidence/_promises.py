@@ -1,4 +1,4 @@
-"""What this library promises of every step, and what Algorithm 1 of Ok-Topk delivers."""
+"""The promises of this library for every step, and what Algorithm 1 of Ok-Topk delivers."""
 
 import functools
 
@@ -13,7 +13,7 @@ from ..training._simulated_training import exact_top_k
 from ._recording import DENSITIES, WORKERS, recording, top_of_sum
 
 SIZE, DENSITY = 4096, 0.02
-# Several steps, as what found no slot in one of them waits for the next.
+# Several steps, since entries that find no slot stay in the residual for the next one.
 STEPS = 6
 
 
@@ -27,7 +27,7 @@ def _algorithms() -> list[sc.SparseAllreduce]:
 
 @functools.lru_cache(maxsize=4)
 def _followed(seed: int, quick: bool) -> dict[str, float]:
-    """All algorithms over some steps: what is lost, and by how much workers differ."""
+    """All algorithms over some steps: the loss of mass, and the differences between workers."""
     workers = 4 if quick else 6
     rng = np.random.default_rng(seed)
     lost, drift = 0.0, 0.0
@@ -49,7 +49,7 @@ def _of_followed(name: str, seed: int, quick: bool) -> dict[str, float]:
 
 
 def _semantics(seed: int, quick: bool) -> dict[str, float]:
-    """Topk(sum of Topk) in NumPy, which shares no code with what is checked."""
+    """Topk(sum of Topk) in NumPy, which shares no code with the library."""
     workers, k = 4 if quick else 6, round(DENSITY * SIZE)
     acc = np.random.default_rng(seed).standard_t(3, (workers, SIZE)).astype(np.float32)
     chosen = np.abs(acc) >= np.sort(np.abs(acc), axis=1)[:, -k][:, None]
@@ -69,7 +69,7 @@ def _semantics(seed: int, quick: bool) -> dict[str, float]:
 
 
 def _delivered(seed: int, quick: bool) -> dict[str, float]:
-    """The ideal total of recorded selections beside what arrives with the default slots."""
+    """The share of the ideal total of recorded selections that the default slots miss."""
     shares = {}
     for name in ("images", "text"):
         found, missed = recording(name, seed, quick), []

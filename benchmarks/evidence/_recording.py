@@ -1,6 +1,6 @@
-"""What one training with top-k error feedback shows: its unions, selections and accumulators.
+"""Unions, selections and accumulators of one training with top-k error feedback.
 
-Several claims look at the same training, so it is made once for a seed and kept.
+Several claims use the same training, so it runs once for a seed and is kept.
 """
 
 import argparse
@@ -21,14 +21,14 @@ from ..training._recorded_training import Recorder
 from ..training._unions import growth
 from ._runs import quiet
 
-# Of the two runs that Ok-Topk reports: VGG-16 on 16 workers, an LSTM on 32; and of the LSTM with
-# the gradient of one layer a hundred times as large before the selection.
+# The two runs that Ok-Topk reports, VGG-16 on 16 workers and an LSTM on 32, and the LSTM with the
+# gradient of one layer multiplied by 100 before the selection.
 WORKERS = {"images": 16, "text": 32, "scaled": 32}
 DENSITIES = {"images": 0.01, "text": 0.02, "scaled": 0.02}
 # Quick and full.
 STEPS = {"images": (20, 100), "text": (8, 30), "scaled": (8, 8)}
 RECORDS, FACTOR = 8, 100.0
-# The matrix whose rows are looked at one by one, and what is selected of it.
+# The matrix whose rows are examined one by one, and the ways to select from it.
 ROWS_OF = "lstm_1/recurrent"
 ROW_CHOICES = ("no compression", "top-k of the layer", "ADTopk")
 
@@ -41,23 +41,23 @@ class Recording(NamedTuple):
     # Distinct indices in the selections of the first worker, the first two, and so on, at each
     # step, / n: ``[steps, P]``.
     unions: np.ndarray
-    # ``[P, c]`` of some steps.
+    # ``[P, c]`` at some steps.
     selections: list[PaddedCOO]
-    # The rows in which top-k selects nothing, of some accumulators of the text run.
+    # The rows in which top-k selects nothing, in some accumulators of the text run.
     missing: MissingRows
     # The share of the exact top-k that MSTopK selects, at some steps.
     same: list[float]
-    # The sum of magnitudes that ADTopk selects, / that of top-k, at some steps of the text run.
+    # The sum of magnitudes that ADTopk selects / the sum for top-k, at some steps of the text run.
     by_row: list[float]
-    # The k-th magnitude of the first worker's accumulator and what Gaussiank takes it for.
+    # The k-th magnitude of the first worker's accumulator, and Gaussiank's estimate of it.
     thresholds: list[tuple[float, float]]
-    # Some steps of the text run, and the sums of the magnitudes in each row of ROWS_OF that
-    # ROW_CHOICES select, ``[3, rows]``.
+    # Some steps of the text run, and the sums of the magnitudes that ROW_CHOICES select in each
+    # row of ROWS_OF, ``[3, rows]``.
     rows: list[tuple[int, np.ndarray]]
 
 
 def recorder(name: str, seed: int) -> Recorder:
-    """What trains images or text."""
+    """The program that trains on images or text."""
     of, batch = ("images", 4) if name == "images" else ("text", 2)
     given = {f"density_{x}": DENSITIES[x] for x in ("images", "text")}
     given |= {"text": None, "images": None, "batch": batch, "seed": seed}
@@ -82,7 +82,7 @@ def recording(name: str, seed: int, quick: bool) -> Recording:
         return selector.select(acc, selector.init(layout))[0].indices
 
     def shadow(name: str, acc: jax.Array) -> np.ndarray:
-        """What a selector selects, which does not drive the training."""
+        """The indices that a selector would select, without driving the training."""
         indices = np.asarray(chosen(name, acc))
         return indices[indices < training.size]
 
@@ -113,7 +113,7 @@ def recording(name: str, seed: int, quick: bool) -> Recording:
 
 
 def thresholds(acc: np.ndarray, density: float) -> tuple[float, float]:
-    """The k-th magnitude, and that of a normal distribution with the same mean and deviation."""
+    """The k-th magnitude, and its estimate from a normal distribution of equal moments."""
     k = max(1, round(density * acc.size))
     exact = np.partition(np.abs(acc), acc.size - k)[acc.size - k]
     quantile = -NormalDist().inv_cdf(k / acc.size / 2)
@@ -121,7 +121,7 @@ def thresholds(acc: np.ndarray, density: float) -> tuple[float, float]:
 
 
 def row_sums(acc: np.ndarray, layout: list[Leaf], density: float) -> np.ndarray:
-    """What ROW_CHOICES select in each row of ROWS_OF: sums of magnitudes, ``[3, rows]``."""
+    """Sums of the magnitudes that ROW_CHOICES select in each row of ROWS_OF, ``[3, rows]``."""
     leaf = next(leaf for leaf in layout if leaf.name == ROWS_OF)
     selections = [np.arange(leaf.start, leaf.start + leaf.size)]
     for select in (_measures.layer_selection, _measures.row_selection):
@@ -131,7 +131,7 @@ def row_sums(acc: np.ndarray, layout: list[Leaf], density: float) -> np.ndarray:
 
 
 def top_of_sum(step: PaddedCOO, workers: int, density: float) -> np.ndarray:
-    """The indices of the top k of the sum of what the first workers select."""
+    """The indices of the top k of the sum of the first workers' selections."""
     sums = np.zeros(step.size + 1, np.float32)
     chosen, values = (np.asarray(x)[:workers].ravel() for x in (step.indices, step.values))
     np.add.at(sums, chosen, values)

@@ -1,4 +1,4 @@
-"""Small trainings over simulated workers, kept, as several claims compare with the same ones."""
+"""Small trainings over simulated workers, cached because several claims use the same ones."""
 
 import contextlib
 import functools
@@ -31,7 +31,7 @@ TEXT_WORKERS, TEXT_BATCH, TEXT_RATE = 4, 16, 0.01
 TEXT_STEPS = (60, 400)
 # Measurements along a training, evenly spread.
 POINTS = (5, 20)
-# Of SGD without momentum: the one with the lowest loss of three, each a third of the next.
+# For SGD without momentum: of three, each three times the next, the one with the lowest loss.
 TEXT_SGD_RATE = {"transformer": 1.0, "lstm": 10.0}
 DENSITY = 0.01
 
@@ -52,7 +52,7 @@ def characters(model: str) -> Task:
 
 @functools.cache
 def regression() -> Task:
-    """Linear, without noise: what a training cannot fit is its own doing."""
+    """Linear regression without noise: any error that remains comes from the training."""
     rng = np.random.default_rng(0)
     inputs = rng.standard_normal((4096, 1024)).astype(np.float32)
     targets = inputs @ rng.standard_normal(1024).astype(np.float32)
@@ -71,19 +71,19 @@ def regression() -> Task:
     )
 
 
-# Digits with noise as large as the pixels, as in examples/train_digits.py. Clean ones are known by
-# heart after some steps, and 450 held-out images right to 98 % leave nothing to compare.
+# Digits with noise as large as the pixels, as in examples/train_digits.py. A model memorizes clean
+# ones within some steps, and at 98 % of 450 held-out images there is nothing left to compare.
 NOISE, COPIES, HELD_OUT = 1.0, 8, 450
-# That of clean digits is too large: some seeds of sparse SGD lost all they had learned.
+# The learning rate for clean digits is too large: some seeds of sparse SGD diverged.
 NOISY_RATE = 0.02
 
 
 @functools.lru_cache(maxsize=4)
 def noisy_digits(seed: int) -> Task:
-    """The same on digits with noise that is never the same.
+    """The same task with noise that is new at every step.
 
-    A held-out image counts by how many of its copies are right. A seed draws everything anew, held
-    out images, too, so that the deviation of the seeds is all the error that there is.
+    A held-out image counts by the share of its copies that are classified right. A seed draws
+    everything again, also the held-out images, so the deviation of the seeds is the whole error.
     """
     found = read_images(None)
     images = np.concatenate([found.train_images, found.test_images])
@@ -99,7 +99,7 @@ def noisy_digits(seed: int) -> Task:
     )
 
     def batch_of(chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        # The same for every exchange: all see the same noise at the same step.
+        # All exchanges see the same noise at the same step.
         random = np.random.default_rng((seed, zlib.crc32(chosen.tobytes())))
         return _noisy(data.train_images[chosen], random), data.train_labels[chosen]
 
@@ -112,8 +112,8 @@ def _noisy(images: np.ndarray, random: np.random.Generator) -> np.ndarray:
 
 
 def image_variants(steps: int, rate: float) -> dict[str, Variant]:
-    """Ways to train on the digits, by name; ``rate`` is that of SGD with momentum."""
-    # Without momentum the same distance takes a rate larger by what momentum sums up.
+    """Ways to train on the digits, by name; ``rate`` is for SGD with momentum."""
+    # Without momentum the learning rate is multiplied by the sum of the momentum's weights.
     inside, adam = schedule(rate / (1 - MOMENTUM), steps), schedule(0.002, steps)
     behind, alone = optax.sgd(schedule(rate, steps), momentum=MOMENTUM), optax.sgd(inside)
     top_k, adtopk = exact_top_k(DENSITY), select.published.adtopk(density=DENSITY)
@@ -135,7 +135,7 @@ def image_variants(steps: int, rate: float) -> dict[str, Variant]:
         "ok_topk_sgd": algorithm_2(selector=top_k),
         "paper": algorithm_2(paper=True),
         "paper, corrected": algorithm_2(paper="corrected"),
-        # Room for four times k: what it lets through is what is to be seen.
+        # Room for 4k entries, because the claim is about how many it lets through.
         "gaussian": by(select.published.gaussian_k(density=DENSITY, headroom=3.0)),
         "4 bits": quantized(8),
         "4 bits, 16 of 512": quantized(16),
@@ -166,7 +166,7 @@ def text_variants(steps: int) -> dict[str, Variant]:
 def run(task: str, name: str, seed: int, quick: bool) -> Curve:
     """Trains once, on "digits", "noisy digits" or "text".
 
-    The last value is the accuracy on held-out images, or the loss on the last tenth of the text.
+    The last value is the accuracy on held-out images, or the loss on the last 10 % of the text.
     """
     if task == "text":
         steps, points = TEXT_STEPS[not quick], POINTS[not quick]
@@ -182,7 +182,7 @@ def run(task: str, name: str, seed: int, quick: bool) -> Curve:
 
 @functools.lru_cache(maxsize=8)
 def on_regression(bits: int | None, seed: int, quick: bool) -> Curve:
-    """Trains once; its values are the loss before and after. None: exact pairs."""
+    """Trains once; its values are the loss before and after. ``bits`` is None for exact pairs."""
     published, options = optax_ext.published, {"bits": bits} if bits else {}
     sparse = published.quantized_topk if bits else published.topk_dsa
     exchange = sparse(0.05, axis=AXIS, selector=exact_top_k(0.05), **options)
@@ -193,14 +193,14 @@ def on_regression(bits: int | None, seed: int, quick: bool) -> Curve:
 def trained(
     task: Task, variant: Variant, seed: int, label: str, *, points: int = 1, **given: Any
 ) -> Curve:
-    """Trains once, quietly, and measures at some points."""
+    """Trains once, without printing, and evaluates at some points."""
     given["every"] = given["steps"] // points
     with quiet():
         return training.train(task, variant, seeds=[seed], label=label, **given)[0]
 
 
 def followed(model: str) -> tuple[Task, int, tuple[int, int], float]:
-    """The training in which xi is measured: its task, batch, steps, and most of the rate of SGD."""
+    """The training in which xi is measured: task, batch, steps, and SGD's largest learning rate."""
     if model == "digits":
         return digits(), BATCH, STEPS, RATE / (1 - MOMENTUM)
     return characters(model), 2 * TEXT_BATCH, TEXT_STEPS, TEXT_SGD_RATE[model]
@@ -208,7 +208,7 @@ def followed(model: str) -> tuple[Task, int, tuple[int, int], float]:
 
 @functools.lru_cache(maxsize=8)
 def xi(model: str, density: float, falls: bool, seed: int, quick: bool) -> np.ndarray:
-    """The xi of Ok-Topk at each step of a training, whose rate stays, or falls to a hundredth."""
+    """The xi of Ok-Topk at each step, with a learning rate that is constant or falls to 1 %."""
     task, batch_size, both, peak = followed(model)
     steps, (init, scanned) = both[not quick], _measured_xi(density, model)
     rate = schedule(peak, steps) if falls else optax.constant_schedule(peak)
@@ -222,7 +222,7 @@ def xi(model: str, density: float, falls: bool, seed: int, quick: bool) -> np.nd
 
 @functools.lru_cache(maxsize=4)
 def _measured_xi(density: float, model: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The initial state of all workers, and a compiled training; with any rate it is the same."""
+    """The initial state of all workers, and a compiled training for any learning rates."""
     task, *_ = followed(model)
     sparse = optax_ext.ok_topk(density, axis=AXIS, selector=exact_top_k(density))
     tx = optax_ext.measure_xi(sparse, axis=AXIS)
@@ -233,7 +233,7 @@ def _measured_xi(density: float, model: str) -> tuple[Callable[..., Any], Callab
         params, state = carry
         batch, rate = given
         gradients = lax.map(lambda one: jax.grad(task.loss)(params, one), batch)
-        # As in Algorithm 2, the rate is applied before the accumulation.
+        # As in Algorithm 2, the learning rate is applied before the accumulation.
         gradients = jax.tree.map(lambda x: rate * x, gradients)
         means, state = exchange(gradients, state, params)
         params = jax.tree.map(lambda p, mean: p - mean[0], params, means)
@@ -244,6 +244,6 @@ def _measured_xi(density: float, model: str) -> tuple[Callable[..., Any], Callab
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without what programs print: the progress of all claims is shown instead."""
+    """Suppresses what programs print: the progress of all claims is shown instead."""
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         yield

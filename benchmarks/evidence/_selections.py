@@ -1,4 +1,4 @@
-"""What selections of real trainings look like: fill-in, balance, thresholds, missing rows."""
+"""Selections of real trainings: fill-in, balance, thresholds, missing rows."""
 
 import functools
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from ._recording import DENSITIES as SELECTED
 from ._recording import ROW_CHOICES, WORKERS, recorder, recording, top_of_sum
 
 LAYERS, MATRICES = "top-k of each layer", "mean of matrices"
-# Longer runs of the same networks, on other data: one seed.
+# Longer runs of the same networks on other data, with one seed.
 LONG, QUALITY = "fill_in.json", "select_quality.json"
 NETWORKS = ("images", "text")
 # Steps for which a threshold is used, tau'.
@@ -28,7 +28,7 @@ Owner = Callable[[np.ndarray], np.ndarray]
 
 
 def _uniform(name: str, size: int, workers: int) -> float:
-    """The share of uniform selections together."""
+    """The union of uniform selections, / n."""
     k = max(1, round(SELECTED[name] * size))
     return cost_model.expected_union(size, k, workers) / size
 
@@ -44,7 +44,7 @@ def _fill_in(name: str, seed: int, quick: bool) -> dict[str, float]:
 
 
 def _of_long_run(name: str) -> dict[str, float]:
-    """The mean of 120 steps: `benchmarks.training.fill_in`."""
+    """The mean of 120 steps, from `benchmarks.training.fill_in`."""
     rows = [row for rows in read(LONG)["runs"] for row in rows]
     (row,) = [row for row in rows if (row["run"], row["workers"]) == (name, WORKERS[name])]
     assert row["steps"] == 120
@@ -63,7 +63,7 @@ def _expansion(seed: int, quick: bool) -> dict[str, float]:
 
 
 def _grows(seed: int, quick: bool) -> dict[str, float]:
-    """The least step of the union as the workers double."""
+    """The smallest and the largest growth of the union as the number of workers doubles."""
     ratios = []
     for mean in (recording(name, seed, quick).unions.mean(0) for name in NETWORKS):
         doubled = mean[[p - 1 for p in (1, 2, 4, 8, 16, 32) if p <= len(mean)]]
@@ -73,7 +73,7 @@ def _grows(seed: int, quick: bool) -> dict[str, float]:
 
 @functools.lru_cache(maxsize=8)
 def _received(regions: str, workers: int, name: str, seed: int, quick: bool) -> float:
-    """The entries that the fullest owner receives, in the mean of the recorded steps."""
+    """The entries that the fullest owner receives, as the mean of the recorded steps."""
     steps = recording(name, seed, quick).selections
     given = {"workers": workers, "density": SELECTED[name], "period": 64}
     results = replay(steps, regions=regions, balance="auto", **given)
@@ -133,7 +133,7 @@ def _same(seed: int, quick: bool) -> dict[str, float]:
 
 
 def reused(exact: np.ndarray, period: int = PERIOD) -> np.ndarray:
-    """Of each step the threshold that Ok-Topk uses: that of the first step of the period."""
+    """The threshold that Ok-Topk uses at each step: the exact one at the start of its period."""
     steps = np.arange(len(exact))
     return exact[steps - steps % period]
 
@@ -175,8 +175,8 @@ def _mean_sums(choice: str, seed: int, quick: bool) -> Points:
     return np.array(steps) + 1, np.array([x[row].mean() for x in sums])
 
 
-# Who owns how many entries of the scaled training, where equal regions are worst. They are dealt
-# out here without an allreduce, so that any number of workers is cheap.
+# The entries of each owner in the scaled training, for which equal regions are worst. They are
+# assigned here without an allreduce, so that any number of workers is cheap.
 
 
 def owners(regions: str, size: int, first: list[np.ndarray], step: int) -> Owner:
@@ -188,14 +188,14 @@ def owners(regions: str, size: int, first: list[np.ndarray], step: int) -> Owner
         return lambda indices: np.asarray(of(jnp.asarray(indices, jnp.int32), *given)[1])
     edges = np.arange(workers + 1) * size // workers
     if regions == "balanced":
-        # Of the paper: the mean of those that are even for each worker.
+        # The paper's boundaries: the mean of those that are even for each worker.
         own = [row[np.arange(1, workers) * len(row) // workers] for row in first]
         edges[1:-1] = np.floor(np.mean(own, axis=0))
     return lambda indices: np.searchsorted(edges, indices, side="right") - 1
 
 
 def load(phase: str, chosen: list[np.ndarray], delivered: np.ndarray, owner: Owner) -> np.ndarray:
-    """Entries that each owner gets from the others, or of the result sends to all, ``[P]``."""
+    """Entries that each owner gets from the others, or sends to all as its result, ``[P]``."""
     if phase == "gather":
         return np.bincount(owner(delivered), minlength=len(chosen))
     counts = np.stack([np.bincount(owner(row), minlength=len(chosen)) for row in chosen])
@@ -205,7 +205,7 @@ def load(phase: str, chosen: list[np.ndarray], delivered: np.ndarray, owner: Own
 
 @functools.lru_cache(maxsize=16)
 def _dealt(workers: int, seed: int, quick: bool) -> list[tuple[list[np.ndarray], np.ndarray]]:
-    """What each of the first workers selects, and the top k of the sum, of each recorded step."""
+    """The first workers' selections, and the top k of their sum, for each recorded step."""
     found, steps = recording("scaled", seed, quick), []
     for coo in found.selections:
         chosen = [row[row < found.size] for row in np.asarray(coo.indices)[:workers]]
@@ -214,7 +214,7 @@ def _dealt(workers: int, seed: int, quick: bool) -> list[tuple[list[np.ndarray],
 
 
 def _fullest(regions: str, phase: str, seed: int, quick: bool) -> Points:
-    """The fullest owner over the mean, in the mean of the recorded steps, by workers."""
+    """The fullest owner over the mean, averaged over the recorded steps, by workers."""
     size, means, workers = recording("scaled", seed, quick).size, [], (2, 4, 8, 16, 32)
     for steps in (_dealt(p, seed, quick) for p in workers):
         given = [(x, owners(regions, size, steps[0][0], i)) for i, x in enumerate(steps)]

@@ -1,4 +1,4 @@
-"""SparCML: what its lemmas and formulas say of words, against programs that are traced or run."""
+"""SparCML: its lemmas and formulas on words, against programs that are traced or run."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ WORKERS = 8
 
 
 def _switch() -> dict[str, float]:
-    """The largest selection whose exchange between two workers is still one of pairs, / n."""
+    """The largest selection for which two workers still exchange pairs, / n."""
     size, low, high = 4096, 1, 4096
     while high - low > 1:
         middle = (low + high) // 2
@@ -27,7 +27,7 @@ def _switch() -> dict[str, float]:
 
 
 def useful_pairs(name: str, *, disjoint: bool) -> float:
-    """Pairs that a worker sends, without padding, in units of k: the mean of the workers."""
+    """Pairs that a worker sends, without padding, in units of k, as the mean of the workers."""
     size, k, allreduce = 8192, 16, cost_model.ALGORITHMS[name].factory()
     rows = np.arange(WORKERS)[:, None] if disjoint else np.zeros((WORKERS, 1), np.int64)
     # Spread over all regions.
@@ -48,7 +48,7 @@ def _both_ends() -> dict[str, float]:
 
 
 def _lower_bound() -> dict[str, float]:
-    """Each algorithm beside the least that Lemma 5.1 allows where nothing is in common."""
+    """Each algorithm's pairs over the minimum in Lemma 5.1, for disjoint selections."""
     names = ("ssar_recursive_double", "ring_sparse", "topk_a")
     ratios = [useful_pairs(name, disjoint=True) / (WORKERS - 1) for name in names]
     return least_and_most("pairs / bound", ratios)
@@ -65,7 +65,7 @@ def _split() -> dict[str, float]:
 
 
 def _dense_end() -> dict[str, float]:
-    """The gain over a dense allreduce where the sum goes out dense."""
+    """The gain over a dense allreduce if the sum is sent dense."""
     names = ("dense", "dsar_split_allgather")
     pairs = zip(*(rows_of(name, (64, 128, 256), 0.02) for name in names), strict=True)
     gains = [dense["worst"] / sparse["worst"] for dense, sparse in pairs]
@@ -84,8 +84,8 @@ def _low_precision(seed: int, quick: bool) -> dict[str, float]:
     codec, draws = wire.qsgd(bits=4, bucket=1024), 200 if quick else 1000
     lost = jax.jit(lambda seed: codec.encode_dense(values, seed)[1])
     errors = np.stack([np.asarray(lost(jnp.uint32(i))) for i in range(draws)])
-    # The probability to be rounded up follows from the steps of the value's bucket: the largest
-    # magnitude is 7 of them. Where hardly any draw differs there is nothing to see.
+    # The probability of rounding up follows from the steps of the value's bucket, whose largest
+    # magnitude is 7 steps. Values for which hardly any draw differs show nothing, and are left out.
     steps = np.abs(values).reshape(2, -1)
     width = steps.max(1, keepdims=True) / 7
     up = np.asarray((steps / width) % 1, np.float64).ravel()

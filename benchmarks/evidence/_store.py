@@ -1,7 +1,7 @@
 """Results in JSON files, one for each paper and one for the lines of figures.
 
-Each is kept as soon as it was measured, so that a run that was stopped goes on where it was. A file
-of another format is refused: it has to be moved away, or used with the version that wrote it.
+Each result is kept as soon as it is measured, so that an interrupted run continues from
+there. A file of another format is refused: move it away, or use the version that wrote it.
 """
 
 import os
@@ -18,16 +18,16 @@ from .._common import reports
 from ._claims import Claim
 from ._figures import Curve
 
-# Of the files; a change of what they hold is another one.
+# The format of the files; it changes with their content.
 FORMAT = 2
 _PACKAGES = ("sparse-collectives", "jax", "jaxlib", "numpy", "optax")
-# Points of a line: more could not be seen.
+# Points of a line; more would not be visible.
 _POINTS = 80
 Result = dict[str, Any]
 
 
 def code_of(one: Claim | Curve) -> str:
-    """The code that something is measured with, as it is now."""
+    """The digest of the present code of a measurement."""
     return getattr(one.check, "code", "")
 
 
@@ -55,11 +55,11 @@ class Store:
         return sorted((x for x in found if x["quick"] == quick), key=lambda x: x["seed"])
 
     def best(self, one: Claim | Curve) -> list[Result]:
-        """The full results; the quick ones where there are none."""
+        """The full results, or the quick ones if there are none."""
         return self.of(one, quick=False) or self.of(one, quick=True)
 
     def has(self, one: Claim | Curve, seed: int, quick: bool) -> bool:
-        """Whether there is a result of this code; a full one does for a quick one."""
+        """Whether there is a result of this code; a full one also serves for a quick one."""
         found = self.of(one, False) + (self.of(one, True) if quick else [])
         return any(x["seed"] == seed and x["code"] == code_of(one) for x in found)
 
@@ -68,7 +68,7 @@ class Store:
         return any(x["code"] != code_of(one) for x in self.best(one))
 
     def add(self, one: Claim | Curve, seed: int, quick: bool, found: Any) -> None:
-        """Keeps what was measured, in place of what there was of the same seed and kind."""
+        """Keeps a result, which replaces the old one of the same seed and kind."""
         measured = _of_claim(found) if isinstance(one, Claim) else _of_curve(*found)
         result = one.key | {"code": code_of(one), "seed": seed, "quick": quick} | measured
 
@@ -79,7 +79,7 @@ class Store:
         self._write(one.file, sorted([*others, result], key=place))
 
     def forget_all_but(self, known: Sequence[Claim | Curve]) -> None:
-        """Drops the results of what is no more, or of settings that were others."""
+        """Drops the results of removed claims and of changed settings."""
         keys = [one.key.items() for one in known if one.check]
         for file, results in list(self._kept.items()):
             kept = [x for x in results if any(key <= x.items() for key in keys)]
@@ -103,7 +103,7 @@ def _of_claim(numbers: Mapping[str, float]) -> Result:
 
 
 def _of_curve(x: np.ndarray, y: np.ndarray) -> Result:
-    """Means of as many runs of points as can be seen."""
+    """Means of consecutive points, at most as many as are visible."""
     parts = np.array_split(np.arange(len(x)), min(len(x), _POINTS))
     return {
         "x": [float(f"{x[part].mean():.6g}") for part in parts],

@@ -11,14 +11,14 @@ from ..local import data_cache
 from ..local import select_speed as speed
 
 SIZE = (2**20, 2**22)
-# That of docs/selectors.md.
+# The size in docs/selectors.md.
 LARGE = 2**24
 
 
 def _ratios(
     names: tuple[str, ...], density: float, full: int, seed: int, quick: bool
 ) -> dict[str, float]:
-    """The time of each selector over that of `lax.top_k`."""
+    """The time of each selector over the time of `lax.top_k`."""
     size, rounds = (SIZE[0], 5) if quick else (full, 9)
     host = speed.accumulators(size, seed)
     data = [jnp.asarray(x) for x in host]
@@ -47,7 +47,7 @@ def _topk(seed: int, quick: bool) -> dict[str, float]:
 
 
 def _cached(seed: int, quick: bool) -> dict[str, float]:
-    """The second epoch beside the first, from two sources with a limited rate."""
+    """The speed of the second epoch over the first, from two sources of limited speed."""
     found = {}
     for name, rate, latency in (("80 MB/s", 80e6, 5e-4), ("8 MB/s", 8e6, 2e-3)):
         with tempfile.TemporaryDirectory() as folder:

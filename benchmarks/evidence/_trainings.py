@@ -1,4 +1,4 @@
-"""What the papers say of accuracy, thresholds and convergence, on small networks."""
+"""Claims of the papers on accuracy, thresholds and convergence, checked on small networks."""
 
 import json
 import tempfile
@@ -15,25 +15,25 @@ from ._code import Points
 from ._runs import DENSITY, digits, on_regression, quiet, run, xi
 
 COUNTS = ("local", "global")
-# A step has only the exchange in it: what is computed depends on the machine, not on the link.
+# A step consists of the exchange alone, since computing depends on the machine and not on the link.
 LINK = cost_model.network("0.1ms", "100Mbit")
 
 
 def _points_above(sparse: str, other: str, seed: int, quick: bool) -> dict[str, float]:
-    """Accuracies, and how many points the first is above the second."""
+    """How many points the accuracy of the first is above the second's, and the first's accuracy."""
     given = [("noisy digits", name, seed, quick) for name in (sparse, other)]
     one, two = (100 * run(*each).values[-1] for each in given)
     return {"points above": one - two, f"{sparse}, %": one}
 
 
 def _worse(sparse: str, seed: int, quick: bool) -> dict[str, float]:
-    """By how many percent the loss is above that of the dense AdamW."""
+    """By how many percent the loss is above the loss of the dense AdamW."""
     one, other = (run("text", name, seed, quick).values[-1] for name in (sparse, "dense"))
     return {"% above dense": 100 * (one / other - 1), "loss": one}
 
 
 def counts(name: str, seed: int, quick: bool) -> np.ndarray:
-    """What a worker selects and what is delivered at each step, / k."""
+    """The entries that a worker selects, and those delivered, at each step, / k."""
     return run("digits", name, seed, quick).counts / round(DENSITY * _size(digits().init(0)))
 
 
@@ -42,7 +42,7 @@ def _size(params: object) -> int:
 
 
 def _deviation(name: str, which: str, seed: int, quick: bool) -> dict[str, float]:
-    """How far a count of Ok-Topk as published is from k, after the first tenth."""
+    """How far a count of Ok-Topk as published is from k, after the first 10 % of the steps."""
     shares = counts(name, seed, quick)[COUNTS.index(which)]
     late = shares[max(1, len(shares) // 10) :]
     return {
@@ -61,7 +61,7 @@ def _gaussian(seed: int, quick: bool) -> dict[str, float]:
 
 
 def _xi_below(model: str, seed: int, quick: bool) -> dict[str, float]:
-    """The xi of a training with a rate that stays."""
+    """The xi of a training with a constant learning rate."""
     found = xi(model, 0.01, False, seed, quick)
     return {
         "mean xi": float(found.mean()),
@@ -84,8 +84,8 @@ def _xi_density(seed: int, quick: bool) -> dict[str, float]:
 def _two_bits(seed: int, quick: bool) -> dict[str, float]:
     coarse, exact = (on_regression(bits, seed, quick).values for bits in (2, None))
     return {
-        "loss / that of exact values": coarse[-1] / exact[-1],
-        "loss / that before": coarse[-1] / coarse[0],
+        "loss / loss with exact values": coarse[-1] / exact[-1],
+        "loss / loss before": coarse[-1] / coarse[0],
     }
 
 
@@ -99,7 +99,7 @@ def _line_of_xi(model: str, rate: str, seed: int, quick: bool) -> Points:
     return np.arange(1, len(found) + 1), found
 
 
-# What is learned in how much time.
+# Accuracy or loss over the predicted time.
 
 
 def seconds(algorithm: str, density: float, size: int, workers: int) -> float:
@@ -120,11 +120,11 @@ def _line_over_time(
     return np.array(found.steps[1:]) * step, np.array(y)
 
 
-# SparCML's linear models, whose gradients are sparse by themselves: nothing is selected.
+# SparCML's linear models, whose gradients are already sparse, so nothing is selected.
 
 
 def _lossless(seed: int, quick: bool) -> dict[str, float]:
-    """What the example says of trainings with a dense exchange and a sparse one."""
+    """The results of the example with a dense exchange and with a sparse one."""
     differences, words = [], []
     given = {"generate": "url", "rows": 2_000 if quick else 8_000, "method": "sgd", "seed": seed}
     given |= {"batch": 250, "block": 100, "epochs": 1 if quick else 3, "workers": 4}

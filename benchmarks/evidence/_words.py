@@ -1,4 +1,4 @@
-"""Ok-Topk: words and messages, read from traced programs or worked out from the formulas."""
+"""Ok-Topk: words and messages, read from traced programs or computed from the formulas."""
 
 import functools
 import math
@@ -19,14 +19,14 @@ from ._code import Points
 SIZE, DENSITY = 1_000_000, 0.01
 SELECTED = round(DENSITY * SIZE)
 WORKERS = (2, 4, 8, 16, 32, 64, 128, 256, 1024)
-# How many of them are up to 16, and up to 128, where k / P is 78 and more: with less, what chance
-# adds to a share is as large as the share.
+# How many of them are at most 16, and at most 128, which keeps k / P at 78 or more. Below that,
+# the random excess of a share is as large as the share.
 FEW, FAIR = 4, 7
 
 
 @functools.cache
 def words_of(name: str, workers: int, density: float = DENSITY) -> dict[str, Any] | None:
-    """As `benchmarks.network._volumes.of_algorithm`; not to be changed."""
+    """As `benchmarks.network._volumes.of_algorithm`; callers must not change the result."""
     return _volumes.of_algorithm(name, SIZE, density, workers)
 
 
@@ -39,7 +39,7 @@ def words_of_ok_topk(workers: int, size: int = SIZE) -> dict[str, Any]:
 def rows_of(
     name: str, workers: Sequence[int] = WORKERS, density: float = DENSITY
 ) -> list[dict[str, Any]]:
-    """The words of an algorithm, for each number of workers that it goes with."""
+    """The words of an algorithm, for each number of workers that it supports."""
     return [row for p in workers if (row := words_of(name, p, density))]
 
 
@@ -107,14 +107,14 @@ def _dissemination() -> dict[str, float]:
         traced = _volumes.trace(sc.allreduce.published.ssar_recursive_double(), size, SELECTED, 128)
         return traffic.of_traced(traced).collectives[-1].words
 
-    # Twice as long a vector, so that pairs are still the shorter form.
+    # A vector twice as long, so that pairs are still the shorter form.
     return {"values at stage 7": last(2 * SIZE) / 2, "words of the message at n = 1e6": last(SIZE)}
 
 
 def _messages(allreduce: sc.SparseAllreduce, case: str) -> float:
     """The latencies of the best or the worst step with P = 256.
 
-    An all_to_all has one for each partner, a permutation one, and what else there is log P.
+    An all_to_all has one for each partner, a permutation has one, and any other has log P.
     """
     found = traffic.of_traced(_volumes.trace(allreduce, SIZE, SELECTED, 256), conditional=case)
     each = {"all_to_all": 255, "collective_permute": 1}
@@ -125,7 +125,7 @@ def _latency() -> dict[str, float]:
     ok_topk = sc.allreduce.ok_topk(density=DENSITY)
     return {
         "Ok-Topk": _messages(ok_topk, "worst"),
-        "gTopk": _messages(sc.allreduce.published.gtopk(density=DENSITY), "worst"),
+        "gTop-k": _messages(sc.allreduce.published.gtopk(density=DENSITY), "worst"),
         "Ok-Topk, a step that balances nothing": _messages(ok_topk, "best"),
     }
 
@@ -162,19 +162,19 @@ def _bound() -> Points:
     return workers, 6 * (workers - 1) / workers
 
 
-# Theorem 3.1: the case in which its lower bound is reached. All that worker i selects is in region
-# i, and each region has k/P of the k largest sums. Then nothing has to be reduced, and an allgather
-# of k pairs is all: 2k (P-1)/P words. What is counted is what the workers put into their messages,
-# ``ReduceInfo.useful``: slots are static and made for other cases, too. With the default ones a
-# region has no room for all k of a worker, so here it has.
+# Theorem 3.1: the case in which its lower bound is reached. Everything that worker i selects is in
+# region i, and each region has k/P of the k largest sums. Then nothing has to be reduced, and an
+# allgather of k pairs is enough: 2k (P-1)/P words. ``ReduceInfo.useful`` counts the words that the
+# workers put into their messages, because static slots are made for all cases. The default slots
+# of a region cannot hold all k entries of a worker, so they are larger here.
 
 
 def selections(workers: int) -> sc.PaddedCOO:
-    """Of worker i the k entries of region i, and of the k largest sums k/P in each region."""
+    """The k entries of worker i in region i; each region has k/P of the k largest sums."""
     k, width = SELECTED, SIZE // workers
     indices = np.arange(k) * width // k + np.arange(workers)[:, None] * width
-    # By rank, and a little apart from those of the same rank elsewhere. The ranks are mixed, so
-    # that magnitudes do not fall along a region.
+    # By rank, and slightly different from values of the same rank elsewhere. The ranks are mixed,
+    # so that magnitudes do not fall along a region.
     rank = np.random.default_rng(0).permutation(k)
     values = 1 + (k - rank + np.arange(workers)[:, None] / workers) / k
     return sc.PaddedCOO(jnp.asarray(values, jnp.float32), jnp.asarray(indices, jnp.int32), SIZE)

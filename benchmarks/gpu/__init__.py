@@ -1,1 +1,1 @@
-"""What becomes of the library on GPUs: programs compiled for one, and timings on one."""
+"""The library on GPUs: programs compiled for one, and timings on one."""

@@ -1,7 +1,7 @@
 """The selectors and the steps that are compiled for a GPU, and timed on a device.
 
-A step is ``tx.update``, of a vector or of the matrices of a network. What is timed is a function of
-the turn for each contestant, with its program.
+A step is ``tx.update`` of a vector or of the matrices of a network. Each contestant is timed as a
+function of the turn, with its compiled program.
 """
 
 import math
@@ -27,7 +27,7 @@ from ._paths import lightest
 AXIS = "data"
 # The width of matrices as in a transformer, and the most entries of one.
 _WIDTH, _MATRIX = 1024, 2**22
-# The steps, the dense baseline first, and which contestants they are where that has another name.
+# The steps, the dense baseline first, and their contestants if those have other names.
 _NAMES = ("dense", "ok_topk", "ok_topk_reuse", "topk_a", "sparse_adamw", "sparse_sgd", "gtopk")
 _NAMES += ("powersgd", "agreed", "agreed_few", "spardl", "ssar_recursive_double")
 _NAMES += ("ssar_split_allgather", "dsar_split_allgather")
@@ -37,7 +37,7 @@ STEPS = {name: find(_ARE.get(name, name)) for name in _NAMES}
 
 
 def layers(size: int) -> tuple[tuple[int, ...], ...]:
-    """Shapes that hold ``size`` entries: matrices, wide and tall in turn, and what is left over."""
+    """Shapes that hold ``size`` entries: matrices, wide and tall in turn, and the remainder."""
     entries = min(_MATRIX, max(_WIDTH, size // 2))
     wide = min(4 * _WIDTH, entries)
     pair = ((entries // wide, wide), (wide, entries // wide))
@@ -50,12 +50,12 @@ def layers(size: int) -> tuple[tuple[int, ...], ...]:
 
 
 def layout(size: int) -> Layout:
-    """What selectors by row and layer are told about the vector."""
+    """The layout of the vector, for selectors by row and layer."""
     return Layout(layers(size))
 
 
 def map_update(tx: optax.GradientTransformation, state: Any, mesh: Mesh) -> Callable[..., Any]:
-    """``tx.update`` on each device: of the gradients of all workers, the state and parameters."""
+    """``tx.update`` on each device, of the gradients of all workers, the state and parameters."""
     specs = optax_ext.state_specs(state)
 
     def local(gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
@@ -66,18 +66,18 @@ def map_update(tx: optax.GradientTransformation, state: Any, mesh: Mesh) -> Call
 
 @dataclass
 class Run:
-    """A compiled program, and what a turn calls, whose result is to be waited for."""
+    """A compiled program, and the call of a turn, which returns before its result is ready."""
 
     compiled: Any
     call: Callable[[int], Any]
 
     def launches(self) -> int:
-        """Kernels of the lightest path, as the gauge counts them."""
+        """Kernels of the lightest path, as `programs` counts them."""
         return lightest(parse(self.compiled.as_text()))["launches"]
 
 
 def gradients(size: int) -> list[jax.Array]:
-    """Three vectors with heavy tails, of a scale that differs by layer."""
+    """Three vectors with heavy tails, whose scale differs by layer."""
     made = []
     for key in jax.random.split(jax.random.key(0), 3):
         body, tail, scale = jax.random.split(key, 3)
@@ -88,13 +88,13 @@ def gradients(size: int) -> list[jax.Array]:
 
 
 def stateless(function: Callable[[Any], Any], data: Sequence[jax.Array]) -> Run:
-    """What has nothing to remember."""
+    """A run of a function without state."""
     compiled = jax.jit(function).lower(data[0]).compile()
     return Run(compiled, lambda turn: compiled(data[turn % len(data)]))
 
 
 def selection(selector: Selector, data: Sequence[jax.Array]) -> Run:
-    """A selector from state to state."""
+    """A run of a selector, which passes on its state."""
 
     def select(x: jax.Array, state: Any) -> tuple[Any, Any]:
         coo, state, info = selector.select(x, state)
@@ -113,7 +113,7 @@ def step(made: Contestant, density: float, data: Sequence[jax.Array]) -> Run:
 
 
 def simulated(made: Contestant, density: float, data: Sequence[jax.Array], workers: int) -> Run:
-    """``tx.update`` of several workers on this device, each with its part of the entries."""
+    """``tx.update`` of several workers on this device, each with its share of the entries."""
     size = data[0].size // workers
     tx, params = made.make(density, AXIS), _shaped(made, jnp.zeros(size, data[0].dtype))
     shared = {"axis": AXIS, "axis_size": workers}
@@ -125,7 +125,7 @@ def simulated(made: Contestant, density: float, data: Sequence[jax.Array], worke
 
 
 def _shaped(made: Contestant, vector: jax.Array) -> Any:
-    """The entries in the shapes that the contestant's gradient has."""
+    """The entries in the shapes of the contestant's gradient."""
     if not made.matrices:
         return vector
     shapes = layers(vector.size)
@@ -134,9 +134,9 @@ def _shaped(made: Contestant, vector: jax.Array) -> Any:
 
 
 def _stepping(update: Callable[..., Any], stream: Sequence[Any], state: Any, *params: Any) -> Run:
-    """Calls it with what the stream has next and the state, which is donated."""
+    """A run that calls ``update`` with the next element of the stream and the donated state."""
     compiled = jax.jit(update, donate_argnums=1).lower(stream[0], state, *params).compile()
-    # The arrays that a state begins with may share a buffer, which can't be donated twice.
+    # The arrays of an initial state may share a buffer, which can't be donated twice.
     held = [jax.tree.map(jnp.array, state)]
 
     def call(turn: int) -> Any:

@@ -1,4 +1,4 @@
-"""Programs for a GPU that is described and not there: XLA compiles for it all the same."""
+"""Programs for a GPU that is only described to XLA, which can compile for it all the same."""
 
 import importlib.util
 import os
@@ -19,7 +19,7 @@ from .._common.contestants import Contestant
 from .._common.options import InputError
 from ._contestants import AXIS, layers, layout, map_update
 
-# What XLA is told of it, as text of its GpuTargetConfigProto.
+# The description, as text of XLA's GpuTargetConfigProto.
 _TARGET = Path(__file__).with_name("h100.txtpb")
 NAME = "NVIDIA H100 80GB HBM3"
 
@@ -52,7 +52,8 @@ def compile_selector(selector: Selector, size: int, mesh: Mesh) -> Any:
 def compile_step(step: Contestant, size: int, density: float, mesh: Mesh) -> Any:
     """The program of ``tx.update`` on each device of the mesh, of a vector or of matrices.
 
-    The state is donated. Gradients are not: they are of the same program in a training step.
+    The state is donated. The gradients are not, since in a training step the same program computes
+    them.
     """
 
     def shapes(*more: int) -> Any:

@@ -1,6 +1,6 @@
-"""The text of an optimised XLA program, as computations of instructions.
+"""The text of an optimized XLA program, as computations of instructions.
 
-Only what a count of kernels needs is read: names, shapes, operands, and the computations that an
+It parses only what a count of kernels needs: names, shapes, operands, and the computations that an
 instruction calls. Nothing here needs jax.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 _HEAD = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s+(?:\(.*\)\s*->.*)?\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT\s+)?%?([\w.\-]+) = (.*)$")
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
-# A shape may be before a name, which is what the next comma follows.
+# A shape may precede a name, which is followed by the next comma.
 _OPERAND = re.compile(r"(?:^|(?<=[\s%]))([\w.\-]+)(?=\s*(?:,|$))")
 _ARRAY = re.compile(r"\b([a-z]+(\d*)\w*)\[([\d,]*)\]")
 _COMMENT = re.compile(r"/\*.*?\*/")
@@ -38,11 +38,11 @@ class Instruction:
     attributes: str
 
     def text(self, attribute: str) -> str:
-        """What stands in quotes: ``custom_call_target``, ``op_name``; empty where nothing does."""
+        """A quoted attribute such as ``custom_call_target`` or ``op_name``; empty if missing."""
         return _find(rf'{attribute}="([^"]*)"', self.attributes)
 
     def called(self, attribute: str) -> str:
-        """The computation that an attribute such as ``body`` names; else a ValueError."""
+        """The computation that an attribute such as ``body`` names; otherwise a ValueError."""
         found = _find(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
         if not found:
             raise ValueError(f"{self.opcode} {self.name} has no {attribute}")
@@ -59,13 +59,13 @@ class Instruction:
 
     @property
     def trip_count(self) -> int | None:
-        """The turns of a loop; None where only a run tells."""
+        """The turns of a loop; None if they are known only at run time."""
         found = _find(r'"known_trip_count":\{"n":"(\d+)"', self.attributes)
         return int(found) if found else None
 
     @property
     def frame(self) -> str:
-        """The number of the stack frame that made it; empty where the text says nothing."""
+        """The number of the stack frame that made it; empty if the text has none."""
         return _find(r"\bstack_frame_id=(\d+)", self.attributes)
 
 
@@ -79,7 +79,7 @@ class Program:
 
 
 def parse(text: str) -> Program:
-    """Reads ``compiled.as_text()``; a ValueError where no computation is the entry."""
+    """Reads ``compiled.as_text()``; a ValueError if no computation is the entry."""
     computations: dict[str, dict[str, Instruction]] = {}
     names = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
     tables: dict[str, dict[str, str]] = {name: {} for name in names}
@@ -106,8 +106,8 @@ def parse(text: str) -> Program:
 def _arrays(shape: str) -> tuple[tuple[int, tuple[int, ...]], ...]:
     """The bits of an entry, and the dimensions, of an array or of all arrays of a tuple.
 
-    pred[] is a byte; f8e4m3fn has its bits first, c64 all of them. Tokens and opaque values have
-    none.
+    pred[] is a byte; f8e4m3fn has its bits first, c64 has all of them. Tokens and opaque values
+    have none.
     """
     return tuple(
         (8 if kind == "pred" else int(bits or 0), tuple(int(d) for d in dims.split(",") if d))
@@ -117,7 +117,7 @@ def _arrays(shape: str) -> tuple[tuple[int, tuple[int, ...]], ...]:
 
 @functools.cache
 def size_of(shape: str) -> int:
-    """The bytes of all arrays of a shape; those of a few bits are packed."""
+    """The bytes of all arrays of a shape; arrays with entries of a few bits are packed."""
     return sum(-(-math.prod(dimensions) * bits // 8) for bits, dimensions in _arrays(shape))
 
 
@@ -127,7 +127,7 @@ def count_of(shape: str) -> int:
 
 
 def longest(shape: str) -> int:
-    """The largest dimension; 1 of a scalar."""
+    """The largest dimension, which is 1 for a scalar."""
     return max((d for _, dimensions in _arrays(shape) for d in dimensions), default=1)
 
 
@@ -147,7 +147,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _closing(text: str, start: int) -> int:
-    """Where the parenthesis that opens at ``start`` is closed."""
+    """The position of the parenthesis that closes the one at ``start``."""
     depth = 0
     for position in range(start, len(text)):
         depth += {"(": 1, ")": -1}.get(text[position], 0)

@@ -1,11 +1,11 @@
-"""What a GPU is made to do on the lightest and on the heaviest path through a program.
+"""The work of a GPU on the lightest and on the heaviest path through a program.
 
-The lightest path takes no turn of a loop whose turns only a run tells, and of a conditional the
-branch that launches least: in the programs of this library that is the steady step. The heaviest
-takes one turn, and of each conditional the most.
+The lightest path takes no turn of a loop whose turns are known only at run time, and the branch of
+a conditional that launches least: in the programs of this library that is the steady step. The
+heaviest takes one turn, and for each conditional the largest numbers.
 
 A cost counts launches (kernels, copies and library calls), the bytes touched (of all their operands
-and results, an upper bound) and moved (of a gather what it takes, of a scatter what it changes),
+and results, an upper bound) and moved (for a gather what it takes, for a scatter what it changes),
 waits (conditionals and loops for whose predicate the host may have to wait), collectives that are
 started, and sorts (launches that are in truth tens of kernels each).
 """
@@ -19,11 +19,11 @@ from collections.abc import Iterator, Mapping
 
 from ._hlo import Instruction, Program, count_of, longest, size_of
 
-# Of what is not there it has 0, and `|` is the larger one of each.
+# A missing key counts as 0, and `|` takes the larger one of each.
 Cost = collections.Counter[str]
 Lines = Mapping[str, Instruction]
 _WAIT = Cost(waits=1)
-# What launches nothing, besides whatever ends in -done or -update.
+# Opcodes that launch nothing, besides all that end in -done or -update.
 _FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id",
     "after-all", "iota", "opt-barrier", "domain",
@@ -34,13 +34,13 @@ _COLLECTIVE = re.compile(
     r"^(all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute|collective-broadcast|"
     r"ragged-all-to-all|send|recv)(-start)?$"
 )
-# What memory gives at once, however little is wanted of it.
+# The smallest number of bytes that memory delivers.
 _SECTOR = 32
 # Which operand has the entries that change in the first one.
 _UPDATES = {"scatter": 2, "dynamic-update-slice": 1}
-# Their first operand is asked for no more than they give.
+# These need only as many entries of their first operand as the result has.
 _TAKES = {"gather", "dynamic-slice", "slice"}
-# All of their operands are read, whatever is asked of them.
+# All of their operands are read in full.
 _READS_ALL = {
     "reduce", "reduce-window", "sort", "scatter", "dynamic-update-slice", "custom-call", "dot",
     "convolution",
@@ -48,19 +48,19 @@ _READS_ALL = {
 
 
 def _times(cost: Cost, number: int) -> Cost:
-    """That of so many turns."""
+    """The cost of that many turns."""
     return Cost({key: number * value for key, value in cost.items()})
 
 
 @functools.cache
 def lightest(program: Program, computation: str | None = None) -> Cost:
-    """The cost of the lightest path, from one of the computations on."""
+    """The cost of the lightest path through a computation, by default through the program."""
     return sum((cost for _, cost in parts(program, computation)), Cost())
 
 
 @functools.cache
 def heaviest(program: Program, computation: str | None = None) -> Cost:
-    """The cost of the heaviest path; of a conditional the most of each number."""
+    """The cost of the heaviest path; a conditional counts with the most of each number."""
     total, lines = Cost(), program.computations[computation or program.entry]
     for line in lines.values():
         inner = [heaviest(program, name) for name in line.reached] or [alone(program, lines, line)]
@@ -72,7 +72,7 @@ def heaviest(program: Program, computation: str | None = None) -> Cost:
 def parts(
     program: Program, computation: str | None = None, turns: int = 1
 ) -> Iterator[tuple[Instruction, Cost]]:
-    """All that the lightest path comes to, in the order of the text, with its cost in all turns."""
+    """The instructions on the lightest path, in the order of the text, each with its total cost."""
     lines = program.computations[computation or program.entry]
     for line in lines.values():
         known = _turns(line)
@@ -89,14 +89,14 @@ def parts(
 
 
 def _turns(line: Instruction) -> int | None:
-    """How often what it reaches is run; None where only a run tells, or which of several is."""
+    """How often its computation runs; None if that, or which of several, is not known here."""
     return line.trip_count if line.opcode in ("while", "conditional") else 1
 
 
 def collectives(program: Program) -> int:
-    """How many the program has on all its paths, each counted once."""
+    """The number of collectives on all paths of the program, each counted once."""
     seen, found = [program.entry], 0
-    # It grows while it is read.
+    # The list grows while it is read.
     for name in seen:
         lines = program.computations[name].values()
         found += sum(_is_collective(program, line) for line in lines)
@@ -122,7 +122,7 @@ def alone(program: Program, lines: Lines, line: Instruction) -> Cost:
 
 
 def _inside(program: Program, line: Instruction) -> list[Instruction]:
-    """The instruction, and those of which it is made."""
+    """The instruction, and the instructions it consists of."""
     if line.opcode not in ("fusion", "async-start"):
         return [line]
     return [line, *program.computations[line.called("calls")].values()]
@@ -133,10 +133,10 @@ def _is_collective(program: Program, line: Instruction) -> bool:
     return any(_COLLECTIVE.match(x.opcode) for x in _inside(program, line))
 
 
-# The bytes that one launch moves. A fusion is read backwards: what is asked of its results is asked
-# of their operands, entry by entry, up to all of them; a gather or a slice asks for as many entries
-# as it has itself. A scatter, or the update of a slice, is in place where it changes what the
-# launch was given.
+# The bytes that one launch moves. A fusion is read backwards: the entries needed of a result are
+# needed of its operands, up to all of them; a gather or a slice needs as many entries as it has
+# itself. A scatter, or the update of a slice, is in place if it changes an argument of the
+# launch.
 
 
 def _moved(program: Program, around: Lines, line: Instruction) -> float:
@@ -181,20 +181,20 @@ def _wanted_of(line: Instruction, place: int, wanted: float) -> float:
     if line.opcode in _READS_ALL or (line.opcode in _TAKES and place):
         return math.inf
     if line.opcode == "gather":
-        # Of any place; the entries that are next to it come along.
+        # The entries may be anywhere, and each comes with its whole sector.
         return wanted * _SECTOR * count_of(line.shape) / size_of(line.shape)
     return wanted
 
 
 def _is_in_place(change: Instruction, lines: Lines, parameters: Mapping[str, str]) -> bool:
-    """Whether it changes a part of what the launch was given."""
+    """Whether it changes a part of an argument of the launch."""
     # A scatter into several arrays has more operands.
     few = change.opcode != "scatter" or len(change.operands) == 3
     return change.opcode in _UPDATES and few and _origin(change.operands[0], lines) in parameters
 
 
 def _origin(name: str, lines: Lines) -> str:
-    """What ``name`` is another shape of."""
+    """The array that ``name`` reshapes."""
     while name in lines and lines[name].opcode in ("bitcast", "reshape"):
         name = lines[name].operands[0]
     return name

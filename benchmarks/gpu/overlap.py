@@ -1,9 +1,9 @@
-"""Which collectives XLA puts beside the matrix products of a training step, on a described GPU.
+"""Which collectives XLA overlaps with the matrix products of a training step, on a described GPU.
 
     python -m benchmarks.gpu.overlap [--write FILE]
 
-A chain of dense layers on eight H100, compiled with the latency-hiding scheduler. For each
-collective of the steady step it says how many matrix products are between its start and its end:
+Compiles a chain of dense layers on eight H100 with the latency-hiding scheduler. For each
+collective of the steady step it prints how many matrix products are between its start and its end:
 0 means that the device waits. Nothing is run, and nothing is timed.
 """
 
@@ -29,7 +29,7 @@ from ._contestants import AXIS
 from ._hlo import Instruction, parse
 
 LAYERS, WIDTH, EXAMPLES, DEVICES, DENSITY = 6, 2048, 512, 8, 0.01
-# What stands in front of SGD, and which contestant it is.
+# The transformations before SGD, by the names of their contestants.
 _NAMES = ("delayed(dense)", "agreed", "bucketed(agreed, 3)", "delayed(agreed)")
 _NAMES += ("ok_topk", "delayed(ok_topk)")
 REDUCTIONS = {"dense": "dense/leaves"} | {name: name for name in _NAMES}

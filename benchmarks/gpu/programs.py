@@ -1,18 +1,18 @@
-"""What XLA makes of selections and steps for an H100, on a machine without a GPU.
+"""Counts kernels and bytes of selections and steps for an H100, on a machine without a GPU.
 
     python -m benchmarks.gpu.programs [--only NAME ...] [--write FILE] [--check FILE]
 
 XLA compiles for a device that is described to it. This counts in the compiled program the kernels
-that a step launches, the bytes that they touch (all operands, an upper bound) and move (of a
-gather what it takes, of a scatter what it changes), the temporary memory, the conditionals and
+that a step launches, the bytes that they touch (all operands, an upper bound) and move (for a
+gather what it takes, for a scatter what it changes), the temporary memory, the conditionals and
 loops for which the host may have to wait, and the collectives that are started. Steps run on the
-given number of devices, selections on one. Of two numbers the first is the steady step, the
-lightest path, and the second the heaviest path, or all collectives of the program. "sorts" are
-launches that are tens of kernels each.
+given number of devices, selections on one. If a cell has two numbers, the first is for the steady
+step (the lightest path), and the second for the heaviest path or for all collectives of the
+program. "sorts" are launches that are tens of kernels each.
 
---check compares with what --write has written, and is status 1 where a steady step launches,
-touches or moves over a tenth more. --breakdown shows where the launches of one program come from.
-Nothing is run, and nothing is timed.
+--check compares with a file of --write; the status is 1 if a steady step launches, touches or
+moves over 10 % more. --breakdown shows where the launches of one program come from. Nothing is
+run, and nothing is timed.
 """
 
 import sys
@@ -33,7 +33,7 @@ from ._hlo import parse
 from ._paths import Cost, collectives, heaviest, lightest, parts
 
 SETTINGS = {"size": 14_700_000, "density": 0.01, "devices": 8}
-# Growth that --check lets pass: compilers change their minds about a fusion.
+# Growth that --check accepts, since compilers change their decisions about a fusion.
 TOLERANCE = 1.1
 _LIMITED = {"launches": "launches"} | {f"{x}_bytes": f"bytes {x}" for x in ("touched", "moved")}
 PATTERN: reports.Pattern = {
@@ -46,7 +46,7 @@ PATTERN: reports.Pattern = {
 
 
 def contestants(size: int, density: float, devices: int) -> dict[str, Callable[[], Any]]:
-    """A function that compiles it, for each program by name."""
+    """For each program by name, a function that compiles it."""
     made: dict[str, Callable[[], Any]] = {}
     single, several = _described.mesh(1), _described.mesh(devices)
     for name, selector in selectors(density).items():
@@ -57,7 +57,7 @@ def contestants(size: int, density: float, devices: int) -> dict[str, Callable[[
 
 
 def row(name: str, compiled: Any) -> dict[str, Any]:
-    """What is read from a compiled program, the lightest path before the heaviest."""
+    """The numbers of a compiled program, the lightest path before the heaviest."""
     program = parse(compiled.as_text())
     steady, most = lightest(program), heaviest(program)
     return {
@@ -72,7 +72,7 @@ def row(name: str, compiled: Any) -> dict[str, Any]:
 
 
 def grown(rows: list[dict[str, Any]], recorded: list[dict[str, Any]]) -> list[str]:
-    """A line for each program whose steady step has become more than a tenth heavier."""
+    """A line for each program whose steady step has become over 10 % heavier."""
     before, found = {row["program"]: row for row in recorded}, []
     for row in rows:
         name = row["program"]
@@ -89,7 +89,7 @@ def breakdown(name: str, hlo: str) -> None:
     """Prints the launches of the steady step by scope and by the function they come from."""
     program, groups = parse(hlo), dict[tuple[str, str], Cost]()
     for line, cost in parts(program):
-        # The first names are those of the jitted and mapped function, the same for all.
+        # The first names belong to the jitted and mapped function, and are the same for all.
         words = line.text("op_name").rpartition("/")[0].split("/")
         scope = "/".join(x for x in words if x != "shard_map" and not x.startswith("jit("))
         group = scope or "-", program.sources.get(line.frame, "-")
@@ -101,9 +101,9 @@ def breakdown(name: str, hlo: str) -> None:
 
 
 def _settings(args: Any) -> dict[str, Any]:
-    """Size, density and devices, and the recorded programs where there is a file of them.
+    """Size, density and devices, and the recorded programs if --check names a file.
 
-    They are then those of the file, for nothing else can be compared with it.
+    The settings are then those in the file, since nothing else can be compared with it.
     """
     given = {name: getattr(args, name) for name in SETTINGS if getattr(args, name)}
     if args.check is None:
@@ -118,7 +118,7 @@ def _settings(args: Any) -> dict[str, Any]:
 
 @options.program
 def main(argv: list[str] | None = None) -> int:
-    """Prints the table, or a breakdown; status 1 where a program has grown."""
+    """Prints the table, or a breakdown; status 1 if a program has grown."""
     parser = options.parser_of(__doc__)
     add = parser.add_argument
     add("--size", type=options.at_least_one, help="n; {size} by default".format(**SETTINGS))

@@ -2,15 +2,17 @@
 
     python -m benchmarks.gpu.timings [--minutes 9] [--json gpu_timings.json]
 
-On one GPU: every selector, beside lax.top_k; the whole step of error feedback of one worker; and
-that of several simulated workers, who share the entries. In each round a contestant takes turns
-with a device copy of n float32, which nothing that reads and writes n entries can beat; the copy's
-time over the contestant's is shown. A round is several calls that are queued and waited for
-together; the table has the median, the quartiles and the least of the rounds, in milliseconds a
-call. "launches" are the kernels that benchmarks.gpu.programs counts in the program that ran.
+On one GPU it times every selector, next to lax.top_k; the whole step of error feedback of one
+worker; and the step of several simulated workers, who share the entries. In each round a contestant
+takes turns with a device copy of n float32, a lower limit for any program that reads and writes n
+entries. The table shows the copy's time over the contestant's, and the median, the quartiles and
+the least of the rounds, in milliseconds a call. A round is several calls that are queued, of which
+the last is waited for. "launches" are the kernels that benchmarks.gpu.programs counts in the
+program that ran.
 
-The most telling come first. What does not fit in the time is skipped and named, and the file is
-written after each measurement. The time of a dense allreduce over a network is computed.
+The most informative contestants come first. Those for which the time is too short are skipped and
+named, and the file is written after each measurement. The time of a dense allreduce over a network
+is computed.
 """
 
 import sys
@@ -35,14 +37,14 @@ SIZE, DENSITY, WORKERS = 14_700_000, 0.01, 8
 SELECTION, STEP, SIMULATED = "selection", "step, P = 1", "step, simulated P"
 PARTS = (SELECTION, STEP, SIMULATED)
 BASE, EMPTY, TOP_K = "copy", "empty kernels", "lax.top_k"
-# What is measured before everything else.
+# The contestants that are measured first.
 FIRST = (
     EMPTY, TOP_K, "topk", "threshold_reuse", "dense", "ok_topk", "ok_topk_reuse", "agreed",
     "agreed_few", "sparse_adamw", "topk_a", "powersgd",
 )  # fmt: skip
 # A step begins without thresholds and residuals, and copies its state at first.
 _WARM_UP = 12
-# A round takes so many seconds, and all rounds of a contestant.
+# Seconds of a round, and of all rounds of a contestant.
 _ROUND, _ROUNDS = 0.02, 10.0
 _CALLS = 20
 GBITS = (10, 25, 100)
@@ -50,7 +52,7 @@ Made = Mapping[tuple[str, str], Callable[[], Run]]
 
 
 def contestants(size: int, density: float, workers: int) -> tuple[Run, Made]:
-    """The copy, and what makes each contestant, by part and name, the most telling first."""
+    """The copy, and the factory of each contestant, by part and name, in the order to measure."""
     data, k = runs.gradients(size), max(1, round(density * size))
     kth = runs.stateless(lambda x: jax.lax.top_k(jnp.abs(x), k), data)
     magnitude = float(kth.call(0)[0][-1])
@@ -65,7 +67,7 @@ def contestants(size: int, density: float, workers: int) -> tuple[Run, Made]:
 
 
 def _launches() -> Run:
-    """A loop of kernels that have nothing to do, so that their launches are all that it costs."""
+    """A loop of kernels without work, whose time is the cost of its launches alone."""
 
     def loop(x: jax.Array) -> jax.Array:
         return jax.lax.fori_loop(0, 1000, lambda _, y: jnp.sin(y) + 1, x)
@@ -76,16 +78,16 @@ def _launches() -> Run:
 def measure(
     base: Run, made: Made, rounds: int, end: float, write: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """Times each beside the base; nothing is begun that may not be done at ``end``.
+    """Times each next to the base, and begins none that may not be finished at ``end``.
 
-    ``write`` gets all that there is after each of them: none that was made is lost.
+    ``write`` gets all results after each of them, so that no result is lost.
     """
     found: dict[str, Any] = {"rows": [], "skipped": [], "failed": {}, "finished": False}
     longest = 0.0
     _warm(base)
     for (part, name), make in made.items():
         begin, what = time.monotonic(), f"{part}: {name}"
-        # The longest so far is all that is known of how long the next one takes.
+        # The next one may take as long as the longest so far.
         if begin + longest > end:
             found["skipped"].append(what)
             continue
@@ -123,12 +125,12 @@ def _warm(run: Run) -> None:
 
 
 def _repeated(run: Run, calls: int, turn: int) -> Any:
-    """As many calls, of which only the last is waited for: the host must not set the pace."""
+    """So many calls, of which only the last is waited for: the host must not set the pace."""
     return [run.call(turn + number) for number in range(calls)][-1]
 
 
 def dense_on_networks(size: int, workers: int) -> list[dict[str, float]]:
-    """The least time of a dense float32 allreduce: what each worker sends over its bandwidth."""
+    """The least time of a dense float32 allreduce: each worker's bytes over its bandwidth."""
     sent = 2 * size * 4 * (workers - 1) / workers
     return [{"gbit_per_s": gbit, "ms": 8e3 * sent / (gbit * 1e9)} for gbit in GBITS]
 
@@ -151,7 +153,7 @@ def _show(content: dict[str, Any]) -> None:
 
 @options.program
 def main(argv: list[str] | None = None) -> int:
-    """Prints the tables; status 1 where a contestant failed."""
+    """Prints the tables; status 1 if a contestant failed."""
     parser = options.parser_of(__doc__)
     add = parser.add_argument
     add("--size", type=options.at_least(1024), default=SIZE, help="n; %(default)s by default")

@@ -1,1 +1,1 @@
-"""How much a step teaches: loss against steps and against words, of ways to train."""
+"""The loss of a model after the same steps, words or seconds, for different ways to train."""

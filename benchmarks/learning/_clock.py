@@ -1,10 +1,10 @@
-"""Training for so many seconds: how many steps to take, and the rate of each.
+"""Training for a given number of seconds: how many steps to take, and their learning rates.
 
-Nobody knows beforehand how many steps a budget has room for, and the rate has to come to its end
-exactly with the budget. So the rate is a function of the time that has passed, and steps are taken
-in parts: the time of a part tells how many steps the rest has room for. The parts become shorter
-towards each measurement, so that little is missing there, or too much. What is not training, such
-as a measurement, takes none of the budget.
+The number of steps in a budget is not known beforehand, but the learning rate must reach its end
+exactly when the budget does. The learning rate is therefore a function of the time that has passed.
+Steps are taken in parts: the duration of a part determines how many steps fit in the rest. The
+parts become shorter towards each measurement, so that each is taken almost at its exact time.
+Anything but training, such as a measurement, takes none of the budget.
 """
 
 import math
@@ -15,7 +15,7 @@ import numpy as np
 
 from ..training._recorded_training import schedule
 
-# So few steps are taken in one part; and of so many steps before it the time of one is known by.
+# The most steps of a short part, and about how many steps the estimated time of one averages.
 _FEW, _MEMORY = 3, 10
 _STEPS = 10**6
 
@@ -24,7 +24,7 @@ Take = Callable[[list[float]], float]
 
 
 class Curve(NamedTuple):
-    """What came of a budget: values, and the seconds of training and steps at each."""
+    """The result of a budget: values, and the seconds of training and the steps at each."""
 
     seconds: list[float]
     steps: list[int]
@@ -32,7 +32,7 @@ class Curve(NamedTuple):
 
 
 def rates_at(peak: float, shares: Sequence[float]) -> list[float]:
-    """The rate when so large shares of the budget are spent: that of as many steps."""
+    """The learning rates after these shares of the budget, as after these shares of the steps."""
     return schedule(peak, _STEPS)(_STEPS * np.minimum(shares, 1.0)).tolist()
 
 
@@ -41,9 +41,9 @@ def spend(
 ) -> Curve:
     """Takes steps for the seconds of the budget, and measures after each of so many equal parts.
 
-    ``take(shares)`` takes a step for each and returns the seconds of all of them; ``shares`` of the
-    budget have passed when they begin. One is taken even if the budget is shorter; ``guess`` is
-    about what it takes. The clock stands still for ``measure``.
+    ``take(shares)`` takes a step for each of the shares of the budget that have passed when the
+    steps begin, and returns the seconds of all of them. At least one step is taken; ``guess`` is
+    roughly its duration. The clock stops during ``measure``.
     """
     curve = Curve([0.0], [0], [measure()])
     spent, steps, each = 0.0, 0, guess
@@ -62,10 +62,10 @@ def spend(
 
 
 def _count(room: float, taken: int) -> int:
-    """How many steps the next part has, where there is room for so many; 0: none any more."""
+    """How many steps the next part has if there is room for so many; 0 if there is none left."""
     # Half a step too many is as good as half a step too few.
     count = max(0, math.floor(room + 0.5))
     if not taken:
         return max(1, min(count, _FEW))
-    # Where no part has more steps than all before it, a wrong guess does little harm.
+    # If no part has more steps than all before it, a wrong guess does little harm.
     return count if count <= _FEW else min(-(-count // 2), max(_FEW, taken))

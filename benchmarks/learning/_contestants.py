@@ -1,6 +1,6 @@
-"""The ways to train: over simulated workers of a rate and a length, over links of a rate.
+"""The ways to train: over simulated workers (learning rate, steps), and over links (learning rate).
 
-A neighbour of a default is the whole optimizer of a task with other options, by name.
+A neighbor of a default is the whole optimizer of a task with other options in its name.
 """
 
 import argparse
@@ -22,12 +22,12 @@ from ..training._simulated_training import AXIS, Variant, exact_top_k
 from ._tasks import ADAMW, DELAYED, KINDS
 
 DENSE, NOTHING = "dense", "nothing exchanged"
-# What the sparse ones are measured by: the words of ``ok_topk`` at 1 %.
+# The sparse ones get as many words as ``ok_topk`` at 1 %.
 DENSITY = 0.01
 Train = Callable[[float, int], Variant]
 Make = Callable[[optax.Schedule], optax.GradientTransformation]
 Option = tuple[str, Any]
-# Which contestant each is, the dense one first: over simulated workers,
+# The contestant for each name, the dense one first: over simulated workers,
 _ADAMW = {
     DENSE: "dense/leaves",
     "ok_topk before AdamW": "ok_topk",
@@ -43,23 +43,23 @@ _LINKS = {DENSE: "dense", "dense, float16": "dense16", "sparse_adamw": "sparse_a
 _LINKS |= {"ok_topk before AdamW": "ok_topk/reuse"}
 for _low_rank in ("powersgd", "acp_sgd"):
     _LINKS |= {f"{_low_rank}({rank}) before AdamW": f"{_low_rank}{rank}" for rank in (1, 2, 4)}
-# exchanges that may begin before the gradient is whole, beside those that may not,
+# exchanges that may begin before the gradient is complete, and others to compare with,
 _BUCKETS = {DENSE: "dense", NOTHING: "nothing"}
 _BUCKETS |= {f"dense, {count} buckets": f"dense/buckets{count}" for count in (2, 4, 8)}
 _BUCKETS |= {"dense, each leaf": "dense/leaves", "ok_topk": "ok_topk/reuse"}
 _BUCKETS |= {f"ok_topk, {count} buckets": f"ok_topk/reuse/buckets{count}" for count in (2, 4)}
-# and LAMB behind a dense exchange, by who computes the norms of the layers.
+# and LAMB after a dense exchange, by who computes the norms of the layers.
 _NORMS = {name: name for name in CONTESTANTS if name.startswith("lamb")}
-# Those of PyTorch, in front of its AdamW; see `_torch_trainer`.
+# PyTorch's exchanges, before its AdamW; see `_torch_trainer`.
 TORCH = {"PyTorch, dense": "ddp", "PyTorch, float16": "ddp/fp16"}
 TORCH |= {f"PyTorch, PowerSGD({rank})": f"ddp/powersgd{rank}" for rank in (1, 2, 4)}
 # DGC starts with 25 %. All messages have the slots of the first stage, so that one is left out.
 STAGES = (0.0625, 0.015625, 0.004)
-# The largest norm of a worker's gradient, where it is clipped.
+# The largest norm of a worker's gradient, if it is clipped.
 NORM = 4.0
 _MASKED = "correction, masking"
-# Tricks for the accuracy, such as those of DGC, behind an allreduce and alone or together: in front
-# of SGD with momentum, at a density so low that an entry waits for many steps;
+# Tricks for the accuracy, such as DGC's, added to an allreduce alone or together: before SGD with
+# momentum, at a density so low that an entry stays in the residual for many steps;
 _DELAYED_TRICKS = [
     "topk_a",
     *(f"topk_a, {trick}" for trick in ("no momentum", "correction", _MASKED, "clipping")),
@@ -67,18 +67,18 @@ _DELAYED_TRICKS = [
     *(f"topk_a, {_MASKED}, {t}" for t in ("clipping", "dense warm-up", "density warm-up")),
     *(f"topk_a, {_MASKED}, clipping, {warm_up} warm-up" for warm_up in ("dense", "density")),
 ]
-# and what Ok-Topk has.
+# and the options of Ok-Topk.
 _SGD_TRICKS = ["ok_topk, dense warm-up", "ok_topk, correction"]
 _ADAMW_TRICKS = ["ok_topk, dense warm-up, small leaves dense"]
 
 
 def _around_sparse_sgd(inner: Any, *, axis: str, every: int, density: float = 5 * DENSITY) -> Any:
-    """Local steps around a sparse exchange, whose residual is apart from what was moved."""
+    """Local steps around a sparse exchange, whose residual is separate from the local updates."""
     outer = optax_ext.sparse_sgd(1.0, density=density, selector=exact_top_k(density), axis=axis)
     return optax_ext.local_steps(inner, outer, every=every)
 
 
-# Two optimizers in rounds, by the name of the published ones.
+# Two optimizers in rounds, the published ones under their names.
 ROUNDS: dict[str, Callable[..., Any]] = {
     name: getattr(optax_ext.published, name)
     for name in ("diloco", "streaming_diloco", "sparse_loco")
@@ -99,7 +99,7 @@ _PLAIN = (
 
 
 def contestants(task: str, share: float = 1.0) -> dict[str, Train]:
-    """Over simulated workers, by name; every density is multiplied by the share."""
+    """Contestants over simulated workers, by name; every density is multiplied by the share."""
     adamw, density = KINDS[task].optimizer == ADAMW, share * DENSITY
     names, tricks = (_ADAMW, _ADAMW_TRICKS) if adamw else (_SGD, _SGD_TRICKS)
     if task == DELAYED:
@@ -124,7 +124,7 @@ def _train(contestant: Contestant, k: float, task: str) -> Train:
 
 
 def _with_tricks(name: str, density: float, adamw: bool) -> Callable[[float, int], Variant]:
-    """The way to train of that name: an allreduce, and the tricks that are added to it."""
+    """The way to train with that name: an allreduce, and the tricks that are added to it."""
     allreduce, *tricks = name.split(", ")
 
     def made(rate: float, steps: int) -> Variant:
@@ -135,7 +135,7 @@ def _with_tricks(name: str, density: float, adamw: bool) -> Callable[[float, int
         if adamw:
             return Variant(tx, optax.adamw(schedule(rate, steps), weight_decay=DECAY))
         behind = not {"correction", "no momentum"} & set(tricks)
-        # Without momentum the same distance takes a rate larger by what momentum sums up.
+        # Without momentum the learning rate is multiplied by the sum of the momentum's weights.
         peak = rate / (1 - MOMENTUM) if "no momentum" in tricks else rate
         momentum = MOMENTUM if behind else None
         return Variant(tx, optax.sgd(schedule(peak, steps), momentum=momentum))
@@ -144,7 +144,7 @@ def _with_tricks(name: str, density: float, adamw: bool) -> Callable[[float, int
 
 
 def _tricks(tricks: Sequence[str], density: float, steps: int) -> dict[str, Any]:
-    """Those of an allreduce, for a run of so many steps."""
+    """The options of an allreduce for these tricks, in a run of so many steps."""
     given: dict[str, Any] = {"selector": exact_top_k(density)}
     if "correction" in tricks:
         masking = "masking" in tricks
@@ -161,7 +161,7 @@ def _tricks(tricks: Sequence[str], density: float, steps: int) -> dict[str, Any]
 
 
 def over_links() -> dict[str, dict[str, Make]]:
-    """Those of JAX by the experiment and by name."""
+    """The contestants of JAX, by experiment and by name."""
 
     def made(name: str) -> Make:
         # A whole optimizer has a density of its own.
@@ -183,10 +183,10 @@ def option(text: str) -> Option:
 
 
 def neighbour(task: str, share: float, given: Sequence[Option]) -> tuple[str, Train]:
-    """``sparse_adamw``, or ``sparse_sgd`` where the task has that, with other options.
+    """``sparse_adamw``, or ``sparse_sgd`` if the task trains with SGD, with other options.
 
-    The name has the options in it; a density that is not among them is multiplied by ``share``. A
-    ValueError or a TypeError where there is no such option, or the value is none for it.
+    The name includes the options; a density that is not among them is multiplied by ``share``.
+    Raises a ValueError or a TypeError for an unknown option or an invalid value.
     """
     make = optax_ext.sparse_adamw if KINDS[task].optimizer == ADAMW else optax_ext.sparse_sgd
     if rounds := _rounds(given, AXIS):
@@ -204,7 +204,7 @@ def neighbour(task: str, share: float, given: Sequence[Option]) -> tuple[str, Tr
 
 
 def neighbour_over_links(given: Sequence[Option]) -> tuple[str, Make]:
-    """The same of ``sparse_adamw`` over links; ``beside=1`` is for `_round_trainer`."""
+    """The same for ``sparse_adamw`` over links; ``beside=1`` is for `_round_trainer`."""
     named = given
     given = [option for option in given if option[0] != "beside"]
     if rounds := _rounds(given, AXIS):
@@ -238,7 +238,7 @@ def _rounds(given: Sequence[Option], axis: str) -> tuple[str, Make] | None:
 
 
 def _arguments(make: Callable[..., Any], given: Sequence[Option]) -> dict[str, Any]:
-    """What an optimizer is called with for the options; a ValueError where it has none of them."""
+    """The arguments of an optimizer for the options; a ValueError for an unknown option."""
     known = [name for name in inspect.signature(make).parameters if name in _PLAIN]
     for name, _ in given:
         if name not in (*known, "step_ahead"):
@@ -253,6 +253,6 @@ def _arguments(make: Callable[..., Any], given: Sequence[Option]) -> dict[str, A
 
 
 def _name_of(name: str, given: Sequence[Option]) -> str:
-    """The name of an optimizer with options, the same in whatever order they come."""
+    """The name of an optimizer with options, independent of their order."""
     values = [f"{x}={f'{y:g}' if isinstance(y, int | float) else y}" for x, y in sorted(given)]
     return " ".join([name, *values])

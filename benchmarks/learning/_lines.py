@@ -1,6 +1,6 @@
-"""What the programs of loss against steps and against time share: runs that are kept, and rows.
+"""Shared by the programs of loss against steps and against time: stored runs, and rows.
 
-Runs are in a file of JSON lines, so that an experiment that was cut short goes on.
+Runs are stored in a file of JSON lines, so that an interrupted experiment can continue.
 """
 
 import json
@@ -19,15 +19,15 @@ from ._contestants import Option, option
 from ._tasks import KINDS
 
 Case = dict[str, Any]
-# A contestant of --options, by name; and those with whom a contestant of a name is compared.
+# A contestant of --options with its name, and the groups in which a contestant is compared.
 Added = Callable[[Sequence[Option]], tuple[str, Any]]
 Groups = Callable[[str], Iterable[Any]]
 
 
 class Store:
-    """The runs of a file; with no path they are kept until the program ends.
+    """The runs of a file; without a path they are kept until the program ends.
 
-    In each run is all that is ``needed``, such as its ``rate``, ``seed`` and last ``value``;
+    Each run has all keys in ``needed``, such as its ``rate``, ``seed`` and last ``value``;
     ``large`` says whether a large value is a good one.
     """
 
@@ -39,7 +39,7 @@ class Store:
         return [run for run in self.runs if wanted.items() <= run.items()]
 
     def best(self, **case: Any) -> list[dict[str, Any]]:
-        """The runs of a case in the order of their seeds, with the rate that is best for seed 0."""
+        """The runs of a case by seed, with the learning rate that is best for seed 0."""
         ended = [run for run in self._find(seed=0, **case) if math.isfinite(run["value"])]
         if not ended:
             return []
@@ -47,7 +47,7 @@ class Store:
         return sorted(self._find(rate=rate, **case), key=lambda run: run["seed"])
 
     def reported(self, **case: Any) -> list[dict[str, Any]]:
-        """The same with the rate of the best mean, of those that as many seeds were run with."""
+        """The same with the learning rate of the best mean, among those run with as many seeds."""
         best = self.best(**case)
         of_rate = {run["rate"]: self._find(rate=run["rate"], **case) for run in self._find(**case)}
         means = {
@@ -63,7 +63,7 @@ class Store:
     def missing(
         self, rates: Sequence[float], seeds: int, **case: Any
     ) -> Iterator[tuple[float, int]]:
-        """Rates and seeds of what is not here: the best rate is known when all have been tried."""
+        """Learning rates and seeds to run: all with seed 0, then the best with other seeds."""
         for seed in range(seeds):
             for rate in [run["rate"] for run in self.best(**case)[:1]] if seed else rates:
                 if not self._find(rate=rate, seed=seed, **case):
@@ -78,7 +78,7 @@ class Store:
 
 
 def _read(path: Path, needed: Sequence[str]) -> list[dict[str, Any]]:
-    """The runs; a last line that is not whole, in which the program was ended, is taken away."""
+    """The runs; removes an incomplete last line, during which the program was ended."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -100,7 +100,7 @@ def _read(path: Path, needed: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def parser_of(doc: Any, tasks: Iterable[str], default: str, **usual: Any) -> ArgumentParser:
-    """A parser with the options of both, and usual ones; ``tasks`` may be chosen."""
+    """A parser with the options of both programs and ``usual`` ones, for these tasks."""
     chosen = {name: KINDS[name] for name in tasks}
     what = "; ".join(f"{name}: {kind.model}, {kind.optimizer}" for name, kind in chosen.items())
     both = {"task": (default, what, tuple(chosen)), "batch": (None, "of all workers")}
@@ -115,10 +115,10 @@ def parser_of(doc: Any, tasks: Iterable[str], default: str, **usual: Any) -> Arg
 def complete(
     parser: ArgumentParser, args: Namespace, names: Sequence[str], neighbour: Added, **usual: Any
 ) -> None:
-    """Fills in what is usual, and ends with one line where an option is wrong.
+    """Fills in defaults, and ends with one line if an option is wrong.
 
-    ``usual`` has rates, batch and width where they are others than those of the task. Contestants
-    of --options are added as ``neighbours``, by the name that ``neighbour`` gives them.
+    ``usual`` has learning rates, batch and width if they differ from the task's. Contestants of
+    --options are added as ``neighbours``, by the name that ``neighbour`` gives them.
     """
     kind = KINDS[args.task]
     usual = kind._asdict() | usual
@@ -143,14 +143,14 @@ def complete(
 
 
 def chosen(args: Namespace, names: Iterable[str]) -> list[str]:
-    """The contestants of a run: those of --only, or all, and those of --options."""
+    """The contestants of a run: the names in --only, or all, and the contestants of --options."""
     return [*(name for name in names if not args.only or name in args.only), *args.neighbours]
 
 
 def run_missing(
     store: Store, args: Namespace, case: Case, train: Callable[[float, int], Case]
 ) -> None:
-    """Makes the runs of a case that are not in the store, by ``train(rate, seed)``."""
+    """Runs ``train(rate, seed)`` for the runs of a case that are not in the store."""
     for rate, seed in store.missing(args.rates, args.seeds, **case):
         store.add({**case, "rate": rate, "seed": seed, **train(rate, seed)})
 
@@ -158,7 +158,7 @@ def run_missing(
 class Line(NamedTuple):
     """The runs of a contestant, one for each seed.
 
-    ``group`` is with which others: P, None where it is the same for all; or a link.
+    ``group`` is the group in which it is compared: P, or None if it is the same for all; or a link.
     """
 
     name: str
@@ -166,14 +166,14 @@ class Line(NamedTuple):
     runs: Sequence[dict[str, Any]]
 
     def mean(self, what: str) -> np.ndarray:
-        """The ``values``, ``steps`` or ``seconds`` of the curve, on average over the seeds."""
+        """The ``values``, ``steps`` or ``seconds`` of the curve, averaged over the seeds."""
         curves = [run["curve"] for run in self.runs]
         # A run that was made with another number of points is left out.
         alike = [curve for curve in curves if len(curve["steps"]) == len(curves[0]["steps"])]
         return np.mean([curve[what] for curve in alike], axis=0)
 
     def ends(self, large: bool) -> dict[str, Any]:
-        """Rate, number of seeds, mean and deviation of the values at the end."""
+        """Learning rate, number of seeds, and mean and deviation of the final values."""
         ended = (100 if large else 1) * np.array([run["value"] for run in self.runs])
         row = {"rate": self.runs[0]["rate"], "seeds": len(ended), "mean": ended.mean()}
         return row | {"deviation": ended.std(ddof=1) if len(ended) > 1 else None}
@@ -182,7 +182,7 @@ class Line(NamedTuple):
 def lines_of(
     store: Store, names: Iterable[str], groups: Groups, case_of: Callable[[str, Any], Case]
 ) -> list[Line]:
-    """The best runs in the store of these contestants and of others that are there."""
+    """The best runs in the store of these contestants and of all others in it."""
     found = []
     for name in dict.fromkeys([*names, *(run["contestant"] for run in store.runs)]):
         cases = ((group, store.reported(**case_of(name, group))) for group in groups(name))
@@ -198,9 +198,9 @@ def worse(value: float, other: float, large: bool) -> float:
 def draw(
     path: Path | None, lines: Sequence[Line], groups: Iterable[Any], x: str, title: str
 ) -> None:
-    """A PNG with a panel for each group: values against ``steps`` or ``seconds``."""
+    """Draws a PNG with a panel for each group: values against ``steps`` or ``seconds``."""
     panels = []
-    # A contestant has one colour in all of them.
+    # A contestant looks the same in all panels.
     names = list(dict.fromkeys(line.name for line in lines))
     for group in groups:
         here = {

@@ -1,4 +1,4 @@
-"""The role of a host that takes its steps in rounds, with the exchange on a device of its own."""
+"""The role of a host that takes its steps in rounds, with the exchange on its own device."""
 
 from typing import Any
 
@@ -15,10 +15,10 @@ from ._contestants import AXIS
 
 
 class Trainer(_trainer.Trainer):
-    """With :func:`optax_ext.make_train_round`: H steps in a call, and nothing in between.
+    """Trains with :func:`optax_ext.make_train_round`: H steps in a call, and nothing in between.
 
-    Steps wait until there are H of them; those that are left at the end are not taken. The rate of
-    a round is that of its last step.
+    Steps wait until there are H of them; those left over at the end are not taken. A round uses
+    the learning rate of its last step.
     """
 
     DEVICES = 2
@@ -27,10 +27,10 @@ class Trainer(_trainer.Trainer):
         return self._mesh_at(0)
 
     def _mesh_at(self, place: int) -> Mesh:
-        """The first devices of the processes, or the second ones."""
+        """A mesh of the first devices of the processes, or of the second ones."""
         devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
         mine = devices[place :: self.DEVICES]
-        # What is local to another process says so of no device here.
+        # A device's local ids exist only in its own process.
         assert len({device.process_index for device in mine}) == jax.process_count() == len(mine)
         return Mesh(np.asarray(mine), (AXIS,), axis_types=(AxisType.Auto,))
 

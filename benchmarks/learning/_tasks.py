@@ -1,4 +1,4 @@
-"""What can be learned: the model, its data, and what is usual for them."""
+"""The tasks: a model, its data, and the defaults for them."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -10,19 +10,19 @@ from ..training._small_models import WIDTH
 from ..training._small_tasks import image_task, text_task, word_task
 
 ADAMW, SGD = "AdamW", "SGD"
-# The task of runs at so low a density that an entry waits for many steps, and its hidden layer.
+# The task at a density so low that an entry stays unsent for many steps, and its hidden layer.
 DELAYED, HIDDEN = "images-hidden", 128
 
 
 class Kind(NamedTuple):
-    """What is usual for a task.
+    """The defaults of a task.
 
     Attributes:
-      model: of what, in words.
+      model: and data, in words.
       optimizer: ADAMW; or SGD, with momentum.
-      rates: peaks of the rate, to choose from.
+      rates: peaks of the learning rate, to choose from.
       batch: of all workers.
-      width: of the model; None where it has none to choose.
+      width: of the model; None if it has none to choose.
       large: whether a large value is a good one: an accuracy, and not a loss.
     """
 
@@ -50,7 +50,7 @@ KINDS = {
 
 
 def make(name: str, width: int | None, text: Path | None, images: Path | None) -> Task:
-    """The task, from the data of the user or what is there without."""
+    """The task, from the user's files or by default from data in Python and scikit-learn."""
     if name.startswith("images"):
         data = read_images(images)
         given = data.train_images.shape[1:], data.classes

@@ -54,7 +54,7 @@ def _affine(layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _gelu(x: torch.Tensor) -> torch.Tensor:
-    # What jax.nn.gelu is by default.
+    # The default of jax.nn.gelu.
     return functional.gelu(x, approximate="tanh")
 
 
@@ -68,7 +68,7 @@ def _score(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 class Trainer(Learner):
-    """With PyTorch: the module of a contestant, and AdamW."""
+    """Trains with PyTorch: the module of a contestant, and AdamW."""
 
     TORCH = True
     # Buckets are made after the first step, and PowerSGD starts after two.
@@ -94,7 +94,7 @@ class Trainer(Learner):
         self._taken = 0
 
     def _placed(self, batch: Any) -> Any:
-        # Labels of PyTorch's cross-entropy are of 64 bits.
+        # Labels of PyTorch's cross-entropy have 64 bits.
         return tuple(torch.from_numpy(x).long() for x in batch)
 
     def _step(self, batch: Any, rate: float) -> None:

@@ -1,4 +1,4 @@
-"""The role of a host that trains a real model, with gradients of its own, over Gloo."""
+"""The role of a host that trains a real model with its own gradients, over Gloo."""
 
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ from ._contestants import AXIS, Make
 
 
 class Learner:
-    """What one worker has, whatever it trains with: a task, and the contestant that has begun.
+    """A worker of any framework: its task, and the contestant that has begun.
 
-    Those who inherit say how to start anew, how a batch is placed and a step taken, and what the
-    whole parameters are, as those of the JAX model.
+    Subclasses define how to start, how to place a batch and take a step, and the whole parameters
+    in the form of the JAX model.
     """
 
     # Steps after which everything is compiled.
@@ -36,7 +36,7 @@ class Learner:
         self._seed = self._taken = 0
 
     def begin(self, contestant: str, options: list | None, seed: int, warmup: int) -> Any:
-        """Compiles, takes steps that do not count, and begins anew; what a step takes."""
+        """Compiles, takes steps that do not count, and starts again; returns a step's seconds."""
         self._seed = seed
         self._start(contestant, options)
         self.take([1e-3] * self.FIRST)
@@ -46,12 +46,12 @@ class Learner:
         return {"seconds": seconds, "size": sum(leaf.size for leaf in params)}
 
     def take(self, rates: list[float]) -> dict[str, Any]:
-        """A step with each of the rates; seconds and bytes of a step, in the mean."""
+        """Takes a step with each of the learning rates; the mean seconds and bytes of a step."""
         end = self._taken + len(rates)
         # A longer order begins as a shorter one does.
         order = order_of(self._task, steps=end, batch=self._batch, seed=self._seed)
         mine = order[self._taken :, self._host * self._examples :][:, : self._examples]
-        # The reading of data is not what is measured.
+        # Placed here, since the reading of data is not measured.
         batches = [self._placed(self._task.batch_of(chosen)) for chosen in mine]
 
         def steps() -> None:
@@ -62,12 +62,12 @@ class Learner:
         return measured(self.barrier, steps, len(rates))
 
     def evaluate(self) -> dict[str, Any]:
-        """The value of the parameters, which all have: one of them finds it."""
+        """The value of the parameters, computed by one worker since all have the same."""
         return {"value": None if self._host else self._task.evaluate(self._whole())}
 
 
 class Trainer(Learner):
-    """With JAX: a compiled step of each contestant."""
+    """Trains with JAX: a compiled step of each contestant."""
 
     def __init__(self, config: dict[str, Any]):
         super().__init__(config)
@@ -96,7 +96,7 @@ class Trainer(Learner):
 
         def step(params, state, batch, rate):
             gradients = jax.grad(self._task.loss)(optax_ext.ahead(params, state), batch)
-            # The rate comes from outside, so that one program serves all rates and budgets.
+            # The learning rate is an argument, so that one program serves all rates and budgets.
             updates, state = make(lambda count: rate).update(gradients, state, params)
             return optax.apply_updates(params, updates), state
 

@@ -5,10 +5,10 @@
 Processes on hosts of their own (network namespaces) take steps of a real model, as in
 ``benchmarks.learning.time``. Contestants take turns in every round.
 
-buckets: what an exchange in buckets gains behind the backward pass: DenseOvlp of Ok-Topk's
+buckets: the gain of an exchange in buckets that overlaps the backward pass: DenseOvlp of Ok-Topk's
 evaluation, and `optax_ext.bucketed` around a sparse exchange. "hidden" is the share of the exchange
 that costs no time: 1 - (t - alone) / (whole - alone), where alone is a step that exchanges nothing
-and whole one exchange of the same kind when all is there.
+and whole is one exchange of the same kind after the backward pass.
 
 norms: the layers' norms of LAMB computed by every worker (optax), a slice of each by each worker
 (`optax_ext.contrib.lamb`), and whole layers dealt out (`optax_ext.contrib.distributed`).
@@ -25,12 +25,12 @@ from . import time
 from ._contestants import NOTHING, over_links
 
 Times = dict[str, list[float]]
-# The contestants of each, the one first that the others are compared with.
+# The contestants of each, starting with the one that the others are compared with.
 GROUPS = {name: of for name, of in over_links().items() if name != "time"}
 
 
 def hidden(found: Times, name: str) -> list[float] | None:
-    """What of the exchange costs no time, by round; None for what is not in buckets."""
+    """The share of the exchange that costs no time, by round; None without buckets."""
     whole = name.split(",")[0]
     if whole == name or NOTHING not in found:
         return None

@@ -3,11 +3,11 @@
     python -m benchmarks.learning.steps --task text --runs FILE [--text FILE] [options]
     python -m benchmarks.learning.steps --only dense --options gain=2 --options b2=0.999 gain=2
 
-Each contestant trains once with every rate of ``--rates``, and with the best of them from the
-other seeds. All see the same batches in the same order, whatever the number of workers. A run that
-is in FILE is not made again, so that an experiment can be cut short and go on; ``--show`` prints
-what is there and trains nothing. Each ``--options`` adds a contestant: the default of the library
-with these options, such as gain, b2, step_ahead or density.
+Each contestant trains once with every learning rate of ``--rates``, and with the best of them from
+the other seeds. All see the same batches in the same order, whatever the number of workers. A run
+that is in FILE is not repeated, so that an interrupted experiment can continue; ``--show`` prints
+the runs in FILE and trains nothing. Each ``--options`` adds a contestant: the default of the
+library with these options, such as gain, b2, step_ahead or density.
 
 Words are those that a worker receives in a step, as multiples of k (P-1)/P for k = 1 % of n.
 ``--options optimizer=diloco every=10`` adds AdamW in the rounds of another system. ``--plot-bytes``
@@ -31,20 +31,20 @@ from ._contestants import DENSE, DENSITY, ROUNDS, contestants, neighbour
 from ._lines import Groups, Line, Store, worse
 from ._tasks import KINDS
 
-# What a run has: what tells it from others, and what it came to.
+# The keys of a run: those that identify it, and its results.
 NEEDED = ("task", "width", "contestant", "share", "workers", "batch", "steps", "rate", "seed")
 NEEDED += ("value", "words", "curve")
 
 
 def case_of(args: argparse.Namespace, name: str, workers: int | None) -> dict[str, Any]:
-    """What the runs of a contestant have in common; a dense one is the same for all workers."""
+    """The keys that a contestant's runs share; a dense one is the same for any P."""
     case = {key: getattr(args, key) for key in ("task", "width", "share", "batch", "steps")}
     own = {"workers": workers} if workers else {"share": 1.0, "workers": 1}
     return case | {"contestant": name} | own
 
 
 def run_all(task: Task, store: Store, makes: Any, groups: Groups, args: argparse.Namespace) -> None:
-    """All runs that are not in the store."""
+    """Makes all runs that are not in the store."""
     size = sum(leaf.size for leaf in jax.tree.leaves(task.init(0)))
     for name in _lines.chosen(args, contestants(args.task)):
         for workers in groups(name):
@@ -61,7 +61,7 @@ def run_all(task: Task, store: Store, makes: Any, groups: Groups, args: argparse
 
 
 def row_of(line: Line, dense: dict[int, float], large: bool) -> dict[str, Any]:
-    """A row of the table: the best rate of a contestant, beside the dense runs by seed."""
+    """A row of the table: a contestant at its best, compared with the dense runs by seed."""
     name, workers, runs = line
     row = {"": name, "P": workers or "any", **line.ends(large)}
     pairs = [(run["value"], dense[run["seed"]]) for run in runs if run["seed"] in dense]
@@ -77,7 +77,7 @@ def row_of(line: Line, dense: dict[int, float], large: bool) -> dict[str, Any]:
 def draw_bytes(
     path: Path | None, lines: Iterable[Line], workers: Iterable[int], steps: int, title: str
 ) -> None:
-    """A PNG with a panel for each number of workers: values at the end against megabytes."""
+    """Draws a PNG with a panel for each number of workers: final values against megabytes."""
     panels = []
     for p in workers:
         families: dict[str, list[tuple[float, float]]] = {}
@@ -98,7 +98,7 @@ def draw_bytes(
 
 
 def _family(name: str) -> str:
-    """The contestants that are on one line: of all densities, or of all H of another system."""
+    """The contestants on one line: all densities of an optimizer, or all H of another system."""
     first, *given = name.split()
     left_out = ("density=", "every=") if first in ROUNDS else ("density=",)
     return " ".join([first, *(x for x in given if not x.startswith(left_out))])
@@ -106,7 +106,7 @@ def _family(name: str) -> str:
 
 @options.program
 def main(argv: list[str] | None = None) -> None:
-    """Trains what is missing, and prints all of it."""
+    """Trains the missing runs, and prints all of them."""
     usual = {"workers": [4, 8, 16, 32], "seeds": 3, "points": 8}
     usual |= {"share": (1.0, "multiplies every density")}
     parser = _lines.parser_of(__doc__, KINDS, "text", **usual)

@@ -4,10 +4,10 @@
     python -m benchmarks.learning.time --show --runs FILE --plot FILE
 
 Every worker is a process on a host of its own, a network namespace, and takes real gradients of a
-real model. Each contestant trains for the same number of seconds, and its rate comes to its end
-exactly then, whatever a step takes; compiling and measuring take none of them. It does so with
-every rate of ``--rates``, and with the best of them from the other seeds. Where PyTorch is
-installed, its DistributedDataParallel and hooks are contestants, too, with the same parameters and
+real model. Each contestant trains for the same number of seconds, and its learning rate reaches its
+end exactly then, whatever a step takes; compiling and measuring take none of them. It trains with
+every learning rate of ``--rates``, and with the best of them from the other seeds. If PyTorch is
+installed, its DistributedDataParallel and hooks are also contestants, with the same parameters and
 batches. ``--runs`` and ``--options`` are as in ``benchmarks.learning.steps``. Over links with a
 delay, such as 100mbit+50ms, the contestants of JAX use direct messages.
 
@@ -33,23 +33,23 @@ from ._contestants import DENSE, TORCH, Option, neighbour_over_links, over_links
 from ._lines import Line, Store, worse
 from ._tasks import ADAMW, KINDS
 
-# What a run has: what tells it from others, and what it came to.
+# The keys of a run: those that identify it, and its results.
 NEEDED = ("task", "width", "contestant", "link", "workers", "batch", "seconds")
 NEEDED += ("rate", "seed", "value", "curve")
-# With these widths a model has over a million parameters, and with this batch a step of the
-# transformer is not all gradient.
+# With these widths a model has over a million parameters, and with this batch the gradient is not
+# the whole step of the transformer.
 WIDTHS = {"words": 128, "text": 208, "lstm": 480}
 _USUAL: dict[str, dict[str, Any]] = {"words": {"rates": (0.005, 0.01, 0.02)}}
 _USUAL |= {"text": {"rates": (0.002, 0.005, 0.01), "batch": 8}}
 # The tasks of `_torch_trainer`, which can't be imported without PyTorch.
 _IN_TORCH = ("words", "text")
 NAMES = [*over_links()["time"], *TORCH]
-# Steps that tell how long one takes, about.
+# Steps for a rough estimate of the time of one.
 _WARM_UP = 3
 
 
 def run_all(store: Store, args: argparse.Namespace) -> None:
-    """All runs that are not in the store."""
+    """Makes all runs that are not in the store."""
     known = [name for name in NAMES if name not in TORCH or _has_torch(args.task)]
     names = _lines.chosen(args, known)
     cases = [case_of(args, *case) for case in itertools.product(names, args.link)]
@@ -68,14 +68,14 @@ def _has_torch(task: str) -> bool:
 
 
 def case_of(args: argparse.Namespace, name: str, link: str) -> dict[str, Any]:
-    """What the runs of a contestant over a link have in common."""
+    """The keys that the runs of a contestant over a link share."""
     case = {key: getattr(args, key) for key in ("task", "width", "workers", "batch", "seconds")}
     return case | {"contestant": name, "link": link}
 
 
 @contextlib.contextmanager
 def started(made: namespaces.Hosts, args: argparse.Namespace) -> Iterator[Callable[[str], Workers]]:
-    """Gives the processes for a contestant, which start when they are first asked for."""
+    """Yields a function that gives the processes for a contestant, and starts them if needed."""
     config = {name: getattr(args, name) for name in ("task", "width", "batch")}
     paths = {name: getattr(args, name) for name in ("text", "images")}
     config |= {name: str(path.resolve()) if path else None for name, path in paths.items()}
@@ -92,7 +92,7 @@ def started(made: namespaces.Hosts, args: argparse.Namespace) -> Iterator[Callab
 
 
 def _are_late(links: Sequence[str]) -> bool:
-    """Whether messages over these links take long, such as 100mbit+50ms."""
+    """Whether messages over these links are delayed, such as 100mbit+50ms."""
     return any("+" in link for link in links)
 
 
@@ -105,7 +105,7 @@ def _train(
     options.say(f"{label}: compiling")
     asked = {"contestant": name, "options": args.neighbours.get(name), "seed": seed}
     begun = group.ask("begin", **asked, warmup=_WARM_UP)
-    # Steps, seconds and bytes of each.
+    # The number of steps in each part, and the seconds and bytes of one.
     parts: list[tuple[int, float, float]] = []
 
     def take(shares: list[float]) -> float:
@@ -128,7 +128,7 @@ def _train(
 
 
 def show(store: Store, args: argparse.Namespace) -> None:
-    """A table for each link, and the figure that is asked for, of the best rates."""
+    """Prints a table for each link, and draws the figure if asked to, each with its best runs."""
     large, case = KINDS[args.task].large, functools.partial(case_of, args)
     lines = _lines.lines_of(store, [*NAMES, *args.neighbours], lambda name: args.link, case)
     unit = "points" if large else "% of the loss"
@@ -145,7 +145,7 @@ def show(store: Store, args: argparse.Namespace) -> None:
 
 
 def row_of(line: Line, dense: Line | None, large: bool) -> dict[str, Any]:
-    """A row of the table: a contestant over a link, beside the dense one where there is one."""
+    """A row of the table: a contestant over a link, compared with the dense one if there is one."""
     runs, by, reached = line.runs, None, None
     if dense is not None:
         own, other = (float(np.mean([run["value"] for run in x.runs])) for x in (line, dense))
@@ -159,7 +159,7 @@ def row_of(line: Line, dense: Line | None, large: bool) -> dict[str, Any]:
 
 
 def _when(seconds: np.ndarray, values: np.ndarray, wanted: float, large: bool) -> float | None:
-    """When a curve first is as good as wanted, between its points along a line; None: never."""
+    """When a curve first reaches ``wanted``, interpolated between its points; None if never."""
     good = values >= wanted if large else values <= wanted
     if not good.any():
         return None
@@ -172,7 +172,7 @@ def _when(seconds: np.ndarray, values: np.ndarray, wanted: float, large: bool) -
 
 @options.program
 def main(argv: list[str] | None = None) -> None:
-    """Trains what is missing, and prints all of it."""
+    """Trains the missing runs, and prints all of them."""
     tasks = [name for name, kind in KINDS.items() if kind.optimizer == ADAMW]
     usual = {"seconds": (60.0, "of training"), "points": 12, "seeds": 1, "timeout": 900}
     parser = _lines.parser_of(__doc__, tasks, "words", **usual, **options.LINKS)

@@ -2,12 +2,12 @@
 
     python -m benchmarks.local.data_cache [--bandwidth 8] [--latency 2] [--rounds 3] [--json FILE]
 
-JPEG images in a folder stand for the central storage, behind a link with a rate and a latency. A
-contestant reads three epochs of them, decoded to `--size` and augmented, in batches, and one more
-in a new process, before which the system forgets the files of the cache, where it lets one.
-Contestants take turns in each round, and a rate is divided by that of the first epoch without a
-cache in the same round: the table gives the median, the least and the most. Memory is that of the
-process beyond the one without a cache.
+JPEG images in a folder stand for the central storage, at the end of a link with a limited bandwidth
+and a latency. A contestant reads three epochs of them, decoded to `--size` and augmented, in
+batches, and one more in a new process. Before that one the system drops the cached files from its
+memory, if it supports this. Contestants take turns in each round. Their samples per second are
+divided by the first epoch without a cache in the same round: the table gives the median, the least
+and the most. Memory is what the process has beyond the process without a cache.
 """
 
 import functools
@@ -29,21 +29,21 @@ from .._common.display import show_rows
 from .._common.processes import in_new_process
 
 BASE = "no cache"
-# By name: whether there is a memory level, and what the disk level holds.
+# By name: whether there is a memory level, and the content of the disk level.
 LEVELS = {
     BASE: (False, None),
     "disk level alone": (False, "records"),
     "DataCache": (True, "records"),
     "DataCache, samples on disk": (True, "samples"),
 }
-# What a program would do without a library.
+# With two alternatives that a program could use without a library.
 CONTESTANTS = (*LEVELS, "records in a dictionary", "samples in a dictionary")
 EPOCHS, RESTART = (0, 1, 2), 3
 CLASSES, PIXELS, QUALITY = 4, 512, 85
 
 
 class Sequence:
-    """What a function makes of each index."""
+    """A sequence of ``read(index)``."""
 
     def __init__(self, read, count):
         self.read, self.count = read, count
@@ -72,7 +72,7 @@ def samples_of(name, source, prepare, folder):
 
 
 def process(given):
-    """Rates of the epochs of one contestant, and the bytes in memory and on disk at the end."""
+    """Speeds of the epochs of one contestant, and the bytes in memory and on disk at the end."""
     images = ImageFolder(Path(given["images"]))
     decode = Decode(given["size"])
     limits = {name: given[name] for name in ("bytes_per_second", "latency")}
@@ -81,7 +81,7 @@ def process(given):
     loading = {name: given[name] for name in ("batch", "seed", "threads")}
     loading |= {"worker": 0, "workers": 1}
     loader = Loader(samples, augment=Augment(shift=given["size"] // 16, mirror=True), **loading)
-    # Threads, decoders and modules that load when first used, without a sample of the cache.
+    # Loads threads, decoders and modules before the first epoch, without a sample of the cache.
     record = images[0]
     for _ in Loader(Sequence(lambda _: decode(record), 2 * given["batch"]), **loading).epoch(0):
         pass
@@ -98,7 +98,7 @@ def process(given):
 
 
 def resident_bytes():
-    """What this process has in memory; 0 where the system does not say."""
+    """The bytes that this process has in memory; 0 if the system does not report them."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -107,7 +107,7 @@ def resident_bytes():
 
 
 def write_images(folder, count, seed):
-    """JPEG images of smooth colours and noise, in folders of classes; returns their bytes."""
+    """Writes smooth, noisy JPEG images in folders of classes; returns their bytes."""
     rng = np.random.default_rng(seed)
     total = 0
     for number in range(count):
@@ -123,12 +123,12 @@ def write_images(folder, count, seed):
 
 
 def run(given):
-    """What :func:`process` returns in a process of its own."""
+    """The result of :func:`process` in a process of its own."""
     return in_new_process(process, given)
 
 
 def drop_pages(folder):
-    """Asks the system to forget what it holds of the files in a folder."""
+    """Asks the system to drop the files in a folder from its memory."""
     for path in folder.rglob("*"):
         if path.is_file() and hasattr(os, "posix_fadvise"):
             with path.open("rb") as file:

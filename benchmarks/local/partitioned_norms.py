@@ -1,12 +1,12 @@
-"""What partitioned norms save, beside `optax.lamb` and `optax.lars` in the same run.
+"""The savings of partitioned norms, compared with `optax.lamb` and `optax.lars` in the same run.
 
     python -m benchmarks.local.partitioned_norms [--layers 50] [--width 512] [--json FILE]
 
-One worker's step, on one device: the optimizer with donated state and parameters, where the number
-of the worker is an argument, P is set by hand and the allreduce of the norms is left out (its sum
-is replaced by P times the worker's part). Contestants take turns, and each time is divided by that
-of optax in the same round. "no norms" is the optimizer with ratio 1, the most that any such scheme
-can reach. The model: matrices of width x width, a quarter of them four times as wide, with biases.
+One worker's step, on one device: the optimizer with donated state and parameters. The number of the
+worker is an argument, P is set by hand, and the allreduce of the norms is left out (its sum is
+replaced by P times the worker's part). Contestants take turns, and each time is divided by optax's
+time in the same round. "no norms" is the optimizer with ratio 1, the upper limit of any such
+scheme. The model: matrices of width x width, a quarter of them four times as wide, with biases.
 """
 
 import jax
@@ -63,7 +63,7 @@ OPTIMIZERS = {
 
 
 def measure(name, params, gradients, worker_counts, rounds):
-    """One row for each contestant; the first is what the others are compared with."""
+    """One row for each contestant; the others are compared with the first."""
     around, plain = OPTIMIZERS[name]
     txs = {"optax": plain} | {f"P = {p}": around(trust_ratio(p)) for p in worker_counts}
     txs["no norms"] = around(optax.identity())

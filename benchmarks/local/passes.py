@@ -3,14 +3,14 @@
     python -m benchmarks.local.passes [--only NAME ...] [--breakdown NAME] [--write FILE]
     python -m benchmarks.local.passes --check FILE
 
-A pass reads or writes four bytes for each of the n parameters, whichever of its arrays they are in;
-of a gather or a scatter 32 bytes count for each entry, and twice for what is changed. What the
-layers themselves read and write is counted apart, as "model": it is the same for all contestants.
-Of a conditional the branch that moves most counts, and a loop of unknown length does not: a
-selection takes it only where the magnitude that it has from the step before misleads it.
+A pass reads or writes four bytes for each of the n parameters, in whichever of its arrays. A gather
+or a scatter counts 32 bytes for each entry, and twice as many for an entry that it changes. The
+reads and writes of the layers themselves are listed separately as "model", since they are the same
+for all contestants. A conditional counts with the branch that moves most, and a loop of unknown
+length does not count: a selection enters it only if the magnitude from the step before is wrong.
 
---breakdown shows the functions that the passes of one step come from. --check compares with what
---write has written, and is status 1 where a step makes half a pass more. Nothing is timed.
+--breakdown shows the functions that the passes of one step come from. --check compares with a file
+of --write; the status is 1 if a step makes half a pass more. Nothing is timed.
 """
 
 import collections
@@ -33,7 +33,7 @@ from ..gpu._paths import alone
 AXIS = "workers"
 SETTINGS = {"size": 4_000_000, "density": 0.01, "devices": 4}
 NAMES = ("dense/adamw", "sparse_adamw", "sparse_sgd", "ok_topk/adamw", "powersgd1/adamw")
-# Less than any pass over n, and more than what small buffers differ by.
+# Less than any pass over n, and more than small buffers vary.
 TOLERANCE = 0.5
 PATTERN: reports.Pattern = {
     "jax": reports.text(),
@@ -44,7 +44,7 @@ _EXAMPLES = 2
 
 
 def loss(params: Any, batch: jax.Array) -> jax.Array:
-    """Each parameter is used in one product, as a layer does, whose gradient is another product."""
+    """Uses each parameter in one product, as a layer does, whose gradient is another product."""
     outputs = [jnp.tanh(batch[:, : w.shape[0]] @ w) for w in params if w.ndim == 2]
     vectors = [jnp.sum(jnp.square(w)) for w in params if w.ndim != 2]
     return sum((jnp.mean(jnp.square(x)) for x in outputs), sum(vectors, jnp.float32(0)))
@@ -97,7 +97,7 @@ def grown(rows: list[dict[str, Any]], recorded: list[dict[str, Any]]) -> list[st
 
 
 def row_of(name: str, found: dict[str, float]) -> dict[str, Any]:
-    """The passes of a step, beside those of its layers."""
+    """The passes of a step, and separately the passes of its layers."""
     model = found.get("model", 0.0)
     return {
         "program": name,
@@ -108,7 +108,7 @@ def row_of(name: str, found: dict[str, float]) -> dict[str, Any]:
 
 @options.program
 def main(argv: list[str] | None = None) -> int:
-    """Prints the table, or a breakdown; status 1 where a step makes more passes."""
+    """Prints the table, or a breakdown; status 1 if a step makes more passes."""
     parser = options.parser_of(__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these steps")
     parser.add_argument("--breakdown", choices=NAMES, help="where the passes come from")

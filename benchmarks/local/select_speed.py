@@ -1,12 +1,12 @@
-"""The time of every selector, beside what a JAX user has without this library.
+"""The time of every selector, compared with the alternatives outside this library.
 
     python -m benchmarks.local.select_speed [--sizes 2**20 2**24] [--plot FILE.png]
 
 Contestants run in one process on the same accumulator, and take turns in each round. The table
-gives the median over the rounds of the time divided by that of `lax.top_k(abs(acc), k)` in the same
-round, and the quartiles. A selector runs in its steady state: its thresholds come from steps on
-similar data. Outside contestants: `jnp.nonzero(size=k)` at the exact threshold,
-`numpy.argpartition` and, where it is installed, `torch.topk`.
+gives the time divided by the time of `lax.top_k(abs(acc), k)` in the same round: the median over
+the rounds and the quartiles. A selector runs in its steady state: its thresholds come from steps on
+similar data. The other contestants are `jnp.nonzero(size=k)` at the exact threshold,
+`numpy.argpartition` and, if it is installed, `torch.topk`.
 """
 
 import argparse
@@ -30,16 +30,16 @@ BASE = "lax.top_k"
 
 
 def accumulators(size, seed):
-    """Three similar accumulators: heavy-tailed, of a scale that differs by layer."""
+    """Three similar accumulators: heavy-tailed, with a scale that differs by layer."""
     rng = np.random.default_rng(seed)
     layer = np.repeat(rng.lognormal(0, 0.5, 32), -(-size // 32))[:size].astype(np.float32)
     return [rng.standard_t(5, size).astype(np.float32) * layer for _ in range(3)]
 
 
 def outside(density, k, host):
-    """The contestants from elsewhere."""
+    """The contestants from outside this library."""
     device = jnp.asarray(host)
-    # Both results whole: with a part of them XLA sorts all n, 15 times slower.
+    # Returns both results, since for only one of them XLA sorts all n entries, 15 times slower.
     top_k = jax.jit(lambda x: jax.lax.top_k(jnp.abs(x), k))
     threshold = top_k(device)[0][-1]
     nonzero = jax.jit(lambda x, t: jnp.nonzero(jnp.abs(x) >= t, size=k, fill_value=x.shape[0]))
@@ -63,7 +63,7 @@ def layout(size):
 
 
 def stepper(selector, data):
-    """A function of no argument that takes one step, on the next of the data."""
+    """A function of no argument that takes one step, on the next array of the data."""
 
     @jax.jit
     def step(acc, state):
@@ -102,7 +102,7 @@ def measure(size, density, rounds, seed):
 
 
 def draw(rows, path):
-    """Ratio against n, one panel for each density."""
+    """Draws the ratio against n, one panel for each density."""
     given = {"ylabel": f"time / time of {BASE}", "xlabel": "n", "workers": True}
     panels = [
         {"title": f"density {density:g}", **given}

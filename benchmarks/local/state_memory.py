@@ -1,10 +1,11 @@
-"""What the state of each option takes, in bytes per parameter and worker.
+"""The memory of each option's state, in bytes per parameter and worker.
 
     python -m benchmarks.local.state_memory [--layers 16] [--width 512] [--json FILE]
     python -m benchmarks.local.state_memory --gpt2 --only sparse_adamw
 
-The arrays of the state on one device of a mesh are added up; beside it what the compiled step needs
-besides its arguments and results. Nothing is timed, no step is run, and no array is made.
+Adds up the arrays of the state on one device of a mesh. A second column has the memory that the
+compiled step needs besides its arguments and results. Nothing is timed, no step is run, and no
+array is made.
 """
 
 import math
@@ -21,7 +22,7 @@ from ..network._problem import SHAPES
 
 NODES, DEVICES = 2, 4
 GPT2 = 124_439_808
-# By name, which contestant; a training with SGD follows unless another is said.
+# The contestant for each name, followed by SGD unless the name says otherwise.
 NAMES = {"dense": "dense/leaves", "dense, adam behind it": "dense/leaves/adamw"}
 NAMES |= {name: name for name in ("sparse_adamw", "sparse_sgd", "ok_topk_sgd")}
 NAMES |= {"powersgd, rank 4": "powersgd4", "ok_topk": "ok_topk"}
@@ -54,7 +55,7 @@ def measure(name: str, density: float, shapes: list[tuple[int, ...]]) -> dict:
     )
     whole, specs = jax.P(), optax_ext.state_specs(state)
     inputs, outputs = (whole, specs, whole), (whole, specs)
-    # The gradients are a stand-in: the same on every worker.
+    # The gradients are a stand-in, the same on every worker.
     mapped = jax.shard_map(
         tx.update, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False
     )

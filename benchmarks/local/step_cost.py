@@ -1,8 +1,8 @@
-"""What a step of the transformation costs on one worker, beside `lax.top_k` alone.
+"""The cost of a step of the transformation on one worker, compared with `lax.top_k` alone.
 
     python -m benchmarks.local.step_cost [--size 14728266] [--density 0.01] [--json FILE]
 
-All contestants run in one process in turns, and each time is divided by that of
+All contestants take turns in one process, and each time is divided by the time of
 `lax.top_k(abs(acc), k)` in the same round: median and quartiles. A step is the whole `update`: the
 check for non-finite values, error feedback, selection, the allreduce of one worker, the new
 residual and the dense update. `acc` is the accumulator of such a step.
@@ -22,7 +22,7 @@ from .._common.display import show_rows
 from . import select_speed
 
 AXIS = "workers"
-# Those that only select, by their names in `select_speed`.
+# Contestants that only select, by their names in `select_speed`.
 ALONE = {
     "lax.top_k(abs(acc), k) alone": select_speed.BASE,
     "jnp.nonzero(abs(acc) >= t, size=k) alone": "jnp.nonzero(size=k)",
@@ -36,7 +36,7 @@ NAMES = {
 
 
 def stepper(tx, stream):
-    """A compiled step of a transformation, and runs of it that have residuals as large as ever."""
+    """A compiled step of a transformation, and a run of it with residuals of their usual size."""
     axes = {"axis_types": (AxisType.Auto,), "devices": jax.devices()[:1]}
     mesh = jax.make_mesh((1,), (AXIS,), **axes)
     state = optax_ext.init_state(tx, stream[0], mesh)

@@ -1,1 +1,1 @@
-"""What goes over the wire: words of the programs, predicted times, steps over real sockets."""
+"""Traffic of the exchanges: words of programs, predicted times, steps over real sockets."""

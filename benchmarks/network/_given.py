@@ -18,12 +18,12 @@ from . import _volumes
 from ._problem import gradients
 
 AXIS = "workers"
-# So many gradients are enough where each takes memory of its own.
+# So many gradients are enough if each takes memory of its own.
 _COPIED = 4
 
 
 class Worker(Stepper):
-    """The steps of all methods over one mesh, compiled as they are asked for."""
+    """The steps of all methods over one mesh, compiled on demand."""
 
     def __init__(self, config: dict[str, Any]):
         self._density = config["density"]
@@ -39,7 +39,7 @@ class Worker(Stepper):
         self._turn = 0
 
     def _use(self, mesh: Any) -> None:
-        """Parameters and gradients on a mesh, in place of those on another."""
+        """Places parameters and gradients on a mesh, and drops those on another."""
         if mesh is self._mesh:
             return
         self._steps.clear()
@@ -53,12 +53,12 @@ class Worker(Stepper):
             self._data.append(placed)
             address = placed[0].addressable_data(0).unsafe_buffer_pointer()
             if len(self._data) == _COPIED and address != gradient[0].ctypes.data:
-                # Here they are copies, and more of them would fill the memory.
+                # On this mesh they are copies, and more of them would fill the memory.
                 break
         self._mesh = mesh
 
     def prepare(self, method: str, warmup: int, local: bool = False) -> dict[str, Any]:
-        """Compiles the step of a method, takes `warmup` of them; what each is to receive."""
+        """Compiles the step of a method, takes `warmup` of them; the words each should receive."""
         self._use(self._alone if local else self._everyone)
         contestant = contestants.find(method)
         density = min(1.0, contestant.entries * self._density)
@@ -69,8 +69,8 @@ class Worker(Stepper):
         def step(parameters, state, given):
             gradients = [leaf[0] for leaf in given]
             if contestant.whole:
-                # A given gradient is taken nowhere: the smallest one waits for the step ahead, all
-                # of which is written, and no pass is added that a model would not make.
+                # The given gradients do not depend on `ahead`. The smallest one is made to, so that
+                # the look-ahead is computed in full, without a pass that a model would not make.
                 ahead = optax_ext.ahead(parameters, state)
                 least = min(range(len(gradients)), key=lambda i: gradients[i].size)
                 gradients[least] += 1e-12 * sum(jnp.ravel(x)[0] for x in ahead)
@@ -82,7 +82,7 @@ class Worker(Stepper):
             mesh=self._mesh,
             in_specs=(P(), specs, P(AXIS)),
             out_specs=(P(), specs),
-            # Of one worker nothing has to be the same on all.
+            # With one worker no output has to be equal on all workers.
             check_vma=not local and not contestant.alone,
         )
         jitted = jax.jit(mapped, donate_argnums=(0, 1))
@@ -98,7 +98,7 @@ class Worker(Stepper):
         return {}
 
     def _take(self, method: str, steps: int) -> list[float]:
-        """Takes steps, each waited for; returns the words that each says it received."""
+        """Takes steps, each waited for; returns the words that each has received."""
         run, state = self._steps[method]
         received = []
         for _ in range(steps):

@@ -1,4 +1,4 @@
-"""What all contestants are given: shapes of parameters, and gradients in place of a model."""
+"""The problem of all contestants: shapes of parameters, and gradients instead of a model."""
 
 import functools
 import math
@@ -8,7 +8,7 @@ import numpy as np
 
 # Two dimensions each: rows, columns. PowerSGD compresses these, and no biases.
 Matrices = list[tuple[int, int]]
-# So many different ones, in turn: with few of them a residual would follow their rhythm.
+# Different gradients, in turn: with few of them a residual would follow their rhythm.
 COUNT = 32
 # Entries between the beginnings of two gradients: arrays at multiples of 64 bytes are not
 # copied on their way to a device.
@@ -32,8 +32,8 @@ def _lstm(scale: float) -> Matrices:
 def _exactly(matrices: Callable[[float], Matrices], size: int) -> list[tuple[int, ...]]:
     """The largest matrices that fit, with a bias for each row; the rest makes one larger.
 
-    What is missing becomes rows of the largest matrix, and at the end a part of a row
-    joins its bias, so that next to nothing is left out of the matrices.
+    Missing entries become rows of the largest matrix, and the last part of a row joins its bias,
+    so that nearly all entries are in the matrices.
     """
     scale = 4 * math.sqrt(size / 14.7e6)
     while _total(matrices(scale)) > size:
@@ -52,7 +52,7 @@ def _exactly(matrices: Callable[[float], Matrices], size: int) -> list[tuple[int
 
 
 def _gpt2(size: int) -> list[tuple[int, ...]]:
-    """Leaves of GPT-2 of 124,439,808 entries; a narrower one where n is less, and what is over."""
+    """The 124,439,808 entries of GPT-2 in its leaves; narrower for a smaller n, plus the rest."""
     width = 768
     while sum(map(math.prod, _gpt2_of_width(width))) > size:
         width -= 1
@@ -83,9 +83,9 @@ def _total(matrices: Matrices) -> int:
 def gradients(shapes: list[tuple[int, ...]], host: int, seed: int) -> list[list[np.ndarray]]:
     """`COUNT` gradients of one worker, float32, heavy-tailed.
 
-    Layers differ in scale, workers agree on that, and a fifth of the variance before the
-    tails is common to all workers, as in training. The gradients are views of the same
-    numbers, each begun a little later, so that they take the memory of one.
+    Layers differ in scale, which is the same on all workers, and 20 % of the variance before the
+    tails is common to all workers, as in training. The gradients are views of the same numbers,
+    each begun a little later, so that they take the memory of one.
     """
     common = np.random.default_rng(seed)
     own = np.random.default_rng([seed, host + 1])
@@ -109,7 +109,7 @@ def _heavy(
     normal = own.standard_normal(size, np.float32)
     normal *= 2.0
     normal += common.standard_normal(size, np.float32)
-    # Room that begins at a multiple of 64 bytes.
+    # A buffer that begins at a multiple of 64 bytes.
     room = np.empty(size + _STRIDE, np.float32)
     first = (-room.ctypes.data // room.itemsize) % _STRIDE
     heavy = room[first : first + size]

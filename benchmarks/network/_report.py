@@ -11,15 +11,15 @@ from .._common.timing import quartiles, times_as_fast
 Row = dict[str, Any]
 _PARTS = ("rest", "sparsification", "communication", "of_it_unlimited")
 _WHERE = ("workers", "params", "link")
-# Of one worker alone this does nothing but apply the update.
+# With one worker alone, this only applies the update.
 REST = "dense/leaves"
 
 
 def predicted_bytes(point: Row) -> float | None:
-    """Bytes a step receives by the library's meter; None where it can't know.
+    """Bytes that a step receives according to the library; None if that is not known.
 
-    Of an algorithm whose words depend on the data it is the mean of what its steps say,
-    and that of the traced program otherwise.
+    If the words of an algorithm depend on the data, it is the mean of what its steps report, and
+    otherwise the words of the traced program.
     """
     if point["words"]:
         return 4 * statistics.mean(point["words"])
@@ -29,11 +29,10 @@ def predicted_bytes(point: Row) -> float | None:
 def breakdown(point: Row, found: dict[str, list[Row]]) -> dict[str, float] | None:
     """Seconds of the parts of a step, as in Figure 8 of the Ok-Topk paper.
 
-    ``rest``: the step of `dense/leaves` with one worker alone, that is applying the update.
-    ``sparsification``: what the method's step of one worker takes beyond that.
-    ``communication``: all else of the step. ``of_it_unlimited``: the part of it that is there
-    without a limit of the link, too: the work of exchanging and merging, and waiting
-    for each other.
+    ``rest``: the step of `dense/leaves` with one worker alone, that is, applying the update.
+    ``sparsification``: the further time of the method's step with one worker.
+    ``communication``: the rest of the step. ``of_it_unlimited``: the part of it that remains
+    without a limit of the link: exchanging, merging, and waiting for other workers.
     """
     where = tuple(point[key] for key in _WHERE[:2])
     local, unlimited = (
@@ -71,7 +70,7 @@ def _title(workers: int, params: int, link: str) -> str:
 
 
 def _shown(point: Row, found: dict[str, list[Row]]) -> Row:
-    """A row of the table; docs/network.md says what the columns are."""
+    """A row of the table; docs/network.md explains the columns."""
     received, predicted = statistics.mean(point["received"]), predicted_bytes(point)
     parts = breakdown(point, found) or {}
     row = {"": point["method"], "step ms": quartiles([1e3 * x for x in point["seconds"]])}
@@ -87,8 +86,8 @@ def _shown(point: Row, found: dict[str, list[Row]]) -> Row:
 def draw(file: Path, found: dict[str, list[Row]], title: str) -> None:
     """Bars of step times for each number of workers, parameters and link, on one scale each.
 
-    Methods whose step without an exchange was measured have their bar in three parts; the
-    number at its end is the speed-up over the dense allreduce.
+    Methods whose step without an exchange was measured have a bar of three parts; the number at
+    its end is the speed-up over the dense allreduce.
     """
     groups = grouped(found["points"], *_WHERE)
     links = list(grouped(found["points"], "link"))

@@ -15,12 +15,12 @@ from ._problem import gradients
 
 
 class _Synchronous:
-    """What PyTorch's PowerSGD hook takes for `torch.distributed`: each exchange ends in its call.
+    """Replaces `torch.distributed` in PyTorch's PowerSGD hook: each exchange ends in its call.
 
     The hook chains futures whose callbacks start the next allreduce and wait for it. On Gloo
-    they run on its own threads, where waiting blocks what is waited for, and the order of
+    they run on its own threads, where waiting would block the allreduce itself, and the order of
     exchanges may differ between the workers. The arithmetic is the hook's own. There is no
-    backward pass behind which it could hide.
+    backward pass with which the exchange could overlap.
     """
 
     group, GradBucket = dist.group, dist.GradBucket
@@ -36,7 +36,7 @@ class _Synchronous:
 
 
 def parallel(model: torch.nn.Module, contestant: str) -> DistributedDataParallel:
-    """The module, with gradients exchanged by the hook that is behind the slash of the name."""
+    """The module, with gradients exchanged by the hook after the slash of the name."""
     made = DistributedDataParallel(model, gradient_as_bucket_view=True)
     hook = contestant.partition("/")[2]
     if hook == "fp16":
@@ -55,7 +55,7 @@ def parallel(model: torch.nn.Module, contestant: str) -> DistributedDataParallel
 
 
 class Model(torch.nn.Module):
-    """Parameters, and a loss of them and of what it is called with."""
+    """Parameters, and a loss of them and of the arguments of a call."""
 
     def __init__(self, leaves: Sequence[torch.Tensor], loss: Callable[..., torch.Tensor]):
         super().__init__()
@@ -105,7 +105,7 @@ class Worker(Stepper):
         return {"words": None}
 
     def _take(self, method: str, steps: int) -> None:
-        """Takes steps; after one nothing is left to wait for."""
+        """Takes steps, each of which is complete when its calls return."""
         model, optimizer = self._models[method]
         for _ in range(steps):
             optimizer.zero_grad()

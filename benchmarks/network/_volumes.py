@@ -20,7 +20,7 @@ def _complete(density):
     return sc.allreduce.complete(sc.allreduce.ok_topk(density=density))
 
 
-# Of each algorithm: how it is made, and the row of `cost_model._paper.PAPER` to compare it with.
+# The factory of each algorithm, and the row of `cost_model._paper.PAPER` to compare it with.
 ALGORITHMS = {
     "dense": (_exact(sc.allreduce.dense), "dense"),
     "dense_bucketed": (lambda density: _PUBLISHED.dense_bucketed(buckets=4), "dense"),
@@ -98,7 +98,7 @@ def of_two_levels(size, density, nodes, inside):
     given = {"size": size, "axis_size": workers}
     flat = traffic.of_allreduce(top, capacity=k, **given).words
     dense = traffic.of_allreduce(sc.allreduce.dense(), capacity=1, **given).words
-    # Of what all others send, the share of those in other nodes.
+    # The share of the other workers that are in other nodes.
     outside = (workers - inside) / (workers - 1)
     return {
         "hierarchical(topk_a)": (both["hierarchical/outer"], both["hierarchical/inner"]),

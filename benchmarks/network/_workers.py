@@ -1,4 +1,4 @@
-"""Starts one worker process on each host, and asks all of them the same thing."""
+"""Starts one worker process on each host, and sends the same commands to all of them."""
 
 import argparse
 import contextlib
@@ -13,15 +13,15 @@ from .._common import options, reports, timing
 from .._common.namespaces import Hosts, NetworkError
 from .._common.processes import Process, started, wait
 
-# With these glibc keeps large buffers instead of giving them back, so that a step does
-# not pay for fresh pages: the same for all contestants. One arena, since the others, those
-# of threads, have no room for buffers of over 64 MB and map each anew.
+# With these, glibc keeps large buffers instead of returning them, so that a step does not pay for
+# fresh pages. They are the same for all contestants. There is one arena, since the arenas of
+# threads have no room for buffers of over 64 MB and map each of them again.
 _MALLOC = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(2**40),
     "MALLOC_TRIM_THRESHOLD_": str(2**40),
     "MALLOC_TOP_PAD_": str(2**28),
-    # Pages of 2 MB where the system gives them to those who ask.
+    # Pages of 2 MB, if the system gives them on request.
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
 Answer = dict[str, Any]
@@ -30,11 +30,11 @@ _ports = itertools.count(9000)
 
 
 class WorkerError(NetworkError):
-    """A worker failed, ended or did not answer; one line."""
+    """A worker failed, ended or did not answer; the message is one line."""
 
 
 class Workers:
-    """The processes of one role, one on each host; a missing answer is an error after a time."""
+    """The processes of one role, one on each host; a late answer is an error."""
 
     def __init__(self, processes: Sequence[Process], seconds: float):
         self._processes = processes
@@ -42,7 +42,7 @@ class Workers:
         self._asked = 0
 
     def ask(self, do: str, **arguments: Any) -> list[Answer]:
-        """The answers of all workers to a command; a WorkerError where one of them failed."""
+        """The answers of all workers to a command; a WorkerError if one of them failed."""
         for process in self._processes:
             process.send(json.dumps({"do": do, **arguments}))
         return self.answers(do)
@@ -75,10 +75,10 @@ class Workers:
 def groups(
     hosts: Hosts, config: dict[str, Any], *, pin: bool = True, seconds: float
 ) -> Iterator[Callable[[str], Workers]]:
-    """Gives the processes of a role, which start when it is first asked for.
+    """Yields a function that gives the processes of a role, and starts them on the first call.
 
-    A role is made from ``config``, its host and how to meet the others. With ``pin`` each process
-    stays on one core; a missing answer is an error after so many seconds.
+    A role is made from ``config``, its host and the address of the coordinator. With ``pin`` each
+    process stays on one core. An answer that takes more than ``seconds`` is an error.
     """
     more = _MALLOC | {"GLOO_SOCKET_IFNAME": "eth0"} | ({"OMP_NUM_THREADS": "1"} if pin else {})
     with contextlib.ExitStack() as stack:
@@ -112,7 +112,7 @@ def in_turns(
 
 
 def all_of(args: argparse.Namespace, cases: Iterable[str], measured: Any, show: Any) -> None:
-    """Measures cases, and shows their rows as they come and writes them to the file."""
+    """Measures cases; shows their rows as they come, and writes them to the file."""
     options.require_network()
     settings = {name: value for name, value in vars(args).items() if name != "json"}
     rows: list[dict[str, Any]] = []
@@ -120,7 +120,7 @@ def all_of(args: argparse.Namespace, cases: Iterable[str], measured: Any, show: 
         for found in measured(args, case):
             rows += found
             show(args, found)
-            # After each: a failure in the next must not take it away.
+            # After each, so that a failure in the next one loses nothing.
             reports.write(args.json, {"settings": settings, "rows": rows})
 
 
@@ -130,11 +130,11 @@ def slowest(answers: Sequence[Answer], key: str = "seconds") -> float:
 
 
 def mean(answers: Sequence[Answer], key: str = "received") -> float:
-    """What the workers count, on average."""
+    """The mean of the workers' counts."""
     return sum(answer[key] for answer in answers) / len(answers)
 
 
 def counted(rounds: Sequence[Sequence[Answer]], *keys: str) -> dict[str, list[float]]:
-    """Of each round the slowest worker's time, and the mean of what they count by these keys."""
+    """For each round the slowest worker's time, and the mean of the counts under these keys."""
     row = {"seconds": [slowest(answers) for answers in rounds]}
     return row | {key: [mean(answers, key) for answers in rounds] for key in keys}

@@ -4,10 +4,10 @@
     sudo python -m benchmarks.network.linear_models --method scd --data url --steps 100
     sudo python -m benchmarks.network.linear_models --quick
 
-It is section 8.2 of SparCML (Table 2) with generated data of the shape of URL and webspam, and the
-trainings of examples/linear_models, one for each exchange. They take turns, a turn is an epoch or
-its first --steps, and seconds are scaled to an epoch. docs/linear_models.md says how to read it.
-Linux only, with root and iproute2 (ip, tc).
+It repeats section 8.2 of SparCML (Table 2) with generated data in the shape of URL and webspam, and
+the trainings of examples/linear_models, one for each exchange. They take turns. A turn is an epoch
+or its first --steps, and seconds are scaled to an epoch. docs/special_cases.md explains the
+results. Linux only, with root and iproute2 (ip, tc).
 """
 
 import argparse
@@ -27,7 +27,7 @@ _BASE = {"sgd": "dense", "scd": "dense_allgather"}
 
 
 class Worker:
-    """The role of a host: the trainings of one data set; each goes on from turn to turn."""
+    """The role of a host: the trainings of one data set, each continued from turn to turn."""
 
     def __init__(self, config: dict[str, Any]):
         given = config["data"], SHAPES[config["data"]], config["seed"], config["rows"]
@@ -41,7 +41,7 @@ class Worker:
         self._trainings: dict[tuple[str, str], Any] = {}
 
     def prepare(self, model: str, exchange: str) -> dict[str, Any]:
-        """Compiles a training; says how many steps an epoch has."""
+        """Compiles a training; returns the number of steps in an epoch."""
         what = self._group, training.MODELS[model], self._problem, exchange
         made = self._trainings[model, exchange] = self._method.Trainer(*what, **self._options)
         return {"steps": made.run.steps}
@@ -52,7 +52,7 @@ class Worker:
         return {}
 
     def measure(self, model: str, exchange: str, most: int) -> dict[str, Any]:
-        """Seconds, bytes and words of a step, the mean of those of an epoch, or ``most``."""
+        """Seconds, bytes and words of a step, averaged over an epoch or ``most`` steps."""
         trained = self._trainings[model, exchange]
         run, taken = trained.run, min(most, trained.run.steps)
 
@@ -71,7 +71,7 @@ class Worker:
 
 @options.program
 def main(argv: list[str] | None = None) -> None:
-    """Measures, prints, and writes the file that is asked for."""
+    """Measures, prints, and writes the requested file."""
     usual = {"workers": 4, "rows": (None, "of the generated data")}
     usual |= {"batch": (1000, "rows of a worker in a batch"), "regularisation": 1e-5}
     usual |= {"block": (100, "coordinates of a worker in a step"), "timeout": 1800}
@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _measured(args: argparse.Namespace, data: str) -> Iterator[list[dict[str, Any]]]:
-    """The rows of one data set, those of each model as they come."""
+    """The rows of one data set, after each model."""
     names = [_BASE[args.method], *(args.exchange or EXCHANGES[args.method])]
     names = list(dict.fromkeys(names))
     given = ("rows", "method", "batch", "block", "seed", "regularisation")
@@ -120,8 +120,8 @@ def _measured(args: argparse.Namespace, data: str) -> Iterator[list[dict[str, An
 
 
 def _row(name: str, steps: int, rounds: list[list[dict[str, Any]]]) -> dict[str, Any]:
-    """Of each round the slowest worker's time; counts are those of all alike, bytes their mean."""
-    # What the slowest to compute spends in the exchange is little: others wait for it in theirs.
+    """For each round the slowest worker's times, the workers' common counts, and mean bytes."""
+    # The worker that computes longest waits least in the exchange: each time has its own maximum.
     times = {"epoch_seconds": "seconds", "exchange_seconds": "exchange_seconds"}
     alike = {"words": "words", "delivered": "delivered", "objectives": "objective"}
     row = {key: [steps * slowest(x, of) for x in rounds] for key, of in times.items()}

@@ -4,10 +4,10 @@
     sudo python -m benchmarks.network.run --quick
     sudo python -m benchmarks.network.run --clean
 
-The gradients are given, so that nothing but compression, exchange and update is timed, of
-optax_ext's allreduces and, where PyTorch is installed, of its DistributedDataParallel over Gloo.
-All take turns in each round, and a ratio is one of the same round. docs/network.md says how it is
-set up and how to read it. Linux only, with root and iproute2 (ip, tc).
+The gradients are given, so that only compression, exchange and update are timed. The contestants
+are optax_ext's allreduces and, if PyTorch is installed, its DistributedDataParallel over Gloo. All
+take turns in each round, and a ratio is within one round. docs/network.md explains the setup and
+the columns. Linux only, with root and iproute2 (ip, tc).
 """
 
 import argparse
@@ -43,15 +43,15 @@ METHODS = (
 )
 QUICK = ("dense", "ok_topk", "ok_topk/reuse/narrow8", "topk_a")
 _SETTINGS = ("density", "shapes", "rounds", "steps", "warmup", "no_pin", "seed", "timeout")
-# Left for everything else on the machine.
+# The rest is left for everything else on the machine.
 _MEMORY_SHARE = 0.9
 BASELINE = "dense"
-# n-sized float32 buffers of a process: gradients, parameters and temporaries; and of each
-# method: a residual, or DDP's parameters, buckets, errors and copies. Of 124M parameters dense and
-# sparse_adamw took nine in all.
+# n-sized float32 buffers: of a process (gradients, parameters and temporaries), and of each method
+# (a residual, or DDP's parameters, buckets, errors and copies). With 124M parameters, dense and
+# sparse_adamw took nine together.
 _BUFFERS, _BUFFERS_OF_JAX, _BUFFERS_OF_TORCH = 7, 1, 4
 _LIBRARIES = 0.4e9
-# A round of a method takes about so long, so that short steps are not lost in noise.
+# The approximate time of a method in a round, so that short steps are not lost in noise.
 _ROUND_SECONDS = 0.5
 # Words of the operands from which alpha and beta are fitted.
 _LATENCY_SIZES = (256, 4096, 65_536)
@@ -106,12 +106,12 @@ def measure(size: int, hosts: int, links: Names, methods: Names, args: argparse.
 def _batch(
     made: Hosts, links: Names, names: Names, first: bool, owner: Owner, args: argparse.Namespace
 ) -> Found:
-    """What the others have in common with the first batch is measured in that one only."""
+    """The rows of a group of methods; only the first one measures the baseline and the links."""
     found: Found = {"points": [], "links": [], "local": []}
     new = [name for name in names if first or name != BASELINE]
 
     def prepare(name: str, **options: Any) -> Any:
-        # Only what keeps a residual has a beginning; a dense step takes seconds on a slow link.
+        # Only methods with a residual need a warm-up; a dense step takes seconds on a slow link.
         short = find(name).torch or name.startswith("dense")
         warmup = min(args.warmup, 4) if short else args.warmup
         say(f"{name}: compiling and {warmup} steps")
@@ -119,7 +119,7 @@ def _batch(
 
     for name in dict.fromkeys([REST, *names]) if not args.no_breakdown else ():
         if not find(name).torch and (first or name not in (BASELINE, REST)):
-            # The step of one worker on each host, all at once: they share the cores as ever.
+            # The step of one worker on each host, all at once, so that they also share the cores.
             prepare(name, local=True)
             asked = {"method": name, "steps": args.steps}
             rounds = [owner(name).ask("measure", **asked) for _ in range(args.rounds)]
@@ -179,7 +179,7 @@ def _machine() -> dict:
 
 @options.program
 def main(argv: list[str] | None = None) -> int:
-    """Measures, prints, and writes the files that are asked for."""
+    """Measures, prints, and writes the requested files."""
     usual = options.LINKS | {"workers": [4], "link": ["1gbit"], "density": 0.01, "seed": 0}
     usual |= {"rounds": 9, "steps": 8, "warmup": (16, "steps before the first turn")}
     usual |= {"params": ([], "14.7e6 by default"), "shapes": ("vgg", "of the parameters", SHAPES)}
@@ -204,7 +204,7 @@ def main(argv: list[str] | None = None) -> int:
         rows = measure(size, hosts, links, methods, args)
         found = {name: found[name] + more for name, more in rows.items()}
         _report.show(rows)
-        # After each session: hours of measurements survive a failure in the next.
+        # After each session, so that hours of measurements survive a failure in the next.
         reports.write(args.json, {"settings": settings, **found})
     if args.plot:
         title = f"Steps with given gradients, density {args.density:g}; speed-up over dense"

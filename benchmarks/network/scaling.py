@@ -1,13 +1,13 @@
-"""Weak scaling from 16 to 1024 workers, predicted: local cost, words, and the alpha-beta model.
+"""Weak scaling from 16 to 1,024 workers, predicted: local cost, words, and the alpha-beta model.
 
     python -m benchmarks.network.scaling --plot scaling.png
     python -m benchmarks.network.scaling --params 133M --local step_cost.json --compute 300ms
     python -m benchmarks.network.scaling --validate network.json
 
-The exchange is `sparse_collectives.cost_model`'s, as in the planner; its words are compared with
-those of the lowered programs at each P. The work of a worker stays the same, so that a perfect
-network would keep the time of a step. `--validate` compares the model with a measurement of
-`benchmarks.network.run --json FILE`. docs/network.md says what each part of a step is.
+The exchange is predicted by `sparse_collectives.cost_model`, as in the planner. Its words are
+compared with the words of the lowered programs at each P. The work of a worker stays the same, so
+that a perfect network would keep the time of a step. `--validate` compares the model with a
+measurement of `benchmarks.network.run --json FILE`. docs/network.md explains the parts of a step.
 """
 
 import argparse
@@ -35,19 +35,19 @@ NETWORKS = (
 )
 
 
-# The names of `_volumes` and of `cost_model.predict`, by those of the papers.
+# The names in `_volumes` and in `cost_model.predict`, by the papers' names.
 ALGORITHMS = {name: name for name in ("dense", "topk_a", "gtopk")}
 ALGORITHMS |= {"topk_dsa": "dsar_split_allgather", "ok_topk": "ok_topk"}
 _WHERE = {"workers": reports.whole(2), "params": reports.whole(1)}
 _SECONDS = [reports.number(1e-9, 1e9)]
-# What `benchmarks.network.run --json` writes, as far as it is used here.
+# The fields of `benchmarks.network.run --json` that are used here,
 MEASURED = {
     "settings": {"density": reports.number(1e-12, 1), "cores": reports.whole(1)},
     "local": ({**_WHERE, "method": reports.text(), "seconds": _SECONDS},),
     "links": [{**_WHERE, "link": reports.text(), "latency": reports.number(0, 1e6)}],
     "points": [{**_WHERE, "link": reports.text(), "method": reports.text(), "seconds": _SECONDS}],
 }
-# And what `benchmarks.local.step_cost --json` does.
+# and of `benchmarks.local.step_cost --json`.
 LOCAL = {
     "size": reports.whole(1, 2**53),
     "times": [{"contestant": reports.text(), "median_ms": reports.number(0, 1e9)}],
@@ -55,7 +55,7 @@ LOCAL = {
 
 
 def local_cost(choice: str) -> tuple[LocalCost, float, str]:
-    """What a sparse step costs beyond a dense one, the dense one per parameter, and a name."""
+    """The cost of a sparse step beyond a dense one, the dense one per parameter, and a name."""
     if choice == "cpu":
         return _planner.CPU, 0.0, "the planner's cpu"
     report = reports.read(Path(choice), LOCAL, "benchmarks.local.step_cost --json")
@@ -70,7 +70,7 @@ def local_cost(choice: str) -> tuple[LocalCost, float, str]:
 def predict(
     algorithm: str, load: Workload, network: Network, codec: str, local: LocalCost, rest: float
 ) -> dict[str, Any]:
-    """Seconds of a step and of its parts; ``rest`` is what every step takes, in seconds."""
+    """Seconds of a step and of its parts; ``rest`` is common to all steps, in seconds."""
     dense = algorithm == "dense"
     cost = cost_model.predict(ALGORITHMS[algorithm], load, "raw" if dense else codec).expected
     parts = {
@@ -92,10 +92,10 @@ def _of_method(method: str) -> tuple[str, str] | None:
 
 
 def validate(path: Path) -> list[dict[str, Any]]:
-    """Prints the model's step beside each measured one of a file, a row for each that both know.
+    """Prints the model's step next to each measured one in a file, if the model has its method.
 
-    The processes share the cores, so merging takes longer than on cores of one's own by
-    their number over that of the cores; the measured local steps have that in them.
+    The processes share the cores, so merging takes longer than with a core for each process, by the
+    ratio of processes to cores. The measured local steps already include that.
     """
     report = reports.read(path, MEASURED, "benchmarks.network.run --json")
     local = {
@@ -176,7 +176,7 @@ def scaling(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare_words(size: int, density: float, workers: list[int]) -> list[dict[str, Any]]:
-    """The model's expected words (exact pairs) beside those of the lowered programs."""
+    """The model's expected words (exact pairs) compared with the words of the lowered programs."""
     rows = []
     for (name, own), p in itertools.product(ALGORITHMS.items(), workers):
         program = _volumes.of_algorithm(own, size, density, p)
@@ -198,7 +198,7 @@ def compare_words(size: int, density: float, workers: list[int]) -> list[dict[st
 
 
 def draw(file: Path, found: dict[str, Any]) -> None:
-    """The step of each algorithm over P, a panel for each network."""
+    """Draws the step of each algorithm over P, a panel for each network."""
     given = {"xlabel": "workers P", "ylabel": "predicted seconds a step", "workers": True}
     panels = [
         {"title": name, "lines": display.lines_of(rows, "algorithm", "workers", "step"), **given}
@@ -210,7 +210,7 @@ def draw(file: Path, found: dict[str, Any]) -> None:
 
 @options.program
 def main(argv: list[str] | None = None) -> None:
-    """Predicts or validates, prints, and writes the files that are asked for."""
+    """Predicts or validates, prints, and writes the requested files."""
     usual = {"density": 0.01, "workers": WORKERS}
     usual |= {"codec": ("raw", None, ("raw", "bf16", "narrow16", "narrow8"))}
     usual |= {"no_programs": (False, "don't compare the words with programs")}

@@ -4,8 +4,8 @@
 
 A site is a network namespace and a process of several devices. They share the parameters of a
 perceptron with residual layers by FSDP or by tensor parallelism, and only sites exchange over the
-links. Methods take turns, and a ratio is one of the same round. docs/sharded.md says how to read
-it. Linux only, with root and iproute2 (ip, tc).
+links. Methods take turns, and a ratio is within one round. docs/sharded.md explains the results.
+Linux only, with root and iproute2 (ip, tc).
 """
 
 import argparse
@@ -23,7 +23,7 @@ from .._common import contestants, display, namespaces, options, timing
 from .._common.worker import Stepper, barrier
 from ._workers import all_of, counted, groups, in_turns
 
-# By name, which contestant; AdamW goes behind what is no whole optimizer.
+# The contestant for each name; AdamW follows an exchange that is not a whole optimizer.
 METHODS = {"dense": "dense/leaves", "ok_topk": "ok_topk", "sparse_adamw": "sparse_adamw"}
 LAYOUTS = ("fsdp", "tensor")
 
@@ -62,7 +62,7 @@ class Worker(Stepper):
         return jnp.mean((y - jnp.roll(x, 1, axis=1)) ** 2)
 
     def prepare(self, method: str, warmup: int) -> dict[str, Any]:
-        """Compiles a method's step and takes some; says how many parameters there are."""
+        """Compiles a method's step and takes some; returns the number of parameters."""
         tx = contestants.optimizer(f"{METHODS[method]}/adamw", self._density, "site")
         params = jax.tree.map(jnp.copy, self._params)
         state = optax_ext.init_state(tx, params, self._mesh)
@@ -77,13 +77,13 @@ class Worker(Stepper):
             params, state, loss = step(params, state, self._batch)
             jax.block_until_ready(loss)
         self._methods[method] = step, params, state
-        # The same of each step, to the shape of a program.
+        # Every step has the same words, and programs return a list.
         return [float(optax_ext.get_info(state).words)] * steps
 
 
 @options.program
 def main(argv: list[str] | None = None) -> None:
-    """Measures, prints, and writes the file that is asked for."""
+    """Measures, prints, and writes the requested file."""
     usual = {"sites": 2, "devices": (2, "of each site"), "density": 0.01, "layers": 4}
     usual |= {"width": (512, "of a layer, 8 width^2 parameters")}
     usual |= {"batch": (16, "examples of all sites together"), "rounds": 5, "steps": 3, "seed": 0}
@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _measured(args: argparse.Namespace, layout: str) -> Iterator[list[dict[str, Any]]]:
-    """The rows of each link as they come."""
+    """The rows of each link, as soon as they are measured."""
     given = ("devices", "density", "width", "layers", "batch", "seed")
     config = {"layout": layout, **{name: getattr(args, name) for name in given}}
     with (

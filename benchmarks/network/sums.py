@@ -1,9 +1,9 @@
-"""Sums and gathers over links, in the ring of Gloo and sent straight to where they are needed.
+"""Sums and gathers over links, in the ring of Gloo and by direct messages.
 
     sudo python -m benchmarks.network.sums --workers 4 8 --link 1gbit 100mbit 100mbit+50ms
 
-Each is compiled alone, of float32, and they take turns: a ratio is one of the same round. Linux
-only, with root and iproute2 (ip, tc).
+Each collective of float32 is compiled alone. They take turns, and a ratio is within one round.
+Linux only, with root and iproute2 (ip, tc).
 """
 
 import argparse
@@ -24,7 +24,7 @@ from ._workers import all_of, counted, groups, in_turns
 
 AXIS = "workers"
 COLLECTIVES = ("psum", "all_gather")
-# Direct ones of any size, also of those that `use_direct_messages` leaves in the ring.
+# Direct messages of any size, including sizes that `use_direct_messages` leaves in the ring.
 RING, DIRECT = "ring", "direct"
 MODULES = {RING: transport, DIRECT: _direct}
 
@@ -59,7 +59,7 @@ class Worker(Stepper):
 
 @options.program
 def main(argv: list[str] | None = None) -> None:
-    """Measures, prints, and writes the file that is asked for."""
+    """Measures, prints, and writes the requested file."""
     usual = options.LINKS | {"workers": [4], "rounds": 5, "steps": 3, "timeout": 300}
     usual |= {"params": ([1, 4096, 65536, 262144, 1048576], "entries of each worker")}
     usual |= {"quick": (False, "a functional test with small sums")}
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _measured(args: argparse.Namespace, workers: int) -> Iterator[list[dict[str, Any]]]:
-    """The rows of each link as they come."""
+    """The rows of each link, as soon as they are measured."""
     cases = [(name, size) for name in COLLECTIVES for size in args.params]
     with (
         namespaces.network(workers) as hosts,

@@ -1,13 +1,13 @@
-"""Words that each worker receives per step, of every allreduce, against the papers' formulas.
+"""Words that each worker receives per step, for every allreduce, against the papers' formulas.
 
 Volumes are read from the traced programs (`sparse_collectives.traffic`), with padding and with
 periodic work averaged in. Nothing runs, so that the numbers have no spread and any number of
 workers works on one machine. Four sections:
 
-    algorithms  every allreduce, beside the bounds of Table 1 of Ok-Topk and section 5.3 of SparCML
+    algorithms  every allreduce, with the bounds of Table 1 of Ok-Topk and section 5.3 of SparCML
     ok_topk     the cases of its balancing, and its phases, as shares of the bound 6k(P-1)/P
-    flatness    Ok-Topk at n = 1e8 from P = 16 to 1024, by encoding
-    bound       where the paper's bound holds, over n and P, by what has to be balanced
+    flatness    Ok-Topk at n = 1e8 from P = 16 to 1,024, by encoding
+    bound       when the paper's bound holds, over n and P, by the unevenness to be balanced
 
     python -m benchmarks.network.traffic --json traffic.json
     python -m benchmarks.network.traffic --sections ok_topk --params 1e8 --codec narrow8
@@ -36,8 +36,8 @@ CASES = {
 }
 CODECS = {name: getattr(wire, name) for name in ("raw", "bf16", "narrow16", "narrow8")}
 CODECS |= {f"qsgd{bits}": functools.partial(wire.qsgd, bits=bits) for bits in (8, 4, 2)}
-# What a step of Ok-Topk may take, as a multiple of k (P-1)/P: the paper's bound, and what is asked
-# of pairs in fewer bits.
+# The limits of a step of Ok-Topk, as multiples of k (P-1)/P: the paper's bound, and our targets
+# for pairs in fewer bits.
 FLAT_SIZE, FLAT_WORKERS = 10**8, (16, 64, 256, 1024)
 FLAT_BOUNDS = {"raw": 6.0, "narrow16": 3.0, "narrow8": 1.6}
 # Entries, and workers, of the section "bound".
@@ -60,14 +60,14 @@ def of_ok_topk(size, density, workers, codec, sizes=1):
 
 
 def _traced(size, density, workers, codec, sizes=1):
-    """k, and one step of Ok-Topk."""
+    """k, and one traced step of Ok-Topk."""
     k = max(1, round(size * density))
     allreduce = ok_topk(density=density, sizes=sizes, codec=CODECS[codec]())
     return k, _volumes.trace(allreduce, size, k, workers)
 
 
 def algorithms(args):
-    """Every allreduce over P: multiples of k of the worst step, and of the best."""
+    """Every allreduce over P: words of the worst step, and of the best, as multiples of k."""
     cases = itertools.product(_volumes.ALGORITHMS, args.workers)
     found = [_volumes.of_algorithm(name, args.params, args.density, p) for name, p in cases]
     rows = [row for row in found if row is not None]
@@ -108,7 +108,7 @@ def flatness(args):
 
 
 def bound(args):
-    """Ok-Topk over n and P, in multiples of k(P-1)/P, of which the paper's bound is 6."""
+    """Ok-Topk over n and P, in multiples of k(P-1)/P; the paper's bound is 6."""
     rows = []
     for size, workers in ((size, workers) for size, counts in GRID.items() for workers in counts):
         k, program = _traced(size, args.density, workers, "raw")
@@ -129,7 +129,7 @@ def _by_rounds(program):
     """Words of an even step that finds the global threshold by rounds of histograms."""
     even = {"balance": (1, 0, 0, 0)}
     try:
-        # The branches of a conditional begin with that for "no".
+        # The first branch of a conditional is the one for "no".
         return traffic.of_traced(program, frequencies=even | {"delivery": (1, 0)}).words
     except ValueError:  # There are no windows, so it always does.
         return traffic.of_traced(program, frequencies=even).words
@@ -140,7 +140,7 @@ SECTIONS = {"algorithms": algorithms, "ok_topk": cases, "flatness": flatness, "b
 
 @options.program
 def main(argv: list[str] | None = None) -> None:
-    """Measures, prints, and writes the file that is asked for."""
+    """Measures, prints, and writes the requested file."""
     usual = {"workers": WORKERS, "params": 1_000_000, "density": 0.01}
     usual |= {"sections": (list(SECTIONS), None, SECTIONS)}
     usual |= {"codec": ("raw", "encoding in the section ok_topk", CODECS)}

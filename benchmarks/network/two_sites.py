@@ -1,9 +1,9 @@
-"""Two sites of two devices train a sharded model over a link with latency: an example, as it is.
+"""Runs an example: two sites of two devices train a sharded model over a link with latency.
 
     sudo python -m benchmarks.network.two_sites --link 50mbit+100ms -- --every 10 --direct
 
 Each site is a process of two devices on a host of its own, which runs examples/train_sharded.py
-with the options behind ``--``; what the first one says is printed. Linux only, with root and
+with the options after ``--``. The output of the first site is printed. Linux only, with root and
 iproute2 (ip, tc).
 """
 
@@ -19,7 +19,7 @@ SITES, DEVICES, PORT = 2, 2, 9000
 
 
 def run(link: str, given: Sequence[str], seconds: float) -> str:
-    """What the first site says; a WorkerError where one of them fails, or takes longer."""
+    """The output of the first site; a WorkerError if one of them fails, or takes longer."""
     program = [sys.executable, str(ROOT / "examples" / "train_sharded.py"), *given]
     program += ["--sites", str(SITES), "--devices", str(DEVICES), "--num-processes", str(SITES)]
     with namespaces.network(SITES) as hosts:
@@ -47,7 +47,7 @@ def _said(processes: Sequence[Process], seconds: float) -> str:
 
 @options.program
 def main(argv: list[str] | None = None) -> None:
-    """Runs the example, and prints what it says."""
+    """Runs the example, and prints its output."""
     usual = {"link": "50mbit+100ms", "timeout": 600}
     parser = options.parser_of(__doc__, **usual)
     parser.add_argument("given", nargs=argparse.REMAINDER, help="options of the example")

@@ -1,1 +1,1 @@
-"""Networks trained over simulated workers: what they reach, and what their selections look like."""
+"""Networks trained over simulated workers: their accuracy, and their selections."""

@@ -1,4 +1,4 @@
-"""What is learned: a text, or labelled images."""
+"""The data of trainings: a text, or labeled images."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from .._common.options import InputError
 
 
 def read_text(path: Path | None) -> str:
-    """The text to learn, Python's own help topics by default, or an InputError."""
+    """The text to learn, by default Python's own help topics; an InputError if unusable."""
     if path is None:
         from pydoc_data import topics
 
@@ -20,7 +20,7 @@ def read_text(path: Path | None) -> str:
 
 
 def read_images(folder: Path | None) -> _data.Dataset:
-    """The images to classify, scikit-learn's digits by default, or an InputError."""
+    """The images to classify, by default scikit-learn's digits; an InputError if unusable."""
     try:
         return _data.idx_folder(folder) if folder else _data.digits()
     except _data.InputError as error:

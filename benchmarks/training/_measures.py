@@ -1,4 +1,4 @@
-"""Measures of a selection: what it shares with another, and the rows it misses."""
+"""Measures of a selection: its overlap with another, and the rows it misses."""
 
 import functools
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import numpy as np
 from sparse_collectives import Layout
 from sparse_collectives.select.published import adtopk
 
-# Of the table of missing rows.
+# The densities in the table of missing rows.
 DENSITIES = (0.001, 0.005, 0.01, 0.02, 0.05)
 
 
@@ -34,27 +34,27 @@ def overlap(selected: np.ndarray, exact: np.ndarray) -> float:
 
 
 def largest(x: np.ndarray, density: float) -> np.ndarray:
-    """The indices of the k largest magnitudes, k = max(1, round(density n)); zeros never."""
+    """The indices of the k largest magnitudes, k = max(1, round(density n)), without zeros."""
     k = min(x.size, max(1, round(density * x.size)))
     chosen = np.argpartition(np.abs(x), x.size - k)[x.size - k :]
     return chosen[x[chosen] != 0]
 
 
 def layer_selection(x: np.ndarray, layout: Sequence[Leaf], density: float) -> np.ndarray:
-    """Plain top-k of each leaf, with the k of the leaf: what ADTopk calls traditional top-k."""
+    """Plain top-k of each leaf, with the k of the leaf; ADTopk calls it traditional top-k."""
     parts = [leaf.start + largest(x[leaf.start :][: leaf.size], density) for leaf in layout]
     return np.concatenate(parts)
 
 
 def rows_of(indices: np.ndarray, leaf: Leaf) -> np.ndarray:
-    """The row of each of some indices into the flat buffer that are of the leaf."""
+    """The row of each of some indices into the flat buffer, all within the leaf."""
     if len(leaf.shape) < 2:
         return np.zeros_like(indices)
     return np.unravel_index(indices - leaf.start, leaf.shape)[leaf.axis]
 
 
 def missing_rows(selected: np.ndarray, layout: Sequence[Leaf]) -> np.ndarray:
-    """The number of rows of each leaf in which nothing was selected, and no padding."""
+    """The number of rows of each leaf in which nothing was selected, padding aside."""
     missing = []
     for leaf in layout:
         inside = selected[(selected >= leaf.start) & (selected < leaf.start + leaf.size)]
@@ -63,7 +63,7 @@ def missing_rows(selected: np.ndarray, layout: Sequence[Leaf]) -> np.ndarray:
 
 
 def row_selection(x: np.ndarray, layout: Sequence[Leaf], density: float) -> np.ndarray:
-    """ADTopk: the k of each row, with the rows that are counted here."""
+    """ADTopk with its k for each row, along the row axis of each leaf."""
     chosen = []
     for leaf in layout:
         select, state = _compiled_adtopk(leaf.shape, leaf.axis, density)
@@ -78,12 +78,12 @@ def _compiled_adtopk(shape, axis, density):
     return jax.jit(selector.select), selector.init(Layout((shape,)))
 
 
-# Further selections to compare go here: functions of (x, layout, density), to flat indices.
+# Add further selections to compare here: functions of (x, layout, density), to flat indices.
 SELECTIONS = {
     "top-k of each layer": layer_selection,
     "top-k of all": lambda x, layout, density: largest(x, density),
     "adtopk": row_selection,
-    # What nothing can be selected from: rows of zeros, such as characters not seen yet.
+    # The rest is missed by any selection: rows of zeros, such as characters not seen yet.
     "every nonzero entry": lambda x, layout, density: np.flatnonzero(x),
 }
 
@@ -97,7 +97,7 @@ class MissingRows:
         self.counts: dict[tuple[str, str, float], list[np.ndarray]] = {}
 
     def add(self, **vectors: np.ndarray) -> None:
-        """Takes the vectors of one step by what they are: accumulator, gradient."""
+        """Takes the vectors of one step by their source: accumulator, gradient."""
         for source, x in vectors.items():
             for selection, choose in SELECTIONS.items():
                 for density in DENSITIES:
@@ -107,7 +107,7 @@ class MissingRows:
     def rates(self, source: str, selection: str) -> dict[str, list[float]]:
         """Mean rates over the steps, for each density: of all rows, of matrices, of each leaf.
 
-        "mean of matrices" weighs each leaf of two or more dimensions alike.
+        "mean of matrices" weighs all leaves of two or more dimensions equally.
         """
         counts = np.array([np.mean(self.counts[source, selection, d], 0) for d in DENSITIES])
         shares = counts / self.rows

@@ -1,4 +1,4 @@
-"""What the recorded trainings learn: a language model on characters, a small VGG on images."""
+"""The tasks of the recorded trainings: an LSTM on characters, a small VGG on images."""
 
 import argparse
 from typing import Any
@@ -10,10 +10,10 @@ from ._small_models import Network, convolutional
 from ._small_tasks import image_task, text_task
 from ._text_models import lstm
 
-# Of the two layers of an LSTM: entries of a character, cells, characters of a window.
+# An LSTM of two layers: entries of a character, cells, characters of a window.
 ENTRIES, CELLS, WINDOW = 64, 256, 32
 CHANNELS, DENSE = (32, 64, 128, 128), 256
-# A pooling by two after these of the convolutions.
+# Pooling by two follows these of the convolutions.
 POOLED = (0, 1, 3)
 
 
@@ -31,7 +31,7 @@ def _network(vocabulary: int, cells: int) -> Network:
 
 
 def recorded_runs(args: argparse.Namespace) -> tuple[Run, Run]:
-    """The image run and the text run, or an InputError where the data are none for them."""
+    """The image run and the text run, or an InputError if the data are unsuitable."""
     data = read_images(args.images)
     vgg = convolutional(data.train_images.shape[1:], data.classes, CHANNELS, DENSE, POOLED)
     given = {"batch": args.batch, "seed": args.seed}

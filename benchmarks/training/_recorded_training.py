@@ -1,10 +1,10 @@
-"""Training with top-k error feedback, whose accumulators are there to look at.
+"""Training with top-k error feedback, with access to its accumulators.
 
 Each worker adds its gradient to its residual, sends the exact top-k of the sum and keeps the rest;
-the mean of what was sent goes to the optimizer. That is error feedback by the book: it depends on
-no allreduce and on none of the selectors that are measured. The learning rate is applied `before`
-the accumulation, as in algorithm 2 of Ok-Topk, or `behind` it, in SGD with momentum, which leaves
-the accumulators in the units of the gradient.
+the mean of the sent entries goes to the optimizer. That is textbook error feedback: it depends on
+no allreduce and on none of the measured selectors. The learning rate is applied `before` the
+accumulation, as in algorithm 2 of Ok-Topk, or `behind`, that is after it, in SGD with momentum,
+which leaves the accumulators in the units of the gradient.
 """
 
 import math
@@ -26,15 +26,15 @@ from ._measures import Leaf
 
 ORDERS = ("before", "behind")
 MOMENTUM = 0.9
-# ``visit(step, accumulator, gradient, selections)``: the first two of worker 0, ``f32[n]``.
+# ``visit(step, accumulator, gradient, selections)``: the vectors are worker 0's, ``f32[n]``.
 Visit = Callable[[int, jax.Array, jax.Array, Sequence[PaddedCOO]], None]
 
 
 class Run(NamedTuple):
-    """What is trained and recorded: images or text, with so many of k / n.
+    """The training to record: images or text, with a density k / n.
 
     ``hard`` is the layer that is scaled in the harder case: some percent of the parameters, more
-    than k. The batch is of each worker, ``rate`` the peak of SGD with momentum, and ``clip`` the
+    than k. The batch is for each worker, ``rate`` the peak of SGD with momentum, and ``clip`` the
     largest norm of a worker's gradient.
     """
 
@@ -49,7 +49,7 @@ class Run(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """Loss, and accuracy of images, on data that training does not see; and at each step.
+    """Loss, and accuracy of images, on held-out data before and after; and values at each step.
 
     These are the training loss, and the entries of worker 0 that passed the threshold, / k.
     """
@@ -63,8 +63,8 @@ class Curve(NamedTuple):
 class Recorder:
     """One training of a run with so many workers.
 
-    ``factor`` multiplies the gradient of the layer ``run.hard`` before the accumulation; what is
-    sent is divided by it before the optimizer sees it. Only which entries are sent depends on it.
+    ``factor`` multiplies the gradient of the layer ``run.hard`` before the accumulation. The sent
+    entries are divided by it before the optimizer, so it affects only which entries are sent.
     """
 
     def __init__(self, run: Run, workers: int, factor: float | None = None):
@@ -87,7 +87,7 @@ class Recorder:
         ``order`` is one of ORDERS; the selector drives the training, the exact top-k by default.
         """
         run, learns, before = self.run, self.run.learns, order == "before"
-        # Without momentum the same distance takes a rate larger by what momentum sums up.
+        # Without momentum the learning rate is multiplied by the sum of the momentum's weights.
         rate = schedule(run.rate / (1 - MOMENTUM) if before else run.rate, steps)
         tx = optax.sgd(1.0) if before else optax.sgd(rate, momentum=MOMENTUM)
         flat, unravel = ravel_pytree(self.task.params)
@@ -132,7 +132,7 @@ class Recorder:
         return curve._replace(after=validate(params))
 
     def description(self, curve: Curve) -> dict[str, Any]:
-        """What a report says of each training."""
+        """The entries of a report on each training."""
         return {
             "run": self.run.name,
             "workers": self.workers,
@@ -146,7 +146,7 @@ class Recorder:
 
 
 def layout_of(params: Any) -> list[Leaf]:
-    """Where each leaf is in the flat buffer; rows are output channels, or words of an embedding."""
+    """The leaves in the flat buffer; rows are output channels, or words of an embedding."""
     leaves, start = [], 0
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -156,6 +156,6 @@ def layout_of(params: Any) -> list[Leaf]:
 
 
 def schedule(peak: float, steps: int) -> optax.Schedule:
-    """A warmup over a twentieth of the steps, then a cosine down to a hundredth of the peak."""
+    """A warmup over 5 % of the steps, then a cosine down to 1 % of the peak."""
     warmup = max(1, steps // 20)
     return optax.warmup_cosine_decay_schedule(peak / 20, peak, warmup, steps, peak / 100)

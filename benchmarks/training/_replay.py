@@ -1,4 +1,4 @@
-"""Recorded selections sent through Ok-Topk, and who has how many of their entries."""
+"""Sends recorded selections through Ok-Topk, and counts entries by worker."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -15,11 +15,11 @@ AXIS = "workers"
 
 
 class Step(NamedTuple):
-    """What one step of :func:`replay` did.
+    """The outcome of one step of :func:`replay`.
 
     The regions that it used, ``i32[P + 1]``; the indices of the result by the worker that sent them
-    in the allgather, ``i32[P, slots]``, of which n marks padding; the entries of all workers that
-    found no slot; those in the result; and the words that each worker received.
+    in the allgather, ``i32[P, slots]``, with n for padding; the entries of all workers that found
+    no slot; the entries in the result; and the words that each worker received.
     """
 
     boundaries: np.ndarray
@@ -43,16 +43,16 @@ def owned(indices: np.ndarray, boundaries: np.ndarray) -> np.ndarray:
 
 
 def unevenness(counts: np.ndarray) -> float:
-    """The largest over the mean; 1 where there is nothing."""
+    """The largest over the mean; 1 if all are 0."""
     return float(np.max(counts) / np.mean(counts)) if np.any(counts) else 1.0
 
 
 def replay(
     steps: Sequence[PaddedCOO], *, workers: int, density: float, period: int, **options: str
 ) -> list[Step]:
-    """The selections of the first ``workers`` of each step, through the allreduce.
+    """Sends the selections of the first ``workers`` of each step through the allreduce.
 
-    The period is in the steps that are given, ``[P, c]`` slots each; the other options are regions
+    The period counts the given steps, each with ``[P, c]`` slots; the other options are regions
     and balance of :func:`sparse_collectives.allreduce.ok_topk`.
     """
     init, step = _compiled(workers, density, period, **options)
@@ -81,8 +81,8 @@ def on_workers(
 ) -> Callable[..., Any]:
     """A compiled step of all workers, ``step(given, state) -> (sent, total, kept, state, info)``.
 
-    They are given accumulators, of which the selector selects, or selections where there is none.
-    What is sent and the total are whole vectors, or pairs where they need not be dense.
+    The input is the accumulators, from which the selector selects, or selections if there is no
+    selector. The sent entries and the total are whole vectors, or pairs if ``dense`` is False.
     """
 
     def one(given, state):
@@ -100,7 +100,7 @@ def on_workers(
 
     def step(given, state):
         sent, total, kept, states, info = compiled(given, state)
-        # The same on every worker, but for what is kept and what overflows.
+        # The rest is the same on every worker, except for the overflow in `info`.
         return sent, total, kept, jax.tree.map(lambda x: x[0], states), info
 
     return step

@@ -1,9 +1,9 @@
 """Training over simulated workers, many steps in one program.
 
-The parameters and the optimizer behind the exchange are the same on every worker, so there is one
-of each; what differs, the gradients and the state of the exchange, has a leading axis of P. The
-workers take parts of one batch, in the same order whatever P is, so that runs with different
-numbers of workers and different exchanges see the same examples at the same step.
+The parameters and the optimizer after the exchange are the same on every worker, so there is one of
+each. The gradients and the state of the exchange differ, and have a leading axis of P. The workers
+take parts of one batch, in the same order whatever P is, so that runs with different numbers of
+workers and different exchanges see the same examples at the same step.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,12 +25,12 @@ AXIS = "workers"
 
 
 class Task(NamedTuple):
-    """What to learn.
+    """A learning task.
 
-    ``batch_of(chosen)`` are the examples ``chosen i32[...]`` as NumPy arrays, ``loss(params,
-    batch)`` is their mean, and there are ``count``. ``evaluate`` is on data that training does not
-    see, and ``validate`` loss and more on the same data, by name; without it that is the loss.
-    With ``once`` all examples come before any of them comes again; else each is drawn from all.
+    ``batch_of(chosen)`` returns the examples ``chosen i32[...]`` out of ``count`` as NumPy arrays,
+    and ``loss(params, batch)`` their mean loss. ``evaluate`` uses held-out data, and ``validate``
+    returns the loss and more on them, by name; without it that is ``evaluate`` alone. With ``once``
+    every example comes once before any comes again; otherwise each is drawn from all.
     """
 
     name: str
@@ -46,18 +46,18 @@ class Task(NamedTuple):
 class Variant(NamedTuple):
     """A way to train."""
 
-    # Averages the gradients over AXIS, on each worker; or a whole optimizer.
+    # Averages the gradients over AXIS on each worker, or is a whole optimizer.
     exchange: optax.GradientTransformation
-    # Makes updates of the mean; ``optax.identity()`` where these are that already.
+    # Makes updates of the mean; ``optax.identity()`` after a whole optimizer.
     optimizer: optax.GradientTransformation
 
 
 class Curve(NamedTuple):
-    """What a run did: values and mean training losses at some steps.
+    """The results of a run: values and mean training losses at some steps.
 
     Without an allreduce the rest is None: the mean of the words that each worker received in a
-    step, that of the entries in the update, / n, and what a worker selected and what was delivered
-    at each step, ``f64[2, steps]``.
+    step, the mean share of entries in the update, / n, and the entries that a worker selected and
+    that were delivered at each step, ``f64[2, steps]``.
     """
 
     steps: list[int]
@@ -69,7 +69,7 @@ class Curve(NamedTuple):
 
 
 def exact_top_k(density: float) -> sc.Selector:
-    """What ``select.topk`` selects, by ``lax.top_k``: faster for many workers and a small n."""
+    """The selection of ``select.topk`` by ``lax.top_k``: faster for many workers and a small n."""
 
     def select(acc: jax.Array, state: Any) -> tuple[sc.PaddedCOO, Any, sc.SelectInfo]:
         size = acc.shape[0]
@@ -86,7 +86,7 @@ def exact_top_k(density: float) -> sc.Selector:
 
 
 def order_of(task: Task, *, steps: int, batch: int, seed: int) -> np.ndarray:
-    """The examples of each step, i32[steps, batch]; an InputError where a batch has too many."""
+    """The examples of each step, i32[steps, batch]; an InputError if a batch has too many."""
     if batch > task.count:
         raise InputError(f"a step takes {batch} examples, of {task.count}")
     random = np.random.default_rng(1000 + seed)
@@ -113,7 +113,7 @@ def train(
 ) -> list[Curve]:
     """Trains once for each seed and measures after each ``every`` steps, and at the end.
 
-    ``batch`` is of all workers, and an InputError where it can't be dealt out evenly.
+    ``batch`` is of all workers; an InputError if it can't be divided evenly among them.
     """
     if batch % workers:
         raise InputError(f"a batch of {batch} can't be dealt out to {workers} workers")
@@ -128,7 +128,7 @@ def train(
             lambda where: jax.value_and_grad(task.loss)(*where), (ahead(params, state), batches)
         )
         means, state = exchange(gradients, state, params)
-        # Every worker has the same mean, to the bit.
+        # Every worker has the same mean, bit for bit.
         mean = jax.tree.map(lambda x: x[0], means)
         updates, optimizer_state = variant.optimizer.update(mean, optimizer_state, params)
         info, sent = optax_ext.get_info(state), ()
@@ -137,7 +137,7 @@ def train(
         carry = optax.apply_updates(params, updates), state, optimizer_state
         return carry, (losses.mean(), sent)
 
-    # A shorter part at the end is compiled on its own.
+    # A shorter part at the end is compiled separately.
     part = jax.jit(lambda carry, batches: lax.scan(step, carry, batches))
     init = sc.simulate(variant.exchange.init, **shared)
 

@@ -38,7 +38,7 @@ def loss_of(network: Network) -> Callable[[Any, tuple[jax.Array, jax.Array]], ja
 
 
 def one_hidden_layer(shape: Shape, classes: int, hidden: int) -> Network:
-    """For images of the shape, (height, width)."""
+    """A network on images of the shape (height, width)."""
 
     def init(seed):
         random = np.random.default_rng(seed)
@@ -57,7 +57,7 @@ def one_hidden_layer(shape: Shape, classes: int, hidden: int) -> Network:
 def convolutional(
     shape: Shape, classes: int, channels: Shape = CHANNELS, dense=DENSE, pooled: Shape = (0, 1)
 ) -> Network:
-    """Convolutions of 3x3, a maximum of 2x2 behind those that are ``pooled``, a hidden layer."""
+    """Convolutions of 3x3, each in ``pooled`` followed by a maximum of 2x2, and a hidden layer."""
 
     def init(seed):
         random, inputs, params = np.random.default_rng(seed), 1, {}
@@ -86,7 +86,7 @@ def transformer(vocabulary: int, width: int = WIDTH) -> Network:
     def init(seed):
         random = np.random.default_rng(seed)
         norm = {"scale": jnp.ones(width), "bias": jnp.zeros(width)}
-        # What is added to the stream starts smaller, the more is added.
+        # Layers that add to the residual stream start smaller, the more of them there are.
         small = (4 * BLOCKS) ** -0.5
         return {
             "embedding": normal(random, (vocabulary, width), 0.1),
@@ -123,7 +123,7 @@ def transformer(vocabulary: int, width: int = WIDTH) -> Network:
 
 
 def normal(random: np.random.Generator, shape: tuple[int, ...], scale: float) -> jax.Array:
-    """Entries of a mean of 0."""
+    """Normal entries with a mean of 0."""
     return jnp.asarray(random.normal(0, scale, shape), jnp.float32)
 
 
@@ -142,7 +142,7 @@ def affine(layer: Any, x: jax.Array) -> jax.Array:
 
 
 def recurrence(gates: jax.Array, recurrent: jax.Array, unroll: int = 1) -> jax.Array:
-    """An LSTM: maps what goes into the gates, f32[time, batch, 4 cells], to f32[..., cells]."""
+    """An LSTM: maps inputs of the gates, f32[time, batch, 4 cells], to f32[..., cells]."""
 
     def step(carry, gates):
         hidden, cell = carry
@@ -157,7 +157,7 @@ def recurrence(gates: jax.Array, recurrent: jax.Array, unroll: int = 1) -> jax.A
 
 
 def forgetful(cells: int) -> jax.Array:
-    """The bias of an LSTM: that of the forget gates begins at 1, as is usual."""
+    """The bias of an LSTM, which begins at 1 for the forget gates, as is usual."""
     return jnp.zeros(4 * cells).at[cells : 2 * cells].set(1.0)
 
 

@@ -17,13 +17,13 @@ from . import _text_models
 from ._simulated_training import Task
 from ._small_models import CONTEXT, WIDTH, Network, loss_of, transformer
 
-# Measured at once, to bound the memory.
+# The images of one evaluation, to bound the memory.
 _PART = 500
 Make = Callable[[int, int], Network]
 
 
 def image_task(data: Dataset, network: Network) -> Task:
-    """The accuracy on all test images."""
+    """A task on images; its value is the accuracy on all test images."""
 
     @jax.jit
     def sums(params, images, labels):
@@ -50,10 +50,10 @@ def image_task(data: Dataset, network: Network) -> Task:
 def text_task(
     text: str, *, windows=256, width: int = WIDTH, network: Make = transformer, context=CONTEXT
 ) -> Task:
-    """The loss on the last tenth of the text, in nats for a character.
+    """A task on text; its value is the loss on the last 10 % of it, in nats for a character.
 
-    So many windows of it are measured, evenly spread, with ``network(vocabulary, width)``. A text
-    that is too short is an InputError.
+    The loss is measured on so many windows, evenly spread, with ``network(vocabulary, width)``. A
+    text that is too short is an InputError.
     """
     alphabet, code = np.unique(np.array(list(text)), return_inverse=True)
     made = network(len(alphabet), width)
@@ -61,9 +61,9 @@ def text_task(
 
 
 def word_task(text: str, *, windows: int = 1024, width: int = _text_models.WIDTH) -> Task:
-    """The loss on the last tenth of the text, in nats for a word.
+    """A task on text; its value is the loss on the last 10 % of it, in nats for a word.
 
-    Capitals are no difference; a punctuation mark is a word, and all seldom words together are one.
+    Case is ignored; a punctuation mark is a word, and all rare words together are one.
     """
     found = re.findall(r"\w+(?:'\w+)*|[^\w\s]", text.lower())
     common = collections.Counter(found).most_common(_text_models.VOCABULARY - 1)
@@ -76,7 +76,7 @@ def word_task(text: str, *, windows: int = 1024, width: int = _text_models.WIDTH
 def _sequence_task(
     what: str, code: np.ndarray, context: int, network: Any, loss: Any, windows: int
 ) -> Task:
-    """The next of each of ``context`` numbers, from windows that begin anywhere."""
+    """Predicts the successor of each of ``context`` numbers, in windows that begin anywhere."""
     cut = len(code) * 9 // 10
     if len(code) - cut < 2 * context:
         raise InputError(f"the text has {len(code)} {what}, at least {20 * context} are needed")

@@ -1,9 +1,9 @@
 """Two more networks of text in plain JAX: an LSTM of characters, and a network of words.
 
-Most parameters of the network of words are in two tables, of the words that go in and of those that
-come out, and a batch has a gradient for few of their rows: those of its words, and those of the
-groups in which the words to find are. So the softmax has two levels, the group and the word in it,
-and both tables are sparse, with no sampling and an exact loss.
+Most parameters of the network of words are in two tables, one for its input words and one for its
+output words. A batch has a gradient for few of their rows: the rows of its words, and the rows of
+the groups that contain the words to predict. For this the softmax has two levels, the group and the
+word in it, so both tables have sparse gradients, with no sampling and an exact loss.
 """
 
 from typing import Any, NamedTuple
@@ -15,10 +15,10 @@ import optax
 
 from ._small_models import Network, affine, forgetful, layer, normal, recurrence
 
-# Of the LSTM: characters go in with so many entries, and it has so many cells.
+# The LSTM: entries of an embedded character, and cells.
 ENTRIES, CELLS = 32, 80
-# Of the words: the entries of each, how many there are before the one to find, and how many to
-# find in a window.
+# The network of words: entries of each word, how many words precede the predicted one, and how
+# many are predicted in a window.
 WIDTH, BEFORE, FOUND = 32, 4, 8
 # Groups, and words in each.
 GROUPS, MEMBERS = 64, 64
@@ -38,7 +38,7 @@ class Scored(NamedTuple):
 
 def lstm(vocabulary: int, cells: int = CELLS, entries: int = ENTRIES, layers: int = 1) -> Network:
     """Layers of an LSTM between an embedding and an output layer."""
-    # Of several layers the entries of matrices have the deviation of uniform ones in [-s, s].
+    # With several layers, entries of matrices have the deviation of uniform ones in [-s, s].
     gain = 1.0 if layers == 1 else 3**-0.5
 
     def init(seed):
@@ -64,9 +64,9 @@ def lstm(vocabulary: int, cells: int = CELLS, entries: int = ENTRIES, layers: in
 
 
 def words(width: int = WIDTH) -> Scored:
-    """From the entries of the words before through a hidden layer to the next word.
+    """Maps the entries of the preceding words through a hidden layer to the next word.
 
-    Words are numbered by how frequent they are, so that a group has words of about one frequency.
+    Words are numbered by frequency, so that a group has words of about one frequency.
     """
 
     def init(seed):

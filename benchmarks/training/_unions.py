@@ -22,7 +22,7 @@ def growth(selections: Iterable[np.ndarray], size: int) -> np.ndarray:
 
 
 def uniform(size: int, density: float, trials: int, seed: int) -> dict[str, Any]:
-    """Mean sizes of unions of uniformly random selections in some trials, beside the formula."""
+    """Mean sizes of unions of uniformly random selections in some trials, next to the formula."""
     random, k = np.random.default_rng(seed), max(1, round(density * size))
     unions = []
     for _ in range(trials):
@@ -39,7 +39,7 @@ def uniform(size: int, density: float, trials: int, seed: int) -> dict[str, Any]
 
 
 def parts(series: Sequence[float] | np.ndarray) -> dict[str, float]:
-    """The mean over all steps, over the first tenth, and over the last quarter."""
+    """The mean over all steps, over the first 10 %, and over the last quarter."""
     return {
         "mean": float(np.mean(series)),
         "first_tenth": float(np.mean(series[: max(1, len(series) // 10)])),
@@ -48,7 +48,7 @@ def parts(series: Sequence[float] | np.ndarray) -> dict[str, float]:
 
 
 def predictions(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The union of the largest run of a task, predicted from those of fewer workers."""
+    """The union of the largest run of a task, predicted from the unions of fewer workers."""
     largest = max(reports, key=lambda report: report["workers"])
     size, k, workers = largest["size"], largest["k"], largest["workers"]
 

@@ -3,13 +3,13 @@
     python -m benchmarks.training.fill_in [--text FILE] [--images FOLDER] [--plot FILE.png]
 
 First, selections of uniformly random indices: the mean size of their union over some trials, with
-its standard error, beside the formula n (1 - (1 - k/n)^P) of SparCML (appendix B).
+its standard error, next to the formula n (1 - (1 - k/n)^P) of SparCML (appendix B).
 
 Second, selections of real training. Two networks (an LSTM on characters, a VGG-like network on
-images) are trained with exact top-k error feedback over P simulated workers, and at every step the
-union of what the workers send is counted: the density of the result of an allreduce that delivers
-all of it. Third, what `cost_model` predicts of it from the union that fewer workers have: the first
-of a run, and those of separate runs.
+images) are trained with exact top-k error feedback over P simulated workers. At every step the
+union of the workers' selections is counted: the density of the result of an allreduce that delivers
+all of it. Third, the prediction of `cost_model` for this union from the union of fewer workers: the
+first ones of a run, and the workers of separate runs.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def record(run: Run, workers: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def draw(tasks: Sequence[Sequence[dict[str, Any]]], path: Path | None) -> None:
-    """The growth with the number of workers, and the union over the steps."""
+    """Draws the growth with the number of workers, and the union over the steps."""
     above, below = [], []
     for runs in tasks:
         grown, followed, largest = {}, {}, max(runs, key=lambda run: run["workers"])

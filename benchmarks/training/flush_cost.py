@@ -1,11 +1,11 @@
-"""What `flush` costs at a constant rate: test accuracy before it and after it, beside dense AdamW.
+"""The cost of `flush` at a constant learning rate: test accuracy before and after it, and of dense.
 
     python -m benchmarks.training.flush_cost --images fashion-mnist [--steps 1000] [--seeds 3]
     python -m benchmarks.training.flush_cost --images fashion-mnist --raw
 
 A perceptron with two hidden layers of 128 in flax.nnx, over eight devices of this machine, as a
-newcomer would write it: a rate of 1e-3, batches of 128, nothing tuned. The seeds are those of the
-parameters and of the batches.
+newcomer would write it: a learning rate of 1e-3, batches of 128, nothing tuned. The baseline is
+dense AdamW. A seed determines the parameters and the batches.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ WORKERS, BATCH, WIDTH, RATE = 8, 128, 128, 1e-3
 
 
 def perceptron(inputs: int, classes: int, seed: int) -> nnx.Module:
-    """Two hidden layers."""
+    """A perceptron with two hidden layers."""
     rngs = nnx.Rngs(seed)
     layers = [nnx.Linear(inputs, WIDTH, rngs=rngs), nnx.relu]
     layers += [nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.relu]
@@ -34,7 +34,7 @@ def perceptron(inputs: int, classes: int, seed: int) -> nnx.Module:
 
 
 def train(data: Any, tx: Any, *, flush: bool, steps: int, seed: int) -> list[float]:
-    """Test accuracies in percent: of the trained parameters, and with ``flush`` after it."""
+    """Test accuracies in percent: after the training, and with ``flush`` also after it."""
     flat = data.train_images.reshape(len(data.train_images), -1)
     graph, params = nnx.split(perceptron(flat.shape[1], data.classes, seed))
     mesh = jax.make_mesh((WORKERS,), ("data",), axis_types=(AxisType.Auto,))

@@ -2,15 +2,15 @@
 
     python -m benchmarks.training.load_balance [--text FILE] [--images FOLDER] [--plot FILE.png]
 
-Two networks are trained with exact top-k error feedback over as many simulated workers as are asked
-for at most, and the selections of some steps are recorded; fewer workers take the first of them.
-They go through `ok_topk` with `regions` equal and balanced, and `balance` never, auto and always:
-as the training gives them, and with the gradient of one layer multiplied before the accumulation
-(and divided again before the optimizer), so that nearly all are from a small part of the indices.
+Two networks are trained with exact top-k error feedback over the largest requested number of
+simulated workers, and the selections of some steps are recorded; smaller numbers of workers use the
+first of them. They go through `ok_topk` with `regions` equal and balanced, and `balance` never,
+auto and always: as the training gives them, and with the gradient of one layer multiplied before
+the accumulation (and divided again before the optimizer), so that nearly all are from a small part
+of the indices.
 
-docs/measurements.md says what is counted in the split and reduce and in the allgather. The regions
-are cut at the first record, and then only where many entries overflow; `--period 1` cuts them anew
-at each.
+docs/archive.md explains the counts in the split and reduce and in the allgather. The regions are
+cut at the first record, and then only if many entries overflow; `--period 1` cuts them at each.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from ._replay import owned, received, replay, unevenness
 
 REGIONS = ("equal", "balanced")
 BALANCES = ("never", "auto", "always")
-# The paper balances where the largest count is over so many times the mean.
+# The paper balances if the largest count is more than so many times the mean.
 PAPER_TRIGGER = 4
 
 
@@ -67,7 +67,7 @@ def concentration(indices: np.ndarray, layout: Sequence[Leaf]) -> dict[str, dict
 def compare(
     steps: Sequence[PaddedCOO], workers: int, regions: str, density: float, period: int
 ) -> dict[str, Any]:
-    """All that is reported of one number of workers and one way to cut the regions."""
+    """The report on one number of workers and one way to cut the regions."""
     size = steps[0].size
     k = max(1, round(density * size))
     bound = 6 * k * (workers - 1) / workers
@@ -76,7 +76,7 @@ def compare(
     loads, before = [], []
     for recorded, result in zip(steps, results["auto"], strict=True):
         loads.append(received(recorded.indices[:workers], result.boundaries))
-        # With 'auto' all is delivered: what a region has in the total is what its owner selected.
+        # With 'auto' everything is delivered: a region's entries in the total are its owner's own.
         before.append(owned(result.indices, result.boundaries))
     selected = sum(np.count_nonzero(step.indices[:workers] < size) for step in steps)
     ratios = [unevenness(counts) for counts in before]
@@ -100,7 +100,7 @@ def compare(
 
 
 def draw(runs: Sequence[dict[str, Any]], path: Path | None) -> None:
-    """The unevenness in both phases over the number of workers, one column for each run."""
+    """Draws the unevenness in both phases over the number of workers, a column for each run."""
     above, below = [], []
     for report in runs:
         reduced, gathered = {}, {}

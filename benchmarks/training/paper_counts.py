@@ -2,14 +2,14 @@
 
     python -m benchmarks.training.paper_counts [--text FILE] [--images FOLDER]
 
-The form of Figure 6 of Ok-Topk. Algorithm 2, SGD with the learning rate inside the accumulation,
-trains over simulated workers. Both thresholds are exact every tau' steps, and in between reused as
-they are (`paper=True`), or moved by their counts (`paper="corrected"`).
+The output has the form of Figure 6 of Ok-Topk. Algorithm 2, SGD with the learning rate inside the
+accumulation, trains over simulated workers. Both thresholds are exact every tau' steps, and in
+between reused without change (`paper=True`), or moved by their counts (`paper="corrected"`).
 
-Counted are the entries that a worker selects (the mean of the workers) and those that are
-delivered, at every step, as multiples of k. "deviation" is the mean of |count / k - 1| over the
-steps; "after" is that without the first tenth, as the paper has most of it in its first epochs.
-Messages have room for four times k, so that no count is above that.
+The program counts the entries that a worker selects (the mean of the workers) and the delivered
+entries, at every step, as multiples of k. "deviation" is the mean of |count / k - 1| over the
+steps; "after" leaves out the first 10 % of them, since the paper has most of the deviation in its
+first epochs. Messages have room for four times k, so that no count is above that.
 """
 
 import argparse
@@ -32,7 +32,7 @@ RULES: dict[str, bool | str] = {"the text": True, "corrected": "corrected"}
 
 
 class Setting(NamedTuple):
-    """What is usual for a task: the peak rate of SGD, and the paper's k / n and tau'."""
+    """The defaults of a task: the peak learning rate of SGD, and the paper's k / n and tau'."""
 
     rate: float
     density: float
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
     rows = []
     for case in itertools.product(args.tasks, RULES):
         rows.append(counts_of(*case, args))
-        # After each, as the next one takes long.
+        # After each, since the next one takes long.
         reports.write(args.json, rows)
     title = f"Counts of Ok-Topk / k, P = {args.workers}, {args.steps} steps, of each seed"
     display.show_rows(title, rows)

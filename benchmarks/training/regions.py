@@ -1,13 +1,13 @@
-"""What Ok-Topk delivers by its ways to divide the indices: `regions` hashed, balanced and equal.
+"""What Ok-Topk delivers with different divisions of the indices: hashed, balanced and equal.
 
     python -m benchmarks.training.regions [--workers 2 4 8 16] [--size 12000] [--selected 120]
 
 Simulated workers run error feedback with exact top-k selections on synthetic gradients, each of
-which is hard for regions in its own way (`gradient`). What is ideal is the top k of the sum of the
-workers' selections, computed apart: docs/measurements.md says what of it is counted.
+which is hard for regions in its own way (`gradient`). The ideal is the top k of the sum of the
+workers' selections, computed separately; docs/archive.md explains the columns.
 
-With `--recorded` the selections of two trainings go through each way instead, recorded as in
-load_balance. Their residuals are those of the training, so "wait" means little.
+With `--recorded` the selections of two trainings go through each division instead, recorded as in
+load_balance. They have the residuals of that training, so "wait" means little.
 """
 
 import argparse
@@ -33,9 +33,9 @@ INPUTS = ("iid", "same region", "drifting", "heavy tails", "one worker", "own re
 def gradient(name: str, step: int, workers: int, size: int, rng: np.random.Generator) -> np.ndarray:
     """The gradients of all workers in one step, ``f32[P, n]``.
 
-    Mass is everywhere (iid); in one sixteenth of the indices, which may move by a fortieth at each
-    step, or where one worker outweighs the others; of scales by layer (Cauchy); or that of each
-    worker in a region of its own.
+    Their mass is everywhere (iid), also with scales by layer (heavy tails, Cauchy); in 1/16 of the
+    indices, which may move by 1/40 at each step, or in which one worker outweighs the others; or
+    for each worker in a region of its own.
     """
     normal = rng.standard_normal((workers, size), np.float32)
     place, part = np.arange(size), size // 16
@@ -66,7 +66,7 @@ def make_step(regions: str, density: float, workers: int, slack: float | None, r
 def deliver(
     inputs: Iterable[Any], size: int, k: int, workers: int, regions: str, slack: float | None
 ) -> dict[str, float]:
-    """What of the ideal arrives by one way: gradients or selections of all workers, by step."""
+    """Compares a division with the ideal, on gradients or selections of all workers by step."""
     state, residual, waiting, rows = None, 0.0, np.zeros(size, int), []
     for given in inputs:
         recorded = isinstance(given, sc.PaddedCOO)
@@ -92,7 +92,7 @@ def deliver(
 
 
 def cases(args: argparse.Namespace) -> Iterator[tuple[str, int, int, Callable[[int], Any]]]:
-    """Each case: its name, n, k, and what so many workers put in, step by step."""
+    """Each case: its name, n, k, and a function from P to the inputs, step by step."""
     if args.recorded:
         for steps, report in recordings(args):
             recorded = functools.partial(_first_of, steps)

@@ -5,9 +5,10 @@
 Two networks are trained with exact top-k error feedback over simulated workers: an LSTM on
 characters and a VGG-like network on images. At every step worker 0's accumulator (residual plus
 gradient) is given to every selector. Each keeps its own state; its selection is only counted and
-compared with the exact top-k. "passed" is what reaches a selector's threshold, "selected" what got
-into its buffer; both are divided by k. "overlap" is the share of the exact top-k that was selected.
-With `--self-driven` estimators also drive a training run each, as in Figure 6 of Ok-Topk.
+compared with the exact top-k. "passed" counts the entries that reach a selector's threshold, and
+"selected" those in its buffer; both are divided by k. "overlap" is the share of the exact top-k
+that was selected. With `--self-driven` estimators also drive a training run each, as in Figure 6 of
+Ok-Topk.
 
 Second, the rows of each layer in which plain top-k selects nothing ("dimension missing", ADTopk,
 section 3.1), on the accumulators of the text run.
@@ -34,11 +35,11 @@ from ._unions import parts
 # Figure 2(b) of ADTopk: an LSTM on WikiText-2, a model of words.
 _PAPER_RATES = {"LSTM, WikiText-2": [0.96, None, None, None, 0.26]}
 SNAPSHOTS = 40
-# The plot ends here: next to nothing passes.
+# The plot ends here, below which almost nothing passes.
 FLOOR = 1e-3
 
 
-# Drawn in the plot: what predicts how many entries pass. The others take a fixed number.
+# The plot has the selectors that estimate how many entries pass. The others take a fixed number.
 ESTIMATORS = ("threshold_reuse, no servo", "gaussian_k", "gaussian_k, adjusted")
 ESTIMATORS += ("redsync", "sidco", "dgc", "threshold_reuse")
 
@@ -64,8 +65,8 @@ class Shadows:
         self._records: list[Any] = []
 
     def feed(self, acc: jax.Array) -> None:
-        """Lets every selector take its next step on ``acc``."""
-        # Both results whole, in a program of its own: with a part of them XLA sorts all n.
+        """Runs the next step of every selector on ``acc``."""
+        # Returns both results from its own program, since for only one of them XLA sorts all n.
         exact = _top_k(jnp.abs(acc), max(1, round(self.density * acc.size)))
         if not self._selectors:
             self._selectors = contestants(self.density, float(exact[0][-1]))
@@ -74,7 +75,7 @@ class Shadows:
         self._records.append(jax.device_get(record))
 
     def series(self) -> dict[str, dict[str, np.ndarray]]:
-        """What was selected, what passed and the overlap, by name: ``f32[steps]`` each."""
+        """The selected and passed entries / k and the overlap, by name: ``f32[steps]``."""
         qualities = jax.tree.map(lambda *x: np.asarray(x), *self._records)
         return {name: qualities[name] for name in self._selectors}
 
@@ -92,12 +93,12 @@ class Shadows:
         return following, qualities
 
 
-# The exact selection by JAX, which shares nothing with the selectors.
+# The exact selection by JAX, which shares no code with the selectors.
 _top_k = jax.jit(jax.lax.top_k, static_argnums=1)
 
 
 def record(run: Run, args: argparse.Namespace) -> dict[str, Any]:
-    """Trains, measures along the way, and returns all that is reported of a run."""
+    """Trains, measures along the way, and returns the report on a run."""
     recorder = Recorder(run, args.workers)
     shadows = Shadows(run.density, Layout.of(recorder.task.params))
     missing = MissingRows(recorder.layout)
@@ -126,10 +127,10 @@ def record(run: Run, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def self_driven(run: Run, args: argparse.Namespace) -> None:
-    """Prints what passes where an estimator's own selection drives the training, as in Figure 6."""
+    """Prints what passes if an estimator's own selection drives the training, as in Figure 6."""
     density, steps, rows = run.density, max(10, args.steps // 2), []
     drivers = {
-        # Room for four times k: what it asks for is what is to be seen.
+        # Room for 4k entries, since the demand of the estimator is measured.
         "gaussian_k": select.published.gaussian_k(density=density, headroom=3.0),
         "threshold_reuse": select.threshold_reuse(density=density),
         "topk": select.topk(density=density),
@@ -144,7 +145,7 @@ def self_driven(run: Run, args: argparse.Namespace) -> None:
 
 
 def draw(runs: list[dict[str, Any]], every: int, path: Path | None) -> None:
-    """What passes each estimator's threshold over the steps: the form of Ok-Topk's Figure 6."""
+    """Draws what passes each estimator's threshold over the steps, as in Ok-Topk's Figure 6."""
     panels = []
     for report in runs:
         lines = {}

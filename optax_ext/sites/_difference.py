@@ -1,4 +1,4 @@
-"""What a site has moved, as a payload, and what it does to the parameters of all."""
+"""The parameter change of a site as a payload, and its effect on the shared parameters."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Model(NamedTuple):
     """The parameters of a run as one vector.
 
     Attributes:
-      treedef: their tree.
-      shapes: of the leaves.
-      size: entries in all.
-      digest: of the names, shapes and sizes.
+      treedef: the tree of the parameters.
+      shapes: the shapes of the leaves.
+      size: the number of entries.
+      digest: a digest of the names and shapes.
     """
 
     treedef: Any
@@ -30,23 +30,23 @@ class Model(NamedTuple):
     digest: str
 
     def flat(self, params: Any) -> np.ndarray:
-        """The leaves side by side, ``f32[n]``."""
+        """The leaves concatenated, ``f32[n]``."""
         check(params, self)
         leaves = [np.asarray(x, np.float32).ravel() for x in jax.tree.leaves(params)]
         return np.concatenate(leaves) if leaves else np.zeros(0, np.float32)
 
     def tree(self, vector: np.ndarray) -> Any:
-        """The inverse of :meth:`flat`, arrays of the host."""
+        """The inverse of :meth:`flat`, as arrays on the host."""
         ends = np.cumsum([int(np.prod(shape)) for shape in self.shapes])[:-1]
         parts = zip(np.split(vector, ends), self.shapes, strict=True)
         return jax.tree.unflatten(self.treedef, [part.reshape(shape) for part, shape in parts])
 
 
 def model_of(params: Any) -> Model:
-    """Of a tree of float32.
+    """The :class:`Model` of a tree of float32.
 
     Raises:
-      TypeError: a leaf of another type.
+      TypeError: a leaf has another type.
     """
     paths = jax.tree_util.tree_leaves_with_path(params)
     for path, leaf in paths:
@@ -63,7 +63,7 @@ def model_of(params: Any) -> Model:
 
 
 def check(params: Any, model: Model) -> None:
-    """A ValueError where the parameters are not those of the model."""
+    """Raises a ValueError if the parameters do not belong to the model."""
     if (found := model_of(params)).digest != model.digest:
         raise ValueError(
             f"params are those of another model: {found.size} entries ({found.digest}), and the "
@@ -72,14 +72,14 @@ def check(params: Any, model: Model) -> None:
 
 
 class Sent(NamedTuple):
-    """What a payload says: ``i64[k]`` indices, each once, and ``f32[k]`` values."""
+    """The content of a payload: ``i64[k]`` indices, each once, and ``f32[k]`` values."""
 
     indices: np.ndarray
     values: np.ndarray
 
 
 class Messages:
-    """Payloads of a model at a density."""
+    """Encodes and decodes payloads of a model at a density."""
 
     def __init__(self, size: int, density: float, codec: Codec):
         self._size = size
@@ -97,18 +97,18 @@ class Messages:
             jax.ShapeDtypeStruct((size,), jnp.float32),
             jax.ShapeDtypeStruct((), jnp.uint32),
         )
-        # All payloads are of this size.
+        # All payloads have this size.
         self.bytes = 4 * shape.size
         self._device = jax.local_devices(backend="cpu")[0]
 
     def encode(self, moved: np.ndarray, seed: int) -> bytes:
-        """The body of the largest entries of ``f32[n]``; the seed is for what is rounded."""
+        """The body of the largest entries of ``f32[n]``; the seed is for rounding."""
         with jax.default_device(self._device):
             message = self._encode(jnp.asarray(moved), np.uint32(seed % 2**32))
         return np.asarray(message).astype("<i4").tobytes()
 
     def decode(self, body: bytes) -> Sent:
-        """What a body says, the same bits on every machine.
+        """The content of a body, with the same bits on every machine.
 
         Raises:
           PayloadError: it has another size, an index out of range or twice, or a value that is not
@@ -136,5 +136,5 @@ def messages(size: int, density: float, codec: Codec) -> Messages:
 
 
 def add(params: np.ndarray, sent: Sent, weight: float) -> None:
-    """Adds a payload to ``f32[n]`` in place; the same bits on every machine."""
+    """Adds a payload to ``f32[n]`` in place, with the same bits on every machine."""
     params[sent.indices] += np.float32(weight) * sent.values

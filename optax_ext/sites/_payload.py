@@ -1,4 +1,4 @@
-"""What a site puts into the store: a header, a body, and a tag over both."""
+"""The objects that a site puts into the store: a header, a body, and a tag over both."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 _MAGIC = b"optax_ext.sites/1\n"
 _LENGTH = struct.Struct("<I")
 _TAG = 32
-# Of a header, which is JSON.
+# The largest header, which is JSON, in bytes.
 LARGEST_HEADER = 4096
 
 
 class PayloadError(ValueError):
-    """An object is not what it should be; in one line."""
+    """An object is not what it should be; the message is one line."""
 
 
 def pack(header: dict[str, Any], body: bytes, key: bytes | None) -> bytes:
     """The object of a header and a body.
 
     Args:
-      header: what JSON can hold, in at most 4,096 bytes.
-      body: anything.
-      key: what the sites share, to sign it with; None: only damage is noticed.
+      header: a dict that JSON can hold, in at most 4,096 bytes.
+      body: any bytes.
+      key: the key of the sites, to sign with; None: a checksum, which detects only damage.
     """
     text = json.dumps(header, separators=(",", ":")).encode()
     if len(text) > LARGEST_HEADER:

@@ -1,4 +1,4 @@
-"""Rounds in a store: who takes part in one is decided once, and all read the same list."""
+"""Rounds in a store: who takes part is decided once, and all sites read the same list."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger("optax_ext.sites")
 
 VERSION = 1
 _RUN = "run"
-# Bytes of an object that are no entries.
+# Bytes of an object besides its entries.
 _AROUND = _payload.LARGEST_HEADER + 256
 
 
@@ -27,11 +27,11 @@ class Share(NamedTuple):
     """A site's part in a round.
 
     Attributes:
-      site: its name.
-      life: tells a site from one of the same name that was there before it.
-      base: the digest of the parameters that it moved from.
-      tokens: what it has learned from; the weights of a round are shares of their sum.
-      sent: what it has moved.
+      site: the name of the site.
+      life: distinguishes a site from an earlier one of the same name.
+      base: the digest of the parameters from which it moved.
+      tokens: the data it has trained on; the weights of a round are shares of their sum.
+      sent: its parameter change.
     """
 
     site: str
@@ -42,10 +42,10 @@ class Share(NamedTuple):
 
 
 class Closed(NamedTuple):
-    """A round whose list is there.
+    """A closed round, whose list exists.
 
     Attributes:
-      number: of the round.
+      number: the number of the round.
       shares: in the order in which all sites add them.
     """
 
@@ -86,10 +86,10 @@ class Rounds:
     # The run.
 
     def enter(self, params: np.ndarray) -> tuple[int, np.ndarray]:
-        """Makes the run, or finds it: the newest snapshot, and the round that it is before.
+        """Creates the run, or finds it: the number of the next round, and the snapshot before it.
 
         Raises:
-          ValueError: it is a run of another model, density or version, or signed with another key.
+          ValueError: the run has another model, density or version, or is signed with another key.
         """
         mine = {**self._agreed, "run": f"{time.time_ns():x}"}
         self._store.create(_RUN, _payload.pack(mine, b"", self._key))
@@ -107,7 +107,7 @@ class Rounds:
         return number, self.snapshot(number)
 
     def snapshot(self, number: int) -> np.ndarray:
-        """The parameters before a round, as a site has put them."""
+        """The parameters before a round, as a site has stored them."""
         name = f"snapshot/{number:08d}"
         header, body = self._opened(name, self._store.get(name) or b"", number=number)
         if len(body) != 4 * self._model.size:
@@ -118,14 +118,14 @@ class Rounds:
         return params
 
     def newest_snapshot(self) -> int:
-        """The number of the newest one."""
+        """The number of the newest snapshot."""
         return max(self._snapshots())
 
     def keep(self, number: int, params: np.ndarray) -> None:
-        """Puts a snapshot, and removes the payloads that nobody needs any more.
+        """Stores a snapshot, and removes payloads that no site needs any more.
 
-        The last snapshot but one, and the payloads since, stay for who is reading them; the lists,
-        which are short, stay for who was away and wants to know whether it was in one.
+        The last snapshot but one, and the payloads since then, stay for sites that are reading
+        them. The lists, which are short, stay for a site that was away and looks for its payload.
         """
         self._put_snapshot(number, params)
         snapshots = sorted(self._snapshots())
@@ -147,7 +147,7 @@ class Rounds:
     # A round.
 
     def put(self, number: int, body: bytes, tokens: int, base: str) -> str:
-        """This site's payload for a round, and its digest; a second one changes nothing."""
+        """Stores this site's payload, unless the round has one from it; returns its digest."""
         header = {
             "run": self.run,
             "number": number,
@@ -166,17 +166,17 @@ class Rounds:
         return any(row["sha256"] == digest for row in self._listed(number) or ())
 
     def _listed(self, number: int) -> list[dict[str, Any]] | None:
-        """The rows of the list of a round; None where it is open."""
+        """The rows of the list of a round; None while the round is open."""
         data = self._store.get(f"{_round(number)}/list")
         if data is None:
             return None
         return json.loads(self._opened(f"{_round(number)}/list", data, number=number)[1])
 
     def closed(self, number: int) -> Closed | None:
-        """A round, where it is closed; None where it is open, or its payloads were removed.
+        """A round, if it is closed; None if it is open, or if its payloads were removed.
 
         Raises:
-          ValueError: an object is not what the list says, or none that this site may take.
+          ValueError: an object is not what the list says, or this site may not take it.
         """
         rows = self._listed(number)
         if rows is None:
@@ -196,16 +196,16 @@ class Rounds:
         return Closed(number, tuple(shares))
 
     def wait(self, number: int, expected: frozenset[str], seconds: float) -> None:
-        """Until the round is closed; closes it where that is due.
+        """Waits until the round is closed, and closes it when that is due.
 
         Args:
-          number: of the round.
-          expected: sites for which it waits ``grace`` seconds once a quorum is there: those of the
-            last round.
+          number: the number of the round.
+          expected: the sites of the last round, for which it waits ``grace`` seconds once a quorum
+            is there.
           seconds: how long to wait.
 
         Raises:
-          TimeoutError: it was not closed in that time.
+          TimeoutError: the round was not closed in that time.
         """
         since, began = None, self._clock()
         while "list" not in (names := self._store.sizes(_round(number))):
@@ -245,7 +245,7 @@ class Rounds:
         self._store.create(f"{_round(number)}/list", _payload.pack(header, body, self._key))
 
     def _share(self, number: int, site: str, data: bytes) -> Share:
-        """What a payload says, checked; a PayloadError where it may not be taken."""
+        """The checked content of a payload; raises a PayloadError if it may not be taken."""
         if len(data) > self._messages.bytes + _AROUND:
             raise PayloadError(f"it has {len(data)} bytes")
         header, body = _payload.unpack(data, self._key)
@@ -260,7 +260,7 @@ class Rounds:
         return Share(site, life, base, tokens, self._messages.decode(body))
 
     def _opened(self, name: str, data: bytes, **wanted: Any) -> tuple[dict[str, Any], bytes]:
-        """An object that all need; a ValueError where it is not what it should be."""
+        """An object that all sites need; raises a ValueError if it is not what it should be."""
         if self.run:
             wanted["run"] = self.run
         try:
@@ -274,7 +274,7 @@ class Rounds:
 
 
 def digest_of(params: np.ndarray) -> str:
-    """Of the bits of parameters: all sites have the same before a round."""
+    """The digest of the bits of the parameters, which all sites share before a round."""
     return _payload.digest(params.astype("<f4").tobytes())[:16]
 
 

@@ -1,4 +1,4 @@
-"""An object store: what a site reads and writes there, and what can go wrong, in one line."""
+"""An object store: how a site reads and writes it, with errors of one line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class StoreError(OSError):
-    """The store could not do what it was asked for; it may a moment later."""
+    """The store has failed at an operation, which may succeed a moment later."""
 
 
 class Store:
@@ -42,12 +42,12 @@ class Store:
             raise StoreError(f"can't open the store at {self.name}: {_line(error)}") from None
 
     def put(self, name: str, data: bytes) -> None:
-        """Writes an object; one of that name is replaced."""
+        """Writes an object, and replaces one of that name."""
         with self._said("write", name):
             self._obstore.put(self._store, name, data)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Whether this was the one to write the object: of those that try at once one is."""
+        """Whether this call has written the object: of concurrent calls only one does."""
         try:
             with self._said("write", name):
                 self._obstore.put(self._store, name, data, mode="create")
@@ -56,7 +56,7 @@ class Store:
         return True
 
     def get(self, name: str) -> bytes | None:
-        """The object; None where there is none."""
+        """The object; None if there is none."""
         try:
             with self._said("read", name):
                 return bytes(self._obstore.get(self._store, name).bytes())
@@ -70,7 +70,7 @@ class Store:
             return {x["path"].removeprefix(f"{prefix}/"): x["size"] for x in found}
 
     def delete(self, names: Iterable[str]) -> None:
-        """Removes objects, where they are there."""
+        """Removes objects, if they exist."""
         for name in names:
             with contextlib.suppress(FileNotFoundError), self._said("remove", name):
                 self._obstore.delete(self._store, name)

@@ -18,7 +18,7 @@ RAW = wire.raw()
 
 
 def memory() -> Any:
-    """A store that nobody else has."""
+    """A store of this caller alone."""
     return obstore.store.MemoryStore()
 
 
@@ -29,7 +29,7 @@ def site(store: Any, name: str = "a", params: Any = PARAMS, **options: Any) -> s
 
 
 def moved(params: Any, step: int, number: int = 0) -> Any:
-    """Parameters behind some steps, all of which are whole numbers."""
+    """Parameters after some steps, all of which are whole numbers."""
     rng = np.random.default_rng([step, number])
     a = rng.integers(-8, 9, (SIZE // 2, 1)).astype(np.float32)
     b = rng.integers(-8, 9, SIZE // 2).astype(np.float32)

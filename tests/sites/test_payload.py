@@ -1,4 +1,4 @@
-"""No object that was cut, changed, replayed or made up is taken, and none does harm."""
+"""Objects that were cut, changed, replayed or made up are refused, and do no harm."""
 
 import json
 import struct
@@ -16,18 +16,18 @@ KEY = b"secret"
 
 
 def made(key=None, codec=None, **changes):
-    """A payload of site a for round 0, and who reads it."""
+    """A payload of site a for round 0, and its reader."""
     one = site(memory(), key=key, codec=codec or wire.narrow8(), density=0.3)
-    rounds = one._rounds
-    body = one._messages.encode(flat(moved(PARAMS, 0)) - flat(PARAMS), 0)
+    rounds = one._member._rounds
+    body = one._member._messages.encode(flat(moved(PARAMS, 0)) - flat(PARAMS), 0)
     header = {"run": rounds.run, "number": 0, "site": "a", "tokens": 5, "base": "0" * 16}
     return one, pack({**header, **changes}, body, key), header, body
 
 
 def taken(one, data):
-    """Whether a payload is taken; if it is, it is one that can be added."""
+    """Whether a payload is taken; checks that a taken one can be added."""
     try:
-        share = one._rounds._share(0, "a", data)
+        share = one._member._rounds._share(0, "a", data)
     except PayloadError as error:
         if "\n" in str(error):
             raise
@@ -63,11 +63,11 @@ def test_what_is_made_up_with_a_right_tag_is_refused_or_can_be_added():
     one, _, header, body = made(KEY, wire.raw())
     rng = np.random.default_rng(0)
     found = [taken(one, pack(header, rng.bytes(len(body)), KEY)) for _ in range(300)]
-    # Values of random bits are seldom all finite, and indices not all in range.
+    # Values of random bits are seldom all finite, and their indices seldom all in range.
     assert not any(found)
     other, _, header8, body8 = made(KEY)
     for _ in range(300):
-        # Any bits are entries of this codec: they are such as can be added.
+        # Any bits decode to entries of this codec, which can be added.
         taken(other, pack(header8, rng.bytes(len(body8)), KEY))
     for changes in (
         {"number": 1},
@@ -84,7 +84,7 @@ def test_what_is_made_up_with_a_right_tag_is_refused_or_can_be_added():
         assert not taken(one, pack({**header, **changes}, body, KEY)), changes
     for other in (body[:-4], body + b"\0\0\0\0", b""):
         assert not taken(one, pack(header, other, KEY))
-    # Another key, and none.
+    # Another key, and no key.
     assert not taken(one, pack(header, body, b"other"))
     assert not taken(one, pack(header, body, None))
 
@@ -102,8 +102,8 @@ def test_headers_that_are_none():
 def test_a_payload_that_is_wrong_is_left_out_with_one_line(caplog):
     store = memory()
     one = site(store, key=KEY, grace=0.3)
-    one._store.put("round/00000000/payload/evil", b"nothing")
-    one._store.put("round/00000000/payload/large", b"0" * 100_000)
+    one._member._rounds._store.put("round/00000000/payload/evil", b"nothing")
+    one._member._rounds._store.put("round/00000000/payload/large", b"0" * 100_000)
     one.exchange(moved(PARAMS, 0), tokens=1, wait=True)
     assert one.last.sites == ("a",)
     said = [record.getMessage() for record in caplog.records]
@@ -117,8 +117,8 @@ def test_a_replayed_payload_of_another_round_is_left_out():
     store = memory()
     both = [site(store, name, grace=0.0, density=0.3) for name in "ab"]
     params = both[0].exchange(moved(PARAMS, 0), tokens=1, wait=True)
-    old = both[0]._store.get("round/00000000/payload/a")
-    both[0]._store.put("round/00000001/payload/b", old)
+    old = both[0]._member._rounds._store.get("round/00000000/payload/a")
+    both[0]._member._rounds._store.put("round/00000001/payload/b", old)
     both[0].exchange(moved(params, 1), tokens=1, wait=True)
     assert both[0].last.sites == ("a",)
 
@@ -128,7 +128,7 @@ def test_an_object_that_is_replaced_behind_the_back_of_the_sites_is_an_error():
     one, other = site(store), site(store, "b")
     one.exchange(moved(PARAMS, 0), tokens=1, wait=True)
     name = "round/00000000/payload/a"
-    one._store.put(name, one._store.get(name)[:-1])
+    one._member._rounds._store.put(name, one._member._rounds._store.get(name)[:-1])
     with pytest.raises(ValueError, match="is not what the list of its round says"):
         other.exchange(moved(PARAMS, 0, 1), tokens=1, wait=True)
 
@@ -143,7 +143,7 @@ def test_of_many_that_close_a_round_at_once_one_does():
         def go(one, start=start):
             start.wait()
             one.exchange(moved(PARAMS, 0, ord(one.name)), tokens=1, wait=True)
-            return one._rounds.closed(0)
+            return one._member._rounds.closed(0)
 
         lists = together(*(lambda one=one: go(one) for one in each))
         assert len({tuple(share.site for share in done.shares) for done in lists}) == 1

@@ -1,4 +1,4 @@
-"""Sites come and go, are late, and lose nothing; all have the same bits."""
+"""Sites come, go and are late, and lose nothing; all have the same bits."""
 
 import functools
 import time
@@ -14,10 +14,10 @@ from tests.sites.helpers import PARAMS, SIZE, flat, memory, moved, site, togethe
 
 
 def delivered(of: sites.Site, rounds: int) -> np.ndarray:
-    """What a site has delivered in so many rounds, read from the store."""
+    """The sum of a site's deliveries in the first rounds, read from the store."""
     total = np.zeros(SIZE, np.float64)
     for number in range(rounds):
-        for share in of._rounds.closed(number).shares:
+        for share in of._member._rounds.closed(number).shares:
             if share.site == of.name:
                 total[share.sent.indices] += share.sent.values
     return total
@@ -78,8 +78,8 @@ def test_what_comes_too_late_goes_with_the_next_round():
     np.testing.assert_array_equal(flat(got) - shared, flat(at_slow) - flat(PARAMS))
     slow.exchange(got, tokens=2, wait=True)
     assert slow.last.delivered
-    # Those of the round that it missed count, too.
-    assert slow._rounds.closed(1).shares[0].tokens == 7
+    # The tokens of the round that it missed also count.
+    assert slow._member._rounds.closed(1).shares[0].tokens == 7
 
 
 def test_one_that_comes_later_has_the_parameters_of_all():
@@ -102,9 +102,9 @@ def test_one_whose_rounds_are_removed_keeps_what_it_has_moved():
     for step in range(9):
         params = fast.exchange(moved(params, step), tokens=1, wait=True)
     fast.close()
-    names = [name for name in fast._store.sizes("round") if "payload" in name]
+    names = [name for name in fast._member._rounds._store.sizes("round") if "payload" in name]
     assert min(names) >= "00000006"
-    assert sorted(fast._store.sizes("snapshot")) == ["00000006", "00000008"]
+    assert sorted(fast._member._rounds._store.sizes("snapshot")) == ["00000006", "00000008"]
     got = sleepy.exchange(at_sleepy, tokens=1, wait=True)
     shared = flat(sleepy.params)
     assert shared.tobytes() == flat(fast.params).tobytes()
@@ -117,7 +117,7 @@ def test_one_that_was_delivered_while_it_was_away_does_not_deliver_it_again():
     sleepy = site(store, "sleepy", quorum=3, give_up=0.2)
     at_sleepy = moved(sleepy.params, 0, 1)
     with pytest.raises(TimeoutError):
-        # It has put its payload, and goes away.
+        # It has put its payload, and leaves.
         sleepy.exchange(at_sleepy, tokens=1, wait=True)
     sleepy._give_up = 30.0
     params = fast.exchange(moved(fast.params, 0), tokens=1, wait=True)
@@ -136,7 +136,7 @@ def test_one_that_was_delivered_while_it_was_away_does_not_deliver_it_again():
 def test_one_whose_parameters_differ_takes_those_of_the_run(others):
     store = memory()
     each = [site(store, name, quorum=others + 1) for name in "abc"[: others + 1]]
-    each[-1]._params[3] += 1
+    each[-1]._member.params[3] += 1
     calls = [
         functools.partial(one.exchange, moved(PARAMS, 0, number), tokens=1, wait=True)
         for number, one in enumerate(each)
@@ -146,7 +146,7 @@ def test_one_whose_parameters_differ_takes_those_of_the_run(others):
     assert all(flat(one.params).tobytes() == shared.tobytes() for one in each)
     given = sum(delivered(one, 1) for one in each)
     np.testing.assert_allclose(shared, flat(PARAMS) + given / len(each), atol=1e-5)
-    # What it had moved, by its own parameters, is still there.
+    # The moves of its own parameters are still there.
     wrong = np.eye(1, SIZE, 3)[0]
     waits = flat(moved(PARAMS, 0, others)) - flat(PARAMS) - wrong - delivered(each[-1], 1)
     np.testing.assert_allclose(flat(got[-1]) - shared, waits, atol=1e-5)
@@ -164,7 +164,7 @@ def test_a_round_waits_for_the_quorum_and_for_those_of_the_last_one():
     got = both[1].exchange(moved(PARAMS, 0, 1), tokens=1, wait=True)
     # The payload of the first was there.
     assert both[1].last.sites == ("a", "b")
-    # It finds the round closed, with what it had put, and goes on with more.
+    # It finds the round closed, with its payload in it, and continues.
     more = moved(first, 1)
     again = both[0].exchange(more, tokens=1, wait=True)
     assert both[0].last.delivered
@@ -173,7 +173,7 @@ def test_a_round_waits_for_the_quorum_and_for_those_of_the_last_one():
     np.testing.assert_array_equal(
         given + flat(again) - flat(both[0].params), flat(more) - flat(PARAMS)
     )
-    both[1]._rounds._quorum, both[1]._rounds._grace = 1, 0.2
+    both[1]._member._rounds._quorum, both[1]._member._rounds._grace = 1, 0.2
     began = time.monotonic()
     both[1].exchange(got, tokens=1, wait=True)
     assert time.monotonic() - began >= 0.2
@@ -183,8 +183,11 @@ def test_a_round_waits_for_the_quorum_and_for_those_of_the_last_one():
 def test_what_a_life_before_has_put_is_not_taken_from_this_one():
     store = memory()
     dead, other = site(store, "a", quorum=2), site(store, "b", quorum=2)
-    dead._rounds.put(
-        0, dead._messages.encode(flat(moved(PARAMS, 0)) - 1, 0), 1, digest_of(dead._params)
+    dead._member._rounds.put(
+        0,
+        dead._member._messages.encode(flat(moved(PARAMS, 0)) - 1, 0),
+        1,
+        digest_of(dead._member.params),
     )
     again = site(store, "a", quorum=2)
     mine = moved(again.params, 5)
@@ -223,7 +226,7 @@ def test_many_come_and_go_and_all_agree():
     for name, one in living.items():
         params[name] = one.finish(params[name])
     for name, one in living.items():
-        # Those that were away catch up.
+        # The sites that were away catch up.
         params[name] = one.exchange(params[name], tokens=1, wait=True)
     newest = max(one.round for one in living.values())
     for name, one in living.items():
@@ -275,7 +278,7 @@ def test_a_run_of_something_else_is_refused():
     ]:
         with pytest.raises(ValueError, match=message):
             site(store, "b", **options)
-    assert [*site(store)._store.sizes("snapshot")] == ["00000000"]
+    assert [*site(store)._member._rounds._store.sizes("snapshot")] == ["00000000"]
 
 
 def test_parameters_that_are_none():
@@ -291,4 +294,4 @@ def test_parameters_that_are_none():
     for tokens in (0, 1.5, True):
         with pytest.raises(ValueError, match="tokens must be a whole number of at least 1"):
             one.exchange(PARAMS, tokens=tokens)
-    assert not one._store.sizes("round")
+    assert not one._member._rounds._store.sizes("round")

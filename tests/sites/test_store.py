@@ -48,7 +48,7 @@ def test_a_folder_that_may_not_be_written(tmp_path):
 
 
 class Unreliable(Store):
-    """Fails every so often, before or after it has done what it was asked for."""
+    """A store that fails at random, before or after the operation."""
 
     def __init__(self, inner):
         super().__init__(inner)
@@ -82,7 +82,7 @@ class Unreliable(Store):
 
 
 def test_a_store_that_fails_and_is_slow_loses_nothing(monkeypatch):
-    monkeypatch.setattr("optax_ext.sites._site._AGAIN", 0.001)
+    monkeypatch.setattr("optax_ext.sites._member._AGAIN", 0.001)
     monkeypatch.setattr("optax_ext.sites._site.Store", Unreliable)
     one = site(memory(), snapshot_every=3)
     params, total = one.params, np.zeros_like(flat(PARAMS))
@@ -93,20 +93,20 @@ def test_a_store_that_fails_and_is_slow_loses_nothing(monkeypatch):
         params = one.exchange(params, tokens=1, wait=step % 2 == 0)
     params = one.finish(params)
     one.close()
-    assert one._store.failures > 5
-    # It is alone: what it delivers counts whole, and once.
+    assert one._member._rounds._store.failures > 5
+    # It is alone, so its deliveries count in full, and once.
     np.testing.assert_array_equal(flat(params) - flat(PARAMS), total)
     assert not np.array_equal(flat(one.params), flat(PARAMS))
 
 
 def test_a_store_that_is_full_is_waited_for_and_then_an_error(monkeypatch):
-    monkeypatch.setattr("optax_ext.sites._site._AGAIN", 0.001)
+    monkeypatch.setattr("optax_ext.sites._member._AGAIN", 0.001)
     one = site(memory(), give_up=0.2)
 
     def full(*_):
         raise StoreError("can't write: no space left on device")
 
-    monkeypatch.setattr(one._store, "create", full)
+    monkeypatch.setattr(one._member._rounds._store, "create", full)
     params = moved(one.params, 0)
     with pytest.raises(TimeoutError, match="no space left"):
         one.exchange(params, tokens=1, wait=True)
@@ -155,7 +155,7 @@ def test_the_protocol_of_s3(monkeypatch):
         late = site("s3://bucket/run", "c")
         newest = max(both, key=lambda one: one.round)
         assert flat(late.params).tobytes() == flat(newest.params).tobytes()
-        store = both[0]._store
+        store = both[0]._member._rounds._store
         assert store.create("one", b"1")
         assert not store.create("one", b"2")
     finally:
